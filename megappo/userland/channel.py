@@ -82,7 +82,7 @@ class Channel(Protocol):
 
     @property
     def progress(self) -> str:
-        """Which part of a message is on its way, for an error message; "" if none is."""
+        """The part of a message that is on its way, for an error message; "" if there is none."""
         if self._transport is None or self._transport.get_write_buffer_size():
             return "it did not read its input"
         if not self._received:

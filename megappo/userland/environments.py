@@ -11,13 +11,13 @@ from megappo.config.rollout_section import Rollout
 from megappo.config.schema import Reward
 from megappo.errors import ActionableError
 from megappo.runtime.heartbeat import heartbeat
+from megappo.userland.environment_host import Messages
 from megappo.userland.signatures import InputSpec
 from megappo.userland.spec import parse_spec
 from megappo.userland.worker_process import CallError, WorkerPool, WorkerProcess
 
 FAILED_SECONDS = 5.0
 """How long a run that fails waits for environments to be closed."""
-Messages = list[dict[str, str]]
 
 
 class EnvironmentFault(ActionableError, RuntimeError):

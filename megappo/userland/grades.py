@@ -35,7 +35,7 @@ Step = tuple[Annotated[int, Field(strict=True)], Number]
 
 
 class Graded(NamedTuple):
-    """What reward functions found of a response.
+    """The result of reward functions for a response.
 
     Attributes:
         scores: one or more, whose sum is its score; none of functions if one failed.

@@ -33,7 +33,7 @@ class RewardHost:
     """
 
     def __init__(self, functions: Sequence[tuple[str, str, float, Mapping[str, Any]]]):
-        self._functions = [Function(*one, is_only=len(functions) == 1) for one in functions]
+        self._functions = [HostedFunction(*one, is_only=len(functions) == 1) for one in functions]
         inputs = reduce(or_, [one.function.inputs for one in self._functions])
         modes = [one.function.mode for one in self._functions]
         self.description = {"inputs": asdict(inputs), "modes": modes}
@@ -43,7 +43,7 @@ class RewardHost:
         return self._functions[function].work([Row(*row) for row in rows])
 
 
-class Function:
+class HostedFunction:
     """A reward function.
 
     Args:

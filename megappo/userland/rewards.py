@@ -34,7 +34,7 @@ class RewardError(ActionableError, RuntimeError):
 
 @dataclass(frozen=True)
 class Description:
-    """What a worker has loaded: the inputs of all functions together, and the mode of each."""
+    """The inputs of all functions that a worker has loaded together, and the mode of each."""
 
     inputs: InputSpec
     modes: list[CallMode]

@@ -1,5 +1,5 @@
-"""What worker processes need to load people's code and to describe its errors. Uses the standard library alone, so that
-a worker starts at once."""
+"""Loading people's code in worker processes, and describing its errors. Uses the standard library alone, so that a
+worker starts at once."""
 
 import importlib
 import os

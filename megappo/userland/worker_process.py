@@ -120,20 +120,17 @@ class WorkerProcess:
 
     def stop(self) -> None:
         """Have the process end at once; calls in progress fail."""
-        self._lose("was stopped")
+        self._fault = self._fault or "was stopped"
+        self._hang_up()
         ask_to_end(self._process)
 
-    def hang_up(self) -> None:
-        """Close the connection, at which an idle process exits; calls in progress fail."""
-        self._lose("was stopped")
-
     async def end(self, timeout_seconds: float = 0.0) -> None:
-        """Make sure that the process has ended, with all that it has started.
+        """Close the connection and make sure that the process ends, with all that it has started.
 
         Args:
             timeout_seconds: how long it may take to exit by itself.
         """
-        self.hang_up()
+        self._hang_up()
         await asyncio.to_thread(end_keeper, self._process, timeout_seconds)
 
     def _receive(self, reply: dict[str, Any]) -> None:
@@ -145,13 +142,13 @@ class WorkerProcess:
             waiting.set_result(reply)
 
     def _lose(self, reason: str) -> None:
-        if not self.is_up:
-            return
-        self.is_up = False
-        if reason and reason != "was stopped":
+        if reason:
             remedy = "does it write to a descriptor that it has not opened?"
-            reason = f"sent something else than its results to the trainer: {reason}; {remedy}"
-        self._fault = reason
+            self._fault = f"sent something else than its results to the trainer: {reason}; {remedy}"
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        self.is_up = False
         self._channel.close()
         for waiting in self._replies.values():
             if not waiting.done():

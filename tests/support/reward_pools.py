@@ -11,14 +11,14 @@ from megappo.userland.rewards import RewardPool, load_reward
 def load(
     folder: Path, body: str, num_workers: int = 1, timeout_seconds: float = 20.0, **settings: object
 ) -> RewardPool:
-    """A pool for `f`, defined by a Python file."""
+    """Return a pool for `f`, defined by a Python file."""
     (folder / "reward.py").write_text(textwrap.dedent(body))
     spec = f"{folder}/reward.py:f"
     return load_reward(spec, num_workers=num_workers, timeout_seconds=timeout_seconds, **settings)
 
 
 def score(pool: RewardPool, count: int = 3) -> list[float]:
-    """The only score of each response."""
+    """Return the only score of each response."""
     return [only for [only] in scores(pool, count)]
 
 
@@ -28,6 +28,6 @@ def scores(pool: RewardPool, count: int = 3) -> list[list[float]]:
 
 
 def scores_of(graded: Sequence[Graded]) -> list[list[float]]:
-    """Of responses about which nothing else is told."""
+    """Return the scores of responses that have no other parts."""
     assert not any(one.parts for one in graded)
     return [one.scores for one in graded]

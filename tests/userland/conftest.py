@@ -1,4 +1,4 @@
-"""Whatever a test of reward functions starts must be gone when it ends."""
+"""Environments for tests, and a check that no test leaves a process behind."""
 
 import uuid
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def no_process_left_behind(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Whatever a test starts, and whatever that starts, is gone when the test ends."""
+    """Check that all processes that a test starts, and all that these start, have ended with the test."""
     marker = uuid.uuid4().hex  # inherited by all of them, whoever their parent is by then
     monkeypatch.setenv("REWARDS_UNDER_TEST", marker)
     yield

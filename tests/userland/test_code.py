@@ -232,7 +232,7 @@ code("print(1)", label)
 
 
 def test_nothing_is_run_where_it_cannot_be_protected():
-    """A filter has the kernel say that it has no Landlock, as older ones do."""
+    """A filter makes the kernel report that it has no Landlock, as older ones do."""
     done = subprocess.run([sys.executable, "-c", WITHOUT_LANDLOCK], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "1.0\n"
     assert "RuntimeError: programs cannot be confined here: the kernel has no Landlock" in done.stderr

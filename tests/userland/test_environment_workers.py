@@ -1,4 +1,4 @@
-"""Which workers a run has for training and for each held-out data set."""
+"""The workers of a run for training and for each held-out data set."""
 
 from contextlib import ExitStack
 

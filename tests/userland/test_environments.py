@@ -1,4 +1,4 @@
-"""Environments in worker processes: many at once, and whatever their code does, the trainer goes on or says why not."""
+"""Environments in worker processes: many at once; whatever they do, the trainer continues or reports why not."""
 
 import asyncio
 import contextlib
@@ -40,8 +40,8 @@ def test_many_episodes_run_at_once_in_each_process(environments):
         start = time.monotonic()
         found = play(pool, 100)
         assert time.monotonic() - start < 10.0, "one after the other they take 60 s"
-        said = [[{"role": "user", "content": f"left {left}"}] for left in (2, 1, 0)]
-        assert found == [[[], *((one, 1.0) for one in said)]] * 100
+        message = [[{"role": "user", "content": f"left {left}"}] for left in (2, 1, 0)]
+        assert found == [[[], *((one, 1.0) for one in message)]] * 100
         assert play(pool, 2) == found[:2], "in another event loop"
 
 
@@ -67,7 +67,7 @@ def test_plain_methods_have_threads_of_their_own(environments):
         ("TooManyRewards", "step returned 9 rewards for a turn of 2 tokens; expected as many, or one"),
     ],
 )
-def test_what_is_wrong_with_an_environment_is_said(environments, name, message):
+def test_an_environments_fault_is_reported(environments, name, message):
     with pool_of(environments, name, seconds=60.0) as pool:
         [error] = play(pool, 1)
         with pytest.raises(EnvironmentFault, match=f"^environment {name} {message}"):
@@ -86,7 +86,7 @@ def test_what_is_wrong_with_an_environment_is_said(environments, name, message):
 def test_an_environment_that_does_not_answer_loses_its_episode_alone(environments, name, message, monkeypatch):
     monkeypatch.setattr(worker_process, "GRACE_SECONDS", 1.0)
     with pool_of(environments, name, 2) as pool:
-        for _ in range(2):  # the second time in processes started anew, where these had to end
+        for _ in range(2):  # the second time in processes restarted, where these had to end
             found = play(pool, 4)
             assert all(isinstance(one, EpisodeLost) for one in found)
             assert message in map(str, found)
@@ -132,8 +132,8 @@ def test_an_environment_that_is_left_in_a_step_is_closed_when_that_has_ended(env
 
     async def look():
         async with pool.environment() as environment:
-            [said] = await environment.reset({"number": 1})
-            return said["content"]
+            [message] = await environment.reset({"number": 1})
+            return message["content"]
 
     with pool_of(environments, "Long", seconds=60.0) as pool:
         started = time.monotonic()
@@ -158,7 +158,7 @@ def test_what_is_left_is_closed_later_and_before_its_worker_ends(environments, n
         for _ in range(2):
             started = time.monotonic()
             asyncio.run(leave_after(pool, 0.5, 3))
-            assert time.monotonic() - started < 1.5, "it does not wait for what is left"
+            assert time.monotonic() - started < 1.5, "it does not wait for environments to close"
         assert workers() == before
         assert not closed.exists()
     assert closed.read_text() == "x" * 6
@@ -170,8 +170,8 @@ def test_answers_that_have_come_in_part_are_lost_to_no_other_event_loop(environm
         before = workers()
         for tick in range(12):
             asyncio.run(leave_after(pool, 0.01 * tick, 1))
-        [[_, ([said], _)]] = play(pool, 1)
-        assert said["content"] == "x" * 2**23
+        [[_, ([message], _)]] = play(pool, 1)
+        assert message["content"] == "x" * 2**23
         assert workers() == before
 
 
@@ -190,6 +190,6 @@ def workers() -> set[int]:
         ("NoTools", "has tools = .*; expected a list of JSON schemas"),
     ],
 )
-def test_what_cannot_be_loaded_is_said_at_the_start(environments, name, message):
+def test_a_class_that_cannot_be_loaded_is_reported_at_the_start(environments, name, message):
     with pytest.raises(EnvironmentFault, match=f"^environment {name} {message}"):
         pool_of(environments, name)

@@ -1,4 +1,4 @@
-"""What goes wrong with some rows where the others are to go on, and which rows an error names."""
+"""Failures of some rows that leave the others alone, and the rows that an error names."""
 
 import time
 from pathlib import Path
@@ -24,7 +24,7 @@ HARMS = ("raises", "hangs", "dies", "nonsense")
 
 
 def rows(*labels: object) -> list[Row]:
-    """The response of each says which it is."""
+    """The response of each is its number."""
     return [Row(f"p{i}", str(i), label, {}, f"record {10 + i}") for i, label in enumerate(labels)]
 
 
@@ -69,7 +69,7 @@ def test_of_rows_in_one_call_each_is_asked_about_alone(tmp_path: Path, harm: str
 
 
 def test_a_function_of_lists_that_fails_for_all_rows_is_given_up(tmp_path: Path):
-    """After one call and three rows, not after twenty more; one that fails at once is asked about every row."""
+    """After one call and three rows, not after twenty more; one that fails at once is called with every row."""
     with load(tmp_path, LISTS, timeout_seconds=0.4, on_error="zero") as pool:
         start, scoring = time.monotonic(), pool.begin()
         assert scored(scoring, rows(*["hangs"] * 20)) == [[]] * 20 and scoring.num_timeouts == 20
@@ -79,11 +79,11 @@ def test_a_function_of_lists_that_fails_for_all_rows_is_given_up(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("body", "told"), [(HARMFUL, "response '1'"), (LISTS, "2 responses, of which the first is '0'")]
+    ("body", "named"), [(HARMFUL, "response '1'"), (LISTS, "2 responses, of which the first is '0'")]
 )
-def test_an_error_that_is_raised_names_the_row(tmp_path: Path, body: str, told: str):
+def test_an_error_that_is_raised_names_the_row(tmp_path: Path, body: str, named: str):
     pool = load(tmp_path, body)
-    with pytest.raises(RewardError, match="returned .*\nit was scoring " + told) as caught:
+    with pytest.raises(RewardError, match="returned .*\nit was scoring " + named) as caught:
         scored(pool.begin(), rows("well", "nonsense"))
     assert str(caught.value).splitlines()[-1].startswith("fix it, or set reward.on_error to zero")
 
@@ -104,7 +104,7 @@ def test_a_long_text_is_cut(tmp_path: Path):
 
 
 def test_async_rows_that_hang_do_not_hold_the_others(tmp_path: Path):
-    """The worker itself goes on: nothing is started anew."""
+    """The worker itself continues: nothing is restarted."""
     body = """
         import asyncio, os
         async def f(solution_str, ground_truth):

@@ -18,7 +18,7 @@ COLUMNS = [{"level": 1, "tags": ["a"]}, {"level": 2}, {"level": 3, "tags": None}
 
 
 def score(pool: RewardPool, columns: list[dict] = COLUMNS) -> list[float]:
-    """Of three responses."""
+    """Return the scores of three responses."""
     return [one.scores[0] for one in pool.score(["p0", "p1", "p2"], ["r0", "r1", "r2"], [0, 1, 2], columns)]
 
 
@@ -44,7 +44,7 @@ TAKES = {
 
 
 @pytest.mark.parametrize(("body", "takes"), TAKES.items())
-def test_the_signature_tells_what_a_function_takes(tmp_path: Path, body: str, takes: InputSpec):
+def test_the_signature_shows_what_a_function_takes(tmp_path: Path, body: str, takes: InputSpec):
     with load(tmp_path, body) as pool:
         assert pool.takes == takes
 
@@ -141,7 +141,7 @@ NO_FORM = {
 
 
 @pytest.mark.parametrize(("body", "message"), NO_FORM.items(), ids=range(len(NO_FORM)))
-def test_a_function_of_no_form_is_told_the_forms_at_once(tmp_path: Path, body: str, message: str):
+def test_an_error_about_a_function_without_a_form_lists_the_forms(tmp_path: Path, body: str, message: str):
     with pytest.raises(RewardError, match=message):
         load(tmp_path, body)
 
@@ -156,7 +156,7 @@ RESULTS = {
 
 @pytest.mark.parametrize(("result", "message"), RESULTS.values(), ids=RESULTS)
 @pytest.mark.parametrize("word", ["def", "async def"])
-def test_a_broken_result_of_verls_form_is_told(tmp_path: Path, word: str, result: str, message: str):
+def test_a_broken_result_of_verls_form_is_reported(tmp_path: Path, word: str, result: str, message: str):
     pool = load(tmp_path, f"{word} f(solution_str, **kwargs):\n    return {result}\n")
     with pytest.raises(RewardError, match=message):
         score(pool)
@@ -192,8 +192,8 @@ def test_verls_data_and_function_work_as_they_are(tmp_path: Path):
         texts, labels, columns = zip(*((prompt.text, prompt.label, prompt.columns) for prompt in prompts), strict=True)
         graded = pool.score(texts, responses, labels, columns)
     assert [one.scores for one in graded] == [[answers[kinds[i % len(kinds)]]] for i in range(200)]
-    told = [{} if one.scores == [0.0] else {"acc": float(one.scores == [1.0])} for one in graded]
-    assert [one.parts for one in graded] == told and {"acc": 1.0} in told
+    parts = [{} if one.scores == [0.0] else {"acc": float(one.scores == [1.0])} for one in graded]
+    assert [one.parts for one in graded] == parts and {"acc": 1.0} in parts
     assert columns[3] == {"data_source": "openai/gsm8k", "extra_info": record(3)["extra_info"]}
     assert texts[3] == f"user:{record(3)['prompt'][0]['content']}\nassistant:" and labels[3] == str(numbers[3])
 

@@ -1,8 +1,8 @@
-"""The built-in graders, beside verl's and math-verify, on strings whose right grade a person has told.
+"""The built-in graders, beside verl's and math-verify, on strings that a person has graded.
 
-graded.jsonl: a grader's label and response; whether it is `right`; what the grader here says (`ours`), what verl's says
-(gsm8k.compute_score, strict, or math_reward.compute_score of verl/utils/reward_score in verl 0.9.1, recorded), and what
-math-verify says of the whole response, asked as verl's math_verify.py asks it; `why`, where they differ.
+graded.jsonl: a grader's label and response; whether it is `right`; the grades of the grader here (`ours`), of verl's
+(gsm8k.compute_score, strict, or math_reward.compute_score of verl/utils/reward_score in verl 0.9.1, recorded), and of
+math-verify for the whole response, called as verl's math_verify.py calls it; `why`, if they differ.
 """
 
 import json
@@ -35,7 +35,7 @@ def test_strings_get_the_grade_that_is_noted(grader):
     assert [row for row, grade in zip(rows, grades, strict=True) if grade != row["ours"]] == []
 
 
-def test_math_verify_says_what_is_noted():
+def test_math_verify_finds_what_is_noted():
     def grade(row: dict) -> bool:
         label = parse(f"\\boxed{{{row['label']}}}", (LatexExtractionConfig(),))
         return verify(label, parse(row["response"], (ExprExtractionConfig(), LatexExtractionConfig())))
@@ -43,7 +43,7 @@ def test_math_verify_says_what_is_noted():
     assert [row for row in of("math") if grade(row) != bool(row["math_verify"])] == []
 
 
-def test_of_every_disagreement_it_is_told_who_is_right_and_why():
+def test_every_disagreement_is_noted_with_who_is_right_and_why():
     assert len({(row["grader"], row["label"], row["response"]) for row in GRADED}) >= 300
     for row in GRADED:
         agree = len({row[name] for name in VERDICTS if name in row}) == 1
@@ -51,7 +51,7 @@ def test_of_every_disagreement_it_is_told_who_is_right_and_why():
 
 
 def test_a_wrong_grade_is_never_of_our_own_making():
-    """Where a grader here is wrong, it says what math-verify says; there are few."""
+    """A grader that is wrong here agrees with math-verify; there are few."""
     wrong = [row for row in GRADED if row["ours"] != row["right"]]
     assert all(row["ours"] == row["math_verify"] for row in wrong)
     assert len(wrong) < 0.05 * len(GRADED)
@@ -128,7 +128,7 @@ def test_labels_of_math_may_be_numbers():
 def test_exact_match():
     assert exact_match([" 4\n", "5", ""], ["4", 4, "x"]) == [1.0, 0.0, 0.0]
     assert exact_match(["4", "4.5", "True"], [4, 4.5, True]) == [1.0, 1.0, 1.0]
-    for label in (None, "", " "):  # a response that says nothing would be right
+    for label in (None, "", " "):  # an empty response would be right
         with pytest.raises(ValueError, match="exact_match needs strings or numbers as labels, found "):
             exact_match([str(label)], [label])
 

@@ -1,4 +1,4 @@
-"""Programs that take of the machine what is not theirs: threads, files, the kernel's memory, locks, what stays."""
+"""Programs that take more of the machine than they may: threads, files, the kernel's memory, locks, what stays."""
 
 import os
 import tempfile

@@ -118,7 +118,7 @@ SENDS = {
 
 
 @pytest.mark.parametrize(("lines", "message"), SENDS.values(), ids=SENDS)
-def test_what_it_writes_to_the_trainers_socket_is_told_at_once(tmp_path: Path, lines: str, message: str):
+def test_data_that_it_writes_to_the_trainers_socket_is_an_error_at_once(tmp_path: Path, lines: str, message: str):
     pool = load(tmp_path, function(lines), timeout_seconds=60)
     start = time.monotonic()
     with pytest.raises(RewardError, match=message):
@@ -193,7 +193,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize(("lines", "message"), ENDS.values(), ids=ENDS)
-def test_every_way_to_end_is_told(tmp_path: Path, lines: str, message: str):
+def test_every_way_to_end_is_reported(tmp_path: Path, lines: str, message: str):
     with pytest.raises(RewardError, match=message):
         score(load(tmp_path, function(lines), timeout_seconds=10))
 
@@ -243,7 +243,7 @@ def test_secrets_of_the_environment_stay_out_of_it(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("character", ["x", "\\u00e9", "\\U0001f600", "\\ud800", "\\n"])
-def test_a_long_message_is_cut_and_told_once(tmp_path: Path, character: str):
+def test_a_long_message_is_cut_and_reported_once(tmp_path: Path, character: str):
     pool = load(tmp_path, function(f"raise ValueError('begin' + '{character}' * 20_000_000)"))
     with pytest.raises(RewardError, match=r"raised ValueError: begin(?s:.)* \.\.\. \(20000005 characters\)") as caught:
         score(pool)
@@ -351,7 +351,7 @@ def test_detached_processes_end_with_a_killed_owner(tmp_path: Path, ending: sign
     wait_for(0)
 
 
-def test_garbage_while_the_file_is_imported_is_told(tmp_path: Path):
+def test_garbage_while_the_file_is_imported_is_reported(tmp_path: Path):
     (tmp_path / "reward.py").write_text("import os, stat, struct\n" + write("b'garbage' * 9", "") + "\ndef f(): ...\n")
     with pytest.raises(RewardError, match="sent something else than its results"):
         load_reward(f"{tmp_path}/reward.py:f", num_workers=1, timeout_seconds=20)
@@ -368,14 +368,14 @@ DESCRIPTIONS = (
 
 
 @pytest.mark.parametrize("answer", DESCRIPTIONS)
-def test_what_a_file_says_that_its_function_takes_is_not_believed(tmp_path: Path, answer: str):
+def test_a_forged_signature_is_not_believed(tmp_path: Path, answer: str):
     reply = f'{{"call": 0, "result": {answer}}}'.encode()
     body = "import os, stat, struct, time\n" + write(frame(f"{reply!r}")) + "\ndef f(): ...\n"
     with pytest.raises(RewardError, match="answered with something else than its signature"):
         load(tmp_path, body)
 
 
-def test_a_signature_that_raises_is_told(tmp_path: Path):
+def test_a_signature_that_raises_is_reported(tmp_path: Path):
     lines = (
         "class C:\n    __call__ = len\n    @property\n    def __signature__(self): raise KeyError('gone')\nf = C()\n"
     )

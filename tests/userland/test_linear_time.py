@@ -1,4 +1,4 @@
-"""What is read out of a response takes time in proportion to its length, whatever a policy has written."""
+"""Reading a response takes time in proportion to its length, whatever a policy has written."""
 
 import importlib.util
 import itertools
@@ -75,7 +75,7 @@ def seconds(reader: Callable[[str], object], text: str) -> float:
 
 
 def is_linear(reader: Callable[[str], object], before: str, piece: str, behind: str) -> bool:
-    """Whether a text of TIMES the length takes less than twice TIMES as long, at one of three tries."""
+    """Return whether a text of TIMES the length takes less than twice TIMES as long, at one of three tries."""
     short, long = (before + piece * (size // len(piece)) + behind for size in (FEW, FEW * TIMES))
     for _ in range(3):
         least = max(seconds(reader, short), FASTEST_SECONDS)

@@ -14,12 +14,12 @@ from megappo.userland.rewards import RewardError, RewardPool, load_reward
 
 
 class Server(ThreadingHTTPServer):
-    """Answers what a test says, and keeps what it was asked."""
+    """Answers as a test wants, and keeps the requests."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server_port}/v1"
-        self.asked: list[tuple[str, dict, str]] = []
+        self.requests: list[tuple[str, dict, str]] = []
         self.answers = lambda count, body: (200, {})
         self.num_open = self.most_open = 0
 
@@ -29,16 +29,16 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.asked.append((self.path, body, self.headers.get("Authorization", "")))
+        self.server.requests.append((self.path, body, self.headers.get("Authorization", "")))
         self.server.num_open += 1
         self.server.most_open = max(self.server.most_open, self.server.num_open)
-        status, answer = self.server.answers(len(self.server.asked), body)
+        status, answer = self.server.answers(len(self.server.requests), body)
         self.server.num_open -= 1
-        told = (answer if isinstance(answer, str) else json.dumps(answer)).encode()
+        data = (answer if isinstance(answer, str) else json.dumps(answer)).encode()
         self.send_response(status)
-        self.send_header("Content-Length", str(len(told)))
+        self.send_header("Content-Length", str(len(data)))
         self.end_headers()
-        self.wfile.write(told)
+        self.wfile.write(data)
 
     def log_message(self, *_: object) -> None:
         pass
@@ -80,26 +80,26 @@ def other(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
         thread.join()
 
 
-def test_a_server_of_this_machine_is_asked_without_a_proxy(server: Server, other: Server):
+def test_a_server_of_this_machine_gets_requests_without_a_proxy(server: Server, other: Server):
     server.answers = of_labels
     with load("http", server) as pool:
         assert scores(pool) == [[0.0], [0.5], [1.0]]
-    assert other.asked == []
+    assert other.requests == []
 
 
 PROXY = r"through the proxy http://127.0.0.1:\d+ of http_proxy, https_proxy or all_proxy \(no_proxy=HOST avoids it\)"
-SOCKS = r"(?s)cannot be asked \(.*socks.*\), through the proxy socks5://127.0.0.1:1 of .*pip install socksio"
+SOCKS = r"(?s)cannot be reached \(.*socks.*\), through the proxy socks5://127.0.0.1:1 of .*pip install socksio"
 
 
 @pytest.mark.parametrize(
-    ("url", "said"),
+    ("url", "reply"),
     [
         ("http://scores.example.invalid/v1", rf"scores.example.invalid/v1 refused \(HTTP 403\): not you, {PROXY}"),
         ("https://scores.example.invalid/v1", SOCKS),
     ],
 )
-def test_a_proxy_is_named_without_its_password(server: Server, other: Server, url: str, said: str):
-    with load("http", server, url=url) as pool, pytest.raises(RewardError, match=said) as caught:
+def test_a_proxy_is_named_without_its_password(server: Server, other: Server, url: str, reply: str):
+    with load("http", server, url=url) as pool, pytest.raises(RewardError, match=reply) as caught:
         scores(pool)
     assert "secret" not in str(caught.value)
 
@@ -115,20 +115,20 @@ def test_a_scorer_gets_what_is_documented_with_the_key(server: Server, monkeypat
         columns = [{"extra_info": {"index": i}, "data_source": "math"} for i in range(3)]
         assert scores(pool, 3, columns) == [[0.0], [0.5], [1.0]]
         assert scores(pool, 100) == [[i / 2] for i in range(100)]
-    path, body, key = server.asked[0]
+    path, body, key = server.requests[0]
     assert (path, key) == ("/v1", "Bearer abc")
     assert body == {
         **{"prompts": ["p0", "p1", "p2"], "responses": ["r0", "r1", "r2"], "labels": [0, 1, 2]},
         **{"data_source": ["math"] * 3, "extra_info": [{"index": i} for i in range(3)]},
     }
-    assert [len(body["labels"]) for _, body, _ in server.asked[1:]] == [64, 36]
+    assert [len(body["labels"]) for _, body, _ in server.requests[1:]] == [64, 36]
 
 
-def test_a_scorer_that_is_busy_is_asked_again(server: Server):
+def test_a_scorer_that_is_busy_gets_another_request(server: Server):
     server.answers = lambda count, body: (503, "busy") if count < 3 else of_labels(count, body)
     with load("http", server) as pool:
         assert scores(pool) == [[0.0], [0.5], [1.0]]
-    assert len(server.asked) == 3
+    assert len(server.requests) == 3
 
 
 def hangs(count: int, body: dict) -> tuple[int, dict]:
@@ -150,38 +150,38 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize(("answers", "message", "asked"), FAULTS.values(), ids=FAULTS)
-def test_a_scorers_fault_is_told(server: Server, answers: object, message: str, asked: int):
+@pytest.mark.parametrize(("answers", "message", "num_requests"), FAULTS.values(), ids=FAULTS)
+def test_a_scorers_fault_is_reported(server: Server, answers: object, message: str, num_requests: int):
     server.answers = answers
     pool = load("http", server, retries=1, seconds=0.3)
     with pytest.raises(RewardError, match=f"reward function http (?s:.*){message}"):
         scores(pool)
-    assert len(server.asked) == asked
+    assert len(server.requests) == num_requests
 
 
-def test_a_scorer_that_is_not_there_is_told():
+def test_a_missing_scorer_is_reported():
     with Server() as gone:
         pass
     with pytest.raises(RewardError, match=rf"{gone.url} does not answer \(ConnectError"):
         scores(load("http", gone, retries=0))
 
 
-def test_a_key_that_is_not_passed_on_is_told(server: Server, monkeypatch: pytest.MonkeyPatch):
+def test_a_key_that_is_not_passed_on_is_reported(server: Server, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("SCORER_API_KEY", "abc")
     with pytest.raises(RewardError, match="SCORER_API_KEY is not set here: set it, and name it in reward.pass_env"):
         scores(load("http", server, api_key_env="SCORER_API_KEY"))
-    assert not server.asked
+    assert not server.requests
 
 
-def judged(text: str) -> dict:
+def judge_scores(text: str) -> dict:
     return {"choices": [{"message": {"role": "assistant", "content": text}}]}
 
 
-def test_a_judge_is_asked_for_many_at_once_and_its_last_score_counts(server: Server):
+def test_a_judge_gets_many_requests_at_once_and_its_last_score_counts(server: Server):
     def answers(count: int, body: dict) -> tuple[int, dict]:
         time.sleep(0.2)
         [message] = body["messages"]
-        return 200, judged(f"A score: 1 would be too much. {message['content']}")
+        return 200, judge_scores(f"A score: 1 would be too much. {message['content']}")
 
     server.answers = answers
     template = "Task {prompt}, answer {response}, {{right}}: {label}. **Score:** 0.{label}"
@@ -190,13 +190,13 @@ def test_a_judge_is_asked_for_many_at_once_and_its_last_score_counts(server: Ser
         assert scores(pool, 64) == [[float(f"0.{i}")] for i in range(64)]
         assert time.monotonic() - start < 0.2 * 64 / 2
     assert 8 < server.most_open <= 16
-    path, body, key = server.asked[0]
+    path, body, key = server.requests[0]
     assert (path, key) == ("/v1/chat/completions", "")
     assert body | {"messages": None} == {
         **{"model": "judge-7b", "temperature": 0.5, "max_tokens": 512, "messages": None},
     }
-    asked = {body["messages"][0]["content"] for _, body, _ in server.asked}
-    assert "Task p7, answer r7, {right}: 7. **Score:** 0.7" in asked and len(asked) == 64
+    questions = {body["messages"][0]["content"] for _, body, _ in server.requests}
+    assert "Task p7, answer r7, {right}: 7. **Score:** 0.7" in questions and len(questions) == 64
 
 
 SCORES = {
@@ -213,18 +213,18 @@ def test_a_score_is_a_whole_number_of_a_judges_text(text: str, score: float | No
     assert list(map(float, re.findall(SCORE, text))) == ([] if score is None else [score])
 
 
-def test_a_judge_without_a_score_is_asked_again_and_costs_its_row_alone(server: Server):
+def test_a_judge_without_a_score_gets_another_request_and_costs_its_row_alone(server: Server):
     def answers(count: int, body: dict) -> tuple[int, dict]:
-        return 200, judged("I cannot say." if "r1" in body["messages"][0]["content"] else "Score: 1")
+        return 200, judge_scores("I do not know." if "r1" in body["messages"][0]["content"] else "Score: 1")
 
     server.answers = answers
     with load("judge", server, {"on_error": "zero"}, model="m", retries=1) as pool:
         assert scores(pool) == [[1.0], [], [1.0]]
-    assert len(server.asked) == 4
-    with pytest.raises(RewardError, match="the judge m at .* gave no score .*: I cannot say.(?s:.*)response 'r1'"):
+    assert len(server.requests) == 4
+    with pytest.raises(RewardError, match="the judge m at .* gave no score .*: I do not know.(?s:.*)response 'r1'"):
         scores(load("judge", server, model="m", retries=0))
 
 
-def test_an_answer_that_is_no_chat_completion_is_told(server: Server):
+def test_an_answer_that_is_no_chat_completion_is_reported(server: Server):
     with pytest.raises(RewardError, match="answered with something else than a chat completion: {}"):
         scores(load("judge", server, model="m"))

@@ -109,7 +109,7 @@ BROKEN = {
     "NaN": ("    return [0, float('nan'), 0]", r"returned nan \(value 1, scores 0\); expected a finite number"),
     "a set": ("    return {1, 2, 3}", "returned set; expected a list of 3 numbers"),
     "a generator": ("    return (0 for _ in responses)", "returned generator; expected a list"),
-    "more than it says": (
+    "a wrong length": (
         "    class Scores(list):\n        __len__ = lambda self: 3\n    return Scores([1.0])",
         "returned 1 values for 3 responses",
     ),
@@ -227,7 +227,7 @@ def test_a_malformed_name_is_refused_without_starting_anything(spec: str, messag
         ("def f(:", "reward.py is not Python: invalid syntax"),
     ],
 )
-def test_reading_a_file_tells_whether_it_may_define_the_function(tmp_path: Path, body: str, found: str):
+def test_reading_a_file_shows_whether_it_may_define_the_function(tmp_path: Path, body: str, found: str):
     (tmp_path / "reward.py").write_text(body)
     error = missing_function(f"{tmp_path}/reward.py:f")
     assert found in error and bool(found) == bool(error)

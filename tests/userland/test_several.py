@@ -27,10 +27,10 @@ def both(prompts, completions, level):
 def names(responses, **columns):
     return [float(sorted(columns) == ["data_source", "labels", "level", "prompts"]) for _ in responses]
 
-def told(responses):
-    return [{"score": 1, "long": len(response) > 1, "why": "a text is not told"} for response in responses]
+def with_parts(responses):
+    return [{"score": 1, "long": len(response) > 1, "why": "a text is no metric"} for response in responses]
 
-def told_of_some(responses):
+def parts_of_some(responses):
     return [{"score": 0, "first": 7} if response else 0 for response in responses]
 
 def fails(responses):
@@ -84,8 +84,8 @@ def test_what_they_take_is_what_any_takes(file):
     assert takes("short", "short").needed == ()
 
 
-def test_other_numbers_of_a_dictionary_are_told_and_count_nothing(file):
-    specs = {f"{file}:{name}": 2.0 for name in ("told", "told_of_some", "compute_score")}
+def test_other_numbers_of_a_dictionary_are_metrics_and_count_nothing(file):
+    specs = {f"{file}:{name}": 2.0 for name in ("with_parts", "parts_of_some", "compute_score")}
     with load_reward(specs, num_workers=2, timeout_seconds=20) as pool:
         graded = pool.score(["x"] * 3, ["7", "78", ""], ["7"] * 3, COLUMNS)
     assert [one.scores for one in graded] == [[2.0, 0.0, 2.0], [2.0, 0.0, 0.0], [2.0, 0.0, 0.0]]
@@ -96,7 +96,7 @@ def test_other_numbers_of_a_dictionary_are_told_and_count_nothing(file):
     ]
 
 
-def test_numbers_of_one_name_are_told_of_each_function(tmp_path):
+def test_numbers_of_one_name_get_their_functions_names(tmp_path):
     (tmp_path / "mine.py").write_text(
         "def first(responses):\n    return [{'score': 0, 'acc': 1, 'own': 5} for _ in responses]\n"
         "def second(responses):\n    return [{'score': 0, 'acc': 0.5} if one else 0 for one in responses]\n"
@@ -111,11 +111,11 @@ def test_numbers_of_one_name_are_told_of_each_function(tmp_path):
 
 
 def test_weights_of_losses_multiply_and_scores_of_steps_have_the_weight_of_their_function(tmp_path):
-    """Neither is told as a number; the scores stay the outcomes'."""
+    """Neither is a metric; the scores stay the outcomes'."""
     (tmp_path / "mine.py").write_text(
         "def first(solution_str, **kwargs):\n"
-        "    told = {'score': 1, 'loss_weight': 0.5, 'step_scores': [(2, 0.25), (3, -1)], 'acc': 1}\n"
-        "    return told if solution_str else 1\n"
+        "    with_parts = {'score': 1, 'loss_weight': 0.5, 'step_scores': [(2, 0.25), (3, -1)], 'acc': 1}\n"
+        "    return with_parts if solution_str else 1\n"
         "def second(responses):\n"
         "    return [{'score': 2, 'loss_weight': 3, 'step_scores': [[1, 1]] if one else []} for one in responses]\n"
         "def third(responses):\n    return [[5, 6] for _ in responses]\n"
@@ -193,7 +193,7 @@ def test_weights_of_losses_multiply_and_scores_of_steps_have_the_weight_of_their
         ),
     ],
 )
-def test_dictionaries_that_tell_nonsense_are_errors(tmp_path, result, message):
+def test_dictionaries_with_nonsense_are_errors(tmp_path, result, message):
     (tmp_path / "mine.py").write_text(f"def f(responses):\n    return [{result} for _ in responses]\n")
     with (
         load_reward(f"{tmp_path}/mine.py:f", num_workers=1, timeout_seconds=20) as pool,

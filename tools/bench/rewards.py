@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from timed import Row, medians, parser_of, report
 
-from megappo.userland import work
+from megappo.userland import signatures
 from megappo.userland.rewards import RewardPool, load_reward
 
 FUNCTION = """
@@ -29,7 +29,7 @@ GROUP = 8
 BAR = "at most 1.3"
 
 
-def score(pool: RewardPool, rows: list[work.Row], together: int) -> None:
+def score(pool: RewardPool, rows: list[signatures.Row], together: int) -> None:
     """All rows, so many of which are added together."""
     scoring = pool.begin()
     for start in range(0, len(rows), together):
@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=10_000, help="responses (default %(default)s)")
     parser.add_argument("--workers", type=int, default=2, help="processes (default %(default)s)")
     args = parser.parse_args()
-    rows = [work.Row("What is 37 plus 45?", "It is 82.", i, {}) for i in range(args.rows)]
+    rows = [signatures.Row("What is 37 plus 45?", "It is 82.", i, {}) for i in range(args.rows)]
     ideal = args.rows * 0.001 / args.workers
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "reward.py").write_text(FUNCTION)

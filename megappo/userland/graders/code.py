@@ -1,4 +1,4 @@
-"""Programs: whether what a response writes passes its label's tests."""
+"""Programs: the program in a response is run on the tests of its label."""
 
 import ast
 import json
@@ -34,9 +34,9 @@ def code(
 ) -> dict[str, float]:
     """1.0 where the Python program in a response passes all tests, else 0.0; and the share of tests that it passes.
 
-    The program is the response's last block between ``` that says it is Python, else its last that says nothing, else
-    all of it. Each test runs it in a process of its own without network, without files but those of a new folder, and
-    without other processes (`rewards.jail`).
+    The program is the response's last block between ``` that is tagged as Python, else its last block without a tag,
+    else all of it. Each test runs it in a process of its own, without network, other processes, and files outside of a
+    new folder (`jail`).
 
     Args:
         ground_truth: see LABELS, also as JSON.
@@ -63,7 +63,7 @@ def code(
 
 
 def program_in(response: str) -> str:
-    """The last block of a response that is tagged as Python, else its last without a tag, else all of it."""
+    """Return the last block of a response that is tagged as Python, else its last without a tag, else all of it."""
     of_tag: dict[str, str] = {}
     tag, block = None, list[str]()
     for line in [*response.split("\n"), FENCE]:  # a last block without an end has one, too
@@ -78,8 +78,8 @@ def program_in(response: str) -> str:
 
 
 def _opened(line: str) -> str | None:
-    """The tag of the block that begins with a line: one that ends with backquotes and maybe a tag, or begins with these
-    and goes on; None for another line. No regular expression does this in linear time."""
+    """Return the tag of the block that begins with a line; None if no block does. Such a line ends with backquotes and
+    maybe a tag, or begins with these and goes on. No regular expression does this in linear time."""
     before, fence, rest = line.partition(FENCE)
     after = rest.lstrip("`")
     words = after.split()
@@ -89,16 +89,16 @@ def _opened(line: str) -> str | None:
 
 
 def trials_of(label: Any) -> tuple[list[dict[str, Any]], list[Any]]:
-    """The tests of `trial.Job`, and what each expects: an output, a list of what may be meant by a result, or None
-    where the test itself says whether it is passed.
+    """Return the tests of `trial.Job`, and what each expects: an output, a list of results that count as right, or None
+    if the test decides itself.
 
     Raises:
-        ValueError: it is no label of such tests.
+        ValueError: the label has no such tests.
     """
-    told = _parsed(label) if isinstance(label, str) else label
-    match told:
+    tests = _parsed(label) if isinstance(label, str) else label
+    match tests:
         case {"inputs": [_, *_] as inputs, "outputs": [_, *_] as outputs} if len(inputs) == len(outputs):
-            name = told.get("fn_name")
+            name = tests.get("fn_name")
             if not name:
                 return [{"stdin": _text(one)} for one in inputs], [_text(one) for one in outputs]
             called = [{"function": name, "arguments": one} for one in _arguments(inputs)]
@@ -106,14 +106,14 @@ def trials_of(label: Any) -> tuple[list[dict[str, Any]], list[Any]]:
         case {"test": str(test), "entry_point": str(name)}:
             return [{"test": test, "entry_point": name}], [None]
         case str():
-            return [{"test": told, "entry_point": None}], [None]
-        case [str(), *_] if all(isinstance(one, str) for one in told):
-            return [{"test": one, "entry_point": None} for one in told], [None] * len(told)
+            return [{"test": tests, "entry_point": None}], [None]
+        case [str(), *_] if all(isinstance(one, str) for one in tests):
+            return [{"test": one, "entry_point": None} for one in tests], [None] * len(tests)
     raise ValueError(f"code needs tests as label, {LABELS}; found {label!r:.80}")
 
 
 def code_label(label: Any) -> None:
-    """See that a label's tests can be run, and test something.
+    """Check that a label's tests can be run, and test something.
 
     Raises:
         ValueError: they cannot.
@@ -121,7 +121,7 @@ def code_label(label: Any) -> None:
     for one in trials_of(label)[0]:
         text = one.get("test", "run()")
         try:
-            with warnings.catch_warnings(action="ignore"):  # of escapes, say
+            with warnings.catch_warnings(action="ignore"):  # about escapes
                 nodes = map(type, ast.walk(ast.parse(text)))
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise ValueError(f"code cannot run the test {text!r:.80}: {error}") from error
@@ -140,12 +140,12 @@ def _tried(job: Mapping[str, Any], seconds: float) -> list[dict[str, Any]]:
             capture_output=True,
             timeout=seconds + ENDING_SECONDS,
         )
-        told, ending = done.stdout, f"ended with {done.returncode}: {done.stderr[-1000:].decode(errors='replace')}"
+        written, ending = done.stdout, f"ended with {done.returncode}: {done.stderr[-1000:].decode(errors='replace')}"
     except subprocess.TimeoutExpired as error:
-        told, ending = error.stdout or b"", f"took longer than {error.timeout:g} seconds"
+        written, ending = error.stdout or b"", f"took longer than {error.timeout:g} seconds"
     finally:
         subprocess.run(["rm", "-rf", folder])  # shutil cannot remove a thousand folders within each other
-    begun, *outcomes = [json.loads(line) for line in told.split(b"\n")[:-1]] or [None]
+    begun, *outcomes = [json.loads(line) for line in written.split(b"\n")[:-1]] or [None]
     if begun is None:
         raise RuntimeError(f"the trial of a program {ending}")
     if "unprotected" in begun:
@@ -167,7 +167,7 @@ def _passes(outcome: Mapping[str, Any], expected: Any) -> bool:
 
 
 def _same_text(found: str, expected: str) -> bool:
-    """But for spaces at the ends of lines, and for the last digits of decimal numbers."""
+    """Compare texts without spaces at the ends of lines and the last digits of decimal numbers."""
     lines, wanted = ([line.split() for line in text.strip().splitlines()] for text in (found, expected))
     return len(lines) == len(wanted) and all(
         len(line) == len(other) and all(map(_same_word, line, other)) for line, other in zip(lines, wanted, strict=True)
@@ -184,7 +184,7 @@ def _same_word(found: str, expected: str) -> bool:
 
 
 def _arguments(inputs: Sequence[Any]) -> list[list[Any]]:
-    """Of each call: a list, or a text with one on each line; these are JSON where all lines of all texts are."""
+    """Return the arguments of each call: a list, or a text with one on each line; the lines are JSON if all are."""
     lines = [line for one in inputs if isinstance(one, str) for line in one.splitlines()]
     read = _parsed if all(map(_is_json, lines)) else str
     found = [list(map(read, one.splitlines())) if isinstance(one, str) else one for one in inputs]
@@ -192,12 +192,12 @@ def _arguments(inputs: Sequence[Any]) -> list[list[Any]]:
 
 
 def _text(given: Any) -> str:
-    """Of a program's input or output; a list of lines is one, too."""
+    """Return a program's input or output as a text; it may be a list of lines."""
     return "\n".join(map(str, given)) if isinstance(given, Sequence) and not isinstance(given, str) else str(given)
 
 
 def _parsed(text: str) -> Any:
-    """As JSON, where it is."""
+    """Return the value of a text that is JSON, else the text."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

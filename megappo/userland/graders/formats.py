@@ -1,4 +1,4 @@
-"""The form of a response, whatever it says: for a reward beside the one for being right."""
+"""Rewards for the format of a response, whatever its answer."""
 
 import re
 

@@ -1,7 +1,7 @@
-"""Code that is not trusted, in a process that can do little: no network, no files but a folder's, no other process.
+"""A jail for code that is not trusted: a process without network, other processes, and files outside of one folder.
 
-By what Linux lets any process do to itself, without privileges, for ever: Landlock for files, a seccomp filter for all
-else, resource limits. The standard library alone, as the process has nothing else.
+Linux lets any process confine itself for ever, without privileges: Landlock for files, a seccomp filter for all else,
+resource limits. Uses the standard library alone, as the process has nothing else.
 """
 
 import ctypes
@@ -60,13 +60,13 @@ REFUSED = """
     ioctl 16 29 1 -1 == 0x8902, ioctl 16 29 1 -1 == 0x40086602, ioctl 16 29 1 -1 == 0x401c5820
 """
 """System calls, each with its numbers on both machines, by which a process reaches the network, other processes, files
-without opening them, or memory that is not of its address space, or makes what is not counted.
+without opening them, or memory outside of its address space, or creates uncounted things.
 
-Behind some it says where: which argument, under which mask, has a value, or has not. clone without CLONE_THREAD; open
-with O_TRUNC alone, which Landlock's first version lets; PR_SET_PDEATHSIG, as it ends with what runs it; folders that
-their owner could not list; limits of others. F_SETLK, F_SETLKW, F_SETOWN, F_SETSIG, F_SETOWN_EX, F_OFD_SETLK,
-F_OFD_SETLKW, F_SETLEASE, F_NOTIFY, F_SETPIPE_SZ, FIOSETOWN, SIOCSPGRP, FS_IOC_SETFLAGS and FS_IOC_FSSETXATTR send
-signals, lock, watch or change a file that is open to be read, or take memory."""
+Some are refused by an argument alone: its number, a mask, and the value that it has, or has not. clone without
+CLONE_THREAD; open with O_TRUNC alone, which Landlock's first version lets; PR_SET_PDEATHSIG, as it ends with what runs
+it; folders that their owner could not list; limits of others. F_SETLK, F_SETLKW, F_SETOWN, F_SETSIG, F_SETOWN_EX,
+F_OFD_SETLK, F_OFD_SETLKW, F_SETLEASE, F_NOTIFY, F_SETPIPE_SZ, FIOSETOWN, SIOCSPGRP, FS_IOC_SETFLAGS and
+FS_IOC_FSSETXATTR send signals, lock, watch or change a file that is open to be read, or take memory."""
 HIDDEN = "clone3 435 435, openat2 437 437"
 """Their arguments cannot be seen: as they are not there, the older ones are used in their place."""
 ASKED = """
@@ -82,7 +82,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Unprotected(Exception):
-    """What keeps a process from being confined here."""
+    """A process cannot be confined here; the message is the reason."""
 
 
 def confine(folder: str, *, memory_bytes: int, cpu_seconds: int, file_bytes: int) -> None:

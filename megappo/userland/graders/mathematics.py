@@ -28,9 +28,9 @@ MAX_CHARACTERS = 1000
 def math(responses: list[str], labels: list[Any]) -> list[float]:
     """1.0 where a response's last boxed answer is equivalent to the label, else 0.0.
 
-    Equivalent: the same text but for spaces, or what math-verify finds to be, such as 1/2 and \\frac12 and 0.5, or two
-    sets of the same elements. Whether an answer is in the form that was asked for is not seen: (x+1)^2 and x^2+2x+1 are
-    the same. An answer that math-verify cannot read or compare within TIMEOUT_SECONDS is wrong.
+    Two answers are equivalent if their texts differ in spaces alone, or if math-verify finds it, as for 1/2, \\frac12
+    and 0.5, or two sets of the same elements. The form of an answer does not count: (x+1)^2 is x^2+2x+1.
+    An answer that math-verify cannot read or compare within TIMEOUT_SECONDS is wrong.
 
     Args:
         labels: answers as texts or numbers, or whole solutions that box them, as MATH's are.
@@ -47,7 +47,7 @@ def math(responses: list[str], labels: list[Any]) -> list[float]:
 
 
 def last_boxed(text: str) -> str | None:
-    """What stands in a text's last box; None where there is no box, or its braces do not close."""
+    """Return the content of a text's last box; None if there is no box, or its braces do not close."""
     boxes = list(BOX.finditer(text))
     if not boxes:
         return None
@@ -63,13 +63,13 @@ def last_boxed(text: str) -> str | None:
 
 
 def math_answer(response: str) -> str | None:
-    """What a response boxes last, without what means nothing; equivalent answers may be different texts."""
+    """Return the last boxed answer without meaningless signs; equivalent answers may be different texts."""
     found = last_boxed(response)
     return None if found is None else _plain(found)
 
 
 class _Comparer:
-    """Asks math-verify, once for each pair, until it has taken SLOW_SECONDS over slow ones."""
+    """Compares by math-verify, each pair once, until slow pairs have taken SLOW_SECONDS."""
 
     def __init__(self) -> None:
         self.num_skipped = 0

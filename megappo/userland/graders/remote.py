@@ -46,7 +46,7 @@ async def http(
     seconds: float = 15.0,
     retries: int = 2,
 ) -> list[Any]:
-    """The scores that a server gives, asked for up to 64 responses at a time.
+    """Return the scores that a server gives, with up to 64 responses in a request.
 
     It is sent {"prompts": [...], "responses": [...], "labels": [...]} as JSON, with "data_source" and "extra_info"
     where records have these, and answers with {"scores": [...]}, as many, each as a reward function may return it: a
@@ -90,9 +90,9 @@ async def judge(
 
     Args:
         url: of the API, such as http://judge:30000/v1; requests go to /chat/completions below it.
-        template: what it is asked; {prompt}, {response} and {label} stand for these, {{ for a brace.
+        template: of the request; {prompt}, {response} and {label} stand for these, {{ for a brace.
         score_pattern: a regular expression whose first group is the number.
-        api_key_env, seconds, retries: as of `http`; an answer without a score is asked for again, too.
+        api_key_env, seconds, retries: as for `http`; an answer without a score is requested again, too.
         concurrency: requests of a worker at once.
     Raises:
         RuntimeError: there is no answer, or it has no score.
@@ -111,7 +111,7 @@ async def judge(
 
 
 async def _posted(url: str, body: Mapping[str, Any], api_key_env: str, seconds: float, retries: int) -> Any:
-    """What a server answers, as JSON.
+    """Return a server's answer, parsed as JSON.
 
     Raises:
         RuntimeError: nothing, or no JSON.
@@ -146,7 +146,7 @@ def _key(variable: str) -> str:
 
 @cache
 def _client(proxy: str | None) -> httpx.AsyncClient:
-    """Return a client that sends requests through this proxy, or directly, whatever the environment says.
+    """Return a client that sends requests through this proxy, or directly, whatever the environment variables are.
 
     Raises:
         RuntimeError: httpx does not support the proxy's scheme.
@@ -155,7 +155,7 @@ def _client(proxy: str | None) -> httpx.AsyncClient:
         transport = httpx.AsyncHTTPTransport(limits=httpx.Limits(max_connections=None), proxy=proxy)
     except (ImportError, ValueError) as error:
         remedy = "for socks5:// run pip install socksio, or name a proxy of http://"
-        raise RuntimeError(f"cannot be asked ({error}){_through(proxy)}; {remedy}") from error
+        raise RuntimeError(f"cannot be reached ({error}){_through(proxy)}; {remedy}") from error
     return httpx.AsyncClient(transport=transport)
 
 

@@ -75,7 +75,7 @@ def exact_match_label(label: Any, grader: str = "exact_match") -> str:
     """A label of `exact_match`, stripped.
 
     Raises:
-        ValueError: it is none. An empty one is what a response that says nothing equals.
+        ValueError: it is none. An empty one would equal an empty response.
     """
     text = str(label).strip() if isinstance(label, str | int | float) else ""
     if not text:

@@ -47,7 +47,7 @@ Outcome = dict[str, Any]
 
 
 class Job(NamedTuple):
-    """What is to be tried.
+    """A program and its tests.
 
     Attributes:
         code: the program.
@@ -55,7 +55,7 @@ class Job(NamedTuple):
             The process that runs programs gets one, and {} for the third kind.
         test_seconds: of each test; total_seconds: of all, those beyond fail.
         memory_bytes: of each.
-        is_protected: False: without confinement, but for limits.
+        is_protected: False: limited, but not confined.
         folder: for what programs write.
     """
 
@@ -78,11 +78,11 @@ def main() -> None:
     its_end.close()
     job = Job(**json.load(sys.stdin))
     if job.is_protected and (reason := _why_unprotected()):
-        return _say({"unprotected": reason})
-    _say({})
+        return _write({"unprotected": reason})
+    _write({})
     deadline = time.monotonic() + job.total_seconds
     for test in job.tests:
-        _say(_outcome(runner, job, test, deadline))
+        _write(_outcome(runner, job, test, deadline))
 
 
 def _run_programs(asked: socket.socket) -> None:
@@ -103,12 +103,12 @@ def _run_programs(asked: socket.socket) -> None:
     os._exit(0)
 
 
-def _say(told: Outcome) -> None:
-    print(json.dumps(told), flush=True)
+def _write(outcome: Outcome) -> None:
+    print(json.dumps(outcome), flush=True)
 
 
 def _why_unprotected() -> str:
-    """ "" where processes can be confined."""
+    """Return why processes cannot be confined; "" if they can."""
     ours, theirs = os.pipe()
     if (pid := os.fork()) == 0:
         try:
@@ -120,14 +120,16 @@ def _why_unprotected() -> str:
         finally:
             os._exit(0)
     os.close(theirs)
-    told = os.read(ours, 1000).decode()
+    reason = os.read(ours, 1000).decode()
     os.close(ours)
     _, status = os.waitpid(pid, 0)
-    return "" if told == "confined" else told or f"it ended a process ({os.waitstatus_to_exitcode(status)})"
+    if reason == "confined":
+        return ""
+    return reason or f"it ended a process ({os.waitstatus_to_exitcode(status)})"
 
 
 def _outcome(runner: socket.socket, job: Job, test: dict[str, Any], deadline: float) -> Outcome:
-    """Of one test, in a fresh folder."""
+    """Run one test in a fresh folder."""
     seconds = min(job.test_seconds, deadline - time.monotonic())
     if seconds <= 0:
         return {"failed": f"no time was left of {job.total_seconds:g} seconds"}
@@ -151,15 +153,15 @@ def _outcome(runner: socket.socket, job: Job, test: dict[str, Any], deadline: fl
         ended = receive(runner, MAX_BYTES)
         if None in (examined, ended):
             return {"failed": f"took longer than {seconds:.3g} seconds"}
-        return _told(files, ended or examined, test)
+        return _outcome_of(files, ended or examined, test)
     finally:
         for file in files:
             file.close()
         subprocess.run(["rm", "-rf", folder])  # shutil cannot remove a thousand folders within each other
 
 
-def _told(files: Sequence[IO[bytes]], status: int, test: dict[str, Any]) -> Outcome:
-    """What a program that has ended left behind."""
+def _outcome_of(files: Sequence[IO[bytes]], status: int, test: dict[str, Any]) -> Outcome:
+    """Return the outcome of a program that has ended."""
     if status != 0:
         why = (_read(files[STDERR]) + _read(files[RESULT])).decode(errors="replace").strip().rpartition("\n")[2]
         return {"failed": why[-MAX_REASON:] or f"ended with {status}"}
@@ -229,7 +231,7 @@ def _child(descriptors: Sequence[int], job: Job, work: Callable[[], int]) -> Non
 def _examine(test: dict[str, Any]) -> int:
     try:
         run_test(socket.socket(fileno=RESULT), test["test"], test["entry_point"], LIBRARIES)
-    except (EOFError, ConnectionError):  # the program has ended, and says why itself
+    except (EOFError, ConnectionError):  # the program has ended, and writes why itself
         return 1
     return 0
 
@@ -269,7 +271,7 @@ def _prelude() -> dict[str, Any]:
 
 
 def _finish() -> None:
-    """What Python does at its end."""
+    """Do what Python does at exit."""
     while waiting := [one for one in threading.enumerate() if one is not threading.current_thread() and not one.daemon]:
         waiting[0].join()
     atexit._run_exitfuncs()
