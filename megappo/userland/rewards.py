@@ -194,8 +194,7 @@ class RewardPool(WorkerPool):
                     self._has_work.clear()
                     await self._has_work.wait()
                     continue
-                await self._work(worker, item)
-                if not worker.is_up:
+                if not await self._work(worker, item):
                     await self._end(worker)
                     worker = None
         except CallError as error:
@@ -221,8 +220,11 @@ class RewardPool(WorkerPool):
                 return WorkItem(function, queue.take(self.num_workers))
         return None
 
-    async def _work(self, worker: WorkerProcess, item: WorkItem) -> None:
-        """Have a worker do a work item; rows that it has not begun with are queued again."""
+    async def _work(self, worker: WorkerProcess, item: WorkItem) -> bool:
+        """Have a worker do a work item; return whether it can go on. Else rows that it has not begun with wait again.
+
+        A worker that was lost after its last reply, such as by sending too much, fails the next item.
+        """
         mode, seconds = self._modes[item.function], self.timeout_seconds
         calls = [item.rows] if mode == "share" else [[row] for row in item.rows]
         replies = [
@@ -242,9 +244,10 @@ class RewardPool(WorkerPool):
                 self._settle_failed(item, rows, failure)
                 self._requeue(item.function, rest)
                 if not worker.is_up:
-                    return
+                    return False
             else:
                 self._settle(item, rows, grades)
+        return True
 
     def _named(self, function: int, error: BadFunction) -> str:
         return str(error) if len(self._names) == 1 else f"({self._names[function]}) {error}"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megappo.userland.graders import forms, gsm8k, mathematics, remote, texts
+from megappo.userland.graders import formats, gsm8k, mathematics, remote, texts
 from megappo.userland.graders.code import program_in
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,8 +61,8 @@ READERS = {
     "what is unfinished": mathematics.UNFINISHED.search,
     "gsm8k": gsm8k.gsm8k_answer,
     "numbers": gsm8k.the_number,
-    "think_answer": lambda text: forms.think_answer([text]),
-    "repetition": lambda text: forms.repetition([text]),
+    "think_answer": lambda text: formats.think_answer([text]),
+    "repetition": lambda text: formats.repetition([text]),
     "judge": lambda text: re.findall(remote.SCORE, text),
     "configs": lambda text: LAST_NUMBER([text], [text], ["#### 1"]),
 }
