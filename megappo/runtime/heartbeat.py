@@ -21,7 +21,7 @@ class Heartbeat:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the process waits for something that has a timeout of its own."""
+        """True while the process waits for something that has a timeout of its own."""
         return bool(self._waits)
 
     def beat(self) -> None:
