@@ -38,10 +38,12 @@ def line_chart(points: Points, half_widths: Mapping[int, float] = MappingProxyTy
     if half_widths:
         parts.append(f'<polygon class="band" points="{_joined([place(*edge) for edge in edges])}"/>')
     parts.append(f'<polyline class="line" points="{_joined(places)}"/>')
-    told = [f"{value:.4g}" + (f" +- {half_widths[step]:.2g}" if step in half_widths else "") for step, value in points]
+    labels = [
+        f"{value:.4g}" + (f" +- {half_widths[step]:.2g}" if step in half_widths else "") for step, value in points
+    ]
     parts += [
         f'<circle class="dot" cx="{x:.1f}" cy="{y:.1f}" r="2.5"><title>step {step}: {text}</title></circle>'
-        for (x, y), step, text in zip(places, steps, told, strict=True)
+        for (x, y), step, text in zip(places, steps, labels, strict=True)
     ]
     return _svg(_HEIGHT, parts)
 

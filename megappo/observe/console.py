@@ -1,4 +1,4 @@
-"""What a run says while it trains: one aligned line per step, and a progress bar on a terminal."""
+"""A run's output while it trains: one aligned line per step, and a progress bar on a terminal."""
 
 import io
 import math

@@ -1,4 +1,4 @@
-"""What a step's metrics say of each held-out data set, for people."""
+"""The results of each held-out data set in a step's metrics, for people to read."""
 
 import re
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ def mean_of(estimates: Mapping[str, Estimate]) -> tuple[str, Estimate]:
 
 
 def in_words(estimates: Mapping[str, Estimate]) -> str:
-    """Of a data set mean@n and, of several responses to a prompt, pass@n and maj@n: one line."""
+    """Return a data set's mean@n and, with several responses per prompt, pass@n and maj@n, in one line."""
     name, _ = mean_of(estimates)
     n = name.partition("@")[2]
     shown = [name] if n == "1" else [f"{kind}@{n}" for kind in ("mean", "pass", "maj")]

@@ -19,8 +19,8 @@ REPORT_FILE = "report.html"
 
 
 def has_exported(folder: Path) -> bool:
-    """Whether a run that has ended has exported its actor: one that went on without trainer.export_hf leaves the folder
-    of an earlier end as it is."""
+    """Return whether a finished run exported its actor. A run that resumes without trainer.export_hf leaves an older
+    export as it is."""
     config = folder / CONFIG_FILE
     values = read_file(config).values if config.is_file() else {}
     return (folder / HF_ACTOR).is_dir() and (values.get("trainer") or {}).get("export_hf", True)

@@ -22,7 +22,7 @@ class PhaseMemory:
 
     Resident memory is summed over this process and all its children (an SGLang engine is one) and sampled ten times a
     second by a thread; pages that they share count in each, so it errs upwards. At a phase's end this process alone is
-    looked at anew, as each process takes a while.
+    read again, as each process takes a while.
     """
 
     def __init__(self) -> None:

@@ -49,7 +49,7 @@ Numbers = tuple[float, ...]
 
 @dataclass(frozen=True)
 class Reduction:
-    """How values, in whatever parts they lie, become one.
+    """Functions that combine partial values into one.
 
     Attributes:
         part: what stands for values [n] float64, of which there may be none: [k].
@@ -122,7 +122,7 @@ class OnDevice(NamedTuple):
 
     @classmethod
     def of(cls, values: torch.Tensor | float, reduction: str) -> "OnDevice":
-        """Of all these values."""
+        """Return the metric of all these values."""
         flat = torch.as_tensor(values, dtype=torch.float64).detach().flatten()
         return cls(REDUCTIONS[reduction].part(flat), reduction)
 
@@ -140,7 +140,7 @@ class Metric(NamedTuple):
 
     @classmethod
     def of(cls, values: torch.Tensor | float, reduction: str) -> "Metric":
-        """Of all these values."""
+        """Return the metric of all these values."""
         return cls(tuple(OnDevice.of(values, reduction).part.tolist()), reduction)
 
     @classmethod
@@ -172,9 +172,9 @@ def merge_metrics(several: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
     return {name: Metric.merged(found) for name, found in parts.items()}
 
 
-def reduce_ranks(of_ranks: Iterable[Mapping[str, Metric]]) -> dict[str, Any]:
+def reduce_ranks(per_rank: Iterable[Mapping[str, Metric]]) -> dict[str, Any]:
     """The values of metrics of which every rank has a part, or none. The mean of no value is NaN."""
-    return {name: metric.value for name, metric in merge_metrics(of_ranks).items()}
+    return {name: metric.value for name, metric in merge_metrics(per_rank).items()}
 
 
 def read_metrics(output_dir: str | Path) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What the training loop talks to: rank 0's observer writes and prints, the other ranks' does nothing."""
+"""The training loop's output: rank 0's observer writes and prints, the other ranks' does nothing."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack

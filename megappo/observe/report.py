@@ -92,7 +92,7 @@ def _section(title: str, chart: str) -> str:
 
 
 def _has_trained(steps: list[dict[str, Any]]) -> bool:
-    """Whether there is more than an evaluation."""
+    """Return whether a step was trained, rather than only an evaluation run."""
     return any("timing_s/step" in metrics for metrics in steps)
 
 
@@ -104,7 +104,7 @@ def _training(steps: list[dict[str, Any]]) -> list[str]:
 
 
 def _data_set(steps: list[dict[str, Any]], name: str) -> str:
-    """A data set's curve with its confidence band, and all that the last evaluation says of it."""
+    """Return a data set's curve with its confidence band, and all results of its last evaluation."""
     found = [(metrics["step"], evaluation_of(metrics).get(name)) for metrics in steps]
     means = [(step, mean_of(estimates)[1]) for step, estimates in found if estimates]
     half_widths = {step: mean.half_width for step, mean in means if mean.half_width is not None}

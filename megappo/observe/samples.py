@@ -28,7 +28,7 @@ def drop_samples(output_dir: str | Path, resume_step: int) -> None:
 
 
 def read_samples(output_dir: str | Path) -> list[dict[str, Any]]:
-    """What was kept of the last step that has any; a last line cut short by a kill is left out."""
+    """Return the samples of the last step that has any, without a last line that a kill cut short."""
     files = sorted((Path(output_dir) / ROLLOUTS_FOLDER).glob("step_[0-9]*.jsonl"))
     text = files[-1].read_text("utf-8") if files else ""
     return [json.loads(line) for line in text.split("\n")[:-1]]  # splitlines would split in texts, at U+2028

@@ -46,7 +46,7 @@ class Timers:
                 self._memory.stop()
 
     def seconds(self, phase: str) -> float:
-        """Of a phase, in this step so far."""
+        """Return the seconds of a phase in this step so far."""
         return self._seconds.get(phase, 0.0)
 
     def restart(self) -> None:

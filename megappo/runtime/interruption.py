@@ -1,4 +1,4 @@
-"""How a rank learns that it should save and end before its last step: from its launcher, or from the clock.
+"""A signal from the launcher, or the time limit, stops a run before its last step: each rank saves and exits.
 
 The standard library alone, as the signal is handled before anything else is imported.
 """
@@ -12,11 +12,11 @@ from types import FrameType
 from megappo.runtime.variables import moment
 
 SIGNAL = signal.SIGUSR1
-"""What asks a rank to save and end."""
+"""The signal by which the launcher stops a rank."""
 EXIT_AGAIN = 75
 """Exit code of a run that has saved what it had before its last step: start it again (EX_TEMPFAIL of sysexits.h)."""
 EXIT_UNSAVED = 4
-"""Exit code of a rank that has ended as it was asked to, of a run that could only begin anew."""
+"""Exit code of a rank that a signal stopped before there was anything to save: the run would restart from nothing."""
 
 
 class Interrupted(Exception):
@@ -24,7 +24,7 @@ class Interrupted(Exception):
 
 
 class Interruption:
-    """Whether this rank has been asked to save and end. While there is nothing to save, it ends at once."""
+    """The request to this rank to save and exit. While there is nothing to save, a signal ends it at once."""
 
     def __init__(self) -> None:
         self._reason = ""
@@ -38,7 +38,7 @@ class Interruption:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {SIGNAL})  # its launcher may have held it back until now
 
     def begin_saving(self, deadline: float) -> None:
-        """From now on a signal does not end this rank, and neither does the deadline: who asks `reason` must.
+        """From now on neither a signal nor the deadline ends this rank: the caller of `reason` must.
 
         Args:
             deadline: in seconds since the epoch.
@@ -47,7 +47,7 @@ class Interruption:
         self._deadline = deadline
 
     def never_saves(self) -> None:
-        """Of a run that could only begin anew: ended by the signal, it is not to be started again."""
+        """A run that a signal stops now would restart from nothing, so its exit code does not request a restart."""
         self._exit_code = EXIT_UNSAVED
 
     def end_saving(self) -> None:
@@ -56,7 +56,7 @@ class Interruption:
 
     @property
     def reason(self) -> str:
-        """Why this rank should end; "" if nothing asks it to."""
+        """Return why this rank should stop; "" if it should go on."""
         if not self._reason and time.time() > self._deadline:
             self._reason = "the time limit"
         return self._reason

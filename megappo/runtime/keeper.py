@@ -1,6 +1,6 @@
 """Between a process and its owner: `python -m megappo.runtime.keeper OWNER_PID COMMAND ...`.
 
-The keeper runs the command. When that ends, or the owner is gone, whatever ended it, or SIGTERM asks for it, the keeper
+The keeper runs the command. When that ends, or the owner is gone, whatever ended it, or SIGTERM arrives, the keeper
 ends every process that descends from it: also one that has a session of its own, or whose parent ended before it, as
 the kernel makes the keeper its parent then. What the kernel sends it when the owner is gone is SIGCONT, so that it
 does all this although it was stopped. The standard library alone, so it is there at once and takes little memory.
@@ -36,9 +36,9 @@ def keep(owner: int, command: Sequence[str]) -> int:
         owner: this process's parent.
         command: inherits the standard streams; it is the only one to have the input.
     Returns:
-        The command's exit code; 128 + n when signal n ended it, or this process was asked by it to end.
+        The command's exit code; 128 + n when signal n ended it, or that signal stopped this process.
     """
-    # Blocked, they wait until they are asked for: nothing is interrupted, however often the owner's end is announced.
+    # Blocked, they wait until they are read: nothing is interrupted, however often the owner's end is announced.
     signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # whoever started the owner may have it ignored
     adopt_orphans()
@@ -60,7 +60,7 @@ def _run(command: Sequence[str], owners: Collection[int]) -> int:
     """The command's end, or that of its owner.
 
     Args:
-        owners: who sends SIGCONT when the owner is gone; from others, as of Slurm, it asks for nothing.
+        owners: the senders whose SIGCONT means that the owner is gone; one from others, such as Slurm, is ignored.
     """
     # Nothing here has a second thread, which could hold a lock that the child needs before it runs the command.
     process = subprocess.Popen(command, preexec_fn=partial(_begin, os.getpid()))
@@ -93,7 +93,7 @@ def _end_descendants() -> None:
 
 
 def _has_children() -> bool:
-    """Whether a child is left; without one there is no descendant, which would have become a child when its parent
+    """Return whether a child remains. Without one there is no descendant: it would have become a child when its parent
     ended."""
     for _ in _ended_children():
         pass

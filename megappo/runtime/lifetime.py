@@ -1,4 +1,4 @@
-"""How processes end with each other. The standard library alone, so that any process may import it at once."""
+"""Processes that end with each other. Uses the standard library alone, so that importing it takes no time."""
 
 import ctypes
 import os
@@ -7,9 +7,9 @@ import signal
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 LAUNCHER = "MEGAPPO_LAUNCHER"
-"""Environment variable: the pid of a launcher that says how ranks ended which could not say it themselves."""
+"""Environment variable: the pid of a launcher that reports how ranks ended that could not report it themselves."""
 EXIT_LOST_RANK = 3
-"""Exit code of a rank that could not go on because another was gone, and said nothing."""
+"""Exit code of a rank that ended, without an error message, because another rank was lost."""
 
 
 def die_with(parent_pid: int, by: signal.Signals = signal.SIGKILL) -> None:

@@ -1,4 +1,4 @@
-"""Where this program's processes listen for each other: on the address they are called by, and on no other.
+"""The addresses that this program's processes listen on: the one they are reached by, and no other.
 
 torch's stores obey whoever reaches them, and what ranks find there they unpickle. torch has them listen on all
 interfaces; here they listen on loopback when a run has one node, else on the cluster's interface.
@@ -63,7 +63,7 @@ def bind_stores() -> None:
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
                     raise
-                # torch says so too, or finds that the store at this port is this process's own.
+                # torch reports it too, or finds that the store at this port is this process's own.
             else:
                 port, options["master_listen_fd"] = served.getsockname()[1], served.detach()
         initialize(store, host_name, port, world_size, is_master, *rest, **options)

@@ -268,7 +268,7 @@ def test_a_full_disk_on_one_rank_while_another_does_not_listen(launch):
     assert full.startswith("error (rank 1): No space left on device: in fill, ")
     assert "make room on that disk" in full
     assert killed.startswith("error: rank 0 (pid ")
-    assert "did not end within 1 s of being asked to, and was killed" in killed and "memory" not in killed
+    assert "did not end within 1 s of being stopped, and was killed" in killed and "memory" not in killed
 
 
 @pytest.mark.slow

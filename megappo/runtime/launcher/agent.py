@@ -1,4 +1,4 @@
-"""torchrun's agent, which starts and watches a node's ranks; this one says which rank ended first, and how."""
+"""torchrun's agent, which starts and watches a node's ranks; this one reports which rank ended first, and how."""
 
 import math
 import os
@@ -42,14 +42,14 @@ class Agent(LocalElasticAgent):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._nodes: Nodes | None = None
-        self._ended: list[int] = []  # local ranks that ended before any was asked to
-        self._asked = ""  # the signal by which the ranks were asked to save and end
+        self._ended: list[int] = []  # local ranks that ended before any was stopped
+        self._stopped_by = ""  # the signal by which the ranks were stopped
         self._first_saved = math.inf  # when the first rank had
         os.environ[LAUNCHER] = str(os.getpid())
         os.environ[interruption.LAUNCHER_STARTED] = str(time.time())
 
     def run(self, role: str = "default") -> RunResult:
-        """Run the ranks to their end, and say what went wrong where no rank can.
+        """Run the ranks to their end, and report what went wrong if no rank can.
 
         The result's failures are those of the ranks that failed by themselves.
 
@@ -68,11 +68,11 @@ class Agent(LocalElasticAgent):
             self._leave(str(error))
             raise
         if EXIT_AGAIN in self._codes().values() and not result.is_failed():
-            raise StartAgain(f"ended by {self._asked}: started again, the run goes on" if self._asked else "")
+            raise StartAgain(f"ended by {self._stopped_by}: started again, the run goes on" if self._stopped_by else "")
         if result.is_failed():
-            if self._asked and EXIT_UNSAVED in self._codes().values():
-                self._leave(f"ended by {self._asked}")
-                raise SignalException(f"ended by {self._asked}", signal.Signals[self._asked])
+            if self._stopped_by and EXIT_UNSAVED in self._codes().values():
+                self._leave(f"ended by {self._stopped_by}")
+                raise SignalException(f"ended by {self._stopped_by}", signal.Signals[self._stopped_by])
             self._report()
             own = [local for local in self._ended if self._codes()[local] != EXIT_LOST_RANK] or self._ended
             first = {self._worker_group.workers[local].global_rank for local in own}
@@ -88,7 +88,7 @@ class Agent(LocalElasticAgent):
         signal.pthread_sigmask(signal.SIG_BLOCK, held_back)  # as the ranks have it, until they can handle it
         pids = super()._start_workers(worker_group)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, held_back)
-        if self._asked:
+        if self._stopped_by:
             self._ask_to_save()
         if worker_group.group_world_size > 1 and self._nodes is None:
             node = worker_group.group_rank
@@ -114,7 +114,7 @@ class Agent(LocalElasticAgent):
         self._ended = [local for local, code in codes.items() if code]
         if self._ended:
             self._pcontext.close(signal.SIGTERM, self._shutdown_timeout)  # torchrun would give them 30 s
-            if self._asked or {EXIT_CONFIG, EXIT_AGAIN} & set(codes.values()):
+            if self._stopped_by or {EXIT_CONFIG, EXIT_AGAIN} & set(codes.values()):
                 self._remaining_restarts = 0  # the run is to end, or will not work the next time either
         elif None in codes.values():
             if self._nodes is not None and (verdict := self._nodes.verdict()):
@@ -123,12 +123,12 @@ class Agent(LocalElasticAgent):
         return super()._monitor_workers(worker_group)
 
     def _report(self) -> None:
-        """Say which ranks failed, where they could not."""
+        """Report the ranks that failed without an error message."""
         self._report_stuck()
         codes = {local: self._codes()[local] for local in self._ended}
         if all(code == EXIT_LOST_RANK for code in codes.values()):
             verdict = self._nodes.wait_for_verdict() if self._nodes is not None else ""
-            lost = f"{self._named(self._ended[0])} lost the connection to another rank, and none has said why"
+            lost = f"{self._named(self._ended[0])} lost the connection to another rank, and none has reported why"
             print(f"error: {verdict or lost}", file=sys.stderr)
             self._leave(verdict or lost)
             return
@@ -142,7 +142,7 @@ class Agent(LocalElasticAgent):
         for local, code in self._codes().items():
             if code == -signal.SIGKILL and local not in self._ended:
                 print(
-                    f"error: {self._named(local)} did not end within {self._shutdown_timeout} s of being asked to, and "
+                    f"error: {self._named(local)} did not end within {self._shutdown_timeout} s of being stopped, and "
                     "was killed: it was stopped, or hung",
                     file=sys.stderr,
                 )
@@ -180,8 +180,8 @@ class Agent(LocalElasticAgent):
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.ranks_can_save and number in ASKING:
-            if not self._asked:
-                self._asked = _name(number)
+            if not self._stopped_by:
+                self._stopped_by = _name(number)
                 self._ask_to_save()
                 return
             # Slurm may send the one in several ways; and once a rank has saved, all have, and end by themselves.
@@ -206,7 +206,7 @@ def _name(number: int) -> str:
 
 
 def _killed_for_memory() -> int | None:
-    """How many processes this machine's kernel has killed for want of memory; None where it does not say."""
+    """Return how many processes this machine's kernel has killed for lack of memory; None if it does not count them."""
     path = Path("/proc/vmstat")
     counts = dict(line.split() for line in path.read_text().splitlines()) if path.exists() else {}
     return int(counts["oom_kill"]) if "oom_kill" in counts else None

@@ -1,4 +1,4 @@
-"""What the launchers of a run's nodes know of each other, told through the run's store."""
+"""Heartbeats and last reports between the launchers of a run's nodes, through the run's store."""
 
 import math
 import threading
@@ -17,7 +17,7 @@ FAREWELL_SECONDS = 5.0
 
 
 class Nodes:
-    """Signs of life to the other nodes of a run, and from the next one. The first node that ends says why to all.
+    """Heartbeats to the other nodes of a run, and from the next one. The first node that ends reports why to all.
 
     Args:
         store: the run's; served by node 0, and gone with it.
@@ -48,13 +48,13 @@ class Nodes:
         return self.verdict()
 
     def leave(self, reason: str) -> None:
-        """Tell the others why this node ends, if none has told before."""
+        """Report to the others why this node ends, unless another has ended before."""
         account = f"{self._name}: {reason}"
-        farewell = threading.Thread(target=self._say, name="farewell", args=[account], daemon=True)
+        farewell = threading.Thread(target=self._publish, name="farewell", args=[account], daemon=True)
         farewell.start()
         farewell.join(FAREWELL_SECONDS)  # a store that was cut off would not answer for minutes
 
-    def _say(self, account: str) -> None:
+    def _publish(self, account: str) -> None:
         with suppress(DistError):
             self._store.compare_set("ended", "", account)
             gone = self._store.add("gone", 1)

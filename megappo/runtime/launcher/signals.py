@@ -8,16 +8,16 @@ import threading
 ENDING = tuple(signal.Signals[f"SIG{name}"] for name in ("TERM", "INT", "HUP", "QUIT", "USR1", "USR2"))
 
 ASKING = (signal.SIGTERM, signal.SIGUSR1)
-"""Those of them by which batch systems say that a job's time is up."""
+"""The signals by which batch systems announce the end of a job's time."""
 
 
 def ending_signals() -> list[signal.Signals]:
-    """Those of them that this process was not started to ignore, as nohup has it ignore SIGHUP."""
+    """Return the signals that this process was not started to ignore, as nohup ignores SIGHUP."""
     return [number for number in ENDING if number not in IGNORED]
 
 
 def end_at_once() -> None:
-    """Say which signal it was and end, also while the process waits in foreign code, which runs no Python handlers.
+    """Print the signal's name and exit, even while the process waits in foreign code, which runs no Python handlers.
 
     `signal.set_wakeup_fd(-1)` revokes it.
     """
