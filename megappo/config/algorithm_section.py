@@ -20,14 +20,12 @@ from megappo.config.values import (
     PositiveFloat,
     Rejection,
     TokenCount,
-    must,
 )
 
 _WHITENING = ", ".join(name for name, method in ESTIMATORS.items() if method.whitens)
 _WITH_VALUES = ", ".join(name for name, method in ESTIMATORS.items() if method.needs_values)
 
 Bounds = tuple[PositiveFloat, PositiveFloat]
-RatioBounds = Annotated[Bounds, must(lambda bounds: bounds[0] < 1 < bounds[1], "they must enclose 1: set such as [0.999, 1.001]")]
 
 ADAPTS_KL = ReadIf(("algorithm.kl_ctrl.type",), lambda run: run.algorithm.kl_ctrl.type == "adaptive")
 KL_IN_REWARD = ReadIf(("algorithm.use_kl_in_reward",), lambda run: run.algorithm.use_kl_in_reward)
@@ -65,6 +63,10 @@ class KLCtrl(Section):
 class RolloutCorrection(Section):
     rules = (
         KeyRule(
+            lambda own: own.reject_geometric is not None and not own.reject_geometric[0] < 1 < own.reject_geometric[1],
+            "algorithm.rollout_correction.reject_geometric {reject_geometric} must enclose 1: set such as [0.999, 1.001]",
+        ),
+        KeyRule(
             lambda own: own.level != "none" and own.threshold_lower is not None and own.threshold_lower >= own.threshold,
             "algorithm.rollout_correction.threshold_lower {threshold_lower} must be below "
             "algorithm.rollout_correction.threshold {threshold}: lower it",
@@ -82,7 +84,7 @@ class RolloutCorrection(Section):
     threshold_lower: PositiveFloat | None = key(None, "smallest weight; null = none (truncate), 1 / threshold (mask)", read_if=WEIGHTS_ROWS)
     normalize: StrictBool = key(False, "divide the weights by their mean over the batch", read_if=WEIGHTS_ROWS)
     reject: Annotated[dict[Rejection, PositiveFloat | Bounds], AfterValidator(check_rejections)] = key({}, "reject tokens (token_*) or responses (seq_*) whose divergence between engine and trainer passes a bound, such as {seq_mean_k1: [0.999, 1.001], token_k3: 0.1}. k1 is the log of pi_engine / pi_trainer; its bounds are two of that ratio, or u for 1 / u and u. k2 = k1^2 / 2 and k3 = e^-k1 - 1 + k1 take the largest. sum, mean and max are over a response. Names: " + ", ".join(get_args(Rejection)))
-    reject_geometric: RatioBounds | None = key(None, "reject responses whose geometric-mean ratio is outside, such as [0.999, 1.001]; null = off")
+    reject_geometric: Bounds | None = key(None, "reject responses whose geometric-mean ratio is outside, such as [0.999, 1.001]; null = off")
     veto_threshold: OpenFraction | None = key(None, "reject responses with a token whose ratio is below this, such as 1e-4; null = off")
 
     @property

@@ -242,8 +242,7 @@ CONTRADICTIONS = {
         'critic.model_path "model" has no effect, as this run builds no critic: drop it'
     ),
     "algorithm.rollout_correction.reject_geometric=[1.1, 2]": (
-        "algorithm.rollout_correction.reject_geometric: expected list of 2: each float > 0 | null, found [1.1, 2] "
-        "(they must enclose 1: set such as [0.999, 1.001])"
+        "algorithm.rollout_correction.reject_geometric (1.1, 2.0) must enclose 1: set such as [0.999, 1.001]"
     ),
     "rollout.top_k=0": "rollout.top_k: expected int >= -1, found 0 (it keeps no token: set -1 (off) or at least 1)",
     "rollout.max_total_tokens=2049": (
