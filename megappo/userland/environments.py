@@ -129,7 +129,7 @@ class EnvironmentPool(WorkerPool):
         try:
             yield Environment(self, worker, number)
         finally:
-            self._loop.call_soon_threadsafe(self._leave, worker, number)
+            self._post(self._leave, worker, number)
 
     async def _add_worker(self) -> dict[str, Any]:
         try:

@@ -82,7 +82,7 @@ class RewardPool(WorkerPool):
         self._queues: list[RowQueue | None] = []
         self._has_work = asyncio.Event()
         self._descriptions: list[Description] = []
-        self._loop.call_soon_threadsafe(self._begin)
+        self._post(self._begin)
         self.wait(lambda: len(self._descriptions) == self.num_workers)
         self.takes, self._modes = self._descriptions[0].inputs, self._descriptions[0].modes
         self._queues = [queue_for(*one, reward.batch_size) for one in zip(specs, self._modes, strict=True)]
@@ -129,7 +129,7 @@ class RewardPool(WorkerPool):
                 queue.rows += rows
             self._has_work.set()
 
-        self._loop.call_soon_threadsafe(extend)
+        self._post(extend)
         return len(queues) * len(rows)
 
     def put_shares(self, rows: Sequence[RowReference]) -> int:
@@ -144,7 +144,7 @@ class RewardPool(WorkerPool):
             self._items += items
             self._has_work.set()
 
-        self._loop.call_soon_threadsafe(extend)
+        self._post(extend)
         return len(functions) * len(rows)
 
     def check(self) -> None:
@@ -274,8 +274,7 @@ class RewardPool(WorkerPool):
                 remedies.insert(0, f"raise reward.timeout_seconds ({self.timeout_seconds:g})")
             return self._fail(str(failure), rows, *remedies)
         for reference in rows:
-            scoring = reference.scoring
-            scoring.failure = scoring.failure or f"reward function {self.spec} {failure}\n{shown(rows)}"
+            reference.scoring.note_failure(reference.index, f"reward function {self.spec} {failure}\n{shown(rows)}")
         if len(rows) > 1:
             retry = Retry()
             self._items += [WorkItem(item.function, [one], retry) for one in rows]

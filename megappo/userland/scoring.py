@@ -88,7 +88,7 @@ class Scoring:
     """Rows that are added as they come, and the grades that all functions together give each. See `RewardPool.begin`.
 
     Attributes:
-        failure: the first failure that did not end the run, with its rows; "" if there was none.
+        failure: the failure of the first row that has one, unless it ended the run; "" if there was none.
         num_errors, num_timeouts: rows for which a function failed.
     """
 
@@ -101,6 +101,7 @@ class Scoring:
         self._found: list[list[Graded | CallError | None]] = []
         self._num_begun = self._num_settled = 0
         self._is_complete = False
+        self._first_failed = math.inf
 
     @property
     def num_pending(self) -> int:
@@ -144,6 +145,11 @@ class Scoring:
             self._pool.check()
             return None
         return self._grades(found)
+
+    def note_failure(self, index: int, failure: str) -> None:
+        """Note a failure of a row that does not end the run."""
+        if index < self._first_failed:
+            self._first_failed, self.failure = index, failure
 
     def settle(self, index: int, function: int, found: Graded | CallError) -> None:
         """Note the result of a function for a row."""

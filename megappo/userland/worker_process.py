@@ -7,7 +7,7 @@ import re
 import signal
 import socket
 import subprocess
-from collections.abc import Collection, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from contextlib import AbstractContextManager, suppress
 from threading import Thread
 from typing import Any
@@ -224,6 +224,11 @@ class WorkerPool(AbstractContextManager):
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    def _post(self, callback: Callable[..., object], *arguments: Any) -> None:
+        """Have the pool's thread call something, unless the pool is closed: what waits for the result reports that."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(callback, *arguments)
 
     def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Run a coroutine, which has time limits of its own, in the pool's thread, and return its result."""

@@ -97,6 +97,16 @@ def test_what_is_known_so_far_is_an_error_once_the_function_has_failed(tmp_path:
             time.sleep(0.01)
 
 
+def test_rows_may_be_added_after_the_function_has_failed_and_have_no_results(tmp_path: Path):
+    pool = load(tmp_path, HARMFUL)
+    failed, other = pool.begin(), pool.begin()
+    with pytest.raises(RewardError, match="returned "):
+        scored(failed, rows("nonsense"))
+    other.add(rows("well"))
+    with pytest.raises(RewardError, match="is closed"):
+        other.results()
+
+
 def test_a_long_text_is_cut(tmp_path: Path):
     pool = load(tmp_path, "def f(responses):\n    return 1\n")
     with pytest.raises(RewardError, match=rf"response '{'x' * 200}'\.\.\. \(5000 characters\) to prompt 'p' \(r\)"):
