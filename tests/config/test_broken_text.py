@@ -250,7 +250,7 @@ PROCESSES = {
     "bytes": ([b"run.yaml", b"caf\xe9=1"], {}, "command line: 'caf\\udce9=1': a key must be a name"),
     "path": ([b"caf\xe9.yaml"], {}, "caf\\udce9.yaml: No such file or directory"),
     "ascii": ([*RUN, "model.path=é".encode()], {"PYTHONIOENCODING": "ascii"}, "model.path: no folder \\xe9 (looked"),
-    "ranks": ([b"run.yaml"], {"WORLD_SIZE": "\u0664"}, "placement: every component is on 'all' ranks: say how many"),
+    "ranks": ([b"run.yaml"], {"WORLD_SIZE": "\u0664"}, "placement: every component is on 'all' ranks: set their"),
     "key": ([*RUN, b"actor.ppo_mini_batch_size=3"], {}, "command line: actor.ppo_mini_batch"),
     "model": ([*RUN, b"model.path=absent"], {}, "command line: model.path: no folder absent"),
     "many": ([b"run.yaml", b"--world-size=100001"], {}, "expected a number of ranks of at least 1, at most 100000"),
