@@ -1,7 +1,7 @@
-"""torchrun, but quiet: where a rank has said why it failed, torchrun's own report and traceback would only hide that.
+"""torchrun without its own reports: they would hide the error message of the rank that failed.
 
-It also says how ranks and nodes ended that could not say it themselves, and its stores listen on the address they are
-called by, not on all interfaces.
+It reports how ranks and nodes ended that could not report it themselves. Its stores listen on the address by which they
+are reached, not on all interfaces.
 
 usage: .venv/bin/python -m megappo.torchrun TORCHRUN_ARGUMENTS
 """
@@ -34,9 +34,9 @@ from megappo.runtime.listening import LOOPBACK, bind_stores, head_address, stay_
 from megappo.runtime.threads import report_failures
 
 LOGGERS = ("multiprocessing.api", "multiprocessing.errors.error_handler", "agent.server.api")
-"""They tell of each process they end, and of files they pass on."""
+"""Loggers that report each process they end, and the files they pass on."""
 GRACE_SECONDS = 5
-"""How long a rank of megappo.train that is asked to end may take; others, which may have to clean up, torchrun's 30."""
+"""Seconds that a rank of megappo.train may take to save and exit; others, which may have to clean up, torchrun's 30."""
 
 
 def main() -> int:

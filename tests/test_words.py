@@ -1,0 +1,79 @@
+"""One word for one thing: docstrings, comments, messages, names and pages avoid the words that CONTRIBUTING.md retires."""
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+CHECKED = ("megappo",)
+RETIRED = re.compile(
+    r"\b(tells?|told|telling|says?|said|saying|asks|asked|anew|spoil(s|ed|t)?|reckon(s|ed|ing)?|look(s|ed) at|but for|"
+    r"of no account|thereby|therein|thereof|wherein|whereby|without a word|signs? of life|way of the weights|"
+    r"what is left|what is not|whatever has become)\b",
+    re.IGNORECASE,
+)
+BEGINNING = re.compile(r"\s*(What|Of|Whether|Those|Where|Which|Who|That which|Whatever|Whose|How)\b")
+"""How no docstring begins: with a verb, or with a noun phrase that a reader would search for, it does."""
+NAMES = re.compile(r"(^|_)(told|tells|say|says|said|spoiled|reckon|anew|judged)(_|$)", re.IGNORECASE)
+PROSE = (tokenize.STRING, tokenize.COMMENT, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING))
+WITH_DOCSTRINGS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def docstring_faults(source: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, WITH_DOCSTRINGS):
+            docstring = ast.get_docstring(node, clean=False)
+            if docstring is not None and BEGINNING.match(docstring):
+                yield f"line {node.body[0].lineno}: a docstring begins with {docstring.split()[0]!r}"
+
+
+def word_faults(text: str, first_line: int = 1) -> Iterator[str]:
+    for number, line in enumerate(text.splitlines(), first_line):
+        for found in RETIRED.finditer(line):
+            yield f"line {number}: {found[0]!r}"
+
+
+def faults(path: Path) -> list[str]:
+    """Return the retired words of a Python file or of a page of text."""
+    text = path.read_text("utf-8")
+    if path.suffix != ".py":
+        return list(word_faults(text))
+    found = list(docstring_faults(text))
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type in PROSE:
+            found += word_faults(token.string, token.start[0])
+        elif token.type == tokenize.NAME and NAMES.search(token.string):
+            found.append(f"line {token.start[0]}: the name {token.string}")
+    return found
+
+
+def checked_files() -> list[Path]:
+    found = [ROOT / "README.md"]
+    for folder in CHECKED:
+        found += [path for path in sorted((ROOT / folder).rglob("*")) if path.suffix in (".py", ".md", ".sh", ".yaml")]
+    return found
+
+
+@pytest.mark.parametrize("path", checked_files(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_retired_words(path: Path) -> None:
+    assert faults(path) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "fault"),
+    [
+        ("a.py", 'def f():\n    """Whether it is so."""\n', "line 2: a docstring begins with 'Whether'"),
+        ("a.py", "x = 1  # which is told later\n", "line 1: 'told'"),
+        ("a.py", 'x = f"it says {1}"\n', "line 1: 'says'"),
+        ("a.py", "told_means = 1\n", "line 1: the name told_means"),
+        ("a.md", "# Page\n\nIt starts anew.\n", "line 3: 'anew'"),
+    ],
+)
+def test_a_retired_word_is_found(tmp_path: Path, name: str, text: str, fault: str) -> None:
+    (tmp_path / name).write_text(text, "utf-8")
+    assert faults(tmp_path / name) == [fault]
