@@ -5,7 +5,7 @@ STEPS = {"U": (-1, 0), "D": (1, 0), "L": (0, -1), "R": (0, 1)}
 
 
 def shown(place: tuple[int, int], goal: tuple[int, int]) -> str:
-    """Where the walker is and is to go, each by row and column: 10>34."""
+    """Return the walker's place and its goal, each as row and column: 10>34."""
     return f"{place[0]}{place[1]}>{goal[0]}{goal[1]}"
 
 

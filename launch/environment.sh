@@ -35,7 +35,7 @@ whole() {
         refuse "the variable $1 is '${!1}': expected a whole number from $2 to $3"
 }
 
-# The driver that CUDA 13 needs; without a word where nvidia-smi gives no version.
+# The oldest driver that CUDA 13 supports; the check is skipped where nvidia-smi gives no version.
 least_driver=580
 check_driver() {
     local driver

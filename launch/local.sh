@@ -10,7 +10,7 @@ if [[ $# -lt 1 || $1 == -h || $1 == --help ]]; then
 fi
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-# What is wrong with config, data or reward function is told now, not after every rank has imported the program.
+# Report errors in config, data and reward function now, not after every rank has imported the program.
 echo "checking $1"
 "$python" -m megappo.plan --world-size "$nproc" "$@" > /dev/null
 # exec: a signal to this script reaches torchrun, which ends its own ranks.

@@ -40,7 +40,7 @@ fi
 run=outputs/quickstart/run
 if [[ -f $run/report.html && " $*" != *" trainer.output_dir="* ]]; then
     kept=$run-$(date -r "$run/report.html" +%Y%m%d-%H%M%S)
-    # What is wrong with the arguments is told before anything is moved; otherwise local.sh tells it.
+    # Report errors in the arguments before moving anything; without a finished run, local.sh reports them.
     $venv/bin/python -m megappo.plan --world-size "$NPROC" configs/quickstart.yaml "${settings[@]}" "$@" "trainer.output_dir=$kept" > /dev/null
     flock --nonblock --conflict-exit-code 75 "$run/.lock" mv "$run" "$kept" || {
         [[ $? -ne 75 ]] || echo "quickstart.sh: a run is at work in $run" >&2

@@ -4,9 +4,9 @@
 # usage: bash launch/setup.sh [cpu|gpu]     default: cpu
 # environment:
 #   PYTHON         the interpreter (3.11 or newer)
-#   PYTORCH_INDEX  a mirror of PyTorch's package index, with its folders cpu and cu130. It is asked for torch and what is
-#                  built with it alone, and only where pip, as it is configured, finds no build of the kind
-#   TRANSFORMER_ENGINE=no   gpu without it: the slower torch layers; otherwise a set-up that cannot build it ends
+#   PYTORCH_INDEX  a mirror of PyTorch's package index, with its folders cpu and cu130. It is used for torch and the
+#                  packages built with it only, and only where pip, as configured, finds no suitable build
+#   TRANSFORMER_ENGINE=no   gpu without it: the slower torch layers; by default, failing to build it is an error
 #   CUDA_HOME      a CUDA 13 toolkit, with nvcc, to build it with (default: pip's own, in .venv-gpu)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -27,7 +27,7 @@ unset PIP_CONSTRAINT
 # Else pip looks itself up as well.
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 
-say() { echo "setup: $*"; }
+log() { echo "setup: $*"; }
 
 fail() {
     echo "setup: $*" >&2
@@ -55,7 +55,7 @@ pip_install() {
 }
 
 compile_all() {
-    say "compiling them to bytecode"
+    log "compiling them to bytecode"
     # On all cores, where pip would use one. Packages hold a few files for other Pythons, whose errors do not matter.
     "$venv/bin/python" -m compileall -q -j 0 "$venv/lib" >>"$log" 2>&1 || true
 }
@@ -73,7 +73,7 @@ finds() {
     sed -n 's/^Available versions: //p' <<<"$answer" | tr -d ' ' | tr ',' '\n' | grep -xF "$2" >/dev/null
 }
 
-# Whether an earlier set-up installed it: then no index is asked again.
+# True if an earlier set-up installed it: then no index is queried again.
 has_torch() {
     local name version
     for name in torch torchvision; do
@@ -88,9 +88,9 @@ install_from_pytorch() {
     shift
     finds torch "$version" --index-url "$index" ||
         fail "found no torch $version for $("$venv/bin/python" --version), neither where pip is configured to look ('pip config list'," \
-            "PIP_INDEX_URL) nor at $index; what they said is in $log. Check the network. Behind a firewall set PYTORCH_INDEX" \
+            "PIP_INDEX_URL) nor at $index; their output is in $log. Check the network. Behind a firewall set PYTORCH_INDEX" \
             "to a mirror of $pytorch_index, or PIP_FIND_LINKS to a folder that holds the wheel"
-    say "taking torch $version from $index"
+    log "taking torch $version from $index"
     pip_install --no-deps --index-url "$index" "$@"
 }
 
@@ -103,14 +103,14 @@ install_cpu_torch() {
         pip_install --no-deps "torch==$torch" "torchvision==$vision"
     else
         vision=${vision%+cpu}
-        say "pip finds no CPU build of torchvision $vision: taking the one for CUDA, which does here, too (only own scripts" \
+        log "pip finds no CPU build of torchvision $vision: taking the one for CUDA, which does here, too (only own scripts" \
             "that import transformers need a line: docs/troubleshooting.md)"
         pip_install --no-deps "torch==$torch" "torchvision===$vision"
     fi
 }
 
 install_cpu() {
-    say "installing about 140 packages for a CPU (1 to 3 minutes; log: $log)"
+    log "installing about 140 packages for a CPU (1 to 3 minutes; log: $log)"
     { has_torch && ! is_torch_for_cuda; } || install_cpu_torch
     pip_install --no-deps -r requirements.txt -r <(grep -Ev '^(torch|torchvision)==' requirements-cpu.txt) -r requirements-dev.txt
     # TransformerEngine's Python alone, in a folder that no run looks in: tests hold the program against it.
@@ -135,7 +135,7 @@ install_cuda_torch() {
     if finds torch "$(pin torch)"; then
         pip_install --no-deps "${plain[@]}"
         is_torch_for_cuda && return
-        say "the torch that pip finds is built for a CPU"
+        log "the torch that pip finds is built for a CPU"
     fi
     install_from_pytorch cu130 "${cuda[@]}"
 }
@@ -202,17 +202,17 @@ find_cuda() {
 }
 
 install_gpu() {
-    say "installing the CUDA packages (10 to 20 minutes; log: $log)"
+    log "installing the CUDA packages (10 to 20 minutes; log: $log)"
     { has_torch && is_torch_for_cuda; } || install_cuda_torch
     # With torch there, whichever build of it, pip keeps it.
     pip_install -c requirements-gpu.txt -r requirements.txt -r requirements-dev.txt sglang pybind11 ninja wheel
     link_cuda_runtime
     if [[ $build_te == no ]]; then
-        say "leaving out TransformerEngine, as asked: model.layer_spec auto takes the slower torch layers"
+        log "leaving out TransformerEngine, as requested: model.layer_spec auto takes the slower torch layers"
         return
     fi
     find_cuda
-    say "building TransformerEngine with $CUDA_HOME/bin/nvcc"
+    log "building TransformerEngine with $CUDA_HOME/bin/nvcc"
     # It compiles against the torch just installed, hence no build isolation.
     (pip_install --no-build-isolation -c requirements-gpu.txt transformer-engine{,-cu13,-torch}) ||
         fail "TransformerEngine was not built. To do without it, with slower layers:" \
@@ -233,14 +233,14 @@ main() {
     [[ $kind == cpu ]] || require_machine "$python"
     # The two kinds share no torch: start over where .venv is for CUDA, as it once could be.
     [[ -f $stamp && $(cut -d ' ' -f 1 "$stamp") != "$kind" ]] && clear=(--clear)
-    say "creating $venv with $("$python" --version)"
+    log "creating $venv with $("$python" --version)"
     "$python" -m venv "${clear[@]}" "$venv"
     rm -f "$stamp"
     "install_$kind"
     compile_all
     pip_install --no-deps --no-build-isolation -e .
     echo "$wanted" >"$stamp"
-    say "done"
+    log "done"
 }
 
 main

@@ -7,7 +7,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then
     echo "usage: bash launch/test.sh [pytest arguments]"
-    echo "a part: tests/ppo; what is left out otherwise: -m slow; all arguments: .venv/bin/python -m pytest --help"
+    echo "one folder: tests/ppo; the slow tests, skipped by default: -m slow; all arguments: .venv/bin/python -m pytest --help"
     exit
 fi
 bash launch/setup.sh

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains on several nodes without SLURM: run it on each of them at about the same time, with the same CONFIG and
-# variables, but for NODE_RANK. As local.sh, it starts one process per visible GPU; NPROC, the same on all, overrides it.
-# Where they are not set, it takes torchrun's own: PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT.
+# variables except NODE_RANK. Like local.sh, it starts one process per visible GPU; NPROC, the same on all, overrides it.
+# Variables that are not set default to torchrun's own: PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT.
 # usage: NODE_RANK=0 NNODES=2 MASTER_ADDR=HEAD [MASTER_PORT=29500] [NPROC=n] bash launch/torchrun_node.sh CONFIG [key=value ...]
 set -euo pipefail
 

@@ -71,14 +71,17 @@ PATIENCE_SECONDS = 30.0
 
 
 class Interrupted(BaseException):
-    """A signal asked for the end."""
+    """Raised by SIGINT and SIGTERM."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command: 0, 1 when it failed or found differences, 2 when the command line or the input is at fault."""
+    """Run a command and return its exit code.
+
+    0: success; 1: it failed or found differences; 2: the command line or the input is at fault.
+    """
     args = _parser().parse_args(arguments)
     code = 1
-    with contextlib.suppress(Interrupted):  # one that comes while another end is told
+    with contextlib.suppress(Interrupted):  # one that arrives while an error is reported
         _end_on_signals()
         try:
             code = _run(args)
@@ -110,19 +113,20 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _failed(message: str, args: argparse.Namespace, world: World | None) -> int:
-    """Say what went wrong, once; the exit code."""
+    """Report an error once over all ranks and return the exit code."""
     writing = world is not None and world.writing
-    if not (world.speaks if world else os.environ.get("RANK", "0") == "0"):
-        _wait_for_the_one_that_speaks()
+    if not (world.reports_errors if world else os.environ.get("RANK", "0") == "0"):
+        _wait_for_report()
     kept = f"; {args.output} is as it was before" if writing else ""
     print(f"error: {message}{kept}", file=sys.stderr, flush=True)
     return 1 if writing else 2
 
 
-def _wait_for_the_one_that_speaks() -> None:
-    """Let torchrun end this rank: when it ends by itself, torchrun ends the others, maybe before one has said why.
+def _wait_for_report() -> None:
+    """Wait for torchrun to end this rank, so that the failed rank can report the error.
 
-    Returns when none has ended, and so none has said anything.
+    If this rank exited by itself, torchrun would end the others, maybe before the report. Returns after a timeout, when
+    no rank has exited and so none has reported anything.
     """
     for number in ENDING:
         signal.signal(number, signal.SIG_DFL)
@@ -130,7 +134,10 @@ def _wait_for_the_one_that_speaks() -> None:
 
 
 def _ended(why: str, args: argparse.Namespace, world: World | None) -> int:
-    """Of several ranks, torchrun or the one that failed first says why: then only what became of the output is new."""
+    """Report that a signal or another rank ended the conversion.
+
+    With several ranks, torchrun or the rank that failed first reports the cause; only the output's state is added.
+    """
     if "WORLD_SIZE" not in os.environ:
         return _failed(why, args, world)
     if world and world.writing and world.rank == 0:
@@ -149,7 +156,7 @@ def _check_output(source: Path, output: Path, force: bool) -> None:
 
 
 def _end_on_signals() -> None:
-    """Ctrl-C and SIGTERM end the conversion as an error does: what is half written goes away."""
+    """Have Ctrl-C and SIGTERM end the conversion as an error does, with partial output removed."""
     owner = os.getpid()
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -208,7 +215,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def layers(text: str) -> tuple[int, ...]:
-    """Numbers of layers, as 13,15."""
+    """Parse numbers of layers, as 13,15."""
     return tuple(int(part) for part in text.split(","))
 
 

@@ -5,10 +5,10 @@
     rollout.val_temperature=1
 
 The first argument is a run's folder (its newest checkpoint), one of its checkpoints (step_XXXXXXXX), or a Hugging Face
-folder. CONFIG says what it is evaluated on (data.val_files, eval.datasets), how, and on which ranks; it may be the
-run's own, with further data sets on the command line. Engines are started, nothing is trained, and the run stays as it
-is. evaluations/NAME gets metrics.jsonl, evaluation.json, rollouts/ and report.html, in place of those of the evaluation
-before, of which only the metrics are kept, with their date: choose another --output to keep all.
+folder. CONFIG sets the held-out data (data.val_files, eval.datasets), the sampling and the ranks; it may be the run's
+own, with further data sets on the command line. Engines are started, nothing is trained, and the run does not change.
+evaluations/NAME gets metrics.jsonl, evaluation.json, rollouts/ and report.html. They replace those of the previous
+evaluation; only its metrics are kept, with their date. Choose another --output to keep everything.
 """
 
 import argparse
@@ -66,10 +66,10 @@ def _arguments() -> argparse.Namespace:
 
 
 def _source(folder: Path) -> tuple[str, str, Path]:
-    """The override that names what to evaluate, its name, and the folder of evaluations/NAME unless told otherwise.
+    """Return the override that selects the model, the model's name, and the default parent of evaluations/NAME.
 
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: the folder is neither a run, nor a checkpoint, nor a Hugging Face folder.
         CheckpointError: a run's `latest` names none of its checkpoints.
     """
     if not folder.is_dir():

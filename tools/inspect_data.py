@@ -49,7 +49,7 @@ def main() -> int:
         config = load_config(args.config, args.overrides)
         with config.locating():
             return _inspect(config, args)
-    except BrokenPipeError:  # of head, say
+    except BrokenPipeError:  # piped into head, for example
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
     except ConfigError as error:
@@ -102,7 +102,7 @@ def _inspect(config: Config, args: argparse.Namespace) -> int:
         left_out = {number for [check] in parts for number in check.left_out}
         for prompt in _readable(dataset, [number for number in chosen if number not in left_out]):
             seen.add(prompt)
-        print(f"{key}: {file}: {len(dataset):,} records, of which {len(chosen):,} were looked at")
+        print(f"{key}: {file}: {len(dataset):,} records, {len(chosen):,} inspected")
         lines = [
             *(f"wrong: {line}" for line in wrong),
             *(f"warning: {line}" for line in dataset.warnings(parts)),
@@ -118,13 +118,13 @@ def _inspect(config: Config, args: argparse.Namespace) -> int:
 
 
 class Seen:
-    """What is kept of prompts, of which there may be many.
+    """Summary of the prompts read so far, of which there may be many.
 
     Args:
-        show: how many of the first ones are shown.
+        show: number of prompts to show from the beginning.
 
     Attributes:
-        lengths: in tokens, of each.
+        lengths: length of each prompt in tokens.
     """
 
     def __init__(self, show: int):
@@ -149,7 +149,7 @@ class Seen:
 
 
 def _taken(config: Config) -> dict[str, InputSpec]:
-    """What is taken of a record by reward function and environment, in training and of each evaluation set."""
+    """Return the fields that reward function and environment read, for training and for each evaluation set."""
     single = config.changed("reward.num_workers", 1).changed("rollout.num_environment_workers", 1)
     tasks = {TRAINING: training_task(single)} | eval_sets(single)
     with ExitStack() as ending:
@@ -173,19 +173,22 @@ def _spread(size: int, most: int) -> Sequence[int]:
 
 
 def _readable(dataset: PromptDataset, chosen: Sequence[int]) -> Iterator[Prompt]:
-    """The prompts of the chosen records that are prompts; too long ones as they are, where that is an error."""
+    """Yield the prompts of the chosen records, without records that are not valid.
+
+    Prompts that are too long come untruncated where that is an error.
+    """
     for start in range(0, len(chosen), AT_ONCE):
         part = chosen[start : start + AT_ONCE]
         try:
             yield from dataset.at(part)
-        except ValueError:  # which is told: one by one
+        except ValueError:  # reported elsewhere: skip the bad record, keep the others
             for index in part:
                 with suppress(ValueError):
                     yield from dataset.at([index])
 
 
 def _lengths(lengths: Sequence[int], data: Data) -> Iterator[str]:
-    """How many tokens prompts have, cut where they are to be, as a table of bars; `lengths` ascend."""
+    """Yield a histogram of the prompts' lengths in tokens after truncation; `lengths` are sorted."""
     if not lengths:
         return
     yield (

@@ -43,14 +43,14 @@ Turns = list[tuple[str, str]]
 
 @dataclass(frozen=True)
 class Example:
-    """What is to be made.
+    """Task, vocabulary and warm start of an example.
 
     Attributes:
-        tokens: of the vocabulary, besides the special ones; the longest that fits is taken first.
+        tokens: the vocabulary without special tokens; the longest match is taken first.
         records: all prompts, with their labels.
-        play: what a careless player does of one.
-        prefix: of every dialogue.
-        num_steps: of the warm start.
+        play: returns the dialogue of a careless player for a record.
+        prefix: text before every dialogue.
+        num_steps: steps of the warm start.
     """
 
     tokens: tuple[str, ...]
@@ -96,9 +96,9 @@ FACTORS = range(32, 100)
 
 
 def calculator() -> Example:
-    """All products of two numbers that have four digits."""
+    """Return the calculator's example: all four-digit products of two numbers."""
     products = [(f"{a}*{b}", str(a * b)) for a in FACTORS for b in FACTORS]
-    records = [{"prompt": _user(f"{asked}="), "label": answer} for asked, answer in products]
+    records = [{"prompt": _user(f"{product}="), "label": answer} for product, answer in products]
     return Example((*"0123456789*=", *CALL), records, _calculate, TOOLS, 1500)
 
 
@@ -147,7 +147,7 @@ def _escaped(token: str) -> str:
 
 
 def warm_start(model: Qwen2ForCausalLM, tokenizer: Tokenizer, example: Example, dialogues: Iterator[Turns]) -> None:
-    """Supervised steps; the loss counts what the player says."""
+    """Train on the dialogues; the loss covers the player's turns only."""
 
     def batch(*_: int) -> tuple[torch.Tensor, torch.Tensor]:
         rows = [_labelled(tokenizer, example.prefix, turns) for turns in itertools.islice(dialogues, BATCH_SIZE)]
@@ -195,7 +195,7 @@ EXAMPLES = {"grid": grid, "calculator": calculator}
 
 
 def main() -> None:
-    """Build what is asked for."""
+    """Build the example named on the command line."""
     args = quickstart.parse_args(__doc__, example=EXAMPLES)
     with quickstart.building(args.output) as folder:
         build(folder, EXAMPLES[args.example](), args.seed)

@@ -1,4 +1,4 @@
-"""What the tools that prepare published data sets share: their command line, reading, and writing prompts."""
+"""Shared code of the tools that prepare published data sets: command line, reading, and writing prompts."""
 
 import argparse
 import json
@@ -18,11 +18,11 @@ Record = dict[str, Any]
 
 
 class PrepareError(Exception):
-    """What is wrong with the files, and what to do."""
+    """Raised for unusable files; the message names the fault and the remedy."""
 
 
 def run(description: str, read: Callable[[Path], Iterable[Record]], prepare: Callable[[Record], Record]) -> int:
-    """A tool that turns each input into OUTPUT/NAME.jsonl; gives its exit code.
+    """Turn each input into OUTPUT/NAME.jsonl and return the exit code.
 
     Args:
         read: the records of an input, as published.
@@ -47,7 +47,7 @@ def run(description: str, read: Callable[[Path], Iterable[Record]], prepare: Cal
 
 
 def _targets(sources: Sequence[Path], output: Path) -> dict[Path, Path]:
-    """Where the prompts of each go."""
+    """Return the output file of each input."""
     targets = {source: output / f"{stem(str(source))}.jsonl" for source in sources}
     twice = [path for path, count in Counter(targets.values()).items() if count > 1]
     if twice:

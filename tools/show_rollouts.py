@@ -36,7 +36,7 @@ def main() -> int:
     try:
         for line in _lines(args):
             print(line)
-    except BrokenPipeError:  # of head, say
+    except BrokenPipeError:  # piped into head, for example
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     except (ConfigError, RowsFileError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -337,7 +337,7 @@ def test_a_build_that_fails_ends_the_set_up_unless_transformer_engine_is_not_wan
     assert failed.returncode == 1
     assert "TransformerEngine was not built" in failed.stderr and "TRANSFORMER_ENGINE=no bash" in failed.stderr
     without = set_up("gpu")
-    assert without.returncode == 0 and "leaving out TransformerEngine, as asked" in without.stdout
+    assert without.returncode == 0 and "leaving out TransformerEngine, as requested" in without.stdout
     assert "megappo" in installed(tmp_path, ".venv-gpu")
     assert set_up("gpu").stdout == ""
     assert set_up("gpu", TRANSFORMER_ENGINE="yes").returncode == 1, "asked for now, it is not left out"

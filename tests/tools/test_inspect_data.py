@@ -27,7 +27,7 @@ def test_prompts_their_lengths_and_tokens(folder):
     done = inspect(folder, "--show", "1", "--tokens")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == [
-        "data.train_files: train.jsonl: 300 records, of which 300 were looked at",
+        "data.train_files: train.jsonl: 300 records, 300 inspected",
         "  tokens: 4 to 4, median 4, 95 % have at most 4; data.max_prompt_length 24",
         "        4 to 4             300 " + "#" * 40,
         "-" * 80,
@@ -53,7 +53,7 @@ def test_what_is_wrong_is_told_with_the_exit_code(folder):
     train, val = done.stdout.strip().split("\n\n")
     assert train == val.replace("data.val_files", "data.train_files")
     lines = val.splitlines()
-    assert lines[0] == "data.val_files: val.jsonl: 30 records, of which 10 were looked at"
+    assert lines[0] == "data.val_files: val.jsonl: 30 records, 10 inspected"
     too_long = (
         "the prompt has {} tokens, more than data.max_prompt_length 24: raise it, drop this, or set data.too_long"
     )
@@ -73,7 +73,7 @@ def test_an_evaluation_set_has_the_fields_of_its_own_function(folder):
     data = ("data.train_files=val.jsonl", "data.val_files=[]", "data.too_long=skip", "trainer.eval_interval=1", own)
     done = inspect(folder, "--show", "0", "reward.function=reward.py:f", *data)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "eval.datasets.plain.files: train.jsonl: 300 records, of which 300 were looked at" in done.stdout
+    assert "eval.datasets.plain.files: train.jsonl: 300 records, 300 inspected" in done.stdout
 
 
 def test_lines_that_are_no_prompts_do_not_hide_the_others(folder):
@@ -82,7 +82,7 @@ def test_lines_that_are_no_prompts_do_not_hide_the_others(folder):
     done = inspect(folder, "--show", "0")
     assert done.returncode == 1
     lines = done.stdout.splitlines()
-    assert lines[0] == "data.train_files: train.jsonl: 301 records, of which 301 were looked at"
+    assert lines[0] == "data.train_files: train.jsonl: 301 records, 301 inspected"
     assert lines[1].startswith("  wrong: data.train_files: train.jsonl line 301: not valid JSON")
     assert lines[2].startswith("  tokens: 4 to 4, median 4")
 

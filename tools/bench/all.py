@@ -30,10 +30,10 @@ DISTRIBUTIONS = ("torch", "megatron-core", "sglang")
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A script of this folder that writes its rows where --json says.
+    """A script of this folder that writes its rows to the file given by --json.
 
     Attributes:
-        ranks: started under megappo.torchrun, as those of a run; 0: a process without it.
+        ranks: number of ranks that megappo.torchrun starts, as in a run; 0 runs the script as a plain process.
     """
 
     script: str
@@ -69,7 +69,7 @@ def run(benchmark: Benchmark) -> list[Row]:
 
 
 def machine() -> dict[str, str]:
-    """What the figures were measured on."""
+    """Return the commit, the machine and the versions behind the figures."""
     describe = ["git", "describe", "--always", "--dirty"]
     commit = subprocess.run(describe, check=True, capture_output=True, text=True, cwd=HERE).stdout.strip()
     lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -1,9 +1,9 @@
-"""How evenly megappo shares out ragged rows over ranks, and how full their micro-batches are.
+"""Measure how evenly megappo balances ragged rows over ranks, and how full the micro-batches are.
 
     .venv/bin/python tools/bench/balance.py --rows 2048 --ranks 8 --max-tokens 8192
 
-Prompts and responses of two kinds: lengths drawn from one log-normal distribution, and from two, short answers and long
-ones that mostly are cut at the maximum. Measured in tokens, as the balance itself counts.
+There are two workloads: lengths drawn from one log-normal distribution, and from a mixture of two, short responses and
+long ones that are mostly cut at the maximum. Everything is measured in tokens, as the balancer counts.
 """
 
 import argparse

@@ -1,15 +1,15 @@
-"""How long a save holds training up: at once, and in the background (trainer.async_save), in one run; or a resume.
+"""Measure how long saves block training, synchronous and asynchronous (trainer.async_save) in one run; or a resume.
 
     .venv/bin/python tools/bench/checkpoint.py --megabytes 2000
     .venv/bin/python -m megappo.torchrun --nproc-per-node 2 tools/bench/checkpoint.py [--resume]
 
-Real PPO steps of an actor and a critic on fixed rollouts; prints medians, and the range of what is compared. A save in
-the background holds training up while it copies, and when it is completed; besides, it takes processor time from the
-steps that go on meanwhile. The first of a run takes longer than the later ones, which have its memory for their copies;
-both are told. A save at once lets go of that memory, so that each round has a first one.
+Runs real PPO steps of an actor and a critic on fixed rollouts; prints medians, and the range of each ratio. An
+asynchronous save blocks training while it copies and again while it completes; it also takes CPU time from the steps
+that run meanwhile. The first one of a run takes longer than later ones, which reuse its memory for their copies, so
+both are reported. A synchronous save frees that memory, so that each round has a first asynchronous save.
 
-With --resume the checkpoint is compared with its sums and loaded, into the models that wrote it: seconds, what each
-rank reads in a load, and the most memory that it takes besides what it keeps.
+With --resume the checkpoint is verified against its checksums and loaded into the models that wrote it. Reported are
+seconds, the bytes that each rank reads in a load, and the peak memory on top of what the rank keeps.
 """
 
 import argparse
@@ -70,8 +70,8 @@ def measure(run: Run, repeats: int) -> dict[str, list[float]]:
     return found
 
 
-def told(found: dict[str, list[float]]) -> Iterator[str]:
-    """The medians in words, with the range of the shares."""
+def report_lines(found: dict[str, list[float]]) -> Iterator[str]:
+    """Yield the lines of the report: medians, with the range of the ratios."""
     medians = {name: statistics.median(values) for name, values in found.items()}
     yield f"at once {medians['at once']:.2f} s"
     for name in IN_BACKGROUND:
@@ -85,7 +85,7 @@ def told(found: dict[str, list[float]]) -> Iterator[str]:
 
 
 def resumed(run: Run, repeats: int) -> Iterator[str]:
-    """A resume in words, on every rank together."""
+    """Measure a resume on all ranks and yield the lines of the report."""
     store, exchange = run.progress.store, run.exchange
     run.progress.step = 1
     run.save()
@@ -118,7 +118,7 @@ def main() -> None:
         given = settings(folder) | {"placement": {"actor": ranks, "critic": ranks, "rollout": ranks}}
         given["trainer"] |= {"keep_checkpoints": 1, "total_steps": 1000}
         run = build(Config.model_validate(given))
-        lines = list(resumed(run, args.repeats) if args.resume else told(measure(run, args.repeats)))
+        lines = list(resumed(run, args.repeats) if args.resume else report_lines(measure(run, args.repeats)))
         size = sum(file.stat().st_size for file in run.progress.checkpoint.rglob("*") if file.is_file())
     if exchange.rank == 0:
         print(f"{size / 2**20:.0f} MiB", *lines, sep="\n")

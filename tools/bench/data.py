@@ -1,5 +1,7 @@
-"""Prompts of a large file: how long two ranks take until the first step has its prompts, every record looked at, and
-what each holds in memory; how long a later step takes. Records are made up: a prompt of about 150 characters, a label
+"""Measure the loading of prompts from a large file.
+
+Reported are the time that two ranks take until the first step has its prompts, with every record checked, the memory
+that each rank holds, and the time of a later step. The records are synthetic: a prompt of about 150 characters, a label
 and a field that nothing reads.
 
     .venv/bin/python tools/bench/data.py --rows 5000000

@@ -53,7 +53,7 @@ def masks(rows: int, tokens: int) -> dict[str, torch.Tensor]:
 
 
 def compare(name: str, inputs: Inputs, repeats: int) -> Row:
-    """How many times as fast as the loop the scan is; they must agree."""
+    """Return the speedup of the scan over the loop, after checking that both agree."""
     found = medians(
         {"loop": lambda: loop_gae(*inputs, GAMMA, LAM), "scan": lambda: gae(*inputs, GAMMA, LAM)},
         repeats,

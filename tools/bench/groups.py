@@ -50,7 +50,7 @@ def own_groups(world_size: int) -> dict[str, dist.ProcessGroup]:
 
 
 def simulate(args: argparse.Namespace) -> list[Row]:
-    """Of the first rank, which is in as many groups as any."""
+    """Measure group creation on the first rank, which is in as many groups as any other."""
     platform.backend = lambda **_: "fake"
     counts = []
 
@@ -81,7 +81,7 @@ def sum_up(rank: int, world_size: int) -> tuple[float, int]:
 
 
 def real(world_size: int) -> list[Row]:
-    """Of a process for each rank."""
+    """Measure group creation with one real process per rank."""
     took, count = on_ranks(world_size, sum_up, world_size)
     name = f"Groups of {world_size} processes over gloo"
     return [

@@ -8,7 +8,7 @@ A vocabulary of 151,936, hidden size 768, 8,192 tokens of which a quarter are of
 - memory: the peak above what was held before (hidden states, the weight and its gradient), of a forward and a backward
   pass of `policy_head` with log-probs and entropy, with the float32 logits of the responses alone, which it never has.
 - time: of the same passes with torch.mm of what must be multiplied: hidden states by the weight, and for the backward
-  pass the logits' gradient by either. The head multiplies once more, as it computes logits anew.
+  pass the logits' gradient by either. The head does one more product, as it recomputes logits.
 """
 
 import os

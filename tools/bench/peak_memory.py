@@ -1,7 +1,7 @@
-"""What this process reads, and the peak of its own memory: RssAnon + RssShmem of /proc/self/status, sampled every
-millisecond.
+"""Bytes that this process reads, and its peak private memory, sampled every millisecond.
 
-Pages of mapped files do not count, as the system takes them back when it needs them.
+Memory is RssAnon + RssShmem of /proc/self/status. Pages of mapped files do not count, because the kernel reclaims them
+when it needs memory.
 """
 
 import threading

@@ -93,23 +93,23 @@ class Theirs:
 
     async def _ask_all(self) -> None:
         free = [asyncio.Semaphore(ROLLOUT.max_running_requests) for _ in self.engines]
-        asked = (self._ask(number % len(free), tokens, free) for number, (_, tokens) in enumerate(self.prompts))
-        for output in await asyncio.gather(*asked):
+        requests = (self._generate(number % len(free), tokens, free) for number, (_, tokens) in enumerate(self.prompts))
+        for output in await asyncio.gather(*requests):
             if not output.success:
                 raise RuntimeError(output.error)
 
-    async def _ask(
+    async def _generate(
         self, number: int, tokens: list[int], free: Sequence[asyncio.Semaphore]
     ) -> serving.RequestFuncOutput:
         engine, body = self.engines[number], {"sampling_params": self.params.as_json()}
-        asked = serving.RequestFuncInput(tokens, f"{engine.url}/generate", len(tokens), LONGEST, "", "", None, body)
+        request = serving.RequestFuncInput(tokens, f"{engine.url}/generate", len(tokens), LONGEST, "", "", None, body)
         async with free[number]:
             serving.set_global_args(arguments(engine))
-            return await serving.async_request_sglang_generate(asked)
+            return await serving.async_request_sglang_generate(request)
 
 
 def arguments(engine: Engine) -> argparse.Namespace:
-    """What SGLang's client reads of its command line."""
+    """Return the command-line options that SGLang's benchmark client reads."""
     return argparse.Namespace(
         temperature=0.0,
         top_p=1.0,
@@ -130,7 +130,7 @@ def make_prompts(number: int) -> Prompts:
 
 
 def measure(number: int, repeats: int, folder: Path, stack: ExitStack) -> list[Row]:
-    """Of one engine, and of two."""
+    """Measure the throughput of one engine and of two."""
     write_llama(folder / "model", PARAMETERS, hidden=HIDDEN, vocabulary=VOCABULARY)
     engines = [
         Engine(folder / "model", ROLLOUT, "fp32", index=i, gpu_ids=[], log_path=folder / f"{i}.log", seed=i)

@@ -110,11 +110,11 @@ METHODS: dict[str, dict] = {
     "sequences": {"actor": {"loss_agg_mode": "seq-mean-token-sum-norm"}, "critic": {"huber_delta": 0.3}},
     "rewards": {"reward": {"normalize": "running", "length_penalty": "linear", "clip": 2.0}},
 }
-"""What each method sets, besides `settings`."""
+"""Settings of each method on top of `settings`."""
 
 
 def settings(folder: Path) -> dict:
-    """What all cases have in common."""
+    """Return the settings that all cases share."""
     trained = {
         "optim": {"lr": 1e-2, "eps": 1e-4, "clip_grad": 0.05},
         "ppo_mini_batch_size": PROMPTS // 2,

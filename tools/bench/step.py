@@ -1,5 +1,4 @@
-"""Time whole steps of whole runs: what of the quickstart's is neither models nor engines, and what of a larger model's
-is the products that its mathematics needs.
+"""Time the steps of whole runs: the quickstart's overhead besides models and engines, and a larger model's utilization.
 
     .venv/bin/python tools/bench/step.py
     .venv/bin/python tools/bench/step.py --json FILE
@@ -7,12 +6,12 @@ is the products that its mathematics needs.
 Runs of megappo.train under megappo.torchrun, two ranks on a CPU, as launch/quickstart.sh and launch/local.sh start
 them; figures are medians of the steps after the first.
 
-- the quickstart's job, one thread each, without held-out questions and checkpoints. Of a step counts what is not
-  rollout, forward pass, update (backward pass and optimizer) or sync: scoring, moving rows, advantages, metrics.
+- the quickstart's job, one thread per rank, without evaluation and checkpoints. Overhead is the part of a step outside
+  rollout, forward pass, update (backward pass and optimizer) and sync: scoring, moving rows, advantages, metrics.
 - a Qwen2 of 110M parameters, its actor on TP2, the critic, of the same shape, on PP2; 32 rows of about 124 tokens. The
-  share of a step that its matrix products would take at the rate that both ranks reach in products of two square
-  matrices at the same time, before the run and after it: by the formulas of MFU, for rollout, three forward passes and
-  two updates.
+  figure is the share of a step that its matrix products would take at peak rate, by the formulas of MFU for rollout,
+  three forward passes and two updates. The peak rate is measured before the run and after it: both ranks multiply
+  square matrices at the same time.
 """
 
 import json

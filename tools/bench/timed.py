@@ -1,5 +1,4 @@
-"""What several benchmarks do: their arguments, seconds of calls, medians of calls in turn, rows of a table, ranks,
-random models."""
+"""Helpers of the benchmarks: arguments, timing, medians of interleaved calls, rows of a table, ranks, random models."""
 
 import argparse
 import json
@@ -24,13 +23,13 @@ LAYERS, HIDDEN, INTERMEDIATE, HEADS, VOCABULARY = 12, 768, 2048, 12, 32000
 
 @dataclass(frozen=True)
 class Row:
-    """What one benchmark found.
+    """Result of one benchmark.
 
     Attributes:
-        ratio: of what is measured to its anchor, both of the same run.
-        bar: what the ratio should be, "at least" or "at most" a number.
-        anchor: what it is compared with.
-        seconds: median of what is measured; 0 where it is not a time.
+        ratio: the measured value over its anchor, both from the same run.
+        bar: the required ratio, "at least" or "at most" a number.
+        anchor: the baseline of the comparison.
+        seconds: median of the measured value; 0 where it is not a time.
     """
 
     name: str
@@ -56,7 +55,7 @@ def markdown(rows: Sequence[Row]) -> str:
 
 
 def parser_of(description: str, repeats: int = 5) -> argparse.ArgumentParser:
-    """Of the arguments that all have, which `report` and `medians` take."""
+    """Return a parser with the arguments that all benchmarks share, which `report` and `medians` take."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--repeats", type=int, default=repeats, help="of which the medians are taken (default %(default)s)"
@@ -93,7 +92,7 @@ def medians(actions: Mapping[str, Callable[[], object]], repeats: int) -> dict[s
 
 
 def on_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> Any:
-    """What `function(rank, *arguments)`, which JSON must be able to hold, returns on the first of forked ranks."""
+    """Run `function(rank, *arguments)` on forked ranks and return the first rank's result, which must fit into JSON."""
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(_rank, (world_size, folder, function, arguments), nprocs=world_size, start_method="fork")
         return json.loads(Path(folder, "found").read_text())

@@ -95,7 +95,7 @@ def make_rows(*, copies: int = 1, stretched: int = 1) -> Rows:
 
 
 def loss_of(rows: Rows, config: Config) -> LossFn:
-    """Of a mini-batch of these rows."""
+    """Return the actor loss of a mini-batch of these rows."""
     return ActorLoss(config, int(rows.response_mask.sum()), len(rows))
 
 
@@ -185,7 +185,7 @@ class Products:
 
 
 def config_of(folder: Path) -> Config:
-    """Of a run of the model there."""
+    """Return the config of a run with the model in `folder`."""
     sections = {"model": {"path": str(folder), "dtype": "fp32"}, "trainer": {"output_dir": str(folder)}}
     return Config.model_validate(SETTINGS | sections)
 
@@ -209,7 +209,7 @@ def hugging_face(folder: Path, threads: int) -> Callable[[], object]:
 
 
 def make_actions(folder: Path, threads: int) -> dict[str, Callable[[], object]]:
-    """What is timed, by name."""
+    """Return the actions to time, by name."""
     write_qwen2(folder)
     rows, config = make_rows(), config_of(folder)
     engine = make_engine(config)

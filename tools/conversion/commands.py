@@ -1,4 +1,4 @@
-"""What convert.py's commands do, apart from comparing."""
+"""convert.py's commands that convert and reshard."""
 
 import argparse
 import shutil
@@ -24,7 +24,7 @@ from megappo.weights.safetensors_io import HFFolder
 
 
 def hf_to_megatron(args: argparse.Namespace, world: World) -> None:
-    """A Hugging Face folder as a dist_checkpointing folder."""
+    """Convert a Hugging Face folder to a dist_checkpointing folder."""
     if is_component(args.input):
         raise UsageError(f"{args.input} is a Megatron folder already: megatron-to-hf, or reshard, takes it")
     architecture = read_architecture(args.input, head="value")
@@ -37,17 +37,17 @@ def hf_to_megatron(args: argparse.Namespace, world: World) -> None:
         save_model(chunks, world.groups, folder)
         if world.rank == 0:
             copy_config(args.input, folder)
-    world.say(f"wrote {args.output}: {described(parameters.hf_shapes(architecture), dtype)}")
+    world.log(f"wrote {args.output}: {described(parameters.hf_shapes(architecture), dtype)}")
 
 
 def megatron_to_hf(args: argparse.Namespace, world: World) -> None:
-    """A dist_checkpointing folder as a Hugging Face folder."""
+    """Convert a dist_checkpointing folder to a Hugging Face folder."""
     source = open_megatron(args.input, args.hf_config)
     head = source.architecture.head
     if args.value_model and head == "policy":
         raise UsageError(f"--value-model: {args.input} has no value head")
     if head == "policy_value" and not args.value_model:
-        world.say(f"{args.input} has a value head besides, which is left out: --value-model writes the critic instead")
+        world.log(f"{args.input} has a value head besides, which is left out: --value-model writes the critic instead")
     chunks = load_from_megatron(source, args.dtype or source.dtype, world)
     wanted: HeadKind = head if args.value_model or head == "value" else "policy"
     shapes = parameters.hf_shapes(source.architecture.with_head("value" if wanted != "policy" else "policy"))
@@ -57,11 +57,11 @@ def megatron_to_hf(args: argparse.Namespace, world: World) -> None:
     with world.staged(args.output) as folder, world.bar("writing", total, " parameters") as bar:
         exported = source.architecture.with_head(wanted)
         write_hf_files(chunks, exported, world.groups, source.config_folder, folder, progress=bar.update)
-    world.say(f"wrote {args.output}: {described(shapes, args.dtype or source.dtype)}")
+    world.log(f"wrote {args.output}: {described(shapes, args.dtype or source.dtype)}")
 
 
 def reshard_folder(args: argparse.Namespace, world: World) -> None:
-    """A component's folder, or all of a training checkpoint, with the files cut for another layout."""
+    """Rewrite a component's folder, or a whole training checkpoint, with its files split for another layout."""
     components = components_of(args.input)
     if not components and not is_component(args.input):
         raise UsageError(f"{args.input} is neither a converted model nor a training checkpoint (step_XXXXXXXX)")
@@ -73,12 +73,12 @@ def reshard_folder(args: argparse.Namespace, world: World) -> None:
             world.together(lambda target=target: target.mkdir(exist_ok=True))
             chunks = world.build(source.architecture, source.dtype)
             sums |= reshard(chunks, world.groups, source.folder, source.info, target, source.architecture.vocab_size)
-            bar.update()  # dist_checkpointing tells nothing while it works
+            bar.update()  # dist_checkpointing reports no progress
         if world.rank == 0:
             for name in ("state.json", CONFIG_FILE):
                 if (args.input / name).is_file():
                     shutil.copyfile(args.input / name, folder / name)
-            if not components:  # a converted model, which carries them
+            if not components:  # only a converted model has these files
                 copy_companions(args.input, folder)
         if components:
             write_sums(folder, world.exchange, sums)
@@ -87,11 +87,11 @@ def reshard_folder(args: argparse.Namespace, world: World) -> None:
         tensor, pipeline = source.info.layout
         experts = f" x expert {args.expert}" if args.expert > 1 else ""
         elements = sum(prod(entry.shape) for entry in source.info.tensors.values())
-        world.say(
+        world.log(
             f"{source.folder.name}: tensor {tensor} x pipeline {pipeline} -> tensor {args.tensor} x pipeline "
             f"{args.pipeline}{experts}, {len(source.info.tensors)} tensors of {elements:,} elements, {kept}"
         )
-    world.say(f"wrote {args.output}")
+    world.log(f"wrote {args.output}")
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class MegatronFolder:
 
 
 def refuse_step(folder: Path) -> None:
-    """A command that takes one model takes no whole checkpoint.
+    """Refuse a whole checkpoint where a command takes one model.
 
     Raises:
         UsageError: the folder holds the components of a training run.
@@ -120,7 +120,7 @@ def refuse_step(folder: Path) -> None:
 
 
 def open_megatron(folder: Path, config_folder: Path | None) -> MegatronFolder:
-    """Headers of a component's folder, with the config it carries or that of `--hf-config`."""
+    """Read the metadata of a component's folder, with its own config or that of `--hf-config`."""
     refuse_step(folder)
     info = read_component(folder)
     if config_folder is None and not (folder / CONFIG_FILE).is_file():
@@ -136,11 +136,11 @@ def open_megatron(folder: Path, config_folder: Path | None) -> MegatronFolder:
 
 
 def load_from_hf(folder: Path, architecture: Architecture, dtype: str, world: World) -> ModelChunks:
-    """The model with the folder's weights."""
+    """Build the model and load the folder's weights."""
     chunks = world.build(architecture, dtype)
     with HFFolder(folder) as source:
         if architecture.head == "value" and not has_value_head(source):
-            world.say(f"{folder} has no value head: a new one is drawn")
+            world.log(f"{folder} has no value head: a new one is drawn")
     num_parameters = sum(1 for chunk in chunks for _ in chunk.parameters())
     with world.bar("reading", num_parameters, " tensors") as bar:
         world.together(lambda: load_hf(chunks, folder, architecture, world.groups, progress=lambda name: bar.update()))
@@ -148,7 +148,7 @@ def load_from_hf(folder: Path, architecture: Architecture, dtype: str, world: Wo
 
 
 def load_from_megatron(source: MegatronFolder, dtype: str, world: World) -> ModelChunks:
-    """The model with the component's weights, cast to `dtype`."""
+    """Build the model and load the component's weights, cast to `dtype`."""
     chunks = world.build(source.architecture, dtype)
     vocab_size = source.architecture.vocab_size
     world.together(lambda: load_model(chunks, world.groups, source.folder, source.info, vocab_size))
@@ -156,7 +156,7 @@ def load_from_megatron(source: MegatronFolder, dtype: str, world: World) -> Mode
 
 
 def stored_dtype(folder: Path) -> str:
-    """Dtype of a Hugging Face folder's embedding."""
+    """Return the dtype of a Hugging Face folder's embedding."""
     with HFFolder(folder) as source:
         if parameters.EMBEDDING not in source.names():
             raise UsageError(f"{folder} has no {parameters.EMBEDDING}: it is no language model of this program")
@@ -167,6 +167,6 @@ def stored_dtype(folder: Path) -> str:
 
 
 def copy_config(source: Path, target: Path) -> None:
-    """config.json, tokenizer and generation config, so that the way back needs no other folder."""
+    """Copy config.json, tokenizer and generation config, so that converting back needs no other folder."""
     shutil.copyfile(source / CONFIG_FILE, target / CONFIG_FILE)
     copy_companions(source, target)

@@ -1,4 +1,4 @@
-"""How two tensors differ, to the bit."""
+"""Bitwise differences between two tensors."""
 
 from collections.abc import Iterable
 from math import isnan
@@ -9,7 +9,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def difference_of(found: torch.Tensor, other: torch.Tensor) -> str:
-    """How two tensors differ; "" if they are equal to the bit."""
+    """Describe how two tensors differ; "" if they are bitwise equal."""
     for what in ("shape", "dtype"):
         if getattr(found, what) != getattr(other, what):
             return f"{what} {_shown(getattr(found, what))} against {_shown(getattr(other, what))}"
@@ -17,7 +17,7 @@ def difference_of(found: torch.Tensor, other: torch.Tensor) -> str:
 
 
 def difference_of_parts(pairs: Iterable[Pair]) -> str:
-    """The same of tensors of one shape and dtype that come in parts; the parts of one pair at a time."""
+    """Compare two tensors of the same shape and dtype that are read in parts, one pair of parts at a time."""
     differing = total = 0
     largest = 0.0
     for found, other in pairs:

@@ -1,4 +1,4 @@
-"""Comparing two Megatron folders: both are read in step, some rows at a time, and neither model is built."""
+"""Compare two Megatron folders: both are read side by side, some rows at a time, and neither model is built."""
 
 import argparse
 from collections.abc import Iterator
@@ -18,12 +18,12 @@ from megappo.models.megatron_config import TORCH_DTYPES
 
 PART_BYTES = 64 * 2**20
 OVER_VOCABULARY = (EMBEDDING, "output_layer.weight")
-"""Ends of the names of tensors whose last rows may be padding, which depends on the layout they were written in."""
+"""Suffixes of tensors whose last rows may be padding, which depends on the layout that wrote them."""
 
 
 @dataclass
 class MegatronComparison:
-    """What differs, one line each, and how much was compared."""
+    """Differences, one line each, and the amount of data compared."""
 
     lines: list[str] = field(default_factory=list)
     num_tensors: int = 0
@@ -42,7 +42,7 @@ def compare_megatron(args: argparse.Namespace, world: World) -> MegatronComparis
     folders = {folder: read_component(folder) for folder in (args.input, args.output)}
     trained = [bool(info.tensors.keys() - info.model.keys()) for info in folders.values()]
     if trained[0] != trained[1]:
-        world.say(f"only {list(folders)[trained.index(True)]} has an optimizer's state: it is left out")
+        world.log(f"only {list(folders)[trained.index(True)]} has an optimizer's state: it is left out")
     first, second = (info.tensors if all(trained) else info.model for info in folders.values())
     common = sorted(first.keys() & second.keys())
     comparison = MegatronComparison(
@@ -64,7 +64,7 @@ def compare_megatron(args: argparse.Namespace, world: World) -> MegatronComparis
 
 
 def _difference(name: str, args: argparse.Namespace, folders: dict[Path, ComponentInfo], rows: int | None) -> str:
-    """How a tensor differs; "" if it is equal to the bit."""
+    """Describe how a tensor differs; "" if it is bitwise equal."""
     first, second = (info.tensors[name] for info in folders.values())
     shapes = [_compared_shape(tensor.shape, name, rows) for tensor in (first, second)]
     if shapes[0] != shapes[1]:
@@ -76,7 +76,7 @@ def _difference(name: str, args: argparse.Namespace, folders: dict[Path, Compone
 
 
 def _parts(name: str, folders: dict[Path, ComponentInfo], stop: int, cast: torch.dtype) -> Iterator[Pair]:
-    """The first `stop` rows of both folders' tensors, some at a time."""
+    """Yield the first `stop` rows of both folders' tensors, some at a time."""
     (first, first_info), (second, second_info) = folders.items()
     shape = first_info.tensors[name].shape
     step = max(1, PART_BYTES // (4 * prod(shape[1:])))

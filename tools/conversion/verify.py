@@ -1,4 +1,4 @@
-"""Comparing two folders of weights, tensor by tensor, to the bit."""
+"""Compare two folders of weights bitwise, tensor by tensor."""
 
 import argparse
 from collections.abc import Iterator
@@ -27,16 +27,18 @@ BUCKET_BYTES = 256 * 2**20
 
 
 def verify(args: argparse.Namespace, world: World) -> int:
-    """Print every difference between two folders, of two training checkpoints one component after the other; 1 if there
-    are any."""
+    """Print every difference between two folders and return 1 if there are any.
+
+    Two training checkpoints are compared one component after the other.
+    """
     first, second = ({path.name: path for path in components_of(folder)} for folder in (args.input, args.output))
     if not (first and second):
         return _verify(args, world)
     for name in sorted(first.keys() ^ second.keys()):
-        world.say(f"{name}: only in {args.input if name in first else args.output}")
+        world.log(f"{name}: only in {args.input if name in first else args.output}")
     found = [first.keys() != second.keys()]
     for name in sorted(first.keys() & second.keys()):
-        world.say(f"{name}:")
+        world.log(f"{name}:")
         found.append(_verify(argparse.Namespace(**vars(args) | {"input": first[name], "output": second[name]}), world))
     return int(any(found))
 
@@ -45,17 +47,17 @@ def _verify(args: argparse.Namespace, world: World) -> int:
     megatron = [folder for folder in (args.input, args.output) if is_component(folder)]
     comparison = compare_megatron(args, world) if len(megatron) == 2 else _compare(megatron, args, world)
     for line in comparison.lines:
-        world.say(line)
+        world.log(line)
     num_differences = sum(world.exchange.share(len(comparison.lines)))
     if num_differences:
-        world.say(f"{num_differences} difference{'s' if num_differences > 1 else ''}")
+        world.log(f"{num_differences} difference{'s' if num_differences > 1 else ''}")
         return 1
-    world.say(f"equal to the bit: {comparison.num_tensors} tensors, {comparison.num_elements:,} {comparison.unit}")
+    world.log(f"equal to the bit: {comparison.num_tensors} tensors, {comparison.num_elements:,} {comparison.unit}")
     return 0
 
 
 def _compare(megatron: list[Path], args: argparse.Namespace, world: World) -> "Comparison":
-    """A Hugging Face folder with another, or with a Megatron one, whose tensors come as its export has them."""
+    """Compare a Hugging Face folder with another one, or with the exported tensors of a Megatron folder."""
     folders = [args.input, args.output]
     for folder in folders:
         refuse_step(folder)
@@ -66,7 +68,7 @@ def _compare(megatron: list[Path], args: argparse.Namespace, world: World) -> "C
         named = _of_megatron(first, args, source, world) if megatron else _of_hf(first, args.hf_config)
         cast = {args.input: TORCH_DTYPES[args.dtype]} if args.dtype else {}
         comparison = Comparison(first, source, _used_names(source, architecture), cast)
-        total = sum(prod(source.shape(name)) for name in comparison.left)
+        total = sum(prod(source.shape(name)) for name in comparison.missing)
         with world.bar("comparing", total, " parameters") as bar:
             for name, tensor in named:
                 if world.rank == 0:
@@ -78,47 +80,48 @@ def _compare(megatron: list[Path], args: argparse.Namespace, world: World) -> "C
 
 
 class Comparison:
-    """What differs between tensors that come one by one and a Hugging Face folder.
+    """Differences between a stream of tensors and a Hugging Face folder.
 
     Attributes:
         lines: the differences, one line each.
-        num_tensors: that came, with `num_elements` in `unit`.
+        missing: names of the tensors that have yet to come.
+        num_tensors: tensors compared so far, with `num_elements` in `unit`.
     Args:
-        first: folder of the tensors that come.
-        names: of the tensors of `second` that must come.
+        first: folder of the tensors in the stream.
+        names: tensors of `second` that must be in the stream.
         cast: dtype that a folder's tensors are cast to first.
     """
 
     def __init__(self, first: Path, second: HFFolder, names: list[str], cast: dict[Path, torch.dtype]):
         self.first, self.second, self.cast = first, second, cast
-        self.left = set(names)
+        self.missing = set(names)
         self.lines: list[str] = []
         self.unit = "parameters"
         self.num_tensors = self.num_elements = 0
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Compare one of the tensors."""
+        """Compare a tensor of the stream."""
         self.num_tensors += 1
         self.num_elements += tensor.numel()
-        if name not in self.left:
+        if name not in self.missing:
             self.lines.append(f"{name}: only in {self.first}")
             return
-        self.left.remove(name)
+        self.missing.remove(name)
         found, other = self._cast(self.first, tensor), self._cast(self.second.folder, self.second.read(name))
         difference = difference_of(found, other)
         if difference:
             self.lines.append(f"{name}: {difference}")
 
     def finish(self) -> None:
-        """Count what did not come as differences."""
-        self.lines += [f"{name}: only in {self.second.folder}" for name in sorted(self.left)]
+        """Count missing tensors as differences."""
+        self.lines += [f"{name}: only in {self.second.folder}" for name in sorted(self.missing)]
 
     def _cast(self, folder: Path, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.cpu().to(self.cast.get(folder, tensor.dtype))
 
 
 def _architecture_of(folder: Path, config_folder: Path | None) -> Architecture | None:
-    """The model of a Hugging Face folder if it is of a known family; None if not."""
+    """Return the architecture of a Hugging Face folder; None if its family is unknown."""
     for path in (folder, config_folder):
         if path and (path / CONFIG_FILE).is_file():
             known = language_model(named_architecture(path) or "") in FAMILIES
@@ -127,12 +130,12 @@ def _architecture_of(folder: Path, config_folder: Path | None) -> Architecture |
 
 
 def _opened(folder: Path, architecture: Architecture | None) -> HFFolder:
-    """A Hugging Face folder; one of fused experts has a tensor for each matrix of each, as the export does."""
+    """Open a Hugging Face folder; fused experts become one tensor for each matrix of each expert, as in an export."""
     return HFFolder(folder, architecture) if architecture else HFFolder(folder)
 
 
 def _used_names(source: HFFolder, architecture: Architecture | None) -> list[str]:
-    """The tensors that are loaded."""
+    """Return the names of the tensors that a load reads."""
     return sorted(name for name in source.names() if not is_unused(name, architecture))
 
 
@@ -146,7 +149,10 @@ def _of_hf(folder: Path, config_folder: Path | None) -> Iterator[tuple[str, torc
 def _of_megatron(
     folder: Path, args: argparse.Namespace, other: HFFolder, world: World
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """A Megatron folder's tensors as its export has them; what `other` leaves out or repeats rightly is left out."""
+    """Yield the exported tensors of a Megatron folder.
+
+    A zero value bias is skipped where `other` has none; tied embeddings are yielded twice where `other` has both.
+    """
     source = open_megatron(folder, args.hf_config)
     exported = source.architecture
     if exported.head == "policy_value" and not has_value_head(other):

@@ -1,4 +1,4 @@
-"""The processes a conversion runs in: one, or those torchrun has started."""
+"""Processes of a conversion: one, or those that torchrun has started."""
 
 import argparse
 import contextlib
@@ -35,8 +35,10 @@ class UsageError(Exception):
 
 
 def parallel_of(args: argparse.Namespace) -> Parallel:
-    """The layout of the command line. A mixture of experts demands sequence parallelism of tensor-parallel ranks; where
-    nothing is computed, it makes no difference.
+    """Return the layout given on the command line.
+
+    Sequence parallelism is on for tensor-parallel ranks because a mixture-of-experts model requires it; a conversion
+    computes nothing that it would change.
 
     Raises:
         UsageError: a size below 1, or not as many sizes of stages as there are stages.
@@ -55,20 +57,23 @@ def parallel_of(args: argparse.Namespace) -> Parallel:
 
 
 def _flag(dimension: str) -> str:
-    """What a dimension of a layout is called on the command line."""
+    """Return the command-line option of a layout's dimension."""
     return f"--{dimension.replace('_', '-')}"
 
 
 def _return_freed_memory() -> None:
-    """Have glibc map every tensor of a MiB or more apart. It would put those of up to 32 MiB side by side, and what is
-    freed between others would stay with the process: buckets of changing sizes then take several times their memory."""
+    """Have glibc map every tensor of 1 MiB or more separately.
+
+    By default it places tensors of up to 32 MiB side by side on the heap, where memory freed between others stays with
+    the process: buckets of changing sizes then take several times their memory.
+    """
     allocator = ctypes.CDLL(None)
     if hasattr(allocator, "mallopt"):
         allocator.mallopt(_M_MMAP_THRESHOLD, 2**20)
 
 
 def _check_size(parallel: Parallel, size: int) -> None:
-    """As few processes as can hold the model, each its own part of it: the experts may need more than the rest."""
+    """Require exactly as many processes as there are distinct shards: experts may need more than the other weights."""
     needed = parallel.pipeline * lcm(parallel.tensor, parallel.expert)
     if size != needed:
         experts = f" with --expert {parallel.expert}" if parallel.expert > 1 else ""
@@ -83,8 +88,8 @@ class World:
     """This process among those of the conversion, and the layout they hold the model in.
 
     Attributes:
-        writing: whether the output has been begun: what fails before is the input's fault.
-        speaks: whether this rank says what went wrong.
+        writing: True once writing the output has begun; an earlier failure is the input's fault.
+        reports_errors: True if this rank prints the error message.
     Raises:
         UsageError: the layout needs another number of processes.
     """
@@ -103,10 +108,10 @@ class World:
         self.groups = build_groups({"model": layout}, seed=0)["model"]
         self.exchange = Exchange(dist.group.WORLD)
         self.writing = False
-        self.speaks = self.rank == 0
+        self.reports_errors = self.rank == 0
 
     def build(self, architecture: Architecture, dtype: str) -> ModelChunks:
-        """This rank's part of the model, its weights not set."""
+        """Build this rank's shard of the model, with uninitialized weights."""
         errors = list(fit_errors(architecture, self.parallel, _flag))
         if errors:
             raise UsageError("; ".join(errors))
@@ -114,7 +119,7 @@ class World:
         return build_model(architecture, model, self.parallel, self.groups, recompute="none", trained=False)
 
     def together(self, action: Callable[[], object]) -> None:
-        """Do it on every rank; where one fails, all do, and the first that failed says why."""
+        """Run an action on every rank; if one fails, all raise, and the first that failed reports the error."""
         error = None
         try:
             action()
@@ -122,14 +127,14 @@ class World:
             error = failure
         failed = [rank for rank, has_failed in enumerate(self.exchange.share(error is not None)) if has_failed]
         if failed:
-            self.speaks = self.rank == failed[0]
+            self.reports_errors = self.rank == failed[0]
             raise error or OtherRankError(f"rank {failed[0]} failed")
 
     @contextlib.contextmanager
     def staged(self, target: Path) -> Iterator[Path]:
-        """`staged` for all ranks: the folder takes its place when all of them have written.
+        """Apply `staged` on all ranks: the folder moves into place when all of them have written.
 
-        The first rank makes it and puts it there. When it is killed, another one removes what is half written.
+        The first rank creates and moves it. If that rank is killed, another one removes the partial output.
         """
         self.writing = True
         temporary = temporary_folder(target)
@@ -143,13 +148,13 @@ class World:
             dist.barrier()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
 
-    def say(self, line: str) -> None:
-        """A line of the report, once."""
+    def log(self, line: str) -> None:
+        """Print a line on the first rank."""
         if self.rank == 0:
             print(line, flush=True)
 
     def bar(self, what: str, total: int, unit: str) -> tqdm:
-        """A progress bar on standard error, if that is a terminal."""
+        """Return a progress bar, shown if standard error is a terminal."""
         hidden = self.rank != 0 or not sys.stderr.isatty()
         return tqdm(total=total, desc=what, unit=unit, unit_scale=True, disable=hidden, leave=False, file=sys.stderr)
 
@@ -164,7 +169,7 @@ def _removed_on_failure(folder: Path) -> Iterator[None]:
 
 
 def described(shapes: dict[str, tuple[int, ...]], dtype: str) -> str:
-    """How many tensors, parameters and bytes."""
+    """Return the numbers of tensors, parameters and bytes in words."""
     elements = sum(torch.Size(shape).numel() for shape in shapes.values())
     size = elements * DTYPES[dtype].nbytes
     amount, unit = (size / 2**30, "GiB") if size >= 2**30 else (size / 2**20, "MiB")
