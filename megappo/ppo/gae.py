@@ -1,5 +1,8 @@
 """Generalised advantage estimation (GAE) over tokens or turns, without a loop over tokens."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -31,28 +34,32 @@ def gae(
         bootstrap_values: [B], the value after each response's last token with mask 1. None = 0.
 
     Returns:
-        (advantages, returns), each [B, R] float32, 0 where the mask is 0. Sums are taken in float64.
+        (advantages, returns), each [B, R] float32, 0 where the mask is 0.
 
     Raises:
         FloatingPointError: a reward or value on a token with mask 1, or a bootstrap value, is not finite.
     Source: Schulman et al. 2016, eq. 16; masked tokens as in verl's compute_gae_advantage_return.
     """
+    # On a GPU float64, which TF32 and autocast do not touch.
+    dtype = torch.float32 if values.device.type == "cpu" else torch.float64
     lam = torch.as_tensor(lam, dtype=torch.float64, device=values.device)
     valid = response_mask.bool()
     lengths = valid.sum(dim=1)
     places = valid.flatten().nonzero().squeeze(1)
-    rewards, baselines = (x.flatten().index_select(0, places).double() for x in (token_level_rewards, values))
+    rewards, baselines = (x.flatten().index_select(0, places).to(dtype) for x in (token_level_rewards, values))
     # returns[t] = rewards[t] + gamma * targets[t + 1], where targets = (1 - lam) * values + lam * returns, and so
     # targets[t] = (1 - lam) * values[t] + lam * rewards[t] + gamma * lam * targets[t + 1].
-    terms = torch.lerp(baselines, rewards, lam.repeat_interleave(lengths) if lam.dim() else lam)
+    weights = lam.repeat_interleave(lengths) if lam.dim() else lam
+    terms = torch.lerp(baselines, rewards, weights.to(dtype))
     packed = terms.new_zeros(len(lengths), (int(lengths.max()) // BLOCK + 1) * BLOCK if len(lengths) else BLOCK)
     rows = torch.arange(len(lengths), device=values.device)
     first_places = rows * packed.shape[1] - lengths.cumsum(0) + lengths
     packed_places = first_places.repeat_interleave(lengths).add_(torch.arange(len(places), device=values.device))
     packed.view(-1).index_copy_(0, packed_places, terms)
     if bootstrap_values is not None:
-        packed[rows, lengths] = bootstrap_values.double()
-    targets = _discounted_sums(packed, gamma * lam).flatten()
+        packed[rows, lengths] = bootstrap_values.to(dtype)
+    with _full_precision():
+        targets = _discounted_sums(packed, gamma * lam).flatten()
     found = rewards.add_(targets[1:].index_select(0, packed_places), alpha=gamma)
     advantages, returns = torch.zeros(2, *values.shape, device=values.device)
     returns.view(-1).index_copy_(0, places, found.float())
@@ -63,17 +70,33 @@ def gae(
 
 
 def _discounted_sums(x: Tensor, decay: Tensor) -> Tensor:
-    """Return y[t] = x[t] + decay * y[t + 1] along each row, [B, W] float64, W a multiple of BLOCK; decay 0-dim or [B].
+    """Return y[t] = x[t] + decay * y[t + 1] along each row; overwrites x.
 
+    Args:
+        x: [B, W], W a multiple of BLOCK.
+        decay: float64, 0-dim or [B]. What one block adds to the block before is summed in float64.
     Source: Blelloch 1990 (Prefix sums and their applications), section 1.4: first-order recurrences as scans.
     """
     offsets = torch.arange(BLOCK, device=x.device)
-    powers = decay[..., None, None] ** (offsets[:, None] - offsets).clamp(min=0)
-    sums = x.unflatten(1, (x.shape[1] // BLOCK, BLOCK)) @ powers.tril()
-    to_next_block = decay[..., None] ** (BLOCK - offsets)
-    for block in reversed(range(sums.shape[1] - 1)):
-        sums[:, block].addcmul_(sums[:, block + 1, :1], to_next_block)
-    return sums
+    powers = (decay[..., None, None] ** (offsets[:, None] - offsets).clamp(min=0)).tril().to(x.dtype)
+    blocks = x.unflatten(1, (x.shape[1] // BLOCK, BLOCK))
+    firsts = (blocks @ powers[..., :1]).squeeze(-1).double()
+    for block in reversed(range(blocks.shape[1] - 1)):
+        firsts[:, block].addcmul_(firsts[:, block + 1], decay**BLOCK)
+    blocks[:, :-1, -1] += (decay[..., None] * firsts[:, 1:]).to(x.dtype)
+    return blocks @ powers
+
+
+@contextmanager
+def _full_precision() -> Iterator[None]:
+    """Take products of float32 tensors on the CPU in float32, whatever matmul precision or autocast is set."""
+    enabled = torch.backends.mkldnn.enabled
+    torch.backends.mkldnn.enabled = False  # type: ignore[assignment]  # oneDNN alone would round to bfloat16
+    try:
+        with torch.autocast("cpu", enabled=False):
+            yield
+    finally:
+        torch.backends.mkldnn.enabled = enabled
 
 
 @torch.no_grad()
