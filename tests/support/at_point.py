@@ -1,7 +1,7 @@
-"""A file for trainer.extensions, by which something happens to a run at an exact point: at a call of one of the
-program's functions on one rank, before it or after. The program itself stays as it is.
+"""Extension (trainer.extensions) that injects a fault into a run at an exact point.
 
-AT_POINT says which, and what happens: a `faults.Point` and a name of FAULTS, as JSON.
+The point is a call of one of the program's functions on one rank, before or after it runs. The program itself is not
+changed. The variable AT_POINT holds the point and the fault as JSON: a `faults.Point` and a name of FAULTS.
 """
 
 import contextlib
@@ -45,15 +45,18 @@ def kill_all(result: object) -> None:
 
 
 def kill_engine(result: object) -> None:
-    """Which this rank owns: what of it serves HTTP."""
+    """Kill the HTTP server of the engine that this rank owns."""
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):  # it may have ended by now
             if "megappo.engines.server" in process.cmdline():
                 process.kill()
 
 
-def ask(number: signal.Signals, result: object) -> object:
-    """The launcher asks the ranks then; where there is a main thread to hear it, this one has by its return."""
+def signal_launcher(number: signal.Signals, result: object) -> object:
+    """Send the launcher a signal, which it passes on to the ranks, and wait until this rank has received it.
+
+    The wait times out where the main thread is busy and cannot handle the signal.
+    """
     os.kill(os.getppid(), number)
     deadline = time.monotonic() + 5
     while not INTERRUPTION.reason and time.monotonic() < deadline:
@@ -70,26 +73,27 @@ def sleep(result: object) -> None:
 
 
 def nan(result: tuple) -> tuple:
-    """Of what a loss function returns."""
+    """Make the loss NaN in the result of a loss function."""
     loss, *others = result
     return loss * math.nan, *others
 
 
 def other_policy(result: generations.Generation) -> generations.Generation:
-    """What an engine with other weights would answer."""
+    """Return the generation of an engine with other weights: shift the log-probs."""
     return replace(result, log_probs=[value - 1 for value in result.log_probs])
 
 
 def nonsense(result: generations.Generation) -> generations.Generation:
-    """What the client makes of an answer that is none."""
+    """Check a malformed response as the client does."""
     return generations.checked({"error": "?"})
 
 
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 FAULTS: dict[str, Callable[[Any], Any]] = {
     "kill rank": kill_rank,
     "kill launcher": kill_launcher,
     "kill all": kill_all,
-    **{number.name: functools.partial(ask, number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)},
+    **{number.name: functools.partial(signal_launcher, number) for number in SIGNALS},
     "kill engine": kill_engine,
     "stop": stop,
     "sleep": sleep,
@@ -100,7 +104,7 @@ FAULTS: dict[str, Callable[[Any], Any]] = {
 
 
 def watched(function: Callable) -> Callable:
-    """The function, with the fault at its call of that number, or from that on."""
+    """Wrap a function so that the fault happens at the given call, or from that call on."""
     calls = itertools.count(1)
 
     @functools.wraps(function)

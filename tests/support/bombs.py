@@ -29,7 +29,7 @@ def bombs(marker: Path) -> dict[str, bytes]:
 
 
 def is_armed(content: bytes, marker: Path) -> bool:
-    """Whether a content is a bomb indeed; it goes off."""
+    """Return True if unpickling the content runs its code, by doing so."""
     for load in (pickle.loads, lambda data: torch.load(io.BytesIO(data), weights_only=False)):
         try:
             load(content)

@@ -1,4 +1,4 @@
-"""What disks and copies do to the files of a checkpoint."""
+"""Damages that disks and copies do to the files of a checkpoint."""
 
 import os
 import shutil

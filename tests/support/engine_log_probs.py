@@ -1,4 +1,4 @@
-"""What an engine computes with the weights that it has."""
+"""Log-probs that an engine computes with its present weights."""
 
 from collections.abc import Sequence
 

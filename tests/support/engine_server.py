@@ -1,4 +1,4 @@
-"""A small HTTP server that answers as SGLang does, until it is told to fail."""
+"""A small HTTP server that responds as SGLang does, until a test makes it fail."""
 
 import itertools
 import json
@@ -86,7 +86,7 @@ class EngineServer(ThreadingHTTPServer):
         self.server_close()
 
     def handle_error(self, *args: object) -> None:
-        """Whoever asked has gone."""
+        """Ignore errors of clients that have disconnected."""
 
     def client(self) -> EngineClient:
         return EngineClient(f"http://127.0.0.1:{self.server_port}", "key", 20.0, hang_seconds=HANG_SECONDS)

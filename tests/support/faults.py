@@ -31,12 +31,14 @@ UPDATES = ("actor.ppo_epochs=3", "critic.ppo_epochs=2", "actor.ppo_mini_batch_si
 
 @dataclass(frozen=True)
 class Point:
-    """Where in a run something happens.
+    """Point of a run at which a fault is injected.
 
     Attributes:
-        function: MODULE:NAME, looked up there when the run starts.
-        call: of it, counted from 1. rank: which comes there.
-        after: when it has returned. again: at all later calls, too.
+        function: MODULE:NAME, looked up when the run starts.
+        call: number of the call, counted from 1.
+        rank: the rank that is hit.
+        after: inject the fault after the call, not before it.
+        again: inject it at all later calls, too.
     """
 
     function: str

@@ -1,4 +1,4 @@
-"""What an engine must compute with its weights, by Hugging Face."""
+"""Expected results of an engine's weights, computed by Hugging Face."""
 
 import torch
 

@@ -72,7 +72,7 @@ class Oracle:
         return named | ({"score.weight": self.head.weight} if self.head is not None else {})
 
     def router_biases(self) -> dict[str, torch.Tensor]:
-        """What training must leave alone."""
+        """Return the router biases, which training must not change."""
         return {name: bias for name, bias in self.model.named_buffers() if name.endswith("e_score_correction_bias")}
 
 

@@ -1,8 +1,8 @@
-"""Where a computation has the device wait for the host: operations whose result, or its shape, the host must read.
+"""Count the host reads of a computation: operations whose result, or its shape, the host must read.
 
-On a GPU each of them waits until all kernels before it are done, and the GPU then waits for the host. A CPU is its own
-host, so what merely copies is seen by the name of its call: `.cpu()`, `.tolist()`, `.numpy()`. A copy by `.to(...)` or
-`copy_`, in either direction, is not: only a GPU shows those (`torch.cuda.set_sync_debug_mode`).
+On a GPU each of them waits until all earlier kernels are done, and the GPU then waits for the host. On a CPU device and
+host are the same, so plain copies are recognized by the name of their call: `.cpu()`, `.tolist()`, `.numpy()`. Copies
+by `.to(...)` or `copy_`, in either direction, are not: only a GPU shows them (`torch.cuda.set_sync_debug_mode`).
 """
 
 import traceback
@@ -21,7 +21,7 @@ BY_MASK = (torch.bool, torch.uint8)
 
 
 def host_reads(compute: Callable[[], torch.Tensor]) -> Counter[str]:
-    """Those of computing something and of its backward pass: "operation at file:line" -> times."""
+    """Count the host reads of a computation and its backward pass: "operation at file:line" -> number."""
     found: Counter[str] = Counter()
     with ExitStack() as stack:
         for name in CALLS:

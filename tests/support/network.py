@@ -34,7 +34,7 @@ class Network:
             subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
 
     def prefix(self, number: int) -> tuple[str, ...]:
-        """What has a command run on a node; it becomes that command."""
+        """Return the prefix that runs a command on a node; its process becomes that command."""
         return ("nsenter", f"--net=/run/netns/{self._nodes[number]}")
 
     def listening(self, number: int) -> set[str]:

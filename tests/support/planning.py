@@ -1,5 +1,4 @@
-"""The dry run, as a process of its own or in this one, a folder with everything that it needs, and what it says is
-wrong."""
+"""Run the dry run in this process or in a new one, write a folder with all its inputs, and read the reported errors."""
 
 import contextlib
 import io
@@ -86,7 +85,7 @@ def plan_here(folder: Path, *arguments: str, **environment: str) -> subprocess.C
 
 
 def errors_of(done: subprocess.CompletedProcess) -> list[str]:
-    """What it says is wrong, without a traceback."""
+    """Return the reported errors, after checking the exit code and that there is no traceback."""
     assert done.returncode == (2 if "error: " in done.stderr else 0)
     assert "Traceback" not in done.stderr and ("nothing is wrong" in done.stdout) == (done.returncode == 0)
     return [PLACE.sub("error: ", line) for line in done.stderr.splitlines()]

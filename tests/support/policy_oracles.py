@@ -246,7 +246,7 @@ assert set(ROWS) == set(POLICY_LOSSES)
 
 
 def row_coefficients(lengths: list[int], mode: str, max_length: int) -> list[float]:
-    """What a token loss of each row counts in the aggregate."""
+    """Return the weight of each row's token losses in the aggregate."""
     sequences = max(sum(length > 0 for length in lengths), 1)
     if mode == "token-mean":
         return [1 / max(sum(lengths), 1)] * len(lengths)

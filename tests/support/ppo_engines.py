@@ -233,7 +233,7 @@ def hf_outputs(
 
 
 def masked(rows: Rows) -> Iterator[tuple[torch.Tensor, int, torch.Tensor]]:
-    """Of each row its tokens, the length of its prompt, and the mask of its response."""
+    """Yield each row's tokens, the length of its prompt, and the mask of its response."""
     for i, (tokens, prompt) in enumerate(zip(rows.sequences, rows.prompt_lengths.tolist(), strict=True)):
         yield tokens, prompt, rows.response_mask[i, : len(tokens) - prompt]
 

@@ -86,7 +86,7 @@ class Program:
 
     @property
     def output(self) -> str:
-        """What it has printed so far."""
+        """Return the output so far."""
         return self.output_file.read_text(errors="replace")
 
     @property
@@ -144,7 +144,7 @@ class Program:
         return processes + memory + [str(p) for p in self.temporary.iterdir() if not p.name.startswith(kept)]
 
     def _named_shared_memory(self) -> set[Path]:
-        """What the names say is of one of the processes, and not of one that had its number before."""
+        """Return the shared memory named after one of the processes, without that of an earlier process of its id."""
         pids = {str(process.pid) for process in self.seen}
         named = [path for path in Path("/dev/shm").iterdir() if pids & set(re.findall(r"\d+", path.name))]
         return {path for path in named if _last_change(path) >= self.started}

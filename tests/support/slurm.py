@@ -106,25 +106,25 @@ class Slurm:
         return done.stdout
 
     def submit(self, folder: Path, *words: object, **variables: str) -> int:
-        """The number of a new job of somebody who is in that folder."""
+        """Submit a job from a folder and return its number."""
         return int(self.run("sbatch", "--parsable", *words, folder=folder, **variables))
 
     def job(self, number: int) -> dict[str, str]:
-        """What `scontrol show job` says."""
+        """Return the fields of `scontrol show job`."""
         words = self.run("scontrol", "--oneliner", "show", "job", number).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
     def resume(self, node: int) -> None:
-        """Use a node again, if it was taken for down."""
+        """Put a node back into service if Slurm considers it down."""
         [state] = re.findall(r" State=(\S+)", self.run("scontrol", "--oneliner", "show", "node", NAMES[node]))
         if "DOWN" in state:
             self.run("scontrol", "update", f"nodename={NAMES[node]}", "state=resume")
 
-    def wait_until(self, condition: Callable[[], bool], seconds: float, told: Callable[[], str] = str) -> None:
-        """Wait for something to happen; `told` says what did, if it does not in time."""
+    def wait_until(self, condition: Callable[[], bool], seconds: float, status: Callable[[], str] = str) -> None:
+        """Wait until a condition holds; if it does not in time, fail with `status()` in the message."""
         deadline = time.monotonic() + seconds
         while not condition():
-            assert time.monotonic() < deadline, f"nothing within {seconds:g} s:\n{told()}"
+            assert time.monotonic() < deadline, f"nothing within {seconds:g} s:\n{status()}"
             time.sleep(POLL_SECONDS)
 
     def processes(self, word: str = "") -> list[psutil.Process]:
@@ -150,7 +150,7 @@ class Slurm:
             (self.folder / name).mkdir()
 
     def _on(self, node: int) -> Sequence[str]:
-        """What has a command run on a node; it becomes that command."""
+        """Return the prefix that runs a command on a node; its process becomes that command."""
         named = ("unshare", "--uts", "--mount", "bash", "-c", NAMED, "-", NAMES[node], str(self.folder / "hosts"))
         return (*self.network.prefix(node), *named)
 
@@ -190,7 +190,7 @@ class Slurm:
         return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')}" for log in self.folder.glob("*.log"))
 
     def _end(self) -> None:
-        """What runs jobs before the jobs, so that none is started anew."""
+        """Kill all processes: Slurm's daemons before the jobs, so that no job is restarted."""
         deadline = time.monotonic() + END_SECONDS
         while left := self.processes():
             assert time.monotonic() < deadline, f"still there: {left}\n{self._logs()}"

@@ -108,7 +108,7 @@ def has_saved(run: Path, step: int) -> bool:
 
 
 def recorded(run: Path, config: Path) -> list[str]:
-    """What the recorded run has besides the config: a held-out data set with settings of its own."""
+    """Return the recorded run's overrides: an evaluation set with its own settings."""
     folder = config.parent
     settings = {
         "files": str(folder / "held_out.jsonl"),
@@ -139,7 +139,7 @@ def run_until_asked_to_end(folder: Path, config: Path, run: Path) -> None:
     with Program(folder / "2", config, *recorded(run, config)) as program:
         program.wait_until(lambda: "going on after step" in program.output)
         step = int(latest(run)[5:13]) + 1
-        while not reached(run, step):  # asked at once: within its updates, the next would be cut in two
+        while not reached(run, step):  # fast polls: a SIGTERM during the next updates would interrupt that step
             assert program.process.poll() is None, program.output
             time.sleep(0.001)
         program.process.terminate()
@@ -160,8 +160,10 @@ def run_to_the_end(folder: Path, config: Path, run: Path) -> None:
 
 @pytest.fixture(scope="session")
 def run(config: Path) -> Iterator[Path]:
-    """The output folder of a run of 10 steps, with checkpoints every 3, killed in the save after the 6th, and asked to
-    end after one step more; its rollouts are in record/."""
+    """Return the output folder of a run of 10 steps, whose rollouts are in record/.
+
+    It saves every 3 steps, was killed in the save after the 6th, and terminated by SIGTERM after one more step.
+    """
     folder = Path(tempfile.mkdtemp(prefix="run-"))
     run = folder / "run"
     try:

@@ -37,7 +37,7 @@ def _linear(layer: te.Linear, x: torch.Tensor, **unused: object) -> torch.Tensor
 
 
 def _grouped(layer: te.GroupedLinear, x: torch.Tensor, m_splits: list[int], **unused: object) -> torch.Tensor:
-    """Of the rows of each expert, one after the other."""
+    """Apply each expert's linear layer to its rows, which follow each other."""
     assert not layer.use_bias and type(m_splits) is list
     parts = [F.linear(part, getattr(layer, f"weight{i}")) for i, part in enumerate(x.split(m_splits))]
     return torch.cat(parts)
@@ -46,7 +46,7 @@ def _grouped(layer: te.GroupedLinear, x: torch.Tensor, m_splits: list[int], **un
 def _permute(
     tokens: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor, num_out_tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens by the experts that they go to, in their order within each; with the probabilities, and whence."""
+    """Sort tokens by their experts, in their order within each; with the probabilities and the tokens' indices."""
     places = routing_map.T.flatten().int().argsort(descending=True, stable=True)[:num_out_tokens]
     expert, token = places // len(tokens), places % len(tokens)
     return tokens[token], probs[token, expert], token
@@ -55,7 +55,7 @@ def _permute(
 def _unpermute(
     permuted: torch.Tensor, token: torch.Tensor, merging_probs: None, restore_shape: torch.Size
 ) -> torch.Tensor:
-    """The sum of what each token has become."""
+    """Sum the experts' outputs of each token."""
     assert merging_probs is None
     return permuted.new_zeros(restore_shape).index_add(0, token, permuted)
 
@@ -91,7 +91,7 @@ def _attention(
     cu_seqlens_q: torch.Tensor,
     **unused: object,
 ) -> torch.Tensor:
-    """Of [T, heads, D] each, with a mask over the whole pack: [T, heads x D]."""
+    """Attention of [T, heads, D] tensors with a mask over the whole pack; returns [T, heads x D]."""
     number, place = _sequences(len(query), cu_seqlens_q)
     mask = (number[:, None] == number) & (place[:, None] >= place)
     query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
@@ -104,14 +104,14 @@ def _attention(
 def _rotate(
     x: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor, cp_size: int = 1, cp_rank: int = 0
 ) -> torch.Tensor:
-    """Of [T, heads, D], by the place of each token in its sequence."""
+    """Rotate [T, heads, D] by the position of each token in its sequence."""
     angles = freqs[_sequences(len(x), cu_seqlens)[1], :, 0]
     half = x.chunk(2, dim=-1)
     return x * angles.cos() + torch.cat([-half[1], half[0]], dim=-1) * angles.sin()
 
 
 def _sequences(num_tokens: int, cu_seqlens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each token of a pack its sequence's number and its place in it."""
+    """Return each token's sequence number in a pack and its position in that sequence."""
     tokens = torch.arange(num_tokens, device=cu_seqlens.device)
     number = torch.searchsorted(cu_seqlens, tokens, right=True) - 1
     return number, tokens - cu_seqlens[number]

@@ -24,8 +24,10 @@ FOLDER = Path(sys.prefix) / "contract"
 
 
 class Absent(types.ModuleType):
-    """In place of a module that is not there: capitalised names are enumerations with whatever member is asked for,
-    others functions that do nothing."""
+    """Stand-in for a missing module.
+
+    Capitalised names are enumerations that have any member; other names are functions that do nothing.
+    """
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
