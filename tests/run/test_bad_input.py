@@ -1,4 +1,4 @@
-"""What cannot work ends with one message that names the thing and the remedy, and with nothing left behind."""
+"""Bad input ends a run with one message that names the fault and the remedy, and leaves nothing behind."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def refused(folder: Path, config: Path, *overrides: str, environment: dict[str, 
     lines = program.output.splitlines()
     first = next(number for number, line in enumerate(lines) if line.startswith("error"))
     assert "Traceback" not in program.output and "Warning" not in program.output
-    assert len(lines) == len(set(lines)), f"said twice:\n{program.output}"
+    assert len(lines) == len(set(lines)), f"printed twice:\n{program.output}"
     return lines[first:]
 
 
@@ -54,7 +54,7 @@ def test_help_needs_no_torchrun():
     assert "actor.optim.lr" in result.stdout and "trainer.output_dir" in result.stdout
 
 
-def test_without_torchrun_it_says_how_to_start(config):
+def test_without_torchrun_the_message_shows_how_to_start(config):
     result = alone(config)
     assert result.returncode == 2
     assert result.stderr == "error: megappo.train runs under torchrun: start it with launch/local.sh CONFIG\n"
@@ -81,7 +81,7 @@ def test_a_missing_model_a_layout_that_does_not_divide_and_a_folder_that_cannot_
     assert not (folder / "run").exists()
 
 
-@pytest.mark.slow  # tests/weights/test_load.py has what is said
+@pytest.mark.slow  # tests/weights/test_load.py has the message
 def test_a_model_with_a_weight_that_is_no_number(config, folder):
     model = shutil.copytree(config.parent / "model", folder / "model")
     weights = load_file(model / "model.safetensors")
@@ -89,7 +89,7 @@ def test_a_model_with_a_weight_that_is_no_number(config, folder):
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     [line] = refused(folder, config, f"model.path={model}")
     assert line.endswith(
-        f": model.norm.weight in {model} holds values that are not finite: the model is spoiled, or its file damaged; "
+        f": model.norm.weight in {model} holds values that are not finite: the model is corrupt, or its file damaged; "
         "take an earlier one, or copy it again"
     )
 
@@ -120,7 +120,7 @@ def test_a_malformed_line_of_the_data(config, folder):
     assert len(lines) == 2
 
 
-@pytest.mark.slow  # told as a malformed line is
+@pytest.mark.slow  # reported as a malformed line is
 def test_a_critic_that_does_not_know_all_tokens(config, folder):
     critic = folder / "critic"
     shutil.copytree(config.parent / "model", critic)
@@ -130,7 +130,7 @@ def test_a_critic_that_does_not_know_all_tokens(config, folder):
     assert "the prompt has token 15, for which a model has no embedding (the smallest vocab_size in" in lines[0]
 
 
-@pytest.mark.slow  # tests/engines/test_process.py has what is said
+@pytest.mark.slow  # tests/engines/test_process.py has the message
 def test_a_port_that_is_taken(config, folder):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
@@ -139,7 +139,7 @@ def test_a_port_that_is_taken(config, folder):
     assert "set rollout.port to another value" in line
 
 
-@pytest.mark.slow  # tests/engines/test_process.py has what is said
+@pytest.mark.slow  # tests/engines/test_process.py has the message
 def test_sglang_is_not_installed(config, folder):
     [line] = refused(folder, config, environment=without("sglang", folder))
     assert line.startswith("error (rank 0): SGLang, which writes rollouts, is not installed: run launch/setup.sh")
@@ -179,7 +179,7 @@ def test_fewer_steps_than_the_checkpoint_has(config, run, folder):
     )
 
 
-@pytest.mark.slow  # the file of metrics is read beside it, and told alike
+@pytest.mark.slow  # the next test has the file of metrics, which is read and reported in the same way
 def test_a_state_that_no_run_has_saved(config, run, folder):
     shutil.copytree(run, folder / "run")
     step = folder / "run" / "checkpoints" / "step_00000010"
@@ -191,7 +191,7 @@ def test_a_state_that_no_run_has_saved(config, run, folder):
 
 
 def renew_sums(step: Path) -> None:
-    """As the message about missing sums says."""
+    """Rewrite the checksums by the command in the message about missing checksums."""
     subprocess.run("rm SHA256SUMS; find * -type f -exec sha256sum {} + > SHA256SUMS", cwd=step, shell=True, check=True)
 
 

@@ -21,7 +21,7 @@ async def compute_score(data_source, solution_str, ground_truth, extra_info=None
 
 
 def test_each_rows_fields_reach_its_score(config: Path, folder: Path):
-    """The record tells which rows of the data were taken; the scores are reckoned without the program."""
+    """Scores equal those computed independently of the program; the record has the indices of the sampled rows."""
     model, record = folder / "model", folder / "record"
     shutil.copytree(config.parent / "model", model)
     tokenizer = AutoTokenizer.from_pretrained(model)

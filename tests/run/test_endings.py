@@ -1,4 +1,4 @@
-"""A run that is ended or fails half-way ends at once, says why once, and leaves nothing behind."""
+"""A run that fails or is terminated exits at once, reports the cause once, and leaves nothing behind."""
 
 import signal
 import subprocess
@@ -90,7 +90,7 @@ def test_the_ranks_end_with_a_killed_torchrun(config, folder):
         assert program.wait(20) == 128 + signal.SIGKILL
 
 
-@pytest.mark.slow  # tests/userland has what is said, and test_bad_input.py how an error of a run is said once
+@pytest.mark.slow  # tests/userland has the message; test_bad_input.py has errors that are printed once
 def test_a_reward_function_that_raises(config, folder):
     (folder / "reward.py").write_text(FAILING)
     reward = f"{folder / 'reward.py'}:fails"
@@ -107,7 +107,7 @@ def test_a_reward_function_that_raises(config, folder):
     assert f"traceback : error (rank 0): reward function {reward} raised KeyError" in report
 
 
-@pytest.mark.slow  # tests/userland has what is said, and a loss that overflows how it is said once
+@pytest.mark.slow  # tests/userland has the message; the overflowing loss of test_bad_input.py is printed once
 def test_a_reward_function_that_returns_too_few_values(config, folder):
     (folder / "reward.py").write_text(FAILING)
     reward = f"{folder / 'reward.py'}:too_few"
@@ -128,14 +128,14 @@ def test_a_loss_that_hangs_on_one_rank(config, folder):
     with Program(folder, config, *arguments, "trainer.hang_timeout_seconds=30", *ENDLESS) as program:
         program.wait_until(lambda: "no rank has made progress" in program.output)
         assert program.wait(60) == 1
-    told = program.output[program.output.index("error") :]
-    assert errors(told) == [
+    report = program.output[program.output.index("error") :]
+    assert errors(report) == [
         "error: no rank has made progress for 30 s (trainer.hang_timeout_seconds): check rank 1 first"
     ]
-    first, second = (line for line in told.splitlines() if line.startswith("rank "))
+    first, second = (line for line in report.splitlines() if line.startswith("rank "))
     assert first.startswith("rank 1 (pid ") and first.endswith(" is in update_actor and waits for no other rank:")
     assert second.startswith("rank 0 (pid ") and " is in update_actor and waits in " in second
-    assert "in dream\n      time.sleep(1)" in told[: told.index(second)]
+    assert "in dream\n      time.sleep(1)" in report[: report.index(second)]
 
 
 @pytest.mark.slow  # tests/launch has ranks that are started again

@@ -1,4 +1,4 @@
-"""Runs whose engine crashes or hangs in the middle of a rollout: it is started anew, and the run goes on."""
+"""Runs whose engine crashes or hangs in the middle of a rollout: it is restarted, and the run continues."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ ONE_BY_ONE = (  # rollouts that last for some seconds
 
 
 def scheduler(owner: psutil.Process) -> psutil.Process:
-    """What computes, of the engine that a process owns."""
+    """Return the scheduler process of the engine that a process owns."""
     [found] = [process for process in owner.children(recursive=True) if "scheduler" in process.name()]
     return found
 
@@ -51,17 +51,17 @@ def stop_scheduler(owner: psutil.Process) -> None:
     scheduler(owner).send_signal(signal.SIGSTOP)
 
 
-@pytest.mark.slow  # tests/rollout and tests/trainer have engines that fail, what is asked again, and of whom
+@pytest.mark.slow  # tests/rollouts and tests/trainer have failing engines and the retries on other engines
 @pytest.mark.parametrize("transport", ["auto", "broadcast"])
 def test_a_crash(transport, config, folder):
-    """The other engine, which gets its weights by broadcast, writes on meanwhile and joins a new group afterwards."""
+    """The other engine, which gets its weights by broadcast, keeps generating and joins a new group afterwards."""
     ways = ("placement.rollout=all", f"rollout.sync.transport={transport}")
     harmed(folder, config, *ONE_RANK_EACH, *ways, harm=kill_scheduler)
 
 
-@pytest.mark.slow  # tests/rollout has what is asked of it, test_transports.py weights by broadcast
+@pytest.mark.slow  # tests/rollouts has its requests, test_transports.py weights by broadcast
 def test_an_engine_that_somebody_else_started(config, folder):
-    """It gets its weights by broadcast, and is not the run's to end; nor is it when it fails."""
+    """It gets its weights by broadcast, and the run never ends it, not even when it fails."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     serve = [sys.executable, "-m", "megappo.serve", config.parent / "model", "--max-total-tokens", "4096"]
@@ -84,7 +84,7 @@ def test_an_engine_that_somebody_else_started(config, folder):
 
 
 def stop_server(owner: psutil.Process) -> None:
-    """Of the engine's processes the one that serves HTTP, which has started the others."""
+    """Stop the engine's HTTP server, which has started its other processes."""
     scheduler(owner).parent().send_signal(signal.SIGSTOP)
 
 

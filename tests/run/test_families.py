@@ -67,7 +67,7 @@ def write_model(folder: Path, family: str) -> Path:
 
 
 def write_prompts(file: Path) -> Path:
-    """Of different lengths; every other one as chat messages."""
+    """Write prompts of different lengths, every other one as chat messages."""
     texts = [f"{a}+{b}" for a in range(0, 80, 11) for b in range(4)]
     prompts = [f"{t}=" if i % 2 else [{"role": "user", "content": t}] for i, t in enumerate(texts)]
     file.write_text("".join(json.dumps({"prompt": prompt, "label": ""}) + "\n" for prompt in prompts))

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.timeout(900)
 ENDLESS = ("trainer.total_steps=100000", "trainer.eval_interval=0")
 REPORTED = re.compile(r"^checkpoint .*/step_(\d+)$", re.MULTILINE)
 GONE_WITHIN = 30.0
-"""Seconds a killed run may take to end: of those, a rank waits 5 for the one that failed first to say why."""
+"""Seconds that a killed run may take to end; a rank waits 5 of them for the failed rank's report."""
 
 
 class Series:

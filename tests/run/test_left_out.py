@@ -1,4 +1,4 @@
-"""A run on data of which some records are left out, and some prompts cut: told once, and trained on what is left."""
+"""A run on data with skipped records and truncated prompts: reported once, and trained on the remaining rows."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
 
 def test_a_run_goes_on_without_bad_records(config: Path, folder: Path):
-    """All prompts that are left are taken within one step; one of 11 tokens has its last 8 then."""
+    """One step takes all remaining prompts; the one of 11 tokens keeps its last 8."""
     lines = (config.parent / "train.jsonl").read_text().splitlines()[:30]
     lines[5:5] = ["{broken", json.dumps({"prompt": "1+2+3+4+5+6", "label": "21"}), json.dumps({"prompt": "no label"})]
     (folder / "train.jsonl").write_text("\n".join(lines) + "\n")
@@ -23,13 +23,14 @@ def test_a_run_goes_on_without_bad_records(config: Path, folder: Path):
     )
     with Program(folder / "program", config, *settings) as program:
         assert program.wait() == 0, program.output
-    told = [line for line in program.output.splitlines() if "train.jsonl line" in line]
-    assert [line.partition(": data.train_files")[0] for line in told] == [
+    reported = [line for line in program.output.splitlines() if "train.jsonl line" in line]
+    assert [line.partition(": data.train_files")[0] for line in reported] == [
         "left out",
         "left out",
         "cut to its last tokens",
     ]
-    assert " line 6: not valid JSON" in told[0] and " line 8: no field 'label'" in told[1] and " line 7: " in told[2]
+    assert " line 6: not valid JSON" in reported[0] and " line 8: no field 'label'" in reported[1]
+    assert " line 7: " in reported[2]
     with safe_open(record / "step_00000001.safetensors", framework="pt") as file:
         of_prompts, lengths = file.get_tensor("prompt_ids").tolist(), file.get_tensor("prompt_lengths").tolist()
         taken = json.loads(file.metadata()["facts"])["prompts"]

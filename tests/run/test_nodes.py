@@ -73,7 +73,7 @@ def start(nodes, run, folder) -> Start:
 
 
 def codes(nodes: list[Program], seconds: float = 180.0) -> list[int]:
-    """Of launchers that all end within that time."""
+    """Return the exit codes of launchers, which must all end within that time."""
     deadline = time.monotonic() + seconds
     return [node.wait(deadline - time.monotonic()) for node in nodes]
 
@@ -99,11 +99,11 @@ def test_two_nodes_train_as_one_does(start, network, alone, folder):
     check_same(folder / "out", alone)
 
 
-@pytest.mark.parametrize("asked", NODES)
-def test_one_node_asked_to_end_ends_both_with_all_saved(start, alone, folder, asked):
+@pytest.mark.parametrize("terminated", NODES)
+def test_terminating_one_node_ends_both_with_all_saved(start, alone, folder, terminated):
     nodes = start("first")
     nodes[0].wait_until(lambda: reached(folder / "out", 4))
-    nodes[asked].process.terminate()
+    nodes[terminated].process.terminate()
     assert codes(nodes, 60) == [75, 75], outputs(nodes)
     assert "interrupted by a signal: all is saved" in nodes[0].output
     assert "error" not in outputs(nodes)
@@ -149,7 +149,7 @@ def test_an_engine_on_both_nodes_follows_the_actor(nodes, folder, transport):
 
 
 @pytest.mark.parametrize("harmed", NODES)
-def test_an_engine_of_which_a_part_ends_is_started_anew(nodes, folder, harmed):
+def test_an_engine_that_loses_a_process_is_restarted(nodes, folder, harmed):
     words = (f"trainer.output_dir={folder / 'out'}", *ENGINE_ON_BOTH, "rollout.max_running_requests=4")
     both = nodes("node", *words, "rollout.max_response_length=20", "trainer.total_steps=3")
     both[0].wait_until(lambda: " 1/3" in both[0].output, 300)

@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
 
 def test_a_run_takes_of_each_file_its_share_from_the_easiest_on(config: Path, folder: Path):
-    """Of 24 and 12 records, whose numbers begin at 0 and 24 and descend in difficulty."""
+    """The files have 24 and 12 records, numbered from 0 and 24, each in descending difficulty."""
     lines = list(map(json.loads, (config.parent / "train.jsonl").read_text().splitlines()[:36]))
     for name, part in {"sums.jsonl": lines[:24], "more.jsonl": lines[24:]}.items():
         records = [record | {"difficulty": -number} for number, record in enumerate(part)]

@@ -1,4 +1,4 @@
-"""A run started again in its folder: where it goes on, what it says, and what it leaves alone."""
+"""A run restarted in its folder: the step it resumes from, its messages, and the files that it must not change."""
 
 import shutil
 from pathlib import Path
@@ -9,7 +9,7 @@ from program import Program, logged
 pytestmark = pytest.mark.timeout(600)
 
 
-def test_a_finished_run_says_so_and_leaves_everything_as_it_is(config, run, folder):
+def test_a_finished_run_reports_that_and_changes_nothing(config, run, folder):
     before = contents(run)
     with Program(folder, config, f"trainer.output_dir={run}") as program:
         assert program.wait() == 0
@@ -23,8 +23,8 @@ def contents(folder: Path) -> dict[str, tuple[int, int]]:
     return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
 
 
-def test_a_run_goes_on_from_the_newest_checkpoint_that_is_whole(config, run, folder):
-    """With its newest one and `latest` spoiled; and it keeps others out meanwhile."""
+def test_a_run_resumes_from_the_newest_intact_checkpoint(config, run, folder):
+    """The newest checkpoint is damaged and `latest` is missing; a second run in the same folder is refused."""
     shutil.copytree(run, folder / "run")
     checkpoints = folder / "run" / "checkpoints"
     flip(sorted((checkpoints / "step_00000010" / "critic").glob("*.distcp"))[-1])

@@ -1,4 +1,4 @@
-"""A short run from beginning to end, killed and asked to end on its way (see `run`)."""
+"""A short run from beginning to end, killed and terminated on its way (see `run`)."""
 
 import itertools
 import json
@@ -84,7 +84,7 @@ def samples_of(run: Path, name: str) -> list[dict]:
 
 
 def test_a_data_set_is_evaluated_with_settings_of_its_own(run, config):
-    """All of its prompts are kept, with all of their scores: what is told of them can be reckoned again."""
+    """All prompts are saved with all of their scores, so that the reported metrics can be recomputed."""
     samples, metrics = samples_of(run, "sums"), logged(run)[-1]
     records = [json.loads(line) for line in (config.parent / "held_out.jsonl").read_text().splitlines()]
     assert [(one["label"], one["prompt"]) for one in samples] == [(one["prompt"], one["label"]) for one in records]
@@ -101,7 +101,7 @@ def test_a_data_set_is_evaluated_with_settings_of_its_own(run, config):
         expected[f"{name}@{k}"] = statistics.fmean(map(of_chosen, chosen))
     expected |= {"score/mean": expected["mean@4"], "score/max": max(map(max, of_prompts))}
     assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-4)
-    assert 0 < found["response_length/mean"] <= 4 and "maj@4" not in found, "the function tells no answers"
+    assert 0 < found["response_length/mean"] <= 4 and "maj@4" not in found, "the function returns no answers"
 
 
 def test_the_exported_actor_answers_as_the_last_evaluation_did(run):
