@@ -39,7 +39,7 @@ SHARED = ("engine", "run", "made", "of_sglang")
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    # Here, since pytest-xdist reads the groups before any other hook is told of the items.
+    # Only this hook: pytest-xdist reads the groups before any other hook gets the items.
     for name in SHARED:
         if name in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group(name))
@@ -85,10 +85,10 @@ def oracle(hf_model: torch.nn.Module) -> Callable[..., list[float]]:
 
 @pytest.fixture(scope="session")
 def engine(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """A running engine, not to be harmed."""
+    """A running engine, which tests must not crash."""
     log_path = tmp_path_factory.mktemp("engine") / "engine.log"
-    told_all = {"log_level": "debug"}  # for the test of what is in the log
-    rollout = Rollout(max_running_requests=64, max_total_tokens=4096, start_timeout_seconds=180, server_args=told_all)
+    debug_log = {"log_level": "debug"}  # for the test of the log's content
+    rollout = Rollout(max_running_requests=64, max_total_tokens=4096, start_timeout_seconds=180, server_args=debug_log)
     engine = Engine(checkpoint, rollout, "fp32", index=0, gpu_ids=[], log_path=log_path, seed=0)
     engine.start()
     try:

@@ -108,7 +108,7 @@ def imports(tree: ast.AST) -> Iterator[tuple[ast.stmt, str]]:
 
 
 def faults(path: str, source: str) -> list[str]:
-    """What breaks the house rules in a file, `path` relative to the repository."""
+    """Return the violations of the house rules in a file; `path` is relative to the repository."""
     tree = ast.parse(source)
     found = [f"line {node.lineno}: {fault}" for node, name in imports(tree) for fault in _import_faults(path, name)]
     found += [f"line {node.lineno}: imports {name} inside a function" for node, name in _first_party_inside(tree)]
@@ -120,7 +120,7 @@ def faults(path: str, source: str) -> list[str]:
 
 
 def _unpickling(path: str, tree: ast.AST) -> Iterator[str]:
-    """Where a file might be read that can run code: a pickle."""
+    """Yield the reads of files that can run code: pickles."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             called = ast.unparse(node.func)
@@ -137,7 +137,7 @@ def _unpickling(path: str, tree: ast.AST) -> Iterator[str]:
 
 
 def _raw_configs(tree: ast.AST) -> Iterator[str]:
-    """Where config.json is read, written, or handed on as a dictionary."""
+    """Yield the places that read, write or pass config.json as a dictionary."""
     for node in ast.walk(tree):
         names = {getattr(node, field, None) for field in ("id", "arg", "attr", "name")}  # of a name, ..., an import
         is_flag = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "args"

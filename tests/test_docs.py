@@ -1,4 +1,4 @@
-"""The pages say what the program does: what exists is described, and what is described exists."""
+"""The pages describe the program: everything that exists is described, and everything described exists."""
 
 import ast
 import itertools
@@ -70,7 +70,10 @@ def literals(annotation: object) -> tuple[str, ...]:
 
 
 def metric_names() -> set[str]:
-    """Of losses and corrections, by calling them; of rows, by their table; of the rest, as the source writes them."""
+    """Return the names of all metrics.
+
+    Those of losses and corrections come from calling them, those of rows from their table, the others from the source.
+    """
     ones = torch.ones(1, 2)
     actor = {"pg_loss", *entropy_loss(ones, ones, Actor())[1], *kl_loss(ones, ones, ones, Actor())[1]}
     for name in POLICY_LOSSES:
@@ -165,7 +168,7 @@ def test_pages_are_ascii_and_their_lines_short(page):
 
 
 def anchors(text: str) -> set[str]:
-    """Of the headings, as GitHub makes them."""
+    """Return the anchors of the headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-CHECKED = ("configs", "launch", "megappo", "tools")
+CHECKED = ("configs", "launch", "megappo", "tests", "tools")
 RETIRED = re.compile(
     r"\b(tells?|told|telling|says?|said|saying|asks|asked|anew|spoil(s|ed|t)?|reckon(s|ed|ing)?|look(s|ed) at|but for|"
     r"of no account|thereby|therein|thereof|wherein|whereby|without a word|signs? of life|way of the weights|"
@@ -18,7 +18,7 @@ RETIRED = re.compile(
     re.IGNORECASE,
 )
 BEGINNING = re.compile(r"\s*(What|Of|Whether|Those|Where|Which|Who|That which|Whatever|Whose|How)\b")
-"""How no docstring begins: with a verb, or with a noun phrase that a reader would search for, it does."""
+"""First words that no docstring has: it begins with a verb, or with a noun phrase that a reader would search for."""
 NAMES = re.compile(r"(^|_)(told|tells|say|says|said|spoiled|reckon|anew|judged)(_|$)", re.IGNORECASE)
 PROSE = (tokenize.STRING, tokenize.COMMENT, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING))
 WITH_DOCSTRINGS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -56,6 +56,7 @@ def checked_files() -> list[Path]:
     found = [ROOT / "README.md"]
     for folder in CHECKED:
         found += [path for path in sorted((ROOT / folder).rglob("*")) if path.suffix in (".py", ".md", ".sh", ".yaml")]
+    found.remove(Path(__file__))  # its patterns are the retired words
     return found
 
 

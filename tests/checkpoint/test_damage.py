@@ -34,7 +34,7 @@ def a_shard(component: str) -> Callable[[Path], Path]:
     return lambda step: sorted((step / component).glob("*.distcp"))[-1]
 
 
-# What is done to a checkpoint, how that is called, and what the error says when it is loaded all the same.
+# The damage, its name in the warning, and the error when the checkpoint is loaded nevertheless.
 DAMAGES: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "no state": (lambda step: (step / "state.json").unlink(), "state.json is missing", "cannot read .*state.json"),
     "cut state": (lambda step: truncate(step / "state.json"), "state.json is altered or cut off", "state.json is not"),

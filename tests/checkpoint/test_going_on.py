@@ -195,7 +195,7 @@ def assert_same_tensors(found_in: Path, expected_in: Path, name: str) -> None:
 
 
 def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
-    """What is sharded in a component's folder; the rest, such as the schedule, lies in dictionaries beside it."""
+    """Return the sharded tensors of a component's folder; other state, such as the schedule, is in dictionaries."""
     loaded = dist_checkpointing.load_plain_tensors(str(folder))
     return {name: tensor for name, tensor in loaded.items() if isinstance(tensor, torch.Tensor)}
 

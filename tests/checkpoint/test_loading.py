@@ -1,4 +1,4 @@
-"""What a load reads and holds: over all ranks the checkpoint once, on each of them what it keeps; and all of it."""
+"""A load reads the checkpoint once over all ranks, and each rank holds only the tensors that it keeps."""
 
 import io
 import itertools

@@ -1,4 +1,4 @@
-"""What a save takes in memory: no rank gathers what others hold, and one component's state is there at a time."""
+"""Memory of a save: no rank gathers the state of others, and one component's state exists at a time."""
 
 import gc
 import weakref
@@ -25,11 +25,11 @@ def check_shared_out(rank: int, world_size: int, folders: dict[str, Path]) -> No
     train(engines, 1)
     with patch.object(torch.Tensor, "cuda", side_effect=AssertionError("state goes to the device")):
         state = engines["actor"].sharded_state_dict(is_loading=False)["optimizer"]["param_state"]
-    of_ranks: list = [None] * world_size
-    dist.all_gather_object(of_ranks, set(state))
+    numbers_per_rank: list = [None] * world_size
+    dist.all_gather_object(numbers_per_rank, set(state))
     parameters = [name for chunk in engines["actor"].chunks for name, _ in chunk.named_parameters()]
-    assert sorted(number for numbers in of_ranks for number in numbers) == list(range(len(parameters)))
-    assert all(of_ranks), "all ranks write"
+    assert sorted(number for numbers in numbers_per_rank for number in numbers) == list(range(len(parameters)))
+    assert all(numbers_per_rank), "all ranks write"
 
 
 def test_optimizer_state_is_shared_out_over_the_ranks(folders: dict[str, Path]) -> None:
@@ -37,7 +37,7 @@ def test_optimizer_state_is_shared_out_over_the_ranks(folders: dict[str, Path]) 
 
 
 class Watched:
-    """An engine that is asked for its state only when that of the one before is gone."""
+    """Engine whose state may be taken only once the previous engine's state is freed."""
 
     def __init__(self, engine: TrainedEngine, made: list[weakref.ref]):
         self.engine, self.made = engine, made

@@ -1,4 +1,4 @@
-"""Which checkpoints are kept and which is the latest; a save that fails or is killed is harmless."""
+"""Retention of checkpoints and the pointer to the latest; a save that fails or is killed is harmless."""
 
 import json
 import os
@@ -147,7 +147,7 @@ def fail_and_go_on(rank: int, world_size: int, folders: dict[str, Path], folder:
 
 
 def save_while_training(rank: int, world_size: int, folders: dict[str, Path], folder: Path) -> None:
-    """On the disk is what was there when the save began; one that fails is told when it is finished."""
+    """An asynchronous save stores the state from when it began; a failed one is reported when it is finished."""
     store = CheckpointStore(folder, 0, Exchange(dist.group.WORLD))
     engines = build(folders, CASES)
     train(engines, 1)
@@ -186,7 +186,7 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_the_checkpoint_be
     run_ranks(2, fail_and_go_on, folders, tmp_path / "checkpoints")
 
 
-# --- what `latest` says ---
+# --- the pointer `latest` ---
 
 
 def a_folder(pointer: Path) -> None:
@@ -194,7 +194,7 @@ def a_folder(pointer: Path) -> None:
     pointer.mkdir()
 
 
-# What becomes of `latest`, and what is said of it.
+# Damages of `latest`, and the warning about each.
 POINTERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (Path.unlink, "latest is missing"),
     "a folder": (a_folder, "cannot read .*latest .Is a directory."),
@@ -213,14 +213,14 @@ def check_pointers(rank: int, world_size: int, folders: dict[str, Path], whole: 
     engines = build(folders, {"actor": Case(Layout((0,)))})
     for step in (1, 2):
         save_checkpoint(CheckpointStore(whole, 0, exchange), step, engines, {})
-    for name, (change, said) in POINTERS.items():
+    for name, (change, message) in POINTERS.items():
         folder, warnings = whole.with_name(name), []
         shutil.copytree(whole, folder)
         change(folder / "latest")
         store = CheckpointStore(folder, 0, exchange, warnings.append)
         assert store.latest() == folder / "step_00000002"
         [warning] = warnings
-        assert re.fullmatch(f"WARNING: .*{said}; resuming from .*step_00000002", warning)
+        assert re.fullmatch(f"WARNING: .*{message}; resuming from .*step_00000002", warning)
         save_checkpoint(store, 3, engines, {})
         assert (folder / "latest").read_text() == "step_00000003\n"
     shutil.rmtree(whole / "step_00000001")

@@ -24,9 +24,9 @@ from megappo.data.prompts import PromptDataset, batch_errors, open_datasets, sha
 from megappo.data.tokenizer import load_tokenizer
 from megappo.userland.signatures import NO_INPUT, InputSpec
 
-WORDS = {word: i for i, word in enumerate(["[UNK]", "[BOS]", "user", "says", "go", "1", "2", "3", "+", "="])}
+WORDS = {word: i for i, word in enumerate(["[UNK]", "[BOS]", "user", "writes", "go", "1", "2", "3", "+", "="])}
 TEMPLATE = (
-    "{{ '[BOS]' }}{% for m in messages %} {{ m.role }} says {{ m.content }}{% endfor %}"
+    "{{ '[BOS]' }}{% for m in messages %} {{ m.role }} writes {{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %} go{% endif %}"
 )
 
@@ -81,7 +81,7 @@ def test_strings_get_the_tokenizers_special_tokens(tmp_path, tokenizer):
 def test_messages_go_through_the_chat_template_with_one_bos(tmp_path, tokenizer):
     file = write(tmp_path / "d.jsonl", {"q": [{"role": "user", "content": "1 + 2"}], "a": [3, None]})
     (prompt,) = dataset([file], tokenizer, prompt_key="q", label_key="a").all
-    assert prompt.text == "[BOS] user says 1 + 2 go"
+    assert prompt.text == "[BOS] user writes 1 + 2 go"
     assert prompt.tokens == [1, 2, 3, 5, 8, 6, 4]
     assert prompt.label == [3, None]
 

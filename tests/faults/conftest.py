@@ -1,12 +1,12 @@
-"""What happens to runs that nobody wishes: nothing is lost but what was not promised, nothing stays behind, and the
-exit code tells.
+"""Faults of real runs: no state that a run has reported as saved is lost, nothing stays behind, and the exit code is
+right.
 
-| what | to the real program, with two ranks |
+| fault of the real program with two ranks | tests |
 | --- | --- |
 | SIGKILL of a rank, of the launcher, of all, at 25 points of a step; SIGTERM, SIGUSR1, SIGINT | test_points.py |
 | the same at random points | test_kill_points.py, tests/run/test_kills.py |
 | the same in rollouts, rewards and syncs, with engines | test_engines.py |
-| one rank stopped, or asleep for ever | test_points.py, tests/run/test_endings.py |
+| one rank stopped, or sleeping forever | test_points.py, tests/run/test_endings.py |
 | NaN on one rank | test_points.py, tests/run/test_bad_input.py |
 | a worker of rewards or environments, or its keeper, stopped | tests/runtime/test_stopped_processes.py |
 | the launcher stopped | tests/launch/test_torchrun.py |
@@ -18,7 +18,7 @@ exit code tells.
 | bits flipped in, and an end cut off, every file of a checkpoint | test_disks.py, tests/checkpoint/test_damage.py |
 | a node that is lost | tests/run/test_nodes.py |
 
-All that is in this folder is `slow`, but for test_points_exist.py. What every test run shows of it: the fixture `run`
+Everything in this folder is `slow` except test_points_exist.py. Every test run covers a part of it: the fixture `run`
 of tests/support/tiny_run.py (everything killed in a save, SIGTERM), tests/run/test_endings.py,
 tests/run/test_resuming.py, tests/trainer/test_interrupted.py, tests/trainer/test_not_finite.py,
 tests/trainer/test_saving.py, tests/launch, tests/checkpoint and tests/userland.

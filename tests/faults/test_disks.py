@@ -1,5 +1,8 @@
-"""Disks that are full or cannot be written, and checkpoints that a disk has changed: a run says so, loses nothing that
-it has promised, and once all is well ends as one that nothing has happened to."""
+"""Disks that are full or read-only, and checkpoints that a disk has damaged.
+
+A run reports the fault and loses no state that it has reported as saved. Once the fault is gone, it ends as an
+undisturbed run does.
+"""
 
 import errno
 import subprocess
@@ -76,8 +79,8 @@ HARMS = {
 
 @pytest.mark.parametrize("harm", HARMS)
 def test_a_disk_of_checkpoints_alone_that_takes_no_more(harm: str, series: Series, disk, whole):
-    """Training goes on without, and once it takes more all is saved; the last save must not fail."""
-    harmed, mended, told = HARMS[harm]
+    """Training continues without saves, and saves everything once the disk has room; the last save must succeed."""
+    harmed, mended, message = HARMS[harm]
     checkpoints = disk("checkpoints")
     with series.start() as program:
         program.wait_until(lambda: reached(series.out, 2))
@@ -85,7 +88,7 @@ def test_a_disk_of_checkpoints_alone_that_takes_no_more(harm: str, series: Serie
         promised = series.latest
         assert program.wait() == 1, program.output
     [warning, *_] = [line for line in program.output.splitlines() if line.startswith("WARNING")]
-    assert told in warning and warning.endswith("it is tried again")
+    assert message in warning and warning.endswith("it is tried again")
     assert "error (rank " in program.output and "Traceback" not in program.output
     assert series.latest == promised
     again_after(series, lambda: mended(checkpoints))
@@ -105,7 +108,7 @@ def again_after(series: Series, mend: Callable[[], None]) -> None:
 
 
 def test_a_disk_that_is_full(series: Series, disk, whole):
-    """The metrics' as well: the run ends, and says what to do."""
+    """The metrics are on the same disk: the run ends with the remedy in its message."""
     out = disk("")
     with series.start() as program:
         program.wait_until(lambda: reached(series.out, 1))  # early: a step's metrics may just fit

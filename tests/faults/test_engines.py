@@ -1,4 +1,4 @@
-"""Faults of runs with engines, or of what only these have: rollouts, rewards, the way of the weights."""
+"""Faults of runs with engines: in rollouts, rewards, weight sync and the engines themselves."""
 
 import socket
 import time
@@ -11,11 +11,10 @@ from program import logged, trained_on
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 AT_ONCE = ("trainer.save_interval=1", "trainer.async_save=false")
-"""What a step has come to is there before the next one begins, and not only before its rewards."""
+"""Finishes a step's checkpoint before the next step begins, and not only before its rewards."""
 SAVING = ("trainer.save_interval=1", "trainer.eval_interval=0", "trainer.export_hf=false")
 ONE_BY_ONE = "rollout.max_running_requests=4"
-"""So that the engine is asked many times a step; it answers 128 times, and 4 times after each sync, of which one is
-before the first step."""
+"""Makes many requests a step: 128, and 4 more after each sync, one of which is before the first step."""
 REWARD = """
 import os, signal, time
 
@@ -46,12 +45,12 @@ ENDS = {
     "dies": "ended its process (killed by SIGKILL)",
     "eats": "raised MemoryError: ",
 }
-"""What is said of a reward function that does so."""
+"""Messages about a reward function with that fault."""
 ANSWERS = "megappo.engines.generations:_checked_generation"
 
 
 def test_killed_and_asked_to_end_where_engines_are_needed(config, folder):
-    """With what was recorded meanwhile, a run that nothing happens to ends as this one has ended."""
+    """An undisturbed run that replays the recorded rollouts ends in the same state."""
     series = Series(folder, config, f"trainer.record_rollouts={folder / 'record'}", *AT_ONCE, *ON_RECORD, *UPDATES)
     series.harm(Point("megappo.rollouts.rollouts:Rollouts.sample", call=2, rank=0), "kill rank")
     assert series.latest == "step_00000001"
@@ -88,7 +87,7 @@ def test_an_engine_that_answers_as_another_policy(config, folder):
 
 
 def test_an_engine_that_answers_nonsense(config, folder):
-    """It is started anew, and the run goes on."""
+    """The engine is restarted, and the run continues."""
     series = Series(folder, config, ONE_BY_ONE, *SAVING, "trainer.total_steps=3")
     output = series.harm(Point(ANSWERS, call=236, rank=0, after=True), "nonsense", code=0)
     assert (
@@ -113,7 +112,7 @@ def steal(port: int) -> socket.socket:
 
 
 def test_an_engine_that_is_killed_and_its_port_stolen(config, folder):
-    """The run ends and says so. Started again when the port is free, it goes on."""
+    """The run ends with an error about the port. Restarted when the port is free, it resumes."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     series = Series(folder, config, f"rollout.port={port}", *SAVING, "trainer.total_steps=2")

@@ -1,5 +1,5 @@
-"""Killed or asked to end at random points, a run that trains on a record ends with the same weights, to the bit, and
-the same metrics as one that nothing happened to."""
+"""A run on recorded rollouts that is killed or terminated at random points ends with bitwise the same weights, and the
+same metrics, as an undisturbed run."""
 
 import json
 import random

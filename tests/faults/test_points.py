@@ -44,7 +44,7 @@ POINTS: dict[str, dict[str, Point]] = {
         "after `latest`": Point(f"{STORE}:write_durably", rank=0, after=True),
     },
 }
-"""Before the function is called, unless it says after; the rank is the one that comes there, or either."""
+"""Points before the call of a function, except those with `after`; `rank` is a rank that calls it."""
 FOR_SIGNALS = ("values", "the next epoch", "gather_metrics", "between components", "before `latest`")
 
 
@@ -59,8 +59,8 @@ def test_killed(part: str, fault: str, series: Series, whole):
     series.begin(whole, 4)
     for point in POINTS[part].values():
         output = series.harm(point, fault)
-        told = f"error: rank {point.rank} (pid " in output and "was ended by SIGKILL" in output
-        assert told == (fault == "kill rank"), output
+        reported = f"error: rank {point.rank} (pid " in output and "was ended by SIGKILL" in output
+        assert reported == (fault == "kill rank"), output
     series.finish(whole)
 
 

@@ -1,4 +1,4 @@
-"""What runs are harmed at, in the slow tests of this folder, is there."""
+"""The functions at which the slow tests of this folder inject faults exist."""
 
 import functools
 import importlib

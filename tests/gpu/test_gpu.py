@@ -1,4 +1,4 @@
-"""What differs on a GPU: TransformerEngine's layers, NCCL, CUDA IPC and the engine's memory saver, in bf16."""
+"""GPU-only code: TransformerEngine's layers, NCCL, CUDA IPC and the engine's memory saver, in bf16."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What a Python without the packages is told."""
+"""Messages for a Python without the packages."""
 
 import subprocess
 import sys

@@ -65,7 +65,7 @@ def copy_script(name: str, repository: Path) -> Path:
         ("0,1", ["bash launch/setup.sh gpu", "CUDA_VISIBLE_DEVICES= bash launch/local.sh"]),
     ],
 )
-def test_local_without_its_environment_says_what_to_run(tmp_path, devices, remedies):
+def test_local_without_its_environment_names_the_remedy(tmp_path, devices, remedies):
     other = ".venv" if devices else ".venv-gpu"
     executable(tmp_path / other / "bin" / "python", "echo the wrong one")
     result = run(["bash", copy_script("local.sh", tmp_path), "c.yaml"], tmp_path, CUDA_VISIBLE_DEVICES=devices)
@@ -126,7 +126,7 @@ def test_the_quickstart_takes_the_gpus_only_where_asked(tmp_path, monkeypatch, f
     assert words[train + 1] == "configs/quickstart.yaml" and words[-2] == "trainer.seed=1"
 
 
-def test_the_quickstart_on_gpus_says_before_the_set_up_that_there_are_too_few(tmp_path):
+def test_the_quickstart_refuses_too_few_gpus_before_the_set_up(tmp_path):
     result = quickstart(tmp_path, 0, "gpu")
     assert result.returncode == 1 and not result.stdout
     assert "expected 2 GPUs, nvidia-smi finds 0" in result.stderr
@@ -153,7 +153,7 @@ SMI = """case $1 in -L) echo "GPU 0"; echo "GPU 1";; --query-gpu=driver_version)
         ("580.65.06", None, ".venv-gpu"),
         ("610.1", None, ".venv-gpu"),
         ("535.183.01", "", ".venv"),
-        ("[N/A]", None, ".venv-gpu"),  # it does not say: torch is to find out
+        ("[N/A]", None, ".venv-gpu"),  # no version: left to torch
     ],
 )
 def test_a_driver_that_is_too_old_is_refused_before_anything_starts(
@@ -242,7 +242,7 @@ def test_a_node_takes_what_a_cluster_sets_for_torchrun(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         ({"NNODES": "two"}, "the variable NNODES is 'two': expected a whole number from 1 to 100000"),
         ({"NNODES": "0"}, "the variable NNODES is '0': expected"),
@@ -259,21 +259,23 @@ def test_a_node_takes_what_a_cluster_sets_for_torchrun(tmp_path):
         ),
     ],
 )
-def test_a_node_names_the_variable_that_is_wrong(tmp_path, wrong, said):
+def test_a_node_names_the_variable_that_is_wrong(tmp_path, wrong, message):
     script = copy_script("torchrun_node.sh", tmp_path)
     both_environments(tmp_path)
     result = run(["bash", script, "c.yaml"], tmp_path, **(NODE | wrong))
-    assert (result.returncode, result.stdout) == (2, "") and result.stderr.startswith(f"torchrun_node.sh: {said}")
+    assert (result.returncode, result.stdout) == (2, "") and result.stderr.startswith(f"torchrun_node.sh: {message}")
     assert result.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize(("named", "told"), [("all", True), ("cuda:0", True), ("-1", False), ("NoDevFiles", False)])
-def test_local_tells_which_value_names_no_gpu(tmp_path, named, told):
+@pytest.mark.parametrize(
+    ("named", "is_reported"), [("all", True), ("cuda:0", True), ("-1", False), ("NoDevFiles", False)]
+)
+def test_local_reports_a_value_that_names_no_gpu(tmp_path, named, is_reported):
     script = copy_script("local.sh", tmp_path)
     both_environments(tmp_path)
     result = run(["bash", script, "c.yaml"], tmp_path, CUDA_VISIBLE_DEVICES=named)
-    said = f"local.sh: CUDA_VISIBLE_DEVICES='{named}' names no GPU: using the CPU\n"
-    assert result.returncode == 0 and result.stderr == (said if told else "")
+    message = f"local.sh: CUDA_VISIBLE_DEVICES='{named}' names no GPU: using the CPU\n"
+    assert result.returncode == 0 and result.stderr == (message if is_reported else "")
 
 
 def test_scripts_start_python_safe_from_the_working_folder(tmp_path):
@@ -414,8 +416,8 @@ def test_slurm_requeues_what_is_asked_to_end_before_its_step_has_started(tmp_pat
 
 
 @pytest.mark.parametrize(("code", "requeued"), [(75, True), (0, False), (1, False)])
-def test_slurm_requeues_what_has_saved_all_and_nothing_else(tmp_path, code, requeued):
-    """And tells the ranks when the job's time is over, where Slurm does not."""
+def test_slurm_requeues_only_a_job_that_has_saved_its_state(tmp_path, code, requeued):
+    """The ranks also get the end of the job's time limit, where Slurm does not set it."""
     python = f'[[ $2 == megappo.plan ]] || {{ echo "until $SLURM_JOB_END_TIME"; exit {code}; }}'
     result = slurm(tmp_path, ["gpu07"], python, scontrol=SCONTROL, TZ="UTC")
     assert result.returncode == code

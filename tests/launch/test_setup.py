@@ -1,5 +1,4 @@
-"""What the set-up installs, which builds of torch, and what it refuses: with a real pip, from local indexes of stand-in
-wheels."""
+"""Packages and builds of torch that the set-up installs or refuses: a real pip with local indexes of dummy wheels."""
 
 import functools
 import io
@@ -65,15 +64,15 @@ def pinned(kind: str) -> dict[str, str]:
 
 
 class Index:
-    """A package index at 127.0.0.1, which notes the packages that it is asked for, as FOLDER/NAME."""
+    """A package index at 127.0.0.1, which records requested packages as FOLDER/NAME."""
 
     def __init__(self, folder: Path):
-        self.folder, self.asked = folder, set()
+        self.folder, self.requested = folder, set()
         folder.mkdir()
 
         class Handler(SimpleHTTPRequestHandler):
             def log_message(handler, *args: object) -> None:
-                self.asked.add(handler.path.rpartition("/")[0].strip("/"))
+                self.requested.add(handler.path.rpartition("/")[0].strip("/"))
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=folder))
         self.url = f"http://127.0.0.1:{self.server.server_port}"
@@ -94,7 +93,7 @@ class Index:
 
 @pytest.fixture
 def indexes(tmp_path: Path) -> Iterator[tuple[Index, Index]]:
-    """What pip is configured for, and PyTorch's."""
+    """The index that pip is configured for, and PyTorch's."""
     both = Index(tmp_path / "configured"), Index(tmp_path / "pytorch")
     yield both
     for index in both:
@@ -165,12 +164,12 @@ def test_the_cpu_build_comes_from_pytorch_where_pip_finds_cuda_builds_alone(tmp_
     assert result.returncode == 0, result.stderr
     assert versions("cpu", "+cpu").items() <= installed(tmp_path, ".venv").items()
     assert {"six", "pytest", "sglang", "megappo"} <= installed(tmp_path, ".venv").keys()
-    assert pytorch.asked == {"cpu/torch", "cpu/torchvision"}, "other packages were looked up at PyTorch's index"
+    assert pytorch.requested == {"cpu/torch", "cpu/torchvision"}, "other packages were looked up at PyTorch's index"
     assert f"from {pytorch.url}/cpu" in result.stdout
     assert set_up("cpu").stdout == "", "a second set-up does nothing"
 
 
-@pytest.mark.slow  # what is told apart here, the tests of a new environment do
+@pytest.mark.slow  # the tests of a new environment distinguish the builds, too
 def test_a_cuda_build_that_a_set_up_before_left_gives_way(tmp_path, indexes, set_up, python):
     configured, pytorch = indexes
     configured.add_torch("cpu", cuda="13.0")
@@ -192,9 +191,9 @@ def test_a_changed_pin_asks_no_index_for_torch_again(tmp_path, indexes, set_up):
     assert set_up("cpu").returncode == 0
     make_wheel(configured.folder / "six", "six", "2.0", {"six.py": ""})
     (tmp_path / "repository" / "requirements.txt").write_text("six==2.0\n")
-    configured.asked.clear()
+    configured.requested.clear()
     assert set_up("cpu").returncode == 0
-    assert installed(tmp_path, ".venv")["six"] == "2.0" and configured.asked == {"six"}
+    assert installed(tmp_path, ".venv")["six"] == "2.0" and configured.requested == {"six"}
 
 
 @pytest.mark.slow  # of the environment for GPUs, which no run on a CPU takes
@@ -223,7 +222,7 @@ def test_the_cpu_build_that_pip_finds_wins(tmp_path, indexes, set_up):
     result = set_up("cpu")
     assert result.returncode == 0, result.stderr
     assert versions("cpu", "+cpu").items() <= installed(tmp_path, ".venv").items()
-    assert not pytorch.asked
+    assert not pytorch.requested
 
 
 @pytest.mark.slow  # an index that has only that
@@ -237,7 +236,7 @@ def test_beside_the_cpu_build_of_torch_a_plain_torchvision_does(tmp_path, indexe
     assert result.returncode == 0, result.stderr
     expected = {"torch": versions("cpu", "+cpu")["torch"], "torchvision": versions("cpu", "")["torchvision"]}
     assert expected.items() <= installed(tmp_path, ".venv").items()
-    assert "torchvision" in result.stdout and not pytorch.asked
+    assert "torchvision" in result.stdout and not pytorch.requested
 
 
 @pytest.mark.slow  # as with CPU builds
@@ -252,7 +251,7 @@ def test_the_cuda_build_comes_from_pytorch_where_pip_finds_cpu_builds_alone(tmp_
     assert versions("gpu", "+cu130").items() <= installed(tmp_path, ".venv-gpu").items()
     others = {"six", "pytest", "sglang", "megappo", "sympy"}
     assert others <= installed(tmp_path, ".venv-gpu").keys(), "torch's own requirements are missing"
-    assert pytorch.asked == {"cu130/torch", "cu130/torchvision", "cu130/torchaudio"}
+    assert pytorch.requested == {"cu130/torch", "cu130/torchvision", "cu130/torchaudio"}
     assert not (tmp_path / "repository" / ".venv").exists()
 
 
@@ -266,11 +265,11 @@ def test_the_cuda_build_that_pip_finds_wins_over_pytorchs_and_over_a_cpu_build(t
     result = set_up("gpu")
     assert result.returncode == 0, result.stderr
     assert versions("gpu", "").items() <= installed(tmp_path, ".venv-gpu").items()
-    assert not pytorch.asked
+    assert not pytorch.requested
 
 
 @pytest.mark.parametrize("kind, found, folder", [("cpu", "", "cpu"), ("gpu", "+cpu", "cu130")])
-def test_without_the_build_it_says_what_it_looked_for_and_where(indexes, set_up, kind, found, folder):
+def test_without_the_build_the_error_names_it_and_the_indexes(indexes, set_up, kind, found, folder):
     configured, pytorch = indexes
     configured.add_torch(kind, found, cuda=None if found else "13.0")
     configured.add_others("9.9")
@@ -280,7 +279,7 @@ def test_without_the_build_it_says_what_it_looked_for_and_where(indexes, set_up,
     wanted = versions(kind, {"cpu": "+cpu", "cu130": "+cu130"}[folder])["torch"]
     for part in (f"torch {wanted}", f"{pytorch.url}/{folder}", "pip config list", "PYTORCH_INDEX", "PIP_FIND_LINKS"):
         assert part in line
-    assert not {"six", "sglang"} & configured.asked, "it went on without torch"
+    assert not {"six", "sglang"} & configured.requested, "it went on without torch"
 
 
 CUDA_FILES = ("cu13/bin/nvcc", "cu13/include/cuda_runtime.h", "cudnn/include/cudnn.h", "nccl/include/nccl.h")
@@ -340,7 +339,7 @@ def test_a_build_that_fails_ends_the_set_up_unless_transformer_engine_is_not_wan
     assert without.returncode == 0 and "leaving out TransformerEngine, as requested" in without.stdout
     assert "megappo" in installed(tmp_path, ".venv-gpu")
     assert set_up("gpu").stdout == ""
-    assert set_up("gpu", TRANSFORMER_ENGINE="yes").returncode == 1, "asked for now, it is not left out"
+    assert set_up("gpu", TRANSFORMER_ENGINE="yes").returncode == 1, "requested now, it must be built"
 
 
 HEADERS = [pytest.param(f"{name}.h", "CPLUS_", marks=pytest.mark.slow) for name in ("cuda_runtime", "cudnn")]
@@ -357,7 +356,7 @@ def test_what_lacks_to_build_transformer_engine_is_named(indexes, set_up, lackin
     assert result.returncode == 1
     first, missing, instead = result.stderr.splitlines()
     assert f"no {lacking} in" in missing and remedy in missing and "TRANSFORMER_ENGINE=no" in instead
-    assert "transformer-engine-torch" not in indexes[0].asked, "the build was tried"
+    assert "transformer-engine-torch" not in indexes[0].requested, "the build was tried"
 
 
 def test_a_machine_that_cannot_run_it_is_refused_before_anything_is_installed(tmp_path, indexes, set_up, python):
@@ -381,7 +380,7 @@ def test_a_machine_that_cannot_run_it_is_refused_before_anything_is_installed(tm
     assert "no C++ compiler no-such-c++" in compiler and "apt-get install g++" in compiler and "CXX=" in compiler
     assert "no Python.h for" in header and "apt-get install python3-dev" in header and "PYTHON=" in header
     assert "no wheel of outlines_core for Python 3" in rust and "PYTHON=python3.12" in rust and "cargo" in rust
-    assert not indexes[0].asked and not (tmp_path / "repository" / ".venv-gpu").exists()
+    assert not indexes[0].requested and not (tmp_path / "repository" / ".venv-gpu").exists()
 
 
 @pytest.mark.slow

@@ -44,7 +44,7 @@ def slurm(folder, request) -> Iterator[Slurm]:
 
 @pytest.fixture
 def repository(folder) -> Path:
-    """Where a user submits: with an environment for GPUs, which is this one."""
+    """The folder from which a user submits: its environment for GPUs is this one."""
     python = folder / "repository" / ".venv-gpu" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text(f'#!/usr/bin/env bash\nexec {sys.executable} "$@"\n')
@@ -110,7 +110,7 @@ def test_a_job_is_requeued_before_its_limit_and_goes_on(slurm, repository, confi
 
 @pytest.mark.parametrize("slurm", [{"node_timeout": 30}, {"node_timeout": 300}], indirect=True)
 def test_a_cable_that_is_pulled_ends_the_job_which_can_be_submitted_again(slurm, repository, config, run):
-    """Whether Slurm misses the node first, or the run does."""
+    """Either Slurm or the run itself misses the node first."""
     job = Job(slurm, repository, config, run)
     job.wait_until(lambda: reached(job.out, 4) and has_saved(job.out, 3))
     slurm.network.pull_cable(1)

@@ -1,4 +1,5 @@
-"""How ranks, launchers and nodes end that cannot say it themselves: each with one line, in time, with nothing left."""
+"""Ranks, launchers and nodes that end without a message of their own: one line reports each, in time, and no process
+stays behind."""
 
 import functools
 import os
@@ -82,7 +83,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 class Launcher:
-    """megappo.torchrun with ranks that do nothing but wait for each other, and what they are told to."""
+    """megappo.torchrun with ranks that wait for each other and do what the test's arguments name."""
 
     def __init__(self, folder: Path, *arguments: str, name: str = "launcher", can_save: bool = False):
         self.temporary, self.output_file = folder / "tmp", folder / f"{name}.txt"
@@ -109,7 +110,7 @@ class Launcher:
 
     @property
     def lines(self) -> list[str]:
-        """What was printed, but for the ranks' greetings."""
+        """Return the printed lines without the ranks' greetings."""
         return [line for line in self.output_file.read_text().splitlines() if not line.endswith("is there")]
 
     @property
@@ -296,7 +297,7 @@ def test_further_signals_while_the_ranks_save_what_the_first_asked_for(launch):
     assert launcher.lines == ["ended by SIGUSR1: started again, the run goes on"]
 
 
-def test_ranks_that_could_only_begin_anew_are_not_to_be_started_again(launch):
+def test_ranks_that_have_saved_nothing_are_not_to_be_restarted(launch):
     launcher = launch(*ONE_NODE, "all=evaluate", can_save=True)
     ranks = launcher.wait_for_ranks()
     wait_until(lambda: all(map(handles_usr1, ranks)))
@@ -353,7 +354,7 @@ def test_a_rank_that_is_killed_on_another_node(launch):
     assert first.lines == [f"error: node 1 ({HOST}, rank 1): rank 1 (pid {killed.pid}, {HOST}) was ended by SIGKILL"]
 
 
-@slow  # a rank that is killed there ends the other nodes in the same way, but for the time it takes
+@slow  # a killed rank of a node ends the other nodes in the same way, only sooner
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_node_that_is_killed(launch, lost):
     nodes = two_nodes(launch)
@@ -366,7 +367,7 @@ def test_a_node_that_is_killed(launch, lost):
 
 
 def printed(*command: str) -> str:
-    """What a command prints whose shell allows it 256 open files."""
+    """Return the output of a command whose shell allows it 256 open files."""
     shell = ["bash", "-c", 'ulimit -Sn 256; exec "$@"', "-", sys.executable, "-m", *command]
     return subprocess.run(shell, cwd=REPOSITORY, capture_output=True, text=True, timeout=100).stdout
 
@@ -378,7 +379,7 @@ def test_ranks_may_open_as_many_files_as_the_hard_limit_allows():
 
 
 def test_ranks_of_plain_torchrun_may_too(tmp_path):
-    extension = tmp_path / "told.py"
+    extension = tmp_path / "limits.py"
     extension.write_text("import resource\nprint('limits', *resource.getrlimit(resource.RLIMIT_NOFILE), flush=True)\n")
     options = ("--standalone", "--nproc-per-node", "1", "-m", "megappo.train", "configs/quickstart.yaml")
     output = printed("torch.distributed.run", *options, f"trainer.extensions=[{extension}]", "model.path=no")
@@ -387,18 +388,18 @@ def test_ranks_of_plain_torchrun_may_too(tmp_path):
     assert soft == hard
 
 
-@pytest.mark.parametrize("said", [None, "3"])
-def test_ranks_and_engines_share_the_cores(said, tmp_path, monkeypatch):
+@pytest.mark.parametrize("threads", [None, "3"])
+def test_ranks_and_engines_share_the_cores(threads, tmp_path, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    if said is not None:
-        monkeypatch.setenv("OMP_NUM_THREADS", said)
+    if threads is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", threads)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    script = tmp_path / "told.py"
-    told = "(os.environ['OMP_NUM_THREADS'] + ' ' + os.environ.get('MEGAPPO_ENGINE_CORES', 'none') + '\\n').encode()"
-    script.write_text(f"import os; os.write(1, {told})")
+    script = tmp_path / "threads.py"
+    line = "(os.environ['OMP_NUM_THREADS'] + ' ' + os.environ.get('MEGAPPO_ENGINE_CORES', 'none') + '\\n').encode()"
+    script.write_text(f"import os; os.write(1, {line})")
     command = ("megappo.torchrun", "--standalone", "--nproc-per-node", "2", script)
     cores = platform.num_cores()
-    assert printed(*command).split() == 2 * ([said, "none"] if said else [str(max(1, cores // 2)), str(cores)])
+    assert printed(*command).split() == 2 * ([threads, "none"] if threads else [str(max(1, cores // 2)), str(cores)])
 
 
 TAKES_MEMORY = """
@@ -414,16 +415,16 @@ os.write(1, f"{faults} {os.environ['MALLOC_MMAP_MAX_']}".encode())
 may each leave too little for the next, as something small is put into a part of it."""
 
 
-@pytest.mark.parametrize("said", [None, "1000"])
-def test_ranks_take_what_they_have_freed_again(said, tmp_path, monkeypatch):
+@pytest.mark.parametrize("given", [None, "1000"])
+def test_ranks_reuse_memory_that_they_have_freed(given, tmp_path, monkeypatch):
     monkeypatch.delenv("MALLOC_MMAP_MAX_", raising=False)
-    if said is not None:
-        monkeypatch.setenv("MALLOC_MMAP_MAX_", said)
+    if given is not None:
+        monkeypatch.setenv("MALLOC_MMAP_MAX_", given)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     script = tmp_path / "takes_memory.py"
     script.write_text(TAKES_MEMORY)
     faults, found = printed("megappo.torchrun", "--standalone", "--nproc-per-node", "1", script).split()
-    if said is None:
+    if given is None:
         assert int(faults) < 163_840 / 2
     else:
-        assert found == said
+        assert found == given

@@ -1,4 +1,4 @@
-"""What an environment wrote is no step of the policy's, and advantages are whitened over all ranks: bugs of others."""
+"""Tokens of an environment are no actions of the policy, and advantages are whitened over all ranks: bugs of others."""
 
 import pytest
 import torch

@@ -52,7 +52,7 @@ def save_killed(store: CheckpointStore, calls: int) -> bool:
 
 
 def newest_folder(folder: Path) -> str:
-    """What a run would go on from that takes the folder of the highest step."""
+    """Return the folder of the highest step, from which a run would resume if it took that one."""
     return sorted(path.name for path in folder.iterdir() if path.is_dir() and "old" not in path.name)[-1]
 
 

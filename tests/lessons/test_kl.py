@@ -92,19 +92,19 @@ def check_counted_once(rank: int, world_size: int) -> None:
         assert abs(loss - twice) > 0.1 and max(abs(a - b) for a, b in zip(right[0], wrong[0], strict=True)) > 0.5
 
 
-def test_the_kl_is_in_the_rewards_or_in_the_loss_as_each_key_says() -> None:
-    """GAE took the KL off every reward, whatever the settings said, while the loss had its KL term, too.
+def test_the_kl_is_in_the_rewards_or_in_the_loss_by_its_own_key() -> None:
+    """GAE subtracted the KL from every reward, whatever the settings, while the loss had its KL term, too.
 
     https://github.com/NVIDIA-NeMo/RL/pull/2530 (found in review, of advantage_estimator.py)
     """
     run_ranks(1, check_counted_once)
 
 
-def test_a_kl_that_counts_twice_is_told() -> None:
-    """One of the two keys is on by default: to set the other alone is the bug above, unless it is said."""
-    told = [list(config_warnings(make_config(True, in_loss))) for in_loss in (False, True)]
-    assert told[0] == list(config_warnings(make_config(False, True))) == []
-    [warning] = told[1]
+def test_a_kl_that_counts_twice_gives_a_warning() -> None:
+    """One of the two keys is on by default: setting only the other would be the bug above, without a warning."""
+    warnings = [list(config_warnings(make_config(True, in_loss))) for in_loss in (False, True)]
+    assert warnings[0] == list(config_warnings(make_config(False, True))) == []
+    [warning] = warnings[1]
     assert warning.startswith("actor.use_kl_loss True is unusual: the KL to the reference is in the rewards already")
 
 

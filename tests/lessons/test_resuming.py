@@ -1,4 +1,4 @@
-"""What a resumed run must have of the one before: bugs of others that go on with less, and do not say so."""
+"""State that a resumed run must restore: bugs of others that resume without a part of it, and report nothing."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -48,7 +48,7 @@ FAULTS: dict[Callable[[TrainedEngine], None], bool] = {
     restart_schedule: True,
     count_steps_twice: True,
 }
-"""What went wrong elsewhere, done to an engine after its checkpoint was loaded, and whether the learning rate tells."""
+"""Bugs of others, done to an engine after its checkpoint was loaded, and True if the learning rate shows them."""
 
 
 def check_going_on(rank: int, world_size: int, folders: dict[str, Path], store_folder: Path) -> None:
@@ -104,18 +104,20 @@ def save_what_is_sent(rank: int, world_size: int, folders: dict[str, Path], root
 
 
 def test_what_is_sent_to_the_engines_is_what_the_trainer_computes_with(tmp_path: Path) -> None:
-    """For some steps after a resume rollouts and trainer disagreed about the log-probs, and rewards fell; nothing said
-    that another model was sampling. Here Hugging Face with the weights that are sent agrees with the trainer after
-    every step and after a resume; those that engines start with do not, and such a difference ends the run.
+    """For some steps after a resume rollouts and trainer disagreed about the log-probs, and rewards fell.
 
-    https://github.com/THUDM/slime/issues/1695 (whose cause is not told there)
+    No message reported that another model was sampling. Here Hugging Face with the weights that are sent agrees with
+    the trainer after every step and after a resume; the engines' initial weights do not, and such a difference ends the
+    run.
+
+    https://github.com/THUDM/slime/issues/1695 (which does not name the cause)
     """
     folders, rows = {"actor": hf_folder(tmp_path / "actor", "qwen2")}, make_rows(91)
     run_ranks(1, save_what_is_sent, folders, tmp_path)
     model, config = hf_model(folders["actor"]), make_config("actor")
 
     def difference(log_probs: torch.Tensor) -> float:
-        """Of the mask's tokens: the mean."""
+        """Return the mean difference over the tokens of the mask."""
         total = sum(
             float((mine[: len(own)].detach() - own.detach()).abs().sum())
             for mine, (own, _) in zip(log_probs, hf_outputs(model, None, rows), strict=True)

@@ -62,7 +62,7 @@ class Rewards:
 
 
 def hf_log_probs(model: torch.nn.Module, response: list[int], temperature: float) -> torch.Tensor:
-    """Of a response to PROMPT."""
+    """Return Hugging Face's log-probs of a response to PROMPT."""
     tokens = torch.tensor(PROMPT.tokens + response)
     logits = model(tokens[None]).logits[0, len(PROMPT.tokens) - 1 : -1] / temperature
     return torch.log_softmax(logits, -1).gather(1, torch.tensor(response)[:, None])[:, 0].detach()

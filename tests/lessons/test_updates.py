@@ -41,7 +41,7 @@ def scaled(loss: LossFn, factor: float) -> LossFn:
 
 
 def averaged_by_itself(kind: str) -> LossFn:
-    """Of each micro-batch the mean over its own tokens."""
+    """Return a loss that averages each micro-batch over its own tokens."""
     return lambda outputs, rows: make_loss(kind, rows)(outputs, rows)
 
 
@@ -51,13 +51,13 @@ def without_token_count(engine: TrainedEngine) -> None:
     engine._loss = lambda *args: whole(*args)[::2]
 
 
-def norm(folder: Path, kind: str, name: str, groups: ComponentGroups, loss: LossFn, spoil: Callable | None) -> float:
-    """Of a fresh engine's first gradient; on ranks outside nan, which no comparison passes."""
+def norm(folder: Path, kind: str, name: str, groups: ComponentGroups, loss: LossFn, change: Callable | None) -> float:
+    """Return the norm of a fresh engine's first gradient; ranks outside return nan, which fails every comparison."""
     if not groups.member:
         return float("nan")
     engine, rows = make_engine(folder, CASES[name], groups, kind), make_rows(91)
-    if spoil is not None:
-        spoil(engine)
+    if change is not None:
+        change(engine)
     mine = OF_RANK[dist.get_rank()] if name == "two ranks" else range(len(rows))
     return engine.train_batch(rows.select(mine), loss).grad_norm
 
@@ -65,8 +65,8 @@ def norm(folder: Path, kind: str, name: str, groups: ComponentGroups, loss: Loss
 def check_gradients(rank: int, world_size: int, folder: Path, kind: str, expected: float) -> None:
     all_groups = build_groups({name: case.layout for name, case in CASES.items()}, seed=0)
 
-    def found(name: str, loss: LossFn, spoil: Callable | None = None) -> float:
-        return norm(folder, kind, name, all_groups[name], loss, spoil)
+    def found(name: str, loss: LossFn, change: Callable | None = None) -> float:
+        return norm(folder, kind, name, all_groups[name], loss, change)
 
     rows = make_rows(91)
     right, mine = make_loss(kind, rows), rows.select(OF_RANK[rank])

@@ -94,12 +94,12 @@ def test_the_summary_lists_an_evaluation_and_what_the_run_itself_has_exported(tm
         assert summary(tmp_path).splitlines() == expected[: 1 + (exports == "true")]
 
 
-def test_the_summary_and_the_report_tell_before_and_after(tmp_path, capsys):
+def test_the_summary_and_the_report_compare_the_first_and_last_evaluation(tmp_path, capsys):
     observer = Observer(tmp_path, 2)
     for step, (of_a, of_b) in {0: (0.2, 0.4), 1: (None, None), 2: (0.9, 1.0)}.items():
         metrics = STEP | {"reward/score/mean": 0.5 * step - 0.25} if step else {}
         for name, value in {"a": of_a, "b": of_b}.items() if of_a is not None else ():
-            metrics |= {f"val/{name}/{told}": value for told in ("score/mean", "mean@1", "pass@1")}
+            metrics |= {f"val/{name}/{metric}": value for metric in ("score/mean", "mean@1", "pass@1")}
         observer.log(step, metrics)
     observer.samples(2, [{"response": "x"}])
     capsys.readouterr()
@@ -142,8 +142,9 @@ def test_each_data_set_has_its_curve_its_numbers_and_its_responses(tmp_path, cap
     for step in (0, 2):
         of_sets = {f"val/aime_24/{name}": value for name, value in numbers.items()} | {"val/b/mean@1": 1.0}
         observer.log(step, of_sets)
-    told = {"dataset": "aime_24", "prompt": "1 < 2?", "label": "<b>", "scores": [1.0, 0.0]}
-    observer.samples(2, [told | {"response": "x" * 30_000, "passed": True}, told | {"response": "&", "passed": False}])
+    sample = {"dataset": "aime_24", "prompt": "1 < 2?", "label": "<b>", "scores": [1.0, 0.0]}
+    passed = sample | {"response": "x" * 30_000, "passed": True}
+    observer.samples(2, [passed, sample | {"response": "&", "passed": False}])
     observer.samples(2, [{"dataset": "b", "prompt": "p", "response": "r\u2028\x85"}])
     printed = capsys.readouterr().out
     assert "-- step 2, aime_24, sample 1 of 2 ---" in printed and "passed" not in printed

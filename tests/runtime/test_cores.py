@@ -37,7 +37,7 @@ def test_each_core_is_in_one_share_and_shares_differ_by_one(num_cores: int, num_
 
 
 def bound(local_rank: int, num_ranks: int, num_cores: int, num_threads: int = 1) -> dict:
-    """What a process has that was bound with these arguments."""
+    """Return the cores and threads of a process that was bound with these arguments."""
     command = [sys.executable, "-c", BOUND, *map(str, (local_rank, num_ranks, num_cores, num_threads))]
     return json.loads(subprocess.check_output(command, timeout=60))
 

@@ -1,4 +1,4 @@
-"""The keeper ends with its command, with its owner, and when asked; and whatever descends from it ends with it."""
+"""The keeper ends with its command, with its owner, and on SIGTERM; all of its descendants end with it."""
 
 import os
 import signal
@@ -98,7 +98,7 @@ def test_a_killed_owner_takes_everything_along():
     wait_until_gone(everything)
 
 
-def test_asked_to_end_often_while_the_command_ends_it_says_nothing():
+def test_repeated_sigterms_while_the_command_ends_print_nothing():
     ending = "import os\nfor _ in range(20): os.kill(os.getppid(), 15)\nos._exit(0)"
     for _ in range(5):
         with keeper(ending, stderr=subprocess.PIPE) as process:

@@ -1,4 +1,4 @@
-"""Which address a process listens on."""
+"""Addresses on which processes listen."""
 
 import socket
 from datetime import timedelta

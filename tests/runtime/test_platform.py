@@ -60,7 +60,7 @@ for wanted in ("auto", "transformer_engine"):
 
 @cpu_only
 @pytest.mark.parametrize("error", slow_ones(("ImportError", "FileNotFoundError"), ("FileNotFoundError",)))
-def test_a_broken_transformer_engine_is_told_and_refused(error: str, tmp_path: Path) -> None:
+def test_a_broken_transformer_engine_is_reported_and_refused(error: str, tmp_path: Path) -> None:
     for name, text in {
         "transformer_engine/__init__.py": f"raise {error}('libcudnn.so.9: no such file\\nand more')",
         "transformer_engine-2.11.0.dist-info/METADATA": "Name: transformer-engine\nVersion: 2.11.0\n",
@@ -70,8 +70,8 @@ def test_a_broken_transformer_engine_is_told_and_refused(error: str, tmp_path: P
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", BROKEN], capture_output=True, text=True, timeout=120, env=environment)
     reason = f"{error}: libcudnn.so.9: no such file"
-    told, optimizer, torch_layers, *refused = done.stdout.splitlines() or [done.stderr]
-    assert told == f"2.11.0, which cannot be imported: {reason}"
+    version, optimizer, torch_layers, *refused = done.stdout.splitlines() or [done.stderr]
+    assert version == f"2.11.0, which cannot be imported: {reason}"
     assert (optimizer, torch_layers) == ("torch AdamW", "torch")
     for wanted, line in zip(("auto", "transformer_engine"), refused, strict=True):
         assert line.startswith(

@@ -54,7 +54,7 @@ def descendants() -> list[psutil.Process]:
 
 @contextmanager
 def all_gone() -> Iterator[None]:
-    """What is started inside is gone soon after it."""
+    """Check that all processes started inside end soon after it."""
     before = descendants()
     started: list[psutil.Process] = []
     try:

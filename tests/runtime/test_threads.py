@@ -78,9 +78,9 @@ def test_a_thread_that_an_exception_ends_is_reported_once_and_counted(case: str,
     done = subprocess.run([sys.executable, "-c", source], cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     counted = ast.literal_eval(done.stdout.splitlines()[-1])
-    told = [line for line in done.stderr.splitlines() if line.startswith("WARNING (rank 3): the background thread")]
-    assert len(counted) == len(told) == len(names) and "Traceback" not in done.stderr, done.stderr
-    for line, name, found in zip(told, names, counted, strict=True):
+    warnings = [line for line in done.stderr.splitlines() if line.startswith("WARNING (rank 3): the background thread")]
+    assert len(counted) == len(warnings) == len(names) and "Traceback" not in done.stderr, done.stderr
+    for line, name, found in zip(warnings, names, counted, strict=True):
         assert found.startswith(name) or name == "Thread-", found
         assert f"the background thread {found} ended, and its work is no longer done: {reason}" in line
 

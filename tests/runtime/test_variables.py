@@ -1,5 +1,4 @@
-"""What environment variables mean, to every process alike; and that files of the working folder hide no module of
-ours."""
+"""Environment variables have the same effect on every process, and files in the working folder shadow no module."""
 
 import os
 import subprocess
@@ -85,8 +84,8 @@ def test_no_proxy_leads_to_this_machine_or_its_cluster(no_proxies, monkeypatch, 
     "variables_of", [lambda: worker_variables(os.environ, ()), lambda: inherited_environment(Path("/t"))]
 )
 @pytest.mark.parametrize(("given", "direct"), [("", []), ("a.example,10.0.0.0/8", ["a.example", "10.0.0.0/8"])])
-def test_workers_and_engines_ask_loopback_without_a_proxy(no_proxies, monkeypatch, variables_of, given, direct):
-    """What they run has clients of its own, which read these variables: SGLang asks itself when it has started."""
+def test_workers_and_engines_reach_loopback_without_a_proxy(no_proxies, monkeypatch, variables_of, given, direct):
+    """HTTP clients inside workers and engines read these variables: SGLang sends itself a request when it starts."""
     monkeypatch.setenv("http_proxy", "http://p:1")
     monkeypatch.setenv("NO_PROXY", given)
     found = variables_of()
@@ -115,7 +114,7 @@ def test_an_empty_part_of_the_path_is_not_the_working_folder():
         ({"TMPDIR": f"/tmp/{'long' * 100}"}, "TMPDIR is /tmp/long"),
     ],
 )
-def test_folders_that_cannot_be_written_to_are_told(variables, fault):
+def test_folders_that_cannot_be_written_to_are_reported(variables, fault):
     found = list(faults(variables))
     assert len(found) == (fault is not None) and all(line.startswith(fault) for line in found), found
 
@@ -205,7 +204,7 @@ def test_a_program_of_others_keeps_its_folder(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("command", "variables", "said"),
+    ("command", "variables", "message"),
     [
         (
             "torchrun --standalone --nproc-per-node 1 -m megappo.train no.yaml",
@@ -222,7 +221,7 @@ def test_a_program_of_others_keeps_its_folder(tmp_path):
         ),
     ],
 )
-def test_the_variables_of_another_launcher_are_named(tmp_path, command, variables, said):
+def test_the_variables_of_another_launcher_are_named(tmp_path, command, variables, message):
     name, *words = command.split()
     given = {name: value for name, value in os.environ.items() if name != "WORLD_SIZE"} | variables
     done = subprocess.run(
@@ -234,4 +233,4 @@ def test_the_variables_of_another_launcher_are_named(tmp_path, command, variable
         timeout=100,
     )
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert all(part in done.stderr for part in said), done.stderr
+    assert all(part in done.stderr for part in message), done.stderr

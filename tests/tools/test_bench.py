@@ -18,7 +18,7 @@ SMALL = {
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_a_benchmark_tells_its_rows(name: str, tmp_path: Path) -> None:
+def test_a_benchmark_reports_its_rows(name: str, tmp_path: Path) -> None:
     arguments = [*SMALL[name], "--json", tmp_path / "rows.json"]
     result = run(BENCHMARKS / f"{name}.py", *arguments, torchrun=True, launched=name == "gae")
     assert result.returncode == 0, result.stderr
@@ -35,6 +35,6 @@ def test_a_resume_reads_the_checkpoint_once_over_all_ranks(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["gae", "update"])
-def test_what_needs_memory_that_is_kept_says_how_to_start_it(name: str) -> None:
+def test_a_benchmark_outside_torchrun_shows_how_to_start_it(name: str) -> None:
     result = run(BENCHMARKS / f"{name}.py", torchrun=True)
     assert result.returncode == 1 and "start it under megappo.torchrun" in result.stderr

@@ -138,8 +138,8 @@ def test_what_a_run_reads_is_refused_by_name(tmp_path: Path, marker: Path, kind:
         path.write_bytes(content + b"\n{}\n")
         with pytest.raises((ConfigError, ValueError, OSError)) as caught:
             read(path)
-        said = "\n".join(getattr(caught.value, "errors", [str(caught.value)]))
-        assert path.name in said or str(path.parent) in said, (name, said)
+        message = "\n".join(getattr(caught.value, "errors", [str(caught.value)]))
+        assert path.name in message or str(path.parent) in message, (name, message)
         assert not marker.exists(), name
 
 

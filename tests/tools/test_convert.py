@@ -169,7 +169,7 @@ def test_a_reward_model_with_a_bias(qwen2: Path, tmp_path: Path) -> None:
 
 
 def refused(done: Result, code: int, message: str) -> None:
-    """Ended with this code, and one line that says why."""
+    """Check that a conversion ended with this code and one line of error message."""
     assert done.returncode == code, done.stdout + done.stderr
     assert message in done.stderr
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr

@@ -22,7 +22,7 @@ PR_CAPBSET_DROP, CAP_DAC_OVERRIDE = 24, 1  # of linux/prctl.h, linux/capability.
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """What each command reads, large enough that writing takes a while."""
+    """Return the input of each command, large enough that writing takes a while."""
     root = tmp_path_factory.mktemp("sources")
     folder = hf_folder(root / "hf", "qwen2", vocab_size=400_000)
     convert("hf-to-megatron", folder, root / "megatron")
@@ -49,7 +49,7 @@ def obey_permissions() -> None:
 
 
 def failed_once(done: Result, message: str, target: Path) -> None:
-    """One line says why, and nothing has changed."""
+    """Check that one line reports the error, and that the target is unchanged."""
     assert done.returncode == 1, done.stdout + done.stderr
     assert message in done.stderr and done.stderr.startswith("error: "), done.stderr
     assert done.stderr.count("\n") == 1, done.stderr
@@ -181,9 +181,9 @@ def test_a_killed_rank(sources: dict[str, Path], target: Path, command: str, ran
 
     code, errors = ended(command, sources[command], target, kill, ranks=2)
     assert code == 1
-    said = [line for line in errors.splitlines() if line != f"{target} is as it was before"]
-    assert len(said) == 1 and said[0].startswith(f"error: rank {rank} (pid {pids[rank]}, "), errors
-    assert " was ended by SIGKILL" in said[0]
+    reported = [line for line in errors.splitlines() if line != f"{target} is as it was before"]
+    assert len(reported) == 1 and reported[0].startswith(f"error: rank {rank} (pid {pids[rank]}, "), errors
+    assert " was ended by SIGKILL" in reported[0]
     assert contents(target.parent) == {"target/precious": b"kept"}
     assert [path.name for path in target.parent.iterdir()] == ["target"]
 

@@ -42,7 +42,7 @@ def test_a_mixture_of_experts_there_and_back(tmp_path: Path, family: str, argume
     assert torch.equal(again(tokens).logits, expected(tokens).logits)
 
 
-def test_the_experts_of_a_checkpoint_are_compared_and_cut_anew(tmp_path: Path) -> None:
+def test_the_experts_of_a_checkpoint_are_compared_and_resharded(tmp_path: Path) -> None:
     per_expert, fused = mixture(tmp_path, "qwen3_moe")
     convert("hf-to-megatron", fused, tmp_path / "megatron")
     config = json.loads((fused / "config.json").read_text())

@@ -112,7 +112,9 @@ def test_a_flipped_bit_in_a_checkpoint_is_named_before_anything_of_it_is_read(st
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1
     shard.write_bytes(content)
-    said = f"error: {damaged} is damaged: critic/{shard.name} is altered or cut off, by its sum in SHA256SUMS; copy it"
+    message = (
+        f"error: {damaged} is damaged: critic/{shard.name} is altered or cut off, by its sum in SHA256SUMS; copy it"
+    )
     hf_config = ("--hf-config", step.parents[2] / "actor")
     for command, source, target in (
         ("megatron-to-hf", damaged / "critic", tmp_path / "new"),
@@ -121,5 +123,5 @@ def test_a_flipped_bit_in_a_checkpoint_is_named_before_anything_of_it_is_read(st
         ("verify", step / "critic", damaged / "critic"),
     ):
         done = run(CONVERT, command, "--input", source, "--output", target, *hf_config)
-        assert (done.returncode, done.stderr[: len(said)]) == (2, said)
+        assert (done.returncode, done.stderr[: len(message)]) == (2, message)
     convert("megatron-to-hf", damaged / "actor", tmp_path / "new", *hf_config)

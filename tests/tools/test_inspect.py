@@ -1,4 +1,4 @@
-"""What inspect_checkpoint.py says of runs, checkpoints, components and Hugging Face folders."""
+"""Output of inspect_checkpoint.py for runs, checkpoints, components and Hugging Face folders."""
 
 import os
 import pickle

@@ -1,4 +1,4 @@
-"""What a config's prompts are like, shown before a run."""
+"""Prompts and errors of a config's data, shown before a run."""
 
 import json
 import subprocess
@@ -45,7 +45,7 @@ def test_special_tokens_are_marked(folder):
     assert done.stdout.splitlines()[-2] == "2='1' [1='</s>'] 2='1'"
 
 
-def test_what_is_wrong_is_told_with_the_exit_code(folder):
+def test_errors_are_reported_with_the_exit_code(folder):
     (folder / "reward.py").write_text("def f(responses, source): return [0.0] * len(responses)\n")
     data = ("data.train_files=val.jsonl", "data.val_files=val.jsonl", "reward.function=reward.py:f")
     done = inspect(folder, *data, "--show", "2", "--records", "10")

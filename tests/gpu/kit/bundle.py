@@ -3,8 +3,8 @@
     .venv-gpu/bin/python tests/gpu/kit/bundle.py [--list] [--part-mib 56] [--with PATH ...]
 
 Run it in the environment that `launch/setup.sh gpu` makes, with the Python version of the target (PYTHON=python3.12).
-CUDA libraries keep the code of one GPU architecture; packages.txt lists what is left out. The output folder gets the
-parts and manifest.json. A later build compresses only pieces that have changed.
+CUDA libraries keep the code of one GPU architecture; packages.txt lists the omitted packages. The output folder gets
+the parts and manifest.json. A later build compresses only archives that have changed.
 """
 
 import argparse
@@ -35,8 +35,8 @@ FILTERS = [{"id": lzma.FILTER_X86}, {"id": lzma.FILTER_LZMA2, "preset": 6, "dict
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Files that are compressed together, each as (path, name in the archive)."""
+class Archive:
+    """Files that are compressed together, each as (path, name inside)."""
 
     name: str
     files: tuple[tuple[Path, str], ...]
@@ -69,8 +69,8 @@ def matches(name: str, patterns: list[str]) -> bool:
     return any(fnmatch.fnmatch(name.lower(), pattern.lower()) for pattern in patterns)
 
 
-def pieces_of(site: Path, extra: list[Path]) -> Iterator[Piece]:
-    """Yield a piece for each large file and large distribution, one for all small ones, one for each extra path."""
+def archives_of(site: Path, extra: list[Path]) -> Iterator[Archive]:
+    """Yield an archive for each large file and large distribution, one for all small ones, one for each extra path."""
     patterns = read_patterns()
     together: list[tuple[Path, str]] = []
     for distribution in importlib.metadata.distributions(path=[str(site)]):
@@ -82,46 +82,46 @@ def pieces_of(site: Path, extra: list[Path]) -> Iterator[Piece]:
         )
         files = [(site / name, f"site/{name}") for name in names if (site / name).is_file()]
         large = [file for file in files if file[0].stat().st_size >= LARGE_FILE_BYTES]
-        yield from (Piece(path.name, ((path, inside),)) for path, inside in large)
-        rest = Piece(name, tuple(file for file in files if file not in large))
+        yield from (Archive(path.name, ((path, inside),)) for path, inside in large)
+        rest = Archive(name, tuple(file for file in files if file not in large))
         if rest.num_bytes >= LARGE_DISTRIBUTION_BYTES:
             yield rest
         else:
             together += rest.files
-    yield Piece("small", tuple(together))
+    yield Archive("small", tuple(together))
     for path in extra:
         files = sorted(one for one in path.rglob("*") if one.is_file()) if path.is_dir() else [path]
-        yield Piece(path.name, tuple((one, f"repository/{one.relative_to(REPOSITORY)}") for one in files))
+        yield Archive(path.name, tuple((one, f"repository/{one.relative_to(REPOSITORY)}") for one in files))
 
 
-def compress(piece: Piece, target: Path, architecture: int) -> None:
-    """Write a piece as .tar.xz, its libraries pruned and stripped."""
+def compress(archive: Archive, target: Path, architecture: int) -> None:
+    """Write an archive as .tar.xz, its libraries pruned and stripped."""
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        temporary, pruned = Path(folder, "piece"), Path(folder, "library")
-        with lzma.open(temporary, "wb", filters=FILTERS) as stream, tarfile.open(fileobj=stream, mode="w") as archive:
-            for path, name in piece.files:
+        temporary, pruned = Path(folder, "archive"), Path(folder, "library")
+        with lzma.open(temporary, "wb", filters=FILTERS) as stream, tarfile.open(fileobj=stream, mode="w") as tar:
+            for path, name in archive.files:
                 is_library = ".so" in path.name and path.stat().st_size >= STRIPPED_BYTES
                 if is_library and ".libs/" not in name:  # strip refuses sections of libraries in .libs/
                     prune(path, pruned, architecture)
                     shutil.copymode(path, pruned)
-                    archive.add(pruned, name)
+                    tar.add(pruned, name)
                 else:
-                    archive.add(path, name)
+                    tar.add(path, name)
         temporary.rename(target)
 
 
-def compress_missing(pieces: list[Piece], paths: dict[str, Path], architecture: int) -> None:
-    """Compress the pieces that have no file yet, several at a time."""
+def compress_missing(archives: list[Archive], paths: dict[str, Path], architecture: int) -> None:
+    """Compress the archives that have no file yet, several at a time."""
     with ProcessPoolExecutor(os.cpu_count()) as pool:
-        missing = [piece for piece in pieces if not paths[piece.name].exists()]
-        jobs = {piece.name: pool.submit(compress, piece, paths[piece.name], architecture) for piece in missing}
+        missing = [archive for archive in archives if not paths[archive.name].exists()]
+        jobs = {archive.name: pool.submit(compress, archive, paths[archive.name], architecture) for archive in missing}
         for name, job in jobs.items():
             job.result()
             print(f"compressed {name}: {paths[name].stat().st_size / MIB:.1f} MiB", flush=True)
 
 
 def write_parts(files: list[Path], output: Path, part_bytes: int) -> list[dict[str, object]]:
-    """Concatenate the compressed pieces, cut the result into parts, and return the parts' manifest entries."""
+    """Concatenate the compressed archives, cut the result into parts, and return the parts' manifest entries."""
     for old in output.glob("part-*"):
         old.unlink()
     stream = b"".join(file.read_bytes() for file in files)
@@ -142,21 +142,21 @@ def main() -> None:
     parser.add_argument(
         "--with", dest="extra", type=Path, nargs="*", default=[], help="files or folders of this repository to add"
     )
-    parser.add_argument("--list", action="store_true", help="print the pieces and their sizes, build nothing")
+    parser.add_argument("--list", action="store_true", help="print the archives and their sizes, build nothing")
     args = parser.parse_args()
     extra = [path.resolve() for path in args.extra]
     if absent := [str(path) for path in extra if not path.exists()]:
         parser.error(f"--with: {', '.join(absent)}: no such file; bash launch/quickstart.sh makes outputs/quickstart")
-    pieces = sorted(pieces_of(Path(sysconfig.get_path("purelib")), extra), key=lambda piece: -piece.num_bytes)
+    archives = sorted(archives_of(Path(sysconfig.get_path("purelib")), extra), key=lambda archive: -archive.num_bytes)
     folder = args.output / "pieces"
     folder.mkdir(parents=True, exist_ok=True)
-    paths = {piece.name: folder / piece.key(args.architecture) for piece in pieces}
+    paths = {archive.name: folder / archive.key(args.architecture) for archive in archives}
     if not args.list:
-        compress_missing(pieces, paths, args.architecture)
-    for piece in pieces:
-        path = paths[piece.name]
+        compress_missing(archives, paths, args.architecture)
+    for archive in archives:
+        path = paths[archive.name]
         packed = f"{path.stat().st_size / MIB:8.1f}" if path.exists() else "       ?"
-        print(f"{piece.num_bytes / MIB:9.1f} MiB -> {packed} MiB  {piece.name}")
+        print(f"{archive.num_bytes / MIB:9.1f} MiB -> {packed} MiB  {archive.name}")
     if args.list:
         return
     parts = write_parts(list(paths.values()), args.output, args.part_mib * MIB)
@@ -164,7 +164,7 @@ def main() -> None:
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     manifest = {"python": python, "parts": parts, "pieces": listed}
     (args.output / "manifest.json").write_text(json.dumps(manifest, indent=1))
-    total = sum(piece["bytes"] for piece in listed)
+    total = sum(archive["bytes"] for archive in listed)
     print(f"wrote {total / MIB:.1f} MiB for Python {python} to {args.output}, number of parts: {len(parts)}")
 
 

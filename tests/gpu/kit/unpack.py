@@ -35,12 +35,12 @@ def missing_parts(folder: Path, parts: list[dict]) -> list[str]:
 
 
 def extract(compressed: bytes, site_packages: Path) -> None:
-    """Write a piece's files: `site/` into the environment, `repository/` into the repository."""
+    """Extract an archive: `site/` into the environment, `repository/` into the repository."""
     roots = {"site": site_packages, "repository": REPOSITORY}
-    with tarfile.open(fileobj=io.BytesIO(compressed), mode="r:xz") as archive:
-        for member in archive:
+    with tarfile.open(fileobj=io.BytesIO(compressed), mode="r:xz") as tar:
+        for member in tar:
             kind, _, member.name = member.name.partition("/")
-            archive.extract(member, roots[kind], filter="data")
+            tar.extract(member, roots[kind], filter="data")
 
 
 def make_environment() -> Path:
@@ -103,15 +103,15 @@ def main() -> int:
     stream = b"".join((folder / part["name"]).read_bytes() for part in manifest["parts"])
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         jobs, start = [], 0
-        for piece in manifest["pieces"]:
-            jobs.append(pool.submit(extract, stream[start : start + piece["bytes"]], packages))
-            start += piece["bytes"]
+        for archive in manifest["pieces"]:
+            jobs.append(pool.submit(extract, stream[start : start + archive["bytes"]], packages))
+            start += archive["bytes"]
         for job in jobs:
             job.result()
     link_cuda(packages)
     link_ptxas(packages)
     subprocess.run([ENVIRONMENT / "bin" / "python", "-m", "compileall", "-q", "-j", "0", packages], check=False)
-    print(f"unpacked {len(jobs)} pieces into {ENVIRONMENT}")
+    print(f"unpacked {len(jobs)} archives into {ENVIRONMENT}")
     return 0
 
 

@@ -28,7 +28,7 @@ def qkv(num_tokens: int) -> list[torch.Tensor]:
 
 
 def bounds(num_tokens: int, num_sequences: int) -> torch.Tensor:
-    """Of sequences of different lengths."""
+    """Return the cumulative lengths of sequences of different lengths."""
     weights = torch.arange(num_sequences) + num_sequences
     inner = (weights.cumsum(0) * num_tokens // weights.sum())[:-1]
     return torch.tensor([0, *inner.tolist(), num_tokens], dtype=torch.int32, device=DEVICE)

@@ -1,4 +1,4 @@
-"""What the stages share; imported first, since it makes megatron-core usable."""
+"""Shared code of the stages; imported first, since it makes megatron-core usable."""
 
 import contextlib
 import importlib.util
@@ -65,8 +65,11 @@ def one_rank() -> Iterator[ComponentGroups]:
 
 
 def measured(compute: Callable[[], T], repeats: int = REPEATS) -> tuple[T, dict[str, float]]:
-    """What it returned, the most memory that its first call took on the GPU beside what was there, and the median of
-    the seconds of the next ones; of the first without any."""
+    """Return the result of `compute` and its measurements.
+
+    `peak_gib` is the GPU memory that the first call took on top of what was allocated; `seconds` the median of the
+    `repeats` calls after it, or the first call's time if there are none.
+    """
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated() if CUDA else 0
     if CUDA:
@@ -78,7 +81,7 @@ def measured(compute: Callable[[], T], repeats: int = REPEATS) -> tuple[T, dict[
 
 
 def timed(compute: Callable[[], T]) -> tuple[T, float]:
-    """What it returned, and its seconds until the GPU was done."""
+    """Return the result of `compute` and the seconds until the GPU was done."""
     start = time.perf_counter()
     result = compute()
     torch.cuda.synchronize()

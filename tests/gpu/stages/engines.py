@@ -58,7 +58,7 @@ def trained_engine(
 
 
 def weights_of(engine: TrainedEngine, folder: Path) -> dict[str, torch.Tensor]:
-    """Of a model of this folder, under their Hugging Face names."""
+    """Return the weights of an engine whose model came from this folder, under their Hugging Face names."""
     buckets = Export(engine.chunks, read_architecture(folder), engine.groups).buckets(2**28)
     return {name: tensor.cpu() for bucket in buckets for name, tensor in bucket}
 

@@ -1,5 +1,5 @@
-"""What a model puts to sleep in the host's memory, and its return: speed, equality to the bit, and whether another
-process on the GPU has the memory meanwhile.
+"""Offload a model to the host's memory and load it back: speed, bitwise equality, and the GPU memory that another
+process gets meanwhile.
 
     python tests/gpu/stages/offload.py
 """

@@ -1,5 +1,6 @@
-"""How often a training step has the GPU wait for the host, and where; never in the policy's head. A profiler's trace
-goes to trace.json in the folder of the environment variable OUT.
+"""Count how often a training step has the GPU wait for the host, and where; never in the policy's head.
+
+A profiler's trace goes to trace.json in the folder of the environment variable OUT.
 
     OUT=. python tests/gpu/stages/syncs.py
 """
