@@ -90,9 +90,10 @@ def page(measured: list[dict]) -> str:
     lines = [
         "# Benchmarks",
         "",
-        "Ratios of what is measured to its anchor, both of the same run, medians of calls in turn: seconds are one",
-        "machine's. Where others had its cores, too (see the load), what uses several threads comes out too low.",
-        "Written by `tools/bench/all.py`, a table for each processor; its `--only` runs one of them.",
+        "Each row compares a measurement with an anchor of the same run: a ratio of medians of alternating calls. The",
+        "seconds are those of one machine. If other processes used its cores (see the load), measurements with",
+        "several threads are too low. `tools/bench/all.py` writes this page, a table per processor; with `--only` it",
+        "runs some of the benchmarks and writes nothing.",
     ]
     for one in measured:
         facts = [f"- {name}: {value}" for name, value in one["machine"].items() if name != "processor"]
