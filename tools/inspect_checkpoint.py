@@ -47,7 +47,7 @@ def describe(folder: Path) -> Iterator[str]:
 
 
 def _run(folder: Path) -> Iterator[str]:
-    """All checkpoints by name, and everything about the one a run goes on from."""
+    """Yield the names of all checkpoints, and the details of the one that a run would resume from."""
     found, problem = candidates(folder)
     named = found[0] if found and not problem else None
     for path in sorted(path for path in folder.glob("step_*") if path.is_dir()):

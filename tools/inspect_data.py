@@ -1,9 +1,9 @@
-"""Show the prompts of a config as its model will see them, how long they are, and what is wrong with them.
+"""Show the prompts of a config as its model will see them, their lengths, and their errors.
 
 .venv/bin/python tools/inspect_data.py CONFIG [key=value ...]
 .venv/bin/python tools/inspect_data.py configs/quickstart.yaml --show 1 --tokens
 
-Starts the reward function's process, to know which fields it takes, and neither a model nor an engine.
+Starts the reward function's process, to find the fields that it reads, but no model and no engine.
 """
 
 import argparse

@@ -113,7 +113,7 @@ EXPERT_MOVES = {
 
 
 DENSE_STAGE_MOVES = {"actor, pp2 to ep2": (PP2, EP2), "actor, pp2 to pp2": (PP2, PP2)}
-"""Of a model whose first stage of two has no experts."""
+"""Moves of a model whose first of two stages has no experts."""
 
 SHOWN_MOVES = (
     "actor, stages of 3 and 1 to pp2",

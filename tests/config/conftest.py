@@ -1,4 +1,4 @@
-"""A run in which nothing is wrong, for tables of what is wrong with others, and what every refusal must be like."""
+"""A valid run for tables of invalid changes, and checks that hold for every refusal."""
 
 import json
 import re

@@ -178,7 +178,7 @@ def test_a_model_folder_that_cannot_be_used(run_folder, refusals, files, message
 
 
 def put(path, content):
-    """A file of that text or bytes, or nothing, or what is no file."""
+    """Write a file of that text or bytes, remove it, or put something else in its place."""
     path.unlink(missing_ok=True)
     if content == "a folder":
         path.mkdir()

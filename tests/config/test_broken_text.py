@@ -139,7 +139,7 @@ def test_a_path_that_leads_to_no_config(run_folder, refusals, path, message):
 
 
 def test_a_file_that_may_not_be_read(run_folder):
-    """As nobody, since root may read all."""
+    """The process runs as nobody, because root can read every file."""
     (run_folder / "run.yaml").chmod(0)
     run_folder.chmod(0o755)
     lines = ("from megappo import plan", "import os, sys", "if os.getuid() == 0: os.setuid(65534)")

@@ -45,7 +45,7 @@ def sentence_piece() -> Tokenizer:
 
 
 def write_model(folder: Path, core: Tokenizer, *, adds: str = "$A", **config: object) -> Path:
-    """A folder whose tokenizer_config.json has also what is given; `adds` is what surrounds a text."""
+    """Write a model's folder with `config` in its tokenizer_config.json; `adds` is the template around a text."""
     core.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
     known = [(text, core.token_to_id(text)) for text in (BOS, EOS)]
     core.post_processor = TemplateProcessing(single=adds, special_tokens=known)

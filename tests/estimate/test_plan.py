@@ -20,7 +20,7 @@ CONFIGS = {path.name: yaml.safe_load(path.read_text()) for path in (REPOSITORY /
 RECIPES = [
     name for name, values in CONFIGS.items() if not values.get("model", {}).get("path", "").startswith("outputs/")
 ]
-"""Those of published models; the others make their own."""
+"""Configs of published models; the others create their own model."""
 TABLE = re.compile(r"^  together +([-\d., ]+)$", re.MULTILINE)
 MISFIT = "error: [^ ]+placement: this run does not fit "
 Plan = Callable[..., subprocess.CompletedProcess]

@@ -74,7 +74,7 @@ HARMS = {
     "full": (Disk.fill, Disk.make_room, "No space left on device"),
     "read-only": (Disk.forbid, Disk.allow, "Read-only file system"),
 }
-"""What is done to a disk, how that is undone, and how it is called."""
+"""Faults of a disk: the fault, its repair, and the system's message."""
 
 
 @pytest.mark.parametrize("harm", HARMS)
@@ -129,7 +129,7 @@ def test_whatever_of_a_checkpoint_is_damaged_it_is_named_and_the_one_before_used
 
 
 def test_a_run_whose_two_newest_checkpoints_are_damaged(series: Series, whole):
-    """It goes on from the third, and ends alike."""
+    """It resumes from the third newest, and ends as an undisturbed run does."""
     series.begin(whole, 4)
     checkpoints = series.out / "checkpoints"
     for step, damage in (("step_00000004", flip), ("step_00000003", cut)):

@@ -1,7 +1,7 @@
-"""Something happens to a run at an exact point of a step. It goes on from the newest checkpoint that it has promised,
-and ends as one that nothing has happened to: the same numbers, to the bit.
+"""Faults at exact points of a step: the run resumes from the newest checkpoint that it has reported as saved, and ends
+with bitwise the same numbers as an undisturbed run.
 
-The runs train on a record, without engines: test_engines.py has the points that need them.
+The runs train on recorded rollouts, without engines: test_engines.py has the points that need them.
 """
 
 import pytest

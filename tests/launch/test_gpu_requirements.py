@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PIP = "pip==26.3"  # older ones download all wheels in a dry run, gigabytes
 PLATFORMS = [f"--platform=manylinux_2_{minor}_x86_64" for minor in range(5, 35)]
 PLATFORMS += ["--platform=manylinux2014_x86_64"]  # and what came before it
-"""What glibc 2.34 can run."""
+"""Platforms of wheels that run with glibc 2.34."""
 WANTED = [
     "sglang",
     "pybind11",

@@ -57,7 +57,7 @@ def make_wheel(
 
 
 def pinned(kind: str) -> dict[str, str]:
-    """The project's own pins of torch and what is built with it, without the builds' names."""
+    """Return the project's pins of torch and the packages built with it, without the builds' names."""
     lines = (ROOT / f"requirements-{kind}.txt").read_text().splitlines()
     pins = dict(line.split("==") for line in lines if line.split("==")[0] in TORCH_FAMILY)
     return {name: version.removesuffix("+cpu") for name, version in pins.items()}
@@ -79,7 +79,7 @@ class Index:
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
     def add_torch(self, kind: str, build: str = "", cuda: str | None = None, under: str = "") -> None:
-        """Torch and what is built with it, of the pinned versions, in a build: '' (PyPI's), '+cpu', '+cu130'."""
+        """Add torch and the packages built with it, pinned versions, in a build: '' (PyPI's), '+cpu', '+cu130'."""
         for name, version in pinned(kind).items():
             files = {f"{name}/__init__.py": "", f"{name}/version.py": f"cuda = {cuda!r}\n"}
             requires = "sympy" if name == "torch" else ""

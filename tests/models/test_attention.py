@@ -20,7 +20,7 @@ HEADS, END, SIZE = 8, 96, 64
 
 
 class Operators(TorchDispatchMode):
-    """Notes what is called."""
+    """Record the names of the operators called."""
 
     def __init__(self):
         super().__init__()

@@ -20,7 +20,7 @@ MEGAPPO = Path(__file__).parents[2] / "megappo"
 TABLE = MEGAPPO / "architecture" / "switches.py"
 NAMES = {switch.name for switch in SWITCHES}
 GENERATED, OF_DDP = ({switch.name for switch in table} for table in (LAYERS, REDUCTION))
-"""Which transformer_config and data_parallel take over, whatever they are."""
+"""Switches that transformer_config and data_parallel take over, whatever their values."""
 
 
 def architecture(**changes: object) -> Architecture:

@@ -107,7 +107,7 @@ EXPERT_CASES |= {
     EARLY_EXPERTS: Case(Layout(FOUR, tensor=2, expert=2), sequence=True, max_tokens=10, **EARLY),
 }
 BUCKET_SIZE = 2000
-"""Of gradients that are reduced early: several in a tiny model."""
+"""Size of the buckets of gradients that are reduced early: small enough for several in a tiny model."""
 CASES |= EXPERT_CASES | CONTEXT_CASES | LONG_CASES | DEEP_CASES | EARLY_CASES
 
 

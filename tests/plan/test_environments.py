@@ -38,7 +38,7 @@ def test_a_data_set_is_played_while_training_has_single_responses(plan, run_fold
 
 
 def test_what_is_tried_without_training_is_what_the_data_sets_name(plan, run_folder):
-    """Not the environment of training, which has no data here, and whose file is not there."""
+    """The environment of training is not tried: it has no data here, and its file is missing."""
     (run_folder / "mine.py").write_text(ENVIRONMENT)
     (run_folder / "val.jsonl").write_text('{"prompt": "2", "label": 1}\n')
     of_training = ("rollout.environment=fails.py:Own", "rollout.max_turns=3", "reward.function=null")

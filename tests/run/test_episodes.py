@@ -17,7 +17,7 @@ TEMPLATE = (
     "{% for one in messages %}{% if one.role == 'assistant' %}{{ '-' + one.content[-4:] + '<eos>' }}"
     "{% else %}{{ '+' + one.content + '=' }}{% endif %}{% endfor %}{% if add_generation_prompt %}-{% endif %}"
 )
-"""Of what the policy has written only the last four characters stay."""
+"""Keeps only the last four characters of the policy's turns."""
 ENVIRONMENT = """
 class Sevens:
     columns = ("size",)

@@ -70,7 +70,7 @@ def kill(processes: list[psutil.Process]) -> None:
 
 @pytest.mark.slow  # the fixture `run` is killed inside a save, too
 def test_killed_inside_a_save(config, folder):
-    """All of a run, torchrun too. Then it goes on."""
+    """SIGKILL of all processes, torchrun too; the run then resumes."""
     series = Series(folder, config, save_interval=1)
     with series.start() as program:
         series.wait_for_a_save(program)
@@ -83,7 +83,7 @@ def test_killed_inside_a_save(config, folder):
 
 @pytest.mark.slow  # the fixture `run` has a rank that is killed in a step, tests/checkpoint/test_store.py one in a save
 def test_a_rank_killed_inside_a_save(config, folder):
-    """The run ends at once and names it. Then it goes on."""
+    """The run ends at once and names the rank; it then resumes."""
     series = Series(folder, config, save_interval=1)
     with series.start() as program:
         series.wait_for_a_save(program)

@@ -20,7 +20,7 @@ import zlib
 def f(solution_str, ground_truth):
     return 0 if int(ground_truth) % 2 else 1 + zlib.crc32(solution_str.encode()) % 1000
 """
-"""Of odd sums all responses have the same score."""
+"""All responses to an odd sum have the same score."""
 
 
 def settings(folder: Path, *further: str) -> list[str]:

@@ -32,7 +32,7 @@ NONSENSE: dict[str, Callable[[int], Any]] = {
     "refused": lambda count: [response([5], [-1.0], "abort", status_code=400)] * count,
     "no log-probs": lambda count: [WELL | {"meta_info": {"finish_reason": {"type": "stop"}, "completion_tokens": 2}}],
 }
-"""Of so many sequences."""
+"""Replies to a request for `count` sequences."""
 LATE: dict[str, list[Any]] = {
     "late refusal": [{"error": {"message": "why", "code": 400}}],
     "late error": [{"error": {"message": "why", "code": 500}}],
@@ -42,7 +42,7 @@ LATE: dict[str, list[Any]] = {
     "null": [None],
     "break": [],
 }
-"""What a stream goes on with after its first response."""
+"""Chunks of a stream after its first response."""
 
 
 def _well(count: int) -> list[dict[str, Any]]:

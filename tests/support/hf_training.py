@@ -162,7 +162,7 @@ def hf_train(
     weighted: bool = False,
     lora: Lora | None = None,
 ) -> dict:
-    """Outputs before, gradient norms and parameters after some Adam steps; with `lora` of what is trained then."""
+    """Return the outputs before some Adam steps, and the gradient norms and trained parameters after them."""
     oracle = Oracle(
         hf_model(folder),
         hf_value_head(folder) if HEADS[kind] != "policy" else None,

@@ -58,7 +58,7 @@ class Inputs:
 
 
 def numbers_of(metrics: Metrics) -> dict[str, float]:
-    """Sums as they are, and the maxima of what is to be reduced so; -inf of nothing."""
+    """Return the value of each metric: a sum, or a maximum where it is reduced that way (-inf without tokens)."""
     parts = {name: part if isinstance(part, tuple) else (part, "sum") for name, part in metrics.items()}
     return {name: Metric.of(*part).value for name, part in parts.items()}
 

@@ -23,7 +23,7 @@ OF_CLOCKS = "^(timing_s|memory|sync)/|/mfu$|^time$|^rollout/(tokens_per_second|r
 OF_ENGINES = re.compile(f"{OF_CLOCKS}|^val/|^rollout/(log_prob_diff/warnings|engine_restarts)$")
 
 ONE_RANK_EACH = ("placement.actor=0", "placement.critic=0", "actor.parallel.tensor=1", "critic.parallel.pipeline=1")
-"""Of the quickstart and the tiny run: settings that leave actor and critic on the first rank, uncut."""
+"""Settings of the quickstart and the tiny run that place actor and critic on the first rank, unsharded."""
 
 
 class Program:

@@ -326,4 +326,4 @@ WRITTEN = {
         "rope_theta": 500000,
     },
 }
-"""What is found besides in a Llama's config.json, by who wrote it."""
+"""Further keys of a Llama's config.json, by its writer."""

@@ -50,7 +50,7 @@ def _answer(number: int, call: tuple) -> str | None:
 
 @contextlib.contextmanager
 def _left_as_found() -> Iterator[None]:
-    """Undo what a call may leave behind that another would meet: this is no part of what is tested."""
+    """Undo the side effects of a call that a later call would see; no test covers these."""
     from megatron.core import parallel_state  # only after megatron_setup.install()
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.models.common.embeddings import RotaryEmbedding, YarnRotaryEmbedding

@@ -21,11 +21,11 @@ import megappo.runtime.platform
 START_METHOD = "spawn" if megappo.runtime.platform.has_cuda() else "forkserver"
 multiprocessing.set_forkserver_preload(["megappo.trainer.main", "transformers.models.auto.modeling_auto"])
 MOST_CALLS = 50
-"""After as many, ranks give way to fresh ones: what tests leave in them must not pile up."""
+"""Number of calls after which ranks are replaced by fresh ones, so that leftovers of tests do not pile up."""
 
 
 ENDING_SECONDS = 0.5
-"""How long it may take to learn of a process that has ended."""
+"""Time that it may take to notice a process that has ended."""
 
 
 def run_ranks(world_size: int, function: Callable[..., None], *args: Any, timeout: float = 120) -> None:

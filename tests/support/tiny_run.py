@@ -18,7 +18,7 @@ from program import REPOSITORY, Program, logged
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 PICKLES = ("pytorch_model.bin", "training_args.bin", "optimizer.pt", "scheduler.pt")
-"""What may stand beside a model's weights, and is not read."""
+"""Files that may be in a model's folder and are never read."""
 REWARD = '''
 """The share of sevens in a response: easy to learn within a few steps."""
 
@@ -103,7 +103,7 @@ def latest(run: Path) -> str:
 
 
 def has_saved(run: Path, step: int) -> bool:
-    """Training goes on meanwhile, and may be some steps ahead."""
+    """Return True once `step` or a later one is saved; training may be some steps ahead."""
     return (run / "checkpoints" / "latest").exists() and int(latest(run)[5:13]) >= step
 
 

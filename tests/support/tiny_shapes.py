@@ -50,7 +50,7 @@ MIXTURES = {
     "deepseek_v2": TWO_LAYERS | DEEPSEEK_V2,
     "deepseek_v3": TWO_LAYERS | DEEPSEEK_V3,
 }
-"""What differs from SHAPE, by Hugging Face's model_type."""
+"""Changes to SHAPE, by Hugging Face's model_type."""
 
 QWEN2 = {
     "architectures": ["Qwen2ForCausalLM"],

@@ -20,11 +20,11 @@ from megappo.sync.transport import Link
 
 TIMEOUT = timedelta(seconds=20)
 WEIGHTS = torch.zeros(50 * 2**20, dtype=torch.uint8)
-"""More than connections hold of what nobody reads."""
+"""More bytes than the buffers of a connection hold while the peer reads nothing."""
 
 
 def join(address: tuple[str, int, str]) -> None:
-    """As an engine does, which then takes nothing."""
+    """Join the group as an engine does, and then receive nothing."""
     host, port, name = address
     store = distributed_c10d.PrefixStore(name, TCPStore(host, port, timeout=TIMEOUT))
     distributed_c10d._new_process_group_helper(2, 1, [], dist.Backend("gloo"), store, group_name=name, timeout=TIMEOUT)

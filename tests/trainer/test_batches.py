@@ -49,7 +49,7 @@ SAMPLES = (
     [],
     [Sample(1, 0, [16, 17], [-2.0, None], "stop"), Sample(0, 1, [18, 19], [0.0, -3.0], "stop")],
 )
-"""Of each rank; None where an environment wrote."""
+"""Samples of each rank; the log-prob is None where an environment wrote the token."""
 GREEDY = ([Sample(0, 0, [15, 20, 21], [-1.0, None, -1.0], "stop")], [Sample(1, 0, [22], [-1.0], "stop")], [])
 EXPECTED = {
     0: ([5, 15], [1, 0, 0, 0], [-1, 0, 0, 0], 15.0, 0, 0, 15 - 2 / 8),
@@ -137,7 +137,7 @@ MASKED = {
     "compared to be normalised": ({"adv_estimator": "gae"}, {"normalize": "group"}, [1, 2, 0, 0]),
     "all": ({"adv_estimator": "gae"}, {}, [0, 0, 0, 0]),
 }
-"""Of a way to mask truncated responses the settings, and the tokens of each row that are left."""
+"""Ways to mask truncated responses: the settings, and the number of tokens that remain in each row."""
 
 
 def mask(rank: int, world_size: int) -> None:

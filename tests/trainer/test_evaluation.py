@@ -24,7 +24,7 @@ from megappo.userland.signatures import Row
 from megappo.userland.task_workers import TaskWorkers
 
 ANSWERS = [[1, 1, 2, 0], [2, 2, 2, 1], [1, 2, 0, 0], [0, 0, 0, 0], [3, 1, 1, 1]]
-"""Of the four responses to each prompt, in their order, as a token each; 0 is none, and 1 is right."""
+"""Tokens of the four responses to each prompt, in order, one token each; 0 is no answer, and 1 is right."""
 OF_RANKS = [[], [3, 0], [4, 1, 2]]
 """The prompts that each rank's engine got to."""
 OWN = {

@@ -28,7 +28,7 @@ SAMPLED = (
     *((4, "101"), (4, "111"), (4, "1"), (4, "011")),
     *((7, "110"), (7, "11"), (7, "1"), (7, "111")),
 )
-"""Of each row the prompt, and what the policy wrote of the response."""
+"""Prompt and mask of each row; 1 in the mask is a token of the policy's."""
 KEPT = (0, 1, 4, 6, 7, 8, 9, 10, 11)
 PROMPTS, WRITTEN = zip(*(SAMPLED[row] for row in KEPT), strict=True)
 LENGTHS = tuple(written.count("1") for written in WRITTEN)
@@ -278,7 +278,7 @@ LEFT = {
     "one response is left": [(0, 0), (0, 1), (0, 2)],
     "one token is left": [(5, 1)],
 }
-"""Of `SAMPLED` the row and place of each token that is still trained on; a prompt's rows are on one rank."""
+"""Row of `SAMPLED` and position of each token that is still trained on; a prompt's rows are on one rank."""
 
 
 def degenerate(rank: int, world_size: int) -> None:

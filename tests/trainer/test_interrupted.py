@@ -1,4 +1,4 @@
-"""A run that is interrupted, wherever in its updates, goes on there: the same numbers to the bit as without."""
+"""A run that is interrupted anywhere in its updates resumes there, with bitwise the same numbers."""
 
 import signal
 import time

@@ -47,7 +47,7 @@ LOSSES = {
     "values": ("critic", {}, {"values": INF}, "critic/vf_loss"),
     "returns": ("critic", {}, {"returns": 1e30}, "critic/vf_loss inf"),
 }
-"""Kind of engine, changes of its section, what is added to one token's numbers, what the error names."""
+"""Kind of engine, changes of its section, values added to one token, and metrics that the error names."""
 
 
 def poisoned(loss_fn: LossFn, shifts: dict[str, float]) -> LossFn:

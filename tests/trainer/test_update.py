@@ -59,7 +59,7 @@ METHODS = {
     "kl_cov": {"policy_loss": "kl_cov", "kl_cov_ratio": 0.2},
     "target_kl": {"target_kl": 1e-3, "loss_agg_mode": "seq-mean-token-mean"},
 }
-"""What an actor is updated with, besides the defaults."""
+"""Settings of the actor, on top of the defaults."""
 
 
 def update(component: Component, batch: Batch, method: str | None) -> dict[str, float]:

@@ -109,7 +109,7 @@ BEFORE = "import ctypes, fcntl, os, struct, sys\nlibc = ctypes.CDLL(None)\nlibc.
 BEFORE += "libc.mlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]\n"
 BEFORE += "outside = os.open(sys.prefix + '/pyvenv.cfg', os.O_RDONLY)\n"
 OF_ROOT = ("locked memory", "the kernel's messages")
-"""What others may not do anyway."""
+"""Actions that only root may do in any case."""
 
 
 def test_a_program_holds_and_watches_nothing_outside_and_leaves_nothing(tmp_path: Path, monkeypatch):

@@ -42,7 +42,7 @@ BEFORE = ("", "```", "1", "answer", "\\boxed{", "####", "score:1")
 BEHIND = ("x", "`")
 FEW, TIMES = 2**10, 8
 FASTEST_SECONDS = 0.002
-"""What takes less is too short to be compared."""
+"""Shorter times are not compared."""
 
 
 def shipped() -> Callable[[list[str], list[str], list[str]], list[float]]:

@@ -1,5 +1,5 @@
-"""People's files as modules: under their own names, with their helpers before what is installed, apart from those of
-other folders, and found by processes that they spawn."""
+"""Users' files as modules: under their own names, their helpers preferred to installed packages, separate from those
+of other folders, and importable in processes that they spawn."""
 
 import subprocess
 import sys

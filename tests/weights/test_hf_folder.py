@@ -105,7 +105,7 @@ def write_from_few(rank: int, world_size: int, source: Path, target: Path) -> No
 
 
 def give_to_some(rank: int, world_size: int, source: Path) -> None:
-    """Whichever ranks need the tensors get them, bit for bit, and nobody waits for who does not take part."""
+    """The ranks that need the tensors get them bit for bit, and no rank waits for one that does not take part."""
     layouts = {name: layout for name, (layout, _) in NEEDED.items()}
     layouts["TP2xPP2"] = Layout((0, 1, 2, 3), tensor=2, pipeline=2)
     layouts["TP2xETP2"] = Layout((0, 1, 2, 3), tensor=2, expert_tensor=2, expert=2)

@@ -42,12 +42,12 @@ T = TypeVar("T")
 
 
 def sized(cuda: T, cpu: T) -> T:
-    """The sizes of this machine: full ones with CUDA, else tiny ones of the same computation."""
+    """Return the sizes for this machine: full ones with CUDA, tiny ones of the same computation without it."""
     return cuda if CUDA else cpu
 
 
 def report(measure: Callable[[], dict[str, Any]]) -> None:
-    """Print what a stage found as one JSON object; what is wrong ends it with a traceback and exit code 1."""
+    """Print the results of a stage as one JSON object; a failure ends it with a traceback and exit code 1."""
     with contextlib.redirect_stdout(sys.stderr):
         found = measure()
     machine = {"device": torch.cuda.get_device_name(DEVICE) if CUDA else "cpu", "torch": torch.__version__}

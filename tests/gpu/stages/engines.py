@@ -29,7 +29,7 @@ QWEN = dict(
     max_position_embeddings=32_768,
     tie_word_embeddings=True,
 )
-"""Of 0.6 billion parameters."""
+"""A model of 0.6 billion parameters."""
 SHAPE = sized(QWEN, QWEN | tiny_shapes.SHAPE | tiny_shapes.TWO_LAYERS)
 VOCABULARY, HIDDEN = SHAPE["vocab_size"], SHAPE["hidden_size"]
 

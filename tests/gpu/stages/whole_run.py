@@ -28,7 +28,7 @@ SMALL = (
 
 
 def write_tokenizer(folder: Path) -> None:
-    """Write a tokenizer of words, as many as the model has."""
+    """Write a tokenizer with as many words as the model's vocabulary."""
     vocabulary = {f"w{i}": i for i in range(VOCABULARY - 1)} | {"<eos>": VOCABULARY - 1}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
