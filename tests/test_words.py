@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-CHECKED = ("configs", "launch", "megappo", "tests", "tools")
+CHECKED = ("configs", "docs", "launch", "megappo", "tests", "tools")
 RETIRED = re.compile(
     r"\b(tells?|told|telling|says?|said|saying|asks|asked|anew|spoil(s|ed|t)?|reckon(s|ed|ing)?|look(s|ed) at|but for|"
     r"of no account|thereby|therein|thereof|wherein|whereby|without a word|signs? of life|way of the weights|"
