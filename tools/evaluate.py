@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def main() -> int:
-    """Start the evaluation in place of this process; 2 where the command is at fault."""
+    """Replace this process by the evaluation; return 2 for an invalid command."""
     args = _arguments()
     try:
         weights, name, beside = _source(args.source)

@@ -29,7 +29,7 @@ Entry = tuple[str, tuple[int, ...], str]  # name, shape, dtype
 
 
 def describe(folder: Path) -> Iterator[str]:
-    """Lines about whatever kind of folder it is."""
+    """Yield lines that describe a folder of any supported kind."""
     if not folder.is_dir():
         raise CheckpointError(no_folder(folder))
     if is_component(folder):
@@ -104,7 +104,7 @@ def _architecture(folder: Path) -> str:
 
 
 def _in_torch(dtype: str) -> str:
-    """torch's name of a dtype, where it is a common one."""
+    """Return torch's name of a dtype, if it is a common one."""
     return DTYPES[BY_SAFETENSORS[dtype]].torch if dtype in BY_SAFETENSORS else dtype
 
 
@@ -127,7 +127,7 @@ def _table(entries: list[Entry]) -> Iterator[str]:
 
 
 def main() -> int:
-    """Describe the folder of the command line; 2 when it cannot be read."""
+    """Describe the folder given on the command line; return 2 if it cannot be read."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     args = parser.parse_args()

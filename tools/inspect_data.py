@@ -43,7 +43,7 @@ RULE = "-" * 80
 
 
 def main() -> int:
-    """Print; 1 where something is wrong."""
+    """Print the prompts; return 1 if there are errors."""
     args = _arguments()
     try:
         config = load_config(args.config, args.overrides)
@@ -134,7 +134,7 @@ class Seen:
         self._longest: Prompt | None = None
 
     def add(self, prompt: Prompt) -> None:
-        """The next one."""
+        """Add the next prompt."""
         self.lengths.append(len(prompt.tokens))
         if len(self._first) < self._show:
             self._first.append(prompt)
@@ -143,7 +143,7 @@ class Seen:
 
     @property
     def shown(self) -> list[Prompt]:
-        """The first ones, and the longest, where it is none of them."""
+        """Return the first prompts, and the longest one if it is not among them."""
         more = [self._longest] if self._longest and self._longest not in self._first else []
         return [*self._first, *more]
 
@@ -167,7 +167,7 @@ def _naming(key: str) -> Iterator[None]:
 
 
 def _spread(size: int, most: int) -> Sequence[int]:
-    """So many of the first `size` numbers, evenly spread; all where `most` is 0."""
+    """Return `most` of the first `size` numbers, evenly spread; all of them if `most` is 0."""
     count = min(size, most or size)
     return [i * size // count for i in range(count)]
 

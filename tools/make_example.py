@@ -64,7 +64,7 @@ class Example:
 
 
 def grid() -> Example:
-    """All games of two different places."""
+    """Return the grid's example: all games of two different places."""
     places = list(itertools.product(range(SIZE), repeat=2))
     games = [{"start": a, "goal": b} for a, b in itertools.permutations(places, 2)]
     records = [{"prompt": _user(shown(game["start"], game["goal"])), "label": None, **game} for game in games]
@@ -72,7 +72,7 @@ def grid() -> Example:
 
 
 def _walk(game: dict[str, Any], rng: random.Random) -> Turns:
-    """The turns of a walker who wanders at times, and mistakes left for right."""
+    """Return the turns of a walker who sometimes wanders, and mistakes left for right."""
     (row, column), goal = game["start"], game["goal"]
     turns = [("user", shown((row, column), goal))]
     while (row, column) != goal and len(turns) < 16:
@@ -103,7 +103,7 @@ def calculator() -> Example:
 
 
 def _calculate(record: dict[str, Any], rng: random.Random) -> Turns:
-    """The turns of a pupil who mostly guesses."""
+    """Return the turns of a pupil who mostly guesses."""
     asked, answer = record["prompt"][0]["content"], record["label"]
     turns = [("user", asked)]
     if rng.random() < GUESS:
@@ -120,7 +120,7 @@ def _user(text: str) -> list[dict[str, str]]:
 
 
 def write_tokenizer(folder: Path, tokens: tuple[str, ...]) -> list[str]:
-    """One token for each of the texts; gives all tokens, each at its id."""
+    """Write a tokenizer with one token for each text; return all tokens, indexed by id."""
     special = [PAD, EOS, UNKNOWN, TOOLS, *ROLES.values()]
     vocabulary = [*special, *tokens]
     tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token=UNKNOWN))
@@ -160,7 +160,7 @@ def warm_start(model: Qwen2ForCausalLM, tokenizer: Tokenizer, example: Example, 
 
 
 def _labelled(tokenizer: Tokenizer, prefix: str, turns: Turns) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens, and labels, which are 0 where there is no loss."""
+    """Return tokens and labels; the labels are 0 where there is no loss."""
     tokens = tokenizer.encode(prefix).ids
     labels = [0] * len(tokens)
     for role, content in turns:
@@ -171,7 +171,7 @@ def _labelled(tokenizer: Tokenizer, prefix: str, turns: Turns) -> tuple[torch.Te
 
 
 def build(folder: Path, example: Example, seed: int) -> None:
-    """Write the parts into `folder`."""
+    """Write all files of the example into `folder`."""
     torch.manual_seed(seed)
     rng = random.Random(seed)
     rng.shuffle(example.records)

@@ -64,7 +64,7 @@ PARTS = ("train.jsonl", "val.jsonl", "model")
 
 
 def split_questions(seed: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """(training, held-out) questions; a held-out (a, b) is absent from training as (b, a) too."""
+    """Return (training, held-out) questions; a held-out (a, b) is absent from training as (b, a) too."""
     pairs = [(a, b) for a in NUMBERS for b in NUMBERS if a <= b]
     rng = random.Random(seed)
     rng.shuffle(pairs)
@@ -76,12 +76,12 @@ def split_questions(seed: int) -> tuple[list[tuple[int, int]], list[tuple[int, i
 
 
 def question(a: int, b: int) -> str:
-    """The prompt, always six tokens."""
+    """Return the prompt, always six tokens."""
     return f"{a}+{b}="
 
 
 def careless_sum(a: int, b: int, forget: float, rng: random.Random) -> str:
-    """Sum of two two-digit numbers with each carry forgotten with probability `forget`; 0 gives the right answer."""
+    """Add two two-digit numbers, forgetting each carry with probability `forget`; 0 gives the right sum."""
     ones = a % 10 + b % 10
     tens = a // 10 + b // 10 + _carry(ones, forget, rng)
     return f"{'1' * _carry(tens, forget, rng)}{tens % 10}{ones % 10}"
@@ -92,7 +92,7 @@ def _carry(column: int, forget: float, rng: random.Random) -> int:
 
 
 def write_questions(path: Path, questions: list[tuple[int, int]]) -> None:
-    """One JSON object a line: the prompt and, as label, the right answer."""
+    """Write one JSON object a line: the prompt and, as label, the right answer."""
     lines = [json.dumps({"prompt": question(a, b), "label": str(a + b)}) for a, b in questions]
     path.write_text("\n".join(lines) + "\n")
 
@@ -101,7 +101,7 @@ def write_questions(path: Path, questions: list[tuple[int, int]]) -> None:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """One token a character; nothing is added to a text."""
+    """Write a tokenizer with one token per character, which adds nothing to a text."""
     tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -118,12 +118,12 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def new_model() -> Qwen2ForCausalLM:
-    """A Qwen2 of two layers that divides by two in every parallel dimension."""
+    """Return a Qwen2 of two layers that divides by two in every parallel dimension."""
     return Qwen2ForCausalLM(Qwen2Config(vocab_size=len(VOCABULARY), max_position_embeddings=64, **SHAPE))
 
 
 def warm_start(model: Qwen2ForCausalLM, questions: list[tuple[int, int]], rng: random.Random) -> None:
-    """Supervised steps on the careless pupil's answers."""
+    """Train on the careless pupil's answers."""
     batches = (_supervised_batch(rng.choices(questions, k=BATCH_SIZE), rng) for _ in itertools.count())
     supervise(model, batches, STEPS, lr_factor)
 
@@ -134,11 +134,11 @@ def supervise(
     num_steps: int,
     factor: Callable[[int], float],
 ) -> None:
-    """Supervised steps (Adam).
+    """Train with supervised steps of Adam.
 
     Args:
         batches: tokens and labels [batch, tokens].
-        factor: of the learning rate, by the number of steps done.
+        factor: factor of the learning rate, by the number of steps done.
     """
     optimizer = torch.optim.Adam(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.99))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
@@ -154,12 +154,12 @@ def supervise(
 
 
 def lr_factor(step: int, num_steps: int = STEPS) -> float:
-    """Linear warm-up, cosine decay."""
+    """Return the factor of linear warm-up and cosine decay."""
     return min((step + 1) / WARMUP_STEPS, 0.5 + 0.5 * math.cos(math.pi * step / num_steps))
 
 
 def _supervised_batch(questions: list[tuple[int, int]], rng: random.Random) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and labels [batch, 10]; the loss counts the answer and its <eos> alone."""
+    """Return tokens and labels [batch, 10]; the loss covers the answer and its <eos> only."""
     prompts = [list(question(a, b)) for a, b in questions]
     answers = [[*careless_sum(a, b, FORGET, rng), EOS] for a, b in questions]
     rows = [p + a + [PAD] * (MAX_ANSWER_TOKENS - len(a)) for p, a in zip(prompts, answers, strict=True)]
@@ -170,7 +170,7 @@ def _supervised_batch(questions: list[tuple[int, int]], rng: random.Random) -> t
 
 
 def accuracy(folder: Path, val_file: Path, *, sample: bool) -> float:
-    """Share of held-out questions the written model answers exactly: greedily, or sampled at temperature 1."""
+    """Return the accuracy on held-out questions by exact match: greedily, or sampled at temperature 1."""
     records = [json.loads(line) for line in val_file.read_text().splitlines()]
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = Qwen2ForCausalLM.from_pretrained(folder)
@@ -199,7 +199,7 @@ def build(folder: Path, seed: int) -> None:
 
 
 def publish(folder: Path, output: Path) -> None:
-    """Move the PARTS to `output` once they are complete; other things there, such as runs, stay."""
+    """Move the PARTS to `output` once they are complete; other files there, such as runs, stay."""
     if not output.exists():
         folder.rename(output)
         return
@@ -211,10 +211,10 @@ def publish(folder: Path, output: Path) -> None:
 
 
 def parse_args(description: str | None, **more: Any) -> argparse.Namespace:
-    """Command line.
+    """Parse the command line.
 
     Args:
-        more: names of further arguments, with what they choose from.
+        more: names of further arguments, with their choices.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, choices in more.items():
@@ -230,7 +230,7 @@ def parse_args(description: str | None, **more: Any) -> argparse.Namespace:
 
 @contextmanager
 def building(output: Path) -> Iterator[Path]:
-    """A folder next to the output, for the PARTS, which takes its place in the end."""
+    """Yield a folder next to the output for the PARTS, which moves into place at the end."""
     start = time.monotonic()
     torch.set_num_threads(1)  # so that the result does not depend on the number of cores
     logging.disable_progress_bar()
@@ -244,7 +244,7 @@ def building(output: Path) -> Iterator[Path]:
 
 
 def main() -> None:
-    """Build, and report how well the model answers."""
+    """Build the quickstart's model and data, and print the model's accuracy."""
     args = parse_args(__doc__)
     with building(args.output) as folder:
         build(folder, args.seed)

@@ -17,7 +17,7 @@ INSTRUCTION = 'Let\'s think step by step and output the final answer after "####
 
 
 def prepared(record: Record) -> Record:
-    """A question with the instruction, and the answer's number without its commas."""
+    """Return a question with the instruction, and the answer's number without its commas."""
     _, mark, label = record["answer"].rpartition(MARK)
     if not mark or not label.strip():
         raise ValueError(f"the answer has nothing behind a {MARK}")

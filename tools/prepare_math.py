@@ -22,7 +22,7 @@ INSTRUCTION = "Let's think step by step and output the final answer within \\box
 
 
 def problems_of(source: Path) -> Iterator[Record]:
-    """The problems of a folder, in the order of their files' names, or of a file."""
+    """Yield the problems of a folder, in the order of their files' names, or of a file."""
     if not source.is_dir():
         yield from records_of(source)
         return
@@ -37,7 +37,7 @@ def problems_of(source: Path) -> Iterator[Record]:
 
 
 def prepared(record: Record) -> Record:
-    """A problem with the instruction, its boxed answer, level and subject."""
+    """Return a problem with the instruction, its boxed answer, level and subject."""
     label = last_boxed(record["solution"])
     if not label:
         raise ValueError("the solution boxes no answer")

@@ -59,7 +59,7 @@ def _targets(sources: Sequence[Path], output: Path) -> dict[Path, Path]:
 
 
 def records_of(file: Path) -> Iterator[Record]:
-    """The records of a jsonl or parquet file."""
+    """Yield the records of a jsonl or parquet file."""
     try:
         records = open_records(str(file), None)
         yield from records.at(range(len(records)))

@@ -31,7 +31,7 @@ RULE = "-" * 80
 
 
 def main() -> int:
-    """Print; 1 where the rollouts cannot be read."""
+    """Print the rollouts; return 1 if they cannot be read."""
     args = _arguments()
     try:
         for line in _lines(args):
@@ -71,7 +71,7 @@ def _lines(args: argparse.Namespace) -> Iterator[str]:
 
 
 def _overview(folder: Path) -> Iterator[str]:
-    """A line per step."""
+    """Yield a line per step."""
     steps = recorded_steps(folder)
     if not steps and (samples := sorted(folder.glob("step_*.jsonl"))):
         raise RowsFileError(
@@ -99,7 +99,7 @@ def _summary(path: Path) -> tuple[str, ...]:
 
 
 def _chosen(file: RowsFile, args: argparse.Namespace) -> list[int]:
-    """Numbers of the rows to show."""
+    """Return the numbers of the rows to show."""
     rows = [row for row, prompt in enumerate(file.table.prompt_ids.tolist()) if args.prompt in (None, prompt)]
     if not rows:
         raise RowsFileError(f"{file.path} has no response to a prompt {args.prompt}")
@@ -123,7 +123,7 @@ def _response(row: Rows, file: RowsFile, tokenizer: "PreTrainedTokenizerBase", e
 
 
 def _turns(row: Rows, tokens: list[int], tokenizer: "PreTrainedTokenizerBase") -> Iterator[str]:
-    """The response; of an episode turn by turn."""
+    """Yield the response, turn by turn for an episode."""
     if "turns" not in row.fields:
         yield f"[response] {tokenizer.decode(tokens)}"
         return
@@ -135,7 +135,7 @@ def _turns(row: Rows, tokens: list[int], tokenizer: "PreTrainedTokenizerBase") -
 
 
 def _each_token(row: Rows, tokens: list[int], tokenizer: "PreTrainedTokenizerBase") -> Iterator[str]:
-    """With everything that is known of it, such as the engine's log-prob."""
+    """Yield each token with all of its recorded values, such as the engine's log-prob."""
     known = {name: values[0].tolist() for name, values in row.fields.items() if _per_token(name)}
     yield "  ".join(["   token", *known, "text"])
     for i, token in enumerate(tokens):

@@ -58,7 +58,7 @@ BENCHMARKS = {
 
 
 def run(benchmark: Benchmark) -> list[Row]:
-    """In a process of its own."""
+    """Run a benchmark in a process of its own and return its rows."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "found.json"
         torchrun = ["-m", "megappo.torchrun", "--nproc-per-node", str(benchmark.ranks)] if benchmark.ranks else []
@@ -86,7 +86,7 @@ def machine() -> dict[str, str]:
 
 
 def page(measured: list[dict]) -> str:
-    """The page that shows what was measured, on one processor after the other."""
+    """Return the page with the results, one section per processor."""
     lines = [
         "# Benchmarks",
         "",

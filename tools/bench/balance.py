@@ -22,7 +22,7 @@ LONGEST_PROMPT, LONGEST_RESPONSE = 1024, 4096
 
 
 def lengths(num_rows: int) -> dict[str, list[int]]:
-    """Tokens of rows, prompt and response."""
+    """Return the length of each row in tokens, prompt and response together, by distribution."""
 
     def log_normal(median: float, spread: float, longest: int) -> torch.Tensor:
         return (median * (spread * torch.randn(num_rows)).exp()).clamp(1, longest).int()
@@ -35,7 +35,7 @@ def lengths(num_rows: int) -> dict[str, list[int]]:
 
 
 def measure(name: str, tokens: list[int], args: argparse.Namespace) -> list[Row]:
-    """Shares of what an even balance, and full micro-batches, would be."""
+    """Return the rows of the table: balance and fill, as shares of the ideal ones."""
     parts = [[tokens[row] for row in part] for part in balanced_partitions(tokens, args.ranks)]
     bins = sum(len(micro_batches(part, args.max_tokens)) for part in parts)
     took = medians(

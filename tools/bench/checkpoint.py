@@ -41,8 +41,9 @@ IN_BACKGROUND = ("the first", "a later")
 
 
 def measure(run: Run, repeats: int) -> dict[str, list[float]]:
-    """Seconds of a step alone, of one beside a save, of a save at once, and of what each of `IN_BACKGROUND` holds up at
-    its beginning and at its end."""
+    """Return the seconds of a step alone, of a step beside a save, of a synchronous save, and of the beginning and the
+    finish of each asynchronous save of `IN_BACKGROUND`.
+    """
     found: dict[str, list[float]] = defaultdict(list)
     number = 0
 

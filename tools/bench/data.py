@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def measured(folder: Path, kind: str, rows: int, repeats: int) -> Iterator[Row]:
-    """The rows of a kind of file."""
+    """Yield the rows of the table for one kind of file."""
     few = on_ranks(RANKS, on_rank, str(folder), f"{rows // 10}.{kind}")
     runs = [on_ranks(RANKS, on_rank, str(folder), f"{rows}.{kind}") for _ in range(repeats)]
     found = {name: statistics.median(run[name] for run in runs) for name in few}
@@ -72,14 +72,14 @@ def measured(folder: Path, kind: str, rows: int, repeats: int) -> Iterator[Row]:
 
 
 def loaded(file: Path) -> None:
-    """One line after the other."""
+    """Parse a file line by line with json.loads, the baseline."""
     with open(file, "rb") as lines:
         for line in lines:
             json.loads(line)
 
 
 def on_rank(rank: int, folder: str, file: str) -> dict[str, float]:
-    """Seconds of the start, of a step and of its tokenisation alone, and bytes of memory; of the fullest rank."""
+    """Return the seconds of the start, of a step and of its tokenization alone, and the memory of the largest rank."""
     exchange = Exchange(dist.group.WORLD)
     tokenizer = load_tokenizer(folder)
     sections = {
@@ -111,7 +111,7 @@ def on_rank(rank: int, folder: str, file: str) -> dict[str, float]:
 
 
 def records(rows: int) -> Iterator[list[dict[str, Any]]]:
-    """Some at a time."""
+    """Yield the records in batches."""
     choose = random.Random(0)
     sentences = [" ".join(choose.choices(WORDS, k=26)) for _ in range(1000)]
     for start in range(0, rows, ROWS_AT_ONCE):
@@ -122,7 +122,7 @@ def records(rows: int) -> Iterator[list[dict[str, Any]]]:
 
 
 def write(folder: Path, rows: int) -> None:
-    """The same records as a file of each kind."""
+    """Write the same records as a file of each kind."""
     schema = pyarrow.schema({name: pyarrow.string() for name in ("prompt", "label", "source")})
     plain = folder / f"{rows}.jsonl"
     with open(plain, "w") as lines, pyarrow.parquet.ParquetWriter(folder / f"{rows}.parquet", schema) as table:
@@ -134,7 +134,7 @@ def write(folder: Path, rows: int) -> None:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """A byte-level BPE."""
+    """Write a byte-level BPE tokenizer."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()

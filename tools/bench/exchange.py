@@ -29,7 +29,7 @@ LONGEST, TENSOR, FACTOR = 1024, 2, 1.1
 
 
 def make_rows(num_rows: int, rank: int) -> Rows:
-    """Rows of log-normal lengths, those of a prompt on one rank."""
+    """Return rows of log-normal lengths; the rows of a prompt are on one rank."""
     torch.manual_seed(rank)
     prompts = torch.full((num_rows,), 64)
     responses = (400 * (0.6 * torch.randn(num_rows)).exp()).clamp(1, LONGEST).long()
@@ -41,7 +41,7 @@ def make_rows(num_rows: int, rank: int) -> Rows:
 
 
 def exchange_rows(exchange: Exchange, rows: Rows) -> int:
-    """There with tokens, back with values; bytes of the rows that were here already."""
+    """Send rows with their tokens, return values, and give the bytes of the rows that stayed on this rank."""
     layout = Layout(tuple(range(exchange.world_size)), tensor=TENSOR)
     rows, table, sources = exchange.table(rows)
     shards = balanced_partitions(table.total_lengths(), layout.data)
@@ -58,13 +58,13 @@ def exchange_rows(exchange: Exchange, rows: Rows) -> int:
 
 
 def written_bytes() -> int:
-    """By this process since its start."""
+    """Return the bytes that this process has written since its start."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("wchar")).split()[1])
 
 
 def measure(rank: int, num_rows: int, repeats: int) -> tuple[float, float]:
-    """On one rank: bytes per exchange, the mean of all ranks, and the median of its seconds."""
+    """Return the mean bytes per exchange over all ranks, and this rank's median seconds."""
     exchange, rows = Exchange(dist.group.WORLD), make_rows(num_rows, rank)
     kept = exchange_rows(exchange, rows)
     before = written_bytes()

@@ -30,7 +30,7 @@ Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 def loop_gae(
     rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: float, lam: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """GAE token by token from the last to the first, each step for all rows at once, as public trainers have it.
+    """Compute GAE token by token from the last to the first, each step for all rows at once, as public trainers do.
 
     Source: the arithmetic of verl's compute_gae_advantage_return, without its whitening.
     """
@@ -47,7 +47,7 @@ def loop_gae(
 
 
 def masks(rows: int, tokens: int) -> dict[str, torch.Tensor]:
-    """Response masks [rows, tokens]: of lengths drawn evenly, and the same with a fifth of the tokens masked out."""
+    """Return response masks [rows, tokens]: uniform lengths, and the same with a fifth of the tokens masked out."""
     prefix = torch.arange(tokens) < torch.randint(1, tokens + 1, (rows, 1))
     return {"prefix": prefix.float(), "holes": (prefix & (torch.rand(rows, tokens) < 0.8)).float()}
 

@@ -34,7 +34,7 @@ ALLOWED_SECONDS, ALLOWED_GROUPS = 5, 20
 
 
 def layouts(world_size: int) -> dict[str, Layout]:
-    """A dense actor with its reference, and a critic that is laid out otherwise."""
+    """Return the layouts of a dense actor, its reference, and a critic with a different layout."""
     ranks = tuple(range(world_size))
     large = world_size >= 1024
     actor = Layout(ranks, tensor=8, pipeline=8, context=2) if large else Layout(ranks, tensor=2, pipeline=2, context=2)
@@ -43,7 +43,7 @@ def layouts(world_size: int) -> dict[str, Layout]:
 
 
 def own_groups(world_size: int) -> dict[str, dist.ProcessGroup]:
-    """All groups of this rank, by name."""
+    """Return all groups of this rank, by name."""
     made = build_groups(layouts(world_size), seed=0)
     groups = chain.from_iterable(component._groups() for component in made.values() if component.member)
     return {group.group_name: group for group in [*groups, dist.group.WORLD]}
@@ -68,7 +68,7 @@ def simulate(args: argparse.Namespace) -> list[Row]:
 
 
 def sum_up(rank: int, world_size: int) -> tuple[float, int]:
-    """On one real rank: seconds of making its groups, in each of which it then sums numbers up, and their number."""
+    """Create this rank's groups and all-reduce in each; return the seconds of their creation and their number."""
     made: dict[str, dist.ProcessGroup] = {}
     took = seconds(lambda: made.update(own_groups(world_size)))
     for _, group in sorted(made.items(), key=lambda one: int(one[0])):  # in the same order on all ranks

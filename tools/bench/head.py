@@ -37,7 +37,7 @@ VOCABULARY, HIDDEN, ROWS, PROMPT, RESPONSE = 151_936, 768, 16, 384, 128
 
 
 def make_pack() -> PackedBatch:
-    """Random rows, one after the other."""
+    """Return a pack of random rows."""
     prompts, responses = torch.full((ROWS,), PROMPT), torch.full((ROWS,), RESPONSE)
     tokens = torch.randint(VOCABULARY, (ROWS * (PROMPT + RESPONSE),))
     fields = {"response_mask": torch.ones(ROWS, RESPONSE)}
@@ -46,7 +46,7 @@ def make_pack() -> PackedBatch:
 
 
 class Head:
-    """A policy's head, and what it reads."""
+    """A policy's head with its inputs."""
 
     def __init__(self) -> None:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -57,14 +57,14 @@ class Head:
         self.head = policy_head(lambda: self.weight, dist.group.WORLD, VOCABULARY, 1.0)
 
     def passes(self) -> None:
-        """Forward and backward."""
+        """Run a forward and a backward pass."""
         self.output.grad = None
         outputs = self.head(self.output, self.packed)
         (outputs["log_probs"].sum() - 0.01 * outputs["entropy"].sum()).backward()
 
 
 class Products:
-    """By torch.mm, as many words at a time as fit 64 MiB."""
+    """The matrix products by torch.mm, in chunks of the vocabulary that fit into 64 MiB."""
 
     def __init__(self, head: Head) -> None:
         self.hidden, self.weight = head.output.detach()[0, head.packed.predictors], head.weight.detach()
@@ -81,7 +81,7 @@ class Products:
 
 
 def measure(repeats: int) -> list[Row]:
-    """Memory of the first passes, and time of more."""
+    """Measure the memory of the first passes and the time of the later ones."""
     head = Head()
     memory = PeakMemory()
     head.passes()

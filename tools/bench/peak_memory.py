@@ -12,14 +12,14 @@ MEMORY = ("RssAnon:", "RssShmem:")
 
 
 class PeakMemory:
-    """Samples this process's own memory on a thread, from construction on."""
+    """Sample this process's private memory on a thread, from construction on."""
 
     def __init__(self) -> None:
         self.baseline = self.peak = own_memory()
         threading.Thread(target=self._sample, daemon=True).start()
 
     def take(self) -> int:
-        """Bytes above the baseline at the peak since the last call."""
+        """Return the peak above the baseline since the last call, in bytes."""
         peak, self.peak = max(self.peak, own_memory()), 0
         return peak - self.baseline
 
@@ -30,12 +30,12 @@ class PeakMemory:
 
 
 def bytes_read() -> int:
-    """By this process so far, whether from a disk or from what the system has kept of it."""
+    """Return the bytes that this process has read so far, from disk or from the page cache."""
     with open("/proc/self/io") as counts:
         return next(int(line.split()[1]) for line in counts if line.startswith("rchar:"))
 
 
 def own_memory() -> int:
-    """Bytes of private and shared anonymous memory of this process that are in RAM."""
+    """Return the bytes of private and shared anonymous memory of this process that are in RAM."""
     with open("/proc/self/status") as status:
         return sum(int(line.split()[1]) * 1024 for line in status if line.startswith(MEMORY))

@@ -30,7 +30,7 @@ BAR = "at most 1.3"
 
 
 def score(pool: RewardPool, rows: list[signatures.Row], together: int) -> None:
-    """All rows, so many of which are added together."""
+    """Score all rows, adding `together` of them at a time."""
     scoring = pool.begin()
     for start in range(0, len(rows), together):
         scoring.add(rows[start : start + together])

@@ -53,7 +53,7 @@ Prompts = Sequence[tuple[int, list[int]]]
 
 
 class Ours:
-    """The ranks of a run that own engines."""
+    """Rollouts by the ranks of a run that own engines."""
 
     def __init__(self, clients: Sequence[EngineClient], prompts: Prompts, params: SamplingParams):
         self.clients, self.prompts, self.params = clients, prompts, params
@@ -83,7 +83,7 @@ class Ours:
 
 
 class Theirs:
-    """SGLang's benchmark of servers."""
+    """Rollouts by SGLang's serving benchmark."""
 
     def __init__(self, engines: Sequence[Engine], prompts: Prompts, params: SamplingParams):
         self.engines, self.prompts, self.params = engines, prompts, params

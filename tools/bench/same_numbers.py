@@ -138,7 +138,7 @@ def settings(folder: Path) -> dict:
 
 
 def merged(*parts: dict) -> dict:
-    """Nested mappings, later ones first."""
+    """Merge nested mappings; later ones override."""
     whole: dict = {}
     for part in parts:
         for key, value in part.items():
@@ -147,7 +147,7 @@ def merged(*parts: dict) -> dict:
 
 
 def cases(folder: Path) -> Iterator[tuple[str, Config]]:
-    """Every method in every layout."""
+    """Yield every method in every layout."""
     for layout, placed in LAYOUTS.items():
         for method, changes in METHODS.items():
             keys = merged(settings(folder), placed, changes)
@@ -160,7 +160,7 @@ def cases(folder: Path) -> Iterator[tuple[str, Config]]:
 
 
 class FixedPrompts:
-    """The same prompts for each step."""
+    """Data set that gives the same prompts for each step."""
 
     def batch(self, num_drawn: int, rank: int = 0, world_size: int = 1) -> list[Prompt]:
         generator = torch.Generator().manual_seed(100 + num_drawn // PROMPTS)
@@ -173,7 +173,7 @@ class FixedPrompts:
 
 
 class FixedResponses(Responses):
-    """Responses with scores, so many for each sample, that depend on its tokens alone."""
+    """Responses with a fixed number of scores per sample, which depend on its tokens alone."""
 
     def __init__(self, prompts: Sequence[Prompt], num_scores: int):
         super().__init__(prompts, None, None)
@@ -185,7 +185,7 @@ class FixedResponses(Responses):
 
 
 class FixedRollouts(Rollouts):
-    """Samples and scores that depend on the prompts alone, all at rank 0, whose engine wrote them."""
+    """Samples and scores that depend on the prompts alone, all on rank 0, which owns the engine."""
 
     def sample(self, prompts: Sequence[Prompt], n: int, *_: object, quota: None = None) -> Responses:
         responses = FixedResponses(prompts, 1 + self.config.algorithm.method.needs_score_components)
@@ -202,7 +202,7 @@ class FixedRollouts(Rollouts):
 
 
 def build(config: Config) -> Run:
-    """A run without engines, checkpoints and files."""
+    """Build a run without engines, checkpoints and files."""
     exchange, observer = Exchange(dist.group.WORLD), NullObserver()
     components, world_size = components_of(config), dist.get_world_size()
     # Not by plan_run: tests set keys that nothing reads, such as the offload of a model that only some cases have.
@@ -221,7 +221,10 @@ def build(config: Config) -> Run:
 
 
 def numbers_of(config: Config) -> dict[str, object]:
-    """Metrics of the steps by `step/name`, and of each trained weight [sum, norm, hash]; of the ranks that know."""
+    """Return the steps' metrics as `step/name`, and [sum, norm, hash] of each trained weight.
+
+    Only the ranks that have them return them.
+    """
     run = build(config)
     found: dict[str, object] = {}
     for step in range(1, STEPS + 1):
@@ -265,7 +268,7 @@ def rank_main(rank: int, folder: str, names: Sequence[str]) -> None:
 
 
 def measure(only: str) -> dict[str, dict]:
-    """The numbers of every case whose name holds `only`."""
+    """Return the numbers of every case whose name contains `only`."""
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder))
         names = [name for name, _ in cases(Path(folder)) if only in name]
@@ -299,7 +302,7 @@ def write_model(folder: Path) -> None:
 
 
 def difference(before: object, after: object) -> float:
-    """0 when they are equal to the bit; else relative to the larger, or absolute below 1."""
+    """Return 0 for bitwise equality; else the difference relative to the larger value, or absolute below 1."""
     if before == after:
         return 0.0
     if before is None or after is None:
@@ -311,7 +314,7 @@ def difference(before: object, after: object) -> float:
 
 
 def compare(before: dict[str, dict], after: dict[str, dict]) -> int:
-    """Print what differs of what was recorded; 1 if anything does by more than TOLERANCE."""
+    """Print the differences from the recorded numbers; return 1 if any is larger than TOLERANCE."""
     worst = {}
     for name, one in before.items():
         other = after.get(name, {})

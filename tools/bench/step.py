@@ -60,10 +60,10 @@ LARGER = {
 
 
 def steps_of(config: Path, output: Path, *overrides: str, **variables: str) -> list[Mapping[str, float]]:
-    """The metrics of a run's steps, without the first.
+    """Return the metrics of a run's steps, without the first.
 
     Args:
-        variables: of the environment.
+        variables: environment variables of the run.
     """
     changes = (f"trainer.output_dir={output}", "trainer.eval_interval=0", "trainer.export_hf=false", *overrides)
     torchrun = ["-m", "megappo.torchrun", "--standalone", "--nproc-per-node", str(RANKS)]
@@ -78,7 +78,7 @@ def steps_of(config: Path, output: Path, *overrides: str, **variables: str) -> l
 
 
 def quickstart(folder: Path, steps: int) -> Row:
-    """The share that is not the models' and engines'."""
+    """Measure the share of a step outside models and engines."""
     make = [sys.executable, "tools/make_quickstart.py", "--output", folder, "--force"]
     subprocess.run(make, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
     paths = (f"model.path={folder}/model", f"data.train_files={folder}/train.jsonl", "data.val_files=[]")
@@ -92,7 +92,7 @@ def quickstart(folder: Path, steps: int) -> Row:
 
 
 def larger(folder: Path, steps: int) -> Row:
-    """The share of its matrix products."""
+    """Measure the share of a step that the matrix products would take at peak rate."""
     write_qwen2(folder / "model")
     write_words(folder)
     config = folder / "config.yaml"
@@ -115,7 +115,7 @@ def larger(folder: Path, steps: int) -> Row:
 
 
 def rate(rank: int) -> float:
-    """Operations a second of all ranks, as many on each as on this one."""
+    """Return the operations per second of all ranks, assuming that each does as many as this one."""
     matrix, product = torch.rand(SIDE, SIDE), torch.empty(SIDE, SIDE)
     took, end = [], time.perf_counter() + RATE_SECONDS
     while time.perf_counter() < end:
@@ -124,7 +124,7 @@ def rate(rank: int) -> float:
 
 
 def write_words(folder: Path) -> None:
-    """A tokenizer of digits and of words without meaning, and prompts of digits."""
+    """Write a tokenizer of digits and meaningless words, and prompts of digits."""
     words = {"<eos>": 0, **{str(digit): 1 + digit for digit in range(10)}}
     words |= {f"w{i}": i for i in range(len(words), VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="0"))

@@ -65,7 +65,7 @@ def parser_of(description: str, repeats: int = 5) -> argparse.ArgumentParser:
 
 
 def check_keeps_memory() -> None:
-    """Exit unless this is a rank of megappo.torchrun's, or like one, which takes memory again that it has freed."""
+    """Exit unless this process keeps freed memory for reuse, as the ranks of megappo.torchrun do."""
     if not platform.KEPT_MEMORY.keys() <= os.environ.keys():
         raise SystemExit(
             "start it under megappo.torchrun, whose ranks keep the memory that they have freed; where there are GPUs, "
@@ -74,14 +74,14 @@ def check_keeps_memory() -> None:
 
 
 def report(rows: Sequence[Row], file: Path | None) -> None:
-    """Print rows; write them as JSON, too, where a file is given."""
+    """Print rows; also write them as JSON if a file is given."""
     print(markdown(rows))
     if file is not None:
         file.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
 
 
 def medians(actions: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Median seconds of each, called in turn, after a call of each that does not count."""
+    """Return the median seconds of each function, called in turn after one warm-up call of each."""
     found: dict[str, list[float]] = {name: [] for name in actions}
     for repeat in range(repeats + 1):
         for name, action in actions.items():
@@ -110,7 +110,7 @@ def _rank(rank: int, world_size: int, folder: str, function: Callable[..., Any],
 
 
 def write_llama(folder: Path, parameters: float, *, hidden: int, vocabulary: int) -> None:
-    """A random fp32 Llama of about so many parameters, embeddings and head included."""
+    """Write a random fp32 Llama of about so many parameters, embeddings and head included."""
     # Here, as it takes seconds, and its import may want preparation that not all benchmarks do.
     from transformers import AutoConfig
 
@@ -130,7 +130,7 @@ def write_llama(folder: Path, parameters: float, *, hidden: int, vocabulary: int
 
 
 def write_qwen2(folder: Path) -> None:
-    """A random fp32 Qwen2 of 110M parameters, with a tied head."""
+    """Write a random fp32 Qwen2 of 110M parameters, with a tied head."""
     from transformers import AutoConfig
 
     config = AutoConfig.for_model(
@@ -156,7 +156,7 @@ def _write(config: Any, folder: Path) -> None:
 
 
 def seconds(action: Callable[[], object]) -> float:
-    """That it takes."""
+    """Return the seconds that a call takes."""
     start = time.perf_counter()
     action()
     return time.perf_counter() - start

@@ -82,7 +82,7 @@ SETTINGS = {
 
 
 def make_rows(*, copies: int = 1, stretched: int = 1) -> Rows:
-    """Random rows with what the policy's loss reads: so many times as many, so many times as long."""
+    """Return random rows with all inputs of the policy's loss, scaled in number and in length."""
     generator = torch.Generator().manual_seed(0)
     prompts, responses = (stretched * torch.tensor(lengths * copies) for lengths in (PROMPTS, RESPONSES))
     mask = (torch.arange(int(responses.max())) < responses[:, None]).float()
@@ -100,7 +100,7 @@ def loss_of(rows: Rows, config: Config) -> LossFn:
 
 
 class HuggingFace:
-    """An update of a padded batch as one writes it with transformers and torch alone."""
+    """Update of a padded batch as one writes it with transformers and torch alone."""
 
     def __init__(self, folder: Path, config: Config, rows: Rows):
         self.rows, self.loss_fn, optim = rows, loss_of(rows, config), config.actor.optim
@@ -132,13 +132,13 @@ class HuggingFace:
 
 @cache
 def hugging_face_here(folder: Path, threads: int) -> HuggingFace:
-    """That of this process."""
+    """Return this process's Hugging Face model and optimizer, built once."""
     torch.set_num_threads(threads)
     return HuggingFace(folder, config_of(folder), make_rows())
 
 
 def update_here(folder: Path, threads: int) -> None:
-    """An update of it."""
+    """Run one Hugging Face update in this process."""
     hugging_face_here(folder, threads).update()
 
 
@@ -166,7 +166,7 @@ class Product:
 
 
 class Products:
-    """All products of the model."""
+    """All matrix products of the model."""
 
     def __init__(self, rows: Rows):
         tokens, predicting = len(rows.input_ids), int(rows.response_mask.sum())
@@ -191,14 +191,14 @@ def config_of(folder: Path) -> Config:
 
 
 def make_engine(config: Config) -> TrainedEngine:
-    """The actor of a run that has no other component."""
+    """Return the actor of a run that has no other component."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     engines, _ = build_engines(config, components_of(config), build_groups({"actor": Layout((0,))}, seed=0))
     return engines["actor"]
 
 
 def hugging_face(folder: Path, threads: int) -> Callable[[], object]:
-    """Its update, in a process of its own."""
+    """Return a function that runs Hugging Face's update in a process of its own."""
     for name in platform.KEPT_MEMORY:
         del os.environ[name]
     process = ProcessPoolExecutor(1, get_context("spawn"))
@@ -225,7 +225,7 @@ def make_actions(folder: Path, threads: int) -> dict[str, Callable[[], object]]:
 
 
 def compare(actions: dict[str, Callable[[], object]], repeats: int) -> list[Row]:
-    """Shares of the products' rate, and how many times as fast as Hugging Face's the update is."""
+    """Return the shares of the products' rate, and the update's speedup over Hugging Face."""
     took = medians(actions, repeats)
     update, hugging_face = took["update"], took["Hugging Face's update"]
     return [

@@ -61,7 +61,7 @@ CONFIG = {
 
 
 def make_model(folder: Path, megabytes: int, dtype: str, tied: bool) -> None:
-    """A random Hugging Face folder of about `megabytes` in safetensors of 128 MiB, an even number of layers."""
+    """Write a random Hugging Face folder of about `megabytes`, in files of 128 MiB, with an even number of layers."""
 
     def of_layers(number: int) -> Architecture:
         return parse(CONFIG | {"tie_word_embeddings": tied, "num_hidden_layers": number}, folder)
@@ -77,12 +77,12 @@ def make_model(folder: Path, megabytes: int, dtype: str, tied: bool) -> None:
 
 
 def bytes_of(architecture: Architecture, dtype: str) -> int:
-    """Bytes of all tensors of the model."""
+    """Return the bytes of all tensors of the model."""
     return sum(map(prod, hf_shapes(architecture).values())) * DTYPES[dtype].nbytes
 
 
 def measure(args: argparse.Namespace) -> None:
-    """On each rank: load, export, and write down what it took."""
+    """Load and export the model on each rank, and write the measurements to a file."""
     tensor, pipeline = layout_of(args.layouts[0])
     world = World(Parallel(tensor=tensor, pipeline=pipeline, sequence=tensor > 1))
     architecture = read_architecture(args.folder)
@@ -98,13 +98,13 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def layout_of(text: str) -> tuple[int, int]:
-    """(tensor, pipeline) of `2x1`."""
+    """Parse `2x1` as (tensor, pipeline)."""
     tensor, pipeline = map(int, text.split("x"))
     return tensor, pipeline
 
 
 def row(args: argparse.Namespace, folder: Path, layout: str, dtype: str) -> tuple[str, bool]:
-    """A line of the table, and whether every rank kept below its bar."""
+    """Return a line of the table, and True if every rank kept below its bar."""
     ranks = prod(layout_of(layout))
     report, output = folder.with_name("report.json"), folder.with_name("exported")
     arguments = ("--layouts", layout, "--dtypes", dtype, "--bucket-mib", args.bucket_mib)
@@ -123,7 +123,7 @@ def row(args: argparse.Namespace, folder: Path, layout: str, dtype: str) -> tupl
 
 
 def table(args: argparse.Namespace) -> int:
-    """Print a line for each dtype and layout; 1 when a rank went over its bar."""
+    """Print a line for each dtype and layout; return 1 if a rank went over its bar."""
     print(f"MiB, buckets of {args.bucket_mib}; sampled every millisecond; the worst rank of each layout")
     print("tensor x pipeline  dtype      ranks         S     share       bar   loading exporting")
     all_held = True
@@ -140,7 +140,7 @@ def table(args: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """The table, or the part of one rank in it."""
+    """Print the table, or measure as one of its ranks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--megabytes", type=int, default=500, help="size of the model's files, about; at least two layers (default 500)"

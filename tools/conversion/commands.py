@@ -96,7 +96,7 @@ def reshard_folder(args: argparse.Namespace, world: World) -> None:
 
 @dataclass(frozen=True)
 class MegatronFolder:
-    """A component's folder, and the model in it."""
+    """A component's folder, with the architecture and metadata of its model."""
 
     folder: Path
     config_folder: Path

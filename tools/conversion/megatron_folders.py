@@ -91,7 +91,7 @@ def _compared_shape(shape: tuple[int, ...], name: str, rows: int | None) -> tupl
 
 
 def _rows_of_vocabulary(args: argparse.Namespace, folders: dict[Path, ComponentInfo], names: list[str]) -> int | None:
-    """Rows of the vocabulary without padding; None if it is not known, and makes no difference."""
+    """Return the rows of the vocabulary without padding; None if unknown and irrelevant."""
     configs = [path for path in (args.hf_config, *folders) if path and (path / CONFIG_FILE).is_file()]
     if configs:
         return read_architecture(configs[0], head="value").vocab_size

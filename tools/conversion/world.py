@@ -31,7 +31,7 @@ _M_MMAP_THRESHOLD = -3  # of malloc.h
 
 
 class UsageError(Exception):
-    """A command that cannot work as it was given."""
+    """Raised for a command that cannot work with its arguments."""
 
 
 def parallel_of(args: argparse.Namespace) -> Parallel:
