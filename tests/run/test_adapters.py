@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(300)
 
 @pytest.fixture(scope="module")
 def adapted(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a finished run."""
+    """Return the folder of a finished run."""
     run = tmp_path_factory.mktemp("adapted") / "run"
     options = (f"trainer.output_dir={run}", f"trainer.record_rollouts={run / 'record'}")
     with Program(run.parent, config, *options, *LORA, *OTHERS) as program:
@@ -68,7 +68,7 @@ def test_an_engine_elsewhere_gets_adapters_through_a_folder(transport, adapted, 
 
 @pytest.mark.slow
 def test_a_run_goes_on_from_its_adapters_as_if_it_had_not_ended(adapted, config, folder):
-    """On the rollouts of the run that did not."""
+    """The resumed run trains on the recorded rollouts of the uninterrupted one."""
     run, replay = folder / "run", f"trainer.replay_rollouts={adapted / 'record'}"
     arguments = (
         config,

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(600)
 
 
 def refused(folder: Path, config: Path, *overrides: str, environment: dict[str, str] | None = None) -> list[str]:
-    """The last lines of a run that is refused, from its one error on."""
+    """Return the last lines of a run that is refused, from its only error on."""
     arguments = [f"trainer.output_dir={folder / 'run'}", *overrides]
     with Program(folder, config, *arguments, environment=environment) as program:
         assert program.wait(END_SECONDS) in (1, 2)
@@ -37,13 +37,13 @@ def refused(folder: Path, config: Path, *overrides: str, environment: dict[str, 
 
 
 def without(package: str, folder: Path) -> dict[str, str]:
-    """The environment of processes that find no such package."""
+    """Return an environment whose processes cannot import a package."""
     (folder / "sitecustomize.py").write_text(WITHOUT.format(package))
     return {"PYTHONPATH": str(folder)}
 
 
 def alone(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """megappo.train without torchrun."""
+    """Run megappo.train without torchrun."""
     command = [sys.executable, "-m", "megappo.train", *map(str, arguments)]
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
 

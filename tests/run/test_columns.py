@@ -1,5 +1,7 @@
-"""A run on verl's data with a reward function of verl's form: each row's fields reach its score, and one that fails on
-a record does so for this alone."""
+"""A run on verl's data with a reward function of verl's signature.
+
+It gets each row's fields, and a failure on one record affects that record only.
+"""
 
 import json
 import shutil

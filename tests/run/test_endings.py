@@ -45,12 +45,12 @@ ENDLESS = ("trainer.total_steps=100000", "trainer.eval_interval=0", "trainer.sav
 
 
 def errors(output: str) -> list[str]:
-    """The lines that begin an error's message."""
+    """Return the lines that begin an error message."""
     return [line for line in output.splitlines() if line.startswith("error")]
 
 
 def outside() -> str:
-    """An address of this machine that is not loopback, or loopback where it has no other."""
+    """Return an address of this machine other than loopback, or loopback if there is none."""
     found = [a.address for addresses in psutil.net_if_addrs().values() for a in addresses if a.family == AF_INET]
     return max(found, key=lambda address: not address.startswith("127."))
 

@@ -28,7 +28,7 @@ def scheduler(owner: psutil.Process) -> psutil.Process:
 
 
 def harmed(folder: Path, config: Path, *arguments: str, harm: Callable[[psutil.Process], None]) -> list[dict]:
-    """The steps of a run whose first engine meets harm in the third rollout."""
+    """Return the steps of a run whose first engine is harmed in the third rollout."""
     run = folder / "run"
     with Program(folder, config, f"trainer.output_dir={run}", *ONE_BY_ONE, *arguments) as program:
         program.wait_until(lambda: " 2/4" in program.output)
@@ -89,7 +89,7 @@ def stop_server(owner: psutil.Process) -> None:
 
 
 def stop_keeper(owner: psutil.Process) -> None:
-    """The server fails, and its keeper cannot see to it."""
+    """The server fails while its keeper is stopped and cannot react."""
     server = scheduler(owner).parent()
     server.parent().send_signal(signal.SIGSTOP)
     server.send_signal(signal.SIGSTOP)
@@ -143,7 +143,7 @@ HANGS_AFTER = "rollout.server_args.watchdog_timeout=15"
 
 
 def harmful(folder: Path, when: str, harm: str) -> str:
-    """An extension by which the first engine meets harm."""
+    """Write an extension that harms the first engine."""
     (folder / "harm.py").write_text(OUTSIDE.format(**{"call": 3, "seconds": 0} | WHEN[when], harm=harm))
     return f"trainer.extensions={folder / 'harm.py'}"
 

@@ -34,7 +34,7 @@ class Sevens:
 
 @pytest.fixture
 def settings(config: Path, folder: Path) -> list[str]:
-    """Settings of a recorded run of episodes."""
+    """Return the settings of a recorded run of episodes."""
     model = folder / "model"
     shutil.copytree(config.parent / "model", model)
     values = json.loads((model / "config.json").read_text())
@@ -57,9 +57,9 @@ def settings(config: Path, folder: Path) -> list[str]:
 
 
 def test_trainer_and_engine_agree_about_every_token_of_five_turns(config: Path, folder: Path, settings: list[str]):
-    """Prompts, masks and rewards of the record are equal to those computed without the program.
+    """Prompts, masks and rewards of the record equal those computed independently of the program.
 
-    One data set is played otherwise, and one has single responses.
+    One data set has another environment, and one has single responses.
     """
     adaptive = "algorithm.kl_ctrl={type: adaptive, kl_coef: 0.1, target_kl: 0.1, horizon: 64}"
     (folder / "short.py").write_text(ENVIRONMENT.replace("self.turns == 5", "self.turns == 2"))

@@ -1,4 +1,4 @@
-"""A checkpoint, and a Hugging Face folder, evaluated by the command."""
+"""Evaluate a checkpoint and a Hugging Face folder by tools/evaluate.py."""
 
 import json
 import os
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(600)
 
 
 def evaluated(source: Path, config: Path, folder: Path, *arguments: str) -> dict:
-    """Return what the evaluation writes; the run's own files stay as they were."""
+    """Run the evaluation and return its evaluation.json; the run's own files must not change."""
     before = {path: path.read_bytes() for path in source.parents[1].rglob("metrics.jsonl")}
     own = folder / "out" / "evaluations" / source.name
     command, words = (sys.executable, EVALUATE), (source, config, f"--output={folder / 'out'}", *arguments)
@@ -51,9 +51,9 @@ def responses(folder: Path) -> list[dict]:
 
 
 def test_a_checkpoint_is_evaluated_as_the_run_did(config, run, folder):
-    """Greedily: by the actor alone, from the checkpoint's weights, not from the model that training started from.
+    """Greedy evaluation needs only the actor, with the checkpoint's weights and not those that training started from.
 
-    And a game is played, in which that run had no part: a turn that ends is worth its length.
+    A game that was no part of the run is played, too: its score is the length of the turn that ends it.
     """
     (folder / "game.py").write_text(GAME)
     game = {"files": str(config.parent / "held_out.jsonl"), "environment": f"{folder / 'game.py'}:Game"}
@@ -83,7 +83,7 @@ def test_a_hugging_face_folder_is_evaluated_as_the_run_did(config, run, folder):
 
 @pytest.mark.slow  # two starts of an engine
 def test_servers_get_the_model_that_is_evaluated(config, run, folder):
-    """They have held another one."""
+    """The servers have held another model before."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     model = config.parent / "model"

@@ -1,6 +1,6 @@
-"""One of each kind that a person may add, in one file of trainer.extensions, takes part in a run started as users do.
+"""One of each kind of extension, in one file of trainer.extensions, takes part in a run started as users do.
 
-The family is one that SGLang serves and this program does not know; the reward is a function's file of its own.
+The family is one that SGLang serves and this program does not know; the reward function is in a file of its own.
 """
 
 import json
@@ -89,7 +89,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def family_folder(folder: Path, like: Path) -> Path:
-    """A random model of the family, with the tokenizer of another folder."""
+    """Write a random model of the family, with the tokenizer of another folder."""
     known = AutoConfig.from_pretrained(like)
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     tokens = {name: getattr(known, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
@@ -108,7 +108,7 @@ def plan(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def shows_key(process: psutil.Process) -> bool:
-    """To others on the machine, or to what it starts."""
+    """Return True if a process shows the engine's key to other users or to its children."""
     try:
         return KEY in " ".join(process.cmdline()) or KEY in process.environ().values()
     except psutil.NoSuchProcess:
@@ -116,7 +116,7 @@ def shows_key(process: psutil.Process) -> bool:
 
 
 def assert_key_is_nowhere(*files: Path) -> None:
-    """The key by which the run has spoken to its engine is in none of the files that it has left."""
+    """Check that no file of the run contains the key of its engine."""
     assert (files[0].parent / "asked_for_a_key").exists()
     assert {"config.yaml", "metrics.jsonl", "engine_0.log"} <= {file.name for file in files}
     assert not [file for file in files if KEY.encode() in file.read_bytes()]

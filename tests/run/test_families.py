@@ -1,5 +1,6 @@
-"""Two steps of the whole program for each family that SGLang serves on a CPU, of odd shapes in odd layouts, with a
-tokenizer as transformers saves it today."""
+"""Two steps of the whole program for each family that SGLang serves on a CPU, with odd shapes and odd layouts, and a
+tokenizer as transformers saves it today.
+"""
 
 import json
 from pathlib import Path
@@ -75,7 +76,7 @@ def write_prompts(file: Path) -> Path:
 
 
 def check_export(run: Path) -> None:
-    """transformers loads it, and answers greedily what the engine answered in the last evaluation."""
+    """Check that transformers loads the export and gives the engine's greedy responses of the last evaluation."""
     exported, info = AutoModelForCausalLM.from_pretrained(run / "hf_actor", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     tokenizer = load_tokenizer(str(run / "hf_actor"))

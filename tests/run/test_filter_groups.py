@@ -1,4 +1,4 @@
-"""A run that trains on groups whose scores differ alone: which prompts these are, also after it was started again."""
+"""A run that trains only on groups whose scores differ, and chooses the same prompts after a restart."""
 
 import json
 from pathlib import Path

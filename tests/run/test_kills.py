@@ -1,4 +1,4 @@
-"""A run that is killed, wherever it is: nothing of it stays behind, and nothing that it reported as saved is lost."""
+"""A run that is killed at any moment: no process stays behind, and no state that it reported as saved is lost."""
 
 import random
 import re
@@ -19,7 +19,7 @@ GONE_WITHIN = 30.0
 
 
 class Series:
-    """Runs in one folder, each going on where the one before was killed."""
+    """Runs in one folder, each resuming where the one before was killed."""
 
     def __init__(self, folder: Path, config: Path, save_interval: int):
         self.folder, self.number, self.saved = folder, 0, 0
@@ -31,7 +31,7 @@ class Series:
         return Program(self.folder / str(self.number), *self.arguments, *(more or ENDLESS))
 
     def note(self, program: Program) -> None:
-        """After a run's end: it had gone on from what was saved, and what it has saved is remembered."""
+        """Check after a run's end that it had resumed from the last save, and remember what it has saved."""
         going_on = re.search(r"^going on after step (\d+) from", program.output, re.MULTILINE)
         if going_on:
             assert int(going_on[1]) >= self.saved, program.output
@@ -46,7 +46,7 @@ class Series:
         return any((self.run / "checkpoints").glob("step_????????.partial"))
 
     def wait_for_a_save(self, program: Program) -> None:
-        """Until a save has begun; looks often, as it takes a fraction of a second."""
+        """Wait until a save has begun, with frequent polls, as it takes a fraction of a second."""
         program.wait_until(lambda: len(REPORTED.findall(program.output)) > 0)
         deadline = time.monotonic() + 60
         while not self.is_saving():
@@ -54,7 +54,7 @@ class Series:
             time.sleep(0.001)
 
     def finish(self) -> None:
-        """Two steps more, to the end."""
+        """Run two more steps, to the end."""
         total = self.saved + 2
         with self.start(f"trainer.total_steps={total}", "trainer.eval_interval=0") as program:
             assert program.wait() == 0, program.output
@@ -100,7 +100,7 @@ def test_a_rank_killed_inside_a_save(config, folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_killed_anywhere(config, folder, seed):
-    """Five kills of each, two of them inside a save."""
+    """Five kills of each kind, two of them inside a save."""
     chance = random.Random(seed)
     series = Series(folder, config, save_interval=2)
     moments = ["save", "save", "step", "step", "start"]

@@ -1,4 +1,4 @@
-"""A short run of the whole program for each method: it learns, and it is that method which ran."""
+"""A short run of the whole program for each method: it learns, and uses that method."""
 
 from pathlib import Path
 

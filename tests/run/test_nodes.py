@@ -1,7 +1,7 @@
 """Two nodes with addresses of their own, one launcher and one rank each, started as a user starts them.
 
-They train on a record, without engines, and on a CPU to the bit as one launcher with two ranks does; or with an engine
-that is on both.
+Without engines, on recorded rollouts and a CPU, they train bitwise as one launcher with two ranks does; other tests
+have an engine that spans both.
 """
 
 import fcntl
@@ -29,13 +29,13 @@ ENGINE_ON_BOTH = (
 
 
 def settings(out: Path, run: Path) -> tuple[str, ...]:
-    """The overrides of a run on `run`'s record."""
+    """Return the overrides of a run on the rollouts recorded by `run`."""
     return (f"trainer.output_dir={out}", f"trainer.replay_rollouts={run / 'record'}", "trainer.eval_interval=0")
 
 
 @pytest.fixture(scope="module")
 def alone(config, run, tmp_path_factory) -> Path:
-    """The output folder of one launcher with as many ranks: the same config, without an interruption."""
+    """Return the output folder of an uninterrupted run of the same config by one launcher with as many ranks."""
     folder = tmp_path_factory.mktemp("alone")
     with Program(folder, config, *settings(folder / "out", run)) as program:
         assert program.wait() == 0, program.output
@@ -44,7 +44,7 @@ def alone(config, run, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def nodes(network, config, folder) -> Iterator[Start]:
-    """Starts both nodes in turn, with overrides, each time with a name of its own."""
+    """Return a function that starts both nodes with overrides, each time under another name."""
     variables = {"NNODES": "2", "NPROC": "1", "MASTER_ADDR": address(0), "GLOO_SOCKET_IFNAME": INTERFACE}
     with ExitStack() as programs:
 
@@ -68,7 +68,7 @@ def nodes(network, config, folder) -> Iterator[Start]:
 
 @pytest.fixture
 def start(nodes, run, folder) -> Start:
-    """Starts both on `run`'s record, with the output folder out/."""
+    """Return a function that starts both nodes on the rollouts recorded by `run`, with the output folder out/."""
     return lambda name: nodes(name, *settings(folder / "out", run))
 
 
@@ -83,7 +83,7 @@ def outputs(nodes: list[Program]) -> str:
 
 
 def check_same(out: Path, alone: Path) -> None:
-    """Losses, gradient norms and all else that a step logs, and the weights in the end."""
+    """Compare all logged metrics and the final weights."""
     found = trained_on(out)
     assert len(found) == 10 and {"actor/pg_loss", "critic/vf_loss"} <= found[0].keys()
     assert found == trained_on(alone)
@@ -113,7 +113,7 @@ def test_terminating_one_node_ends_both_with_all_saved(start, alone, folder, ter
 
 
 def test_a_config_error_on_the_head_ends_the_other(start, folder):
-    """One that the dry run could not see: its folder is taken by somebody else since."""
+    """The dry run could not detect it: another run has locked the folder since."""
     (folder / "out").mkdir()
     nodes = start("node")
     nodes[0].wait_until(lambda: bool(nodes[0].ranks))
@@ -136,7 +136,7 @@ def test_a_cable_that_is_pulled_ends_both(start, network, folder, pulled):
 
 @pytest.mark.parametrize("transport", ["auto", "broadcast"])
 def test_an_engine_on_both_nodes_follows_the_actor(nodes, folder, transport):
-    """After the first sync its checksums are those of model.path: each part has all of its own."""
+    """After the first sync its checksums are those of model.path: each part has all of its weights."""
     words = (f"trainer.output_dir={folder / 'out'}", *ENGINE_ON_BOTH, f"rollout.sync.transport={transport}")
     both = nodes("node", *words, "trainer.total_steps=3")
     assert codes(both, 300) == [0, 0], outputs(both)

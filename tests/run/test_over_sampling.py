@@ -1,4 +1,4 @@
-"""Runs that draw more prompts than a step trains on, and train on those that are finished first."""
+"""Runs that draw more prompts than a step trains on, and train on those that finish first."""
 
 import json
 from itertools import pairwise
@@ -24,7 +24,7 @@ def f(solution_str, ground_truth):
 
 
 def settings(folder: Path, *further: str) -> list[str]:
-    """Few at once, so that most of the prompts come when there are enough."""
+    """Return settings with few concurrent requests, so that most prompts are still waiting when there are enough."""
     return [
         *(f"trainer.output_dir={folder / 'out'}", f"trainer.record_rollouts={folder / 'record'}"),
         *("trainer.eval_interval=0", f"data.train_batch_size={TAKEN}", f"data.gen_batch_size={DRAWN}"),
@@ -33,7 +33,7 @@ def settings(folder: Path, *further: str) -> list[str]:
 
 
 def drawn(config: Path, first: int, last: int) -> list[int]:
-    """The prompts from one place to another, by their positions in the data."""
+    """Return the prompts between two positions of the data."""
     given = yaml.safe_load(config.read_text())
     data = Data(train_files=(given["data"]["train_files"],), train_batch_size=DRAWN)
     dataset = PromptDataset(data.train_files, load_tokenizer(given["model"]["path"]), data, 0)
@@ -41,7 +41,7 @@ def drawn(config: Path, first: int, last: int) -> list[int]:
 
 
 def recorded(folder: Path, step: int) -> dict:
-    """The facts of a step, its scores and its number of tokens that the policy wrote."""
+    """Return a recorded step's facts, its scores and its number of response tokens."""
     with safe_open(folder / "record" / f"step_{step:08d}.safetensors", framework="pt") as file:
         facts = json.loads(file.metadata()["facts"])
         written = int(file.get_tensor("fields.response_mask").sum())

@@ -1,4 +1,4 @@
-"""Rollouts on record: trained on again without engines, written without training, and shown."""
+"""Recorded rollouts: replayed without engines, written without training, and shown."""
 
 import re
 import subprocess
@@ -28,7 +28,7 @@ def shown(*arguments: object) -> str:
 
 
 def test_a_replayed_run_is_the_same_to_the_bit(config, run, folder):
-    """As the run that sampled, though that was killed and interrupted, and resumed from its checkpoints."""
+    """The recording run was killed, interrupted and resumed from its checkpoints."""
     again = folder / "again"
     replay = (f"trainer.output_dir={again}", f"trainer.replay_rollouts={run / 'record'}", "trainer.eval_interval=0")
     with Program(folder / "program", config, *replay) as program:
@@ -62,7 +62,7 @@ def test_rollouts_without_training(config, folder):
 
 
 def check_that_it_goes_on(config: Path, folder: Path, record: Path, *settings: str) -> None:
-    """Interrupted and started again, the run writes the remaining steps, and again those with other settings."""
+    """Check that the run, interrupted and restarted, writes the remaining steps; and again with other settings."""
     kept = {path: path.stat().st_mtime_ns for path in record.iterdir()}
     with Program(folder / "again", config, *settings, "trainer.total_steps=200") as program:
         program.wait_until(lambda: (record / "step_00000004.safetensors").exists())
@@ -81,7 +81,7 @@ def check_that_it_goes_on(config: Path, folder: Path, record: Path, *settings: s
 
 
 def check_scores(path: Path, model: Path) -> int:
-    """The scores are the reward function's of the tokens; how many there are. Read with nothing of the program's."""
+    """Compare the recorded scores with the reward function's, computed from the tokens without the program's code."""
     with safe_open(path, framework="pt") as file:
         tokens, scores = file.get_tensor("tokens"), file.get_tensor("fields.scores")
         prompts, responses = file.get_tensor("prompt_lengths"), file.get_tensor("response_lengths")
@@ -94,7 +94,7 @@ def check_scores(path: Path, model: Path) -> int:
 
 
 def leave(record: Path, out: Path, step: int, masks: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Write a step's rows once more, with another mask, [rows, tokens]."""
+    """Write a recorded step again with another mask, [rows, tokens]."""
     out.mkdir(exist_ok=True)
     name = f"step_{step:08d}.safetensors"
     with RowsFile(record / name) as file:
@@ -113,7 +113,7 @@ def only(row: int, num_tokens: int) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def test_a_run_goes_on_through_steps_with_hardly_a_token_or_none(config, run, folder):
-    """As algorithm.mask_truncated leaves them: no token, one, one response, one rank's alone."""
+    """As with algorithm.mask_truncated: no token, one, one response, or one rank's only."""
     record, out = folder / "record", folder / "out"
     ways = (torch.zeros_like, only(40, 1), only(7, 6), lambda mask: mask * (torch.arange(len(mask)) >= 64)[:, None])
     for step, masks in enumerate(ways, start=1):

@@ -24,7 +24,7 @@ METHOD = ("algorithm.adv_estimator=reinforce_plus_plus", "algorithm.whiten_advan
 
 
 def plain_advantages(path: Path, model: Path) -> tuple[list[float], list[float], list[float]]:
-    """(advantages of all tokens, weights, sums of steps), from the texts alone; the record has the tokens' rewards."""
+    """Return (advantages of all tokens, weights, sums of steps) from the texts; the record has the tokens' rewards."""
     with safe_open(path, framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     prompts, responses = tensors["prompt_lengths"].tolist(), tensors["response_lengths"].tolist()

@@ -78,7 +78,7 @@ def test_the_newest_checkpoints_are_kept_and_nothing_half_written(run):
 
 
 def samples_of(run: Path, name: str) -> list[dict]:
-    """Kept of a data set's last evaluation."""
+    """Return the samples of a data set's last evaluation."""
     lines = (run / "rollouts" / "step_00000010.jsonl").read_text().splitlines()
     return [sample for sample in map(json.loads, lines) if sample["dataset"] == name]
 

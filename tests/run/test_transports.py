@@ -1,4 +1,4 @@
-"""Short runs of the whole program whose engines are not on the actor's ranks, or get their weights another way."""
+"""Short runs of the whole program whose engines are on other ranks than the actor, or use other transports."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Files that run code when something unpickles them: each makes a folder, whose absence shows that nothing did."""
+"""Files that run code when they are unpickled: each creates a folder, whose absence shows that none was."""
 
 import io
 import os
@@ -9,7 +9,7 @@ import torch
 
 
 class Bomb:
-    """Makes the folder when it is unpickled."""
+    """Object that creates a folder when it is unpickled."""
 
     def __init__(self, marker: Path):
         self.marker = marker
@@ -19,7 +19,7 @@ class Bomb:
 
 
 def bombs(marker: Path) -> dict[str, bytes]:
-    """Kind -> a file's content, as pickle and torch write it."""
+    """Return kind -> content of a file, as pickle and torch write it."""
     found = {"pickle": pickle.dumps(Bomb(marker)), "text pickle": pickle.dumps(Bomb(marker), protocol=0)}
     for kind, zipped in (("zip", True), ("legacy", False)):
         buffer = io.BytesIO()

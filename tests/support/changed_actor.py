@@ -1,4 +1,4 @@
-"""An actor whose weights are not those that an engine was started with."""
+"""An actor whose weights differ from those that an engine was started with."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ from torch import nn
 
 
 def changed_actor(checkpoint: Path, folder: Path) -> tuple[nn.Module, dict[str, Any]]:
-    """The checkpoint's model, of other weights, and the config's sections of a run in the folder that trains it."""
+    """Return the checkpoint's model with other weights, and the config's sections of a run that trains it."""
     model = hf_model(checkpoint)
     for parameter in model.parameters():
         parameter.data *= 0.9

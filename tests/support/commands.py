@@ -1,4 +1,4 @@
-"""The repository's tools, run as a user runs them."""
+"""Run the repository's tools as a user does."""
 
 import multiprocessing
 import os
@@ -31,9 +31,12 @@ def run(
     launched: bool = False,
     before: Callable[[], None] | None = None,
 ) -> Result:
-    """A tool's run. As the command with `torchrun`, and with `before`, which is called in its process first; else in
-    processes that have imported megatron-core already, as tests' ranks have: it saves seconds of each. Several ranks
-    are started by megappo.torchrun, and with `launched` a single one, too."""
+    """Run a tool.
+
+    With `torchrun`, or with `before`, which is called in the tool's process first, the tool is a new command.
+    Otherwise it is forked from a process that has already imported megatron-core, which saves seconds.
+    megappo.torchrun starts several ranks, and with `launched` a single one, too.
+    """
     if not torchrun and not launched and before is None:
         return _run_in_forks(tool, list(map(str, arguments)), ranks)
     launcher = ["-m", "megappo.torchrun", "--nproc-per-node", str(ranks)] if ranks > 1 or launched else []
@@ -67,7 +70,7 @@ def _run_in_forks(tool: Path, arguments: list[str], num_ranks: int) -> Result:
 
 
 def _code_of(ranks: list[BaseProcess]) -> int:
-    """0 when all have ended well, else that of one that failed: as torchrun does, it waits for no other then."""
+    """Return 0 if all ranks succeeded, else the code of a failed one: like torchrun, without waiting for the others."""
     deadline = time.monotonic() + TIMEOUT_SECONDS
     while running := [process for process in ranks if process.exitcode is None]:
         assert wait([process.sentinel for process in running], deadline - time.monotonic()), "it did not end"
@@ -99,7 +102,7 @@ def environment() -> dict[str, str]:
 def convert(
     command: str, source: Path, target: Path, *arguments: object, ranks: int = 1, torchrun: bool = False
 ) -> str:
-    """Standard output of a conversion that must go well."""
+    """Return the standard output of a conversion that must succeed."""
     done = run(CONVERT, command, "--input", source, "--output", target, *arguments, ranks=ranks, torchrun=torchrun)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == "", done.stderr
@@ -111,7 +114,7 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    """The same names, dtypes and bits."""
+    """Check that two sets of tensors have the same names, dtypes and bits."""
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert found[name].dtype == tensor.dtype, name
@@ -119,5 +122,5 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """All files of a folder."""
+    """Return all files of a folder with their contents."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

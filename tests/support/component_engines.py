@@ -1,4 +1,4 @@
-"""Train engines of several components: built, trained on the same rows, and read."""
+"""Train engines of several components: build them, train them on the same rows, and read their weights."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from megappo.placement.groups import build_groups
 
 
 def build(folders: dict[str, Path], cases: dict[str, Case]) -> dict[str, TrainedEngine | None]:
-    """Fresh engines of these components, None where this rank is outside."""
+    """Build new engines of these components, None where this rank is outside."""
     groups = build_groups({kind: case.layout for kind, case in cases.items()}, seed=0)
     return {
         kind: make_engine(folders[kind], case, groups[kind], kind) if groups[kind].member else None
@@ -22,7 +22,7 @@ def build(folders: dict[str, Path], cases: dict[str, Case]) -> dict[str, Trained
 
 
 def train(engines: dict[str, TrainedEngine | None], num_steps: int) -> dict[str, float]:
-    """Some optimizer steps; the last one's gradient norms and learning rates, of the engines on this rank."""
+    """Train some optimizer steps; return the last one's gradient norms and learning rates, of this rank's engines."""
     metrics: dict[str, float] = {}
     for kind, engine in engines.items():
         if engine is None:
@@ -38,7 +38,7 @@ def train(engines: dict[str, TrainedEngine | None], num_steps: int) -> dict[str,
 
 
 def weights(engines: dict[str, TrainedEngine | None], folders: dict[str, Path]) -> dict[str, torch.Tensor]:
-    """All weights of the engines on this rank, by component and Hugging Face name."""
+    """Return all weights of this rank's engines, by component and Hugging Face name."""
     return {
         f"{kind}/{name}": tensor
         for kind, engine in engines.items()

@@ -34,8 +34,10 @@ def files_of(checkpoint: Path) -> list[Path]:
 
 
 def check_one_by_one(rank: int, world_size: int, whole: Path, folder: Path) -> None:
-    """Checkpoints of steps 1 to 3 in a folder, a copy of those that are whole: each file of the newest is damaged, in
-    each way, and mended. It is named, and the one before used."""
+    """Damage each file of the newest checkpoint in each way, and repair it.
+
+    The folder has copies of the intact checkpoints of steps 1 to 3. A damaged one is named, and the one before is used.
+    """
     exchange = Exchange(dist.group.WORLD)
     for name, damage in DAMAGES.items():
         for original in files_of(whole / "step_00000003"):

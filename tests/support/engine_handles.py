@@ -1,4 +1,4 @@
-"""Engines of ranks for tests without an engine's process."""
+"""Handles of ranks' engines, for tests without an engine's process."""
 
 from collections.abc import Callable
 

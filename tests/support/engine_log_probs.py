@@ -6,7 +6,7 @@ from megappo.engines.client import EngineClient
 
 
 def engine_log_probs(client: EngineClient, sequences: Sequence[list[int]]) -> list[list[float]]:
-    """At temperature 1, for each sequence log p(token[t] | token[:t]) for t = 1, 2, ..."""
+    """Return log p(token[t] | token[:t]) of each sequence for t = 1, 2, ..., at temperature 1."""
     body = {
         "input_ids": list(sequences),
         "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},

@@ -15,7 +15,7 @@ LINE_SEPARATOR = "\u2028"
 
 
 def response(tokens: list[int], log_probs: list[float], reason: str = "stop", **more: Any) -> dict[str, Any]:
-    """SGLang's of one sequence; `more` of its end."""
+    """Return SGLang's response for one sequence; `more` are further fields of its finish reason."""
     entries = [[value, token, None] for value, token in zip(log_probs, tokens, strict=True)]
     end = {"finish_reason": {"type": reason, **more}, "completion_tokens": len(tokens)}
     return {"output_ids": tokens, "meta_info": end | {"output_token_logprobs": entries}, "text": LINE_SEPARATOR}
@@ -50,7 +50,7 @@ def _well(count: int) -> list[dict[str, Any]]:
 
 
 def _events(replies: Any) -> list[Any]:
-    """A stream of them: all begin, then they end."""
+    """Return the events of a stream: all sequences begin, then all end."""
     if not isinstance(replies, list):
         return [replies]
     begun = [WELL | {"index": i, "meta_info": {"finish_reason": None}} for i in range(len(replies))]
@@ -58,12 +58,12 @@ def _events(replies: Any) -> list[Any]:
 
 
 class EngineServer(ThreadingHTTPServer):
-    """Usable as a context manager, which serves meanwhile.
+    """The server; as a context manager, it serves inside the block.
 
     Attributes:
-        failure: of every request after `num_well` of them: of NONSENSE or LATE, or "no JSON", "crash", "hang" (of what
-            computes; "deaf": of what serves, too), "refusal", "error", "in vain".
-        before: called before each answer.
+        failure: failure of every request after the first `num_well`: a key of NONSENSE or LATE, or "no JSON", "crash",
+            "hang" (of the scheduler; "deaf": of the HTTP server, too), "refusal", "error", "in vain".
+        before: called before each response.
     """
 
     daemon_threads = True
@@ -143,4 +143,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *args: object) -> None:
-        """Nothing."""
+        """Log nothing."""

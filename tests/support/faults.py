@@ -1,4 +1,4 @@
-"""Runs to which something happens at an exact point, and which go on from what they had promised."""
+"""Runs that meet a fault at an exact point, and resume from the state that they had reported as saved."""
 
 import json
 import re
@@ -49,7 +49,7 @@ class Point:
 
 
 class Series:
-    """Runs in one output folder, each going on where the one before has ended."""
+    """Runs in one output folder, each resuming where the one before has ended."""
 
     def __init__(self, folder: Path, config: Path, *arguments: str):
         self.folder, self.out, self.number = folder, folder / "out", 0
@@ -61,7 +61,7 @@ class Series:
         return pointer.read_text().strip() if pointer.exists() else ""
 
     def begin(self, whole: Path, steps: int) -> None:
-        """As if the run that is whole had been ended after so many steps, with a checkpoint of each."""
+        """Set up the folder as if the undisturbed run had ended after so many steps, with a checkpoint of each."""
         shutil.copytree(whole, self.out, ignore=shutil.ignore_patterns("hf_actor", "report.html"))
         for checkpoint in sorted((self.out / "checkpoints").glob("step_*"))[steps:]:
             shutil.rmtree(checkpoint)
@@ -72,7 +72,10 @@ class Series:
         return Program(self.folder / str(self.number), *self.arguments, *more, environment=environment)
 
     def harm(self, point: Point, fault: str, *more: str, code: int | None = None) -> str:
-        """A run that meets a fault; its output. It ends as documented, at once, and keeps what it has promised."""
+        """Run with a fault and return the output.
+
+        The run must end as documented, at once, and keep everything that it reported as saved.
+        """
         promised, at = self.latest, json.dumps(asdict(point) | {"fault": fault})
         with self.start(f"trainer.extensions=[{AT_POINT}]", *more, environment={"AT_POINT": at}) as program:
             found = program.wait()
@@ -88,13 +91,13 @@ class Series:
         return output
 
     def check_kept(self, promised: str, output: str) -> None:
-        """A run has gone on from the newest checkpoint, and those that it has reported are there."""
+        """Check that a run has resumed from the newest checkpoint, and that all reported checkpoints exist."""
         assert "Traceback" not in output and "is damaged" not in output, output
         assert not promised or f"from {self.out}/checkpoints/{promised}\n" in output, output
         assert self.latest >= max([promised, *REPORTED.findall(output)]), output
 
     def finish(self, whole: Path | None = None) -> str:
-        """A run that nothing happens to, to the end; where another one is named, as that one has ended, to the bit."""
+        """Run undisturbed to the end; if another run is given, the final state must be bitwise equal."""
         promised = self.latest
         with self.start() as program:
             assert program.wait() == 0, program.output
@@ -105,17 +108,17 @@ class Series:
         return program.output
 
     def check_same(self, whole: Path) -> None:
-        """Both have logged the same numbers, and have the same weights, to the bit."""
+        """Check that both runs have the same logged numbers and bitwise the same weights."""
         assert numbers(self.out) == numbers(whole)
         assert_equal(tensors_of(self.out / "hf_actor"), tensors_of(whole / "hf_actor"))
 
 
 def numbers(out: Path) -> list[dict]:
-    """Each step's metrics but those of clocks."""
+    """Return each step's metrics without those of clocks."""
     return [{key: value for key, value in step.items() if not OF_ACCIDENTS.search(key)} for step in logged(out)]
 
 
 @pytest.fixture
 def series(folder: Path, config: Path, record: Path) -> Series:
-    """On the record; a checkpoint of each step."""
+    """Return a series on the recorded rollouts that saves at each step."""
     return Series(folder, config, f"trainer.replay_rollouts={record}", "trainer.save_interval=1", *ON_RECORD, *UPDATES)

@@ -9,7 +9,7 @@ KIT = REPOSITORY / "tests" / "gpu" / "kit"
 
 
 def kit_module(name: str) -> ModuleType:
-    """Import one of the kit's scripts, which are no package."""
+    """Import one of the kit's scripts, which are not in a package."""
     spec = importlib.util.spec_from_file_location(name, KIT / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

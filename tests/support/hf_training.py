@@ -77,7 +77,7 @@ class Oracle:
 
 
 class Adapted(torch.nn.Module):
-    """W -> W + alpha / rank B A, as torch parametrizes a weight."""
+    """W + alpha / rank B A in place of W, as a parametrization of torch."""
 
     def __init__(self, weight: torch.Tensor, name: str, lora: Lora):
         super().__init__()
@@ -90,7 +90,7 @@ class Adapted(torch.nn.Module):
 
 
 def adapt(model: torch.nn.Module, lora: Lora) -> dict[str, torch.nn.Parameter]:
-    """Adapters beside the matrices of Hugging Face's model, frozen itself; by PEFT's names without its prefix."""
+    """Add adapters to Hugging Face's model and freeze its weights; return them by PEFT's names without the prefix."""
     model.requires_grad_(False)
     found = {}
     for name, module in [*model.named_modules()]:
@@ -102,7 +102,7 @@ def adapt(model: torch.nn.Module, lora: Lora) -> dict[str, torch.nn.Parameter]:
 
 
 def policy_loss(outputs: ByRow, rows: Rows) -> torch.Tensor:
-    """Mean of PPO's clipped loss with dual clip and entropy bonus over the tokens of mask 1, token by token."""
+    """Return the mean of PPO's clipped loss with dual clip and entropy bonus over tokens of mask 1, token by token."""
     losses = []
     for row, log_probs in enumerate(outputs["log_probs"]):
         for t in rows.response_mask[row].nonzero().flatten().tolist():
@@ -116,7 +116,7 @@ def policy_loss(outputs: ByRow, rows: Rows) -> torch.Tensor:
 
 
 def value_loss(outputs: ByRow, rows: Rows) -> torch.Tensor:
-    """Mean of the clipped squared error over the tokens of mask 1, token by token."""
+    """Return the mean of the clipped squared error over tokens of mask 1, token by token."""
     losses = []
     for row, values in enumerate(outputs["values"]):
         for t in rows.response_mask[row].nonzero().flatten().tolist():
@@ -128,14 +128,14 @@ def value_loss(outputs: ByRow, rows: Rows) -> torch.Tensor:
 
 
 def shard_of(rows: Rows, layout: Layout) -> list[int]:
-    """This rank's rows of a mini-batch."""
+    """Return this rank's rows of a mini-batch."""
     return balanced_partitions([len(tokens) for tokens in rows.sequences], layout.data)[
         layout.shard_of(dist.get_rank())
     ]
 
 
 def assert_outputs(engine: TrainedEngine, rows: Rows, mine: list[int], expected: ByRow) -> None:
-    """An engine's outputs for this rank's rows are these."""
+    """Check an engine's outputs for this rank's rows."""
     outputs = engine.forward(rows.select(mine))
     if not outputs:
         assert not engine.is_output
@@ -189,7 +189,7 @@ def hf_train(
 
 
 def per_expert(named: dict[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
-    """Parameters by name, those of a Qwen mixture's experts apart."""
+    """Return the parameters by name, with each expert of a Qwen mixture separate."""
     found = {}
     for name, parameter in named.items():
         block, is_expert, kind = name.partition(".experts.")

@@ -64,7 +64,7 @@ def _reads(function: Any, args: tuple) -> bool:
 
 
 def _named(operation: str) -> str:
-    """With the line that called it outside torch; in a backward pass that is the one which called for the pass."""
+    """Return an operation's name with the line outside torch that called it, or that called the backward pass."""
     frames = [frame for frame in traceback.extract_stack() if "/torch/" not in frame.filename]
     caller = next(frame for frame in reversed(frames) if frame.filename != __file__)
     return f"{operation} at {caller.filename}:{caller.lineno}"

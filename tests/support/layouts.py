@@ -8,7 +8,7 @@ from megappo.placement.layout import Layout
 
 
 def parallel_of(layout: Layout, **others: Any) -> Parallel:
-    """The section that gives a layout on its ranks; `others` are the section's keys that no layout has."""
+    """Return the config section of a layout on its ranks; `others` are further keys of the section."""
     sizes = asdict(layout)
     del sizes["ranks"]
     return Parallel(**sizes, **others)

@@ -1,4 +1,4 @@
-"""Two nodes on this machine, each with a network of its own, and a switch between them."""
+"""Two nodes on this machine, each with its own network, connected by a switch."""
 
 import os
 import shutil
@@ -19,7 +19,7 @@ class Network:
         self._nodes = [f"{self._switch}-{number}" for number in NODES]
 
     def create(self) -> str:
-        """Why that is not possible here; "" when it is done."""
+        """Create the network; return the reason if that is not possible, else ""."""
         if missing := [name for name in ("ip", "nsenter", "ss", "unshare") if shutil.which(name) is None]:
             return f"{missing[0]} is not installed"
         try:
@@ -29,7 +29,7 @@ class Network:
         return ""
 
     def remove(self) -> None:
-        """The interfaces go with their namespaces."""
+        """Remove the namespaces, and with them their interfaces."""
         for name in (self._switch, *self._nodes):
             subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
 
@@ -38,17 +38,17 @@ class Network:
         return ("nsenter", f"--net=/run/netns/{self._nodes[number]}")
 
     def listening(self, number: int) -> set[str]:
-        """Addresses on which a node's processes listen for TCP."""
+        """Return the addresses on which a node's processes listen for TCP."""
         command = [*self.prefix(number), "ss", "--no-header", "--listening", "--tcp", "--numeric"]
         lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
         return {line.split()[3].rpartition(":")[0] for line in lines}
 
     def pull_cable(self, number: int) -> None:
-        """At the switch: the node keeps its address, and its routes."""
+        """Disconnect a node at the switch: it keeps its address and its routes."""
         _ip("-n", self._switch, "link", "set", f"port{number}", "down")
 
     def plug_cable(self, number: int) -> None:
-        """Again."""
+        """Connect a node again."""
         _ip("-n", self._switch, "link", "set", f"port{number}", "up")
 
     def _create(self) -> None:
@@ -75,7 +75,7 @@ def _ip(*words: str) -> None:
 
 @pytest.fixture
 def network() -> Iterator[Network]:
-    """The test is skipped where there can be none."""
+    """Yield a network; the test is skipped where none can be created."""
     network = Network()
     try:
         if refusal := network.create():

@@ -41,7 +41,7 @@ PLACE = re.compile(r"^error: (command line|run.yaml(:\d+)?): ")
 
 
 def write_run(folder: Path) -> Path:
-    """A config with its model, which has no tensors, and its data."""
+    """Write a config, its model without tensors, and its data."""
     core = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]"))
     core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>", unk_token="[UNK]").save_pretrained(
@@ -55,7 +55,7 @@ def write_run(folder: Path) -> Path:
 
 
 def start_plan(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    """The command, as a process of its own."""
+    """Run the command in a new process."""
     variables = {name: value for name, value in os.environ.items() if name != "WORLD_SIZE"}
     return subprocess.run(
         [sys.executable, "-m", "megappo.plan", *arguments],
@@ -68,7 +68,7 @@ def start_plan(folder: Path, *arguments: str, **environment: str) -> subprocess.
 
 
 def plan_here(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    """The command in this process, which has imported already what takes it a second."""
+    """Run the command in this process, which has already done its slow imports."""
     out, err = io.StringIO(), io.StringIO()
     variables = {name: value for name, value in os.environ.items() if name != "WORLD_SIZE"} | environment
     with (

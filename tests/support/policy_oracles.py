@@ -1,4 +1,4 @@
-"""The policy losses token by token in Python floats, gradients by hand, written from the papers."""
+"""Policy losses token by token in Python floats, with gradients by hand, written from the papers."""
 
 import math
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ class Inputs:
         return cls(case, log_probs, old_log_probs, case.numbers(), weights)
 
     def rows(self) -> list[list[tuple[float, float, float, float]]]:
-        """Per row, per token: (log_prob, log_ratio, advantage, weight)."""
+        """Return (log_prob, log_ratio, advantage, weight) of each token of each row."""
         rows = [[] for _ in range(self.case.shape[0])]
         for i, t in self.case.tokens():
             log_prob = float(self.log_probs[i, t])
@@ -180,7 +180,7 @@ def gmpo_row(row, config: Actor, limit: float, chosen) -> list[Token]:
 
 
 def dppo_row(row, config: Actor, limit: float, is_trusted) -> list[Token]:
-    """REINFORCE with the truncated ratio, on the tokens that `is_trusted` of (p, p_old, A, its bound)."""
+    """Return REINFORCE with the truncated ratio, on tokens where `is_trusted(p, p_old, A, bound)` holds."""
     low, high = bounds(config)
     largest = math.inf if config.clip_ratio_c is None else config.clip_ratio_c
     tokens = []
@@ -264,7 +264,7 @@ def mode_of(name: str, config: Actor, conventions: Conventions) -> str:
 
 
 def covariance_choice(inputs: Inputs, share: float, band: tuple[float, float]) -> list[list[bool]]:
-    """The tokens Clip-Cov and KL-Cov treat apart, per row in the order of its tokens."""
+    """Return the tokens that Clip-Cov and KL-Cov treat separately, per row in the order of its tokens."""
     rows = inputs.rows()
     tokens = [(i, k, a, log_prob) for i, row in enumerate(rows) for k, (log_prob, _, a, _) in enumerate(row)]
     n = len(tokens)
@@ -280,7 +280,7 @@ def covariance_choice(inputs: Inputs, share: float, band: tuple[float, float]) -
 
 
 def expected(name: str, inputs: Inputs, config: Actor, conventions: Conventions):
-    """(loss, sum of the absolute terms in it, metrics, gradient [B, R])."""
+    """Return (loss, sum of the absolute terms in it, metrics, gradient [B, R])."""
     limit = limit_of(conventions)
     chosen = [[False] * len(row) for row in inputs.rows()]
     if name == "clip_cov":
@@ -310,7 +310,7 @@ def expected(name: str, inputs: Inputs, config: Actor, conventions: Conventions)
 
 
 def configs() -> st.SearchStrategy[Actor]:
-    """Actor sections with every option that a policy loss reads."""
+    """Return actor sections with every option that a policy loss reads."""
     epsilon = st.none() | st.floats(0.05, 0.4)
     return st.builds(
         Actor,

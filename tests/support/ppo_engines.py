@@ -1,4 +1,4 @@
-"""Trained engines of tiny models and a batch to train them on, for tests of what stands above the models."""
+"""Train engines of tiny models, and a batch to train them on, for tests of the layers above the models."""
 
 import zlib
 from collections.abc import Iterator, Sequence
@@ -62,7 +62,7 @@ class Case:
 
 
 def make_config(kind: str, ppo_epochs: int = 1) -> Config:
-    """ACTOR's and CRITIC's losses in a config for one kind of engine."""
+    """Return a config for one kind of engine, with ACTOR's and CRITIC's losses."""
     epochs = {"ppo_epochs": ppo_epochs}
     return Config.model_validate(
         {
@@ -77,7 +77,7 @@ def make_config(kind: str, ppo_epochs: int = 1) -> Config:
 
 
 def make_loss(kind: str, rows: Rows) -> LossFn:
-    """The loss of one kind of engine on a mini-batch, `rows` over all shards, under ACTOR's and CRITIC's settings."""
+    """Return the loss of one kind of engine on a mini-batch; `rows` are those of all shards."""
     make = critic_loss if kind == "critic" else ActorLoss
     return make(make_config(kind), int(rows.response_mask.sum()), int(rows.response_mask.any(dim=1).sum()))
 
@@ -116,14 +116,14 @@ def make_rows(
 
 
 def at_owners(exchange: Exchange, rows: Rows) -> Batch:
-    """A step's batch of rows that every rank knows: each keeps those that it owns."""
+    """Return this rank's part of a step's batch that every rank knows: the rows that it owns."""
     rows, table, sources = exchange.table(rows if exchange.rank == 0 else rows.select([]))
     owners = table.split(exchange.world_size)
     return Batch(exchange.move(rows, table, sources, owners, list(rows.fields)), table, owners)
 
 
 def with_score(folder: Path) -> Path:
-    """Give a Hugging Face folder a value head, so that everybody starts from the same one."""
+    """Give a Hugging Face folder a value head, so that all engines start from the same one."""
     weights = load_file(folder / "model.safetensors")
     hidden = read_architecture(folder).hidden_size
     weights["score.weight"] = torch.randn(1, hidden, generator=torch.Generator().manual_seed(2)) * 0.1
@@ -168,7 +168,7 @@ def make_engine(
 
 
 def make_reference(folder: Path, case: Case, groups: ComponentGroups) -> MegatronEngine:
-    """This rank's part of a frozen model with the folder's weights."""
+    """Return this rank's part of a frozen model with the folder's weights."""
     architecture = read_architecture(folder)
     chunks = build_model(
         architecture,
@@ -185,7 +185,7 @@ def make_reference(folder: Path, case: Case, groups: ComponentGroups) -> Megatro
 
 
 def adapter_matrix(name: str, shape: Sequence[int]) -> torch.Tensor:
-    """Numbers for an adapter's matrix, whose product with its other one is not 0 as at the start."""
+    """Return values for a matrix of an adapter such that the product of its two matrices is not 0 as at the start."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     return 0.1 * torch.randn(*shape, generator=generator)
 
@@ -205,13 +205,13 @@ def fill_adapters(chunks: ModelChunks, architecture: Architecture, groups: Compo
 
 
 def exported_adapters(engine: TrainedEngine, architecture: Architecture) -> dict[str, torch.Tensor]:
-    """The engine's adapters, under PEFT's names without its prefix."""
+    """Return the engine's adapters, under PEFT's names without the prefix."""
     buckets = Export(engine.chunks, architecture, engine.groups, adapters=True).buckets(1 << 16)
     return {name: tensor for bucket in buckets for name, tensor in bucket}
 
 
 def exported(engine: TrainedEngine, architecture: Architecture, kind: str) -> dict[str, torch.Tensor]:
-    """The engine's weights under their Hugging Face names."""
+    """Return the engine's weights under their Hugging Face names."""
     buckets = Export(engine.chunks, architecture.with_head(HEADS[kind]), engine.groups).buckets(1 << 16)
     return {name: tensor for bucket in buckets for name, tensor in bucket}
 
@@ -219,7 +219,7 @@ def exported(engine: TrainedEngine, architecture: Architecture, kind: str) -> di
 def hf_outputs(
     model: torch.nn.Module, head: torch.nn.Module | None, rows: Rows, temperature: float = TEMPERATURE
 ) -> list[tuple[torch.Tensor, ...]]:
-    """By Hugging Face, one row at a time: (log_probs, entropy), or (values,) with a value head; 0 where the mask is."""
+    """Return Hugging Face's (log_probs, entropy) of each row, or (values,) with a value head; 0 where the mask is 0."""
     found = []
     for tokens, prompt, mask in masked(rows):
         predicting = slice(prompt - 1, len(tokens) - 1)
@@ -239,7 +239,7 @@ def masked(rows: Rows) -> Iterator[tuple[torch.Tensor, int, torch.Tensor]]:
 
 
 def hf_value_head(folder: Path) -> torch.nn.Linear:
-    """The value head that `with_score` wrote."""
+    """Return the value head that `with_score` wrote."""
     weight = load_file(folder / "model.safetensors")["score.weight"]
     head = torch.nn.Linear(weight.shape[1], 1, bias=False)
     head.weight.data.copy_(weight)
@@ -247,14 +247,14 @@ def hf_value_head(folder: Path) -> torch.nn.Linear:
 
 
 def hf_bootstrap_values(model: torch.nn.Module, head: torch.nn.Module, rows: Rows) -> list[torch.Tensor]:
-    """By Hugging Face, one row at a time: the value [1] at the last token."""
+    """Return Hugging Face's value [1] at the last token of each row."""
     return [head(model.model(tokens[None]).last_hidden_state[0, -1]) for tokens in rows.sequences]
 
 
 def hf_full_kl(
     model: torch.nn.Module, reference: torch.nn.Module, rows: Rows, temperature: float = TEMPERATURE
 ) -> list[torch.Tensor]:
-    """By Hugging Face, one row at a time: KL(model || reference) at each response token, 0 where the mask is."""
+    """Return Hugging Face's KL(model || reference) at each response token of each row, 0 where the mask is 0."""
     found = []
     for tokens, prompt, mask in masked(rows):
         log_p, log_q = (

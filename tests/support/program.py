@@ -1,4 +1,4 @@
-"""The whole program as a user starts it, and what it leaves behind when it has ended."""
+"""Start the whole program as a user does, and check that it leaves nothing behind when it has ended."""
 
 import json
 import os
@@ -91,7 +91,7 @@ class Program:
 
     @property
     def ranks(self) -> list[psutil.Process]:
-        """The ranks' processes, in order."""
+        """Return the ranks' processes, in order."""
         ranks = {}
         for child in psutil.Process(self.process.pid).children():
             with suppress(psutil.NoSuchProcess):  # it has ended since
@@ -101,12 +101,12 @@ class Program:
 
     @property
     def listening(self) -> dict[str, str]:
-        """Addresses on which its processes listen: address -> one who does."""
+        """Return the addresses on which its processes listen: address -> one of these processes."""
         self._note()
         return {socket.laddr.ip: _described(p) for p in self.seen for socket in _sockets(p)}
 
     def wait_until(self, condition: Callable[[], bool], seconds: float = START_SECONDS) -> None:
-        """Wait for something to happen while it runs."""
+        """Wait until a condition holds while the program runs."""
         deadline = time.monotonic() + seconds
         while not condition():
             assert self.process.poll() is None, f"it ended with exit code {self.process.returncode}:\n{self.output}"
@@ -116,7 +116,7 @@ class Program:
         self._note()
 
     def wait(self, seconds: float = START_SECONDS) -> int:
-        """Its exit code, 128 + n when signal n ended it; asserts that it ends in time and leaves nothing behind."""
+        """Return the exit code, 128 + n after signal n; check that it ends in time and leaves nothing behind."""
         deadline = time.monotonic() + seconds
         while self.process.poll() is None:
             assert time.monotonic() < deadline, f"not ended within {seconds} s:\n{self.output}"
@@ -127,11 +127,11 @@ class Program:
         return code if code >= 0 else 128 - code
 
     def signal_group(self, number: signal.Signals) -> None:
-        """As a terminal does on Ctrl-C: to the process group in the foreground."""
+        """Send a signal to the foreground process group, as a terminal does on Ctrl-C."""
         os.killpg(self.process.pid, number)
 
     def check_gone(self) -> None:
-        """No process, no shared memory and no temporary file is left, or will be in a few seconds."""
+        """Check that no process, shared memory or temporary file remains, or that they go within seconds."""
         deadline = time.monotonic() + GONE_SECONDS
         while left := self._left():
             assert time.monotonic() < deadline, f"still there: {left}\n{self.output}"
@@ -175,13 +175,13 @@ def _last_change(path: Path) -> float:
 
 
 def logged(run: Path) -> list[dict]:
-    """Complete lines of a run's metrics.jsonl."""
+    """Return the complete lines of a run's metrics.jsonl."""
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def trained_on(run: Path) -> list[dict]:
-    """Each step's metrics but those of clocks and engines."""
+    """Return each step's metrics without those of clocks and engines."""
     steps = [metrics for metrics in logged(run) if metrics["step"]]
     return [{key: value for key, value in metrics.items() if not OF_ENGINES.search(key)} for metrics in steps]
 

@@ -1,4 +1,4 @@
-"""All of the config.json of published models, and of the frameworks that write them, for what a parser must take."""
+"""Complete config.json files of published models, and of the frameworks that write them, for tests of the parser."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The config.json of published models, as far as a plan reads it: what may be planned without downloading anything."""
+"""The config.json of published models, as far as a plan reads it: they can be planned without a download."""
 
 import json
 from pathlib import Path
@@ -69,7 +69,7 @@ PUBLISHED = {
 
 
 def published_folders(root: Path) -> Path:
-    """`models/NAME/config.json` of each, under a root; without weights and tokenizers."""
+    """Write `models/NAME/config.json` of each model under a root, without weights and tokenizers."""
     for name, config in PUBLISHED.items():
         (root / "models" / name).mkdir(parents=True)
         (root / "models" / name / "config.json").write_text(json.dumps(config))

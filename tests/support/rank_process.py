@@ -1,4 +1,4 @@
-"""A rank of the pool of `spawn`: makes one call after another, each in a process group of its own."""
+"""A rank of the pool of `spawn`: runs one call after another, each in a new process group."""
 
 import contextlib
 import faulthandler
@@ -20,7 +20,7 @@ import megappo.runtime.platform
 
 
 def serve(number: int, connection: Connection) -> None:
-    """Make the calls that come, and answer each with None or a traceback, until the other end is closed."""
+    """Run the incoming calls, and answer each with None or a traceback, until the other end is closed."""
     torch.set_num_threads(1)
     os.environ.update(RANK=str(number), LOCAL_RANK=str(number))
     megappo.runtime.megatron_setup.install()
@@ -92,7 +92,7 @@ def _make(number: int, world_size: int, folder: str, timeout: float, name: str, 
 
 
 def _import(name: str, file: str) -> None:
-    """Import the test module under the name pytest's importlib mode gave it, which no path leads to."""
+    """Import a test module under the name that pytest's importlib mode gave it, which is not on the path."""
     spec = importlib.util.spec_from_file_location(name, file)
     sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(sys.modules[name])

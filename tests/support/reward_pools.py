@@ -1,4 +1,4 @@
-"""Pools of reward functions that a test writes down, and rows to score."""
+"""Pools of reward functions whose code is in the test, and rows to score."""
 
 import textwrap
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Checkpoints as tests write them, at once."""
+"""Write checkpoints synchronously for tests."""
 
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,6 @@ from megappo.checkpoint.store import Checkpointed, CheckpointStore
 def save_checkpoint(
     store: CheckpointStore, step: int, components: dict[str, Checkpointed | None], state: dict[str, Any], **more: Any
 ) -> Path:
-    """`CheckpointStore.begin`, whose further arguments it takes, without a copy, and `finish`."""
+    """Call `CheckpointStore.begin`, with its further arguments, without a copy, and then `finish`."""
     store.begin(step, components, state, **more, in_background=False)
     return store.finish()

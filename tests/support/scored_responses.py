@@ -1,4 +1,4 @@
-"""Responses whose scores are known."""
+"""Responses with known scores."""
 
 from collections.abc import Mapping, Sequence
 
@@ -31,5 +31,5 @@ class ScoredResponses(Responses):
 
 
 def step_of(responses: Responses) -> StepResponses:
-    """A step that trains on all of them."""
+    """Return a step that trains on all of them."""
     return StepResponses([responses], [(0, index) for index in range(len(responses.prompts))])

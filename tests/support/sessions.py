@@ -1,4 +1,4 @@
-"""One engine's session, to its end."""
+"""Run the rollout session of one engine to its end."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ def sample(
     early_stop: Callable[[], bool] | None = None,
     **settings: Any,
 ) -> Sampled:
-    """All that a session samples."""
+    """Return everything that a session samples."""
     samples: list[Sample] = []
     usage = EngineUsage()
 

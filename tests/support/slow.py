@@ -1,4 +1,4 @@
-"""Cases of a test that show for more models, methods or ways what its other cases show."""
+"""Mark the cases of a test that only repeat, for more models, methods or modes, what its other cases test."""
 
 from collections.abc import Container, Iterable
 
@@ -6,5 +6,5 @@ import pytest
 
 
 def slow_ones(names: Iterable[str], slow: Container[str]) -> list:
-    """A test's cases, those in `slow` with the marker of that name: run by `bash launch/test.sh -m slow`."""
+    """Return a test's cases, with those in `slow` marked so: `bash launch/test.sh -m slow` runs them."""
     return [pytest.param(name, marks=pytest.mark.slow) if name in slow else name for name in names]

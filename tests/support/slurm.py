@@ -1,5 +1,4 @@
-"""A SLURM of this test's own: its controller, and two nodes with networks and names of their own, from the
-distribution's packages."""
+"""A SLURM for tests: a controller and two nodes with their own networks and names, from the distribution's packages."""
 
 import os
 import re
@@ -56,7 +55,7 @@ NAMED = 'hostname "$1"; mount --bind "$2" /etc/hosts; shift 2; exec "$@"'
 
 
 def missing() -> str:
-    """Why there can be no SLURM here, and what helps; "" if there can."""
+    """Return the reason why SLURM cannot run here, with the remedy; "" if it can."""
     absent = [name for name in COMMANDS if shutil.which(name) is None]
     if absent:
         return f"{absent[0]} is not installed: {PACKAGES}"
@@ -93,7 +92,7 @@ class Slurm:
         self._end()
 
     def run(self, *command: object, folder: Path | None = None, **variables: str) -> str:
-        """A command's output, on the first node."""
+        """Return a command's output, on the first node."""
         done = subprocess.run(
             [*self._on(0), *map(str, command)],
             env=self._environment | variables,
@@ -128,7 +127,7 @@ class Slurm:
             time.sleep(POLL_SECONDS)
 
     def processes(self, word: str = "") -> list[psutil.Process]:
-        """Its own, jobs' too, whose command line holds a word."""
+        """Return its processes, also those of jobs, whose command line contains a word."""
         return [process for process in psutil.process_iter() if self._is_own(process, word)]
 
     def _write(self, node_timeout: int) -> None:

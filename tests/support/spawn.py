@@ -47,7 +47,7 @@ def run_ranks(world_size: int, function: Callable[..., None], *args: Any, timeou
 
 
 class Rank:
-    """A process that makes one call after another."""
+    """A process that runs one call after another."""
 
     def __init__(self, number: int):
         context = multiprocessing.get_context(START_METHOD)
@@ -87,7 +87,7 @@ def _exited(number: int, process: Any) -> ProcessExitedException:
 
 
 class Pool:
-    """The ranks of this process's tests. Whatever fails in them takes all of them along."""
+    """The ranks of this process's tests. A failure in one of them ends them all."""
 
     def __init__(self) -> None:
         self.ranks: list[Rank] = []

@@ -34,7 +34,7 @@ def build(
     head: HeadKind = "policy",
     split: tuple[int, ...] | None = None,
 ) -> ModelChunks:
-    """An unloaded model in the layout of its groups."""
+    """Build a model without weights in the layout of its groups."""
     parallel = parallel_of(groups.layout, pipeline_split=split, sequence=groups.layout.tensor > 1)
     return build_model(
         read_architecture(folder, head),

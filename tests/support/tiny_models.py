@@ -43,8 +43,10 @@ def hf_folder(
 
 
 def move_router_biases(model: torch.nn.Module) -> None:
-    """Give every router a bias that changes which experts it chooses, in fp32 as published models have it; transformers
-    starts them at 0."""
+    """Give every router a bias that changes its choice of experts, in fp32 as in published models.
+
+    transformers initializes these biases to 0.
+    """
     generator = torch.Generator().manual_seed(3)
     for module in model.modules():
         if hasattr(module, "e_score_correction_bias"):
@@ -56,7 +58,7 @@ def hf_model(folder: Path) -> torch.nn.Module:
 
 
 def sequences() -> list[torch.Tensor]:
-    """Random tokens in sequences of LENGTHS, the same on every call."""
+    """Return random tokens in sequences of LENGTHS, the same on every call."""
     generator = torch.Generator().manual_seed(2)
     return [torch.randint(VOCAB_SIZE, (length,), generator=generator) for length in LENGTHS]
 
@@ -71,7 +73,7 @@ def build(
     trained: bool = True,
     dtype: str = "fp32",
 ) -> ModelChunks:
-    """This rank's Megatron model with the folder's weights."""
+    """Build this rank's Megatron model with the folder's weights."""
     architecture = read_architecture(folder, head)
     chunks = build_model(
         architecture,
@@ -95,7 +97,7 @@ def run(
     on_output: Callable[[torch.Tensor, Pack], object],
     forward_only: bool,
 ) -> list:
-    """Packs of sequences through Megatron's schedule; what `on_output` returned for [1, T, ...] on the last stage."""
+    """Run packs of sequences through Megatron's schedule; return `on_output` of [1, T, ...] on the last stage."""
 
     def step(iterator: object, model: torch.nn.Module) -> tuple:
         pack = next(iterator)
@@ -121,7 +123,7 @@ def run(
 
 
 def inputs(pack: Pack) -> tuple[torch.Tensor, torch.Tensor, PackedSeqParams]:
-    """Tokens [1, T], positions [1, T] and boundaries of a pack, where models live."""
+    """Return tokens [1, T], positions [1, T] and boundaries of a pack, on the models' device."""
     device = platform.device()
     lengths = [len(tokens) for tokens in pack]
     bounds = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)

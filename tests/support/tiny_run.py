@@ -38,7 +38,7 @@ def share(character, response):
 
 @pytest.fixture(scope="session")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A config file; trainer.output_dir is left to the test."""
+    """Write a config file; tests set trainer.output_dir themselves."""
     folder = tmp_path_factory.mktemp("tiny")
     _write_model(folder / "model")
     prompts = [{"prompt": f"{a}+{b}=", "label": str(a + b)} for a in range(10, 26) for b in range(10, 14)]
@@ -51,7 +51,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _write_model(folder: Path) -> None:
-    """A random Qwen2 with the quickstart's tokenizer."""
+    """Write a random Qwen2 with the quickstart's tokenizer."""
     spec = importlib.util.spec_from_file_location("make_quickstart", REPOSITORY / "tools" / "make_quickstart.py")
     maker = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(maker)
@@ -176,7 +176,7 @@ def run(config: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """A folder with a short path: an engine's sockets lie in it, and their names may have 108 characters at most."""
+    """Return a folder with a short path: it holds an engine's sockets, whose paths have at most 108 characters."""
     path = Path(tempfile.mkdtemp(prefix="run-"))
     yield path
     shutil.rmtree(path)

@@ -1,4 +1,4 @@
-"""The sizes of tiny models: one table for all tests that need no others."""
+"""Sizes of tiny models: one table for all tests that need no other sizes."""
 
 VOCAB_SIZE = 91  # odd: every tensor-parallel layout pads it
 SHAPE = {

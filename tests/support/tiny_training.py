@@ -1,4 +1,4 @@
-"""Training tiny models with megatron-core's own parts, and the same steps with Hugging Face and torch."""
+"""Train tiny models with megatron-core's own parts, and with Hugging Face and torch in the same steps."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,7 +88,7 @@ class Trained:
         config.finalize_model_grads_func = lambda model, num_tokens, **kwargs: finalize_model_grads(model, **kwargs)
 
     def step(self) -> float:
-        """One optimizer step on this shard's part of sequences(), a micro-batch per sequence; the gradient norm."""
+        """Run one optimizer step on this shard's part of sequences(), one sequence per micro-batch; return the norm."""
         layout = self.trainee.layout
         shard = sequences()[layout.shard_of(dist.get_rank()) :: layout.data]
         multiple = layout.tensor if self.trainee.sequence else 1
@@ -127,7 +127,7 @@ def _value_loss(values: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def reference(folder: Path, value_head: bool, num_steps: int) -> tuple[list[float], torch.Tensor]:
-    """The same steps with Hugging Face and torch: gradient norms, then the trained model's outputs [T, ...]."""
+    """Train with Hugging Face and torch; return the gradient norms and the trained model's outputs [T, ...]."""
     model = hf_model(folder)
     head = torch.nn.Parameter(VALUE_WEIGHT.clone()) if value_head else None
     parameters = [*(model.model if head is not None else model).parameters(), *([head] if head is not None else [])]
@@ -154,7 +154,7 @@ def reference(folder: Path, value_head: bool, num_steps: int) -> tuple[list[floa
 
 
 def check_outputs(component: Trained, expected: torch.Tensor, tolerance: float = 1e-4) -> None:
-    """The trained model's outputs for sequences() are `expected`, [T, ...]."""
+    """Check the trained model's outputs for sequences() against `expected`, [T, ...]."""
     found = outputs(component.chunks, component.groups)
     if found is None:
         return

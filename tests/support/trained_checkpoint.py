@@ -1,4 +1,4 @@
-"""A training checkpoint of tiny engines, and what they held when it was saved."""
+"""A training checkpoint of tiny engines, and their weights when it was saved."""
 
 from pathlib import Path
 
@@ -36,7 +36,7 @@ def make_checkpoint(root: Path) -> Path:
 
 
 def saved_weights(root: Path, name: str) -> dict[str, torch.Tensor]:
-    """Weights of an engine when the checkpoint was saved."""
+    """Return the weights of an engine when the checkpoint was saved."""
     return load_file(root / f"{name}.safetensors")
 
 

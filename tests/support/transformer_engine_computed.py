@@ -1,5 +1,7 @@
-"""TransformerEngine's kernels computed by torch, beneath megatron-core's Python; as those do, without a read from the
-device on the host."""
+"""TransformerEngine's kernels computed by torch, beneath megatron-core's Python code.
+
+Like the real kernels, they never make the host read from the device.
+"""
 
 from unittest.mock import patch
 
@@ -9,7 +11,7 @@ from transformer_engine import pytorch as te
 
 
 def compute() -> None:
-    """Let the layers of `transformer_engine_stub.install` run, forward and backward; for this process."""
+    """Make the layers of `transformer_engine_stub.install` run, forward and backward, in this process."""
     from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.transformer.moe import moe_utils
 
@@ -61,7 +63,7 @@ def _unpermute(
 
 
 def _sort_chunks(x: torch.Tensor, sizes: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """Chunks of rows, which lie one after the other, in another order."""
+    """Reorder consecutive chunks of rows."""
     starts, ends, places = sizes.cumsum(0) - sizes, sizes[order].cumsum(0), torch.arange(len(x))
     chunk = torch.searchsorted(ends, places, right=True)
     return x[places + (starts[order] + sizes[order] - ends)[chunk]]

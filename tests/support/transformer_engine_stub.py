@@ -1,4 +1,4 @@
-"""TransformerEngine's own Python, as pinned for GPUs, on a CPU: only its compiled extension is stood in for."""
+"""TransformerEngine's own Python code, as pinned for GPUs, on a CPU: only its compiled extension is replaced."""
 
 import enum
 import importlib
@@ -46,7 +46,7 @@ class _Names(type):
 
 
 def install() -> None:
-    """Make `transformer_engine` importable in this process; before megatron-core is imported."""
+    """Make `transformer_engine` importable in this process, before megatron-core is imported."""
     if not FOLDER.is_dir():
         raise FileNotFoundError(
             f"there is no {FOLDER}: run launch/setup.sh, which puts TransformerEngine's Python there"

@@ -1,4 +1,4 @@
-"""Data and a reward function as verl's examples of GSM8K have them: its schema, its signature."""
+"""Data and a reward function with the schema and the signature of verl's GSM8K examples."""
 
 from pathlib import Path
 
@@ -46,7 +46,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kw
 
 
 def record(index: int) -> dict[str, object]:
-    """A row: the sum of two numbers, of four digits in the end."""
+    """Return a row: the sum of two numbers, of four digits in the last rows."""
     a, b = 37 + 7 * index, 45 + index
     question = QUESTION.format(a=a, b=b)
     return {
@@ -64,13 +64,13 @@ def record(index: int) -> dict[str, object]:
 
 
 def write_gsm8k(file: Path, num_rows: int = 200) -> str:
-    """A parquet file in verl's schema."""
+    """Write a parquet file in verl's schema."""
     rows = [record(index) for index in range(num_rows)]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, SCHEMA), file, row_group_size=64)
     return str(file)
 
 
 def write_compute_score(file: Path) -> str:
-    """reward.function of verl's signature."""
+    """Write a reward.function with verl's signature."""
     file.write_text(COMPUTE_SCORE)
     return f"{file}:compute_score"

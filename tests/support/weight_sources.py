@@ -1,4 +1,4 @@
-"""Weights for an engine that come from no Megatron model: any named tensors, in buckets as given."""
+"""Weights for an engine without a Megatron model: any named tensors, in the given buckets."""
 
 from collections.abc import Mapping
 
@@ -15,7 +15,7 @@ SECTIONS = {"model": {"path": "m", "dtype": "fp32"}, "data": {"train_files": ["f
 
 
 class Given:
-    """Tensors that are there already, whole."""
+    """Source of whole tensors that already exist."""
 
     def __init__(self, weights: NamedTensors):
         self.weights = dict(weights)
@@ -31,7 +31,7 @@ def specs(weights: NamedTensors) -> list[TensorSpec]:
 
 
 def handle_sender(client: EngineClient, tensor_parallel: int = 1) -> HandleSender:
-    """For an engine of this process."""
+    """Return a sender for an engine of this process."""
     config = Config.model_validate(SECTIONS | {"rollout": {"tensor_parallel": tensor_parallel}})
     return HandleSender(Link(config, None, bucket_bytes=1, num_engines=1), client)
 
@@ -44,7 +44,7 @@ def push(
     tensor_parallel: int = 1,
     bucket_bytes: int = 2**20,
 ) -> SyncStats:
-    """Send them to an engine of this process."""
+    """Send tensors to an engine of this process."""
     sync = WeightSync(
         specs(weights),
         Given(weights),

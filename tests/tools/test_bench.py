@@ -1,4 +1,4 @@
-"""The benchmarks that take seconds run at small sizes, and print and write their rows."""
+"""The benchmarks that take seconds run at small sizes, print their rows and write them."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""No code in a folder of weights, a checkpoint, a data file or a run's folder is run by anything that reads it."""
+"""Nothing that reads a folder of weights, a checkpoint, a data file or a run's folder executes code in it."""
 
 import shutil
 import subprocess
@@ -159,7 +159,7 @@ def test_other_files_beside_a_tokenizer_are_no_danger(tmp_path: Path, marker: Pa
 
 
 def write_tokenizer(folder: Path) -> None:
-    """The quickstart's."""
+    """Write the quickstart's tokenizer."""
     sys.path.insert(0, str(REPOSITORY / "tools"))
     import make_quickstart
 

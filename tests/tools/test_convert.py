@@ -1,4 +1,4 @@
-"""The converter on its command line: round trips to the bit, transformers as the oracle, and what it refuses."""
+"""The converter on its command line: bitwise round trips, transformers as the oracle, and refusals."""
 
 import json
 import os
@@ -176,7 +176,7 @@ def refused(done: Result, code: int, message: str) -> None:
 
 
 def damaged(qwen2: Path, name: str, folder: Path) -> Path:
-    """A copy of the model with something wrong."""
+    """Return a copy of the model with a defect."""
     shutil.copytree(qwen2, folder)
     shard = sorted(folder.glob("*.safetensors"))[1]
     config = json.loads((folder / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""Conversions that end before they are done: what was there before stays, nothing half written does."""
+"""Conversions that end early: existing output stays, partial output does not."""
 
 import ctypes
 import os
@@ -31,7 +31,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture
 def target(tmp_path: Path) -> Path:
-    """An output folder that has something in it."""
+    """Return an output folder that is not empty."""
     folder = tmp_path / "target"
     folder.mkdir()
     (folder / "precious").write_text("kept")
@@ -39,12 +39,12 @@ def target(tmp_path: Path) -> Path:
 
 
 def limit_file_size() -> None:
-    """As on a full disk, files cannot grow."""
+    """Limit the size of files, which then fail to grow as on a full disk."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 
 
 def obey_permissions() -> None:
-    """Let root, too, write only where it may: the capability not to is gone after the exec that follows."""
+    """Drop root's capability to ignore permissions, which takes effect in the exec that follows."""
     ctypes.CDLL(None).prctl(PR_CAPBSET_DROP, CAP_DAC_OVERRIDE)
 
 
@@ -85,7 +85,7 @@ def test_an_output_that_may_not_be_written(sources: dict[str, Path], target: Pat
 def ended(
     command: str, source: Path, target: Path, end: Callable[[subprocess.Popen], object], ranks: int = 1
 ) -> tuple[int, str]:
-    """Exit code and standard error of a conversion that something happens to while it writes."""
+    """Return exit code and standard error of a conversion that is disturbed while it writes."""
     torchrun = ["-m", "megappo.torchrun", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     arguments = [command, "--input", source, "--output", target, "--force", "--tensor", str(ranks)]
     program = [sys.executable, *torchrun, CONVERT, *arguments]
@@ -153,7 +153,7 @@ def test_what_a_killed_conversion_left_is_removed_by_the_next(sources: dict[str,
 
 
 def ranks_of(process: subprocess.Popen) -> dict[int, int]:
-    """Process ids of torchrun's ranks."""
+    """Return the process ids of torchrun's ranks."""
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     variables = {child: Path(f"/proc/{child}/environ").read_bytes().split(b"\0") for child in children}
     return {

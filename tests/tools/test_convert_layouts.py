@@ -1,4 +1,4 @@
-"""The converter with mixtures of experts and stages of different sizes, in one process and in several."""
+"""The converter with mixture-of-experts models and stages of different sizes, in one process and in several."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 
 def mixture(root: Path, family: str) -> tuple[Path, Path]:
-    """A random mixture of experts in the hub's format, a tensor per expert, and in transformers' own, fused."""
+    """Write a random mixture-of-experts model in the hub's format, one tensor per expert, and in the fused format."""
     folder = hf_folder(root / "per_expert", family, **MIXTURES[family])
     AutoModelForCausalLM.from_pretrained(folder).save_pretrained(root / "fused", save_original_format=False)
     assert any(name.endswith("experts.gate_up_proj") for name in tensors_of(root / "fused"))

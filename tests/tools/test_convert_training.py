@@ -1,4 +1,4 @@
-"""Checkpoints of training runs: to Hugging Face, and cut for another layout with the optimizer's state."""
+"""Checkpoints of training runs: converted to Hugging Face, and resharded with the optimizer's state."""
 
 import json
 import shutil
@@ -24,7 +24,7 @@ NAMES = ("actor", "critic", "shared")
 
 @pytest.fixture(scope="module")
 def step(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run's checkpoint; `step.parents[2]` has what went into it."""
+    """Return a run's checkpoint; `step.parents[2]` has the models that it started from."""
     return make_checkpoint(tmp_path_factory.mktemp("trained"))
 
 
@@ -61,7 +61,7 @@ def test_both_halves_of_a_shared_backbone(step: Path, tmp_path: Path) -> None:
 
 
 def go_on(rank: int, world_size: int, root: Path, folders: dict[str, Path]) -> None:
-    """One step more, from the checkpoint and from what reshard made of it, both in the new layout, to the bit."""
+    """Train one more step from the checkpoint and from its resharded copy, in the new layout, and compare bitwise."""
     swapped = {"tensor": 1, "pipeline": 2}
     cases = {name: replace(case, layout=replace(case.layout, **swapped)) for name, case in CASES.items()}
     models = {name: root / name for name in NAMES}

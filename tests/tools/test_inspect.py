@@ -24,7 +24,7 @@ def inspect(folder: Path) -> list[str]:
 
 
 def test_it_starts_from_nothing(step: Path) -> None:
-    """The other tests fork it from a process that has imported the program."""
+    """The other tests fork it from a process that has already imported the program."""
     done = run(INSPECT, step, before=os.setsid)
     assert (done.returncode, done.stderr) == (0, "") and f"{step}: step 2" in done.stdout
 

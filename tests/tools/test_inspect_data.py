@@ -11,7 +11,7 @@ from planning import REPOSITORY, write_run
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """300 prompts of 4 tokens, and held-out ones of 1 to 30, where 24 are the most."""
+    """Write 300 prompts of 4 tokens, and held-out ones of 1 to 30 tokens, where the limit is 24."""
     write_run(tmp_path)
     held_out = [{"prompt": "1" * length, "label": length, "source": "ones"} for length in range(1, 31)]
     (tmp_path / "val.jsonl").write_text("".join(json.dumps(record) + "\n" for record in held_out))

@@ -1,4 +1,4 @@
-"""The quickstart's maker: its arithmetic, its split, and one real run of the script."""
+"""The quickstart's generator: its arithmetic, its split, and one real run of the script."""
 
 import importlib.util
 import json
@@ -29,7 +29,7 @@ def maker() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> tuple[Path, str]:
-    """(folder, standard output) of one whole run."""
+    """Return (folder, standard output) of one whole run."""
     folder = tmp_path_factory.mktemp("made") / "quickstart"
     result = run_script("--output", folder)
     assert result.returncode == 0, result.stderr
@@ -96,7 +96,7 @@ def test_the_checkpoint_is_a_small_fp32_qwen2(made):
 
 
 def test_held_out_accuracy_leaves_ppo_its_work(made):
-    """Right answers are found by sampling, yet are not the most likely ones; the script's own figure is checked too."""
+    """Sampling finds right answers, yet they are not the most likely ones; the script's own figure is checked, too."""
     folder, stdout = made
     val = read(folder / "val.jsonl")
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")

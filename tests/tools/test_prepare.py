@@ -1,4 +1,4 @@
-"""Published data sets become prompts whose labels their graders take."""
+"""Published data sets become prompts whose labels suit their graders."""
 
 import gzip
 import json
