@@ -76,7 +76,7 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except (DistError, RendezvousError, OSError) as error:
-        print(f"error: {_place(args)} did not meet the others: {_cause(error)}", file=sys.stderr)
+        print(f"error: {_place(args)}: rendezvous failed: {_cause(error)}", file=sys.stderr)
         return 1
     return 0
 

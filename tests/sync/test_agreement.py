@@ -57,4 +57,4 @@ def test_a_run_is_warned_before_it_is_stopped():
 
 
 def test_the_key_describes_when_a_run_stops():
-    assert f"more than {FAR:g} times this" in Sync.model_fields["probe_tolerance"].description
+    assert f"the run stops at {FAR:g} times this" in Sync.model_fields["probe_tolerance"].description
