@@ -36,8 +36,7 @@ def transformer_config(
     Raises:
         ConfigError: the model does not fit the layout.
     """
-    errors = list(fit_errors(architecture, parallel))
-    if errors:
+    if errors := list(fit_errors(architecture, parallel)):
         raise ConfigError(*errors)
     dtype = TORCH_DTYPES[model.dtype]
     kind = MLATransformerConfig if architecture.latent else TransformerConfig
@@ -56,8 +55,8 @@ def transformer_config(
         attention_dropout=0.0,
         tensor_model_parallel_size=parallel.tensor,
         context_parallel_size=parallel.context,
-        **_pipeline_arguments(parallel),
         sequence_parallel=parallel.sequence,
+        **_pipeline_arguments(parallel),
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
@@ -67,22 +66,28 @@ def transformer_config(
         # Packed micro-batches differ in length; Megatron then demands this dispatcher even of dense models.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
-        # gloo sends asynchronously: the tensor must outlive the call.
-        deallocate_pipeline_outputs=platform.has_cuda(),
-        use_cpu_initialization=not platform.has_cuda(),
-        # Every weight is loaded later, yet only initialization marks weights as sharded: unmarked ones would be left
-        # out of the gradient norm on all but the first tensor-parallel rank. So it runs, and writes nothing: on a CPU
-        # Megatron would draw every weight whole, in float32, on each rank.
-        perform_initialization=True,
-        init_method=_leave,
-        output_layer_init_method=_leave,
-        embedding_init_method=_leave,
+        **_initialization_arguments(),
         **_expert_arguments(architecture, parallel),
         **{switch.name: switch.name in switches for switch in LAYERS},
         **RECOMPUTE[recompute],
     )
     config.switches = switches
     return config
+
+
+def _initialization_arguments() -> dict[str, Any]:
+    """Return TransformerConfig's arguments of an initialization that marks weights as sharded and writes nothing.
+
+    Every weight is loaded later, but unmarked ones would be missing in the gradient norm of all tensor-parallel ranks
+    except the first. On a CPU Megatron would draw every weight whole, in float32, on each rank.
+    """
+    return {
+        "use_cpu_initialization": not platform.has_cuda(),
+        "perform_initialization": True,
+        "init_method": _leave,
+        "output_layer_init_method": _leave,
+        "embedding_init_method": _leave,
+    }
 
 
 def _leave(weight: torch.Tensor) -> torch.Tensor:
@@ -173,6 +178,8 @@ def _pipeline_arguments(parallel: Parallel) -> dict[str, Any]:
         # p2p_communication.py). torch's batch_isend_irecv needs it no more: its requests order themselves by streams.
         "batch_p2p_sync": False,
         "overlap_p2p_comm": interleaved,
+        # gloo sends asynchronously: the tensor must outlive the call.
+        "deallocate_pipeline_outputs": platform.has_cuda(),
     }
 
 

@@ -51,13 +51,9 @@ def gae(
     # targets[t] = (1 - lam) * values[t] + lam * rewards[t] + gamma * lam * targets[t + 1].
     weights = lam.repeat_interleave(lengths) if lam.dim() else lam
     terms = torch.lerp(baselines, rewards, weights.to(dtype))
-    packed = terms.new_zeros(len(lengths), (int(lengths.max()) // BLOCK + 1) * BLOCK if len(lengths) else BLOCK)
-    rows = torch.arange(len(lengths), device=values.device)
-    first_places = rows * packed.shape[1] - lengths.cumsum(0) + lengths
-    packed_places = first_places.repeat_interleave(lengths).add_(torch.arange(len(places), device=values.device))
-    packed.view(-1).index_copy_(0, packed_places, terms)
+    packed, packed_places = _pack(terms, lengths)
     if bootstrap_values is not None:
-        packed[rows, lengths] = bootstrap_values.to(dtype)
+        packed[torch.arange(len(lengths), device=values.device), lengths] = bootstrap_values.to(dtype)
     with _full_precision():
         targets = _discounted_sums(packed, gamma * lam).flatten()
     found = rewards.add_(targets[1:].index_select(0, packed_places), alpha=gamma)
@@ -67,6 +63,24 @@ def gae(
     if not found.float().sum().isfinite():  # or their sum overflows
         check_finite("rewards, values or bootstrap_values", advantages, valid)
     return advantages, returns
+
+
+def _pack(terms: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Put each response's numbers at the beginning of a row, followed by at least one 0.
+
+    Args:
+        terms: [sum of lengths], of all responses.
+        lengths: [B] int64, numbers per response.
+
+    Returns:
+        [B, W], W a multiple of BLOCK, and [sum of lengths] int64, each number's place in it, flattened.
+    """
+    width = (int(lengths.max()) // BLOCK + 1) * BLOCK if len(lengths) else BLOCK
+    packed = terms.new_zeros(len(lengths), width)
+    first_places = torch.arange(len(lengths), device=terms.device) * width - lengths.cumsum(0) + lengths
+    places = first_places.repeat_interleave(lengths).add_(torch.arange(len(terms), device=terms.device))
+    packed.view(-1).index_copy_(0, places, terms)
+    return packed, places
 
 
 def _discounted_sums(x: Tensor, decay: Tensor) -> Tensor:

@@ -1,8 +1,10 @@
 """Build a rank's part of the weight sync from the run's route."""
 
 import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -10,14 +12,14 @@ from megappo.architecture.architecture import Architecture
 from megappo.batch.exchange import Exchange
 from megappo.config.errors import ConfigError
 from megappo.config.schema import Config
-from megappo.config.transports import CPU_BUCKET_BYTES, GPU_BUCKET_BYTES
+from megappo.config.transports import CPU_BUCKET_BYTES, GPU_BUCKET_BYTES, Transport
 from megappo.engines.client import EngineClient
 from megappo.models.megatron_engine import MegatronEngine
 from megappo.placement.route import SyncRoute
 from megappo.runtime import platform
 from megappo.sync.adapters import adapter_shapes
 from megappo.sync.sync import WeightSync
-from megappo.sync.transport import Link, Receiver, Sender
+from megappo.sync.transport import Link, Sender
 from megappo.table import resolved
 from megappo.weights.export import Export
 from megappo.weights.load import folder_shapes
@@ -51,32 +53,21 @@ def build_sync(
         raise ConfigError(*errors)
     bucket_bytes = _bucket_bytes(config, route, on_gpus=on_gpus)
     export = None if actor is None else _export(actor, architecture, route, on_gpus=on_gpus)
-    senders: dict[str, Sender] = {}
-    receivers: list[Receiver] = []
     links = {name: Link(config, architecture, bucket_bytes, len(engines)) for name, engines in route.transports.items()}
+    senders: dict[str, Sender] = {}
     if exchange.rank in route.senders:
         senders = {name: resolved(entry.sender)(links[name]) for name, entry in route.entries.items() if entry.sender}
     own_addresses = {name: sender.address for name, sender in senders.items()}
     shared = exchange.share((export.tensors if exchange.rank == route.senders[0] else None, own_addresses))
     tensors, _ = shared[route.senders[0]]
-    for number, engine in enumerate(route.engines):
-        name, ranks = engine.transport, route.ends(engine, on_gpus=on_gpus)
-        peers = _peers(ranks, config)
-        if exchange.rank not in ranks:
-            continue
-        place = route.transports[name].index(number)
-        addresses = [shared[rank][1].get(name) for rank in route.senders]
-        end = resolved(engine.entry.engine)(
-            replace(links[name], number=place, addresses=addresses, peers=peers), client
-        )
-        if engine.entry.sender:
-            receivers.append(end)
-        else:
-            senders[f"engine {number}"] = end
+    addresses = [shared[rank][1] for rank in route.senders]
+    own_ends = list(_engine_ends(config, route, links, addresses, client, exchange.rank))
+    receivers = [end for entry, end in own_ends if entry.sender]
+    direct_senders = [end for entry, end in own_ends if not entry.sender]
     return WeightSync(
         tensors,
         export if export is not None and export.joins else None,
-        list(senders.values()),
+        [*senders.values(), *direct_senders],
         receivers,
         _expected_shapes(config, architecture),
         bucket_bytes=bucket_bytes,
@@ -84,6 +75,30 @@ def build_sync(
         engines_keep=not any(engine_sleeps(route, engine) for engine in range(len(route.engines))),
         sender=0 if export is None else export.sender,
     )
+
+
+def _engine_ends(
+    config: Config,
+    route: SyncRoute,
+    links: Mapping[str, Link],
+    addresses: Sequence[Mapping[str, Any]],
+    client: EngineClient | None,
+    rank: int,
+) -> Iterator[tuple[Transport, Any]]:
+    """Build this rank's end of the transport to each engine; all ranks together.
+
+    Args:
+        links: by transport.
+        addresses: each sending rank's, by transport.
+    """
+    for number, engine in enumerate(route.engines):
+        name, ranks = engine.transport, route.ends(engine, on_gpus=platform.has_cuda())
+        peers = _peers(ranks, config)
+        if rank in ranks:
+            place = route.transports[name].index(number)
+            of_senders = [by_transport.get(name) for by_transport in addresses]
+            link = replace(links[name], number=place, addresses=of_senders, peers=peers)
+            yield engine.entry, resolved(engine.entry.engine)(link, client)
 
 
 def _bucket_bytes(config: Config, route: SyncRoute, *, on_gpus: bool) -> int:
