@@ -48,7 +48,7 @@ SHAPE = {
     "eos_token_id": VOCABULARY.index(EOS),
     "pad_token_id": VOCABULARY.index(PAD),
 }
-"""Of the model."""
+"""The model's config."""
 
 STEPS = 1000
 BATCH_SIZE = 128

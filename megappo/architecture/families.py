@@ -7,7 +7,7 @@ from typing import Any, Literal
 from megappo.table import Table
 
 HeadKind = Literal["policy", "value", "policy_value"]
-"""What reads a model's last hidden states: the language model's output layer, a critic's value head in its place, or
+"""Heads on a model's last hidden states: the language model's output layer, a critic's value head in its place, or
 both side by side (a shared backbone)."""
 REWARD_MODELS = ("ForTokenClassification", "ForSequenceClassification")
 LANGUAGE_MODEL = "ForCausalLM"

@@ -13,7 +13,7 @@ MAX_FAULTS = 10
 MAX_NAMED = 3
 """Records named for one fault."""
 Action = Literal["error", "bad_row", "skip", "truncate_left", "warn", "lost"]
-"""What is done about a fault, by data.too_long and data.on_bad_row; a bad row is an error that may be skipped.
+"""Actions on a fault, by data.too_long and data.on_bad_row; a bad row is an error that may be skipped.
 warn: a warning for all such records; lost: text that the tokenizer loses, a warning for the first."""
 PREFIXES: dict[Action, str] = {"skip": "left out: ", "truncate_left": "cut to its last tokens: "}
 """Beginnings of the lines about faults that are no errors."""

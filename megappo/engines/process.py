@@ -22,7 +22,7 @@ from megappo.runtime.keeper import ask_to_end
 LOG_TAIL_LINES = 25
 POLL_SECONDS = 0.2
 LARGEST_SHARE = 0.95
-"""Of the free memory of its GPUs, for an engine that is restarted."""
+"""Largest share of its GPUs' free memory that a restarted engine takes."""
 
 
 class Engine:

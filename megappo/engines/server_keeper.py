@@ -15,7 +15,7 @@ from megappo.runtime.variables import PYTHON
 
 SHARED_MEMORY = Path("/dev/shm")
 LOADS_PREFIX = "sglang_loads_"
-"""Of the file in which SGLang's ranks report their load, before `sglang_patches.name_shared_memory`'s name."""
+"""Prefix of the file in which SGLang's ranks report their load; `sglang_patches.name_shared_memory`'s name follows."""
 
 
 def main() -> int:

@@ -11,7 +11,7 @@ from megappo.config.values import TensorKind
 from megappo.placement.layout import Layout
 
 FP32_COPIES = 3
-"""Of the logits that are worked on at a time: themselves, their probabilities, and both in the weights' dtype."""
+"""Memory for a chunk of logits, in fp32 copies of it: logits, probabilities, and both in the weights' dtype."""
 
 
 def state_bytes(

@@ -13,7 +13,7 @@ HF_ACTOR = "hf_actor"
 EVALUATIONS = "evaluations"
 """The evaluations of a run's checkpoints, by trainer.eval_only: a folder each."""
 EVALUATION_FILE = "evaluation.json"
-"""What was evaluated, and its metrics."""
+"""Description of the evaluated model, and its metrics."""
 REPORT_FILE = "report.html"
 """Written at the end of a run, and removed when it goes on: where it is, a run has done everything."""
 

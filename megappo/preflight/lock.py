@@ -12,7 +12,7 @@ from megappo.config.errors import ConfigError
 
 LOCK = ".lock"
 PATIENCE_SECONDS = 2.0
-"""How long a run waits for a dry run, which holds the lock for a moment."""
+"""Time that a run waits for a dry run, which holds the lock for a moment."""
 
 
 def take(output_dir: Path) -> IO[str]:

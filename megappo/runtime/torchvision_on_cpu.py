@@ -14,7 +14,7 @@ SCHEMAS = (
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 )
-"""Of the operators that torchvision takes for granted when it is imported."""
+"""Schemas of the operators that torchvision expects when it is imported."""
 LIBRARIES = ("_C", "_C_stable")
 """Modules that have them: of torchvision up to 0.28, and from 0.29 on."""
 

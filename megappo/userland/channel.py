@@ -16,7 +16,7 @@ else:
 
 LENGTH = struct.Struct("!Q")
 MAX_BYTES = 2**26
-"""Of a message that user code may have written."""
+"""Largest message that user code may have written."""
 
 
 def framed(message: Any) -> bytes:

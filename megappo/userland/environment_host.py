@@ -16,7 +16,7 @@ from megappo.userland.user_code import BadFunction, load
 METHODS = ("reset", "step")
 MAX_NAME_CHARACTERS = 64
 STACK_BYTES = 2**20
-"""Of a thread: all of it counts as memory of the process."""
+"""Stack of a thread: all of it counts as memory of the process."""
 Messages = list[dict[str, str]]
 
 

@@ -17,7 +17,7 @@ from megappo.userland.spec import parse_spec
 from megappo.userland.worker_process import CallError, WorkerPool, WorkerProcess
 
 FAILED_SECONDS = 5.0
-"""How long a run that fails waits for environments to be closed."""
+"""Time that a failed run waits for environments to be closed."""
 
 
 class EnvironmentFault(ActionableError, RuntimeError):
@@ -102,7 +102,7 @@ class EnvironmentPool(WorkerPool):
         self._restarting = asyncio.Lock()
         self._closing: set[asyncio.Task] = set()
         self._num_episodes: Counter[WorkerProcess] = Counter()
-        """Of each worker that is in use."""
+        """Episodes of each worker that is in use."""
         try:
             inputs = [self._run(self._add_worker()) for _ in range(num_workers)]
         except EnvironmentFault:

@@ -15,7 +15,7 @@ from megappo.userland.signatures import Row, recognise
 from megappo.userland.user_code import BadFunction, home, load, named
 
 MAX_ANSWER_CHARACTERS = 200
-"""Of an answer: a longer one is cut."""
+"""Length at which an answer is cut."""
 GRADERS = "megappo.userland.graders."
 ANSWER = "pred"
 """The key of the answer that was found in the response, in a dictionary that a function returns. verl's name."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from megappo.userland.rewards import RewardPool
 
 MAX_ROWS = 64
-"""Of a work item with rows that need not be scored together."""
+"""Most rows of a work item, unless they must be scored together."""
 SPREAD = 4
 """A worker gets at most such a part of its share of the waiting rows at once."""
 MAX_LATE_ALONE = 3

@@ -17,7 +17,7 @@ BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ON
 MAX_SHOWN = 200
 """Characters of a signature that are shown."""
 CallMode = Literal["row", "rows", "share"]
-"""How a function is called: with one row; with one row while others are in progress, as it is async; with many rows."""
+"""Ways to call a function: with one row; with one row while other calls are in progress (async); with many rows."""
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,11 @@ from megappo.runtime.variables import PYTHON, for_python
 from megappo.userland.channel import MAX_BYTES, Channel
 
 START_TIMEOUT_SECONDS = 120.0
-"""How long a worker may take to import people's files."""
+"""Time that a worker may take to import users' files."""
 GRACE_SECONDS = 5.0
 """Beyond the time limit of a coroutine, for the worker to report that it is over: one that does not is blocked."""
 EXIT_SECONDS = 2.0
-"""How long a worker may take to exit that has closed its connection, or whose owner has."""
+"""Time that a worker may take to exit once it or its owner has closed the connection."""
 SECRETS = re.compile(
     r"((TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|KEY|CREDENTIAL|AUTH|JWT)S?|(^|_)(?!^PWD$)(PASS|PWD|PAT))(_|$)",
     re.IGNORECASE,

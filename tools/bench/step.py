@@ -44,7 +44,7 @@ from megappo.observe.metrics import read_metrics  # noqa: E402
 ROOT = Path(__file__).parents[2]
 RANKS = 2
 SIDE, RATE_SECONDS = 1024, 3.0
-"""Of the products by which a rate is measured, and for how long."""
+"""Size of the matrices whose products measure the peak rate, and the time spent on them."""
 MODEL_WORK = {"rollout", "old_log_probs", "ref_log_probs", "values", "update_actor", "update_critic", "sync"}
 PROMPT, RESPONSE, ROWS = 28, 96, 32
 PASSES = {"policy": 1 + 2 + TRAINING, "value": 1 + TRAINING}

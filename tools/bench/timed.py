@@ -18,7 +18,7 @@ import torch.multiprocessing as mp
 from megappo.runtime import platform
 
 LAYERS, HIDDEN, INTERMEDIATE, HEADS, VOCABULARY = 12, 768, 2048, 12, 32000
-"""Of `write_qwen2`."""
+"""Sizes of the model of `write_qwen2`."""
 
 
 @dataclass(frozen=True)

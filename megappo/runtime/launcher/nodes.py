@@ -13,7 +13,7 @@ LOST_SECONDS = 30.0
 SUSPECT_SECONDS = 10.0
 """The same once a rank somewhere has lost its connection to another."""
 FAREWELL_SECONDS = 5.0
-"""How long a launcher that ends waits for the store, or, if it serves the store, for the others to read it."""
+"""Time that a launcher waits at its end for the store or, if it serves the store, for the others to read it."""
 
 
 class Nodes:

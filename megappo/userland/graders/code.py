@@ -15,7 +15,7 @@ from megappo.runtime.variables import PACKAGE_ROOT, PYTHON
 FENCE = "```"
 ENDING_SECONDS = 20.0
 TOLERANCE = 1e-6
-"""Of decimal numbers that a program writes."""
+"""Tolerance for decimal numbers that a program writes."""
 LABELS = (
     '{"inputs": [...], "outputs": [...]}, with "fn_name" where a function is called; a text of assertions, or a list '
     'of such; or {"test": ..., "entry_point": ...} with a function check'

@@ -19,7 +19,7 @@ NUMBER = re.compile(
     re.VERBOSE,
 )
 MAX_CHARACTERS = 100
-"""Of a number: longer ones are no answers, and take Python long."""
+"""Longest number: longer ones are no answers, and Python is slow to parse them."""
 REWRITTEN = str.maketrans({"\u2212": "-", "\u2013": "-", "\u00a0": " ", "\u202f": " "})
 """Signs and spaces of typesetters."""
 

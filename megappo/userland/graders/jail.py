@@ -27,7 +27,7 @@ RIGHTS_OF_ABI = {1: 0x1FFF, 2: 0x3FFF, 3: 0x7FFF}
 SCOPES_SINCE, SCOPES = 6, 3
 """The version with scopes, and all of them: no signal and no abstract socket of a process that is not confined, too."""
 READABLE = ("/usr", "/lib", "/lib64", "/bin", "/dev/null", "/dev/urandom", "/etc/ld.so.cache", "/proc/cpuinfo")
-"""What Python and its libraries need beside where it is installed."""
+"""Paths that Python and its libraries read outside Python's own folders."""
 MAX_OPEN_FILES = 64
 """Per process: it also bounds the kernel's memory in pairs of sockets, pipes and the like."""
 MAX_THREADS = 64

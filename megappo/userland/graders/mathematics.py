@@ -10,19 +10,19 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, veri
 from megappo.userland.graders.texts import as_text
 
 BOX = re.compile(r"\\f?boxed\b|\\fbox\b|\\boxed(?=\d)")
-"""What comes before a boxed answer; \\fbox is in MATH's own solutions, too."""
+"""Command before a boxed answer; \\fbox is in MATH's own solutions, too."""
 BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
 WITHOUT_BRACES = re.compile(r"[^$\n{}]*")
-"""What TeX would not box whole, but who wrote it meant: \\boxed 42$."""
+"""Answer without braces, of which TeX would box only the first character: \\boxed 42$."""
 UNFINISHED = re.compile(r"\\(?:sum|prod|int|lim|[dt]?binom|gcd|lcm)(?![a-zA-Z])|(?<!\\)!")
-"""Of questions, which SymPy would answer: no answer has them unless the label has."""
+"""Marks of unfinished calculations, which SymPy would finish: an answer may have them only if the label does."""
 TARGETS = (LatexExtractionConfig(), ExprExtractionConfig())
 TIMEOUT_SECONDS = 1
-"""Of reading an answer, and of comparing two: SymPy may take for ever over 9^{9^{9^9}}. Most take milliseconds."""
+"""Limit for reading an answer, and for comparing two: most take milliseconds, but SymPy never finishes 9^{9^{9^9}}."""
 SLOW_SECONDS = 15.0
-"""Of a call, for comparisons that take long: after these the others are of texts alone, so that no call is endless."""
+"""Budget of a call for slow comparisons: once it is spent, only texts are compared, so that every call ends."""
 MAX_CHARACTERS = 1000
-"""Of an answer that is not the label's very text."""
+"""Longest answer that is parsed; a longer one must equal the label's text."""
 
 
 def math(responses: list[str], labels: list[Any]) -> list[float]:

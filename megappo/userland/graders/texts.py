@@ -9,7 +9,7 @@ LETTER = r"""
     [\s:*"'$({\[\\]{0,9} (?: (?:text|math) [a-z]{0,2} \{ \(? )?            # **(  $\text{(
     (?-i: (?P<letter> [B-HJ] | [AI] (?! \s+ (?!because|since|as|and)\w ) ) ) (?! \w | '\w )
 """
-"""What follows on the word that announces a letter. A and I are words, too: "A good one", "I think"."""
+"""Text after the word that announces a letter. A and I are words, too: "A good one", "I think"."""
 ANSWER = re.compile(r"(?: \b answer | \\boxed )" + LETTER, re.VERBOSE | re.IGNORECASE)
 OPTION = re.compile(r"\b (?: option | choice )" + LETTER, re.VERBOSE | re.IGNORECASE)
 ALONE = re.compile(r"[\s(\[*]{0,9}(?P<letter>[A-J])[\s)\].:*]*")
