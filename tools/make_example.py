@@ -1,10 +1,11 @@
-"""Make the data and the model of an example of several turns: `grid`, a game, for configs/grid.yaml, or `calculator`,
-products by a tool, for configs/calculator.yaml.
+"""Make the data and the model of a multi-turn example.
 
-As tools/make_quickstart.py does: a small Qwen2 is warm-started by supervised steps on what a careless player does. The
-walker of the grid takes left for right with probability CONFUSE, so that the model greedily walks the wrong way, while
-its samples often reach the goal. The pupil with the calculator guesses with probability GUESS instead of using it. No
-held-out game or product is used in training.
+`grid` is a game, for configs/grid.yaml; `calculator` is multiplication by a tool, for configs/calculator.yaml.
+
+As in tools/make_quickstart.py, a small Qwen2 is warm-started by supervised steps on the dialogues of a careless player.
+The walker of the grid mistakes left for right with probability CONFUSE, so that the model greedily walks the wrong way,
+while its samples often reach the goal. The pupil with the calculator guesses with probability GUESS instead of using
+it. No held-out game or product is used in training.
 """
 
 import itertools

@@ -25,9 +25,9 @@ def run(description: str, read: Callable[[Path], Iterable[Record]], prepare: Cal
     """Turn each input into OUTPUT/NAME.jsonl and return the exit code.
 
     Args:
-        read: the records of an input, as published.
-        prepare: a record with a text as "prompt", and its label. It may raise KeyError, of a field that is not there,
-            or ValueError.
+        read: returns the records of an input, as published.
+        prepare: returns a record with its label and a text as "prompt". It may raise ValueError, or KeyError for a
+            missing field.
     """
     args = _arguments(description)
     try:

@@ -1,6 +1,6 @@
-"""Show rollouts that a run has put on record (trainer.record_rollouts).
+"""Show the rollouts that a run has recorded (trainer.record_rollouts).
 
-.venv/bin/python tools/show_rollouts.py FOLDER                what each step was like
+.venv/bin/python tools/show_rollouts.py FOLDER                summary of each step
 .venv/bin/python tools/show_rollouts.py FOLDER --step 12      prompts, responses and scores of a step
 .venv/bin/python tools/show_rollouts.py FILE --tokens --num 1 token by token
 """

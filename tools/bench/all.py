@@ -1,10 +1,10 @@
-"""Run the benchmarks that find ratios, one after the other, and write a table of them for this machine's processor.
+"""Run the benchmarks that measure ratios, one after the other, and write a table for this machine's processor.
 
     .venv/bin/python tools/bench/all.py
     .venv/bin/python tools/bench/all.py --only gae balance
 
-Writes Markdown, and the same as JSON; what was measured on other processors stays. Ratios are of one run each, but the
-machine should have nothing else to do: what is compared need not suffer alike, and threads wait as they do in a run.
+Writes Markdown and the same rows as JSON; rows measured on other processors stay. Each ratio comes from a single run,
+but the machine should be idle: other load slows the two sides of a ratio differently, and threads spin while they wait.
 Takes 20 to 45 minutes.
 """
 

@@ -1,11 +1,11 @@
-"""Bytes that a rank sends in the exchange of a step's rows, in a small world and in one of four times the ranks.
+"""Measure the bytes that a rank sends in the exchange of a step's rows, in a world and in one four times as large.
 
     .venv/bin/python tools/bench/exchange.py --ranks 8 32 --rows 16
 
-Real ranks over gloo. Each has so many rows; all agree on the table of rows, each row goes to the ranks of one shard
-(two of them, tensor-parallel), tokens and mask, and values for its tokens come back. Bytes are what the process wrote,
-as the kernel counts it, and of rows what it kept for itself: by chance an eighth of them where there are 8 ranks. A
-flat curve is 1.
+Real ranks over gloo, with the same number of rows each. All ranks agree on the table of rows; each row goes with its
+tokens and mask to the ranks of one shard (two tensor-parallel ones), and values for its tokens come back. The bytes are
+those that the kernel counts as written by the process, plus those of rows that stayed on the rank (an eighth of them by
+chance with 8 ranks). A ratio of 1 is a flat curve.
 """
 
 import statistics

@@ -1,12 +1,12 @@
-"""Time megappo's GAE against the loop over tokens it replaces, in one run.
+"""Time megappo's GAE against the loop over tokens that it replaces, in one run.
 
     .venv/bin/python -m megappo.torchrun tools/bench/gae.py --rows 1024 --tokens 8192 --repeats 5
 
-Under megappo.torchrun, as a run's ranks are: they take memory again that they have freed, where a process of its own
-has the kernel clear new pages for each result, which takes a third of the time.
+Run it under megappo.torchrun, as the ranks of a run: they reuse freed memory. A plain process has the kernel clear new
+pages for each result, which takes a third of the time.
 Both get the same float32 numbers and are called in turn; the figures are medians of the wall-clock time. On a machine
-that has other work too, set OMP_WAIT_POLICY=passive: threads that wait in a loop for one that has lost its core make
-every figure noise.
+with other load, set OMP_WAIT_POLICY=passive: otherwise threads spin while they wait for one that has lost its core,
+and every figure is noise.
 """
 
 import sys

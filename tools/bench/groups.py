@@ -1,10 +1,10 @@
-"""Time making the process groups of a run in a large world, and count those that a rank is in.
+"""Time the creation of a run's process groups in a large world, and count the groups that a rank is in.
 
     .venv/bin/python tools/bench/groups.py --ranks 4096
     .venv/bin/python tools/bench/groups.py --processes 16
 
-By default one process stands for one rank of the world, whose other ranks are not there: torch's fake backend. With
---processes all ranks are real, over gloo, and each group sums something up.
+By default one process is one rank of the world, and the other ranks do not exist: torch's fake backend. With
+--processes all ranks are real, over gloo, and each group does an all-reduce.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""Time a reward function that takes a millisecond for each response against as many milliseconds, shared by workers.
+"""Time a reward function that takes a millisecond per response against the ideal, that time divided by the workers.
 
     .venv/bin/python tools/bench/rewards.py
     .venv/bin/python tools/bench/rewards.py --rows 100000 --workers 2 --repeats 1
 
-The function sleeps, so that the workers need no core of their own; what is over is the pool's. Once all rows are there
-at the beginning, once they come in groups of 8.
+The function sleeps, so that workers need no core of their own; the excess is the pool's overhead. Measured twice: with
+all rows available at the beginning, and with rows that arrive in groups of 8.
 """
 
 import sys

@@ -1,17 +1,16 @@
-"""Time the responses to prompts of mixed lengths against SGLang's own serving benchmark's client.
+"""Time the responses to prompts of mixed lengths against the client of SGLang's own serving benchmark.
 
     .venv/bin/python tools/bench/rollout.py
     .venv/bin/python tools/bench/rollout.py --prompts 128 --repeats 3 --json FILE
 
-A random Llama of 10M parameters, 512 prompts of 4 to 64 tokens, greedy, at most 32 tokens each: a random part of the
-vocabulary ends a response, so that they are of mixed lengths. Compared, one after the other in each repeat, for one
-engine and for two:
+A random Llama of 10M parameters and 512 prompts of 4 to 64 tokens, greedy, with at most 32 tokens per response. A
+random part of the vocabulary ends a response, so that lengths vary. Each repeat runs both, for one engine and for two:
 
-- ours: `RolloutSession` of megappo.rollouts.sampler, as the ranks that own the engines call it (each in a thread here).
-- SGLang's: a task of `async_request_sglang_generate` for each prompt, as many at a time as an engine decodes at once,
-  prompts dealt out to the engines in turn, with log-probs, without streaming.
+- ours: `RolloutSession` of megappo.rollouts.sampler, as the ranks that own the engines call it (one thread each here).
+- SGLang's: a task of `async_request_sglang_generate` per prompt, with as many at a time as an engine decodes at once,
+  prompts assigned to the engines in turn, with log-probs, without streaming.
 
-Engines forget their caches before each. A share is SGLang's seconds over ours.
+The engines' caches are flushed before each. A ratio is SGLang's seconds over ours.
 """
 
 import argparse

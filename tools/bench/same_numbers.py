@@ -1,12 +1,12 @@
-"""Two PPO steps on fixed rollouts, for every method in several layouts: record their numbers before a change that must
-not alter them, and compare after it.
+"""Record the numbers of two PPO steps on fixed rollouts before a refactoring, and compare them after it.
 
     .venv/bin/python tools/bench/same_numbers.py record FILE
     .venv/bin/python tools/bench/same_numbers.py compare FILE
 
-FILE (JSON) holds every metric of the steps, and of every trained weight its sum, its norm and a hash. Only the engines
-are left out: their samples are fixed, so that all else is the program's own. Numbers are those of one machine: sums of
-another processor's vector units are rounded otherwise. Takes about six minutes.
+Covers every method in several layouts. FILE (JSON) has every metric of the steps, and the sum, the norm and a hash of
+every trained weight. Engines are left out: their samples are fixed, and everything else is the program itself. Numbers
+are only comparable on one machine, because other processors' vector units round sums differently. Takes about six
+minutes.
 """
 
 import argparse

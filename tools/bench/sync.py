@@ -4,9 +4,9 @@
     .venv/bin/python -m megappo.torchrun --nproc-per-node 2 tools/bench/sync.py --tensor 2
     .venv/bin/python -m megappo.torchrun --nproc-per-node 2 tools/bench/sync.py --pipeline 2 --transport broadcast
 
-With broadcast the engine is on none of the actor's ranks. Prints medians, and how much of the copy's rate a sync
-reaches; the engine shares the machine's cores with the ranks. The copy takes as many threads as a rank of the engine
-does: OMP_NUM_THREADS, or one.
+With broadcast the engine is on none of the actor's ranks. Prints medians, and a sync's rate as a share of the copy's.
+The engine shares the machine's cores with the ranks. The copy uses as many threads as a rank of the engine:
+OMP_NUM_THREADS, or one.
 """
 
 import os

@@ -1,25 +1,25 @@
-"""Time an update and a pass for log-probs against plain matrix products, and against a padded Hugging Face update.
+"""Time an update and a log-prob pass against plain matrix products, and against a padded Hugging Face update.
 
     .venv/bin/python -m megappo.torchrun tools/bench/update.py
     .venv/bin/python -m megappo.torchrun tools/bench/update.py --threads 1 --json FILE
 
 A Qwen2 of 110M parameters (12 layers, hidden size 768, 12 heads, a tied vocabulary of 32,000), fp32, on one rank. Rows
-of 22 to 181 tokens, 1,646 in all, of which 1,240 are of responses. Compared, one after the other in each repeat:
+of 22 to 181 tokens, 1,646 in all, 1,240 of them in responses. Each repeat runs these one after the other:
 
-- the update: `TrainedEngine.train_batch`, so forward and backward pass, PPO's loss, clipping and Adam, on the packed
-  rows; the pass: `MegatronEngine.forward`, log-probs and entropy of the responses.
-- the products: torch.mm, into memory that is there already, of what the model's linear layers multiply: QKV, output
-  projection, gate and up, down, of all tokens; the head's, of the tokens that predict a response alone. Once for the
-  pass; for the update also by the weights and by the inputs, as the backward pass does. Each layer has weights and
-  gradients of its own, as in the model: products by one layer's twelve times find them in the caches, and take 2 to 4 %
-  less. Attention is not counted.
+- the update: `TrainedEngine.train_batch`, which is forward and backward pass, PPO's loss, clipping and Adam, on the
+  packed rows; the pass: `MegatronEngine.forward`, log-probs and entropy of the responses.
+- the products: torch.mm into preallocated memory, for all products of the model's linear layers: QKV, output
+  projection, gate and up, and down for all tokens; the head's only for tokens that predict a response. The pass has
+  each once; the update also has the backward pass's products by weights and by inputs. Each layer has its own weights
+  and gradients, as in the model: one layer's, used twelve times, would stay in the caches and take 2 to 4 % less time.
+  Attention is not counted.
 - Hugging Face: an update of the same model on the same rows padded to the longest (1.76 times the tokens), with the
-  same loss, entropy as a metric, clip and AdamW, in torch's own operations on the logits of all tokens; in a process of
-  its own, as python starts it, without what megappo.torchrun has a rank's allocator do.
-- updates of twice the tokens, in twice the rows and in rows twice as long.
+  same loss, entropy as a metric, clipping and AdamW, in torch's own operations on the logits of all tokens. It runs in
+  a plain Python process, without megappo.torchrun's settings of the allocator.
+- updates of twice the tokens: in twice the rows, and in rows twice as long.
 
-A ratio to the products is their seconds over those of what is compared: 1 were a model that does nothing else. The bars
-are for two cores that nothing else uses.
+A ratio to the products is their seconds over the measured ones: 1 would be a model that computes nothing else. The bars
+are for two idle cores.
 """
 
 import os

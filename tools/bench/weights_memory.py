@@ -1,11 +1,10 @@
-"""Measure how much memory each rank takes to load a Hugging Face folder, and to export it again.
+"""Measure the memory that each rank takes to load a Hugging Face folder, and to export it again.
 
     .venv/bin/python tools/bench/weights_memory.py --megabytes 500 --layouts 1x1 2x1 1x2 2x2 --dtypes fp32 bf16
 
-Makes a random model of that size, starts the ranks of each layout (tensor x pipeline) one layout after the other, and
-samples every millisecond the memory that is this rank's alone (peak_memory.py). The figures are peaks above what the
-process held after imports and with its process groups made, of the rank that came closest to its bar, or went furthest
-over it:
+Makes a random model of that size, starts the ranks of one layout (tensor x pipeline) after the other, and samples each
+rank's private memory every millisecond (peak_memory.py). The figures are peaks above the memory held after imports and
+the creation of process groups. Reported is the rank closest to its bar, or furthest above it:
 
     bar = bytes of the parameters this rank holds + two buckets + the largest tensor
 
