@@ -216,6 +216,8 @@ def script(command: list[str]) -> str | None:
     """The file of this repository that a command starts."""
     if command[0] == "bash":
         return command[1]
+    if "pytest" in command:
+        return None
     own = [word for word in command[1:] if word.startswith(("megappo.", *OWN_FOLDERS))]
     return f"{own[0].replace('.', '/')}.py" if own and own[0].startswith("megappo.") else next(iter(own), None)
 
