@@ -17,8 +17,8 @@ from pathlib import Path
 
 from megappo.architecture.dtypes import DTYPES
 from megappo.config.checks import config_warnings
+from megappo.config.config_error import ConfigError, counted, printable, shorten, show
 from megappo.config.describe import config_parser
-from megappo.config.errors import ConfigError, counted, printable, shorten, show
 from megappo.config.eval_sets import eval_sets, longest_row
 from megappo.config.loading import leaves, load_config
 from megappo.config.schema import Config

@@ -14,7 +14,7 @@ from types import FrameType
 
 from megappo.architecture.config_json import CONFIG_FILE, named_architecture
 from megappo.architecture.model_folder import other_kind
-from megappo.config.errors import looked_in
+from megappo.config.config_error import looked_in
 from megappo.config.text_files import TextFileError
 from megappo.engines import launch
 from megappo.engines.server_keeper import remove_traces

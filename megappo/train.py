@@ -26,8 +26,8 @@ if __name__ == "__main__":
 import torch
 import torch.distributed as dist
 
+from megappo.config.config_error import ConfigError
 from megappo.config.describe import config_parser
-from megappo.config.errors import ConfigError
 from megappo.config.loading import load_config
 from megappo.engines.handle import EngineHandle, start_engine
 from megappo.engines.launch import nccl_variables, socket_dir

@@ -1,6 +1,7 @@
 """The house keeps its shape: which package may import which, and sizes of files and functions."""
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,7 +34,7 @@ WITHOUT_TORCH = (
     "megappo/plan.py",
     "megappo/architecture/",
     "megappo/batch/fields.py",
-    "megappo/batch/metrics.py",
+    "megappo/batch/row_metrics.py",
     "megappo/batch/recorded_steps.py",
     "megappo/config/",
     "megappo/estimate/",
@@ -220,6 +221,14 @@ def test_no_room_exceeds_its_budget():
         sizes[room if room in BUDGETS else "."] += num_nodes(path)
     exceeded = {room: f"{size} nodes of {BUDGETS[room]}" for room, size in sizes.items() if size > BUDGETS[room]}
     assert not exceeded, sizes
+
+
+def test_no_two_files_and_no_two_types_share_a_name():
+    names = Counter(path.name for path in (REPOSITORY / "megappo").rglob("*.py") if path.name != "__init__.py")
+    for path in (REPOSITORY / "megappo").rglob("*.py"):
+        classes = [node for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.ClassDef)]
+        names.update({node.name.lstrip("_") for node in classes})
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_packages_do_not_import_in_circles():

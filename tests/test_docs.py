@@ -14,7 +14,7 @@ import torch
 from policy_oracles import policy_loss
 
 from megappo.architecture.families import FAMILIES
-from megappo.batch.metrics import ROW_METRICS
+from megappo.batch.row_metrics import ROW_METRICS
 from megappo.config.describe import keys
 from megappo.config.loading import load_config
 from megappo.config.methods import ESTIMATORS, LENGTH_PENALTIES, POLICY_LOSSES

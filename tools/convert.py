@@ -38,7 +38,7 @@ from conversion.world import ENDING, UsageError, World, parallel_of  # noqa: E40
 from megappo.batch.exchange import OtherRankError  # noqa: E402
 from megappo.checkpoint.checksums import refuse_damaged  # noqa: E402
 from megappo.checkpoint.folders import CheckpointError, no_folder  # noqa: E402
-from megappo.config.errors import ConfigError  # noqa: E402
+from megappo.config.config_error import ConfigError  # noqa: E402
 from megappo.runtime.failure import LOST_RANK  # noqa: E402
 
 COMMANDS = {

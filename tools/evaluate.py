@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from megappo.architecture.config_json import CONFIG_FILE
 from megappo.checkpoint.folders import CheckpointError, candidates, checkpoints_in, is_checkpoint
 from megappo.checkpoint.metadata import is_component
-from megappo.config.errors import ConfigError, looked_in
+from megappo.config.config_error import ConfigError, looked_in
 from megappo.config.loading import load_config
 from megappo.placement.placing import smallest_world
 

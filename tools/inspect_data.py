@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from megappo.config.errors import ConfigError
+from megappo.config.config_error import ConfigError
 from megappo.config.eval_sets import TRAINING, eval_sets, training_task
 from megappo.config.loading import load_config
 from megappo.config.schema import Config, Data

@@ -20,7 +20,7 @@ from megappo.batch.fields import field_of
 from megappo.batch.recorded_steps import recorded_steps, rows_file
 from megappo.batch.rows import Rows
 from megappo.batch.rows_file import RowsFile, RowsFileError
-from megappo.config.errors import ConfigError
+from megappo.config.config_error import ConfigError
 from megappo.data.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:

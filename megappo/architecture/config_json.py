@@ -9,7 +9,7 @@ from typing import Any
 
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.dtypes import DTYPES
-from megappo.config.errors import shorten
+from megappo.config.config_error import shorten
 from megappo.config.text_files import TextFileError, read_json
 
 CONFIG_FILE = "config.json"

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.parameters import adapted_modules
-from megappo.config.errors import nearest_divisors, shorten
+from megappo.config.config_error import nearest_divisors, shorten
 from megappo.config.schema import Lora, Parallel
 
 KeyOf = Callable[[str], str]

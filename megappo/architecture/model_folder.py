@@ -6,7 +6,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from megappo.architecture.config_json import CONFIG_FILE, INDEX, SINGLE, read_weight_map
-from megappo.config.errors import shorten
+from megappo.config.config_error import shorten
 from megappo.config.text_files import TextFileError
 
 GIT_LFS = b"version https://git-lfs"

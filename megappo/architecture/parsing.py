@@ -9,7 +9,7 @@ from megappo.architecture.architecture import Architecture, Experts, LatentAtten
 from megappo.architecture.config_json import CONFIG_FILE, INDEX, ROPE, SINGLE, read_model_config, uncomputed
 from megappo.architecture.families import FAMILIES, ExpertFormat, Family, HeadKind, language_model
 from megappo.architecture.model_folder import other_kind
-from megappo.config.errors import ConfigError, shorten
+from megappo.config.config_error import ConfigError, shorten
 from megappo.config.text_files import TextFileError
 
 SIZES = {

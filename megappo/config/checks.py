@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
+from megappo.config.config_error import shorten, show
 from megappo.config.data_section import NONE
-from megappo.config.errors import shorten, show
 from megappo.config.eval_sets import EvalSet, context_errors, deciding_key, eval_sets, tasks
 from megappo.config.schema import Config
 from megappo.config.section import KeyRule, ReadIf, Section, Usual

@@ -10,7 +10,7 @@ from typing import Any, get_args, get_origin
 
 from pydantic_core import PydanticUndefined
 
-from megappo.config.errors import show
+from megappo.config.config_error import show
 from megappo.config.schema import Config
 from megappo.config.section import Section
 

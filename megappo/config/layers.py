@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 from pydantic_core import PydanticCustomError
 
-from megappo.config.errors import ConfigError, shorten
+from megappo.config.config_error import ConfigError, shorten
 from megappo.config.text_files import TextFileError, read_text
 from megappo.config.values import as_path
 

@@ -13,8 +13,8 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from megappo.config.config_error import MOST_ERRORS, ConfigError, looked_in, shorten, show
 from megappo.config.describe import declared, keys, nearest_key, nearest_word
-from megappo.config.errors import MOST_ERRORS, ConfigError, looked_in, shorten, show
 from megappo.config.layers import KeyPath, Layer, Origins, read_file, read_override
 from megappo.config.schema import Config
 from megappo.config.values import EXPLAINED, FilePaths

@@ -8,8 +8,8 @@ from annotated_types import MinLen
 from pydantic import PrivateAttr, StrictBool
 
 from megappo.config.algorithm_section import Algorithm
+from megappo.config.config_error import ConfigError, printable
 from megappo.config.data_section import NONE, Data, Eval, Reward
-from megappo.config.errors import ConfigError, printable
 from megappo.config.layers import Origins
 from megappo.config.methods import POLICY_LOSSES, PolicyLoss
 from megappo.config.rollout_section import Rollout

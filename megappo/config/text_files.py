@@ -6,7 +6,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from megappo.config.errors import looked_in
+from megappo.config.config_error import looked_in
 from megappo.errors import ActionableError
 
 LARGEST_JSON = 16 * 2**20

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megappo.config.errors import shorten
+from megappo.config.config_error import shorten
 from megappo.config.schema import Data, Reward
 from megappo.data.chat import Chat, PromptContent
 from megappo.data.entries import PromptEntry, RecordFields, entry_of, tokens_of

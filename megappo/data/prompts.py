@@ -9,7 +9,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megappo.config.errors import ConfigError
+from megappo.config.config_error import ConfigError
 from megappo.config.eval_sets import TRAINING, eval_sets
 from megappo.config.schema import Config, Data, Reward
 from megappo.data.chat import Chat

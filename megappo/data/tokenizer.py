@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megappo.architecture.config_json import end_tokens
-from megappo.config.errors import ConfigError
+from megappo.config.config_error import ConfigError
 from megappo.config.text_files import TextFileError
 from megappo.runtime.cores import usable
 from megappo.runtime.heartbeat import heartbeat

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from megappo.architecture.dtypes import DTYPES
 from megappo.architecture.fit import fit_errors
-from megappo.config.errors import ConfigError
+from megappo.config.config_error import ConfigError
 from megappo.config.eval_sets import longest_row
 from megappo.config.transports import GPU_BUCKET_BYTES
 from megappo.estimate.engine_memory import EngineMemory

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from megappo.architecture.fit import engine_fit_errors, fit_errors
-from megappo.config.errors import ConfigError
+from megappo.config.config_error import ConfigError
 from megappo.config.schema import Config, Parallel
 from megappo.estimate.fitting import differences, fits, resolve_offload
 from megappo.estimate.gpu_memory import Cluster, MemoryEstimate

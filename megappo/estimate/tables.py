@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from megappo.architecture.switches import SWITCHES, Decision, SwitchContext, decisions
-from megappo.config.errors import shorten, show
+from megappo.config.config_error import shorten, show
 from megappo.estimate.fitting import SPARE, fits, remedies
 from megappo.estimate.gpu_memory import MemoryEstimate, RankKind
 from megappo.estimate.gpus import GIB, GPU

@@ -6,7 +6,7 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from megappo.config.errors import ConfigError
+from megappo.config.config_error import ConfigError
 from megappo.models.packed_attention import PackedAttention, SelfAttention
 from megappo.models.torch_layers import LatentSelfAttention, RMSNorm, swiglu
 from megappo.runtime import platform

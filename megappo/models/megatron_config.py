@@ -11,7 +11,7 @@ from megappo.architecture.dtypes import DTYPES
 from megappo.architecture.fit import fit_errors
 from megappo.architecture.parameters import padded_vocab_size
 from megappo.architecture.switches import LAYERS
-from megappo.config.errors import ConfigError
+from megappo.config.config_error import ConfigError
 from megappo.config.schema import Model, Parallel
 from megappo.runtime import platform
 

@@ -16,7 +16,7 @@ import torch
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import SummaryWriter
 
-from megappo.config.errors import ConfigError
+from megappo.config.config_error import ConfigError
 from megappo.moments import merged_moments, moments
 
 METRICS_FILE = "metrics.jsonl"

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
-from megappo.config.errors import counted, nearest_divisors, shorten
+from megappo.config.config_error import counted, nearest_divisors, shorten
 from megappo.config.eval_sets import longest_row
 from megappo.config.schema import Config, Parallel
 from megappo.placement.components import ComponentSpec, Training

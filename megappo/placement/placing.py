@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
-from megappo.config.errors import ConfigError, counted, nearest_divisors
+from megappo.config.config_error import ConfigError, counted, nearest_divisors
 from megappo.config.schema import Config, Parallel
 from megappo.config.values import LARGEST_PORT
 from megappo.placement.components import ComponentSpec, components_of

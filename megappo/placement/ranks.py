@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
-from megappo.config.errors import counted, shorten
+from megappo.config.config_error import counted, shorten
 from megappo.config.values import MOST_RANKS
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megappo.config.checks import config_errors
-from megappo.config.errors import ConfigError
+from megappo.config.config_error import ConfigError
 from megappo.config.schema import Config
 from megappo.placement.component_errors import component_errors
 from megappo.placement.components import AUTO, ComponentSpec, Training, components_of

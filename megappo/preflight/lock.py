@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import IO
 
-from megappo.config.errors import ConfigError
+from megappo.config.config_error import ConfigError
 
 LOCK = ".lock"
 PATIENCE_SECONDS = 2.0

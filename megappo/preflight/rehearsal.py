@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 
 from megappo.config.checks import late_scores_errors, metric_errors, num_scores_errors, step_scores_errors
-from megappo.config.errors import ConfigError
+from megappo.config.config_error import ConfigError
 from megappo.config.eval_sets import TRAINING, Task, played_tasks
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt, PromptDataset, batch_errors, open_datasets

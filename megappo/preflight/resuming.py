@@ -16,7 +16,7 @@ from megappo.checkpoint.folders import (
     read_state,
     step_of,
 )
-from megappo.config.errors import looked_in
+from megappo.config.config_error import looked_in
 from megappo.config.schema import Config
 from megappo.observe.files import CHECKPOINTS, EVALUATION_FILE, EVALUATIONS, REPORT_FILE, has_exported
 from megappo.placement.components import trained_in_words

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator, Mapping
 
-from megappo.config.errors import ConfigError, shorten
+from megappo.config.config_error import ConfigError, shorten
 from megappo.config.eval_sets import tasks
 from megappo.config.schema import Config
 from megappo.engines.server_args import parser_errors, server_args_errors

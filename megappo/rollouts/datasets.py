@@ -10,7 +10,7 @@ from typing import BinaryIO
 from transformers import PreTrainedTokenizerBase
 
 from megappo.batch.exchange import Exchange
-from megappo.config.errors import ConfigError
+from megappo.config.config_error import ConfigError
 from megappo.config.schema import Config
 from megappo.data.file_formats import Write, unpacked
 from megappo.data.prompts import Prompt, PromptDataset, batch_errors, open_datasets, share

@@ -15,7 +15,7 @@ from megappo.batch.rows_file import RowsFile, RowsFileError, write_rows
 from megappo.batch.step_batch import Batch
 from megappo.checkpoint.durable import put_durably
 from megappo.config.checks import step_scores_errors
-from megappo.config.errors import ConfigError, show
+from megappo.config.config_error import ConfigError, show
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt, PromptDataset
 from megappo.userland.spec import BUILTIN, parse_spec

@@ -6,7 +6,7 @@ from functools import partial
 
 from megappo.batch.exchange import Exchange
 from megappo.config.checks import late_scores_errors
-from megappo.config.errors import ConfigError
+from megappo.config.config_error import ConfigError
 from megappo.config.eval_sets import TRAINING
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt

@@ -9,7 +9,7 @@ from megappo.batch.exchange import Exchange, entries_of
 from megappo.batch.rows import Rows
 from megappo.batch.step_batch import Batch
 from megappo.config.checks import num_scores_errors
-from megappo.config.errors import ConfigError
+from megappo.config.config_error import ConfigError
 from megappo.config.schema import Config
 from megappo.engines.client import EngineError
 from megappo.observe.metrics import reduce_ranks

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from megappo.batch.rows import Rows
-from megappo.config.errors import ConfigError
+from megappo.config.config_error import ConfigError
 from megappo.data.prompts import Prompt
 from megappo.rollouts.sampler import Sample
 from megappo.rollouts.transcript import Segment

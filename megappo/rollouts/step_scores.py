@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from megappo.config.checks import step_scores_errors
-from megappo.config.errors import ConfigError
+from megappo.config.config_error import ConfigError
 from megappo.config.schema import Config
 from megappo.rollouts.sampler import Sample
 from megappo.runtime.heartbeat import heartbeat

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megappo.architecture.architecture import Architecture
 from megappo.batch.exchange import Exchange
-from megappo.config.errors import ConfigError
+from megappo.config.config_error import ConfigError
 from megappo.config.schema import Config
 from megappo.config.transports import CPU_BUCKET_BYTES, GPU_BUCKET_BYTES, Transport
 from megappo.engines.client import EngineClient

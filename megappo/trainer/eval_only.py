@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megappo.batch.exchange import Exchange
 from megappo.checkpoint.checksums import refuse_damaged
-from megappo.checkpoint.component import load_model
+from megappo.checkpoint.component_folder import load_model
 from megappo.checkpoint.durable import write_durably
 from megappo.checkpoint.folders import step_of
 from megappo.checkpoint.metadata import read_component

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from megappo.batch.metrics import log_prob_diff, of_tokens
+from megappo.batch.row_metrics import log_prob_diff, of_tokens
 from megappo.batch.rows import Rows
 from megappo.batch.trajectories import Trajectories
 from megappo.ppo.advantages import compute_token_level_rewards, estimate, explained_variance, whiten

@@ -10,7 +10,7 @@ from megappo.batch.rows_file import RowsFile, write_rows
 from megappo.batch.step_batch import Batch
 from megappo.models.train_engine import OptimizerStep
 from megappo.observe.metrics import Histogram, Metric
-from megappo.trainer.component import ComponentBatch
+from megappo.trainer.component_batch import ComponentBatch
 from megappo.trainer.statistics import merge_optimizer_steps
 
 IN_FLIGHT = "in_flight.safetensors"

@@ -21,7 +21,7 @@ from megappo.runtime import platform
 from megappo.sync.build import build_sync, engine_sleeps
 from megappo.sync.proof import Checksums, check_log_probs, check_probe, verified_sync
 from megappo.sync.sync import SyncStats, WeightSync
-from megappo.trainer.component import Component, gather
+from megappo.trainer.component_batch import Component, gather
 from megappo.trainer.models import Models
 from megappo.trainer.phases import Phases
 

@@ -22,7 +22,7 @@ from megappo.placement.groups import build_groups
 from megappo.placement.run_plan import RunPlan
 from megappo.placement.uses import LOAD, NOTHING
 from megappo.runtime import platform
-from megappo.trainer.component import Component, ComponentBatch, gather, scatter_fields
+from megappo.trainer.component_batch import Component, ComponentBatch, gather, scatter_fields
 from megappo.trainer.objectives import LOSS_WEIGHTS
 from megappo.trainer.train_engines import build_engines
 from megappo.trainer.update import update_actor, update_critic

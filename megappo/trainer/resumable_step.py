@@ -6,7 +6,7 @@ from typing import Any
 
 from megappo.batch.step_batch import Batch
 from megappo.observe.metrics import reduce_ranks
-from megappo.trainer.component import ComponentBatch
+from megappo.trainer.component_batch import ComponentBatch
 from megappo.trainer.experience import AdvantageResult
 from megappo.trainer.in_flight import InFlight, LocalUpdate
 from megappo.trainer.run import Run

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from megappo.batch.exchange import Exchange
-from megappo.batch.metrics import ROW_METRICS, SPREAD
+from megappo.batch.row_metrics import ROW_METRICS, SPREAD
 from megappo.batch.rows import Rows
 from megappo.models.train_engine import OptimizerStep
 from megappo.observe.metrics import Metric, merge_metrics, reduce_ranks

@@ -18,7 +18,7 @@ from megappo.models.train_engine import ELSEWHERE, LossFn, OptimizerStep, Traine
 from megappo.observe.metrics import Metric
 from megappo.runtime import platform
 from megappo.runtime.interruption import INTERRUPTION
-from megappo.trainer.component import ComponentBatch
+from megappo.trainer.component_batch import ComponentBatch
 from megappo.trainer.objectives import SELECTED, ActorLoss, conventions, critic_loss
 from megappo.trainer.statistics import NOT_KEPT
 

@@ -12,7 +12,7 @@ from megappo.estimate.gpus import find_gpu
 from megappo.models.megatron_config import TORCH_DTYPES
 from megappo.placement.components import ComponentSpec
 from megappo.runtime import platform
-from megappo.trainer.component import Component, ComponentBatch
+from megappo.trainer.component_batch import Component, ComponentBatch
 from megappo.trainer.in_flight import LocalUpdate
 from megappo.trainer.train_engines import architecture_of
 

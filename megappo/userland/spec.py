@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megappo.config.errors import looked_in
+from megappo.config.config_error import looked_in
 
 BUILTIN = {
     "exact_match": "megappo.userland.graders.texts:exact_match",

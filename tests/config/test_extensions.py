@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megappo.config.errors import ConfigError
+from megappo.config.config_error import ConfigError
 from megappo.config.loading import load_config
 
 REGISTERS = """

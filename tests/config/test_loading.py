@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megappo.config.config_error import ConfigError
 from megappo.config.describe import config_help, keys
-from megappo.config.errors import ConfigError
 from megappo.config.loading import changes_since, dump_config, load_config
 from megappo.config.schema import Config
 

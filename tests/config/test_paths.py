@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megappo.config.errors import ConfigError
+from megappo.config.config_error import ConfigError
 from megappo.config.loading import dump_config, load_config
 
 CONFIG = "model: {path: m}\ndata: {train_files: d.jsonl}\ntrainer: {output_dir: o}\n"

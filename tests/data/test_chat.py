@@ -7,7 +7,7 @@ import pytest
 from planning import errors_of, plan_here, write_run
 from transformers import PreTrainedTokenizerBase
 
-from megappo.config.errors import ConfigError
+from megappo.config.config_error import ConfigError
 from megappo.config.schema import Data
 from megappo.data.prompts import PromptDataset
 from megappo.data.tokenizer import load_tokenizer

@@ -17,7 +17,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from megappo.config.errors import ConfigError
+from megappo.config.config_error import ConfigError
 from megappo.config.schema import Config, Data
 from megappo.data.file_formats import RecordsError
 from megappo.data.prompts import PromptDataset, batch_errors, open_datasets, share

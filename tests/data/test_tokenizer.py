@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from megappo.config.errors import ConfigError
+from megappo.config.config_error import ConfigError
 from megappo.data.tokenizer import CHARACTERS_AT_ONCE, encode, load_tokenizer, stop_token_ids
 
 WORDS = {"[UNK]": 0, "yes": 1, "no": 2, "</s>": 3, "</a>": 4}

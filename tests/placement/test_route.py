@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from megappo.config.errors import ConfigError
+from megappo.config.config_error import ConfigError
 from megappo.config.schema import Config
 from megappo.placement.run_plan import plan_run
 from megappo.sync.build import engine_sleeps

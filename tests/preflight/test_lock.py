@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from megappo.config.errors import ConfigError
+from megappo.config.config_error import ConfigError
 from megappo.preflight.lock import LOCK, in_use, take
 
 HOLDER = """

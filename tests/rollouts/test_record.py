@@ -9,7 +9,7 @@ import torch
 
 from megappo.batch.recorded_steps import rows_file
 from megappo.batch.rows import Rows
-from megappo.config.errors import ConfigError
+from megappo.config.config_error import ConfigError
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
 from megappo.rollouts.record import Record, Replay

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from megappo.batch.rows_file import RowsFile
-from megappo.config.errors import ConfigError
+from megappo.config.config_error import ConfigError
 from megappo.runtime.failure import report
 
 

@@ -30,7 +30,7 @@ from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
 from megappo.sync.proof import check_log_probs
 from megappo.sync.sync import Source, WeightSync
-from megappo.trainer.component import Component, gather
+from megappo.trainer.component_batch import Component, gather
 from megappo.weights.buckets import views
 from megappo.weights.export import Export
 

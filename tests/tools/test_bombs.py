@@ -13,7 +13,7 @@ from slow import slow_ones
 from tiny_models import hf_folder
 
 from megappo.architecture.parsing import read_architecture
-from megappo.config.errors import ConfigError
+from megappo.config.config_error import ConfigError
 from megappo.config.loading import changes_since, load_config
 from megappo.config.schema import Config, Data
 from megappo.data.prompts import PromptDataset

@@ -13,7 +13,7 @@ from scored_responses import ScoredResponses, step_of
 from spawn import run_ranks
 
 from megappo.batch.exchange import Exchange
-from megappo.config.errors import ConfigError
+from megappo.config.config_error import ConfigError
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt, share
 from megappo.engines.client import EngineError

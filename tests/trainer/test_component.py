@@ -16,7 +16,7 @@ from megappo.batch.exchange import Exchange, RowTable
 from megappo.batch.rows import Rows
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
-from megappo.trainer.component import Component, gather, scatter_fields, shards_of, split
+from megappo.trainer.component_batch import Component, gather, scatter_fields, shards_of, split
 
 # --- splitting ---
 

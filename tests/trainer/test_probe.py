@@ -15,7 +15,7 @@ from megappo.data.prompts import Prompt
 from megappo.engines.client import EngineError, Generation
 from megappo.engines.handle import EngineHandle
 from megappo.placement.layout import Layout
-from megappo.trainer.component import Component
+from megappo.trainer.component_batch import Component
 from megappo.trainer.inference import Probe
 
 ENGINES = {0: 2, 2: 0, 3: 1}

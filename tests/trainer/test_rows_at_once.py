@@ -14,7 +14,7 @@ from megappo.batch.fields import FIELDS
 from megappo.batch.rows import Rows
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
-from megappo.trainer.component import Component, ComponentBatch, gather, scatter_fields
+from megappo.trainer.component_batch import Component, ComponentBatch, gather, scatter_fields
 
 # Of all but the last both ranks have all rows, those of the last a part each.
 LAYOUTS = {

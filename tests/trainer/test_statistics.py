@@ -9,7 +9,7 @@ import torch.distributed as dist
 from spawn import run_ranks
 
 from megappo.batch.exchange import Exchange
-from megappo.batch.metrics import ROW_METRICS, RowMetric
+from megappo.batch.row_metrics import ROW_METRICS, RowMetric
 from megappo.batch.rows import NO_TOKENS, Rows
 from megappo.models.train_engine import OptimizerStep
 from megappo.observe.metrics import Histogram, Metric, reduce_ranks

@@ -29,7 +29,7 @@ from megappo.placement.components import components_of
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
 from megappo.ppo.conventions import PRESETS
-from megappo.trainer.component import Component, gather, scatter_fields
+from megappo.trainer.component_batch import Component, gather, scatter_fields
 from megappo.trainer.statistics import merge_optimizer_steps, training_metrics
 from megappo.trainer.update import update_actor, update_critic
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from planning import errors_of, plan_here, write_run
 
-from megappo.config.errors import ConfigError
+from megappo.config.config_error import ConfigError
 from megappo.config.loading import load_config
 from megappo.userland.rewards import RewardError, load_reward
 from megappo.userland.spec import BUILTIN

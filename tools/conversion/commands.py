@@ -14,7 +14,7 @@ from megappo.architecture.dtypes import BY_SAFETENSORS, dtype_name
 from megappo.architecture.families import HeadKind
 from megappo.architecture.parsing import read_architecture
 from megappo.checkpoint.checksums import write_sums
-from megappo.checkpoint.component import has_value_bias, head_of, load_model, reshard, save_model
+from megappo.checkpoint.component_folder import has_value_bias, head_of, load_model, reshard, save_model
 from megappo.checkpoint.metadata import EMBEDDING, ComponentInfo, components_of, is_component, read_component
 from megappo.models.gpt import ModelChunks
 from megappo.weights.critic import critic_architecture, has_value_head
