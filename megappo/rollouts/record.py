@@ -169,6 +169,8 @@ class Replay:
 
     def _errors(self, file: RowsFile) -> list[str]:
         config, facts = self._config, file.facts
+        if "settings" not in facts:
+            return ["was written by another version of this program: record the rollouts again"]
         recorded, ours = facts["settings"], _values(config, SAMPLING_KEYS + EPISODE_KEYS)
         errors = [
             f"was sampled with {key} {show(recorded[key])}, but here it is {show(value)}: set it to the record's value"

@@ -9,6 +9,7 @@ import torch
 
 from megappo.batch.recorded_steps import rows_file
 from megappo.batch.rows import Rows
+from megappo.batch.rows_file import write_rows
 from megappo.config.config_error import ConfigError
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
@@ -128,3 +129,11 @@ def test_episodes_are_replayed_by_a_run_of_the_same_environment(tmp_path):
     ):
         with pytest.raises(ConfigError, match=f"trainer.replay_rollouts: .* was sampled with {wrong}"):
             Replay(tmp_path, make_config(**settings), 9, None).score(1, None, nullcontext)
+
+
+def test_a_record_of_another_version_is_refused(tmp_path):
+    path = rows_file(tmp_path, 1)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_rows(path, ROWS, {"num_tokens": 1})
+    with pytest.raises(ConfigError, match=f"{path} was written by another version of this program: record the"):
+        Replay(tmp_path, make_config(), 9, EXCHANGE).score(1, None, nullcontext)
