@@ -195,6 +195,7 @@ def renew_sums(step: Path) -> None:
     subprocess.run("rm SHA256SUMS; find * -type f -exec sha256sum {} + > SHA256SUMS", cwd=step, shell=True, check=True)
 
 
+@pytest.mark.slow
 def test_metrics_that_cannot_be_read(config, run, folder):
     shutil.copytree(run, folder / "run")
     metrics = folder / "run" / "metrics.jsonl"

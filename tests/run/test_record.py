@@ -112,6 +112,7 @@ def only(row: int, num_tokens: int) -> Callable[[torch.Tensor], torch.Tensor]:
     return masks
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_through_steps_with_hardly_a_token_or_none(config, run, folder):
     """As with algorithm.mask_truncated: no token, one, one response, or one rank's only."""
     record, out = folder / "record", folder / "out"

@@ -110,6 +110,7 @@ def test_an_answer_that_takes_for_ever_is_wrong_within_its_time(answer):
     assert time.monotonic() - started < 30
 
 
+@pytest.mark.slow
 def test_many_answers_that_take_for_ever_do_not_add_up(capsys):
     """Each takes a second or more; a worker may take 60 for all of its responses."""
     answers = [f"\\boxed{{9^{{9^{{{i}}}}}}}" for i in range(9, 60)]
