@@ -6,10 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from megappo.errors import ActionableError
+
 FINISH_REASONS = ("stop", "length")
 
 
-class EngineError(RuntimeError):
+class EngineError(ActionableError, RuntimeError):
     """An SGLang engine that does not start, has ended, or refuses a request."""
 
 

@@ -91,7 +91,7 @@ def test_an_engine_that_answers_nonsense(config, folder):
     series = Series(folder, config, ONE_BY_ONE, *SAVING, "trainer.total_steps=3")
     output = series.harm(Point(ANSWERS, call=236, rank=0, after=True), "nonsense", code=0)
     assert (
-        "WARNING: engine 0 has failed (1 of 3 times in a row; rollout.max_engine_restarts): the engine's response is "
+        "WARNING: engine 0 has failed (1 of 3 times in a row; rollout.max_engine_restarts): the engine's reply is "
         in output
     )
     assert [metrics["rollout/engine_restarts"] for metrics in logged(series.out)] == [0, 1, 0]

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megappo.batch.rows_file import RowsFile
 from megappo.config.config_error import ConfigError
+from megappo.engines.generations import checked
 from megappo.runtime.failure import report
 
 
@@ -43,6 +44,10 @@ def engine_garbage():
     httpx.get("http://127.0.0.1:1", trust_env=False)
 
 
+def no_response():
+    checked({"error": "?"})
+
+
 def rows_cut_short():
     path = Path(tempfile.mkdtemp(), "step_1.safetensors")
     path.write_bytes(b"\x10")
@@ -56,6 +61,7 @@ EXPECTED = {
     wrapped: ("No space left on device: in without_a_path, ", "(RuntimeError: writing failed)"),
     stale: ("Stale file handle: /data/prompts.jsonl", "mount it again"),
     rows_cut_short: ("/", "step_1.safetensors"),
+    no_response: ("the engine's reply is no response", "{'error': '?'}"),
     engine_garbage: ("a request to an SGLang engine failed (ConnectError", "engine_N.log"),
 }
 
