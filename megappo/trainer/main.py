@@ -28,7 +28,7 @@ from megappo.trainer.models import build_models  # noqa: E402
 from megappo.trainer.phases import Phases  # noqa: E402
 from megappo.trainer.progress import Progress  # noqa: E402
 from megappo.trainer.rollout_only import rollout_only  # noqa: E402
-from megappo.trainer.run import Run  # noqa: E402
+from megappo.trainer.run import Run, engines_have_initial_weights  # noqa: E402
 from megappo.trainer.utilisation import Utilisation  # noqa: E402
 
 
@@ -61,9 +61,8 @@ def build_run(plan: RunPlan, own: EngineHandle, cleanup: ExitStack) -> Run:
     replayed = config.trainer.replay_rollouts
     started = None
     if replayed is None:
-        # Only the engines of a new run have loaded the actor's weights. Running servers may hold any weights.
-        is_new = progress.checkpoint is None and not config.rollout.engines
-        started = start_engines(plan, own, exchange, as_loaded=config.proves_weights and is_new)
+        as_loaded = config.proves_weights and engines_have_initial_weights(config, progress)
+        started = start_engines(plan, own, exchange, as_loaded=as_loaded)
     models = build_models(plan, exchange)
     progress.restore(models)
     lines = [progress.describe(), *config.absences, *left_out, *plan.decisions()]

@@ -55,8 +55,7 @@ class Run:
 
     def first_sync(self) -> None:
         """Sync the engines with the actor and prove that all of their weights are the actor's."""
-        # Servers that were already running may hold the weights of an earlier run.
-        as_loaded = self.is_new and not self.config.rollout.engines
+        as_loaded = engines_have_initial_weights(self.config, self.progress)
         self.engines.first_sync(verify=self.config.proves_weights, as_loaded=as_loaded)
 
     def evaluate(self, step: int) -> dict[str, Any]:
@@ -172,3 +171,11 @@ class Run:
                 self.models.export_actor()
         self.exchange.share(None)
         self.observer.finish()
+
+
+def engines_have_initial_weights(config: Config, progress: Progress) -> bool:
+    """Return whether the engines have loaded the weights that the actor starts with: in a new run, its own engines.
+
+    Servers that were already running may hold the weights of an earlier run.
+    """
+    return progress.checkpoint is None and not config.rollout.engines
