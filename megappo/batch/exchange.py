@@ -2,25 +2,23 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megappo.batch.fields import field_of
-from megappo.batch.positions import taken
-from megappo.batch.rows import NO_TOKENS, Rows, is_response
+from megappo.batch.rows import NO_TOKENS, Rows, is_within, padded
 from megappo.errors import ActionableError
 from megappo.placement.layout import Layout
 
 RankRows = tuple[tuple[int, ...], ...]
 """Row numbers at each world rank, in the order in which the rank keeps them."""
 Part = tuple[Tensor, Tensor]
-"""Numbers to send, int32, of one row after the other, and how many each row of the table has, [B] int64."""
+"""Numbers of each row here, [b, width] int32, and how many of them each row of the table has, [B] int64."""
 
 
 class OtherRankError(ActionableError, RuntimeError):
@@ -51,9 +49,14 @@ class RowTable:
         """The padded width R of response-token fields, the same on every rank."""
         return int(self.response_lengths.max()) if len(self) else 0
 
+    @property
+    def lengths(self) -> Tensor:
+        """Prompt + response tokens of each row, [B] int64."""
+        return self.prompt_lengths + self.response_lengths
+
     def total_lengths(self) -> list[int]:
         """Return the prompt + response tokens of each row."""
-        return (self.prompt_lengths + self.response_lengths).tolist()
+        return self.lengths.tolist()
 
     def split(self, size: int) -> RankRows:
         """Split all rows into `size` parts of consecutive prompts, as evenly as they divide, each with all its rows."""
@@ -61,6 +64,20 @@ class RowTable:
         ends = [0, *counts.cumsum(0).tolist()]
         bounds = [ends[len(counts) * part // size] for part in range(size + 1)]
         return tuple(tuple(range(start, stop)) for start, stop in pairwise(bounds))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A step's rows at their owners, and what every rank knows about all of them."""
+
+    rows: Rows
+    table: RowTable
+    owners: RankRows
+
+    def at_rank_0(self, exchange: "Exchange") -> Rows:
+        """Gather all rows with all fields on rank 0, none elsewhere; all ranks together."""
+        destinations = (tuple(range(len(self.table))), *[()] * (exchange.world_size - 1))
+        return exchange.move(self.rows, self.table, self.owners, destinations, list(self.rows.fields))
 
 
 def shard_destinations(layout: Layout, shards: Sequence[Sequence[int]], world_size: int) -> RankRows:
@@ -128,7 +145,7 @@ class Exchange:
         """Number this rank's rows; all ranks together. See `numbered`."""
         return self.numbered(rows, self.share(entries_of(rows)))
 
-    def numbered(self, rows: Rows, entries: Sequence[np.ndarray]) -> tuple[Rows, RowTable, RankRows]:
+    def numbered(self, rows: Rows, entries: Sequence[Tensor]) -> tuple[Rows, RowTable, RankRows]:
         """Number rows over all ranks: prompt after prompt, the rows of a prompt by their previous ids.
 
         Args:
@@ -140,20 +157,17 @@ class Exchange:
         Raises:
             ValueError: two rows of a prompt have the same id.
         """
-        every = np.concatenate(entries)
-        order = np.lexsort((every[:, 1], every[:, 0]))
-        ordered = every[order]
-        is_repeated = (ordered[1:, :2] == ordered[:-1, :2]).all(axis=1)
-        if is_repeated.any():
-            repeated = list(map(tuple, ordered[1:, :2][is_repeated][:10].tolist()))
-            raise ValueError(f"each row must be there once; found several times, by prompt_id and id: {repeated}")
-        numbers = np.empty(len(order), np.int64)
-        numbers[order] = np.arange(len(order))
-        ends = np.cumsum([len(of_rank) for of_rank in entries])
-        sources = tuple(tuple(part.tolist()) for part in np.split(numbers, ends[:-1]))
-        prompt_ids, _, *lengths = torch.from_numpy(ordered).long().unbind(dim=1)
-        rows = replace(rows, ids=torch.tensor(sources[self.rank], dtype=torch.int64))
-        return rows, RowTable(prompt_ids, *lengths), sources
+        every = torch.cat(list(entries))
+        keys = every[:, 0] * 2**32 + every[:, 1]
+        order = keys.argsort()
+        repeated = order[1:][keys[order].diff() == 0]
+        if len(repeated):
+            found = every[repeated, :2].tolist()
+            raise ValueError(f"each row must be there once; found several times, by prompt_id and id: {found}")
+        numbers = order.argsort().split([len(of_rank) for of_rank in entries])
+        sources = tuple(tuple(of_rank.tolist()) for of_rank in numbers)
+        prompt_ids, _, *lengths = every[order].unbind(dim=1)
+        return replace(rows, ids=numbers[self.rank]), RowTable(prompt_ids, *lengths), sources
 
     def move(
         self, rows: Rows, table: RowTable, sources: RankRows, destinations: RankRows, names: Sequence[str]
@@ -169,14 +183,13 @@ class Exchange:
         Raises:
             ValueError: `rows` are not those of `sources`.
         """
-        route = self._route(rows, sources, destinations)
-        lengths = table.prompt_lengths + table.response_lengths
-        tokens = taken(rows.input_ids, rows.lengths, route.positions).to("cpu", torch.int32)
-        parts = [(tokens, lengths), *(_part(rows, name, table, route) for name in names)]
-        arrived, *fields = self._all_to_all(route, parts)
-        input_ids = taken(arrived.long(), lengths[torch.cat(route.arriving)], route.places)
-        moved = replace(empty_rows(destinations[self.rank], table), input_ids=input_ids)
-        return _with_fields(moved, rows, names, fields, table, route)
+        longest = max(table.total_lengths(), default=0)
+        tokens = padded(rows.input_ids.to("cpu", torch.int32), rows.lengths, longest)
+        parts = [(tokens, table.lengths), *(_field_part(rows, name, table) for name in names)]
+        arrived, *fields = self._all_to_all(rows, sources, destinations, parts)
+        moved = empty_rows(destinations[self.rank], table)
+        input_ids = arrived[is_within(moved.lengths, longest)].long()
+        return _with_fields(replace(moved, input_ids=input_ids), names, fields)
 
     def move_fields(
         self, found: Sequence[tuple[Rows, RankRows, Sequence[str]]], into: Rows, table: RowTable, destinations: RankRows
@@ -190,104 +203,85 @@ class Exchange:
             ValueError: as in `move`.
         """
         for rows, sources, names in found:
-            route = self._route(rows, sources, destinations)
-            fields = self._all_to_all(route, [_part(rows, name, table, route) for name in names])
-            into = _with_fields(into, rows, names, fields, table, route)
+            parts = [_field_part(rows, name, table) for name in names]
+            into = _with_fields(into, names, self._all_to_all(rows, sources, destinations, parts))
         return into
 
-    def _route(self, rows: Rows, sources: RankRows, destinations: RankRows) -> "_RowRoute":
-        if rows.ids.tolist() != list(sources[self.rank]):
-            raise ValueError(f"expected rows {sources[self.rank]} here, in this order; found {rows.ids.tolist()}")
-        return _RowRoute.of(self.rank, sources, destinations)
+    def _all_to_all(
+        self, rows: Rows, sources: RankRows, destinations: RankRows, parts: Sequence[Part]
+    ) -> Sequence[Tensor]:
+        """Send the parts of the rows here in one collective; return those of the rows `destinations[rank]`.
 
-    def _all_to_all(self, route: "_RowRoute", parts: Sequence[Part]) -> list[Tensor]:
-        """Send the parts of the outgoing rows in one collective; return the parts of the arriving rows."""
+        Returns:
+            Of each part [rows, width] int32, 0 beyond the numbers that a row has.
+        """
+        held, needed = sources[self.rank], destinations[self.rank]
+        if rows.ids.tolist() != list(held):
+            raise ValueError(f"expected rows {held} here, in this order; found {rows.ids.tolist()}")
         if not parts:
             return []
-        to_ranks = [_sizes(sizes, route.outgoing) for _, sizes in parts]
-        from_ranks = [_sizes(sizes, route.arriving) for _, sizes in parts]
-        outgoing = [numbers.split(sizes) for (numbers, _), sizes in zip(parts, to_ranks, strict=True)]
-        sent = torch.cat([numbers for of_rank in zip(*outgoing, strict=True) for numbers in of_rank])
-        num_sent = [sum(of_rank) for of_rank in zip(*to_ranks, strict=True)]
-        num_received = [sum(of_rank) for of_rank in zip(*from_ranks, strict=True)]
+        owners = {row: rank for rank, of_rank in enumerate(sources) for row in of_rank}
+        outgoing = [[row for row in of_rank if owners[row] == self.rank] for of_rank in destinations]
+        arriving = [[row for row in needed if owners[row] == rank] for rank in range(self.world_size)]
+        widths = [numbers.shape[1] for numbers, _ in parts]
+        values = torch.cat([numbers for numbers, _ in parts], dim=1)
+        sent_ids, arrived_ids = sum(outgoing, []), sum(arriving, [])
+        sent = values[_places(held, sent_ids)][_mask(parts, sent_ids)]
+        sizes = torch.stack([lengths for _, lengths in parts]).sum(dim=0)
+        num_sent, num_received = _totals(sizes, outgoing), _totals(sizes, arriving)
         received = sent.new_empty(sum(num_received))
         dist.all_to_all_single(received, sent, num_received, num_sent, group=self.group)
-        arrived = received.split([size for of_rank in zip(*from_ranks, strict=True) for size in of_rank])
-        return [torch.cat(arrived[number :: len(parts)]) for number in range(len(parts))]
+        mask = _mask(parts, arrived_ids)
+        arrived = values.new_zeros(mask.shape).masked_scatter_(mask, received)
+        return arrived[_places(arrived_ids, needed)].split(widths, dim=1)
 
 
-def entries_of(rows: Rows) -> np.ndarray:
-    """Return what every rank must know of the rows to number them, [b, 5] int32.
+def entries_of(rows: Rows) -> Tensor:
+    """Return what every rank must know of the rows to number them, [b, 5] int64.
 
     The columns are prompt_ids, ids, and the lengths of prompts, responses and the tokens the policy wrote.
     """
     policy_lengths = rows.response_mask.sum(dim=1).long()
     columns = (rows.prompt_ids, rows.ids, rows.prompt_lengths, rows.response_lengths, policy_lengths)
-    return torch.stack(columns, dim=1).int().numpy()
+    return torch.stack(columns, dim=1)
 
 
-def _part(rows: Rows, name: str, table: RowTable, route: "_RowRoute") -> Part:
-    """Return a field's numbers of the rows to send, as int32 with the same bits."""
+def _field_part(rows: Rows, name: str, table: RowTable) -> Part:
+    """Return a field's numbers, as int32 with the same bits."""
     field = field_of(name)
-    if len(rows) or field.has_columns:
-        values = rows.field(name).to("cpu", torch.float32)[route.positions]
-    else:  # a rank without rows need not have the field
-        values = torch.zeros(0, 0) if field.per_token else torch.zeros(0)
+    is_missing = not len(rows) and not field.has_columns  # a rank without rows need not have the field
+    values = torch.zeros(0) if is_missing else rows.field(name).to("cpu", torch.float32)
     if field.per_token:
-        flat = values[is_response(rows.response_lengths[route.positions], values.shape[1])]
-        return flat.view(torch.int32), table.response_lengths
-    num_columns = values.shape[1] if field.has_columns else 1
-    return values.flatten().view(torch.int32), torch.full((len(table),), num_columns)
+        width, lengths = table.max_response_length, table.response_lengths
+    else:
+        width = values.shape[1] if field.has_columns else 1
+        lengths = torch.full((len(table),), width)
+    values = values.new_zeros(0, width) if not len(rows) else values.reshape(len(rows), -1)
+    return pad(values, (0, width - values.shape[1])).view(torch.int32), lengths  # rows may be padded to another width
 
 
-def _with_fields(
-    into: Rows, sent: Rows, names: Sequence[str], arrived: Sequence[Tensor], table: RowTable, route: "_RowRoute"
-) -> Rows:
-    """Add fields to `into` from the numbers that arrived; `sent` are the rows that were here."""
-    fields = dict(into.fields)
-    mask = is_response(table.response_lengths[torch.cat(route.arriving)], table.max_response_length)
+def _with_fields(rows: Rows, names: Sequence[str], arrived: Sequence[Tensor]) -> Rows:
+    """Return the rows with the fields that arrived for them."""
+    fields = dict(rows.fields)
     for name, numbers in zip(names, arrived, strict=True):
-        values = numbers.view(torch.float32)
-        if field_of(name).per_token:
-            values = torch.zeros(mask.shape).masked_scatter_(mask, values)
-        elif field_of(name).has_columns:
-            values = values.view(len(mask), sent.fields[name].shape[1])
-        fields[name] = values[route.places]
-    return replace(into, fields=fields)
+        values = numbers.contiguous().view(torch.float32)
+        has_width = field_of(name).per_token or field_of(name).has_columns
+        fields[name] = values if has_width else values[:, 0]
+    return replace(rows, fields=fields)
 
 
-@dataclass(frozen=True)
-class _RowRoute:
-    """Rows that one rank sends to each rank and receives from each, in the order in which they travel; all int64.
-
-    Attributes:
-        outgoing, arriving: row numbers, by rank.
-        positions: of the outgoing rows, one rank after the other, among the rows here.
-        places: of the rows needed here among the arriving ones, one rank after the other.
-    """
-
-    outgoing: tuple[Tensor, ...]
-    arriving: tuple[Tensor, ...]
-    positions: Tensor
-    places: Tensor
-
-    @classmethod
-    @lru_cache(maxsize=8)  # a step has few routes, some of them several times
-    def of(cls, rank: int, sources: RankRows, destinations: RankRows) -> "_RowRoute":
-        held = [set(rows) for rows in sources]
-        outgoing = [_tensor([row for row in needed if row in held[rank]]) for needed in destinations]
-        arriving = [_tensor([row for row in destinations[rank] if row in rows]) for rows in held]
-        places = torch.empty(sum(map(len, sources)), dtype=torch.int64)
-        places[_tensor(sources[rank])] = torch.arange(len(sources[rank]))
-        positions = places[torch.cat(outgoing)]
-        places[torch.cat(arriving)] = torch.arange(len(destinations[rank]))
-        return cls(tuple(outgoing), tuple(arriving), positions, places[_tensor(destinations[rank])])
+def _mask(parts: Sequence[Part], ids: Sequence[int]) -> Tensor:
+    """Return the numbers of these rows that travel, of all parts side by side, [rows, widths] bool."""
+    masks = [is_within(lengths[list(ids)], numbers.shape[1]) for numbers, lengths in parts]
+    return torch.cat(masks, dim=1)
 
 
-def _tensor(rows: Sequence[int]) -> Tensor:
-    return torch.tensor(rows, dtype=torch.int64)
+def _places(ids: Sequence[int], wanted: Sequence[int]) -> list[int]:
+    """Return the position in `ids` of each wanted row."""
+    places = {row: place for place, row in enumerate(ids)}
+    return [places[row] for row in wanted]
 
 
-def _sizes(sizes: Tensor, rows_of_ranks: Sequence[Tensor]) -> list[int]:
+def _totals(sizes: Tensor, rows_of_ranks: Sequence[list[int]]) -> list[int]:
     """Sum the sizes of the rows of each rank."""
     return [int(sizes[rows].sum()) for rows in rows_of_ranks]

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from megappo.batch.fields import field_of
-from megappo.batch.positions import taken
 
 NO_TOKENS = torch.empty(0, dtype=torch.int64)
 """The input_ids of rows whose tokens are on other ranks."""
@@ -84,7 +83,7 @@ class Rows:
         """The field of this name, [B, R] float32; without it 1 on every response token."""
         if "response_mask" in self.fields:
             return self.fields["response_mask"]
-        return is_response(self.response_lengths, self.max_response_length).float()
+        return is_within(self.response_lengths, self.max_response_length).float()
 
     def field(self, name: str) -> Tensor:
         """Return a field's values.
@@ -109,6 +108,24 @@ class Rows:
         )
 
 
-def is_response(response_lengths: Tensor, width: int) -> Tensor:
-    """Return a mask, [b, width] bool, of the response tokens of rows padded to `width`."""
-    return torch.arange(width) < response_lengths[:, None]
+def is_within(lengths: Tensor, width: int) -> Tensor:
+    """Return a mask, [b, width] bool, of the numbers of rows of these lengths that are padded to `width`."""
+    return torch.arange(width) < lengths[:, None]
+
+
+def padded(flat: Tensor, lengths: Tensor, width: int) -> Tensor:
+    """Return spans that are laid end to end as rows, [b, width], padded with 0."""
+    mask = is_within(lengths, width)
+    return flat.new_zeros(mask.shape).masked_scatter_(mask, flat)
+
+
+def positions_in(starts: Tensor, lengths: Tensor) -> Tensor:
+    """Return the positions, [T] int64, in spans that begin at `starts`, one span after the other; [b] int64 both."""
+    here = lengths.cumsum(0) - lengths
+    return torch.arange(int(lengths.sum()), device=lengths.device) + (starts - here).repeat_interleave(lengths)
+
+
+def taken(flat: Tensor, lengths: Tensor, index: Tensor) -> Tensor:
+    """Take the spans at `index`, in this order, from spans laid end to end."""
+    starts = lengths.cumsum(0) - lengths
+    return flat[positions_in(starts[index], lengths[index])]

@@ -17,9 +17,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megappo.batch.exchange import RowTable
+from megappo.batch.exchange import Batch, Exchange, RowTable
 from megappo.batch.fields import FIELDS, field_of
-from megappo.batch.rows import Rows, is_response
+from megappo.batch.rows import Rows, is_within, padded
 from megappo.errors import ActionableError
 
 FACTS = "facts"
@@ -40,20 +40,20 @@ def write_rows(path: Path, rows: Rows, facts: Mapping[str, Any]) -> None:
         OSError: the file cannot be written.
     """
     tensors = {name: getattr(rows, name).clone() for name in COLUMNS} | {"tokens": rows.input_ids.clone()}
-    mask = is_response(rows.response_lengths, rows.max_response_length)
+    mask = is_within(rows.response_lengths, rows.max_response_length)
     for name, values in rows.fields.items():
         tensors[FIELD + name] = values[mask] if field_of(name).per_token else values.clone()
     write_tensors(path, tensors, {FACTS: json.dumps(facts)})
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
     """Write a safetensors file.
 
     Raises:
         OSError: it cannot be written.
     """
     try:
-        save_file(dict(tensors), path, dict(metadata or {}))
+        save_file(dict(tensors), path, dict(metadata))
     except SafetensorError as error:  # it wraps the system's error
         raise OSError(f"cannot write {path}: {error}") from error
     path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors 0.8 lets its owner alone read it
@@ -76,15 +76,13 @@ class RowsFile(AbstractContextManager):
             self._file = safe_open(path, framework="pt")
             self.facts = json.loads((self._file.metadata() or {})[FACTS])
             prompt_ids, prompt_lengths, response_lengths = (self._file.get_tensor(name) for name in COLUMNS)
+            mask = self._file.get_tensor(FIELD + "response_mask")
         except (SafetensorError, KeyError, ValueError) as error:
             raise RowsFileError(f"{path} holds no whole rows of a run ({error}): copy it again") from error
         self.names = [name.removeprefix(FIELD) for name in sorted(self._file.keys()) if name.startswith(FIELD)]
         if unknown := [name for name in self.names if name not in FIELDS]:
             raise RowsFileError(f"{path} has a field {unknown[0]!r} that no part of this program declares")
-        self._token_bounds = [0, *(prompt_lengths + response_lengths).cumsum(0).tolist()]
-        self._response_bounds = [0, *response_lengths.cumsum(0).tolist()]
-        mask = self._file.get_tensor(FIELD + "response_mask")
-        policy_lengths = torch.stack([part.sum() for part in mask.split(response_lengths.tolist())]).long()
+        policy_lengths = padded(mask, response_lengths, int(response_lengths.max())).sum(dim=1).long()
         self.table = RowTable(prompt_ids, prompt_lengths, response_lengths, policy_lengths)
 
     def __exit__(self, *error: object) -> None:
@@ -92,21 +90,30 @@ class RowsFile(AbstractContextManager):
 
     def rows(self, start: int, stop: int) -> Rows:
         """Read rows start:stop, with the padded width of all."""
-        ids = torch.arange(start, stop)
         table = self.table
-        tokens = self._file.get_slice("tokens")[self._token_bounds[start] : self._token_bounds[stop]]
-        fields = {name: self._field(name, start, stop) for name in self.names}
-        lengths = table.prompt_lengths[ids], table.response_lengths[ids]
-        return Rows(ids, table.prompt_ids[ids], *lengths, tokens, fields)
+        prompt_ids, prompt_lengths = table.prompt_ids[start:stop], table.prompt_lengths[start:stop]
+        response_lengths = table.response_lengths[start:stop]
+        tokens = self._spans("tokens", table.lengths, start, stop)
+        fields = {}
+        for name in self.names:
+            if field_of(name).per_token:
+                values = self._spans(FIELD + name, table.response_lengths, start, stop)
+                fields[name] = padded(values, response_lengths, table.max_response_length)
+            else:
+                fields[name] = self._file.get_slice(FIELD + name)[start:stop]
+        return Rows(torch.arange(start, stop), prompt_ids, prompt_lengths, response_lengths, tokens, fields)
 
     def field(self, name: str) -> Tensor:
         """Read a field with one number per row, of all rows: [B]."""
         return self._file.get_tensor(FIELD + name)
 
-    def _field(self, name: str, start: int, stop: int) -> Tensor:
-        values = self._file.get_slice(FIELD + name)
-        if not field_of(name).per_token:
-            return values[start:stop]
-        mask = is_response(self.table.response_lengths[start:stop], self.table.max_response_length)
-        flat = values[self._response_bounds[start] : self._response_bounds[stop]]
-        return torch.zeros(mask.shape).masked_scatter_(mask, flat)
+    def batch(self, exchange: Exchange) -> Batch:
+        """Read the rows that each rank owns; all ranks together."""
+        owners = self.table.split(exchange.world_size)
+        own = owners[exchange.rank]
+        rows = self.rows(own[0], own[-1] + 1) if own else self.rows(0, 0)
+        return Batch(rows, self.table, owners)
+
+    def _spans(self, name: str, lengths: Tensor, start: int, stop: int) -> Tensor:
+        """Read the numbers of rows start:stop of a tensor that holds `lengths` of each row, end to end."""
+        return self._file.get_slice(name)[int(lengths[:start].sum()) : int(lengths[:stop].sum())]

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
-from megappo.batch.positions import held_positions
+from megappo.batch.packing import held_positions
 
 
 def whole_pack(share: torch.Tensor, cu_seqlens: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

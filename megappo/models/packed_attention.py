@@ -13,7 +13,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from megappo.batch.positions import chunk_numbers, held_positions, positions_within
+from megappo.batch.packing import chunk_numbers, held_positions, positions_within
 from megappo.models.context_parallel import whole_pack
 
 

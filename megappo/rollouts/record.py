@@ -8,11 +8,10 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from megappo.batch.exchange import Exchange
+from megappo.batch.exchange import Batch, Exchange
 from megappo.batch.recorded_steps import rows_file
 from megappo.batch.rows import Rows
 from megappo.batch.rows_file import RowsFile, RowsFileError, write_rows
-from megappo.batch.step_batch import Batch
 from megappo.checkpoint.durable import put_durably
 from megappo.config.checks import step_scores_errors
 from megappo.config.config_error import ConfigError, show
@@ -155,7 +154,7 @@ class Replay:
         with phase("replay"), RowsFile(path) as file:
             if errors := self._errors(file):
                 raise ConfigError(*(f"trainer.replay_rollouts: {path} {error}" for error in errors))
-            batch = Batch.read(file, self._exchange)
+            batch = file.batch(self._exchange)
             self._check_tokens(batch.rows, path)
             return batch, {"rollout/num_tokens": file.facts["num_tokens"]}
 

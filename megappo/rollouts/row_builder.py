@@ -5,9 +5,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from megappo.batch.exchange import Exchange, entries_of
+from megappo.batch.exchange import Batch, Exchange, entries_of
 from megappo.batch.rows import Rows
-from megappo.batch.step_batch import Batch
 from megappo.config.checks import num_scores_errors
 from megappo.config.config_error import ConfigError
 from megappo.config.schema import Config

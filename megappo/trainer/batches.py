@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from megappo.batch.exchange import Batch
 from megappo.batch.rows import Rows
-from megappo.batch.step_batch import Batch
 from megappo.data.prompts import Prompt
 from megappo.observe.timers import Timers
 from megappo.ppo.reward_shaping import RunningMoments, shape_scores

@@ -9,9 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from megappo.batch.balance import balanced_partitions
-from megappo.batch.exchange import Exchange, RankRows, RowTable, empty_rows, output_sources, shard_destinations
+from megappo.batch.exchange import Batch, Exchange, RankRows, RowTable, empty_rows, output_sources, shard_destinations
 from megappo.batch.rows import Rows
-from megappo.batch.step_batch import Batch
 from megappo.models.megatron_engine import MegatronEngine, Outputs
 from megappo.models.train_engine import OptimizerStep
 from megappo.placement.layout import Layout

@@ -5,9 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megappo.batch.exchange import Exchange
+from megappo.batch.exchange import Batch, Exchange
 from megappo.batch.rows_file import RowsFile, write_rows
-from megappo.batch.step_batch import Batch
 from megappo.models.train_engine import OptimizerStep
 from megappo.observe.metrics import Histogram, Metric
 from megappo.trainer.component_batch import ComponentBatch
@@ -101,7 +100,7 @@ def read_in_flight(folder: Path, exchange: Exchange) -> InFlight | None:
         return None
     with RowsFile(path) as file:
         facts = file.facts
-        batch = Batch.read(file, exchange)
+        batch = file.batch(exchange)
     return InFlight(
         step=facts["step"],
         batch=batch,

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from megappo.batch.exchange import Exchange
-from megappo.batch.step_batch import Batch
+from megappo.batch.exchange import Batch, Exchange
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt, PromptDataset
 from megappo.engines.client import WEIGHTS, WORKING_MEMORY, EngineClient, deferring_faults

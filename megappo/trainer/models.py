@@ -11,9 +11,8 @@ from pathlib import Path
 
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.parsing import read_architecture
-from megappo.batch.exchange import Exchange
+from megappo.batch.exchange import Batch, Exchange
 from megappo.batch.rows import Rows
-from megappo.batch.step_batch import Batch
 from megappo.models.megatron_engine import Outputs
 from megappo.models.offload import Offload
 from megappo.models.train_engine import TrainedEngine

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megappo.batch.step_batch import Batch
+from megappo.batch.exchange import Batch
 from megappo.observe.metrics import reduce_ranks
 from megappo.trainer.component_batch import ComponentBatch
 from megappo.trainer.experience import AdvantageResult

@@ -170,7 +170,7 @@ def test_results_of_one_layout_reach_another() -> None:
 
 def one_row_twice(rank: int, world_size: int) -> None:
     case = Case(LENGTHS, ((0, 1), (3, 1)), (), PROMPT_IDS)
-    with pytest.raises(ValueError, match=r"each row must be there once; found several times.*: \[\(0, 3\)\]"):
+    with pytest.raises(ValueError, match=r"each row must be there once; found several times.*: \[\[0, 3\]\]"):
         Exchange(dist.group.WORLD).table(rows_of(case, case.sources[rank], (), 7))
 
 

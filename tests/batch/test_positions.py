@@ -4,7 +4,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megappo.batch.positions import granularity, held_positions, positions_in, taken
+from megappo.batch.packing import granularity, held_positions
+from megappo.batch.rows import positions_in, taken
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 9))))

@@ -14,9 +14,8 @@ from megappo.architecture.architecture import Architecture
 from megappo.architecture.families import HeadKind
 from megappo.architecture.parameters import is_adapter
 from megappo.architecture.parsing import read_architecture
-from megappo.batch.exchange import Exchange
+from megappo.batch.exchange import Batch, Exchange
 from megappo.batch.rows import Rows
-from megappo.batch.step_batch import Batch
 from megappo.config.schema import Actor, Config, Critic, Lora, Model, Optim, Parallel
 from megappo.models.gpt import ModelChunks, build_model
 from megappo.models.heads import policy_head, policy_value_head, value_head

@@ -23,8 +23,7 @@ from spawn import run_ranks
 from tiny_models import hf_folder
 
 from megappo.architecture.parsing import read_architecture
-from megappo.batch.exchange import Exchange
-from megappo.batch.step_batch import Batch
+from megappo.batch.exchange import Batch, Exchange
 from megappo.placement.components import components_of
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
