@@ -1,6 +1,6 @@
 """Buckets: whole Hugging Face tensors of one dtype, one after the other in memory."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from math import prod
@@ -39,13 +39,16 @@ _Spec = TypeVar("_Spec", bound=TensorSpec)
 def into_buckets(tensors: Sequence[_Spec], bucket_bytes: int) -> list[list[_Spec]]:
     """Consecutive tensors of one dtype, as many as fit; what is larger by itself is a bucket of its own."""
     buckets: list[list[_Spec]] = []
-    room = 0
-    for together in inseparable(tensors):
-        if not buckets or num_bytes(together) > room or together[0].dtype != buckets[-1][0].dtype:
+    room, joins_last = 0, False
+    for number, tensor in enumerate(tensors):
+        together = tensors[number : number + 2] if tensor.with_next else [tensor]
+        fits = num_bytes(together) <= room and tensor.dtype == buckets[-1][0].dtype
+        if not (joins_last or fits):
             buckets.append([])
             room = bucket_bytes
-        buckets[-1] += together
-        room -= num_bytes(together)
+        buckets[-1].append(tensor)
+        room -= tensor.nbytes
+        joins_last = tensor.with_next
     return buckets
 
 
@@ -54,18 +57,6 @@ def in_turns(tensors: Sequence[_Spec], bucket_bytes: int) -> list[list[_Spec]]:
     numbers = sorted({tensor.sender for tensor in tensors})
     each = [into_buckets([one for one in tensors if one.sender == number], bucket_bytes) for number in numbers]
     return [bucket for turn in zip_longest(*each, fillvalue=[]) for bucket in turn if bucket]
-
-
-def inseparable(tensors: Sequence[_Spec]) -> Iterator[list[_Spec]]:
-    """Each tensor, with those after it that must be in the same bucket."""
-    together: list[_Spec] = []
-    for tensor in tensors:
-        together.append(tensor)
-        if not tensor.with_next:
-            yield together
-            together = []
-    if together:
-        raise ValueError(f"{together[-1].name} must be in one bucket with the tensor after it, and is the last")
 
 
 def num_bytes(bucket: Bucket) -> int:

@@ -1,10 +1,12 @@
-"""Exporting a Megatron model's weights under their Hugging Face names, whole tensors, a bounded bucket at a time."""
+"""Exporting a Megatron model's weights under their Hugging Face names, whole tensors, a bounded bucket at a time.
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import groupby
+A tensor's shards lie on the ranks of one tensor-parallel group, on one pipeline stage and, if it is an expert's, on one
+expert-parallel rank. They go from there over the expert-parallel group and the pipeline, and are joined last.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,15 +14,12 @@ import torch.distributed as dist
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.parameters import LORA_A, LORA_B, SECOND_HEAD, HFTensor, Parameter, hf_tensors_of, is_adapter
 from megappo.models.gpt import ModelChunks
-from megappo.models.megatron_config import TORCH_DTYPES
 from megappo.placement.groups import ComponentGroups
 from megappo.runtime.heartbeat import heartbeat
 from megappo.weights.buckets import NamedTensors, TensorSpec, into_buckets, num_bytes, views
 from megappo.weights.shards import check_parameters, cut_over, decompose, global_parameters, table_of
 
 PORTION_BYTES = 32 * 2**20  # of a bucket, gathered from tensor-parallel ranks at a time
-_DTYPES = tuple(TORCH_DTYPES.values())  # numbered, for ranks to agree on one
-_NOBODY = 2**31
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,9 +37,9 @@ class ExportedTensor(TensorSpec):
     expert_rank: int | None
 
     @property
-    def cut(self) -> tuple[bool, bool]:
-        """Whole on all ranks, and an expert's: tensors for which both are equal have their shards on the same ranks."""
-        return self.hf.shard_dim is None, self.hf.expert is not None
+    def is_cut(self) -> bool:
+        """True if tensor-parallel ranks have shards of it."""
+        return self.hf.shard_dim is not None
 
 
 class Export:
@@ -77,30 +76,36 @@ class Export:
         adapters: bool = False,
     ):
         self.groups, layout = groups, groups.layout
-        table, parameters = table_of(architecture, groups), global_parameters(chunks)
-        self._merged = {} if adapters else _adapter_pairs(table, parameters)
+        every_entry, every_parameter = table_of(architecture, groups), global_parameters(chunks)
+        self._merged = {} if adapters else _adapter_pairs(every_entry, every_parameter)
         self._scale = architecture.lora.scale if architecture.lora else 0.0
         left_out = (f"{SECOND_HEAD}.",) if architecture.head == "policy" else ()
-        self._table = {name: entry for name, entry in table.items() if is_adapter(name) == adapters}
-        self._parameters = {
+        table = {name: entry for name, entry in every_entry.items() if is_adapter(name) == adapters}
+        parameters = {
             name: parameter
-            for name, parameter in parameters.items()
+            for name, parameter in every_parameter.items()
             if is_adapter(name) == adapters and not name.startswith(left_out)
         }
-        check_parameters(self._parameters, self._table)
-        self._held = {hf.name: name for name in self._parameters for hf in self._table[name].hf_tensors}
+        check_parameters(parameters, table)
+        self._held = {hf.name: (parameters[name], table[name]) for name in parameters for hf in table[name].hf_tensors}
         self._device = next(chunks[0].parameters()).device
-        tensors = _plan(list(hf_tensors_of(self._table.values()).values()), self._held, self._parameters, groups)
-        if by_stage:
-            tensors = [replace(tensor, sender=tensor.stage) for tensor in tensors]
-        self.sender = groups.collection.pp.rank() if by_stage else 0
+        found = _agreed(self._held, groups, by_stage)
+        names = hf_tensors_of(table.values())
+        if missing := [name for name in names if name not in found]:
+            raise ValueError(
+                f"no pipeline stage of the model holds {', '.join(missing)}; build the model from this config.json"
+            )
         # Like ones together: fewer messages, and fewer buckets, each of one dtype.
-        self.tensors = sorted(tensors, key=lambda tensor: (tensor.cut, str(tensor.dtype)))
+        self.tensors = sorted(
+            (found[name] for name in names),
+            key=lambda tensor: (tensor.is_cut, tensor.expert_rank is not None, str(tensor.dtype)),
+        )
+        self.sender = groups.collection.pp.rank() if by_stage else 0
         # The ranks that receive whole tensors, and shards of them from other ranks, stages and experts.
         self._whole = frozenset(layout.ranks if needing is None else needing)
-        self._shards = layout.sharing(self._whole, layout.tensor) | layout.sharing(self._whole, layout.expert_tensor)
-        self._stages = frozenset() if by_stage else self._shards
-        self._experts = self._shards if by_stage else layout.pipelines_of(self._shards)
+        shards = layout.sharing(self._whole, layout.tensor) | layout.sharing(self._whole, layout.expert_tensor)
+        self._stages = frozenset() if by_stage else shards
+        self._experts = shards if by_stage else layout.pipelines_of(shards)
         self.joins = dist.get_rank() in layout.gathering(self._whole, by_stage=by_stage)
 
     def buckets(self, bucket_bytes: int) -> Iterator[NamedTensors]:
@@ -121,61 +126,44 @@ class Export:
         heartbeat.beat()
         if flat is None:
             flat = torch.empty(num_bytes(bucket), dtype=torch.uint8, device=self._device)
-        elements = flat.view(bucket[0].dtype)
-        start = 0
-        for tensors in _portions(bucket, self._is_gathered):
-            length = sum(prod(tensor.shape) for tensor in tensors)
-            self._gather(tensors, elements[start : start + length])
-            start += length
+        portions = _portions(bucket)
+        targets = flat.split([num_bytes(portion) for portion in portions])
+        for portion, target in zip(portions, targets, strict=True):
+            self._gather(portion, target.view(portion[0].dtype))
         return flat
 
     def _gather(self, tensors: Sequence[ExportedTensor], target: torch.Tensor) -> None:
-        """Fill `target` with whole tensors: shards go from their owners over expert parallelism and the pipeline, and
-        then, where several ranks have shards, over these."""
-        if not self._is_gathered(tensors[0]):
-            self._own_shards(tensors, target)
-            return
-        group = cut_over(tensors[0].hf, self.groups)
+        """Fill `target` with whole tensors that come from the same ranks."""
+        first, collection = tensors[0], self.groups.collection
+        group = cut_over(first.hf, self.groups)
+        ways, way = (group.size(), group.rank()) if first.is_cut else (1, 0)
         sizes = [prod(tensor.hf.shard_shape) for tensor in tensors]
         # A single tensor that is cut into rows, without padding, needs no memory besides.
-        is_in_place = len(tensors) == 1 and tensors[0].hf.shard_dim == 0 and len(target) == group.size() * sizes[0]
-        rows = target.view(group.size(), -1) if is_in_place else target.new_empty(group.size(), sum(sizes))
-        self._own_shards(tensors, rows[group.rank()])
-        _fill_rows(rows, group, self._whole)
-        if is_in_place or dist.get_rank() not in self._whole:
-            return
-        places = target.split([prod(tensor.shape) for tensor in tensors])
-        for tensor, shards, place in zip(tensors, rows.split(sizes, dim=1), places, strict=True):
-            _join(tensor.hf, shards, place.view(tensor.shape))
+        is_single = len(tensors) == 1 and first.hf.shard_dim == 0 and target.numel() == ways * sizes[0]
+        is_in_place = ways == 1 or is_single
+        rows = target.view(ways, -1) if is_in_place else target.new_empty(ways, sum(sizes))
+        for tensor, place in zip(tensors, rows[way].split(sizes), strict=True):
+            if tensor.name in self._held and tensor.stage == collection.pp.rank():
+                shard = self._shard_of(tensor.name)
+                place.view(shard.shape).copy_(shard)
+        if first.expert_rank is not None and first.stage == collection.pp.rank():
+            _pass_on(rows[way], first.expert_rank, collection.ep, self._experts)
+        _pass_on(rows[way], first.stage, collection.pp, self._stages)
+        if ways > 1:
+            _fill_rows(rows, group, self._whole)
+        if not is_in_place and dist.get_rank() in self._whole:
+            places = target.split([prod(tensor.shape) for tensor in tensors])
+            for tensor, shards, place in zip(tensors, rows.split(sizes, dim=1), places, strict=True):
+                _join(tensor.hf, shards, place.view(tensor.shape))
 
-    def _is_gathered(self, tensor: ExportedTensor) -> bool:
-        """Several ranks have shards of it."""
-        return tensor.hf.shard_dim is not None and cut_over(tensor.hf, self.groups).size() > 1
-
-    def _shard_of(self, tensor: ExportedTensor) -> torch.Tensor:
+    def _shard_of(self, name: str) -> torch.Tensor:
         """This rank's shard of a tensor that it has, as `decompose` gives it, with its adapter merged into it: a rank
         has the shards of the adapter that it needs for that."""
-        name = self._held[tensor.name]
-        shard = decompose(self._parameters[name], self._table[name])[tensor.name]
-        if tensor.name not in self._merged:
+        shard = decompose(*self._held[name])[name]
+        if name not in self._merged:
             return shard
-        a, b = (matrix.detach().float() for matrix in self._merged[tensor.name])
+        a, b = (matrix.detach().float() for matrix in self._merged[name])
         return (shard.float() + self._scale * (b @ a).view_as(shard)).to(shard.dtype)
-
-    def _own_shards(self, tensors: Sequence[ExportedTensor], flat: torch.Tensor) -> None:
-        """Fill `flat` with the shards that this rank gives to `_gather`, from their owners: a message for each run of
-        tensors with one owner."""
-        pipeline, expert = self.groups.collection.pp, self.groups.collection.ep
-        sizes = [prod(tensor.hf.shard_shape) for tensor in tensors]
-        for tensor, place in zip(tensors, flat.split(sizes), strict=True):
-            if tensor.name in self._held and tensor.stage == pipeline.rank():
-                shard = self._shard_of(tensor)
-                place.view(shard.shape).copy_(shard)
-        for (stage, expert_rank), part in _runs(tensors, sizes, flat, lambda one: (one.stage, one.expert_rank)):
-            if expert_rank is not None and stage == pipeline.rank():
-                _pass_on(part, expert_rank, expert, self._experts)
-        for stage, part in _runs(tensors, sizes, flat, lambda one: one.stage):
-            _pass_on(part, stage, pipeline, self._stages)
 
 
 def _adapter_pairs(
@@ -187,82 +175,52 @@ def _adapter_pairs(
     return {f"{matrix}.weight": (found[matrix + LORA_A], found[matrix + LORA_B]) for matrix in matrices}
 
 
-def _plan(
-    hf_tensors: list[HFTensor],
-    held: Mapping[str, str],
-    parameters: Mapping[str, torch.Tensor],
-    groups: ComponentGroups,
-) -> list[ExportedTensor]:
-    """Agree on stage, dtype and training of every tensor: where two stages hold a tensor, the first gives it."""
+def _agreed(
+    held: Mapping[str, tuple[torch.Tensor, Parameter]], groups: ComponentGroups, by_stage: bool
+) -> dict[str, ExportedTensor]:
+    """The tensors that all stages and experts hold, by name: where two stages hold one, the first gives it."""
     pipeline, expert = groups.collection.pp, groups.collection.ep
-    known = []
-    for hf in hf_tensors:
-        parameter = parameters[held[hf.name]] if hf.name in held else None
-        if parameter is None:
-            known.append([_NOBODY] * 3)
-        else:
-            known.append([pipeline.rank(), _DTYPES.index(parameter.dtype), int(parameter.requires_grad)])
-    agreed = torch.tensor(known, device=next(iter(parameters.values())).device)
+    found: dict[str, ExportedTensor] = {}
+    for parameter, entry in held.values():
+        for hf in entry.hf_tensors:
+            found[hf.name] = ExportedTensor(
+                name=hf.name,
+                shape=hf.shape,
+                dtype=parameter.dtype,
+                is_frozen=not parameter.requires_grad,
+                with_next=hf.with_next,
+                sender=pipeline.rank() if by_stage else 0,
+                hf=hf,
+                stage=pipeline.rank(),
+                expert_rank=None if hf.expert is None else expert.rank(),
+            )
     for group in (pipeline, expert):
-        dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=group)
-    found = list(zip(hf_tensors, agreed.tolist(), strict=True))
-    missing = [hf.name for hf, (stage, _, _) in found if stage == _NOBODY]
-    if missing:
-        raise ValueError(
-            f"no pipeline stage of the model holds {', '.join(missing)}; build the model from this config.json"
-        )
-    num_experts = max((hf.expert + 1 for hf in hf_tensors if hf.expert is not None), default=0)
-    return [
-        ExportedTensor(
-            name=hf.name,
-            shape=hf.shape,
-            dtype=_DTYPES[dtype],
-            is_frozen=not is_trained,
-            with_next=hf.with_next,
-            hf=hf,
-            stage=stage,
-            expert_rank=None if hf.expert is None else hf.expert * expert.size() // num_experts,
-        )
-        for hf, (stage, dtype, is_trained) in found
-    ]
+        parts: list[dict[str, ExportedTensor]] = [{}] * group.size()
+        dist.all_gather_object(parts, found, group=group)
+        found = {name: tensor for part in reversed(parts) for name, tensor in part.items()}
+    return found
 
 
-def _portions(
-    bucket: Sequence[ExportedTensor], is_gathered: Callable[[ExportedTensor], bool]
-) -> Iterator[list[ExportedTensor]]:
-    """Cut the bucket into runs that are gathered at once, small enough to bound the memory besides."""
-    for (is_cut, _), run in groupby(bucket, key=lambda tensor: (is_gathered(tensor), tensor.cut)):
-        portion: list[ExportedTensor] = []
-        for tensor in run:
-            if is_cut and portion and num_bytes(portion) + tensor.nbytes > PORTION_BYTES:
-                yield portion
-                portion = []
-            portion.append(tensor)
-        yield portion
-
-
-def _runs(
-    tensors: Iterable[ExportedTensor], sizes: list[int], flat: torch.Tensor, key: Callable[[ExportedTensor], Any]
-) -> Iterator[tuple[Any, torch.Tensor]]:
-    """The part of `flat` of each run of consecutive tensors with the same key."""
-    start = 0
-    for value, run in groupby(zip(tensors, sizes, strict=True), key=lambda pair: key(pair[0])):
-        length = sum(size for _, size in run)
-        yield value, flat[start : start + length]
-        start += length
+def _portions(bucket: Sequence[ExportedTensor]) -> list[list[ExportedTensor]]:
+    """Cut the bucket into runs that come from the same ranks, small enough to bound the memory in which they are
+    joined."""
+    portions: list[list[ExportedTensor]] = []
+    room, last = 0, None
+    for tensor in bucket:
+        source = tensor.stage, tensor.expert_rank, tensor.is_cut
+        if source != last or (tensor.is_cut and tensor.nbytes > room):
+            portions.append([])
+            room, last = PORTION_BYTES, source
+        portions[-1].append(tensor)
+        room -= tensor.nbytes
+    return portions
 
 
 def _pass_on(part: torch.Tensor, source: int, group: dist.ProcessGroup, receivers: Collection[int]) -> None:
-    """Send memory of one rank of a group, by its number there, to the receivers in the group."""
-    ranks, rank = dist.get_process_group_ranks(group), dist.get_rank()
-    owner = ranks[source]
-    others = [other for other in ranks if other in receivers and other != owner]
-    if len(others) > 1:
-        dist.broadcast(part, owner, group=group)
-    elif others and rank == owner:
-        dist.send(part, others[0], group=group)
-    elif others and rank == others[0]:
-        dist.recv(part, owner, group=group)
+    """Send memory of one rank of a group, by its number there, to the group if others there receive it."""
+    ranks = dist.get_process_group_ranks(group)
+    if any(rank in receivers for rank in ranks if rank != ranks[source]):
+        dist.broadcast(part, group=group, group_src=source)
 
 
 def _fill_rows(rows: torch.Tensor, group: dist.ProcessGroup, receivers: Collection[int]) -> None:

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from safetensors.torch import save
 
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.config_json import write_model_config
 from megappo.architecture.dtypes import dtype_name
 from megappo.architecture.model_folder import companions
+from megappo.batch.rows_file import write_tensors
 from megappo.config.schema import Lora
 from megappo.models.gpt import ModelChunks
 from megappo.placement.groups import ComponentGroups
@@ -66,7 +66,7 @@ def write_hf_files(
     folder: Path,
     *,
     bucket_bytes: int = 512 * 2**20,
-    max_shard_bytes: int = 4 * 2**30,
+    max_shard_bytes: int = 2**30,
     progress: Callable[[int], object] = lambda elements: None,
 ) -> None:
     """`write_hf_folder`, into a folder that is there already. No rank waits for the first one to be done.
@@ -74,7 +74,7 @@ def write_hf_files(
     Args:
         folder: where the component's first rank writes.
         bucket_bytes: weights gathered at a time, on the device.
-        max_shard_bytes: bytes per safetensors file.
+        max_shard_bytes: bytes per safetensors file, which the first rank holds until it is full.
         progress: called with the number of elements written, on that rank.
     Raises:
         OSError: a file cannot be written.
@@ -138,8 +138,7 @@ def write_adapters(folder: Path, adapters: NamedTensors, lora: Lora, base: str |
         OSError: they cannot be written.
     """
     tensors = {PEFT_PREFIX + name: tensor.contiguous() for name, tensor in adapters}
-    # safetensors 0.8's own save_file makes a file that nobody else may read.
-    (folder / "adapter_model.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))
+    write_tensors(folder / "adapter_model.safetensors", tensors, {"format": "pt"})
     config = peft_config(lora) | {"base_model_name_or_path": str(base)}
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
@@ -178,14 +177,8 @@ def _replace(temporary: Path, target: Path) -> None:
     old = target.with_name(target.name + ".old")
     if old.exists():
         shutil.rmtree(old)
-    had_one = target.exists()
-    if had_one:
+    if target.exists():
         target.rename(old)
-    try:
-        temporary.rename(target)
-    except BaseException:
-        if had_one and not target.exists():
-            old.rename(target)
-        raise
-    if had_one:
+    temporary.rename(target)
+    if old.exists():
         shutil.rmtree(old)

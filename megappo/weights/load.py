@@ -2,7 +2,7 @@
 
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -15,9 +15,11 @@ from megappo.architecture.parameters import (
     VALUE_BIAS,
     VALUE_HEAD,
     HFTensor,
+    Parameter,
     hf_tensors_of,
     is_adapter,
 )
+from megappo.config.config_error import shorten
 from megappo.models.gpt import ModelChunks
 from megappo.placement.groups import ComponentGroups
 from megappo.runtime.heartbeat import heartbeat
@@ -75,32 +77,49 @@ def load_hf(
     table, parameters = table_of(architecture, groups), global_parameters(chunks)
     check_parameters(parameters, table)
     with HFFolder(folder, architecture) as source:
-        if architecture.head != "policy":
-            name_value_head(source)
-            _check_bias(source, architecture)
-        _check_source(source, architecture, hf_tensors_of(one for name, one in table.items() if not is_adapter(name)))
-        if architecture.ties_output and LM_HEAD in source.names():
-            _check_tied(source)
-        has_values = VALUE_HEAD in source.names()
+        _check_source(source, architecture, table)
         for name, parameter in parameters.items():
             heartbeat.beat()
             progress(name)
-            hf_tensors = table[name].hf_tensors
-            if hf_tensors[0].name == VALUE_HEAD and not has_values:
-                chunks[-1].get_submodule(name.removesuffix(".weight")).init_weight(seed)
-                continue
-            parts = decompose(parameter, table[name])
-            if is_adapter(name):
-                _draw_adapter(parts[hf_tensors[0].name], hf_tensors[0], groups, seed)
-                continue
-            for hf in hf_tensors:
-                _fill(parts[hf.name], source, hf, groups)
+            shards = decompose(parameter, table[name])
+            for hf in table[name].hf_tensors:
+                if is_adapter(name):
+                    _draw_adapter(shards[hf.name], hf, groups, seed)
+                elif hf.name == VALUE_HEAD and VALUE_HEAD not in source.names():
+                    chunks[-1].get_submodule(name.removesuffix(".weight")).init_weight(seed)
+                else:
+                    _fill(shards[hf.name], source, hf, groups)
 
 
-def _optional(architecture: Architecture) -> set[str]:
-    """Tensors that a folder may have or lack."""
-    language_model = {LM_HEAD} if architecture.head == "value" or architecture.tied else set()
-    return language_model | (set() if architecture.head == "policy" else {VALUE_HEAD, VALUE_BIAS})
+def _check_source(source: HFFolder, architecture: Architecture, table: Mapping[str, Parameter]) -> None:
+    """Name the value head as the table does, and check that the folder has the table's tensors, and no others."""
+    expected = hf_tensors_of(entry for name, entry in table.items() if not is_adapter(name))
+    optional = {LM_HEAD} if architecture.head == "value" or architecture.tied else set()
+    if architecture.head != "policy":
+        optional |= {VALUE_HEAD, VALUE_BIAS}
+        name_value_head(source)
+        _check_bias(source, architecture)
+    found = {name for name in source.names() if not is_unused(name, architecture)}
+    missing = sorted(expected.keys() - found - optional)
+    unused = sorted(found - expected.keys() - optional)
+    if missing or unused:
+        raise WeightsError(
+            f"{source.folder} does not hold the tensors its config.json describes: missing "
+            f"{shorten(', '.join(missing) or 'none')}; unknown {shorten(', '.join(unused) or 'none')}; check its "
+            "architecture and num_hidden_layers, and that the folder is complete"
+        )
+    for name in sorted(found & expected.keys()):
+        if source.shape(name) != expected[name].shape:
+            raise WeightsError(
+                f"{name} in {source.folder} has shape {[*source.shape(name)]}, but its config.json gives "
+                f"{[*expected[name].shape]}"
+            )
+    is_repeated = architecture.ties_output and LM_HEAD in found
+    if is_repeated and not torch.equal(source.read(EMBEDDING), source.read(LM_HEAD)):
+        raise WeightsError(
+            f"config.json of {source.folder} ties the embeddings, but {LM_HEAD} differs from {EMBEDDING}; "
+            "set tie_word_embeddings to false, or remove the tensor"
+        )
 
 
 def _check_bias(source: HFFolder, architecture: Architecture) -> None:
@@ -115,67 +134,27 @@ def _check_bias(source: HFFolder, architecture: Architecture) -> None:
         raise WeightsError(f"the model's value head has a bias, but {source.folder} has none; build it of this folder")
 
 
-def _check_source(source: HFFolder, architecture: Architecture, expected: dict[str, HFTensor]) -> None:
-    optional = _optional(architecture)
-    found = {name for name in source.names() if not is_unused(name, architecture)}
-    missing = sorted(expected.keys() - found - optional)
-    unused = sorted(found - expected.keys() - optional)
-    if missing or unused:
-        raise WeightsError(
-            f"{source.folder} does not hold the tensors its config.json describes: missing {_listed(missing)}; "
-            f"unknown {_listed(unused)}; check its architecture and num_hidden_layers, and that the folder is complete"
-        )
-    for name in sorted(found & expected.keys()):
-        if source.shape(name) != expected[name].shape:
-            raise WeightsError(
-                f"{name} in {source.folder} has shape {[*source.shape(name)]}, but its config.json gives "
-                f"{[*expected[name].shape]}"
-            )
-
-
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(names[:8]) or "none"
-    return f"{shown} and {len(names) - 8} more" if len(names) > 8 else shown
-
-
-def _fill(part: torch.Tensor, source: HFFolder, hf: HFTensor, groups: ComponentGroups) -> None:
+def _fill(shard: torch.Tensor, source: HFFolder, hf: HFTensor, groups: ComponentGroups) -> None:
     """Copy this rank's shard of a tensor into its place in the parameter, [groups, rows per group, ...]; padding is 0.
 
     The files are mapped into memory, so that nothing but the parameter itself takes any.
     """
-    read = _read_shard(source, hf, groups)
+    dim, start, stop = hf.shard_dim or 0, 0, None
+    if hf.shard_dim is not None:
+        rank, size, whole = cut_over(hf, groups).rank(), hf.shard_shape[dim], hf.shape[dim]
+        start, stop = min(rank * size, whole), min((rank + 1) * size, whole)
+    read = source.read(hf.name, dim, start, stop)
     if not all_finite(read):
         raise WeightsError(
             f"{hf.name} in {source.folder} holds values that are not finite: the model is corrupt, or its file "
             "damaged; take an earlier one, or copy it again"
         )
     if read.shape == hf.shard_shape:
-        part.copy_(read.unflatten(0, part.shape[:2]))
+        shard.copy_(read.unflatten(0, shard.shape[:2]))
         return
-    rows, padding = part[0].split([len(read), part.shape[1] - len(read)])  # of the vocabulary, which is one group
-    rows.copy_(read)
-    padding.zero_()
-
-
-def _read_shard(source: HFFolder, hf: HFTensor, groups: ComponentGroups) -> torch.Tensor:
-    """This rank's part of a tensor, without padding."""
-    if hf.shard_dim is None:
-        return source.read(hf.name)
-    rank = cut_over(hf, groups).rank()
-    size, whole = hf.shard_shape[hf.shard_dim], hf.shape[hf.shard_dim]
-    return source.read(hf.name, hf.shard_dim, min(rank * size, whole), min((rank + 1) * size, whole))
-
-
-def _check_tied(source: HFFolder) -> None:
-    """A tied model's files may repeat the embedding as its head, but not hold another one."""
-    rows = source.shape(EMBEDDING)[0]
-    for start in range(0, rows, 4096):
-        stop = min(start + 4096, rows)
-        if not torch.equal(source.read(EMBEDDING, 0, start, stop), source.read(LM_HEAD, 0, start, stop)):
-            raise WeightsError(
-                f"config.json of {source.folder} ties the embeddings, but {LM_HEAD} differs from {EMBEDDING}; "
-                "set tie_word_embeddings to false, or remove the tensor"
-            )
+    [rows] = shard  # of the vocabulary, which is one group
+    rows[: len(read)] = read
+    rows[len(read) :] = 0
 
 
 def _draw_adapter(part: torch.Tensor, hf: HFTensor, groups: ComponentGroups, seed: int) -> None:

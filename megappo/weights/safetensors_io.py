@@ -1,38 +1,33 @@
-"""Reading and writing Hugging Face folders of safetensors: lazily, and a bounded number of bytes at a time."""
+"""Reading Hugging Face folders of safetensors lazily, and writing them a bounded number of bytes at a time."""
 
 import json
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
 
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.config_json import INDEX, SINGLE
-from megappo.architecture.dtypes import DTYPES, dtype_name
 from megappo.architecture.model_folder import tensor_files
+from megappo.batch.rows_file import write_tensors
 from megappo.config.text_files import TextFileError
 from megappo.errors import ActionableError
-
-HEADER_BYTES = 256 * 2**10 - 8  # of a file that is written: some 1,500 tensors, which then start on a page
 
 
 class WeightsError(ActionableError, ValueError):
     """A folder of weights that cannot be used: what is wrong with it, and the remedy."""
 
 
-@dataclass(frozen=True)
-class _Stored:
-    """Place of a tensor: a tensor of a file or, with `expert`, rows [start, stop) of one expert's matrix in it."""
+class _Stored(NamedTuple):
+    """Place of a tensor: a tensor of a file or, with `expert`, `rows` of one expert's matrix in it."""
 
     file: str
     name: str
     expert: int | None = None
-    start: int = 0
-    stop: int = 0
+    rows: slice = slice(None)
 
 
 class HFFolder(AbstractContextManager):
@@ -78,7 +73,9 @@ class HFFolder(AbstractContextManager):
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, from the file's header."""
         stored, shape = self._stored[name], tuple(self._slice(name).get_shape())
-        return shape if stored.expert is None else (stored.stop - stored.start, shape[2])
+        if stored.expert is None:
+            return shape
+        return len(range(shape[1])[stored.rows]), shape[2]
 
     def dtype(self, name: str) -> str:
         """Dtype of a tensor, as safetensors spells it: F32, BF16, ..."""
@@ -86,12 +83,11 @@ class HFFolder(AbstractContextManager):
 
     def read(self, name: str, dim: int = 0, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Elements start:stop (default: all) of a tensor along dimension 0 or 1, on the CPU in the file's dtype."""
-        stored, part = self._stored[name], slice(start, self.shape(name)[dim] if stop is None else stop)
-        if stored.expert is None:
-            return self._slice(name)[part] if dim == 0 else self._slice(name)[:, part]
-        if dim == 1:
-            return self._slice(name)[stored.expert, stored.start : stored.stop, part]
-        return self._slice(name)[stored.expert, stored.start + part.start : stored.start + part.stop]
+        stored, lazy = self._stored[name], self._slice(name)
+        part = slice(start, self.shape(name)[dim] if stop is None else stop)
+        if stored.expert is not None:
+            lazy = lazy[stored.expert, stored.rows]
+        return lazy[part] if dim == 0 else lazy[:, part]
 
     def _slice(self, name: str) -> Any:
         stored = self._stored[name]
@@ -110,9 +106,9 @@ class HFFolder(AbstractContextManager):
         gate_up_file, down_file = self._stored.pop(gate_up).file, self._stored.pop(down).file
         for expert in range(experts.count):
             name = f"{block}experts.{expert}."
-            self._stored[f"{name}{names.gate}.weight"] = _Stored(gate_up_file, gate_up, expert, 0, ffn)
-            self._stored[f"{name}{names.up}.weight"] = _Stored(gate_up_file, gate_up, expert, ffn, 2 * ffn)
-            self._stored[f"{name}{names.down}.weight"] = _Stored(down_file, down, expert, 0, hidden)
+            self._stored[f"{name}{names.gate}.weight"] = _Stored(gate_up_file, gate_up, expert, slice(0, ffn))
+            self._stored[f"{name}{names.up}.weight"] = _Stored(gate_up_file, gate_up, expert, slice(ffn, 2 * ffn))
+            self._stored[f"{name}{names.down}.weight"] = _Stored(down_file, down, expert)
         if router in self._stored:
             self.rename({router: f"{block}gate.weight"})
 
@@ -128,8 +124,7 @@ class HFFolder(AbstractContextManager):
 class ShardedWriter:
     """Writes tensors into a folder as numbered safetensors files with an index, or as one file when they fit.
 
-    A tensor is on the disk when `add` returns; none is kept in memory. What a file holds is known at its end only, so
-    its header, which comes first, has a fixed room of `HEADER_BYTES`, which the format lets end in spaces.
+    It keeps copies of the tensors of the file that is not full yet.
 
     Args:
         folder: an existing folder.
@@ -139,76 +134,42 @@ class ShardedWriter:
     def __init__(self, folder: Path, max_shard_bytes: int):
         self.folder = folder
         self.max_shard_bytes = max_shard_bytes
-        self._shards: list[_Shard] = []
+        self._shard: dict[str, torch.Tensor] = {}
+        self._shard_bytes = self._total_bytes = 0
+        self._written: list[list[str]] = []
 
     def add(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Write the tensors; begin a file whenever the next one would not fit.
+        """Add tensors; write a file whenever the next one would not fit.
 
         Raises:
             OSError: a file cannot be written.
         """
         for name, tensor in tensors:
-            if not self._shards or not self._shards[-1].has_room(name, tensor, self.max_shard_bytes):
-                self._finish_shard()
-                self._shards.append(_Shard(self.folder / f"part-{len(self._shards)}.safetensors"))
-            self._shards[-1].add(name, tensor)
+            if self._shard_bytes + tensor.nbytes > self.max_shard_bytes:
+                self._write_shard()
+            self._shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
+            self._shard_bytes += tensor.nbytes
 
     def finish(self) -> None:
-        """Give the files their final names, and write the index."""
-        self._finish_shard()
-        if len(self._shards) == 1:
-            self._shards[0].path.rename(self.folder / SINGLE)
+        """Write the last file, give the files their final names, and write the index."""
+        self._write_shard()
+        if len(self._written) == 1:
+            self._path(0).rename(self.folder / SINGLE)
             return
         weight_map = {}
-        for number, shard in enumerate(self._shards):
-            file = f"model-{number + 1:05d}-of-{len(self._shards):05d}.safetensors"
-            shard.path.rename(self.folder / file)
-            weight_map.update(dict.fromkeys(shard.names, file))
-        total_bytes = sum(shard.num_bytes for shard in self._shards)
-        index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+        for number, names in enumerate(self._written):
+            file = f"model-{number + 1:05d}-of-{len(self._written):05d}.safetensors"
+            self._path(number).rename(self.folder / file)
+            weight_map.update(dict.fromkeys(names, file))
+        index = {"metadata": {"total_size": self._total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
         (self.folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
-    def _finish_shard(self) -> None:
-        if self._shards:
-            self._shards[-1].finish()
+    def _write_shard(self) -> None:
+        if self._shard:
+            write_tensors(self._path(len(self._written)), self._shard, {"format": "pt"})
+            self._written.append(list(self._shard))
+            self._total_bytes += self._shard_bytes
+            self._shard, self._shard_bytes = {}, 0
 
-
-class _Shard:
-    """A safetensors file that grows tensor by tensor: 8 bytes, the header's length; the header; the tensors."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        self.names: list[str] = []
-        self.num_bytes = 0
-        self._header = '{"__metadata__":{"format":"pt"}'
-        self._file = path.open("wb")
-        self._file.seek(8 + HEADER_BYTES)
-
-    def has_room(self, name: str, tensor: torch.Tensor, max_bytes: int) -> bool:
-        """Return whether the tensor fits, at a multiple of its items' size; an empty file takes any."""
-        header = len(self._header) + len(self._entry(name, tensor)) + 1
-        fits = self.num_bytes + tensor.nbytes <= max_bytes and header <= HEADER_BYTES
-        return not self.names or (fits and self.num_bytes % tensor.itemsize == 0)
-
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Write a tensor behind the others."""
-        self._header += self._entry(name, tensor)
-        self.names.append(name)
-        self.num_bytes += tensor.nbytes
-        self._file.write(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-
-    def finish(self) -> None:
-        """Write the header, and close the file."""
-        header = (self._header + "}").encode().ljust(HEADER_BYTES)
-        self._file.seek(0)
-        self._file.write(len(header).to_bytes(8, "little") + header)
-        self._file.close()
-
-    def _entry(self, name: str, tensor: torch.Tensor) -> str:
-        place = [self.num_bytes, self.num_bytes + tensor.nbytes]
-        entry = {
-            "dtype": DTYPES[dtype_name(tensor.dtype)].safetensors,
-            "shape": list(tensor.shape),
-            "data_offsets": place,
-        }
-        return f",{json.dumps(name)}:{json.dumps(entry)}"
+    def _path(self, number: int) -> Path:
+        return self.folder / f"part-{number}.safetensors"

@@ -18,19 +18,21 @@ _EXPERT = re.compile(r"(?<=\.mlp\.experts\.local_experts\.)\d+|(?<=\.mlp\.expert
 def global_parameters(chunks: ModelChunks) -> dict[str, torch.Tensor]:
     """This rank's parameters and routers' biases, which are buffers, by name, with layers and experts numbered over the
     whole model instead of this rank's."""
-    return {name: tensor for chunk in chunks for name, tensor in _global_parameters(chunk).items()}
+    found: dict[str, torch.Tensor] = {}
+    for chunk in chunks:
+        biases = [(name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(ROUTER_BIAS)]
+        for name, tensor in (*chunk.named_parameters(), *biases):
+            found[_global_name(chunk, name)] = tensor
+    return found
 
 
-def _global_parameters(model: GPTModel) -> dict[str, torch.Tensor]:
-    def with_global_numbers(name: str) -> str:
-        if not (match := _LAYER.match(name)):
-            return name
-        layer = model.decoder.layers[int(match[1])]
-        name = _EXPERT.sub(lambda expert: str(layer.mlp.local_expert_indices[int(expert[0])]), name)
-        return _LAYER.sub(f"decoder.layers.{layer.layer_number - 1}.", name)
-
-    biases = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith(ROUTER_BIAS)]
-    return {with_global_numbers(name): tensor for name, tensor in (*model.named_parameters(), *biases)}
+def _global_name(model: GPTModel, name: str) -> str:
+    match = _LAYER.match(name)
+    if not match:
+        return name
+    layer = model.decoder.layers[int(match[1])]
+    name = _EXPERT.sub(lambda expert: str(layer.mlp.local_expert_indices[int(expert[0])]), name)
+    return _LAYER.sub(f"decoder.layers.{layer.layer_number - 1}.", name)
 
 
 def table_of(architecture: Architecture, groups: ComponentGroups) -> dict[str, Parameter]:

@@ -75,11 +75,12 @@ def test_transformers_reads_what_was_written(tmp_path: Path) -> None:
 
 
 def test_adapters_are_written_for_whoever_may_read_other_files(tmp_path: Path) -> None:
-    matrix = torch.arange(6.0).view(3, 2).t()
-    write_adapters(tmp_path, [("model.layers.0.mlp.up_proj.lora_A.weight", matrix)], Lora(), "base")
-    found = load_file(tmp_path / "adapter_model.safetensors")
+    matrix, folder = torch.arange(6.0).view(3, 2).t(), tmp_path / "adapter"
+    folder.mkdir()
+    write_adapters(folder, [("model.layers.0.mlp.up_proj.lora_A.weight", matrix)], Lora(), "base")
+    found = load_file(folder / "adapter_model.safetensors")
     assert torch.equal(found["base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"], matrix)
-    modes = {path.name: path.stat().st_mode for path in tmp_path.iterdir()}
+    modes = {path.name: path.stat().st_mode for path in folder.iterdir()}
     assert modes["adapter_model.safetensors"] == modes["adapter_config.json"]
 
 

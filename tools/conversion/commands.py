@@ -84,12 +84,10 @@ def reshard_folder(args: argparse.Namespace, world: World) -> None:
             write_sums(folder, world.exchange, sums)
     for source in sources:
         kept = "with the optimizer's state" if source.info.tensors.keys() - source.info.model.keys() else "weights only"
-        tensor, pipeline = source.info.layout
-        experts = f" x expert {args.expert}" if args.expert > 1 else ""
         elements = sum(prod(entry.shape) for entry in source.info.tensors.values())
         world.log(
-            f"{source.folder.name}: tensor {tensor} x pipeline {pipeline} -> tensor {args.tensor} x pipeline "
-            f"{args.pipeline}{experts}, {len(source.info.tensors)} tensors of {elements:,} elements, {kept}"
+            f"{source.folder.name}: tensor {args.tensor} x pipeline {args.pipeline} x expert {args.expert}, "
+            f"{len(source.info.tensors)} tensors of {elements:,} elements, {kept}"
         )
     world.log(f"wrote {args.output}")
 

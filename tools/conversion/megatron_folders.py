@@ -12,8 +12,8 @@ from conversion.differences import Pair, difference_of_parts
 from conversion.world import UsageError, World
 from megappo.architecture.config_json import CONFIG_FILE
 from megappo.architecture.parsing import read_architecture
+from megappo.checkpoint.component_folder import read_rows
 from megappo.checkpoint.metadata import EMBEDDING, ComponentInfo, read_component
-from megappo.checkpoint.tensor_rows import read_rows
 from megappo.models.megatron_config import TORCH_DTYPES
 
 PART_BYTES = 64 * 2**20
