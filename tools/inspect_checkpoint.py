@@ -1,4 +1,4 @@
-"""Print what is in a checkpoint, without loading it: names, shapes, dtypes, layout, step.
+"""Print what is in a checkpoint, without loading it: names, shapes, dtypes, step.
 
     .venv/bin/python tools/inspect_checkpoint.py FOLDER
 
@@ -74,8 +74,7 @@ def _step(folder: Path) -> Iterator[str]:
 def _component(folder: Path) -> Iterator[str]:
     refuse_altered(folder.resolve().parent, f"{folder.resolve().name}/{METADATA}")
     info = read_component(folder)
-    tensor, pipeline = info.layout
-    yield f"{folder}: Megatron, written as tensor {tensor} x pipeline {pipeline}; loads in any layout"
+    yield f"{folder}: Megatron; loads in any layout"
     yield from _summary("model", _entries(info.model))
     states = {name: entry for name, entry in info.tensors.items() if name not in info.model}
     if states:

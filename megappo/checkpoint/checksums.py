@@ -5,7 +5,6 @@ Imports no torch: the dry run checks state.json.
 
 import hashlib
 import os
-import re
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from megappo.batch.exchange import Exchange
 
 SUMS = "SHA256SUMS"
-_LINE = re.compile(r"([0-9a-f]{64})  (.+)")
 _SHOWN = 3
 
 
@@ -29,24 +27,27 @@ def new_sum() -> Any:
 
 
 def write_sums(checkpoint: Path, exchange: "Exchange", known: Mapping[str, str]) -> None:
-    """Flush every file of a checkpoint to the disk and write their sums. All ranks call; they share the files.
+    """Flush every file of a checkpoint to the disk and write their sums. All ranks call.
 
     Args:
-        known: path -> sum of the files that this rank wrote and flushed.
+        known: path -> sum of the files that this rank wrote and flushed. The first rank sums what no rank knows.
     Raises:
         OSError, OtherRankError: a file cannot be read, or SHA256SUMS not written.
     """
-    written = {Path(path).relative_to(checkpoint).as_posix(): digest for path, digest in known.items()}
-    sums = _over_ranks(exchange, written)
-    names = exchange.on_rank_0(lambda: [name for name in files_of(checkpoint) if name not in sums])
-    mine, error = {}, None
-    try:
-        mine = {name: _sum(checkpoint / name, durable=True) for name in names[exchange.rank :: exchange.world_size]}
-    except OSError as failure:
-        error = failure
-    exchange.raise_together(error)
-    sums |= _over_ranks(exchange, mine)
-    exchange.on_rank_0(lambda: _write(checkpoint / SUMS, _text(dict(sorted(sums.items())))))
+    sums: dict[str, str] = {}
+    for known_there in exchange.share(dict(known)):
+        sums |= {Path(path).relative_to(checkpoint).as_posix(): digest for path, digest in known_there.items()}
+
+    def write() -> None:
+        for name in files_of(checkpoint):
+            if name not in sums:
+                sync(checkpoint / name)
+                sums[name] = _sum(checkpoint / name)
+        path = checkpoint / SUMS
+        path.write_text(_text(dict(sorted(sums.items()))), "utf-8")
+        sync(path)
+
+    exchange.on_rank_0(write)
 
 
 def damage(checkpoint: Path, exchange: "Exchange", under: str = "") -> str:
@@ -57,9 +58,10 @@ def damage(checkpoint: Path, exchange: "Exchange", under: str = "") -> str:
     """
     sums, faults = exchange.share(_listed(checkpoint, under) if exchange.rank == 0 else None)[0]
     names = list(sums)[exchange.rank :: exchange.world_size]
-    faults += [fault for part in exchange.share(altered(checkpoint, sums, names)) for fault in part]
-    more = f" and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
-    return ", ".join(faults[:_SHOWN]) + more
+    for found in exchange.share(altered(checkpoint, sums, names)):
+        faults += found
+    shown = faults if len(faults) <= _SHOWN else [*faults[:_SHOWN], "..."]
+    return ", ".join(shown)
 
 
 def refuse_damaged(folder: Path, exchange: "Exchange") -> None:
@@ -70,10 +72,9 @@ def refuse_damaged(folder: Path, exchange: "Exchange") -> None:
     """
     folder = folder.resolve()
     for checkpoint, under in ((folder, ""), (folder.parent, f"{folder.name}/")):
-        if _has_sums(checkpoint):
-            fault = damage(checkpoint, exchange, under)
-            if fault:
-                raise CheckpointError(f"{checkpoint} is damaged: {fault}; copy it again, or use another checkpoint")
+        fault = damage(checkpoint, exchange, under) if _has_sums(checkpoint) else ""
+        if fault:
+            raise CheckpointError(f"{checkpoint} is damaged: {fault}; copy it again, or use another checkpoint")
 
 
 def refuse_altered(checkpoint: Path, name: str) -> None:
@@ -108,18 +109,18 @@ def read_sums(checkpoint: Path) -> dict[str, str]:
     """
     path = checkpoint / SUMS
     try:
-        text = path.read_bytes().decode("utf-8")
+        text = path.read_text("utf-8")
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{path} is missing, so the other files cannot be checked; if you trust "
             f"them: cd {checkpoint} && find * -type f -exec sha256sum {{}} + > {SUMS}"
         ) from error
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error.strerror})") from error
-    except UnicodeDecodeError as error:
-        raise CheckpointError(f"{path} is altered") from error
-    lines = [_LINE.fullmatch(line) for line in text.split("\n")[:-1]]
-    sums = {line[2]: line[1] for line in lines if line}
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error})") from error
+    sums: dict[str, str] = {}
+    for line in text.splitlines():
+        digest, _, name = line.partition("  ")
+        sums[name] = digest
     if _text(sums) != text:  # a line has another format
         raise CheckpointError(f"{path} is altered or cut off")
     return sums
@@ -144,15 +145,6 @@ def _listed(checkpoint: Path, under: str) -> tuple[dict[str, str], list[str]]:
     return {name: sums[name] for name in there if name in sums}, faults
 
 
-def _write(path: Path, text: str) -> None:
-    path.write_text(text, "utf-8")
-    sync(path)
-
-
-def _over_ranks(exchange: "Exchange", mine: Mapping[str, str]) -> dict[str, str]:
-    return {name: digest for part in exchange.share(dict(mine)) for name, digest in part.items()}
-
-
 def _has_sums(folder: Path) -> bool:
     """Return whether a folder is a checkpoint with sums of its own."""
     return (folder / STATE).is_file() and (folder / SUMS).exists()
@@ -162,9 +154,7 @@ def _text(sums: dict[str, str]) -> str:
     return "".join(f"{digest}  {name}\n" for name, digest in sums.items())
 
 
-def _sum(path: Path, durable: bool = False) -> str:
+def _sum(path: Path) -> str:
     heartbeat.beat()
     with path.open("rb") as file:
-        if durable:
-            os.fsync(file.fileno())
         return hashlib.file_digest(file, new_sum).hexdigest()

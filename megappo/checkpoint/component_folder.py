@@ -1,20 +1,24 @@
-"""A model in a component's folder, without the trainer: saved, loaded, and resharded for another layout."""
+"""A model in a component's folder, without the trainer: saved, loaded, resharded for another layout, read in rows."""
 
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedObject, apply_factories
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factories
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
+from megatron.core.dist_checkpointing.strategies.checkpointable import CheckpointableShardedTensor
 from megatron.core.dist_checkpointing.validation import StrictHandling
+from torch.distributed import checkpoint
 from torch.distributed.checkpoint.api import CheckpointException  # of any rank; not an Exception
 
 from megappo.architecture.families import HeadKind
 from megappo.architecture.parameters import OUTPUT_LAYER, SECOND_HEAD, is_adapter, padded_vocab_size
 from megappo.checkpoint.folders import CheckpointError
 from megappo.checkpoint.metadata import EMBEDDING, EXTRA_STATE, OPTIMIZER_PREFIX, ComponentInfo
+from megappo.checkpoint.safe_reading import SafeReader
 from megappo.checkpoint.sharded import load_sharded, reason, save_sharded
+from megappo.config.config_error import shorten
 from megappo.models.gpt import ModelChunks
 from megappo.models.sharding import sharded_chunks
 from megappo.placement.groups import ComponentGroups
@@ -84,6 +88,30 @@ def reshard(
     return save_sharded({**loaded, **filled}, target, groups.as_world)
 
 
+def read_rows(folder: Path, info: ComponentInfo, name: str, start: int, stop: int) -> torch.Tensor:
+    """Rows start:stop along dimension 0 of a tensor, in its dtype, whatever layout it was written in. In this process
+    alone; of the files, the pieces that these rows lie in are read one by one.
+
+    Args:
+        info: of `folder`.
+    Raises:
+        CheckpointError: they cannot be read.
+    """
+    tensor = info.tensors[name]
+    rows = torch.empty(stop - start, *tensor.shape[1:], dtype=tensor.dtype)
+    offset = (start, *[0] * (rows.ndim - 1))
+    part = ShardedTensor(name, rows, rows.dtype, tuple(rows.shape), tensor.shape, offset, axis_fragmentations=None)
+    try:
+        checkpoint.load(
+            {name: CheckpointableShardedTensor.from_sh_ten(part)},
+            storage_reader=SafeReader(folder),
+            no_dist=True,
+        )
+    except (Exception, CheckpointException) as error:
+        raise CheckpointError(f"cannot read {name} in {folder}: {reason(error)}; copy the checkpoint again") from error
+    return rows
+
+
 def _tensors(state: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Return the sharded tensors of all chunks, without objects."""
     return {
@@ -122,7 +150,7 @@ def _check_vocabulary(chunks: ModelChunks, folder: Path, info: ComponentInfo, vo
         )
     if found is None:
         raise CheckpointError(f"{folder} holds no {EMBEDDING}: it is no language model of this program")
-    expected = padded_vocab_size(vocab_size, found.pieces[0])
+    expected = padded_vocab_size(vocab_size, found.num_parts)
     if found.shape[0] != expected:
         raise CheckpointError(
             f"{EMBEDDING} in {folder} has {found.shape[0]} rows, but config.json's vocab_size {vocab_size} gives "
@@ -134,7 +162,7 @@ def _load(state: dict[str, Any], groups: ComponentGroups, folder: Path, ignored:
     """Load `state` from the folder. The folder may also hold objects, and tensors whose names start with `ignored`."""
     try:
         loaded, extra, absent = load_sharded(
-            state, folder, groups.as_world(), StrictHandling.RETURN_ALL, groups.collection.dp_cp
+            state, folder, groups.as_world, StrictHandling.RETURN_ALL, groups.collection.dp_cp
         )
     except (Exception, CheckpointException) as error:
         raise CheckpointError(
@@ -143,13 +171,13 @@ def _load(state: dict[str, Any], groups: ComponentGroups, folder: Path, ignored:
     unknown = {name for name in extra if EXTRA_STATE not in name and not (ignored and name.startswith(ignored))}
     missing = {name for name in absent if EXTRA_STATE not in name}
     if unknown or missing:
+        found = f"missing {_listed(missing)}; unknown {_listed(unknown)}"
         raise CheckpointError(
-            f"{folder} does not hold the tensors that config.json describes: missing {_listed(missing)}; unknown "
-            f"{_listed(unknown)}: name the config.json the checkpoint was made with"
+            f"{folder} does not hold the tensors that config.json describes: {found}: name the config.json the "
+            "checkpoint was made with"
         )
     return loaded
 
 
 def _listed(names: set[str]) -> str:
-    shown = ", ".join(sorted(names)[:8]) or "none"
-    return f"{shown} and {len(names) - 8} more" if len(names) > 8 else shown
+    return shorten(", ".join(sorted(names)) or "none")

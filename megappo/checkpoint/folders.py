@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from megappo.config.config_error import shorten
 from megappo.errors import ActionableError
 
 LATEST = "latest"
@@ -53,16 +54,22 @@ def candidates(folder: Path) -> tuple[list[Path], str]:
     Raises:
         CheckpointError: there is a `latest`, but no checkpoint.
     """
-    newest_first, problem = checkpoints_in(folder)[::-1], _problem(folder)
-    pointer = folder / LATEST
-    if not newest_first and pointer.exists():
-        raise CheckpointError(
-            f"{pointer} is there, but no checkpoint beside it: restore them, or remove {pointer} to start from the "
-            "beginning"
-        )
-    if problem or not newest_first:
-        return newest_first, problem if newest_first else ""
-    return newest_first[newest_first.index(folder / pointer.read_text().strip()) :], ""
+    newest_first, pointer = checkpoints_in(folder)[::-1], folder / LATEST
+    if not newest_first:
+        if pointer.exists():
+            raise CheckpointError(
+                f"{pointer} is there, but no checkpoint beside it: restore them, or remove {pointer} to start from the "
+                "beginning"
+            )
+        return [], ""
+    try:
+        name = pointer.read_text("utf-8", errors="replace").strip()
+    except OSError as error:
+        return newest_first, f"cannot read {pointer} ({error.strerror})"
+    names = [checkpoint.name for checkpoint in newest_first]
+    if name not in names:
+        return newest_first, f"{pointer} names no checkpoint that is there: found {name[:60]!r}"
+    return newest_first[names.index(name) :], ""
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
@@ -71,39 +78,20 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: state.json is missing, damaged, or has no step.
     """
-    path = checkpoint / STATE
+    path, remedy = checkpoint / STATE, "use another checkpoint"
     try:
         state = json.loads(path.read_text("utf-8"))
     except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}; {_REMEDY}") from error
+        raise CheckpointError(f"cannot read {path}: {error.strerror}; {remedy}") from error
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not JSON ({error}); {_REMEDY}") from error
+        raise CheckpointError(f"{path} is not JSON ({error}); {remedy}") from error
     if not isinstance(state, dict) or type(state.get("step")) is not int:
-        raise CheckpointError(f"{path} is not what a run saved: expected an object with a step; {_REMEDY}")
+        raise CheckpointError(f"{path} is not what a run saved: expected an object with a step; {remedy}")
     return state
-
-
-_REMEDY = "use another checkpoint"
-
-
-def _problem(folder: Path) -> str:
-    """Describe what is wrong with `latest`; "" if it names a checkpoint."""
-    pointer = folder / LATEST
-    try:
-        name = pointer.read_text("utf-8").strip()
-    except FileNotFoundError:
-        return f"{pointer} is missing"
-    except OSError as error:
-        return f"cannot read {pointer} ({error.strerror})"
-    except UnicodeDecodeError:
-        return f"{pointer} is not text"
-    if not _NAME.fullmatch(name):
-        return f"{pointer} names no checkpoint: expected step_XXXXXXXX, found {name[:60]!r}"
-    return "" if (folder / name).is_dir() else f"{pointer} names {name}, which is not there"
 
 
 def no_folder(folder: Path) -> str:
     """Return an error message that names the folders that exist where `folder` should be."""
     parent = next(path for path in folder.resolve().parents if path.is_dir())
     found = sorted(path.name for path in parent.iterdir() if path.is_dir())
-    return f"no folder {folder}; {parent} has {', '.join(found[:20]) or 'none'}{', ...' if len(found) > 20 else ''}"
+    return f"no folder {folder}; {parent} has {shorten(', '.join(found) or 'none')}"

@@ -1,31 +1,35 @@
 """The contents of a component's checkpoint folder, from its metadata alone: reads no tensor and runs no code of it."""
 
 import pickle
-from dataclasses import dataclass, is_dataclass
-from enum import Enum
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
 from megappo.checkpoint.folders import CheckpointError
 
 METADATA = ".metadata"
 OPTIMIZER_PREFIX = "optimizer."
 EMBEDDING = "embedding.word_embeddings.weight"
-LAYERS = "decoder.layers."
 EXTRA_STATE = "._extra_state"  # objects of modules that have nothing to keep
-# The metadata is a pickle. It may name only these, which describe tensors and their places; of the modules only
-# dataclasses and enumerations.
-_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.planner")
 _NAMES = {
-    "megatron.core.dist_checkpointing.strategies.torch": ("MCoreMetadata", "MCoreSavePlan"),
+    "torch.distributed.checkpoint.metadata": (
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
+        *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+    ),
+    "torch.distributed.checkpoint.planner": (
+        *("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"),
+    ),
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
     "torch.serialization": ("_get_layout",),
+    "torch": ("Size",),
+    "megatron.core.dist_checkpointing.strategies.torch": ("MCoreMetadata", "MCoreSavePlan"),
     "collections": ("OrderedDict",),
     "pathlib": ("PosixPath",),
 }
+"""The metadata is a pickle. It may name only these, which describe tensors and their places, and torch's dtypes."""
 
 
 @dataclass(frozen=True)
@@ -33,14 +37,12 @@ class TensorInfo:
     """A tensor of a checkpoint: the layers of a model are stacked along dimension 0.
 
     Attributes:
-        pieces: how many pieces each dimension is cut into.
-        files: files that hold its pieces, by offset along dimension 0.
+        num_parts: how many parts dimension 0 is cut into.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    pieces: tuple[int, ...]
-    files: dict[int, frozenset[str]]
+    num_parts: int
 
 
 @dataclass(frozen=True)
@@ -49,17 +51,6 @@ class ComponentInfo:
 
     tensors: dict[str, TensorInfo]
     objects: tuple[str, ...]
-
-    @property
-    def layout(self) -> tuple[int, int]:
-        """(tensor-parallel ranks, pipeline stages) it was written in, as its pieces show; it loads in any other."""
-        tensor = self.tensors[EMBEDDING].pieces[0] if EMBEDDING in self.tensors else 1
-        stages: set[frozenset[str]] = set()
-        for name, info in self.model.items():
-            if name.startswith(LAYERS):
-                stages |= {frozenset(file.split("_")[2] for file in files) for files in info.files.values()}
-                break
-        return tensor, max(1, len(stages))
 
     @property
     def model(self) -> dict[str, TensorInfo]:
@@ -88,10 +79,9 @@ def read_component(folder: Path) -> ComponentInfo:
     """
     metadata = read_metadata(folder)
     try:
-        files = _files(metadata.storage_data)
         entries = metadata.state_dict_metadata.items()
         objects = tuple(name for name, entry in entries if isinstance(entry, BytesStorageMetadata))
-        tensors = {name: _tensor(entry, files.get(name, {})) for name, entry in entries if name not in objects}
+        tensors = {name: _tensor(entry) for name, entry in entries if name not in objects}
     except Exception as error:  # it was another object than it should be
         raise _damaged(folder / METADATA, error) from error
     return ComponentInfo(tensors, objects)
@@ -127,37 +117,18 @@ def _damaged(path: Path, error: Exception) -> CheckpointError:
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        known = module in _MODULES or name in _NAMES.get(module, ())
-        if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
-            known = True
-        found = super().find_class(module, name) if known and "." not in name else None
-        if module in _MODULES and not _holds_data(found):
-            found = None
-        if found is None or getattr(found, "__module__", module) != module:  # not what the module itself imports
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not is_dtype and name not in _NAMES.get(module, ()):
             raise CheckpointError(
                 f"the checkpoint's {METADATA} names {module}.{name}, which describes no tensor: it may be an attack, "
                 "do not load it"
             )
-        return found
+        return super().find_class(module, name)
 
 
-def _holds_data(found: Any) -> bool:
-    return isinstance(found, type) and (is_dataclass(found) or issubclass(found, Enum))
-
-
-def _files(places: dict[Any, Any]) -> dict[str, dict[int, frozenset[str]]]:
-    """Name -> offset along dimension 0 -> files that hold pieces of it."""
-    files: dict[str, dict[int, frozenset[str]]] = {}
-    for index, place in places.items():
-        of_name, offset = files.setdefault(index.fqn, {}), index.offset[0] if index.offset else 0
-        of_name[offset] = of_name.get(offset, frozenset()) | {place.relative_path}
-    return files
-
-
-def _tensor(entry: Any, files: dict[int, frozenset[str]]) -> TensorInfo:
-    offsets = [chunk.offsets for chunk in entry.chunks]
-    pieces = tuple(len({offset[dim] for offset in offsets}) for dim in range(len(entry.size)))
-    return TensorInfo(tuple(entry.size), entry.properties.dtype, pieces, files)
+def _tensor(entry: TensorStorageMetadata) -> TensorInfo:
+    starts = {chunk.offsets[:1] for chunk in entry.chunks}
+    return TensorInfo(tuple(entry.size), entry.properties.dtype, len(starts))
 
 
 def _check_files(folder: Path, places: dict[Any, Any]) -> None:
@@ -171,8 +142,8 @@ def _check_files(folder: Path, places: dict[Any, Any]) -> None:
             raise CheckpointError(
                 f"{folder / METADATA} names {name}, which is no file of its own folder: do not load it"
             )
-        size = path.stat().st_size if path.is_file() else None
-        if size is None:
+        if not path.is_file():
             raise CheckpointError(f"{path} is missing; copy the checkpoint again")
+        size = path.stat().st_size
         if size < end:
             raise CheckpointError(f"{path} is cut off: it has {size} bytes of {end}; copy the checkpoint again")

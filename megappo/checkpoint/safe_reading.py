@@ -1,8 +1,8 @@
 """Reading a component's folder without running its code: torch and Megatron would unpickle what they find."""
 
 import io
+from collections import defaultdict
 from collections.abc import Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +22,16 @@ class SafeReader(FileSystemReader):
     """torch's reader without pickles: metadata may name only descriptions of tensors, and objects must be empty. It
     reads only the requested numbers of a stored tensor; torch's reader reads and holds all of them."""
 
-    def __init__(self, path: str | Path):
-        super().__init__(path)
-        self._metadata: Metadata | None = None
-
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The folder's metadata, read once."""
-        if self._metadata is None:
-            self._metadata = read_metadata(Path(self.path))
-        return self._metadata
+        """The folder's metadata."""
+        return read_metadata(Path(self.path))
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read everything in the plan, file by file."""
-
-        def file_name(item: ReadItem) -> str:
-            return self.storage_data[item.storage_index].relative_path
-
-        for name, items in groupby(sorted(plan.items, key=file_name), key=file_name):
+        items_by_file: dict[str, list[ReadItem]] = defaultdict(list)
+        for item in plan.items:
+            items_by_file[self.storage_data[item.storage_index].relative_path].append(item)
+        for name, items in items_by_file.items():
             with Path(self.path, name).open("rb") as file:
                 for item in items:
                     heartbeat.beat()
@@ -60,11 +53,13 @@ def _numbers(stored: Any, offsets: Sequence[int], lengths: Sequence[int]) -> tor
         CheckpointError: the part is too short for the tensor that it describes.
     """
     meta = torch.load(stored, map_location="meta", weights_only=True)
-    steps = list(zip(offsets, lengths, meta.stride(), strict=True))
-    first = meta.storage_offset() + sum(offset * stride for offset, _, stride in steps)
-    numbers = torch.empty(1 + sum((length - 1) * stride for _, length, stride in steps), dtype=meta.dtype)
+    box = meta
+    for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
+        box = box.narrow(dim, offset, length)
+    last = sum((length - 1) * stride for length, stride in zip(lengths, meta.stride(), strict=True))
+    numbers = torch.empty(1 + last, dtype=meta.dtype)
     # On the meta device torch.load records the position of a tensor's numbers.
-    stored.seek(meta.untyped_storage()._checkpoint_offset + first * meta.itemsize)
+    stored.seek(meta.untyped_storage()._checkpoint_offset + box.storage_offset() * meta.itemsize)
     if stored.readinto(numbers.view(torch.uint8).numpy()) != numbers.nbytes:
         raise CheckpointError("a tensor is larger than the part of the file that holds it, which is damaged")
     return numbers.as_strided(lengths, meta.stride())
@@ -72,16 +67,14 @@ def _numbers(stored: Any, offsets: Sequence[int], lengths: Sequence[int]) -> tor
 
 def _empty_objects(stored: Any, item: ReadItem) -> io.BytesIO:
     """Return the objects of a file after checking them: torch reads tensors with `weights_only`, but not these."""
-    objects = torch.load(io.BytesIO(stored.read()), weights_only=True)
+    content = stored.read()
+    objects = torch.load(io.BytesIO(content), weights_only=True)
     # TransformerEngine keeps the scales of FP8 in a pickle of its own here, and would unpickle it.
     if not isinstance(objects, list) or not all(map(_is_empty, objects)):
         raise CheckpointError(
             f"{item.storage_index.fqn} is not empty: this program saves no such module states and does not load them"
         )
-    written = io.BytesIO()
-    torch.save(objects, written)
-    written.seek(0)
-    return written
+    return io.BytesIO(content)
 
 
 def _is_empty(found: object) -> bool:

@@ -16,6 +16,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -37,8 +38,6 @@ from megappo.checkpoint.folders import (
     read_state,
     step_folder,
 )
-from megappo.checkpoint.host_copies import HostCopies
-from megappo.checkpoint.saving import Saving
 from megappo.checkpoint.sharded import Writing, begin_sharded, load_sharded, reason
 
 
@@ -53,6 +52,23 @@ class Checkpointed(Protocol):
 
     @property
     def replicas(self) -> dist.ProcessGroup: ...
+
+
+@dataclass(frozen=True)
+class Saving:
+    """A checkpoint that is being written.
+
+    Attributes:
+        path: its name when it is complete. partial: its name until then.
+        writings: of the components on this rank, in the same order everywhere.
+        thread: writes them in the background; None = they are written. A process that exits does not wait for it: an
+            incomplete checkpoint has no name to resume from.
+    """
+
+    path: Path
+    partial: Path
+    writings: list[Writing]
+    thread: threading.Thread | None
 
 
 class CheckpointStore:
@@ -80,8 +96,6 @@ class CheckpointStore:
         self.warn = warn if exchange.rank == 0 else lambda line: None
         self._damaged: set[Path] = set()
         self._saving: Saving | None = None
-        self._copies: HostCopies | None = None
-        self._removal: threading.Thread | None = None
 
     def latest(self) -> Path | None:
         """Return the checkpoint to resume from, with all files verified; None in a folder without checkpoints.
@@ -102,7 +116,10 @@ class CheckpointStore:
             self._damaged.add(path)
             faults.append(f"{path} is damaged: {fault}")
         if found:
-            raise CheckpointError(self._none_left(faults, found))
+            raise CheckpointError(
+                f"no usable checkpoint in {self.folder}: {'; '.join(faults)}. Copy one there, write the name of "
+                f"another one into {self.folder / LATEST}, or choose another trainer.output_dir"
+            )
         return None
 
     def begin(
@@ -130,18 +147,20 @@ class CheckpointStore:
         text = json.dumps({"step": step} | state, indent=1)
         with self._removed_if_it_fails(path, partial):
             self.exchange.on_rank_0(lambda: self._prepare(partial, components))
-            writings = []
-            # Kept between background saves. A synchronous save, such as the last, needs no copies.
-            self._copies = (self._copies or HostCopies()) if in_background else None
+            writings: list[Writing] = []
             for name, component in components.items():
-                writings.append(_begin(component, partial / name, self._copies))
+                begun = [] if component is None else [_begin(component, partial / name, copies=in_background)]
                 if not in_background:  # before the next one's state takes memory
-                    self._write_now(writings[-1])
+                    _write(begun)
+                    self._finish(begun)
+                writings += begun
             write_more(partial)
             self.exchange.on_rank_0(lambda: (partial / STATE).write_text(text))
-        self._saving = Saving(path, partial, writings)
+        thread = None
         if in_background:
-            self._saving.start()
+            thread = threading.Thread(target=_write, name="checkpoint", args=[writings], daemon=True)
+            thread.start()
+        self._saving = Saving(path, partial, writings, thread)
 
     @property
     def is_saving(self) -> bool:
@@ -150,7 +169,10 @@ class CheckpointStore:
 
     def is_written(self) -> bool:
         """Return whether a checkpoint awaits `finish` and all ranks have written their files."""
-        return self._saving is not None and all(self.exchange.share(self._saving.is_written))
+        if self._saving is None:
+            return False
+        thread = self._saving.thread
+        return all(self.exchange.share(thread is None or not thread.is_alive()))
 
     def finish(self) -> Path | None:
         """Complete the checkpoint that `begin` began, if any, and return its folder.
@@ -162,12 +184,14 @@ class CheckpointStore:
         saving, self._saving = self._saving, None
         if saving is None:
             return None
-        saving.join()
         with self._removed_if_it_fails(saving.path, saving.partial):
-            self.exchange.raise_together(saving.error)
-            for writing in saving.writings if saving.in_background else ():
-                self._finish(writing)
-            write_sums(saving.partial, self.exchange, saving.sums)
+            if saving.thread is not None:
+                saving.thread.join()
+                self._finish(saving.writings)
+            sums: dict[str, str] = {}
+            for writing in saving.writings:
+                sums |= writing.sums
+            write_sums(saving.partial, self.exchange, sums)
             self.exchange.on_rank_0(lambda: self._publish(saving))
         return saving.path
 
@@ -195,24 +219,17 @@ class CheckpointStore:
         return state
 
     def _prepare(self, partial: Path, components: Mapping[str, Checkpointed | None]) -> None:
-        if self._removal is not None:
-            self._removal.join()
         _remove(*self.folder.glob(f"*{PARTIAL}"))
         for name in components:
             (partial / name).mkdir(parents=True)
 
-    def _write_now(self, writing: Writing | None) -> None:
-        if writing is not None:
-            writing.write()
-        self._finish(writing)
-
-    def _finish(self, writing: Writing | None) -> None:
+    def _finish(self, writings: list[Writing]) -> None:
         error = None
-        if writing is not None:
+        for writing in writings:
             try:
                 writing.finish()
             except CheckpointError as failure:
-                error = failure
+                error = error or failure
         self.exchange.raise_together(error)  # ranks of other components have not seen it
 
     def _publish(self, saving: Saving) -> None:
@@ -226,16 +243,12 @@ class CheckpointStore:
         partial.rename(path)
         sync(self.folder)
         self._damaged.discard(path)
-        pointer = self.folder / LATEST
-        if pointer.is_dir():
-            pointer.rename(pointer.with_name(f"{LATEST}.{path.name}"))
-        write_durably(pointer, path.name + "\n")
+        write_durably(self.folder / LATEST, path.name + "\n")
         old += [_set_aside(checkpoint) for checkpoint in self._old(path)]
-        # Slow for large files. The next save removes what remains.
-        self._removal = threading.Thread(target=_remove, name="checkpoint-removal", args=old, daemon=True)
-        self._removal.start()
-        if not saving.in_background:
-            self._removal.join()
+        if saving.thread is None:
+            _remove(*old)
+        else:  # slow for large files; the next save removes what remains
+            threading.Thread(target=_remove, name="checkpoint-removal", args=old, daemon=True).start()
 
     def _old(self, newest: Path) -> list[Path]:
         """List the checkpoints to remove after the newest was saved."""
@@ -250,31 +263,22 @@ class CheckpointStore:
         step, num_updates = position_of(checkpoint)
         return bool(self.keep_every) and step % self.keep_every == 0 and num_updates < 0
 
-    def _none_left(self, faults: list[str], found: list[Path]) -> str:
-        """Return the error message when no checkpoint can be used."""
-        others = [path.name for path in checkpoints_in(self.folder) if path not in found]
-        remedy = f"write one of {', '.join(others)} into {self.folder / LATEST}, " if others else ""
-        return (
-            f"no usable checkpoint in {self.folder}: {'; '.join(faults)}. Copy one there, {remedy}"
-            "or choose another trainer.output_dir"
-        )
+
+def _begin(component: Checkpointed, folder: Path, *, copies: bool) -> Writing:
+    # Not in a variable: one component's state must be freed before the next one's is made.
+    return begin_sharded(component.sharded_state_dict(is_loading=False), folder, component.as_world, copies=copies)
 
 
-def _begin(component: Checkpointed | None, folder: Path, copies: HostCopies | None) -> Writing | None:
-    if component is None:
-        return None
-    try:
-        # Not in a variable: one component's state must be freed before the next one's is made.
-        return begin_sharded(component.sharded_state_dict(is_loading=False), folder, component.as_world, copies)
-    except OSError as error:  # the component's other ranks wait for this one: end the run
-        raise RuntimeError(f"cannot begin to save to {folder}: {reason(error)}") from error
+def _write(writings: list[Writing]) -> None:
+    for writing in writings:
+        writing.write()
 
 
 def _loaded(component: Checkpointed, path: Path, name: str) -> dict[str, Any]:
     """Return a component's state from a checkpoint, for `load_state_dict`."""
     wanted = component.sharded_state_dict(is_loading=True)
     try:
-        return load_sharded(wanted, path / name, component.as_world(), StrictHandling.RAISE_ALL, component.replicas)
+        return load_sharded(wanted, path / name, component.as_world, StrictHandling.RAISE_ALL, component.replicas)
     except (Exception, CheckpointException) as error:
         raise CheckpointError(
             f"cannot load {name} from {path}: {reason(error)}. The checkpoint is damaged or of another model; write "

@@ -54,22 +54,9 @@ def join(name: str, store: TCPStore, world_size: int, timeout: timedelta, backen
     return group
 
 
-class BrokenGroup:
-    """A flag in the run's store: an engine in this group has failed.
-
-    Args:
-        name: of the group.
-    """
-
-    def __init__(self, name: str):
-        self._store = run_store().clone()  # the main thread may block the original while it waits
-        self._key = f"{name}/broken"
-
-    def set(self) -> None:
-        self._store.set(self._key, "")
-
-    def is_set(self) -> bool:
-        return self._store.check([self._key])
+def fault_key(name: str) -> str:
+    """Return the key that the run's store has once an engine in the group of this name has failed."""
+    return f"{name}/broken"
 
 
 class BroadcastSender(Sender):
@@ -84,7 +71,7 @@ class BroadcastSender(Sender):
         self._store = open_store(_own_host(link.config.rollout.engines), self.world_size, self.timeout)
         self._group: ProcessGroup | None = None
         self._name = f"megappo_weights_{secrets.token_hex(4)}"  # torch wants a new name for each group
-        self._broken = BrokenGroup(self._name)
+        self._faults = run_store().clone()  # the main thread may block the original while it waits
         self.address = self._store.host, self._store.port, self._name
 
     def open(self) -> None:
@@ -102,7 +89,7 @@ class BroadcastSender(Sender):
     def _unless_broken(self, call: Callable[[], object]) -> None:
         """Run the call while all engines are well; for one that is not, it may wait without end."""
         done: Future[None] | None = None
-        while not self._broken.is_set():
+        while not self._faults.check([fault_key(self._name)]):
             done = done or _on_a_thread(call)
             if wait([done], POLL_SECONDS).done:
                 return done.result()
@@ -132,7 +119,7 @@ class BroadcastReceiver(Receiver):
             "rank_offset": 1 + link.number * link.config.rollout.tensor_parallel,
             "backend": _backend(),
         }
-        self._broken = [BrokenGroup(name) for _, _, name in link.addresses]
+        self._faults = run_store().clone()
         self._joined = False
 
     def open(self) -> None:
@@ -162,8 +149,8 @@ class BroadcastReceiver(Receiver):
 
     def _report_fault(self) -> None:
         if self.client.has_failed:
-            for group in self._broken:
-                group.set()
+            for _, _, name in self._addresses:
+                self._faults.set(fault_key(name), "")
 
 
 def _on_a_thread(call: Callable[[], object]) -> Future[None]:

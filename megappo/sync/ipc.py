@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
 from torch.multiprocessing import reductions
 
 from megappo.engines.client import EngineClient
 from megappo.runtime import platform
-from megappo.sync.shared_memory import SharedMemory
 from megappo.sync.transport import FLATTENED_BUCKET, Link, Sender
 from megappo.weights.buckets import Bucket
 
@@ -37,11 +37,23 @@ class HandleSender(Sender):
         self.client = client
         self.peers = link.peers
         self.num_ranks = link.config.rollout.tensor_parallel
-        self.memory = None if platform.has_cuda() else SharedMemory()
+        # On a CPU two buffers take turns, kept from sync to sync: new pages cost more time than the copy into them.
+        self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
+        if not platform.has_cuda():
+            # torch's default passes descriptors, which an unrelated process cannot take.
+            torch.multiprocessing.set_sharing_strategy("file_system")
 
     def open(self) -> None:
         if self.client is not None:
             self.client.begin_weight_update()
+
+    def buffer(self, size: int) -> torch.Tensor | None:
+        if platform.has_cuda():
+            return None
+        self._buffers.reverse()
+        if len(self._buffers[0]) < size:
+            self._buffers[0] = shared_bytes(size)
+        return self._buffers[0][:size]
 
     def send(self, bucket: Bucket, flat: torch.Tensor) -> None:
         payload = {"flattened_tensor": flat, "metadata": _places(bucket)}
@@ -65,6 +77,25 @@ class HandleSender(Sender):
             self.client.end_weight_update()
         if platform.has_cuda():
             torch.cuda.ipc_collect()  # free the buckets that the engine has let go
+
+
+def shared_bytes(size: int) -> torch.Tensor:
+    """Return uint8 [size], in shared memory from the start: sharing it later would copy it.
+
+    Raises:
+        MemoryError: /dev/shm is too small.
+    """
+    try:
+        storage = torch.UntypedStorage._new_using_filename_cpu(size)
+    except RuntimeError as error:
+        if "unable to allocate shared memory" not in str(error):
+            raise
+        raise MemoryError(
+            f"no room for {size / 2**30:.2f} GiB of weights in shared memory, from which an engine on the CPU takes "
+            "them: enlarge /dev/shm to two rollout.sync.bucket_bytes (docker run --shm-size=...), or set "
+            f"rollout.sync.transport to broadcast ({error})"
+        ) from error
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
 def _places(bucket: Bucket) -> list[SimpleNamespace]:

@@ -73,14 +73,15 @@ def check_probe(
         EngineError: an engine's differ too much on average; see `check_log_probs`.
     """
     difference = (rows.field("old_log_probs") - rows.field("rollout_log_probs")).abs() * rows.response_mask
-    largest = float(difference.max()) if difference.numel() else 0.0
-    found = (engine_number, float(difference.sum()), float(rows.response_mask.sum()), largest)
-    engines, sums, counts, maxima = zip(*(part for part in exchange.share(found) if part[0] is not None), strict=True)
-    means = torch.tensor(sums) / torch.tensor(counts)
-    worst = int(means.argmax())  # of many engines, one that is stale would not show in the mean of all
-    warnings = check_log_probs(f"engine {engines[worst]}'s probe", float(means[worst]), config, warn)
-    found = {"mean": float(means.mean()), "max": max(maxima), "warnings": warnings}
-    return {f"sync/log_prob_diff/{name}": value for name, value in found.items()}
+    found = None
+    if engine_number is not None:
+        found = engine_number, float(difference.sum() / rows.response_mask.sum()), float(difference.max())
+    numbers, means, maxima = zip(*filter(None, exchange.share(found)), strict=True)
+    worst = int(torch.tensor(means).argmax())  # of many engines, one that is stale would not show in the mean of all
+    warnings = check_log_probs(f"engine {numbers[worst]}'s probe", means[worst], config, warn)
+    mean = float(torch.tensor(means).mean())
+    metrics = {"mean": mean, "max": max(maxima), "warnings": warnings}
+    return {f"sync/log_prob_diff/{name}": value for name, value in metrics.items()}
 
 
 def check_log_probs(tokens: str, difference: float, config: Config, warn: Callable[[str], object]) -> int:
@@ -96,27 +97,14 @@ def check_log_probs(tokens: str, difference: float, config: Config, warn: Callab
     tolerance = config.rollout.sync.probe_tolerance
     if difference <= tolerance:
         return 0
+    dtype = config.model.dtype
     message = (
         f"trainer and SGLang engine disagree about the log-probs of {tokens} by {difference:.3g} on average, more than "
-        f"rollout.sync.probe_tolerance = {tolerance}: {_cause(difference, config.model.dtype)}"
+        f"rollout.sync.probe_tolerance = {tolerance}. Rounding in {dtype} explains up to about {ROUNDING[dtype]}, and "
+        f"up to {FAR:g} times that in a mixture of experts, whose tokens may go to other experts: raise the tolerance "
+        "then. Beyond that the engine does not run the actor's weights"
     )
     if not difference <= FAR * tolerance:
         raise EngineError(message)
     warn(f"WARNING: {message}; the run stops beyond {FAR:g} times the tolerance")
     return 1
-
-
-def _cause(difference: float, dtype: str) -> str:
-    """Return a likely cause of a difference, and what to do about it."""
-    rounding = ROUNDING[dtype]
-    if difference <= rounding:
-        other = ", or set model.dtype to fp32" if dtype == "bf16" else ""
-        return (
-            f"rounding in {dtype} may cause up to about {rounding} with the same weights: raise it to {rounding}{other}"
-        )
-    if difference <= FAR * rounding:
-        return (
-            f"more than rounding in {dtype} explains in a dense model; in a mixture of experts it may, as it sends "
-            "tokens to other experts: raise it there; else the engine does not run the actor's weights"
-        )
-    return f"more than rounding in {dtype} explains, so the engine does not run the actor's weights"

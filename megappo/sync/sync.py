@@ -4,12 +4,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from megappo.sync.transport import Receiver, Sender
 from megappo.weights.buckets import Bucket, TensorSpec, all_finite, in_turns, num_bytes, views
+from megappo.weights.export import Export
 
 
 @dataclass(frozen=True)
@@ -18,12 +18,6 @@ class SyncStats:
 
     bytes: int = 0
     seconds: float = 0.0
-
-
-class Source(Protocol):
-    """Gathers whole tensors of a model; see `Export`."""
-
-    def gather(self, bucket: Sequence, flat: torch.Tensor | None = None) -> torch.Tensor: ...
 
 
 @dataclass
@@ -43,7 +37,7 @@ class WeightSync:
     """
 
     tensors: Sequence[TensorSpec]
-    source: Source | None
+    source: Export | None
     senders: Sequence[Sender]
     receivers: Sequence[Receiver]
     expected: Mapping[str, tuple[int, ...]]
@@ -54,7 +48,6 @@ class WeightSync:
 
     def __post_init__(self) -> None:
         check_tensors(self.tensors, self.expected)
-        self._memory = next((sender.memory for sender in self.senders if sender.memory is not None), None)
         self._sent = False
 
     def __call__(self, *, changed: bool = True) -> SyncStats:
@@ -68,7 +61,9 @@ class WeightSync:
                 updates stay open: they must not be used further.
         """
         started = time.perf_counter()
-        tensors = self._stale(changed)
+        tensors = self.tensors
+        if self._sent and self.engines_keep:
+            tensors = [tensor for tensor in tensors if changed and not tensor.is_frozen]
         if tensors:
             self._send(tensors)
             self.barrier()
@@ -81,16 +76,10 @@ class WeightSync:
         """Send everything the next time, whatever the engines have."""
         self._sent = False
 
-    def _stale(self, changed: bool) -> Sequence[TensorSpec]:
-        """Return the tensors that the engines may not have."""
-        if not (self._sent and self.engines_keep):
-            return self.tensors
-        return [tensor for tensor in self.tensors if not tensor.is_frozen] if changed else []
-
     def _send(self, tensors: Sequence[TensorSpec]) -> None:
         """Gather each bucket while the one before is sent, so that two are in flight."""
         buckets = in_turns(tensors, self.bucket_bytes)
-        largest = max(map(num_bytes, buckets), default=0)
+        largest = max(map(num_bytes, buckets))
         if not self.receivers:  # an engine's owner announces every bucket, whoever sends it
             buckets = [bucket for bucket in buckets if bucket[0].sender == self.sender]
         ends = [*self.senders, *self.receivers]
@@ -119,8 +108,10 @@ class WeightSync:
         """Return the bucket's memory; None where this rank does not gather it."""
         if self.source is None or bucket[0].sender != self.sender:
             return None
-        buffer = self._memory.buffer(largest)[: num_bytes(bucket)] if self._memory is not None else None
-        flat = self.source.gather(bucket, buffer)
+        memory = None
+        for sender in self.senders:
+            memory = sender.buffer(largest) if memory is None else memory
+        flat = self.source.gather(bucket, None if memory is None else memory[: num_bytes(bucket)])
         if self.senders:
             check_finite(bucket, flat)
         return flat
@@ -138,13 +129,13 @@ def check_tensors(tensors: Sequence[TensorSpec], expected: Mapping[str, tuple[in
     Raises:
         ValueError: one is unknown, of another shape, or missing; each named.
     """
-    sent = {tensor.name: tuple(tensor.shape) for tensor in tensors}
-    for name, shape in sent.items():
+    for tensor in tensors:
+        name, shape = tensor.name, tuple(tensor.shape)
         if name not in expected:
             raise ValueError(f"weight sync: the engine has no tensor {name}; was it started from another model.path?")
         if shape != tuple(expected[name]):
             raise ValueError(f"weight sync: {name} has shape {shape}, but the engine's is {tuple(expected[name])}")
-    missing = sorted(expected.keys() - sent.keys())
+    missing = sorted(expected.keys() - {tensor.name for tensor in tensors})
     if missing:
         names = ", ".join(missing[:5])
         raise ValueError(

@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from megappo.architecture.architecture import Architecture
 from megappo.config.schema import Config
-from megappo.sync.shared_memory import SharedMemory
 from megappo.weights.buckets import Bucket
 
 FLATTENED_BUCKET = "flattened_bucket"
@@ -57,15 +56,16 @@ class Sender:
     """The end on one of the actor's ranks, with all weights or those of a pipeline stage (see `Transport.each_stage`).
 
     Attributes:
-        memory: buckets are gathered into it, where the engine reads them; None = into any memory.
         address: where the receivers find this end, if they must.
     """
 
-    memory: SharedMemory | None = None
     address: Any = None
 
     def open(self) -> None:
         """Prepare for the first bucket."""
+
+    def buffer(self, size: int) -> torch.Tensor | None:
+        """Return uint8 [size], where the engine reads the next bucket; None = in any memory."""
 
     def send(self, bucket: Bucket, flat: torch.Tensor) -> None:
         """Send a bucket, whose memory `flat` is (see `views`); on return it may be reused."""

@@ -29,7 +29,7 @@ from megappo.engines.process import Engine
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
 from megappo.sync.proof import check_log_probs
-from megappo.sync.sync import Source, WeightSync
+from megappo.sync.sync import WeightSync
 from megappo.trainer.component_batch import Component, gather
 from megappo.weights.buckets import views
 from megappo.weights.export import Export
@@ -114,13 +114,13 @@ class Actor:
         own = addresses if self.exchange.rank == 0 else ()
         self.clients = [EngineClient(address.url, address.api_key, timeout=60.0) for address in own]
 
-    def push(self, corrupt: Callable[[Export], Source] = lambda export: export) -> None:
+    def push(self, corrupt: Callable[[Export], object] = lambda export: export) -> None:
         """Sync the weights, on the actor's ranks."""
         if self.engine is not None:
             self.make_sync(corrupt)()
 
     def make_sync(
-        self, corrupt: Callable[[Export], Source] = lambda export: export, bucket_bytes: int = BUCKET_BYTES
+        self, corrupt: Callable[[Export], object] = lambda export: export, bucket_bytes: int = BUCKET_BYTES
     ) -> WeightSync:
         export = Export(self.engine.chunks, read_architecture(self.folder), self.engine.groups, needing={0})
         source = corrupt(export) if export.joins else None

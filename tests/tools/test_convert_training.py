@@ -81,8 +81,8 @@ def test_training_goes_on_from_a_resharded_checkpoint_to_the_bit(step: Path, tmp
     arguments = ("--hf-config", root / "actor", "--pipeline", 2)
     printed = convert("reshard", step, target, *arguments, ranks=2).splitlines()
     kept = "40 tensors of 148,608 elements, with the optimizer's state"
-    assert printed[0] == f"actor: tensor 2 x pipeline 1 -> tensor 1 x pipeline 2, {kept}"
-    assert printed[1].startswith("critic: tensor 1 x pipeline 2 -> tensor 1 x pipeline 2")
+    assert printed[0] == f"actor: tensor 1 x pipeline 2 x expert 1, {kept}"
+    assert printed[1].startswith("critic: tensor 1 x pipeline 2 x expert 1, ")
     assert json.loads((target / "state.json").read_text()) == {"step": 2}
     subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=target, check=True)
     compared = convert("verify", step, target, "--hf-config", root / "actor").splitlines()
