@@ -68,7 +68,12 @@ class RowTable:
 
 @dataclass(frozen=True)
 class Batch:
-    """A step's rows at their owners, and what every rank knows about all of them."""
+    """A step's rows at the ranks that hold them, and what every rank knows about all of them.
+
+    Attributes:
+        rows: those of this rank.
+        owners: the rows at each rank; after `Exchange.number` each is on one.
+    """
 
     rows: Rows
     table: RowTable
@@ -77,7 +82,7 @@ class Batch:
     def at_rank_0(self, exchange: "Exchange") -> Rows:
         """Gather all rows with all fields on rank 0, none elsewhere; all ranks together."""
         destinations = (tuple(range(len(self.table))), *[()] * (exchange.world_size - 1))
-        return exchange.move(self.rows, self.table, self.owners, destinations, list(self.rows.fields))
+        return exchange.move(self, destinations, list(self.rows.fields)).rows
 
 
 def shard_destinations(layout: Layout, shards: Sequence[Sequence[int]], world_size: int) -> RankRows:
@@ -141,86 +146,76 @@ class Exchange:
         self.raise_together(error)
         return self.share(result)[0]
 
-    def table(self, rows: Rows) -> tuple[Rows, RowTable, RankRows]:
-        """Number this rank's rows; all ranks together. See `numbered`."""
-        return self.numbered(rows, self.share(entries_of(rows)))
-
-    def numbered(self, rows: Rows, entries: Sequence[Tensor]) -> tuple[Rows, RowTable, RankRows]:
-        """Number rows over all ranks: prompt after prompt, the rows of a prompt by their previous ids.
-
-        Args:
-            entries: `entries_of` of every rank.
-
-        Returns:
-            The rows with their numbers as ids, the table of all rows, and the rows at each rank.
+    def number(self, rows: Rows) -> Batch:
+        """Number the rows of all ranks together: prompt after prompt, the rows of a prompt by their previous ids, which
+        are replaced by the numbers.
 
         Raises:
             ValueError: two rows of a prompt have the same id.
         """
-        every = torch.cat(list(entries))
+        policy_lengths = rows.response_mask.sum(dim=1).long()
+        columns = (rows.prompt_ids, rows.ids, rows.prompt_lengths, rows.response_lengths, policy_lengths)
+        by_rank = self.share(torch.stack(columns, dim=1))
+        every = torch.cat(by_rank)
         keys = every[:, 0] * 2**32 + every[:, 1]
         order = keys.argsort()
         repeated = order[1:][keys[order].diff() == 0]
         if len(repeated):
             found = every[repeated, :2].tolist()
             raise ValueError(f"each row must be there once; found several times, by prompt_id and id: {found}")
-        numbers = order.argsort().split([len(of_rank) for of_rank in entries])
-        sources = tuple(tuple(of_rank.tolist()) for of_rank in numbers)
+        numbers = order.argsort().split([len(of_rank) for of_rank in by_rank])
+        owners = tuple(tuple(of_rank.tolist()) for of_rank in numbers)
         prompt_ids, _, *lengths = every[order].unbind(dim=1)
-        return replace(rows, ids=numbers[self.rank]), RowTable(prompt_ids, *lengths), sources
+        return Batch(replace(rows, ids=numbers[self.rank]), RowTable(prompt_ids, *lengths), owners)
 
-    def move(
-        self, rows: Rows, table: RowTable, sources: RankRows, destinations: RankRows, names: Sequence[str]
-    ) -> Rows:
+    def move(self, batch: Batch, destinations: RankRows, names: Sequence[str]) -> Batch:
         """Return rows `destinations[rank]` with their tokens and the named fields.
 
         Args:
-            rows: this rank's rows, in the order of `sources[rank]`.
-            sources: each row once. destinations: each row on any number of ranks.
-            names: fields to move, the same on every rank. A field with several columns must be in `rows` even where
-                there are no rows.
+            batch: each row on one rank.
+            destinations: each row on any number of ranks.
+            names: fields to move, the same on every rank. A field with several columns must be in the batch's rows even
+                where there are none.
 
         Raises:
-            ValueError: `rows` are not those of `sources`.
+            ValueError: the rows are not those of `batch.owners`.
         """
+        rows, table = batch.rows, batch.table
         longest = max(table.total_lengths(), default=0)
         tokens = padded(rows.input_ids.to("cpu", torch.int32), rows.lengths, longest)
         parts = [(tokens, table.lengths), *(_field_part(rows, name, table) for name in names)]
-        arrived, *fields = self._all_to_all(rows, sources, destinations, parts)
+        arrived, *fields = self._all_to_all(batch, destinations, parts)
         moved = empty_rows(destinations[self.rank], table)
         input_ids = arrived[is_within(moved.lengths, longest)].long()
-        return _with_fields(replace(moved, input_ids=input_ids), names, fields)
+        return Batch(_with_fields(replace(moved, input_ids=input_ids), names, fields), table, destinations)
 
-    def move_fields(
-        self, found: Sequence[tuple[Rows, RankRows, Sequence[str]]], into: Rows, table: RowTable, destinations: RankRows
-    ) -> Rows:
-        """Add fields of other ranks' rows to `into`, the rows `destinations[rank]` that this rank already has.
+    def move_fields(self, found: Sequence[tuple[Batch, Sequence[str]]], into: Batch) -> Rows:
+        """Return the rows of `into` with fields of other ranks' rows added.
 
         Args:
-            found: (rows here, their `sources`, names of fields to move), each as in `move`.
+            found: (rows of the same step, each on one rank; names of the fields to move), each as in `move`.
 
         Raises:
             ValueError: as in `move`.
         """
-        for rows, sources, names in found:
-            parts = [_field_part(rows, name, table) for name in names]
-            into = _with_fields(into, names, self._all_to_all(rows, sources, destinations, parts))
-        return into
+        moved = into.rows
+        for batch, names in found:
+            parts = [_field_part(batch.rows, name, batch.table) for name in names]
+            moved = _with_fields(moved, names, self._all_to_all(batch, into.owners, parts))
+        return moved
 
-    def _all_to_all(
-        self, rows: Rows, sources: RankRows, destinations: RankRows, parts: Sequence[Part]
-    ) -> Sequence[Tensor]:
+    def _all_to_all(self, batch: Batch, destinations: RankRows, parts: Sequence[Part]) -> Sequence[Tensor]:
         """Send the parts of the rows here in one collective; return those of the rows `destinations[rank]`.
 
         Returns:
             Of each part [rows, width] int32, 0 beyond the numbers that a row has.
         """
-        held, needed = sources[self.rank], destinations[self.rank]
-        if rows.ids.tolist() != list(held):
-            raise ValueError(f"expected rows {held} here, in this order; found {rows.ids.tolist()}")
+        held, needed = batch.owners[self.rank], destinations[self.rank]
+        if batch.rows.ids.tolist() != list(held):
+            raise ValueError(f"expected rows {held} here, in this order; found {batch.rows.ids.tolist()}")
         if not parts:
             return []
-        owners = {row: rank for rank, of_rank in enumerate(sources) for row in of_rank}
+        owners = {row: rank for rank, of_rank in enumerate(batch.owners) for row in of_rank}
         outgoing = [[row for row in of_rank if owners[row] == self.rank] for of_rank in destinations]
         arriving = [[row for row in needed if owners[row] == rank] for rank in range(self.world_size)]
         widths = [numbers.shape[1] for numbers, _ in parts]
@@ -234,16 +229,6 @@ class Exchange:
         mask = _mask(parts, arrived_ids)
         arrived = values.new_zeros(mask.shape).masked_scatter_(mask, received)
         return arrived[_places(arrived_ids, needed)].split(widths, dim=1)
-
-
-def entries_of(rows: Rows) -> Tensor:
-    """Return what every rank must know of the rows to number them, [b, 5] int64.
-
-    The columns are prompt_ids, ids, and the lengths of prompts, responses and the tokens the policy wrote.
-    """
-    policy_lengths = rows.response_mask.sum(dim=1).long()
-    columns = (rows.prompt_ids, rows.ids, rows.prompt_lengths, rows.response_lengths, policy_lengths)
-    return torch.stack(columns, dim=1)
 
 
 def _field_part(rows: Rows, name: str, table: RowTable) -> Part:

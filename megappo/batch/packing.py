@@ -67,9 +67,8 @@ def copied(tensor: Tensor, device: torch.device, is_pinned: bool) -> Tensor:
 
 def num_held(lengths: Sequence[int], multiple: int, *, context: int = 1) -> int:
     """Return the tokens that each rank holds of a pack of sequences of these lengths; arguments as in `pack`."""
-    unit = granularity(context)
-    whole = sum(-(-length // unit) * unit for length in lengths)
-    return -(-whole // (unit * multiple)) * unit * multiple // context
+    whole = _padded(torch.tensor(lengths, dtype=torch.int64), granularity(context), multiple)
+    return int(whole.sum()) // context
 
 
 def pack(

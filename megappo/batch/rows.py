@@ -17,7 +17,7 @@ class Rows:
     """B rows held by one rank.
 
     Attributes:
-        ids: [B] int64, row numbers: 0.. over all ranks once `Exchange.numbered` has numbered them; before, any numbers
+        ids: [B] int64, row numbers: 0.. over all ranks once `Exchange.number` has numbered them; before, any numbers
             that differ within a prompt.
         prompt_ids: [B] int64, the same for all rows that answer the same prompt; any number of rows may.
         prompt_lengths, response_lengths: [B] int64, in tokens.
@@ -39,9 +39,6 @@ class Rows:
 
     def __post_init__(self) -> None:
         size = len(self.ids)
-        for name in ("prompt_ids", "prompt_lengths", "response_lengths"):
-            if len(getattr(self, name)) != size:
-                raise ValueError(f"{size} ids, {len(getattr(self, name))} {name}: expected as many")
         found, expected = len(self.input_ids), int(self.lengths.sum())
         if found and found != expected:
             raise ValueError(f"{found} input_ids; expected {expected}, the sum of prompt and response lengths")
@@ -49,10 +46,8 @@ class Rows:
         width = max(longest, self.max_response_length)
         for name, values in self.fields.items():
             field = field_of(name)
-            shape = [size]
-            if field.per_token:
-                shape = [size, width]
-            elif field.has_columns:
+            shape = [size, width] if field.per_token else [size]
+            if field.has_columns:
                 shape = [size, *(values.shape[1:2] or [1])]
             if list(values.shape) != shape:
                 raise ValueError(

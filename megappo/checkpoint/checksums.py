@@ -56,9 +56,18 @@ def damage(checkpoint: Path, exchange: "Exchange", under: str = "") -> str:
     Args:
         under: the component to check; "" for all.
     """
-    sums, faults = exchange.share(_listed(checkpoint, under) if exchange.rank == 0 else None)[0]
-    names = list(sums)[exchange.rank :: exchange.world_size]
-    for found in exchange.share(altered(checkpoint, sums, names)):
+
+    def listed() -> tuple[dict[str, str], list[str], list[str]]:
+        try:
+            sums = read_sums(checkpoint)
+        except CheckpointError as error:
+            return {}, [], [str(error)]
+        there = files_of(checkpoint)
+        missing = [name for name in sums if name not in there]
+        return sums, [name for name in (*there, *missing) if name.startswith(under)], []
+
+    sums, names, faults = exchange.on_rank_0(listed)
+    for found in exchange.share(altered(checkpoint, sums, names[exchange.rank :: exchange.world_size])):
         faults += found
     shown = faults if len(faults) <= _SHOWN else [*faults[:_SHOWN], "..."]
     return ", ".join(shown)
@@ -79,20 +88,21 @@ def refuse_damaged(folder: Path, exchange: "Exchange") -> None:
 
 def refuse_altered(checkpoint: Path, name: str) -> None:
     """Check one file of a checkpoint against its sum, in this process alone."""
-    if _has_sums(checkpoint):
-        sums = read_sums(checkpoint)
-        fault = altered(checkpoint, sums, [name]) if name in sums else [f"{name} is not listed in {SUMS}"]
-        if fault:
-            raise CheckpointError(f"{checkpoint} is damaged: {fault[0]}; copy it again, or use another checkpoint")
+    for fault in altered(checkpoint, read_sums(checkpoint), [name]) if _has_sums(checkpoint) else ():
+        raise CheckpointError(f"{checkpoint} is damaged: {fault}; copy it again, or use another checkpoint")
 
 
-def altered(checkpoint: Path, sums: dict[str, str], names: Iterable[str]) -> list[str]:
+def altered(checkpoint: Path, sums: Mapping[str, str], names: Iterable[str]) -> list[str]:
     """Describe each of these files that differs from its sum. Uses one thread per core: a single one sums more slowly
     than storage reads."""
 
     def fault(name: str) -> str:
+        if name not in sums:
+            return f"{name} is not listed in {SUMS}"
         try:
             is_whole = _sum(checkpoint / name) == sums[name]
+        except FileNotFoundError:
+            return f"{name} is missing"
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
         return "" if is_whole else f"{name} is altered or cut off, by its sum in {SUMS}"
@@ -131,18 +141,6 @@ def files_of(checkpoint: Path) -> list[str]:
     found = [path for path in checkpoint.rglob("*") if not path.is_dir() and path != checkpoint / SUMS]
     found.sort(key=lambda path: (-path.lstat().st_size, path))
     return [path.relative_to(checkpoint).as_posix() for path in found]
-
-
-def _listed(checkpoint: Path, under: str) -> tuple[dict[str, str], list[str]]:
-    """Return the sums of the files that exist, and the faults: files that are missing or not listed."""
-    try:
-        sums = read_sums(checkpoint)
-    except CheckpointError as error:
-        return {}, [str(error)]
-    there = [name for name in files_of(checkpoint) if name.startswith(under)]
-    faults = [f"{name} is missing" for name in sums if name.startswith(under) and name not in there]
-    faults += [f"{name} is not listed in {SUMS}" for name in there if name not in sums]
-    return {name: sums[name] for name in there if name in sums}, faults
 
 
 def _has_sums(folder: Path) -> bool:

@@ -124,32 +124,27 @@ def _tensors(state: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 def _optimizer_tensors(shards: dict[str, Any], info: ComponentInfo) -> dict[str, Any]:
     """Return the optimizer's tensors of every parameter on this rank, sharded like the parameter."""
-    states: dict[str, list[str]] = {}
-    for name in info.tensors.keys() - info.model.keys():
-        for key in info.model:
-            if name.endswith(f".{key}"):
-                states.setdefault(key, []).append(name.removesuffix(f".{key}"))
-    return {
-        f"{prefix}.{key}": make_sharded_optimizer_tensor(
-            leaf, torch.zeros_like(leaf.data, dtype=info.tensors[f"{prefix}.{leaf.key}"].dtype), prefix
-        )
-        for key, leaf in shards.items()
-        for prefix in sorted(states.get(leaf.key, ()))
-    }
+    found = {}
+    for key, leaf in shards.items():
+        for name in info.tensors:
+            if name.startswith(OPTIMIZER_PREFIX) and name.endswith(f".{leaf.key}"):
+                prefix = name.removesuffix(f".{leaf.key}")
+                values = torch.zeros_like(leaf.data, dtype=info.tensors[name].dtype)
+                found[f"{prefix}.{key}"] = make_sharded_optimizer_tensor(leaf, values, prefix)
+    return found
 
 
 def _check_vocabulary(chunks: ModelChunks, folder: Path, info: ComponentInfo, vocab_size: int) -> None:
     """Check the vocabulary, the one dimension that dist_checkpointing leaves: its padding depends on the layout."""
     found = info.tensors.get(EMBEDDING)
-    if found is None and any(map(is_adapter, info.tensors)):
-        if any(parameter.is_base for parameter in chunks[0].parameters()):
+    if found is None:
+        has_adapters = any(map(is_adapter, info.tensors))
+        if has_adapters and any(parameter.is_base for parameter in chunks[0].parameters()):
             return
         raise CheckpointError(
-            f"{folder} holds only adapters (LoRA), without the model that they were trained for: set actor.lora "
-            "as in that run, or use the run's hf_actor, which has them merged"
+            f"{folder} holds no {EMBEDDING}: it is no language model of this program, or holds only adapters (LoRA): "
+            "set actor.lora as in that run, or use the run's hf_actor, which has them merged"
         )
-    if found is None:
-        raise CheckpointError(f"{folder} holds no {EMBEDDING}: it is no language model of this program")
     expected = padded_vocab_size(vocab_size, found.num_parts)
     if found.shape[0] != expected:
         raise CheckpointError(

@@ -65,7 +65,7 @@ def candidates(folder: Path) -> tuple[list[Path], str]:
     try:
         name = pointer.read_text("utf-8", errors="replace").strip()
     except OSError as error:
-        return newest_first, f"cannot read {pointer} ({error.strerror})"
+        return newest_first, f"{pointer} cannot be read ({error.strerror})"
     names = [checkpoint.name for checkpoint in newest_first]
     if name not in names:
         return newest_first, f"{pointer} names no checkpoint that is there: found {name[:60]!r}"

@@ -15,12 +15,11 @@ import json
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import torch.distributed as dist
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from torch.distributed.checkpoint.api import CheckpointException  # of any rank; not an Exception
 
@@ -39,19 +38,7 @@ from megappo.checkpoint.folders import (
     step_folder,
 )
 from megappo.checkpoint.sharded import Writing, begin_sharded, load_sharded, reason
-
-
-class Checkpointed(Protocol):
-    """The part of a component that a checkpoint stores on this rank."""
-
-    def sharded_state_dict(self, is_loading: bool) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-    def as_world(self) -> AbstractContextManager: ...
-
-    @property
-    def replicas(self) -> dist.ProcessGroup: ...
+from megappo.models.train_engine import TrainedEngine
 
 
 @dataclass(frozen=True)
@@ -125,7 +112,7 @@ class CheckpointStore:
     def begin(
         self,
         step: int,
-        components: Mapping[str, Checkpointed | None],
+        components: Mapping[str, TrainedEngine | None],
         state: dict[str, Any],
         *,
         num_updates: int | None = None,
@@ -206,7 +193,7 @@ class CheckpointStore:
                 raise
             raise CheckpointError(f"cannot save {path.name} to {self.folder}: {reason(error)}") from error
 
-    def load(self, path: Path, components: Mapping[str, Checkpointed | None]) -> dict[str, Any]:
+    def load(self, path: Path, components: Mapping[str, TrainedEngine | None]) -> dict[str, Any]:
         """Load `components` from a checkpoint, whatever layout it was saved in; returns the trainer's state.
 
         Raises:
@@ -218,7 +205,7 @@ class CheckpointStore:
                 component.load_state_dict(_loaded(component, path, name))
         return state
 
-    def _prepare(self, partial: Path, components: Mapping[str, Checkpointed | None]) -> None:
+    def _prepare(self, partial: Path, components: Mapping[str, TrainedEngine | None]) -> None:
         _remove(*self.folder.glob(f"*{PARTIAL}"))
         for name in components:
             (partial / name).mkdir(parents=True)
@@ -264,7 +251,7 @@ class CheckpointStore:
         return bool(self.keep_every) and step % self.keep_every == 0 and num_updates < 0
 
 
-def _begin(component: Checkpointed, folder: Path, *, copies: bool) -> Writing:
+def _begin(component: TrainedEngine, folder: Path, *, copies: bool) -> Writing:
     # Not in a variable: one component's state must be freed before the next one's is made.
     return begin_sharded(component.sharded_state_dict(is_loading=False), folder, component.as_world, copies=copies)
 
@@ -274,7 +261,7 @@ def _write(writings: list[Writing]) -> None:
         writing.write()
 
 
-def _loaded(component: Checkpointed, path: Path, name: str) -> dict[str, Any]:
+def _loaded(component: TrainedEngine, path: Path, name: str) -> dict[str, Any]:
     """Return a component's state from a checkpoint, for `load_state_dict`."""
     wanted = component.sharded_state_dict(is_loading=True)
     try:

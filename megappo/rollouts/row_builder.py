@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from megappo.batch.exchange import Batch, Exchange, entries_of
+from megappo.batch.exchange import Batch, Exchange
 from megappo.batch.rows import Rows
 from megappo.config.checks import num_scores_errors
 from megappo.config.config_error import ConfigError
@@ -51,21 +51,20 @@ class RowBuilder:
         rewards = responses.failure_metrics() | extra_metrics(graded)
         metrics = responses.engine_metrics() | episode_metrics(samples)
         metrics |= {f"reward/{name}": metric for name, metric in rewards.items()}
-        mine = (entries_of(rows), nums_scores_of(graded), extra_kinds(graded), len(samples), num_tokens, metrics)
+        mine = (nums_scores_of(graded), extra_kinds(graded), len(samples), num_tokens, metrics)
         shared = zip(*self._exchange.share(mine), strict=True)
-        entries, nums_scores, kinds, nums_samples, nums_tokens, metrics_by_rank = shared
+        nums_scores, kinds, nums_samples, nums_tokens, metrics_by_rank = shared
         extras = extra_fields(config, samples, graded, self._tokenizer, kinds)
         rows = with_scores(rows, samples, self.scores(graded, nums_scores), **extras)
-        rows, table, sources = self._exchange.numbered(rows, entries)
-        owners = table.split(self._exchange.world_size)
-        rows = self._exchange.move(rows, table, sources, owners, list(rows.fields))
+        batch = self._exchange.number(rows)
+        batch = self._exchange.move(batch, batch.table.split(self._exchange.world_size), list(rows.fields))
         expected = config.rollout.n * config.data.train_batch_size
         if sum(nums_samples) != expected:
             raise EngineError(
                 f"expected {config.rollout.n} responses to each of {config.data.train_batch_size} prompts, got "
                 f"{sum(nums_samples)} in all"
             )
-        return Batch(rows, table, owners), {"rollout/num_tokens": sum(nums_tokens)} | reduce_ranks(metrics_by_rank)
+        return batch, {"rollout/num_tokens": sum(nums_tokens)} | reduce_ranks(metrics_by_rank)
 
     def scores(self, graded: Sequence[Graded], nums_scores: Iterable[set[int]]) -> torch.Tensor:
         """Return the scores of each sample, those of its steps included, [b, K] float32. With an environment, the first

@@ -89,7 +89,11 @@ class WeightSync:
             if not self._sent:  # a group may be made, which nothing else of torch.distributed must cross
                 wait_for(pending)
             for bucket in buckets:
-                flat = self._gathered(bucket, largest)
+                flat = None
+                if self.source is not None and bucket[0].sender == self.sender:
+                    flat = self.source.gather(bucket, self._buffer(bucket, largest))
+                    if self.senders:
+                        check_finite(bucket, flat)
                 wait_for(pending)
                 pending = [threads.submit(sender.send, bucket, flat) for sender in self.senders if flat is not None]
                 pending += [threads.submit(receiver.send, bucket) for receiver in self.receivers]
@@ -104,17 +108,13 @@ class WeightSync:
         finally:
             threads.shutdown(wait=False, cancel_futures=True)  # a thread that waits for an engine must not delay errors
 
-    def _gathered(self, bucket: Bucket, largest: int) -> torch.Tensor | None:
-        """Return the bucket's memory; None where this rank does not gather it."""
-        if self.source is None or bucket[0].sender != self.sender:
-            return None
-        memory = None
+    def _buffer(self, bucket: Bucket, largest: int) -> torch.Tensor | None:
+        """Return the memory in which the engine reads the bucket; None = any."""
         for sender in self.senders:
-            memory = sender.buffer(largest) if memory is None else memory
-        flat = self.source.gather(bucket, None if memory is None else memory[: num_bytes(bucket)])
-        if self.senders:
-            check_finite(bucket, flat)
-        return flat
+            memory = sender.buffer(largest)
+            if memory is not None:
+                return memory[: num_bytes(bucket)]
+        return None
 
 
 def wait_for(futures: Sequence[Future]) -> None:

@@ -55,7 +55,7 @@ class Component:
         destinations = shard_destinations(self.layout, shards_of(mini_batches), self.exchange.world_size)
         rows = next((one.rows for one in others if one.destinations == destinations), None)
         if rows is None:
-            rows = self.exchange.move(batch.rows, batch.table, batch.owners, destinations, ["response_mask"])
+            rows = self.exchange.move(batch, destinations, ["response_mask"]).rows
         return ComponentBatch(self, batch, mini_batches, destinations, rows)
 
 
@@ -125,8 +125,8 @@ def gather(found: Iterable[tuple[ComponentBatch, Outputs, Mapping[str, str]]], o
             rows = replace(shard.rows, fields={field: outputs[output] for output, field in names.items()})
         else:
             rows = empty_rows((), shard.batch.table)
-        parts.append((rows, sources, list(names.values())))
-    return component.exchange.move_fields(parts, owned, shard.batch.table, shard.batch.owners)
+        parts.append((Batch(rows, shard.batch.table, sources), list(names.values())))
+    return component.exchange.move_fields(parts, replace(shard.batch, rows=owned))
 
 
 def scatter_fields(wanted: Iterable[tuple[ComponentBatch, Sequence[str]]], owned: Rows) -> None:
@@ -137,8 +137,8 @@ def scatter_fields(wanted: Iterable[tuple[ComponentBatch, Sequence[str]]], owned
     for destinations, group in groups.items():
         first, _ = group[0]
         every_name = list(dict.fromkeys(name for _, names in group for name in names))
-        source = (owned, first.batch.owners, every_name)
-        moved = first.component.exchange.move_fields([source], first.rows, first.batch.table, destinations).fields
+        source, into = replace(first.batch, rows=owned), Batch(first.rows, first.batch.table, destinations)
+        moved = first.component.exchange.move_fields([(source, every_name)], into).fields
         for shard, names in group:
             shard.rows = replace(shard.rows, fields=shard.rows.fields | {name: moved[name] for name in names})
 

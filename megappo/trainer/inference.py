@@ -105,9 +105,9 @@ def probe_batch(
     samples = [
         Sample(i, engine_number, one.tokens, one.log_probs, one.finish_reason) for i, one in enumerate(generations)
     ]
-    rows, table, sources = exchange.table(sample_rows(samples, prompts))
+    batch = exchange.number(sample_rows(samples, prompts))
     # Pads the fields, also on ranks without an engine, to the longest response of all ranks.
-    return Batch(exchange.move(rows, table, sources, sources, list(rows.fields)), table, sources)
+    return exchange.move(batch, batch.owners, list(batch.rows.fields))
 
 
 @dataclass

@@ -10,7 +10,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from spawn import run_ranks
 
-from megappo.batch.exchange import Exchange, RankRows, RowTable, output_sources, shard_destinations
+from megappo.batch.exchange import Batch, Exchange, RankRows, RowTable, output_sources, shard_destinations
 from megappo.batch.fields import FIELDS, Field
 from megappo.batch.rows import NO_TOKENS, Rows
 from megappo.placement.layout import Layout
@@ -111,23 +111,26 @@ def check_moves(rank: int, world_size: int, cases: list[Case]) -> None:
     for case in cases:
         width = max((response for _, response in case.lengths), default=0)
         mine = rows_of(case, case.sources[rank], ("values", "returns", "advantages"), width)
-        mine, table, sources = exchange.table(mine)
+        batch = exchange.number(mine)
+        mine, table, sources = batch.rows, batch.table, batch.owners
         assert sources == case.sources and mine.ids.tolist() == list(case.sources[rank])
         assert table.prompt_ids.tolist() == list(case.prompt_ids)
         assert list(zip(table.prompt_lengths.tolist(), table.response_lengths.tolist(), strict=True)) == list(
             case.lengths
         )
         assert table.max_response_length == width
-        moved = exchange.move(mine, table, sources, case.destinations, ["values", "returns"])
-        assert_rows(moved, case, case.destinations[rank], {"values", "returns"})
-        more = exchange.move_fields([(mine, sources, ["advantages"])], moved, table, case.destinations)
+        moved = exchange.move(batch, case.destinations, ["values", "returns"])
+        assert_rows(moved.rows, case, case.destinations[rank], {"values", "returns"})
+        more = exchange.move_fields([(batch, ["advantages"])], moved)
         assert_rows(more, case, case.destinations[rank], {"values", "returns", "advantages"})
         aged = replace(mine, fields=mine.fields | {"ages": torch.tensor([row + 0.5 for row in mine.ids])})
-        found = exchange.move_fields([(aged, sources, ["ages"])], moved, table, case.destinations).fields["ages"]
+        found = exchange.move_fields([(Batch(aged, table, sources), ["ages"])], moved).fields["ages"]
         assert found.tolist() == [row + 0.5 for row in case.destinations[rank]] and found.dtype == torch.float32
         columns = torch.tensor([0.0, 0.25, -9.0])
         marked = replace(mine, fields=mine.fields | {"marks": mine.ids[:, None] + columns})
-        found = exchange.move(marked, table, sources, case.destinations, ["marks", "values"]).fields["marks"]
+        found = exchange.move(Batch(marked, table, sources), case.destinations, ["marks", "values"]).rows.fields[
+            "marks"
+        ]
         assert found.shape == (len(case.destinations[rank]), 3), "with their number even where no row is"
         assert found.tolist() == [[row + 0.0, row + 0.25, row - 9.0] for row in case.destinations[rank]]
 
@@ -150,18 +153,19 @@ def through_two_components(rank: int, world_size: int) -> None:
     shards = ((7, 0, 3), (1, 2, 4, 5, 6))
     owned_by = ((0, 1), (2, 3), (4, 5), (6, 7))
     case = Case(LENGTHS, owned_by, shard_destinations(dp2, shards, world_size), PROMPT_IDS)
-    owned, table, sources = exchange.table(rows_of(case, owned_by[rank], (), 7))
-    assert table.split(world_size) == sources
-    at_dp2 = exchange.move(owned, table, sources, case.destinations, [])
-    assert_rows(at_dp2, case, ((), shards[0], (), shards[1])[rank], set())
+    owned = exchange.number(rows_of(case, owned_by[rank], (), 7))
+    assert owned.table.split(world_size) == owned.owners
+    at_dp2 = exchange.move(owned, case.destinations, [])
+    assert_rows(at_dp2.rows, case, ((), shards[0], (), shards[1])[rank], set())
     sources = output_sources(dp2, shards, world_size)
     results = rows_of(case, sources[rank], ("values",), 7)
     results = replace(results, ids=torch.tensor(sources[rank], dtype=torch.int64))
-    back = exchange.move_fields([(results, sources, ["values"])], owned, table, owned_by)
+    back = exchange.move_fields([(Batch(results, owned.table, sources), ["values"])], owned)
     assert_rows(back, case, owned_by[rank], {"values"})
     everything = (tuple(range(len(LENGTHS))),)
-    at_tp2 = exchange.move(back, table, owned_by, shard_destinations(tp2, everything, world_size), ["values"])
-    assert_rows(at_tp2, case, everything[0] if rank in (0, 2) else (), {"values"})
+    destinations = shard_destinations(tp2, everything, world_size)
+    at_tp2 = exchange.move(Batch(back, owned.table, owned_by), destinations, ["values"])
+    assert_rows(at_tp2.rows, case, everything[0] if rank in (0, 2) else (), {"values"})
 
 
 def test_results_of_one_layout_reach_another() -> None:
@@ -171,7 +175,7 @@ def test_results_of_one_layout_reach_another() -> None:
 def one_row_twice(rank: int, world_size: int) -> None:
     case = Case(LENGTHS, ((0, 1), (3, 1)), (), PROMPT_IDS)
     with pytest.raises(ValueError, match=r"each row must be there once; found several times.*: \[\[0, 3\]\]"):
-        Exchange(dist.group.WORLD).table(rows_of(case, case.sources[rank], (), 7))
+        Exchange(dist.group.WORLD).number(rows_of(case, case.sources[rank], (), 7))
 
 
 def test_a_row_on_two_ranks_is_refused_on_both() -> None:
@@ -183,17 +187,17 @@ def rows_filtered(rank: int, world_size: int) -> None:
     exchange = Exchange(dist.group.WORLD)
     prompt_ids = (0, 2, 2, 2, 2, 5, 5, 6)
     case = Case(LENGTHS, ((7, 0), (5, 3, 1), (2, 6, 4)), (), prompt_ids)
-    rows, table, sources = exchange.table(rows_of(case, case.sources[rank], ("values",), 7))
-    owners = table.split(world_size)
+    batch = exchange.number(rows_of(case, case.sources[rank], ("values",), 7))
+    owners = batch.table.split(world_size)
     assert owners == ((0,), (1, 2, 3, 4), (5, 6, 7))
-    owned = exchange.move(rows, table, sources, owners, ["values"])
+    owned = exchange.move(batch, owners, ["values"]).rows
     assert_rows(owned, case, owners[rank], {"values"})
     kept = [1, 2, 4, 6, 7]
     owned = owned.select([i for i, row in enumerate(owned.ids.tolist()) if row in kept])
-    rows, table, sources = exchange.table(owned)
-    assert (table.prompt_ids.tolist(), sources) == ([2, 2, 2, 5, 6], ((), (0, 1, 2), (3, 4)))
+    batch = exchange.number(owned)
+    assert (batch.table.prompt_ids.tolist(), batch.owners) == ([2, 2, 2, 5, 6], ((), (0, 1, 2), (3, 4)))
     everywhere = ((0, 1, 2, 3, 4),) * world_size
-    moved = exchange.move(rows, table, sources, everywhere, ["values"])
+    moved = exchange.move(batch, everywhere, ["values"]).rows
     assert moved.prompt_ids.tolist() == [prompt_ids[row] for row in kept]
     source = oracle(LENGTHS)
     for new, old in enumerate(kept):

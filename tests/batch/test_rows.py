@@ -59,7 +59,6 @@ def test_without_fields_the_longest_response_is_the_width():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"prompt_lengths": torch.tensor([1])}, "2 ids, 1 prompt_lengths: expected as many"),
         ({"input_ids": torch.zeros(12)}, "12 input_ids; expected 5, the sum of prompt and response lengths"),
         (
             {"fields": {"values": torch.zeros(2, 1)}},

@@ -166,7 +166,7 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_the_checkpoint_be
 
 # Damages of `latest`, and the warning about each.
 POINTERS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "missing": (Path.unlink, "cannot read .*latest .No such file or directory."),
+    "missing": (Path.unlink, "latest cannot be read .No such file or directory."),
     "not text": (lambda pointer: pointer.write_bytes(b"\xff\x00step"), "latest names no checkpoint that is there: .*"),
     "empty": (lambda pointer: pointer.write_text(""), "latest names no checkpoint that is there: found ''"),
     "garbage": (lambda pointer: pointer.write_text("../../etc\n"), "latest names no checkpoint .*found '../../etc'"),

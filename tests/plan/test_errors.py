@@ -355,10 +355,12 @@ def test_a_flipped_bit_leads_to_the_checkpoint_before(plan, run_folder, name, fi
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (Path.unlink, "latest is missing"),
-        (lambda pointer: pointer.write_text("step_00000009\n"), "latest names step_00000009, which is not there"),
-        (lambda pointer: pointer.write_bytes(b"\xff"), "latest is not text"),
-        (lambda pointer: pointer.write_text("newest"), "latest names no checkpoint: expected step_XXXXXXXX, found"),
+        (Path.unlink, "latest cannot be read (No such file or directory)"),
+        (
+            lambda pointer: pointer.write_text("step_00000009\n"),
+            "latest names no checkpoint that is there: found 'step_00000009'",
+        ),
+        (lambda pointer: pointer.write_text("newest"), "latest names no checkpoint that is there: found 'newest'"),
     ],
 )
 def test_a_lost_pointer_is_reported_with_the_checkpoint_that_is_used(plan, run_folder, change, message):

@@ -40,7 +40,7 @@ def test_a_run_resumes_from_the_newest_intact_checkpoint(config, run, folder):
     assert f", pid {holder}, since " in second.output and second.output.count("\n") == 1
     [warning] = [line for line in program.output.splitlines() if "is damaged" in line]
     damaged = f"{checkpoints}/step_00000010 is damaged: critic/__"
-    assert warning.startswith(f"WARNING: {checkpoints}/latest is missing; {damaged}")
+    assert warning.startswith(f"WARNING: {checkpoints}/latest cannot be read (No such file or directory); {damaged}")
     assert warning.endswith(f"; resuming from {checkpoints}/step_00000009")
     assert "changed since then: trainer.total_steps: 10 -> 11" in program.output
     assert [metrics["step"] for metrics in logged(folder / "run")] == list(range(12))

@@ -116,9 +116,8 @@ def make_rows(
 
 def at_owners(exchange: Exchange, rows: Rows) -> Batch:
     """Return this rank's part of a step's batch that every rank knows: the rows that it owns."""
-    rows, table, sources = exchange.table(rows if exchange.rank == 0 else rows.select([]))
-    owners = table.split(exchange.world_size)
-    return Batch(exchange.move(rows, table, sources, owners, list(rows.fields)), table, owners)
+    batch = exchange.number(rows if exchange.rank == 0 else rows.select([]))
+    return exchange.move(batch, batch.table.split(exchange.world_size), list(rows.fields))
 
 
 def with_score(folder: Path) -> Path:

@@ -219,9 +219,10 @@ def plain(rows: Rows, config: Config) -> tuple[list[list[float]], list[list[floa
 def filtered(exchange: Exchange) -> Rows:
     """Return the remaining rows, with new numbers."""
     rows = at_owners(exchange, make_rows()).rows
-    rows, table, _ = exchange.table(rows.select([i for i, row in enumerate(rows.ids.tolist()) if row in KEPT]))
+    batch = exchange.number(rows.select([i for i, row in enumerate(rows.ids.tolist()) if row in KEPT]))
+    table = batch.table
     assert tuple(table.prompt_ids.tolist()) == PROMPTS and tuple(table.policy_lengths.tolist()) == LENGTHS
-    return rows
+    return batch.rows
 
 
 def check(rank: int, world_size: int) -> None:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from timed import Row, on_ranks, parser_of, report, seconds
 
 from megappo.batch.balance import balanced_partitions
-from megappo.batch.exchange import Exchange, output_sources, shard_destinations
+from megappo.batch.exchange import Batch, Exchange, output_sources, shard_destinations
 from megappo.batch.rows import Rows
 from megappo.placement.layout import Layout
 
@@ -43,14 +43,15 @@ def make_rows(num_rows: int, rank: int) -> Rows:
 def exchange_rows(exchange: Exchange, rows: Rows) -> int:
     """Send rows with their tokens, return values, and give the bytes of the rows that stayed on this rank."""
     layout = Layout(tuple(range(exchange.world_size)), tensor=TENSOR)
-    rows, table, sources = exchange.table(rows)
+    batch = exchange.number(rows)
+    table, sources = batch.table, batch.owners
     shards = balanced_partitions(table.total_lengths(), layout.data)
     destinations = shard_destinations(layout, shards, exchange.world_size)
-    moved = exchange.move(rows, table, sources, destinations, ["response_mask"])
+    moved = exchange.move(batch, destinations, ["response_mask"]).rows
     held = output_sources(layout, shards, exchange.world_size)
     outputs = moved.select(range(len(held[exchange.rank])))
     outputs = replace(outputs, fields={"values": outputs.response_mask})
-    exchange.move_fields([(outputs, held, ["values"])], rows, table, sources)
+    exchange.move_fields([(Batch(outputs, table, held), ["values"])], batch)
     mine = set(sources[exchange.rank])
     there, back = (list(mine.intersection(part[exchange.rank])) for part in (destinations, held))
     tokens, responses = table.prompt_lengths + table.response_lengths, table.response_lengths
