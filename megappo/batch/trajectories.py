@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megappo.batch.fields import field_of
-from megappo.batch.rows import NO_TOKENS, Rows
+from megappo.batch.rows import NO_TOKENS, Rows, is_within, padded
 
 
 class Trajectories:
@@ -32,17 +32,15 @@ class Trajectories:
         is_kept = totals > 0
         self._is_kept = is_kept[episodes]
         self._trajectories = (is_kept.long().cumsum(0) - 1)[episodes]
-        totals = totals[is_kept]
-        self._shape = len(totals), int(totals.max()) if len(totals) else 0
-        starts = lengths.cumsum(0) - lengths
-        offsets = starts - starts[is_first][episodes]  # of each segment in its trajectory
-        places = (self._trajectories * self._shape[1] + offsets)[:, None] + self._is_token.cumsum(dim=1) - 1
-        self._places = places[self._is_token]
+        self._lengths = totals[is_kept]
+        self._width = int(totals.max()) if num_episodes else 0
         last = (episodes.bincount(minlength=num_episodes).cumsum(0) - 1)[is_kept]
         fields = {}
         for name, values in rows.fields.items():
             fields[name] = self._join(values) if field_of(name).per_token else values[last]
-        self.joined = Rows(rows.ids[last], rows.prompt_ids[last], rows.prompt_lengths[last], totals, NO_TOKENS, fields)
+        self.joined = Rows(
+            rows.ids[last], rows.prompt_ids[last], rows.prompt_lengths[last], self._lengths, NO_TOKENS, fields
+        )
 
     def spread(self, **fields: Tensor) -> Rows:
         """Return the rows with fields of the trajectories added."""
@@ -52,16 +50,13 @@ class Trajectories:
         return replace(self.rows, fields=self.rows.fields | fields)
 
     def _join(self, values: Tensor) -> Tensor:
-        """[B, R] -> [E, W]."""
-        joined = values.new_zeros(self._shape)
-        joined.view(-1)[self._places] = values[self._is_token]
-        return joined
+        """[B, R] -> [E, W]. The tokens of an episode follow each other in its rows."""
+        return padded(values[self._is_token], self._lengths, self._width)
 
     def _cut(self, values: Tensor) -> Tensor:
         """[E, W] -> [B, R]."""
-        cut = values.new_zeros(self._is_token.shape)
-        cut[self._is_token] = values.reshape(-1)[self._places]
-        return cut
+        flat = values[is_within(self._lengths, self._width)]
+        return values.new_zeros(self._is_token.shape).masked_scatter_(self._is_token, flat)
 
     def _repeat(self, values: Tensor) -> Tensor:
         """[E] -> [B], 0 for rows that are left out."""

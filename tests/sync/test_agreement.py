@@ -25,7 +25,7 @@ def config(dtype: str, tolerance: float) -> Config:
     ("dtype", "rounding", "tolerance", "difference"),
     [("bf16", 0.05, 1e-3, 0.02), ("bf16", 0.05, 0.05, 0.26), ("fp32", 0.001, 1e-8, 1e-6), ("fp32", 0.001, 1e-3, NAN)],
 )
-def test_the_message_says_what_rounding_explains(dtype, rounding, tolerance, difference):
+def test_the_message_names_the_difference_that_rounding_explains(dtype, rounding, tolerance, difference):
     with pytest.raises(EngineError, match="engine does not run the actor's weights") as caught:
         check_log_probs("a probe", difference, config(dtype, tolerance), pytest.fail)
     assert f"by {difference:.3g} on average" in str(caught.value)
