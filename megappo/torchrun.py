@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 
-from megappo.runtime.launcher.signals import end_at_once
+from megappo.runtime.interruption import EXIT_AGAIN, EXIT_LOST_RANK, end_at_once
 
 if __name__ == "__main__":
     end_at_once()  # importing torch takes seconds, and other nodes may be waited for
@@ -27,11 +27,9 @@ from torch.distributed.launcher import api
 from torch.distributed.run import parse_args, parse_min_max_nnodes, run
 
 from megappo.runtime import platform
-from megappo.runtime.interruption import EXIT_AGAIN
-from megappo.runtime.launcher.agent import Agent, OtherNodeError, StartAgain
-from megappo.runtime.lifetime import EXIT_LOST_RANK
+from megappo.runtime.failure import report_failed_threads
+from megappo.runtime.launcher import Agent, OtherNodeError, StartAgain
 from megappo.runtime.listening import LOOPBACK, bind_stores, head_address, stay_on_this_node
-from megappo.runtime.threads import report_failures
 
 LOGGERS = ("multiprocessing.api", "multiprocessing.errors.error_handler", "agent.server.api")
 """Loggers that report each process they end, and the files they pass on."""
@@ -44,7 +42,7 @@ def main() -> int:
     again, or 128 + n when signal n ended torchrun."""
     for name in LOGGERS:
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
-    report_failures("launcher")
+    report_failed_threads("launcher")
     platform.raise_open_file_limit()
     bind_stores()
     api.LocalElasticAgent = Agent

@@ -13,7 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from megappo.runtime.interruption import EXIT_AGAIN, INTERRUPTION, Interrupted
-from megappo.runtime.lifetime import die_with
+from megappo.runtime.keeper import die_with
 
 if __name__ == "__main__":
     # A rank that imports or waits in a collective runs no Python code: let Ctrl-C end it at once. Its children end
@@ -43,10 +43,8 @@ from megappo.preflight.resuming import already_finished
 from megappo.preflight.run_checks import check_run
 from megappo.runtime import megatron_setup, platform
 from megappo.runtime.cores import bind
-from megappo.runtime.failure import report
-from megappo.runtime.imports import gc_disabled
+from megappo.runtime.failure import report, report_failed_threads
 from megappo.runtime.listening import stay_on_this_node
-from megappo.runtime.threads import report_failures
 from megappo.runtime.watchdog import Watchdog
 from megappo.table import resolved
 
@@ -84,14 +82,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if rank == 0:
             print(f"interrupted by {reason}: all is saved; started again, the run goes on", flush=True)
     except Exception as error:
-        code = report(error, store, rank, world_size)
+        code = report(error, store, rank)
     try:
         cleanup.close()
     except Exception as error:
         if code:  # the run's own error comes first
             print(f"error (rank {rank}): during cleanup: {type(error).__name__}: {error}", file=sys.stderr)
         else:
-            code = report(error, store, rank, world_size)
+            code = report(error, store, rank)
     # Exit without waiting for other ranks, which may be gone. After a successful run, too: threads of the process
     # groups can abort an interpreter that exits normally.
     sys.stdout.flush()
@@ -107,7 +105,7 @@ def _not_launched(missing: Sequence[str]) -> str:
 
 def _set_up_process(rank: int) -> None:
     """Do what megappo.torchrun does for its ranks, as plain torchrun may have started this one, and bind its cores."""
-    report_failures(f"rank {rank}")
+    report_failed_threads(f"rank {rank}")
     local_rank, ranks_per_node = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     if ranks_per_node == int(os.environ["WORLD_SIZE"]):
         stay_on_this_node()
@@ -159,7 +157,7 @@ def _train(plan: RunPlan, store: dist.Store, rank: int, cleanup: ExitStack) -> N
     own = EngineHandle()
     if config.trainer.replay_rollouts is None and not config.trainer.eval_only:  # an evaluation starts its own
         own = start_engine(plan, rank, store, cleanup)
-    with gc_disabled():
+    with platform.gc_disabled():
         execute = resolved(EXECUTE)
     timeout = timedelta(seconds=config.trainer.process_group_timeout_seconds)
     dist.init_process_group(platform.backend(), store=store, rank=rank, world_size=plan.world_size, timeout=timeout)

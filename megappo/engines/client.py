@@ -15,7 +15,6 @@ from megappo.engines.generations import (
     Generation,
     SamplingParams,
     checked,
-    checked_all,
     expecting_response,
     generate_body,
     stream_body,
@@ -31,6 +30,8 @@ IDLE_SECONDS = 60.0
 """Limit for an engine to become idle."""
 EVENT = b"data: "
 LAST_EVENT = b"data: [DONE]"
+HANG_KEY = "watchdog_timeout in rollout.server_args, or --watchdog-timeout of a server of yours"
+TIMEOUT_KEY = "rollout.request_timeout_seconds"
 HANG_SECONDS = 300.0
 """Limit for a busy engine to show that it works; SGLang's own watchdog_timeout."""
 WATCH_SECONDS = 5.0
@@ -117,8 +118,10 @@ class EngineClient:
 
     def generate(self, prompts: Sequence[list[int]], params: SamplingParams) -> list[Generation]:
         """Return one response to each prompt (token ids), in order, from one request."""
-        reply = self.post("/generate", generate_body(prompts, params, self.adapter))
-        return checked_all(reply, len(prompts))
+        replies = self.post("/generate", generate_body(prompts, params, self.adapter))
+        if not isinstance(replies, list) or len(replies) != len(prompts):
+            raise EngineFault(f"expected {len(prompts)} responses from the engine, got {str(replies)[:500]}")
+        return [checked(reply) for reply in replies]
 
     def sleep(self) -> None:
         """Free the GPU memory of weights, caches and CUDA graphs (on a CPU they stay). After `wake`, send the weights
@@ -185,22 +188,32 @@ class EngineClient:
     ) -> AsyncIterator[tuple[int, Generation]]:
         """Yield each prompt's position and its response as soon as that is finished; a caller that does not want all of
         them closes the iterator. Many requests may run at a time over `http` from `open_async`."""
-        missing = set(range(len(prompts)))
-        body = stream_body(prompts, params, self.adapter)
+        path, missing = "/generate", set(range(len(prompts)))
         try:
             with heartbeat.waiting():
-                async with http.stream("POST", "/generate", json=body) as response:
-                    async for event in self._events("/generate", response):
-                        with expecting_response(event):
-                            if not event["meta_info"]["finish_reason"]:
-                                continue
-                            position, generation = event["index"], checked(event, may_abort=self._aborts)
-                            missing.remove(position)
-                        yield position, generation
+                async with http.stream("POST", path, json=stream_body(prompts, params, self.adapter)) as response:
+                    if response.status_code != 200:
+                        await response.aread()
+                        self._checked(path, response)
+                    async for data in _events(response):
+                        if finished := self._finished(path, data, missing):
+                            yield finished
         except httpx.TransportError as error:
-            raise await asyncio.to_thread(self._unreachable, "/generate", error) from error
+            raise await asyncio.to_thread(self._unreachable, path, error) from error
         if missing:
             raise EngineFault(f"expected {len(prompts)} responses from the engine, got {len(prompts) - len(missing)}")
+
+    def _finished(self, path: str, data: bytes, missing: set[int]) -> tuple[int, Generation] | None:
+        """Return the position and the response of an event; None where the sequence has only begun."""
+        event = self._parsed(path, data)
+        with expecting_response(event):
+            if "error" in event:  # found after the status had been sent
+                raise self._refusal(path, event["error"]["code"], data.decode())
+            if not event["meta_info"]["finish_reason"]:
+                return None
+            generation = checked(event, may_abort=self._aborts)
+            missing.remove(event["index"])
+        return event["index"], generation
 
     async def abort_all(self, http: httpx.AsyncClient, is_idle: Callable[[], bool]) -> None:
         """Abort all requests until the engine is idle; `generate_async` yields the partial responses."""
@@ -214,25 +227,6 @@ class EngineClient:
             raise await asyncio.to_thread(self._unreachable, path, error) from error
         finally:
             self._aborts = False
-
-    async def _events(self, path: str, response: httpx.Response) -> AsyncIterator[Any]:
-        """Yield the JSON of server-sent events."""
-        if response.status_code != 200:
-            await response.aread()
-            self._checked(path, response)
-        rest = b""
-        async for part in response.aiter_bytes():  # aiter_lines would also end them within a text
-            *lines, rest = (rest + part).split(b"\n")
-            for line in lines:
-                if line.startswith(EVENT) and line != LAST_EVENT:
-                    yield self._event(path, line.removeprefix(EVENT))
-
-    def _event(self, path: str, data: bytes) -> Any:
-        event = self._parsed(path, data)
-        with expecting_response(event):
-            if "error" in event:  # found after the status had been sent
-                raise self._refusal(path, event["error"]["code"], data.decode())
-        return event
 
     async def watch(self, http: httpx.AsyncClient) -> NoReturn:
         """Check an engine that works on requests, until cancelled.
@@ -250,7 +244,7 @@ class EngineClient:
             with contextlib.suppress(httpx.TransportError):
                 response = await http.get("/health_generate", timeout=self.hang_seconds)
                 seen = sent if response.status_code == 200 else seen
-        raise self._hangs()
+        raise EngineFault(self._silent("", self.hang_seconds, HANG_KEY))
 
     @property
     def has_failed(self) -> bool:
@@ -283,30 +277,25 @@ class EngineClient:
             return None
 
     def _request(self, method: str, path: str, body: dict[str, Any] | None = None, timeout: float | None = None) -> Any:
-        limit = httpx.Timeout(timeout or self.hang_seconds, connect=CONNECT_SECONDS)
+        limit = timeout or self.hang_seconds
         try:
             with heartbeat.waiting():  # nobody watches the engine meanwhile, and all other ranks may wait
-                response = self._http.request(method, path, json=body, timeout=limit)
+                timeouts = httpx.Timeout(limit, connect=CONNECT_SECONDS)
+                response = self._http.request(method, path, json=body, timeout=timeouts)
         except TIMEOUTS as error:
             self._check_alive()
-            raise self._hangs(path) if timeout is None else EngineFault(self._takes_long(path)) from error
+            raise EngineFault(self._silent(path, limit, TIMEOUT_KEY if timeout else HANG_KEY)) from error
         except httpx.TransportError as error:
             raise self._unreachable(path, error) from error
         return self._checked(path, response)
 
-    def _hangs(self, path: str = "") -> EngineFault:
-        return EngineFault(
-            f"{self.url}{path} has not answered for {self.hang_seconds:g} s: if it was busy, raise watchdog_timeout in "
-            "rollout.server_args, or --watchdog-timeout of a server of yours"
-        )
-
-    def _takes_long(self, path: str) -> str:
-        return f"{self.url}{path} sent nothing for {self.timeout:g} s: raise rollout.request_timeout_seconds"
+    def _silent(self, path: str, seconds: float, key: str) -> str:
+        return f"{self.url}{path} has not answered for {seconds:g} s: if it was busy, raise {key}"
 
     def _unreachable(self, path: str, error: httpx.TransportError) -> EngineError:
         self._check_alive()
         if isinstance(error, TIMEOUTS):
-            return EngineError(self._takes_long(path))
+            return EngineError(self._silent(path, self.timeout, TIMEOUT_KEY))
         deadline = time.monotonic() + ENDING_SECONDS
         while time.monotonic() < deadline:
             time.sleep(0.1)
@@ -334,6 +323,16 @@ class EngineClient:
         # A request that is wrong itself would fail again after a restart.
         kind = EngineFault if is_fault or status >= 500 else EngineError
         return kind(f"{self.url}{path} refused (HTTP {status}): {reply}")
+
+
+async def _events(response: httpx.Response) -> AsyncIterator[bytes]:
+    """Yield the data of server-sent events."""
+    rest = b""
+    async for part in response.aiter_bytes():  # aiter_lines would also end them within a text
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            if line.startswith(EVENT) and line != LAST_EVENT:
+                yield line.removeprefix(EVENT)
 
 
 @contextlib.contextmanager

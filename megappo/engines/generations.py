@@ -29,16 +29,6 @@ class SamplingParams:
     top_k: int = -1
     stop_token_ids: tuple[int, ...] = ()
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the parameters in SGLang's spelling."""
-        return {
-            "max_new_tokens": self.max_response_length,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "stop_token_ids": list(self.stop_token_ids),
-        }
-
 
 @dataclass(frozen=True)
 class Generation:
@@ -56,43 +46,55 @@ class Generation:
 
 
 def generate_body(prompts: Sequence[list[int]], params: SamplingParams, adapter: str | None = None) -> dict[str, Any]:
-    """Return the body of a request for one response to each prompt.
+    """Return the body of a request for one response to each prompt, in SGLang's spelling.
 
     Args:
         adapter: name of the adapter that is added to the engine's model.
     """
-    body = {"input_ids": list(prompts), "sampling_params": params.as_json(), "return_logprob": True}
+    sampling = {
+        "max_new_tokens": params.max_response_length,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "stop_token_ids": list(params.stop_token_ids),
+    }
+    body = {"input_ids": list(prompts), "sampling_params": sampling, "return_logprob": True}
     return body | ({"lora_path": adapter} if adapter else {})
 
 
 def stream_body(prompts: Sequence[list[int]], params: SamplingParams, adapter: str | None = None) -> dict[str, Any]:
     """Return the body for a stream of which only the first tokens and whole responses are sent."""
     body = generate_body(prompts, params, adapter)
-    sampling = body["sampling_params"] | {"stream_interval": params.max_response_length + 1}
-    return body | {"sampling_params": sampling, "stream": True}
-
-
-def checked_all(replies: Any, expected: int) -> list[Generation]:
-    """Return the response in each reply.
-
-    Raises:
-        EngineError: a reply holds none. EngineFault: by the engine's fault.
-    """
-    if not isinstance(replies, list) or len(replies) != expected:
-        raise EngineFault(f"expected {expected} responses from the engine, got {str(replies)[:500]}")
-    return [checked(reply) for reply in replies]
+    body["sampling_params"]["stream_interval"] = params.max_response_length + 1
+    return body | {"stream": True}
 
 
 def checked(reply: Any, *, may_abort: bool = False) -> Generation:
-    """Return the response in one reply; raises as `checked_all`.
+    """Return the response in one reply.
 
     Args:
         may_abort: the request may have been aborted.
+    Raises:
+        EngineError: the reply holds none. EngineFault: by the engine's fault.
     """
     with expecting_response(reply):
-        if may_abort and reply["meta_info"]["finish_reason"]["type"] == "abort":
-            return Generation(reply["output_ids"], [], "abort")
-        return _checked_generation(reply["output_ids"], reply["meta_info"])
+        tokens, meta = reply["output_ids"], reply["meta_info"]
+        end = meta["finish_reason"]
+        if may_abort and end["type"] == "abort":
+            return Generation(tokens, [], "abort")
+        if end["type"] not in FINISH_REASONS:
+            kind = EngineFault if (end.get("status_code") or 500) >= 500 else EngineError
+            raise kind(f"expected a response to end by {' or '.join(FINISH_REASONS)}, got {end}")
+        count = meta["completion_tokens"]
+        if count != len(tokens):
+            raise EngineFault(f"expected all {count} tokens of a response at once, got {len(tokens)}")
+        entries = meta["output_token_logprobs"]
+        log_probs = [entry[0] for entry in entries]
+        if [entry[1] for entry in entries] != tokens:
+            raise EngineFault(f"the engine's tokens {tokens} and those of its log-probs {entries} differ")
+        if any(value is None or not math.isfinite(value) for value in log_probs):
+            raise EngineFault(f"the engine returned a log-prob that is no number: {log_probs}; are its weights finite?")
+        return Generation(tokens, log_probs, end["type"], meta.get("cached_tokens", 0))
 
 
 @contextlib.contextmanager
@@ -102,19 +104,3 @@ def expecting_response(reply: Any) -> Iterator[None]:
         yield
     except (LookupError, TypeError) as error:
         raise EngineFault(f"the engine's reply is no response ({error!r}): {str(reply)[:500]}") from error
-
-
-def _checked_generation(tokens: list[int], meta: dict[str, Any]) -> Generation:
-    end = meta["finish_reason"]
-    if end["type"] not in FINISH_REASONS:
-        kind = EngineFault if (end.get("status_code") or 500) >= 500 else EngineError
-        raise kind(f"expected a response to end by {' or '.join(FINISH_REASONS)}, got {end}")
-    if meta["completion_tokens"] != len(tokens):
-        raise EngineFault(f"expected all {meta['completion_tokens']} tokens of a response at once, got {len(tokens)}")
-    entries = meta["output_token_logprobs"]
-    log_probs = [entry[0] for entry in entries]
-    if [entry[1] for entry in entries] != tokens:
-        raise EngineFault(f"the engine's tokens {tokens} and those of its log-probs {entries} differ")
-    if any(value is None or not math.isfinite(value) for value in log_probs):
-        raise EngineFault(f"the engine returned a log-prob that is no number: {log_probs}; are its weights finite?")
-    return Generation(tokens, log_probs, end["type"], meta.get("cached_tokens", 0))

@@ -1,25 +1,33 @@
-"""Start the inference engine that a rank owns, or its node's part of one that another rank owns."""
+"""A rank's inference engine: start it, or its node's part of one that another rank owns; wait until it sleeps."""
 
 import os
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from torch.distributed import Store
 
 from megappo.config.eval_sets import played_tasks
 from megappo.config.schema import Config
 from megappo.engines.client import EngineClient
-from megappo.engines.external import ExternalEngine
 from megappo.engines.launch import reserve_port
-from megappo.engines.process import Engine
+from megappo.engines.process import Engine, ExternalEngine
 from megappo.placement.layout import Layout
 from megappo.placement.ranks import by_node
 from megappo.placement.run_plan import RunPlan
 from megappo.runtime import platform
+from megappo.runtime.heartbeat import heartbeat
 from megappo.runtime.listening import node_address
 from megappo.userland.task_workers import TaskWorkers, start_workers
+
+GIB = 2**30
+RETURNED = 0.8
+"""Share of the bytes that an engine reports for weights and KV cache that must become free: the report is not exact."""
+ASLEEP_SECONDS = 30.0
+ASLEEP_POLL_SECONDS = 0.02
 
 
 @dataclass
@@ -67,47 +75,49 @@ def start_engine(plan: RunPlan, rank: int, store: Store, cleanup: ExitStack) -> 
     """
     config, layout = plan.config, plan.layouts["rollout"]
     number = layout.shard_of(rank)
-    if number is None or rank not in _starting_ranks(layout, number):
+    if number is None:
+        return EngineHandle()
+    ranks_by_node = by_node(layout.shard_ranks(number), _ranks_per_node())
+    starting = [ranks[0] for ranks in ranks_by_node]
+    if rank not in starting:
         return EngineHandle()
     if config.rollout.engines:
         external = ExternalEngine(config.rollout.engines[number], config.rollout)
         return EngineHandle(number, external, start_workers(played_tasks(config), cleanup))
-    engine = _engine(config, layout, number, rank, lambda node: _meeting_address(store, number, node, cleanup))
+    node = starting.index(rank)
+    arguments = {}
+    if len(starting) > 1:
+        address = _meeting_address(store, number, node, cleanup)
+        arguments = {"nnodes": len(starting), "node_rank": node, "dist_init_addr": address}
+    engine = _engine(config, layout, number, ranks_by_node[node], node, arguments)
     cleanup.callback(engine.stop)
     engine.start()
-    if rank != layout.output_rank(number):
+    if node > 0:
         return EngineHandle(engine=engine, part_of=number)
     if number == 0:  # the first line of a run that may print nothing else for a while
         print(f"{layout.data} engine(s) start, logs in {engine.log_path.parent}", flush=True)
     return EngineHandle(number, engine, start_workers(played_tasks(config), cleanup))
 
 
-def _starting_ranks(layout: Layout, number: int) -> list[int]:
-    """Ranks that start an engine's parts, the owner first."""
-    return [ranks[0] for ranks in by_node(layout.shard_ranks(number), _ranks_per_node())]
-
-
-def _engine(config: Config, layout: Layout, number: int, rank: int, meeting: Callable[[int], str]) -> Engine:
+def _engine(
+    config: Config, layout: Layout, number: int, ranks: Sequence[int], node: int, node_arguments: dict[str, Any]
+) -> Engine:
+    """Return the part of an engine on its node number `node`, for these ranks."""
     per_node = _ranks_per_node()
-    here = rank // per_node
-    starting = _starting_ranks(layout, number)
-    node = starting.index(rank)
+    here = ranks[0] // per_node
+    ranks_here = [rank for rank in layout.ranks if rank // per_node == here]
+    earlier = {layout.shard_of(rank) for rank in ranks_here} & set(range(number))
     suffix = f"_node_{node}" if node else ""
-    engines_before = [i for i in range(number) if here in {one // per_node for one in _starting_ranks(layout, i)}]
-    ranks_here = by_node(layout.shard_ranks(number), per_node)[node]
-    node_arguments = {}
-    if len(starting) > 1:
-        node_arguments = {"nnodes": len(starting), "node_rank": node, "dist_init_addr": meeting(node)}
     return Engine(
         config.model.path,
         config.rollout,
         config.model.dtype,
-        index=len(engines_before),
-        gpu_ids=platform.gpu_ids([one % per_node for one in ranks_here]),
+        index=len(earlier),
+        gpu_ids=platform.gpu_ids([rank % per_node for rank in ranks]),
         log_path=Path(config.trainer.output_dir, "engines", f"engine_{number}{suffix}.log"),
         seed=(config.trainer.seed + number) % 2**32,  # numpy takes no larger one
         node_arguments=node_arguments,
-        num_threads=platform.engine_threads(sum(one // per_node == here for one in layout.ranks)),
+        num_threads=platform.engine_threads(len(ranks_here)),
         lora=config.actor.lora,
     )
 
@@ -124,3 +134,40 @@ def _meeting_address(store: Store, number: int, node: int, cleanup: ExitStack) -
 
 def _ranks_per_node() -> int:
     return int(os.environ["LOCAL_WORLD_SIZE"])
+
+
+class Footprint:
+    """Memory of this rank's GPU that other processes hold.
+
+    SGLang 0.5.23 answers `release_memory_occupation` as soon as the first of an engine's ranks has released its own.
+
+    Args:
+        held_bytes: the part of it that an engine frees when it sleeps; 0 without such an engine.
+    """
+
+    def __init__(self, held_bytes: float):
+        self._held_bytes = held_bytes
+        self._awake = 0
+
+    def note_awake(self) -> None:
+        """Note the memory in use while the engine is awake."""
+        self._awake = platform.bytes_of_others() if self._held_bytes else 0
+
+    def wait_asleep(self) -> None:
+        """Wait until the sleeping engine has freed its memory; warn if it has not within the limit."""
+        if not self._held_bytes:
+            return
+        expected = self._awake - RETURNED * self._held_bytes
+        deadline = time.monotonic() + ASLEEP_SECONDS
+        while (found := platform.bytes_of_others()) > expected:
+            if time.monotonic() > deadline:
+                print(  # this rank may have no observer
+                    f"WARNING: {platform.device()}: other processes hold {found / GIB:.1f} GiB {ASLEEP_SECONDS:g} s "
+                    f"after the engine went to sleep, expected at most {expected / GIB:.1f}; the models may run out of "
+                    "memory. End processes that are not of this run (nvidia-smi lists them), or lower "
+                    "rollout.mem_fraction_static",
+                    flush=True,
+                )
+                return
+            heartbeat.beat()
+            time.sleep(ASLEEP_POLL_SECONDS)

@@ -7,7 +7,6 @@ import subprocess
 import sysconfig
 import tempfile
 from collections.abc import Mapping
-from itertools import cycle, islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -134,8 +133,8 @@ def with_toolkit(variables: dict[str, str]) -> dict[str, str]:
         variables["CUDA_HOME"] = str(Path(nvcc).parents[1])
     pip_folders = {"PATH": sysconfig.get_path("scripts"), "LD_LIBRARY_PATH": platform.cuda_libraries()}
     for name, folder in pip_folders.items():
-        if path := os.pathsep.join(filter(None, [variables.get(name), folder])):
-            variables[name] = path
+        if folder:
+            variables[name] = os.pathsep.join(filter(None, [variables.get(name), folder]))
     return variables
 
 
@@ -169,9 +168,8 @@ def _without_expandable_segments(variables: dict[str, str]) -> dict[str, str]:
     variables = dict(variables)
     for name in ALLOCATOR_VARIABLES:
         options = variables.pop(name, "").split(",")
-        options = [option for option in options if "expandable_segments" not in option]
-        if any(options):
-            variables[name] = ",".join(options)
+        if remaining := ",".join(option for option in options if "expandable_segments" not in option):
+            variables[name] = remaining
     return variables
 
 
@@ -188,10 +186,11 @@ def _with_cpu_threads(
     if "OMP_WAIT_POLICY" not in variables:
         variables.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
     if tensor_parallel > 1:
-        size = num_threads or 1
-        cores = cycle(map(str, sorted(usable())))
-        own_cores = islice(cores, index * tensor_parallel * size, None)
-        shares = [",".join(islice(own_cores, size)) for _ in range(tensor_parallel)]
+        size, cores = num_threads or 1, sorted(usable())
+        shares = []
+        for rank in range(index * tensor_parallel, (index + 1) * tensor_parallel):
+            own = [cores[i % len(cores)] for i in range(rank * size, (rank + 1) * size)]
+            shares.append(",".join(map(str, own)))
         variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(shares)
     return variables
 

@@ -1,4 +1,7 @@
-"""An SGLang engine from its owner's side: start the server process, watch it, end exactly its process tree."""
+"""An SGLang engine from its owner's side: start the server process, watch it, end exactly its process tree.
+
+Or use a server that somebody else has started.
+"""
 
 import atexit
 import importlib.util
@@ -6,7 +9,7 @@ import os
 import secrets
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,8 @@ from megappo.runtime.keeper import ask_to_end
 
 LOG_TAIL_LINES = 25
 POLL_SECONDS = 0.2
+API_KEY = "MEGAPPO_ENGINE_API_KEY"
+"""Environment variable with the key of servers of rollout.engines; unset if they want none."""
 LARGEST_SHARE = 0.95
 """Largest share of its GPUs' free memory that a restarted engine takes."""
 
@@ -91,19 +96,15 @@ class Engine:
         Raises:
             EngineError: the process ended (with the end of its log), or rollout.start_timeout_seconds passed.
         """
-        timeout = self._rollout.request_timeout_seconds
+        timeout, limit = self._rollout.request_timeout_seconds, self._rollout.start_timeout_seconds
         hang_seconds = float(self._rollout.server_args.get("watchdog_timeout", HANG_SECONDS))
         client = EngineClient(self.url, self._api_key, timeout, self.check_alive, hang_seconds)
-        while not client.is_healthy():
-            self.check_alive()
-            if time.monotonic() - self._started > self._rollout.start_timeout_seconds:
-                self.stop()
-                raise EngineError(
-                    f"the SGLang engine did not start within {self._rollout.start_timeout_seconds:g} s: raise "
-                    f"rollout.start_timeout_seconds, or see why in {self.log_path}, which ends:\n{self._log_tail()}"
-                )
-            heartbeat.beat()
-            time.sleep(POLL_SECONDS)
+        if not _wait_serving(client, self._started + limit, self.check_alive):
+            self.stop()
+            raise EngineError(
+                f"the SGLang engine did not start within {limit:g} s: raise rollout.start_timeout_seconds, or see why "
+                f"in {self.log_path}, which ends:\n{self._log_tail()}"
+            )
         self._guard.close()
         client.freeze_garbage()
         return client
@@ -145,16 +146,19 @@ class Engine:
         self._guard = launch.reserve_port(self.port)
         self.port = self._guard.getsockname()[1]
         self._temporary = launch.temporary_folder()
-        address = {"host": launch.HOST, "port": self.port, "api_key": self._api_key}
-        tensor_parallel = self._rollout.tensor_parallel
-        placement = {"index": self._index, "num_threads": self._num_threads}
+        variables = launch.environment(
+            self._gpu_ids,
+            self._rollout.tensor_parallel,
+            self._temporary,
+            index=self._index,
+            num_threads=self._num_threads,
+        )
+        settings = {"server_args": {**arguments, "host": launch.HOST, "port": self.port, "api_key": self._api_key}}
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         # For the owner's eyes only: at log_level info SGLang logs what it receives.
         descriptor = os.open(self.log_path, os.O_WRONLY | os.O_CREAT | self._log_mode, 0o600)
         self._log_mode = os.O_APPEND  # a restart keeps the log that explains it
         with os.fdopen(descriptor, "w") as log, unbound():
-            variables = launch.environment(self._gpu_ids, tensor_parallel, self._temporary, **placement)
-            settings = {"server_args": arguments | address}
             self._process = launch.start_keeper(settings, self._temporary, variables | self._variables, log)
         self._started = time.monotonic()
         atexit.register(self.stop)
@@ -162,3 +166,61 @@ class Engine:
     def _log_tail(self) -> str:
         lines = self.log_path.read_text(errors="replace").splitlines()
         return "\n".join(lines[-LOG_TAIL_LINES:])
+
+
+class ExternalEngine:
+    """A server of rollout.engines, which somebody else starts, restarts and ends; used as an `Engine` is.
+
+    Args:
+        url: http://host:port.
+    """
+
+    def __init__(self, url: str, rollout: Rollout):
+        self.url = url
+        self._rollout = rollout
+
+    def wait_ready(self) -> EngineClient:
+        """Wait until the engine serves, and return its client.
+
+        Raises:
+            EngineError: it does not within rollout.start_timeout_seconds, or refuses the key, or differs in its
+                tensor parallelism.
+        """
+        client = EngineClient(self.url, os.environ.get(API_KEY, ""), self._rollout.request_timeout_seconds)
+        limit = self._rollout.start_timeout_seconds
+        if not _wait_serving(client, time.monotonic() + limit):
+            raise EngineError(
+                f"rollout.engines: {self.url} has not answered within {limit:g} s (rollout.start_timeout_seconds): "
+                "is an SGLang server running there?"
+            )
+        server_args = client.server_args()
+        client.hang_seconds = float(server_args["watchdog_timeout"])
+        found, expected = server_args["tp_size"], self._rollout.tensor_parallel
+        if found != expected:
+            raise EngineError(
+                f"rollout.engines: {self.url} has tensor parallelism {found}, rollout.tensor_parallel is {expected}: "
+                f"set it to {found}"
+            )
+        return client
+
+    def stop(self) -> None:
+        """Do nothing: whoever started the server ends it."""
+
+    def restart(self) -> None:
+        """Refuse.
+
+        Raises:
+            EngineError: always.
+        """
+        raise EngineError(f"{self.url} of rollout.engines has failed: start it again, then the run")
+
+
+def _wait_serving(client: EngineClient, deadline: float, check_alive: Callable[[], None] = lambda: None) -> bool:
+    """Wait until a server answers; return False if it does not before the deadline."""
+    while not client.is_healthy():
+        check_alive()
+        if time.monotonic() > deadline:
+            return False
+        heartbeat.beat()
+        time.sleep(POLL_SECONDS)
+    return True

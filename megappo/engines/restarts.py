@@ -56,8 +56,16 @@ class EngineRestarts:
 
     def restart_failed(self, fault: EngineFault | None) -> bool:
         """Restart the engines that failed outside a rollout; as `restart_after_rollout`."""
-        lost = f"{fault}{self._tried()}" if fault is not None and self._in_a_row == self.limit else ""
-        failures, losses = zip(*self.exchange.share((self._failure(fault), lost)), strict=True)
+        mine, lost = None, ""
+        if fault is not None:
+            times = f"{self._in_a_row + 1} of {self.limit} times in a row; rollout.max_engine_restarts"
+            mine = (self.own.number, f"WARNING: engine {self.own.number} has failed ({times}): {fault}")
+            if self._in_a_row == self.limit:
+                tried = (
+                    f"\nengine {self.own.number} has been restarted {self.limit} times (rollout.max_engine_restarts)"
+                )
+                lost = f"{fault}{tried if self.limit else ''}"
+        failures, losses = zip(*self.exchange.share((mine, lost)), strict=True)
         _raise_together(lost, losses)
         failed = dict(filter(None, failures))
         if not failed:
@@ -68,33 +76,16 @@ class EngineRestarts:
         is_mine = stop_engines(self.own, failed)
         platform.empty_cache()  # an engine cannot use what the allocators of the ranks on its GPUs keep
         self.exchange.share(None)
-        lost = self._restart() if is_mine else ""
+        if is_mine:
+            try:
+                self.own.restart()
+            except EngineError as error:
+                lost = str(error)
         _raise_together(lost, self.exchange.share(lost))
         self._in_a_row += fault is not None
         self._count += len(failed)
         self.give_weights()
         return True
-
-    def _restart(self) -> str:
-        """Return why this rank's engine does not start; "" if it does."""
-        try:
-            self.own.restart()
-        except EngineError as error:
-            return str(error)
-        return ""
-
-    def _failure(self, fault: EngineFault | None) -> tuple[int, str] | None:
-        """Return the number of the failed engine and the warning about it."""
-        if fault is None:
-            return None
-        times = f"{self._in_a_row + 1} of {self.limit} times in a row"
-        text = f"WARNING: engine {self.own.number} has failed ({times}; rollout.max_engine_restarts): {fault}"
-        return self.own.number, text
-
-    def _tried(self) -> str:
-        if self.limit == 0:
-            return ""
-        return f"\nengine {self.own.number} has been restarted {self.limit} times (rollout.max_engine_restarts)"
 
 
 def stop_engines(own: EngineHandle, numbers: Iterable[int]) -> bool:

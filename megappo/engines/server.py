@@ -17,9 +17,9 @@ from typing import Any, NoReturn
 import torch
 
 from megappo.engines import sglang_patches
-from megappo.runtime.imports import gc_disabled
-from megappo.runtime.lifetime import die_with
+from megappo.runtime.keeper import die_with
 from megappo.runtime.listening import bind_stores
+from megappo.runtime.platform import gc_disabled
 
 sglang_patches.hide_megatron()
 sglang_patches.prepare_import()

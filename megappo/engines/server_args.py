@@ -3,7 +3,6 @@
 SGLang's names are read from its source, as importing it takes seconds.
 """
 
-import ast
 import difflib
 import importlib.util
 import re
@@ -47,13 +46,10 @@ def parser_errors(parser: str | None) -> Iterator[str]:
 @cache
 def known_names() -> frozenset[str]:
     """Return the fields of the installed SGLang's ServerArgs; none where SGLang is not installed."""
-    sglang = _sglang_folder()
-    if sglang is None:
+    if (sglang := _sglang_folder()) is None:
         return frozenset()
-    trees = [ast.parse(file.read_bytes()) for file in (sglang / FIELDS).glob("*.py")]
-    classes = [node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
-    declared = [line.target for node in classes for line in node.body if isinstance(line, ast.AnnAssign)]
-    return frozenset(target.id for target in declared if isinstance(target, ast.Name))
+    source = "\n".join(file.read_text() for file in (sglang / FIELDS).glob("[a-z]*.py"))
+    return frozenset(re.findall(r"^    (\w+): \w", source, re.M))
 
 
 def _sglang_folder() -> Path | None:

@@ -91,20 +91,17 @@ def unpacked_once(exchange: Exchange, write: Write) -> BinaryIO:
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     first = exchange.rank - exchange.rank % ranks_per_node
     file: BinaryIO | None = None
-    found: str | Exception | None = None
+    path, error = "", None
     if exchange.rank == first:
         try:
             file = unpacked(write)
-            found = f"/proc/{os.getpid()}/fd/{file.fileno()}"
-        except Exception as error:
-            found = error
-    found_by_rank = exchange.share(found)
-    for error in found_by_rank:
-        if isinstance(error, Exception):
-            raise error
-    try:
-        opened = file or open(found_by_rank[first], "rb")  # noqa: SIM115
-    except OSError:  # ranks in different containers
-        opened = unpacked(write)
+            path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
+        except Exception as failure:
+            error = failure
+    paths = exchange.share(error or path)
+    for found in paths:
+        if isinstance(found, Exception):
+            raise found
+    opened = file or open(paths[first], "rb")  # noqa: SIM115
     exchange.share(None)  # the first rank keeps its file until all ranks have opened it
     return opened

@@ -1,15 +1,21 @@
-"""Episodes: the policy and an environment take turns. Many episodes run at once, each as a coroutine."""
+"""Episodes: the policy and an environment take turns. Many episodes run at once, each as a coroutine.
+
+Tokens that the policy wrote are kept as sampled. Messages become text by the chat template. If the new text of the
+conversation begins, to the character, with the text that the policy has seen, only the rest is tokenized and appended.
+If it does not (templates that drop earlier thoughts, as Qwen3's, or change the response), a new segment begins with the
+new text as its prompt. A prompt that is plain text has no template: observations are appended as they are.
+"""
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from megappo.config.schema import Config
 from megappo.data.chat import Chat
 from megappo.data.prompts import Prompt
-from megappo.engines.client import Generation
-from megappo.rollouts.transcript import Observation, Segment, Transcript
+from megappo.data.tokenizer import encode
+from megappo.engines.generations import Generation
+from megappo.rollouts.sample_rows import Ending, Sample, Segment
 from megappo.userland.environments import Environment, EnvironmentFault, EnvironmentPool, EpisodeLost
 from megappo.userland.signatures import PROMPTS
 
@@ -18,30 +24,98 @@ if TYPE_CHECKING:
 
 MAX_RESETS = 3
 """Environments in a row that may be lost before their episode begins."""
-Ending = Literal["done", "turns", "length", "lost"]
-"""Ended by the environment; by rollout.max_turns; without room for another turn; by the loss of the environment."""
 Generate = Callable[[list[int], int], Awaitable[Generation]]
 """Generates a turn from the tokens before it and the number of tokens that it may have."""
+Observation = Sequence[dict[str, str]]
+"""Messages of an environment."""
 
 
-@dataclass(frozen=True)
-class Episode:
-    """A finished episode of at least one turn.
+class Transcript:
+    """An episode's messages and segments.
 
-    Attributes:
-        parts: sums of the numbers that the environment reported beside its rewards, by name.
-        lost: how the environment was lost; "" if it was not.
+    Args:
+        limits: tokens that a segment may have after its prompt, and together with it.
     """
 
-    segments: Sequence[Segment]
-    ending: Ending
-    parts: Mapping[str, float]
-    lost: str = ""
+    def __init__(self, prompt: Prompt, chat: Chat, tokenizer: "PreTrainedTokenizerBase", limits: tuple[int, int]):
+        self._chat, self._tokenizer, self._limits = chat, tokenizer, limits
+        raw = prompt.columns[PROMPTS]
+        self._messages: list[dict[str, Any]] | None = None if isinstance(raw, str) else list(raw)
+        self.segments = [Segment(prompt.tokens, prompt.text)]
 
     @property
-    def num_turns(self) -> int:
-        """Turns that the policy wrote."""
-        return max(self.segments[-1].turns)
+    def room(self) -> int:
+        """Number of tokens that the policy may write now."""
+        return self._room_in(self.segments[-1])
+
+    def _room_in(self, segment: Segment) -> int:
+        after_prompt, total = self._limits
+        return min(after_prompt - len(segment.tokens), total - len(segment.context))
+
+    def begin(self, observation: Observation) -> bool:
+        """Add the environment's first observation to the prompt; return whether there is room for a turn.
+
+        Raises:
+            ValueError: the template refuses the observation.
+        """
+        if observation and self._messages is not None:
+            self._messages += observation
+            self.segments = [self._segment(self._chat.text_of(self._messages))]
+        elif observation:
+            text, first = _text(observation), self.segments[0]
+            self.segments = [Segment(first.prompt + self._encode(text), first.text + text)]
+        return self.room > 0
+
+    def write(self, generation: Generation, turn: int) -> str:
+        """Append a turn of the policy; return its text without the special token that ends it. The first turn continues
+        an assistant message at the end of the prompt."""
+        tokens = generation.tokens
+        self.segments[-1].write(generation, self._decode(tokens), turn)
+        has_end = bool(tokens) and not self._tokenizer.decode(tokens[-1:], skip_special_tokens=True)
+        text = self._decode(tokens[:-1] if has_end else tokens)
+        if self._messages is not None:
+            is_continued = turn == 1 and self._messages[-1]["role"] == "assistant"
+            before = self._messages.pop()["content"] if is_continued else ""
+            self._messages.append({"role": "assistant", "content": before + text})
+        return text
+
+    def observe(self, observation: Observation) -> bool:
+        """Append an observation; return whether there is room for another turn. Without room, no token is added.
+
+        Raises:
+            ValueError: the template refuses the observation.
+        """
+        segment = self.segments[-1]
+        if self._messages is None:
+            text = _text(observation)
+        else:
+            self._messages += observation
+            conversation = self._chat.text_of(self._messages, continues=False)
+            if not conversation.startswith(segment.text):
+                new = self._segment(conversation)
+                has_room = self._room_in(new) > 0
+                self.segments += [new] if has_room else []
+                return has_room
+            text = conversation[len(segment.text) :]
+        tokens = self._encode(text)
+        has_room = self._room_in(segment) > len(tokens)
+        if has_room:
+            segment.observe(tokens, text)
+        return has_room
+
+    def _segment(self, text: str) -> Segment:
+        return Segment(self._encode(text), text)
+
+    def _encode(self, text: str) -> list[int]:
+        [tokens] = encode([text], self._tokenizer, special=False)
+        return tokens
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def _text(observation: Observation) -> str:
+    return "".join(message["content"] for message in observation)
 
 
 class EpisodeRunner:
@@ -66,52 +140,51 @@ class EpisodeRunner:
         self._chat = Chat(tokenizer, config.data, environments.takes.tools)
         self._max_turns = config.rollout.max_turns
 
-    async def play(self, prompt_index: int, generate: Generate) -> Episode:
+    async def play(self, prompt_index: int, sample_index: int, generate: Generate) -> Sample:
         """Play one episode from a prompt.
 
         Raises:
             EnvironmentFault: the environment's code failed.
         """
         prompt = self._prompts[prompt_index]
-        for attempt in range(1, MAX_RESETS + 1):
+        for _ in range(MAX_RESETS):
             async with self._environments.environment() as environment:
                 transcript = Transcript(prompt, self._chat, self._tokenizer, self._limits)
                 try:
                     observation = await environment.reset(row_of(prompt))
                 except EpisodeLost as error:
-                    if attempt == MAX_RESETS:
-                        raise self._fault(f"{error}, {MAX_RESETS} times before an episode began") from error
+                    lost = str(error)
                     continue
                 if not self._accepts(transcript.begin, observation):
                     found = f"{len(transcript.segments[0].prompt)} tokens of {self._limits[1]}"
                     raise self._fault(f"leaves no room for a turn after reset ({found}): raise data.max_prompt_length")
-                return await self._take_turns(transcript, environment, generate)
-        raise AssertionError
+                parts: Counter[str] = Counter()
+                ending, lost = await self._take_turns(transcript, environment, generate, parts)
+                return Sample(prompt_index, sample_index, transcript.segments, ending, parts, lost)
+        raise self._fault(f"{lost}, {MAX_RESETS} times before an episode began")
 
-    async def _take_turns(self, transcript: Transcript, environment: Environment, generate: Generate) -> Episode:
-        parts: Counter[str] = Counter()
-
-        def ended(ending: Ending, lost: str = "") -> Episode:
-            return Episode(transcript.segments, ending, parts, lost)
-
+    async def _take_turns(
+        self, transcript: Transcript, environment: Environment, generate: Generate, parts: Counter[str]
+    ) -> tuple[Ending, str]:
+        """Take turns until the episode ends; return how it ended, and how the environment was lost."""
         for turn in range(1, self._max_turns + 1):
-            segment = transcript.segments[-1]
-            generation = await generate(segment.context, transcript.room)
+            generation = await generate(transcript.segments[-1].context, transcript.room)
             text = transcript.write(generation, turn)
             if generation.finish_reason == "length":
-                return ended("length")
+                return "length", ""
             message = {"role": "assistant", "content": text, "token_ids": generation.tokens}
+            segment = transcript.segments[-1]
             try:
                 observation, reward, done, numbers = await environment.step(message)
             except EpisodeLost as error:
-                return ended("lost", str(error))
+                return "lost", str(error)
             segment.reward(reward)
             parts.update(numbers)
             if done:
-                return ended("done")
+                return "done", ""
             if turn < self._max_turns and not self._accepts(transcript.observe, observation):
-                return ended("length")
-        return ended("turns")
+                return "length", ""
+        return "turns", ""
 
     def _accepts(self, add: Callable[[Observation], bool], observation: Observation) -> bool:
         try:

@@ -7,14 +7,14 @@ Source: Yu et al. 2025, DAPO, section 3.2; the config keys and rounds are verl's
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 
 from megappo.batch.exchange import Exchange
 from megappo.config.algorithm_section import FilterGroups
 from megappo.data.prompts import Prompt
 from megappo.observe.metrics import Metric, merge_metrics
 from megappo.rollouts.responses import Responses
-from megappo.rollouts.sampler import EARLY_STOP_POLL_SECONDS, Sample
+from megappo.rollouts.sample_rows import Sample
+from megappo.rollouts.sampler import EARLY_STOP_POLL_SECONDS
 from megappo.runtime.heartbeat import heartbeat
 from megappo.userland.grades import Graded
 from megappo.userland.rewards import RewardError
@@ -35,21 +35,20 @@ class GroupQuota:
 
     def __init__(self, num_groups: int, metric: str | None, take: Callable[[int], int]):
         self._num_groups, self._metric, self._take = num_groups, metric, take
-        self._pending: list[Callable[[], list[Graded] | None]] = []
+        self._pending: list[tuple[Sequence[Sample], Callable[[], bool]]] = []
 
-    def add(self, known: Callable[[], list[Graded] | None]) -> None:
-        """Add a finished group; `known` returns what is known of its responses, or None while scores are missing."""
-        self._pending.append(known)
+    def add(self, group: Sequence[Sample], is_scored: Callable[[], bool]) -> None:
+        """Add a finished group; `is_scored` returns whether its grades are filled in by now."""
+        self._pending.append((group, is_scored))
 
     def is_met(self) -> bool:
         """Count the added groups whose scores have arrived; return whether all ranks together have enough."""
         pending, num_new = [], 0
-        for known in self._pending:
-            counts = self._counts(known)
-            if counts is None:
-                pending.append(known)
-            else:
-                num_new += counts
+        for group, is_scored in self._pending:
+            if self._metric is not None and not is_scored():
+                pending.append((group, is_scored))
+            elif self._metric is None or differ(group, self._metric):
+                num_new += 1
         self._pending = pending
         return self._take(num_new) + num_new >= self._num_groups
 
@@ -59,12 +58,6 @@ class GroupQuota:
         while not self.is_met() and self._pending and not is_interrupted():
             with heartbeat.waiting():
                 time.sleep(EARLY_STOP_POLL_SECONDS)
-
-    def _counts(self, known: Callable[[], list[Graded] | None]) -> bool | None:
-        if self._metric is None:
-            return True
-        graded = known()
-        return None if graded is None else differ(graded, self._metric)
 
 
 class StepResponses:
@@ -86,15 +79,14 @@ class StepResponses:
         self.num_dropped_tokens = 0
         self.metrics: dict[str, int] = {}
         self.greedy: Responses | None = None
-        places = {group: place for place, group in enumerate(groups)}
         self.samples: list[Sample] = []
-        self._positions: list[tuple[int, int]] = []
+        places = {group: place for place, group in enumerate(groups)}
         for number, responses in enumerate(rounds):
-            for position, sample in enumerate(responses.samples):
+            for sample in responses.samples:
                 place = places.get((number, sample.prompt_index))
                 if place is not None:
-                    self.samples.append(replace(sample, prompt_index=place))
-                    self._positions.append((number, position))
+                    sample.prompt_index = place
+                    self.samples.append(sample)
 
     def count_dropped_tokens(self, exchange: Exchange) -> None:
         """Count the tokens that engines wrote for other responses; all ranks together."""
@@ -102,10 +94,10 @@ class StepResponses:
         num_kept = sum(one.num_policy_tokens for one in self.samples)
         self.num_dropped_tokens = sum(exchange.share(num_written - num_kept))
 
-    def graded(self) -> list[Graded]:
-        """Wait for the scores of all rounds; return those of the chosen samples."""
-        rounds = [one.graded() for one in self._rounds]
-        return [rounds[number][position] for number, position in self._positions]
+    def grade(self) -> None:
+        """Wait for the scores of all rounds and fill in the samples' grades."""
+        for one in self._rounds:
+            one.grade()
 
     def failure_metrics(self) -> dict[str, Metric]:
         """As of `Responses`, for all samples of all rounds."""
@@ -139,8 +131,7 @@ def choose_groups(
         RewardError: a reward function failed, or returns no such metric.
     """
     rounds: list[Responses] = []
-    counted: list[GroupKey] = []
-    others: list[GroupKey] = []
+    counted, others = list[GroupKey](), list[GroupKey]()
     metric, max_rounds = (filters.metric, filters.max_num_gen_batches) if filters.enable else (None, 1)
     while len(counted) < num_groups and len(rounds) < max_rounds:
         with phase("rollout"):
@@ -151,41 +142,35 @@ def choose_groups(
             (counted if index in counting else others).append((len(rounds), index))
         rounds.append(responses)
     chosen = StepResponses(rounds, (counted + others)[:num_groups])
+    surplus = max(0, len(counted) - num_groups)
     if filters.enable:
-        chosen.metrics |= _filter_metrics(len(rounds), len(counted), len(others), num_groups)
-    elif over_samples:
-        chosen.metrics["over_sampling/surplus_groups"] = max(0, len(counted) - num_groups)
+        chosen.metrics |= {
+            "filter_groups/num_gen_batches": len(rounds),
+            "filter_groups/equal_groups": len(others),
+            "filter_groups/equal_groups_kept": max(0, num_groups - len(counted)),
+            "filter_groups/surplus_groups": surplus,
+        }
     if filters.enable or over_samples:
         chosen.count_dropped_tokens(exchange)
     if over_samples:
-        num_drawn = sum(len(one.prompts) for one in rounds)
-        chosen.metrics |= {
-            "over_sampling/unfinished_groups": num_drawn - len(counted) - len(others),
-            "over_sampling/dropped_tokens": chosen.num_dropped_tokens,
-        }
+        num_finished = len(counted) + len(others)
+        chosen.metrics["over_sampling/unfinished_groups"] = sum(len(one.prompts) for one in rounds) - num_finished
+        chosen.metrics["over_sampling/dropped_tokens"] = chosen.num_dropped_tokens
+        if not filters.enable:
+            chosen.metrics["over_sampling/surplus_groups"] = surplus
     return chosen
 
 
-def _filter_metrics(num_rounds: int, num_counted: int, num_others: int, num_groups: int) -> dict[str, int]:
-    return {
-        "filter_groups/num_gen_batches": num_rounds,
-        "filter_groups/equal_groups": num_others,
-        "filter_groups/equal_groups_kept": max(0, num_groups - num_counted),
-        "filter_groups/surplus_groups": max(0, num_counted - num_groups),
-    }
-
-
-def differ(graded: Sequence[Graded], metric: str) -> bool:
+def differ(group: Sequence[Sample], metric: str) -> bool:
     """Return whether a metric differs within a group. Nothing is known of responses for which a function failed."""
-    return len({_value(one, metric) for one in graded if not one.failed}) > 1
+    return len({_value(one.graded, metric) for one in group if not one.graded.failed}) > 1
 
 
 def _finished_groups(responses: Responses, metric: str | None, exchange: Exchange) -> tuple[set[int], set[int]]:
     """Return the prompts of finished groups of all ranks, and of those that count. With a metric, wait for scores."""
     finished = counted = {one.prompt_index for one in responses.samples}
     if metric is not None:
-        groups = responses.groups()
-        counted = {index for index, group in groups.items() if differ([graded for _, graded in group], metric)}
+        counted = {index for index, group in responses.groups().items() if differ(group, metric)}
     finished_by_rank, counted_by_rank = zip(*exchange.share((finished, counted)), strict=True)
     return set().union(*finished_by_rank), set().union(*counted_by_rank)
 

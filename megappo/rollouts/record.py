@@ -1,7 +1,7 @@
 """Recorded rollouts: each step's scored rows in a file, to inspect, and to train on again without engines."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
 from operator import attrgetter
@@ -10,7 +10,6 @@ from typing import Any
 
 from megappo.batch.exchange import Batch, Exchange
 from megappo.batch.recorded_steps import rows_file
-from megappo.batch.rows import Rows
 from megappo.batch.rows_file import RowsFile, RowsFileError, write_rows
 from megappo.checkpoint.durable import put_durably
 from megappo.config.checks import step_scores_errors
@@ -55,44 +54,52 @@ class Record:
         Raises:
             OSError, OtherRankError: the file cannot be written.
         """
-        rows = batch.at_rank_0(self._exchange)
-        config = self._config
+        rows, config = batch.at_rank_0(self._exchange), self._config
+        settings = self._settings(step)
         facts = {
             "step": step,
-            "weights_step": self._weights_step(step),
+            "weights_step": settings["weights_step"],
             "model": config.model.path,
             "sampling": _values(config, SAMPLING_KEYS),
-            "settings": self._settings(step),
+            "settings": settings,
             "prompts": [prompt.index for prompt in prompts],
             "labels": [prompt.label for prompt in prompts],
             "prompts_drawn": num_drawn,
             "num_tokens": num_tokens,
             "compared": config.compares_responses or not config.algorithm.mask_truncated,
         }
-        self._exchange.on_rank_0(lambda: _write(rows_file(self.folder, step), rows, facts))
+
+        def put() -> None:
+            path = rows_file(self.folder, step)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            put_durably(path, lambda partial: write_rows(partial, rows, facts))
+
+        self._exchange.on_rank_0(put)
 
     def valid_steps(self, prompts: PromptDataset) -> tuple[int, int, list[str]]:
         """Return how many steps, from the first on, are recorded as this run would write them; how many prompts they
         have drawn; and what has changed since the next step was recorded, if it was. All ranks together."""
+        return self._exchange.on_rank_0(lambda: self._valid_steps(prompts))
 
-        def inspect() -> tuple[int, int, list[str]]:
-            num_drawn = 0
-            total_steps, draw_size = self._config.trainer.total_steps, self._config.data.draw_size
-            for step in range(1, total_steps + 1):
-                found = self._read_facts(step)
-                if not found:
-                    return step - 1, num_drawn, []
-                recorded, ours = found["settings"], self._settings(step)
-                changed = [name for name, value in ours.items() if recorded.get(name) != value]
-                draws = map(prompts.indices, range(num_drawn, found["prompts_drawn"], draw_size))
-                if not self._may_train_on(found["prompts"], list(chain.from_iterable(draws))):
-                    changed.append("prompts")
-                if changed:
-                    return step - 1, num_drawn, changed
-                num_drawn = found["prompts_drawn"]
-            return total_steps, num_drawn, []
-
-        return self._exchange.on_rank_0(inspect)
+    def _valid_steps(self, prompts: PromptDataset) -> tuple[int, int, list[str]]:
+        num_drawn = 0
+        for step in range(1, self._config.trainer.total_steps + 1):
+            try:
+                with RowsFile(rows_file(self.folder, step)) as file:
+                    found = file.facts
+            except (FileNotFoundError, RowsFileError):
+                return step - 1, num_drawn, []
+            if "settings" not in found:  # of another version
+                return step - 1, num_drawn, []
+            changed = [name for name, value in self._settings(step).items() if found["settings"].get(name) != value]
+            draws = range(num_drawn, found["prompts_drawn"], self._config.data.draw_size)
+            drawn = list(chain.from_iterable(map(prompts.indices, draws)))
+            if not self._may_train_on(found["prompts"], drawn):
+                changed.append("prompts")
+            if changed:
+                return step - 1, num_drawn, changed
+            num_drawn = found["prompts_drawn"]
+        return self._config.trainer.total_steps, num_drawn, []
 
     def _may_train_on(self, prompts: list[int], drawn: list[int]) -> bool:
         """Return whether a step that has drawn these prompts may have chosen those."""
@@ -100,22 +107,11 @@ class Record:
         chooses = config.data.gen_batch_size is not None or config.algorithm.filter_groups.enable
         return set(prompts) <= set(drawn) if chooses else prompts == drawn
 
-    def _read_facts(self, step: int) -> dict[str, Any]:
-        """Return a step's facts; none if the file is missing or damaged, or was not written by this class."""
-        try:
-            with RowsFile(rows_file(self.folder, step)) as file:
-                return file.facts if "settings" in file.facts else {}
-        except (FileNotFoundError, RowsFileError):
-            return {}
-
-    def _weights_step(self, step: int) -> int:
-        return 0 if self._config.trainer.rollout_only else step - 1
-
     def _settings(self, step: int) -> dict[str, Any]:
         """Return everything that a step's rollouts depend on, except its prompts."""
         data, filters = self._config.data, self._config.algorithm.filter_groups
         return _values(self._config, SAMPLING_KEYS + EPISODE_KEYS + OTHER_KEYS) | {
-            "weights_step": self._weights_step(step),
+            "weights_step": 0 if self._config.trainer.rollout_only else step - 1,
             "filter_groups": filters.model_dump() if filters.enable else None,
             "cut_to_tokens": data.max_prompt_length if data.too_long == "truncate_left" else None,
             "reward_file": self._reward_file,
@@ -155,27 +151,24 @@ class Replay:
             if errors := self._errors(file):
                 raise ConfigError(*(f"trainer.replay_rollouts: {path} {error}" for error in errors))
             batch = file.batch(self._exchange)
-            self._check_tokens(batch.rows, path)
+            highest = int(batch.rows.input_ids.max()) if len(batch.rows) else 0
+            if highest >= self._vocab_size:
+                raise ConfigError(
+                    f"trainer.replay_rollouts: {path} holds token {highest}, but this run's models know only those "
+                    f"below {self._vocab_size}: name the record of a run of the same model"
+                )
             return batch, {"rollout/num_tokens": file.facts["num_tokens"]}
-
-    def _check_tokens(self, rows: Rows, path: Path) -> None:
-        highest = int(rows.input_ids.max()) if len(rows) else 0
-        if highest >= self._vocab_size:
-            raise ConfigError(
-                f"trainer.replay_rollouts: {path} holds token {highest}, but this run's models know only those below "
-                f"{self._vocab_size}: name the record of a run of the same model"
-            )
 
     def _errors(self, file: RowsFile) -> list[str]:
         config, facts = self._config, file.facts
         if "settings" not in facts:
             return ["was written by another version of this program: record the rollouts again"]
-        recorded, ours = facts["settings"], _values(config, SAMPLING_KEYS + EPISODE_KEYS)
-        errors = [
-            f"was sampled with {key} {show(recorded[key])}, but here it is {show(value)}: set it to the record's value"
-            for key, value in ours.items()
-            if recorded[key] != value
-        ]
+        errors = []
+        for key, value in _values(config, SAMPLING_KEYS + EPISODE_KEYS).items():
+            recorded = facts["settings"][key]
+            if recorded != value:
+                change = f"{key} {show(recorded)}, but here it is {show(value)}: set it to the record's value"
+                errors.append(f"was sampled with {change}")
         if "turn_rewards" in file.names and file.field("turn_rewards").any():
             errors += [f"has scores of steps: {error}" for error in step_scores_errors(config)]
         if config.compares_responses and not facts["compared"]:
@@ -183,19 +176,11 @@ class Replay:
                 "may have prompts of whose responses algorithm.mask_truncated has left one alone, but this run compares"
                 " them: record the rollouts of a run that does"
             )
-        estimator = config.algorithm.adv_estimator
-        errors += [
-            f"has no {field}, which algorithm.adv_estimator {estimator} needs: record the rollouts of a run with that "
-            "estimator"
-            for field, need in ESTIMATOR_FIELDS.items()
-            if getattr(config.algorithm.method, need) and field not in file.names
-        ]
+        for field, need in ESTIMATOR_FIELDS.items():
+            if getattr(config.algorithm.method, need) and field not in file.names:
+                needed = f"which algorithm.adv_estimator {config.algorithm.adv_estimator} needs"
+                errors.append(f"has no {field}, {needed}: record the rollouts of a run with that estimator")
         return errors
-
-
-def _write(path: Path, rows: Rows, facts: Mapping[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    put_durably(path, lambda partial: write_rows(partial, rows, facts))
 
 
 def _digest(specs: Iterable[str]) -> str:

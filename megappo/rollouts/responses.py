@@ -4,7 +4,6 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import get_args
 
 import torch
 import torch.distributed as dist
@@ -12,11 +11,13 @@ from transformers import PreTrainedTokenizerBase
 
 from megappo.data.prompts import Prompt
 from megappo.observe.metrics import Metric
-from megappo.rollouts.episodes import Ending, Episode
-from megappo.rollouts.sampler import EngineUsage, Sample
+from megappo.rollouts.sample_rows import UNSCORED, Sample
+from megappo.rollouts.sampler import EngineUsage
 from megappo.userland.grades import Graded
 from megappo.userland.rewards import RewardPool
 from megappo.userland.signatures import Row
+
+EPISODE_ENDINGS = ("done", "turns", "length", "lost")
 
 
 class Responses:
@@ -36,7 +37,7 @@ class Responses:
         self.usage = EngineUsage()
         self._rewards, self._tokenizer = rewards, tokenizer
         self._scoring = None if rewards is None else rewards.begin()
-        self._graded: list[Graded] | None = None
+        self._is_graded = False
 
     def add(self, samples: Sequence[Sample]) -> range:
         """Have the whole texts scored, the environment's turns included; return the samples' positions."""
@@ -58,40 +59,38 @@ class Responses:
         if self._scoring is not None:
             self._scoring.end()
 
-    def known(self, positions: range) -> list[Graded] | None:
-        """Return what is known of these samples, as `graded` does; None while their scores are missing."""
+    def is_scored(self, positions: range) -> bool:
+        """Fill in the grades of these samples if their scores are there; return whether they are."""
         samples = self.samples[positions.start : positions.stop]
-        graded = [Graded([], {})] * len(samples) if self._scoring is None else self._scoring.known(positions)
-        return None if graded is None else _with_returns(samples, graded)
+        graded = [UNSCORED] * len(samples) if self._scoring is None else self._scoring.known(positions)
+        if graded is not None:
+            _fill(samples, graded)
+        return graded is not None
 
-    def graded(self) -> list[Graded]:
-        """Wait for the scores of all samples, in order. A sample for which a function failed has none of its scores.
-
-        With an environment, the sum of its rewards comes first, before the function's scores.
+    def grade(self) -> None:
+        """Wait for the scores of all samples and fill in their grades. A sample for which a function failed has none of
+        its scores.
 
         Raises:
             RewardError: the function failed, and reward.on_error is raise.
         """
-        if self._graded is None:
-            self._graded = _with_returns(self.samples, self._function_results())
-        return self._graded
+        if self._is_graded:
+            return
+        self._is_graded = True
+        graded = [UNSCORED] * len(self.samples) if self._scoring is None else self._scoring.results()
+        _fill(self.samples, graded)
+        if self._scoring is not None and self._scoring.failure:
+            found = f"{sum(one.failed for one in graded)} responses have score 0: {self._scoring.failure}"
+            print(f"WARNING (rank {dist.get_rank()}): {found}", flush=True)
 
-    def _function_results(self) -> list[Graded]:
-        if self._scoring is None:
-            return [Graded([], {})] * len(self.samples)
-        graded = self._scoring.results()
-        if failure := self._scoring.failure:
-            num_failed = sum(one.failed for one in graded)
-            print(f"WARNING (rank {dist.get_rank()}): {num_failed} responses have score 0: {failure}", flush=True)
-        return graded
-
-    def groups(self) -> dict[int, list[tuple[Sample, Graded]]]:
-        """Wait for the scores; return the samples with theirs by prompt_index, in the order of their sample_index."""
-        groups: dict[int, list[tuple[Sample, Graded]]] = defaultdict(list)
-        for sample, graded in zip(self.samples, self.graded(), strict=True):
-            groups[sample.prompt_index].append((sample, graded))
+    def groups(self) -> dict[int, list[Sample]]:
+        """Wait for the scores; return the graded samples by prompt_index, in the order of their sample_index."""
+        self.grade()
+        groups: dict[int, list[Sample]] = defaultdict(list)
+        for sample in self.samples:
+            groups[sample.prompt_index].append(sample)
         for group in groups.values():
-            group.sort(key=lambda pair: pair[0].sample_index)
+            group.sort(key=lambda one: one.sample_index)
         return groups
 
     def engine_metrics(self) -> dict[str, Metric]:
@@ -112,14 +111,13 @@ class Responses:
         return {name: Metric((count,), "sum") for name, count in counts.items()}
 
 
-def _with_returns(samples: Sequence[Sample], graded: Sequence[Graded]) -> list[Graded]:
-    pairs = zip(samples, graded, strict=True)
-    return [one if sample.episode is None else _with_return(sample, one) for sample, one in pairs]
-
-
-def _with_return(sample: Sample, graded: Graded) -> Graded:
-    rewards = (reward for segment in sample.episode.segments for reward in segment.rewards)
-    return graded._replace(scores=[math.fsum(rewards), *graded.scores], steps=[(), *graded.steps])
+def _fill(samples: Sequence[Sample], grades: Sequence[Graded]) -> None:
+    """Fill in the grades of samples, with the sum of an environment's rewards before the scores of functions."""
+    for sample, graded in zip(samples, grades, strict=True):
+        sample.graded = graded
+        if sample.parts is not None:
+            total = math.fsum(chain.from_iterable(segment.rewards for segment in sample.segments))
+            sample.graded = graded._replace(scores=[total, *graded.scores], steps=[(), *graded.steps])
 
 
 def named_metrics(
@@ -133,26 +131,29 @@ def named_metrics(
     return {name: Metric.of(torch.tensor(numbers, dtype=dtype), reduction) for name, numbers in values.items()}
 
 
-def extra_metrics(graded: Sequence[Graded]) -> dict[str, Metric]:
+def extra_metrics(samples: Sequence[Sample]) -> dict[str, Metric]:
     """This rank's part of the means of what reward functions return beside scores."""
-    records = [parts_of(one) for one in graded]
-    for record, one in zip(records, graded, strict=True):
-        if any(one.steps):
-            record["step_scores"] = sum(score for _, score in chain(*one.steps))
+    records = []
+    for graded in [one.graded for one in samples]:
+        record = named_parts(graded.parts)
+        if any(graded.steps):
+            record["step_scores"] = sum(score for _, score in chain(*graded.steps))
+        records.append(record)
     return named_metrics(records)
 
 
-def parts_of(found: Graded | Episode) -> dict[str, float]:
+def named_parts(parts: Mapping[str, float]) -> dict[str, float]:
     """Return the further numbers of a reward function, or of an environment, by the names of their metrics."""
-    return {f"part/{name}": number for name, number in found.parts.items()}
+    return {f"part/{name}": number for name, number in parts.items()}
 
 
 def episode_metrics(samples: Sequence[Sample]) -> dict[str, Metric]:
     """This rank's part of the metrics of episodes; empty without any."""
     records = []
-    for episode in [one.episode for one in samples if one.episode is not None]:
-        record = {"turns": episode.num_turns, "segments": len(episode.segments)} | parts_of(episode)
-        for ending in get_args(Ending):
-            record[f"{ending}_frac"] = episode.ending == ending
-        records.append(record)
-    return {f"episode/{name}": metric for name, metric in named_metrics(records).items()}
+    for one in samples:
+        if one.parts is not None:
+            record = {"episode/turns": one.num_turns, "episode/segments": len(one.segments)}
+            record |= {f"episode/{ending}_frac": one.ending == ending for ending in EPISODE_ENDINGS}
+            record |= {f"episode/{name}": number for name, number in named_parts(one.parts).items()}
+            records.append(record)
+    return named_metrics(records)

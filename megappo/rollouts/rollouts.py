@@ -11,7 +11,7 @@ from megappo.config.eval_sets import TRAINING
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
 from megappo.data.tokenizer import showing_special
-from megappo.engines.client import EngineClient, EngineFault, SamplingParams
+from megappo.engines.client import EngineClient, SamplingParams
 from megappo.engines.handle import EngineHandle
 from megappo.engines.restarts import EngineRestarts
 from megappo.observe.observer import NullObserver, Observer
@@ -20,7 +20,8 @@ from megappo.rollouts.datasets import Datasets
 from megappo.rollouts.episodes import EpisodeRunner
 from megappo.rollouts.group_selection import GroupQuota
 from megappo.rollouts.responses import Responses
-from megappo.rollouts.sampler import RolloutSession, Sample, store_counter
+from megappo.rollouts.sample_rows import Sample
+from megappo.rollouts.sampler import RolloutSession, store_counter
 from megappo.runtime.interruption import INTERRUPTION, Interrupted
 from megappo.runtime.listening import run_store
 from megappo.userland.task_workers import TaskWorkers
@@ -92,21 +93,22 @@ class Rollouts:
             EngineError: an engine refused a request, or failed too often.
         """
         responses = self.new_responses(prompts, task)
-        session = partial(
-            RolloutSession,
-            n=n,
-            params=params,
-            client=self.client,
-            num_engines=self.num_engines,
-            max_running_requests=self.config.rollout.max_running_requests,
-            usage=responses.usage,
-            on_group=self._group_handler(responses, quota, label),
-            runner=self._episode_runner(prompts, params, task),
-        )
+        on_group = self._group_handler(responses, quota, label)
         remaining = [(i, prompt.tokens) for i, prompt in enumerate(prompts)]
         while remaining:
-            take = self.new_counter()
-            fault = None if self.client is None else self._run(session(remaining, take=take), quota)
+            take, fault = self.new_counter(), None
+            if self.client is not None:
+                session = RolloutSession(
+                    *(remaining, n, params, self.client, take),
+                    num_engines=self.num_engines,
+                    max_running_requests=self.config.rollout.max_running_requests,
+                    usage=responses.usage,
+                    on_group=on_group,
+                    runner=self._episode_runner(prompts, params, task),
+                )
+                fault = session.run(self._is_interrupted, None if quota is None else quota.is_met)
+                if quota is not None:
+                    quota.wait_counted(self._is_interrupted)
             raise_if_interrupted(self.exchange)
             if not self.restarts.restart_after_rollout(fault):
                 break
@@ -115,15 +117,9 @@ class Rollouts:
             finished = set().union(*self.exchange.share({one.prompt_index for one in responses.samples}))
             remaining = [prompt for prompt in remaining if prompt[0] not in finished]
         responses.end()
-        self._warn_of_lost_episodes(responses)
+        if lost := [one.lost for one in responses.samples if one.lost]:
+            print(f"WARNING (rank {self.exchange.rank}): {len(lost)} episodes were lost: {lost[0]}", flush=True)
         return responses
-
-    def _run(self, session: RolloutSession, quota: GroupQuota | None) -> EngineFault | None:
-        if quota is None:
-            return session.run(self._is_interrupted)
-        fault = session.run(self._is_interrupted, quota.is_met)
-        quota.wait_counted(self._is_interrupted)
-        return fault
 
     def _group_handler(
         self, responses: Responses, quota: GroupQuota | None, label: str
@@ -134,7 +130,7 @@ class Rollouts:
         def on_group(group: Sequence[Sample]) -> None:
             positions = responses.add(group)
             if quota is not None:
-                quota.add(partial(responses.known, positions))
+                quota.add(group, partial(responses.is_scored, positions))
             progress(count_finished(1) + 1)
 
         return on_group
@@ -156,11 +152,6 @@ class Rollouts:
 
     def _workers(self, task: str) -> TaskWorkers:
         return self.restarts.own.workers.get(task, NO_WORKERS)
-
-    def _warn_of_lost_episodes(self, responses: Responses) -> None:
-        lost = [one.episode.lost for one in responses.samples if one.episode and one.episode.lost]
-        if lost:
-            print(f"WARNING (rank {self.exchange.rank}): {len(lost)} episodes were lost: {lost[0]}", flush=True)
 
     def _is_interrupted(self) -> bool:
         """Return whether any rank that owns an engine is to end."""

@@ -1,24 +1,29 @@
 """Build the rows of a step from its scored responses, each row at the rank that owns it."""
 
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import chain
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from megappo.batch.exchange import Batch, Exchange
 from megappo.batch.rows import Rows
-from megappo.config.checks import num_scores_errors
+from megappo.config.checks import num_scores_errors, step_scores_errors
 from megappo.config.config_error import ConfigError
 from megappo.config.schema import Config
-from megappo.engines.client import EngineError
+from megappo.engines.generations import EngineError
 from megappo.observe.metrics import reduce_ranks
 from megappo.rollouts.group_selection import StepResponses
 from megappo.rollouts.responses import episode_metrics, extra_metrics
-from megappo.rollouts.sample_rows import check_tokens, masked_samples, sample_rows, with_scores
-from megappo.rollouts.sampler import Sample
-from megappo.rollouts.step_scores import extra_fields, extra_kinds
-from megappo.userland.grades import Graded
+from megappo.rollouts.sample_rows import Sample, floats, integers, mask_truncated, padded, sample_rows
+from megappo.runtime.heartbeat import heartbeat
 from megappo.userland.rewards import RewardError
+
+MAX_CHARACTER_TOKENS = 4
+"""A character has at most so many tokens, of one byte each, so one of as many positions in a row is between two."""
 
 
 class RowBuilder:
@@ -39,23 +44,31 @@ class RowBuilder:
 
         Raises:
             RewardError: a function failed, and reward.on_error is raise; or see `scores`.
-            ConfigError: see `scores`; or the critic does not know a token.
+            ConfigError: see `scores`; the critic does not know a token; or scores of steps are not supported.
             EngineError: responses are missing.
         """
         samples, config = responses.samples, self._config
         check_tokens(samples, self._vocab_size)
-        graded = responses.graded()
-        rows = self._unscored_rows(samples, responses)
+        responses.grade()
+        if config.algorithm.mask_truncated:
+            mask_truncated(samples, compared=config.compares_responses)
+        rows = sample_rows(samples, episodes=config.rollout.has_environment)
         greedy = [] if responses.greedy is None else responses.greedy.samples
         num_tokens = sum(one.num_policy_tokens for one in [*samples, *greedy])
-        rewards = responses.failure_metrics() | extra_metrics(graded)
+        rewards = responses.failure_metrics() | extra_metrics(samples)
         metrics = responses.engine_metrics() | episode_metrics(samples)
         metrics |= {f"reward/{name}": metric for name, metric in rewards.items()}
-        mine = (nums_scores_of(graded), extra_kinds(graded), len(samples), num_tokens, metrics)
+        has_weights = any(one.graded.loss_weight is not None for one in samples)
+        has_steps = any(any(one.graded.steps) for one in samples)
+        mine = (nums_scores_of(samples), has_weights, has_steps, len(samples), num_tokens, metrics)
         shared = zip(*self._exchange.share(mine), strict=True)
-        nums_scores, kinds, nums_samples, nums_tokens, metrics_by_rank = shared
-        extras = extra_fields(config, samples, graded, self._tokenizer, kinds)
-        rows = with_scores(rows, samples, self.scores(graded, nums_scores), **extras)
+        nums_scores, weighted, stepped, nums_samples, nums_tokens, metrics_by_rank = shared
+        scores = self.scores(samples, nums_scores)
+        rows = with_scores(rows, samples, scores, has_weights=any(weighted))
+        if any(stepped):
+            if errors := step_scores_errors(config):
+                raise ConfigError(*errors)
+            rows = with_step_scores(rows, samples, self._tokenizer)
         batch = self._exchange.number(rows)
         batch = self._exchange.move(batch, batch.table.split(self._exchange.world_size), list(rows.fields))
         expected = config.rollout.n * config.data.train_batch_size
@@ -66,7 +79,7 @@ class RowBuilder:
             )
         return batch, {"rollout/num_tokens": sum(nums_tokens)} | reduce_ranks(metrics_by_rank)
 
-    def scores(self, graded: Sequence[Graded], nums_scores: Iterable[set[int]]) -> torch.Tensor:
+    def scores(self, samples: Sequence[Sample], nums_scores: Iterable[set[int]]) -> torch.Tensor:
         """Return the scores of each sample, those of its steps included, [b, K] float32. With an environment, the first
         is the sum of its rewards.
 
@@ -86,17 +99,102 @@ class RowBuilder:
         num_scores = max(self._nums_scores, default=1)
         if errors := num_scores_errors(self._config, num_scores):
             raise ConfigError(*errors)
-        totals = [one.totals + [0.0] * (num_scores - len(one.scores)) for one in graded]
-        return torch.tensor(totals, dtype=torch.float32).reshape(len(graded), num_scores)
-
-    def _unscored_rows(self, samples: Sequence[Sample], responses: StepResponses) -> Rows:
-        config = self._config
-        masked: set[tuple[int, int]] = set()
-        if config.algorithm.mask_truncated:
-            masked = masked_samples(samples, compared=config.compares_responses)
-        return sample_rows(samples, responses.prompts, episodes=config.rollout.has_environment, masked=masked)
+        totals = []
+        for graded in [one.graded for one in samples]:
+            totals.append(graded.totals + [0.0] * (num_scores - len(graded.scores)))
+        return torch.tensor(totals, dtype=torch.float32).reshape(len(samples), num_scores)
 
 
-def nums_scores_of(graded: Sequence[Graded]) -> set[int]:
+def nums_scores_of(samples: Sequence[Sample]) -> set[int]:
     """Return the numbers of scores that samples have, except those for which a function failed."""
-    return {len(one.scores) for one in graded if not one.failed}
+    return {len(one.graded.scores) for one in samples if not one.graded.failed}
+
+
+def check_tokens(samples: Sequence[Sample], vocab_size: int) -> None:
+    """Refuse tokens for which the critic has no embedding: the actor samples from its whole vocabulary.
+
+    Raises:
+        ConfigError: names the token.
+    """
+    highest = max(chain.from_iterable(one.tokens for one in samples), default=0)
+    if highest >= vocab_size:
+        raise ConfigError(
+            f"critic.model_path: the actor wrote token {highest}, for which the critic has no embedding (vocab_size is "
+            f"{vocab_size} in its config.json): choose a model with the actor's vocabulary"
+        )
+
+
+def total_scores(scores: torch.Tensor) -> torch.Tensor:
+    """Return the score of each response, [b] float32, from its scores [b, K]."""
+    return scores.sum(dim=1, dtype=torch.float64).float()
+
+
+def with_scores(rows: Rows, samples: Sequence[Sample], scores: torch.Tensor, *, has_weights: bool) -> Rows:
+    """Add the scores of samples [b, K], and their loss weights if any rank has some, to `sample_rows`."""
+    owners = torch.arange(len(samples)).repeat_interleave(integers(len(one.segments) for one in samples))
+    fields = {"scores": total_scores(scores)[owners]}
+    if scores.shape[1] > 1:
+        fields["score_components"] = scores[owners]
+    if has_weights:
+        weights = [one.graded.loss_weight for one in samples]
+        fields["loss_weights"] = floats(1.0 if weight is None else weight for weight in weights)[owners]
+    return replace(rows, fields=rows.fields | fields)
+
+
+def with_step_scores(rows: Rows, samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBase) -> Rows:
+    """Add the scores of steps to the rewards that an environment has given tokens."""
+    rewards = chain.from_iterable(step_rewards(one, tokenizer) for one in samples)
+    turn_rewards = padded(floats(rewards), rows.response_lengths) + rows.fields.get("turn_rewards", 0.0)
+    return replace(rows, fields=rows.fields | {"turn_rewards": turn_rewards})
+
+
+def step_rewards(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> list[float]:
+    """Return for each token of a sample the sum of the scores of the steps that end there.
+
+    A step ends at the token that completes its last character; if an environment wrote that token, at the policy's last
+    token before it.
+
+    Args:
+        tokenizer: with which the reward function's text was decoded; no other thread may use it.
+    """
+    tokens = sample.tokens
+    rewards = [0.0] * len(tokens)
+    steps = sorted(chain.from_iterable(sample.graded.steps))
+    heartbeat.beat()
+    own = [i for i, log_prob in enumerate(sample.log_probs) if log_prob is not None]
+    decode = partial(tokenizer.decode, skip_special_tokens=True)
+    places = completing_tokens(tokens, decode(tokens), [end for end, _ in steps], decode)
+    for place, (_, score) in zip(places, steps, strict=True):
+        rewards[own[max(0, bisect_right(own, place) - 1)]] += score  # the first token is the policy's
+    return rewards
+
+
+def completing_tokens(
+    tokens: Sequence[int], text: str, ends: Sequence[int], decode: Callable[[Sequence[int]], str]
+) -> list[int]:
+    """Return for each of the ascending `ends` the position of the token that completes `text[:end]`.
+
+    Decoding every prefix is quadratic. So tokens are halved where the texts of both halves, with spaces between them,
+    make the text of the whole, as nearly always. Where they do not (a cut within a character), prefixes are decoded.
+    """
+    if not ends:
+        return []
+
+    def search(end: int) -> int:
+        def is_complete(last: int) -> bool:
+            return decode(tokens[: last + 1])[:end] == text[:end]
+
+        return bisect_left(range(len(tokens) - 1), True, key=is_complete)
+
+    first = max(1, min(len(tokens) // 2, len(tokens) - MAX_CHARACTER_TOKENS))
+    for cut in range(first, min(first + MAX_CHARACTER_TOKENS, len(tokens))):
+        left, right = decode(tokens[:cut]), decode(tokens[cut:])
+        gap = text[len(left) : len(text) - len(right)]  # some tokenizers drop the space at the start of a text
+        if left + gap + right == text and not gap.strip():
+            start = len(left) + len(gap)
+            num_left, num_before = bisect_right(ends, len(left)), bisect_right(ends, start)
+            in_left = completing_tokens(tokens[:cut], left, ends[:num_left], decode)
+            in_gap = [search(end) for end in ends[num_left:num_before]]
+            in_right = completing_tokens(tokens[cut:], right, [end - start for end in ends[num_before:]], decode)
+            return in_left + in_gap + [cut + place for place in in_right]
+    return [search(end) for end in ends]

@@ -1,150 +1,189 @@
-"""Rows of samples, with all fields that the rollout knows."""
+"""Samples: one response to one prompt each, or one episode. They become rows of a batch."""
 
 from collections import Counter
-from collections.abc import Container, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
+from typing import Literal
 
 import numpy as np
 import torch
 
 from megappo.batch.rows import Rows
-from megappo.config.config_error import ConfigError
-from megappo.data.prompts import Prompt
-from megappo.rollouts.sampler import Sample
-from megappo.rollouts.transcript import Segment
+from megappo.engines.generations import Generation
+from megappo.userland.grades import Graded
+
+Ending = Literal["stop", "done", "turns", "length", "lost"]
+"""Ended by a stop token; an episode by its environment or by rollout.max_turns; without room for another token or turn;
+by the loss of the environment."""
+UNSCORED = Graded([], {})
+"""The grade of a sample without a reward function."""
 
 
-def check_tokens(samples: Sequence[Sample], vocab_size: int) -> None:
-    """Refuse tokens for which the critic has no embedding: the actor samples from its whole vocabulary.
+@dataclass
+class Segment:
+    """A prompt and the tokens after it. Each segment becomes a row.
 
-    Raises:
-        ConfigError: names the token.
+    A response is one segment. An episode begins another one wherever the chat template rewrites the history.
+
+    Attributes:
+        text: of the prompt and all tokens, in an episode.
+        log_probs: None at tokens that an environment wrote.
+        rewards, turns: per token, in an episode; turns count from 1 and are 0 at tokens of the environment.
     """
-    highest = max((token for one in samples for token in one.tokens), default=0)
-    if highest >= vocab_size:
-        raise ConfigError(
-            f"critic.model_path: the actor wrote token {highest}, for which the critic has no embedding (vocab_size is "
-            f"{vocab_size} in its config.json): choose a model with the actor's vocabulary"
-        )
+
+    prompt: list[int]
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float | None] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    turns: list[int] = field(default_factory=list)
+
+    @property
+    def context(self) -> list[int]:
+        """Prompt and tokens."""
+        return self.prompt + self.tokens
+
+    def write(self, generation: Generation, text: str, turn: int) -> None:
+        """Append a turn of the policy."""
+        self._append(generation.tokens, text, generation.log_probs, turn)
+
+    def observe(self, tokens: list[int], text: str) -> None:
+        """Append an observation of the environment."""
+        self._append(tokens, text, [None] * len(tokens), 0)
+
+    def reward(self, reward: float | Sequence[float]) -> None:
+        """Set the reward of the latest turn: one number for its last token, or one per token."""
+        if isinstance(reward, Sequence):
+            self.rewards[len(self.rewards) - len(reward) :] = reward
+        else:
+            self.rewards[-1] = reward
+
+    def _append(self, tokens: list[int], text: str, log_probs: Sequence[float | None], turn: int) -> None:
+        self.tokens += tokens
+        self.text += text
+        self.log_probs += log_probs
+        self.rewards += [0.0] * len(tokens)
+        self.turns += [turn] * len(tokens)
 
 
-def total_scores(scores: torch.Tensor) -> torch.Tensor:
-    """Return the score of each response, [b] float32, from its scores [b, K]."""
-    return scores.sum(dim=1, dtype=torch.float64).float()
+@dataclass
+class Sample:
+    """One response to one prompt, or one episode.
+
+    Attributes:
+        graded: filled by `Responses`; with an environment, the sum of its rewards is the first score.
+        parts: sums of the numbers that the environment reported beside its rewards, by name; None of a response.
+        lost: how the environment was lost; "" if it was not.
+        is_masked: not trained on.
+    """
+
+    prompt_index: int
+    sample_index: int
+    segments: Sequence[Segment]
+    ending: Ending
+    parts: Mapping[str, float] | None = None
+    lost: str = ""
+    graded: Graded = UNSCORED
+    is_masked: bool = False
+
+    @property
+    def tokens(self) -> list[int]:
+        """Tokens of all segments, in order."""
+        return list(chain.from_iterable(segment.tokens for segment in self.segments))
+
+    @property
+    def log_probs(self) -> list[float | None]:
+        """Log-probs of `tokens`; None where an environment wrote the token."""
+        return list(chain.from_iterable(segment.log_probs for segment in self.segments))
+
+    @property
+    def num_policy_tokens(self) -> int:
+        """Number of tokens that the policy wrote."""
+        return sum(len(segment.log_probs) - segment.log_probs.count(None) for segment in self.segments)
+
+    @property
+    def num_turns(self) -> int:
+        """Turns of the policy in an episode."""
+        return max(self.segments[-1].turns)
+
+    @property
+    def is_truncated(self) -> bool:
+        """True unless the policy ended the response, or the environment the episode."""
+        return self.ending not in ("stop", "done")
 
 
-def masked_samples(samples: Sequence[Sample], *, compared: bool) -> set[tuple[int, int]]:
-    """Return the truncated samples, as (prompt_index, sample_index).
+def response_sample(prompt_index: int, sample_index: int, prompt: list[int], response: Generation) -> Sample:
+    """Return an engine's response to a prompt as a sample."""
+    segment = Segment(prompt, tokens=response.tokens, log_probs=response.log_probs)
+    return Sample(prompt_index, sample_index, [segment], response.finish_reason)
+
+
+def mask_truncated(samples: Sequence[Sample], *, compared: bool) -> None:
+    """Mask the truncated samples.
 
     Args:
         compared: the samples of a prompt are compared, so a sample that remains alone is masked, too.
     """
-    num_complete = Counter(one.prompt_index for one in samples if one.finish_reason != "length")
-    return {
-        (one.prompt_index, one.sample_index)
-        for one in samples
-        if one.finish_reason == "length" or num_complete[one.prompt_index] <= compared
-    }
+    num_complete = Counter(one.prompt_index for one in samples if not one.is_truncated)
+    for one in samples:
+        one.is_masked = one.is_truncated or num_complete[one.prompt_index] <= compared
 
 
-def sample_rows(
-    samples: Sequence[Sample],
-    prompts: Sequence[Prompt],
-    *,
-    episodes: bool = False,
-    masked: Container[tuple[int, int]] = (),
-) -> Rows:
-    """Return a row for each sample, or for each segment of its episode, without scores.
+def sample_rows(samples: Sequence[Sample], *, episodes: bool = False) -> Rows:
+    """Return a row for each segment, without scores.
 
     Args:
         episodes: the run has an environment; the same on ranks without samples.
-        masked: (prompt_index, sample_index) of samples that are not trained on.
     """
     owners: list[Sample] = []
     numbers: list[int] = []
     segments: list[Segment] = []
     for one in samples:
-        for number, segment in enumerate(_segments(one, prompts)):
-            owners.append(one)
-            numbers.append(number)
-            segments.append(segment)
-    lengths = _integers(len(segment.tokens) for segment in segments)
-    log_probs = list(chain.from_iterable(one.log_probs for one in samples))
-    is_own = torch.from_numpy(np.fromiter((log_prob is not None for log_prob in log_probs), dtype=bool))
-    if masked:
-        is_kept = [(one.prompt_index, one.sample_index) not in masked for one in owners]
-        is_own &= torch.tensor(is_kept).repeat_interleave(lengths)
+        owners += [one] * len(one.segments)
+        numbers += range(len(one.segments))
+        segments += one.segments
+    lengths = integers(len(segment.tokens) for segment in segments)
+    log_probs = list(chain.from_iterable(segment.log_probs for segment in segments))
+    is_trained = floats(log_prob is not None for log_prob in log_probs)
+    is_trained *= floats(not one.is_masked for one in owners).repeat_interleave(lengths)
     fields = {
-        "response_mask": _padded(is_own, lengths),
-        "rollout_log_probs": _padded(_numbers(log_prob or 0.0 for log_prob in log_probs), lengths),
-        "truncated": _numbers(one.finish_reason == "length" for one in owners),
+        "response_mask": padded(is_trained, lengths),
+        "rollout_log_probs": padded(floats(log_prob or 0.0 for log_prob in log_probs), lengths),
+        "truncated": floats(one.is_truncated for one in owners),
     }
     if episodes:
         turns = chain.from_iterable(segment.turns for segment in segments)
         rewards = chain.from_iterable(segment.rewards for segment in segments)
-        fields["episodes"] = _numbers(one.sample_index for one in owners)
-        fields["segments"] = _numbers(numbers)
-        fields["turns"] = _padded(_numbers(turns), lengths)
-        fields["turn_rewards"] = _padded(_numbers(rewards), lengths)
+        fields["episodes"] = floats(one.sample_index for one in owners)
+        fields["segments"] = floats(numbers)
+        fields["turns"] = padded(floats(turns), lengths)
+        fields["turn_rewards"] = padded(floats(rewards), lengths)
     max_segments = max(numbers, default=0) + 1
     ids = [one.sample_index * max_segments + number for one, number in zip(owners, numbers, strict=True)]
-    tokens = chain.from_iterable((segment.prompt, segment.tokens) for segment in segments)
     return Rows(
-        ids=_integers(ids),
-        prompt_ids=_integers(one.prompt_index for one in owners),
-        prompt_lengths=_integers(len(segment.prompt) for segment in segments),
+        ids=integers(ids),
+        prompt_ids=integers(one.prompt_index for one in owners),
+        prompt_lengths=integers(len(segment.prompt) for segment in segments),
         response_lengths=lengths,
-        input_ids=_integers(chain.from_iterable(tokens)),
+        input_ids=integers(chain.from_iterable(segment.context for segment in segments)),
         fields=fields,
     )
 
 
-def with_scores(
-    rows: Rows,
-    samples: Sequence[Sample],
-    scores: torch.Tensor,
-    *,
-    step_rewards: Sequence[Sequence[float]] | None = None,
-    loss_weights: torch.Tensor | None = None,
-) -> Rows:
-    """Add the reward function's results to `sample_rows`.
-
-    Args:
-        scores: [b, K], of samples.
-        step_rewards: per token of each sample, where reward functions score steps; added to the environment's rewards.
-        loss_weights: [b], of samples.
-    """
-    counts = _integers(1 if one.episode is None else len(one.episode.segments) for one in samples)
-    index = torch.arange(len(samples)).repeat_interleave(counts)
-    fields = {"scores": total_scores(scores)[index]}
-    if scores.shape[1] > 1:
-        fields["score_components"] = scores[index]
-    if loss_weights is not None:
-        fields["loss_weights"] = loss_weights[index]
-    if step_rewards is not None:
-        padded = _padded(_numbers(chain.from_iterable(step_rewards)), rows.response_lengths)
-        fields["turn_rewards"] = padded + rows.fields.get("turn_rewards", 0.0)
-    return replace(rows, fields=rows.fields | fields)
-
-
-def _segments(sample: Sample, prompts: Sequence[Prompt]) -> Sequence[Segment]:
-    if sample.episode is not None:
-        return sample.episode.segments
-    return [Segment(prompts[sample.prompt_index].tokens, "", sample.tokens)]
-
-
-def _padded(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+def padded(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """Return [b, longest] float32 from the values of all rows in a row."""
     longest = int(lengths.max()) if len(lengths) else 0
-    padded = torch.zeros(len(lengths), longest)
-    padded[torch.arange(longest) < lengths[:, None]] = values.float()
-    return padded
+    found = torch.zeros(len(lengths), longest)
+    found[torch.arange(longest) < lengths[:, None]] = values
+    return found
 
 
-def _numbers(values: Iterable[float]) -> torch.Tensor:
+def floats(values: Iterable[float]) -> torch.Tensor:
+    """Return numbers as a float32 tensor."""
     return torch.from_numpy(np.fromiter(values, dtype=np.float32))  # torch.tensor takes four times as long
 
 
-def _integers(values: Iterable[int]) -> torch.Tensor:
+def integers(values: Iterable[int]) -> torch.Tensor:
+    """Return numbers as an int64 tensor."""
     return torch.from_numpy(np.fromiter(values, dtype=np.int64))

@@ -1,27 +1,24 @@
-"""The report of a run that fails: one message, from one rank."""
+"""Reports of failures: one message, from one rank, for a run; a line for a background thread."""
 
 import errno
 import json
 import os
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
-import httpx
 import torch
 import torch.distributed as dist
 
 from megappo.errors import ActionableError
-from megappo.runtime.lifetime import EXIT_LOST_RANK, LAUNCHER
+from megappo.runtime.interruption import EXIT_LOST_RANK, LAUNCHER
 
 LOST_RANK = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
 """Messages of collectives that another rank has ended."""
-TIMED_OUT = ("Timed out waiting", "wait timeout after")
-"""Messages of collectives, and of the store, that have waited for too long."""
 MEMORY = "lower max_tokens_per_micro_batch, or see 'out of memory' in docs/troubleshooting.md"
 RESUME = "start again: the run resumes from its newest checkpoint"
 REMEDIES = {
@@ -32,24 +29,22 @@ REMEDIES = {
     errno.EPERM: "let this user read and write there, or choose another path",
     errno.ESTALE: f"the folder was moved or its file server restarted: mount it again, then {RESUME}",
     errno.EIO: f"the disk or the file server failed (see dmesg): once it works again, {RESUME}",
-    errno.ENAMETOOLONG: "choose a shorter path",
     errno.EMFILE: "raise the number of open files of a process: ulimit -n 65536",
-    errno.ENFILE: "the machine has too many open files",
     errno.ENOMEM: MEMORY,
     errno.EAGAIN: "raise the number of processes and threads of a user: ulimit -u",
 }
 """Remedies for errors of the operating system."""
-FAILURE_SECONDS = 3.0
-"""Time within which all ranks that waited in a collective fail once its timeout is over."""
-REPORT_SECONDS = FAILURE_SECONDS + 4.0
+REPORT_SECONDS = 7.0
 """Time that a rank waits for the report of the rank that failed first."""
 POLL_SECONDS = 0.05
 REPORTED = "failure/exit_code"
 """Key of the store: exit code of the rank that has printed the run's error."""
 DEV_NULL = os.open(os.devnull, os.O_WRONLY)  # now: later there may be no descriptor left
+FAILED: list[str] = []
+"""Names of the threads of this process that an exception has ended, ours and those of libraries."""
 
 
-def report(error: Exception, store: dist.Store, rank: int, world_size: int) -> int:
+def report(error: Exception, store: dist.Store, rank: int) -> int:
     """Print the run's first error once, even if every rank meets it or fails because of it.
 
     A rank that lost another rank prints nothing if that rank has reported, or if the launcher will.
@@ -59,24 +54,23 @@ def report(error: Exception, store: dist.Store, rank: int, world_size: int) -> i
     Returns:
         The rank's exit code: the error's own, or EXIT_LOST_RANK if the launcher reports.
     """
-    is_consequence = _is_consequence(error)
-    silent: list[int] = []
-    try:
-        _quietly(store.set, f"failure/{rank}", "")
-        if is_consequence and (code := _reported_code(store)):
+    if isinstance(error, ActionableError):
+        is_consequence = error.is_consequence
+    else:
+        is_consequence = any(phrase in str(error) for phrase in LOST_RANK)
+    with suppress(dist.DistError), _stderr_closed():  # torch prints pages about a store that is gone, with node 0
+        is_first = not is_consequence and store.add("failure/count", 1) == 1
+        if not is_first and (code := _reported_code(store)):
             return code
-        if is_consequence and LAUNCHER in os.environ:
-            return EXIT_LOST_RANK
-        if _quietly(store.add, "failure/count", 1) > 1 and (code := _reported_code(store)):
-            return code
-        if _is_timeout(error):
-            silent = _silent_ranks(store, world_size)
-    except dist.DistError:  # torchrun's store is gone, and node 0 with it
-        if is_consequence and LAUNCHER in os.environ:
-            return EXIT_LOST_RANK
-    message = f"error (rank {rank}): {_waited(error, silent)}" if silent else _message(error, rank)
+    if is_consequence and LAUNCHER in os.environ:
+        return EXIT_LOST_RANK
+    if is_consequence:
+        text = f"another rank exited without an error message ({error}): see torchrun's report"
+    else:
+        text = _explained(error) or "".join(traceback.format_exception(error)).rstrip()
+    is_actionable = isinstance(error, ActionableError) and not is_consequence
     code = error.exit_code if isinstance(error, ActionableError) else 1
-    report_message(message, store, code)
+    report_message(error.report(rank) if is_actionable else f"error (rank {rank}): {text}", store, code)
     return code
 
 
@@ -88,19 +82,20 @@ def report_message(message: str, store: dist.Store, code: int) -> None:
         details = {"py_callstack": message, "timestamp": str(int(time.time()))}
         with suppress(OSError):  # it has been printed; the temporary folder may be what is full
             Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": details}}))
-    with suppress(dist.DistError):
-        _quietly(store.set, REPORTED, str(code))
+    with suppress(dist.DistError), _stderr_closed():
+        store.set(REPORTED, str(code))
 
 
-def _quietly(call: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a store without standard error: torch prints pages about a store that is gone."""
+@contextmanager
+def _stderr_closed() -> Iterator[None]:
     try:
         kept = os.dup(2)
     except OSError:  # no descriptor is left, which may be the error to report
-        return call(*arguments)
+        yield
+        return
     os.dup2(DEV_NULL, 2)
     try:
-        return call(*arguments)
+        yield
     finally:
         os.dup2(kept, 2)
         os.close(kept)
@@ -109,50 +104,17 @@ def _quietly(call: Callable[..., Any], *arguments: Any) -> Any:
 def _reported_code(store: dist.Store) -> int:
     """Return the exit code of the rank that has reported; 0 if none does in time."""
     deadline = time.monotonic() + REPORT_SECONDS
-    while not _quietly(store.check, [REPORTED]):
+    while not store.check([REPORTED]):
         if time.monotonic() > deadline:
             return 0
         time.sleep(POLL_SECONDS)
-    return int(_quietly(store.get, REPORTED))
-
-
-def _is_consequence(error: Exception) -> bool:
-    if isinstance(error, ActionableError):
-        return error.is_consequence
-    return any(phrase in str(error) for phrase in LOST_RANK)
-
-
-def _is_timeout(error: Exception) -> bool:
-    if type(error) not in (RuntimeError, dist.DistBackendError, dist.DistStoreError):
-        return False
-    return any(phrase in str(error) for phrase in TIMED_OUT)
-
-
-def _silent_ranks(store: dist.Store, world_size: int) -> list[int]:
-    """Return the ranks that have not failed as well, though a collective waits for all of its members alike."""
-    time.sleep(FAILURE_SECONDS)
-    return [rank for rank in range(world_size) if not _quietly(store.check, [f"failure/{rank}"])]
-
-
-def _waited(error: Exception, silent: list[int]) -> str:
-    return (
-        "waited for longer than trainer.process_group_timeout_seconds for an answer of "
-        f"{name_ranks(silent)} ({error}): it was stopped, hangs, or needs longer for a step than that"
-    )
+    return int(store.get(REPORTED))
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
     """Return `rank 3`, or `ranks 3, 5 and 17 more`."""
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}{more}"
-
-
-def _message(error: Exception, rank: int) -> str:
-    if _is_consequence(error):
-        return f"error (rank {rank}): another rank exited without an error message ({error}): see torchrun's report"
-    if isinstance(error, ActionableError):
-        return error.report(rank)
-    return f"error (rank {rank}): {_explained(error) or ''.join(traceback.format_exception(error)).rstrip()}"
 
 
 def _explained(error: Exception) -> str:
@@ -163,8 +125,6 @@ def _explained(error: Exception) -> str:
         return _refused(error)
     if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
         return f"{str(error).splitlines()[0]}: {MEMORY}"
-    if isinstance(error, httpx.HTTPError):
-        return f"a request to an SGLang engine failed ({error!r}): see engines/engine_N.log in trainer.output_dir"
     refused = error.__cause__ or error.__context__
     if isinstance(refused, OSError) and refused.errno in REMEDIES:
         return f"{_refused(refused)} ({type(error).__name__}: {error})"
@@ -179,3 +139,27 @@ def _refused(error: OSError) -> str:
     where = error.filename or f"in {frame.name}, {frame.filename} line {frame.lineno}"
     remedy = REMEDIES.get(error.errno)
     return f"{error.strerror}: {where}: {remedy}" if remedy else f"{error.strerror}: {where}"
+
+
+def report_failed_threads(process: str) -> None:
+    """From now on report each thread of this process that an exception ends, in one line on stderr.
+
+    Args:
+        process: what to call this one, such as "rank 3".
+    """
+
+    def report_thread(ended: threading.ExceptHookArgs) -> None:
+        if ended.exc_type is SystemExit:  # a thread's way to end, for Python's own hook, too
+            return
+        name = getattr(ended.thread, "name", "that is gone")
+        FAILED.append(name)
+        frame = traceback.extract_tb(ended.exc_traceback)[-1]
+        print(
+            f"WARNING ({process}): the background thread {name} ended, and its work is no longer done: "
+            f"{ended.exc_type.__name__}: {ended.exc_value} ({frame.filename} line {frame.lineno}); see 'background "
+            "thread' in docs/troubleshooting.md",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    threading.excepthook = report_thread

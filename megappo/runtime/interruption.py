@@ -1,22 +1,36 @@
-"""A signal from the launcher, or the time limit, stops a run before its last step: each rank saves and exits.
+"""Signals and time limits that end a run: the launcher passes them on, and each rank saves and exits.
 
-The standard library alone, as the signal is handled before anything else is imported.
+The standard library alone, as signals are handled before anything else is imported.
 """
 
 import math
 import os
+import re
 import signal
+import sys
+import threading
 import time
 from types import FrameType
 
-from megappo.runtime.variables import moment
-
 SIGNAL = signal.SIGUSR1
 """The signal by which the launcher stops a rank."""
-EXIT_AGAIN = 75
-"""Exit code of a run that has saved what it had before its last step: start it again (EX_TEMPFAIL of sysexits.h)."""
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+"""The signals that end a run."""
+ASKING = (signal.SIGTERM, signal.SIGUSR1)
+"""The signals by which batch systems announce the end of a job's time."""
+IGNORES_HANGUP = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+"""This process was started to ignore SIGHUP, as by nohup."""
+EXIT_LOST_RANK = 3
+"""Exit code of a rank that ended, without an error message, because another rank was lost."""
 EXIT_UNSAVED = 4
 """Exit code of a rank that a signal stopped before there was anything to save: the run would restart from nothing."""
+EXIT_AGAIN = 75
+"""Exit code of a run that has saved what it had before its last step: start it again (EX_TEMPFAIL of sysexits.h)."""
+LAUNCHER = "MEGAPPO_LAUNCHER"
+"""Environment variable: the pid of a launcher that reports how ranks ended that could not report it themselves."""
+LAUNCHER_STARTED = "MEGAPPO_LAUNCHER_STARTED"
+"""Environment variable: when the launcher was, which may start ranks again. In seconds since the epoch."""
+_STARTED = time.time()
 
 
 class Interrupted(Exception):
@@ -30,7 +44,7 @@ class Interruption:
         self._reason = ""
         self._has_something_to_save = False
         self._exit_code = EXIT_AGAIN
-        self._deadline = float("inf")
+        self._deadline = math.inf
 
     def listen(self) -> None:
         """Handle the signal from now on."""
@@ -71,11 +85,6 @@ INTERRUPTION = Interruption()
 """This process's."""
 
 
-LAUNCHER_STARTED = "MEGAPPO_LAUNCHER_STARTED"
-"""Environment variable: when the launcher was, which may start ranks again. In seconds since the epoch."""
-_STARTED = time.time()
-
-
 def deadline(time_limit: float | None, grace: float) -> float:
     """When a run should begin to save, in seconds since the epoch; infinite without a limit.
 
@@ -85,5 +94,41 @@ def deadline(time_limit: float | None, grace: float) -> float:
         grace: seconds before the limit that saving may take.
     """
     if time_limit is not None:
-        return (moment("SLURM_JOB_START_TIME") or moment(LAUNCHER_STARTED) or _STARTED) + time_limit - grace
-    return (moment("SLURM_JOB_END_TIME") or math.inf) - grace
+        return (_moment("SLURM_JOB_START_TIME") or _moment(LAUNCHER_STARTED) or _STARTED) + time_limit - grace
+    return (_moment("SLURM_JOB_END_TIME") or math.inf) - grace
+
+
+def _moment(name: str) -> float | None:
+    """Return the seconds since the epoch that a variable holds; None where it is not set.
+
+    Raises:
+        ValueError: it holds something else.
+    """
+    text = os.environ.get(name)
+    if text and not re.fullmatch(r"[\d.]+", text):
+        raise ValueError(f"the variable {name} is {text!r}, expected seconds since 1970: unset it")
+    return float(text) if text else None
+
+
+def ending_signals() -> list[signal.Signals]:
+    """Return the signals that end a launcher, and that it was not started to ignore."""
+    return [number for number in ENDING if number != signal.SIGHUP or not IGNORES_HANGUP]
+
+
+def end_at_once() -> None:
+    """Print the signal's name and exit, even while the process waits in foreign code, which runs no Python handlers.
+
+    `signal.set_wakeup_fd(-1)` revokes it.
+    """
+    signalled, wakeup = os.pipe()
+    os.set_blocking(wakeup, False)
+    signal.set_wakeup_fd(wakeup)
+    for number in ending_signals():
+        signal.signal(number, lambda number, frame: None)  # the wakeup needs a handler
+    threading.Thread(target=_wait_for, name="signals", args=[signalled], daemon=True).start()
+
+
+def _wait_for(signalled: int) -> None:
+    number = os.read(signalled, 1)[0]
+    print(f"ended by {signal.Signals(number).name}", file=sys.stderr, flush=True)
+    os._exit(128 + number)

@@ -6,6 +6,7 @@ the kernel makes the keeper its parent then. What the kernel sends it when the o
 does all this although it was stopped. The standard library alone, so it is there at once and takes little memory.
 """
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -16,11 +17,11 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from megappo.runtime.lifetime import adopt_orphans, die_with
-
 AWAITED = {signal.SIGTERM, signal.SIGCHLD, signal.SIGCONT}
 POLL_SECONDS = 0.02
 KILL_TIMEOUT_SECONDS = 10.0
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+"""Options of Linux's prctl."""
 
 
 def main() -> int:
@@ -41,13 +42,20 @@ def keep(owner: int, command: Sequence[str]) -> int:
     # Blocked, they wait until they are read: nothing is interrupted, however often the owner's end is announced.
     signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # whoever started the owner may have it ignored
-    adopt_orphans()
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans become children of this process
     die_with(owner, signal.SIGCONT)
     try:
         code = _run(command, (owner, os.getpid()))
     finally:
         _end_descendants()
     return code if code >= 0 else 128 - code
+
+
+def die_with(parent_pid: int, by: signal.Signals = signal.SIGKILL) -> None:
+    """Have the kernel send this process a signal when its parent's thread ends, even while user code runs in it."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, by)
+    if os.getppid() != parent_pid:  # it ended before the call
+        os.kill(os.getpid(), by)
 
 
 def ask_to_end(process: subprocess.Popen) -> None:

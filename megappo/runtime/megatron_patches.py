@@ -201,18 +201,6 @@ def define_missing_names() -> None:
     multi_latent_attention.HAVE_TE = transformer_engine.HAVE_TE
 
 
-def clip_gradients_in_place() -> None:
-    """Scale gradients in place. megatron-core's stand-in for the kernel scales a copy of each and copies it back."""
-    from megatron.core import utils
-    from megatron.core.optimizer import clip_grads
-
-    def scale(chunk_size: int, noop_flag: torch.Tensor, lists: list[list[torch.Tensor]], factor: float) -> None:
-        torch._foreach_mul_(lists[0], factor)  # lists[1], the target, is the same
-
-    if clip_grads.multi_tensor_scale_impl is utils.local_multi_tensor_scale:
-        clip_grads.multi_tensor_scale_impl = scale
-
-
 def save_and_resume_torch_adamw() -> None:
     """Let torch's AdamW take its step in one pass, and be saved and resumed by megatron-core, whose optimizers expect
     the states of Apex's.

@@ -52,6 +52,5 @@ def install() -> None:
         megatron_patches.skip_collectives_of_one_rank()
         megatron_patches.name_cpu_tensors_as_cuda()
     megatron_patches.define_missing_names()
-    megatron_patches.clip_gradients_in_place()
     megatron_patches.save_and_resume_torch_adamw()
     install.done = True

@@ -1,6 +1,7 @@
 """The machine under the program: its devices, and what is installed to use them."""
 
 import functools
+import gc
 import importlib
 import importlib.metadata
 import inspect
@@ -9,6 +10,8 @@ import resource
 import shutil
 import subprocess
 import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -22,8 +25,6 @@ TRIED = {"transformer-engine": "transformer_engine.pytorch.fp8", "apex": "apex.o
 ENGINE_CORES = "MEGAPPO_ENGINE_CORES"
 """Environment variable: the cores of a node without GPUs, which its engines share while the trainer's ranks wait."""
 NVIDIA_SMI_SECONDS = 60.0
-LEAST_DRIVERS = {"12": 525, "13": 580}
-"""CUDA's major version -> major version of the oldest driver that runs it. Source: CUDA's release notes."""
 DEVICES = Path("/dev")
 KEPT_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**30)}
 """Settings of glibc: take no block of memory straight from the kernel, and return free memory at the end of the heap
@@ -41,21 +42,28 @@ def unseen_gpus() -> str:
     named = visible_devices(os.environ)
     if has_cuda() or named == []:
         return ""
-    drivers = nvidia_smi("--query-gpu=driver_version")
+    drivers = _installed_drivers()
     shown = len(drivers) or len(list(DEVICES.glob("nvidia[0-9]*")))
     if not shown:
         return ""
     driver = drivers[0] if drivers else "unknown: nvidia-smi does not answer"
     if cuda := torch.version.cuda:
-        needed = LEAST_DRIVERS[cuda.partition(".")[0]]
-        why = f"CUDA {cuda} needs driver {needed} or newer"
-        remedy = "update it; if it is new enough, see nvidia-smi, and in a container docker run --gpus all"
+        remedy = f"update the driver if it is too old for CUDA {cuda}; in a container, docker run --gpus all"
     else:
-        why, remedy = "it is built for a CPU", "take .venv-gpu/bin/python (bash launch/setup.sh gpu makes it)"
+        remedy = "take .venv-gpu/bin/python (bash launch/setup.sh gpu makes it): this torch is built for a CPU"
     return (
-        f"this machine shows GPUs ({shown}, driver {driver}), but torch {torch.__version__} sees none: {why}. To use "
-        f"them, {remedy}. To use the CPU, hide them: CUDA_VISIBLE_DEVICES= before the command"
+        f"this machine shows GPUs ({shown}, driver {driver}), but torch {torch.__version__} sees none. To use them, "
+        f"{remedy}. To use the CPU, hide them: CUDA_VISIBLE_DEVICES= before the command"
     )
+
+
+def _installed_drivers() -> list[str]:
+    """Return the driver's version for each GPU that nvidia-smi lists; none where it is missing or fails."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS)
+    return [] if done.returncode else done.stdout.splitlines()
 
 
 def device() -> torch.device:
@@ -134,22 +142,6 @@ def bytes_of_others() -> int:
     return total - free - torch.cuda.memory_reserved(device())
 
 
-def gpu_processes() -> list[str]:
-    """Return the processes on this process's GPU with their memory, as nvidia-smi lists them: in a container perhaps
-    none."""
-    uuid = torch.cuda.get_device_properties(device()).uuid
-    return nvidia_smi("--query-compute-apps=pid,process_name,used_memory", f"--id=GPU-{uuid}")
-
-
-def nvidia_smi(*query: str) -> list[str]:
-    """Return the lines that nvidia-smi answers a query with; none where it is missing or fails."""
-    command = ["nvidia-smi", *query, "--format=csv,noheader"]
-    if shutil.which(command[0]) is None:
-        return []
-    done = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS)
-    return [] if done.returncode else done.stdout.splitlines()
-
-
 def gpu_ids(local_ranks: list[int]) -> list[str]:
     """The node's GPUs of some local ranks, as CUDA_VISIBLE_DEVICES names them; none on a CPU."""
     if not has_cuda():
@@ -208,6 +200,20 @@ def has_varlen_attn() -> bool:
     from torch.nn.attention.varlen import varlen_attn  # takes seconds, and few need it
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+@contextmanager
+def gc_disabled() -> Iterator[None]:
+    """Import in the block without the garbage collector: it would take up to a quarter of the time, and find nothing.
+
+    It leaves alone later, too, what was made in it: modules stay.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def raise_open_file_limit() -> None:

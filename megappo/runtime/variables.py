@@ -61,18 +61,6 @@ def visible_devices(variables: Mapping[str, str]) -> list[str] | None:
     return names[:1] if "MIG-" in named else names
 
 
-def moment(name: str) -> float | None:
-    """Return the seconds since the epoch that a variable holds; None where it is not set.
-
-    Raises:
-        ValueError: it holds something else.
-    """
-    text = os.environ.get(name)
-    if text and not re.fullmatch(r"[\d.]+", text):
-        raise ValueError(f"the variable {name} is {text!r}, expected seconds since 1970: unset it")
-    return float(text) if text else None
-
-
 def faults(variables: Mapping[str, str]) -> Iterator[str]:
     """Return what is wrong with variables that name folders to write to, one line each."""
     for name in FOLDERS:

@@ -16,10 +16,8 @@ import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from types import FrameType
+from typing import NamedTuple
 
-import psutil
 import torch.distributed as dist
 
 from megappo.runtime.failure import name_ranks, report_message
@@ -31,7 +29,6 @@ ANSWER_SECONDS = 5.0
 HEARTBEATS, ANSWERS = "watchdog/heartbeats", "watchdog/answers"
 REQUEST = 2**40
 """Added to the sum of heartbeats, which stays far below it, by each rank that requests stacks."""
-STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 WAITING_CODE = ("torch/distributed/", "torch/cuda/", "megatron/")
 """Code in which a thread waits for other ranks, or for its GPU, which waits for them."""
 
@@ -54,22 +51,16 @@ class Watchdog:
     def _watch(self) -> None:
         with suppress(dist.DistError):  # the store's node is gone, which the launchers report
             is_first = self._wait_for_request()
-            self._store.set(f"watchdog/state/{self._rank}", json.dumps(asdict(rank_state())))
+            self._store.set(f"watchdog/state/{self._rank}", json.dumps(rank_state()))
             num_answers = self._store.add(ANSWERS, 1)
             if is_first:
                 self._end_run(num_answers)
 
     def _wait_for_request(self) -> bool:
         """Add heartbeats until a rank requests stacks; return whether this rank was the first."""
-        num_added, total, silence, stopped = heartbeat.num_beats, 0, 0.0, 0.0
+        num_added, total, silence = heartbeat.num_beats, 0, 0.0
         while total < REQUEST:
             time.sleep(self._poll_seconds)
-            if psutil.Process(os.getppid()).status() in STOPPED:  # the launcher, whose store would not answer
-                stopped += self._poll_seconds
-                if stopped >= self._seconds:
-                    self._end_without_launcher()
-                continue
-            stopped = 0.0
             num_beats, before = heartbeat.num_beats, total
             total = self._store.add(HEARTBEATS, num_beats - num_added or int(heartbeat.is_waiting))
             num_added = num_beats
@@ -78,14 +69,6 @@ class Watchdog:
             if silence >= self._seconds:
                 return self._store.add(HEARTBEATS, REQUEST) < 2 * REQUEST
         return False
-
-    def _end_without_launcher(self) -> None:
-        print(
-            f"error: the launcher of rank {self._rank} (pid {os.getppid()}, {socket.gethostname()}) has been stopped "
-            f"for {self._seconds:g} s (trainer.hang_timeout_seconds); continue it with SIGCONT",
-            file=sys.stderr,
-        )
-        os._exit(1)
 
     def _end_run(self, num_answers: int) -> None:
         """Report the states of all ranks and exit; the launcher ends the other ranks."""
@@ -96,7 +79,7 @@ class Watchdog:
         states, names = [], []
         for rank in range(self._world_size):
             text = self._read(f"watchdog/state/{rank}")
-            states.append(RankState(**json.loads(text)) if text else None)
+            states.append(RankState(*json.loads(text)) if text else None)
             names.append(self._read(f"watchdog/name/{rank}") or f"rank {rank}")
         report_message(describe_hang(states, names, self._seconds), self._store, 1)
         os._exit(1)
@@ -105,45 +88,36 @@ class Watchdog:
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
 
-@dataclass(frozen=True)
-class RankState:
+class RankState(NamedTuple):
     """State of a rank that hangs.
 
     Attributes:
-        num_phases, phase: see `Heartbeat`.
         call: function in which it waits for other ranks; "" if it does not.
+        num_phases, phase: see `Heartbeat`.
         stacks: of its threads, the main one first.
     """
 
+    call: str
     num_phases: int
     phase: str
-    call: str
     stacks: str
-
-    @property
-    def suspicion(self) -> tuple[bool, int]:
-        """Sort key: lower for ranks that the others are likelier to wait for, as they wait for none or are behind."""
-        return bool(self.call), self.num_phases
 
 
 def rank_state() -> RankState:
     """Return the state of this process."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    main = threading.main_thread().ident
-    frames = {thread: frame for thread, frame in sys._current_frames().items() if thread != threading.get_ident()}
+    frames = sys._current_frames()
+    del frames[threading.get_ident()]
     stacks, calls = [], []
-    for thread in sorted(frames, key=lambda thread: thread != main):
-        stack = "".join(traceback.format_stack(frames[thread]))
-        stacks.append(f"{names.get(thread, 'a native thread')}:\n{stack}")
-        calls.append(_waiting_call(frames[thread]))
-    return RankState(heartbeat.num_phases, heartbeat.phase, next(filter(None, calls), ""), "".join(stacks))
-
-
-def _waiting_call(frame: FrameType) -> str:
-    """Return the call in which a thread waits for other ranks; "" if it does not."""
-    path = frame.f_code.co_filename
-    start = max(path.rfind(f"/{folder}") for folder in WAITING_CODE)
-    return f"{frame.f_code.co_name} ({path[start + 1 :]} line {frame.f_lineno})" if start >= 0 else ""
+    for thread in sorted(frames, key=lambda thread: thread != threading.main_thread().ident):
+        frame = frames[thread]
+        # On a GPU a native thread of autograd may be the one that waits.
+        stacks.append(f"{names.get(thread, 'a native thread')}:\n{''.join(traceback.format_stack(frame))}")
+        path = frame.f_code.co_filename
+        start = max(path.rfind(f"/{folder}") for folder in WAITING_CODE)
+        if start >= 0:
+            calls.append(f"{frame.f_code.co_name} ({path[start + 1 :]} line {frame.f_lineno})")
+    return RankState(calls[0] if calls else "", heartbeat.num_phases, heartbeat.phase, "".join(stacks))
 
 
 def describe_hang(states: Sequence[RankState | None], names: Sequence[str], seconds: float) -> str:
@@ -156,16 +130,17 @@ def describe_hang(states: Sequence[RankState | None], names: Sequence[str], seco
     ranks: dict[RankState | None, list[int]] = {}
     for rank, state in enumerate(states):
         ranks.setdefault(state, []).append(rank)
-    answered = sorted((state for state in ranks if state is not None), key=lambda state: state.suspicion)
-    ordered = [None, *answered] if None in ranks else answered
-    suspects = ranks.get(None) or _ranks_like(answered[0], states)
+    ordered = sorted(ranks, key=_suspicion)
+    suspects = [rank for rank, state in enumerate(states) if _suspicion(state) == _suspicion(ordered[0])]
     advice = f"check {name_ranks(suspects)} first" if len(suspects) < len(states) else "all wait alike"
     first = f"error: no rank has made progress for {seconds:g} s (trainer.hang_timeout_seconds): {advice}"
     return "\n".join([first, *(_describe(state, ranks[state], names) for state in ordered)])
 
 
-def _ranks_like(suspect: RankState, states: Sequence[RankState | None]) -> list[int]:
-    return [rank for rank, state in enumerate(states) if state is not None and state.suspicion == suspect.suspicion]
+def _suspicion(state: RankState | None) -> tuple[int, int]:
+    """Return a sort key: lower for ranks that the others are likelier to wait for, as they wait for none or are
+    behind."""
+    return (-1, 0) if state is None else (bool(state.call), state.num_phases)
 
 
 def _describe(state: RankState | None, ranks: Sequence[int], names: Sequence[str]) -> str:

@@ -19,8 +19,7 @@ from megappo.rollouts.group_selection import GroupQuota, StepResponses, choose_g
 from megappo.rollouts.record import Record
 from megappo.rollouts.responses import Responses
 from megappo.rollouts.rollouts import Rollouts
-from megappo.rollouts.row_builder import RowBuilder, nums_scores_of
-from megappo.rollouts.sample_rows import total_scores
+from megappo.rollouts.row_builder import RowBuilder, nums_scores_of, total_scores
 from megappo.trainer.phases import Phases
 
 
@@ -96,10 +95,11 @@ class SampledBatches:
 
     def _with_baselines(self, rows: Rows, greedy: Responses) -> Rows:
         """Add `baselines`: the shaped score of the greedy response to each row's prompt."""
-        exchange, graded = self._rollouts.exchange, greedy.graded()
+        exchange = self._rollouts.exchange
+        greedy.grade()
         indices = torch.tensor([one.prompt_index for one in greedy.samples], dtype=torch.int64)
         lengths = torch.tensor([one.num_policy_tokens for one in greedy.samples], dtype=torch.int64)
-        scores = self._row_builder.scores(graded, exchange.share(nums_scores_of(graded)))
+        scores = self._row_builder.scores(greedy.samples, exchange.share(nums_scores_of(greedy.samples)))
         shaped, _ = shape_scores(
             total_scores(scores),
             lengths,

@@ -17,17 +17,13 @@ from megappo.config.eval_sets import EvalSet, eval_sets
 from megappo.observe.metrics import Metric, reduce_ranks
 from megappo.observe.observer import NullObserver, Observer
 from megappo.rollouts.datasets import Datasets
-from megappo.rollouts.responses import Responses, episode_metrics, named_metrics, parts_of
+from megappo.rollouts.responses import Responses, episode_metrics, named_metrics, named_parts
 from megappo.rollouts.rollouts import Rollouts
-from megappo.rollouts.sampler import Sample
+from megappo.rollouts.sample_rows import Sample
 from megappo.trainer.statistics import value_parts
-from megappo.userland.grades import Graded
 
 HAS_ANSWERS = "has_answers"
 """Positive if any response has an answer; without, there is no majority."""
-
-Group = list[tuple[Sample, Graded]]
-"""All responses to a prompt, in the order of their sample_index."""
 
 
 def evaluate(rollouts: Rollouts, datasets: Datasets, observer: Observer | NullObserver, step: int) -> dict[str, Any]:
@@ -64,13 +60,13 @@ def _metric_parts(responses: Responses, settings: EvalSet, *, has_spread: bool) 
     all_scores: list[float] = []
     all_answers: list[str | None] = []
     for group in responses.groups().values():
-        scores, answers = _scores(group), [graded.answer for _, graded in group]
+        scores, answers = _scores(group), [one.graded.answer for one in group]
         by_prompt.append(prompt_statistics(scores, answers, settings.pass_threshold))
         all_scores += scores
         all_answers += answers
-        for sample, graded in group:
-            lengths = {"response_length/mean": sample.num_policy_tokens}
-            by_response.append(lengths | {"truncated_frac": sample.finish_reason == "length"} | parts_of(graded))
+        for one in group:
+            lengths = {"response_length/mean": one.num_policy_tokens}
+            by_response.append(lengths | {"truncated_frac": one.is_truncated} | named_parts(one.graded.parts))
     metrics = value_parts("score", torch.tensor(all_scores, dtype=torch.float64))
     metrics |= named_metrics([*by_response, *by_prompt], dtype=torch.float64)
     if has_spread:
@@ -80,8 +76,8 @@ def _metric_parts(responses: Responses, settings: EvalSet, *, has_spread: bool) 
     return metrics | responses.failure_metrics() | episode_metrics(responses.samples)
 
 
-def _scores(group: Group) -> list[float]:
-    return [math.fsum(graded.scores) for _, graded in group]
+def _scores(group: Sequence[Sample]) -> list[float]:
+    return [math.fsum(one.graded.scores) for one in group]
 
 
 def _shown(rollouts: Rollouts, responses: Responses, name: str, settings: EvalSet) -> dict[int, dict[str, Any]]:
@@ -90,7 +86,7 @@ def _shown(rollouts: Rollouts, responses: Responses, name: str, settings: EvalSe
     for index, group in responses.groups().items():
         if index >= rollouts.config.trainer.num_samples:
             continue
-        prompt, scores, first = responses.prompts[index], _scores(group), group[0][0]
+        prompt, scores, first = responses.prompts[index], _scores(group), group[0]
         shown[index] = {
             "dataset": name,
             "prompt": prompt.text,
@@ -100,7 +96,7 @@ def _shown(rollouts: Rollouts, responses: Responses, name: str, settings: EvalSe
             "passed": scores[0] >= settings.pass_threshold,
         }
         if settings.n > 1:
-            answers = [graded.answer for _, graded in group]
+            answers = [one.graded.answer for one in group]
             shown[index]["scores"] = scores
             if any(answer is not None for answer in answers):
                 shown[index]["answers"] = answers

@@ -9,13 +9,11 @@ from megappo.batch.exchange import Batch, Exchange
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt, PromptDataset
 from megappo.engines.client import WEIGHTS, WORKING_MEMORY, EngineClient, deferring_faults
-from megappo.engines.footprint import Footprint
 from megappo.engines.generations import EngineFault, Generation, SamplingParams
-from megappo.engines.handle import EngineHandle
+from megappo.engines.handle import EngineHandle, Footprint
 from megappo.engines.restarts import EngineRestarts, stop_engines
 from megappo.placement.run_plan import RunPlan
-from megappo.rollouts.sample_rows import sample_rows
-from megappo.rollouts.sampler import Sample
+from megappo.rollouts.sample_rows import response_sample, sample_rows
 from megappo.runtime import platform
 from megappo.sync.build import build_sync, engine_sleeps
 from megappo.sync.proof import Checksums, check_log_probs, check_probe, verified_sync
@@ -102,10 +100,10 @@ def probe_batch(
     generations: Sequence[Generation], prompts: Sequence[Prompt], engine_number: int | None, exchange: Exchange
 ) -> Batch:
     """Each engine's responses as rows at the rank that owns the engine; all ranks together."""
-    samples = [
-        Sample(i, engine_number, one.tokens, one.log_probs, one.finish_reason) for i, one in enumerate(generations)
-    ]
-    batch = exchange.number(sample_rows(samples, prompts))
+    samples = []
+    for i, (prompt, generation) in enumerate(zip(prompts, generations, strict=False)):
+        samples.append(response_sample(i, engine_number, prompt.tokens, generation))
+    batch = exchange.number(sample_rows(samples))
     # Pads the fields, also on ranks without an engine, to the longest response of all ranks.
     return exchange.move(batch, batch.owners, list(batch.rows.fields))
 

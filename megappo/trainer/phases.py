@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from megappo.observe.metrics import Metric
 from megappo.observe.timers import Timers
 from megappo.placement.uses import NOTHING, OPTIONAL_PHASES, uses_of
-from megappo.runtime.threads import FAILED
+from megappo.runtime.failure import FAILED
 from megappo.trainer.models import Models
 
 

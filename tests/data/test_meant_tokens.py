@@ -13,7 +13,7 @@ from megappo.data.chat import Chat
 from megappo.data.prompts import Prompt, PromptDataset
 from megappo.data.tokenizer import load_tokenizer, showing_special
 from megappo.engines.client import Generation
-from megappo.rollouts.transcript import Transcript
+from megappo.rollouts.episodes import Transcript
 from megappo.userland.signatures import PROMPTS
 
 TEXT = "  answer\n\nin  f(x):\n\treturn \u00e9\u4e2d 12"

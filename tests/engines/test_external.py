@@ -5,7 +5,7 @@ from engine_server import EngineServer
 
 from megappo.config.schema import Rollout
 from megappo.engines.client import EngineError
-from megappo.engines.external import ExternalEngine
+from megappo.engines.process import ExternalEngine
 
 
 def test_its_tensor_parallelism_must_be_the_configs():
@@ -18,6 +18,6 @@ def test_its_tensor_parallelism_must_be_the_configs():
 
 
 def test_it_is_not_waited_for_without_end(monkeypatch):
-    monkeypatch.setattr("megappo.engines.external.POLL_SECONDS", 0.05)
+    monkeypatch.setattr("megappo.engines.process.POLL_SECONDS", 0.05)
     with pytest.raises(EngineError, match="http://127.0.0.1:9 has not answered within 0.1 s .* is an SGLang server"):
         ExternalEngine("http://127.0.0.1:9", Rollout(start_timeout_seconds=0.1)).wait_ready()

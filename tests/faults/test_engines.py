@@ -46,7 +46,7 @@ ENDS = {
     "eats": "raised MemoryError: ",
 }
 """Messages about a reward function with that fault."""
-ANSWERS = "megappo.engines.generations:_checked_generation"
+ANSWERS = "megappo.engines.client:checked"
 
 
 def test_killed_and_asked_to_end_where_engines_are_needed(config, folder):

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from ppo_engines import TEMPERATURE, Case, make_engine
+from samples_of import sample_of
 from scored_responses import step_of
 from spawn import run_ranks
 from tiny_models import hf_folder, hf_model
@@ -19,7 +20,6 @@ from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
 from megappo.rollouts.responses import Responses
 from megappo.rollouts.row_builder import RowBuilder
-from megappo.rollouts.sampler import Sample
 from megappo.userland.grades import Graded
 from megappo.userland.signatures import Row
 
@@ -72,7 +72,7 @@ def check_collected(rank: int, world_size: int, folder: Path, log_probs: list[li
     exchange = Exchange(dist.group.WORLD)
     config, tokenizer = make_config(), make_tokenizer()
     parts = enumerate(zip(SAMPLED, log_probs, strict=True))
-    samples = [Sample(0, i, tokens, of_tokens, "stop") for i, (tokens, of_tokens) in parts]
+    samples = [sample_of(0, i, tokens, of_tokens, prompt=PROMPT.tokens) for i, (tokens, of_tokens) in parts]
     responses = Responses([PROMPT], Rewards(), tokenizer)
     responses.add(samples)
     rows = RowBuilder(config, 91, tokenizer, exchange).build(step_of(responses))[0].rows

@@ -3,11 +3,13 @@
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
+from samples_of import sample_of
 from scored_responses import ScoredResponses
 from spawn import run_ranks
 
@@ -17,7 +19,7 @@ from megappo.data.prompts import Prompt
 from megappo.observe.metrics import Metric
 from megappo.rollouts.group_selection import GroupQuota, choose_groups
 from megappo.rollouts.responses import Responses
-from megappo.rollouts.sampler import EngineUsage, Sample, store_counter
+from megappo.rollouts.sampler import EngineUsage, store_counter
 from megappo.userland.grades import Graded
 from megappo.userland.rewards import RewardError
 from megappo.userland.scoring import RowReference, Scoring
@@ -54,9 +56,8 @@ def choose(rank: int, world_size: int) -> None:
 
         def sample(prompts: list[Prompt], num_groups: int, scores: list = scores) -> Responses:
             mine = [i for i in range(SIZE) if 1 + i % 2 == rank]
-            samples = [
-                Sample(i, j, [prompts[i].index, j], [-1.0, None], "stop") for i in reversed(mine) for j in range(N)
-            ]
+            keys = [(i, j) for i in reversed(mine) for j in range(N)]
+            samples = [sample_of(i, j, [prompts[i].index, j], [-1.0, None]) for i, j in keys]
             of_round = scores[prompts[0].index // 100]
             graded = [Graded([of_round[one.prompt_index][one.sample_index]], {}) for one in samples]
             counts = {"errors": Metric.of(1, "sum")} if rank else {}
@@ -83,13 +84,13 @@ def choose(rank: int, world_size: int) -> None:
             "filter_groups/surplus_groups": max(0, len(expected) - SIZE),
         }
         assert chosen.num_dropped_tokens == N * (SIZE * rounds - SIZE)
-        graded, samples = chosen.graded(), chosen.samples
-        found = [part for of_rank in exchange.share(list(zip(samples, graded, strict=True))) for part in of_rank]
+        chosen.grade()
+        found = [one for of_rank in exchange.share(chosen.samples) for one in of_rank]
         assert len(found) == N * SIZE
-        for written, one in found:
+        for written in found:
             number, i = taken[written.prompt_index]
             assert written.tokens == [100 * number + i, written.sample_index]
-            assert one.scores == [scores[number][i][written.sample_index]]
+            assert written.graded.scores == [scores[number][i][written.sample_index]]
         if rank:
             assert chosen.failure_metrics()["errors"].value == rounds, "of what was dropped, too"
 
@@ -100,7 +101,7 @@ def test_groups_whose_scores_differ_are_chosen_in_order():
 
 def choose_by_part(rank: int, world_size: int) -> None:
     parts = [{"acc": 0.0}, {"acc": 1.0}, {}]
-    samples = [Sample(i // 2, i % 2, [1], [-1.0], "stop") for i in range(4)]
+    samples = [sample_of(i // 2, i % 2, [1], [-1.0]) for i in range(4)]
 
     def chosen(of_samples: list[dict], metric: str) -> list[int]:
         graded = [
@@ -110,7 +111,7 @@ def choose_by_part(rank: int, world_size: int) -> None:
         prompts = [Prompt(i, [1], "", None) for i in range(2)]
         filters = FilterGroups(enable=True, metric=metric, max_num_gen_batches=1)
         found = choose_groups(
-            lambda prompts, num_groups: ScoredResponses(prompts, samples, graded),
+            lambda prompts, num_groups: ScoredResponses(prompts, list(map(replace, samples)), graded),
             lambda: prompts,
             Exchange(dist.group.WORLD),
             1,
@@ -156,8 +157,8 @@ def known(rank: int, world_size: int) -> None:
         responses = Responses(PROMPTS, SimpleNamespace(begin=lambda scoring=scoring: scoring), Tokenizer())
         quota = GroupQuota(3, ("score", "acc")[number], store_counter(store, f"quota {number}"))
         for i in range(2):
-            positions = responses.add([Sample(i, j, [1], [-1.0], "stop") for j in range(2)])
-            quota.add(partial(responses.known, positions))
+            group = [sample_of(i, j, [1], [-1.0]) for j in range(2)]
+            quota.add(group, partial(responses.is_scored, responses.add(group)))
 
         def settle(row: int, score: float, scoring: Scoring = scoring) -> None:
             for function in range(len(scoring._functions)):
@@ -187,14 +188,15 @@ def test_there_is_enough_once_so_many_groups_of_all_ranks_are_known_to_differ():
 def choose_early(rank: int, world_size: int) -> None:
     """The engines have finished four of six prompts, in turn on two ranks; one token was written in vain."""
     finished = {0: [5, 1], 1: [3, 0]}[rank]
-    samples = [Sample(i, j, [i, j], [-1.0, None], "stop") for i in finished for j in range(N)]
+    samples = [sample_of(i, j, [i, j], [-1.0, None]) for i in finished for j in range(N)]
     graded = [Graded([float(10 * one.prompt_index + one.sample_index)], {}) for one in samples]
     prompts = [Prompt(100 + i, [1], "", None) for i in range(SIZE)]
     asked = []
 
     def sample(prompts: list[Prompt], num_groups: int) -> Responses:
         asked.append(num_groups)
-        return ScoredResponses(prompts, samples, graded, EngineUsage(written_tokens=len(samples) + rank))
+        fresh = list(map(replace, samples))
+        return ScoredResponses(prompts, fresh, graded, EngineUsage(written_tokens=len(samples) + rank))
 
     exchange = Exchange(dist.group.WORLD)
     choose = partial(choose_groups, sample, lambda: prompts, exchange, 3, nullcontext, over_samples=True)
@@ -202,11 +204,10 @@ def choose_early(rank: int, world_size: int) -> None:
     assert asked == [3] and [prompt.index for prompt in chosen.prompts] == [100, 101, 103]
     counts = {"over_sampling/unfinished_groups": 2, "over_sampling/dropped_tokens": N + 1}
     assert chosen.metrics == {"over_sampling/surplus_groups": 1} | counts and chosen.num_dropped_tokens == N + 1
-    found = chosen.graded()
-    for one, scored in zip(chosen.samples, found, strict=True):
+    for one in chosen.samples:
         index = [0, 1, 3][one.prompt_index]
-        assert one.tokens[0] == index and scored.scores == [10 * index + one.sample_index]
-    assert len(found) == (N if rank == 0 else 2 * N)
+        assert one.tokens[0] == index and one.graded.scores == [10 * index + one.sample_index]
+    assert len(chosen.samples) == (N if rank == 0 else 2 * N)
     chosen = choose(filters=FilterGroups(enable=True, max_num_gen_batches=1))
     assert [prompt.index for prompt in chosen.prompts] == [100, 101, 103]
     found = {"num_gen_batches": 1, "equal_groups": 0, "equal_groups_kept": 0, "surplus_groups": 1}

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import chain
 
 import pytest
@@ -10,10 +11,9 @@ import torch.distributed as dist
 from sessions import Sampled, sample
 
 from megappo.engines.client import SamplingParams
-from megappo.rollouts.episodes import Episode
 from megappo.rollouts.group_selection import GroupQuota
+from megappo.rollouts.sample_rows import Sample, Segment
 from megappo.rollouts.sampler import store_counter
-from megappo.rollouts.transcript import Segment
 from megappo.userland.grades import Graded
 
 N = 2
@@ -28,7 +28,7 @@ class Turns:
         self.cut: list[int] = []
         self.long = long
 
-    async def play(self, prompt_index, generate):
+    async def play(self, prompt_index, sample_index, generate):
         segment = Segment([prompt_index - 98], "")
         ended = False
         try:
@@ -38,7 +38,7 @@ class Turns:
             ended = True
         finally:
             self.cut += [] if ended else [prompt_index]
-        return Episode([segment], "done", {})
+        return Sample(prompt_index, sample_index, [segment], "done", {})
 
 
 def sampled_until(client, params, num_groups, **options) -> tuple[Sampled, float]:
@@ -67,7 +67,7 @@ def test_an_engine_that_has_written_enough_aborts_the_rest_and_samples_on_correc
     assert idle(client) and seconds < 1.5 and found.fault is None
     whole = {one.prompt_index for one in found.samples}
     assert 3 <= len(whole) < len(PROMPTS) and len(found.samples) == N * len(whole)
-    assert all(one.finish_reason == "length" and len(one.tokens) == LONG for one in found.samples)
+    assert all(one.ending == "length" and len(one.tokens) == LONG for one in found.samples)
     of_samples = LONG * len(found.samples)
     assert of_samples <= found.usage.written_tokens < LONG * N * len(PROMPTS), "what was left in the middle, too"
     take = store_counter(dist.HashStore(), "step 2")
@@ -113,8 +113,8 @@ def test_an_engine_that_is_done_first_counts_its_groups_whose_scores_come_later(
         def on_group(group) -> None:
             """The scores are known a second later."""
             since = time.monotonic()
-            differing = [Graded([1.0], {}), Graded([2.0], {})]
-            quota.add(lambda: differing if time.monotonic() > since + 1.0 else None)
+            differing = [replace(group[0], graded=Graded([score], {})) for score in (1.0, 2.0)]
+            quota.add(differing, lambda: time.monotonic() > since + 1.0)
 
         take = store_counter(store, "prompts")
         settings = {"num_engines": 2, "max_running_requests": 4, "on_group": on_group, "runner": playing}

@@ -1,29 +1,25 @@
 """Samples as rows: what is masked, and episodes of several segments."""
 
 import torch
+from samples_of import sample_of
 
-from megappo.data.prompts import Prompt
-from megappo.engines.client import Generation
-from megappo.rollouts.episodes import Episode
-from megappo.rollouts.sample_rows import masked_samples, sample_rows, with_scores
-from megappo.rollouts.sampler import Sample
-from megappo.rollouts.transcript import Segment
-
-PROMPTS = [Prompt(i, [5, 6], "", None) for i in range(2)]
+from megappo.engines.generations import Generation
+from megappo.rollouts.row_builder import with_scores
+from megappo.rollouts.sample_rows import Sample, Segment, mask_truncated, sample_rows
 
 
 def test_what_was_cut_off_is_masked_and_what_has_nothing_left_to_be_compared_with():
     ends = {(0, 0): "length", (0, 1): "stop", (0, 2): "stop", (1, 0): "stop", (1, 1): "length", (1, 2): "length"}
-    samples = [Sample(*key, [7, 8], [-1.0, -2.0], end) for key, end in ends.items()]
-    cut = {key for key, end in ends.items() if end == "length"}
-    assert masked_samples(samples, compared=False) == cut
-    assert masked_samples(samples, compared=True) == cut | {(1, 0)}
-    rows = sample_rows(samples, PROMPTS, masked=masked_samples(samples, compared=True))
+    samples = [sample_of(*key, [7, 8], [-1.0, -2.0], end) for key, end in ends.items()]
+    mask_truncated(samples, compared=False)
+    assert [one.is_masked for one in samples] == [True, False, False, False, True, True]
+    mask_truncated(samples, compared=True)
+    rows = sample_rows(samples)
     assert rows.response_mask.sum(dim=1).tolist() == [0, 2, 2, 0, 0, 0]
 
 
 def test_each_segment_is_a_row_with_a_prompt_of_its_own():
-    first, second = Segment([5, 6], ""), Segment([5, 9, 9], "")
+    first, second = Segment([5, 6]), Segment([5, 9, 9])
     first.write(Generation([11, 12], [-1.0, -2.0], "stop"), "", 1)
     first.reward(0.5)
     first.observe([20, 21], "")
@@ -31,10 +27,8 @@ def test_each_segment_is_a_row_with_a_prompt_of_its_own():
     first.reward([0.25])
     second.write(Generation([14, 15], [-4.0, -5.0], "stop"), "", 3)
     second.reward([1.0, 2.0])
-    log_probs = [*first.log_probs, *second.log_probs]
-    episode = Episode([first, second], "turns", {})
-    samples = [Sample(1, 3, [*first.tokens, *second.tokens], log_probs, "length", episode)]
-    rows = with_scores(sample_rows(samples, PROMPTS, episodes=True), samples, torch.tensor([[3.75]]))
+    samples = [Sample(1, 3, [first, second], "turns", {})]
+    rows = with_scores(sample_rows(samples, episodes=True), samples, torch.tensor([[3.75]]), has_weights=False)
     assert [row.tolist() for row in rows.sequences] == [[5, 6, 11, 12, 20, 21, 13], [5, 9, 9, 14, 15]]
     assert rows.prompt_lengths.tolist() == [2, 3] and rows.response_lengths.tolist() == [5, 2]
     fields = {name: values.tolist() for name, values in rows.fields.items()}

@@ -14,9 +14,8 @@ from engine_server import EngineServer
 from sessions import sample
 
 from megappo.engines.client import EngineClient, EngineError, EngineFault, SamplingParams
-from megappo.rollouts.episodes import Episode
+from megappo.rollouts.sample_rows import Sample, Segment
 from megappo.rollouts.sampler import store_counter
-from megappo.rollouts.transcript import Segment
 
 PROMPTS = [(100 + number, [2 + number, 3, 4]) for number in range(40)]
 PARAMS = SamplingParams(3)
@@ -187,7 +186,7 @@ class Playing:
     def __init__(self):
         self.num_open = self.most = 0
 
-    async def play(self, prompt_index, generate):
+    async def play(self, prompt_index, sample_index, generate):
         self.num_open += 1
         self.most = max(self.most, self.num_open)
         segment = Segment([prompt_index], "")
@@ -195,7 +194,7 @@ class Playing:
             await asyncio.sleep(0.05 - time.monotonic() % 0.05)
             segment.write(await generate(segment.context, 3), "", turn)
         self.num_open -= 1
-        return Episode([segment], "done", {})
+        return Sample(prompt_index, sample_index, [segment], "done", {})
 
 
 def test_others_have_the_place_of_an_episode_that_waits_for_its_environment():
@@ -218,7 +217,7 @@ def test_others_have_the_place_of_an_episode_that_waits_for_its_environment():
         sampling = {"num_engines": 1, "max_running_requests": 4, "runner": playing}
         found = sample(PROMPTS, 2, PARAMS, client, take, **sampling)
     assert every_sample_once(found.samples, 2) and found.fault is None
-    assert all(one.num_policy_tokens == 10 and one.episode.num_turns == 5 for one in found.samples)
+    assert all(one.num_policy_tokens == 10 and one.num_turns == 5 for one in found.samples)
     assert most == 4 and playing.most == 16
 
 

@@ -2,11 +2,13 @@
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import pytest
-import torch
 import torch.distributed as dist
+from samples_of import sample_of
+from scored_responses import ScoredResponses
 from spawn import run_ranks
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -15,11 +17,9 @@ from megappo.batch.exchange import Exchange
 from megappo.config.config_error import ConfigError
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
-from megappo.rollouts.episodes import Episode
-from megappo.rollouts.sample_rows import sample_rows, total_scores, with_scores
-from megappo.rollouts.sampler import Sample
-from megappo.rollouts.step_scores import completing_tokens, extra_fields, extra_kinds, step_rewards
-from megappo.rollouts.transcript import Segment
+from megappo.rollouts.group_selection import StepResponses
+from megappo.rollouts.row_builder import RowBuilder, completing_tokens, step_rewards
+from megappo.rollouts.sample_rows import Sample, Segment
 from megappo.userland.grades import Graded
 
 TEXTS = (
@@ -84,15 +84,16 @@ def test_a_step_that_an_environment_completes_ends_at_the_policys_last_token_bef
     tokens = written + observed + end
     log_probs = [-1.0] * len(written) + [None] * len(observed) + [-1.0] * len(end)
     graded = Graded([1.0], {}, steps=[[(1, 0.5), (2, 1.0), (3, 2.0), (4, 4.0), (5, 8.0), (6, 16.0)], [(3, 32.0)]])
-    rewards = step_rewards(Sample(0, 0, tokens, log_probs, "stop"), graded, tokenizer)
+    rewards = step_rewards(replace(sample_of(0, 0, tokens, log_probs), graded=graded), tokenizer)
     assert rewards == [0, 0, 0.5, 1 + 2 + 4 + 32, *[0] * len(observed), 8, 0, 0, 16, 0]
 
 
-def make_config(**reward: object) -> Config:
+def make_config(num_prompts: int, **reward: object) -> Config:
     return Config.model_validate(
         {
             "model": {"path": "m"},
-            "data": {"train_files": ["f"]},
+            "data": {"train_files": ["f"], "train_batch_size": num_prompts},
+            "rollout": {"n": 1, "environment": "json.decoder:JSONDecoder"},
             "trainer": {"output_dir": "o"},
             "reward": {"function": "rewards.py:f"} | reward,
         }
@@ -100,32 +101,36 @@ def make_config(**reward: object) -> Config:
 
 
 def add_extras(rank: int, world_size: int) -> None:
-    """Rank 1 has an episode of two segments, without scores of steps; rank 2 has no sample."""
+    """Rank 1 has an episode of two segments without scores of steps; rank 2 has no sample."""
     exchange, tokenizer = Exchange(dist.group.WORLD), of_bytes()
     tokens = tokenizer("a1b2")["input_ids"]
     segments = [Segment([5], "", tokens[:3], [-1.0] * 3, [0.0, 0.0, 7.0], [1] * 3)]
     segments.append(Segment([5], "", tokens[3:], [-1.0], [1.0], [2]))
-    sample = Sample(0, 0, tokens, [-1.0] * 4, "stop", Episode(segments, "done", {}))
+    prompts = [Prompt(i, [5], "", None) for i in range(2)]
+    samples = [Sample(rank, 0, segments, "done", {})][: rank < 2]
     graded = [Graded([8.0, 1.0], {}, steps=[(), [(2, 0.5), (4, 0.25)]]), Graded([8.0, 1.0], {}, loss_weight=0.5)]
-    mine = graded[rank : rank + 1]
-    samples = [sample] * len(mine)
-    kinds = exchange.share(extra_kinds(mine))
-    fields = extra_fields(make_config(), samples, mine, tokenizer, kinds)
-    scores = torch.tensor([one.totals for one in mine]).reshape(-1, 2)
-    rows = with_scores(sample_rows(samples, [Prompt(0, [5], "", None)], episodes=True), samples, scores, **fields)
-    found = {name: values.tolist() for name, values in rows.fields.items() if name in ("loss_weights", "turn_rewards")}
-    by_rank = {
-        0: {"loss_weights": [1.0, 1.0], "turn_rewards": [[0, 0.5, 7], [1.25, 0, 0]]},
-        1: {"loss_weights": [0.5, 0.5], "turn_rewards": [[0, 0, 7], [1, 0, 0]]},
-        2: {"loss_weights": [], "turn_rewards": []},
-    }
-    assert found == by_rank[rank]
-    assert total_scores(scores).tolist() == [[9.75], [9.0], []][rank]
-    none = [Graded([1.0], {}, steps=[[]])] * len(samples)
-    assert extra_fields(make_config(clip=1.0), samples, none, tokenizer, exchange.share(extra_kinds(none))) == {}
+
+    def fields_of(graded: list[Graded], **reward: object) -> dict[str, list]:
+        """Return the fields of all rows, in the order of prompts, on every rank."""
+        responses = ScoredResponses(prompts, samples, graded)
+        step = StepResponses([responses], [(0, 0), (0, 1)])
+        rows = RowBuilder(make_config(2, **reward), 300, tokenizer, exchange).build(step)[0].rows
+        fields = {name: values.tolist() for name, values in rows.fields.items()}
+        found: dict[str, list] = {}
+        for of_rank in exchange.share(fields):
+            for name, values in of_rank.items():
+                found.setdefault(name, []).extend(values)
+        return found
+
+    found = fields_of(graded[rank : rank + 1])
+    assert found["loss_weights"] == [1.0, 1.0, 0.5, 0.5]
+    assert found["turn_rewards"] == [[0, 0.5, 7], [1.25, 0, 0], [0, 0, 7], [1, 0, 0]]
+    assert found["scores"] == [9.75, 9.75, 9.0, 9.0]
+    none = fields_of([Graded([1.0], {}, steps=[[]])] * len(samples))
+    assert "loss_weights" not in none and none["turn_rewards"] == [[0, 0, 7], [1, 0, 0]] * 2
     message = r"reward.normalize .batch. changes the score of a response, not those of its steps, .* rewards.py:f gives"
     with pytest.raises(ConfigError, match=message):  # also on ranks without scores of steps
-        extra_fields(make_config(normalize="batch"), samples, mine, tokenizer, kinds)
+        fields_of(graded[rank : rank + 1], normalize="batch")
 
 
 def test_an_extra_of_one_rank_is_a_field_on_all():

@@ -8,7 +8,7 @@ from megappo.config.schema import Data
 from megappo.data.chat import Chat
 from megappo.data.prompts import Prompt
 from megappo.engines.client import Generation
-from megappo.rollouts.transcript import Transcript
+from megappo.rollouts.episodes import Transcript
 from megappo.userland.signatures import PROMPTS
 
 TEMPLATE = (

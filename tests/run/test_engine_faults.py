@@ -12,7 +12,7 @@ import psutil
 import pytest
 from program import ONE_RANK_EACH, Program, logged
 
-from megappo.engines.external import API_KEY
+from megappo.engines.process import API_KEY
 
 pytestmark = pytest.mark.timeout(300)
 ONE_BY_ONE = (  # rollouts that last for some seconds

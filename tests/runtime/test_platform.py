@@ -150,11 +150,10 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
 
 EIGHT = "for i in 1 2 3 4 5 6 7 8; do echo 535.183.01; done"
 UNSEEN = {
-    "an old driver": ((EIGHT,), ["GPUs (8, driver 535.183.01)", "CUDA 13.0 needs driver 580 or newer", "update it"]),
-    "one that is too old for CUDA 12": (("echo 470.57", "12.8"), ["GPUs (1, driver 470.57)", "needs driver 525"]),
+    "an old driver": ((EIGHT,), ["GPUs (8, driver 535.183.01)", "update the driver if it is too old for CUDA 13.0"]),
     "the environment for a CPU": (("echo 580.65.06", None), ["built for a CPU", "bash launch/setup.sh gpu"]),
-    "some of them chosen": ((EIGHT, "13.0", {"visible": "0,1"}), ["driver 580 or newer", "update it"]),
-    "a driver that is new enough": (("echo 580.65.06",), ["if it is new enough", "docker run --gpus all"]),
+    "some of them chosen": ((EIGHT, "13.0", {"visible": "0,1"}), ["driver 535.183.01", "update the driver"]),
+    "a driver that is new enough": (("echo 580.65.06",), ["docker run --gpus all"]),
     "nvidia-smi that fails": (("echo NVML >&2; exit 18", "13.0", {"devices": 2}), ["(2, driver unknown: nvidia-smi"]),
     "no nvidia-smi": ((None, "13.0", {"devices": 4}), ["(4, driver unknown: nvidia-smi does not answer)"]),
 }

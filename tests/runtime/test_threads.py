@@ -73,7 +73,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_a_thread_that_an_exception_ends_is_reported_once_and_counted(case: str, tmp_path: Path) -> None:
     script, names, reason = CASES[case]
-    start = "from megappo.runtime.threads import FAILED, report_failures\nreport_failures('rank 3')\n"
+    start = "from megappo.runtime.failure import FAILED, report_failed_threads\nreport_failed_threads('rank 3')\n"
     source = f"FOLDER = {str(tmp_path)!r}\n{start}{script}\nprint(FAILED, flush=True)\nimport os\nos._exit(0)\n"
     done = subprocess.run([sys.executable, "-c", source], cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -8,9 +8,9 @@ from megappo.runtime.watchdog import RankState, describe_hang, rank_state
 
 NAMES = [f"rank {rank} (pid {100 + rank}, host)" for rank in range(8)]
 REDUCES, GATHERS = "all_reduce (torch/distributed/d.py line 1)", "all_gather (torch/distributed/d.py line 2)"
-PEER = RankState(7, "update_actor", REDUCES, "MainThread:\n  update\n")
-AHEAD = RankState(9, "gather_metrics", GATHERS, "MainThread:\n  share\n")
-ASLEEP = RankState(7, "update_actor", "", "MainThread:\n  sleep\n")
+PEER = RankState(REDUCES, 7, "update_actor", "MainThread:\n  update\n")
+AHEAD = RankState(GATHERS, 9, "gather_metrics", "MainThread:\n  share\n")
+ASLEEP = RankState("", 7, "update_actor", "MainThread:\n  sleep\n")
 
 
 def lines_of(*places: RankState | None) -> list[str]:

@@ -6,7 +6,8 @@ from megappo.data.prompts import Prompt
 from megappo.observe.metrics import Metric
 from megappo.rollouts.group_selection import StepResponses
 from megappo.rollouts.responses import Responses
-from megappo.rollouts.sampler import EngineUsage, Sample
+from megappo.rollouts.sample_rows import Sample
+from megappo.rollouts.sampler import EngineUsage
 from megappo.userland.grades import Graded
 
 
@@ -22,7 +23,9 @@ class ScoredResponses(Responses):
         failures: Mapping[str, Metric] | None = None,
     ):
         super().__init__(prompts, None, None)
-        self.samples, self._graded = samples, graded
+        self.samples, self._is_graded = samples, True
+        for sample, one in zip(samples, graded, strict=True):
+            sample.graded = one
         self.usage = usage or EngineUsage()
         self._failures = dict(failures or {})
 

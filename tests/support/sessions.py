@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from megappo.engines.client import EngineFault
-from megappo.rollouts.sampler import EngineUsage, RolloutSession, Sample
+from megappo.rollouts.sample_rows import Sample
+from megappo.rollouts.sampler import EngineUsage, RolloutSession
 
 
 class Sampled(NamedTuple):

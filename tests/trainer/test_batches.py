@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 from engine_handles import restarts_of
 from reward_pools import load
+from samples_of import sample_of
 from scored_responses import ScoredResponses, step_of
 from spawn import run_ranks
 
@@ -21,13 +22,10 @@ from megappo.engines.handle import EngineHandle
 from megappo.observe.observer import NullObserver
 from megappo.observe.timers import Timers
 from megappo.rollouts.datasets import Datasets
-from megappo.rollouts.episodes import Episode
 from megappo.rollouts.responses import Responses
 from megappo.rollouts.rollouts import Rollouts
-from megappo.rollouts.row_builder import RowBuilder
-from megappo.rollouts.sample_rows import check_tokens
-from megappo.rollouts.sampler import Sample
-from megappo.rollouts.transcript import Segment
+from megappo.rollouts.row_builder import RowBuilder, check_tokens
+from megappo.rollouts.sample_rows import Sample, Segment
 from megappo.trainer.batches import SampledBatches
 from megappo.userland.grades import Graded
 from megappo.userland.rewards import RewardError
@@ -35,7 +33,7 @@ from megappo.userland.signatures import Row
 
 
 def test_tokens_that_the_critic_does_not_know_are_refused():
-    samples = [Sample(0, 0, [3, 6], [-1.0, -1.0], "stop"), Sample(1, 0, [8], [-1.0], "length")]
+    samples = [sample_of(0, 0, [3, 6], [-1.0, -1.0]), sample_of(1, 0, [8], [-1.0], "length")]
     check_tokens(samples, 9)
     check_tokens([], 9)
     with pytest.raises(ConfigError, match="critic.model_path: the actor wrote token 8, .*vocab_size is 8 "):
@@ -45,12 +43,15 @@ def test_tokens_that_the_critic_does_not_know_are_refused():
 DATASETS = Datasets(None, (), 30, None, {})
 PROMPTS = [Prompt(i, tokens, "", None) for i, tokens in enumerate(([5], [6, 7]))]
 SAMPLES = (
-    [Sample(1, 1, [11, 12, 13, 14], [-0.5, None, None, -0.25], "length"), Sample(0, 0, [15], [-1.0], "stop")],
+    [
+        sample_of(1, 1, [11, 12, 13, 14], [-0.5, None, None, -0.25], "length", prompt=[6, 7]),
+        sample_of(0, 0, [15], [-1.0]),
+    ],
     [],
-    [Sample(1, 0, [16, 17], [-2.0, None], "stop"), Sample(0, 1, [18, 19], [0.0, -3.0], "stop")],
+    [sample_of(1, 0, [16, 17], [-2.0, None], prompt=[6, 7]), sample_of(0, 1, [18, 19], [0.0, -3.0])],
 )
 """Samples of each rank; the log-prob is None where an environment wrote the token."""
-GREEDY = ([Sample(0, 0, [15, 20, 21], [-1.0, None, -1.0], "stop")], [Sample(1, 0, [22], [-1.0], "stop")], [])
+GREEDY = ([sample_of(0, 0, [15, 20, 21], [-1.0, None, -1.0])], [sample_of(1, 0, [22], [-1.0])], [])
 EXPECTED = {
     0: ([5, 15], [1, 0, 0, 0], [-1, 0, 0, 0], 15.0, 0, 0, 15 - 2 / 8),
     1: ([5, 18, 19], [1, 1, 0, 0], [0, -3, 0, 0], 18.0, 0, 0, 15 - 2 / 8),
@@ -145,7 +146,7 @@ def mask(rank: int, world_size: int) -> None:
     for name, (algorithm, reward, expected) in MASKED.items():
         config = make_config(**algorithm, mask_truncated=True)
         config = config.model_copy(update={"reward": config.reward.model_copy(update=reward)})
-        ending = {"finish_reason": "length"} if name == "all" else {}
+        ending = {"ending": "length"} if name == "all" else {}
         samples = [replace(one, **ending) for one in chain(*SAMPLES) if one.prompt_index == rank]
         batch, _ = RowBuilder(config, 30, None, exchange).build(step_of(scored(samples)))
         assert batch.table.policy_lengths.tolist() == expected, name
@@ -180,7 +181,7 @@ class Tokenizer:
 
 
 def samples_of(*tokens: list[int]) -> list[Sample]:
-    return [Sample(i // 2, i % 2, written, [-1.0] * len(written), "stop") for i, written in enumerate(tokens)]
+    return [sample_of(i // 2, i % 2, written, [-1.0] * len(written)) for i, written in enumerate(tokens)]
 
 
 def score_by_components(rank: int, world_size: int) -> None:
@@ -224,11 +225,7 @@ def score_where_a_function_fails(rank: int, world_size: int, folder: str) -> Non
     """One turn of each episode, with a reward of its own."""
     exchange, config = Exchange(dist.group.WORLD), make_config(adv_estimator="grpo")
     segments = [Segment([5], "", [first, 7], [-1.0, -1.0], [0.0, 3.0], [1, 1]) for first in (1, 2)]
-    samples = [
-        Sample(prompt, i, one.tokens, one.log_probs, "stop", Episode([one], "done", {}))
-        for prompt in (0, 1)
-        for i, one in enumerate(segments)
-    ]
+    samples = [Sample(prompt, i, [one], "done", {}) for prompt in (0, 1) for i, one in enumerate(segments)]
     with load(Path(folder), ONLY_ONES, on_error="zero") as pool:
         responses = step_of(by_workers(pool, samples))
         batch, metrics = RowBuilder(config, 30, Tokenizer(), exchange).build(responses)

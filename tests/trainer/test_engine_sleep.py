@@ -9,7 +9,7 @@ from spawn import run_ranks
 from megappo.batch.exchange import Exchange
 from megappo.config.schema import Config
 from megappo.engines.client import EngineClient, EngineError, EngineFault
-from megappo.engines.footprint import Footprint
+from megappo.engines.handle import Footprint
 from megappo.engines.restarts import EngineRestarts
 from megappo.placement.run_plan import plan_run
 from megappo.sync.sync import SyncStats
@@ -233,8 +233,7 @@ def on_a_gpu(monkeypatch, events):
         monkeypatch.setattr("megappo.trainer.inference.engine_sleeps", lambda route, number: sleeps)
         numbers = iter(others)
         monkeypatch.setattr("megappo.runtime.platform.bytes_of_others", lambda: next(numbers) * 2**30)
-        monkeypatch.setattr("megappo.runtime.platform.gpu_processes", lambda: ["7, sglang::scheduler, 44000 MiB"])
-        monkeypatch.setattr("megappo.engines.footprint.LIMIT_SECONDS", 0.0)
+        monkeypatch.setattr("megappo.engines.handle.ASLEEP_SECONDS", 0.0)
 
     return of
 
@@ -307,7 +306,7 @@ def test_an_engine_that_keeps_its_memory_is_reported_with_who_holds_it(events, o
     started(events)
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("WARNING: cpu: other processes hold 44.0 GiB 0 s after") and "at most 11.4" in line
-    assert "7, sglang::scheduler, 44000 MiB" in line and "rollout.mem_fraction_static" in line
+    assert "nvidia-smi" in line and "rollout.mem_fraction_static" in line
 
 
 def test_memory_that_comes_back_late_is_waited_for(monkeypatch, capsys):

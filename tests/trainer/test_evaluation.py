@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import pytest
 import torch.distributed as dist
 from engine_handles import restarts_of
+from samples_of import sample_of
 from spawn import run_ranks
 
 from megappo.batch.exchange import Exchange
@@ -17,7 +18,6 @@ from megappo.observe.observer import NullObserver
 from megappo.rollouts.datasets import Datasets
 from megappo.rollouts.responses import Responses
 from megappo.rollouts.rollouts import Rollouts
-from megappo.rollouts.sampler import Sample
 from megappo.trainer.evaluation import evaluate, prompt_statistics
 from megappo.userland.grades import Graded
 from megappo.userland.signatures import Row
@@ -55,7 +55,7 @@ class FewSampled(Rollouts):
         self.requests = [*getattr(self, "requests", []), (n, params)]
         responses = self.new_responses(prompts, task)
         mine = [(i, j) for i in OF_RANKS[self.exchange.rank] for j in reversed(range(n))]
-        responses.add([Sample(i, j, [ANSWERS[i][j]], [-1.0], "length" if j == 3 else "stop") for i, j in mine])
+        responses.add([sample_of(i, j, [ANSWERS[i][j]], [-1.0], "length" if j == 3 else "stop") for i, j in mine])
         return responses
 
 

@@ -42,8 +42,10 @@ from timed import Row, medians, parser_of, report, write_llama  # noqa: E402
 
 from megappo.config.schema import Rollout  # noqa: E402
 from megappo.engines.client import EngineClient, SamplingParams  # noqa: E402
+from megappo.engines.generations import generate_body  # noqa: E402
 from megappo.engines.process import Engine  # noqa: E402
-from megappo.rollouts.sampler import EngineUsage, RolloutSession, Sample, store_counter  # noqa: E402
+from megappo.rollouts.sample_rows import Sample  # noqa: E402
+from megappo.rollouts.sampler import EngineUsage, RolloutSession, store_counter  # noqa: E402
 
 VOCABULARY, HIDDEN, PARAMETERS = 4096, 256, 10e6
 LONGEST = 32
@@ -100,7 +102,7 @@ class Theirs:
     async def _generate(
         self, number: int, tokens: list[int], free: Sequence[asyncio.Semaphore]
     ) -> serving.RequestFuncOutput:
-        engine, body = self.engines[number], {"sampling_params": self.params.as_json()}
+        engine, body = self.engines[number], {"sampling_params": generate_body([], self.params)["sampling_params"]}
         request = serving.RequestFuncInput(tokens, f"{engine.url}/generate", len(tokens), LONGEST, "", "", None, body)
         async with free[number]:
             serving.set_global_args(arguments(engine))

@@ -50,7 +50,7 @@ from megappo.ppo.conventions import PRESETS  # noqa: E402
 from megappo.rollouts.datasets import Datasets  # noqa: E402
 from megappo.rollouts.responses import Responses  # noqa: E402
 from megappo.rollouts.rollouts import Rollouts  # noqa: E402
-from megappo.rollouts.sampler import Sample  # noqa: E402
+from megappo.rollouts.sample_rows import Sample, Segment  # noqa: E402
 from megappo.trainer.batches import SampledBatches  # noqa: E402
 from megappo.trainer.inference import NoEngines  # noqa: E402
 from megappo.trainer.loop import ppo_step  # noqa: E402
@@ -179,9 +179,10 @@ class FixedResponses(Responses):
         super().__init__(prompts, None, None)
         self.num_scores = num_scores
 
-    def graded(self) -> list[Graded]:
-        scores = [[sum(one.tokens) % 7 / 3 - 1, float(one.tokens[0] % 2)] for one in self.samples]
-        return [Graded(of_sample[: self.num_scores], {}) for of_sample in scores]
+    def grade(self) -> None:
+        for one in self.samples:
+            scores = [sum(one.tokens) % 7 / 3 - 1, float(one.tokens[0] % 2)]
+            one.graded = Graded(scores[: self.num_scores], {})
 
 
 class FixedRollouts(Rollouts):
@@ -197,7 +198,8 @@ class FixedRollouts(Rollouts):
                 noise = 0.3 * torch.randn(length, generator=generator)
                 log_probs = (noise - torch.tensor(float(VOCABULARY)).log()).tolist()
                 reason = "length" if length == LONGEST_RESPONSE else "stop"
-                responses.add([Sample(prompt.index, i, tokens, log_probs, reason)])
+                segment = Segment(prompt.tokens, tokens=tokens, log_probs=log_probs)
+                responses.add([Sample(prompt.index, i, [segment], reason)])
         return responses
 
 

@@ -26,7 +26,7 @@ from functools import partial
 from types import ModuleType
 from typing import IO, Any, NamedTuple
 
-from megappo.runtime.lifetime import die_with
+from megappo.runtime.keeper import die_with
 from megappo.userland.channel import receive, send
 from megappo.userland.graders.jail import answer, confine, limit, supervise
 from megappo.userland.graders.remote_calls import MAX_BYTES, run_test, serve_names

@@ -1,25 +1,41 @@
-"""torchrun's agent, which starts and watches a node's ranks; this one reports which rank ended first, and how."""
+"""torchrun's agent, which starts and watches a node's ranks; this one reports which rank ended first, and how.
+
+Launchers of several nodes send each other heartbeats and last reports through the run's store.
+"""
 
 import math
 import os
 import signal
 import socket
 import sys
+import threading
 import time
-from pathlib import Path
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
+from torch.distributed import DistError, Store
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from megappo.errors import EXIT_CONFIG
 from megappo.runtime import interruption
-from megappo.runtime.interruption import EXIT_AGAIN, EXIT_UNSAVED
-from megappo.runtime.launcher.nodes import Nodes
-from megappo.runtime.launcher.signals import ASKING, ending_signals
-from megappo.runtime.lifetime import EXIT_LOST_RANK, LAUNCHER
+from megappo.runtime.interruption import (
+    ASKING,
+    EXIT_AGAIN,
+    EXIT_LOST_RANK,
+    EXIT_UNSAVED,
+    LAUNCHER,
+    LAUNCHER_STARTED,
+    ending_signals,
+)
+
+BEAT_SECONDS = 2.0
+LOST_SECONDS = 30.0
+"""A node that has sent no heartbeat for so long is lost."""
+FAREWELL_SECONDS = 5.0
+"""Time that a launcher waits at its end for the store or, if it serves the store, for the others to read it."""
 
 
 class OtherNodeError(RuntimeError):
@@ -42,11 +58,11 @@ class Agent(LocalElasticAgent):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._nodes: Nodes | None = None
-        self._ended: list[int] = []  # local ranks that ended before any was stopped
+        self._ended: dict[int, int] = {}  # exit codes of local ranks that ended before any was stopped
         self._stopped_by = ""  # the signal by which the ranks were stopped
         self._first_saved = math.inf  # when the first rank had
         os.environ[LAUNCHER] = str(os.getpid())
-        os.environ[interruption.LAUNCHER_STARTED] = str(time.time())
+        os.environ[LAUNCHER_STARTED] = str(time.time())
 
     def run(self, role: str = "default") -> RunResult:
         """Run the ranks to their end, and report what went wrong if no rank can.
@@ -59,30 +75,27 @@ class Agent(LocalElasticAgent):
         """
         try:
             result = super().run(role)
-        except SignalException as error:
+        except (SignalException, OtherNodeError) as error:
             self._report_stuck()
-            self._leave(f"ended by {error.sigval.name}")
+            self._leave(f"ended by {error.sigval.name}" if isinstance(error, SignalException) else str(error))
             raise
-        except OtherNodeError as error:
-            self._report_stuck()
-            self._leave(str(error))
-            raise
-        if EXIT_AGAIN in self._codes().values() and not result.is_failed():
+        codes = self._codes().values()
+        if EXIT_AGAIN in codes and not result.is_failed():
             raise StartAgain(f"ended by {self._stopped_by}: started again, the run goes on" if self._stopped_by else "")
         if result.is_failed():
-            if self._stopped_by and EXIT_UNSAVED in self._codes().values():
+            if self._stopped_by and EXIT_UNSAVED in codes:
                 self._leave(f"ended by {self._stopped_by}")
                 raise SignalException(f"ended by {self._stopped_by}", signal.Signals[self._stopped_by])
             self._report()
-            own = [local for local in self._ended if self._codes()[local] != EXIT_LOST_RANK] or self._ended
+            own = [local for local, code in self._ended.items() if code != EXIT_LOST_RANK] or list(self._ended)
             first = {self._worker_group.workers[local].global_rank for local in own}
             result.failures = {rank: failure for rank, failure in result.failures.items() if rank in first}
         return result
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self._ended = []
-        self._killed_for_memory = _killed_for_memory()
-        self._handle_signals()
+        self._ended = {}
+        for number in ending_signals():
+            signal.signal(number, self._on_signal)
         signal.set_wakeup_fd(-1)  # from here on there are ranks to be ended
         held_back = {interruption.SIGNAL} if self.ranks_can_save else set()
         signal.pthread_sigmask(signal.SIG_BLOCK, held_back)  # as the ranks have it, until they can handle it
@@ -91,8 +104,10 @@ class Agent(LocalElasticAgent):
         if self._stopped_by:
             self._ask_to_save()
         if worker_group.group_world_size > 1 and self._nodes is None:
+            ranks = [worker.global_rank for worker in worker_group.workers]
+            span = f"ranks {ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}"
             node = worker_group.group_rank
-            name = f"node {node} ({socket.gethostname()}, {self._ranks(worker_group)})"
+            name = f"node {node} ({socket.gethostname()}, {span})"
             self._nodes = Nodes(worker_group.store, node, worker_group.group_world_size, name)
         return pids
 
@@ -111,7 +126,7 @@ class Agent(LocalElasticAgent):
                 return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks))
             if time.monotonic() - self._first_saved < self._shutdown_timeout:
                 return RunResult(state=WorkerState.HEALTHY)
-        self._ended = [local for local, code in codes.items() if code]
+        self._ended = {local: code for local, code in codes.items() if code}
         if self._ended:
             self._pcontext.close(signal.SIGTERM, self._shutdown_timeout)  # torchrun would give them 30 s
             if self._stopped_by or {EXIT_CONFIG, EXIT_AGAIN} & set(codes.values()):
@@ -125,18 +140,22 @@ class Agent(LocalElasticAgent):
     def _report(self) -> None:
         """Report the ranks that failed without an error message."""
         self._report_stuck()
-        codes = {local: self._codes()[local] for local in self._ended}
-        if all(code == EXIT_LOST_RANK for code in codes.values()):
+        own = {local: code for local, code in self._ended.items() if code != EXIT_LOST_RANK}
+        if not own:
             verdict = self._nodes.wait_for_verdict() if self._nodes is not None else ""
-            lost = f"{self._named(self._ended[0])} lost the connection to another rank, and none has reported why"
-            print(f"error: {verdict or lost}", file=sys.stderr)
-            self._leave(verdict or lost)
+            rank = self._named(next(iter(self._ended)))
+            verdict = verdict or f"{rank} lost the connection to another rank, and none has reported why"
+            print(f"error: {verdict}", file=sys.stderr)
+            self._leave(verdict)
             return
-        for local, code in codes.items():
+        accounts = []
+        for local, code in own.items():
+            how = f"failed ({code})" if code > 0 else f"was ended by {_name(-code)}"
+            accounts.append(f"{self._named(local)} {how}")
             if code < 0:
-                print(f"error: {self._named(local)} was ended by {self._signal(-code)}", file=sys.stderr)
-        local, code = next((local, code) for local, code in codes.items() if code != EXIT_LOST_RANK)
-        self._leave(f"{self._named(local)} " + (f"failed ({code})" if code > 0 else f"was ended by {_name(-code)}"))
+                hint = ": perhaps the machine was out of memory (see dmesg)" if code == -signal.SIGKILL else ""
+                print(f"error: {accounts[-1]}{hint}", file=sys.stderr)
+        self._leave(accounts[0])
 
     def _report_stuck(self) -> None:
         for local, code in self._codes().items():
@@ -147,36 +166,22 @@ class Agent(LocalElasticAgent):
                     file=sys.stderr,
                 )
 
-    def _signal(self, number: int) -> str:
-        if number != signal.SIGKILL:
-            return _name(number)
-        killed = _killed_for_memory()
-        if killed is None:
-            return "SIGKILL: the machine may be out of memory (see dmesg)"
-        if killed > self._killed_for_memory:
-            return "SIGKILL: the machine was out of memory, and the kernel ended a process (see dmesg)"
-        return "SIGKILL: by somebody, or a limit of the batch system; the kernel did not run out of memory"
-
     def _leave(self, reason: str) -> None:
         if self._nodes is not None:
             self._nodes.leave(reason)
 
     def _processes(self) -> dict[int, Any]:
-        """The ranks' processes by local rank."""
+        """Return the ranks' processes by local rank."""
         handlers = self._pcontext.subprocess_handlers if self._pcontext is not None else {}
         return {local: handler.proc for local, handler in handlers.items()}
 
     def _codes(self) -> dict[int, int | None]:
-        """The exit codes of those that have ended, by local rank; None of the others."""
+        """Return the exit codes of the ranks that have ended, by local rank; None of the others."""
         return {local: process.poll() for local, process in self._processes().items()}
 
     def _named(self, local: int) -> str:
         rank = self._worker_group.workers[local].global_rank
         return f"rank {rank} (pid {self._processes()[local].pid}, {socket.gethostname()})"
-
-    def _handle_signals(self) -> None:
-        for number in ending_signals():
-            signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.ranks_can_save and number in ASKING:
@@ -195,18 +200,73 @@ class Agent(LocalElasticAgent):
         for process in self._processes().values():
             process.send_signal(interruption.SIGNAL)  # not to one that has ended
 
-    @staticmethod
-    def _ranks(worker_group: WorkerGroup) -> str:
-        ranks = [worker.global_rank for worker in worker_group.workers]
-        return f"ranks {ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}"
-
 
 def _name(number: int) -> str:
     return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
-def _killed_for_memory() -> int | None:
-    """Return how many processes this machine's kernel has killed for lack of memory; None if it does not count them."""
-    path = Path("/proc/vmstat")
-    counts = dict(line.split() for line in path.read_text().splitlines()) if path.exists() else {}
-    return int(counts["oom_kill"]) if "oom_kill" in counts else None
+class Nodes:
+    """Heartbeats to the other nodes of a run, and from the next one. The first node that ends reports why to all.
+
+    Args:
+        store: the run's; served by node 0, and gone with it.
+        node: number of this node.
+        name: what to call it in messages.
+    """
+
+    def __init__(self, store: Store, node: int, num_nodes: int, name: str):
+        self._store = store.clone()  # the launcher holds its own connection while it waits for the others' end
+        self._node, self._num_nodes, self._name = node, num_nodes, name
+        self._head, self._verdict = "node 0", ""
+        self._answered = math.inf  # when the store last did; not before all nodes have met
+        threading.Thread(target=self._watch, name="nodes", daemon=True).start()
+
+    def verdict(self) -> str:
+        """Return why the run cannot go on because of another node; "" while nothing is known."""
+        if not self._verdict and time.monotonic() - self._answered > LOST_SECONDS:
+            return f"{self._head} has not answered for {LOST_SECONDS:g} s: it was killed or cut off"
+        return self._verdict
+
+    def wait_for_verdict(self) -> str:
+        """Return the same after a rank here has lost another: wait for the verdict as long as there may be one."""
+        deadline = time.monotonic() + LOST_SECONDS + 2 * BEAT_SECONDS
+        while not self.verdict() and time.monotonic() < deadline:
+            time.sleep(BEAT_SECONDS / 10)
+        return self.verdict()
+
+    def leave(self, reason: str) -> None:
+        """Report to the others why this node ends, unless another has ended before."""
+        account = f"{self._name}: {reason}"
+        farewell = threading.Thread(target=self._publish, name="farewell", args=[account], daemon=True)
+        farewell.start()
+        farewell.join(FAREWELL_SECONDS)  # a store that was cut off would not answer for minutes
+
+    def _publish(self, account: str) -> None:
+        with suppress(DistError):
+            self._store.compare_set("ended", "", account)
+            gone = self._store.add("gone", 1)
+            while self._node == 0 and gone < self._num_nodes:
+                time.sleep(BEAT_SECONDS / 10)
+                gone = self._store.add("gone", 0)
+
+    def _watch(self) -> None:
+        try:
+            self._store.set(f"name/{self._node}", self._name)
+            self._head = self._store.get("name/0").decode()
+            following = (self._node + 1) % self._num_nodes
+            name = self._store.get(f"name/{following}").decode()
+            beats, last_beat = 0, time.monotonic()
+            while not self._verdict:
+                self._answered = time.monotonic()
+                time.sleep(BEAT_SECONDS)
+                self._store.add(f"beats/{self._node}", 1)
+                found = self._store.add(f"beats/{following}", 0)
+                if found != beats:
+                    beats, last_beat = found, time.monotonic()
+                if self._store.check(["ended"]):
+                    self._verdict = self._store.get("ended").decode()
+                elif time.monotonic() - last_beat > LOST_SECONDS:
+                    lost = f"{name} has not answered for {LOST_SECONDS:g} s: it was killed or cut off"
+                    self._verdict = self._store.compare_set("ended", "", lost).decode()
+        except DistError:
+            self._verdict = f"{self._head} has ended or cannot be reached"
