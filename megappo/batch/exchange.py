@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -220,7 +220,7 @@ class Exchange:
         arriving = [[row for row in needed if owners[row] == rank] for rank in range(self.world_size)]
         widths = [numbers.shape[1] for numbers, _ in parts]
         values = torch.cat([numbers for numbers, _ in parts], dim=1)
-        sent_ids, arrived_ids = sum(outgoing, []), sum(arriving, [])
+        sent_ids, arrived_ids = list(chain(*outgoing)), list(chain(*arriving))
         sent = values[_places(held, sent_ids)][_mask(parts, sent_ids)]
         sizes = torch.stack([lengths for _, lengths in parts]).sum(dim=0)
         num_sent, num_received = _totals(sizes, outgoing), _totals(sizes, arriving)

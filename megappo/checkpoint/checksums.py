@@ -10,8 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megappo.checkpoint.durable import sync
-from megappo.checkpoint.folders import STATE, CheckpointError
+from megappo.checkpoint.folders import STATE, CheckpointError, sync
 from megappo.runtime.heartbeat import heartbeat
 
 if TYPE_CHECKING:

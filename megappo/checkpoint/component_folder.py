@@ -155,14 +155,8 @@ def _check_vocabulary(chunks: ModelChunks, folder: Path, info: ComponentInfo, vo
 
 def _load(state: dict[str, Any], groups: ComponentGroups, folder: Path, ignored: str) -> dict[str, Any]:
     """Load `state` from the folder. The folder may also hold objects, and tensors whose names start with `ignored`."""
-    try:
-        loaded, extra, absent = load_sharded(
-            state, folder, groups.as_world, StrictHandling.RETURN_ALL, groups.collection.dp_cp
-        )
-    except (Exception, CheckpointException) as error:
-        raise CheckpointError(
-            f"cannot load {folder}: {reason(error)}. It is damaged, or not of the model that config.json describes"
-        ) from error
+    strict, replicas = StrictHandling.RETURN_ALL, groups.collection.dp_cp
+    loaded, extra, absent = load_sharded(state, folder, groups.as_world, strict, replicas)
     unknown = {name for name in extra if EXTRA_STATE not in name and not (ignored and name.startswith(ignored))}
     missing = {name for name in absent if EXTRA_STATE not in name}
     if unknown or missing:

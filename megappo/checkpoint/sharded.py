@@ -223,12 +223,18 @@ def load_sharded(
 
     Args:
         replicas: a group whose ranks share out the reading of what several of them need; None: all of the component's.
+    Raises:
+        CheckpointError: the folder cannot be loaded into this state.
     """
-    strategy, common = _ReadOnce(replicas), SafeCommon()
-    with as_world():
-        return dist_checkpointing.load(
-            state, str(folder), sharded_strategy=strategy, common_strategy=common, strict=strict
-        )
+    strategies = {"sharded_strategy": _ReadOnce(replicas), "common_strategy": SafeCommon()}
+    try:
+        with as_world():
+            return dist_checkpointing.load(state, str(folder), **strategies, strict=strict)
+    except (Exception, CheckpointException) as error:
+        raise CheckpointError(
+            f"cannot load {folder.name} from {folder.parent}: {reason(error)}. It is damaged, or of another model than "
+            "config.json describes; use another checkpoint"
+        ) from error
 
 
 class _ReadOnce(TorchDistLoadShardedStrategy):

@@ -21,11 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.validation import StrictHandling
-from torch.distributed.checkpoint.api import CheckpointException  # of any rank; not an Exception
 
 from megappo.batch.exchange import Exchange, OtherRankError
 from megappo.checkpoint.checksums import damage, write_sums
-from megappo.checkpoint.durable import sync, write_durably
 from megappo.checkpoint.folders import (
     LATEST,
     PARTIAL,
@@ -36,6 +34,8 @@ from megappo.checkpoint.folders import (
     position_of,
     read_state,
     step_folder,
+    sync,
+    write_durably,
 )
 from megappo.checkpoint.sharded import Writing, begin_sharded, load_sharded, reason
 from megappo.models.train_engine import TrainedEngine
@@ -202,7 +202,10 @@ class CheckpointStore:
         state = read_state(path)
         for name, component in components.items():
             if component is not None:
-                component.load_state_dict(_loaded(component, path, name))
+                wanted = component.sharded_state_dict(is_loading=True)
+                strict = StrictHandling.RAISE_ALL
+                found = load_sharded(wanted, path / name, component.as_world, strict, component.replicas)
+                component.load_state_dict(found)
         return state
 
     def _prepare(self, partial: Path, components: Mapping[str, TrainedEngine | None]) -> None:
@@ -259,18 +262,6 @@ def _begin(component: TrainedEngine, folder: Path, *, copies: bool) -> Writing:
 def _write(writings: list[Writing]) -> None:
     for writing in writings:
         writing.write()
-
-
-def _loaded(component: TrainedEngine, path: Path, name: str) -> dict[str, Any]:
-    """Return a component's state from a checkpoint, for `load_state_dict`."""
-    wanted = component.sharded_state_dict(is_loading=True)
-    try:
-        return load_sharded(wanted, path / name, component.as_world, StrictHandling.RAISE_ALL, component.replicas)
-    except (Exception, CheckpointException) as error:
-        raise CheckpointError(
-            f"cannot load {name} from {path}: {reason(error)}. The checkpoint is damaged or of another model; write "
-            f"the name of another one into {path.parent / LATEST}, or choose another trainer.output_dir"
-        ) from error
 
 
 def _remove(*folders: Path) -> None:

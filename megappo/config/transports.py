@@ -44,7 +44,7 @@ TRANSPORTS: Table[Transport] = Table(
         "ipc": Transport(
             "megappo.sync.ipc:HandleSender",
             each_rank=True,
-            adapters=Transport("megappo.sync.adapters:AdapterHandles", each_rank=True),
+            adapters=Transport("megappo.sync.ipc:AdapterHandles", each_rank=True),
         ),
         "broadcast": Transport(
             "megappo.sync.broadcast:BroadcastReceiver",
@@ -55,7 +55,7 @@ TRANSPORTS: Table[Transport] = Table(
         "disk": Transport(
             "megappo.sync.disk:DiskReader",
             "megappo.sync.disk:DiskWriter",
-            adapters=Transport("megappo.sync.adapters:AdapterReader", "megappo.sync.adapters:AdapterWriter"),
+            adapters=Transport("megappo.sync.disk:AdapterReader", "megappo.sync.disk:AdapterWriter"),
         ),
     },
 )

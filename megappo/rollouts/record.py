@@ -11,7 +11,7 @@ from typing import Any
 from megappo.batch.exchange import Batch, Exchange
 from megappo.batch.recorded_steps import rows_file
 from megappo.batch.rows_file import RowsFile, RowsFileError, write_rows
-from megappo.checkpoint.durable import put_durably
+from megappo.checkpoint.folders import put_durably
 from megappo.config.checks import step_scores_errors
 from megappo.config.config_error import ConfigError, show
 from megappo.config.schema import Config

@@ -9,15 +9,15 @@ from typing import Any
 import torch.distributed as dist
 
 from megappo.architecture.architecture import Architecture
+from megappo.architecture.parameters import LORA_A, LORA_B
 from megappo.batch.exchange import Exchange
 from megappo.config.config_error import ConfigError
-from megappo.config.schema import Config
+from megappo.config.schema import Config, Lora
 from megappo.config.transports import CPU_BUCKET_BYTES, GPU_BUCKET_BYTES
 from megappo.engines.client import EngineClient
 from megappo.models.megatron_engine import MegatronEngine
 from megappo.placement.route import SyncRoute
 from megappo.runtime import platform
-from megappo.sync.adapters import adapter_shapes
 from megappo.sync.sync import WeightSync
 from megappo.sync.transport import Link, Receiver, Sender
 from megappo.table import resolved
@@ -80,6 +80,17 @@ def build_sync(
         engines_keep=not any(engine_sleeps(route, engine) for engine in range(len(route.engines))),
         sender=0 if export is None else export.sender,
     )
+
+
+def adapter_shapes(shapes: Mapping[str, tuple[int, ...]], lora: Lora) -> dict[str, tuple[int, ...]]:
+    """Return names and shapes of a model's adapters, from those of its own tensors."""
+    found = {}
+    for name, shape in shapes.items():
+        matrix, _, kind = name.rpartition(".")
+        if kind == "weight" and matrix.rpartition(".")[2] in lora.modules:
+            found[matrix + LORA_A] = (lora.rank, shape[1])
+            found[matrix + LORA_B] = (shape[0], lora.rank)
+    return found
 
 
 def _engine_ends(

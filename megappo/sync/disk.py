@@ -1,4 +1,4 @@
-"""Pass weights to engines through a Hugging Face folder that all nodes share. Slow; the last resort."""
+"""Pass weights, or adapters alone, to engines through a folder that all nodes share. Slow; the last resort."""
 
 import contextlib
 import shutil
@@ -9,7 +9,7 @@ from megappo.architecture.config_json import write_model_config
 from megappo.engines.client import EngineClient
 from megappo.sync.transport import Link, Receiver, Sender
 from megappo.weights.buckets import Bucket, views
-from megappo.weights.hf_folder import staged, temporary_folder
+from megappo.weights.hf_folder import staged, temporary_folder, write_adapters
 from megappo.weights.safetensors_io import ShardedWriter
 
 
@@ -47,3 +47,25 @@ class DiskReader(Receiver):
         # SGLang makes a whole update of it, and flushes cached keys and values.
         body = {"model_path": str(self.folder)}
         self.client.post("/update_weights_from_disk", body, timeout=self.client.timeout)
+
+
+class AdapterWriter(Sender):
+    """Writes adapters as a folder of PEFT."""
+
+    def __init__(self, link: Link):
+        self.link = link
+
+    def send(self, bucket: Bucket, flat: torch.Tensor) -> None:
+        with staged(self.link.folder) as folder:
+            write_adapters(folder, views(bucket, flat), self.link.config.actor.lora, self.link.config.model.path)
+
+
+class AdapterReader(Receiver):
+    """Has an engine read the folder once it is complete."""
+
+    def __init__(self, link: Link, client: EngineClient):
+        self.folder = link.folder
+        self.client = client
+
+    def close(self) -> None:
+        self.client.load_adapter("/load_lora_adapter", {"lora_path": str(self.folder)})

@@ -19,6 +19,7 @@ from megappo.engines.client import EngineClient
 from megappo.runtime import platform
 from megappo.sync.transport import FLATTENED_BUCKET, Link, Sender
 from megappo.weights.buckets import Bucket
+from megappo.weights.hf_folder import peft_config
 
 DEVICE_ARGUMENT = 6  # position of the device among reductions.rebuild_cuda_tensor's arguments
 
@@ -31,11 +32,16 @@ class HandleSender(Sender):
 
     Args:
         client: the engine's, on the rank that owns it.
+    Attributes:
+        replaces_model: the engine gets all of its weights.
     """
+
+    replaces_model = True
 
     def __init__(self, link: Link, client: EngineClient | None):
         self.client = client
         self.peers = link.peers
+        self.lora = link.config.actor.lora
         self.num_ranks = link.config.rollout.tensor_parallel
         # On a CPU two buffers take turns, kept from sync to sync: new pages cost more time than the copy into them.
         self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
@@ -44,7 +50,7 @@ class HandleSender(Sender):
             torch.multiprocessing.set_sharing_strategy("file_system")
 
     def open(self) -> None:
-        if self.client is not None:
+        if self.client is not None and self.replaces_model:
             self.client.begin_weight_update()
 
     def buffer(self, size: int) -> torch.Tensor | None:
@@ -73,10 +79,28 @@ class HandleSender(Sender):
         self.client.post("/update_weights_from_tensor", body)
 
     def close(self) -> None:
-        if self.client is not None:
+        if self.client is not None and self.replaces_model:
             self.client.end_weight_update()
         if platform.has_cuda():
             torch.cuda.ipc_collect()  # free the buckets that the engine has let go
+
+
+class AdapterHandles(HandleSender):
+    """Hands adapters to an engine as handles, as `HandleSender` does weights.
+
+    On a CPU SGLang reads some of them as late as the first request: they stay as they are until the engine has the next
+    ones, because the two buffers take turns.
+    """
+
+    replaces_model = False
+
+    def _post(self, payloads: list[str]) -> None:
+        body = {
+            "config_dict": peft_config(self.lora),
+            "serialized_named_tensors": payloads,
+            "load_format": FLATTENED_BUCKET,
+        }
+        self.client.load_adapter("/load_lora_adapter_from_tensors", body)
 
 
 def shared_bytes(size: int) -> torch.Tensor:

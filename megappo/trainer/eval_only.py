@@ -10,8 +10,7 @@ import torch.distributed as dist
 from megappo.batch.exchange import Exchange
 from megappo.checkpoint.checksums import refuse_damaged
 from megappo.checkpoint.component_folder import load_model
-from megappo.checkpoint.durable import write_durably
-from megappo.checkpoint.folders import step_of
+from megappo.checkpoint.folders import step_of, write_durably
 from megappo.checkpoint.metadata import read_component
 from megappo.checkpoint.store import CheckpointStore
 from megappo.config.loading import dump_config

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megappo.batch.exchange import Exchange
-from megappo.checkpoint.durable import write_durably
+from megappo.checkpoint.folders import write_durably
 from megappo.config.loading import changes_since, dump_config
 from megappo.config.schema import Config
 from megappo.observe.files import CONFIG_FILE

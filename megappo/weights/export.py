@@ -77,7 +77,10 @@ class Export:
     ):
         self.groups, layout = groups, groups.layout
         every_entry, every_parameter = table_of(architecture, groups), global_parameters(chunks)
-        self._merged = {} if adapters else _adapter_pairs(every_entry, every_parameter)
+        self._adapters: dict[str, torch.Tensor] = {}  # to merge, by Hugging Face name
+        for name, parameter in every_parameter.items():
+            if is_adapter(name) and not adapters:
+                self._adapters[every_entry[name].hf_tensors[0].name] = parameter
         self._scale = architecture.lora.scale if architecture.lora else 0.0
         left_out = (f"{SECOND_HEAD}.",) if architecture.head == "policy" else ()
         table = {name: entry for name, entry in every_entry.items() if is_adapter(name) == adapters}
@@ -160,19 +163,11 @@ class Export:
         """This rank's shard of a tensor that it has, as `decompose` gives it, with its adapter merged into it: a rank
         has the shards of the adapter that it needs for that."""
         shard = decompose(*self._held[name])[name]
-        if name not in self._merged:
+        matrix = name.removesuffix(".weight")
+        if matrix + LORA_A not in self._adapters:
             return shard
-        a, b = (matrix.detach().float() for matrix in self._merged[name])
+        a, b = (self._adapters[matrix + kind].detach().float() for kind in (LORA_A, LORA_B))
         return (shard.float() + self._scale * (b @ a).view_as(shard)).to(shard.dtype)
-
-
-def _adapter_pairs(
-    table: Mapping[str, Parameter], parameters: Mapping[str, torch.Tensor]
-) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """A rank's adapters, a and b, by the Hugging Face matrix that they adapt."""
-    found = {table[name].hf_tensors[0].name: value for name, value in parameters.items() if is_adapter(name)}
-    matrices = [name.removesuffix(LORA_A) for name in found if name.endswith(LORA_A)]
-    return {f"{matrix}.weight": (found[matrix + LORA_A], found[matrix + LORA_B]) for matrix in matrices}
 
 
 def _agreed(

@@ -96,9 +96,13 @@ def _check_source(source: HFFolder, architecture: Architecture, table: Mapping[s
     expected = hf_tensors_of(entry for name, entry in table.items() if not is_adapter(name))
     optional = {LM_HEAD} if architecture.head == "value" or architecture.tied else set()
     if architecture.head != "policy":
-        optional |= {VALUE_HEAD, VALUE_BIAS}
+        optional |= {VALUE_HEAD} if architecture.value_bias else {VALUE_HEAD, VALUE_BIAS}
         name_value_head(source)
-        _check_bias(source, architecture)
+        if has_value_bias(source) and not architecture.value_bias:
+            raise WeightsError(
+                f"the value head in {source.folder} has a bias that is not zero, but the model was built without one; "
+                "a shared backbone's has none: train a separate critic, or remove the bias"
+            )
     found = {name for name in source.names() if not is_unused(name, architecture)}
     missing = sorted(expected.keys() - found - optional)
     unused = sorted(found - expected.keys() - optional)
@@ -120,18 +124,6 @@ def _check_source(source: HFFolder, architecture: Architecture, table: Mapping[s
             f"config.json of {source.folder} ties the embeddings, but {LM_HEAD} differs from {EMBEDDING}; "
             "set tie_word_embeddings to false, or remove the tensor"
         )
-
-
-def _check_bias(source: HFFolder, architecture: Architecture) -> None:
-    """A bias that the model has no place for must be zero; one it has a place for must be there."""
-    expected, found = architecture.value_bias, has_value_bias(source)
-    if found and not expected:
-        raise WeightsError(
-            f"the value head in {source.folder} has a bias that is not zero, but the model was built without one; "
-            "a shared backbone's has none: train a separate critic, or remove the bias"
-        )
-    if expected and VALUE_BIAS not in source.names():
-        raise WeightsError(f"the model's value head has a bias, but {source.folder} has none; build it of this folder")
 
 
 def _fill(shard: torch.Tensor, source: HFFolder, hf: HFTensor, groups: ComponentGroups) -> None:

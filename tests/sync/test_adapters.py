@@ -15,7 +15,9 @@ from weight_sources import SECTIONS, Given, specs
 from megappo.config.schema import Config
 from megappo.engines.client import EngineClient, EngineError, SamplingParams
 from megappo.engines.process import Engine
-from megappo.sync.adapters import AdapterHandles, AdapterReader, AdapterWriter, adapter_shapes
+from megappo.sync.build import adapter_shapes
+from megappo.sync.disk import AdapterReader, AdapterWriter
+from megappo.sync.ipc import AdapterHandles
 from megappo.sync.sync import WeightSync
 from megappo.sync.transport import Link
 from megappo.weights.buckets import NamedTensors, num_bytes
