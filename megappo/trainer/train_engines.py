@@ -16,8 +16,7 @@ from megappo.placement.components import ComponentSpec, build_order
 from megappo.placement.groups import ComponentGroups
 from megappo.placement.uses import NOTHING
 from megappo.runtime import platform
-from megappo.weights.critic import critic_architecture
-from megappo.weights.load import load_hf
+from megappo.weights.load import critic_architecture, load_hf
 
 
 def build_engines(

@@ -14,12 +14,12 @@ from megappo.architecture.architecture import Architecture
 from megappo.architecture.config_json import write_model_config
 from megappo.architecture.dtypes import dtype_name
 from megappo.architecture.model_folder import companions
+from megappo.architecture.parameters import LM_HEAD, VALUE_BIAS, VALUE_HEAD
 from megappo.batch.rows_file import write_tensors
 from megappo.config.schema import Lora
 from megappo.models.gpt import ModelChunks
 from megappo.placement.groups import ComponentGroups
 from megappo.weights.buckets import NamedTensors
-from megappo.weights.critic import critic_buckets
 from megappo.weights.export import Export
 from megappo.weights.safetensors_io import ShardedWriter
 
@@ -99,6 +99,23 @@ def write_hf_files(
     writer.finish()
     write_model_config(architecture, folder, dtype_name(chunks[0].config.params_dtype))
     copy_companions(Path(source), folder)
+
+
+def critic_buckets(buckets: Iterable[NamedTensors]) -> Iterator[NamedTensors]:
+    """Buckets of a model with a value head as *ForTokenClassification has them.
+
+    That has a bias always, so a head without one is given a zero, and it has no language model's head.
+    """
+    weight, has_bias = None, False
+    for bucket in buckets:
+        tensors = dict(bucket)
+        weight = tensors.get(VALUE_HEAD, weight)
+        has_bias = has_bias or VALUE_BIAS in tensors
+        tensors.pop(LM_HEAD, None)
+        yield list(tensors.items())
+        del bucket, tensors  # before the next one is gathered
+    if weight is not None and not has_bias:
+        yield [(VALUE_BIAS, weight.new_zeros(1))]
 
 
 def _write_adapters(

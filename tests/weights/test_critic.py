@@ -24,9 +24,8 @@ from megappo.config.schema import Model, Parallel
 from megappo.models.gpt import ModelChunks, build_model
 from megappo.placement.groups import ComponentGroups, build_groups
 from megappo.placement.layout import Layout
-from megappo.weights.critic import HEAD_MODULES, critic_architecture
 from megappo.weights.hf_folder import write_hf_folder
-from megappo.weights.load import load_hf
+from megappo.weights.load import HEAD_MODULES, critic_architecture, load_hf
 from megappo.weights.safetensors_io import WeightsError
 
 LAYOUTS = {

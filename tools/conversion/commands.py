@@ -17,9 +17,8 @@ from megappo.checkpoint.checksums import write_sums
 from megappo.checkpoint.component_folder import has_value_bias, head_of, load_model, reshard, save_model
 from megappo.checkpoint.metadata import EMBEDDING, ComponentInfo, components_of, is_component, read_component
 from megappo.models.gpt import ModelChunks
-from megappo.weights.critic import critic_architecture, has_value_head
 from megappo.weights.hf_folder import copy_companions, write_hf_files
-from megappo.weights.load import load_hf
+from megappo.weights.load import critic_architecture, has_value_head, load_hf
 from megappo.weights.safetensors_io import HFFolder
 
 

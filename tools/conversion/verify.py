@@ -18,9 +18,9 @@ from megappo.architecture.parameters import EMBEDDING, LM_HEAD, VALUE_BIAS
 from megappo.architecture.parsing import read_architecture
 from megappo.checkpoint.metadata import components_of, is_component
 from megappo.models.megatron_config import TORCH_DTYPES
-from megappo.weights.critic import critic_buckets, has_value_head, name_value_head
 from megappo.weights.export import Export
-from megappo.weights.load import is_unused
+from megappo.weights.hf_folder import critic_buckets
+from megappo.weights.load import has_value_head, is_unused, name_value_head
 from megappo.weights.safetensors_io import HFFolder
 
 BUCKET_BYTES = 256 * 2**20
