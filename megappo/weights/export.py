@@ -152,8 +152,11 @@ class Export:
         if first.expert_rank is not None and first.stage == collection.pp.rank():
             _pass_on(rows[way], first.expert_rank, collection.ep, self._experts)
         _pass_on(rows[way], first.stage, collection.pp, self._stages)
-        if ways > 1:
-            _fill_rows(rows, group, self._whole)
+        if ways > 1 and rows.is_cuda and self._whole.issuperset(dist.get_process_group_ranks(group)):
+            dist.all_gather_into_tensor(rows, rows[way], group=group)
+        elif ways > 1:
+            for number, row in enumerate(rows):  # gloo's all_gather takes longer, and keeps a copy of them all
+                _pass_on(row, number, group, self._whole)
         if not is_in_place and dist.get_rank() in self._whole:
             places = target.split([prod(tensor.shape) for tensor in tensors])
             for tensor, shards, place in zip(tensors, rows.split(sizes, dim=1), places, strict=True):
@@ -216,15 +219,6 @@ def _pass_on(part: torch.Tensor, source: int, group: dist.ProcessGroup, receiver
     ranks = dist.get_process_group_ranks(group)
     if any(rank in receivers for rank in ranks if rank != ranks[source]):
         dist.broadcast(part, group=group, group_src=source)
-
-
-def _fill_rows(rows: torch.Tensor, group: dist.ProcessGroup, receivers: Collection[int]) -> None:
-    """Fill `rows` [ranks of the group, elements], of which each rank has its own, on the receivers."""
-    if rows.is_cuda and all(rank in receivers for rank in dist.get_process_group_ranks(group)):
-        dist.all_gather_into_tensor(rows, rows[group.rank()], group=group)
-        return
-    for number, row in enumerate(rows):  # gloo's all_gather takes longer, and keeps a copy of them all
-        _pass_on(row, number, group, receivers)
 
 
 def _join(hf: HFTensor, shards: torch.Tensor, whole: torch.Tensor) -> None:
