@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from megappo.checkpoint.checksums import new_sum
 from megappo.checkpoint.folders import CheckpointError
+from megappo.checkpoint.host_copies import HostCopies
 from megappo.checkpoint.safe_reading import SafeCommon
 from megappo.runtime import platform
 from megappo.runtime.heartbeat import heartbeat
@@ -171,30 +172,25 @@ _COMMON = _DeferringCommonSave("torch", 1)
 register_default_strategy(StrategyAction.SAVE_COMMON, "torch", 1, _COMMON)  # `save` takes no other
 
 
-def begin_sharded(state: dict[str, Any], folder: Path, as_world: AsWorld, *, copies: bool) -> Writing:
+def begin_sharded(state: dict[str, Any], folder: Path, as_world: AsWorld, copies: HostCopies | None) -> Writing:
     """Begin to write a component's sharded state into an existing folder; all its ranks together.
 
     Args:
-        copies: write a copy of the state, so that training may go on meanwhile; otherwise what is on the host is
-            written from where it is.
+        copies: makes copies, in place of those of the last save, so that training may go on while they are written;
+            None: what is on the host is written from where it is.
     """
     writing = Writing(folder, as_world)
     with as_world():
         apply_factories(state)  # before copies are made: of views, as factories cut them, Megatron would make another
         for leaf in nested_values(state):
             if isinstance(leaf, ShardedTensor) and is_main_replica(leaf.replica_id):
-                leaf.data = _host_copy(leaf.data) if copies else leaf.data.cpu()
+                name = f"{folder.name}/{leaf.key}{leaf.global_offset}"
+                leaf.data = copies.copy(name, leaf.data) if copies else leaf.data.cpu()
         request = dist_checkpointing.save(state, str(folder), sharded_strategy=writing, async_sharded_save=True)
     # Without the second, which ends in a barrier: the others would wait there for a first rank that fails.
     writing.finalize = request.finalize_fns[0]
     writing.error = _COMMON.error
     return writing
-
-
-def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy; from a GPU into pinned memory, which torch keeps for the next save."""
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=platform.has_cuda())
-    return copy.copy_(tensor.detach())
 
 
 def save_sharded(state: dict[str, Any], folder: Path, as_world: AsWorld) -> dict[str, str]:
@@ -205,7 +201,7 @@ def save_sharded(state: dict[str, Any], folder: Path, as_world: AsWorld) -> dict
     Raises:
         CheckpointError: as `Writing.finish`.
     """
-    writing = begin_sharded(state, folder, as_world, copies=False)
+    writing = begin_sharded(state, folder, as_world, copies=None)
     writing.write()
     writing.finish()
     return writing.sums

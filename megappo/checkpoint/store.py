@@ -37,6 +37,7 @@ from megappo.checkpoint.folders import (
     sync,
     write_durably,
 )
+from megappo.checkpoint.host_copies import HostCopies
 from megappo.checkpoint.sharded import Writing, begin_sharded, load_sharded, reason
 from megappo.models.train_engine import TrainedEngine
 
@@ -83,6 +84,7 @@ class CheckpointStore:
         self.warn = warn if exchange.rank == 0 else lambda line: None
         self._damaged: set[Path] = set()
         self._saving: Saving | None = None
+        self._copies: HostCopies | None = None
 
     def latest(self) -> Path | None:
         """Return the checkpoint to resume from, with all files verified; None in a folder without checkpoints.
@@ -134,9 +136,11 @@ class CheckpointStore:
         text = json.dumps({"step": step} | state, indent=1)
         with self._removed_if_it_fails(path, partial):
             self.exchange.on_rank_0(lambda: self._prepare(partial, components))
+            # Kept between background saves. A synchronous save, such as the last, needs no copies.
+            self._copies = (self._copies or HostCopies()) if in_background else None
             writings: list[Writing] = []
             for name, component in components.items():
-                begun = [] if component is None else [_begin(component, partial / name, copies=in_background)]
+                begun = [] if component is None else [_begin(component, partial / name, self._copies)]
                 if not in_background:  # before the next one's state takes memory
                     _write(begun)
                     self._finish(begun)
@@ -254,9 +258,9 @@ class CheckpointStore:
         return bool(self.keep_every) and step % self.keep_every == 0 and num_updates < 0
 
 
-def _begin(component: TrainedEngine, folder: Path, *, copies: bool) -> Writing:
+def _begin(component: TrainedEngine, folder: Path, copies: HostCopies | None) -> Writing:
     # Not in a variable: one component's state must be freed before the next one's is made.
-    return begin_sharded(component.sharded_state_dict(is_loading=False), folder, component.as_world, copies=copies)
+    return begin_sharded(component.sharded_state_dict(is_loading=False), folder, component.as_world, copies)
 
 
 def _write(writings: list[Writing]) -> None:

@@ -5,7 +5,8 @@
 
 Runs real PPO steps of an actor and a critic on fixed rollouts; prints medians, and the range of each ratio. An
 asynchronous save blocks training while it copies and again while it completes; it also takes CPU time from the steps
-that run meanwhile. On a GPU the first one of a run takes longer than later ones, which reuse its pinned memory.
+that run meanwhile. The first one of a run takes longer than later ones, which reuse its memory for their copies, so
+both are reported. A synchronous save frees that memory, so that each round has a first asynchronous save.
 
 With --resume the checkpoint is verified against its checksums and loaded into the models that wrote it. Reported are
 seconds, the bytes that each rank reads in a load, and the peak memory on top of what the rank keeps.
