@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import sys
 import time
 from collections import defaultdict
@@ -12,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import SummaryWriter
@@ -35,13 +35,13 @@ class Histogram:
     numbers: tuple[float, ...]
 
     def write(self, tensorboard: SummaryWriter, name: str, step: int) -> None:
+        """Add this to TensorBoard, unless it is of no value."""
         total, squares, *counts = self.numbers
-        filled = [i for i, count in enumerate(counts) if count]
-        if not filled:
-            return
-        limits = BUCKETS.tolist()
-        low, high = limits[max(filled[0] - 1, 0)], limits[min(filled[-1], len(limits) - 2)]
-        tensorboard.add_histogram_raw(name, low, high, sum(counts), total, squares, limits, counts, step)
+        filled = [index for index, count in enumerate(counts) if count]
+        if filled:
+            limits = BUCKETS.tolist()
+            low, high = limits[max(filled[0] - 1, 0)], limits[min(filled[-1], len(limits) - 2)]
+            tensorboard.add_histogram_raw(name, low, high, sum(counts), total, squares, limits, counts, step)
 
 
 Numbers = tuple[float, ...]
@@ -71,16 +71,6 @@ def _add(parts: Sequence[Numbers]) -> Numbers:
     return tuple(map(sum, zip(*parts, strict=True)))
 
 
-def _extreme(choose: Callable[[Iterable[float]], float]) -> Callable[[Sequence[Numbers]], Numbers]:
-    """NaN where any is."""
-
-    def merge(parts: Sequence[Numbers]) -> Numbers:
-        numbers = [number for (number,) in parts]
-        return (math.nan if any(map(math.isnan, numbers)) else choose(numbers),)
-
-    return merge
-
-
 def _variance(count: float, mean: float, squares: float) -> float:
     """With ddof 1."""
     return squares / (count - 1) if count > 1 else math.nan
@@ -108,8 +98,13 @@ REDUCTIONS = {
         _add,
         lambda total, squares, count: total * total / (count * squares) if squares else 0.0,
     ),
-    "max": Reduction(lambda x: x.max()[None] if len(x) else x.new_tensor([-math.inf]), _extreme(max)),
-    "min": Reduction(lambda x: x.min()[None] if len(x) else x.new_tensor([math.inf]), _extreme(min)),
+    # NaN where any value is.
+    "max": Reduction(
+        lambda x: x.max()[None] if len(x) else x.new_tensor([-math.inf]), lambda parts: (float(numpy.max(parts)),)
+    ),
+    "min": Reduction(
+        lambda x: x.min()[None] if len(x) else x.new_tensor([math.inf]), lambda parts: (float(numpy.min(parts)),)
+    ),
     "histogram": Reduction(_histogram_part, _add, lambda *numbers: Histogram(numbers)),
 }
 
@@ -178,34 +173,31 @@ def reduce_ranks(per_rank: Iterable[Mapping[str, Metric]]) -> dict[str, Any]:
 
 
 def read_metrics(output_dir: str | Path) -> list[dict[str, Any]]:
-    """The steps logged so far, in file order; a last line cut short by a kill is left out.
+    """Return the steps logged so far, in file order; a last line cut short by a kill is left out.
 
     Raises:
-        ConfigError: a line that is not the last is no JSON object with a `step`, or the file cannot be read.
+        ConfigError: a line that is not the last is no JSON object with a `step`.
     """
     path = Path(output_dir) / METRICS_FILE
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
-    except OSError as error:
-        raise ConfigError(f"trainer.output_dir: cannot read {path} ({error.strerror}): move it away") from error
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
     steps = []
     for number, line in enumerate(lines, start=1):
-        try:
-            steps.append(_parse_step(line))
-        except (ValueError, RecursionError) as error:
-            if number < len(lines):
-                raise ConfigError(
-                    f"{path}, line {number}: expected one step's metrics as a JSON object with 'step', found "
-                    f"{line[:60]!r}; delete the line or start in a new trainer.output_dir"
-                ) from error
+        if (metrics := _parse_step(line)) is not None:
+            steps.append(metrics)
+        elif number < len(lines):
+            raise ConfigError(
+                f"{path}, line {number}: expected one step's metrics as a JSON object with 'step', found "
+                f"{line[:60]!r}; delete the line or start in a new trainer.output_dir"
+            )
     return steps
 
 
-def _parse_step(line: str) -> dict[str, Any]:
-    metrics = json.loads(line)
-    if not isinstance(metrics, dict) or not isinstance(metrics.get("step"), int):
-        raise ValueError("no 'step'")
-    return metrics
+def _parse_step(line: str) -> dict[str, Any] | None:
+    try:
+        metrics = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return metrics if isinstance(metrics, dict) and isinstance(metrics.get("step"), int) else None
 
 
 class MetricsWriter:
@@ -213,18 +205,18 @@ class MetricsWriter:
     writes them within TENSORBOARD_SECONDS."""
 
     def __init__(self, output_dir: str | Path, resume_step: int = 0) -> None:
-        """Open the files. What earlier runs logged for `resume_step` and later is dropped: no step stands twice.
+        """Open the files. Drop what earlier runs logged for `resume_step` and later, so that no step stands twice.
 
-        From step 0 on, all of it is: it stays as metrics-DATE-TIME.jsonl, of its last change.
+        A run from step 0 on keeps an earlier one's metrics as metrics-DATE-TIME.jsonl, by the time of its last change.
         """
-        folder = Path(output_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        if resume_step == 0:
-            _put_aside(folder / METRICS_FILE)
-        _keep_steps_before(folder, resume_step)
-        self._file = (folder / METRICS_FILE).open("a", encoding="utf-8")
-        events = str(folder / TENSORBOARD_FOLDER)
-        self._tensorboard = SummaryWriter(events, purge_step=resume_step, flush_secs=TENSORBOARD_SECONDS)
+        path, events = Path(output_dir, METRICS_FILE), Path(output_dir, TENSORBOARD_FOLDER)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if resume_step == 0 and path.exists():
+            date = time.strftime("%Y%m%d-%H%M%S", time.localtime(path.stat().st_mtime))
+            path.rename(path.with_stem(f"{path.stem}-{date}"))
+        _keep_steps_before(path, resume_step)
+        self._file = path.open("a", encoding="utf-8")
+        self._tensorboard = SummaryWriter(str(events), purge_step=resume_step, flush_secs=TENSORBOARD_SECONDS)
 
     def write(self, step: int, metrics: Mapping[str, float | Histogram]) -> None:
         """Write one step. NaN and infinity, which JSON lacks, become null in metrics.jsonl; histograms are only in
@@ -245,14 +237,8 @@ class MetricsWriter:
         self._tensorboard.close()
 
 
-def _put_aside(path: Path) -> None:
-    if path.exists():
-        date = time.strftime("%Y%m%d-%H%M%S", time.localtime(path.stat().st_mtime))
-        path.rename(path.with_stem(f"{path.stem}-{date}"))
-
-
-def _keep_steps_before(folder: Path, resume_step: int) -> None:
-    kept = [metrics for metrics in read_metrics(folder) if metrics["step"] < resume_step]
-    temporary = folder / (METRICS_FILE + ".tmp")
+def _keep_steps_before(path: Path, resume_step: int) -> None:
+    kept = [metrics for metrics in read_metrics(path.parent) if metrics["step"] < resume_step]
+    temporary = path.with_suffix(".tmp")
     temporary.write_text("".join(json.dumps(metrics) + "\n" for metrics in kept), encoding="utf-8")
-    os.replace(temporary, folder / METRICS_FILE)
+    temporary.replace(path)

@@ -3,47 +3,40 @@
 import html
 import math
 import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from megappo.observe.charts import Points, line_chart, share_bar
 from megappo.observe.console import format_seconds, held_out_score
-from megappo.observe.evaluations import Estimate, evaluation_of, in_words, mean_of
 from megappo.observe.files import CHECKPOINTS, EVALUATION_FILE, HF_ACTOR, REPORT_FILE, has_exported
 from megappo.observe.metrics import METRICS_FILE, TENSORBOARD_FOLDER, read_metrics
-from megappo.observe.sample_pages import sample_sections
-from megappo.observe.samples import ROLLOUTS_FOLDER, read_samples
+from megappo.observe.samples import ROLLOUTS_FOLDER, read_samples, sample_sections
 
-_REWARD = "reward/score/mean"
-_HELD_OUT_SCORE = re.compile("val/.*/score/mean")
-_SCORE_AND_PASSED = ("/score/mean", "/pass@1")
-_OUTPUTS = (
-    ("evaluation", EVALUATION_FILE),
-    ("metrics", METRICS_FILE),
-    ("tensorboard", TENSORBOARD_FOLDER),
-    ("samples", ROLLOUTS_FOLDER),
-    ("checkpoints", CHECKPOINTS),
-    ("HF actor", HF_ACTOR),
-)
-
-_PAGE = """<!doctype html>
+REWARD = "reward/score/mean"
+MEAN = re.compile(r"val/(?P<dataset>.+)/mean@\d+")
+"""The metric of a held-out data set's mean score over n responses per prompt."""
+OUTPUTS = {
+    "evaluation": EVALUATION_FILE,
+    "metrics": METRICS_FILE,
+    "tensorboard": TENSORBOARD_FOLDER,
+    "samples": ROLLOUTS_FOLDER,
+    "checkpoints": CHECKPOINTS,
+    "HF actor": HF_ACTOR,
+}
+NOTHING = "<p>Nothing was logged.</p>"
+PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>{title}</title><style>
-:root {{ color-scheme: light dark; --ink: #1f2328; --dim: #59636e; --grid: #d8dee4; --paper: #ffffff; --line: #0969da }}
-@media (prefers-color-scheme: dark) {{
-  :root {{ --ink: #e6edf3; --dim: #9198a1; --grid: #30363d; --paper: #0d1117; --line: #4493f8 }}
-}}
-body {{ font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 760px;
-  margin: 2rem auto; padding: 0 1rem }}
+:root {{ color-scheme: light dark }}
+body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 760px; margin: 2rem auto; padding: 0 1rem }}
 h1 {{ font-size: 1.3rem }} h2 {{ font-size: 1rem; margin: 2rem 0 .3rem }} pre {{ overflow-x: auto }}
-svg {{ width: 100%; height: auto; display: block }}
-svg text {{ font: 12px system-ui, sans-serif; fill: var(--dim) }}
-.grid {{ stroke: var(--grid) }} .line {{ stroke: var(--line); fill: none; stroke-width: 2 }}
-.dot {{ fill: var(--line) }} .band {{ fill: var(--line); opacity: .18 }}
-table {{ border-collapse: collapse }} td, th {{ padding: .1rem .8rem .1rem 0; text-align: left }}
+svg {{ width: 100%; height: 220px; border: solid #8888; border-width: 0 0 1px 1px }}
+.line {{ stroke: #0969da; fill: none; stroke-width: 2; vector-effect: non-scaling-stroke }}
+.band {{ fill: #0969da; opacity: .2 }}
+td {{ padding: .1rem .8rem .1rem 0 }}
 details {{ margin: .3rem 0 }} summary {{ cursor: pointer; overflow-wrap: anywhere }}
-details pre {{ white-space: pre-wrap; overflow-wrap: anywhere; border-left: 3px solid var(--grid);
-  padding-left: .8rem }}
+details pre {{ white-space: pre-wrap; overflow-wrap: anywhere; border-left: 3px solid #8888; padding-left: .8rem }}
 .right {{ color: #1a7f37 }} .wrong {{ color: #cf222e }}
 </style></head><body><h1>{title}</h1>
 <pre>{summary}</pre>
@@ -51,107 +44,131 @@ details pre {{ white-space: pre-wrap; overflow-wrap: anywhere; border-left: 3px 
 </body></html>
 """
 
+Steps = Sequence[Mapping[str, Any]]
+
+
+class Estimate(NamedTuple):
+    """A number, and half the width of its 95 % confidence interval, 0 if it has none."""
+
+    value: float
+    half_width: float = 0.0
+
+
+Points = dict[int, Estimate]
+"""Step -> what was measured there."""
+
 
 def summary(output_dir: str | Path, report: Path | None = None) -> str:
-    """Steps, time, held-out accuracy and reward before and after, and where the run's files are."""
+    """Return steps, time, held-out score and reward before and after, and where the run's files are."""
     folder = Path(output_dir)
     steps = read_metrics(folder)
-    seconds = math.fsum(metrics.get("timing_s/step") or 0.0 for metrics in steps)
-    last_step = steps[-1]["step"] if steps else 0
-    rows = [("steps", f"{last_step}, {format_seconds(seconds)} h:mm:ss")] if _has_trained(steps) else []
-    rows += _before_and_after(_held_out_title(steps), _held_out(steps))
-    rows += [(name, in_words(estimates)) for name, estimates in _last_evaluation(steps).items()]
-    rows += _before_and_after("mean reward", _points(steps, _REWARD))
-    outputs = [(name, folder / path) for name, path in _OUTPUTS if path != HF_ACTOR or has_exported(folder)]
-    rows += [(name, str(path)) for name, path in outputs if path.exists()]
-    rows += [("report", str(report))] if report else []
+    rows = []
+    if _has_trained(steps):
+        seconds = math.fsum(metrics.get("timing_s/step") or 0.0 for metrics in steps)
+        rows.append(("steps", f"{steps[-1]['step']}, {format_seconds(seconds)} h:mm:ss"))
+    rows += _first_and_last("held-out score", _held_out(steps))
+    evaluation = _last_evaluation(steps)
+    rows += [(dataset, _in_words(evaluation, mean)) for dataset, mean in _datasets(evaluation).items()]
+    rows += _first_and_last("mean reward", _points(steps, REWARD))
+    for name, path in OUTPUTS.items():
+        if (folder / path).exists() and (path != HF_ACTOR or has_exported(folder)):
+            rows.append((name, str(folder / path)))
+    if report is not None:
+        rows.append(("report", str(report)))
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows)
 
 
 def write_report(output_dir: str | Path) -> Path:
-    """Write `report.html`, self-contained: curves of held-out scores and reward, what a step's time went to, and a few
+    """Write `report.html`, self-contained: curves of held-out scores and reward, the time of each phase, and a few
     responses of the last evaluation."""
     folder = Path(output_dir)
     steps = read_metrics(folder)
-    sections = [
-        _section(_held_out_title(steps).capitalize(), line_chart(_held_out(steps))),
-        *(_section(f"Held out: {name}", _data_set(steps, name)) for name in _last_evaluation(steps)),
-        *(_training(steps) if _has_trained(steps) else ()),
-        *sample_sections(read_samples(folder)),
-    ]
+    sections = {"Held-out score": line_chart(_held_out(steps))}
+    for dataset, mean in _datasets(_last_evaluation(steps)).items():
+        sections[f"Held out: {dataset}"] = line_chart(_points(steps, mean))
+    if _has_trained(steps):
+        sections["Mean reward of the training rollouts"] = line_chart(_points(steps, REWARD))
+        sections["Seconds of each phase"] = _phase_table(steps)
+    parts = [f"<h2>{html.escape(title)}</h2>\n{content}" for title, content in sections.items()]
+    parts += sample_sections(read_samples(folder))
+    title, text = html.escape(f"PPO run: {folder.resolve().name}"), html.escape(summary(folder))
     path = folder / REPORT_FILE
-    title = html.escape(f"PPO run: {folder.resolve().name}")
-    page = _PAGE.format(title=title, summary=html.escape(summary(folder)), sections="\n".join(sections))
-    path.write_text(page, encoding="utf-8")
+    path.write_text(PAGE.format(title=title, summary=text, sections="\n".join(parts)), encoding="utf-8")
     return path
 
 
-def _section(title: str, chart: str) -> str:
-    return f"<h2>{html.escape(title)}</h2>\n{chart}"
-
-
-def _has_trained(steps: list[dict[str, Any]]) -> bool:
-    """Return whether a step was trained, rather than only an evaluation run."""
-    return any("timing_s/step" in metrics for metrics in steps)
-
-
-def _training(steps: list[dict[str, Any]]) -> list[str]:
-    return [
-        _section("Mean reward of the training rollouts", line_chart(_points(steps, _REWARD))),
-        _section("Where the time of a step went", share_bar(_phase_seconds(steps))),
-    ]
-
-
-def _data_set(steps: list[dict[str, Any]], name: str) -> str:
-    """Return a data set's curve with its confidence band, and all results of its last evaluation."""
-    found = [(metrics["step"], evaluation_of(metrics).get(name)) for metrics in steps]
-    means = [(step, mean_of(estimates)[1]) for step, estimates in found if estimates]
-    half_widths = {step: mean.half_width for step, mean in means if mean.half_width is not None}
-    chart = line_chart([(step, mean.value) for step, mean in means], half_widths)
-    cells = [f"<tr><td>{key}</td><td>{one}</td></tr>" for key, one in _last_evaluation(steps)[name].items()]
-    caption = f"at step {means[-1][0]}, +- half of the 95 % confidence interval"
-    return f"{chart}\n<details><summary>{caption}</summary><table>{''.join(cells)}</table></details>"
-
-
-def _last_evaluation(steps: list[dict[str, Any]]) -> dict[str, dict[str, Estimate]]:
-    return next(filter(None, map(evaluation_of, reversed(steps))), {})
-
-
-def _before_and_after(name: str, points: Points) -> list[tuple[str, str]]:
+def line_chart(points: Points) -> str:
+    """Return a curve over steps, with a band for the confidence intervals, as SVG in the units of its axes."""
     if not points:
-        return []
-    (first_step, first), (last_step, last) = points[0], points[-1]
-    if len(points) == 1:
-        return [(name, f"{first:.3f} (step {first_step})")]
-    return [(name, f"{first:.3f} (step {first_step}) -> {last:.3f} (step {last_step})")]
+        return NOTHING
+    lows = {step: value - half_width for step, (value, half_width) in points.items()}
+    highs = {step: value + half_width for step, (value, half_width) in points.items()}
+    first, last = min(points), max(points)
+    bottom, top = min(lows.values()), max(highs.values())
+    curve = [f"{step},{top - value:.6g}" for step, (value, _) in points.items()]  # SVG's y grows downwards
+    band = [f"{step},{top - high:.6g}" for step, high in highs.items()]
+    band += [f"{step},{top - low:.6g}" for step, low in reversed(lows.items())]
+    return (
+        f'<svg viewBox="{first} 0 {max(last - first, 1)} {top - bottom or 1:.6g}" preserveAspectRatio="none">'
+        f'<polygon class="band" points="{" ".join(band)}"/><polyline class="line" points="{" ".join(curve)}"/></svg>'
+        f"<p>Steps {first} to {last}; from {bottom:.4g} at the bottom to {top:.4g} at the top.</p>"
+    )
 
 
-def _held_out(steps: list[dict[str, Any]]) -> Points:
-    return [(metrics["step"], value) for metrics in steps if (value := held_out_score(metrics)) is not None]
-
-
-def _held_out_title(steps: list[dict[str, Any]]) -> str:
-    """The mean score is the share of right answers where it is the share that passes, in every evaluation."""
-    pairs = [
-        (value, metrics.get(name.replace(*_SCORE_AND_PASSED)))
-        for metrics in steps
-        for name, value in metrics.items()
-        if _HELD_OUT_SCORE.fullmatch(name) is not None and value is not None
-    ]
-    is_share = all(passed is not None and math.isclose(score, passed, abs_tol=1e-6) for score, passed in pairs)
-    return "held-out accuracy" if is_share else "held-out score"
-
-
-def _points(steps: list[dict[str, Any]], name: str) -> Points:
-    return [(metrics["step"], metrics[name]) for metrics in steps if metrics.get(name) is not None]
-
-
-def _phase_seconds(steps: list[dict[str, Any]]) -> dict[str, float]:
-    totals: dict[str, float] = {}
+def _phase_table(steps: Steps) -> str:
+    """Return the seconds of each phase in all steps."""
+    totals: dict[str, float] = defaultdict(float)
     for metrics in steps:
         for name, value in metrics.items():
             phase = name.removeprefix("timing_s/")
             if phase != name and phase != "step" and "/" not in phase:
-                totals[phase] = totals.get(phase, 0.0) + value
-    return totals
+                totals[phase] += value
+    rows = [f"<tr><td>{phase}</td><td>{seconds:,.1f}</td></tr>" for phase, seconds in totals.items()]
+    return f"<table>{''.join(rows)}</table>"
+
+
+def _has_trained(steps: Steps) -> bool:
+    """Return whether a step was trained, rather than only an evaluation run."""
+    return any("timing_s/step" in metrics for metrics in steps)
+
+
+def _points(steps: Steps, name: str) -> Points:
+    points = {}
+    for metrics in steps:
+        if metrics.get(name) is not None:
+            points[metrics["step"]] = Estimate(metrics[name], metrics.get(f"{name}/ci95") or 0.0)
+    return points
+
+
+def _held_out(steps: Steps) -> Points:
+    scores = {metrics["step"]: held_out_score(metrics) for metrics in steps}
+    return {step: Estimate(score) for step, score in scores.items() if score is not None}
+
+
+def _first_and_last(name: str, points: Points) -> list[tuple[str, str]]:
+    shown = [f"{points[step].value:.3f} (step {step})" for step in dict.fromkeys([*points][:1] + [*points][-1:])]
+    return [(name, " -> ".join(shown))] if shown else []
+
+
+def _last_evaluation(steps: Steps) -> Mapping[str, Any]:
+    """Return the metrics of the last step with an evaluation; {} if there is none."""
+    return next((metrics for metrics in reversed(steps) if _datasets(metrics)), {})
+
+
+def _datasets(metrics: Mapping[str, Any]) -> dict[str, str]:
+    """Return held-out data set -> its metric MEAN."""
+    matches = filter(None, map(MEAN.fullmatch, metrics))
+    return {match["dataset"]: match[0] for match in matches}
+
+
+def _in_words(metrics: Mapping[str, Any], mean: str) -> str:
+    """Return a data set's mean@n, pass@n and maj@n."""
+    numbers = []
+    for kind in ("mean", "pass", "maj"):
+        name = mean.replace("/mean@", f"/{kind}@")
+        if metrics.get(name) is not None:
+            half_width = metrics.get(f"{name}/ci95")
+            interval = f" +- {half_width:.3f}" if half_width else ""
+            numbers.append(f"{name.rpartition('/')[2]} {metrics[name]:.3f}{interval}")
+    return ", ".join(numbers)

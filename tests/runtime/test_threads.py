@@ -10,7 +10,7 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 MEMORY = """
 import resource
-from megappo.observe.memory import PhaseMemory
+from megappo.observe.timers import PhaseMemory
 memory = PhaseMemory()
 memory.start("rollout")
 memory.stop()
