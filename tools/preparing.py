@@ -11,8 +11,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from megappo.config.data_section import stem
-from megappo.data.file_formats import RecordsError
-from megappo.data.records import open_records
+from megappo.data.records import RecordsError, open_records
 
 Record = dict[str, Any]
 

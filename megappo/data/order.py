@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from functools import cached_property, lru_cache
 
+import numpy
+
 
 class Order:
     """The order of some prompts, epoch after epoch.
@@ -81,15 +83,7 @@ class Turns:
 
 
 def _ascending(order: "array[int]", values: "array[float]") -> "array[int]":
-    import pyarrow  # not above: it takes as long as all other imports of a dry run
-    import pyarrow.compute
-
-    def column(kind: pyarrow.DataType, numbers: array) -> pyarrow.Array:
-        return pyarrow.Array.from_buffers(kind, len(numbers), [None, pyarrow.py_buffer(numbers)])
-
-    shuffled = column(pyarrow.uint32(), order)
-    found = shuffled.take(pyarrow.compute.array_sort_indices(column(pyarrow.float64(), values).take(shuffled)))
-    ascending = array("I", found.buffers()[1].to_pybytes()[: 4 * len(order)])
-    del shuffled, found
-    pyarrow.default_memory_pool().release_unused()
-    return ascending
+    """Sort prompts by their values; those with equal ones keep their order."""
+    shuffled = numpy.frombuffer(order, numpy.uint32)
+    ascending = numpy.argsort(numpy.frombuffer(values)[shuffled], kind="stable")
+    return array("I", shuffled[ascending].tobytes())

@@ -1,20 +1,25 @@
-"""Checks of prompts: their records, tokens and special tokens, and whether the tokenizer keeps their text."""
+"""Checks of prompts: their records, tokens and special tokens, and whether the tokenizer keeps their text.
+
+Several ranks check parts of a file; their results are merged and reported once.
+"""
 
 import math
+import sys
 import unicodedata
+from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from megappo.config.config_error import shorten
 from megappo.config.schema import Data, Reward
 from megappo.data.chat import Chat, PromptContent
 from megappo.data.entries import PromptEntry, RecordFields, entry_of, tokens_of
-from megappo.data.faults import Action, Check
 from megappo.data.records import Records
-from megappo.data.token_bounds import TokenBounds
-from megappo.data.tokenizer import ids_by_file
+from megappo.data.tokenizer import ids_by_file, keeps_bytes
 from megappo.runtime.heartbeat import heartbeat
 from megappo.userland.spec import parse_spec
 
@@ -22,14 +27,83 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 RECORDS_AT_ONCE = 1000
-DECODED = 1000
-"""Records of a file whose tokens are decoded, where they may have lost text: it takes as long as all other checks."""
 COMPARED = 100
-"""Records of a file whose tokens are compared with those that tokenizer.json gives."""
+"""Records of a file whose tokens are decoded, and compared with those that tokenizer.json gives."""
+MAX_FAULTS = 10
+"""Different faults of a file that are reported; the records with others are counted."""
+MAX_NAMED = 3
+"""Records named for one fault."""
+OTHER_FAULTS = "wrong in other ways"
 OTHER_TOKENS = (
     "the prompt has other tokens by tokenizer.json alone than with tokenizer_config.json: make both agree (added "
     "tokens, split_special_tokens), as the tokenizer's save_pretrained does"
 )
+LOST_TEXT = (
+    "the tokenizer loses at least half of the prompt's characters: use a model made for such text, or write prompts in "
+    "its characters"
+)
+Action = Literal["error", "skip", "truncate_left", "warn"]
+"""Actions on a fault, by data.too_long and data.on_bad_row."""
+
+
+class Fault(NamedTuple):
+    """A fault of the record of this number, from 0, and what is done about it."""
+
+    number: int
+    action: Action
+    text: str
+
+
+@dataclass
+class Check:
+    """Result of checking some records of a file.
+
+    Attributes:
+        num_checked: how many.
+        ranks: by which the records are ordered, NaN for faulty ones; empty without data.order_by.
+    """
+
+    num_checked: int = 0
+    faults: list[Fault] = field(default_factory=list)
+    ranks: "array[float]" = field(default_factory=lambda: array("d"))
+
+    @property
+    def left_out(self) -> set[int]:
+        """Numbers, from 0, of the records that the run leaves out."""
+        return {fault.number for fault in self.faults if fault.action == "skip"}
+
+    def note(self, number: int, action: Action, texts: Iterable[str]) -> None:
+        """Note a record's faults, and what is done about them."""
+        self.faults += [Fault(number, action, sys.intern(text)) for text in texts]  # few texts, of many records
+
+    def lines(self, key: str, file: Records, action: Action) -> Iterator[str]:
+        """Yield one line per fault with this action.
+
+        Args:
+            key: of the config, that names the file.
+        """
+        numbers: dict[str, list[int]] = {}
+        for fault in self.faults:
+            if fault.action == action:
+                is_known = fault.text in numbers or len(numbers) < MAX_FAULTS
+                numbers.setdefault(fault.text if is_known else OTHER_FAULTS, []).append(fault.number + 1)
+        for text, found in numbers.items():
+            places = f"{file.unit}{'s' if len(found) > 1 else ''} {', '.join(map(str, found[:MAX_NAMED]))}"
+            if len(found) > MAX_NAMED:
+                places += f" and {len(found) - MAX_NAMED:,} more"
+            fields = f"; the file has: {shorten(', '.join(file.fields))}" if text.startswith("no field") else ""
+            yield f"{key}: {file.path} {places}: {text}{fields}"
+
+
+def merge_checks(parts: Sequence[Check]) -> Check:
+    """Merge the checks of parts of a file; its faults are in the order of the file."""
+    whole = Check()
+    for part in parts:
+        whole.num_checked += part.num_checked
+        whole.faults += part.faults
+        whole.ranks.extend(part.ranks)
+    whole.faults.sort(key=attrgetter("number"))
+    return whole
 
 
 class PromptChecker:
@@ -46,15 +120,14 @@ class PromptChecker:
         self._fields = fields
         self._chat = chat
         self._config = config
-        self._on_bad_row: Action = "skip" if config.on_bad_row == "skip" else "bad_row"
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._bounds = TokenBounds(tokenizer)
-        self._may_lose_text = self._bounds.at_most("") == math.inf
+        self._keeps_bytes = keeps_bytes(tokenizer)
         self._all_embedded = max(tokenizer.get_vocab().values()) < vocab_size
+        self._num_special = tokenizer.num_special_tokens_to_add(pair=False)
 
     def check(self, records: Records, numbers: Sequence[int]) -> Check:
-        """Check the records of these numbers, from 0; of texts that the tokenizer loses, note the first."""
+        """Check the records of these numbers, from 0."""
         check = Check(len(numbers))
         for start in range(0, len(numbers), RECORDS_AT_ONCE):
             heartbeat.beat()
@@ -63,83 +136,76 @@ class PromptChecker:
             for number, record in zip(part, records.at(part), strict=True):
                 try:
                     entries[number] = entry_of(record, self._fields, self._chat)
-                    check.add(number, entries[number].left_out, "warn")
+                    check.note(number, "warn", entries[number].left_out)
                 except ValueError as error:
-                    check.add(number, error.args, self._on_bad_row)
+                    self._note_bad_row(check, number, error.args)
             if self._fields.order_by is not None:
                 check.ranks.extend(entries[number].rank if number in entries else math.nan for number in part)
-            for number, fault, action in self._token_faults(entries):
-                if action != "lost" or action not in check.found:
-                    check.add(number, [fault], action)
+            self._check_tokens(check, entries)
         return check
 
-    def _token_faults(self, entries: Mapping[int, PromptEntry]) -> Iterator[tuple[int, str, Action]]:
-        """Return prompts with no, too many or unknown tokens, and the action. An unknown token is always an error: the
-        tokenizer is wrong. Texts whose length suffices to decide are not tokenised."""
+    def _check_tokens(self, check: Check, entries: Mapping[int, PromptEntry]) -> None:
+        """Note prompts with no, too many or unknown tokens. Prompts that are certain to fit are not tokenised."""
         limit, too_long = self._config.max_prompt_length, self._config.too_long
-        undecided = {}
+        unsure = {}
         for number, entry in entries.items():
-            fewest = self._bounds.at_least(entry.text)
-            if fewest > limit and (self._all_embedded or too_long != "truncate_left"):
-                yield number, self._too_long(f"{len(entry.text):,} characters, so at least {fewest:,}"), too_long
-            elif self._bounds.at_most(entry.text) > limit or not self._all_embedded or number < COMPARED:
-                undecided[number] = entry
-        tokenised = tokens_of(list(undecided.values()), self._tokenizer)
-        for (number, entry), tokens in zip(undecided.items(), tokenised, strict=True):
+            if number < COMPARED or not self._is_short(entry.text):
+                unsure[number] = entry
+        tokenised = tokens_of(list(unsure.values()), self._tokenizer)
+        for (number, entry), tokens in zip(unsure.items(), tokenised, strict=True):
+            if not tokens:
+                self._note_bad_row(check, number, ["the prompt is empty: it has no token"])
+                continue
             if len(tokens) > limit:
-                yield number, self._too_long(f"{len(tokens)}"), too_long
-            if tokens:
-                for fault, action in self._faults_of(number, entry, tokens):
-                    yield number, fault, action
-            else:
-                yield number, "the prompt is empty: it has no token", self._on_bad_row
+                check.note(number, too_long, [self._too_long(len(tokens))])
+            if len(tokens) <= limit or too_long == "truncate_left":
+                check.note(number, "error", self._unknown_tokens(tokens[-limit:]))
+            if number < COMPARED:
+                by_file = ids_by_file(entry.text, self._tokenizer, special=not entry.is_chat) or tokens
+                if by_file[-len(tokens) :] != tokens:
+                    check.note(number, "error", [OTHER_TOKENS])
+                check.note(number, "warn", special_token_warnings(entry.content, tokens, self._tokenizer))
+                if not self._keeps_bytes and loses_text(entry.text, tokens, self._tokenizer):
+                    check.note(number, "warn", [LOST_TEXT])
 
-    def _faults_of(self, number: int, entry: PromptEntry, tokens: list[int]) -> Iterator[tuple[str, Action]]:
-        limit = self._config.max_prompt_length
-        is_used = len(tokens) <= limit or self._config.too_long == "truncate_left"
-        if is_used and (largest := max(tokens[-limit:])) >= self._vocab_size:
+    def _is_short(self, text: str) -> bool:
+        """True if a prompt fits by its bytes, of which each token has one or more, and every model knows its tokens."""
+        if not (self._keeps_bytes and self._all_embedded and unicodedata.is_normalized("NFC", text)):
+            return False
+        return len(text.encode()) + self._num_special <= self._config.max_prompt_length
+
+    def _note_bad_row(self, check: Check, number: int, faults: Sequence[str]) -> None:
+        if self._config.on_bad_row == "skip":
+            check.note(number, "skip", faults)
+        else:
+            check.note(number, "error", [f"{fault} (data.on_bad_row=skip leaves such out)" for fault in faults])
+
+    def _unknown_tokens(self, tokens: Sequence[int]) -> Iterator[str]:
+        """Yield the fault of a prompt with a token that a model does not know: the tokenizer is another model's."""
+        if max(tokens) >= self._vocab_size:
             yield (
-                (
-                    f"the prompt has token {largest}, for which a model has no embedding (the smallest vocab_size in "
-                    f"config.json is {self._vocab_size}): drop it, or use the tokenizer that belongs to the model"
-                ),
-                "error",
+                f"the prompt has token {max(tokens)}, for which a model has no embedding (the smallest vocab_size in "
+                f"config.json is {self._vocab_size}): drop it, or use the tokenizer that belongs to the model"
             )
-        if self._may_lose_text and number < DECODED:
-            decoded = self._tokenizer.decode(tokens)
-            if lost := lost_text(entry.text, decoded, self._tokenizer.unk_token):
-                yield lost, "lost"
-        if number < COMPARED:
-            by_file = ids_by_file(entry.text, self._tokenizer, special=not entry.is_chat) or tokens
-            if by_file[-len(tokens) :] != tokens:
-                yield OTHER_TOKENS, "error"
-            for warning in special_token_warnings(entry.content, tokens, self._tokenizer):
-                yield warning, "warn"
 
-    def _too_long(self, found: str) -> str:
+    def _too_long(self, num_tokens: int) -> str:
         limit = f"{self._fields.section}.max_prompt_length {self._config.max_prompt_length}"
         if self._config.too_long != "error":
             return f"the prompt has more tokens than {limit}"  # the same for all, which are counted together
-        return f"the prompt has {found} tokens, more than {limit}: raise it, drop this, or set data.too_long"
+        return f"the prompt has {num_tokens} tokens, more than {limit}: raise it, drop this, or set data.too_long"
 
 
-def lost_text(text: str, decoded: str, unknown: str | None) -> str:
-    """Return a fault if at least half of a text's characters are missing from its decoded tokens; else "".
+def loses_text(text: str, tokens: Sequence[int], tokenizer: "PreTrainedTokenizerBase") -> bool:
+    """Return whether at least half of a text's characters are missing from its decoded tokens.
 
     Blanks, case, accents and compatibility forms do not count, as a tokenizer may normalise them.
-
-    Args:
-        decoded: the text's tokens, decoded, with the special ones that a chat template may have brought.
-        unknown: the token for text that the tokenizer does not know.
     """
-    before, after = _letters(text), _letters(decoded.replace(unknown, "") if unknown else decoded)
+    decoded = tokenizer.decode(tokens)
+    if tokenizer.unk_token:
+        decoded = decoded.replace(tokenizer.unk_token, "")
+    before, after = _letters(text), _letters(decoded)
     lost = (before - after).total()
-    if not lost or 2 * lost < before.total():
-        return ""
-    return (
-        f"the tokenizer loses {lost} of the {before.total()} characters, blanks aside, of {shorten(repr(text))}: the "
-        f"model sees {shorten(repr(decoded))}"
-    )
+    return lost > 0 and 2 * lost >= before.total()
 
 
 def _letters(text: str) -> Counter[str]:

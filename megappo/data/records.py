@@ -1,76 +1,90 @@
 """Records of data files by number, lines of jsonl or rows of parquet: read and parsed on request."""
 
-import bisect
 import codecs
-import itertools
+import errno
+import gzip
 import json
 import math
 import mmap
 import os
+import tempfile
 import weakref
+import zlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from megappo.config.data_section import OTHER_KIND, ending
-from megappo.data.file_formats import (
-    BUFFER_BYTES,
-    HEAD_BYTES,
-    RecordsError,
-    Unpack,
-    first_line,
-    gunzip,
-    refuse_no_json_lines,
-    refuse_other_formats,
-    unpacked,
-)
 from megappo.runtime.heartbeat import heartbeat
 
 if TYPE_CHECKING:
     import pyarrow
 
+HEAD_BYTES = 4096
+"""Bytes at the beginning of a file by which its format is known."""
+BUFFER_BYTES = 2**20
 LINES_FOR_FIELDS = 100
-LINES_AT_ONCE = 100_000
-"""Lines that are scanned for their beginnings between two heartbeats."""
-BYTES_AT_ONCE = 2**26
-"""Consecutive lines of up to so many bytes are read at once."""
-ROWS_OF_BLOCK = 1000
+LINES_PER_BEAT = 100_000
+ROWS_AT_ONCE = 1000
+OTHER_FORMATS = {
+    b"\x1f\x8b": "compressed by gzip: unpack it (gunzip), or end its name in .jsonl.gz",
+    b"BZh": "compressed by bzip2: unpack it (bunzip2)",
+    b"\xfd7zXZ": "compressed by xz: unpack it (unxz)",
+    b"\x28\xb5\x2f\xfd": "compressed by zstd: unpack it (unzstd)",
+    b"PK\x03\x04": "a zip archive: unpack it (unzip)",
+    codecs.BOM_UTF16_LE: "UTF-16: convert it (iconv -f UTF-16 -t UTF-8)",
+    codecs.BOM_UTF16_BE: "UTF-16: convert it (iconv -f UTF-16 -t UTF-8)",
+    b"version https://git-lfs": "a Git LFS pointer, not the file itself: run git lfs pull",
+}
+"""First bytes -> the format, and what to do about it."""
+
+Write = Callable[[BinaryIO], None]
+Unpack = Callable[[Write], BinaryIO]
+"""Returns a file with what a function writes into it, at its beginning."""
+
+
+class RecordsError(ValueError):
+    """A file holds no records; the message, which follows the file's name, has the reason and the remedy."""
 
 
 class JsonLines:
     """Records of a file with one JSON object a line, in UTF-8. Memory holds the beginning of each line, 8 bytes.
 
     Args:
+        path: of the file, for messages.
         file: open; read as long as this object lives, then closed.
-        name: of the file, for messages.
+    Attributes:
+        fields: of the first readable record.
     Raises:
         RecordsError: the file is of another format.
     """
 
     unit = "line"
 
-    def __init__(self, file: BinaryIO, name: str):
-        self._file, self._name = file, name
+    def __init__(self, path: str, file: BinaryIO):
+        self.path = path
+        self._file = file
         weakref.finalize(self, file.close)
         self._stamp = _stamp(file)
         head = file.read(HEAD_BYTES)
-        refuse_no_json_lines(head)
+        _refuse_other_formats(head)
+        _refuse_no_json_lines(head)
         self._starts = _line_starts(file, len(codecs.BOM_UTF8) if head.startswith(codecs.BOM_UTF8) else 0)
         first = self.at(range(min(len(self), LINES_FOR_FIELDS)))
-        self.fields = next((tuple(record) for record in first if isinstance(record, dict)), ())
+        self.fields: Sequence[str] = next((list(record) for record in first if isinstance(record, dict)), [])
 
     def __len__(self) -> int:
         return len(self._starts) - 1
 
     def at(self, numbers: Sequence[int]) -> list[Any]:
         """Return the records of these numbers. Raises OSError if the file has changed since it was opened."""
-        is_range = isinstance(numbers, range) and numbers.step == 1 and len(numbers) > 0
-        if is_range and self._starts[numbers[-1] + 1] - self._starts[numbers[0]] <= BYTES_AT_ONCE:
+        if isinstance(numbers, range) and numbers.step == 1 and numbers:
             lines = self._read(numbers[0], numbers[-1] + 1).split(b"\n")[: len(numbers)]
         else:
             lines = [self._read(number, number + 1).removesuffix(b"\n") for number in numbers]
         if _stamp(self._file) != self._stamp:
-            raise OSError(f"{self._name} was changed while it is read: leave data files alone, and start again")
+            raise OSError(f"{self.path} was changed while it is read: leave data files alone, and start again")
         return list(map(_parse, lines))
 
     def _read(self, first: int, stop: int) -> bytes:
@@ -78,33 +92,48 @@ class JsonLines:
         return os.pread(self._file.fileno(), self._starts[stop] - start, start)
 
 
-def _line_starts(file: BinaryIO, start: int) -> "array[int]":
-    """Return the beginning of each line from byte `start` on, and the end of the last one."""
-    file.seek(start)
-    starts = array("q", [start])
-    while lengths := array("q", map(len, itertools.islice(file, LINES_AT_ONCE))):
-        starts.extend(itertools.islice(itertools.accumulate(lengths, initial=starts[-1]), 1, None))
-        heartbeat.beat()
-    return starts
-
-
 def _stamp(file: BinaryIO) -> tuple[int, int]:
     status = os.fstat(file.fileno())
     return status.st_size, status.st_mtime_ns
 
 
+def _line_starts(file: BinaryIO, start: int) -> "array[int]":
+    """Return the beginning of each line from byte `start` on, and the end of the last one."""
+    file.seek(start)
+    starts = array("q", [start])
+    for line in file:
+        start += len(line)
+        starts.append(start)
+        if len(starts) % LINES_PER_BEAT == 0:
+            heartbeat.beat()
+    return starts
+
+
+def _refuse_other_formats(head: bytes) -> None:
+    for start, kind in OTHER_FORMATS.items():
+        if head.startswith(start):
+            raise RecordsError(f"is {kind}")
+
+
+def _refuse_no_json_lines(head: bytes) -> None:
+    if head.startswith(b"PAR1"):
+        raise RecordsError("is parquet: give it a name that ends in .parquet")
+    if b"\0" in head:
+        raise RecordsError("is binary: expected one JSON object a line, in UTF-8")
+    if head.removeprefix(codecs.BOM_UTF8).partition(b"\n")[0].strip() in (b"[", b"{"):
+        raise RecordsError("is JSON spread over lines: write one object a line (jq -c)")
+
+
 def _parse(line: bytes) -> Any:
     """Return a line's value, or the ValueError that has the reason why it has none."""
+    if not line.strip():
+        return ValueError("the line is empty")
     try:
-        return _DECODER.decode(line.decode()) if line.strip() else ValueError("the line is empty")
-    except UnicodeDecodeError as error:
-        return ValueError(f"not UTF-8: byte {line[error.start]:#04x} in column {error.start + 1}")
+        return DECODER.decode(line.decode())
     except json.JSONDecodeError as error:
         return ValueError(f"not valid JSON: {error.msg} (column {error.pos + 1})")
-    except RecursionError:
-        return ValueError("not readable JSON: nested too deeply")
-    except ValueError as error:  # the last part of Python's message is advice to programmers
-        return ValueError(f"not readable JSON: {str(error).partition(';')[0]}")
+    except (ValueError, RecursionError) as error:
+        return ValueError(f"not readable JSON: {error}")
 
 
 def _finite(text: str) -> float:
@@ -118,140 +147,153 @@ def _no_constant(name: str) -> float:
     raise ValueError(f"{name} is not JSON: write a number, null or text")
 
 
-_DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_no_constant)
+DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_no_constant)
 
 
 class ParquetRows:
     """Records of a parquet file, with the columns that hold the requested fields.
 
-    Rows of parquet are compressed together, a million of them in some files. They are unpacked, block by block, into a
-    file that is mapped into memory, of which the system keeps as much in memory as it likes.
+    Rows of parquet are compressed together, a million of them in some files. They are unpacked into a file that is
+    mapped into memory, of which the system keeps as much in memory as it likes.
 
     Args:
         names: the requested fields; None: all.
         unpack: returns the file that a function has written.
+    Attributes:
+        fields: all columns of the file.
     Raises:
         RecordsError: the file cannot be read.
     """
 
     unit = "row"
 
-    def __init__(self, file: str, names: Sequence[str] | None, unpack: Unpack):
+    def __init__(self, path: str, names: Sequence[str] | None, unpack: Unpack):
         import pyarrow.parquet  # not above: it takes as long as all other imports of a dry run
 
-        with open(file, "rb") as opened:
-            refuse_other_formats(opened.read(HEAD_BYTES))
+        self.path = path
+        with open(path, "rb") as opened:
+            _refuse_other_formats(opened.read(HEAD_BYTES))
         try:
-            with pyarrow.parquet.ParquetFile(file) as table:
-                self.fields = tuple(table.schema_arrow.names)
-                self._num_rows = table.metadata.num_rows
-            columns = _columns_for(names, self.fields)
-            repeated = [name for name in columns if self.fields.count(name) > 1]
-            if repeated:
-                raise RecordsError(f"has several columns called {repeated[0]!r}: rename all but one")
-            self._has_columns = bool(columns)
-            if columns and self._num_rows:
-                self._map_blocks(unpack(lambda target: _write_blocks(file, columns, target)))
-        except RecordsError:
-            raise
-        except (pyarrow.ArrowException, OSError, ValueError) as error:
-            raise RecordsError(f"is not a readable parquet file ({first_line(error)}): write it again") from error
+            with pyarrow.parquet.ParquetFile(path) as table:
+                self.fields: Sequence[str] = table.schema_arrow.names
+            columns = [name for name in self.fields if names is None or _is_requested(name, names)]
+            if len(set(columns)) < len(columns):
+                raise RecordsError(f"has several columns of one name among {', '.join(columns)}: rename all but one")
+            with unpack(lambda target: _write_arrow(path, columns, target)) as file:
+                content = pyarrow.py_buffer(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
+            with pyarrow.ipc.open_stream(content) as stream:
+                self._table = stream.read_all()  # of views into the map
+        except (pyarrow.ArrowException, OSError) as error:
+            raise RecordsError(f"is not a readable parquet file ({_first_line(error)}): write it again") from error
 
     def __len__(self) -> int:
-        return self._num_rows
+        return int(self._table.num_rows)
 
     def at(self, numbers: Sequence[int]) -> list[Any]:
-        """Return the records of these numbers; {} each where the file has no requested field."""
-        if not self._has_columns:
-            return [{} for _ in numbers]
+        """Return the records of these numbers."""
+        if isinstance(numbers, range) and numbers.step == 1:
+            return _as_python(self._table.slice(numbers.start, len(numbers)))
         rows = []
-        for block, of_block in itertools.groupby(numbers, key=self._block_with):
-            first = self._first_rows[block]
-            rows += _as_python(self._read_block(block), [number - first for number in of_block])
+        for number in numbers:
+            rows += _as_python(self._table.slice(number, 1))
         return rows
 
-    def _map_blocks(self, file: BinaryIO) -> None:
-        """Map a file of `_write_blocks` into memory and find the blocks: their first bytes and rows."""
-        import pyarrow
 
-        with file:
-            self._content = pyarrow.py_buffer(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
-        self._places, self._first_rows = [0], [0]
-        source = pyarrow.BufferReader(self._content)
-        while source.tell() < self._content.size:
-            with pyarrow.ipc.open_stream(source) as stream:
-                self._first_rows.append(self._first_rows[-1] + stream.read_all().num_rows)
-            self._places.append(source.tell())
-
-    def _block_with(self, number: int) -> int:
-        return bisect.bisect_right(self._first_rows, number) - 1
-
-    def _read_block(self, block: int) -> "pyarrow.RecordBatch":
-        import pyarrow
-
-        start, stop = self._places[block : block + 2]
-        with pyarrow.ipc.open_stream(self._content.slice(start, stop - start)) as stream:
-            return stream.read_next_batch()
+def _is_requested(column: str, names: Sequence[str]) -> bool:
+    """Return whether a column holds a field of these names, which may be dotted."""
+    return any(name == column or name.startswith(f"{column}.") for name in names)
 
 
-def _columns_for(names: Sequence[str] | None, columns: Sequence[str]) -> list[str]:
-    """Return the columns of a table that hold fields of these names, which may be dotted; None: all."""
-    if names is None:
-        return list(columns)
-    holders = [name if name in columns else name.partition(".")[0] for name in names]
-    return [name for name in dict.fromkeys(holders) if name in columns]
-
-
-def _write_blocks(file: str, columns: Sequence[str], target: BinaryIO) -> None:
-    """Write the columns as Arrow streams of one batch each, one after the other."""
+def _write_arrow(path: str, columns: Sequence[str], target: BinaryIO) -> None:
+    """Write the columns of a parquet file as an Arrow stream."""
     import pyarrow.parquet
 
-    with pyarrow.parquet.ParquetFile(file) as table:
-        for group in range(table.num_row_groups):  # of all together it would hold the whole file, compressed
-            for batch in table.iter_batches(ROWS_OF_BLOCK, [group], columns):
-                block = pyarrow.BufferOutputStream()
-                with pyarrow.ipc.new_stream(block, batch.schema) as stream:
+    with pyarrow.parquet.ParquetFile(path) as table:
+        schema = pyarrow.schema([table.schema_arrow.field(name) for name in columns])
+        with pyarrow.ipc.new_stream(target, schema) as stream:
+            for group in range(table.num_row_groups):  # of all together it would hold the whole file, compressed
+                for batch in table.iter_batches(ROWS_AT_ONCE, [group], columns):
                     stream.write_batch(batch)
-                target.write(block.getvalue())  # not by pyarrow, whose errors hide that the disk is full
-                heartbeat.beat()
+                    heartbeat.beat()
     pyarrow.default_memory_pool().release_unused()
 
 
-def _as_python(batch: "pyarrow.RecordBatch", places: list[int]) -> list[Any]:
-    """Return rows of a batch; for one that Python cannot represent the ValueError that has the reason."""
+def _as_python(rows: "pyarrow.Table") -> list[Any]:
+    """Return rows of a table; for one that Python cannot represent the ValueError that has the reason."""
     try:
-        return batch.take(places).to_pylist()
+        return rows.to_pylist()
     except (ValueError, ArithmeticError, NotImplementedError) as error:
-        if len(places) == 1:
-            return [ValueError(f"cannot be read: {first_line(error)}")]
-        return [row for place in places for row in _as_python(batch, [place])]
+        if len(rows) == 1:
+            return [ValueError(f"cannot be read: {_first_line(error)}")]
+        return [_as_python(rows.slice(number, 1))[0] for number in range(len(rows))]
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 Records = JsonLines | ParquetRows
-"""Records of one file: a line or a row (`unit`) each, with the `fields` of the first readable one. `at` returns those
-of some numbers, from 0, fast for a range; for one that cannot be read the ValueError that has the reason."""
+"""Records of one file: a line or a row (`unit`) each. `at` returns those of some numbers, from 0, fast for a range; for
+one that cannot be read the ValueError that has the reason."""
 
 
-def open_records(file: str, names: Sequence[str] | None, unpack: Unpack = unpacked) -> Records:
-    """Open a file with one of the `data_files.ENDINGS`.
+def open_records(path: str, names: Sequence[str] | None, unpack: Unpack | None = None) -> Records:
+    """Open a file with one of the `data_section.ENDINGS`.
 
     Args:
         names: the fields to read, None for all; parquet reads no others.
-        unpack: returns the file that any record can be read from, where `file` itself is compressed.
+        unpack: returns the file that any record can be read from, where the file itself is compressed.
 
     Raises:
         RecordsError: it is of another format, or holds no record.
         OSError: it cannot be read.
     """
-    match ending(file):
+    unpack = unpack or unpacked
+    match ending(path):
         case ".jsonl":
-            records: Records = JsonLines(open(file, "rb", BUFFER_BYTES), file)  # noqa: SIM115
+            records: Records = JsonLines(path, open(path, "rb", BUFFER_BYTES))  # noqa: SIM115
         case ".jsonl.gz":
-            records = JsonLines(unpack(lambda target: gunzip(file, target)), file)
+            records = JsonLines(path, unpack(lambda target: _gunzip(path, target)))
         case ".parquet":
-            records = ParquetRows(file, names, unpack)
+            records = ParquetRows(path, names, unpack)
         case _:
             raise RecordsError(OTHER_KIND)
     if not len(records):
         raise RecordsError("is empty: put prompts in it")
     return records
+
+
+def unpacked(write: Write) -> BinaryIO:
+    """Return a file without a name, in TMPDIR, with what `write` writes; it exists as long as a process reads it.
+
+    Raises:
+        RecordsError: the disk has no room for it.
+    """
+    file = tempfile.TemporaryFile(prefix="megappo-data-")  # noqa: SIM115
+    try:
+        write(file)
+        file.flush()
+    except OSError as error:
+        with suppress(OSError):  # of its buffer, for which there is no room either
+            file.close()
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        folder = tempfile.gettempdir()
+        raise RecordsError(f"does not fit, unpacked, into {folder}: set TMPDIR to a folder with more room") from error
+    file.seek(0)
+    return file
+
+
+def _gunzip(path: str, target: BinaryIO) -> None:
+    """Write the content of a gzip file.
+
+    Raises:
+        RecordsError: the file is damaged.
+    """
+    try:
+        with gzip.open(path) as content:
+            while part := content.read(BUFFER_BYTES):
+                target.write(part)
+                heartbeat.beat()
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise RecordsError(f"is not a readable gzip file ({error}): write it again") from error

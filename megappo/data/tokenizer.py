@@ -3,7 +3,7 @@
 import copy
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TOKENIZER_FILE = "tokenizer.json"
-CHARACTERS_AT_ONCE = 500_000
-"""Characters of the texts in one call of the tokenizer, which needs some hundred bytes of memory for each."""
+TEXTS_AT_ONCE = 200
+"""Texts in one call of the tokenizer, which needs some hundred bytes of memory for each character."""
 
 
 def load_tokenizer(folder: str) -> "PreTrainedTokenizerBase":
@@ -85,6 +85,21 @@ def showing_special(tokenizer: "PreTrainedTokenizerBase") -> "PreTrainedTokenize
     return shown
 
 
+def keeps_bytes(tokenizer: "PreTrainedTokenizerBase") -> bool:
+    """Return whether this is a byte-level BPE (GPT-2's kind: Llama 3, Qwen, DeepSeek), whose tokens hold every byte of
+    a text in Unicode's normal form C."""
+    from tokenizers import models, pre_tokenizers
+
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or not isinstance(backend.model, models.BPE):
+        return False
+    steps = repr(backend.pre_tokenizer)
+    adds_or_drops = "add_prefix_space=True" in steps or "Removed" in steps
+    if repr(backend.normalizer) not in ("None", "NFC()") or "ByteLevel(" not in steps or adds_or_drops:
+        return False
+    return backend.get_vocab(with_added_tokens=False).keys() >= set(pre_tokenizers.ByteLevel.alphabet())
+
+
 def encode(texts: Sequence[str], tokenizer: "PreTrainedTokenizerBase", *, special: bool) -> list[list[int]]:
     """Return the token ids of each text.
 
@@ -92,24 +107,11 @@ def encode(texts: Sequence[str], tokenizer: "PreTrainedTokenizerBase", *, specia
         special: add the tokenizer's special tokens; a chat template brings its own.
     """
     tokens: list[list[int]] = []
-    for part in _groups(texts):
+    for start in range(0, len(texts), TEXTS_AT_ONCE):
         heartbeat.beat()
+        part = list(texts[start : start + TEXTS_AT_ONCE])
         tokens += tokenizer(part, add_special_tokens=special, return_attention_mask=False, verbose=False)["input_ids"]
     return tokens
-
-
-def _groups(texts: Sequence[str]) -> Iterator[list[str]]:
-    """Group texts for one call each: one, or as many as have CHARACTERS_AT_ONCE together."""
-    group: list[str] = []
-    room = CHARACTERS_AT_ONCE
-    for text in texts:
-        if group and len(text) > room:
-            yield group
-            group, room = [], CHARACTERS_AT_ONCE
-        group.append(text)
-        room -= len(text)
-    if group:
-        yield group
 
 
 def end_token_ids(folder: str, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
@@ -136,12 +138,8 @@ def stop_token_ids(folder: str, stop: Sequence[str], tokenizer: "PreTrainedToken
     Raises:
         ConfigError: a stop string is not one token, or there is no end token.
     """
-    ids: list[int] = []
-    errors: list[str] = []
-    try:
-        ids += end_token_ids(folder, tokenizer)
-    except ConfigError as error:
-        errors += error.errors
+    ids = end_token_ids(folder, tokenizer)
+    errors = []
     for text in stop:
         tokens = tokenizer.encode(text, add_special_tokens=False)
         ids += tokens

@@ -17,29 +17,26 @@ from megappo.config.data_section import OTHER_KIND, ending
 from megappo.config.eval_sets import context_errors, eval_sets, longest_request
 from megappo.config.schema import Config
 from megappo.config.text_files import TextFileError
-from megappo.placement.components import ComponentSpec, Setting, components_of
+from megappo.placement.components import ComponentSpec, components_of
 
 
 def file_errors(config: Config) -> list[str]:
     """Return missing or unusable files, one line each, with the key, the path and the remedy."""
-    data, output_dir = config.data, config.trainer.output_dir
-    checks = [(*folder, _model_folder(config, *folder, specs)) for folder, specs in _by_folder(config).items()]
-    held_out = ((one.key, one.files) for one in eval_sets(config).values())
-    read = () if config.trainer.eval_only else (("data.train_files", data.files),)
-    for key, paths in (*read, *held_out):
-        checks += [(key, path, _data_file(key, Path(path))) for path in paths]
-    checks.append(("trainer.output_dir", output_dir, _output_folder("trainer.output_dir", output_dir)))
-    if folder := config.trainer.record_rollouts:
-        checks.append(("trainer.record_rollouts", folder, _output_folder("trainer.record_rollouts", folder)))
-    return [error for check in checks for error in _path_errors(*check)]
-
-
-def _by_folder(config: Config) -> dict[Setting[str], list[ComponentSpec]]:
-    """Return the components of each model folder; of those that share a layout the first."""
-    found: dict[Setting[str], dict[str, ComponentSpec]] = {}
+    errors: list[str] = []
     for spec in components_of(config).values():
-        found.setdefault(spec.folder, {}).setdefault(spec.parallel.key, spec)
-    return {folder: list(specs.values()) for folder, specs in found.items()}
+        errors += _path_errors(*spec.folder, _model_folder(config, spec))
+    files = {} if config.trainer.eval_only else {"data.train_files": config.data.files}
+    for one in eval_sets(config).values():
+        files[one.key] = (*files.get(one.key, ()), *one.files)
+    for key, paths in files.items():
+        for path in paths:
+            errors += _path_errors(key, path, _data_file(key, Path(path)))
+    trainer = config.trainer
+    folders = {"trainer.output_dir": trainer.output_dir, "trainer.record_rollouts": trainer.record_rollouts}
+    for key, folder in folders.items():
+        if folder is not None:
+            errors += _path_errors(key, folder, _output_folder(key, Path(folder)))
+    return list(dict.fromkeys(errors))  # several components may have one model and one layout
 
 
 def _path_errors(key: str, path: str, faults: Iterator[str]) -> Iterator[str]:
@@ -55,13 +52,11 @@ def _path_errors(key: str, path: str, faults: Iterator[str]) -> Iterator[str]:
         yield f"{key}: cannot look at {shorten(path)}: {error.strerror}: correct the path or its permissions"
 
 
-def _model_folder(config: Config, key: str, path: str, specs: list[ComponentSpec]) -> Iterator[str]:
-    folder = Path(path)
+def _model_folder(config: Config, spec: ComponentSpec) -> Iterator[str]:
+    key, folder = spec.folder.key, Path(spec.folder.value)
     if not folder.is_dir():
-        remedy = (
-            f"download the model ({Path(sys.prefix).name}/bin/hf download NAME --local-dir FOLDER) or correct the path"
-        )
-        yield f"{key}: no folder {folder}{looked_in(folder)}: {remedy}"
+        command = f"{Path(sys.prefix).name}/bin/hf download NAME --local-dir FOLDER"
+        yield f"{key}: no folder {folder}{looked_in(folder)}: download the model ({command}) or correct the path"
         return
     if kind := other_kind(folder):
         yield f"{key}: {folder} {kind}"
@@ -74,23 +69,21 @@ def _model_folder(config: Config, key: str, path: str, specs: list[ComponentSpec
         except TextFileError as error:
             yield f"{key}: {error}"
     try:
-        values_only = all(spec.head == "value" for spec in specs)
-        architecture = read_architecture(folder, head="value" if values_only else "policy")
+        architecture = read_architecture(folder, head="value" if spec.head == "value" else "policy")
     except ArchitectureError as faulty:
         yield from (f"{key}: {error}" for error in faulty.errors)
     else:
-        yield from _fit_errors(config, key, architecture, specs)
+        yield from _fit_errors(config, spec, architecture)
 
 
-def _fit_errors(config: Config, key: str, architecture: Architecture, specs: list[ComponentSpec]) -> Iterator[str]:
+def _fit_errors(config: Config, spec: ComponentSpec, architecture: Architecture) -> Iterator[str]:
     """Yield where the model does not fit layouts, engines and the length of rows."""
-    for spec in specs:
-        (parallel_key, parallel), training = spec.parallel, spec.training
-        yield from fit_errors(architecture, parallel, f"{parallel_key}.{{}}".format)
-        if spec.lora is not None:
-            yield from adapter_errors(architecture, spec.lora, parallel_key.removesuffix(".parallel"))
-        if training is not None and not training.section.optim.distributed:
-            yield from dense_stage_errors(architecture, parallel, training.key)
+    key, (parallel_key, parallel), training = spec.folder.key, spec.parallel, spec.training
+    yield from fit_errors(architecture, parallel, f"{parallel_key}.{{}}".format)
+    if spec.lora is not None:
+        yield from adapter_errors(architecture, spec.lora, parallel_key.removesuffix(".parallel"))
+    if training is not None and not training.section.optim.distributed:
+        yield from dense_stage_errors(architecture, parallel, training.key)
     if key == "model.path":
         yield from engine_fit_errors(architecture, config.rollout.tensor_parallel)
     file, window = architecture.file, architecture.sliding_window
@@ -108,32 +101,26 @@ def _fit_errors(config: Config, key: str, architecture: Architecture, specs: lis
 def _data_file(key: str, path: Path) -> Iterator[str]:
     if path.is_dir():
         yield f"{key}: {path} is a folder: name its files"
-        return
-    if not ending(path.name):
+    elif not ending(path.name):
         yield f"{key}: {path} {OTHER_KIND}"
-        return
-    if not path.is_file():  # nor a pipe, which would be waited for
+    elif not path.is_file():  # nor a pipe, which would be waited for
         yield f"{key}: no file {path}{looked_in(path)}: create it or correct the path"
-        return
-    try:
-        with path.open("rb") as file:
-            if not file.read(1):
-                yield f"{key}: {path} is empty: put prompts in it"
-    except OSError as error:
-        yield f"{key}: cannot read {path} ({error.strerror}): correct the path, or its rights"
+    elif not path.stat().st_size:
+        yield f"{key}: {path} is empty: put prompts in it"
+    elif not os.access(path, os.R_OK):
+        yield f"{key}: cannot read {path}: correct the path, or its rights"
 
 
-def _output_folder(key: str, folder: str) -> Iterator[str]:
+def _output_folder(key: str, path: Path) -> Iterator[str]:
     """Check that the folder can be written to, or created."""
-    path = Path(folder)
     there = next(parent for parent in (path, *path.absolute().parents) if os.path.lexists(parent))
     if not there.is_dir():
         yield f"{key}: {there} is a file: name a folder"
         return
     try:
         with tempfile.TemporaryFile(dir=there):  # without a name, and gone at once
-            for made in (path, *(there / name for name in path.parts)):
+            for name in path.parts:
                 with suppress(FileNotFoundError):
-                    os.lstat(made)  # names may be too long
+                    (there / name).lstat()  # names may be too long
     except OSError as error:
         yield f"{key}: cannot write in {there} ({error.strerror}): name a folder that you may write to"

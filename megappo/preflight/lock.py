@@ -1,6 +1,5 @@
 """One run at a time in an output folder: a lock that the kernel releases however the run ends. Without torch."""
 
-import errno
 import fcntl
 import os
 import socket
@@ -11,8 +10,6 @@ from typing import IO
 from megappo.config.config_error import ConfigError
 
 LOCK = ".lock"
-PATIENCE_SECONDS = 2.0
-"""Time that a run waits for a dry run, which holds the lock for a moment."""
 
 
 def take(output_dir: Path) -> IO[str]:
@@ -24,7 +21,7 @@ def take(output_dir: Path) -> IO[str]:
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
         file = (output_dir / LOCK).open("a+", encoding="utf-8")
-        if not _locked(file, fcntl.LOCK_EX, PATIENCE_SECONDS):
+        if not _locked(file, fcntl.LOCK_EX):
             raise ConfigError(_busy(output_dir, file))
         file.truncate(0)
         file.write(f"{socket.gethostname()}, pid {os.getpid()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
@@ -52,22 +49,16 @@ def _busy(output_dir: Path, file: IO[str]) -> str:
     return f"trainer.output_dir: {output_dir} is in use by a run ({holder}): wait for its end, or choose another folder"
 
 
-def _locked(file: IO[str], kind: int, patience_seconds: float = 0.0) -> bool:
-    deadline = time.monotonic() + patience_seconds
-    while True:
-        try:
-            fcntl.flock(file, kind | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                return False
-        time.sleep(0.05)
+def _locked(file: IO[str], kind: int) -> bool:
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _refusal(output_dir: Path, error: OSError) -> str:
-    if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-        return (
-            f"trainer.output_dir: no file can be locked in {output_dir} ({error.strerror}), so that two runs could "
-            "write into it: mount it with locks, or name a folder elsewhere"
-        )
-    return f"trainer.output_dir: cannot write to {output_dir} ({error.strerror}): name a folder that can be written"
+    return (
+        f"trainer.output_dir: cannot write and lock a file in {output_dir} ({error.strerror}): name a folder where "
+        "both are possible, since two runs must not write into one"
+    )

@@ -24,13 +24,13 @@ from megappo.placement.components import trained_in_words
 
 def resume_errors(config: Config) -> list[str]:
     """Return why a run cannot resume from its checkpoint."""
-    if config.trainer.eval_only:
-        return [*_unfit_to_evaluate(config.trainer.eval_checkpoint), *_other_evaluation(config)]
+    trainer = config.trainer
     try:
+        if trainer.eval_only:
+            return [*_unfit_to_evaluate(trainer.eval_checkpoint), *_other_evaluation(config)]
         checkpoint, _ = _choice(config)
     except CheckpointError as error:
         return [str(error)]
-    trainer = config.trainer
     if checkpoint is None:
         return list(_missing_rollouts(config, 0))
     if trainer.resume == "never":
@@ -76,22 +76,14 @@ def with_own_folder(config: Config, weights: Path) -> Config:
 
 def _other_evaluation(config: Config) -> Iterator[str]:
     """Yield an error if the evaluation's folder holds the evaluation of other weights with the same name."""
-    try:
-        weights = Path(config.trainer.eval_checkpoint or _choice(config)[0] or config.model.path)
-    except CheckpointError as error:
-        yield str(error)
-        return
+    weights = Path(config.trainer.eval_checkpoint or _choice(config)[0] or config.model.path)
     file = Path(with_own_folder(config, weights).trainer.output_dir, EVALUATION_FILE)
-    if not file.exists():
-        return
-    remedy = f"would be overwritten with that of {weights}: choose another one (tools/evaluate.py: --output)"
-    try:
-        found = Path(json.loads(file.read_text())["weights"])
-    except (OSError, ValueError, KeyError, TypeError):
-        yield f"trainer.output_dir: {file} is not what an evaluation writes there, and {remedy}"
-        return
+    found = Path(json.loads(file.read_text())["weights"]) if file.exists() else weights
     if found.exists() and found.resolve() != weights.resolve():  # a run's folder may have been moved since
-        yield f"trainer.output_dir: {file} is of {found}, and {remedy}"
+        yield (
+            f"trainer.output_dir: {file} is of {found}, and would be overwritten with that of {weights}: choose "
+            "another one (tools/evaluate.py: --output)"
+        )
 
 
 def _wrong_models(config: Config, checkpoint: Path) -> Iterator[str]:
@@ -115,10 +107,9 @@ def _missing_rollouts(config: Config, begun: int) -> Iterator[str]:
     folder = Path(config.trainer.replay_rollouts)
     missing = sorted(set(range(begun + 1, config.trainer.total_steps + 1)) - set(recorded_steps(folder)))
     if missing:
-        steps = ", ".join(map(str, missing[:5])) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
         yield (
-            f"trainer.replay_rollouts: {folder}{looked_in(folder)} has no rollouts of step {steps}: correct the path, "
-            "or lower trainer.total_steps"
+            f"trainer.replay_rollouts: {folder}{looked_in(folder)} has no rollouts of step {missing[0]}: correct the "
+            "path, or lower trainer.total_steps"
         )
 
 

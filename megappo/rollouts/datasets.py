@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerBase
 from megappo.batch.exchange import Exchange
 from megappo.config.config_error import ConfigError
 from megappo.config.schema import Config
-from megappo.data.file_formats import Write, unpacked
-from megappo.data.prompts import Prompt, PromptDataset, batch_errors, open_datasets, share
+from megappo.data.prompts import Prompt, PromptDataset, open_datasets, share
+from megappo.data.records import Write, unpacked
 from megappo.data.tokenizer import load_tokenizer, stop_token_ids
 from megappo.placement.components import shared_vocabulary
 from megappo.userland.task_workers import TaskWorkers
@@ -51,7 +51,7 @@ class Datasets:
             errors += dataset.errors(parts)
             notes += [f"warning: {line}" for line in dataset.warnings(parts)]
             notes += dataset.leave_out(parts)
-        errors += batch_errors(self.train)
+        errors += self.train.batch_errors() if self.train else []  # none is an error of its own
         if errors:
             raise ConfigError(*errors)
         return notes

@@ -291,8 +291,8 @@ CONTRADICTIONS = {
         "eval.datasets.a.reward 'absent.py:f': no file absent.py"
     ),
     "eval.datasets={a: {files: val.jsonl, reward: {math: 1}, label_key: answer}}": (
-        "eval.datasets.a.label_key: val.jsonl has no field 'answer' in any of its 256 lines: set "
-        "eval.datasets.a.label_key; the file has: prompt, label"
+        "eval.datasets.a.files: val.jsonl lines 1, 2, 3 and 253 more: no field 'answer': correct "
+        "eval.datasets.a.label_key, or add it (data.on_bad_row=skip leaves such out); the file has: prompt, label"
     ),
     "eval.datasets={a: {files: val.jsonl, environment: json.decoder:JSONDecoder, tools: json:loads}} "
     "rollout.tool_call_parser=qwen25": "eval.datasets.a.environment and eval.datasets.a.tools are both set: drop one",

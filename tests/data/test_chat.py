@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from planning import errors_of, plan_here, write_run
+from planning import all_of, errors_of, plan_here, write_run
 from transformers import PreTrainedTokenizerBase
 
 from megappo.config.config_error import ConfigError
@@ -45,7 +45,7 @@ def opened(folder: Path, tokenizer: PreTrainedTokenizerBase, **keys: object) -> 
 
 def test_texts_stay_texts_and_messages_go_through_the_template(folder, tokenizer):
     user = "user: 1+1=\nassistant:"
-    assert [prompt.text for prompt in opened(folder, tokenizer).all] == ["1+1=", user, f"system: 2=\n{user}"]
+    assert [prompt.text for prompt in all_of(opened(folder, tokenizer))] == ["1+1=", user, f"system: 2=\n{user}"]
 
 
 @pytest.mark.parametrize("system", [None, "1=", ""])
@@ -60,8 +60,8 @@ def test_a_system_prompt_and_variables_are_what_the_template_is_given(folder, to
         tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **given)
         for messages in conversations
     ]
-    assert [prompt.text for prompt in data.all] == expected
-    assert [prompt.columns["prompts"] for prompt in data.all] == conversations
+    assert [prompt.text for prompt in all_of(data)] == expected
+    assert [prompt.columns["prompts"] for prompt in all_of(data)] == conversations
 
 
 @pytest.mark.parametrize("keys", [{"system_prompt": "1="}, {"chat_template_kwargs": {"enable_thinking": False}}])

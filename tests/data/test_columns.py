@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
-from planning import write_run
+from planning import all_of, write_run
 from transformers import PreTrainedTokenizerBase
 from verl_style import CHAT_TEMPLATE, record, write_gsm8k
 
@@ -54,45 +54,36 @@ def test_dotted_names_lead_into_objects(tmp_path, tokenizer, kind):
     rows = [{"a": {"q": f"{n}+1=", "b": {"c.d": n, "e": 0}}, "label": -1} for n in range(3)]
     data = opened(write(tmp_path, kind, *rows), tokenizer, prompt_key="a.q", label_key="a.b.c.d")
     assert errors_of(data) == []
-    assert [(prompt.text, prompt.label) for prompt in data.all] == [("0+1=", 0), ("1+1=", 1), ("2+1=", 2)]
+    assert [(prompt.text, prompt.label) for prompt in all_of(data)] == [("0+1=", 0), ("1+1=", 1), ("2+1=", 2)]
 
 
 @KINDS
 def test_a_field_of_that_very_name_wins(tmp_path, tokenizer, kind):
     rows = [{"prompt": "1", "a.b": "whole", "a": {"b": "nested"}}]
-    [prompt] = opened(write(tmp_path, kind, *rows), tokenizer, label_key="a.b").all
+    [prompt] = all_of(opened(write(tmp_path, kind, *rows), tokenizer, label_key="a.b"))
     assert prompt.label == "whole"
 
 
 def test_verls_parquet_is_read_as_it_is(tmp_path, tokenizer):
     data = opened(write_gsm8k(tmp_path / "train.parquet"), tokenizer, label_key="reward_model.ground_truth")
     assert errors_of(data) == []
-    assert [prompt.label for prompt in data.all] == [str(82 + 8 * index) for index in range(200)]
-    assert data.all[7].text == f"user:{record(7)['prompt'][0]['content']}\nassistant:"
-    assert data.all[7].columns == {}
+    assert [prompt.label for prompt in all_of(data)] == [str(82 + 8 * index) for index in range(200)]
+    assert all_of(data)[7].text == f"user:{record(7)['prompt'][0]['content']}\nassistant:"
+    assert all_of(data)[7].columns == {}
 
 
-def test_how_far_a_dotted_name_got_is_reported(tmp_path, tokenizer):
+@pytest.mark.parametrize("key", ["reward_model.truth", "ability.truth", "reward.ground_truth", "reward_model."])
+def test_a_dotted_name_that_leads_nowhere(tmp_path, tokenizer, key):
     file = write_gsm8k(tmp_path / "train.parquet", 20)
-    fields = "set data.label_key; the file has: data_source, prompt, ability, reward_model, extra_info"
-    for key, reached in {
-        "reward_model.truth": ", as 'reward_model' has only ground_truth, style",
-        "ability.truth": ", as 'ability' is no object",
-        "reward_model.style.rule": ", as 'reward_model.style' is no object",
-        "reward.ground_truth": "",
-        "reward_model.": ", as 'reward_model' has only ground_truth, style",
-    }.items():
-        assert errors_of(opened(file, tokenizer, label_key=key)) == [
-            f"data.label_key: FILE has no field {key!r} in any of its 20 rows{reached}: {fields}"
-        ]
-    rows = [{"prompt": "1", "a": {"b": 1}}] * 3 + [{"prompt": "1", "a": {"c": 1}}, {"prompt": "1", "a": None}]
-    assert errors_of(opened(write(tmp_path, "jsonl", *rows), tokenizer, label_key="a.b")) == [
-        "data.train_files: FILE line 4: no field 'a.b' (data.label_key), as 'a' has only c" + REMEDY,
-        "data.train_files: FILE line 5: no field 'a.b' (data.label_key), as 'a' is no object" + REMEDY,
-    ]
+    [error] = errors_of(opened(file, tokenizer, label_key=key))
+    assert error.startswith(
+        f"data.train_files: FILE rows 1, 2, 3 and 17 more: no field {key!r}: correct data.label_key"
+    )
+    assert error.endswith("; the file has: data_source, prompt, ability, reward_model, extra_info")
 
 
 REMEDY = " (data.on_bad_row=skip leaves such out)"
+HAS = "; the file has: prompt, label, level, tags"
 ROWS = [{"prompt": "1", "label": 1, "level": 3, "tags": ["x"]}, {"prompt": "2", "label": 2, "level": 4, "tags": None}]
 
 
@@ -111,13 +102,13 @@ ROWS = [{"prompt": "1", "label": 1, "level": 3, "tags": ["x"]}, {"prompt": "2", 
 def test_only_what_the_function_takes_goes_with_a_prompt(tmp_path, tokenizer, kind, takes, columns):
     data = opened(write(tmp_path, kind, *ROWS), tokenizer, takes)
     assert errors_of(data) == []
-    assert data.all[0].columns == columns
+    assert all_of(data)[0].columns == columns
 
 
 def test_the_prompt_as_the_file_has_it_goes_with_it(tmp_path, tokenizer):
     file = write_gsm8k(tmp_path / "train.parquet", 2)
     takes = InputSpec((), ("ability",), raw_prompts=True)
-    [_, prompt] = opened(file, tokenizer, takes, label_key="reward_model.ground_truth").all
+    [_, prompt] = all_of(opened(file, tokenizer, takes, label_key="reward_model.ground_truth"))
     assert prompt.columns == {"ability": "math", "prompts": record(1)["prompt"]}
 
 
@@ -125,18 +116,18 @@ def test_the_prompt_as_the_file_has_it_goes_with_it(tmp_path, tokenizer):
 def test_a_column_that_the_function_needs_and_the_file_lacks(tmp_path, tokenizer, kind):
     unit = "rows" if kind == "parquet" else "lines"
     assert errors_of(opened(write(tmp_path, kind, *ROWS), tokenizer, InputSpec(("level", "subject")))) == [
-        f"reward.function: FILE has no field 'subject' in any of its 2 {unit}: rename its parameter, give it a "
-        "default, or add the field; the file has: prompt, label, level, tags"
+        f"data.train_files: FILE {unit} 1, 2: no field 'subject': correct reward.function, or add it{REMEDY}; the file "
+        "has: prompt, label, level, tags"
     ]
 
 
 def test_a_column_that_one_line_lacks(tmp_path, tokenizer):
     file = write(tmp_path, "jsonl", *ROWS, {"prompt": "3", "label": 3}, ROWS[0])
     assert errors_of(opened(file, tokenizer, InputSpec(("level",)))) == [
-        "data.train_files: FILE line 3: no field 'level' (reward.function)" + REMEDY
+        "data.train_files: FILE line 3: no field 'level': correct reward.function, or add it" + REMEDY + HAS
     ]
     data = opened(file, tokenizer, InputSpec((), ("level",)))
-    assert errors_of(data) == [] and [prompt.columns for prompt in data.all][2] == {}
+    assert errors_of(data) == [] and [prompt.columns for prompt in all_of(data)][2] == {}
 
 
 NO_JSON = {
@@ -151,7 +142,7 @@ def test_a_column_that_nobody_names_and_is_not_json_is_left_out_and_reported(tmp
     rows = [{"prompt": "1", "label": "1", "fine": 1, **odd}, {"prompt": "1", "label": "1", "no number": 0.5}]
     data = opened(write(tmp_path, "parquet", *rows), tokenizer, ALL)
     assert errors_of(data) == []
-    assert [prompt.columns for prompt in data.all] == [
+    assert [prompt.columns for prompt in all_of(data)] == [
         {"label": "1", "fine": 1},
         {"label": "1", "fine": None, "bytes": None, "a date": None, "no number": 0.5},
     ]

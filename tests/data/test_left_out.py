@@ -5,10 +5,10 @@ import json
 from pathlib import Path
 
 import pytest
-from planning import errors_of, plan_here, write_run
+from planning import all_of, errors_of, plan_here, write_run
 
 from megappo.config.schema import Data
-from megappo.data.prompts import PromptDataset, batch_errors
+from megappo.data.prompts import PromptDataset
 from megappo.data.tokenizer import load_tokenizer
 
 LINES = ["1+1=", "{", "1" * 30, "2+2=", "", "2" * 31, "1+2="]
@@ -63,8 +63,8 @@ def test_bad_rows_and_long_prompts_are_left_out_and_reported(folder):
             f"left out: data.train_files: train.jsonl {EMPTY}",
         ],
     )
-    assert [prompt.text for prompt in data.all] == ["1+1=", "2+2=", "1+2="]
-    assert [prompt.index for prompt in data.all] == [0, 3, 6]  # places in the file, as before
+    assert [prompt.text for prompt in all_of(data)] == ["1+1=", "2+2=", "1+2="]
+    assert [prompt.index for prompt in all_of(data)] == [0, 3, 6]  # places in the file, as before
 
 
 def test_one_kind_may_be_left_out_and_the_other_not(folder):
@@ -92,7 +92,7 @@ def test_epochs_are_of_what_is_left_in_an_order_of_their_own(folder):
     ordered = dataset(folder, shuffle=False, **keys)
     checked(ordered)
     assert ordered.indices(3) == [0, 3, 6]
-    assert batch_errors(data) == []
+    assert data.batch_errors() == []
 
 
 def test_long_prompts_are_cut_to_their_last_tokens(folder):
@@ -100,7 +100,7 @@ def test_long_prompts_are_cut_to_their_last_tokens(folder):
     data = dataset(folder, too_long="truncate_left")
     errors, left_out = checked(data)
     assert (errors, left_out) == ([], [f"cut to its last tokens: data.train_files: train.jsonl line 1: {LONG}"])
-    cut, whole = data.all
+    cut, whole = all_of(data)
     assert len(cut.tokens) == 24
     assert cut.text.replace(" ", "") == ("1+" * 10 + "2+" * 10 + "=")[-24:]
     assert cut.label == 41
@@ -130,8 +130,8 @@ def test_a_step_cannot_take_more_than_is_left(folder):
     data = dataset(folder, on_bad_row="skip", too_long="skip")
     data.config = data.config.model_copy(update={"train_batch_size": 4})
     checked(data)
-    [error] = batch_errors(data)
-    assert "data.train_batch_size 4 is more than the 3 prompts" in error
+    [error] = data.batch_errors()
+    assert "data.train_batch_size 4 takes 4 prompts of data.train_files, which has 3" in error
 
 
 def test_plan_reports_what_a_run_would_leave_out(folder):
@@ -150,7 +150,7 @@ def test_compressed_lines_are_read_as_they_are(folder):
     plain, compressed = dataset(folder, **keys), dataset(folder, "train.jsonl.gz", **keys)
     lines = checked(plain)[1]
     assert [line.replace(".gz", "") for line in checked(compressed)[1]] == lines
-    assert compressed.all == plain.all
+    assert all_of(compressed) == all_of(plain)
 
 
 def test_held_out_files_are_reported_without_their_endings():
@@ -162,6 +162,4 @@ def test_prompts_of_a_dataset_that_lacks_a_field_are_not_left_out_in_silence(fol
     data = dataset(folder, label_key="answer", on_bad_row="skip", too_long="skip")
     errors, _ = checked(data)
     assert errors[0] == "data.train_files: no prompt remains: all 7 records that were checked are left out"
-    assert any(
-        line.startswith("data.label_key: train.jsonl has no field 'answer' in 5 of its 7 lines: set") for line in errors
-    )
+    assert any("train.jsonl lines 1, 3, 4 and 2 more: no field 'answer': correct data.label" in line for line in errors)

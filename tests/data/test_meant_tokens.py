@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from planning import plan_here, write_run
+from planning import all_of, plan_here, write_run
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
@@ -85,7 +85,7 @@ def test_a_class_that_builds_itself_otherwise_changes_no_tokens(tmp_path, core, 
     assert ids == alone.encode(TEXT).ids
     assert tokenizer.decode(ids, skip_special_tokens=True) == TEXT
     assert len(tokenizer) == alone.get_vocab_size(with_added_tokens=True)
-    [prompt] = opened(tmp_path, [TEXT]).all
+    [prompt] = all_of(opened(tmp_path, [TEXT]))
     assert prompt.tokens == ids
 
 
@@ -111,7 +111,7 @@ def test_a_limit_of_length_in_tokenizer_json_is_none_of_prompts(tmp_path):
     write_model(tmp_path / "model", core)
     dataset = opened(tmp_path, ["1 + 2 + 3 ="])
     assert found_in(dataset) == ([], [])
-    assert len(dataset.all[0].tokens) == len("1 + 2 + 3 =")
+    assert len(all_of(dataset)[0].tokens) == len("1 + 2 + 3 =")
 
 
 @pytest.mark.parametrize("prompt", [RENDERED, RENDERED.removeprefix(BOS), [{"role": "user", "content": "1+1=?"}]])
@@ -119,7 +119,7 @@ def test_a_prompt_that_a_template_has_made_before_has_one_bos(tmp_path, prompt):
     write_model(tmp_path / "model", byte_level(), adds=f"{BOS} $A")
     dataset = opened(tmp_path, [prompt])
     assert found_in(dataset) == ([], [])
-    [found] = dataset.all
+    [found] = all_of(dataset)
     assert dataset._tokenizer.decode(found.tokens) == RENDERED
 
 
@@ -181,7 +181,7 @@ def test_an_answer_that_a_prompt_begins_goes_on(tmp_path, begun, system):
     dataset = opened(tmp_path, [messages], system_prompt=system)
     assert found_in(dataset)[0] == []
     before = "" if system is None else f"[system]{system}{EOS}"
-    [prompt] = dataset.all
+    [prompt] = all_of(dataset)
     assert prompt.text == f"{BOS}{before}[user]1+1={EOS}[assistant]{begun}"
     assert dataset._tokenizer.decode(prompt.tokens) == prompt.text
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megappo.config.schema import Data
 from megappo.data.order import Order, Turns
-from megappo.data.prompts import PromptDataset, batch_errors, share
+from megappo.data.prompts import PromptDataset, share
 from megappo.data.tokenizer import load_tokenizer
 
 
@@ -109,19 +109,19 @@ def test_files_with_weights_have_epochs_of_their_own(folder, tokenizer):
         orders = {tuple(of_file[size * epoch : size * (epoch + 1)]) for epoch in range(epochs)}
         assert len(orders) == epochs and all(sorted(order) == list(range(start, start + size)) for order in orders)
     assert opened(files, tokenizer, 5, 4, 1, train_batch_size=10).indices(170) == steps[17]
-    assert batch_errors(data) == []
+    assert data.batch_errors() == []
 
 
 def test_a_file_that_gives_a_step_more_than_it_has_is_refused(folder, tokenizer):
     files = [write(folder, "a.jsonl", [0] * 10), write(folder, "b.jsonl", [0] * 30)]
     data = opened(files, tokenizer, 0.5, 0.5, train_batch_size=22)
-    assert batch_errors(data) == [
-        f"data.train_files: {folder}/a.jsonl gives 11 of the data.train_batch_size 22 prompts of a step and has 10, so "
-        "that a step would hold some twice: lower its weight, or that"
+    assert data.batch_errors() == [
+        f"data.train_batch_size 22 takes 11 prompts of {folder}/a.jsonl, which has 10, so that a step would hold some "
+        "twice: lower it, or name more files"
     ]
     (folder / "train.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n' * 7)
     [error] = errors_of(plan_here(folder, "run.yaml", "data.train_files={train.jsonl: 1, b.jsonl: 1}"))
-    assert error.startswith("error: data.train_files: train.jsonl gives 8 of the data.train_batch_size 16 prompts")
+    assert error.startswith("error: data.train_batch_size 16 takes 8 prompts of train.jsonl, which has 7, so that a")
 
 
 LEVELS = [3, 1, 2.5, 1, -4, 3, 1, 2**70, 0, 1, 3, 1]
@@ -152,6 +152,6 @@ def test_what_is_left_out_has_no_place_in_the_order(folder, tokenizer):
 def test_a_field_to_order_by_that_is_missing_or_no_number_is_an_error(folder):
     write(folder, "train.jsonl", [1] * 20 + ["hard"])
     [error] = errors_of(plan_here(folder, "run.yaml", "data.order_by=level"))
-    assert error.startswith("error: data.order_by: train.jsonl has no field 'level' in any of its 21 lines: set data.o")
+    assert "train.jsonl lines 1, 2, 3 and 18 more: no field 'level': correct data.order_by" in error
     [error] = errors_of(plan_here(folder, "run.yaml", "data.order_by=info.level"))
     assert "train.jsonl line 21: expected a number for data.order_by, found 'hard' (data.on_bad_row=skip" in error

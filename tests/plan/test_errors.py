@@ -101,8 +101,8 @@ def test_errors_in_tokenizer_data_and_reward_are_reported_together_and_soon(plan
     assert errors_of(done) == [
         "error: rollout.stop: '12' is 2 tokens ([2, 3]) to this tokenizer, and the engine works on token ids: choose a "
         "string that is exactly one token, or leave it out",
-        "error: data.label_key: train.jsonl has no field 'answer' in any of its 300 lines: set data.label_key; the "
-        "file has: prompt, label",
+        "error: data.train_files: train.jsonl lines 1, 2, 3 and 297 more: no field 'answer': correct data.label_key, "
+        "or add it (data.on_bad_row=skip leaves such out); the file has: prompt, label",
     ]
     (run_folder / "reward.py").write_text("def f(prompts, responses):\n    return responses[2]\n")
     assert errors_of(
@@ -110,10 +110,11 @@ def test_errors_in_tokenizer_data_and_reward_are_reported_together_and_soon(plan
     ) == [
         "error: data.train_files: train.jsonl lines 1, 2, 3 and 297 more: the prompt has 4 tokens, more than "
         "data.max_prompt_length 3: raise it, drop this, or set data.too_long",
-        "error: data.train_batch_size 320 is more than the 300 prompts of data.train_files, so that a step would hold "
-        "some twice: lower it, or name more files",
-        f"error: reward.function: reward function reward.py:f raised IndexError: list index out of range ({run_folder}/"
-        "reward.py line 2): fix it, or set reward.on_error to zero, which gives such responses 0",
+        "error: data.train_batch_size 320 takes 320 prompts of data.train_files, which has 300, so that a step would "
+        "hold some twice: lower it, or name more files",
+        "error: reward.function: reward function reward.py:f raised IndexError: list index out of range (File "
+        f'"{run_folder}/reward.py", line 2, in f): fix it, or set reward.on_error to zero, which gives such responses '
+        "0",
     ]
 
 
@@ -132,8 +133,8 @@ def test_a_rollout_that_ends_by_its_scores_needs_them_before_it_has_ended(plan, 
     assert errors_of(plan(run_folder, "run.yaml", *settings, "data.gen_batch_size=301")) == [
         "error: data.gen_batch_size 301 ends a rollout by the scores of the responses written so far, but "
         "reward.function reward.py:f is called when all are written: set reward.batch_size, such as 1",
-        "error: data.gen_batch_size 301 is more than the 300 prompts of data.train_files, so that a step would hold "
-        "some twice: lower it, or name more files",
+        "error: data.gen_batch_size 301 takes 301 prompts of data.train_files, which has 300, so that a step would "
+        "hold some twice: lower it, or name more files",
     ]
     found = plan(run_folder, "run.yaml", *settings, "data.gen_batch_size=300", "reward.batch_size=1").stdout
     assert "trajectories, those that are finished first of 300 prompts\n" in found
@@ -159,9 +160,15 @@ def test_groups_are_not_filtered_by_what_no_function_returns(plan, run_folder, f
     ("body", "message"),
     [
         ("def f(p, r, l):\n    return [1.0]\n", "returned 1 values for 2 responses"),
-        ("import nowhere\n", "raised ModuleNotFoundError: No module named 'nowhere' (FOLDER/reward.py line 1): fix it"),
+        (
+            "import nowhere\n",
+            "raised ModuleNotFoundError: No module named 'nowhere' (File \"FOLDER/reward.py\", line 1",
+        ),
         ("f = 1\n", "does not exist: the file defines no function: fix it"),
-        ("def f(p, r, l):\n    return {}[r[0]]\n", "raised KeyError: '2' (FOLDER/reward.py line 2): fix it"),
+        (
+            "def f(p, r, l):\n    return {}[r[0]]\n",
+            "raised KeyError: '2' (File \"FOLDER/reward.py\", line 2, in f): fix",
+        ),
         (
             "def f(p, r):\n    return [1.0]\n",
             "takes (p, r); expected f(prompts, responses, labels, **columns), or comp",
@@ -205,7 +212,8 @@ def test_scores_of_steps_and_a_weight_are_shown_and_what_would_clip_their_sum_is
     grade = "{'score': 1, 'step_scores': [[1, 0.5]], 'loss_weight': 2}"
     (run_folder / "reward.py").write_text(f"def f(solution_str, ground_truth):\n    return {grade}\n")
     done = plan(run_folder, "run.yaml", "reward.function=reward.py:f")
-    assert done.returncode == 0 and "for the first prompt, 1, loss_weight 2, step_scores [[1, 0.5]]\n" in done.stdout
+    assert done.returncode == 0 and "reward.py:f: scored '2' for the first prompt, 1\n" in done.stdout
+    assert "  reward.py:f: returned loss_weight 2.0\n  reward.py:f: returned step_scores [[(1, 0.5)]]\n" in done.stdout
     [error] = errors_of(plan(run_folder, "run.yaml", "reward.function=reward.py:f", "reward.clip=5"))
     assert error == (
         "error: reward.clip 5.0 changes the score of a response, not those of its steps, which reward.function "

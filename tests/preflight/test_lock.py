@@ -58,7 +58,9 @@ def test_whatever_the_file_holds(tmp_path, content):
 
 def test_where_nothing_can_be_written_or_locked(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="trainer.output_dir: cannot write to .*: name a folder that can be written"):
+    with pytest.raises(
+        ConfigError, match="trainer.output_dir: cannot write and lock a file in .*: name a folder where"
+    ):
         take(tmp_path / "file" / "run")
 
     def refuses(file, kind):
@@ -66,5 +68,7 @@ def test_where_nothing_can_be_written_or_locked(tmp_path, monkeypatch):
 
     monkeypatch.setattr(fcntl, "flock", refuses)
     for call in (lambda: take(tmp_path), lambda: pytest.fail(in_use(tmp_path))):
-        with pytest.raises((ConfigError, pytest.fail.Exception), match="no file can be locked in .*: mount it with"):
+        with pytest.raises(
+            (ConfigError, pytest.fail.Exception), match="cannot write and lock a file in .*No locks available"
+        ):
             call()

@@ -115,7 +115,7 @@ def test_a_malformed_line_of_the_data(config, folder):
         "(data.on_bad_row=skip leaves such out)"
     )
     assert lines[1].startswith(
-        f"error: {config}:17: data.train_batch_size 32 is more than the 2 prompts of data.train_files"
+        f"error: {config}:17: data.train_batch_size 32 takes 32 prompts of data.train_files, which has 2"
     )
     assert len(lines) == 2
 

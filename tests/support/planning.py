@@ -13,6 +13,7 @@ from unittest.mock import patch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from megappo.data.prompts import Prompt, PromptDataset
 from megappo.plan import main
 
 REPOSITORY = Path(__file__).parents[2]
@@ -89,3 +90,8 @@ def errors_of(done: subprocess.CompletedProcess) -> list[str]:
     assert done.returncode == (2 if "error: " in done.stderr else 0)
     assert "Traceback" not in done.stderr and ("nothing is wrong" in done.stdout) == (done.returncode == 0)
     return [PLACE.sub("error: ", line) for line in done.stderr.splitlines()]
+
+
+def all_of(dataset: PromptDataset) -> list[Prompt]:
+    """Return every prompt that is kept, in the files' order."""
+    return dataset.at(dataset.kept)

@@ -168,7 +168,7 @@ def prompts_of(file: str, folder: Path, takes: InputSpec) -> list[Prompt]:
     config = Data(train_files=(file,), label_key="reward_model.ground_truth")
     dataset = PromptDataset([file], tokenizer, config, 0, takes=takes)
     assert dataset.errors([dataset.check(1000)]) == []
-    return dataset.all
+    return dataset.at(dataset.kept)
 
 
 def test_verls_data_and_function_work_as_they_are(tmp_path: Path):
