@@ -106,7 +106,8 @@ class Engine:
                 f"in {self.log_path}, which ends:\n{self._log_tail()}"
             )
         self._guard.close()
-        client.freeze_garbage()
+        if self._arguments.get("node_rank", 0) == 0:  # the other nodes' parts answer nothing but questions for health
+            client.freeze_garbage()
         return client
 
     def restart(self) -> None:

@@ -33,9 +33,17 @@ time.sleep(600)
 """
 
 
-def build(checkpoint: Path, tmp_path: Path, **rollout) -> Engine:
+def build(checkpoint: Path, tmp_path: Path, *, index: int = 0, node_arguments=None, **rollout) -> Engine:
     settings = Rollout(max_total_tokens=1024, **rollout)
-    return Engine(checkpoint, settings, "fp32", index=0, gpu_ids=[], log_path=tmp_path / "engine.log", seed=0)
+    log_path = tmp_path / f"engine_{index}.log"
+    return Engine(
+        *(checkpoint, settings, "fp32"),
+        index=index,
+        gpu_ids=[],
+        log_path=log_path,
+        seed=0,
+        node_arguments=node_arguments,
+    )
 
 
 def session_pids(leader: int) -> list[int]:
@@ -129,6 +137,29 @@ def test_an_idle_engine_leaves_the_cores_to_the_trainer(engine):
     before = cpu_seconds()
     time.sleep(3)
     assert cpu_seconds() - before < 0.3
+
+
+def test_an_engine_of_two_nodes_serves_on_the_first(checkpoint, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as guard:
+        meeting = f"127.0.0.1:{guard.getsockname()[1]}"
+    parts = [
+        build(
+            checkpoint,
+            tmp_path,
+            index=node,
+            node_arguments={"nnodes": 2, "node_rank": node, "dist_init_addr": meeting},
+            tensor_parallel=2,
+        )
+        for node in range(2)
+    ]
+    try:
+        for part in parts:
+            part.start()
+        first, _ = [part.wait_ready() for part in parts]
+        assert len(first.generate([[5]], SamplingParams(2))[0].tokens) == 2
+    finally:
+        for part in parts:
+            part.stop()
 
 
 def test_a_scheduler_that_fails_while_it_starts_leaves_nothing(checkpoint, tmp_path):
