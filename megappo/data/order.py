@@ -5,7 +5,7 @@ import random
 from array import array
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import numpy
 
@@ -56,6 +56,8 @@ class Turns:
         unit = math.lcm(*(weight.denominator for weight in exact))
         self._weights = [int(weight * unit) for weight in exact]
         self._whole = sum(self._weights)
+        common = math.lcm(*self._weights)
+        self._steps = [common // weight for weight in self._weights]  # from one turn of a part to the next
 
     def most(self, part: int, count: int) -> int:
         """Return a part's share of `count` turns, rounded up."""
@@ -69,12 +71,6 @@ class Turns:
             if place >= first:
                 yield part, had[part]
             had[part] += 1
-
-    @cached_property
-    def _steps(self) -> list[int]:
-        """Distance from one turn of a part to the next, in whole numbers."""
-        unit = math.lcm(*self._weights)
-        return [unit // weight for weight in self._weights]
 
     def _had(self, place: int) -> list[int]:
         """Return the turns of each part until a time before which they have at most `place` turns together."""

@@ -6,7 +6,6 @@ import statistics
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TextIO
 
 from tqdm import tqdm
@@ -29,27 +28,22 @@ def held_out_score(metrics: Mapping[str, float | None]) -> float | None:
     return statistics.fmean(scores) if scores else None
 
 
-@dataclass(frozen=True)
-class Column:
-    """A column of the console line: the metric it shows, its format and width in characters."""
-
-    metric: str
-    format: str
-    width: int
-
-
+KL_PENALTY = "reward/kl_penalty/mean"
 COLUMNS = {
-    "reward": Column("reward/score/mean", ".3f", 7),
-    "val": Column("val", ".3f", 7),
-    "ref_kl": Column("reward/kl_penalty/mean", "z.4f", 8),
-    "ppo_kl": Column("actor/ppo_kl", "z.4f", 8),
-    "entropy": Column("actor/entropy", ".3f", 7),
-    "clipfrac": Column("actor/pg_clipfrac", ".3f", 8),
-    "vf_ev": Column("critic/vf_explained_var", ".3f", 7),
-    "length": Column("rollout/response_length/mean", ".1f", 7),
-    "tok/s": Column("rollout/tokens_per_second", ".0f", 7),
-    "step_s": Column("timing_s/step", ".1f", 7),
+    "reward": ("reward/score/mean", ".3f"),
+    "val": ("val", ".3f"),
+    "ref_kl": (KL_PENALTY, "z.4f"),
+    "ppo_kl": ("actor/ppo_kl", "z.4f"),
+    "entropy": ("actor/entropy", ".3f"),
+    "clipfrac": ("actor/pg_clipfrac", ".3f"),
+    "vf_ev": ("critic/vf_explained_var", ".3f"),
+    "length": ("rollout/response_length/mean", ".1f"),
+    "tok/s": ("rollout/tokens_per_second", ".0f"),
+    "step_s": ("timing_s/step", ".1f"),
 }
+"""Title -> the metric that the column shows, and its format."""
+COLUMN_WIDTH = 8
+"""Characters of a number, or of its title."""
 
 
 def escape_unprintable() -> None:
@@ -73,19 +67,18 @@ class Console:
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print a step's line, under a header every 20 lines; ends the progress bar."""
         if self._lines % HEADER_INTERVAL == 0:
-            self._line("step", {title: title for title in COLUMNS}, "eta")
+            self._line("step", *COLUMNS, "eta")
         self._lines += 1
         # A run with the KL in its loss alone has the distance to the reference as actor/kl_loss.
-        values = {"val": held_out_score(metrics), COLUMNS["ref_kl"].metric: metrics.get("actor/kl_loss"), **metrics}
-        cells = {}
-        for title, column in COLUMNS.items():
-            value = values.get(column.metric)
-            cells[title] = "-" if value is None else format(value, column.format)
-        self._line(f"{step}/{self._total_steps}", cells, self._eta(step, metrics))
+        values = {"val": held_out_score(metrics), KL_PENALTY: metrics.get("actor/kl_loss"), **metrics}
+        cells = []
+        for metric, number_format in COLUMNS.values():
+            value = values.get(metric)
+            cells.append("-" if value is None else format(value, number_format))
+        self._line(f"{step}/{self._total_steps}", *cells, self._eta(step, metrics))
 
-    def _line(self, step: str, cells: Mapping[str, str], eta: str) -> None:
-        aligned = [cells[title].rjust(column.width) for title, column in COLUMNS.items()]
-        self.text("  ".join([step.rjust(self._step_width), *aligned, eta.rjust(8)]))
+    def _line(self, step: str, *cells: str) -> None:
+        self.text("  ".join([step.rjust(self._step_width), *(cell.rjust(COLUMN_WIDTH) for cell in cells)]))
 
     def text(self, text: str) -> None:
         """Print a text of any number of lines."""
