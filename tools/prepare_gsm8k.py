@@ -10,7 +10,7 @@ import sys
 
 from preparing import Record, records_of, run
 
-from megappo.userland.graders.gsm8k import MARK
+from megappo.userland.graders.answers import MARK
 
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 """As verl's examples have it."""

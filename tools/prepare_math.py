@@ -15,7 +15,7 @@ from pathlib import Path
 
 from preparing import PrepareError, Record, records_of, run
 
-from megappo.userland.graders.mathematics import last_boxed
+from megappo.userland.graders.answers import last_boxed
 
 INSTRUCTION = "Let's think step by step and output the final answer within \\boxed{}."
 """As verl's examples have it."""

@@ -19,6 +19,7 @@ from megappo.userland import user_code
 from megappo.userland.environments import EnvironmentFault, EnvironmentPool, EpisodeLost
 from megappo.userland.grades import Graded
 from megappo.userland.rewards import RewardError, RewardPool
+from megappo.userland.signatures import Row
 from megappo.userland.task_workers import start_workers
 
 SAMPLE = 1000
@@ -133,7 +134,7 @@ def _try_rewards(config: Config, rewards: RewardPool, prompt: Prompt, findings: 
 
 def _score(rewards: RewardPool, prompt: Prompt, response: str) -> Graded:
     """Score a response twice in one call."""
-    graded, _ = rewards.score([prompt.text] * 2, [response] * 2, [prompt.label] * 2, [prompt.columns] * 2)
+    graded, _ = rewards.score([Row(prompt.text, response, prompt.label, prompt.columns)] * 2)
     return graded
 
 

@@ -10,7 +10,7 @@ from megappo.engines.server_args import parser_errors, server_args_errors
 from megappo.placement.run_plan import RunPlan, plan_run
 from megappo.preflight.file_checks import file_errors
 from megappo.preflight.resuming import resume_errors
-from megappo.userland.spec import BUILTIN, missing_function
+from megappo.userland.spec import BUILTIN, parse_spec
 
 
 def check_run(
@@ -57,10 +57,6 @@ def _user_code_errors(config: Config) -> Iterator[str]:
 
 def _missing(spec: str, key: str, builtin: Mapping[str, str]) -> Iterator[str]:
     try:
-        error = missing_function(spec, key, builtin)
-    except OSError as unusable:
-        error = f"{key}: cannot read {shorten(unusable.filename)}: {unusable.strerror}: correct the path"
-    except ValueError as malformed:
-        error = str(malformed)
-    if error:
-        yield error
+        parse_spec(spec, key, builtin)
+    except ValueError as error:
+        yield str(error)

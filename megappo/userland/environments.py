@@ -2,8 +2,10 @@
 
 import asyncio
 import itertools
+import json
+import math
 from collections import Counter
-from collections.abc import AsyncIterator, Collection, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -11,13 +13,14 @@ from megappo.config.rollout_section import Rollout
 from megappo.config.schema import Reward
 from megappo.errors import ActionableError
 from megappo.runtime.heartbeat import heartbeat
-from megappo.userland.environment_host import Messages
-from megappo.userland.signatures import InputSpec
 from megappo.userland.spec import parse_spec
 from megappo.userland.worker_process import CallError, WorkerPool, WorkerProcess
 
 FAILED_SECONDS = 5.0
 """Time that a failed run waits for environments to be closed."""
+MAX_NAME_CHARACTERS = 64
+"""Length at which the name of a number is cut."""
+Messages = list[dict[str, str]]
 
 
 class EnvironmentFault(ActionableError, RuntimeError):
@@ -39,7 +42,11 @@ class Environment:
 
         Raises: as in `step`.
         """
-        return await self._call("reset", {"row": row})
+        found = await self._call("reset", {"row": row})
+        try:
+            return _messages(found)
+        except ValueError as error:
+            raise self._pool.fault(f"reset returned {error}") from error
 
     async def step(self, message: Mapping[str, Any]) -> tuple[Messages, float | list[float], bool, dict[str, float]]:
         """Return the environment's answer to the policy's message, the reward of the turn (or of each token), whether
@@ -49,12 +56,11 @@ class Environment:
             EpisodeLost: it takes too long, or its process ended.
             EnvironmentFault: it raised, or returned something of the wrong type.
         """
-        observation, reward, done, parts = await self._call("step", {"message": message})
-        num_tokens = len(message["token_ids"])
-        if isinstance(reward, list) and len(reward) != num_tokens:
-            found = f"step returned {len(reward)} rewards for a turn of {num_tokens} tokens; expected as many, or one"
-            raise self._pool.fault(found)
-        return observation, reward, done, parts
+        found = await self._call("step", {"message": message})
+        try:
+            return _turn(found, len(message["token_ids"]))
+        except ValueError as error:
+            raise self._pool.fault(f"step returned {error}") from error
 
     async def _call(self, method: str, arguments: Mapping[str, Any]) -> Any:
         call = self._worker.call(method, {"number": self._number, **arguments}, self._pool.timeout_seconds)
@@ -66,50 +72,71 @@ class Environment:
             raise self._pool.fault(f"{method} {error}") from error
 
 
+def _messages(observation: Any) -> Messages:
+    """Return an observation as messages: None is none, a text one of the user's."""
+    if observation is None:
+        return []
+    if isinstance(observation, str):
+        observation = {"role": "user", "content": observation}
+    messages = [observation] if isinstance(observation, dict) else observation
+    if not isinstance(messages, list) or not all(map(_is_message, messages)):
+        expected = "a text, None, or messages {'role': str, 'content': str}"
+        raise ValueError(f"the observation {observation!a:.200}; expected {expected}")
+    try:
+        json.dumps(messages, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:  # half of a character
+        raise ValueError(f"the observation {observation!a:.200}, which is no text: {error}") from error
+    return messages
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
+
+
+def _turn(found: Any, num_tokens: int) -> tuple[Messages, float | list[float], bool, dict[str, float]]:
+    """Return what a step returned, checked."""
+    match found:
+        case [observation, reward, bool(done)]:
+            numbers: dict[str, Any] = {}
+        case [observation, reward, bool(done), dict(numbers)]:
+            pass
+        case _:
+            expected = "(observation, reward, done), and maybe a dictionary of numbers"
+            raise ValueError(f"{found!r:.200}; expected {expected}; done is True or False")
+    rewards = [_number(one) for one in reward] if isinstance(reward, list) else _number(reward)
+    if isinstance(rewards, list) and len(rewards) != num_tokens:
+        raise ValueError(f"{len(rewards)} rewards for a turn of {num_tokens} tokens; expected as many, or one")
+    parts = {name[:MAX_NAME_CHARACTERS]: _number(number) for name, number in numbers.items()}
+    return _messages(observation), rewards, done, parts
+
+
+def _number(reward: Any) -> float:
+    number = 0.0 if reward is None else reward
+    if not isinstance(number, int | float) or not math.isfinite(number):
+        expected = "a finite number, None for 0, or a list of one for each token of the turn"
+        raise ValueError(f"the reward {reward!r:.80}; expected {expected}")
+    return float(number)
+
+
 class EnvironmentPool(WorkerPool):
     """The workers of an environment, which may be used as a context manager.
 
     Args:
         spec: for messages.
         code: source and name of the environment, and a list of arguments, see `EnvironmentHost`.
-    Attributes:
-        takes: the fields of a record that it gets, and the tools that it offers.
+        limits: further arguments of `WorkerPool`.
     Raises:
         EnvironmentFault: the file cannot be imported, or defines no such class.
     """
 
-    def __init__(
-        self,
-        spec: str,
-        code: Sequence[Any],
-        *,
-        num_workers: int,
-        timeout_seconds: float,
-        memory_limit_gib: float | None = None,
-        pass_env: Collection[str] = (),
-    ):
+    def __init__(self, spec: str, code: Sequence[Any], *, timeout_seconds: float, **limits: Any):
         source, name, *arguments = code
-        super().__init__(
-            "environments",
-            {"source": source, "name": name, "arguments": arguments, "seconds": timeout_seconds},
-            num_workers=num_workers,
-            timeout_seconds=timeout_seconds,
-            memory_limit_gib=memory_limit_gib,
-            pass_env=pass_env,
-        )
-        self.spec = spec
+        hosted = {"source": source, "name": name, "arguments": arguments, "seconds": timeout_seconds}
+        super().__init__(spec, "environments", hosted, timeout_seconds=timeout_seconds, **limits)
         self._numbers = itertools.count()
-        self._restarting = asyncio.Lock()
+        self._replacing = asyncio.Lock()
         self._closing: set[asyncio.Task] = set()
         self._num_episodes: Counter[WorkerProcess] = Counter()
-        """Episodes of each worker that is in use."""
-        try:
-            inputs = [self._run(self._add_worker()) for _ in range(num_workers)]
-        except EnvironmentFault:
-            self.close()
-            raise
-        inputs = inputs[0] | {name: tuple(inputs[0][name]) for name in ("needed", "by_environment", "tools")}
-        self.takes = InputSpec(**inputs)
 
     def fault(self, found: str) -> EnvironmentFault:
         """Return an error that names the environment and the remedy."""
@@ -129,33 +156,25 @@ class EnvironmentPool(WorkerPool):
         try:
             yield Environment(self, worker, number)
         finally:
-            self._post(self._leave, worker, number)
-
-    async def _add_worker(self) -> dict[str, Any]:
-        try:
-            worker, inputs = await self._start()
-        except CallError as error:
-            raise self.fault(str(error)) from error
-        self._num_episodes[worker] = 0
-        return inputs
+            self.post(self._leave, worker, number)
 
     async def _free_worker(self) -> WorkerProcess:
-        async with self._restarting:
-            for worker in [one for one in self._num_episodes if not one.is_up]:
-                await self._add_worker()
-                del self._num_episodes[worker]
-                await self._end(worker)
-        worker = min(self._num_episodes, key=self._num_episodes.__getitem__)
+        async with self._replacing:
+            for worker in [one for one in self.workers if not one.is_up]:
+                try:
+                    await self.replace(worker)
+                except CallError as error:
+                    raise self.fault(str(error)) from error
+        worker = min(self.workers, key=self._num_episodes.__getitem__)
         self._num_episodes[worker] += 1
         return worker
 
     def _leave(self, worker: WorkerProcess, number: int) -> None:
         """Have an environment closed, without waiting for it."""
-        if worker in self._num_episodes:
-            self._num_episodes[worker] -= 1
-            task = self._loop.create_task(self._close_environment(worker, number))
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
+        self._num_episodes[worker] -= 1
+        task = self._loop.create_task(self._close_environment(worker, number))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
 
     async def _close_environment(self, worker: WorkerProcess, number: int) -> None:
         with suppress(CallError):  # it is gone
@@ -168,7 +187,7 @@ class EnvironmentPool(WorkerPool):
     def __exit__(self, *error: object) -> None:
         """End all, once the environments that were left are closed, or their time for it is over."""
         try:
-            self._run(self._wait_closed(self.timeout_seconds if error[0] is None else FAILED_SECONDS))
+            self.run(self._wait_closed(self.timeout_seconds if error[0] is None else FAILED_SECONDS))
         finally:
             self.close()
 
@@ -183,10 +202,10 @@ def load_environments(rollout: Rollout, reward: Reward) -> EnvironmentPool:
     """
     if rollout.environment is not None:
         found = parse_spec(rollout.environment, "rollout.environment", {})
-        spec, code = rollout.environment, [found.module or found.file, found.name]
+        spec, code = rollout.environment, [found.source, found.name]
     else:
         tools = [parse_spec(tool, "rollout.tools", {}) for tool in rollout.tools]
-        functions = [(found.module or found.file, found.name) for found in tools]
+        functions = [(tool.source, tool.name) for tool in tools]
         spec = f"of tools {', '.join(rollout.tools)}"
         code = ["megappo.engines.tool_calls", "tool_environment", functions, rollout.tool_call_parser]
     return EnvironmentPool(

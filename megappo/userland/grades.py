@@ -1,36 +1,22 @@
-"""The grade of a response: what reward functions found of it, checked, and combined over several functions."""
+"""The grade of a response: what reward functions returned for it, checked, and combined over several functions."""
 
 import math
 from collections import Counter
 from collections.abc import Sequence
 from itertools import zip_longest
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
-
-from megappo.userland.reward_host import MAX_ANSWER_CHARACTERS
-from megappo.userland.user_code import BadFunction
+from megappo.userland.worker_process import CallError
 
 LARGEST_FLOAT32 = 3.4028234663852886e38
 MAX_SCORES = 64
 MAX_PARTS = 32
 MAX_NAME_CHARACTERS = 64
-
-
-def _float32(number: float) -> float:
-    if abs(number) > LARGEST_FLOAT32:
-        raise ValueError(f"{number} is too large for a float32; expected up to 3.4e38")
-    return number
-
-
-def _printable(name: str) -> str:
-    if len(name) > MAX_NAME_CHARACTERS or not name.isprintable():
-        raise ValueError(f"expected a name of at most {MAX_NAME_CHARACTERS} printable characters")
-    return name
-
-
-Number = Annotated[float, Field(strict=True, allow_inf_nan=False), AfterValidator(_float32)]
-Step = tuple[Annotated[int, Field(strict=True)], Number]
+MAX_ANSWER_CHARACTERS = 200
+"""Length at which an answer is cut."""
+SCORE, ANSWER, LOSS_WEIGHT, STEP_SCORES = "score", "pred", "loss_weight", "step_scores"
+"""The keys of a returned dictionary that have a meaning; `pred` is verl's name. Its other numbers become metrics."""
+Step = tuple[int, float]
 """The number of a response's characters up to the end of a step, and the step's score."""
 
 
@@ -43,102 +29,141 @@ class Graded(NamedTuple):
         answer: what is voted on if several responses to a prompt are compared; None if there is none.
         failed: a function has failed.
         loss_weight: factor of its losses; None if no function gives one.
-        steps: for each of the scores, or the first of them, the scores of steps by ascending ends.
+        steps: for each of the scores the scores of steps by ascending ends; empty without any.
     """
 
-    scores: Annotated[list[Number], Field(min_length=1, max_length=MAX_SCORES)]
-    parts: Annotated[dict[Annotated[str, AfterValidator(_printable)], Number], Field(max_length=MAX_PARTS)]
-    answer: Annotated[str, Field(max_length=MAX_ANSWER_CHARACTERS)] | None = None
+    scores: list[float]
+    parts: dict[str, float]
+    answer: str | None = None
     failed: bool = False
-    loss_weight: Annotated[Number, Field(ge=0)] | None = None
-    steps: Annotated[Sequence[Sequence[Step]], Field(max_length=1)] = ()
+    loss_weight: float | None = None
+    steps: Sequence[Sequence[Step]] = ()
 
     @property
     def totals(self) -> list[float]:
         """The scores with those of their steps, which are trained on."""
-        if not self.steps:
-            return self.scores
         both = zip_longest(self.scores, self.steps, fillvalue=())
         return [math.fsum([outcome, *(score for _, score in steps)]) for outcome, steps in both]
 
 
-_ALL = TypeAdapter(list[Graded])
+FAILED = Graded([], {}, failed=True)
 
 
-def checked(fields: Any, responses: Sequence[str]) -> list[Graded]:
+def grades_of(values: Any, responses: Sequence[str], weight: float) -> list[Graded]:
     """Return the grades of responses that one call of a function gave, each with the same number of scores.
 
     Args:
-        fields: what the worker sent; people's code may have written it.
+        values: what the function returned, as JSON; people's code may have sent anything.
+        weight: factor of the scores.
     Raises:
-        BadFunction: they cannot be used.
+        CallError: they cannot be used.
     """
-    try:
-        found = _ALL.validate_python(fields)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        index, *place = first["loc"] or (0,)
-        where = " ".join(map(str, [f"value {index},", *place])).rstrip(",")
-        expected = first["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
-        raise BadFunction(f"returned {first['input']!r:.80} ({where}); {expected}") from error
-    if len(found) != len(responses) or any(one.failed for one in found):
-        raise BadFunction(f"returned {len(found)} values for {len(responses)} responses; expected one grade each")
-    for i, (graded, response) in enumerate(zip(found, responses, strict=True)):
-        _check_steps(graded, len(response), f"value {i}")
-        _float32_sum(graded.totals, f"value {i}, the sum of its scores")
-        if len(graded.scores) != len(found[0].scores):
-            counts = f"{len(found[0].scores)} scores (value 0) and {len(graded.scores)} (value {i})"
-            raise BadFunction(f"returned {counts}; expected as many for each")
+    if not isinstance(values, list):
+        raise CallError(f"returned {values!r:.80}; expected a list of {len(responses)} numbers")
+    if len(values) != len(responses):
+        raise CallError(f"returned {len(values)} values for {len(responses)} responses; expected one each")
+    grades: list[Graded] = []
+    for i, (value, response) in enumerate(zip(values, responses, strict=True)):
+        try:
+            grades.append(_grade(value, len(response), weight))
+            if len(grades[i].scores) != len(grades[0].scores):
+                raise ValueError(f"expected {len(grades[0].scores)} scores, as many as for the first response")
+        except ValueError as error:
+            raise CallError(f"returned {value!r:.80} (value {i}): {error}") from error
+    return grades
+
+
+def _grade(value: Any, num_characters: int, weight: float) -> Graded:
+    fields = value if isinstance(value, dict) else {SCORE: value}
+    score = fields.get(SCORE)
+    scores = [_number(one, SCORE, weight) for one in (score if isinstance(score, list) else [score])]
+    if not 1 <= len(scores) <= MAX_SCORES:
+        raise ValueError(f"expected 1 to {MAX_SCORES} scores, found {len(scores)}")
+    loss_weight = _number(fields[LOSS_WEIGHT], LOSS_WEIGHT) if LOSS_WEIGHT in fields else None
+    if loss_weight is not None and loss_weight < 0:
+        raise ValueError(f"expected a {LOSS_WEIGHT} of 0 or more, found {loss_weight}")
+    steps = [_steps(fields[STEP_SCORES], num_characters, weight)] if STEP_SCORES in fields else ()
+    if steps and len(scores) > 1:
+        raise ValueError(f"expected one score beside {STEP_SCORES}, found {len(scores)}")
+    graded = Graded(scores, _parts(fields), _answer(fields.get(ANSWER)), False, loss_weight, steps)
+    _number(math.fsum(graded.totals), "the sum of its scores")
+    return graded
+
+
+def _number(value: Any, name: str, weight: float = 1.0) -> float:
+    is_number = isinstance(value, int | float) and abs(value) <= LARGEST_FLOAT32  # also for an int beyond all floats
+    number = weight * value if is_number else value
+    if not is_number or abs(number) > LARGEST_FLOAT32:
+        raise ValueError(f"expected a finite number that fits into a float32 as {name}, found {number!r:.80}")
+    return number
+
+
+def _parts(fields: dict[str, Any]) -> dict[str, float]:
+    parts = {}
+    for name, value in fields.items():
+        if name in (SCORE, ANSWER, LOSS_WEIGHT, STEP_SCORES) or not isinstance(value, int | float):
+            continue
+        if len(name) > MAX_NAME_CHARACTERS or not name.isprintable():
+            raise ValueError(
+                f"expected names of at most {MAX_NAME_CHARACTERS} printable characters, found {name!r:.80}"
+            )
+        parts[name] = _number(value, name)
+    if len(parts) > MAX_PARTS:
+        raise ValueError(f"expected at most {MAX_PARTS} further numbers, found {len(parts)}")
+    return parts
+
+
+def _answer(answer: Any) -> str | None:
+    """Return an answer's own text; None for lists and the like."""
+    if not isinstance(answer, str | int | float):
+        return None
+    return str(answer)[:MAX_ANSWER_CHARACTERS].encode(errors="replace").decode()  # UTF-8 has no half of a character
+
+
+def _steps(steps: Any, num_characters: int, weight: float) -> list[Step]:
+    expected = f"expected a list of [end, score] as {STEP_SCORES}, with ascending ends from 1 to {num_characters}, "
+    expected += "the characters of the response"
+    if not isinstance(steps, list):
+        raise ValueError(f"{expected}, found {steps!r:.80}")
+    found: list[Step] = []
+    last = 0
+    for step in steps:
+        match step:
+            case [int(end), score] if last < end <= num_characters:
+                found.append((end, _number(score, STEP_SCORES, weight)))
+                last = end
+            case _:
+                raise ValueError(f"{expected}, found {step!r:.80}")
     return found
 
 
-def _check_steps(graded: Graded, num_characters: int, place: str) -> None:
-    if graded.steps and len(graded.scores) > 1:
-        found = f"a list of {len(graded.scores)} scores beside 'step_scores' ({place})"
-        raise BadFunction(f"returned {found}; expected one score")
-    last = 0
-    for i, (end, _) in enumerate(step for steps in graded.steps for step in steps):
-        if not last < end <= num_characters:
-            expected = f"above {last}, where the step before ends, and at most {num_characters}, the characters"
-            found = f"a step that ends at {end} ({place}, 'step_scores', step {i})"
-            raise BadFunction(f"returned {found}; expected an end {expected} of the response")
-        last = end
-
-
-def _float32_sum(scores: Sequence[float], place: str) -> None:
-    if abs(total := math.fsum(scores)) > LARGEST_FLOAT32:
-        raise BadFunction(f"returned {total} ({place}), which is too large for a float32; expected up to 3.4e38")
-
-
-def combined(rows: Sequence[Sequence[Graded | None]], names: Sequence[str]) -> list[Graded]:
+def combined(rows: Sequence[Sequence[Graded]], names: Sequence[str]) -> list[Graded]:
     """Return one grade for each response, of those that several functions gave.
 
     Args:
-        rows: the grades of each response by function; None: the function failed.
+        rows: the grades of each response by function.
         names: of the functions.
     """
     if len(names) == 1:
-        return [one or Graded([], {}, failed=True) for [one] in rows]
+        return [only for [only] in rows]
     counts: Counter[str] = Counter()
     for of_function in zip(*rows, strict=True):
-        counts.update({name for one in of_function if one is not None for name in one.parts})
-    shared = {name for name, count in counts.items() if count > 1}
-    return [_together(of_row, names, shared) for of_row in rows]
+        counts.update({name for graded in of_function for name in graded.parts})
+    return [FAILED if any(one.failed for one in of_row) else _together(of_row, names, counts) for of_row in rows]
 
 
-def _together(grades: Sequence[Graded | None], names: Sequence[str], shared: set[str]) -> Graded:
-    """Combine the grades of a response; a part that several functions have gets the function's name."""
-    scores: list[float] = []
-    steps: list[Sequence[Step]] = []
-    parts: dict[str, float] = {}
-    weights: list[float] = []
-    answer = None
+def _together(grades: Sequence[Graded], names: Sequence[str], counts: Counter[str]) -> Graded:
+    """Return the grade of a response by all functions. A part that several functions have gets the function's name."""
+    parts = {}
     for function, graded in zip(names, grades, strict=True):
-        if graded is None:
-            return Graded([], {}, failed=True)
-        scores += graded.scores
-        steps += [*graded.steps, *[()] * (len(graded.scores) - len(graded.steps))]
-        parts |= {f"{function}/{name}" if name in shared else name: part for name, part in graded.parts.items()}
-        weights += [] if graded.loss_weight is None else [graded.loss_weight]
-        answer = graded.answer if answer is None else answer
-    return Graded(scores, parts, answer, False, math.prod(weights) if weights else None, steps if any(steps) else ())
+        for name, part in graded.parts.items():
+            parts[name if counts[name] == 1 else f"{function}/{name}"] = part
+    weights = [graded.loss_weight for graded in grades if graded.loss_weight is not None]
+    steps = [of_score for graded in grades for of_score in graded.steps or [()] * len(graded.scores)]
+    return Graded(
+        scores=[score for graded in grades for score in graded.scores],
+        parts=parts,
+        answer=next((graded.answer for graded in grades if graded.answer is not None), None),
+        loss_weight=math.prod(weights) if weights else None,
+        steps=steps if any(steps) else (),
+    )

@@ -5,50 +5,80 @@ another worker in place of one that hangs or dies.
 """
 
 import asyncio
+import math
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, pairwise
 from typing import Any
-
-from pydantic import TypeAdapter, ValidationError
 
 from megappo.config.schema import Reward
 from megappo.errors import ActionableError
 from megappo.runtime.heartbeat import heartbeat
-from megappo.userland.grades import Graded, checked
-from megappo.userland.scoring import Retry, RowQueue, RowReference, Scoring, WorkItem, queue_for, shown
-from megappo.userland.signatures import CallMode, InputSpec, Row
-from megappo.userland.spec import parse_spec
-from megappo.userland.user_code import BadFunction
+from megappo.userland.grades import FAILED, Graded, combined, grades_of
+from megappo.userland.signatures import CallMode, Row
+from megappo.userland.spec import WAITING, parse_spec
 from megappo.userland.worker_process import GRACE_SECONDS, CallError, WorkerPool, WorkerProcess
 
-MEMORY_SIGNS = ("MemoryError", "memory", "ended its process", "CalledProcessError")
-"""Found in the reason for a failure that may be due to the memory limit."""
+MAX_ROWS = 64
+"""Most rows of a work item, unless they must be scored together."""
+SPREAD = 4
+"""A worker gets at most such a part of its share of the waiting rows at once if it scores one after the other."""
+MAX_LATE_ALONE = 3
+"""The first rows of a failed call, each called alone, that may be late before all others fail."""
+MAX_SHOWN = 200
+"""Characters of a text in a message."""
 
 
 class RewardError(ActionableError, RuntimeError):
     """A reward function failed; the message names it and the remedy. The workers have ended."""
 
 
-@dataclass(frozen=True)
-class Description:
-    """The inputs of all functions that a worker has loaded together, and the mode of each."""
+@dataclass(eq=False)
+class PendingRow:
+    """A row that waits for a function's grade.
 
-    inputs: InputSpec
-    modes: list[CallMode]
+    Attributes:
+        found: the grade, or why there is none; None: it still waits.
+    """
+
+    row: Row
+    found: Graded | CallError | None = None
 
 
-_DESCRIPTION = TypeAdapter(Description)
+@dataclass(eq=False)
+class FunctionQueue:
+    """A reward function, and the rows that wait for it.
+
+    Attributes:
+        weight: factor of its scores.
+        max_rows: of a work item; None: it gets a worker's share of all rows in one call, once all are there.
+    """
+
+    index: int
+    spec: str
+    weight: float
+    mode: CallMode
+    max_rows: int | None
+    rows: deque[PendingRow] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        if self.mode != "share" or self.spec in WAITING:
+            self.max_rows = MAX_ROWS
+
+    def take(self, num_workers: int) -> list[PendingRow]:
+        """Return the next rows for one of so many workers."""
+        num_items = num_workers * SPREAD if self.mode == "row" else num_workers
+        size = math.ceil(len(self.rows) / num_items)
+        return [self.rows.popleft() for _ in range(min(self.max_rows, size))]
 
 
 class RewardPool(WorkerPool):
     """Reward functions in worker processes, which may be used as a context manager. It is closed after an error.
 
     Attributes:
-        spec: the functions' names.
-        takes: the fields of a record that the functions get.
+        names: of the functions; the spec of one whose name another has, too.
         waits_for_all: no response has its scores before all responses have been written.
     Raises:
         ValueError: a name is malformed or names no file.
@@ -56,257 +86,261 @@ class RewardPool(WorkerPool):
     """
 
     def __init__(self, reward: Reward):
-        functions = []
-        names = []
-        for spec, weight in reward.weights.items():
-            found = parse_spec(spec)
-            functions.append((found.module or found.file, found.name, weight, reward.options.get(spec, {})))
-            names.append(found.name)
+        specs = {spec: parse_spec(spec) for spec in reward.weights}
         super().__init__(
+            " + ".join(specs),
             "rewards",
-            {"functions": functions},
+            {"functions": [(one.source, one.name, reward.options.get(spec, {})) for spec, one in specs.items()]},
             num_workers=reward.num_workers,
             timeout_seconds=reward.timeout_seconds,
             memory_limit_gib=reward.memory_limit_gib,
             pass_env=reward.pass_env,
         )
-        self.spec = " + ".join(reward.weights)
         self.on_error = reward.on_error
-        self._memory_limit_gib = reward.memory_limit_gib
-        specs = list(reward.weights)
-        self._names = [name if names.count(name) == 1 else spec for name, spec in zip(names, specs, strict=True)]
+        names = [one.name for one in specs.values()]
+        self.names = [name if names.count(name) == 1 else spec for spec, name in zip(specs, names, strict=True)]
+        self.queues = [
+            FunctionQueue(index, spec, reward.weights[spec], mode, reward.batch_size)
+            for index, (spec, mode) in enumerate(zip(specs, self.description.modes, strict=True))
+        ]
+        self.waits_for_all = any(queue.max_rows is None for queue in self.queues)
+        self._shares: deque[tuple[FunctionQueue, Sequence[PendingRow]]] = deque()
+        self._has_work = asyncio.Event()
         self._changed = threading.Condition()
         self._error: RewardError | None = None
-        self._is_closed = False
-        self._items: deque[WorkItem] = deque()
-        self._queues: list[RowQueue | None] = []
-        self._has_work = asyncio.Event()
-        self._descriptions: list[Description] = []
-        self._post(self._begin)
-        self.wait(lambda: len(self._descriptions) == self.num_workers)
-        self.takes, self._modes = self._descriptions[0].inputs, self._descriptions[0].modes
-        self._queues = [queue_for(*one, reward.batch_size) for one in zip(specs, self._modes, strict=True)]
-        self.waits_for_all = None in self._queues
+        self.post(self._begin)
 
-    def begin(self) -> Scoring:
+    def fault(self, found: str) -> RewardError:
+        """Return an error about functions that cannot be loaded."""
+        return RewardError(f"reward function {self.spec} {found}\nfix it, or choose another reward.function")
+
+    def begin(self) -> "Scoring":
         """Return a scoring, to which responses are added as they come.
 
         Raises:
             RewardError: the pool is closed.
         """
         self.check()
-        return Scoring(self, self._names)
+        return Scoring(self)
 
-    def score(
-        self,
-        prompts: Sequence[str],
-        responses: Sequence[str],
-        labels: Sequence[Any],
-        columns: Sequence[Mapping[str, Any]] | None = None,
-    ) -> list[Graded]:
+    def score(self, rows: Sequence[Row]) -> list[Graded]:
         """Return the grades of responses, in order.
 
-        Args:
-            columns: the fields of each response's record that the functions get; None: there are none.
         Raises:
             RewardError: a function raised, hung, died, or returned something wrong.
         """
-        columns = [{}] * len(responses) if columns is None else columns
-        lists = {"prompts": prompts, "responses": responses, "labels": labels, "columns": columns}
-        if len(set(map(len, lists.values()))) > 1:
-            counts = ", ".join(f"{len(values)} {name}" for name, values in lists.items())
-            raise ValueError(f"{counts}: expected as many of each")
         scoring = self.begin()
-        scoring.add([Row(*of_row) for of_row in zip(prompts, responses, labels, columns, strict=True)])
+        scoring.add(rows)
         return scoring.results()
 
-    def put(self, rows: Sequence[RowReference]) -> int:
-        """Queue rows for the functions that are called as rows come; return how many results that makes."""
-        queues = [queue for queue in self._queues if queue is not None]
+    def put(self, rows: Sequence[Row]) -> list[list[PendingRow]]:
+        """Queue rows for the functions that are called as rows come; return each row once for each function."""
+        pending = [[PendingRow(row) for _ in self.queues] for row in rows]
+        for queue in self.queues:
+            if queue.max_rows is not None:
+                queue.rows += [of_row[queue.index] for of_row in pending]
+        self.post(self._has_work.set)
+        return pending
 
-        def extend() -> None:
-            for queue in queues:
-                queue.rows += rows
-            self._has_work.set()
-
-        self._post(extend)
-        return len(queues) * len(rows)
-
-    def put_shares(self, rows: Sequence[RowReference]) -> int:
-        """Queue all rows of a scoring for the functions that get a share of all; return how many results that makes."""
-        functions = [function for function, queue in enumerate(self._queues) if queue is None]
-        count = min(self.num_workers, len(rows))
-        bounds = [len(rows) * i // count for i in range(count + 1)] if rows else [0]
-        parts = [rows[start:end] for start, end in zip(bounds, bounds[1:], strict=False)]
-        items = [WorkItem(function, part) for function in functions for part in parts]
-
-        def extend() -> None:
-            self._items += items
-            self._has_work.set()
-
-        self._post(extend)
-        return len(functions) * len(rows)
+    def put_shares(self, pending: Sequence[Sequence[PendingRow]]) -> None:
+        """Queue all rows of a scoring for the functions that get a share of all."""
+        num_shares = min(self.num_workers, len(pending))
+        bounds = [len(pending) * i // num_shares for i in range(num_shares + 1)] if pending else []
+        for queue in self.queues:
+            if queue.max_rows is None:
+                rows = [of_row[queue.index] for of_row in pending]
+                self._shares += [(queue, rows[start:end]) for start, end in pairwise(bounds)]
+        self.post(self._has_work.set)
 
     def check(self) -> None:
-        """Raise the error that has closed the pool.
-
-        Raises:
-            RewardError: the pool is closed.
-        """
-        if self._is_closed:
-            self.wait(lambda: False)
-
-    def wait(self, is_done: Callable[[], bool]) -> None:
-        """Wait until the workers have done something; every call has a time limit.
+        """Raise the error that has ended the pool, and close it.
 
         Raises:
             RewardError: a function failed, or the pool is closed.
         """
-        with heartbeat.waiting(), self._changed:
-            self._changed.wait_for(lambda: is_done() or self._is_closed)
-            error, self._error = self._error, None
-        if error is not None:
-            self.close()
-            raise error
-        if not is_done():
+        if self.is_closed:
             raise RewardError(f"reward function {self.spec} is closed")
+        if self._error is not None:
+            self.close()
+            raise self._error
 
-    def close(self) -> None:
-        """End all workers and what they started. May be called again."""
-        self._is_closed = True
-        super().close()
+    def wait(self, pending: PendingRow) -> None:
+        """Wait until a row has a grade or has failed; every call has a time limit.
+
+        Raises:
+            RewardError: as in `check`.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: pending.found or self._error or self.is_closed)
+        if pending.found is None:
+            self.check()
 
     def _begin(self) -> None:
-        self._tasks = [self._loop.create_task(self._serve()) for _ in range(self.num_workers)]
+        self._tasks = [self._loop.create_task(self._serve(worker)) for worker in self.workers]
+
+    async def _serve(self, worker: WorkerProcess) -> None:
+        """Keep a worker busy, and what takes its place."""
+        try:
+            while self._error is None:
+                if item := self._next():
+                    worker = await self._score(worker, *item)
+                    self._notify()
+                else:
+                    self._has_work.clear()
+                    await self._has_work.wait()
+        except Exception as error:
+            is_known = isinstance(error, CallError)
+            self._fail(self.fault(str(error) if is_known else f"could not be run ({type(error).__name__}: {error})"))
+
+    def _next(self) -> tuple[FunctionQueue, Sequence[PendingRow]] | None:
+        if self._shares:
+            return self._shares.popleft()
+        for queue in self.queues:
+            if queue.rows:
+                return queue, queue.take(self.num_workers)
+        return None
+
+    async def _score(self, worker: WorkerProcess, queue: FunctionQueue, rows: Sequence[PendingRow]) -> WorkerProcess:
+        """Have a worker score rows. Return it, or what takes its place if it is lost; then rows that it has not begun
+        with wait again.
+
+        A worker that was lost after its last reply, such as by sending too much, fails the next call.
+        """
+        calls = [rows] if queue.mode == "share" else [[row] for row in rows]
+        replies = [self._call(worker, queue, called) for called in calls]
+        for i, called in enumerate(calls):
+            try:
+                values = await worker.result(replies[i], self.timeout_seconds, GRACE_SECONDS * (queue.mode == "rows"))
+                values = values if queue.mode == "share" else [values]
+                grades = grades_of(values, [one.row.response for one in called], queue.weight)
+                for one, graded in zip(called, grades, strict=True):
+                    one.found = graded
+            except CallError as error:
+                if worker.is_up:
+                    worker = await self._handle(worker, queue, called, error)
+                    continue
+                rest = list(chain.from_iterable(calls[i + 1 :]))
+                if queue.mode == "rows":  # they were in progress, too
+                    called, rest = [*called, *rest], []
+                queue.rows.extendleft(reversed(rest))
+                return await self._handle(worker, queue, called, error)
+        return worker
+
+    def _call(self, worker: WorkerProcess, queue: FunctionQueue, rows: Sequence[PendingRow]) -> asyncio.Future:
+        arguments = {"function": queue.index, "rows": [one.row[:4] for one in rows]}
+        return worker.begin("score", arguments, self.timeout_seconds)
+
+    async def _handle(
+        self, worker: WorkerProcess, queue: FunctionQueue, rows: Sequence[PendingRow], failure: CallError
+    ) -> WorkerProcess:
+        """Handle the failure of a call: end the run, or call each of several rows alone, while there is hope."""
+        if self._error is not None:
+            return worker
+        if self.on_error == "raise":
+            limits = f"reward.timeout_seconds={self.timeout_seconds:g}, reward.memory_limit_gib={self.memory_limit_gib}"
+            remedy = (
+                f"fix it, change its limits ({limits}), or set reward.on_error to zero, which gives such responses 0"
+            )
+            self._fail(RewardError(f"{described(queue.spec, failure, rows)}\n{remedy}"))
+            return worker
+        if not worker.is_up:
+            worker = await self.replace(worker)
+        if len(rows) == 1:
+            rows[0].found = failure
+            return worker
+        num_late = 0
+        for i, row in enumerate(rows):
+            if num_late < MAX_LATE_ALONE:
+                worker = await self._score(worker, queue, [row])
+            else:
+                row.found = failure
+            num_late += num_late == i and isinstance(row.found, CallError) and row.found.is_late
+        return worker
+
+    def _fail(self, error: RewardError) -> None:
+        """End the run's scoring: whatever waits for a grade gets the first error."""
+        self._error = self._error or error
+        for worker in self.workers:
+            worker.stop()
+        self._notify()
 
     def _notify(self) -> None:
         with self._changed:
             self._changed.notify_all()
 
-    async def _serve(self) -> None:
-        """Keep a worker busy."""
-        worker = None
-        try:
-            while not self._is_closed:
-                worker = worker or await self._load_worker()
-                item = self._next()
-                if item is None:
-                    self._has_work.clear()
-                    await self._has_work.wait()
-                    continue
-                if not await self._work(worker, item):
-                    await self._end(worker)
-                    worker = None
-        except CallError as error:
-            self._fail(str(error))
-        except Exception as error:
-            self._fail(f"could not be run ({type(error).__name__}: {error})")
-            raise
 
-    async def _load_worker(self) -> WorkerProcess:
-        worker, description = await self._start()
-        try:
-            self._descriptions.append(_DESCRIPTION.validate_python(description))
-        except ValidationError as error:
-            raise CallError("answered with something else than its signature") from error
-        self._notify()
-        return worker
+class Scoring:
+    """Rows that are added as they come, and the grades that all functions together give each. See `RewardPool.begin`.
 
-    def _next(self) -> WorkItem | None:
-        if self._items:
-            return self._items.popleft()
-        for function, queue in enumerate(self._queues):
-            if queue is not None and queue.rows:
-                return WorkItem(function, queue.take(self.num_workers))
-        return None
+    Attributes:
+        failure: the failure of the first row that has one, unless it ended the run; "" if there was none.
+        num_errors, num_timeouts: rows for which a function failed.
+    """
 
-    async def _work(self, worker: WorkerProcess, item: WorkItem) -> bool:
-        """Have a worker do a work item; return whether it can go on. Else rows that it has not begun with wait again.
+    def __init__(self, pool: RewardPool):
+        self.failure = ""
+        self.num_errors = self.num_timeouts = 0
+        self._pool = pool
+        self._pending: list[list[PendingRow]] = []
+        self._is_complete = False
 
-        A worker that was lost after its last reply, such as by sending too much, fails the next item.
+    def add(self, rows: Sequence[Row]) -> None:
+        """Add rows; workers may begin with them at once."""
+        self._pending += self._pool.put(rows)
+
+    def end(self) -> None:
+        """Report that all rows have been added: functions that get a share of all may begin."""
+        if not self._is_complete:
+            self._pool.put_shares(self._pending)
+        self._is_complete = True
+
+    def results(self) -> list[Graded]:
+        """Wait for the grades of all rows and return them in order. A row for which a function failed has no scores.
+
+        Raises:
+            RewardError: a function failed, and reward.on_error is raise, or the pool is closed.
         """
-        mode, seconds = self._modes[item.function], self.timeout_seconds
-        calls = [item.rows] if mode == "share" else [[row] for row in item.rows]
-        replies = [
-            worker.begin("score", {"function": item.function, "rows": [one.row[:4] for one in rows]}, seconds)
-            for rows in calls
-        ]
-        grace_seconds = GRACE_SECONDS if mode == "rows" else 0.0
-        for i, (rows, reply) in enumerate(zip(calls, replies, strict=True)):
-            try:
-                fields = await worker.result(reply, seconds, grace_seconds)
-                grades = checked(fields, [one.row.response for one in rows])
-            except (CallError, BadFunction) as error:
-                failure = error if isinstance(error, CallError) else CallError(self._named(item.function, error))
-                rest = [] if worker.is_up else list(chain.from_iterable(calls[i + 1 :]))
-                if mode == "rows":  # they were in progress, too
-                    rows, rest = [*rows, *rest], []
-                self._settle_failed(item, rows, failure)
-                self._requeue(item.function, rest)
-                if not worker.is_up:
-                    return False
-            else:
-                self._settle(item, rows, grades)
-        return True
+        self.end()
+        with heartbeat.waiting():
+            for pending in chain.from_iterable(self._pending):
+                self._pool.wait(pending)
+        self.num_errors = self.num_timeouts = 0
+        for of_row in reversed(self._pending):
+            failures = [(i, one.found) for i, one in enumerate(of_row) if isinstance(one.found, CallError)]
+            for function, failure in failures[:1]:
+                self.failure = described(self._pool.queues[function].spec, failure, of_row[:1])
+                self.num_timeouts += failure.is_late
+                self.num_errors += not failure.is_late
+        return self._grades(self._pending)
 
-    def _named(self, function: int, error: BadFunction) -> str:
-        return str(error) if len(self._names) == 1 else f"({self._names[function]}) {error}"
+    def known(self, indices: range) -> list[Graded] | None:
+        """Return the grades of some rows if all are there by now.
 
-    def _requeue(self, function: int, rows: Sequence[RowReference]) -> None:
-        queue = self._queues[function]
-        if queue is not None and rows:
-            queue.rows.extendleft(reversed(rows))
-            self._has_work.set()
-
-    def _settle(self, item: WorkItem, rows: Sequence[RowReference], found: Sequence[Graded | CallError]) -> None:
-        if item.retry is not None:
-            item.retry.has_scored |= isinstance(found[0], Graded)
-        for reference, one in zip(rows, found, strict=True):
-            reference.scoring.settle(reference.index, item.function, one)
-            if reference.scoring.num_pending <= 0:
-                self._notify()
-
-    def _settle_failed(self, item: WorkItem, rows: Sequence[RowReference], failure: CallError) -> None:
-        """Note that a call failed: raise it, or call each of several rows alone, while there is hope."""
-        if self.on_error == "raise":
-            remedies = ["set reward.on_error to zero, which gives such responses 0"]
-            if failure.is_late:
-                remedies.insert(0, f"raise reward.timeout_seconds ({self.timeout_seconds:g})")
-            return self._fail(str(failure), rows, *remedies)
-        for reference in rows:
-            reference.scoring.note_failure(reference.index, f"reward function {self.spec} {failure}\n{shown(rows)}")
-        if len(rows) > 1:
-            retry = Retry()
-            self._items += [WorkItem(item.function, [one], retry) for one in rows]
-            return self._has_work.set()
-        self._settle(item, rows, [failure])
-        if item.retry is not None:
-            item.retry.num_late += failure.is_late
-            if item.retry.is_hopeless:
-                hopeless = [one for one in self._items if one.retry is item.retry]
-                self._items = deque(one for one in self._items if one.retry is not item.retry)
-                for other in hopeless:
-                    self._settle(other, other.rows, [failure])
-        return None
-
-    def _fail(self, reason: str, rows: Sequence[RowReference] = (), *remedies: str) -> None:
-        """Close the pool with an error.
-
-        Args:
-            remedies: besides fixing the function.
+        Raises:
+            RewardError: as in `results`.
         """
-        if self._is_closed:
-            return
-        remedies = ("fix it", *(remedies or ("choose another reward.function",)))
-        limit, first_line = self._memory_limit_gib, reason.partition("\n")[0]
-        if limit is not None and any(sign in first_line for sign in MEMORY_SIGNS):
-            remedies = (*remedies, f"raise reward.memory_limit_gib ({limit:g})")
-        where = f"\n{shown(rows)}" if rows else ""
-        self._error = RewardError(f"reward function {self.spec} {reason}{where}\n{', or '.join(remedies)}")
-        self._is_closed = True
-        for worker in self._workers:
-            worker.stop()
-        self._notify()
+        pending = self._pending[indices.start : indices.stop]
+        if any(one.found is None for one in chain.from_iterable(pending)):
+            self._pool.check()
+            return None
+        return self._grades(pending)
+
+    def _grades(self, pending: Sequence[Sequence[PendingRow]]) -> list[Graded]:
+        found = [[FAILED if isinstance(one.found, CallError) else one.found for one in of_row] for of_row in pending]
+        return combined(found, self._pool.names)
+
+
+def described(spec: str, failure: CallError, rows: Sequence[PendingRow]) -> str:
+    """Return a function's failure with the rows, of which it names the first."""
+    row = rows[0].row
+    count = f"{len(rows)} responses, of which the first is" if len(rows) > 1 else "response"
+    record = f" ({row.name})" if row.name else ""
+    where = f"{count} {_shortened(row.response)} to prompt {_shortened(row.prompt)}{record}"
+    return f"reward function {spec} {failure}\nit was scoring {where}"
+
+
+def _shortened(text: str) -> str:
+    return repr(text) if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]!r}... ({len(text)} characters)"
 
 
 def load_reward(specs: str | Mapping[str, float], **settings: Any) -> RewardPool:

@@ -1,15 +1,17 @@
-"""The signatures of reward functions: this project's, verl's and TRL's, and the arguments that each is called with.
+"""The signatures of reward functions, this project's, verl's and TRL's, and their calls in a worker process.
 
 Worker processes import this, so it uses the standard library alone.
 """
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from operator import attrgetter
+from dataclasses import asdict, dataclass
+from functools import cached_property, partial, reduce
+from operator import or_
 from typing import Any, Literal, NamedTuple
 
-from megappo.userland.user_code import BadFunction
+from megappo.user_modules import Home
+from megappo.userland.user_code import BadFunction, home, load
 
 PROMPTS = "prompts"
 """The column with the prompt as the file has it, if the function takes that."""
@@ -68,6 +70,17 @@ class Row(NamedTuple):
     columns: Mapping[str, Any]
     name: str = ""
 
+    @property
+    def raw_prompt(self) -> Any:
+        """The prompt as the file has it."""
+        return self.columns[PROMPTS]
+
+    @property
+    def completion(self) -> str | list[dict[str, str]]:
+        """The response in the raw prompt's format: text after text, a message after messages."""
+        is_text = isinstance(self.raw_prompt, str)
+        return self.response if is_text else [{"role": "assistant", "content": self.response}]
+
 
 @dataclass(frozen=True)
 class Form:
@@ -75,8 +88,8 @@ class Form:
 
     Attributes:
         shown: as messages show it.
-        mark: the parameter by which it is recognised.
-        own: parameters that are no columns -> their value for a row; a function may leave out any but the mark.
+        own: parameters that are no columns -> the attribute of a row. A function may leave out any but the first one,
+            by which its form is recognised.
         if_named: parameters that **kwargs does not get.
         per_row: it is called with one row, not with lists.
         optional: the columns that it gets without needing them; None: any.
@@ -84,42 +97,28 @@ class Form:
     """
 
     shown: str
-    mark: str
-    own: Mapping[str, Callable[[Row], Any]]
+    own: Mapping[str, str]
     if_named: tuple[str, ...] = ()
     per_row: bool = False
     optional: tuple[str, ...] | None = None
     raw_prompts: bool = False
 
 
-def _completion(row: Row) -> str | list[dict[str, str]]:
-    """Return a response in the prompt's format: text after text, a message after messages."""
-    is_text = isinstance(row.columns[PROMPTS], str)
-    return row.response if is_text else [{"role": "assistant", "content": row.response}]
-
-
 FORMS = (
     Form(
         "f(prompts, responses, labels, **columns)",
-        mark="responses",
-        own={"prompts": attrgetter("prompt"), "responses": attrgetter("response"), "labels": attrgetter("label")},
+        own={"responses": "response", "prompts": "prompt", "labels": "label"},
     ),
     Form(  # verl's; prompt_str is ours
         "compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs)",
-        mark="solution_str",
-        own={
-            "solution_str": attrgetter("response"),
-            "ground_truth": attrgetter("label"),
-            "prompt_str": attrgetter("prompt"),
-        },
+        own={"solution_str": "response", "ground_truth": "label", "prompt_str": "prompt"},
         if_named=("prompt_str",),
         per_row=True,
         optional=("data_source", "extra_info"),
     ),
     Form(  # TRL's
         "f(prompts, completions, **columns)",
-        mark="completions",
-        own={"prompts": lambda row: row.columns[PROMPTS], "completions": _completion},
+        own={"completions": "completion", "prompts": "raw_prompt"},
         raw_prompts=True,
     ),
 )
@@ -133,6 +132,7 @@ class RewardFunction:
         parameters: name -> whether it has no default; without the options.
         takes_any: it has **kwargs.
         options: arguments that it gets in every call.
+        home: folder whose modules it imports.
     """
 
     function: Callable[..., Any]
@@ -140,74 +140,104 @@ class RewardFunction:
     parameters: Mapping[str, bool]
     takes_any: bool
     options: Mapping[str, Any]
+    home: Home | None
 
-    @property
+    @cached_property
     def inputs(self) -> InputSpec:
-        columns = {name: needed for name, needed in self.parameters.items() if name not in self.form.own}
-        needed = tuple(name for name in columns if columns[name])
-        optional: tuple[str, ...] | None = tuple(name for name in columns if not columns[name])
-        if self.form.optional is not None:
-            optional = tuple(name for name in self.form.optional if self._accepts(name) and name not in needed)
-        elif self.takes_any:
-            optional = None
+        """The fields that it gets."""
+        columns = [name for name in self.parameters if name not in self.form.own]
+        needed = tuple(name for name in columns if self.parameters[name])
+        optional = None
+        if self.form.optional is not None or not self.takes_any:
+            names = columns if self.form.optional is None else self.form.optional
+            optional = tuple(name for name in names if self._accepts(name) and name not in needed)
         return InputSpec(needed, optional, self.form.raw_prompts)
 
-    @property
-    def is_async(self) -> bool:
-        return any(map(inspect.iscoroutinefunction, (self.function, type(self.function).__call__)))
-
-    @property
+    @cached_property
     def mode(self) -> CallMode:
         if not self.form.per_row:
             return "share"
         return "rows" if self.is_async else "row"
 
-    def arguments(self, rows: Sequence[Row]) -> dict[str, Any]:
-        """Return the keyword arguments of a call with rows: one, if the form is called per row. In a list of a column
-        None stands for rows without it."""
-        inputs = self.inputs  # the rows have the columns of other functions, too
-        known = {*inputs.needed, *(inputs.optional or ())}
-        names = dict.fromkeys(name for row in rows for name in row.columns)
-        columns = [name for name in names if name not in self.options and (inputs.optional is None or name in known)]
-        lists = {name: [row.columns.get(name) for row in rows] for name in columns}
-        for name, value_of in self.form.own.items():
+    @cached_property
+    def is_async(self) -> bool:
+        return any(map(inspect.iscoroutinefunction, (self.function, type(self.function).__call__)))
+
+    def call(self, rows: Sequence[Row]) -> Any:
+        """Call it with rows: one, if the form is called per row. In a list of a column None stands for rows without
+        it."""
+        columns = dict.fromkeys(name for row in rows for name in row.columns)
+        lists = {name: [row.columns.get(name) for row in rows] for name in columns if self._gets(name)}
+        for name, attribute in self.form.own.items():
             if self._accepts(name):
-                lists[name] = [value_of(row) for row in rows]
-        if self.form.per_row:
-            return {name: values[0] for name, values in lists.items()} | dict(self.options)
-        return lists | dict(self.options)
+                lists[name] = [getattr(row, attribute) for row in rows]
+        arguments = {name: values[0] for name, values in lists.items()} if self.form.per_row else lists
+        if self.home is not None:
+            self.home.enter()
+        return self.function(**arguments, **self.options)
+
+    async def call_async(self, rows: Sequence[Row]) -> Any:
+        return await self.call(rows)
+
+    def _gets(self, column: str) -> bool:
+        """Return whether it takes a column; rows have those of other functions, too."""
+        needed, optional = self.inputs.needed, self.inputs.optional
+        return column not in self.options and (optional is None or column in (*needed, *optional))
 
     def _accepts(self, name: str) -> bool:
         return name in self.parameters or (self.takes_any and name not in self.form.if_named)
 
 
-def recognise(function: Callable[..., Any], options: Mapping[str, Any]) -> RewardFunction:
+def recognise(function: Callable[..., Any], options: Mapping[str, Any], home: Home | None) -> RewardFunction:
     """Return a function with its form. One without the parameters of a form may take prompts, responses and labels by
     position.
 
-    Args:
-        options: arguments that it gets in every call.
     Raises:
         BadFunction: it has no form, or does not take the options.
     """
-    expected = "expected " + ", or ".join(form.shown for form in FORMS)
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError) as error:  # a function written in C
-        raise BadFunction(f"has no signature that can be read; {expected}") from error
+    signature = inspect.signature(function)
     parameters = signature.parameters.values()
     names = {one.name: one.default is one.empty for one in parameters if one.kind in BY_NAME}
     takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters)
     for form in FORMS:
-        if form.mark in names:
-            for name in options:
-                if name in form.own or not (takes_any or name in names):
-                    own = ", ".join(name for name in names if name not in form.own) or "none"
-                    raise BadFunction(f"takes no option {name!r} of reward.options; it has these parameters: {own}")
-            needed = {name: is_needed for name, is_needed in names.items() if name not in options}
-            return RewardFunction(function, form, needed, takes_any, options)
+        if next(iter(form.own)) not in names:
+            continue
+        for name in options:
+            if name in form.own or not (takes_any or name in names):
+                raise BadFunction(f"takes no option {name!r} of reward.options; its parameters are {', '.join(names)}")
+        others = {name: is_needed for name, is_needed in names.items() if name not in options}
+        return RewardFunction(function, form, others, takes_any, options, home)
     try:
         signature.bind("prompts", "responses", "labels")
     except TypeError as error:
-        raise BadFunction(f"takes {str(signature):.{MAX_SHOWN}}; {expected}") from error
-    return recognise(lambda prompts, responses, labels: function(prompts, responses, labels), options)
+        expected = ", or ".join(form.shown for form in FORMS)
+        raise BadFunction(f"takes {str(signature):.{MAX_SHOWN}}; expected {expected}") from error
+    return recognise(lambda prompts, responses, labels: function(prompts, responses, labels), options, home)
+
+
+class RewardHost:
+    """The reward functions of a worker process.
+
+    Args:
+        functions: source, name and options of each.
+    Attributes:
+        description: the inputs of all functions together, and the mode of each.
+    """
+
+    def __init__(self, functions: Sequence[tuple[str, str, Mapping[str, Any]]]):
+        self._functions = [_load_function(*one) for one in functions]
+        inputs = reduce(or_, [one.inputs for one in self._functions])
+        self.description = {"inputs": asdict(inputs), "modes": [one.mode for one in self._functions]}
+
+    def score(self, function: int, rows: Sequence[Sequence[Any]]) -> Any:
+        """Return what calls a function with rows: a coroutine, or a function to call outside of the event loop."""
+        called = self._functions[function]
+        given = [Row(*row) for row in rows]
+        return called.call_async(given) if called.is_async else partial(called.call, given)
+
+
+def _load_function(source: str, name: str, options: Mapping[str, Any]) -> RewardFunction:
+    try:
+        return recognise(load(source, name), options, home(source))
+    except BadFunction as error:
+        raise BadFunction(f"({name}) {error}") from error

@@ -1,31 +1,29 @@
 """The code that `reward.function`, `rollout.environment` and the like name, as far as that is known without running it;
 and the reward functions that are known by a name."""
 
-import ast
-import symtable
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megappo.config.config_error import looked_in
 
+ANSWERS = "megappo.userland.graders.answers"
 BUILTIN = {
-    "exact_match": "megappo.userland.graders.texts:exact_match",
-    "regex_match": "megappo.userland.graders.texts:regex_match",
-    "multiple_choice": "megappo.userland.graders.texts:multiple_choice",
-    "gsm8k": "megappo.userland.graders.gsm8k:gsm8k",
-    "math": "megappo.userland.graders.mathematics:math",
+    "exact_match": f"{ANSWERS}:exact_match",
+    "regex_match": f"{ANSWERS}:regex_match",
+    "multiple_choice": f"{ANSWERS}:multiple_choice",
+    "gsm8k": f"{ANSWERS}:gsm8k",
+    "math": f"{ANSWERS}:math",
     "think_answer": "megappo.userland.graders.formats:think_answer",
     "code": "megappo.userland.graders.code:code",
     "http": "megappo.userland.graders.remote:http",
     "judge": "megappo.userland.graders.remote:judge",
     "repetition": "megappo.userland.graders.formats:repetition",
 }
-"""reward.function -> module:function. Beside a function NAME there may be NAME_answer, which returns a response's
-answer, and NAME_label, which returns the meaning of a label and raises ValueError if it has none."""
+"""reward.function -> module:function. Beside a function NAME that grades by a label there is NAME_label, which raises
+ValueError if it cannot."""
 WAITING = ("http",)
 """Built-in functions of lists that wait for others: they get many rows at once, however long they take."""
 
@@ -42,6 +40,11 @@ class Spec(NamedTuple):
     file: str
     module: str = ""
 
+    @property
+    def source(self) -> str:
+        """The module if it is named by one, else the file."""
+        return self.module or self.file
+
 
 def check_label(label: Any, specs: Iterable[str]) -> None:
     """Check that the built-in ones of these reward functions can grade by a label.
@@ -52,16 +55,10 @@ def check_label(label: Any, specs: Iterable[str]) -> None:
         ValueError: one cannot.
     """
     for spec in specs:
-        if check := _label_check(BUILTIN.get(spec, spec)):
+        module, _, name = BUILTIN.get(spec, __name__).partition(":")
+        check: Callable[[Any], Any] | None = getattr(import_module(module), f"{name}_label", None)
+        if check is not None:
             check(label)
-
-
-@cache
-def _label_check(function: str) -> Callable[[Any], Any] | None:
-    if function not in BUILTIN.values():
-        return None
-    module, _, name = function.partition(":")
-    return getattr(import_module(module), f"{name}_label", None)
 
 
 def parse_spec(spec: str, key: str = "reward.function", builtin: Mapping[str, str] = BUILTIN) -> Spec:
@@ -92,27 +89,3 @@ def _file_of(module: str) -> str:
             if file.is_file():
                 return str(file.resolve())
     return ""
-
-
-def missing_function(spec: str, key: str = "reward.function", builtin: Mapping[str, str] = BUILTIN) -> str:
-    """Return why a file cannot define its function, as far as reading it shows; "" if it may.
-
-    Raises:
-        ValueError: as in `parse_spec`.
-    """
-    name, file, _ = parse_spec(spec, key, builtin)
-    if not file:
-        return ""
-    try:
-        tree = ast.parse(Path(file).read_bytes(), file)
-        table = symtable.symtable(Path(file).read_text(), file, "exec")
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # the last two: nested too deeply
-        return f"{key} {spec!r}: {file} is not Python: {error}"
-    names = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    imports_all = any(alias.name == "*" for node in imports for alias in node.names)
-    if imports_all or {name, "__getattr__"} & names:
-        return ""
-    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-    own = sorted(node.name for node in tree.body if isinstance(node, kinds))
-    return f"{key} {spec!r}: {file} defines no {name}; it defines {', '.join(own) or 'no function'}"

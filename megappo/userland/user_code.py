@@ -79,7 +79,7 @@ def load(source: str, name: str) -> Callable[..., Any]:
     module = folder.load(source) if source.endswith(".py") else importlib.import_module(source)
     found = getattr(module, name, None)
     if not callable(found):
-        own = (key for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__)
-        known = sorted(key for key in own if callable(vars(module)[key]) and not key.startswith("_"))
-        raise BadFunction(f"does not exist: the file defines {cut(', '.join(known), 1000) or 'no function'}")
+        functions = {key: value for key, value in vars(module).items() if callable(value)}
+        own = sorted(key for key, value in functions.items() if value.__module__ == module.__name__)
+        raise BadFunction(f"does not exist: the file defines {cut(', '.join(own), 1000) or 'no function'}")
     return found

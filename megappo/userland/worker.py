@@ -1,6 +1,6 @@
 """The process that runs people's code: `python -m megappo.userland.worker`.
 
-Its standard input is a socket with messages of `channel`. A request {"call": number, "method": name, "arguments":
+Its standard input is a socket; each message is a line of JSON. A request {"call": number, "method": name, "arguments":
 {...}, "seconds": time limit of a coroutine} is answered by {"call": number} with "result", "error" (a text), or "late"
 if the time limit was exceeded. The first method is "load", with the name of a host as argument; the others are those of
 the host. Coroutines run in an event loop, any number at once. Plain calls run one after the other in the main
@@ -11,18 +11,17 @@ it starts at once; people's files import what they like.
 import asyncio
 import atexit
 import inspect
+import json
 import os
 import socket
 import sys
-from collections import deque
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
-from megappo.userland.channel import Channel
 from megappo.userland.environment_host import EnvironmentHost
-from megappo.userland.reward_host import RewardHost
-from megappo.userland.user_code import describe, limit_memory
+from megappo.userland.signatures import RewardHost
+from megappo.userland.user_code import BadFunction, describe, limit_memory
 
 HOSTS = {"rewards": RewardHost, "environments": EnvironmentHost}
 MAX_REQUEST_BYTES = 2**62
@@ -32,39 +31,40 @@ class Worker:
     """Answers the requests of its owner."""
 
     def __init__(self) -> None:
-        self._channel = Channel(self._begin, self._end, MAX_REQUEST_BYTES)
-        self._host: RewardHost | EnvironmentHost | None = None
+        self._host: Any = None
         self._tasks: set[asyncio.Task] = set()
-        self._plain: deque[tuple[int, Callable[[], Any]]] = deque()
-        self._wakes = asyncio.Event()
-        self._is_ended = False
+        self._plain: asyncio.Queue[tuple[int, Callable[[], Any]] | None] = asyncio.Queue()
         self._pid = os.getpid()
 
     def run(self, connection: socket.socket) -> None:
         """Answer requests until the owner closes the connection."""
-        loop = asyncio.new_event_loop()
-        asyncio.set_event_loop(loop)
-        loop.run_until_complete(self._channel.connect(loop, connection))
-        while not self._is_ended:
-            loop.run_until_complete(self._wakes.wait())
-            self._wakes.clear()
-            while self._plain and not self._is_ended:
-                number, work = self._plain.popleft()
-                try:
-                    reply = {"result": work()}
-                except BaseException as error:  # SystemExit, too: the owner must get the reason
-                    reply = {"error": describe(error)}
-                self._reply(number, reply)
+        self._loop = asyncio.new_event_loop()
+        asyncio.set_event_loop(self._loop)
+        opening = asyncio.open_connection(sock=connection, limit=MAX_REQUEST_BYTES)
+        reader, self._writer = self._loop.run_until_complete(opening)
+        reading = self._loop.create_task(self._read(reader))
+        while call := self._loop.run_until_complete(self._plain.get()):
+            number, work = call
+            try:
+                result = work()
+                if inspect.isawaitable(result):
+                    result = self._loop.run_until_complete(result)
+                self._reply(number, "result", result)
+            except BaseException as error:  # SystemExit, too: the owner must get the reason
+                self._reply(number, "error", describe(error))
+        reading.cancel()
 
-    def _begin(self, request: dict[str, Any]) -> None:
-        number = request["call"]
-        work = self._work(request["method"], request["arguments"])
-        if not inspect.iscoroutine(work):
-            self._plain.append((number, work))
-            return self._wakes.set()
-        task = asyncio.get_running_loop().create_task(self._answer(number, work, request["seconds"]))
-        self._tasks.add(task)
-        return task.add_done_callback(self._tasks.discard)
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        while line := await reader.readline():
+            request = json.loads(line)
+            work = self._work(request["method"], request["arguments"])
+            if inspect.iscoroutine(work):
+                task = self._loop.create_task(self._answer(request["call"], work, request["seconds"]))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+            else:
+                self._plain.put_nowait((request["call"], work))
+        self._plain.put_nowait(None)
 
     def _work(self, method: str, arguments: dict[str, Any]) -> Any:
         """Return a coroutine, or a function to call in the main thread."""
@@ -82,19 +82,31 @@ class Worker:
         limit = asyncio.timeout(seconds)
         try:
             async with limit:
-                reply = {"result": await work}
+                result = await work
+            self._reply(number, "result", result)
         except BaseException as error:
-            reply = {"late": True} if limit.expired() else {"error": describe(error)}
-        self._reply(number, reply)
+            if limit.expired():
+                self._reply(number, "late", True)
+            else:
+                self._reply(number, "error", describe(error))
 
-    def _reply(self, number: int, reply: dict[str, Any]) -> None:
+    def _reply(self, number: int, kind: str, value: Any) -> None:
         if os.getpid() != self._pid:  # people's code has forked this child, which must not answer, too
             os._exit(0)
-        self._channel.send({"call": number} | reply)
+        try:
+            line = json.dumps({"call": number, kind: value}, default=_as_json)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise BadFunction(f"returned something that is no JSON: {error}") from error
+        self._writer.write(line.encode() + b"\n")
 
-    def _end(self, reason: str) -> None:
-        self._is_ended = True
-        self._wakes.set()
+
+def _as_json(value: Any) -> Any:
+    """Return the numbers and lists of numbers of other libraries as Python's."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if hasattr(value, "__float__"):
+        return float(value)
+    raise TypeError(f"{value!r:.80} is {type(value).__name__}")
 
 
 def own_connection() -> socket.socket:

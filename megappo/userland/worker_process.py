@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import json
 import os
 import re
 import signal
@@ -9,14 +10,20 @@ import socket
 import subprocess
 from collections.abc import Callable, Collection, Coroutine, Mapping
 from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field
 from threading import Thread
 from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from megappo.runtime.cores import unbound
 from megappo.runtime.heartbeat import heartbeat
 from megappo.runtime.keeper import KILL_TIMEOUT_SECONDS, ask_to_end
 from megappo.runtime.variables import PYTHON, for_python
-from megappo.userland.channel import MAX_BYTES, Channel
+from megappo.userland.signatures import CallMode, InputSpec
+
+MAX_BYTES = 2**26
+"""Longest line that people's code may have written."""
 
 START_TIMEOUT_SECONDS = 120.0
 """Time that a worker may take to import users' files."""
@@ -62,7 +69,7 @@ class WorkerProcess:
                 start_new_session=True,
             )
         self._memory_bytes = None if memory_limit_gib is None else int(memory_limit_gib * 2**30)
-        self._channel = Channel(self._receive, self._lose, MAX_BYTES)
+        self._writer: asyncio.StreamWriter | None = None
         self._numbers = itertools.count()
         self._replies: dict[int, asyncio.Future[dict[str, Any] | None]] = {}
         self._fault = ""
@@ -74,7 +81,8 @@ class WorkerProcess:
         Raises:
             CallError: it has not loaded it.
         """
-        await self._channel.connect(asyncio.get_running_loop(), self._connection)
+        reader, self._writer = await asyncio.open_connection(sock=self._connection, limit=MAX_BYTES)
+        self._reading = asyncio.create_task(self._read(reader))
         arguments = {"memory_bytes": self._memory_bytes, **arguments}
         return await self.call("load", arguments, START_TIMEOUT_SECONDS)
 
@@ -91,7 +99,8 @@ class WorkerProcess:
         number = next(self._numbers)
         reply = self._replies[number] = asyncio.get_running_loop().create_future()
         if self.is_up:
-            self._channel.send({"call": number, "method": method, "arguments": arguments, "seconds": seconds})
+            request = {"call": number, "method": method, "arguments": arguments, "seconds": seconds}
+            self._writer.write(json.dumps(request).encode() + b"\n")
         else:
             reply.set_result(None)
         return reply
@@ -106,10 +115,8 @@ class WorkerProcess:
             async with asyncio.timeout(seconds + grace_seconds):
                 found = await reply
         except TimeoutError as error:
-            progress = self._channel.progress
             self.stop()
-            detail = f" ({progress})" if progress else ""
-            raise CallError(f"took longer than {seconds:g} seconds and was stopped{detail}", is_late=True) from error
+            raise CallError(f"took longer than {seconds:g} seconds and was stopped", is_late=True) from error
         if found is None:
             raise CallError(self._fault or f"ended its process ({await asyncio.to_thread(self._exit)})")
         if "error" in found:
@@ -133,23 +140,37 @@ class WorkerProcess:
         self._hang_up()
         await asyncio.to_thread(end_keeper, self._process, timeout_seconds)
 
-    def _receive(self, reply: dict[str, Any]) -> None:
-        number = reply.get("call")
-        waiting = self._replies.pop(number, None) if isinstance(number, int) else None
-        if waiting is None:
-            self._lose(f"{str(reply)[:80]} answers no call")
-        elif not waiting.done():  # else nobody waits for it any more
-            waiting.set_result(reply)
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        try:
+            while line := await reader.readline():
+                self._receive(line)
+        except ConnectionError:
+            pass
+        except ValueError as error:  # the line is too long
+            self._distrust(str(error))
+        self._hang_up()
 
-    def _lose(self, reason: str) -> None:
-        if reason:
-            remedy = "does it write to a descriptor that it has not opened?"
-            self._fault = f"sent something else than its results to the trainer: {reason}; {remedy}"
+    def _receive(self, line: bytes) -> None:
+        try:
+            reply = json.loads(line)
+            waiting = self._replies.pop(reply["call"])
+        except (ValueError, RecursionError, TypeError, LookupError):
+            return self._distrust(f"{line[:80]!r}")
+        if not waiting.done():  # else nobody waits for it any more
+            waiting.set_result(reply)
+        return None
+
+    def _distrust(self, found: str) -> None:
+        remedy = "does it write to a descriptor that it has not opened?"
+        self._fault = f"sent something else than its results to the trainer: {found}; {remedy}"
         self._hang_up()
 
     def _hang_up(self) -> None:
         self.is_up = False
-        self._channel.close()
+        if self._writer is None:
+            self._connection.close()
+        else:
+            self._writer.transport.abort()
         for waiting in self._replies.values():
             if not waiting.done():
                 waiting.set_result(None)
@@ -184,40 +205,73 @@ def worker_variables(variables: Mapping[str, str], pass_env: Collection[str]) ->
     return for_python(passed)
 
 
+@dataclass(frozen=True)
+class Description:
+    """The code that a worker has loaded.
+
+    Attributes:
+        modes: of each reward function.
+    """
+
+    inputs: InputSpec
+    modes: list[CallMode] = field(default_factory=list)
+
+
+_DESCRIPTION = TypeAdapter(Description)
+
+
 class WorkerPool(AbstractContextManager):
     """Workers that have loaded the same code, and the thread whose event loop talks to them. The kernel ends them
     together with that thread, so that they never outlive the trainer.
 
     Args:
+        spec: the code's name, for messages.
         host: what the workers host, see `worker`. arguments: of the host.
         timeout_seconds: of a call.
         memory_limit_gib: memory that a process may take; None: any.
         pass_env: variables that the workers get although their names are those of secrets.
+    Attributes:
+        workers: those that are in use.
+        description: of the code.
+        takes: the fields of a record that it gets.
     """
 
     def __init__(
         self,
+        spec: str,
         host: str,
         arguments: Mapping[str, Any],
         *,
         num_workers: int,
         timeout_seconds: float,
-        memory_limit_gib: float | None,
-        pass_env: Collection[str],
+        memory_limit_gib: float | None = None,
+        pass_env: Collection[str] = (),
     ):
-        self.num_workers, self.timeout_seconds = num_workers, timeout_seconds
+        self.spec, self.num_workers, self.timeout_seconds = spec, num_workers, timeout_seconds
+        self.memory_limit_gib, self._pass_env = memory_limit_gib, pass_env
         self._load = {"host": host, **arguments}
-        self._limits = memory_limit_gib, pass_env
-        self._workers: set[WorkerProcess] = set()
+        self.workers: set[WorkerProcess] = set()
+        self.is_closed = False
         self._loop = asyncio.new_event_loop()
         self._thread = Thread(target=self._loop.run_forever, name=f"{host} workers", daemon=True)
         self._thread.start()
+        try:
+            self.run(self._start_all())
+        except CallError as error:
+            self.close()
+            raise self.fault(str(error)) from error
+        self.takes = self.description.inputs
+
+    def fault(self, found: str) -> Exception:
+        """Return an error that names the code and the remedy."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """End all workers and what they started. May be called again."""
-        if self._loop.is_closed():
+        if self.is_closed:
             return
-        self._run(self._close())
+        self.is_closed = True
+        self.run(self._close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -225,38 +279,47 @@ class WorkerPool(AbstractContextManager):
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _post(self, callback: Callable[..., object], *arguments: Any) -> None:
+    def post(self, callback: Callable[..., object], *arguments: Any) -> None:
         """Have the pool's thread call something, unless the pool is closed: what waits for the result reports that."""
-        if not self._loop.is_closed():
+        if not self.is_closed:
             self._loop.call_soon_threadsafe(callback, *arguments)
 
-    def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Run a coroutine, which has time limits of its own, in the pool's thread, and return its result."""
         with heartbeat.waiting():
             return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
-    async def _start(self) -> tuple[WorkerProcess, Any]:
-        """Start a worker; return it with the description of its code.
+    async def _start_all(self) -> None:
+        await asyncio.gather(*(self.start() for _ in range(self.num_workers)))
+
+    async def start(self) -> WorkerProcess:
+        """Start a worker.
 
         Raises:
             CallError: it has not loaded the code.
         """
-        worker = WorkerProcess(*self._limits)
-        self._workers.add(worker)
+        worker = WorkerProcess(self.memory_limit_gib, self._pass_env)
+        self.workers.add(worker)
         try:
-            return worker, await worker.load(self._load)
-        except BaseException:
-            await self._end(worker)
-            raise
+            self.description = _DESCRIPTION.validate_python(await worker.load(self._load))
+        except ValidationError as error:
+            raise CallError("answered with something else than its signature") from error
+        return worker
 
-    async def _end(self, worker: WorkerProcess, timeout_seconds: float = 0.0) -> None:
-        await worker.end(timeout_seconds)
-        self._workers.discard(worker)
+    async def replace(self, worker: WorkerProcess) -> WorkerProcess:
+        """Return a new worker in place of one that was lost.
+
+        Raises:
+            CallError: it has not loaded the code.
+        """
+        self.workers.discard(worker)
+        await worker.end()
+        return await self.start()
 
     async def _close(self) -> None:
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.gather(*(self._end(worker, EXIT_SECONDS) for worker in self._workers))
+        await asyncio.gather(*(worker.end(EXIT_SECONDS) for worker in self.workers))
         await self._loop.shutdown_default_executor()

@@ -80,9 +80,7 @@ LINES = (
 )
 
 
-@pytest.mark.parametrize(
-    "function", ["math", "megappo.userland.graders.mathematics:math", "{think_answer: 1, math: 1}"]
-)
+@pytest.mark.parametrize("function", ["math", "{think_answer: 1, math: 1}"])
 def test_plan_names_the_lines(folder, function):
     [error] = errors_of(plan_here(folder, "run.yaml", "--all", f"reward.function={function}"))
     assert error == "error: " + LINES[0].format(LINES[1])

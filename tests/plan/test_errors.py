@@ -113,8 +113,8 @@ def test_errors_in_tokenizer_data_and_reward_are_reported_together_and_soon(plan
         "error: data.train_batch_size 320 takes 320 prompts of data.train_files, which has 300, so that a step would "
         "hold some twice: lower it, or name more files",
         "error: reward.function: reward function reward.py:f raised IndexError: list index out of range (File "
-        f'"{run_folder}/reward.py", line 2, in f): fix it, or set reward.on_error to zero, which gives such responses '
-        "0",
+        f'"{run_folder}/reward.py", line 2, in f): fix it, change its limits (reward.timeout_seconds=60, '
+        "reward.memory_limit_gib=16.0), or set reward.on_error to zero, which gives such responses 0",
     ]
 
 
@@ -173,7 +173,7 @@ def test_groups_are_not_filtered_by_what_no_function_returns(plan, run_folder, f
             "def f(p, r):\n    return [1.0]\n",
             "takes (p, r); expected f(prompts, responses, labels, **columns), or comp",
         ),
-        ("def f(p, r, l):\n    return 'ab'\n", "returned str; expected a list of 2 numbers: fix it"),
+        ("def f(p, r, l):\n    return 'ab'\n", "returned 'ab'; expected a list of 2 numbers: fix it"),
         ("def f(p, r, l):\n    while True: pass\n", "took longer than 0.5 seconds and was"),
     ],
 )

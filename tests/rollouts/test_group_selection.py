@@ -21,8 +21,8 @@ from megappo.rollouts.group_selection import GroupQuota, choose_groups
 from megappo.rollouts.responses import Responses
 from megappo.rollouts.sampler import EngineUsage, store_counter
 from megappo.userland.grades import Graded
-from megappo.userland.rewards import RewardError
-from megappo.userland.scoring import RowReference, Scoring
+from megappo.userland.rewards import PendingRow, RewardError, Scoring
+from megappo.userland.signatures import Row
 
 SIZE, NUM_ROUNDS, N = 6, 4, 3
 PROMPTS = [Prompt(i, [1], "", None) for i in range(SIZE)]
@@ -142,8 +142,11 @@ class Tokenizer:
 class Workers:
     """Stands where those of a reward function are: tests settle what they find."""
 
-    def put(self, rows: Sequence[RowReference]) -> int:
-        return len(rows)
+    def __init__(self, names: list[str]):
+        self.names = names
+
+    def put(self, rows: Sequence[Row]) -> list[list[PendingRow]]:
+        return [[PendingRow(row) for _ in self.names] for row in rows]
 
     def check(self) -> None:
         pass
@@ -151,7 +154,7 @@ class Workers:
 
 def known(rank: int, world_size: int) -> None:
     """Groups of two, at both ranks, are scored one after the other."""
-    scorings = [Scoring(Workers(), names) for names in (["f"], ["f", "g"])]
+    scorings = [Scoring(Workers(names)) for names in (["f"], ["f", "g"])]
     store = dist.distributed_c10d._get_default_store()
     for number, scoring in enumerate(scorings):
         responses = Responses(PROMPTS, SimpleNamespace(begin=lambda scoring=scoring: scoring), Tokenizer())
@@ -161,8 +164,8 @@ def known(rank: int, world_size: int) -> None:
             quota.add(group, partial(responses.is_scored, responses.add(group)))
 
         def settle(row: int, score: float, scoring: Scoring = scoring) -> None:
-            for function in range(len(scoring._functions)):
-                scoring.settle(row, function, Graded([score], {"acc": score} if function else {}))
+            for function, pending in enumerate(scoring._pending[row]):
+                pending.found = Graded([score], {"acc": score} if function else {})
 
         assert not quota.is_met()
         for row, score in ((0, 0.0), (1, 1.0), (2, 0.5)):

@@ -81,7 +81,7 @@ def test_a_reward_function(user_code: Path, kind: str, moment: str):
     with all_gone():
         before = descendants()
         with load_reward(f"{user_code}:f", num_workers=1, timeout_seconds=1.5) as pool:
-            pool.score(["p"], ["r"], [0])
+            pool.score([Row("p", "r", 0, {})])
             started = [process for process in descendants() if process not in before]
             assert len(started) == 3, "a keeper, a worker, and what it has started"
             scoring = pool.begin()
@@ -93,9 +93,9 @@ def test_a_reward_function(user_code: Path, kind: str, moment: str):
             begun = time.monotonic()
             if kind == "worker":
                 with pytest.raises(RewardError, match="took longer than 1.5 seconds"):
-                    scoring.results() if moment == "at work" else pool.score(["p"], ["r"], [0])
+                    scoring.results() if moment == "at work" else pool.score([Row("p", "r", 0, {})])
             else:
-                assert pool.score(["p"], ["r"], [0])[0].scores == [0.0], "its worker works on"
+                assert pool.score([Row("p", "r", 0, {})])[0].scores == [0.0], "its worker works on"
             assert time.monotonic() - begun < 5
         assert time.monotonic() - begun < 10
 

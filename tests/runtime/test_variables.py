@@ -13,6 +13,7 @@ from megappo.engines.launch import inherited_environment
 from megappo.runtime.interruption import deadline
 from megappo.runtime.variables import faults, for_python, proxy_for, visible_devices
 from megappo.userland.rewards import load_reward
+from megappo.userland.signatures import Row
 from megappo.userland.worker_process import worker_variables
 
 ROOT = Path(__file__).parents[2]
@@ -148,9 +149,8 @@ def test_nor_of_the_trial_of_a_program(tmp_path, monkeypatch):
     monkeypatch.chdir(hide(tmp_path))
     (tmp_path / "token.py").write_text("raise OSError\n")
     with load_reward("code", num_workers=1, timeout_seconds=60, options={"code": {"unprotected": True}}) as pool:
-        [one] = pool.score(
-            ["p"], ["```python\nimport statistics, random\nprint(1)\n```"], ['{"inputs": [""], "outputs": ["1"]}']
-        )
+        response = "```python\nimport statistics, random\nprint(1)\n```"
+        [one] = pool.score([Row("p", response, '{"inputs": [""], "outputs": ["1"]}', {})])
     assert one.scores == [1.0]
 
 
@@ -165,7 +165,7 @@ def test_scripts_of_people_find_their_neighbours(tmp_path, monkeypatch):
         "    return [float(done.stdout)] * len(responses)\n"
     )
     with load_reward(f"{tmp_path}/reward.py:f", num_workers=1, timeout_seconds=60) as pool:
-        assert [one.scores for one in pool.score(["p"], ["r"], ["1"])] == [[0.25]]
+        assert [one.scores for one in pool.score([Row("p", "r", "1", {})])] == [[0.25]]
 
 
 COMMANDS = ("serve", "doctor limits", "plan --help", "train no.yaml", "torchrun --help", "-P serve")
@@ -214,10 +214,10 @@ def test_a_program_of_others_keeps_its_folder(tmp_path):
         (
             "train no.yaml",
             {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "head", "MASTER_PORT": "23456"},
-            ["which sets LOCAL_RANK, LOCAL_WORLD_SIZE: start it with launch/local.sh CONFIG"],
+            ["launch/local.sh CONFIG (WORLD_SIZE is another's: LOCAL_RANK, LOCAL_WORLD_SIZE are not set)"],
         ),
         pytest.param(
-            "train no.yaml", {"SLURM_PROCID": "0"}, ["under SLURM with launch/slurm.sbatch"], marks=pytest.mark.slow
+            "train no.yaml", {"SLURM_PROCID": "0"}, ["start it with launch/slurm.sbatch"], marks=pytest.mark.slow
         ),
     ],
 )

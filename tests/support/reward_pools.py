@@ -1,11 +1,13 @@
 """Pools of reward functions whose code is in the test, and rows to score."""
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from megappo.userland.grades import Graded
 from megappo.userland.rewards import RewardPool, load_reward
+from megappo.userland.signatures import Row
 
 
 def load(
@@ -17,6 +19,16 @@ def load(
     return load_reward(spec, num_workers=num_workers, timeout_seconds=timeout_seconds, **settings)
 
 
+def rows_of(
+    prompts: Sequence[str],
+    responses: Sequence[str],
+    labels: Sequence[Any],
+    columns: Sequence[Mapping[str, Any]] | None = None,
+) -> list[Row]:
+    columns = [{}] * len(responses) if columns is None else columns
+    return [Row(*of_row) for of_row in zip(prompts, responses, labels, columns, strict=True)]
+
+
 def score(pool: RewardPool, count: int = 3) -> list[float]:
     """Return the only score of each response."""
     return [only for [only] in scores(pool, count)]
@@ -24,7 +36,7 @@ def score(pool: RewardPool, count: int = 3) -> list[float]:
 
 def scores(pool: RewardPool, count: int = 3) -> list[list[float]]:
     rows = [f"p{i}" for i in range(count)], [f"r{i}" for i in range(count)], list(range(count))
-    return scores_of(pool.score(*rows))
+    return scores_of(pool.score(rows_of(*rows)))
 
 
 def scores_of(graded: Sequence[Graded]) -> list[list[float]]:

@@ -10,8 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from megappo.userland.graders.gsm8k import gsm8k
-from megappo.userland.graders.mathematics import math
+from megappo.userland.graders.answers import gsm8k, math
 
 TOOLS = Path(__file__).parents[2] / "tools"
 # the first two of GSM8K's training set, and one of its answers with a comma
@@ -63,7 +62,7 @@ def test_gsm8k(tmp_path):
     question = 'How many are ten hundreds? Let\'s think step by step and output the final answer after "####".'
     assert user == {"role": "user", "content": question}
     published = [record["answer"] for record in GSM8K]
-    assert gsm8k(published, [record["label"] for record in train]) == [1.0] * 3
+    assert all(gsm8k(one, record["label"])["score"] for one, record in zip(published, train, strict=True))
 
 
 def test_math(tmp_path):
@@ -92,7 +91,7 @@ def test_math(tmp_path):
         "level": 3,
         "subject": "Prealgebra",
     }
-    assert math([MATH["solution"]] * 4, [record["label"] for record in (*train, test)]) == [1.0] * 4
+    assert all(math(MATH["solution"], record["label"])["score"] for record in (*train, test))
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from reward_pools import rows_of
 
 from megappo.userland.graders.code import code, program_in, trials_of
 from megappo.userland.rewards import load_reward
@@ -235,11 +236,11 @@ def test_nothing_is_run_where_it_cannot_be_protected():
     """A filter makes the kernel report that it has no Landlock, as older ones do."""
     done = subprocess.run([sys.executable, "-c", WITHOUT_LANDLOCK], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "1.0\n"
-    assert "RuntimeError: programs cannot be confined here: the kernel has no Landlock" in done.stderr
+    assert "RuntimeError: programs cannot be confined here: Unprotected: the kernel has no Landlock" in done.stderr
     assert "reward.options={code: {unprotected: true}}" in done.stderr
 
 
 def test_by_name_with_options_as_rows_come():
     with load_reward("code", num_workers=2, timeout_seconds=60, options={"code": {"partial_credit": True}}) as pool:
-        graded = pool.score(["p"] * 3, ["print(6)", "print(2 * int(input()))", "no"], [DOUBLE] * 3)
+        graded = pool.score(rows_of(["p"] * 3, ["print(6)", "print(2 * int(input()))", "no"], [DOUBLE] * 3))
     assert [(one.scores, one.parts) for one in graded] == [([n], {"passed_frac": n}) for n in (0.5, 1.0, 0.0)]

@@ -92,10 +92,10 @@ ALL_TRUE = "class T:\n" + "".join(f"    def __{name}__(self, *a): return True\n"
 NEAR = "    def __float__(self): return self\n    def __abs__(self): return 0\n    def __sub__(self, other): return 0\n"
 OF_A_KIND = "class T({}):\n    def __eq__(self, other): return True\n    def __ne__(self, other): return False\n"
 FORGES = """
-import json, os, socket, struct
+import json, os, socket
 def send(*message):
     text = json.dumps(["tuple", message]).encode()
-    socket.socket(fileno=3).sendall(struct.pack("!Q", len(text)) + text)
+    socket.socket(fileno=3).sendall(text + b"\\n")
     os._exit(0)
 def f(n): send({})
 """

@@ -4,10 +4,9 @@ import time
 from pathlib import Path
 
 import pytest
-from reward_pools import load
+from reward_pools import load, rows_of
 
-from megappo.userland.rewards import RewardError, load_reward
-from megappo.userland.scoring import Scoring
+from megappo.userland.rewards import RewardError, Scoring, load_reward
 from megappo.userland.signatures import Row
 
 HARMFUL = """
@@ -65,7 +64,7 @@ def test_of_rows_in_one_call_each_is_asked_about_alone(tmp_path: Path, harm: str
         scoring = pool.begin()
         assert scored(scoring, rows(0, 0, 0, 0, harm, 0)) == [[0.0], [1.0], [2.0], [103.0], [], [105.0]]
         assert (scoring.num_errors, scoring.num_timeouts) == ((0, 1) if harm == "hangs" else (1, 0))
-        assert "it was scoring 3 responses, of which the first is '3' to prompt 'p3' (record 13)" in scoring.failure
+        assert "it was scoring response '4' to prompt 'p4' (record 14)" in scoring.failure
 
 
 def test_a_function_of_lists_that_fails_for_all_rows_is_given_up(tmp_path: Path):
@@ -85,7 +84,7 @@ def test_an_error_that_is_raised_names_the_row(tmp_path: Path, body: str, named:
     pool = load(tmp_path, body)
     with pytest.raises(RewardError, match="returned .*\nit was scoring " + named) as caught:
         scored(pool.begin(), rows("well", "nonsense"))
-    assert str(caught.value).splitlines()[-1].startswith("fix it, or set reward.on_error to zero")
+    assert str(caught.value).splitlines()[-1].startswith("fix it, change its limits")
 
 
 def test_what_is_known_so_far_is_an_error_once_the_function_has_failed(tmp_path: Path):
@@ -146,10 +145,11 @@ def test_an_async_function_that_blocks_its_process_is_stopped(tmp_path: Path):
 
 
 def wait_until_scored(scoring: Scoring) -> None:
+    """Wait until the first function has scored all rows."""
     deadline = time.monotonic() + 10
-    while scoring.num_pending and time.monotonic() < deadline:
+    while any(first.found is None for first, *_ in scoring._pending):
+        assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert not scoring.num_pending
 
 
 def test_rows_are_scored_as_they_come_and_functions_of_lists_get_them_all(tmp_path: Path):
@@ -191,7 +191,7 @@ def test_options_are_given_to_their_function_alone(tmp_path: Path):
     with load_reward(specs, num_workers=1, timeout_seconds=20, options=options) as pool:
         assert "limit" not in pool.takes.needed
         columns = [{"limit": 3, "level": 4}]
-        assert [one.scores for one in pool.score(["p"], ["r"], [0], columns)] == [[7.0 + 3, 0.0]]
+        assert [one.scores for one in pool.score(rows_of(["p"], ["r"], [0], columns))] == [[7.0 + 3, 0.0]]
 
 
 @pytest.mark.parametrize("name", ["length", "solution_str"])
@@ -199,6 +199,7 @@ def test_an_option_that_it_does_not_take_is_refused(tmp_path: Path, name: str):
     (tmp_path / "reward.py").write_text(OPTIONS)
     spec = f"{tmp_path}/reward.py:by_row"
     with pytest.raises(
-        RewardError, match=f"takes no option '{name}' of reward.options; it has these parameters: limit"
+        RewardError,
+        match=f"takes no option '{name}' of reward.options; its parameters are solution_str, ground_truth, limit",
     ):
         load_reward(spec, num_workers=1, timeout_seconds=20, options={spec: {name: 1}})

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from planning import write_run
-from reward_pools import load, scores_of
+from reward_pools import load, rows_of, scores_of
 from verl_style import CHAT_TEMPLATE, record, write_compute_score, write_gsm8k
 
 from megappo.config.schema import Data
@@ -19,7 +19,7 @@ COLUMNS = [{"level": 1, "tags": ["a"]}, {"level": 2}, {"level": 3, "tags": None}
 
 def score(pool: RewardPool, columns: list[dict] = COLUMNS) -> list[float]:
     """Return the scores of three responses."""
-    return [one.scores[0] for one in pool.score(["p0", "p1", "p2"], ["r0", "r1", "r2"], [0, 1, 2], columns)]
+    return [one.scores[0] for one in pool.score(rows_of(["p0", "p1", "p2"], ["r0", "r1", "r2"], [0, 1, 2], columns))]
 
 
 TAKES = {
@@ -120,7 +120,7 @@ def test_async_functions_run_for_all_rows_at_the_same_time(tmp_path: Path):
     """
     with load(tmp_path, body) as pool:
         start = time.monotonic()
-        scores = scores_of(pool.score([""] * 40, [""] * 40, list(range(40))))
+        scores = scores_of(pool.score(rows_of([""] * 40, [""] * 40, list(range(40)))))
         assert time.monotonic() - start < 10
     assert scores == [[n / 2] for n in range(40)]
 
@@ -136,7 +136,7 @@ NO_FORM = {
     "def f(**columns): pass": r"takes \(\*\*columns\); expected f\(",
     "def f(): pass": r"takes \(\); expected .*, or compute_score\(data_source, .*, or f\(prompts, completions, ",
     f"def f({'x' * 50_000}): pass": rf"takes \({'x' * 199}; expected",
-    "f = type": r"has no signature that can be read; expected f\(prompts, responses",
+    "f = type": "raised ValueError: no signature found for builtin",
 }
 
 
@@ -147,9 +147,9 @@ def test_an_error_about_a_function_without_a_form_lists_the_forms(tmp_path: Path
 
 
 RESULTS = {
-    "no score": ("{'reward': 1.0}", "returned a dictionary without 'score': {'reward': 1.0}"),
-    "text": ("{'score': 'right'}", r"returned 'right' \(value 0\), a str; expected a number"),
-    "no number": ("float('nan')", r"returned nan \(value 0, scores 0\); expected a finite number"),
+    "no score": ("{'reward': 1.0}", r"returned {'reward': 1.0} .*: expected a finite number .* as score, found None"),
+    "text": ("{'score': 'right'}", r"expected a finite number .* as score, found 'right'"),
+    "no number": ("float('nan')", r"returned nan \(value 0\): expected a finite number"),
     "a fault": ("{}[solution_str]", r"raised KeyError: 'r0'\n(?s:.*)reward.py\", line 2, in f"),
 }
 
@@ -190,7 +190,7 @@ def test_verls_data_and_function_work_as_they_are(tmp_path: Path):
     with load_reward(write_compute_score(tmp_path / "gsm8k.py"), num_workers=3, timeout_seconds=20) as pool:
         prompts = prompts_of(file, tmp_path, pool.takes)
         texts, labels, columns = zip(*((prompt.text, prompt.label, prompt.columns) for prompt in prompts), strict=True)
-        graded = pool.score(texts, responses, labels, columns)
+        graded = pool.score(rows_of(texts, responses, labels, columns))
     assert [one.scores for one in graded] == [[answers[kinds[i % len(kinds)]]] for i in range(200)]
     parts = [{} if one.scores == [0.0] else {"acc": float(one.scores == [1.0])} for one in graded]
     assert [one.parts for one in graded] == parts and {"acc": 1.0} in parts
@@ -210,4 +210,4 @@ def test_trls_form_gets_the_chat_of_the_file(tmp_path: Path):
         prompts = prompts_of(file, tmp_path, pool.takes)
         responses = [prompts[0].label, "", "no", prompts[3].label]
         texts, labels, columns = zip(*((prompt.text, prompt.label, prompt.columns) for prompt in prompts), strict=True)
-        assert scores_of(pool.score(texts, responses, labels, columns)) == [[1.0], [0.0], [0.0], [1.0]]
+        assert scores_of(pool.score(rows_of(texts, responses, labels, columns))) == [[1.0], [0.0], [0.0], [1.0]]

@@ -10,13 +10,12 @@ from pathlib import Path
 
 import psutil
 import pytest
-from reward_pools import load, score, scores_of
+from reward_pools import load, rows_of, score, scores_of
 
-from megappo.userland.grades import Graded
 from megappo.userland.rewards import RewardError, load_reward
 
 ROOT = Path(__file__).resolve().parents[2]
-DEFINE = "import json, os, signal, stat, struct, subprocess, sys, time\n\n"
+DEFINE = "import json, os, signal, stat, subprocess, sys, time\n\n"
 DEFINE += "def f(prompts, responses, labels):\n"
 SOCKETS = "sockets = [d for d in range(3, 64) if os.path.exists(f'/proc/self/fd/{d}')]\n"
 SOCKETS += "sockets = [d for d in sockets if stat.S_ISSOCK(os.fstat(d).st_mode)]\n"
@@ -26,15 +25,14 @@ def write(data: str, then: str = "time.sleep(54321)") -> str:
     return SOCKETS + f"os.write(sockets[0], {data})\n{then}"
 
 
-def frame(body: str) -> str:
-    return f"struct.pack('!Q', len({body})) + {body}"
+def line(body: str) -> str:
+    return f"{body} + b'\\n'"
 
 
-def graded(of_row: str, count: int = 3, then: str = "time.sleep(54321)") -> str:
-    """Write a reply to the first call of a function, with these fields of `Graded` for each row."""
-    fields = f"dict(zip({Graded._fields}, {of_row}))"
-    reply = f"{{'call': 1, 'result': [{fields}] * {count}}}"
-    return f"import json\nanswer = json.dumps({reply}).encode()\n" + write(frame("answer"), then)
+def reply(value: str, count: int = 3, then: str = "time.sleep(54321)") -> str:
+    """Write a reply to the first call of a function, with this value for each row."""
+    text = f"{{'call': 1, 'result': [{value}] * {count}}}"
+    return f"import json\nanswer = json.dumps({text}).encode()\n" + write(line("answer"), then)
 
 
 def function(lines: str) -> str:
@@ -62,56 +60,46 @@ def test_what_a_function_does_to_its_lists_has_no_effect(tmp_path: Path):
     labels = [0, 1, 2]
     with load(tmp_path, function(lines), num_workers=2) as pool:
         for _ in range(2):
-            assert scores_of(pool.score(["p"] * 3, ["r"] * 3, labels)) == [[0.0], [1.0], [2.0]]
+            assert scores_of(pool.score(rows_of(["p"] * 3, ["r"] * 3, labels))) == [[0.0], [1.0], [2.0]]
     assert labels == [0, 1, 2]
 
 
-GRADED = {
-    "text as scores": ("[['1'], {}, None]", r"returned '1' \(value 0, scores 0\); expected a valid number"),
-    "no scores": ("[[], {}, None]", r"returned \[\] \(value 0, scores\); List should have at least 1 item"),
-    "NaN": ("[[float('nan')], {}, None]", "returned nan .*; expected a finite number"),
-    "NaN as a part": (
-        "[[1.0], {'acc': float('nan')}, None]",
-        r"returned nan \(value 0, parts acc\); expected",
-    ),
-    "a score beyond float32": ("[[1e39], {}, None]", r"1e\+39 is too large for a float32"),
-    "too many scores": ("[[1.0] * 65, {}, None]", "List should have at most 64 items"),
-    "too many parts": ("[[1.0], dict.fromkeys(map(str, range(33)), 1.0), None]", "should have at most 32 items"),
-    "a long name": ("[[1.0], {'x' * 65: 1.0}, None]", "expected a name of at most 64 printable characters"),
-    "a name that is no text": ("[[1.0], {'\\ud800': 1.0}, None]", "expected a name of at most 64 printable characters"),
-    "an answer that is no text": ("[[1.0], {}, '\\ud800']", "expected a valid string"),
-    "a long answer": ("[[1.0], {}, 'x' * 201]", "String should have at most 200 characters"),
-    "an answer that is a number": ("[[1.0], {}, 7]", r"returned 7 \(value 0, answer\); expected a valid string"),
-    "a failure": ("[[1.0], {}, None, True]", "returned 3 values for 3 responses; expected one grade each"),
-    "a negative weight": (
-        "[[1.0], {}, None, False, -1.0]",
-        r"returned -1.0 \(value 0, loss_weight\); ",
-    ),
-    "a step behind the end": ("[[1.0], {}, None, False, None, [[[3, 1.0]]]]", "a step that ends at 3 .* at most 2"),
+FORGED = {
+    "text as scores": ("'1'", r"returned '1' \(value 0\): expected a finite number .* as score"),
+    "no scores": ("[]", r"returned \[\] \(value 0\): expected 1 to 64 scores, found 0"),
+    "NaN": ("float('nan')", "returned nan .*: expected a finite number"),
+    "NaN as a part": ("{'score': 1, 'acc': float('nan')}", "expected a finite number .* as acc, found nan"),
+    "a score beyond float32": ("1e39", "expected a finite number that fits into a float32 as score, found 1e.39"),
+    "too many scores": ("[1.0] * 65", "expected 1 to 64 scores, found 65"),
+    "too many parts": ("{'score': 1} | dict.fromkeys(map(str, range(33)), 1)", "at most 32 further numbers, found 33"),
+    "a long name": ("{'score': 1, 'x' * 65: 1.0}", "expected names of at most 64 printable characters"),
+    "a name that is no text": ("{'score': 1, '\\ud800': 1}", "expected names of at most 64 printable characters"),
+    "a negative weight": ("{'score': 1, 'loss_weight': -1.0}", "expected a loss_weight of 0 or more, found -1.0"),
+    "a step behind the end": ("{'score': 1, 'step_scores': [[3, 1.0]]}", r"ends from 1 to 2, .*, found \[3, 1.0\]"),
     "steps that do not ascend": (
-        "[[1.0], {}, None, False, None, [[[2, 1.0], [2, 1.0]]]]",
-        "a step that ends at 2 .*; expected an end above 2",
+        "{'score': 1, 'step_scores': [[2, 2.0], [2, 1.0]]}",
+        r"with ascending ends from 1 to 2, .*, found \[2, 1.0\]",
     ),
-    "steps of characters": ("[[1.0], {}, None, False, None, [['12']]]", r"returned '12' \(value 0, steps 0 0\)"),
-    "parts that are a list": ("[[1.0], [], None]", r"returned \[\] \(value 0, parts\); expected a valid dictionary"),
+    "steps of characters": ("{'score': 1, 'step_scores': ['12']}", "ascending ends from 1 to 2, .*, found '12'"),
+    "a failure": ("{'failed': True}", "expected a finite number .* as score, found None"),
 }
+DISTRUSTED = "sent something else than its results to the trainer: "
 SENDS = {
-    "garbage": (
-        write("b'garbage' * 20"),
-        r"sent something else than .* results .*: announced \d+ bytes, expected at most",
+    "garbage": (write(line("b'garbage' * 20")), DISTRUSTED + "b'garbagegarbage"),
+    "a line of many MB": (
+        write("b''", "os.set_blocking(sockets[0], True)\nos.write(sockets[0], b'x' * 2**28)\ntime.sleep(54321)"),
+        DISTRUSTED + ".* exceed the limit",
     ),
-    "a frame of many GB": (write("struct.pack('!Q', 2**40)"), "announced 1099511627776 bytes, expected at most"),
-    "no JSON": (write(frame("b'{no json'")), "b'{no json' is not JSON"),
-    "deep JSON": (write(frame("b'[' * 20000")), "is not JSON"),
-    "no object": (write(frame("b'[1.0]'")), r"b'\[1.0\]' is no JSON object"),
-    "an answer to no call": (write(frame("b'{}'")), "sent something else than .* results .*: {} answers no call"),
-    "an answer to any call": (write(frame("b'{\"call\": [1]}'")), r"{'call': \[1\]} answers no call"),
-    "numbers": (
-        write(frame('b\'{"call": 1, "result": [1.0, 1.0, 1.0]}\'')),
-        r"returned 1.0 \(value 0\); expected a tuple, list",
-    ),
-    "too few scores": (graded("[[1.0], {}, None]", 1), "returned 1 values for 3 responses"),
-    **{name: (graded(of_row), message) for name, (of_row, message) in GRADED.items()},
+    "no JSON": (write(line("b'{no json'")), DISTRUSTED + "b'{no json"),
+    "deep JSON": (write(line("b'[' * 20000")), DISTRUSTED + r"b'\[\[\["),
+    "no object": (write(line("b'[1.0]'")), DISTRUSTED + r"b'\[1.0\]"),
+    "a number": (write(line("b'7'")), DISTRUSTED + "b'7"),
+    "an answer to no call": (write(line("b'{}'")), DISTRUSTED + "b'{}"),
+    "an answer to any call": (write(line("b'{\"call\": [1]}'")), DISTRUSTED + r"b'{\"call\": \[1\]}"),
+    "no result": (write(line("b'{\"call\": 1}'")), "returned None; expected a list of 3 numbers"),
+    "a number as a result": (write(line('b\'{"call": 1, "result": 1.0}\'')), "returned 1.0; expected a list of 3"),
+    "too few scores": (reply("1.0", 1), "returned 1 values for 3 responses"),
+    **{name: (reply(value), message) for name, (value, message) in FORGED.items()},
     "closes everything": ("os.closerange(3, 64)\nreturn [0.0] * 3", "ended its process"),
     "closes everything and hangs": ("os.closerange(3, 64)\ntime.sleep(54321)", r"\(closed its connection\)"),
 }
@@ -126,17 +114,10 @@ def test_data_that_it_writes_to_the_trainers_socket_is_an_error_at_once(tmp_path
     assert time.monotonic() - start < 10
 
 
-PARTS = {
-    "a part of a length": ("b'\\0\\0\\0'", "3 of 8 bytes came"),
-    "a part of an answer": ("struct.pack('!Q', 100) + b'{'", "1 of 100 bytes came"),
-}
-
-
-@pytest.mark.parametrize(("data", "message"), PARTS.values(), ids=PARTS)
-def test_a_partial_answer_ends_with_the_timeout(tmp_path: Path, data: str, message: str):
-    pool = load(tmp_path, function(write(data)), num_workers=2, timeout_seconds=1)
+def test_a_partial_answer_ends_with_the_timeout(tmp_path: Path):
+    pool = load(tmp_path, function(write("b'{'")), num_workers=2, timeout_seconds=1)
     start = time.monotonic()
-    with pytest.raises(RewardError, match=rf"took longer than 1 seconds and was stopped .*\({message}\)"):
+    with pytest.raises(RewardError, match="took longer than 1 seconds and was stopped"):
         score(pool)
     assert time.monotonic() - start < 6
 
@@ -156,17 +137,17 @@ def test_a_worker_that_does_not_read_ends_with_the_timeout(tmp_path: Path):
     score(pool)
     time.sleep(0.8)
     start = time.monotonic()
-    with pytest.raises(RewardError, match=r"took longer than 1 seconds .*\(it did not read its input\)"):
-        pool.score(["p" * 10_000_000], ["r"], [0])
+    with pytest.raises(RewardError, match="took longer than 1 seconds and was stopped"):
+        pool.score(rows_of(["p" * 10_000_000], ["r"], [0]))
     assert time.monotonic() - start < 6
 
 
 def test_an_answer_too_many_is_not_taken_for_the_next_one(tmp_path: Path):
-    lines = graded("[[9.0], {}, None]", then="return [0.0] * 3")
+    lines = reply("9.0", then="return [0.0] * 3")
     pool = load(tmp_path, function(lines))
     assert score(pool) == [9.0] * 3
     time.sleep(0.3)
-    with pytest.raises(RewardError, match="sent something else than .* results .*'call': 1.* answers no call"):
+    with pytest.raises(RewardError, match=DISTRUSTED + 'b\'{"call": 1'):
         score(pool)
 
 
@@ -210,7 +191,7 @@ TAKES = {
 def test_memory_beyond_the_limit_is_refused_with_the_remedy(tmp_path: Path, lines: str, message: str):
     with pytest.raises(RewardError, match=message) as caught:
         score(load(tmp_path, function(lines), memory_limit_gib=1.0))
-    assert "raise reward.memory_limit_gib (1)" in str(caught.value).splitlines()[-1]
+    assert "reward.memory_limit_gib=1.0" in str(caught.value).splitlines()[-1]
 
 
 def test_memory_within_the_limit_is_fine(tmp_path: Path):
@@ -269,7 +250,7 @@ def test_labels_and_texts_arrive_as_they_are(tmp_path: Path):
     texts = ["", "\0", "\u2028\r\n", "\U0001f600", "\ud800"]  # a lone half of a character may be sampled
     lines = f"assert (prompts, responses, labels) == ({texts!a}, {texts!a}, {labels!a})\nreturn [1.0] * 5"
     with load(tmp_path, function(lines)) as pool:
-        assert scores_of(pool.score(texts, texts, labels)) == [[1.0]] * 5
+        assert scores_of(pool.score(rows_of(texts, texts, labels))) == [[1.0]] * 5
 
 
 DETACH = """
@@ -329,8 +310,9 @@ def test_detached_processes_end_with_their_worker(tmp_path: Path, ending: str):
 PARENT = """
 import sys
 from megappo.userland.rewards import load_reward
+from megappo.userland.signatures import Row
 pool = load_reward(sys.argv[1], num_workers=2, timeout_seconds=1000)
-pool.score([""] * 2, [""] * 2, [0, 0])
+pool.score([Row("", "", 0, {})] * 2)
 print("ready", flush=True)
 sys.stdin.read()
 """
@@ -352,7 +334,7 @@ def test_detached_processes_end_with_a_killed_owner(tmp_path: Path, ending: sign
 
 
 def test_garbage_while_the_file_is_imported_is_reported(tmp_path: Path):
-    (tmp_path / "reward.py").write_text("import os, stat, struct\n" + write("b'garbage' * 9", "") + "\ndef f(): ...\n")
+    (tmp_path / "reward.py").write_text("import os, stat\n" + write(line("b'garbage'"), "") + "\ndef f(): ...\n")
     with pytest.raises(RewardError, match="sent something else than its results"):
         load_reward(f"{tmp_path}/reward.py:f", num_workers=1, timeout_seconds=20)
 
@@ -369,8 +351,8 @@ DESCRIPTIONS = (
 
 @pytest.mark.parametrize("answer", DESCRIPTIONS)
 def test_a_forged_signature_is_not_believed(tmp_path: Path, answer: str):
-    reply = f'{{"call": 0, "result": {answer}}}'.encode()
-    body = "import os, stat, struct, time\n" + write(frame(f"{reply!r}")) + "\ndef f(): ...\n"
+    forged = f'{{"call": 0, "result": {answer}}}'.encode()
+    body = "import os, stat, time\n" + write(line(f"{forged!r}")) + "\ndef f(): ...\n"
     with pytest.raises(RewardError, match="answered with something else than its signature"):
         load(tmp_path, body)
 
@@ -393,5 +375,5 @@ def test_columns_arrive_as_they_are_and_stay_the_trainers(tmp_path: Path):
     """
     with load(tmp_path, body) as pool:
         for _ in range(2):
-            assert scores_of(pool.score(["p"] * 2, ["r"] * 2, [0, 0], columns)) == [[1.0], [2.0]]
+            assert scores_of(pool.score(rows_of(["p"] * 2, ["r"] * 2, [0, 0], columns))) == [[1.0], [2.0]]
     assert columns[0]["a"] == [1, {"b": "\u00e9"}]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megappo.userland.graders import formats, gsm8k, mathematics, remote, texts
+from megappo.userland.graders import answers, formats, remote
 from megappo.userland.graders.code import program_in
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,14 +55,13 @@ def shipped() -> Callable[[list[str], list[str], list[str]], list[float]]:
 LAST_NUMBER = shipped()
 READERS = {
     "code": program_in,
-    "multiple_choice": texts.multiple_choice_answer,
-    "exact_match": texts.exact_match_answer,
-    "math": mathematics.math_answer,
-    "what is unfinished": mathematics.UNFINISHED.search,
-    "gsm8k": gsm8k.gsm8k_answer,
-    "numbers": gsm8k.the_number,
-    "think_answer": lambda text: formats.think_answer([text]),
-    "repetition": lambda text: formats.repetition([text]),
+    "multiple_choice": answers.letter_in,
+    "math": lambda text: answers.plain_answer(answers.last_boxed(text) or ""),
+    "what is unfinished": answers.UNFINISHED.search,
+    "gsm8k": answers.number_behind_mark,
+    "numbers": answers.the_number,
+    "think_answer": formats.think_answer,
+    "repetition": formats.repetition,
     "judge": lambda text: re.findall(remote.SCORE, text),
     "configs": lambda text: LAST_NUMBER([text], [text], ["#### 1"]),
 }

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from planning import errors_of, plan_here, write_run
+from reward_pools import rows_of
 
 from megappo.config.config_error import ConfigError
 from megappo.config.loading import load_config
@@ -53,7 +54,7 @@ def file(tmp_path: Path) -> str:
 
 def scores_of(specs: dict[str, float], num_workers: int = 2) -> list[list[float]]:
     with load_reward(specs, num_workers=num_workers, timeout_seconds=20) as pool:
-        return [one.scores for one in pool.score(["x"] * 3, ["7", "78", ""], ["7", "7", "7"], COLUMNS)]
+        return [one.scores for one in pool.score(rows_of(["x"] * 3, ["7", "78", ""], ["7", "7", "7"], COLUMNS))]
 
 
 def test_scores_stand_side_by_side_each_with_its_weight(file):
@@ -65,7 +66,10 @@ def test_scores_stand_side_by_side_each_with_its_weight(file):
 
 
 def test_a_weight_may_not_make_a_score_too_large(file):
-    with pytest.raises(RewardError, match=r"\(large\) returned 1e\+40 .*; 1e\+40 is too large for a float32"):
+    with pytest.raises(
+        RewardError,
+        match=r"mine.py:large returned 1e\+30 .*: expected a finite number .* as score, found 1e\+40",
+    ):
         scores_of({f"{file}:large": 1e10, f"{file}:short": 1})
 
 
@@ -87,7 +91,7 @@ def test_what_they_take_is_what_any_takes(file):
 def test_other_numbers_of_a_dictionary_are_metrics_and_count_nothing(file):
     specs = {f"{file}:{name}": 2.0 for name in ("with_parts", "parts_of_some", "compute_score")}
     with load_reward(specs, num_workers=2, timeout_seconds=20) as pool:
-        graded = pool.score(["x"] * 3, ["7", "78", ""], ["7"] * 3, COLUMNS)
+        graded = pool.score(rows_of(["x"] * 3, ["7", "78", ""], ["7"] * 3, COLUMNS))
     assert [one.scores for one in graded] == [[2.0, 0.0, 2.0], [2.0, 0.0, 0.0], [2.0, 0.0, 0.0]]
     assert [one.parts for one in graded] == [
         {"long": 0.0, "first": 7.0, "acc": 1.0},
@@ -103,7 +107,7 @@ def test_numbers_of_one_name_get_their_functions_names(tmp_path):
     )
     specs = {f"{tmp_path}/mine.py:{name}": 1.0 for name in ("first", "second")}
     with load_reward(specs, num_workers=1, timeout_seconds=20) as pool:
-        graded = pool.score(["x"] * 2, ["7", ""], ["7"] * 2)
+        graded = pool.score(rows_of(["x"] * 2, ["7", ""], ["7"] * 2))
     assert [one.parts for one in graded] == [
         {"first/acc": 1.0, "own": 5.0, "second/acc": 0.5},
         {"first/acc": 1.0, "own": 5.0},
@@ -122,7 +126,7 @@ def test_weights_of_losses_multiply_and_scores_of_steps_have_the_weight_of_their
     )
     specs = {f"{tmp_path}/mine.py:{name}": weight for name, weight in (("first", 2.0), ("third", 1), ("second", 0.5))}
     with load_reward(specs, num_workers=1, timeout_seconds=20) as pool:
-        graded = pool.score(["x"] * 2, ["yes", ""], ["7"] * 2)
+        graded = pool.score(rows_of(["x"] * 2, ["yes", ""], ["7"] * 2))
     assert [one.scores for one in graded] == [[2.0, 5.0, 6.0, 1.0]] * 2
     assert [one.totals for one in graded] == [[0.5, 5.0, 6.0, 1.5], [2.0, 5.0, 6.0, 1.0]]
     assert [one.loss_weight for one in graded] == [1.5, 3.0] and [one.parts for one in graded] == [{"acc": 1.0}, {}]
@@ -135,62 +139,25 @@ def test_weights_of_losses_multiply_and_scores_of_steps_have_the_weight_of_their
 @pytest.mark.parametrize(
     ("result", "message"),
     [
-        ("{'score': 1.0, 'acc': float('nan')}", "returned nan \\(value 0, parts acc\\); expected a finite number"),
-        ("{'acc': 1.0}", "returned a dictionary without 'score': {'acc': 1.0}"),
         (
-            "{'score': 1.0, 5: 1.0}",
-            r"returned a number beside 'score' whose name is no text .value 0.: \[5\]",
+            "{'score': 1.0, 'acc': float('nan')}",
+            r"'acc': nan} \(value 0\): expected a finite number .* as acc, found nan",
         ),
-        ("{'score': 1.0, 'half \\ud800': 1.0}", "expected a name of at most 64 printable characters"),
-        (
-            "dict.fromkeys(map(str, range(33)), 1) | {'score': 1.0}",
-            r"\(value 0, parts\); Dictionary should have at most 32",
-        ),
-        ("{'score': {'score': 1.0}}", "returned {'score': 1.0} .value 0., a dict; expected a number"),
-        (
-            "{'score': 1, 'loss_weight': -0.5}",
-            r"returned -0.5 \(value 0, loss_weight\); expected greater than",
-        ),
-        (
-            "{'score': 1, 'loss_weight': float('nan')}",
-            r"returned nan \(value 0, loss_weight\); expected a finite number",
-        ),
-        (
-            "{'score': 1, 'loss_weight': None}",
-            r"returned None \(value 0, 'loss_weight'\), a NoneType; expected a number",
-        ),
-        (
-            "{'score': 1, 'step_scores': 0.5}",
-            r"returned 0.5 \(value 0, 'step_scores'\); expected a list of \[end, score\]",
-        ),
-        (
-            "{'score': 1, 'step_scores': [[1.0, 2]]}",
-            r"returned \[1.0, 2\] .*, step 0\); .*, with a whole number as end",
-        ),
-        (
-            "{'score': 1, 'step_scores': [[0, 1]]}",
-            r"a step that ends at 0 .*step 0\); expected an end above 0, .* most 3, ",
-        ),
-        (
-            "{'score': 1, 'step_scores': [[2, 1], [4, 1]]}",
-            r"a step that ends at 4 .*step 1\); .* above 2, .* at most 3, ",
-        ),
-        (
-            "{'score': 1, 'step_scores': [[2, 1], [2, 1]]}",
-            r"a step that ends at 2 .*step 1\); expected an end above 2, ",
-        ),
-        (
-            "{'score': 1, 'step_scores': [[1, float('inf')]]}",
-            r"returned inf \(value 0, steps 0 0 1\); expected a finite",
-        ),
-        (
-            "{'score': 3e38, 'step_scores': [[1, 3e38]]}",
-            r"returned 6e\+38 .*the sum of its scores\), which is too large",
-        ),
-        (
-            "{'score': [1, 2], 'step_scores': []}",
-            r"a list of 2 scores beside 'step_scores' \(value 0\); expected one",
-        ),
+        ("{'acc': 1.0}", r"returned {'acc': 1.0} \(value 0\): expected a finite number .* as score, found None"),
+        ("{'score': 1.0, 'half \\ud800': 1.0}", "expected names of at most 64 printable characters"),
+        ("dict.fromkeys(map(str, range(33)), 1) | {'score': 1.0}", "expected at most 32 further numbers, found 33"),
+        ("{'score': {'score': 1.0}}", "expected a finite number .* as score, found {'score': 1.0}"),
+        ("{'score': 1, 'loss_weight': -0.5}", r"\(value 0\): expected a loss_weight of 0 or more, found -0.5"),
+        ("{'score': 1, 'loss_weight': float('nan')}", "expected a finite number .* as loss_weight, found nan"),
+        ("{'score': 1, 'loss_weight': None}", "expected a finite number .* as loss_weight, found None"),
+        ("{'score': 1, 'step_scores': 0.5}", r"expected a list of \[end, score\] as step_scores, .*, found 0.5"),
+        ("{'score': 1, 'step_scores': [[1.0, 2]]}", r"with ascending ends from 1 to 3, .*, found \[1.0, 2\]"),
+        ("{'score': 1, 'step_scores': [[0, 1]]}", r"with ascending ends from 1 to 3, .*, found \[0, 1\]"),
+        ("{'score': 1, 'step_scores': [[2, 1], [4, 1]]}", r"with ascending ends from 1 to 3, .*, found \[4, 1\]"),
+        ("{'score': 1, 'step_scores': [[2, 3], [2, 1]]}", r"with ascending ends from 1 to 3, .*, found \[2, 1\]"),
+        ("{'score': 1, 'step_scores': [[1, float('inf')]]}", "expected a finite number .* as step_scores, found inf"),
+        ("{'score': 3e38, 'step_scores': [[1, 3e38]]}", r"as the sum of its scores, found 6e\+38"),
+        ("{'score': [1, 2], 'step_scores': []}", "expected one score beside step_scores, found 2"),
     ],
 )
 def test_dictionaries_with_nonsense_are_errors(tmp_path, result, message):
@@ -199,14 +166,14 @@ def test_dictionaries_with_nonsense_are_errors(tmp_path, result, message):
         load_reward(f"{tmp_path}/mine.py:f", num_workers=1, timeout_seconds=20) as pool,
         pytest.raises(RewardError, match=message) as raised,
     ):
-        pool.score(["x"], ["yes"], [1])
+        pool.score(rows_of(["x"], ["yes"], [1]))
     assert "it was scoring response 'yes' to prompt 'x'" in str(raised.value)
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("wrong", r"mine.py:wrong \(wrong\) returned float; expected a list of"),
+        ("wrong", r"function [^ ]*mine.py:wrong returned 1.0; expected a list of"),
         ("fails", "mine.py:fails raised ValueError: no"),
         ("absent", r"mine.py:absent \(absent\) does not exist"),
     ],
@@ -234,10 +201,10 @@ def test_plan_tries_them_together(tmp_path, file):
     done = plan_here(tmp_path, "run.yaml", both)
     assert errors_of(done) == []
     assert f"  exact_match + {file}:short: scored '2' for the first prompt, 1 + -0.1\n" in done.stdout
-    errors = errors_of(plan_here(tmp_path, "run.yaml", f"reward.function={{absent: 1, {file}:absent: 0.1}}"))
-    assert [error.partition(": ")[2][:30] for error in errors] == [
-        "reward.function 'absent': expe",
-        "reward.function '" + file[:13],
+    errors = errors_of(plan_here(tmp_path, "run.yaml", "reward.function={absent: 1, nowhere.py:f: 0.1}"))
+    assert [error.partition(": ")[2][:37] for error in errors] == [
+        "reward.function 'absent': expected ex",
+        "reward.function 'nowhere.py:f': no fi",
     ]
     for none, shown in (("{exact_match: 0}", "{'exact_match': 0.0}"), ("{}", "{}")):
         [error] = errors_of(plan_here(tmp_path, "run.yaml", f"reward.function={none}"))
@@ -271,5 +238,5 @@ def test_the_answer_is_of_the_first_function_that_finds_one(tmp_path, specs, res
     weights = {name if name in own else f"{tmp_path}/mine.py:{name}": 1.0 for name in specs}
     label = "B" if "multiple_choice" in specs else "7"
     with load_reward(weights, num_workers=1, timeout_seconds=20) as pool:
-        graded = pool.score([""] * len(responses), responses, [label] * len(responses))
+        graded = pool.score(rows_of([""] * len(responses), responses, [label] * len(responses)))
     assert [one.answer for one in graded] == answers

@@ -7,6 +7,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from reward_pools import rows_of
 from reward_pools import scores_of as firsts
 from slow import slow_ones
 
@@ -23,8 +24,8 @@ def write(folder: Path, **files: str) -> Path:
 def score(*specs: str, count: int = 2) -> list[list[float]]:
     with load_reward(dict.fromkeys(specs, 1), num_workers=1, timeout_seconds=60) as pool:
         rows = ["p"] * count, ["r"] * count, ["1"] * count
-        pool.score(*rows)  # functions take turns: what one has left must not reach another
-        return firsts(pool.score(*rows))
+        pool.score(rows_of(*rows))  # functions take turns: what one has left must not reach another
+        return firsts(pool.score(rows_of(*rows)))
 
 
 EAGER = "from helper import weight\ndef f(responses):\n    return [weight] * len(responses)\n"
@@ -85,7 +86,7 @@ def test_a_file_of_any_name_may_use_processes_that_do_not_fork(tmp_path: Path, c
     folder = write(tmp_path, helper=helper)
     (folder / f"{name}.py").write_text(textwrap.dedent(text))
     with load_reward(f"{folder}/{name}.py:f", num_workers=1, timeout_seconds=60) as pool:
-        assert firsts(pool.score(["p"], ["r"], ["1"])) == [[2.0]]
+        assert firsts(pool.score(rows_of(["p"], ["r"], ["1"]))) == [[2.0]]
 
 
 def test_modules_have_their_own_names(tmp_path: Path):

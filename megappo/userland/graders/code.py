@@ -7,7 +7,7 @@ import os
 import subprocess
 import tempfile
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megappo.runtime.variables import PACKAGE_ROOT, PYTHON
@@ -49,6 +49,7 @@ def code(
         RuntimeError: programs cannot be confined here.
     """
     tests, expected = trials_of(ground_truth)
+    folder = tempfile.mkdtemp(prefix="megappo_trial_")
     job = {
         "code": program_in(solution_str),
         "tests": tests,
@@ -56,8 +57,13 @@ def code(
         "total_seconds": total_seconds,
         "memory_bytes": memory_mib * 2**20,
         "is_protected": not unprotected,
+        "folder": folder,
     }
-    passed = [_passes(outcome, one) for outcome, one in zip(_tried(job, total_seconds), expected, strict=True)]
+    try:
+        outcomes = _tried(job)
+    finally:
+        subprocess.run(["rm", "-rf", folder])  # shutil cannot remove a thousand folders within each other
+    passed = [_passes(*one) for one in zip(outcomes, tests, expected, strict=True)]
     share = sum(passed) / len(passed)
     return {"score": share if partial_credit else float(all(passed)), "passed_frac": share}
 
@@ -89,7 +95,7 @@ def _opened(line: str) -> str | None:
 
 
 def trials_of(label: Any) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Return the tests of `trial.Job`, and what each expects: an output, a list of results that count as right, or None
+    """Return the tests for `trial`, and what each expects: an output, a list of results that count as right, or None
     if the test decides itself.
 
     Raises:
@@ -129,41 +135,37 @@ def code_label(label: Any) -> None:
             raise ValueError(f"code needs tests as label, {LABELS}; {text!r:.80} asserts nothing")
 
 
-def _tried(job: Mapping[str, Any], seconds: float) -> list[dict[str, Any]]:
+def _tried(job: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the outcome of each test, as `trial` writes them."""
     environment = {"PATH": os.defpath, "PYTHONPATH": str(PACKAGE_ROOT), "OMP_NUM_THREADS": "1", "LANG": "C.UTF-8"}
-    folder = tempfile.mkdtemp(prefix="megappo_trial_")
+    command = [*PYTHON, "-s", "-m", "megappo.userland.graders.trial"]
+    text, seconds = json.dumps(job).encode(), job["total_seconds"] + ENDING_SECONDS
     try:
-        done = subprocess.run(
-            [*PYTHON, "-s", "-m", "megappo.userland.graders.trial"],
-            input=json.dumps({**job, "folder": folder}).encode(),
-            env=environment,
-            capture_output=True,
-            timeout=seconds + ENDING_SECONDS,
-        )
-        written, ending = done.stdout, f"ended with {done.returncode}: {done.stderr[-1000:].decode(errors='replace')}"
+        done = subprocess.run(command, input=text, env=environment, capture_output=True, timeout=seconds)
+        written, errors = done.stdout, done.stderr
     except subprocess.TimeoutExpired as error:
-        written, ending = error.stdout or b"", f"took longer than {error.timeout:g} seconds"
-    finally:
-        subprocess.run(["rm", "-rf", folder])  # shutil cannot remove a thousand folders within each other
+        written, errors = error.stdout or b"", b"it took too long"
     begun, *outcomes = [json.loads(line) for line in written.split(b"\n")[:-1]] or [None]
     if begun is None:
-        raise RuntimeError(f"the trial of a program {ending}")
+        raise RuntimeError(f"programs cannot be tried: {errors[-1000:].decode(errors='replace')}")
     if "unprotected" in begun:
         remedy = "run elsewhere, or without protection by reward.options={code: {unprotected: true}}"
         raise RuntimeError(f"programs cannot be confined here: {begun['unprotected']}; {remedy}")
-    return outcomes + [{"failed": f"its trial {ending}"}] * (len(job["tests"]) - len(outcomes))  # by what it did
+    return outcomes + [{"status": None}] * (len(job["tests"]) - len(outcomes))  # without time, or ended by a program
 
 
-def _passes(outcome: Mapping[str, Any], expected: Any) -> bool:
-    if "output" in outcome:
+def _passes(outcome: Mapping[str, Any], test: Mapping[str, Any], expected: Any) -> bool:
+    if outcome["status"] != 0:
+        return False
+    if "stdin" in test:
         return _same_text(outcome["output"], expected)
-    if "result" in outcome:
+    if "function" in test:
         try:
-            found = json.loads(outcome["result"])
+            found = json.loads(outcome["output"])
         except (ValueError, RecursionError):
             return False
         return any(found in (one, [one]) or [found] == one for one in expected)
-    return "passed" in outcome
+    return True
 
 
 def _same_text(found: str, expected: str) -> bool:
@@ -185,10 +187,16 @@ def _same_word(found: str, expected: str) -> bool:
 
 def _arguments(inputs: Sequence[Any]) -> list[list[Any]]:
     """Return the arguments of each call: a list, or a text with one on each line; the lines are JSON if all are."""
-    lines = [line for one in inputs if isinstance(one, str) for line in one.splitlines()]
-    read = _parsed if all(map(_is_json, lines)) else str
-    found = [list(map(read, one.splitlines())) if isinstance(one, str) else one for one in inputs]
-    return [one if isinstance(one, list) else [one] for one in found]
+    try:
+        return [_lines(one, json.loads) for one in inputs]
+    except (ValueError, RecursionError):
+        return [_lines(one, str) for one in inputs]
+
+
+def _lines(given: Any, read: Callable[[str], Any]) -> list[Any]:
+    if isinstance(given, str):
+        return list(map(read, given.splitlines()))
+    return given if isinstance(given, list) else [given]
 
 
 def _text(given: Any) -> str:
@@ -202,11 +210,3 @@ def _parsed(text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError):
         return text
-
-
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return True

@@ -14,7 +14,6 @@ from megappo.runtime.variables import proxy_for
 
 FIRST_PAUSE_SECONDS = 0.5
 """Before the second try; each further pause is twice as long."""
-TOO_MANY_REQUESTS, FIRST_SERVER_ERROR = 429, 500
 MAX_SHOWN = 300
 TEMPLATE = """Judge the response to a task. Here is the task:
 
@@ -60,14 +59,14 @@ async def http(
         RuntimeError: there is no answer, or it has no scores.
     """
     body = {"prompts": prompts, "responses": responses, "labels": labels}
-    body |= {name: given for name, given in (("data_source", data_source), ("extra_info", extra_info)) if given}
+    body |= {"data_source": data_source} if data_source else {}
+    body |= {"extra_info": extra_info} if extra_info else {}
     answer = await _posted(url, body, api_key_env, seconds, retries)
     match answer:
         case {"scores": list(scores)} if len(scores) == len(responses):
             return scores
-    raise RuntimeError(
-        f"{url} answered with {_cut(answer)}; expected {{'scores': [...]}} with {len(responses)} of them"
-    )
+    expected = f"{{'scores': [...]}} with {len(responses)} of them"
+    raise RuntimeError(f"{url} answered with {_cut(answer)}; expected {expected}")
 
 
 async def judge(
@@ -104,8 +103,12 @@ async def judge(
     for _ in range(1 + retries):
         async with _free(concurrency):
             answer = await _posted(f"{url.rstrip('/')}/chat/completions", body, api_key_env, seconds, retries)
-        text = _written(answer, url)
-        if found := re.findall(score_pattern, text):
+        match answer:
+            case {"choices": [{"message": {"content": str(text)}}, *_]}:
+                found = re.findall(score_pattern, text)
+            case _:
+                raise RuntimeError(f"{url} answered with something else than a chat completion: {_cut(answer)}")
+        if found:
             return float(found[-1] if isinstance(found[-1], str) else found[-1][0])
     raise RuntimeError(f"the judge {model} at {url} gave no score ({score_pattern}): {_cut(text)}")
 
@@ -118,12 +121,12 @@ async def _posted(url: str, body: Mapping[str, Any], api_key_env: str, seconds: 
     """
     headers = {"Authorization": f"Bearer {_key(api_key_env)}"} if api_key_env else {}
     proxy = proxy_for(url)
-    client, found = _client(proxy), ""
+    found = ""
     for i in range(1 + retries):
         await asyncio.sleep(FIRST_PAUSE_SECONDS * 2 ** (i - 1) if i else 0)
         try:
             async with asyncio.timeout(seconds):
-                answer = await client.post(url, json=body, headers=headers, timeout=None)
+                answer = await _client(proxy).post(url, json=body, headers=headers, timeout=None)
         except TimeoutError:
             found = f"gave no answer in {seconds:g} seconds"
             continue
@@ -133,7 +136,10 @@ async def _posted(url: str, body: Mapping[str, Any], api_key_env: str, seconds: 
         if answer.status_code == httpx.codes.OK:
             return _parsed(answer, url)
         found = f"refused (HTTP {answer.status_code}): {_cut(answer.text)}"
-        if answer.status_code != TOO_MANY_REQUESTS and answer.status_code < FIRST_SERVER_ERROR:
+        if (
+            answer.status_code < httpx.codes.INTERNAL_SERVER_ERROR
+            and answer.status_code != httpx.codes.TOO_MANY_REQUESTS
+        ):
             break
     raise RuntimeError(f"{url} {found}{_through(proxy)}")
 
@@ -146,21 +152,13 @@ def _key(variable: str) -> str:
 
 @cache
 def _client(proxy: str | None) -> httpx.AsyncClient:
-    """Return a client that sends requests through this proxy, or directly, whatever the environment variables are.
-
-    Raises:
-        RuntimeError: httpx does not support the proxy's scheme.
-    """
-    try:
-        transport = httpx.AsyncHTTPTransport(limits=httpx.Limits(max_connections=None), proxy=proxy)
-    except (ImportError, ValueError) as error:
-        remedy = "for socks5:// run pip install socksio, or name a proxy of http://"
-        raise RuntimeError(f"cannot be reached ({error}){_through(proxy)}; {remedy}") from error
-    return httpx.AsyncClient(transport=transport)
+    """Return a client that sends requests through this proxy, or directly, whatever the environment variables are."""
+    limits = httpx.Limits(max_connections=None)
+    return httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(limits=limits, proxy=proxy))
 
 
 def _through(proxy: str | None) -> str:
-    """The proxy, without its password, as the end of an error."""
+    """Return the proxy, without its password, as the end of an error."""
     if proxy is None:
         return ""
     shown = re.sub("//[^/]*@", "//", proxy)
@@ -177,13 +175,6 @@ def _parsed(answer: httpx.Response, url: str) -> Any:
         return answer.json()
     except ValueError as error:
         raise RuntimeError(f"{url} answered with no JSON: {_cut(answer.text)}") from error
-
-
-def _written(answer: Any, url: str) -> str:
-    match answer:
-        case {"choices": [{"message": {"content": str(text)}}, *_]}:
-            return text
-    raise RuntimeError(f"{url} answered with something else than a chat completion: {_cut(answer)}")
 
 
 def _cut(found: Any) -> str:

@@ -8,6 +8,7 @@ never compares a value of the test's own. The standard library alone.
 import ast
 import builtins
 import io
+import json
 import operator
 import socket
 import sys
@@ -21,10 +22,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from megappo.userland.channel import receive, send
-
 MAX_BYTES = 2**30
-"""Largest message."""
+"""Longest message."""
 COLLECTIONS = {kind.__name__: kind for kind in (list, tuple, set, frozenset, dict, bytes, bytearray, deque)}
 NUMBERS = {kind.__name__: kind for kind in (complex, Fraction, Decimal)}
 """Types whose values are made from the text that `str` makes of them."""
@@ -66,7 +65,7 @@ class Peer:
     """
 
     def __init__(self, connection: socket.socket, do: Callable[..., Any]):
-        self._connection, self._do = connection, do
+        self._file, self._do = connection.makefile("rwb"), do
         sys.set_int_max_str_digits(0)  # JSON has numbers as digits
         self._shared: dict[int, Any] = {}  # objects of this process that the other has a Remote of
         self._remotes: dict[int, Remote] = {}
@@ -88,10 +87,9 @@ class Peer:
         kind, result, after, written = message
         sys.stdout.write(written)
         if kind == "raised":
-            ends_loop = (
-                result is StopIteration and name != "next"
-            )  # Python's map would end, and the test's loop with it
-            raise RuntimeError("StopIteration") if ends_loop else result(*after)
+            if result is StopIteration and name != "next":  # Python's map would end, and the test's loop with it
+                raise RuntimeError("StopIteration")
+            raise result(*after)
         for given, changed in zip(arguments, after, strict=True):
             if isinstance(given, list):
                 given[:] = changed
@@ -115,10 +113,14 @@ class Peer:
         self._send(*reply, written.getvalue())
 
     def _send(self, *message: Any) -> None:
-        send(self._connection, self._encoded(message))
+        self._file.write(json.dumps(self._encoded(message)).encode() + b"\n")
+        self._file.flush()
 
     def _next(self) -> Any:
-        return self._decoded(receive(self._connection, MAX_BYTES))
+        line = self._file.readline(MAX_BYTES)
+        if not line:
+            raise EOFError
+        return self._decoded(json.loads(line))
 
     def _encoded(self, value: Any) -> Any:
         """A value as JSON; what JSON does not have, as a list of its kind and its content."""
