@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -39,7 +40,7 @@ from megappo.estimate.tables import switch_table
 from megappo.observe.console import escape_unprintable
 from megappo.placement.run_plan import RunPlan
 from megappo.preflight import lock
-from megappo.preflight.resuming import already_finished
+from megappo.preflight.resuming import already_finished, evaluation_of
 from megappo.preflight.run_checks import check_run
 from megappo.runtime import megatron_setup, platform
 from megappo.runtime.cores import bind
@@ -64,7 +65,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_intermixed_args(arguments)
     escape_unprintable()
     if missing := [name for name in SET_BY_TORCHRUN if name not in os.environ]:
-        print(f"error: {_not_launched(missing)}", file=sys.stderr)
+        print(
+            f"error: megappo.train runs under torchrun, which sets {', '.join(missing)}: start it with launch/local.sh "
+            "CONFIG, or under SLURM with launch/slurm.sbatch",
+            file=sys.stderr,
+        )
         return EXIT_CONFIG
     if unseen := platform.unseen_gpus():
         if os.environ["LOCAL_RANK"] == "0":
@@ -95,12 +100,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def _not_launched(missing: Sequence[str]) -> str:
-    remedy = "launch/slurm.sbatch" if "SLURM_PROCID" in os.environ else "launch/local.sh CONFIG"
-    found = "" if "WORLD_SIZE" in missing else f" (WORLD_SIZE is another's: {', '.join(missing)} are not set)"
-    return f"megappo.train runs under torchrun: start it with {remedy}{found}"
 
 
 def _set_up_process(rank: int) -> None:
@@ -151,11 +150,13 @@ def _train(plan: RunPlan, store: dist.Store, rank: int, cleanup: ExitStack) -> N
         store.set("finished", finished)
     if store.get("finished"):  # waits for rank 0: other nodes may see another content of the folder
         return
+    if config.trainer.eval_only:
+        plan = replace(plan, requested=evaluation_of(plan.requested), config=evaluation_of(config))
     plan = resolve_offload(plan, Cluster(gpu_bytes) if gpu_bytes else None)
     for name, value in shared_nccl_variables(plan).items():
         os.environ.setdefault(name, value)  # the engine inherits the environment
     own = EngineHandle()
-    if config.trainer.replay_rollouts is None and not config.trainer.eval_only:  # an evaluation starts its own
+    if not config.replays:
         own = start_engine(plan, rank, store, cleanup)
     with platform.gc_disabled():
         execute = resolved(EXECUTE)

@@ -189,20 +189,17 @@ class Exchange:
         input_ids = arrived[is_within(moved.lengths, longest)].long()
         return Batch(_with_fields(replace(moved, input_ids=input_ids), names, fields), table, destinations)
 
-    def move_fields(self, found: Sequence[tuple[Batch, Sequence[str]]], into: Batch) -> Rows:
-        """Return the rows of `into` with fields of other ranks' rows added.
+    def move_fields(self, batch: Batch, names: Sequence[str], into: Batch) -> Batch:
+        """Return `into` with fields of other ranks' rows added.
 
         Args:
-            found: (rows of the same step, each on one rank; names of the fields to move), each as in `move`.
+            batch, names: rows of the same step, each on one rank, and fields to move, as in `move`.
 
         Raises:
             ValueError: as in `move`.
         """
-        moved = into.rows
-        for batch, names in found:
-            parts = [_field_part(batch.rows, name, batch.table) for name in names]
-            moved = _with_fields(moved, names, self._all_to_all(batch, into.owners, parts))
-        return moved
+        parts = [_field_part(batch.rows, name, batch.table) for name in names]
+        return replace(into, rows=_with_fields(into.rows, names, self._all_to_all(batch, into.owners, parts)))
 
     def _all_to_all(self, batch: Batch, destinations: RankRows, parts: Sequence[Part]) -> Sequence[Tensor]:
         """Send the parts of the rows here in one collective; return those of the rows `destinations[rank]`.

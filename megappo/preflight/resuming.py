@@ -74,10 +74,18 @@ def with_own_folder(config: Config, weights: Path) -> Config:
     return config.changed("trainer.output_dir", str(folder / own))
 
 
+def evaluation_of(config: Config) -> Config:
+    """Return the config of an evaluation with the checkpoint that it evaluates, if any, and a folder of its own."""
+    checkpoint = config.trainer.eval_checkpoint or _choice(config)[0]
+    chosen = config.changed("trainer.eval_checkpoint", checkpoint and str(checkpoint))
+    return with_own_folder(chosen, Path(checkpoint or config.model.path))
+
+
 def _other_evaluation(config: Config) -> Iterator[str]:
     """Yield an error if the evaluation's folder holds the evaluation of other weights with the same name."""
-    weights = Path(config.trainer.eval_checkpoint or _choice(config)[0] or config.model.path)
-    file = Path(with_own_folder(config, weights).trainer.output_dir, EVALUATION_FILE)
+    own = evaluation_of(config)
+    weights = Path(own.trainer.eval_checkpoint or own.model.path)
+    file = Path(own.trainer.output_dir, EVALUATION_FILE)
     found = Path(json.loads(file.read_text())["weights"]) if file.exists() else weights
     if found.exists() and found.resolve() != weights.resolve():  # a run's folder may have been moved since
         yield (

@@ -1,9 +1,7 @@
 """A step's scored rows from the engines; `rollouts.record.Replay` reads them from a file."""
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -12,7 +10,6 @@ import torch
 from megappo.batch.exchange import Batch
 from megappo.batch.rows import Rows
 from megappo.data.prompts import Prompt
-from megappo.observe.timers import Timers
 from megappo.ppo.reward_shaping import RunningMoments, shape_scores
 from megappo.rollouts.datasets import Datasets
 from megappo.rollouts.group_selection import GroupQuota, StepResponses, choose_groups
@@ -47,10 +44,8 @@ class SampledBatches:
         self._prompts, self._rollouts, self._config = datasets.train, rollouts, rollouts.config
         self._row_builder = RowBuilder(rollouts.config, datasets.vocab_size, rollouts.tokenizer, rollouts.exchange)
         self._sleep, self._record = sleep, record
-        self._thread = ThreadPoolExecutor(1)
-        self._prepared: dict[int, Future[list[Prompt]]] = {}  # num_drawn before a batch -> this rank's share of it
 
-    def sample(self, step: int, phase: Phases | Timers) -> StepResponses:
+    def sample(self, step: int, phase: Phases) -> StepResponses:
         """Return this rank's responses to a step's prompts. The engines sleep afterwards."""
         data, filters = self._config.data, self._config.algorithm.filter_groups
         responses = choose_groups(
@@ -66,10 +61,9 @@ class SampledBatches:
             if self._config.algorithm.method.needs_greedy_baseline:
                 responses.greedy = self._rollouts.sample(responses.prompts, 1, self._rollouts.greedy, "baselines")
             self._sleep()
-            wait(self._prepared.values())  # now: a tokenizer serves one thread at a time
         return responses
 
-    def score(self, step: int, responses: StepResponses, phase: Phases | Timers) -> tuple[Batch, dict[str, Any]]:
+    def score(self, step: int, responses: StepResponses, phase: Phases) -> tuple[Batch, dict[str, Any]]:
         """Return the scored rows of a step at their owners, and metrics."""
         with phase("reward"):
             batch, metrics = self._row_builder.build(responses)
@@ -109,18 +103,15 @@ class SampledBatches:
             max_response_length=self._config.rollout.max_response_length,
             group=exchange.group,
         )
-        baselines: dict[int, float] = {}
+        baselines = {}
         for part in exchange.share(dict(zip(indices.tolist(), shaped.tolist(), strict=True))):
             baselines |= part
         values = torch.tensor([baselines[prompt] for prompt in rows.prompt_ids.tolist()], dtype=torch.float32)
         return replace(rows, fields=rows.fields | {"baselines": values})
 
     def _draw(self) -> list[Prompt]:
-        """Return the next batch of prompts; the one after it is prepared while the engines sample."""
+        """Return the next batch of prompts, of which each rank tokenizes its share."""
         exchange = self._rollouts.exchange
-        share_of = partial(self._prompts.batch, rank=exchange.rank, world_size=exchange.world_size)
-        prepared = self._prepared.get(self.num_drawn)
-        mine = share_of(self.num_drawn) if prepared is None else prepared.result()
+        mine = self._prompts.batch(self.num_drawn, exchange.rank, exchange.world_size)
         self.num_drawn += self._config.data.draw_size
-        self._prepared = {self.num_drawn: self._thread.submit(share_of, self.num_drawn)}
         return list(chain.from_iterable(exchange.share(mine)))

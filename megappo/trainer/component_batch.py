@@ -4,7 +4,6 @@ All ranks exchange rows together. Forward passes and updates wait for no rank of
 different ranks compute at the same time.
 """
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -53,10 +52,8 @@ class Component:
         """Bring a step's tokens and mask to the component's shards; `others` may have the same rows already."""
         mini_batches = split(batch.table, self.layout, num_mini_batches)
         destinations = shard_destinations(self.layout, shards_of(mini_batches), self.exchange.world_size)
-        rows = next((one.rows for one in others if one.destinations == destinations), None)
-        if rows is None:
-            rows = self.exchange.move(batch, destinations, ["response_mask"]).rows
-        return ComponentBatch(self, batch, mini_batches, destinations, rows)
+        moved = next((one.batch for one in others if one.batch.owners == destinations), None)
+        return ComponentBatch(self, mini_batches, moved or self.exchange.move(batch, destinations, ["response_mask"]))
 
 
 @dataclass
@@ -64,22 +61,17 @@ class ComponentBatch:
     """A step's rows at a component's shards. Every rank calls every method, in the same order.
 
     Attributes:
+        batch: the rows at the component's ranks.
         step: PPO step; 0 until there are fields to train on.
         num_updates: mini-batches of all epochs that the component has been trained on.
-        num_resumed: updates of these that an earlier process did.
-        interrupted: mini-batches remain, as the run is to stop.
         optimizer_steps: steps of this process, on the component's output ranks.
     """
 
     component: Component
-    batch: Batch
     split: MiniBatches
-    destinations: RankRows
-    rows: Rows
+    batch: Batch
     step: int = 0
     num_updates: int = 0
-    num_resumed: int = 0
-    interrupted: bool = False
     optimizer_steps: list[OptimizerStep] = field(default_factory=list)
 
     def forward(self) -> Outputs:
@@ -89,9 +81,33 @@ class ComponentBatch:
             FloatingPointError: an output is not finite.
         """
         engine = self.component.engine
-        outputs = engine.forward(self.rows) if engine else {}
-        _check_finite(self.component.name, outputs)
+        outputs = engine.forward(self.batch.rows) if engine else {}
+        for name, output in outputs.items():  # 0 where the mask is 0, so every number counts
+            broken = output[~output.isfinite()]
+            if len(broken):
+                raise FloatingPointError(
+                    f"the {self.component.name}'s {name} are not finite: {len(broken)} of {output.numel()} numbers, "
+                    f"the first is {broken[0]}: its weights hold NaN or infinity, or have diverged. Check the model "
+                    "that it was loaded from; if it has been trained since, lower optim.lr"
+                )
         return outputs
+
+    def gather(self, outputs: Outputs, fields: Mapping[str, str], owned: Batch) -> Batch:
+        """Return `owned` with the component's outputs for these rows.
+
+        Args:
+            fields: output -> the field that it becomes.
+        """
+        component, table = self.component, self.batch.table
+        sources = output_sources(component.layout, shards_of(self.split), component.exchange.world_size)
+        rows = empty_rows((), table)
+        if component.engine is not None and component.engine.is_output:
+            rows = replace(self.batch.rows, fields={field: outputs[output] for output, field in fields.items()})
+        return component.exchange.move_fields(Batch(rows, table, sources), list(fields.values()), owned)
+
+    def scatter_fields(self, owned: Batch, names: Sequence[str]) -> None:
+        """Bring fields of the owned rows to these rows."""
+        self.batch = self.component.exchange.move_fields(owned, names, self.batch)
 
     def mini_batches(self, *, counts_empty_rows: bool = False) -> list[tuple[Rows, int, int]]:
         """Return this rank's rows of each mini-batch, with the number of tokens with mask 1 and of rows of all shards.
@@ -106,50 +122,6 @@ class ComponentBatch:
             lengths = self.batch.table.policy_lengths[[row for part in shards for row in part]]
             size = len(shards[shard]) if shard is not None else 0
             num_rows = len(lengths) if counts_empty_rows else int((lengths > 0).sum())
-            parts.append((self.rows.select(range(start, start + size)), int(lengths.sum()), num_rows))
+            parts.append((self.batch.rows.select(range(start, start + size)), int(lengths.sum()), num_rows))
             start += size
         return parts
-
-
-def gather(found: Iterable[tuple[ComponentBatch, Outputs, Mapping[str, str]]], owned: Rows) -> Rows:
-    """Return `owned` with the outputs of components, all in one exchange.
-
-    Args:
-        found: rows at a component, its outputs for them, and a map from an output to the field that it becomes.
-    """
-    parts = []
-    for shard, outputs, names in found:
-        component = shard.component
-        sources = output_sources(component.layout, shards_of(shard.split), component.exchange.world_size)
-        if component.engine is not None and component.engine.is_output:
-            rows = replace(shard.rows, fields={field: outputs[output] for output, field in names.items()})
-        else:
-            rows = empty_rows((), shard.batch.table)
-        parts.append((Batch(rows, shard.batch.table, sources), list(names.values())))
-    return component.exchange.move_fields(parts, replace(shard.batch, rows=owned))
-
-
-def scatter_fields(wanted: Iterable[tuple[ComponentBatch, Sequence[str]]], owned: Rows) -> None:
-    """Bring fields of the owned rows to components' rows. Components on the same ranks share an exchange."""
-    groups = defaultdict(list)
-    for shard, names in wanted:
-        groups[shard.destinations].append((shard, names))
-    for destinations, group in groups.items():
-        first, _ = group[0]
-        every_name = list(dict.fromkeys(name for _, names in group for name in names))
-        source, into = replace(first.batch, rows=owned), Batch(first.rows, first.batch.table, destinations)
-        moved = first.component.exchange.move_fields([(source, every_name)], into).fields
-        for shard, names in group:
-            shard.rows = replace(shard.rows, fields=shard.rows.fields | {name: moved[name] for name in names})
-
-
-def _check_finite(component: str, outputs: Outputs) -> None:
-    """Outputs are 0 where the mask is 0, so every number counts."""
-    for name, output in outputs.items():
-        broken = output[~output.isfinite()]
-        if len(broken):
-            raise FloatingPointError(
-                f"the {component}'s {name} are not finite: {len(broken)} of {output.numel()} numbers, the first is "
-                f"{broken[0]}: its weights hold NaN or infinity, or have diverged. Check the model that it was loaded "
-                "from; if it has been trained since, lower optim.lr"
-            )

@@ -4,11 +4,10 @@ For a prompt with n responses, the value for k responses is estimated from all n
 """
 
 import math
-import operator
 import statistics
 from collections import Counter
 from collections.abc import Sequence
-from functools import cache
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,10 +19,7 @@ from megappo.rollouts.datasets import Datasets
 from megappo.rollouts.responses import Responses, episode_metrics, named_metrics, named_parts
 from megappo.rollouts.rollouts import Rollouts
 from megappo.rollouts.sample_rows import Sample
-from megappo.trainer.statistics import value_parts
-
-HAS_ANSWERS = "has_answers"
-"""Positive if any response has an answer; without, there is no majority."""
+from megappo.trainer.statistics import spread
 
 
 def evaluate(rollouts: Rollouts, datasets: Datasets, observer: Observer | NullObserver, step: int) -> dict[str, Any]:
@@ -37,15 +33,15 @@ def evaluate(rollouts: Rollouts, datasets: Datasets, observer: Observer | NullOb
         params = rollouts.params(settings.max_response_length, settings.temperature, settings.top_p, settings.top_k)
         responses = rollouts.sample(prompts, settings.n, params, f"evaluate {name}", task=name)
         parts = _metric_parts(responses, settings, has_spread=len(prompts) > 1)
-        mine = (parts, _shown(rollouts, responses, name, settings))
-        parts_by_rank, shown_by_rank = zip(*rollouts.exchange.share(mine), strict=True)
-        found = reduce_ranks(parts_by_rank)
-        has_answers = found.pop(HAS_ANSWERS)
-        for metric, value in found.items():
-            if has_answers > 0 or not metric.startswith("maj@"):
+        shown = _shown(rollouts, responses, name, settings)
+        has_answers = any(one.graded.answer is not None for one in responses.samples)
+        shared = rollouts.exchange.share((parts, shown, has_answers))
+        parts_by_rank, shown_by_rank, have_answers = zip(*shared, strict=True)
+        for metric, value in reduce_ranks(parts_by_rank).items():
+            if any(have_answers) or not metric.startswith("maj@"):  # without answers there is no majority
                 metrics[f"val/{name}/{metric}"] = value
-        shown = {index: sample for of_rank in shown_by_rank for index, sample in of_rank.items()}
-        observer.samples(step, [shown[index] for index in sorted(shown)])
+        in_order = sorted(chain(*shown_by_rank), key=lambda shown: shown[0])
+        observer.samples(step, [sample for _, sample in in_order])
     return metrics
 
 
@@ -55,52 +51,50 @@ def _metric_parts(responses: Responses, settings: EvalSet, *, has_spread: bool) 
     Args:
         has_spread: there are several prompts, so means have a confidence interval.
     """
-    by_response: list[dict[str, float]] = []
-    by_prompt: list[dict[str, float]] = []
-    all_scores: list[float] = []
-    all_answers: list[str | None] = []
+    by_response = []
+    by_prompt = []
+    all_scores = []
     for group in responses.groups().values():
-        scores, answers = _scores(group), [one.graded.answer for one in group]
+        scores, answers = _scores_and_answers(group)
         by_prompt.append(prompt_statistics(scores, answers, settings.pass_threshold))
         all_scores += scores
-        all_answers += answers
         for one in group:
             lengths = {"response_length/mean": one.num_policy_tokens}
             by_response.append(lengths | {"truncated_frac": one.is_truncated} | named_parts(one.graded.parts))
-    metrics = value_parts("score", torch.tensor(all_scores, dtype=torch.float64))
+    score = spread("score", torch.tensor(all_scores, dtype=torch.float64))
+    metrics = {name: Metric.of(*part) for name, part in score.items()}
     metrics |= named_metrics([*by_response, *by_prompt], dtype=torch.float64)
     if has_spread:
         widths = named_metrics(by_prompt, "ci95", torch.float64)
         metrics |= {f"{name}/ci95": metric for name, metric in widths.items()}
-    metrics[HAS_ANSWERS] = Metric.of(float(any(answer is not None for answer in all_answers)), "max")
     return metrics | responses.failure_metrics() | episode_metrics(responses.samples)
 
 
-def _scores(group: Sequence[Sample]) -> list[float]:
-    return [math.fsum(one.graded.scores) for one in group]
+def _scores_and_answers(group: Sequence[Sample]) -> tuple[list[float], list[str | None]]:
+    return [math.fsum(one.graded.scores) for one in group], [one.graded.answer for one in group]
 
 
-def _shown(rollouts: Rollouts, responses: Responses, name: str, settings: EvalSet) -> dict[int, dict[str, Any]]:
+def _shown(rollouts: Rollouts, responses: Responses, name: str, settings: EvalSet) -> list[tuple[int, dict[str, Any]]]:
     """Return the first prompts of a data set, if they are among these, with their first response and all scores."""
-    shown = {}
+    found = []
     for index, group in responses.groups().items():
         if index >= rollouts.config.trainer.num_samples:
             continue
-        prompt, scores, first = responses.prompts[index], _scores(group), group[0]
-        shown[index] = {
+        prompt, (scores, answers) = responses.prompts[index], _scores_and_answers(group)
+        shown = {
             "dataset": name,
             "prompt": prompt.text,
-            "response": rollouts.tokenizer.decode(first.tokens, skip_special_tokens=True),
+            "response": rollouts.tokenizer.decode(group[0].tokens, skip_special_tokens=True),
             "label": prompt.label,
             "score": scores[0],
             "passed": scores[0] >= settings.pass_threshold,
         }
         if settings.n > 1:
-            answers = [one.graded.answer for one in group]
-            shown[index]["scores"] = scores
+            shown["scores"] = scores
             if any(answer is not None for answer in answers):
-                shown[index]["answers"] = answers
-    return shown
+                shown["answers"] = answers
+        found.append((index, shown))
+    return found
 
 
 def prompt_statistics(
@@ -139,13 +133,9 @@ def pass_at(k: int, n: int, num_passed: int) -> float:
 
 def best_at(k: int, scores: Sequence[float]) -> float:
     """Return the mean, over all choices of k responses, of their largest score: `pass_at` for scores of any value."""
-    return math.fsum(map(operator.mul, sorted(scores), _largest_chances(k, len(scores))))
-
-
-@cache
-def _largest_chances(k: int, n: int) -> tuple[float, ...]:
-    """Return for each of n ascending scores the chance to be the largest of k: the k - 1 others are before it."""
-    return tuple(math.comb(i, k - 1) / math.comb(n, k) for i in range(n))
+    n = len(scores)
+    # Of ascending scores one is the largest of k if the k - 1 others are before it.
+    return math.fsum(score * (math.comb(i, k - 1) / math.comb(n, k)) for i, score in enumerate(sorted(scores)))
 
 
 def majority_at(k: int, scores: Sequence[float], answers: Sequence[str | None]) -> float:

@@ -1,52 +1,40 @@
-"""Advantages and returns from scored rows with their log-probs and values: PPO's experience of a step."""
+"""PPO's experience of a step: advantages and returns of its scored rows, from their log-probs and values."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from megappo.batch.exchange import Batch
 from megappo.batch.row_metrics import log_prob_diff, of_tokens
 from megappo.batch.rows import Rows
 from megappo.batch.trajectories import Trajectories
 from megappo.ppo.advantages import compute_token_level_rewards, estimate, explained_variance, whiten
-from megappo.ppo.aggregation import Unreduced
 from megappo.ppo.corrections import rollout_is_weights
 from megappo.ppo.estimators import reinforce_plus_plus
 from megappo.ppo.gae import gae_over_turns, length_adaptive_lam
 from megappo.ppo.kl import kl_estimate
 from megappo.ppo.reward_shaping import shape_scores
 from megappo.trainer.objectives import conventions
+from megappo.trainer.progress import Experience
 from megappo.trainer.run import Run
-from megappo.trainer.statistics import metrics_over_ranks
+from megappo.trainer.statistics import over_ranks, row_metrics
 
 
-@dataclass(frozen=True)
-class AdvantageResult:
-    """A step's rows with their advantages, and statistics over the rows of all ranks.
-
-    Attributes:
-        rows: this rank's, with `shaped_scores`, `advantages` and, if the run has values, `returns`. With a KL penalty
-            in the rewards they have `kl_penalty`, with advantages_clip `clipped_advantages`, with a rollout correction
-            `rollout_is_weights`.
-        log_prob_diff: mean of |old_log_probs - rollout_log_probs| over the tokens; 0 without a token.
-        kl_penalty: mean of the KL to the reference over the tokens; None without a penalty in the rewards or a token.
-    """
-
-    rows: Rows
-    log_prob_diff: float
-    kl_penalty: float | None
-    metrics: dict[str, Any]
-
-
-def add_advantages(run: Run, rows: Rows) -> AdvantageResult:
+def add_advantages(run: Run, step: int, batch: Batch, metrics: dict[str, Any]) -> Experience:
     """Compute the advantages of scored rows; all ranks together.
 
+    The rows get `shaped_scores`, `advantages` and, if the run has values, `returns`; with a KL penalty in the rewards
+    `kl_penalty`, with advantages_clip `clipped_advantages`, with a rollout correction `rollout_is_weights`.
+
     Args:
-        rows: at their owners, where all responses to a prompt are together.
+        batch: all responses to a prompt are at one owner.
+        metrics: of the step so far.
     """
     config, exchange = run.config, run.exchange
-    correction, fields = config.algorithm.rollout_correction, dict(rows.fields)
+    rows, correction = batch.rows, config.algorithm.rollout_correction
+    fields = dict(rows.fields)
     weights, correction_metrics = rollout_is_weights(
         fields["old_log_probs"], fields["rollout_log_probs"], rows.response_mask, correction, group=exchange.group
     )
@@ -70,28 +58,29 @@ def add_advantages(run: Run, rows: Rows) -> AdvantageResult:
     if config.has_values:
         added["returns"] = returns
     rows = trajectories.spread(**added)
-    metrics, means = metrics_over_ranks(exchange, rows, correction_metrics | shaping_metrics, _statistics(run, rows))
-    num_tokens = metrics["rollout/trained_tokens"] = means["num_tokens"]
+    found = row_metrics(exchange, rows, correction_metrics | shaping_metrics)
+    return _experience(run, step, replace(batch, rows=rows), metrics | found)
+
+
+def _experience(run: Run, step: int, batch: Batch, metrics: dict[str, Any]) -> Experience:
+    """Return a step's experience, with the statistics of its rows that the run itself reads."""
+    config, rows = run.config, batch.rows
+    values = {"log_prob_diff": (log_prob_diff(rows), "mean"), "num_tokens": (rows.response_mask, "sum")}
     if config.algorithm.use_kl_in_reward:
+        values["kl_penalty"] = (of_tokens("kl_penalty")(rows), "mean")
         metrics["reward/kl_coef"] = run.progress.kl.value
     if config.has_values:
-        explained = explained_variance(means["residual"], means["returns"]) if num_tokens > 1 else math.nan
+        returns = of_tokens("returns")(rows).double()
+        values["residual"] = (returns - of_tokens("values")(rows).double(), "variance")
+        values["returns"] = (returns, "variance")
+    found = over_ranks(run.exchange, values)
+    num_tokens = metrics["rollout/trained_tokens"] = found["num_tokens"]
+    if config.has_values:
+        explained = explained_variance(found["residual"], found["returns"]) if num_tokens > 1 else math.nan
         metrics["critic/vf_explained_var"] = explained
     if not num_tokens:
-        return AdvantageResult(rows, 0.0, None, metrics)
-    return AdvantageResult(rows, means["log_prob_diff"], means.get("kl_penalty"), metrics)
-
-
-def _statistics(run: Run, rows: Rows) -> Unreduced:
-    """Return statistics of the rows that are used here, and not logged."""
-    found: Unreduced = {"log_prob_diff": (log_prob_diff(rows), "mean"), "num_tokens": (rows.response_mask, "sum")}
-    if run.config.algorithm.use_kl_in_reward:
-        found["kl_penalty"] = (of_tokens("kl_penalty")(rows), "mean")
-    if run.config.has_values:
-        values, returns = of_tokens("values")(rows).double(), of_tokens("returns")(rows).double()
-        found["residual"] = (returns - values, "variance")
-        found["returns"] = (returns, "variance")
-    return found
+        return Experience(step, batch, metrics)
+    return Experience(step, batch, metrics, found.get("kl_penalty"), found["log_prob_diff"])
 
 
 def _kl_penalty(run: Run, rows: Rows) -> torch.Tensor:
@@ -103,34 +92,34 @@ def _kl_penalty(run: Run, rows: Rows) -> torch.Tensor:
 
 
 def _advantages(run: Run, rows: Rows, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return advantages and returns. A KL penalty is a part of the rewards, or subtracted after the baseline: see
-    `Conventions.kl_gamma`."""
-    kl, gamma = rows.fields.get("kl_penalty"), conventions(run.config).kl_gamma
-    if kl is None or gamma is None or not run.config.algorithm.method.compares_responses:
-        return _estimate(run, rows, _token_level_rewards(run, rows, scores, kl))
-    advantages, returns = _estimate(run, rows, _token_level_rewards(run, rows, scores, None))
-    penalties, _ = reinforce_plus_plus(kl, rows.response_mask, gamma)
-    return advantages - run.progress.kl.value * penalties, returns
-
-
-def _token_level_rewards(run: Run, rows: Rows, scores: torch.Tensor, kl: torch.Tensor | None) -> torch.Tensor:
-    """Return the shaped scores on each response's last token, minus the KL penalty of each token.
+    """Return advantages and returns of the rows' rewards: the shaped scores on each response's last token, minus the KL
+    penalty of each token.
 
     Rewards of an environment and of steps are a part of the scores. They stay on their own tokens, scaled like the
-    scores; the remaining score (of the reward function, the length penalty) is on the last token.
+    scores; the remaining score (of the reward function, the length penalty) is on the last token. The KL penalty is a
+    part of the rewards, or subtracted after the baseline: see `Conventions.kl_gamma`.
     """
+    kl, kl_coef, gamma = rows.fields.get("kl_penalty"), run.progress.kl.value, conventions(run.config).kl_gamma
+    compares = run.config.algorithm.method.compares_responses
+    after_baseline = kl is not None and gamma is not None and compares
     turn_rewards = rows.fields.get("turn_rewards")
-    if turn_rewards is None:
-        return compute_token_level_rewards(scores, rows.response_mask, kl, run.progress.kl.value)
-    turn_rewards = turn_rewards * run.config.reward.scale
-    last = scores - turn_rewards.sum(dim=1)
-    return compute_token_level_rewards(last, rows.response_mask, kl, run.progress.kl.value) + turn_rewards
+    if turn_rewards is not None:
+        turn_rewards = turn_rewards * run.config.reward.scale
+        scores = scores - turn_rewards.sum(dim=1)
+    rewards = compute_token_level_rewards(scores, rows.response_mask, None if after_baseline else kl, kl_coef)
+    if turn_rewards is not None:
+        rewards = rewards + turn_rewards
+    advantages, returns = _estimate(run, rows, rewards)
+    if after_baseline:
+        penalties, _ = reinforce_plus_plus(kl, rows.response_mask, gamma)
+        advantages = advantages - kl_coef * penalties
+    return advantages, returns
 
 
 def _estimate(run: Run, rows: Rows, rewards: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return advantages and returns. In decoupled and length-adaptive GAE they have different lambdas."""
     algorithm, mask = run.config.algorithm, rows.response_mask
-    inputs: dict[str, Any] = {
+    inputs = {
         **rows.fields,
         **{key: getattr(algorithm, key) for key in algorithm.method.reads},
         "token_level_rewards": rewards,

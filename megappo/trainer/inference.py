@@ -1,24 +1,24 @@
 """Engines and weight sync together: engines sleep, wake, take the actor's weights, and are probed afterwards."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 from megappo.batch.exchange import Batch, Exchange
-from megappo.config.schema import Config
 from megappo.data.prompts import Prompt, PromptDataset
 from megappo.engines.client import WEIGHTS, WORKING_MEMORY, EngineClient, deferring_faults
-from megappo.engines.generations import EngineFault, Generation, SamplingParams
+from megappo.engines.generations import EngineFault, Generation
 from megappo.engines.handle import EngineHandle, Footprint
-from megappo.engines.restarts import EngineRestarts, stop_engines
+from megappo.engines.restarts import stop_engines
 from megappo.placement.run_plan import RunPlan
+from megappo.rollouts.datasets import Datasets
+from megappo.rollouts.rollouts import Rollouts
 from megappo.rollouts.sample_rows import response_sample, sample_rows
 from megappo.runtime import platform
 from megappo.sync.build import build_sync, engine_sleeps
-from megappo.sync.proof import Checksums, check_log_probs, check_probe, verified_sync
-from megappo.sync.sync import SyncStats, WeightSync
-from megappo.trainer.component_batch import Component, gather
+from megappo.sync.proof import check_log_probs, check_probe, verified_sync
+from megappo.sync.sync import SyncStats
+from megappo.trainer.component_batch import Component
 from megappo.trainer.models import Models
 from megappo.trainer.phases import Phases
 
@@ -26,43 +26,19 @@ NUM_PROBE_PROMPTS = 4  # each engine continues all of them
 PROBE_TOKENS = 4
 
 
-class StartedEngines(NamedTuple):
-    """Facts about engines that serve, before any model is built.
-
-    Attributes:
-        loaded: checksums of the weights that this rank's engine has loaded; see `verified_sync`.
-        footprint: of the engine on this rank's GPU.
-    """
-
-    loaded: Checksums = ()
-    footprint: Footprint = Footprint(0)
-
-
 class Probe:
     """A few tokens that every engine writes after a weight sync, compared with the actor's log-probs of them.
 
     Args:
         prompts: the first of these, the same every time.
-        stop_token_ids: as for rollouts.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        prompts: PromptDataset,
-        stop_token_ids: tuple[int, ...],
-        restarts: EngineRestarts,
-        actor: Component,
-        num_engines: int,
-    ):
-        self.config = config
-        self.restarts = restarts
-        self.actor = actor
-        rollout = config.rollout
-        length = min(PROBE_TOKENS, rollout.max_response_length)
-        self.params = SamplingParams(length, rollout.temperature, rollout.top_p, rollout.top_k, stop_token_ids)
+    def __init__(self, rollouts: Rollouts, prompts: PromptDataset, actor: Component):
+        self.config, self.restarts, self.actor = rollouts.config, rollouts.restarts, actor
+        length = min(PROBE_TOKENS, self.config.rollout.max_response_length)
+        self.params = replace(rollouts.training, max_response_length=length)
         # Every data-parallel shard of the actor needs a row.
-        count = max(NUM_PROBE_PROMPTS, -(-actor.layout.data // num_engines))
+        count = max(NUM_PROBE_PROMPTS, -(-actor.layout.data // rollouts.num_engines))
         self.prompts = prompts.at([prompts.kept[i % len(prompts)] for i in range(count)])
         self._calls = 0
 
@@ -76,14 +52,14 @@ class Probe:
         interval = self.config.rollout.sync.probe_interval
         if interval == 0 or (self._calls - 1) % interval:
             return {}
-        exchange = self.actor.exchange
+        number, exchange = self.restarts.own.number, self.actor.exchange
         generations, fault = self._generate()
         while self.restarts.restart_failed(fault):
             generations, fault = self._generate()
-        batch = probe_batch(generations, self.prompts, self.restarts.own.number, exchange)
-        at_actor = self.actor.scatter(batch)
-        rows = gather([(at_actor, at_actor.forward(), {"log_probs": "old_log_probs"})], batch.rows)
-        return check_probe(rows, self.restarts.own.number, self.config, exchange, self.restarts.warn)
+        batch = probe_batch(generations, self.prompts, number, exchange)
+        shard = self.actor.scatter(batch)
+        batch = shard.gather(shard.forward(), {"log_probs": "old_log_probs"}, batch)
+        return check_probe(batch.rows, number, self.config, exchange, self.restarts.warn)
 
     def _generate(self) -> tuple[list[Generation], EngineFault | None]:
         """Return the responses of this rank's engine, if it owns one, or the engine's fault."""
@@ -108,31 +84,61 @@ def probe_batch(
     return exchange.move(batch, batch.owners, list(batch.rows.fields))
 
 
-@dataclass
 class InferenceEngines:
-    """The engines of a run as its ranks see them. All ranks call together.
+    """The engines of a run as its ranks see them. All ranks call every method together.
 
+    They start before the models are built, because an engine sizes its KV cache by the free memory, and are connected
+    with the actor afterwards.
+
+    Args:
+        own: this rank's engine, which has been started.
+        is_new: the actor starts with the weights of model.path.
     Attributes:
-        restarts: restarts engines, and has this rank's `own`.
-        weight_sync: the actor's weights to the engines.
+        as_loaded: the engines have loaded the actor's first weights. Servers that were already running may hold the
+            weights of an earlier run.
         sleeps: this rank owns an engine that gives its memory up while the models on its GPUs are trained.
         asleep: the engines that sleep do so now.
+        loaded: checksums of the weights that this rank's engine has loaded; see `verified_sync`.
+        footprint: of the engine on this rank's GPU.
         sent: stats of the last sync.
     """
 
-    exchange: Exchange
-    restarts: EngineRestarts
-    weight_sync: WeightSync
-    probe: Probe
-    sleeps: bool
-    started: StartedEngines = StartedEngines()
-    asleep: bool = False
-    sent: SyncStats = SyncStats()
+    def __init__(self, plan: RunPlan, own: EngineHandle, exchange: Exchange, *, is_new: bool):
+        self.plan, self.own, self.exchange = plan, own, exchange
+        self.as_loaded = is_new and not plan.config.rollout.engines
+        self.sleeps = own.number is not None and engine_sleeps(plan.route, own.number)
+        self.asleep = False
+        self.loaded, self.footprint, self.sent = (), Footprint(0), SyncStats()
 
     @property
     def client(self) -> EngineClient | None:
         """Client of the engine that this rank owns."""
-        return self.restarts.own.client
+        return self.own.client
+
+    def start(self) -> None:
+        """Wait until all engines serve, then put those that share GPUs with models to sleep."""
+        client, held_bytes = self.own.wait_ready(), 0.0
+        if client is not None:
+            with deferring_faults(client):
+                if self.as_loaded and self.plan.config.proves_weights:
+                    self.loaded = client.weight_checksums()  # now: an engine that sleeps loses its weights
+                held_bytes = client.held_bytes() if self.sleeps else 0.0
+        held_bytes_per_rank = self.exchange.share(held_bytes)
+        on_this_gpu = [engine.owner for engine in self.plan.route.engines if self.exchange.rank in engine.ranks]
+        self.footprint = Footprint(sum(held_bytes_per_rank[owner] for owner in on_this_gpu))
+        self.footprint.note_awake()
+        self.exchange.share(None)  # every rank has measured the engines that are awake
+        self.sleep()
+
+    def connect(self, models: Models, rollouts: Rollouts, datasets: Datasets, phase: Phases) -> None:
+        """Build the weight sync and the probe, once the models are there."""
+        self.phase, self.restarts, actor = phase, rollouts.restarts, models.actor
+        prompts = datasets.train if datasets.train is not None else next(iter(datasets.val.values()))
+        self.probe = Probe(rollouts, prompts, actor)
+        parts = (models.architecture, actor.engine, self.client, self.exchange)
+        self.make_sync = partial(build_sync, self.plan.config, self.plan.route, *parts)
+        self.weight_sync = self.make_sync()
+        self.restarts.give_weights = self.give_weights
 
     def sync(self, *, changed: bool = True) -> dict[str, float]:
         """Wake the engines with the actor's weights.
@@ -147,18 +153,9 @@ class InferenceEngines:
         metrics = {"sync/bytes": num_bytes, "sync/seconds": seconds}
         return metrics | {"sync/gib_per_second": num_bytes / 2**30 / seconds} | self.probe()
 
-    def first_sync(self, *, verify: bool, as_loaded: bool) -> None:
-        """Sync for the first time, and prove that all of the engines' weights are the actor's.
-
-        Args:
-            verify: give the proof, also for engines that are restarted meanwhile.
-            as_loaded: see `verified_sync`.
-        """
-        self._wake(partial(self._prove, as_loaded) if verify else self._send)
-        while self._restart_failed():
-            if verify:
-                self._prove(as_loaded)
-        self._note_awake()
+    def first_sync(self) -> None:
+        """Sync for the first time, and prove that all of the engines' weights are the actor's."""
+        self._wake(self._prove if self.plan.config.proves_weights else self._send)
         self.probe()
 
     def check_rollouts(self, difference: float) -> dict[str, int]:
@@ -167,23 +164,32 @@ class InferenceEngines:
         return {"rollout/log_prob_diff/warnings": warnings}
 
     def sleep(self) -> None:
-        """Free the engines' GPU memory for the trainer; on return it is free on every rank's GPU."""
+        """Free the engines' GPU memory for the trainer; on return it is free on every rank's GPU.
+
+        An engine that fails here is ended, and restarted when the engines wake.
+        """
         if self.asleep:
             return
         self.asleep = True
-        put_to_sleep(self.restarts.own, self.exchange, sleeps=self.sleeps)
-        self.started.footprint.wait_asleep()
+        has_failed = False
+        if self.client is not None and self.sleeps:
+            with deferring_faults(self.client):
+                self.client.sleep()
+            has_failed = self.client.has_failed
+        failed = set(self.exchange.share(self.own.number if has_failed else None)) - {None}
+        if failed:  # their processes, on all of their nodes, may still hold memory
+            stop_engines(self.own, failed)
+            self.exchange.share(None)
+        self.footprint.wait_asleep()
 
     def end(self) -> None:
         """End the engines that this run has started, even those that hang."""
         self.asleep = True
-        self.restarts.own.stop()
+        self.own.stop()
         self.exchange.share(None)
 
     def wake(self, *, changed: bool = False) -> None:
         """Give the engines their GPU memory and the weights, and restart those that have failed.
-
-        The memory of weights comes first, the rest after the sync has freed its buffers, for a lower peak.
 
         Args:
             changed: see `sync`.
@@ -191,26 +197,36 @@ class InferenceEngines:
             EngineError: an engine has failed too often.
         """
         self._wake(partial(self._send, changed=changed))
-        self._restart_all_failed()
-        self._note_awake()
 
-    def give_weights(self, make_sync: Callable[[], WeightSync]) -> None:
+    def give_weights(self) -> None:
         """Send everything to all engines, which are awake, through a new weight sync: some have been restarted."""
-        for sender in self.weight_sync.senders:
-            sender.abort()
-        self.weight_sync = make_sync()
-        platform.empty_cache()
-        self.exchange.share(None)
-        self._send()
-        self._restart_all_failed()
-        self.probe()
+        with self.phase("sync"):
+            for sender in self.weight_sync.senders:
+                sender.abort()
+            self.weight_sync = self.make_sync()
+            platform.empty_cache()
+            self.exchange.share(None)
+            self._send()
+            while self._restart_failed():
+                pass
+            self.probe()
 
     def _wake(self, give: Callable[[], object]) -> None:
-        """Wake the engines that sleep; all get their weights before the rest of their memory wakes."""
+        """Wake the engines that sleep, and restart those that have failed.
+
+        The memory of weights comes first, the rest after the sync has freed its buffers, for a lower peak.
+
+        Args:
+            give: gives them the weights; called again after a restart.
+        """
         self._wake_memory(WEIGHTS)
         if not any(self.exchange.share(self._has_failed())):
             give()
         self._wake_memory(WORKING_MEMORY)
+        while self._restart_failed():
+            give()
+        self.asleep = False
+        self.footprint.note_awake()
 
     def _wake_memory(self, memory: Sequence[str]) -> None:
         platform.empty_cache()  # an engine cannot use what the allocators of the ranks on its GPUs keep
@@ -219,17 +235,11 @@ class InferenceEngines:
             with deferring_faults(self.client):
                 self.client.wake(memory)
 
-    def _note_awake(self) -> None:
-        self.asleep = False
-        self.started.footprint.note_awake()
-
-    def _prove(self, as_loaded: bool) -> None:
+    def _prove(self) -> None:
         self.weight_sync.forget()  # the proof corrupts frozen weights as well
         barrier = partial(self.exchange.share, None)
         with deferring_faults(self.client):
-            verified_sync(
-                self.weight_sync, self.client, barrier=barrier, as_loaded=as_loaded, loaded=self.started.loaded
-            )
+            verified_sync(self.weight_sync, self.client, barrier=barrier, as_loaded=self.as_loaded, loaded=self.loaded)
 
     def _send(self, *, changed: bool = True) -> None:
         with deferring_faults(self.client):
@@ -243,102 +253,15 @@ class InferenceEngines:
             self.client.check_health()
         return self.client.has_failed
 
-    def _restart_all_failed(self) -> None:
-        """Restart the engines that have failed, and those that fail while they get the weights."""
-        while self._restart_failed():
-            pass
-
     def _restart_failed(self) -> bool:
         return self.restarts.restart_failed(None if self.client is None else self.client.take_fault())
 
 
 class NoEngines:
-    """Null object with the methods of InferenceEngines, for a run that replays a record."""
+    """Null object with the methods of InferenceEngines, for a run without engines, or without an actor to sync."""
 
-    def sync(self, *, changed: bool = True) -> dict[str, float]:
-        """Do nothing."""
+    def _do_nothing(self, *args: object, **settings: object) -> dict[str, float]:
+        """Do nothing; return no metrics."""
         return {}
 
-    def first_sync(self, *, verify: bool, as_loaded: bool) -> None:
-        """Do nothing."""
-
-    def check_rollouts(self, difference: float) -> dict[str, int]:
-        """Do nothing: the recorded log-probs may be another policy's."""
-        return {}
-
-    def sleep(self) -> None:
-        """Do nothing."""
-
-    def end(self) -> None:
-        """Do nothing."""
-
-    def wake(self, *, changed: bool = False) -> None:
-        """Do nothing."""
-
-
-def start_engines(plan: RunPlan, own: EngineHandle, exchange: Exchange, *, as_loaded: bool) -> StartedEngines:
-    """Wait until all engines serve, then put those that share GPUs with models to sleep. All ranks together.
-
-    Models are built afterwards, because an engine sizes its KV cache by the free memory.
-
-    Args:
-        own: this rank's engine, which has been started.
-        as_loaded: take the checksums of the loaded weights, which an engine that sleeps loses.
-    """
-    route, client = plan.route, own.wait_ready()
-    sleeps = own.number is not None and engine_sleeps(route, own.number)
-    loaded, held_bytes = list[Mapping[str, str]](), 0.0
-    if client is not None:
-        with deferring_faults(client):
-            loaded = client.weight_checksums() if as_loaded else []
-            held_bytes = client.held_bytes() if sleeps else 0.0
-    held_bytes_per_rank = exchange.share(held_bytes)
-    on_this_gpu = [engine.owner for engine in route.engines if exchange.rank in engine.ranks]
-    footprint = Footprint(sum(held_bytes_per_rank[owner] for owner in on_this_gpu))
-    footprint.note_awake()
-    exchange.share(None)  # every rank has measured the engines that are awake
-    put_to_sleep(own, exchange, sleeps=sleeps)
-    footprint.wait_asleep()
-    return StartedEngines(loaded, footprint)
-
-
-def put_to_sleep(own: EngineHandle, exchange: Exchange, *, sleeps: bool) -> None:
-    """Have engines free their GPU memory; all ranks together.
-
-    An engine that fails here is ended, and restarted when the engines wake.
-
-    Args:
-        sleeps: this rank's engine is one that sleeps.
-    """
-    has_failed = False
-    if own.client is not None and sleeps:
-        with deferring_faults(own.client):
-            own.client.sleep()
-        has_failed = own.client.has_failed
-    failed = set(exchange.share(own.number if has_failed else None)) - {None}
-    if failed:  # their processes, on all of their nodes, may still hold memory
-        stop_engines(own, failed)
-        exchange.share(None)
-
-
-def connect(
-    plan: RunPlan,
-    started: StartedEngines,
-    restarts: EngineRestarts,
-    models: Models,
-    probe: Probe,
-    phase: Phases,
-) -> InferenceEngines:
-    """Build the engines' weight sync, once the models are there. All ranks together."""
-    exchange, own = models.actor.exchange, restarts.own
-    route = plan.route
-    sleeps = own.number is not None and engine_sleeps(route, own.number)
-    make_sync = partial(build_sync, plan.config, route, models.architecture, models.actor.engine, own.client, exchange)
-    engines = InferenceEngines(exchange, restarts, make_sync(), probe, sleeps, started, asleep=True)
-
-    def give_weights() -> None:
-        with phase("sync"):
-            engines.give_weights(make_sync)
-
-    restarts.give_weights = give_weights
-    return engines
+    connect = first_sync = sync = check_rollouts = sleep = wake = end = _do_nothing

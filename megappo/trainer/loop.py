@@ -8,7 +8,6 @@ from typing import Any
 from megappo.engines.restarts import EngineLost, EngineLostElsewhere
 from megappo.runtime.interruption import Interrupted
 from megappo.trainer.experience import add_advantages
-from megappo.trainer.resumable_step import begin_updates, end_updates, resume_step
 from megappo.trainer.run import Run
 
 
@@ -20,7 +19,7 @@ def train(run: Run) -> None:
         EngineLost, EngineLostElsewhere: an engine failed too often. Everything is saved.
     """
     with run.phase("sync"):
-        run.first_sync()
+        run.engines.first_sync()
     if run.is_new and run.config.eval_interval:
         run.observer.log(0, run.evaluate(0))
     run.begin_training()
@@ -39,7 +38,7 @@ def train(run: Run) -> None:
 def ppo_step(run: Run, step: int) -> dict[str, Any]:
     """Run one step of PPO and return its metrics, the same on every rank."""
     models, phase = run.models, run.phase
-    experience = resume_step(run)  # None, unless the run was interrupted in this step's updates
+    experience, shards = run.resume_step()  # None, unless the run was interrupted in this step's updates
     if experience is None:
         responses = run.batches.sample(step, phase)  # phase "rollout"
         batch, metrics = run.batches.score(step, responses, phase)  # phase "reward"
@@ -53,19 +52,19 @@ def ppo_step(run: Run, step: int) -> dict[str, Any]:
             ref_log_probs = models.forward("ref", shards)
         others = models.forward_others(shards, phase)  # models of extensions, each in a phase of its own
         with phase("gather"):
-            rows = models.gather(shards, log_probs | values | ref_log_probs | others, batch.rows)
+            batch = models.gather(shards, log_probs | values | ref_log_probs | others, batch)
         with phase("advantages"):
-            result = add_advantages(run, rows)
-        experience = begin_updates(run, step, batch, shards, metrics, result)
+            experience = add_advantages(run, step, batch, metrics)
+        run.begin_updates(experience)
     with phase("scatter_fields"):
-        models.scatter_fields(experience.shards, experience.batch.rows, step)
+        models.scatter_fields(shards, experience.batch, step)
     with phase("update_critic"):
-        models.update("critic", experience.shards, step)
+        models.update("critic", shards, step)
     with phase("update_actor"):
-        models.update("actor", experience.shards, step)
-    models.update_others(experience.shards, step, phase)
+        models.update("actor", shards, step)
+    models.update_others(shards, step, phase)
     with phase("gather_metrics"):
-        metrics = end_updates(run, experience)
+        metrics = run.end_updates(experience, shards)
     with phase("sync"):
         metrics |= run.engines.sync(changed=models.is_trained("actor", step))
     if run.is_due(step, run.config.eval_interval):

@@ -1,6 +1,8 @@
 """A run that has been checked: built, and run to its end. Imports megatron-core, which takes seconds."""
 
+import json
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -9,7 +11,9 @@ from megappo.batch.exchange import Exchange
 from megappo.checkpoint.folders import write_durably
 from megappo.config.loading import changes_since, dump_config
 from megappo.config.schema import Config
-from megappo.observe.files import CONFIG_FILE
+from megappo.data.prompts import PromptDataset
+from megappo.observe.files import CONFIG_FILE, EVALUATION_FILE
+from megappo.observe.metrics import reduce_ranks
 from megappo.observe.observer import open_observer
 from megappo.placement.run_plan import RunPlan
 from megappo.runtime import megatron_setup
@@ -22,82 +26,115 @@ from megappo.rollouts.record import Record, Replay  # noqa: E402
 from megappo.rollouts.rollouts import make_rollouts  # noqa: E402
 from megappo.trainer import loop  # noqa: E402
 from megappo.trainer.batches import SampledBatches  # noqa: E402
-from megappo.trainer.eval_only import evaluate_only  # noqa: E402
-from megappo.trainer.inference import NoEngines, Probe, connect, start_engines  # noqa: E402
-from megappo.trainer.models import build_models  # noqa: E402
+from megappo.trainer.inference import InferenceEngines, NoEngines  # noqa: E402
+from megappo.trainer.models import Models, build_models  # noqa: E402
 from megappo.trainer.phases import Phases  # noqa: E402
 from megappo.trainer.progress import Progress  # noqa: E402
-from megappo.trainer.rollout_only import rollout_only  # noqa: E402
-from megappo.trainer.run import Run, engines_have_initial_weights  # noqa: E402
-from megappo.trainer.utilisation import Utilisation  # noqa: E402
+from megappo.trainer.run import Run  # noqa: E402
+from megappo.trainer.statistics import Utilisation, row_metrics  # noqa: E402
 
 
 def execute(plan: RunPlan, own: EngineHandle, cleanup: ExitStack) -> None:
     """Train, or only sample or evaluate; all ranks together, after the default process group exists.
 
     Args:
-        own: this rank's engine, started. A run that replays rollouts has none; an evaluation starts its own, as the
-            model's folder depends on a checkpoint.
+        own: this rank's engine, started. A run that replays rollouts has none.
         cleanup: closes what must be closed however the run ends.
     """
+    run = build_run(plan, own, cleanup)
+    if run.exchange.rank == 0:  # not before: a folder that is refused stays as it was
+        _write_config(plan.requested, run)
     if plan.config.trainer.eval_only:
-        evaluate_only(plan, cleanup)
+        evaluate_only(run)
     elif plan.config.trainer.rollout_only:
-        rollout_only(plan, own, cleanup)
+        rollout_only(run)
     else:
-        run = build_run(plan, own, cleanup)
-        if run.exchange.rank == 0:  # not before: a folder that is refused stays as it was
-            _write_config(plan.requested, run)
         loop.train(run)
 
 
 def build_run(plan: RunPlan, own: EngineHandle, cleanup: ExitStack) -> Run:
     """Build the parts of a run on this rank; all ranks together. Arguments as for `execute`."""
-    exchange = Exchange(dist.group.WORLD)
-    config = plan.config
+    exchange, config = Exchange(dist.group.WORLD), plan.config
     progress = Progress(plan.requested, exchange)
     datasets = load_datasets(config, own.workers, exchange)
     left_out = datasets.check(exchange)
-    replayed = config.trainer.replay_rollouts
-    started = None
-    if replayed is None:
-        as_loaded = config.proves_weights and engines_have_initial_weights(config, progress)
-        started = start_engines(plan, own, exchange, as_loaded=as_loaded)
-    models = build_models(plan, exchange)
-    progress.restore(models)
-    lines = [progress.describe(), *config.absences, *left_out, *plan.decisions()]
-    resume_step = progress.start_step + 1 if progress.checkpoint else 0
-    observer = open_observer(config, lines, resume_step, exchange.rank, cleanup)
+    engines, models = NoEngines(), Models(replace(plan, components={}), {}, {})
+    if _needs_models(config):
+        if not config.replays:
+            engines = InferenceEngines(plan, own, exchange, is_new=progress.checkpoint is None)
+            engines.start()
+        models = build_models(plan, exchange)
+        progress.restore(models)
+    folder = config.trainer.record_rollouts
+    record = None if folder is None else Record(Path(folder), config, exchange)
+    found = [progress.describe()]
+    if record is not None and config.trainer.rollout_only:
+        found = _resume_record(record, datasets.train, progress) or found
+    lines = [*found, *config.absences, *left_out, *(plan.decisions() if models.training else ())]
+    observer = open_observer(config, lines, progress.resume_step, exchange.rank, cleanup)
     phase = Phases(models)
-    if started is not None:
-        rollouts = make_rollouts(plan, own, datasets, exchange, observer)
-        restarts, num_engines = rollouts.restarts, rollouts.num_engines
-        probe = Probe(config, datasets.train, datasets.stop_token_ids, restarts, models.actor, num_engines)
-        engines = connect(plan, started, restarts, models, probe, phase)
-        folder = config.trainer.record_rollouts
-        record = None if folder is None else Record(Path(folder), config, exchange)
-        batches = SampledBatches(datasets, rollouts, engines.sleep, record, num_drawn=progress.num_drawn)
-    else:
-        rollouts, engines = None, NoEngines()
-        batches = Replay(Path(replayed), config, datasets.vocab_size, exchange)
-    return Run(
-        config=config,
-        exchange=exchange,
-        datasets=datasets,
-        models=models,
-        engines=engines,
-        rollouts=rollouts,
-        batches=batches,
-        progress=progress,
-        observer=observer,
-        phase=phase,
-        utilisation=Utilisation(config.model.dtype, models.components, models.specs, exchange),
-    )
+    own.wait_ready()
+    rollouts = make_rollouts(plan, own, datasets, exchange, observer)
+    engines.connect(models, rollouts, datasets, phase)
+    batches = SampledBatches(datasets, rollouts, engines.sleep, record, num_drawn=progress.num_drawn)
+    if config.replays:
+        batches = Replay(Path(config.trainer.replay_rollouts), config, datasets.vocab_size, exchange)
+    mfu = Utilisation(models, exchange)
+    return Run(config, exchange, datasets, models, engines, rollouts, batches, progress, observer, phase, mfu)
+
+
+def _needs_models(config: Config) -> bool:
+    """Return whether the trainer has models. Engines that a run starts read model.path themselves."""
+    settings = config.trainer
+    if settings.eval_only:
+        return settings.eval_checkpoint is not None or bool(config.rollout.engines)
+    return not settings.rollout_only
+
+
+def _resume_record(record: Record, prompts: PromptDataset, progress: Progress) -> list[str]:
+    """Continue after the last step that is recorded as this run would record it; return lines about it."""
+    progress.start_step, progress.num_drawn, changed = record.valid_steps(prompts)
+    step, lines = progress.start_step, []
+    if step:
+        lines.append(f"continuing after step {step}, the last of {record.folder} that this run would write alike")
+    if changed:
+        lines.append(f"writing step {step + 1} of {record.folder} again: {' and '.join(changed)} changed")
+    return lines
 
 
 def _write_config(config: Config, run: Run) -> None:
     """Write the resolved config beside the results, and report what has changed since the checkpoint's."""
-    if run.progress.checkpoint is not None:
+    if run.progress.checkpoint is not None and not config.trainer.eval_only:
         for change in changes_since(run.progress.checkpoint / CONFIG_FILE, config):
             run.observer.message(f"changed since then: {change}")
     write_durably(Path(config.trainer.output_dir, CONFIG_FILE), dump_config(config))
+
+
+def rollout_only(run: Run) -> None:
+    """Record the rollouts of all steps that are not recorded yet, with the weights of model.path.
+
+    Raises:
+        Interrupted: a signal on any rank, or the time limit, ends the run.
+    """
+    run.begin_training()
+    for step in range(run.progress.start_step + 1, run.config.trainer.total_steps + 1):
+        run.check_interrupted()
+        responses = run.batches.sample(step, run.phase)
+        batch, metrics = run.batches.score(step, responses, run.phase)
+        metrics |= row_metrics(run.exchange, batch.rows)
+        metrics |= reduce_ranks(run.exchange.share(run.phase.memory()))
+        run.log(step, metrics)
+    run.finish()
+
+
+def evaluate_only(run: Run) -> None:
+    """Evaluate a checkpoint, or the model of model.path, once; write evaluation.json beside metrics and report."""
+    with run.phase("sync"):
+        run.engines.first_sync()
+    step, weights = run.progress.step, run.progress.checkpoint or Path(run.config.model.path)
+    metrics = run.evaluate(step)
+    run.observer.log(step, metrics)
+    content = {"weights": str(weights.resolve()), "step": step, "metrics": metrics}
+    file = Path(run.config.trainer.output_dir, EVALUATION_FILE)
+    run.exchange.on_rank_0(lambda: write_durably(file, json.dumps(content, indent=1) + "\n"))
+    run.observer.finish()

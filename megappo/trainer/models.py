@@ -4,34 +4,36 @@ All ranks exchange rows together, before and after; `forward` and `update` wait 
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.parsing import read_architecture
 from megappo.batch.exchange import Batch, Exchange
-from megappo.batch.rows import Rows
-from megappo.models.megatron_engine import Outputs
+from megappo.config.schema import Config
+from megappo.models.gpt import build_model
+from megappo.models.heads import policy_head, policy_value_head, value_head
+from megappo.models.megatron_engine import Head, MegatronEngine, Outputs
 from megappo.models.offload import Offload
+from megappo.models.output_layer import output_weight
 from megappo.models.train_engine import TrainedEngine
 from megappo.observe.files import HF_ACTOR
-from megappo.placement.groups import build_groups
+from megappo.placement.components import ComponentSpec, build_order
+from megappo.placement.groups import ComponentGroups, build_groups
 from megappo.placement.run_plan import RunPlan
 from megappo.placement.uses import LOAD, NOTHING
 from megappo.runtime import platform
-from megappo.trainer.component_batch import Component, ComponentBatch, gather, scatter_fields
+from megappo.trainer.component_batch import Component, ComponentBatch
 from megappo.trainer.objectives import LOSS_WEIGHTS
-from megappo.trainer.train_engines import build_engines
 from megappo.trainer.update import update_actor, update_critic
 from megappo.weights.buckets import all_finite
 from megappo.weights.hf_folder import write_hf_folder
+from megappo.weights.load import critic_architecture, load_hf
 
 Shards = Mapping[str, ComponentBatch]
 """A step's rows at the components that have a forward pass or are trained, by name."""
-Phase = Callable[[str], AbstractContextManager[None]]
-"""See `trainer.phases`."""
 OF_PPO = ("actor", "critic", "ref")
 """Components that the loop names. Others are registered by extensions."""
 
@@ -42,27 +44,26 @@ class Models:
     Args:
         components: by name, in the table's order.
         offloads: of the components on this rank.
-        architecture: the language model's.
     """
 
-    def __init__(
-        self,
-        plan: RunPlan,
-        components: Mapping[str, Component],
-        offloads: Mapping[str, Offload],
-        architecture: Architecture,
-    ):
+    def __init__(self, plan: RunPlan, components: Mapping[str, Component], offloads: Mapping[str, Offload]):
         self.config = plan.config
-        self.offloads = offloads
-        self.architecture = architecture
-        self.components = components
         self.specs = plan.components
         self.training = plan.training
+        self.components = components
+        self.offloads = offloads
+        found = {name: spec.forward for name, spec in plan.components.items()}
+        self.forwards = {name: forward for name, forward in found.items() if forward is not None}
 
     @property
     def actor(self) -> Component:
         """Return the policy, whose weights the engines take."""
         return self.components["actor"]
+
+    @property
+    def architecture(self) -> Architecture:
+        """Return the architecture of the language model, without a value head."""
+        return read_architecture(self.config.model.path).with_lora(self.config.actor.lora)
 
     @property
     def trained(self) -> dict[str, TrainedEngine | None]:
@@ -89,50 +90,48 @@ class Models:
         """Return the components that are trained in a step."""
         return [name for name in self.training if self.is_trained(name, step)]
 
+    def num_mini_batches(self) -> dict[str, int]:
+        """Return the mini-batches of an epoch of each trained component."""
+        num_prompts = self.config.data.train_batch_size
+        return {name: training.section.num_mini_batches(num_prompts) for name, training in self.training.items()}
+
     def scatter(self, batch: Batch) -> Shards:
-        """Bring a step's rows, tokens and mask only, to all components."""
-        shards: dict[str, ComponentBatch] = {}
+        """Bring a step's rows, tokens and mask only, to all components.
+
+        Frozen models split the rows as the actor does: one in the actor's layout shares the actor's rows.
+        """
+        shards = {}
+        num_mini_batches = self.num_mini_batches()
         for name, component in self.components.items():
-            others = list(shards.values())
-            if training := self.training.get(name):
-                num_mini_batches = training.section.num_mini_batches(self.config.data.train_batch_size)
-                shards[name] = component.scatter(batch, num_mini_batches, others)
-            elif self.specs[name].forward is not None:
-                alike = next((one for one in others if one.component.layout == component.layout), None)
-                shards[name] = replace(alike, component=component) if alike else component.scatter(batch)
+            if name in self.forwards or name in self.training:
+                num = num_mini_batches.get(name, num_mini_batches["actor"])
+                shards[name] = component.scatter(batch, num, shards.values())
         return shards
 
     def forward(self, name: str, shards: Shards) -> dict[str, Outputs]:
         """Return {name: the component's outputs}; {} in a run without it, or without a forward pass of its own."""
-        if name not in shards or self.specs[name].forward is None:
-            return {}
-        return {name: shards[name].forward()}
+        return {name: shards[name].forward()} if name in self.forwards else {}
 
-    def forward_others(self, shards: Shards, phase: Phase) -> dict[str, Outputs]:
+    def forward_others(self, shards: Shards, phase: Callable) -> dict[str, Outputs]:
         """Return the outputs of the components that extensions have registered, each in its own phase."""
-        outputs: dict[str, Outputs] = {}
-        for name in shards:
-            forward = self.specs[name].forward
-            if name not in OF_PPO and forward is not None:
+        outputs = {}
+        for name, forward in self.forwards.items():
+            if name not in OF_PPO:
                 with phase(forward.phase):
                     outputs |= self.forward(name, shards)
         return outputs
 
-    def gather(self, shards: Shards, outputs: Mapping[str, Outputs], owned: Rows) -> Rows:
-        """Return the owned rows with the fields that the outputs become."""
-        found = []
+    def gather(self, shards: Shards, outputs: Mapping[str, Outputs], batch: Batch) -> Batch:
+        """Return the batch with the fields that the outputs become."""
         for name, of_component in outputs.items():
-            forward = self.specs[name].forward
-            assert forward is not None
-            found.append((shards[name], of_component, forward.fields))
-        return gather(found, owned)
+            batch = shards[name].gather(of_component, self.forwards[name].fields, batch)
+        return batch
 
-    def scatter_fields(self, shards: Shards, owned: Rows, step: int) -> None:
+    def scatter_fields(self, shards: Shards, batch: Batch, step: int) -> None:
         """Bring what the losses read to the components that are trained in the step."""
-        weights = [LOSS_WEIGHTS] if LOSS_WEIGHTS in owned.fields else []
-        trained = self.trained_in(step)
-        scatter_fields([(shards[name], [*self.training[name].fields, *weights]) for name in trained], owned)
-        for name in trained:
+        weights = [LOSS_WEIGHTS] if LOSS_WEIGHTS in batch.rows.fields else []
+        for name in self.trained_in(step):
+            shards[name].scatter_fields(batch, [*self.training[name].fields, *weights])
             shards[name].step = step
 
     def update(self, name: str, shards: Shards, step: int) -> None:
@@ -141,7 +140,7 @@ class Models:
             update = update_critic if self.specs[name].head == "value" else update_actor
             update(shards[name], self.config)
 
-    def update_others(self, shards: Shards, step: int, phase: Phase) -> None:
+    def update_others(self, shards: Shards, step: int, phase: Callable) -> None:
         """Train the components that extensions have registered, each in its own phase."""
         for name in self.trained_in(step):
             if name not in OF_PPO:
@@ -156,26 +155,14 @@ class Models:
         """
         error = None
         for name, engine in self.trained.items():
-            for chunk in engine.chunks if engine is not None else ():
-                broken = [key for key, weight in chunk.named_parameters() if not all_finite(weight)]
-                if broken:
+            weights = [weight for chunk in engine.chunks for weight in chunk.named_parameters()] if engine else []
+            for key, weight in weights:
+                if error is None and not all_finite(weight):
                     error = FloatingPointError(
-                        f"the {name}'s {broken[0]} holds values that are not finite, as do {len(broken) - 1} more: "
-                        "nothing is saved; start again from the newest checkpoint, with a lower optim.lr"
+                        f"the {name}'s {key} holds values that are not finite: nothing is saved; start again from the "
+                        "newest checkpoint, with a lower optim.lr"
                     )
         exchange.raise_together(error)
-
-    def num_steps(self, exchange: Exchange) -> dict[str, list[int]]:
-        """Return component -> its optimizer steps so far, by every counter of every rank: one number each."""
-        local = {name: engine.num_steps for name, engine in self.trained.items() if engine is not None}
-        ranks = exchange.share(local)
-        return {name: sorted({n for counts in ranks for n in counts.get(name, ())}) for name in self.training}
-
-    def skipped_in_a_row(self, exchange: Exchange) -> dict[str, int]:
-        """Return component -> its latest optimizer steps that were skipped in a row; all ranks together."""
-        local = {name: engine.skipped_in_a_row for name, engine in self.trained.items() if engine is not None}
-        ranks = exchange.share(local)
-        return {name: max(counts.get(name, 0) for counts in ranks) for name in self.training}
 
     def export_actor(self) -> None:
         """Write the policy as a Hugging Face folder."""
@@ -186,10 +173,72 @@ class Models:
 
 
 def build_models(plan: RunPlan, exchange: Exchange) -> Models:
-    """Build the run's models with their initial weights; all ranks together."""
-    config, layouts = plan.config, {name: plan.layouts[name] for name in plan.components}
+    """Build the run's models with their initial weights; all ranks together.
+
+    One after another: what of one sleeps does so before the next takes memory.
+    """
+    config, specs = plan.config, plan.components
+    layouts = {name: plan.layouts[name] for name in specs}
     timeout = timedelta(seconds=config.trainer.process_group_timeout_seconds)
-    engines, offloads = build_engines(config, plan.components, build_groups(layouts, config.trainer.seed, timeout))
+    groups = build_groups(layouts, config.trainer.seed, timeout)
+    engines = {None: None}
+    offloads = {}
+    for name in build_order(specs):
+        engines[name] = None
+        if groups[name].member:
+            engine = build_engine(config, specs[name], groups[name], engines[specs[name].reference])
+            engines[name], offloads[name] = engine, Offload(engine, specs[name].offload.value)
+            offloads[name].rest(NOTHING)
+            platform.empty_cache()  # the next one's tensors are of other sizes
     components = {name: Component(name, layout, engines[name], exchange) for name, layout in layouts.items()}
-    architecture = read_architecture(config.model.path).with_lora(config.actor.lora)
-    return Models(plan, components, offloads, architecture)
+    return Models(plan, components, offloads)
+
+
+def architecture_of(spec: ComponentSpec) -> Architecture:
+    """Return the architecture of a component, with its adapters. A value head may start from a reward model."""
+    folder = spec.folder.value
+    found = critic_architecture(folder) if spec.head == "value" else read_architecture(folder, spec.head)
+    return found.with_lora(spec.lora)
+
+
+def build_engine(
+    config: Config, spec: ComponentSpec, groups: ComponentGroups, reference: MegatronEngine | None = None
+) -> MegatronEngine:
+    """Build this rank's part of a component, with its Hugging Face weights and heads.
+
+    Args:
+        reference: the model whose logits a policy's head compares with its own.
+    """
+    architecture, training = architecture_of(spec), spec.training
+    chunks = build_model(
+        architecture,
+        config.model,
+        spec.parallel.value,
+        groups,
+        recompute=training.section.recompute if training else "none",
+        trained=training is not None,
+    )
+    load_hf(chunks, spec.folder.value, architecture, groups, seed=config.trainer.seed)
+
+    def head(full_kl: bool, bootstrap: bool) -> Head:
+        value = value_head(bootstrap=bootstrap)
+        if spec.head == "value":
+            return value
+        weight = partial(output_weight, chunks[-1])
+        factors = reference.logit_factors if full_kl and reference is not None else None
+        policy = policy_head(weight, groups.collection.tp, architecture.vocab_size, config.rollout.temperature, factors)
+        return policy if spec.head == "policy" else policy_value_head(policy, value, chunks[-1])
+
+    outputs = spec.forward.fields if spec.forward else {}
+    forward_head = head("full_kl" in outputs, "bootstrap_values" in outputs)
+    if training is None:
+        return MegatronEngine(chunks, groups, forward_head, spec.max_tokens.value)
+    return TrainedEngine(
+        chunks,
+        groups,
+        forward_head,
+        spec.max_tokens.value,
+        training.section.optim,
+        training.optimizer_steps(config),
+        loss_head=head(training.full_kl, bootstrap=False),
+    )

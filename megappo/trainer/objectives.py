@@ -38,7 +38,7 @@ class ActorLoss:
     def __init__(self, config: Config, num_tokens: int, num_sequences: int):
         self.config = config
         self._shared = _shared(config, num_tokens, num_sequences)
-        self._policy_kl: list[torch.Tensor] = []
+        self._policy_kl = []
 
     @property
     def policy_kl(self) -> float:
@@ -47,8 +47,8 @@ class ActorLoss:
 
     def __call__(self, outputs: Outputs, rows: Rows) -> LossPart:
         config, actor, log_probs = self.config, self.config.actor, outputs["log_probs"]
-        mask, fields = _to_device(rows, log_probs.device)
-        old, shared = fields["old_log_probs"], _shared_with_weights(self._shared, fields)
+        mask, fields = rows.response_mask, rows.fields
+        old, shared = fields["old_log_probs"], self._shared | {"loss_weights": fields.get(LOSS_WEIGHTS)}
         if actor.target_kl is not None:
             self._policy_kl.append(policy_kl(log_probs, old, mask, **self._shared).double())
         loss, found = policy_loss(
@@ -74,7 +74,7 @@ class ActorLoss:
             found |= term_metrics
         metrics = _prefixed("actor", found)
         if config.algorithm.shared_backbone:
-            term, value_metrics = _value_loss(config, outputs, mask, fields, shared)
+            term, value_metrics = _value_loss(config, outputs, rows, shared)
             loss = loss + config.algorithm.value_coef * term
             metrics |= value_metrics
         return loss, metrics
@@ -85,8 +85,7 @@ def critic_loss(config: Config, num_tokens: int, num_sequences: int) -> LossFn:
     shared = _shared(config, num_tokens, num_sequences)
 
     def loss_fn(outputs: Outputs, rows: Rows) -> LossPart:
-        mask, fields = _to_device(rows, outputs["values"].device)
-        return _value_loss(config, outputs, mask, fields, _shared_with_weights(shared, fields))
+        return _value_loss(config, outputs, rows, shared | {"loss_weights": rows.fields.get(LOSS_WEIGHTS)})
 
     return loss_fn
 
@@ -97,15 +96,9 @@ def _shared(config: Config, num_tokens: int, num_sequences: int) -> dict[str, An
     return {"normaliser": normaliser, "conventions": conventions(config)}
 
 
-def _shared_with_weights(shared: dict[str, Any], fields: dict[str, torch.Tensor]) -> dict[str, Any]:
-    return shared | {LOSS_WEIGHTS: fields[LOSS_WEIGHTS]} if LOSS_WEIGHTS in fields else shared
-
-
-def _value_loss(
-    config: Config, outputs: Outputs, mask: torch.Tensor, fields: dict[str, torch.Tensor], shared: dict[str, Any]
-) -> LossPart:
-    values, old, returns = outputs["values"], fields["values"], fields["returns"]
-    loss, metrics = value_loss(values, old, returns, mask, config.critic, **shared)
+def _value_loss(config: Config, outputs: Outputs, rows: Rows, shared: dict[str, Any]) -> LossPart:
+    values, old, returns = outputs["values"], rows.fields["values"], rows.fields["returns"]
+    loss, metrics = value_loss(values, old, returns, rows.response_mask, config.critic, **shared)
     return loss, _prefixed("critic", {"vf_loss": loss, **metrics})
 
 
@@ -116,8 +109,3 @@ def _prefixed(component: str, metrics: Metrics) -> dict[str, OnDevice]:
         values, reduction = metric if isinstance(metric, tuple) else (metric, "sum")
         found[f"{component}/{name}"] = OnDevice.of(values, reduction)
     return found
-
-
-def _to_device(rows: Rows, device: torch.device) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the mask and all fields."""
-    return rows.response_mask.to(device), {name: value.to(device) for name, value in rows.fields.items()}

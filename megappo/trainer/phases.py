@@ -1,6 +1,6 @@
 """Phases of a step: each is timed, and every model has on the device what the phase needs of it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from megappo.observe.metrics import Metric
@@ -24,7 +24,7 @@ class Phases:
         self.offloads = models.offloads
         self._uses = uses_of(models.specs)
         self._phase = ""
-        self.before: dict[str, Callable[[], None]] = {}
+        self.before = {}
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:

@@ -1,44 +1,69 @@
 """Progress of a run: the checkpoint that it resumes from, and what it saves besides its models."""
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from pydantic import BaseModel, ValidationError
-
-from megappo.batch.exchange import Exchange
+from megappo.batch.exchange import Batch, Exchange
+from megappo.batch.rows_file import RowsFile, write_rows
+from megappo.checkpoint.checksums import refuse_damaged
+from megappo.checkpoint.component_folder import load_model
 from megappo.checkpoint.folders import LATEST, STATE, CheckpointError, position_of, read_state, step_of
+from megappo.checkpoint.metadata import read_component
 from megappo.checkpoint.store import CheckpointStore
 from megappo.config.loading import dump_config
 from megappo.config.schema import Config
 from megappo.observe.files import CHECKPOINTS, CONFIG_FILE
-from megappo.observe.metrics import METRICS_FILE
+from megappo.observe.metrics import METRICS_FILE, Histogram, Metric
 from megappo.placement.components import trained_in_words
 from megappo.ppo.kl import kl_controller
 from megappo.ppo.reward_shaping import RunningMoments
-from megappo.trainer.in_flight import InFlight, read_in_flight, write_in_flight
 from megappo.trainer.models import Models
 
+EXPERIENCE_FILE = "in_flight.safetensors"
+STATE_KEYS = ("prompts_drawn", "kl", "reward_moments", "models", "optimizer_steps")
+"""Content of a checkpoint's state.json besides the step; `optimizer_steps` are, for each component, its optimizer steps
+so far, and how many of the last ones were skipped in a row."""
 
-class TrainerState(BaseModel, strict=True):
-    """Content of a checkpoint's state.json. The attributes as for `Progress` and `Models`."""
+
+@dataclass
+class Experience:
+    """A step whose rows have their advantages, until its end. The same on every rank, except for the rows.
+
+    Attributes:
+        batch: rows at their owners, with all fields that losses read.
+        metrics: of the step until its advantages.
+        kl_penalty: mean of the KL to the reference over the tokens; None without a penalty in the rewards or a token.
+        log_prob_diff: mean of |old_log_probs - rollout_log_probs| over the tokens; 0 without a token. Not saved.
+        num_updates: component -> mini-batches of all epochs that it has been trained on.
+        optimizer_steps: component -> metrics of its optimizer steps.
+    """
 
     step: int
-    prompts_drawn: int
-    kl: dict[str, int | float]
-    reward_moments: dict[str, int | float]
-    models: str
-    optimizer_steps: dict[str, list[int]]
-    skipped_in_a_row: dict[str, int]
+    batch: Batch
+    metrics: dict[str, Any]
+    kl_penalty: float | None = None
+    log_prob_diff: float = 0.0
+    num_updates: dict[str, int] = field(default_factory=dict)
+    optimizer_steps: dict[str, list[dict[str, Metric]]] = field(default_factory=dict)
+
+    def add(self, name: str, num_updates: int, steps: list[dict[str, Metric]]) -> None:
+        """Add the optimizer steps of a component."""
+        self.num_updates[name] = num_updates
+        self.optimizer_steps.setdefault(name, []).extend(steps)
 
 
 class Progress:
     """Finds the newest checkpoint at once. All ranks create it, and call its methods except `describe`, together.
 
     Attributes:
-        checkpoint: the one to resume from; None in a folder without any.
+        checkpoint: the one to resume from, or to evaluate; None in a folder without any.
         start_step: steps done before this process started, once it is restored.
         step: the last finished step.
-        in_flight: the next step, if its rows have their advantages.
-        num_drawn: prompts that the steps so far have drawn, including the one in flight.
+        experience: the next step, if its rows have their advantages.
+        num_drawn: prompts that the steps so far have drawn, including that one.
         is_overdue: the last save failed. failed_saves: number of failed saves in this process.
         kl: controller of the KL coefficient.
         reward_moments: of all scores so far, for reward.normalize running.
@@ -51,53 +76,90 @@ class Progress:
         self.store = CheckpointStore(
             self.output_dir / CHECKPOINTS, trainer.keep_checkpoints, exchange, keep_every=trainer.keep_every
         )
-        self.checkpoint = self.store.latest()
         self.exchange = exchange
+        self.checkpoint = self._find_checkpoint()
         self.start_step = self.step = 0
-        self.in_flight: InFlight | None = None
+        self.experience = None
         self.num_drawn = 0
         self.is_overdue, self.failed_saves = False, 0
         self.kl = kl_controller(config.algorithm.kl_ctrl)
         self.reward_moments = RunningMoments()
 
+    def _find_checkpoint(self) -> Path | None:
+        """Return the checkpoint to resume from, or to evaluate, after a check of its checksums."""
+        if not self.config.trainer.eval_only:
+            return self.store.latest()
+        if self.config.trainer.eval_checkpoint is None:
+            return None
+        checkpoint = Path(self.config.trainer.eval_checkpoint).resolve()
+        refuse_damaged(checkpoint, self.exchange)
+        return checkpoint
+
     def restore(self, models: Models) -> None:
-        """Restore the checkpoint, if there is one."""
+        """Restore the checkpoint, if there is one; to evaluate it, only the actor's weights."""
         if self.checkpoint is None:
             return
-        state = read_trainer_state(self.checkpoint)
+        if self.config.trainer.eval_only:
+            engine, folder = models.actor.engine, self.checkpoint / "actor"
+            if engine is not None:
+                vocab_size = models.architecture.vocab_size
+                load_model(engine.chunks, engine.groups, folder, read_component(folder), vocab_size)
+            self.step = step_of(self.checkpoint)
+            return
+        state = read_state(self.checkpoint)
+        if missing := [key for key in STATE_KEYS if key not in state]:
+            raise CheckpointError(
+                f"{self.checkpoint / STATE} is of another version of megappo, without {', '.join(missing)}: write the "
+                f"name of another checkpoint into {self.checkpoint.parent / LATEST}, or choose another "
+                "trainer.output_dir"
+            )
+        self._restore_models(models, state["optimizer_steps"])
+        self.kl.load_state_dict(state["kl"])
+        self.reward_moments.load_state_dict(state["reward_moments"])
+        self.start_step = self.step = state["step"]
+        self.num_drawn = state["prompts_drawn"]
+        self.experience = self._read_experience(models.num_mini_batches())
+
+    def _restore_models(self, models: Models, optimizer_steps: dict[str, list[int]]) -> None:
+        """Load the models one by one, and check that each of their optimizers continues where it was."""
+        error = None
         for name, engine in models.trained.items():
             with models.loading(name):
                 self.store.load(self.checkpoint, {name: engine})
-        self._check_optimizer_steps(state.optimizer_steps, models)
-        self.kl.load_state_dict(state.kl)
-        self.reward_moments.load_state_dict(state.reward_moments)
-        for name, engine in models.trained.items():
-            if engine is not None:
-                engine.skipped_in_a_row = state.skipped_in_a_row[name]
-        self.start_step = self.step = state.step
-        self.num_drawn = state.prompts_drawn
-        self.in_flight = read_in_flight(self.checkpoint, self.exchange)
-        if self.in_flight is not None:
-            self._check_mini_batches(self.in_flight, models)
+            if engine is None:
+                continue
+            num_steps, engine.skipped_in_a_row = optimizer_steps[name]
+            if engine.num_steps != {num_steps}:
+                error = CheckpointError(
+                    f"{self.checkpoint} was saved after {num_steps} optimizer steps of the {name}, but loads as "
+                    f"{sorted(engine.num_steps)}: its files do not belong together; use another checkpoint"
+                )
+        self.exchange.raise_together(error)
 
-    def begin(self, flight: InFlight, num_drawn: int) -> None:
-        """Note that a step's rows have their advantages. `num_drawn`: prompts that all steps so far have drawn."""
-        self.in_flight, self.num_drawn = flight, num_drawn
-
-    def finish(self, flight: InFlight) -> None:
+    def finish(self, experience: Experience) -> None:
         """Note that a step is finished, and adapt the KL coefficient if the actor was trained in it."""
-        if flight.kl_penalty is not None and "actor" in flight.num_updates:
+        if experience.kl_penalty is not None and "actor" in experience.num_updates:
             num_responses = self.config.data.train_batch_size * self.config.rollout.n  # a row may be a part of one
-            self.kl.update(flight.kl_penalty, num_responses)
-        self.step, self.in_flight = flight.step, None
+            self.kl.update(experience.kl_penalty, num_responses)
+        self.step, self.experience = experience.step, None
+
+    @property
+    def resume_step(self) -> int:
+        """The step that a resumed run begins with; 0 in a new run."""
+        return self.start_step + 1 if self.start_step or self.experience is not None else 0
 
     @property
     def is_saved(self) -> bool:
         """True if the newest checkpoint is up to date."""
         return self.checkpoint is not None and position_of(self.checkpoint) == self._position
 
+    @property
+    def _position(self) -> tuple[int, int]:
+        """As `checkpoint.folders.position_of`."""
+        return self.step, -1 if self.experience is None else sum(self.experience.num_updates.values())
+
     def begin_save(self, models: Models, *, in_background: bool) -> None:
-        """Begin to write a checkpoint; `finish_save` completes it.
+        """Begin to write a checkpoint; `store.finish` completes it.
 
         Args:
             in_background: see `CheckpointStore.begin`.
@@ -106,73 +168,80 @@ class Progress:
         """
         step, num_updates = self._position
         self.is_overdue = False
-        state = TrainerState(
-            step=step,
-            prompts_drawn=self.num_drawn,
-            kl=self.kl.state_dict(),
-            reward_moments=self.reward_moments.state_dict(),
-            models=trained_in_words(self.config),
-            optimizer_steps=models.num_steps(self.exchange),
-            skipped_in_a_row=models.skipped_in_a_row(self.exchange),
-        )
+        trained = [(name, engine) for name, engine in models.trained.items() if engine is not None]
+        local = {name: [engine.scheduler.num_steps, engine.skipped_in_a_row] for name, engine in trained}
+        optimizer_steps = {}
+        for of_rank in self.exchange.share(local):
+            optimizer_steps |= of_rank
+        state = {
+            "prompts_drawn": self.num_drawn,
+            "kl": self.kl.state_dict(),
+            "reward_moments": self.reward_moments.state_dict(),
+            "models": trained_in_words(self.config),
+            "optimizer_steps": optimizer_steps,
+        }
         self.store.begin(
             step,
             models.trained,
-            state.model_dump(),
-            num_updates=None if self.in_flight is None else num_updates,
-            write_more=self._write_more,
+            state,
+            num_updates=None if self.experience is None else num_updates,
+            write_more=partial(self._write_more, models.num_mini_batches()),
             in_background=in_background,
         )
 
-    def finish_save(self) -> Path:
-        """Complete the checkpoint that is being written, and return its folder.
+    def _write_more(self, num_mini_batches: dict[str, int], folder: Path) -> None:
+        """Write the config and the experience into a checkpoint; all ranks together."""
+        self.exchange.on_rank_0(lambda: (folder / CONFIG_FILE).write_text(dump_config(self.config), "utf-8"))
+        experience = self.experience
+        if experience is None:
+            return
+        rows = experience.batch.at_rank_0(self.exchange)
+        facts = {
+            "step": experience.step,
+            "metrics": {name: _to_json(value) for name, value in experience.metrics.items()},
+            "kl_penalty": experience.kl_penalty,
+            "num_mini_batches": num_mini_batches,
+            "num_updates": experience.num_updates,
+            "optimizer_steps": experience.optimizer_steps,
+        }
+        self.exchange.on_rank_0(lambda: write_rows(folder / EXPERIENCE_FILE, rows, facts))
+
+    def _read_experience(self, num_mini_batches: dict[str, int]) -> Experience | None:
+        """Return the step that the checkpoint was saved in the middle of, if any. Every rank reads its own rows.
 
         Raises:
-            CheckpointError, OtherRankError: it cannot be written.
+            RowsFileError: the file is damaged.
+            CheckpointError: the updates cannot continue with the mini-batches that they began with.
         """
-        self.checkpoint = self.store.finish()
-        return self.checkpoint
-
-    def note_failed_save(self) -> None:
-        """Note that a save failed, so that the next one is due at once."""
-        self.is_overdue = True
-        self.failed_saves += 1
-
-    @property
-    def _position(self) -> tuple[int, int]:
-        """As `checkpoint.folders.position_of`."""
-        return self.step, -1 if self.in_flight is None else sum(self.in_flight.num_updates.values())
-
-    def _check_optimizer_steps(self, saved: dict[str, list[int]], models: Models) -> None:
-        """Check that learning rates and optimizers continue where they were."""
-        found = models.num_steps(self.exchange)
-        if found != saved:
-            raise CheckpointError(
-                f"{self.checkpoint} was saved after {saved} optimizer steps, but loads as {found}: its files do not "
-                "belong together; use another checkpoint"
-            )
-
-    def _write_more(self, folder: Path) -> None:
-        self.exchange.on_rank_0(lambda: (folder / CONFIG_FILE).write_text(dump_config(self.config), "utf-8"))
-        if self.in_flight is not None:
-            write_in_flight(folder, self.in_flight, self.exchange)
-
-    def _check_mini_batches(self, flight: InFlight, models: Models) -> None:
-        """Check that an update that has begun can continue with the mini-batches that it began with."""
-        num_prompts = models.config.data.train_batch_size
-        for name, found in flight.num_mini_batches.items():
-            training = models.training[name]
-            if training.section.num_mini_batches(num_prompts) != found:
+        path = self.checkpoint / EXPERIENCE_FILE
+        if not path.exists():
+            return None
+        with RowsFile(path) as file:
+            facts, batch = file.facts, file.batch(self.exchange)
+        for name, found in facts["num_mini_batches"].items():
+            if num_mini_batches[name] != found:
                 raise CheckpointError(
-                    f"{self.checkpoint} is in the middle of step {flight.step}, with {found} mini-batches an epoch for "
-                    f"the {name}: set {training.key}.ppo_mini_batch_size {num_prompts // found} until that step is "
-                    "finished"
+                    f"{self.checkpoint} is in the middle of step {facts['step']}, with {found} mini-batches an epoch "
+                    f"for the {name}, but this run has {num_mini_batches[name]}: set ppo_mini_batch_size as it was "
+                    "until that step is finished"
                 )
+        metrics = {name: _from_json(value) for name, value in facts["metrics"].items()}
+        steps = {name: list(map(_metrics, of_one)) for name, of_one in facts["optimizer_steps"].items()}
+        return Experience(
+            facts["step"],
+            batch,
+            metrics,
+            facts["kl_penalty"],
+            num_updates=facts["num_updates"],
+            optimizer_steps=steps,
+        )
 
     def describe(self) -> str:
         """Describe what an earlier run left in the folder; "" in a new folder."""
+        if self.config.trainer.eval_only:
+            return f"evaluating {self.checkpoint or self.config.model.path}"
         if self.checkpoint is not None:
-            begun = "" if self.in_flight is None else f", in the middle of step {self.in_flight.step},"
+            begun = "" if self.experience is None else f", in the middle of step {self.experience.step},"
             return f"going on after step {self.start_step}{begun} from {self.checkpoint}"
         if (self.output_dir / METRICS_FILE).exists():
             return (
@@ -182,20 +251,13 @@ class Progress:
         return ""
 
 
-def read_trainer_state(checkpoint: Path) -> TrainerState:
-    """Return the trainer's state in a checkpoint.
+def _to_json(value: Any) -> Any:
+    return list(value.numbers) if isinstance(value, Histogram) else value
 
-    Raises:
-        CheckpointError: something is missing, or the step is not the one in the folder's name.
-    """
-    try:
-        state = TrainerState.model_validate(read_state(checkpoint))
-        wrong = [] if state.step == step_of(checkpoint) else [f"step {state.step}"]
-    except ValidationError as error:
-        wrong = [str(one["loc"][0]) for one in error.errors()]
-    if wrong:
-        raise CheckpointError(
-            f"{checkpoint / STATE} is not what a run saved there (see {', '.join(dict.fromkeys(wrong))}): write the "
-            f"name of another checkpoint into {checkpoint.parent / LATEST}, or choose another trainer.output_dir"
-        )
-    return state
+
+def _from_json(value: Any) -> Any:
+    return Histogram(tuple(value)) if isinstance(value, list) else value
+
+
+def _metrics(step: Mapping[str, tuple[Sequence[float], str]]) -> dict[str, Metric]:
+    return {name: Metric(tuple(part), reduction) for name, (part, reduction) in step.items()}

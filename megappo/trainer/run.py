@@ -9,6 +9,7 @@ from typing import Any
 from megappo.batch.exchange import Exchange, OtherRankError
 from megappo.checkpoint.folders import CheckpointError
 from megappo.config.schema import Config
+from megappo.observe.metrics import reduce_ranks
 from megappo.observe.observer import NullObserver, Observer
 from megappo.rollouts.datasets import Datasets
 from megappo.rollouts.record import Replay
@@ -17,10 +18,10 @@ from megappo.runtime.interruption import INTERRUPTION, deadline
 from megappo.trainer.batches import SampledBatches
 from megappo.trainer.evaluation import evaluate
 from megappo.trainer.inference import InferenceEngines, NoEngines
-from megappo.trainer.models import Models
+from megappo.trainer.models import Models, Shards
 from megappo.trainer.phases import Phases
-from megappo.trainer.progress import Progress
-from megappo.trainer.utilisation import Utilisation
+from megappo.trainer.progress import Experience, Progress
+from megappo.trainer.statistics import Utilisation, merge_optimizer_steps, training_metrics
 
 
 @dataclass
@@ -28,7 +29,7 @@ class Run:
     """The parts of a run. All ranks call every method together; an absent part is a null object.
 
     Attributes:
-        rollouts: samples from the engines; None in a run that replays a record.
+        rollouts: samples from the engines, if the run has any.
         batches: yields each step's scored rows.
     """
 
@@ -37,7 +38,7 @@ class Run:
     datasets: Datasets
     models: Models
     engines: InferenceEngines | NoEngines
-    rollouts: Rollouts | None
+    rollouts: Rollouts
     batches: SampledBatches | Replay
     progress: Progress
     observer: Observer | NullObserver
@@ -53,11 +54,6 @@ class Run:
         """True if the run starts without a checkpoint: not even one in the middle of step 1."""
         return self.progress.checkpoint is None
 
-    def first_sync(self) -> None:
-        """Sync the engines with the actor and prove that all of their weights are the actor's."""
-        as_loaded = engines_have_initial_weights(self.config, self.progress)
-        self.engines.first_sync(verify=self.config.proves_weights, as_loaded=as_loaded)
-
     def evaluate(self, step: int) -> dict[str, Any]:
         """Return `val/<dataset>/*` of every held-out prompt, and log a few samples."""
         return evaluate(self.rollouts, self.datasets, self.observer, step)
@@ -65,10 +61,6 @@ class Run:
     def begin_training(self) -> None:
         """Begin the first step: from here on a signal or the time limit ends the run with a checkpoint."""
         settings = self.config.trainer
-        if self.progress.start_step == settings.total_steps:
-            self.observer.message(
-                f"nothing left to do: raise trainer.total_steps (now {settings.total_steps}) to train on"
-            )
         gc.collect()
         gc.freeze()  # saves collect garbage, and need not search what was built before training
         self.phase.timers.restart()
@@ -81,6 +73,47 @@ class Run:
             Interrupted: on all ranks, if any has a reason to stop.
         """
         raise_if_interrupted(self.exchange)
+
+    def resume_step(self) -> tuple[Experience | None, Shards]:
+        """Return the experience of the step that the run was interrupted in, and its rows at the models, if any."""
+        experience = self.progress.experience
+        if experience is None:
+            return None, {}
+        with self.phase("scatter"):
+            self.engines.sleep()  # the first sync has woken them
+            shards = self.models.scatter(experience.batch)
+        for name, shard in shards.items():
+            shard.num_updates = experience.num_updates.get(name, 0)
+        return experience, shards
+
+    def begin_updates(self, experience: Experience) -> None:
+        """Check that the engines sampled as the actor would. From here on an interrupted step is resumed."""
+        experience.metrics |= self.engines.check_rollouts(experience.log_prob_diff)
+        self.progress.experience, self.progress.num_drawn = experience, self.batches.num_drawn
+
+    def end_updates(self, experience: Experience, shards: Shards) -> dict[str, Any]:
+        """Return the step's metrics so far, with those of the updates on all ranks. All ranks wait for the slowest.
+
+        Raises:
+            Interrupted: the updates were interrupted.
+        """
+        trained = self.models.trained_in(experience.step)
+        local = {}
+        for name in trained:
+            shard, seconds = shards[name], self.phase.seconds(f"update_{name}")
+            local[name] = (shard.num_updates, shard.optimizer_steps, seconds)
+        updates, memory = zip(*self.exchange.share((local, self.phase.memory())), strict=True)
+        metrics = experience.metrics | reduce_ranks(memory)
+        is_interrupted = False
+        for name in trained:
+            counts, steps, seconds = zip(*(of_rank[name] for of_rank in updates), strict=True)
+            experience.add(name, max(counts), merge_optimizer_steps(steps, name))
+            is_interrupted |= max(counts) < self.models.training[name].section.ppo_epochs * len(shards[name].split)
+            metrics |= training_metrics(experience.optimizer_steps[name], name)
+            metrics[f"{name}/mfu"] = self.utilisation.mfu(shards[name], max(map(len, steps)), max(seconds))
+        if is_interrupted:
+            self.check_interrupted()
+        return metrics
 
     def is_due(self, step: int, interval: int) -> bool:
         """Return whether something happens after this step that happens every `interval` steps and after the last."""
@@ -133,7 +166,8 @@ class Run:
         """
         if self.progress.store.is_saving:
             with self.phase("finish_save"), self._failing_save(may_fail):
-                self.observer.message(f"checkpoint {self.progress.finish_save()}")
+                self.progress.checkpoint = self.progress.store.finish()
+                self.observer.message(f"checkpoint {self.progress.checkpoint}")
 
     def finish_save_if_written(self) -> None:
         """Complete a checkpoint that all ranks have written."""
@@ -147,13 +181,14 @@ class Run:
         except (CheckpointError, OtherRankError) as error:
             if not may_fail:
                 raise
-            self.progress.note_failed_save()
+            self.progress.is_overdue = True
+            self.progress.failed_saves += 1
             self.observer.message(f"WARNING: {error}: it is tried again")
 
     def save_if_needed(self) -> None:
         """Save whatever no checkpoint has. The engines are stopped: they are not needed any more."""
         self.finish_save()
-        has_begun = self.progress.step > 0 or self.progress.in_flight is not None
+        has_begun = self.progress.step > 0 or self.progress.experience is not None
         if has_begun and not self.progress.is_saved:
             self.engines.end()
             self.save()
@@ -166,16 +201,8 @@ class Run:
         """
         INTERRUPTION.end_saving()
         self.check_interrupted()
-        if self.config.trainer.export_hf:
+        if self.config.trainer.export_hf and self.models.training:
             with self.phase("export"):
                 self.models.export_actor()
         self.exchange.share(None)
         self.observer.finish()
-
-
-def engines_have_initial_weights(config: Config, progress: Progress) -> bool:
-    """Return whether the engines have loaded the weights that the actor starts with: in a new run, its own engines.
-
-    Servers that were already running may hold the weights of an earlier run.
-    """
-    return progress.checkpoint is None and not config.rollout.engines

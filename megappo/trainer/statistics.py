@@ -1,67 +1,60 @@
-"""Metrics over all ranks, from each rank's part in one small exchange."""
+"""Metrics over all ranks, from each rank's part in one small exchange; and the MFU of updates."""
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from megappo.architecture.dtypes import DTYPES
 from megappo.batch.exchange import Exchange
 from megappo.batch.row_metrics import ROW_METRICS, SPREAD
 from megappo.batch.rows import Rows
+from megappo.estimate.flops import flops_of
+from megappo.estimate.gpus import find_gpu
+from megappo.models.megatron_config import TORCH_DTYPES
 from megappo.models.train_engine import OptimizerStep
 from megappo.observe.metrics import Metric, merge_metrics, reduce_ranks
 from megappo.ppo.aggregation import Unreduced
+from megappo.runtime import platform
+from megappo.trainer.component_batch import ComponentBatch
+from megappo.trainer.models import Models, architecture_of
 
-NOT_KEPT = "skipped_rows_not_kept"
-"""Metric of skipped optimizer steps: ranks on which their rows could not be written."""
-
-
-def row_metrics(exchange: Exchange, rows: Rows) -> dict[str, Any]:
-    """Return the ROW_METRICS that the run has, over the rows of all ranks."""
-    return metrics_over_ranks(exchange, rows, {}, {})[0]
+MEASURED_SIDE, NUM_MEASUREMENTS = 512, 10
+"""Size of the square matrices whose product measures a device without a data sheet; the fastest of so many counts."""
 
 
-def metrics_over_ranks(
-    exchange: Exchange, rows: Rows, extra: Unreduced, unlogged: Unreduced
-) -> tuple[dict[str, Any], dict[str, float]]:
-    """Return `row_metrics` with extra metrics, and statistics that are not logged: all in one exchange.
+def over_ranks(exchange: Exchange, values: Unreduced) -> dict[str, Any]:
+    """Return metrics of the values of all ranks; the same names on every rank."""
+    parts = {name: Metric.of(*part) for name, part in values.items()}
+    return reduce_ranks(exchange.share(parts))
 
-    Args:
-        extra, unlogged: of this rank's rows; the same names on every rank.
-    """
-    parts: dict[str, Metric] = {name: Metric.of(*part) for name, part in extra.items()}
+
+def row_metrics(exchange: Exchange, rows: Rows, extra: Unreduced | None = None) -> dict[str, Any]:
+    """Return the ROW_METRICS that the run has, and extra metrics, over the rows of all ranks."""
+    values = dict(extra or {})
     for name, metric in ROW_METRICS.items():
         found = metric.values(rows)
-        if found is not None:
-            for column, values in _columns(name, found).items():
-                parts |= _parts(column, values, metric.reductions)
-    found_parts = exchange.share((parts, {name: Metric.of(*part) for name, part in unlogged.items()}))
-    logged, others = zip(*found_parts, strict=True)
-    return reduce_ranks(logged), reduce_ranks(others)
+        if found is None:
+            continue
+        columns = {name: found}
+        if found.dim() > 1:
+            columns = {f"{name}/{i}": column for i, column in enumerate(found.unbind(1))}
+        for column, of_column in columns.items():
+            if isinstance(metric.reductions, str):
+                values[column] = (of_column, metric.reductions)
+            else:
+                values |= spread(column, of_column, metric.reductions)
+    return over_ranks(exchange, values)
 
 
-def value_parts(name: str, values: torch.Tensor) -> dict[str, Metric]:
-    """Return this rank's part of `<name>/{mean,max,min}` over all ranks' values, [n] each; n may differ and be 0."""
-    return _parts(name, values, SPREAD)
-
-
-def _columns(name: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return values by the name of their metric: [n] is one metric, [n, K] is K."""
-    if values.dim() == 1:
-        return {name: values}
-    return {f"{name}/{i}": column for i, column in enumerate(values.unbind(1))}
-
-
-def _parts(name: str, values: torch.Tensor, reductions: tuple[str, ...] | str) -> dict[str, Metric]:
-    if isinstance(reductions, str):
-        return {name: Metric.of(values, reductions)}
-    values = values.double()
-    return {f"{name}/{reduction}": Metric.of(values, reduction) for reduction in reductions}
+def spread(name: str, values: torch.Tensor, reductions: tuple[str, ...] = SPREAD) -> Unreduced:
+    """Return values [n] by the names of their metrics `<name>/{mean,max,min}`; n may be 0 on a rank."""
+    return {f"{name}/{reduction}": (values, reduction) for reduction in reductions}
 
 
 def merge_optimizer_steps(ranks: Sequence[list[OptimizerStep]], name: str) -> list[dict[str, Metric]]:
-    """Merge the data-parallel shards' metrics of each of a component's optimizer steps. A skipped step has NOT_KEPT at
-    most.
+    """Merge the data-parallel shards' metrics of each of a component's optimizer steps; {} for a skipped step.
 
     Args:
         ranks: steps of each of the component's output ranks; empty on other ranks.
@@ -79,22 +72,66 @@ def merge_optimizer_steps(ranks: Sequence[list[OptimizerStep]], name: str) -> li
 
 
 def training_metrics(steps: list[dict[str, Metric]], name: str) -> dict[str, Any]:
-    """Return the metrics of a component's optimizer steps, averaged over the steps, and the number of steps."""
+    """Return the metrics of a component's optimizer steps over the steps, and the number of steps."""
     if not steps:
         return {}
-    done = [metrics for metrics in steps if f"{name}/lr" in metrics]
+    done = [metrics for metrics in steps if metrics]
     found = {}
     for key in done[0] if done else ():
-        found[key] = _over_steps([metrics[key] for metrics in done])
-    not_kept = f"{name}/{NOT_KEPT}"
-    found[f"{name}/num_optimizer_steps"] = len(done)
-    found[f"{name}/skipped_steps"] = len(steps) - len(done)
-    found[not_kept] = sum(int(metrics[not_kept].value) for metrics in steps if not_kept in metrics)
-    return found
+        parts = [metrics[key] for metrics in done]
+        if parts[0].reduction == "sum":  # a mean over each mini-batch
+            found[key] = sum(one.value for one in parts) / len(parts)
+        else:
+            found[key] = Metric.merged(parts).value
+    return found | {f"{name}/num_optimizer_steps": len(done), f"{name}/skipped_steps": len(steps) - len(done)}
 
 
-def _over_steps(parts: list[Metric]) -> Any:
-    """Average sums, which are means over a mini-batch; merge anything else as over ranks."""
-    if parts[0].reduction == "sum":
-        return sum(one.value for one in parts) / len(parts)
-    return Metric.merged(parts).value
+class Utilisation:
+    """MFU: the model's own work in an update, as a share of what the component's ranks could have computed meanwhile.
+
+    All ranks build it together.
+
+    Attributes:
+        peaks: component -> operations per second of all its ranks together.
+    """
+
+    def __init__(self, models: Models, exchange: Exchange):
+        peaks = exchange.share(peak_flops(models.config.model.dtype))
+        self._flops = {name: flops_of(architecture_of(models.specs[name])) for name in models.training}
+        self.peaks = {}
+        for name in models.training:
+            self.peaks[name] = sum(peaks[rank] for rank in models.components[name].layout.ranks)
+
+    def mfu(self, shard: ComponentBatch, num_steps: int, seconds: float) -> float:
+        """Return the MFU of so many optimizer steps, as if mini-batches had equally many tokens.
+
+        Recomputation, padding and pipeline stages that wait count as lost.
+
+        Source: Chowdhery et al. 2022 (PaLM), appendix B; `estimate.flops`.
+        """
+        name, table = shard.component.name, shard.batch.table
+        lengths = list(zip(table.total_lengths(), table.response_lengths.tolist(), strict=True))
+        flops = self._flops[name]
+        num_epochs = num_steps / len(shard.split)
+        return num_epochs * flops.training * flops.forward(lengths) / (self.peaks[name] * seconds)
+
+
+def peak_flops(dtype: str) -> float:
+    """Return this rank's floating-point operations per second: by the data sheet of its GPU, or measured.
+
+    Ranks that share a CPU measure at the same time, and so share it.
+
+    Args:
+        dtype: "fp32" or "bf16".
+    """
+    gpu = find_gpu(torch.cuda.get_device_name(platform.device())) if platform.has_cuda() else None
+    if gpu is not None:
+        return gpu.flops if DTYPES[dtype].nbytes == 2 else gpu.fp32_flops
+    side = MEASURED_SIDE * (8 if platform.has_cuda() else 1)
+    matrix = torch.ones(side, side, dtype=TORCH_DTYPES[dtype], device=platform.device())
+    seconds = []
+    for _ in range(NUM_MEASUREMENTS):
+        start = time.perf_counter()
+        float((matrix @ matrix)[0, 0])  # waits for the product
+        seconds.append(time.perf_counter() - start)
+    return 2 * side**3 / min(seconds)

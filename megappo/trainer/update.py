@@ -14,13 +14,11 @@ from megappo.batch.exchange import OtherRankError
 from megappo.batch.rows import Rows
 from megappo.batch.rows_file import write_rows
 from megappo.config.schema import Actor, Config
-from megappo.models.train_engine import ELSEWHERE, LossFn, OptimizerStep, TrainedEngine
-from megappo.observe.metrics import Metric
+from megappo.models.train_engine import ELSEWHERE, LossFn, TrainedEngine
 from megappo.runtime import platform
 from megappo.runtime.interruption import INTERRUPTION
 from megappo.trainer.component_batch import ComponentBatch
 from megappo.trainer.objectives import SELECTED, ActorLoss, conventions, critic_loss
-from megappo.trainer.statistics import NOT_KEPT
 
 
 def update_actor(batch: ComponentBatch, config: Config) -> None:
@@ -51,52 +49,45 @@ def _mini_batches(
 ) -> Iterator[tuple[Rows, int, int]]:
     """Yield `ComponentBatch.mini_batches` epoch after epoch: those that remain, until the run is interrupted."""
     parts = batch.mini_batches(counts_empty_rows=conventions(config).counts_empty_rows)
-    while batch.num_updates < ppo_epochs * len(parts):
-        batch.interrupted = engine.anywhere(bool(INTERRUPTION.reason))
-        if batch.interrupted:
-            return
+    while batch.num_updates < ppo_epochs * len(parts) and not engine.anywhere(bool(INTERRUPTION.reason)):
         batch.num_updates += 1
         yield parts[(batch.num_updates - 1) % len(parts)]
 
 
 def _train(batch: ComponentBatch, engine: TrainedEngine, rows: Rows, loss: LossFn, config: Config) -> None:
-    """Make one optimizer step. Rows of a skipped step are kept for inspection.
+    """Make one optimizer step.
 
     Raises:
-        FloatingPointError, OtherRankError: the trainer.max_bad_steps steps before it were skipped, too.
+        FloatingPointError, OtherRankError: it and the trainer.max_bad_steps steps before it were skipped.
     """
     step = engine.train_batch(rows, loss)
+    engine.skipped_in_a_row = engine.skipped_in_a_row + 1 if step.skipped else 0
     if step.skipped:
-        engine.skipped_in_a_row += 1
-        step = _skipped(batch, engine, rows, step, config)
-    else:
-        engine.skipped_in_a_row = 0
+        _report_skipped(batch, engine, rows, step.skipped, config)
     if engine.is_output:
         batch.optimizer_steps.append(step)
 
 
-def _skipped(
-    batch: ComponentBatch, engine: TrainedEngine, rows: Rows, step: OptimizerStep, config: Config
-) -> OptimizerStep:
-    """Warn about a skipped step, or raise if too many were skipped in a row; return it with its metrics."""
+def _report_skipped(batch: ComponentBatch, engine: TrainedEngine, rows: Rows, reason: str, config: Config) -> None:
+    """Warn about a skipped optimizer step, and raise if too many were skipped in a row. The rows are kept."""
     rank, limit = batch.component.exchange.rank, config.trainer.max_bad_steps
-    kept, metrics = _keep_rows(batch, rows, step.skipped, config) if engine.is_output else ("", {})
-    if engine.skipped_in_a_row > limit:
-        if step.skipped == ELSEWHERE:
-            raise OtherRankError(ELSEWHERE)
-        in_a_row = f" ({engine.skipped_in_a_row} times in a row, trainer.max_bad_steps is {limit})" if limit else ""
-        raise FloatingPointError(
-            f"{step.skipped}{in_a_row}; no weight was changed by it. Check the rewards, advantages and log-probs of "
-            f"the last steps in metrics.jsonl; if they diverge, lower optim.lr{kept}"
-        )
-    if step.skipped != ELSEWHERE or metrics:
-        which = f"the {batch.component.name}'s update {batch.num_updates} of step {batch.step}"
-        print(f"WARNING (rank {rank}): {step.skipped}: {which} is skipped{kept}", flush=True)
-    return replace(step, metrics=metrics)
+    which = f"the {batch.component.name}'s update {batch.num_updates} of step {batch.step}"
+    kept = _keep_rows(batch, rows, reason, config) if engine.is_output else ""
+    if engine.skipped_in_a_row <= limit:
+        if reason != ELSEWHERE:
+            print(f"WARNING (rank {rank}): {reason}: {which} is skipped{kept}", flush=True)
+        return
+    if reason == ELSEWHERE:
+        raise OtherRankError(ELSEWHERE)
+    raise FloatingPointError(
+        f"{reason} ({engine.skipped_in_a_row} times in a row, trainer.max_bad_steps is {limit}); no weight was changed "
+        "by it. Check the rewards, advantages and log-probs of the last steps in metrics.jsonl; if they diverge, lower "
+        f"optim.lr{kept}"
+    )
 
 
-def _keep_rows(batch: ComponentBatch, rows: Rows, reason: str, config: Config) -> tuple[str, dict[str, Metric]]:
-    """Write this rank's rows of a skipped step; return where they are, or why not, which a metric counts."""
+def _keep_rows(batch: ComponentBatch, rows: Rows, reason: str, config: Config) -> str:
+    """Write this rank's rows of a skipped step; return where they are. Warn if they cannot be written."""
     name, rank = batch.component.name, batch.component.exchange.rank
     file = f"step_{batch.step:08d}_{name}_{batch.num_updates:04d}_rank_{rank}.safetensors"
     path = Path(config.trainer.output_dir, "bad_steps", file)
@@ -105,8 +96,9 @@ def _keep_rows(batch: ComponentBatch, rows: Rows, reason: str, config: Config) -
         path.parent.mkdir(parents=True, exist_ok=True)
         write_rows(path, rows, facts)
     except OSError as error:
-        return f"; its rows cannot be kept: {error}", {f"{name}/{NOT_KEPT}": Metric((1.0,), "sum")}
-    return f"; its rows are in {path}", {}
+        print(f"WARNING (rank {rank}): cannot keep the rows of a skipped step: {error}", flush=True)
+        return ""
+    return f"; its rows are in {path}"
 
 
 def _with_selection(engine: TrainedEngine, rows: Rows, select: Callable[..., torch.Tensor], actor: Actor) -> Rows:

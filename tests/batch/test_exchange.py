@@ -121,10 +121,10 @@ def check_moves(rank: int, world_size: int, cases: list[Case]) -> None:
         assert table.max_response_length == width
         moved = exchange.move(batch, case.destinations, ["values", "returns"])
         assert_rows(moved.rows, case, case.destinations[rank], {"values", "returns"})
-        more = exchange.move_fields([(batch, ["advantages"])], moved)
+        more = exchange.move_fields(batch, ["advantages"], moved).rows
         assert_rows(more, case, case.destinations[rank], {"values", "returns", "advantages"})
         aged = replace(mine, fields=mine.fields | {"ages": torch.tensor([row + 0.5 for row in mine.ids])})
-        found = exchange.move_fields([(Batch(aged, table, sources), ["ages"])], moved).fields["ages"]
+        found = exchange.move_fields(Batch(aged, table, sources), ["ages"], moved).rows.fields["ages"]
         assert found.tolist() == [row + 0.5 for row in case.destinations[rank]] and found.dtype == torch.float32
         columns = torch.tensor([0.0, 0.25, -9.0])
         marked = replace(mine, fields=mine.fields | {"marks": mine.ids[:, None] + columns})
@@ -160,7 +160,7 @@ def through_two_components(rank: int, world_size: int) -> None:
     sources = output_sources(dp2, shards, world_size)
     results = rows_of(case, sources[rank], ("values",), 7)
     results = replace(results, ids=torch.tensor(sources[rank], dtype=torch.int64))
-    back = exchange.move_fields([(Batch(results, owned.table, sources), ["values"])], owned)
+    back = exchange.move_fields(Batch(results, owned.table, sources), ["values"], owned).rows
     assert_rows(back, case, owned_by[rank], {"values"})
     everything = (tuple(range(len(LENGTHS))),)
     destinations = shard_destinations(tp2, everything, world_size)

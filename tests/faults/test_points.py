@@ -28,7 +28,7 @@ POINTS: dict[str, dict[str, Point]] = {
         "an optimizer step is done": Point(f"{STEP}:clipped_step", call=2, rank=0, after=True),
         "the next epoch": Point(f"{STEP}:TrainedEngine.train_batch", call=3),
         "update_actor": Point(f"{STEP}:TrainedEngine.train_batch", call=5),
-        "gather_metrics": Point("megappo.trainer.in_flight:InFlight.add"),
+        "gather_metrics": Point("megappo.trainer.progress:Experience.add"),
         "the step is done": Point("megappo.trainer.progress:Progress.finish", after=True),
         "the step is being logged": Point("megappo.observe.metrics:MetricsWriter.write", rank=0, after=True),
     },

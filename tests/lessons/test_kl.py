@@ -15,8 +15,9 @@ from megappo.config.schema import Config
 from megappo.placement.components import components_of
 from megappo.ppo.kl import kl_controller
 from megappo.ppo.reward_shaping import RunningMoments
-from megappo.trainer.experience import AdvantageResult, add_advantages
+from megappo.trainer.experience import add_advantages
 from megappo.trainer.objectives import ActorLoss, critic_loss
+from megappo.trainer.progress import Experience
 
 GAMMA, LAM, REWARD_COEF, LOSS_COEF = 0.9, 0.8, 0.5, 0.25
 SCORES, LENGTHS = (1.0, -1.0), (3, 2)
@@ -51,11 +52,11 @@ def make_rows() -> Rows:
     return Rows(ids, ids, torch.ones_like(ids), lengths, tokens, fields)
 
 
-def advantages_of(config: Config) -> AdvantageResult:
+def advantages_of(config: Config) -> Experience:
     exchange = Exchange(dist.group.WORLD)
     progress = SimpleNamespace(kl=kl_controller(config.algorithm.kl_ctrl), reward_moments=RunningMoments())
     run = SimpleNamespace(config=config, exchange=exchange, progress=progress)
-    return add_advantages(run, at_owners(exchange, make_rows()).rows)
+    return add_advantages(run, 1, at_owners(exchange, make_rows()), {})
 
 
 def plain_advantages(coef: float) -> list[list[float]]:
@@ -81,7 +82,7 @@ def actor_loss(config: Config, rows: Rows) -> float:
 def check_counted_once(rank: int, world_size: int) -> None:
     for in_reward, in_loss in ((True, False), (False, True)):
         config = make_config(in_reward, in_loss)
-        rows = advantages_of(config).rows
+        rows = advantages_of(config).batch.rows
         right, wrong = (plain_advantages(REWARD_COEF * one) for one in (in_reward, not in_reward))
         assert rows.fields["advantages"].tolist() == [pytest.approx(row, abs=1e-6) for row in right]
         mean_kl = float(KL.sum()) / 5
@@ -110,7 +111,7 @@ def test_a_kl_that_counts_twice_gives_a_warning() -> None:
 
 def check_returns(rank: int, world_size: int) -> None:
     config = make_config(in_reward=True, in_loss=False)
-    rows = advantages_of(config).rows
+    rows = advantages_of(config).batch.rows
     right, wrong = (torch.tensor(plain_advantages(coef)) + VALUES * MASK for coef in (REWARD_COEF, 0.0))
     torch.testing.assert_close(rows.fields["returns"], right, rtol=0, atol=1e-6)
     assert "returns" in components_of(config)["critic"].training.fields

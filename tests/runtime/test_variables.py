@@ -214,10 +214,10 @@ def test_a_program_of_others_keeps_its_folder(tmp_path):
         (
             "train no.yaml",
             {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "head", "MASTER_PORT": "23456"},
-            ["launch/local.sh CONFIG (WORLD_SIZE is another's: LOCAL_RANK, LOCAL_WORLD_SIZE are not set)"],
+            ["which sets LOCAL_RANK, LOCAL_WORLD_SIZE: start it with launch/local.sh CONFIG"],
         ),
         pytest.param(
-            "train no.yaml", {"SLURM_PROCID": "0"}, ["start it with launch/slurm.sbatch"], marks=pytest.mark.slow
+            "train no.yaml", {"SLURM_PROCID": "0"}, ["under SLURM with launch/slurm.sbatch"], marks=pytest.mark.slow
         ),
     ],
 )

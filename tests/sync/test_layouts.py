@@ -30,7 +30,7 @@ from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
 from megappo.sync.proof import check_log_probs
 from megappo.sync.sync import WeightSync
-from megappo.trainer.component_batch import Component, gather
+from megappo.trainer.component_batch import Component
 from megappo.weights.buckets import views
 from megappo.weights.export import Export
 
@@ -134,7 +134,7 @@ class Actor:
         """Largest and mean distance of the engines' log-probs from the trainer's, which must be those expected."""
         batch = at_owners(self.exchange, sequences_as_rows())
         scattered = self.component.scatter(batch)
-        rows = gather([(scattered, scattered.forward(), {"log_probs": "old_log_probs"})], batch.rows)
+        rows = scattered.gather(scattered.forward(), {"log_probs": "old_log_probs"}, batch).rows
         shared = self.exchange.share([row[row != 0] for row in rows.fields["old_log_probs"]])
         trainer = torch.cat([row for part in shared for row in part])
         torch.testing.assert_close(trainer, torch.tensor(sum(expected, [])), rtol=0, atol=TOLERANCE)

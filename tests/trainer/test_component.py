@@ -16,7 +16,7 @@ from megappo.batch.exchange import Exchange, RowTable
 from megappo.batch.rows import Rows
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
-from megappo.trainer.component_batch import Component, gather, scatter_fields, shards_of, split
+from megappo.trainer.component_batch import Component, shards_of, split
 
 # --- splitting ---
 
@@ -59,7 +59,7 @@ def check_scattered(rank: int, world_size: int, rows_per_prompt: int, num_mini_b
     for layout in [*layouts, Layout((0, 1, 2, 3), context=2)]:
         component = Component("actor", layout, None, exchange)
         scattered = component.scatter(batch, num_mini_batches)
-        scatter_fields([(scattered, ["advantages", "returns"])], batch.rows)
+        scattered.scatter_fields(batch, ["advantages", "returns"])
         parts = scattered.mini_batches()
         held = exchange.share([part.ids.tolist() for part, _, _ in parts])
         size = len(every) // num_mini_batches
@@ -119,7 +119,7 @@ def check_forward(
         component = Component(kind, case.layout, engine, exchange)
         for num_mini_batches in (1, 3):
             scattered = component.scatter(batch, num_mini_batches)
-            owned = gather([(scattered, scattered.forward(), names)], batch.rows)
+            owned = scattered.gather(scattered.forward(), names, batch).rows
             assert owned.ids.tolist() == batch.rows.ids.tolist()
             assert torch.equal(owned.fields["advantages"], batch.rows.fields["advantages"]), "other fields stay"
             for field, output in zip(names.values(), range(len(names)), strict=True):

@@ -9,16 +9,19 @@ from spawn import run_ranks
 from megappo.batch.exchange import Exchange
 from megappo.config.schema import Config
 from megappo.engines.client import EngineClient, EngineError, EngineFault
-from megappo.engines.handle import Footprint
+from megappo.engines.handle import EngineHandle, Footprint
 from megappo.engines.restarts import EngineRestarts
 from megappo.placement.run_plan import plan_run
+from megappo.sync.proof import Checksums
 from megappo.sync.sync import SyncStats
-from megappo.trainer.inference import InferenceEngines, StartedEngines, start_engines
+from megappo.trainer.inference import InferenceEngines
 from megappo.trainer.loop import train
 from megappo.trainer.phases import Phases
-from megappo.trainer.resumable_step import resume_step
+from megappo.trainer.progress import Experience
 from megappo.trainer.run import Run
 
+URL = "http://10.0.0.7:30000"
+NO_MODELS = SimpleNamespace(offloads={}, specs={})
 WAKING = [
     "resume_memory_occupation ['weights']",
     "weights",
@@ -71,8 +74,10 @@ def engines(events: list[str], *, sleeps: bool = True) -> InferenceEngines:
     own = SimpleNamespace(stop=lambda: events.append("stop"), restart=lambda: events.append("restart"))
     own.number, own.part_of, own.client = 0, None, Recorder(events)
     restarts = EngineRestarts(own, exchange, print, limit=3)
-    found = InferenceEngines(exchange, restarts, weight_sync, probe, sleeps)
-    restarts.give_weights = lambda: found.give_weights(lambda: found.weight_sync)
+    found = InferenceEngines(plan_run(CONFIG, 1), own, exchange, is_new=True)
+    found.sleeps, found.phase, found.restarts, found.probe = sleeps, Phases(NO_MODELS), restarts, probe
+    found.weight_sync, found.make_sync = weight_sync, lambda: weight_sync
+    restarts.give_weights = found.give_weights
     weight_sync.senders, weight_sync.forget = [], lambda: events.append("forget")
     return found
 
@@ -105,12 +110,13 @@ def test_engines_that_are_ended_get_no_request(events):
 
 
 RESTART = ("stop", "restart")
+RESTARTED = (*RESTART, "weights", "probe", "weights")
 FAILS = {
-    "asleep": ("release", ["release_memory_occupation fails", "stop", *RESTART, "weights", "probe"]),
-    "meanwhile": ("/health", [WAKING[0], "/health fails", *RESTART, "weights", "probe"]),
-    "as it wakes": (WAKING[0], [f"{WAKING[0]} fails", *RESTART, "weights", "probe"]),
-    "in the sync": ("weights", [WAKING[0], "weights fails", *RESTART, "weights", "probe"]),
-    "as it wakes wholly": (WAKING[2], [*WAKING[:2], f"{WAKING[2]} fails", *RESTART, "weights", "probe"]),
+    "asleep": ("release", ["release_memory_occupation fails", "stop", *RESTARTED]),
+    "meanwhile": ("/health", [WAKING[0], "/health fails", *RESTARTED]),
+    "as it wakes": (WAKING[0], [f"{WAKING[0]} fails", *RESTARTED]),
+    "in the sync": ("weights", [WAKING[0], "weights fails", *RESTARTED]),
+    "as it wakes wholly": (WAKING[2], [*WAKING[:2], f"{WAKING[2]} fails", *RESTARTED]),
 }
 
 
@@ -133,7 +139,7 @@ def test_an_engine_that_fails_outside_a_rollout_is_restarted(events, fails, expe
 def test_an_engine_that_fails_in_the_first_sync_is_restarted_and_the_sync_proven_then(events, fails):
     found = engines(events)
     found.client.fails = fails
-    found.first_sync(verify=True, as_loaded=True)
+    found.first_sync()
     requests = [line for line in events if line not in ("empty_cache", "barrier")]
     [failed] = [number for number, line in enumerate(requests) if line.endswith("fails")]
     checksum, reset = "weights_checker checksum", "weights_checker reset_tensors"
@@ -145,7 +151,7 @@ def fall_asleep(rank: int, world_size: int) -> None:
     """Rank 0 owns an engine of which rank 1 has a part, on another node; rank 2 owns another engine."""
     events: list[str] = []
     found = engines(events)
-    found.exchange, own = Exchange(dist.group.WORLD), found.restarts.own
+    found.exchange, own = Exchange(dist.group.WORLD), found.own
     own.number, own.part_of = (0, None, 1)[rank], (None, 0, None)[rank]
     found.client.fails = "release" if rank == 0 else ""
     if rank == 1:
@@ -158,12 +164,18 @@ def test_of_an_engine_that_fails_as_it_falls_asleep_no_part_keeps_its_memory():
     run_ranks(3, fall_asleep)
 
 
-@pytest.mark.parametrize("servers", [(), ("http://10.0.0.7:30000",)])
-def test_engines_sleep_while_a_checkpoint_is_written(events, servers, monkeypatch):
+@pytest.mark.parametrize(
+    ("servers", "is_new", "as_loaded"), [([], True, True), ([], False, False), ([URL], True, False)]
+)
+def test_engines_that_a_run_starts_have_loaded_the_first_weights_of_a_new_actor(servers, is_new, as_loaded):
+    """A run before may have left other weights in servers."""
+    plan = plan_run(CONFIG.changed("rollout.engines", servers), 1)
+    assert InferenceEngines(plan, EngineHandle(), None, is_new=is_new).as_loaded == as_loaded
+
+
+def test_engines_sleep_while_a_checkpoint_is_written(events, monkeypatch):
     steps = {"total_steps": 3, "save_interval": 2, "async_save": True, "time_limit": None, "grace_seconds": 0.0}
     config = SimpleNamespace(
-        rollout=SimpleNamespace(engines=servers),
-        proves_weights=True,
         trainer=SimpleNamespace(**steps, export_hf=False),
         eval_interval=0,
     )
@@ -182,14 +194,12 @@ def test_engines_sleep_while_a_checkpoint_is_written(events, servers, monkeypatc
         observer=SimpleNamespace(
             log=lambda step, metrics: events.append(f"step {step}"), message=lambda text: None, finish=lambda: None
         ),
-        phase=Phases(SimpleNamespace(offloads={}, specs={})),
+        phase=Phases(NO_MODELS),
         utilisation=None,
     )
-    first_syncs = []
-    run.engines.first_sync = lambda **given: first_syncs.append(given)
+    run.engines.first_sync = lambda: None
     monkeypatch.setattr("megappo.trainer.loop.ppo_step", lambda run, step: {"rollout/num_tokens": 1})
     train(run)
-    assert first_syncs == [{"verify": True, "as_loaded": not servers}], "a run before may have left them other weights"
     asleep = ["flush_cache", "release_memory_occupation", "save"]
     requests = [line for line in events if line not in ("empty_cache", "barrier")]
     assert requests == ["step 1", "step 2", *asleep, *WAKING, "step 3", *asleep]
@@ -238,14 +248,16 @@ def on_a_gpu(monkeypatch, events):
     return of
 
 
-def started(events: list[str], *, as_loaded: bool = True, fails: str = "") -> tuple[StartedEngines, Checked]:
+def started(events: list[str], *, as_loaded: bool = True, fails: str = "") -> tuple[Checksums, Checked]:
     """The start of an engine by the only rank."""
     client = Checked(events)
     client.fails = fails
     own = SimpleNamespace(number=0, part_of=None, client=client, stop=lambda: events.append("stop"))
     own.wait_ready = lambda: events.append("ready") or client
     exchange = SimpleNamespace(rank=0, share=lambda value: events.append("barrier") or [value])
-    return start_engines(plan_run(CONFIG, 1), own, exchange, as_loaded=as_loaded), client
+    found = InferenceEngines(plan_run(CONFIG, 1), own, exchange, is_new=as_loaded)
+    found.start()
+    return found.loaded, client
 
 
 CHECKSUM, RESET = "weights_checker checksum", "weights_checker reset_tensors"
@@ -255,13 +267,13 @@ def test_an_engine_sleeps_before_models_are_built_and_its_weights_are_noted_befo
     on_a_gpu([45.0, 45.0, 20.0, 3.0])
     found, _ = started(events)
     assert events == ["ready", CHECKSUM, *["barrier"] * 2, "flush_cache", "release_memory_occupation", "barrier"]
-    assert found.loaded == LOADED
+    assert found == LOADED
 
 
 def test_an_engine_on_gpus_of_its_own_stays_awake(events, on_a_gpu):
     on_a_gpu([], sleeps=False)
     found, _ = started(events, as_loaded=False)
-    assert events == ["ready", *["barrier"] * 3] and found.loaded == []
+    assert events == ["ready", *["barrier"] * 3] and found == ()
 
 
 @pytest.mark.parametrize("fails", ["weights_checker", "flush_cache", "release_memory_occupation"])
@@ -271,12 +283,12 @@ def test_an_engine_that_fails_before_models_are_built_keeps_no_memory(events, on
     assert events[-2:] == ["stop", "barrier"] and client.has_failed
 
 
-def first_sync_of(events: list[str], found: StartedEngines, client: Checked, synced: list[dict[str, str]]) -> None:
+def first_sync_of(events: list[str], loaded: Checksums, client: Checked, synced: list[dict[str, str]]) -> None:
     made = engines(events)
-    made.restarts.own.client, made.asleep, made.started = client, True, StartedEngines(found.loaded)
+    made.own.client, made.asleep, made.loaded = client, True, loaded
     client.synced = synced
     events.clear()
-    made.first_sync(verify=True, as_loaded=True)
+    made.first_sync()
 
 
 def test_the_first_sync_wakes_an_engine_and_proves_it_by_what_it_had_loaded(events, on_a_gpu):
@@ -337,12 +349,12 @@ def test_an_engine_that_is_awake_is_not_woken(events):
 def test_a_step_that_was_interrupted_goes_on_with_engines_asleep(events):
     """The first sync wakes them, and the updates need their memory."""
     found = engines(events)
-    flight = SimpleNamespace(batch="rows", resume=lambda shards: events.append(f"resume {shards}"))
+    experience, shard = Experience(1, "rows", {}, num_updates={"actor": 3}), SimpleNamespace(num_updates=0)
     run = SimpleNamespace(
         engines=found,
-        phase=Phases(SimpleNamespace(offloads={}, specs={})),
-        progress=SimpleNamespace(in_flight=flight),
-        models=SimpleNamespace(scatter=lambda batch: events.append("scatter") or batch),
+        phase=Phases(NO_MODELS),
+        progress=SimpleNamespace(experience=experience),
+        models=SimpleNamespace(scatter=lambda batch: events.append(f"scatter {batch}") or {"actor": shard}),
     )
-    assert resume_step(run) is flight
-    assert events == ["flush_cache", "release_memory_occupation", "barrier", "scatter", "resume rows"]
+    assert Run.resume_step(run) == (experience, {"actor": shard}) and shard.num_updates == 3
+    assert events == ["flush_cache", "release_memory_occupation", "barrier", "scatter rows"]

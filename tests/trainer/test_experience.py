@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ppo_engines import at_owners
 from spawn import run_ranks
 
-from megappo.batch.exchange import Exchange
+from megappo.batch.exchange import Batch, Exchange
 from megappo.batch.rows import Rows
 from megappo.config.schema import Config
 from megappo.ppo.kl import kl_controller
@@ -216,26 +216,27 @@ def plain(rows: Rows, config: Config) -> tuple[list[list[float]], list[list[floa
     return [[min(max(x, -limit), limit) for x in part] for part in advantages], returns
 
 
-def filtered(exchange: Exchange) -> Rows:
+def filtered(exchange: Exchange) -> Batch:
     """Return the remaining rows, with new numbers."""
     rows = at_owners(exchange, make_rows()).rows
     batch = exchange.number(rows.select([i for i, row in enumerate(rows.ids.tolist()) if row in KEPT]))
     table = batch.table
     assert tuple(table.prompt_ids.tolist()) == PROMPTS and tuple(table.policy_lengths.tolist()) == LENGTHS
-    return batch.rows
+    return batch
 
 
 def check(rank: int, world_size: int) -> None:
     exchange = Exchange(dist.group.WORLD)
-    every, owned = make_rows().select(KEPT), filtered(exchange)
+    every, batch = make_rows().select(KEPT), filtered(exchange)
+    owned = batch.rows
     for name, algorithm in METHODS.items():
         config = make_config(algorithm, "group" if name == "groups' rewards" else "none")
         kl = kl_controller(config.algorithm.kl_ctrl)
         progress = SimpleNamespace(kl=kl, reward_moments=RunningMoments())
         run = SimpleNamespace(config=config, exchange=exchange, progress=progress)
         kept = {key: x for key, x in owned.fields.items() if key != "bootstrap_values" or "decoupled" in name}
-        result = add_advantages(run, replace(owned, fields=kept))
-        rows, metrics = result.rows, result.metrics
+        result = add_advantages(run, 1, replace(batch, rows=replace(owned, fields=kept)), {})
+        rows, metrics = result.batch.rows, result.metrics
         assert metrics["rollout/log_prob_diff/mean"] == result.log_prob_diff
         assert metrics.get("reward/kl_penalty/mean") == result.kl_penalty
         advantages, returns = plain(every, config)
@@ -293,9 +294,10 @@ def degenerate(rank: int, world_size: int) -> None:
         for row, place in [] if alone else LEFT[case]:
             left[row, place] = 1.0
         fields = every.fields | {"response_mask": left}
-        mine = at_owners(exchange, replace(every, fields=fields)).rows
+        batch = at_owners(exchange, replace(every, fields=fields))
+        mine = batch.rows
         progress = SimpleNamespace(kl=kl_controller(config.algorithm.kl_ctrl), reward_moments=RunningMoments())
-        result = add_advantages(SimpleNamespace(config=config, exchange=exchange, progress=progress), mine)
+        result = add_advantages(SimpleNamespace(config=config, exchange=exchange, progress=progress), 1, batch, {})
         num_tokens = int(left.sum())
         assert result.metrics["rollout/trained_tokens"] == num_tokens
         assert result.metrics["rollout/masked_frac"] == pytest.approx(1 - len(left.sum(1).nonzero()) / len(SAMPLED))
@@ -304,12 +306,12 @@ def degenerate(rank: int, world_size: int) -> None:
         if config.has_values:
             assert math.isnan(result.metrics["critic/vf_explained_var"]) == (num_tokens < 2)
         for field in ("advantages", "returns") if config.has_values else ("advantages",):
-            found = result.rows.fields[field]
+            found = result.batch.rows.fields[field]
             assert found.shape == mine.response_mask.shape and found.isfinite().all(), (case, name)
             assert not found[mine.response_mask == 0].any()
         whitens = config.algorithm.whiten_advantages
         if num_tokens == 1 and (config.algorithm.method.whitens if whitens is None else whitens):
-            assert not result.rows.fields["advantages"].any()
+            assert not result.batch.rows.fields["advantages"].any()
 
 
 def test_a_step_of_hardly_any_token_or_none_is_defined_and_counted() -> None:
@@ -335,7 +337,8 @@ def credit(rank: int, world_size: int) -> None:
     config = make_config(method | {"use_kl_in_reward": False})
     progress = SimpleNamespace(kl=kl_controller(config.algorithm.kl_ctrl), reward_moments=RunningMoments())
     run = SimpleNamespace(config=config, exchange=Exchange(dist.group.WORLD), progress=progress)
-    found = add_advantages(run, rows).rows.fields["advantages"]
+    batch = at_owners(run.exchange, rows)
+    found = add_advantages(run, 1, batch, {}).batch.rows.fields["advantages"]
     last = 2.0 * (1 + 0.5) - 0.4 * 3 / MAX_LENGTH
     assert found[mask.bool()].tolist() == pytest.approx([4.0 + last, 2.0 + last, last])
 

@@ -41,7 +41,7 @@ def fields_of(run, step: int) -> dict[str, torch.Tensor]:
     batch, _ = run.batches.score(step, run.batches.sample(step, run.phase), run.phase)
     scattered = run.models.scatter(batch)
     outputs = run.models.forward("critic", scattered) | run.models.forward_others(scattered, run.phase)
-    return run.models.gather(scattered, outputs, batch.rows).fields
+    return run.models.gather(scattered, outputs, batch).rows.fields
 
 
 def with_a_judge(rank: int, world_size: int, folder: str) -> None:

@@ -16,8 +16,8 @@ from megappo.runtime import interruption
 from megappo.runtime.interruption import INTERRUPTION, Interrupted, deadline
 from megappo.trainer import update
 from megappo.trainer.loop import ppo_step, train
+from megappo.trainer.models import architecture_of
 from megappo.trainer.run import Run
-from megappo.trainer.train_engines import architecture_of
 from megappo.weights.export import Export
 
 LAYOUT, OTHER = "actor tp2, critic pp2", "actor dp2, critic elsewhere tp2 sp"
@@ -130,7 +130,7 @@ class Watched:
     def __init__(self, run: Run, evaluation: int | None = None, save: int | None = None):
         self.run, self.seen, self.logged, self.evaluation = run, [], {}, evaluation
         run.evaluate = self.evaluate
-        run.engines.first_sync = lambda *, verify, as_loaded: self.seen.append("sync" + " as loaded" * as_loaded)
+        run.engines.first_sync = lambda: self.seen.append("sync" + " as loaded" * run.is_new)
         run.observer.log = lambda step, metrics: self.logged.update({step: metrics})
         run.observer.message = lambda text: save is not None and self.ask_to_end(run.progress.step == save)
         run.observer.finish = lambda: self.seen.append("finish")
@@ -216,7 +216,10 @@ def in_another_layout(rank: int, world_size: int, folder: Path) -> None:
         assert apart < 1e-5, (key, apart)
     fewer = config.model_copy(update={"critic": config.critic.model_copy(update={"ppo_mini_batch_size": 6})})
     run = bench.build(fewer)
-    with pytest.raises(CheckpointError, match="in the middle of step 1, with 2 mini-batches an epoch for the critic"):
+    with pytest.raises(
+        CheckpointError,
+        match="with 2 mini-batches an epoch for the critic, but this run has 1",
+    ):
         run.progress.restore(run.models)
 
 

@@ -16,8 +16,8 @@ from megappo.config.schema import Config
 from megappo.models import packed_attention
 from megappo.observe.metrics import reduce_ranks
 from megappo.trainer.loop import ppo_step
+from megappo.trainer.models import architecture_of
 from megappo.trainer.run import Run
-from megappo.trainer.train_engines import architecture_of
 from megappo.weights.export import Export
 
 ALL = ["weights", "gradients", "optimizer"]

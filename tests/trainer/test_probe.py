@@ -14,7 +14,10 @@ from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
 from megappo.engines.client import EngineError, Generation
 from megappo.engines.handle import EngineHandle
+from megappo.observe.observer import NullObserver
 from megappo.placement.layout import Layout
+from megappo.rollouts.datasets import Datasets
+from megappo.rollouts.rollouts import Rollouts
 from megappo.trainer.component_batch import Component
 from megappo.trainer.inference import Probe
 
@@ -69,7 +72,9 @@ def probe_with_one_stale_engine(rank: int, world_size: int) -> None:
     warnings: list[str] = []
     policy = Policy()
     actor = Component("actor", Layout((0, 1)), policy if rank < 2 else None, exchange)
-    probe = Probe(config, Prompts(), (), restarts_of(own, exchange, warnings.append), actor, num_engines=3)
+    restarts, datasets = restarts_of(own, exchange, warnings.append), Datasets(None, (), 30, None, {})
+    rollouts = Rollouts(config, datasets, restarts, exchange, NullObserver(), num_engines=3)
+    probe = Probe(rollouts, Prompts(), actor)
     policy.difference = 0.09
     found = probe()
     names = [f"sync/log_prob_diff/{name}" for name in ("mean", "max", "warnings")]

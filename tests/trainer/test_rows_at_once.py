@@ -1,4 +1,4 @@
-"""A step's rows and fields go once to components that want them alike, against what each row's number stands for."""
+"""A step's rows go once to components that want them alike, against what each row's number stands for."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +14,7 @@ from megappo.batch.fields import FIELDS
 from megappo.batch.rows import Rows
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
-from megappo.trainer.component_batch import Component, ComponentBatch, gather, scatter_fields
+from megappo.trainer.component_batch import Component, ComponentBatch
 
 # Of all but the last both ranks have all rows, those of the last a part each.
 LAYOUTS = {
@@ -37,14 +37,6 @@ WANTED = {
     "judge": ["returns", "bootstrap_values", "rollout_log_probs"],
 }
 OF_THE_ROLLOUT = ("response_mask", "advantages", "returns", "loss_weights")
-
-
-class CountingExchange(Exchange):
-    num_moves = 0
-
-    def move_fields(self, *args) -> Rows:
-        self.num_moves += 1
-        return super().move_fields(*args)
 
 
 def field_for(name: str, rows: Rows, width: int) -> torch.Tensor:
@@ -70,19 +62,19 @@ def assert_rows(found: Rows, every: Rows, names: set[str]) -> None:
 
 def assert_scattered(at: dict[str, ComponentBatch], exchange: Exchange, every: Rows) -> None:
     """Exactly its own rows on each rank of each component, without fields yet."""
-    ids = {name: exchange.share(one.rows.ids.tolist()) for name, one in at.items()}
+    ids = {name: exchange.share(one.batch.rows.ids.tolist()) for name, one in at.items()}
     for name in ("actor", "reference", "critic"):
         assert [sorted(part) for part in ids[name]] == [sorted(every.ids.tolist()), [], sorted(every.ids.tolist())]
     assert ids["judge"][0] == [] and all(ids["judge"][1:]), "both of its shards have rows"
     assert sorted(ids["judge"][1] + ids["judge"][2]) == every.ids.tolist()
     for one in at.values():
-        assert_rows(one.rows, every, {"response_mask"})
-    assert at["critic"].rows is at["reference"].rows is at["actor"].rows, "they went there once"
-    assert at["judge"].rows is not at["actor"].rows
+        assert_rows(one.batch.rows, every, {"response_mask"})
+    assert at["critic"].batch is at["reference"].batch is at["actor"].batch, "they went there once"
+    assert at["judge"].batch is not at["actor"].batch
 
 
 def check_moved(rank: int, world_size: int, folder: Path) -> None:
-    exchange = CountingExchange(dist.group.WORLD)
+    exchange = Exchange(dist.group.WORLD)
     every = make_rows(91)
     fields = {name: field_for(name, every, every.max_response_length) for name in OF_THE_ROLLOUT}
     every = replace(every, fields=fields)
@@ -94,21 +86,23 @@ def check_moved(rank: int, world_size: int, folder: Path) -> None:
         at[name] = Component(name, layout, engine, exchange).scatter(batch, others=list(at.values()))
     assert_scattered(at, exchange, every)
 
-    found = []
+    owned = batch
     for name, one in at.items():
         is_here = rank in OUTPUT_RANKS[name]
         names = OUTPUTS[name]
-        outputs = {output: field_for(field, one.rows, every.max_response_length) for output, field in names.items()}
-        found.append((one, outputs if is_here else {}, names))
-    owned = gather(found, batch.rows)
-    assert exchange.num_moves == 1, "from rank 0, rank 2, and ranks 1 and 2"
-    assert owned.ids.tolist() == list(batch.owners[rank])
-    assert_rows(owned, every, {*OF_THE_ROLLOUT, *(field for names in OUTPUTS.values() for field in names.values())})
+        outputs = {
+            output: field_for(field, one.batch.rows, every.max_response_length) for output, field in names.items()
+        }
+        owned = one.gather(outputs if is_here else {}, names, owned)
+    assert owned.rows.ids.tolist() == list(batch.owners[rank])
+    assert_rows(
+        owned.rows, every, {*OF_THE_ROLLOUT, *(field for names in OUTPUTS.values() for field in names.values())}
+    )
 
-    scatter_fields([(at[name], names) for name, names in WANTED.items()], owned)
-    assert exchange.num_moves == 1 + 2, "one to ranks 0 and 2, one to ranks 1 and 2"
+    for name, names in WANTED.items():
+        at[name].scatter_fields(owned, names)
     for name, one in at.items():
-        assert_rows(one.rows, every, {"response_mask", *WANTED[name]})
+        assert_rows(one.batch.rows, every, {"response_mask", *WANTED[name]})
 
 
 def test_each_component_gets_its_own(tmp_path: Path) -> None:

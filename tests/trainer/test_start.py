@@ -17,7 +17,7 @@ from megappo.estimate.gpu_memory import SAVE, START, Cluster, MemoryEstimate
 from megappo.models.megatron_engine import MegatronEngine
 from megappo.models.offload import Offload, _storages
 from megappo.placement.run_plan import plan_run
-from megappo.trainer import train_engines
+from megappo.trainer import models
 from megappo.trainer.loop import ppo_step
 from megappo.trainer.run import Run
 
@@ -124,7 +124,7 @@ def built_whole(rank: int, world_size: int, folder: Path) -> None:
     """A model that is built while another is awake is more than the plan has room for."""
     bench = recorder_in(folder)
     config = config_of(bench, folder, bench.LAYOUTS["one rank"], WITH_REFERENCE, OFFLOADS["everything"])
-    with (peak := Peak()).watched(), patch.object(train_engines, "NOTHING", dict.fromkeys(ALL, False)):
+    with (peak := Peak()).watched(), patch.object(models, "NOTHING", dict.fromkeys(ALL, False)):
         bench.build(config)
     assert rank or peak.bytes > 1.5 * planned_bytes(config)
 

@@ -12,8 +12,8 @@ from megappo.batch.exchange import Exchange
 from megappo.batch.row_metrics import ROW_METRICS, RowMetric
 from megappo.batch.rows import NO_TOKENS, Rows
 from megappo.models.train_engine import OptimizerStep
-from megappo.observe.metrics import Histogram, Metric, reduce_ranks
-from megappo.trainer.statistics import merge_optimizer_steps, row_metrics, training_metrics, value_parts
+from megappo.observe.metrics import Histogram, Metric
+from megappo.trainer.statistics import merge_optimizer_steps, over_ranks, row_metrics, spread, training_metrics
 
 SCORES = ([3.0, -1.5, 4.0], [], [0.25])
 LENGTHS = ([1, 2], [2, 2, 3], [])
@@ -26,15 +26,15 @@ def plain_statistics(name: str, values: list[float]) -> dict[str, float]:
 def check_values(rank: int, world_size: int) -> None:
     exchange = Exchange(dist.group.WORLD)
     for name, values in (("score", SCORES), ("length", LENGTHS)):
-        found = reduce_ranks(exchange.share(value_parts(name, torch.tensor(values[rank], dtype=torch.float32))))
+        found = over_ranks(exchange, spread(name, torch.tensor(values[rank], dtype=torch.float32)))
         assert found == pytest.approx(plain_statistics(name, sum(values, [])))
     weights = torch.tensor(SCORES[rank]).abs()
-    spread = {"variance": Metric.of(weights, "variance"), "ess": Metric.of(weights, "ess")}
+    statistics_of_weights = {"variance": (weights, "variance"), "ess": (weights, "ess")}
     everything = [abs(score) for score in sum(SCORES, [])]
     ess = sum(everything) ** 2 / (len(everything) * sum(weight * weight for weight in everything))
     expected = {"variance": statistics.variance(everything), "ess": ess}
-    assert reduce_ranks(exchange.share(spread)) == pytest.approx(expected, rel=1e-12)
-    nothing = reduce_ranks(exchange.share(value_parts("score", torch.zeros(0))))
+    assert over_ranks(exchange, statistics_of_weights) == pytest.approx(expected, rel=1e-12)
+    nothing = over_ranks(exchange, spread("score", torch.zeros(0)))
     assert math.isnan(nothing["score/mean"]) and nothing["score/max"] == -math.inf
 
 
@@ -114,7 +114,7 @@ def check_training(rank: int, world_size: int) -> None:
     histogram = found.pop("actor/ratios")
     assert isinstance(histogram, Histogram) and histogram.numbers[:2] == (12.0, 46.0)
     of_component = {"actor/grad_norm": 3.0, "actor/lr": 0.15, "actor/num_optimizer_steps": 2}
-    of_component |= {"actor/skipped_steps": 0, "actor/skipped_rows_not_kept": 0}
+    of_component |= {"actor/skipped_steps": 0}
     of_loss = {"actor/loss": loss, "actor/ratio_max": 1.5, "actor/ratio_min": 0.5, "actor/length": 3.0}
     assert found == pytest.approx(of_loss | of_component)
     assert training_metrics(merge_optimizer_steps(exchange.share([]), "critic"), "critic") == {}

@@ -28,7 +28,7 @@ from megappo.placement.components import components_of
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
 from megappo.ppo.conventions import PRESETS
-from megappo.trainer.component_batch import Component, gather, scatter_fields
+from megappo.trainer.component_batch import Component
 from megappo.trainer.statistics import merge_optimizer_steps, training_metrics
 from megappo.trainer.update import update_actor, update_critic
 
@@ -69,9 +69,9 @@ def update(component: Component, batch: Batch, method: str | None) -> dict[str, 
     config = config.model_copy(update={"actor": actor})
     names = {"log_probs": "old_log_probs"} if kind == "actor" else {"values": "values"}
     names = {"log_probs": "old_log_probs", "values": "values"} if kind == "shared" else names
-    rows = gather([(scattered, scattered.forward(), names)], batch.rows)
+    batch = scattered.gather(scattered.forward(), names, batch)
     fields = components_of(config)["critic" if kind == "critic" else "actor"].training.fields
-    scatter_fields([(scattered, fields)], rows)
+    scattered.scatter_fields(batch, fields)
     (update_critic if kind == "critic" else update_actor)(scattered, config)
     steps = component.exchange.share(scattered.optimizer_steps)
     return training_metrics(merge_optimizer_steps(steps, component.name), component.name)
@@ -157,8 +157,8 @@ def check_divisors(rank: int, world_size: int, folder: Path) -> None:
         actor = config.actor.model_copy(update=settings)
         algorithm = config.algorithm.model_copy(update={"preset": preset})
         config = config.model_copy(update={"actor": actor, "algorithm": algorithm})
-        owned = gather([(scattered, scattered.forward(), {"log_probs": "old_log_probs"})], batch.rows)
-        scatter_fields([(scattered, ["advantages", "old_log_probs"])], owned)
+        owned = scattered.gather(scattered.forward(), {"log_probs": "old_log_probs"}, batch)
+        scattered.scatter_fields(owned, ["advantages", "old_log_probs"])
         update_actor(scattered, config)
         steps = exchange.share(scattered.optimizer_steps)
         found = training_metrics(merge_optimizer_steps(steps, "actor"), "actor")

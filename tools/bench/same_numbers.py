@@ -54,12 +54,11 @@ from megappo.rollouts.sample_rows import Sample, Segment  # noqa: E402
 from megappo.trainer.batches import SampledBatches  # noqa: E402
 from megappo.trainer.inference import NoEngines  # noqa: E402
 from megappo.trainer.loop import ppo_step  # noqa: E402
-from megappo.trainer.models import build_models  # noqa: E402
+from megappo.trainer.models import architecture_of, build_models  # noqa: E402
 from megappo.trainer.phases import Phases  # noqa: E402
 from megappo.trainer.progress import Progress  # noqa: E402
 from megappo.trainer.run import Run  # noqa: E402
-from megappo.trainer.train_engines import architecture_of  # noqa: E402
-from megappo.trainer.utilisation import Utilisation  # noqa: E402
+from megappo.trainer.statistics import Utilisation  # noqa: E402
 from megappo.userland.grades import Graded  # noqa: E402
 from megappo.weights.export import Export  # noqa: E402
 
@@ -215,7 +214,7 @@ def build(config: Config) -> Run:
     rollouts = FixedRollouts(config, datasets, restarts, exchange, observer, num_engines=1)
     engines = NoEngines()
     batches = SampledBatches(datasets, rollouts, engines.sleep)
-    progress, utilisation = Progress(config, exchange), Utilisation("fp32", models.components, models.specs, exchange)
+    progress, utilisation = Progress(config, exchange), Utilisation(models, exchange)
     return Run(
         *(config, exchange, datasets, models, engines, rollouts, batches, progress, observer),
         *(Phases(models), utilisation),

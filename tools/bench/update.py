@@ -65,8 +65,8 @@ from megappo.models.train_engine import LossFn, TrainedEngine  # noqa: E402
 from megappo.placement.components import components_of  # noqa: E402
 from megappo.placement.groups import build_groups  # noqa: E402
 from megappo.placement.layout import Layout  # noqa: E402
+from megappo.trainer.models import build_engine  # noqa: E402
 from megappo.trainer.objectives import ActorLoss  # noqa: E402
-from megappo.trainer.train_engines import build_engines  # noqa: E402
 
 PROMPTS = (12, 30, 22, 41, 17, 28, 9, 35, 25, 36, 38, 20, 31, 26, 22, 14)
 RESPONSES = tuple(10 + 9 * (7 * i % 16) for i in range(16))
@@ -193,8 +193,8 @@ def config_of(folder: Path) -> Config:
 def make_engine(config: Config) -> TrainedEngine:
     """Return the actor of a run that has no other component."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    engines, _ = build_engines(config, components_of(config), build_groups({"actor": Layout((0,))}, seed=0))
-    return engines["actor"]
+    groups = build_groups({"actor": Layout((0,))}, seed=0)
+    return build_engine(config, components_of(config)["actor"], groups["actor"])
 
 
 def hugging_face(folder: Path, threads: int) -> Callable[[], object]:

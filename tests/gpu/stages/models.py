@@ -19,7 +19,7 @@ from megappo.config.schema import Parallel
 from megappo.estimate.flops import TRAINING, flops_of
 from megappo.placement.groups import ComponentGroups
 from megappo.runtime import platform
-from megappo.trainer.utilisation import peak_flops
+from megappo.trainer.statistics import peak_flops
 
 FAMILIES = dict.fromkeys(("llama", "qwen2", "qwen3"), TWO_LAYERS) | MIXTURES
 LENGTHS = sized([(256, 1792)] * 16, [(3, 5)] * 4)
