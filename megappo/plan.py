@@ -1,7 +1,7 @@
 """Dry run without GPU or torchrun: what a config means, where everything would live, and everything that is wrong.
 
     .venv/bin/python -m megappo.plan CONFIG [key=value ...] [--world-size N [--nodes N]] [--all]
-                                     [--gpu h100 [--suggest] [--storage-gbps N]]
+                                     [--gpu h100 [--suggest]]
 
 If the config alone is right, it tries the tokenizer, prompts and reward functions. With --gpu it estimates the memory
 and seconds of each phase on GPUs of that type, and shows which fast paths are on there. Exits with 0 if the run could
@@ -27,12 +27,11 @@ from megappo.engines.server_args import known_names
 from megappo.estimate.fitting import fits, resolve_offload
 from megappo.estimate.gpu_memory import GPUS_PER_NODE, Cluster, MemoryEstimate
 from megappo.estimate.gpus import GIB, GPUS
+from megappo.estimate.placed_model import Shapes
 from megappo.estimate.seconds import TimeEstimate
-from megappo.estimate.shapes import Shapes
 from megappo.estimate.suggest import suggestions
-from megappo.estimate.tables import memory_errors, memory_table, resume_line, switch_table, time_table
+from megappo.estimate.tables import memory_errors, memory_table, switch_table, time_table
 from megappo.observe.console import escape_unprintable
-from megappo.placement.batch_split import batch_splits
 from megappo.placement.picture import aligned, placement_picture, rank_table
 from megappo.placement.placing import leaves_world_open, smallest_world
 from megappo.placement.run_plan import RunPlan
@@ -51,8 +50,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_intermixed_args(arguments)
     if args.suggest and not args.gpu:
         parser.error(f"--suggest needs --gpu TYPE: of {', '.join(GPUS)}")
-    if args.storage_gbps is not None and not (args.gpu and args.storage_gbps > 0):
-        parser.error("--storage-gbps N needs --gpu TYPE, and N above 0")
     escape_unprintable()
     try:
         config = load_config(args.config, args.overrides)
@@ -127,8 +124,6 @@ def _print_estimates(plan: RunPlan, args: argparse.Namespace) -> list[str]:
     print(f"\nwhat makes passes faster there, with {kernels}\n{table}")
     seconds = time_table(TimeEstimate(memory, gpu))
     print(f"\nseconds of a step in which every row is as long as may be, estimated\n{seconds}")
-    if memory.checkpoint_bytes:
-        print(resume_line(memory, args.storage_gbps))
     if args.suggest:
         print(f"\nlayouts that fit, the fastest by estimate first\n{suggestions(plan, cluster, gpu)}")
     return list(memory_errors(memory, gpu))
@@ -167,7 +162,7 @@ def batch_summary(plan: RunPlan) -> str:
     trajectories = data.train_batch_size * rollout.n
     limit = f", those that are finished first of {drawn:,} prompts" if drawn > data.train_batch_size else ""
     steps = [f"{name} {training.optimizer_steps(plan.config):,}" for name, training in plan.training.items()]
-    splits = batch_splits(plan)
+    splits = plan.batch_splits
     rows = [["", *splits]]
     for title, cell in _BATCH_ROWS.items():
         rows.append([title, *map(cell, splits.values())])
@@ -258,12 +253,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--all", action="store_true", help="check every prompt (default: a sample of each file)")
     parser.add_argument("--gpu", type=str.lower, choices=GPUS, help="estimate memory and seconds on GPUs of this type")
     parser.add_argument("--suggest", action="store_true", help="with --gpu: layouts and offloads that fit, as YAML")
-    parser.add_argument(
-        "--storage-gbps",
-        type=float,
-        metavar="N",
-        help="with --gpu: GB/s that the storage gives all nodes together, for the seconds of a resume",
-    )
     return parser
 
 

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from megappo.architecture.config_json import CONFIG_FILE, named_architecture
-from megappo.architecture.model_folder import other_kind
+from megappo.architecture.model_folder import CONFIG_FILE, named_architecture, other_kind
 from megappo.config.config_error import looked_in
 from megappo.config.text_files import TextFileError
 from megappo.engines import launch

@@ -35,7 +35,7 @@ from megappo.engines.launch import nccl_variables, socket_dir
 from megappo.errors import EXIT_CONFIG
 from megappo.estimate.fitting import resolve_offload
 from megappo.estimate.gpu_memory import Cluster
-from megappo.estimate.shapes import Shapes
+from megappo.estimate.placed_model import Shapes
 from megappo.estimate.tables import switch_table
 from megappo.observe.console import escape_unprintable
 from megappo.placement.run_plan import RunPlan

@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from megappo.architecture.config_json import CONFIG_FILE
+from megappo.architecture.model_folder import CONFIG_FILE
 from megappo.checkpoint.folders import CheckpointError, candidates, checkpoints_in, is_checkpoint
 from megappo.checkpoint.metadata import is_component
 from megappo.config.config_error import ConfigError, looked_in

@@ -16,8 +16,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from megappo.architecture.config_json import named_architecture
 from megappo.architecture.dtypes import BY_SAFETENSORS, DTYPES
+from megappo.architecture.model_folder import named_architecture
 from megappo.checkpoint.checksums import refuse_altered
 from megappo.checkpoint.folders import STATE, CheckpointError, candidates, no_folder, read_state
 from megappo.checkpoint.metadata import METADATA, TensorInfo, components_of, is_component, read_component

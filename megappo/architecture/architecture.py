@@ -1,17 +1,24 @@
 """A model as its config.json describes it. See `parsing.read_architecture`."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
+
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
 
 from megappo.architecture.families import LANGUAGE_MODEL, REWARD_MODELS, Family, HeadKind
 from megappo.config.schema import Lora
 
 _LABELS = ("id2label", "label2id")
+CHECKED = ConfigDict(strict=True, allow_inf_nan=False)
+"""Values are of the declared types, or a pydantic.ValidationError names those that are not."""
+Size = Annotated[int, Field(ge=1, le=2**31 - 1)]
+Positive = Annotated[float, Field(gt=0)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=CHECKED)
 class Experts:
     """A mixture of experts; every layer has one but the first `num_dense_layers`.
 
@@ -23,38 +30,38 @@ class Experts:
         groups: of experts, and how many of them a token reaches; None where it reaches all.
     """
 
-    count: int
-    top_k: int
-    ffn_size: int
+    count: Size
+    top_k: Size
+    ffn_size: Size
     shared_ffn_size: int | None
     num_dense_layers: int
     renormalizes: bool
     scaling: float | None
-    groups: tuple[int, int] | None
+    groups: tuple[Size, Size] | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=CHECKED)
 class LatentAttention:
     """Sizes of latent vectors (`q_rank` None: queries have none) and of a head's parts: q and k without positions,
     their rotary part, v."""
 
-    q_rank: int | None
-    kv_rank: int
-    plain_size: int
-    rope_size: int
-    v_size: int
+    q_rank: Size | None
+    kv_rank: Size
+    plain_size: Size
+    rope_size: Size
+    v_size: Size
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=CHECKED)
 class Rope:
     """Rotary positions: base period, kind of scaling, and the numbers of that kind by their names in config.json."""
 
-    base: float
+    base: Positive
     kind: str
-    numbers: Mapping[str, float]
+    numbers: Mapping[str, int | float]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=CHECKED)
 class Architecture:
     """A model, as its config.json describes it, and the head that is put on it.
 
@@ -62,6 +69,7 @@ class Architecture:
         name: of the language model, a key of FAMILIES.
         named: the name in config.json: the same, or a reward model's.
         file: config.json.
+        head_dim: size of a head, if it is not `hidden_size` / `num_heads`.
         ffn_size: inner size of the layers without experts.
         tied: the output layer is the embedding.
         sliding_window: tokens that some layer attends to at most; None where nothing limits them.
@@ -76,15 +84,15 @@ class Architecture:
     named: str
     family: Family
     file: Path
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    ffn_size: int
-    vocab_size: int
-    max_positions: int
-    norm_eps: float
+    hidden_size: Size
+    num_layers: Size
+    num_heads: Size
+    num_kv_heads: Size
+    head_dim: Size | None
+    ffn_size: Size
+    vocab_size: Size
+    max_positions: Size
+    norm_eps: Positive
     rope: Rope
     experts: Experts | None
     latent: LatentAttention | None
@@ -100,6 +108,11 @@ class Architecture:
     def is_reward_model(self) -> bool:
         """The folder is a reward model's, or a critic's."""
         return self.named.endswith(REWARD_MODELS)
+
+    @property
+    def head_size(self) -> int:
+        """Numbers of a head's queries and keys."""
+        return self.head_dim or self.hidden_size // self.num_heads
 
     @property
     def num_experts(self) -> int:

@@ -20,77 +20,49 @@ LATENT_SCALINGS = {"default": (), "yarn": ("factor", "original_max_position_embe
 
 
 @dataclass(frozen=True)
-class SharedExpertFormat:
-    """Format of an expert that every token goes through, besides those that it is routed to.
-
-    Attributes:
-        module: its name in the block.
-        ffn: key of config.json with its inner size.
-        count: key with the number of such experts that it is made of; None = one.
-        gated: a gate of its own weights it.
-    """
-
-    module: str = "shared_expert"
-    ffn: str = "shared_expert_intermediate_size"
-    count: str | None = None
-    gated: bool = True
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """Keys of config.json whose product is its inner size."""
-        return (self.ffn, self.count) if self.count else (self.ffn,)
-
-
-@dataclass(frozen=True)
-class ExpertGroups:
-    """Experts in groups, `n_group` in config.json, of which a token reaches the best few, `topk_group`.
-
-    Attributes:
-        rated_by: a group is as good as the sum of its best so many experts.
-        method: the value of `topk_method` that switches the groups on; None = always.
-    """
-
-    rated_by: int
-    method: str | None = None
-
-
-@dataclass(frozen=True)
 class ExpertFormat:
     """Format of a family's mixture of experts in config.json and in its weights.
 
     Attributes:
         ffn: key of config.json with an expert's inner size.
+        count: keys with the number of experts, as Hugging Face writes one or the other.
+        dense_layers: key with the number of first layers that have none; None = every layer has experts.
         block: module that holds router and experts in per-expert checkpoints.
         gate, up, down: an expert's matrices in them.
         renormalizes: the chosen experts' probabilities are divided by their sum; None = as `norm_topk_prob` has it.
-        shared: None where there is no shared expert.
-        router_bias: scores are sigmoids, not a softmax, and a bias without gradient is added to them for the choice.
-        count: keys of config.json with the number of experts, as Hugging Face writes one or the other.
-        dense_layers: key with the number of first layers that have none; None = every layer has experts.
         scaling: key with what the probabilities are multiplied by; None = nothing.
-        groups: None where a token may go to any expert.
+        router_bias: scores are sigmoids, not a softmax, and a bias without gradient is added to them for the choice.
         fp32_router: routers compute in fp32.
+        shared: module, in the MLP, of the expert that every token goes through; None where there is none.
+        shared_ffn: keys whose product is its inner size.
+        shared_gated: a gate of its own weights it.
+        groups_rated_by: experts are in groups, `n_group` in config.json, of which a token reaches the best few,
+            `topk_group`: a group is as good as the sum of its best so many experts. None = no groups.
+        grouping_method: value of `topk_method` that switches the groups on; None = always on.
     """
 
     ffn: str = "moe_intermediate_size"
+    count: tuple[str, ...] = ("num_local_experts", "num_experts")
+    dense_layers: str | None = None
     block: str = "mlp"
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
     renormalizes: bool | None = None
-    shared: SharedExpertFormat | None = None
-    router_bias: bool = False
-    count: tuple[str, ...] = ("num_local_experts", "num_experts")
-    dense_layers: str | None = None
     scaling: str | None = None
-    groups: ExpertGroups | None = None
+    router_bias: bool = False
     fp32_router: bool = False
+    shared: str | None = None
+    shared_ffn: tuple[str, ...] = ()
+    shared_gated: bool = False
+    groups_rated_by: int | None = None
+    grouping_method: str | None = None
 
     @property
     def keys(self) -> list[str]:
-        """Keys that every config.json of the family has."""
-        shared = self.shared.keys if self.shared else ()
-        return [key for key in (self.ffn, "num_experts_per_tok", *shared, self.dense_layers, self.scaling) if key]
+        """Keys that every config.json of the family has, besides one of `count`."""
+        keys = [self.ffn, "num_experts_per_tok", *self.shared_ffn, self.dense_layers, self.scaling]
+        return [key for key in keys if key]
 
 
 @dataclass(frozen=True)
@@ -105,7 +77,7 @@ class Family:
             (multi-head latent attention, DeepSeek-V2's report, section 2.1).
         only: further keys of config.json with the values that are supported (see `parsing.ONLY`); an absent key
             means one of them.
-        ignores: further keys of config.json without effect (see `config_json.WITHOUT_EFFECT`).
+        ignores: further keys of config.json without effect (see `parsing.WITHOUT_EFFECT`).
     """
 
     qkv_bias: bool = False
@@ -127,12 +99,13 @@ def _deepseek(renormalizes: bool, scores: str, methods: tuple[str, ...], **exper
     return Family(
         latent_attention=True,
         experts=ExpertFormat(
-            renormalizes=renormalizes,
-            shared=SharedExpertFormat("shared_experts", "moe_intermediate_size", "n_shared_experts", gated=False),
             count=("n_routed_experts",),
             dense_layers="first_k_dense_replace",
+            renormalizes=renormalizes,
             scaling="routed_scaling_factor",
             fp32_router=True,
+            shared="shared_experts",
+            shared_ffn=("moe_intermediate_size", "n_shared_experts"),
             **experts,
         ),
         only={
@@ -145,6 +118,10 @@ def _deepseek(renormalizes: bool, scores: str, methods: tuple[str, ...], **exper
     )
 
 
+_MIXTRAL = ExpertFormat(
+    ffn="intermediate_size", block="block_sparse_moe", gate="w1", up="w3", down="w2", renormalizes=True
+)
+_QWEN2_MOE = ExpertFormat(shared="shared_expert", shared_ffn=("shared_expert_intermediate_size",), shared_gated=True)
 FAMILIES = Table(
     "model family",
     {
@@ -153,19 +130,18 @@ FAMILIES = Table(
         "Qwen2ForCausalLM": Family(qkv_bias=True),
         "Qwen3ForCausalLM": Family(qk_layernorm=True),
         "MixtralForCausalLM": Family(
-            sliding_window=True,
-            experts=ExpertFormat("intermediate_size", "block_sparse_moe", "w1", "w3", "w2", renormalizes=True),
-            rope_theta=1e6,
-            only={"norm_topk_prob": (True,)},
+            sliding_window=True, experts=_MIXTRAL, rope_theta=1e6, only={"norm_topk_prob": (True,)}
         ),
-        "Qwen2MoeForCausalLM": Family(qkv_bias=True, experts=ExpertFormat(shared=SharedExpertFormat())),
+        "Qwen2MoeForCausalLM": Family(qkv_bias=True, experts=_QWEN2_MOE),
         "Qwen3MoeForCausalLM": Family(qk_layernorm=True, experts=ExpertFormat()),
         "DeepseekV2ForCausalLM": _deepseek(
-            False, "softmax", ("greedy", "group_limited_greedy"), groups=ExpertGroups(1, "group_limited_greedy")
+            False,
+            "softmax",
+            ("greedy", "group_limited_greedy"),
+            groups_rated_by=1,
+            grouping_method="group_limited_greedy",
         ),
-        "DeepseekV3ForCausalLM": _deepseek(
-            True, "sigmoid", ("noaux_tc",), router_bias=True, groups=ExpertGroups(rated_by=2)
-        ),
+        "DeepseekV3ForCausalLM": _deepseek(True, "sigmoid", ("noaux_tc",), router_bias=True, groups_rated_by=2),
     },
 )
 

@@ -1,14 +1,21 @@
-"""Contents of a model folder: whether it is a model at all, its tensors, and the files beside them."""
+"""Contents of a model folder: whether it is a model at all, its JSON files, its tensors, and the files beside them."""
 
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from megappo.architecture.config_json import CONFIG_FILE, INDEX, SINGLE, read_weight_map
+from megappo.architecture.architecture import Architecture
+from megappo.architecture.dtypes import DTYPES
 from megappo.config.config_error import shorten
-from megappo.config.text_files import TextFileError
+from megappo.config.text_files import TextFileError, read_json
 
+CONFIG_FILE = "config.json"
+GENERATION_FILE = "generation_config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 GIT_LFS = b"version https://git-lfs"
 COMPANIONS = ("*", "additional_chat_templates/*", "custom_generate/*")
 """Places of the files that transformers reads (utils/hub.py and generation/utils.py of 5.19)."""
@@ -56,6 +63,75 @@ def other_kind(folder: Path) -> str | None:
     return None
 
 
+def read_json_file(file: Path) -> dict[str, Any]:
+    """Read one of a model's JSON files.
+
+    Raises:
+        TextFileError: it cannot be read.
+    """
+    try:
+        return read_json(file)
+    except TextFileError as error:
+        raise TextFileError(f"cannot use {file}: {error}") from error
+
+
+def named_architecture(folder: Path) -> str | None:
+    """Return the first of `architectures` in config.json, without a check of anything else.
+
+    Raises:
+        TextFileError: it cannot be read.
+    """
+    named = read_json_file(folder / CONFIG_FILE).get("architectures")
+    return str(named[0]) if isinstance(named, list) and named else None
+
+
+def write_model_config(architecture: Architecture, folder: Path, dtype: str | None = None) -> None:
+    """Write config.json of an exported model.
+
+    Args:
+        dtype: of the weights, one of DTYPES; None = as in the config.json that was read.
+    Raises:
+        OSError: it cannot be written.
+    """
+    written = architecture.hf_config()
+    if dtype is not None:
+        written |= dict.fromkeys(("torch_dtype", "dtype"), DTYPES[dtype].torch)
+    (folder / CONFIG_FILE).write_text(json.dumps(written, indent=2) + "\n")
+
+
+def end_tokens(folder: Path) -> list[int]:
+    """Read eos_token_id of generation_config.json; [] without the file or the key.
+
+    Raises:
+        TextFileError: it cannot be read, or the key holds something else.
+    """
+    file = folder / GENERATION_FILE
+    value = read_json_file(file).get("eos_token_id") if file.is_file() else None
+    if value is None:
+        return []
+    tokens = value if isinstance(value, list) else [value]
+    if not all(type(token) is int and token >= 0 for token in tokens):
+        found = shorten(json.dumps(value))
+        raise TextFileError(f"cannot use {file}: eos_token_id: expected token id or list of them, found {found}")
+    return tokens
+
+
+def read_weight_map(folder: Path) -> dict[str, str]:
+    """Read the file of each tensor from the index of a folder's safetensors.
+
+    Raises:
+        TextFileError: it cannot be read, or does not list files in its own folder.
+    """
+    file = folder / INDEX
+    found = read_json_file(file).get("weight_map")
+    if not isinstance(found, dict) or not found or any(Path(str(name)).name != name for name in found.values()):
+        raise TextFileError(
+            f"cannot use {file}: weight_map: expected object of names of files in its own folder, found "
+            f"{shorten(json.dumps(found))}: copy it again"
+        )
+    return found
+
+
 def companions(folder: Path) -> list[Path]:
     """Files beside config and weights, for tokenizer and generation, as paths in the folder."""
     found = sorted(path for pattern in COMPANIONS for path in folder.glob(pattern) if not path.is_dir())
@@ -81,18 +157,16 @@ def tensor_files(folder: Path) -> dict[str, str]:
         TextFileError: a file is missing, unreadable, truncated or not safetensors, or the two libraries would read
             different files.
     """
-    has_index, has_single = (folder / INDEX).is_file(), (folder / SINGLE).is_file()
+    has_index = (folder / INDEX).is_file()
     listed = read_weight_map(folder) if has_index else {}
     files = sorted(set(listed.values()) or {SINGLE})
-    lacking = [file for file in files if not (folder / file).is_file()]
-    if has_index and has_single and SINGLE not in files:
-        remedy = f"remove {INDEX}, whose {lacking[0]} is missing" if lacking else "remove the one that is out of date"
+    if SINGLE not in files and (folder / SINGLE).is_file():
         raise TextFileError(
-            f"{folder} holds {SINGLE}, which transformers reads, and {INDEX}, which SGLang reads: {remedy}"
+            f"{folder} holds {SINGLE}, which transformers reads, and {INDEX}, which SGLang reads: remove the one that "
+            "is out of date"
         )
-    for file in files:
-        _check_readable(folder / file)
-    if lacking:
+    paths = [folder / file for file in files]
+    if lacking := [path.name for path in paths if not path.is_file() and not path.is_symlink()]:
         what = f"lacks {shorten(', '.join(lacking))}" if has_index else f"holds no {SINGLE} and no {INDEX}"
         raise TextFileError(f"{folder} {what}: complete the download; other weight formats are not read")
     found: dict[str, str] = {}

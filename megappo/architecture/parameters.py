@@ -1,12 +1,15 @@
 """A model's parameters: the Hugging Face tensors that each Megatron parameter is made of, and how it is cut."""
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from math import prod
+from operator import itemgetter
 from typing import NamedTuple
 
 from megappo.architecture.architecture import Architecture
-from megappo.architecture.families import ExpertFormat, SharedExpertFormat
+from megappo.architecture.families import ExpertFormat
 from megappo.config.schema import Lora, Parallel
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -23,90 +26,104 @@ LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
 LOGITS_AT_A_TIME = {"cpu": 2**21, "cuda": 2**25}
 """Logits that a policy's head computes at a time, on each kind of device: on a CPU as many as its caches hold."""
 
-
-@dataclass(frozen=True)
-class Rule:
-    """One Megatron parameter (or a router's bias, which is a buffer).
-
-    Attributes:
-        megatron: its name in the local layer spec, and, after a blank, in TransformerEngine's where that differs.
-        hf: the tensors it holds, stacked along dimension 0: name -> symbolic sizes, with blanks between.
-        shard_dim: dimension cut over tensor-parallel ranks, an expert's over expert-tensor-parallel ones; None =
-            replicated.
-        by_kv_head: the stacked tensors alternate per KV head (q q k v, q q k v, ...), not once per shard.
-        expert: number of the expert it belongs to, which only some of the expert-parallel ranks hold.
-        with_next: an engine needs its tensors and the next rule's in one bucket.
-    """
-
-    megatron: str
-    hf: Mapping[str, str]
-    shard_dim: int | None = None
-    by_kv_head: bool = False
-    expert: int | None = None
-    with_next: bool = False
-
-
-# Names outside the layers are complete; inside, they come after the layer's number.
-_MODEL = (
-    Rule("embedding.word_embeddings.weight", {EMBEDDING: "vocab hidden"}, shard_dim=0),
-    Rule("decoder.final_layernorm.weight", {"model.norm.weight": "hidden"}),
-)
-_NORMS = (
-    Rule("input_layernorm.weight self_attention.linear_qkv.layer_norm_weight", {"input_layernorm.weight": "hidden"}),
-    Rule("pre_mlp_layernorm.weight mlp.linear_fc1.layer_norm_weight", {"post_attention_layernorm.weight": "hidden"}),
-)
-_QKV = {f"self_attn.{name}_proj.weight": f"{size} hidden" for name, size in (("q", "q"), ("k", "kv"), ("v", "kv"))}
-_ATTENTION = (
-    Rule("self_attention.linear_qkv.weight", _QKV, shard_dim=0, by_kv_head=True),
-    Rule("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": "hidden q"}, shard_dim=1),
-)
+# Tables of parameters, one Hugging Face tensor a line: the Megatron parameter it is in (its name in the local layer
+# spec, then the one in TransformerEngine's if that differs) <- the tensor (its sizes, /tp where tensor-parallel ranks
+# cut it, /etp where expert-tensor-parallel ranks do). The tensors of one parameter are stacked along dimension 0. Names
+# within layers lack the layer's prefix. {names} are a family's own.
+MODEL = """
+embedding.word_embeddings.weight <- model.embed_tokens.weight (vocab/tp hidden)
+decoder.final_layernorm.weight <- model.norm.weight (hidden)
+"""
+OUTPUT = """
+output_layer.weight <- {tensor} (vocab/tp hidden)
+"""
+VALUE_OUTPUT = """
+{module}.weight <- score.weight (one hidden)
+"""
+VALUE_OUTPUT_BIAS = """
+{module}.bias <- score.bias (one)
+"""
+NORMS = """
+input_layernorm.weight | self_attention.linear_qkv.layer_norm_weight <- input_layernorm.weight (hidden)
+pre_mlp_layernorm.weight | mlp.linear_fc1.layer_norm_weight <- post_attention_layernorm.weight (hidden)
+"""
+ATTENTION = """
+self_attention.linear_qkv.weight <- self_attn.q_proj.weight (q/tp hidden)
+self_attention.linear_qkv.weight <- self_attn.k_proj.weight (kv/tp hidden)
+self_attention.linear_qkv.weight <- self_attn.v_proj.weight (kv/tp hidden)
+self_attention.linear_proj.weight <- self_attn.o_proj.weight (hidden q/tp)
+"""
+QKV_BIAS = """
+self_attention.linear_qkv.bias <- self_attn.q_proj.bias (q/tp)
+self_attention.linear_qkv.bias <- self_attn.k_proj.bias (kv/tp)
+self_attention.linear_qkv.bias <- self_attn.v_proj.bias (kv/tp)
+"""
+QK_NORMS = """
+self_attention.q_layernorm.weight <- self_attn.q_norm.weight (head)
+self_attention.k_layernorm.weight <- self_attn.k_norm.weight (head)
+"""
+QUERY = """
+self_attention.linear_q_proj.weight <- self_attn.q_proj.weight (q/tp hidden)
+"""
+LATENT_QUERY = """
+self_attention.q_layernorm.weight | self_attention.linear_q_up_proj.layer_norm_weight <-
+    self_attn.q_a_layernorm.weight (q_latent)
+self_attention.linear_q_up_proj.weight <- self_attn.q_b_proj.weight (q/tp q_latent)
+self_attention.linear_q_down_proj.weight <- self_attn.q_a_proj.weight (q_latent hidden)
+"""
 # Rotary dimensions need no reordering: with latent attention Megatron takes them in Hugging Face's pairs.
-_LATENT_ATTENTION = (
-    Rule(
-        "self_attention.linear_kv_down_proj.weight",
-        {"self_attn.kv_a_proj_with_mqa.weight": "kv_latent_and_rope hidden"},
-    ),
-    Rule(
-        "self_attention.kv_layernorm.weight self_attention.linear_kv_up_proj.layer_norm_weight",
-        {"self_attn.kv_a_layernorm.weight": "kv_latent"},
-    ),
-    Rule("self_attention.linear_kv_up_proj.weight", {"self_attn.kv_b_proj.weight": "k_and_v kv_latent"}, shard_dim=0),
-    Rule("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": "hidden v"}, shard_dim=1),
-)
-_QUERY = (Rule("self_attention.linear_q_proj.weight", {"self_attn.q_proj.weight": "q hidden"}, shard_dim=0),)
-# The last of these comes before the first of _LATENT_ATTENTION: SGLang makes one matrix of the two, and silently
-# takes neither from a bucket that lacks the other.
-_LATENT_QUERY = (
-    Rule(
-        "self_attention.q_layernorm.weight self_attention.linear_q_up_proj.layer_norm_weight",
-        {"self_attn.q_a_layernorm.weight": "q_latent"},
-    ),
-    Rule("self_attention.linear_q_up_proj.weight", {"self_attn.q_b_proj.weight": "q q_latent"}, shard_dim=0),
-    Rule("self_attention.linear_q_down_proj.weight", {"self_attn.q_a_proj.weight": "q_latent hidden"}, with_next=True),
-)
-_MLP = (
-    Rule(
-        "mlp.linear_fc1.weight", {"mlp.gate_proj.weight": "ffn hidden", "mlp.up_proj.weight": "ffn hidden"}, shard_dim=0
-    ),
-    Rule("mlp.linear_fc2.weight", {"mlp.down_proj.weight": "hidden ffn"}, shard_dim=1),
-)
-_QKV_BIASES = {"self_attn.q_proj.bias": "q", "self_attn.k_proj.bias": "kv", "self_attn.v_proj.bias": "kv"}
-_QKV_BIAS = (Rule("self_attention.linear_qkv.bias", _QKV_BIASES, shard_dim=0, by_kv_head=True),)
-_QK_NORMS = (
-    Rule("self_attention.q_layernorm.weight", {"self_attn.q_norm.weight": "head"}),
-    Rule("self_attention.k_layernorm.weight", {"self_attn.k_norm.weight": "head"}),
-)
-
-_ADAPTED = _ATTENTION + _MLP
+LATENT_ATTENTION = """
+self_attention.linear_kv_down_proj.weight <- self_attn.kv_a_proj_with_mqa.weight (kv_latent_and_rope hidden)
+self_attention.kv_layernorm.weight | self_attention.linear_kv_up_proj.layer_norm_weight <-
+    self_attn.kv_a_layernorm.weight (kv_latent)
+self_attention.linear_kv_up_proj.weight <- self_attn.kv_b_proj.weight (k_and_v/tp kv_latent)
+self_attention.linear_proj.weight <- self_attn.o_proj.weight (hidden v/tp)
+"""
+WITH_NEXT = "self_attn.q_a_proj.weight"
+"""The last tensor of LATENT_QUERY comes before the first of LATENT_ATTENTION: SGLang makes one matrix of the two, and
+silently takes neither from a bucket that lacks the other."""
+MLP = """
+mlp.linear_fc1.weight <- mlp.gate_proj.weight (ffn/tp hidden)
+mlp.linear_fc1.weight <- mlp.up_proj.weight (ffn/tp hidden)
+mlp.linear_fc2.weight <- mlp.down_proj.weight (hidden ffn/tp)
+"""
+ROUTER = """
+mlp.router.weight <- {block}.gate.weight (experts hidden)
+"""
+SHARED_EXPERT = """
+mlp.shared_experts.linear_fc1.weight <- mlp.{shared}.gate_proj.weight (shared_ffn/tp hidden)
+mlp.shared_experts.linear_fc1.weight <- mlp.{shared}.up_proj.weight (shared_ffn/tp hidden)
+mlp.shared_experts.linear_fc2.weight <- mlp.{shared}.down_proj.weight (hidden shared_ffn/tp)
+"""
+SHARED_GATE = """
+mlp.shared_experts.gate_weight <- mlp.{shared}_gate.weight (one hidden)
+"""
+SCORE_BIAS = """
+mlp.router.expert_bias <- {block}.gate.e_score_correction_bias (experts)
+"""
+# TransformerEngine's grouped layer holds all experts of a rank.
+EXPERT = """
+mlp.experts.local_experts.{expert}.linear_fc1.weight | mlp.experts.linear_fc1.weight{expert} <-
+    {block}.experts.{expert}.{gate}.weight (expert_ffn/etp hidden)
+mlp.experts.local_experts.{expert}.linear_fc1.weight | mlp.experts.linear_fc1.weight{expert} <-
+    {block}.experts.{expert}.{up}.weight (expert_ffn/etp hidden)
+mlp.experts.local_experts.{expert}.linear_fc2.weight | mlp.experts.linear_fc2.weight{expert} <-
+    {block}.experts.{expert}.{down}.weight (hidden expert_ffn/etp)
+"""
+LINE = re.compile(r"(?P<megatron>.+) <-\s+(?P<hf>\S+) \((?P<sizes>.+)\)")
+EXPERT_NUMBER = re.compile(r"(?<=local_experts\.)\d+")
 
 
 @dataclass(frozen=True)
 class HFTensor:
-    """A Hugging Face tensor, and the shard of it that each rank holds (see `Rule`).
+    """A Hugging Face tensor, and the shard of it that each rank holds.
 
-    The last ranks' shards of a padded vocabulary reach beyond `shape`: that part is padding. Of the tensors with an
-    `expert`, an expert-parallel rank holds those of its run of experts only. One `with_next` is exported in one bucket
-    with the tensor after it.
+    Attributes:
+        shard_shape: the last ranks' shards of a padded vocabulary reach beyond `shape`: that part is padding.
+        shard_dim: dimension cut over tensor-parallel ranks, an expert's over expert-tensor-parallel ones; None =
+            replicated.
+        expert: number of its expert, of which an expert-parallel rank holds a run.
+        with_next: it is exported in one bucket with the tensor after it.
     """
 
     name: str
@@ -124,14 +141,18 @@ class Parameter:
     Attributes:
         names: with layers and experts numbered over the whole model, one for each layer spec that has its own.
         layer: None outside the layers.
-        is_buffer: a router's bias, which is no parameter to torch and stays in fp32.
+        groups: 1, or the KV heads of a rank: queries, keys and values alternate per head (q q k v, q q k v, ...).
     """
 
     names: tuple[str, ...]
     layer: int | None
     hf_tensors: tuple[HFTensor, ...]
     groups: int
-    is_buffer: bool
+
+    @property
+    def is_buffer(self) -> bool:
+        """True for a router's bias, which is no parameter to torch and stays in fp32."""
+        return self.names[0].endswith(ROUTER_BIAS)
 
     @property
     def shard_shape(self) -> tuple[int, ...]:
@@ -142,21 +163,21 @@ class Parameter:
 def list_parameters(
     architecture: Architecture, *, tensor: int = 1, expert_tensor: int = 1, num_experts: int | None = None
 ) -> list[Parameter]:
-    """Every parameter of the model under its head, and routers' biases, in the order of the rules.
+    """Every parameter of the model under its head, and routers' biases, in the order of the tables.
 
     Args:
         tensor: tensor-parallel ranks, for which the vocabulary is padded.
         expert_tensor: ranks that cut each expert.
         num_experts: of each layer, the first so many; None = all.
     """
-    sizes = _sizes(architecture)
-    shard_sizes = {**sizes, "vocab": padded_vocab_size(architecture.vocab_size, tensor)}
-    rules: list[tuple[int | None, Rule]] = [(None, rule) for rule in _MODEL + _output_rules(architecture)]
-    rules += [(number, rule) for number, table in enumerate(_layer_rules(architecture, num_experts)) for rule in table]
-    return [
-        _parameter(rule, layer, sizes, shard_sizes, tensor if rule.expert is None else expert_tensor)
-        for layer, rule in rules
-    ]
+    num_experts = architecture.num_experts if num_experts is None else num_experts
+    dense = _layer_table(architecture, None, 0)
+    sparse = _layer_table(architecture, architecture.family.experts, num_experts)
+    tables: list[tuple[int | None, str]] = [(None, MODEL + _output_table(architecture))]
+    for layer in range(architecture.num_layers):
+        tables.append((layer, dense if layer < architecture.num_dense_layers else sparse))
+    sizes, num_ranks = _sizes(architecture), {"": 1, "tp": tensor, "etp": expert_tensor}
+    return [one for layer, table in tables for one in _read(table, layer, sizes, num_ranks)]
 
 
 def is_adapter(name: str) -> bool:
@@ -166,8 +187,8 @@ def is_adapter(name: str) -> bool:
 
 def adapted_modules(architecture: Architecture) -> set[str]:
     """Names, without their beginnings, of the matrices that can have adapters."""
-    rules = [rule for of_layer in _layer_rules(architecture.with_lora(None), num_experts=1) for rule in of_layer]
-    return {name.split(".")[-2] for rule in rules if rule in _ADAPTED for name in rule.hf}
+    table = _adapted_table(architecture, is_dense=architecture.num_dense_layers > 0)
+    return {line["hf"].split(".")[-2] for line in LINE.finditer(table)}
 
 
 def is_trained(name: str, architecture: Architecture) -> bool:
@@ -183,7 +204,7 @@ def by_name(parameters: Iterable[Parameter]) -> dict[str, Parameter]:
 
 
 def hf_tensors_of(parameters: Iterable[Parameter]) -> dict[str, HFTensor]:
-    """Every Hugging Face tensor of the model by name, once, in the order of the rules."""
+    """Every Hugging Face tensor of the model by name, once, in the order of the tables."""
     return {hf.name: hf for parameter in parameters for hf in parameter.hf_tensors}
 
 
@@ -209,16 +230,19 @@ def stage_sizes(architecture: Architecture, parallel: Parallel, *, trained: bool
     dense, experts = [0] * parallel.pipeline, [0] * parallel.pipeline
     cut = {"tensor": parallel.tensor, "expert_tensor": parallel.expert_tensor}
     for parameter in list_parameters(architecture, **cut, num_experts=1):  # all of a layer are alike
-        hf, is_head = parameter.hf_tensors[0], parameter.names[0].startswith(OUTPUT_LAYER)
-        is_tied_here = is_head and hf.name == EMBEDDING and parallel.pipeline == 1
-        if parameter.is_buffer or is_tied_here or (trained and not is_trained(parameter.names[0], architecture)):
+        name, hf = parameter.names[0], parameter.hf_tensors[0]
+        is_embedding = name.startswith("embedding.")
+        is_tied = hf.name == EMBEDDING and not is_embedding
+        if parameter.is_buffer or (is_tied and parallel.pipeline == 1):
             continue
-        outside = 0 if hf.name == EMBEDDING and not is_head else -1
-        stage, size = outside if parameter.layer is None else stages[parameter.layer], prod(parameter.shard_shape)
+        if trained and not is_trained(name, architecture):
+            continue
+        outside = 0 if is_embedding else -1
+        stage = outside if parameter.layer is None else stages[parameter.layer]
         if hf.expert is None:
-            dense[stage] += size
+            dense[stage] += prod(parameter.shard_shape)
         else:
-            experts[stage] += size * local_experts
+            experts[stage] += prod(parameter.shard_shape) * local_experts
     return [StageSize(*sizes) for sizes in zip(dense, experts, strict=True)]
 
 
@@ -234,115 +258,86 @@ def padded_vocab_size(vocab_size: int, tensor: int) -> int:
     return -(-vocab_size // tensor) * tensor
 
 
-def _layer_rules(architecture: Architecture, num_experts: int | None) -> list[tuple[Rule, ...]]:
-    """The rules of every layer."""
-    attention = _NORMS + _attention_rules(architecture)
-    num_dense, written = architecture.num_dense_layers, architecture.family.experts
-    count = architecture.num_experts if num_experts is None else num_experts
-    experts = _expert_rules(written, count) if written else ()
-    rules = [attention + _MLP] * num_dense + [attention + experts] * (architecture.num_layers - num_dense)
-    return [of_layer + _adapter_rules(of_layer, architecture.lora) for of_layer in rules]
-
-
-def _adapter_rules(rules: tuple[Rule, ...], lora: Lora | None) -> tuple[Rule, ...]:
-    """Rules of a layer's adapters: one for each Hugging Face matrix, as a linear layer may hold several. Of a
-    [in -> rank] and b [rank -> out] that one is cut which has the dimension along which the layer is cut."""
-    targets = lora.modules if lora is not None else ()
-    found: list[Rule] = []
-    for rule in rules if targets else ():
-        for name, symbols in rule.hf.items() if rule in _ADAPTED else ():
-            matrix = name.removesuffix(".weight")
-            module = matrix.split(".")[-1]
-            if module in targets:
-                megatron = f"{rule.megatron.removesuffix('.weight')}{ADAPTER}.{module}"
-                out, into = symbols.split()
-                a, b = {matrix + LORA_A: f"rank {into}"}, {matrix + LORA_B: f"{out} rank"}
-                found.append(Rule(f"{megatron}.a", a, shard_dim=rule.shard_dim or None))
-                found.append(Rule(f"{megatron}.b", b, shard_dim=None if rule.shard_dim else 0))
-    return tuple(found)
-
-
-def _attention_rules(architecture: Architecture) -> tuple[Rule, ...]:
-    latent, family = architecture.latent, architecture.family
+def _layer_table(architecture: Architecture, experts: ExpertFormat | None, num_experts: int) -> str:
+    """Return the table of a layer with or without experts."""
+    latent, family, table = architecture.latent, architecture.family, NORMS
     if latent:
-        return (_QUERY if latent.q_rank is None else _LATENT_QUERY) + _LATENT_ATTENTION
-    return _ATTENTION + (_QKV_BIAS if family.qkv_bias else ()) + (_QK_NORMS if family.qk_layernorm else ())
+        table += (QUERY if latent.q_rank is None else LATENT_QUERY) + LATENT_ATTENTION
+    else:
+        table += ATTENTION
+        table += QKV_BIAS if family.qkv_bias else ""
+        table += QK_NORMS if family.qk_layernorm else ""
+    table += _expert_table(experts, num_experts) if experts else MLP
+    if architecture.lora:
+        table += _adapter_table(_adapted_table(architecture, is_dense=experts is None), architecture.lora)
+    return table
 
 
-def _expert_rules(experts: ExpertFormat, count: int) -> tuple[Rule, ...]:
-    router = Rule("mlp.router.weight", {f"{experts.block}.gate.weight": "experts hidden"})
-    rules = [router, *(_shared_expert_rules(experts.shared) if experts.shared else ())]
-    if experts.router_bias:
-        rules.append(Rule(f"mlp.{ROUTER_BIAS}", {f"{experts.block}.gate.e_score_correction_bias": "experts"}))
-    for expert in range(count):
-        hf = f"{experts.block}.experts.{expert}"
-        gate_up = {f"{hf}.{name}.weight": "expert_ffn hidden" for name in (experts.gate, experts.up)}
-        down = {f"{hf}.{experts.down}.weight": "hidden expert_ffn"}
-        rules.append(Rule(_expert_names(expert, "linear_fc1"), gate_up, shard_dim=0, expert=expert))
-        rules.append(Rule(_expert_names(expert, "linear_fc2"), down, shard_dim=1, expert=expert))
-    return tuple(rules)
+def _adapted_table(architecture: Architecture, *, is_dense: bool) -> str:
+    """Return the part of a layer's table that can have adapters: experts and latent attention take none."""
+    return ("" if architecture.latent else ATTENTION) + (MLP if is_dense else "")
 
 
-def _expert_names(expert: int, layer: str) -> str:
-    """Names of an expert's weight: with a layer of its own, and as one of many in TransformerEngine's grouped layer."""
-    return f"mlp.experts.local_experts.{expert}.{layer}.weight mlp.experts.{layer}.weight{expert}"
+def _adapter_table(adapted: str, lora: Lora) -> str:
+    """Return the table of a layer's adapters: one for each Hugging Face matrix, as a linear layer may hold several. Of
+    a [in -> rank] and b [rank -> out] that one is cut which has the dimension along which the layer is cut."""
+    lines = []
+    for line in LINE.finditer(adapted):
+        matrix, layer = line["hf"].removesuffix(".weight"), line["megatron"].removesuffix(".weight")
+        module = matrix.split(".")[-1]
+        if module in lora.modules:
+            out, into = line["sizes"].split()
+            lines.append(f"{layer}{ADAPTER}.{module}.a <- {matrix}{LORA_A} (rank {into})")
+            lines.append(f"{layer}{ADAPTER}.{module}.b <- {matrix}{LORA_B} ({out} rank)")
+    return "\n".join(lines)
 
 
-def _shared_expert_rules(shared: SharedExpertFormat) -> tuple[Rule, ...]:
-    megatron, hf = "mlp.shared_experts", f"mlp.{shared.module}"
-    gate_up = {f"{hf}.{name}_proj.weight": "shared_ffn hidden" for name in ("gate", "up")}
-    down = {f"{hf}.down_proj.weight": "hidden shared_ffn"}
-    matrices = (
-        Rule(f"{megatron}.linear_fc1.weight", gate_up, shard_dim=0),
-        Rule(f"{megatron}.linear_fc2.weight", down, shard_dim=1),
-    )
-    gate = Rule(f"{megatron}.gate_weight", {f"{hf}_gate.weight": "one hidden"})
-    return (*matrices, gate) if shared.gated else matrices
+def _expert_table(experts: ExpertFormat, count: int) -> str:
+    table = ROUTER
+    table += SHARED_EXPERT if experts.shared else ""
+    table += SHARED_GATE if experts.shared_gated else ""
+    table += SCORE_BIAS if experts.router_bias else ""
+    texts = [table, *(EXPERT.replace("{expert}", str(expert)) for expert in range(count))]
+    return "".join(texts).format(**vars(experts))
 
 
-def _output_rules(architecture: Architecture) -> tuple[Rule, ...]:
-    def value_head(module: str) -> tuple[Rule, ...]:
-        weight, bias = Rule(f"{module}.weight", {VALUE_HEAD: "one hidden"}), Rule(f"{module}.bias", {VALUE_BIAS: "one"})
-        return (weight, bias) if architecture.value_bias else (weight,)
-
+def _output_table(architecture: Architecture) -> str:
+    value_output = VALUE_OUTPUT + (VALUE_OUTPUT_BIAS if architecture.value_bias else "")
     if architecture.head == "value":
-        return value_head(OUTPUT_LAYER)
+        return value_output.format(module=OUTPUT_LAYER)
     # Tied, with pipeline stages: the last stage has a copy of the embedding for its output layer.
-    source = EMBEDDING if architecture.tied else LM_HEAD
-    output_layer = Rule(f"{OUTPUT_LAYER}.weight", {source: "vocab hidden"}, shard_dim=0)
-    return (output_layer, *value_head(SECOND_HEAD)) if architecture.head == "policy_value" else (output_layer,)
+    table = OUTPUT.format(tensor=EMBEDDING if architecture.tied else LM_HEAD)
+    return table + (value_output.format(module=SECOND_HEAD) if architecture.head == "policy_value" else "")
 
 
 def _sizes(architecture: Architecture) -> dict[str, int]:
-    """Sizes by their symbols in the rules."""
-    experts, latent, heads = architecture.experts, architecture.latent, architecture.num_heads
+    """Sizes by their names in the tables."""
+    experts, latent, lora = architecture.experts, architecture.latent, architecture.lora
+    heads, kv_heads, head = architecture.num_heads, architecture.num_kv_heads, architecture.head_size
     sizes = {"one": 1, "hidden": architecture.hidden_size, "vocab": architecture.vocab_size}
-    sizes["ffn"] = architecture.ffn_size
-    sizes["rank"] = architecture.lora.rank if architecture.lora else 0
+    sizes |= {"ffn": architecture.ffn_size, "rank": lora.rank if lora else 0}
+    sizes |= {"head": head, "q": heads * head, "kv_heads": kv_heads, "kv": kv_heads * head}
     if latent:
-        sizes["q"], sizes["q_latent"] = heads * (latent.plain_size + latent.rope_size), latent.q_rank or 0
-        sizes["kv_latent"], sizes["kv_latent_and_rope"] = latent.kv_rank, latent.kv_rank + latent.rope_size
-        sizes["k_and_v"], sizes["v"] = heads * (latent.plain_size + latent.v_size), heads * latent.v_size
-    else:
-        head, kv_heads = architecture.head_size, architecture.num_kv_heads
-        sizes |= {"head": head, "q": heads * head, "kv": kv_heads * head, "kv_heads": kv_heads}
+        sizes |= {"q": heads * (latent.plain_size + latent.rope_size), "q_latent": latent.q_rank or 0}
+        sizes |= {"kv_latent": latent.kv_rank, "kv_latent_and_rope": latent.kv_rank + latent.rope_size}
+        sizes |= {"k_and_v": heads * (latent.plain_size + latent.v_size), "v": heads * latent.v_size}
     if experts:
         sizes |= {"experts": experts.count, "expert_ffn": experts.ffn_size, "shared_ffn": experts.shared_ffn_size or 0}
     return sizes
 
 
-def _parameter(
-    rule: Rule, layer: int | None, sizes: Mapping[str, int], shard_sizes: Mapping[str, int], ways: int
-) -> Parameter:
-    """A rule's parameter in one layer, cut over `ways` ranks."""
+def _read(table: str, layer: int | None, sizes: Mapping[str, int], num_ranks: Mapping[str, int]) -> Iterator[Parameter]:
+    """Read the parameters of a table in one layer. `num_ranks`: what cuts a tensor -> over how many ranks."""
     model, decoder = ("", "") if layer is None else (f"model.layers.{layer}.", f"decoder.layers.{layer}.")
-    hf_tensors = []
-    for name, symbols in rule.hf.items():
-        shape = tuple(sizes[symbol] for symbol in symbols.split())
-        shard = [shard_sizes[symbol] for symbol in symbols.split()]
-        if rule.shard_dim is not None:
-            shard[rule.shard_dim] //= ways
-        hf_tensors.append(HFTensor(model + name, shape, tuple(shard), rule.shard_dim, rule.expert, rule.with_next))
-    names = tuple(decoder + name for name in rule.megatron.split())
-    groups = sizes["kv_heads"] // ways if rule.by_kv_head else 1
-    return Parameter(names, layer, tuple(hf_tensors), groups, names[0].endswith(ROUTER_BIAS))
+    for megatron, lines in groupby(LINE.finditer(table), key=itemgetter("megatron")):
+        number = EXPERT_NUMBER.search(megatron)
+        expert, hf_tensors = int(number[0]) if number else None, []
+        for line in lines:
+            symbols = [text.partition("/") for text in line["sizes"].split()]
+            shape = tuple(sizes[size] for size, _, _ in symbols)
+            shard = tuple(-(-sizes[size] // num_ranks[cut]) for size, _, cut in symbols)
+            shard_dim = next((dim for dim, (_, _, cut) in enumerate(symbols) if cut), None)
+            hf_tensors.append(HFTensor(model + line["hf"], shape, shard, shard_dim, expert, line["hf"] == WITH_NEXT))
+        is_by_kv_head = megatron.startswith("self_attention.linear_qkv.")
+        groups = sizes["kv_heads"] // num_ranks["tp"] if is_by_kv_head else 1
+        yield Parameter(tuple(decoder + name for name in megatron.split(" | ")), layer, tuple(hf_tensors), groups)

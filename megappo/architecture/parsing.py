@@ -1,17 +1,31 @@
-"""config.json -> `Architecture`, or everything in it that is missing, contradicts itself, or is not supported."""
+"""config.json -> `Architecture`, or everything in it that is missing, has several values, or is not supported."""
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
 from megappo.architecture.architecture import Architecture, Experts, LatentAttention, Rope
-from megappo.architecture.config_json import CONFIG_FILE, INDEX, ROPE, SINGLE, read_model_config, uncomputed
-from megappo.architecture.families import FAMILIES, ExpertFormat, Family, HeadKind, language_model
-from megappo.architecture.model_folder import other_kind
+from megappo.architecture.families import (
+    FAMILIES,
+    ExpertFormat,
+    Family,
+    HeadKind,
+    language_model,
+)
+from megappo.architecture.model_folder import CONFIG_FILE, INDEX, SINGLE, other_kind, read_json_file
 from megappo.config.config_error import ConfigError, shorten
 from megappo.config.text_files import TextFileError
 
+ROPE_KEYS = """
+    rope_type type rope_theta factor low_freq_factor high_freq_factor original_max_position_embeddings beta_fast
+    beta_slow attention_factor mscale mscale_all_dim truncate
+    """
+"""Keys of rotary positions that are read; a kind ignores the numbers of others."""
 SIZES = {
     "num_heads": "num_attention_heads",
     "num_layers": "num_hidden_layers",
@@ -50,15 +64,36 @@ ONLY_OF_EXPERTS: dict[str, tuple[Any, ...]] = {
     "moe_layer_freq": (1,),
 }
 """The same for a mixture of experts."""
-COMPUTED = (
-    *("architectures", "layer_types", "model_type", "rope_parameters", "rope_scaling", "rope_theta", "head_dim"),
-    *("original_max_position_embeddings", "num_key_value_heads", "sliding_window", "use_sliding_window"),
-    *("tie_word_embeddings", "norm_topk_prob", "num_nextn_predict_layers", "num_mtp_layers"),
-)
+COMPUTED = """
+    architectures layer_types model_type rope_parameters rope_scaling rope_theta head_dim
+    original_max_position_embeddings num_key_value_heads sliding_window use_sliding_window tie_word_embeddings
+    norm_topk_prob num_nextn_predict_layers num_mtp_layers
+    """
 """Further keys of config.json that are read."""
+WITHOUT_EFFECT = re.compile(
+    r"""(?x)
+    # private, initialisation, dropout (there is none here), losses, caches, lengths, generation
+    ^(_|unsloth|init|max_seq|use_fused) | initializ|dropout|pdrop|loss|cache|flash|sdpa|version|num_beam|ngram_size
+    | (_token_ids?|(max|min|seq|sequence|context)_length|_penalty|suppress_tokens)$
+    # sizes that others follow from, how the model was made, what its trainer or a generation reads
+    | ^(
+    attn_implementation |auto_map |bad_words_ids |chunk_size_feed_forward |do_sample |dtype |early_stopping
+    |experts_implementation |ffn_dim_multiplier |finetuning_task |gradient_checkpointing |id2label
+    |is_llama_config |label2id |max_window_layers |multiple_of |n_ctx |n_positions |name_or_path
+    |neftune_noise_alpha |num_labels |num_return_sequences |output_attentions |output_hidden_states
+    |output_router_logits |output_scores |padding_side |prefix |pretraining_tp |problem_type |pruned_heads
+    |remove_invalid_values |return_dict |return_dict_in_generate |summary_type |task_specific_params |temperature
+    |tie_encoder_decoder |tie_last_hidden_states |tokenizer_class |top_k |top_p |torch_dtype |torchscript
+    |transformers\.js_config |typical_p |use_bfloat16 |vocab_padded
+    )$"""
+)
+"""Keys of config.json without effect on what a model computes; a family has further ones (`Family.ignores`)."""
+FACTORS = re.compile("(multiplier|scale|scaling|factor|pct|percent)$")
+"""Keys of factors, which 1 turns off."""
+CHOICES = re.compile("(type|act|fn|func|function|activation|embedding|impl|layout|method|mode|pattern)$")
+"""Keys whose text chooses what is computed; any other text is a note."""
 ROPE_SECTIONS = ("rope_parameters", "rope_scaling")
 """Sections with the rotary positions: transformers 5's, and the older one."""
-_ANOTHER = "choose another model"
 
 
 class ArchitectureError(ConfigError):
@@ -73,218 +108,195 @@ def read_architecture(folder: str | Path, head: HeadKind = "policy") -> Architec
     Raises:
         ArchitectureError: config.json cannot be read, or the model cannot be trained.
     """
-    folder = Path(folder)
+    file = Path(folder) / CONFIG_FILE
     try:
-        found = read_model_config(folder)
+        found = read_json_file(file)
     except TextFileError as error:
-        kind = other_kind(folder) if folder.is_dir() else None
+        kind = other_kind(file.parent) if file.parent.is_dir() else None
         raise ArchitectureError(f"{folder} {kind}" if kind else str(error)) from error
-    return parse(found, folder / CONFIG_FILE, head)
+    try:
+        return parse(found, file, head)
+    except ValidationError as error:
+        text = "; ".join(map(_wrong_value, error.errors()))
+    except (TypeError, AttributeError) as error:  # of values that are computed with before
+        text = str(error)
+    raise ArchitectureError(f"cannot use {file}: {text}: correct it, or copy the file again")
+
+
+def _wrong_value(error: ErrorDetails) -> str:
+    keys = {**SIZES, **LATENT_SIZES, "base": "rope_theta", "tied": "tie_word_embeddings", "count": "num_experts"}
+    names = [keys.get(str(name), str(name)) for name in error["loc"]]
+    return f"{'.'.join(names)}: {error['msg']}, found {shorten(repr(error['input']))}"
 
 
 def parse(found: Mapping[str, Any], file: Path, head: HeadKind = "policy") -> Architecture:
-    """`read_architecture` of what `file` holds, each value of the kind that is expected.
+    """`read_architecture` of what `file` holds.
 
     Raises:
         ArchitectureError: as there.
+        ValidationError, TypeError, AttributeError: a value has another type than is expected.
     """
-    named = (found.get("architectures") or ["none"])[0]
+    named = str((found.get("architectures") or ["none"])[0])
     name = language_model(named) if head == "value" else named
     if name not in FAMILIES:
         supported = ", ".join(FAMILIES)
         raise ArchitectureError(
             f"{file} is of architecture {shorten(named)}; this version trains {supported}: choose one of these"
         )
-    family = FAMILIES[name]
-    missing = ", ".join(_missing(found, family))
-    if missing:
+    family, values = FAMILIES[name], {key: value for key, value in found.items() if value is not None}
+    if missing := ", ".join(_missing(found, values, family)):
         raise ArchitectureError(f"{file} lacks {missing}: download it again")
-    faults = [f"{file}: {fault}: correct it, or download it again" for fault in _contradictions(found, family)]
-    remedy = f"{_ANOTHER}, or remove the key if the model computes the same without it"
-    faults += [f"{file} of this {named} has {fault}: {remedy}" for fault in _unsupported(found, family)]
-    faults += [f"{file}: {fault}: {_ANOTHER}" for fault in _unsupported_rope(found, family)]
-    if faults:
-        raise ArchitectureError(*faults)
-    return Architecture(
+    rope, conflicts = _rope_section(values)
+    latent: dict[str, Any] = {size: values.get(key) for size, key in LATENT_SIZES.items()}
+    window_is_on = family.sliding_window or values.get("use_sliding_window")
+    architecture = Architecture(
         name=name,
         named=named,
         family=family,
         file=file,
-        **_sizes(found, SIZES),
-        num_kv_heads=_num_kv_heads(found),
-        head_size=found.get("head_dim") or found["hidden_size"] // found["num_attention_heads"],
-        rope=_rope(found, family),
-        experts=_experts(found, family.experts) if family.experts else None,
-        latent=LatentAttention(**_sizes(found, LATENT_SIZES)) if family.latent_attention else None,
-        tied=bool(found.get("tie_word_embeddings", False)),  # Hugging Face's default
-        sliding_window=_sliding_window(found, family),
-        num_further_layers=found.get("num_nextn_predict_layers") or found.get("num_mtp_layers") or 0,
+        **{size: values[key] for size, key in SIZES.items()},
+        num_kv_heads=values.get("num_key_value_heads", values["num_attention_heads"]),
+        head_dim=values.get("head_dim"),
+        rope=_rope(rope, family, values.get("rope_theta", family.rope_theta)),
+        experts=_experts(values, family.experts) if family.experts else None,
+        latent=LatentAttention(**latent) if family.latent_attention else None,
+        tied=values.get("tie_word_embeddings", False),  # Hugging Face's default
+        sliding_window=values.get("sliding_window") or None if window_is_on else None,
+        num_further_layers=values.get("num_nextn_predict_layers") or values.get("num_mtp_layers") or 0,
         raw_config=found,
         head=head,
     )
+    errors = [f"{file}: {conflict}: correct it, or download it again" for conflict in conflicts]
+    for key in _unsupported(values, architecture):
+        found_value = f"{file} of this {named} has {key} = {shorten(repr(values[key]))}"
+        remedy = "choose another model, or remove the key if the model computes the same without it"
+        errors.append(f"{found_value}, which is not supported: {remedy}")
+    for why in _unsupported_rope(rope, family):
+        errors.append(f"{file}: rope {rope} is not supported{why}: choose another model")
+    if errors:
+        raise ArchitectureError(*errors)
+    return architecture
 
 
-def _sizes(found: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
-    return {size: found[key] for size, key in keys.items()}
-
-
-def _missing(found: Mapping[str, Any], family: Family) -> Iterator[str]:
-    for key in _needed(found, family):
-        if found.get(key) is None and not (key == LATENT_SIZES["q_rank"] and key in found):
+def _missing(found: Mapping[str, Any], values: Mapping[str, Any], family: Family) -> Iterator[str]:
+    for key in _needed(values, family):
+        if key not in values and not (key == LATENT_SIZES["q_rank"] and key in found):
             yield key
-    if family.experts and not any(found.get(key) for key in family.experts.count):
+    if family.experts and not any(key in values for key in family.experts.count):
         yield family.experts.count[-1]
 
 
-def _needed(found: Mapping[str, Any], family: Family) -> list[str]:
+def _needed(values: Mapping[str, Any], family: Family) -> list[str]:
     """Keys without which a model of the family is not described."""
     keys = list(SIZES.values())
     if family.experts:
         keys += family.experts.keys
-        keys += ("n_group", "topk_group") if _has_groups(found, family.experts) else ()
+        keys += ("n_group", "topk_group") if _has_groups(values, family.experts) else ()
     if family.latent_attention:
         keys += LATENT_SIZES.values()
     return list(dict.fromkeys(keys))
 
 
-def _has_groups(found: Mapping[str, Any], experts: ExpertFormat) -> bool:
-    return experts.groups is not None and experts.groups.method in (None, found.get("topk_method"))
+def _has_groups(values: Mapping[str, Any], experts: ExpertFormat) -> bool:
+    return experts.groups_rated_by is not None and experts.grouping_method in (None, values.get("topk_method"))
 
 
-def _contradictions(found: Mapping[str, Any], family: Family) -> Iterator[str]:
-    """Sizes that no model can have, and keys with several values."""
-    yield from _rope_contradictions(found)
-    heads, hidden, shared = found["num_attention_heads"], found["hidden_size"], _num_kv_heads(found)
-    if family.experts:
-        yield from _expert_contradictions(found, family.experts)
-    size, name = found.get("head_dim") or hidden // heads, "the size of a head"
-    if family.latent_attention:
-        size, name = found[LATENT_SIZES["rope_size"]], LATENT_SIZES["rope_size"]
-    elif heads % shared:
-        yield f"num_key_value_heads {shared} does not divide num_attention_heads {heads}"
-    if not family.latent_attention and not found.get("head_dim") and hidden % heads:
-        yield f"num_attention_heads {heads} does not divide hidden_size {hidden}, and head_dim is not set"
-    elif size % 2:
-        yield f"{name} is {size}, but rotary positions need an even one"
-
-
-def _expert_contradictions(found: Mapping[str, Any], experts: ExpertFormat) -> Iterator[str]:
-    count, top_k = _num_experts(found, experts), found["num_experts_per_tok"]
-    if top_k > count:
-        yield f"num_experts_per_tok {top_k} is more than the {count} experts"
-    if _has_groups(found, experts) and count % found["n_group"]:
-        yield f"n_group {found['n_group']} does not divide the {count} experts"
-
-
-def _unsupported(found: Mapping[str, Any], family: Family) -> Iterator[str]:
-    """Settings of config.json that are not computed here: `key = value, which is not supported`."""
-    only = {**ONLY, "qkv_bias": (family.qkv_bias,), "use_qk_norm": (family.qk_layernorm,)}
-    only |= ONLY_OF_EXPERTS if family.experts else {}
-    only |= family.only
-    keys = [key for key, values in only.items() if found.get(key) is not None and found[key] not in values]
-    attention = {"full_attention"}
-    if _sliding_window(found, family):  # which is at least as long as any row
-        attention.add("sliding_attention")
-    keys += ["layer_types"] if set(found.get("layer_types") or ()) - attention else []
-    keys += _unsupported_routing(found, family.experts) if family.experts else []
-    counts = family.experts.count if family.experts else ()
-    keys += uncomputed(found, {*COMPUTED, *_needed(found, family), *counts, *only, *family.ignores})
-    kind = (found.get("model_type") or "").replace("_", "")  # by which transformers chooses what is computed
-    keys += [] if any(kind in name.lower() for name in FAMILIES) else ["model_type"]
-    yield from (f"{key} = {shorten(repr(found[key]))}, which is not supported" for key in keys)
-
-
-def _unsupported_routing(found: Mapping[str, Any], experts: ExpertFormat) -> Iterator[str]:
-    top_k, groups = found["num_experts_per_tok"], _groups(found, experts)
-    if top_k == 1 and _renormalizes(found, experts):
-        yield "num_experts_per_tok"  # its probability would always be 1, and the router could not learn
-    if experts.shared:
-        yield from (key for key in experts.shared.keys if not found[key])
-    # To Megatron a group is as good as its best experts, as many as a token gets in each of its groups.
-    if groups and experts.groups and top_k // groups[1] != experts.groups.rated_by:
-        yield "topk_group"
-
-
-def _unsupported_rope(found: Mapping[str, Any], family: Family) -> Iterator[str]:
-    rope, scalings = _rope_section(found), family.rope_scalings
-    lacking = [name for name in scalings.get(_kind(rope), ()) if rope.get(name) is None]
-    unknown = [*uncomputed(rope, ROPE.keys() - {"partial_rotary_factor"})]  # a kind ignores the numbers of others
-    if _kind(rope) not in scalings or lacking or unknown:
-        needs = "; ".join(f"{kind} ({', '.join(names)})" if names else kind for kind, names in scalings.items())
-        yield f"rope {rope} is not supported; supported are, over the whole head, {needs}"
-    elif _kind(rope) == "yarn" and (
-        rope.get("attention_factor") is not None
-        or rope.get("truncate") is False
-        or bool(rope.get("mscale")) != bool(rope.get("mscale_all_dim"))
-    ):
-        yield (
-            f"rope {rope} is not supported: of yarn neither attention_factor, nor truncate = false, nor one of "
-            "mscale and mscale_all_dim without the other"
-        )
-
-
-def _rope_contradictions(found: Mapping[str, Any]) -> Iterator[str]:
-    """Keys of rotary positions that have several values in config.json."""
-    sections = [found[name] for name in ROPE_SECTIONS if found.get(name)]
-    places = [found, *({**section, "rope_type": _kind(section)} for section in sections)]
-    for key in ROPE:
-        values = [place[key] for place in places if place.get(key) is not None]
-        if any(value != values[0] for value in values):
-            yield f"several values of {key} ({', '.join(map(str, values))})"
-
-
-def _rope(found: Mapping[str, Any], family: Family) -> Rope:
-    rope = _rope_section(found)
-    numbers = {name: rope[name] for name in family.rope_scalings[_kind(rope)]}
-    if _kind(rope) == "yarn":
-        scaled = bool(rope.get("mscale"))
-        numbers["beta_fast"], numbers["beta_slow"] = rope.get("beta_fast") or 32, rope.get("beta_slow") or 1
-        numbers["mscale"] = rope["mscale"] if scaled else 1.0
-        numbers["mscale_all_dim"] = rope["mscale_all_dim"] if scaled else 0.0
-    return Rope(rope.get("rope_theta") or found.get("rope_theta") or family.rope_theta, _kind(rope), numbers)
-
-
-def _rope_section(found: Mapping[str, Any]) -> dict[str, Any]:
-    return next((found[name] for name in ROPE_SECTIONS if found.get(name)), {})
-
-
-def _kind(rope: Mapping[str, Any]) -> str:
-    return rope.get("rope_type") or rope.get("type") or "default"
-
-
-def _experts(found: Mapping[str, Any], experts: ExpertFormat) -> Experts:
-    dense = found[experts.dense_layers] if experts.dense_layers else 0
+def _experts(values: Mapping[str, Any], experts: ExpertFormat) -> Experts:
+    renormalizes = experts.renormalizes
+    dense = values[experts.dense_layers] if experts.dense_layers else 0
+    has_groups = _has_groups(values, experts) and values["topk_group"] < values["n_group"]
     return Experts(
-        count=_num_experts(found, experts),
-        top_k=found["num_experts_per_tok"],
-        ffn_size=found[experts.ffn],
-        shared_ffn_size=prod(found[key] for key in experts.shared.keys) if experts.shared else None,
-        num_dense_layers=min(dense, found["num_hidden_layers"]),
-        renormalizes=_renormalizes(found, experts),
-        scaling=found[experts.scaling] if experts.scaling else None,
-        groups=_groups(found, experts),
+        count=next(values[key] for key in experts.count if key in values),
+        top_k=values["num_experts_per_tok"],
+        ffn_size=values[experts.ffn],
+        shared_ffn_size=prod(values[key] for key in experts.shared_ffn) if experts.shared else None,
+        num_dense_layers=min(dense, values["num_hidden_layers"]),
+        renormalizes=values.get("norm_topk_prob", False) if renormalizes is None else renormalizes,
+        scaling=values[experts.scaling] if experts.scaling else None,
+        groups=(values["n_group"], values["topk_group"]) if has_groups else None,
     )
 
 
-def _num_experts(found: Mapping[str, Any], experts: ExpertFormat) -> int:
-    return next(found[key] for key in experts.count if found.get(key))
+def _unsupported(values: Mapping[str, Any], architecture: Architecture) -> Iterator[str]:
+    """Keys of config.json with values that are not computed here."""
+    family = architecture.family
+    only = {**ONLY, "qkv_bias": (family.qkv_bias,), "use_qk_norm": (family.qk_layernorm,)}
+    only |= ONLY_OF_EXPERTS if family.experts else {}
+    only |= family.only
+    yield from (key for key, supported in only.items() if key in values and values[key] not in supported)
+    # A window is at least as long as any row.
+    attention = {"full_attention", "sliding_attention" if architecture.sliding_window else "full_attention"}
+    if not attention.issuperset(values.get("layer_types", ())):
+        yield "layer_types"
+    if family.experts and architecture.experts:
+        only |= dict.fromkeys(family.experts.count, ())
+        yield from _unsupported_routing(values, family.experts, architecture.experts)
+    yield from _uncomputed(values, {*COMPUTED.split(), *_needed(values, family), *only, *family.ignores})
+    kind = values.get("model_type", "").replace("_", "")  # by which transformers chooses what is computed
+    if not any(kind in name.lower() for name in FAMILIES):
+        yield "model_type"
 
 
-def _renormalizes(found: Mapping[str, Any], experts: ExpertFormat) -> bool:
-    return bool(found.get("norm_topk_prob", False) if experts.renormalizes is None else experts.renormalizes)
+def _unsupported_routing(values: Mapping[str, Any], written: ExpertFormat, experts: Experts) -> Iterator[str]:
+    if experts.top_k == 1 and experts.renormalizes:
+        yield "num_experts_per_tok"  # its probability would always be 1, and the router could not learn
+    yield from (key for key in written.shared_ffn if not values[key])
+    # To Megatron a group is as good as its best experts, as many as a token gets in each of its groups.
+    if experts.groups and experts.top_k // experts.groups[1] != written.groups_rated_by:
+        yield "topk_group"
 
 
-def _groups(found: Mapping[str, Any], experts: ExpertFormat) -> tuple[int, int] | None:
-    """Groups of experts and how many of them a token reaches, where that is not all of them."""
-    if not _has_groups(found, experts) or found["topk_group"] >= found["n_group"]:
-        return None
-    return found["n_group"], found["topk_group"]
+def _uncomputed(found: Mapping[str, Any], computed: Collection[str]) -> Iterator[str]:
+    """Keys whose values need something that is not computed; those in `computed` are read elsewhere."""
+    for key, value in found.items():
+        if key not in computed and not WITHOUT_EFFECT.search(key) and not _is_off(key, value):
+            yield key
 
 
-def _num_kv_heads(found: Mapping[str, Any]) -> int:
-    return found.get("num_key_value_heads") or found["num_attention_heads"]
+def _is_off(key: str, value: Any) -> bool:
+    """Return whether a value turns its key off: null, false, 0, something empty, a factor of 1, a note."""
+    if isinstance(value, str):
+        return not value or not CHOICES.search(key)
+    if FACTORS.search(key) and type(value) in (int, float):
+        return value == 1
+    return not value
 
 
-def _sliding_window(found: Mapping[str, Any], family: Family) -> int | None:
-    is_on = family.sliding_window or found.get("use_sliding_window")
-    return found.get("sliding_window") or None if is_on else None
+def _rope_section(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the rotary positions of all sections of config.json, and what is wrong: keys with several values."""
+    rope: dict[str, Any] = {}
+    conflicts = []
+    for section in (values[name] for name in ROPE_SECTIONS if values.get(name)):
+        kind = section.get("rope_type") or section.get("type") or "default"
+        for key, value in {**section, "rope_type": kind, "type": None}.items():
+            if value is not None and rope.setdefault(key, value) != value:
+                conflicts.append(f"several values of {key} ({rope[key]}, {value})")
+    for key in ("rope_theta", "original_max_position_embeddings"):
+        if key in rope and values.get(key, rope[key]) != rope[key]:
+            conflicts.append(f"several values of {key} ({values[key]}, {rope[key]})")
+    return {"rope_type": "default"} | rope, conflicts
+
+
+def _unsupported_rope(rope: Mapping[str, Any], family: Family) -> Iterator[str]:
+    """Why rotary positions are not computed."""
+    scalings, kind = family.rope_scalings, rope["rope_type"]
+    is_lacking = any(name not in rope for name in scalings.get(kind, ()))
+    if kind not in scalings or is_lacking or any(_uncomputed(rope, ROPE_KEYS.split())):
+        needs = [f"{name} ({', '.join(numbers)})" if numbers else name for name, numbers in scalings.items()]
+        yield f"; supported are, over the whole head, {'; '.join(needs)}"
+    elif kind == "yarn":
+        is_scaled = bool(rope.get("mscale")), bool(rope.get("mscale_all_dim"))
+        if "attention_factor" in rope or rope.get("truncate") is False or is_scaled[0] != is_scaled[1]:
+            yield (
+                ": of yarn neither attention_factor, nor truncate = false, nor one of mscale and mscale_all_dim "
+                "without the other"
+            )
+
+
+def _rope(rope: Mapping[str, Any], family: Family, base: float) -> Rope:
+    kind = rope["rope_type"]
+    numbers = {name: rope[name] for name in family.rope_scalings.get(kind, ()) if name in rope}
+    if kind == "yarn":
+        numbers |= {"beta_fast": rope.get("beta_fast", 32), "beta_slow": rope.get("beta_slow", 1)}
+        numbers |= {"mscale": rope.get("mscale") or 1.0, "mscale_all_dim": rope.get("mscale_all_dim") or 0.0}
+    return Rope(base=rope.get("rope_theta", base), kind=kind, numbers=numbers)

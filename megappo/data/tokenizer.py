@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megappo.architecture.config_json import end_tokens
+from megappo.architecture.model_folder import end_tokens
 from megappo.config.config_error import ConfigError
 from megappo.config.text_files import TextFileError
 from megappo.runtime.cores import usable

@@ -15,8 +15,7 @@ from megappo.config.schema import Config
 from megappo.engines.client import EngineClient
 from megappo.engines.launch import reserve_port
 from megappo.engines.process import Engine, ExternalEngine
-from megappo.placement.layout import Layout
-from megappo.placement.ranks import by_node
+from megappo.placement.layout import Layout, by_node
 from megappo.placement.run_plan import RunPlan
 from megappo.runtime import platform
 from megappo.runtime.heartbeat import heartbeat

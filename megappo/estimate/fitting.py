@@ -25,11 +25,9 @@ def resolve_offload(plan: RunPlan, cluster: Cluster | None) -> RunPlan:
     Args:
         cluster: None without GPUs, where nothing has to be offloaded and no engine sleeps.
     """
-    config = plan.config
     undecided = [spec.offload.key for spec in plan.components.values() if spec.offload.value == AUTO]
     for key in undecided:
-        config = config.changed(key, ())
-    plan = plan.changed(config)
+        plan = plan.changed(plan.config.changed(key, ()))
     if cluster is not None and undecided:
         offloads = [change for change in _offloads(plan) if change[0] in undecided]
         plan = _fitting(plan, offloads, cluster) or _change(plan, offloads)
@@ -57,20 +55,15 @@ def remedies(plan: RunPlan, cluster: Cluster) -> dict[str, object] | None:
     An engine without room for a row gets a larger share of the GPU first. Of the rest, what costs least comes first:
     gradients, which are freed, other offloads, recomputation, smaller micro-batches, a smaller engine.
     """
-    for roomy in _with_room(plan, cluster):
-        fitting = _fitting(roomy, _changes(roomy), cluster)
+    candidates = [plan]
+    if not _has_room(MemoryEstimate(plan, cluster)):
+        larger = [share for share in ENGINE_SHARES if share > plan.config.rollout.mem_fraction_static]
+        candidates = [_change(plan, [(ENGINE_SHARE, share)]) for share in larger]
+    for candidate in candidates:
+        fitting = _fitting(candidate, _changes(candidate), cluster)
         if fitting is not None:
             return differences(fitting.config, plan.config)
     return None
-
-
-def _with_room(plan: RunPlan, cluster: Cluster) -> list[RunPlan]:
-    """Return the plan if its engines have room for a row, else with each larger share of the GPU that gives it."""
-    if _has_room(MemoryEstimate(plan, cluster)):
-        return [plan]
-    larger = [share for share in ENGINE_SHARES if share > plan.config.rollout.mem_fraction_static]
-    changed = [_change(plan, [(ENGINE_SHARE, share)]) for share in larger]
-    return [one for one in changed if _has_room(MemoryEstimate(one, cluster))]
 
 
 def differences(config: Config, *others: Config) -> dict[str, object]:
@@ -85,12 +78,11 @@ def _fitting(plan: RunPlan, changes: Iterable[Change], cluster: Cluster) -> RunP
     def fit(chosen: list[Change]) -> bool:
         return fits(MemoryEstimate(_change(plan, chosen), cluster))
 
-    needed, remaining = list[Change](), iter(changes)
+    needed, remaining = list[Change](), list(changes)
     while not fit(needed):
-        change = next(remaining, None)
-        if change is None:
+        if not remaining:
             return None
-        needed.append(change)
+        needed.append(remaining.pop(0))
     for change in reversed(needed[:-1]):  # the last one is needed
         fewer = [one for one in needed if one is not change]
         needed = fewer if fit(fewer) else needed
@@ -98,16 +90,18 @@ def _fitting(plan: RunPlan, changes: Iterable[Change], cluster: Cluster) -> RunP
 
 
 def _changes(plan: RunPlan) -> Iterator[Change]:
-    rollout = plan.config.rollout
+    rollout, row = plan.config.rollout, longest_row(plan.config)
     if rollout.sleep == "never":
         yield "rollout.sleep", "always"
     yield from _offloads(plan)
-    yield from ((f"{training.key}.recompute", "full") for training in plan.training.values())
+    for training in plan.training.values():
+        yield f"{training.key}.recompute", "full"
     for key, most in dict.fromkeys(spec.max_tokens for spec in plan.components.values()):
-        if most > longest_row(plan.config):
-            yield key, max(most // 2, longest_row(plan.config))
-    smaller = [share for share in ENGINE_SHARES if share < rollout.mem_fraction_static]
-    yield from ((ENGINE_SHARE, share) for share in reversed(smaller))
+        if most > row:
+            yield key, max(most // 2, row)
+    for share in reversed(ENGINE_SHARES):
+        if share < rollout.mem_fraction_static:
+            yield ENGINE_SHARE, share
 
 
 def _offloads(plan: RunPlan) -> Iterator[Change]:

@@ -9,22 +9,25 @@ from megappo.architecture.dtypes import DTYPES
 from megappo.architecture.fit import fit_errors
 from megappo.config.config_error import ConfigError
 from megappo.config.eval_sets import longest_row
+from megappo.config.schema import Config
 from megappo.config.transports import GPU_BUCKET_BYTES
-from megappo.estimate.engine_memory import EngineMemory
 from megappo.estimate.gpus import GIB
-from megappo.estimate.placed_model import PlacedModel
-from megappo.estimate.shapes import Shapes
-from megappo.placement.batch_split import batch_splits
-from megappo.placement.components import build_order
+from megappo.estimate.placed_model import PlacedModel, Shape, Shapes
+from megappo.placement.components import DeviceUse, build_order, uses_of
 from megappo.placement.layout import Layout
 from megappo.placement.run_plan import RunPlan
-from megappo.placement.uses import DeviceUse, uses_of
 
 CONTEXT_BYTES, ENGINE_CONTEXT_BYTES, COMMUNICATOR_BYTES = 0.7 * GIB, 1.2 * GIB, 0.1 * GIB
 """Assumed, not measured: GPU memory of CUDA, cuBLAS and kernels for a rank and for an engine, and of NCCL for each
 communicator."""
 PROCESS_BYTES, ENGINE_PROCESS_BYTES = 5 * GIB, 6 * GIB
 """Assumed: host memory of a rank and of an engine's process for a GPU, including libraries."""
+PREFILL_CHUNK = 8192
+"""Tokens of prompts that an engine computes at a time, on GPUs of 80 GB and more."""
+GRAPH_BYTES = 2 * 2**20
+"""Bytes of CUDA graphs per sequence of the largest batch. Source: SGLang 0.5.23, arg_groups/memory_hook.py."""
+FP32_LOGITS = 3
+"""Copies of a batch's logits that sampling makes."""
 GPUS_PER_NODE = 8
 """Default of `Cluster.gpus_per_node`."""
 START, ROLLOUT, SYNC, PROBE, SAVE = "start", "rollout", "sync", "probe", "save"
@@ -46,6 +49,40 @@ class Cluster:
     gpu_bytes: float
     gpus_per_node: int = GPUS_PER_NODE
     shapes: Shapes = field(default_factory=Shapes)
+
+
+class EngineMemory:
+    """Bytes of one SGLang engine on each of its GPUs.
+
+    Args:
+        policy: the model that it serves.
+        free_bytes: free memory of a GPU when the engine starts, before any model is built.
+    Attributes:
+        weights: the policy's, sharded over the engine's GPUs.
+        cache: keys and values, which fill the rest of SGLang's share of `free_bytes`.
+        cache_per_token: bytes of a token in the cache.
+        cache_tokens: tokens that the cache can hold; below 0 if the weights alone are too large.
+        graphs: CUDA graphs of decoding.
+        working: a layer's activations for a chunk of prompts, and logits to sample from.
+    """
+
+    def __init__(self, config: Config, policy: Shape, free_bytes: float):
+        rollout, architecture, nbytes = config.rollout, policy.architecture, DTYPES[config.model.dtype].nbytes
+        experts, latent = architecture.experts, architecture.latent
+        self.weights = policy.size * nbytes / rollout.tensor_parallel
+        if latent:  # each GPU caches the whole latent vector
+            cached: float = latent.kv_rank + latent.rope_size
+        else:  # keys and values, whose heads are repeated if there are fewer than GPUs
+            cached = 2 * max(architecture.num_kv_heads / rollout.tensor_parallel, 1) * architecture.head_size
+        self.cache_per_token = nbytes * architecture.num_layers * cached
+        room = (rollout.mem_fraction_static * free_bytes - self.weights) / self.cache_per_token
+        self.cache_tokens = min(room, rollout.max_total_tokens or room)
+        self.cache = max(self.cache_tokens, 0) * self.cache_per_token
+        self.graphs = rollout.max_running_requests * GRAPH_BYTES
+        widest = max(architecture.ffn_size, experts.top_k * experts.ffn_size if experts else 0)
+        layer = 3 * (architecture.hidden_size + widest / rollout.tensor_parallel)
+        sampled = rollout.max_running_requests * architecture.vocab_size * 4 * FP32_LOGITS
+        self.working = sampled + PREFILL_CHUNK * nbytes * layer
 
 
 @dataclass(frozen=True)
@@ -73,23 +110,20 @@ class MemoryEstimate:
     def __init__(self, plan: RunPlan, cluster: Cluster):
         self.plan, self.config, self.cluster = plan, plan.config, cluster
         self._check_fit()
-        splits = batch_splits(plan)
+        splits, dtype = plan.batch_splits, plan.config.model.dtype
         self.models: dict[str, PlacedModel] = {}
         for name, spec in plan.components.items():
-            shape, dtype = cluster.shapes.of(spec), plan.config.model.dtype
-            self.models[name] = PlacedModel(spec, plan.layouts[name], shape, splits[name], dtype)
-        policy, free = cluster.shapes.at(plan.config.model.path), cluster.gpu_bytes
-        self.engine = EngineMemory(
-            plan.config, policy.architecture, policy.size, free - CONTEXT_BYTES - ENGINE_CONTEXT_BYTES
-        )
-        self.policy_bytes = policy.size * DTYPES[plan.config.model.dtype].nbytes
+            self.models[name] = PlacedModel(spec, plan.layouts[name], cluster.shapes.of(spec), splits[name], dtype)
+        policy = cluster.shapes.at(plan.config.model.path)
+        self.engine = EngineMemory(plan.config, policy, cluster.gpu_bytes - CONTEXT_BYTES - ENGINE_CONTEXT_BYTES)
+        self.policy_bytes = policy.size * DTYPES[dtype].nbytes
         self.uses = uses_of(plan.components)
         forward = [spec.forward.phase for spec in plan.components.values() if spec.forward]
         self.phases = [START, ROLLOUT, *forward, *(f"update_{name}" for name in plan.training), SYNC, PROBE, SAVE]
         self.places = self._places()
-        self.ledgers: dict[RankKind, dict[str, Ledger]] = {
-            place: {phase: dict(self._entries(place, phase)) for phase in self.phases} for place in self.places
-        }
+        self.ledgers: dict[RankKind, dict[str, Ledger]] = {}
+        for place in self.places:
+            self.ledgers[place] = {phase: dict(self._entries(place, phase)) for phase in self.phases}
 
     def _check_fit(self) -> None:
         errors: list[str] = []
@@ -100,16 +134,12 @@ class MemoryEstimate:
             raise ConfigError(*errors)
 
     def _places(self) -> dict[RankKind, list[int]]:
-        has_engines = not self.config.rollout.engines
-        engines = set(self.plan.layouts["rollout"].ranks if has_engines else ())
-        stages = defaultdict[int, list[tuple[str, int]]](list)
-        for name, model in self.models.items():
-            for stage, ranks in enumerate(model.layout.stages):
-                for rank in ranks:
-                    stages[rank].append((name, stage))
         places = defaultdict[RankKind, list[int]](list)
         for rank in range(self.plan.world_size):
-            places[RankKind(tuple(stages[rank]), rank in engines)].append(rank)
+            found = {name: layout.coordinates(rank) for name, layout in self.plan.layouts.items()}
+            has_engine = found.pop("rollout") is not None and not self.config.rollout.engines
+            stages = tuple((name, place.stage) for name, place in found.items() if place is not None)
+            places[RankKind(stages, has_engine)].append(rank)
         return dict(places)
 
     @property
@@ -121,17 +151,6 @@ class MemoryEstimate:
     def num_buckets(self) -> int:
         """Buckets of a sync."""
         return math.ceil(self.policy_bytes / self.bucket_bytes)
-
-    @property
-    def checkpoint_bytes(self) -> float:
-        """Bytes of all trained models in a checkpoint."""
-        return sum(sum(model.saved(self.cluster.gpus_per_node).values()) for model in self.models.values())
-
-    @property
-    def loading_bytes(self) -> float:
-        """Host memory of a node while a checkpoint is loaded: each rank holds one stored tensor in fp32."""
-        largest = max(model.shape.largest(model.parallel) for model in self.models.values())
-        return 4 * largest * min(self.cluster.gpus_per_node, self.plan.world_size)
 
     @property
     def fullest(self) -> RankKind:
@@ -155,19 +174,16 @@ class MemoryEstimate:
                 node = nodes[rank // self.cluster.gpus_per_node]
                 node["processes"] += PROCESS_BYTES + place.has_engine * ENGINE_PROCESS_BYTES
                 node["what sleeps"] += asleep
-        for model in self.models.values():
-            for number, size in model.saved(self.cluster.gpus_per_node).items():
-                # A save in the background keeps all copies; else one model's are freed before the next one's are made.
-                before, in_background = nodes[number]["a save"], self.config.trainer.async_save
-                nodes[number]["a save"] = before + size if in_background else max(before, size)
+        # A save in the background keeps all copies; else one model's are freed before the next one's are made.
+        combined = sum if self.config.trainer.async_save else max
+        saves = [model.saved(self.cluster.gpus_per_node) for model in self.models.values()]
+        for number, node in nodes.items():
+            node["a save"] = combined([saved.get(number, 0.0) for saved in saves])
         fullest = max(nodes, key=lambda number: sum(nodes[number].values()))
         return dict(nodes[fullest])
 
     def _entries(self, place: RankKind, phase: str) -> Iterator[tuple[str, float]]:
-        if phase == START:
-            yield from self._building(place).items()
-        else:
-            yield from self._model_entries(place, phase)
+        yield from (self._building(place).items() if phase == START else self._model_entries(place, phase))
         if place.has_engine:
             yield from self._engine_entries(place, phase)
         num_buckets = 2 if "actor" in dict(place.stages) else int(place.has_engine)
@@ -181,19 +197,19 @@ class MemoryEstimate:
 
     def _building(self, place: RankKind) -> Ledger:
         """Return the fullest moment of building: each model is built whole, then offloaded before the next one."""
-        stages, resident, moments = dict(place.stages), Ledger(), [Ledger()]
-        for name in build_order(self.plan.components):
-            if name not in stages:
-                continue
+        stages = dict(place.stages)
+        resident: Ledger = {}
+        moments: list[Ledger] = [{}]
+        for name in filter(stages.__contains__, build_order(self.plan.components)):
             model = self.models[name]
-            built = {f"{name} {kind}": size for kind, size in model.states(stages[name]).items()}
-            moments.append(resident | built)
+            states = model.states(stages[name])
+            moments.append(resident | {f"{name} {kind}": size for kind, size in states.items()})
             if model.section and model.section.optim.distributed:  # Megatron copies the weights into its buffer
-                weights, gradients = f"{name} weights", f"{name} gradients"
-                copied = {f"{weights}, copied": built[gradients] * model.nbytes / 4}
-                moments.append(resident | {weights: built[weights], gradients: built[gradients]} | copied)
-            offloaded = {f"{name} {kind}" for kind in model.spec.offload.value}
-            resident |= {entry: size for entry, size in built.items() if entry not in offloaded}
+                copied = {f"{name} weights, copied": states["gradients"] * model.nbytes / 4}
+                kept = {f"{name} {kind}": states[kind] for kind in ("weights", "gradients")}
+                moments.append(resident | kept | copied)
+            staying = states.keys() - set(model.spec.offload.value)
+            resident |= {f"{name} {kind}": size for kind, size in states.items() if kind in staying}
         return max(moments, key=lambda held: sum(held.values()))
 
     def _model_entries(self, place: RankKind, phase: str) -> Iterator[tuple[str, float]]:
@@ -226,5 +242,4 @@ def _communicators(layout: Layout) -> int:
     of the gradients or of the gradient norm."""
     sizes = {"t": layout.tensor, "c": layout.context, "d": layout.data, "p": layout.pipeline}
     spanned = {"".join(one for one in dims if sizes[one] > 1) for dims in ("t", "c", "cd", "p", "tcdp")}
-    experts = layout.expert * layout.expert_tensor
-    return len(spanned - {""}) + (2 if experts > 1 else 0)
+    return len(spanned - {""}) + (2 if layout.expert_run > 1 else 0)

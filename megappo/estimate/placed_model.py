@@ -1,19 +1,80 @@
-"""Bytes that one model of a run takes on its ranks, and on their hosts."""
+"""Models of a run: their parameters in any layout, and the bytes that one takes on its ranks and on their hosts.
+
+The estimates are for TransformerEngine's layers, whose attention keeps no scores, with full micro-batches.
+"""
 
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import cached_property
 
+from megappo.architecture.architecture import Architecture
 from megappo.architecture.dtypes import DTYPES
-from megappo.config.schema import Parallel, Trained
+from megappo.architecture.families import HeadKind
+from megappo.architecture.parameters import (
+    LOGITS_AT_A_TIME,
+    StageSize,
+    padded_vocab_size,
+    stage_of_layers,
+    stage_sizes,
+)
+from megappo.architecture.parsing import read_architecture
+from megappo.config.schema import Lora, Optim, Parallel, Trained
 from megappo.config.values import TensorKind
-from megappo.estimate.model_memory import activation_bytes, head_bytes, micro_batches_in_flight, state_bytes
-from megappo.estimate.shapes import Shape
-from megappo.placement.batch_split import BatchSplit
+from megappo.estimate.flops import Flops, flops_of
 from megappo.placement.components import ComponentSpec
 from megappo.placement.layout import Layout
+from megappo.placement.run_plan import BatchSplit
 
+FP32_COPIES = 3
+"""Memory for a chunk of logits, in fp32 copies of it: logits, probabilities, and both in the weights' dtype."""
 STATE_BYTES_PER_PARAMETER = 12
 """Main parameter and moments in fp32, which a save copies to the hosts of the ranks that share them."""
+
+
+class Shape:
+    """A model with a head, in any layout."""
+
+    def __init__(self, architecture: Architecture):
+        self.architecture = architecture
+        self._stages: dict[tuple[Parallel, bool], list[StageSize]] = {}
+
+    @cached_property
+    def flops(self) -> Flops:
+        return flops_of(self.architecture)
+
+    @property
+    def size(self) -> int:
+        """Parameters of the whole model."""
+        return sum(self.stages(Parallel())[0])
+
+    @property
+    def expert_share(self) -> float:
+        """Share of the parameters that experts have."""
+        return self.stages(Parallel())[0].experts / self.size
+
+    def stages(self, parallel: Parallel, *, trained: bool = False) -> list[StageSize]:
+        """Return the size of each pipeline stage (see `stage_sizes`)."""
+        if (parallel, trained) not in self._stages:
+            self._stages[parallel, trained] = stage_sizes(self.architecture, parallel, trained=trained)
+        return self._stages[parallel, trained]
+
+
+class Shapes:
+    """The models of a run's folders, each read once."""
+
+    def __init__(self) -> None:
+        self._shapes: dict[tuple[str, HeadKind, Lora | None], Shape] = {}
+
+    def of(self, spec: ComponentSpec) -> Shape:
+        """Return the shape of a component."""
+        return self.at(spec.folder.value, spec.head, spec.lora)
+
+    def at(self, folder: str, head: HeadKind = "policy", lora: Lora | None = None) -> Shape:
+        """Return the shape of a folder's model with a head and adapters."""
+        key = folder, head, lora
+        if key not in self._shapes:
+            self._shapes[key] = Shape(read_architecture(folder, head).with_lora(lora))
+        return self._shapes[key]
 
 
 @dataclass(frozen=True)
@@ -45,6 +106,11 @@ class PlacedModel:
         """Bytes of a weight."""
         return DTYPES[self.dtype].nbytes
 
+    @property
+    def tokens(self) -> float:
+        """Tokens of a micro-batch on a rank."""
+        return self.spec.max_tokens.value / self.parallel.context
+
     def states(self, stage: int) -> dict[TensorKind, float]:
         """Return the bytes that a rank keeps from step to step."""
         size = self.shape.stages(self.parallel)[stage]
@@ -57,29 +123,79 @@ class PlacedModel:
         return {kind: size for kind, size in self.states(stage).items() if kind in kinds}
 
     def activations(self, stage: int, *, trains: bool) -> float:
-        """Return the bytes of a pass through a stage's layers."""
-        in_flight = micro_batches_in_flight(self.layout, stage, self.split.micro_batches[1]) if trains else 0
-        return activation_bytes(
-            self.shape.architecture,
-            self.parallel,
-            self.nbytes,
-            self.shape.layers(self.parallel, stage),
-            tokens=self.spec.max_tokens.value / self.parallel.context,
-            in_flight=in_flight,
-            recompute=self.section.recompute if self.section else "none",
-        )
+        """Return the bytes of a pass through a stage's layers. Without a backward pass it keeps those of one layer.
+
+        With full recomputation only the input of each layer is kept, and one layer at a time is computed again;
+        selective recomputation gains nothing where attention keeps no scores.
+        """
+        stages = stage_of_layers(self.shape.architecture, self.parallel)
+        layers = [self.tokens * self._layer_bytes(layer) for layer, at in enumerate(stages) if at == stage]
+        in_flight, largest = self._in_flight(stage) if trains else 0, max(layers, default=0.0)
+        if self.section is not None and self.section.recompute == "full":
+            inputs = self.tokens * self.nbytes * self.shape.architecture.hidden_size / self._sharing
+            return in_flight * len(layers) * inputs + largest
+        return max(in_flight * sum(layers), largest)
+
+    def _layer_bytes(self, layer: int) -> float:
+        """Return the bytes that a layer keeps for its backward pass, per token that the rank holds of a micro-batch.
+
+        These are inputs and outputs of both norms (sharded over tensor-parallel ranks if `sequence` is on); queries,
+        keys, values and the output of attention, and queries and keys before their norms, if any; gate, up and their
+        product of the MLP. A mixture of experts keeps its input, its output and the same three for each expert of a
+        token, assuming that experts are chosen equally often.
+
+        Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4,
+        without attention's scores and dropout, for gated MLPs and fewer key-value heads.
+        """
+        architecture, parallel = self.shape.architecture, self.parallel
+        hidden, heads = architecture.hidden_size, architecture.num_heads
+        latent, experts = architecture.latent, architecture.experts
+        between = 4 * hidden  # what lies between the cut matrices
+        if latent:
+            between += (latent.q_rank or 0) + latent.kv_rank
+            cut = 2 * heads * (latent.plain_size + latent.rope_size + latent.v_size)
+        else:
+            copies = 3 if architecture.family.qk_layernorm else 2
+            cut = copies * (heads + architecture.num_kv_heads) * architecture.head_size
+        if layer < architecture.num_dense_layers:
+            cut += 3 * architecture.ffn_size
+        elif experts:
+            between += experts.top_k * (2 * hidden * parallel.expert_tensor + 3 * experts.ffn_size)
+            cut += 3 * (experts.shared_ffn_size or 0)
+        normalisers = 4 * heads / parallel.tensor  # attention's: fp32
+        return self.nbytes * (between / self._sharing + cut / parallel.tensor) + normalisers
+
+    @property
+    def _sharing(self) -> int:
+        """Ranks that share the tokens between the blocks."""
+        return self.parallel.tensor if self.parallel.sequence else 1
+
+    def _in_flight(self, stage: int) -> float:
+        """Return the most micro-batches whose activations a stage keeps at a time, counted in all of its layers.
+
+        Source: Narayanan et al. 2021, section 2.2: one forward, one backward; Korthikanti et al. 2022, section 4.2.3,
+        for several chunks on a stage, of which the first stage keeps 1 + (p - 1) / (p v) times as much.
+        """
+        stages, chunks, most = self.layout.pipeline, self.layout.virtual_pipeline, self.split.micro_batches[1]
+        if chunks == 1:
+            return min(stages - stage, most)
+        return min((2 * (stages - stage - 1) + (chunks - 1) * stages + 1) / chunks, most)
 
     def head(self, response_share: float, *, trains: bool) -> float:
-        """Return the bytes of a pass through a policy's head.
+        """Return the bytes of a pass through a policy's head: hidden states of all tokens and a copy of those that
+        predict responses, with a gradient of each for the backward pass; the logits of a limited number of words at a
+        time; and the weight's gradient, if the backward pass allocates one instead of adding to the buffer.
 
         Args:
             response_share: share of a row's tokens that predict a response.
         """
-        tokens = self.spec.max_tokens.value / self.parallel.context
+        hidden, tokens = self.shape.architecture.hidden_size, self.tokens
+        predicting, tensor = tokens * response_share, self.parallel.tensor
+        words = padded_vocab_size(self.shape.architecture.vocab_size, tensor) / tensor
+        kept = (tokens + predicting) * self.nbytes * (2 if trains else 1) + predicting * 4 * trains
+        logits = min(predicting * words, LOGITS_AT_A_TIME["cuda"]) * 4 * FP32_COPIES
         makes_grad = trains and self.spec.lora is None and self.layout.data * self.parallel.context > 1
-        counts = tokens, tokens * response_share
-        architecture, parallel = self.shape.architecture, self.parallel
-        return head_bytes(architecture, parallel, self.nbytes, counts, training=trains, makes_grad=makes_grad)
+        return hidden * kept + logits + hidden * words * self.nbytes * makes_grad
 
     def saved(self, gpus_per_node: int) -> dict[int, float]:
         """Return node -> bytes that a save copies there; none of a model that is not trained."""
@@ -92,3 +208,27 @@ class PlacedModel:
             for rank in ranks:
                 nodes[rank // gpus_per_node] += each
         return nodes
+
+
+def state_bytes(
+    size: StageSize, trained: StageSize, layout: Layout, dtype: str, optim: Optim | None
+) -> dict[TensorKind, float]:
+    """Return the bytes that a rank keeps of a model from step to step.
+
+    A parameter has, in bytes, its weight of `dtype` (fp32 4, bf16 2), an fp32 gradient 4, Adam's two moments 8 and, in
+    bf16, the main parameter 4. A distributed optimizer cuts the last two over the ranks that hold the same parameters.
+
+    Args:
+        size: parameters of the rank's stage.
+        trained: those of them that training changes.
+        optim: None for a frozen model.
+    Source: Megatron Core's developer guide, "Distributed Optimizer": bf16 6 + 12/d, fp32 8 + 8/d bytes per parameter.
+    """
+    nbytes = DTYPES[dtype].nbytes
+    states: dict[TensorKind, float] = {"weights": nbytes * sum(size)}
+    if optim is not None:
+        dense, experts = (layout.data * layout.context, layout.expert_replicas) if optim.distributed else (1, 1)
+        per_parameter = 8 if nbytes == 4 else 12
+        states["gradients"] = 4 * sum(trained)
+        states["optimizer"] = per_parameter * (trained.dense / dense + trained.experts / experts)
+    return states

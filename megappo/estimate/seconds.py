@@ -10,8 +10,8 @@ from megappo.architecture.dtypes import DTYPES
 from megappo.config.eval_sets import longest_row
 from megappo.estimate.gpu_memory import ROLLOUT, SAVE, SYNC, MemoryEstimate, RankKind
 from megappo.estimate.gpus import GPU
-from megappo.estimate.placed_model import PlacedModel
-from megappo.placement.uses import DeviceUse
+from megappo.estimate.placed_model import PlacedModel, Shape
+from megappo.placement.components import DeviceUse
 
 MATMUL_SHARE = 0.45
 """Share of a GPU's peak that layers reach. Source: Korthikanti et al. 2022, table 5: 42 to 56 % on A100."""
@@ -24,18 +24,7 @@ SYNC_SHARE = 0.3
 BUCKET_SECONDS = 0.015
 """Seconds of a bucket's messages between ranks and to its engine: measured on an H100, where 1.1 GiB over CUDA IPC in
 three buckets took 45 ms."""
-READING = 1.5e9
-"""Bytes per second that a rank reads, sums or loads at most: one H100 or H200 loaded 7.8 GiB in 5 to 6 s."""
 BETWEEN_STEPS = (SAVE, "export")
-
-
-def resume_seconds(memory: MemoryEstimate, storage: float) -> float:
-    """Return the seconds to verify and to load a checkpoint, each of which reads all of it once over all ranks.
-
-    Args:
-        storage: bytes per second that the storage gives all nodes together.
-    """
-    return 2 * memory.checkpoint_bytes / min(storage, memory.plan.world_size * READING)
 
 
 class TimeEstimate:
@@ -50,8 +39,8 @@ class TimeEstimate:
         self.memory, self.gpu, self.config = memory, gpu, memory.config
         self._rows, self._row = self.config.data.train_batch_size * self.config.rollout.n, longest_row(self.config)
         self._nbytes = DTYPES[self.config.model.dtype].nbytes
-        self._reached = (gpu.flops if self._nbytes == 2 else gpu.fp32_flops) * MATMUL_SHARE
-        self._policy = memory.cluster.shapes.at(self.config.model.path)
+        self._peak = gpu.flops if self._nbytes == 2 else gpu.fp32_flops
+        self._reached = self._peak * MATMUL_SHARE
         self.seconds, self.mfu = {ROLLOUT: self._rollout()}, dict[str, float]()
         for phase in memory.phases:
             if uses := memory.passes(phase):
@@ -73,20 +62,19 @@ class TimeEstimate:
         steps.
         """
         models = [self.memory.models[name] for name in uses]
-        model, use = models[0], next(iter(uses.values()))
+        model, section = models[0], models[0].section
         seconds, work = sum(map(self._pass, models)), sum(map(self._work, models))
-        if model.section is not None and "gradients" in use:
-            backward, epochs = model.shape.flops.training - 1, model.section.ppo_epochs
-            seconds += (backward + (model.section.recompute == "full")) * self._pass(model) + self._head(model)
-            seconds = epochs * seconds + self._optimizer_steps(model)
-            work = epochs * (work + backward * self._work(model))
+        if section is not None and phase.startswith("update_"):
+            backward = model.shape.flops.training - 1
+            seconds += (backward + (section.recompute == "full")) * self._pass(model) + self._head(model)
+            seconds = section.ppo_epochs * seconds + self._optimizer_steps(model)
+            work = section.ppo_epochs * (work + backward * self._work(model))
         self.seconds[phase] = seconds
-        self.mfu[phase] = work / (seconds * len(model.layout.ranks) * self._reached / MATMUL_SHARE)
+        self.mfu[phase] = work / (seconds * len(model.layout.ranks) * self._peak)
 
     def _work(self, model: PlacedModel) -> float:
         """Return the operations of a forward pass over all rows of a step."""
-        row = (self._row, self.config.rollout.max_response_length)
-        return self._rows * model.shape.flops.forward([row])
+        return self._rows * model.shape.flops.forward([(self._row, self.config.rollout.max_response_length)])
 
     def _pass(self, model: PlacedModel) -> float:
         """Return the seconds of a forward pass over all rows of a step, including the exchanges of tensor-parallel
@@ -104,8 +92,7 @@ class TimeEstimate:
     def _head(self, model: PlacedModel) -> float:
         """Return the seconds to compute the logits of all responses of a step once, on the last stage's ranks."""
         outputs = self._rows * self.config.rollout.max_response_length
-        ranks = len(model.layout.ranks) / model.layout.pipeline
-        return outputs * model.shape.flops.per_output / (ranks * self._reached)
+        return outputs * model.shape.flops.per_output / (len(model.layout.stages[-1]) * self._reached)
 
     def _exchanges(self, model: PlacedModel) -> float:
         """Return the seconds of exchanges within a forward pass: a layer gathers and scatters its input over
@@ -113,13 +100,14 @@ class TimeEstimate:
 
         Source: Korthikanti et al. 2022, section 4.2.2.
         """
-        layout, architecture = model.layout, model.shape.architecture
-        tokens, run = self._rows * self._row / (layout.data * layout.context), layout.expert * layout.expert_tensor
-        over_tensor = 4 * tokens * (layout.tensor - 1) / layout.tensor / self.gpu.link
-        top_k = architecture.experts.top_k if architecture.experts and run > 1 else 0
-        over_experts = 2 * tokens * top_k / layout.tensor / self._bandwidth(layout.ranks[:run])
+        layout, architecture, experts = model.layout, model.shape.architecture, model.shape.architecture.experts
+        tokens = self._rows * self._row / (layout.data * layout.context)
+        seconds = 4 * tokens * (layout.tensor - 1) / layout.tensor / self.gpu.link
+        if experts and layout.expert_run > 1:
+            bandwidth = self._bandwidth(layout.ranks[: layout.expert_run])
+            seconds += 2 * tokens * experts.top_k / layout.tensor / bandwidth
         layers = architecture.num_layers / layout.pipeline
-        return layers * architecture.hidden_size * self._nbytes * (over_tensor + over_experts) / LINK_SHARE
+        return layers * architecture.hidden_size * self._nbytes * seconds / LINK_SHARE
 
     def _optimizer_steps(self, model: PlacedModel) -> float:
         """Return the seconds in which data-parallel ranks exchange fp32 gradients, and weights."""
@@ -129,35 +117,35 @@ class TimeEstimate:
         return model.split.optimizer_steps * exchanged / (self._bandwidth(model.layout.ranks) * LINK_SHARE)
 
     def _bandwidth(self, ranks: Sequence[int]) -> float:
-        per_node = self.memory.cluster.gpus_per_node
-        return self.gpu.link if ranks[-1] // per_node == ranks[0] // per_node else self.gpu.network
+        nodes = {rank // self.memory.cluster.gpus_per_node for rank in (ranks[0], ranks[-1])}
+        return self.gpu.link if len(nodes) == 1 else self.gpu.network
 
     def _rollout(self) -> float:
         """Return the seconds of the prompts' pass and of decoding: in turns of as many sequences as an engine holds at
         once, each of which reads weights and cache."""
-        engine, flops, rollout = self.memory.engine, self._policy.flops, self.config.rollout
-        prompt, response = self.config.data.max_prompt_length, rollout.max_response_length
-        reached = self._reached * rollout.tensor_parallel
+        engine, rollout, prompt = self.memory.engine, self.config.rollout, self.config.data.max_prompt_length
+        policy = self.memory.cluster.shapes.at(self.config.model.path)
+        reached, response = self._reached * rollout.tensor_parallel, rollout.max_response_length
         sequences, context = self._rows / self.memory.plan.layouts["rollout"].data, prompt + response / 2
-        room = max(engine.cache_tokens / context, 1.0)
-        at_once = min(sequences, rollout.max_running_requests, room)
-        read = engine.weights * self._touched(at_once) + at_once * context * engine.cache_per_token
-        work = at_once * flops.forward([(1, 1)])
+        at_once = min(sequences, rollout.max_running_requests, max(engine.cache_tokens / context, 1.0))
+        read = engine.weights * _touched(policy, at_once) + at_once * context * engine.cache_per_token
+        work = at_once * policy.flops.forward([(1, 1)])
         step = max(read / (self.gpu.memory_bandwidth * MEMORY_SHARE), work / reached)
-        step += self._policy.architecture.num_layers * LAUNCH_SECONDS
-        return sequences / at_once * response * step + sequences * flops.forward([(prompt, 1)]) / reached
-
-    def _touched(self, tokens: float) -> float:
-        """Return the share of the parameters that a step of so many tokens reads: it does not choose every expert."""
-        experts = self._policy.architecture.experts
-        return 1 - self._policy.expert_share * (1 - experts.top_k / experts.count) ** tokens if experts else 1.0
+        step += policy.architecture.num_layers * LAUNCH_SECONDS
+        return sequences / at_once * response * step + sequences * policy.flops.forward([(prompt, 1)]) / reached
 
     def _moved(self, place: RankKind) -> float:
         """Return the bytes that a rank moves in a step between its GPU and the host."""
         moved = 0.0
-        steps = [use for phase, use in self.memory.uses.items() if phase not in BETWEEN_STEPS]
         for name, stage in place.stages:
-            uses = [use[name] for use in steps if name in use]
-            for kind, size in self.memory.models[name].copied(stage).items():
-                moved += size * sum(1 + use[kind] for use in uses if kind in use)
+            copied = self.memory.models[name].copied(stage)
+            for phase, uses in self.memory.uses.items():
+                use = {} if phase in BETWEEN_STEPS else uses.get(name, {})
+                moved += sum(size * (1 + use[kind]) for kind, size in copied.items() if kind in use)
         return moved
+
+
+def _touched(policy: Shape, tokens: float) -> float:
+    """Return the share of the parameters that a step of so many tokens reads: it does not choose every expert."""
+    experts = policy.architecture.experts
+    return 1 - policy.expert_share * (1 - experts.top_k / experts.count) ** tokens if experts else 1.0

@@ -1,8 +1,9 @@
 """Find layouts and offloads with which a run fits, the fastest by estimate first."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import product
 from math import lcm
+from textwrap import indent
 from typing import Any
 
 import yaml
@@ -19,65 +20,45 @@ from megappo.placement.components import AUTO
 from megappo.placement.run_plan import RunPlan, plan_run
 
 SHOWN = 3
-REFINED = 6
-"""Number of the best shared layouts for which the search tries other layouts of the critic."""
 MOST_STAGES = 16
 RECOMPUTE = ("none", "full")
 
 
 def suggestions(plan: RunPlan, cluster: Cluster, gpu: GPU) -> str:
-    """Return at most SHOWN configs with every component on all ranks, as YAML to paste: all keys that differ from the
-    config, and each layout and offload."""
-    found = [_text(number, plan, one) for number, one in enumerate(_best_layouts(plan, cluster, gpu), 1)]
-    return "\n".join(found) or "  none: take more or larger GPUs, shorter rows or smaller micro-batches"
-
-
-def _best_layouts(plan: RunPlan, cluster: Cluster, gpu: GPU) -> list[TimeEstimate]:
-    """Try layouts that all models share, then, with the best of these, other layouts of the critic."""
-
-    def best(configs: Iterable[Config], known: Iterable[TimeEstimate] = ()) -> list[TimeEstimate]:
-        tried = [*known, *(_tried(config, plan.world_size, cluster, gpu) for config in configs)]
-        fitting = {str(one.config): one for one in tried if one is not None}  # several ways may lead to one layout
-        return sorted(fitting.values(), key=lambda one: one.step)
-
+    """Return at most SHOWN configs with every component on all ranks, in one layout, as YAML to paste: all keys that
+    differ from the config, and each layout and offload."""
     policy = cluster.shapes.at(plan.config.model.path).architecture
     tensors = [size for size in _powers(cluster.gpus_per_node) if not any(engine_fit_errors(policy, size))]
-    shared = []
-    for layout, tensor, recompute in product(_layouts(list(plan.components), plan, cluster), tensors, RECOMPUTE):
-        shared.append(_everywhere(plan, layout, recompute).changed("rollout.tensor_parallel", tensor))
-    found = best(shared)[:REFINED]
-    others = _layouts(["critic"], plan, cluster) if "critic" in plan.components else ()
-    refined = [_with_auto(plan, one.config).changed("critic.parallel", other) for other, one in product(others, found)]
-    return best(refined, found)[:SHOWN]
+    fitting = []
+    for layout, tensor, recompute in product(_layouts(plan, cluster), tensors, RECOMPUTE):
+        config = _everywhere(plan, layout, recompute).changed("rollout.tensor_parallel", tensor)
+        estimate = _tried(config, plan.world_size, cluster, gpu)
+        fitting += [estimate] if estimate else []
+    best = sorted(fitting, key=lambda one: one.step)[:SHOWN]
+    texts = [_text(number, plan, one) for number, one in enumerate(best, 1)]
+    return "\n".join(texts) or "  none: take more or larger GPUs, shorter rows or smaller micro-batches"
 
 
 def _everywhere(plan: RunPlan, layout: Parallel, recompute: str) -> Config:
-    """Return the config with every component on all ranks in a layout."""
+    """Return the config with every component on all ranks in a layout, and every offload undecided."""
     config = plan.requested.changed("placement.rollout", "all")
     for spec in plan.components.values():
         config = config.changed(spec.ranks.key, "all").changed(spec.parallel.key, layout)
+        config = config.changed(spec.offload.key, AUTO)
     for training in plan.training.values():
         config = config.changed(f"{training.key}.recompute", recompute)
-    return _with_auto(plan, config)
-
-
-def _with_auto(plan: RunPlan, config: Config) -> Config:
-    """Return the config with every offload undecided."""
-    for spec in plan.components.values():
-        config = config.changed(spec.offload.key, AUTO)
     return config
 
 
-def _layouts(names: list[str], plan: RunPlan, cluster: Cluster) -> Iterator[Parallel]:
-    """Yield the layouts that some models all fit in: tensor parallelism within a node, experts over a stage's ranks."""
-    architectures = [cluster.shapes.of(plan.components[name]).architecture for name in names]
+def _layouts(plan: RunPlan, cluster: Cluster) -> Iterator[Parallel]:
+    """Yield the layouts that all models fit in: tensor parallelism within a node, experts over a stage's ranks."""
+    architectures = [cluster.shapes.of(spec).architecture for spec in plan.components.values()]
     experts = max(architecture.num_experts for architecture in architectures)
     sizes = _powers(cluster.gpus_per_node), _powers(MOST_STAGES), _powers(max(experts, 1))
     for tensor, pipeline, expert in product(*sizes):
-        if plan.world_size % (pipeline * lcm(tensor, expert)):
-            continue
         parallel = Parallel(tensor=tensor, pipeline=pipeline, expert=expert, sequence=tensor > 1)
-        if not any(error for architecture in architectures for error in fit_errors(architecture, parallel)):
+        errors = [error for architecture in architectures for error in fit_errors(architecture, parallel)]
+        if not errors and plan.world_size % (pipeline * lcm(tensor, expert)) == 0:
             yield parallel
 
 
@@ -107,7 +88,7 @@ def _text(number: int, plan: RunPlan, found: TimeEstimate) -> str:
     most, phase = found.memory.peak(found.memory.fullest)
     title = (
         f"  # {number}: {written_seconds(found.step)} s a step; the fullest GPU holds {most / GIB:.1f} of "
-        f"{found.gpu.memory / GIB:.1f} GiB, in {phase}"
+        f"{found.gpu.memory / GIB:.1f} GiB, in {phase}\n"
     )
     text = yaml.safe_dump(nested, sort_keys=False, default_flow_style=None, width=200)
-    return "\n".join([title, *(f"  {line}" for line in text.splitlines())])
+    return title + indent(text.rstrip(), "  ")

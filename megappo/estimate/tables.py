@@ -2,27 +2,27 @@
 
 from collections.abc import Iterator
 
-from megappo.architecture.switches import SWITCHES, Decision, SwitchContext, decisions
+from megappo.architecture.switches import Decision, SwitchContext, decisions
 from megappo.config.config_error import shorten, show
 from megappo.estimate.fitting import SPARE, fits, remedies
 from megappo.estimate.gpu_memory import MemoryEstimate, RankKind
 from megappo.estimate.gpus import GIB, GPU
-from megappo.estimate.seconds import TimeEstimate, resume_seconds
-from megappo.estimate.shapes import Shapes
+from megappo.estimate.placed_model import Shapes
+from megappo.estimate.seconds import TimeEstimate
+from megappo.placement.layout import format_ranks
 from megappo.placement.picture import aligned
-from megappo.placement.ranks import format_ranks
 from megappo.placement.run_plan import RunPlan
 
 
 def memory_table(estimate: MemoryEstimate) -> str:
     """Return the memory of the fullest GPU in each phase, the peaks of the others, and the memory of the host."""
     fullest, host = estimate.fullest, estimate.host()
-    ledgers = list(estimate.ledgers[fullest].values())
-    rows = [["", *estimate.ledgers[fullest]]]
-    for entry in dict.fromkeys(entry for ledger in ledgers for entry in ledger):
-        rows.append([entry, *(_gib(ledger[entry]) if entry in ledger else "" for ledger in ledgers)])
-    sums = [sum(ledger.values()) for ledger in ledgers]
-    rows += [["together", *map(_gib, sums)], ["free", *(_gib(estimate.cluster.gpu_bytes - size) for size in sums)]]
+    ledgers, free = estimate.ledgers[fullest], estimate.cluster.gpu_bytes
+    rows = [["", *ledgers]]
+    for entry in dict.fromkeys(entry for ledger in ledgers.values() for entry in ledger):
+        rows.append([entry, *(_gib(ledger[entry]) if entry in ledger else "" for ledger in ledgers.values())])
+    sums = [sum(ledger.values()) for ledger in ledgers.values()]
+    rows += [["together", *map(_gib, sums)], ["free", *(_gib(free - size) for size in sums)]]
     lines = [f"  on {_ranks(estimate, fullest)}, the fullest", aligned(rows)]
     for place in estimate.places:
         if place != fullest:
@@ -34,8 +34,7 @@ def memory_table(estimate: MemoryEstimate) -> str:
 
 
 def _ranks(estimate: MemoryEstimate, place: RankKind) -> str:
-    text = shorten(format_ranks(estimate.places[place]))
-    return f"{'rank' if text.isdigit() else 'ranks'} {text}"
+    return f"ranks {shorten(format_ranks(estimate.places[place]))}"
 
 
 def time_table(estimate: TimeEstimate) -> str:
@@ -48,20 +47,6 @@ def time_table(estimate: TimeEstimate) -> str:
     steps = estimate.config.trainer.total_steps
     hours = steps * estimate.step / 3600
     return f"{aligned(rows)}\n  {steps:,} steps: {hours:,.1f} hours, without evaluations and saves"
-
-
-def resume_line(estimate: MemoryEstimate, storage_gbps: float | None) -> str:
-    """Return what a resume reads, the host memory that it takes, and its seconds.
-
-    Args:
-        storage_gbps: GB/s that the storage gives all nodes together; None if unknown.
-    """
-    size, held = _gib(estimate.checkpoint_bytes), _gib(estimate.loading_bytes)
-    line = f"  a resume reads {size} GiB twice, for its sums and to load, and holds up to {held} GiB of a node's memory"
-    if storage_gbps is None:
-        return f"{line}; set --storage-gbps N for its seconds"
-    seconds = written_seconds(resume_seconds(estimate, storage_gbps * 1e9))
-    return f"{line}: about {seconds} s from storage of {storage_gbps:g} GB/s"
 
 
 def written_seconds(seconds: float) -> str:
@@ -88,9 +73,10 @@ def switch_table(plan: RunPlan, shapes: Shapes, *, on_gpu: bool, has_te: bool) -
         )
         for decision in decisions(setting):
             found.setdefault(decision, []).append(name)
-    order = [switch.name for switch in SWITCHES]
-    ordered = sorted(found, key=lambda decision: order.index(decision.name))
-    return aligned([[one.name, "on" if one.is_on else "off", ", ".join(found[one]), one.reason] for one in ordered])
+    rows = []
+    for decision, names in sorted(found.items()):
+        rows.append([decision.name, "on" if decision.is_on else "off", ", ".join(names), decision.reason])
+    return aligned(rows)
 
 
 def memory_errors(estimate: MemoryEstimate, gpu: GPU) -> Iterator[str]:
@@ -101,17 +87,17 @@ def memory_errors(estimate: MemoryEstimate, gpu: GPU) -> Iterator[str]:
     most, phase = estimate.peak(place)
     if most > (1 - SPARE) * estimate.cluster.gpu_bytes:
         entries = sorted(estimate.ledgers[place][phase].items(), key=lambda entry: -entry[1])
-        parts = ", ".join(f"{entry} {_gib(size)}" for entry, size in entries[:3])
-        found = f"{_ranks(estimate, place)}: {_gib(most)} GiB in {phase} ({parts})"
+        largest = ", ".join(f"{entry} {_gib(size)}" for entry, size in entries[:3])
+        found = f"{_ranks(estimate, place)}: {_gib(most)} GiB in {phase} ({largest})"
     else:
         found = f"the engines have room for {max(estimate.engine.cache_tokens, 0):,.0f} tokens, fewer than one row's"
-    room = f"{gpu.name} GPUs of {_gib(estimate.cluster.gpu_bytes)} GiB, of which {SPARE:.0%} should stay free"
     helpful = remedies(estimate.plan, estimate.cluster)
     if helpful is None:
-        advice = "offload, recomputation, smaller micro-batches and another rollout.mem_fraction_static would not do: "
-        advice += "take another layout (--suggest looks for some), or more or larger GPUs"
+        advice = "no offload and no smaller micro-batch would do: take another layout (--suggest looks for some), or "
+        advice += "more or larger GPUs"
     else:
         advice = "it would fit with " + " ".join(f"'{key}={_override(value)}'" for key, value in helpful.items())
+    room = f"{gpu.name} GPUs of {_gib(estimate.cluster.gpu_bytes)} GiB, of which {SPARE:.0%} should stay free"
     yield f"placement: this run does not fit {room}: {found}: {advice}"
 
 

@@ -68,7 +68,7 @@ def transformer_config(
         moe_token_dispatcher_type="alltoall",
         **_initialization_arguments(),
         **_expert_arguments(architecture, parallel),
-        **{switch.name: switch.name in switches for switch in LAYERS},
+        **{name: name in switches for name in LAYERS},
         **RECOMPUTE[recompute],
     )
     config.switches = switches
@@ -159,7 +159,7 @@ def _expert_arguments(architecture: Architecture, parallel: Parallel) -> dict[st
         "moe_router_enable_expert_bias": written.router_bias,
         "moe_router_bias_update_rate": 0.0,
         "moe_shared_expert_intermediate_size": experts.shared_ffn_size,
-        "moe_shared_expert_gate": bool(written.shared and written.shared.gated),
+        "moe_shared_expert_gate": written.shared_gated,
         "expert_model_parallel_size": parallel.expert,
         "expert_tensor_parallel_size": parallel.expert_tensor,
     }

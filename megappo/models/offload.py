@@ -16,7 +16,7 @@ import torch
 from megappo.config.values import TensorKind
 from megappo.models.megatron_engine import MegatronEngine
 from megappo.models.train_engine import TrainedEngine
-from megappo.placement.uses import DeviceUse
+from megappo.placement.components import DeviceUse
 from megappo.runtime import platform
 
 NAN_BYTE = 255  # NaN in every floating dtype

@@ -27,7 +27,7 @@ def data_parallel(
     settings = DistributedDataParallelConfig(
         use_distributed_optimizer=optim.distributed,
         grad_reduce_in_fp32=True,
-        **{switch.name: switch.name in config.switches for switch in REDUCTION},
+        **{name: name in config.switches for name in REDUCTION},
     )
     wrapped = DistributedDataParallel(config, settings, runner, pg_collection=groups.collection)
     for parameter in wrapped.parameters():

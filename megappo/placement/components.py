@@ -1,13 +1,15 @@
-"""The table of a run's models: their ranks, their folder, their head, their training. Without torch.
+"""The table of a run's models: their ranks, their folder, their head, their training, and the tensors of them that each
+phase needs. Without torch.
 
 Placement, checks, the plan, building, checkpoints and the steps of the loop iterate over it. SGLang's engines are not
 in the table: `placement.rollout` places them.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from megappo.architecture.families import HeadKind
 from megappo.architecture.parsing import read_architecture
@@ -20,6 +22,16 @@ AUTO = "auto"
 """An offload or rollout.sleep that `estimate.fitting.resolve_offload` has yet to decide."""
 VALUE_FIELDS = ("values", "returns")
 """Fields of the rows that a value loss reads."""
+DeviceUse = Mapping[TensorKind, bool]
+"""Kinds of tensors of a model that must be on the device -> whether they change there."""
+READ_WEIGHTS: DeviceUse = {"weights": False}
+LOAD: DeviceUse = {"weights": True, "optimizer": True}
+"""The use of a model into which a checkpoint is loaded."""
+SAVE: DeviceUse = {"weights": False, "optimizer": False}
+TRAIN: DeviceUse = {"weights": True, "gradients": True, "optimizer": True}
+NOTHING: DeviceUse = {}
+OPTIONAL_PHASES = ("values", "ref_log_probs", "update_critic")
+"""Phases that runs without a critic, or without a reference policy, do not have."""
 
 
 class Setting(NamedTuple, Generic[Value]):
@@ -108,6 +120,17 @@ class ComponentSpec:
         return Setting(f"{self.training.key}.ppo_mini_batch_size", self.training.section.ppo_mini_batch_size)
 
 
+def _settings(config: Config, name: str) -> dict[str, Any]:
+    """Return the settings that every component has; those that are null are the actor's."""
+    max_tokens = "max_tokens_per_micro_batch"
+    return {
+        "ranks": setting(config, f"placement.{name}", "placement.actor"),
+        "parallel": setting(config, f"{name}.parallel", "actor.parallel"),
+        "max_tokens": setting(config, f"{name}.{max_tokens}", f"actor.{max_tokens}"),
+        "offload": setting(config, f"{name}.offload"),
+    }
+
+
 def _actor(config: Config) -> ComponentSpec:
     actor, algorithm = config.actor, config.algorithm
     fields = {"log_probs": "old_log_probs"}
@@ -115,10 +138,8 @@ def _actor(config: Config) -> ComponentSpec:
         fields["full_kl"] = "full_kl"
     fields |= _values(config) if algorithm.shared_backbone else {}
     return ComponentSpec(
-        ranks=setting(config, "placement.actor"),
-        parallel=setting(config, "actor.parallel"),
+        **_settings(config, "actor"),
         folder=setting(config, "model.path"),
-        max_tokens=setting(config, "actor.max_tokens_per_micro_batch"),
         head="policy_value" if algorithm.shared_backbone else "policy",
         forward=ForwardPass("old_log_probs", fields),
         training=Training(
@@ -130,15 +151,16 @@ def _actor(config: Config) -> ComponentSpec:
         ),
         lora=actor.lora,
         reference="ref" if "full" in config.kl_kinds else None,
-        offload=setting(config, "actor.offload"),
     )
 
 
 def _actor_fields(config: Config) -> tuple[str, ...]:
     """Return the fields that the actor's loss reads."""
     fields = ["old_log_probs", "advantages"]
-    fields += ["ref_log_probs"] if config.actor.use_kl_loss and config.actor.kl_loss_type != "full" else []
-    fields += ["rollout_is_weights"] if config.algorithm.rollout_correction.is_on else []
+    if config.actor.use_kl_loss and config.actor.kl_loss_type != "full":
+        fields.append("ref_log_probs")
+    if config.algorithm.rollout_correction.is_on:
+        fields.append("rollout_is_weights")
     return (*fields, *(VALUE_FIELDS if config.algorithm.shared_backbone else ()))
 
 
@@ -146,21 +168,19 @@ def _critic(config: Config) -> ComponentSpec | None:
     if not config.has_critic:
         return None
     return ComponentSpec(
-        ranks=setting(config, "placement.critic"),
-        parallel=setting(config, "critic.parallel"),
+        **_settings(config, "critic"),
         folder=setting(config, "critic.model_path", "model.path"),
-        max_tokens=setting(config, "critic.max_tokens_per_micro_batch"),
         head="value",
         forward=ForwardPass("values", _values(config)),
         training=Training("critic", config.critic, VALUE_FIELDS),
         lora=config.critic.lora,
-        offload=setting(config, "critic.offload"),
     )
 
 
 def _values(config: Config) -> dict[str, str]:
     """Return the outputs of a value head and their fields."""
-    return {name: name for name in ("values", *(["bootstrap_values"] if config.algorithm.bootstrap_truncated else []))}
+    bootstrap = {"bootstrap_values": "bootstrap_values"} if config.algorithm.bootstrap_truncated else {}
+    return {"values": "values", **bootstrap}
 
 
 def _ref(config: Config) -> ComponentSpec | None:
@@ -168,13 +188,10 @@ def _ref(config: Config) -> ComponentSpec | None:
         return None
     forward = ForwardPass("ref_log_probs", {"log_probs": "ref_log_probs"})
     return ComponentSpec(
-        ranks=setting(config, "placement.ref", "placement.actor"),
-        parallel=setting(config, "ref.parallel", "actor.parallel"),
+        **_settings(config, "ref"),
         folder=setting(config, "model.path"),
-        max_tokens=setting(config, "ref.max_tokens_per_micro_batch", "actor.max_tokens_per_micro_batch"),
         head="policy",
         forward=forward if set(config.kl_kinds) != {"full"} else None,  # the actor's head computes a full KL by itself
-        offload=setting(config, "ref.offload"),
     )
 
 
@@ -204,17 +221,30 @@ def _frozen(actor: ComponentSpec) -> ComponentSpec:
 
 def trained_in_words(config: Config) -> str:
     """Describe the models in a run's checkpoints: a run with other models cannot resume from them."""
-    words = []
+    models = []
     for name, spec in components_of(config).items():
         if spec.training is not None:
-            parts = ["a value head"] if spec.head == "policy_value" else []
-            parts += [f"adapters of rank {spec.lora.rank}"] if spec.lora else []
-            article = "an" if name[0] in "aeiou" else "a"
-            words.append(f"{article} {name} with {', '.join(parts)}" if parts else f"{article} {name}")
-    return " and ".join(words) if len(words) > 1 or "with" in words[0] else f"{words[0]} alone"
+            head = " with a value head" if spec.head == "policy_value" else ""
+            models.append(f"{name}{head}" + (f" with adapters of rank {spec.lora.rank}" if spec.lora else ""))
+    return ", ".join(models)
 
 
 def shared_vocabulary(config: Config) -> int:
     """Return the size of the smallest vocabulary: every model of the run knows the token ids below it."""
     folders = {spec.folder.value for spec in components_of(config).values()}
     return min(read_architecture(folder, head="value").vocab_size for folder in folders)
+
+
+def uses_of(specs: Mapping[str, ComponentSpec]) -> dict[str, dict[str, DeviceUse]]:
+    """Return phase -> component -> its use; phases that use no component are left out."""
+    uses: dict[str, dict[str, DeviceUse]] = defaultdict(dict)
+    for name, spec in specs.items():
+        reference = {spec.reference: READ_WEIGHTS} if spec.reference else {}
+        if spec.forward is not None:
+            uses[spec.forward.phase] |= {name: READ_WEIGHTS} | (reference if "full_kl" in spec.forward.fields else {})
+        if spec.training is not None:
+            uses[f"update_{name}"] |= {name: TRAIN} | (reference if spec.training.full_kl else {})
+            uses["save"][name] = SAVE
+    for phase in ("sync", "export"):
+        uses[phase]["actor"] = READ_WEIGHTS
+    return uses

@@ -150,15 +150,12 @@ def build_groups(layouts: dict[str, Layout], seed: int, timeout: timedelta | Non
     by the number of groups that each of them is in, which differs.
 
     Args:
-        layouts: component -> layout.
+        layouts: component -> layout, whose ranks ascend, as torch orders groups by rank.
         seed: of the components' random streams.
         timeout: after which a collective on these groups ends the run; None = torch's default.
     Raises:
-        ValueError: a layout's ranks do not ascend, or are not all in the world.
+        ValueError: a layout's ranks are not all in the world.
     """
-    for name, layout in layouts.items():
-        if list(layout.ranks) != sorted(layout.ranks):
-            raise ValueError(f"{name}: ranks {layout.ranks} must ascend, as torch orders groups by rank")
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
     named = {name: list(_rank_groups(layout)) for name, layout in layouts.items()}

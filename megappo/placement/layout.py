@@ -1,10 +1,18 @@
-"""Arrange the ranks of one component: the arithmetic of its kinds of parallelism. Without torch."""
+"""Read lists of ranks, and arrange the ranks of one component: the arithmetic of its kinds of parallelism. Without
+torch."""
 
 import math
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
 from typing import NamedTuple
 
+from megappo.config.config_error import counted, nearest_divisors, shorten
+
+RANGE = re.compile(r"\s*(\d{1,5})\s*(?:-\s*(\d{1,5})\s*)?", re.ASCII)
+"""A rank, or the first and last of several, below `MOST_RANKS`."""
 START_TOKENS = {"cpu": (40, 6e6), "cuda": (240, 5.5e9)}
 """Fixed cost of a micro-batch, by device, in tokens that a layer could compute meanwhile: of moving the layer's weights
 and gradients; and, to be divided by the square of the hidden size, of starting its operations. Estimates:
@@ -30,8 +38,8 @@ class Layout:
     With `virtual_pipeline` each stage holds that many chunks of the model: its layers go over the stages several times.
 
     Raises:
-        ValueError: there are no ranks, one is there twice, or they do not divide into tensor x context x pipeline, or
-            a stage's into runs of `expert` x `expert_tensor`.
+        ValueError: there are no ranks, or they do not divide into tensor x context x pipeline, or a stage's into runs
+            of `expert` x `expert_tensor`.
     Source: Megatron-core's default rank order "tp-cp-ep-dp-pp", and the same with other sizes for experts.
     """
 
@@ -44,24 +52,39 @@ class Layout:
     context: int = 1
 
     def __post_init__(self) -> None:
-        if len(set(self.ranks)) < len(self.ranks):
-            raise ValueError(f"a rank is there twice in {self.ranks}")
-        if not self.ranks or len(self.ranks) % (self.tensor * self.context * self.pipeline):
+        count, size = len(self.ranks), self.tensor * self.context * self.pipeline
+        if not count or count % size:
             raise ValueError(
-                f"{len(self.ranks)} ranks do not divide into replicas of "
-                f"tensor {self.tensor} x context {self.context} x pipeline {self.pipeline}"
+                f"tensor {self.tensor} x context {self.context} x pipeline {self.pipeline} = {size} does not divide "
+                f"{count}, the number of ranks {format_ranks(self.ranks)}: name a multiple of {size} ranks, or make it "
+                f"{nearest_divisors(count, size)}"
             )
-        stage = self.tensor * self.context * self.data
-        if stage % (self.expert * self.expert_tensor):
+        stage, experts = count // self.pipeline, self.expert_run
+        if stage % experts:
             raise ValueError(
-                f"the {stage} ranks of a stage (tensor {self.tensor} x context {self.context} x data {self.data}) do "
-                f"not divide by expert {self.expert} x expert_tensor {self.expert_tensor}"
+                f"expert {self.expert} x expert_tensor {self.expert_tensor} = {experts} does not divide {stage}, the "
+                f"ranks of a stage (tensor {self.tensor} x context {self.context} x data {self.data}): make it "
+                f"{nearest_divisors(stage, experts)}"
             )
 
     @property
     def data(self) -> int:
         """Number of data-parallel shards."""
         return len(self.ranks) // (self.tensor * self.context * self.pipeline)
+
+    @property
+    def expert_run(self) -> int:
+        """Ranks of a stage that hold all experts of a layer together."""
+        return self.expert * self.expert_tensor
+
+    @property
+    def expert_replicas(self) -> int:
+        """Runs of ranks in a stage that hold the same experts."""
+        return len(self.ranks) // (self.pipeline * self.expert_run)
+
+    @cached_property
+    def _positions(self) -> dict[int, int]:
+        return {rank: position for position, rank in enumerate(self.ranks)}
 
     @property
     def micro_batch_group(self) -> int:
@@ -86,9 +109,10 @@ class Layout:
 
     def coordinates(self, rank: int) -> Coordinates | None:
         """Return the place of a global rank in the component; None if the component is not on it."""
-        if rank not in self.ranks:
+        position = self._positions.get(rank)
+        if position is None:
             return None
-        rest, tensor = divmod(self.ranks.index(rank), self.tensor)
+        rest, tensor = divmod(position, self.tensor)
         rest, context = divmod(rest, self.context)
         stage, data = divmod(rest, self.data)
         return Coordinates(data=data, context=context, tensor=tensor, stage=stage)
@@ -138,5 +162,65 @@ class Layout:
             found = joining
             joining = self.sharing(found, self.tensor)
             joining = joining if by_stage else self.pipelines_of(joining)
-            joining = self.sharing(joining, self.expert * self.expert_tensor)
+            joining = self.sharing(joining, self.expert_run)
         return found
+
+
+def parse_ranks(text: str, world_size: int) -> tuple[int, ...]:
+    """Read ranks written as `all`, `5`, `0-7` (inclusive) or `0-3,6`, in ascending order.
+
+    Raises:
+        ValueError: the text is not of this form, a range runs backwards, a rank is named twice or not below world_size.
+    """
+    if is_everywhere(text):
+        return tuple(range(world_size))
+    ranges = sorted(rank_ranges(text))
+    most = max(last for _, last in ranges)
+    if most >= world_size:
+        raise ValueError(
+            f"{shorten(repr(text))} names rank {most}, but this run has {counted(world_size, 'rank')}, numbered from "
+            f"0: start {most + 1} processes or more (NPROC={most + 1} with launch/local.sh), or name lower ranks"
+        )
+    ranks = [rank for first, last in ranges for rank in range(first, last + 1)]
+    if len(set(ranks)) < len(ranks):
+        raise ValueError(f"{shorten(repr(text))} names a rank twice: name it once")
+    return tuple(ranks)
+
+
+def is_everywhere(text: str) -> bool:
+    """Return whether a text names all ranks of a run of any size."""
+    return text.strip() == "all"
+
+
+def rank_ranges(text: str) -> list[tuple[int, int]]:
+    """Return the first and last rank of each part of a text, which is not `all`.
+
+    Raises:
+        ValueError: the text is not a list of ranks.
+    """
+    ranges = []
+    for part in text.split(","):
+        match = RANGE.fullmatch(part)
+        if match is None:
+            raise ValueError(f"{shorten(repr(text))} is not a list of ranks: write 'all', '0-7', '0,2' or '0-3,6'")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if first > last:
+            raise ValueError(f"{shorten(repr(text))}: the range {part.strip()} runs backwards: write {last}-{first}")
+        ranges.append((first, last))
+    return ranges
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Write ascending ranks as `parse_ranks` reads them: `0-3,6`."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1] = [runs[-1][0], rank]
+        else:
+            runs.append([rank])
+    return ",".join("-".join(map(str, run)) for run in runs)
+
+
+def by_node(ranks: Sequence[int], ranks_per_node: int) -> tuple[tuple[int, ...], ...]:
+    """Group ascending ranks by node: torchrun numbers them node by node, and starts as many on each."""
+    return tuple(tuple(part) for _, part in groupby(ranks, key=lambda rank: rank // ranks_per_node))

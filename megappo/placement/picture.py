@@ -1,46 +1,48 @@
 """Print the placement: each component with its stages and shards, and each rank. Without torch."""
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Sequence
 
-from megappo.placement.layout import Layout
-from megappo.placement.ranks import format_ranks
+from megappo.placement.layout import Layout, format_ranks
 from megappo.placement.run_plan import RunPlan
 
 MOST_BLOCKS = 8
 RANKS_SHOWN = 32
+NUMBER = re.compile(r"-?\d[\d,]*(\.\d+)?%?")
 
 
 def placement_picture(plan: RunPlan) -> str:
     """Return each component's sizes, then a line per pipeline stage with the ranks of every data-parallel shard."""
-    lines: list[str] = []
+    lines = []
     for name, layout in plan.layouts.items():
-        spec = plan.components.get(name)
-        lines += _component(name, layout, spec.parallel.value.pipeline_split if spec else None)
+        is_engines = name == "rollout"
+        sizes = f"{layout.data} engine(s) of {layout.tensor} rank(s)" if is_engines else _sizes(layout)
+        lines.append(f"  {name}: {sizes}")
+        for stage in range(layout.pipeline):
+            head = f"stage {stage}  " if layout.pipeline > 1 else ""
+            lines.append(f"    {head}{_blocks('engine ' if is_engines else 'dp', layout, stage)}")
     return "\n".join(lines)
 
 
 def rank_table(plan: RunPlan) -> str:
-    """Return a line per rank, without the middle of many: its coordinates in each component, and its engine."""
-    layouts, world_size = plan.layouts, plan.world_size
-    title = ["rank", *(name if name != "rollout" else "engine" for name in layouts)]
-    hidden = range(RANKS_SHOWN // 2, world_size - RANKS_SHOWN // 2)
-    shown = [rank for rank in range(world_size) if rank not in hidden]
-    rows = [[str(rank), *(_cell(name, layout, rank) for name, layout in layouts.items())] for rank in shown]
-    if hidden:
-        rows.insert(hidden.start, ["..."] * len(title))
-    return aligned([title, *rows])
+    """Return a line for each of the first ranks: its coordinates in each component, and its engine."""
+    rows = [["rank", *(name if name != "rollout" else "engine" for name in plan.layouts)]]
+    for rank in range(min(plan.world_size, RANKS_SHOWN)):
+        rows.append([str(rank), *(_cell(name, layout, rank) for name, layout in plan.layouts.items())])
+    if plan.world_size > RANKS_SHOWN:
+        rows.append(["..."] * len(rows[0]))
+    return aligned(rows)
 
 
-def aligned(rows: Sequence[Sequence[str]], indent: str = "  ") -> str:
+def aligned(rows: Sequence[Sequence[str]]) -> str:
     """Return rows as columns of equal width, with numbers aligned to the right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ("  ".join(_padded(cell, width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join(indent + line.rstrip() for line in lines)
-
-
-def _padded(cell: str, width: int) -> str:
-    is_number = cell.lstrip("-").rstrip("%").replace(",", "").replace(".", "", 1).isdigit()
-    return cell.rjust(width) if is_number else cell.ljust(width)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = zip(row, widths, strict=True)
+        padded = [cell.rjust(width) if NUMBER.fullmatch(cell) else cell.ljust(width) for cell, width in cells]
+        lines.append(f"  {'  '.join(padded)}".rstrip())
+    return "\n".join(lines)
 
 
 def _cell(name: str, layout: Layout, rank: int) -> str:
@@ -53,29 +55,18 @@ def _cell(name: str, layout: Layout, rank: int) -> str:
     return f"dp{place.data}{context} tp{place.tensor} pp{place.stage}"
 
 
-def _component(name: str, layout: Layout, split: Sequence[int] | None) -> Iterator[str]:
-    if name == "rollout":
-        yield f"  {name}: {layout.data} engine(s) of {layout.tensor} rank(s)"
-    else:
-        experts = f", experts over {layout.expert}" if layout.expert > 1 else ""
-        experts += f", each cut over {layout.expert_tensor}" if layout.expert_tensor > 1 else ""
-        chunks = f", {layout.virtual_pipeline} chunks on each stage" if layout.virtual_pipeline > 1 else ""
-        data = f"data {layout.data}" + (f" x context {layout.context}" if layout.context > 1 else "")
-        yield f"  {name}: {data} x tensor {layout.tensor} x pipeline {layout.pipeline}{chunks}{experts}"
-    for stage in range(layout.pipeline):
-        layers = f" (layers {_layers(split, stage, layout.pipeline)})" if split else ""
-        head = f"stage {stage}{layers}  " if layout.pipeline > 1 else ""
-        yield f"    {head}" + " ".join(_blocks("engine " if name == "rollout" else "dp", layout, stage))
+def _sizes(layout: Layout) -> str:
+    text = f"data {layout.data}"
+    text += f" x context {layout.context}" if layout.context > 1 else ""
+    text += f" x tensor {layout.tensor} x pipeline {layout.pipeline}"
+    text += f", {layout.virtual_pipeline} chunks on each stage" if layout.virtual_pipeline > 1 else ""
+    text += f", experts over {layout.expert}" if layout.expert > 1 else ""
+    return text + (f", each cut over {layout.expert_tensor}" if layout.expert_tensor > 1 else "")
 
 
-def _layers(split: Sequence[int], stage: int, num_stages: int) -> str:
-    """Return the layers of a stage's chunks, counted from 0 over the whole model."""
-    starts = [sum(split[:chunk]) for chunk in range(len(split))]
-    chunks = range(stage, len(split), num_stages)
-    return format_ranks(layer for chunk in chunks for layer in range(starts[chunk], starts[chunk] + split[chunk]))
-
-
-def _blocks(word: str, layout: Layout, stage: int) -> list[str]:
+def _blocks(word: str, layout: Layout, stage: int) -> str:
     """Return one stage's shards, without the middle of many: the table of ranks has them."""
     blocks = [f"[{word}{shard}: {format_ranks(layout.block(stage, shard))}]" for shard in range(layout.data)]
-    return blocks if len(blocks) <= MOST_BLOCKS else [*blocks[: MOST_BLOCKS - 2], "...", blocks[-1]]
+    if len(blocks) > MOST_BLOCKS:
+        blocks[MOST_BLOCKS - 2 : -1] = ["..."]
+    return " ".join(blocks)

@@ -2,14 +2,10 @@
 
 from collections.abc import Iterator, Mapping
 
-from megappo.config.config_error import ConfigError, counted, nearest_divisors
+from megappo.config.config_error import ConfigError
 from megappo.config.schema import Config, Parallel
-from megappo.config.values import LARGEST_PORT
-from megappo.placement.components import ComponentSpec, components_of
-from megappo.placement.layout import Layout
-from megappo.placement.ranks import by_node, format_ranks, is_everywhere, parse_ranks, rank_ranges
-
-TENSOR_OF_ENGINES = "rollout.tensor_parallel"
+from megappo.placement.components import ComponentSpec, Setting, components_of
+from megappo.placement.layout import Layout, by_node, format_ranks, is_everywhere, parse_ranks, rank_ranges
 
 
 def smallest_world(config: Config) -> int | None:
@@ -40,29 +36,42 @@ def _rank_texts(config: Config) -> dict[str, str]:
     return dict([*found, ("placement.rollout", config.placement.rollout)])
 
 
-def place(config: Config, components: Mapping[str, ComponentSpec], world_size: int) -> dict[str, Layout]:
+def place(
+    config: Config, components: Mapping[str, ComponentSpec], world_size: int, ranks_per_node: int
+) -> dict[str, Layout]:
     """Return the layout of each component, by name, and of the SGLang engines, as `rollout`.
 
-    The layout of the engines has one data-parallel shard per engine, whose `output_rank` owns the engine.
+    The layout of the engines has one data-parallel shard per engine, whose `output_rank` owns the engine. Each engine
+    of rollout.engines, which runs already, has one rank that calls it.
 
     Raises:
         ConfigError: with every error in the placement.
     """
+    external = len(config.rollout.engines)
+    engines = Parallel(tensor=1 if external else config.rollout.tensor_parallel)
+    placed = {name: (spec.ranks, spec.parallel) for name, spec in components.items()}
+    placed["rollout"] = (
+        Setting("placement.rollout", config.placement.rollout),
+        Setting("rollout.tensor_parallel", engines),
+    )
     layouts: dict[str, Layout] = {}
     errors: list[str] = []
-    for name, spec in components.items():
+    for name, ((key, text), (parallel_key, parallel)) in placed.items():
         try:
-            layouts[name] = _layout(parse_ranks(spec.ranks.value, world_size), *spec.parallel)
+            ranks = parse_ranks(text, world_size)
         except ValueError as error:
-            errors.append(f"{spec.ranks.key}: {error}")
-    try:
-        layouts["rollout"] = _engine_layout(config, world_size)
-    except ValueError as error:
-        errors.append(f"placement.rollout: {error}")
+            errors.append(f"{key}: {error}")
+            continue
+        if name == "rollout" and external:
+            ranks = ranks[:external]
+        try:
+            layouts[name] = Layout(ranks, **parallel.model_dump(exclude={"pipeline_split", "sequence"}))
+        except ValueError as error:
+            errors.append(f"{key} with {parallel_key}: {error}")
     errors = list(dict.fromkeys(errors))  # components with the same keys have the same errors
     if "rollout" in layouts:
-        errors += _engine_errors(layouts["rollout"])
-    if len(layouts) == len(components) + 1:
+        errors += _engine_errors(config, layouts["rollout"], ranks_per_node)
+    if layouts.keys() == placed.keys():
         errors += _idle_errors(layouts, world_size)
     errors += _batch_errors(config, components, layouts)
     if errors:
@@ -70,60 +79,22 @@ def place(config: Config, components: Mapping[str, ComponentSpec], world_size: i
     return layouts
 
 
-def _engine_layout(config: Config, world_size: int) -> Layout:
-    """Return the engines' ranks. Each engine of rollout.engines, which runs already, has one rank that calls it."""
-    ranks, count = parse_ranks(config.placement.rollout, world_size), len(config.rollout.engines)
-    if not count:
-        return _layout(ranks, TENSOR_OF_ENGINES, Parallel(tensor=config.rollout.tensor_parallel))
-    if len(ranks) < count:
-        raise ValueError(
-            f"{_subject(len(ranks), format_ranks(ranks))} not suffice for {count} rollout.engines: name "
-            f"{count} ranks, one for each, or fewer engines"
+def _engine_errors(config: Config, rollout: Layout, ranks_per_node: int) -> Iterator[str]:
+    """Check the ranks of engines: those of each follow each other, and SGLang needs as many on each of its nodes."""
+    external = len(config.rollout.engines)
+    if rollout.data < external:
+        yield (
+            f"placement.rollout: the ranks {format_ranks(rollout.ranks)} do not suffice for {external} "
+            "rollout.engines: name one for each, or fewer engines"
         )
-    return Layout(ranks[:count])
-
-
-def _layout(ranks: tuple[int, ...], key: str, parallel: Parallel) -> Layout:
-    size = parallel.tensor * parallel.context * parallel.pipeline
-    if len(ranks) % size:
-        below = len(ranks) // size * size
-        multiples = " or ".join(str(number) for number in (below, below + size) if number)
-        raise ValueError(
-            f"{_subject(len(ranks), format_ranks(ranks))} not divide by {_product(key, parallel)}: "
-            f"name {multiples} ranks, or make it {nearest_divisors(len(ranks), size)}"
-        )
-    stage = len(ranks) // parallel.pipeline
-    experts = parallel.expert * parallel.expert_tensor
-    if stage % experts:
-        which = f"of each of {key}'s stages (tensor x context x data)"
-        raise ValueError(
-            f"{_subject(stage, which)} not divide by expert {parallel.expert} x expert_tensor "
-            f"{parallel.expert_tensor} = {experts}: make it {nearest_divisors(stage, experts)}"
-        )
-    return Layout(ranks, **parallel.model_dump(exclude={"pipeline_split", "sequence"}))
-
-
-def _product(key: str, parallel: Parallel) -> str:
-    size = parallel.tensor * parallel.context * parallel.pipeline
-    if key == TENSOR_OF_ENGINES:
-        return f"{key} {size}"
-    context = f" x context {parallel.context}" if parallel.context > 1 else ""
-    return f"{key}'s tensor {parallel.tensor}{context} x pipeline {parallel.pipeline} = {size}"
-
-
-def _subject(count: int, which: str) -> str:
-    """Return the subject of a sentence about ranks, with its verb."""
-    return f"the one rank {which} does" if count == 1 else f"the {count} ranks {which} do"
-
-
-def _engine_errors(rollout: Layout) -> Iterator[str]:
-    """Check that the GPUs of each SGLang engine follow each other."""
     for engine in range(rollout.data):
         ranks = rollout.block(0, engine)
-        if ranks[-1] - ranks[0] != len(ranks) - 1:
+        per_node = {len(part) for part in by_node(ranks, ranks_per_node)}
+        if ranks[-1] - ranks[0] != len(ranks) - 1 or len(per_node) > 1:
             yield (
-                f"placement.rollout: engine {engine} of {TENSOR_OF_ENGINES} {rollout.tensor} would get ranks "
-                f"{format_ranks(ranks)}, which do not follow each other: name runs of {rollout.tensor} ranks"
+                f"placement.rollout: engine {engine} of rollout.tensor_parallel {rollout.tensor} would get ranks "
+                f"{format_ranks(ranks)}: name ranks that follow each other, equally many on each of its nodes of "
+                f"{ranks_per_node}"
             )
 
 
@@ -131,11 +102,9 @@ def _idle_errors(layouts: Mapping[str, Layout], world_size: int) -> Iterator[str
     used = {rank for layout in layouts.values() for rank in layout.ranks}
     idle = [rank for rank in range(world_size) if rank not in used]
     if idle:
-        found, belong = ("rank", "belongs") if len(idle) == 1 else ("ranks", "belong")
         yield (
-            f"placement: {found} {format_ranks(idle)} of this run's {world_size} {belong} to no component: "
-            f"start {counted(max(used) + 1, 'process')} (NPROC={max(used) + 1} with launch/local.sh), or place a "
-            "component there"
+            f"placement: ranks {format_ranks(idle)} of this run's {world_size} belong to no component: place one "
+            "there, or start fewer processes (NPROC with launch/local.sh)"
         )
 
 
@@ -143,34 +112,14 @@ def _batch_errors(
     config: Config, components: Mapping[str, ComponentSpec], layouts: Mapping[str, Layout]
 ) -> Iterator[str]:
     """Check that every data-parallel shard gets a row of every mini-batch."""
-    for name, spec in components.items():
-        key, prompts = spec.mini_batch_prompts(config)
-        rows, shards = prompts * config.rollout.n, layouts[name].data if name in layouts else 0
+    for name, layout in layouts.items():
+        if name == "rollout":
+            continue
+        key, prompts = components[name].mini_batch_prompts(config)
+        rows, shards = prompts * config.rollout.n, layout.data
         if rows < shards:
             yield (
                 f"{key} {prompts} x rollout.n {config.rollout.n} = {rows} trajectories are fewer "
-                f"than the {name}'s {shards} data-parallel shards on ranks {format_ranks(layouts[name].ranks)}: "
+                f"than the {name}'s {shards} data-parallel shards on ranks {format_ranks(layout.ranks)}: "
                 f"raise {key} to {-(-shards // config.rollout.n)} or more"
             )
-
-
-def node_errors(config: Config, rollout: Layout, ranks_per_node: int) -> Iterator[str]:
-    """Check engines against nodes: SGLang needs as many ranks of an engine on each of its nodes, and the engines of a
-    node use consecutive ports from rollout.port on."""
-    for engine in range(rollout.data):
-        ranks = rollout.block(0, engine)
-        sizes = [len(part) for part in by_node(ranks, ranks_per_node)]
-        if len(set(sizes)) > 1:
-            yield (
-                f"placement.rollout: engine {engine} of {TENSOR_OF_ENGINES} {rollout.tensor} would get ranks "
-                f"{format_ranks(ranks)}, {' and '.join(map(str, sizes))} on its nodes of {ranks_per_node} ranks: make "
-                f"{TENSOR_OF_ENGINES} a divisor or a multiple of {ranks_per_node}, and start placement.rollout on a "
-                "multiple of that"
-            )
-    port, largest_node = config.rollout.port, max(map(len, by_node(rollout.ranks, ranks_per_node)))
-    engines = -(-largest_node // rollout.tensor)
-    if port + engines - 1 > LARGEST_PORT:
-        yield (
-            f"rollout.port {port} is too high for the {engines} engines of a node, which take as many ports: lower it "
-            f"to {LARGEST_PORT + 1 - engines} or less"
-        )

@@ -1,13 +1,11 @@
 """The route of the actor's weights to every engine, from config and layouts. Without torch."""
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from megappo.config.schema import Config
 from megappo.config.transports import TRANSPORTS, Transport
-from megappo.placement.layout import Layout
-from megappo.placement.ranks import by_node, format_ranks
+from megappo.placement.layout import Layout, by_node, format_ranks
 
 
 @dataclass(frozen=True)
@@ -18,19 +16,17 @@ class EngineRoute:
         transport: name of the transport.
         entry: of the transport in the table; with adapters alone, the transport's entry for those.
         ranks: the engine's ranks; the first owns it.
-        shares_gpus: a model is on one of its GPUs, so that it must free its memory while that model is trained.
+        frees_memory: a model is on one of its GPUs, and the engine sleeps while that model is trained.
         is_external: the engine runs elsewhere, on none of the ranks' GPUs.
         spans_nodes: its ranks are on several nodes.
-        stays_awake: there is memory for the engine and the models at once.
     """
 
     transport: str
     entry: Transport
     ranks: tuple[int, ...]
-    shares_gpus: bool
+    frees_memory: bool
     is_external: bool
     spans_nodes: bool
-    stays_awake: bool
 
     @property
     def owner(self) -> int:
@@ -100,10 +96,10 @@ class SyncRoute:
     @property
     def transports(self) -> dict[str, tuple[int, ...]]:
         """The numbers of the engines of each transport."""
-        found = defaultdict[str, tuple[int, ...]](tuple)
+        found: dict[str, tuple[int, ...]] = {}
         for number, engine in enumerate(self.engines):
-            found[engine.transport] += (number,)
-        return dict(found)
+            found[engine.transport] = (*found.get(engine.transport, ()), number)
+        return found
 
     @property
     def entries(self) -> dict[str, Transport]:
@@ -121,22 +117,15 @@ class SyncRoute:
     def errors(self, *, on_gpus: bool) -> Iterator[str]:
         """Yield each engine that the weights cannot reach."""
         actor, sender = format_ranks(self.actor), self.senders[0]
-        for name, engines in self.transports.items():
-            owners = [self.engines[number].owner for number in engines]
-            elsewhere = [rank for rank in owners if rank not in self.actor]
+        for name, numbers in self.transports.items():
+            sources = [rank for number in numbers for rank in self.engines[number].sources]
+            elsewhere = [rank for rank in sources if rank not in self.actor]
             if elsewhere and not self.entries[name].sender:
                 yield (
-                    f"rollout.sync.transport is {name}, but the engines' first ranks {format_ranks(elsewhere)} are not "
-                    f"the actor's ({actor}): set it to auto, or place the engines there"
+                    f"rollout.sync.transport is {name}, but the engines' ranks {format_ranks(elsewhere)} are not the "
+                    f"actor's ({actor}): set it to auto, or place the engines there"
                 )
         for number, engine in enumerate(self.engines):
-            elsewhere = [rank for rank in engine.sources[1:] if rank not in self.actor]
-            if elsewhere and not engine.entry.sender:
-                yield (
-                    f"rollout.sync.transport is {engine.transport}, but of engine {number}, which is on several nodes, "
-                    f"ranks {format_ranks(elsewhere)} are not the actor's ({actor}): set it to auto, or place the "
-                    "engine there"
-                )
             if on_gpus and engine.excludes_sender and sender in engine.ranks:
                 yield (
                     f"engine {number} on ranks {format_ranks(engine.ranks)} shares the GPU of rank {sender}"
@@ -150,15 +139,15 @@ def find_route(config: Config, layouts: Mapping[str, Layout], ranks_per_node: in
     alone, by the first transport of the table that reaches the engine."""
     rollout, is_external = layouts["rollout"], bool(config.rollout.engines)
     models = {rank for name, layout in layouts.items() if name != "rollout" for rank in layout.ranks}
-    has_adapters = config.actor.lora is not None
+    has_adapters, may_sleep = config.actor.lora is not None, config.rollout.sleep != "never"
     entries = {name: entry.adapters if has_adapters else entry for name, entry in TRANSPORTS.items()}
     engines = []
     for number in range(rollout.data):
         ranks = rollout.block(0, number)
-        shares_gpus = not is_external and not models.isdisjoint(ranks)
+        frees_memory = may_sleep and not is_external and not models.isdisjoint(ranks)
         spans_nodes = len(by_node(ranks, ranks_per_node)) > 1
-        facts = ranks, shares_gpus, is_external, spans_nodes, config.rollout.sleep == "never"
-        routes = {name: EngineRoute(name, entry, *facts) for name, entry in entries.items() if entry is not None}
+        facts = ranks, frees_memory, is_external, spans_nodes
+        routes = {name: EngineRoute(name, entry, *facts) for name, entry in entries.items() if entry}
         chosen = routes.get(config.rollout.sync.transport)
         engines.append(chosen or next(route for route in routes.values() if _is_open(route, layouts["actor"])))
     return SyncRoute(layouts["actor"].stages, tuple(engines), has_adapters)

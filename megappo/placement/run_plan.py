@@ -6,12 +6,43 @@ from functools import cached_property
 
 from megappo.config.checks import config_errors
 from megappo.config.config_error import ConfigError
+from megappo.config.eval_sets import longest_row
 from megappo.config.schema import Config
 from megappo.placement.component_errors import component_errors
 from megappo.placement.components import AUTO, ComponentSpec, Training, components_of
 from megappo.placement.layout import Layout
-from megappo.placement.placing import node_errors, place
+from megappo.placement.placing import place
 from megappo.placement.route import SyncRoute, find_route
+
+SHORTEST_ROW = 2
+"""Tokens of the shortest trajectory: a prompt of one, a response of one."""
+
+
+@dataclass(frozen=True)
+class BatchSplit:
+    """One component's split of a step's trajectories into mini-batches and micro-batches.
+
+    Attributes:
+        shards: data-parallel shards.
+        mini_batches: per epoch; 1 for a component that only computes log-probs.
+        epochs: passes over the trajectories; 0 for a component that is not trained.
+        trajectories: in one mini-batch, over all shards.
+        shard_trajectories: of one mini-batch, per data-parallel shard (balanced by tokens, so about this many): the
+            fewest and the most.
+        micro_batches: of one mini-batch, per shard: if all rows are shortest, and longest.
+    """
+
+    shards: int
+    mini_batches: int
+    epochs: int
+    trajectories: int
+    shard_trajectories: tuple[int, int]
+    micro_batches: tuple[int, int]
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Per PPO step."""
+        return self.mini_batches * self.epochs
 
 
 @dataclass(frozen=True)
@@ -45,6 +76,26 @@ class RunPlan:
         found = {name: spec.training for name, spec in self.components.items()}
         return {name: training for name, training in found.items() if training is not None}
 
+    @cached_property
+    def batch_splits(self) -> dict[str, BatchSplit]:
+        """Each component's split of a step's trajectories, by name."""
+        splits, config = {}, self.config
+        for name, spec in self.components.items():
+            mini_batch, layout, max_tokens = spec.mini_batch_prompts(config).value, self.layouts[name], spec.max_tokens
+            trajectories, group = mini_batch * config.rollout.n, layout.micro_batch_group
+            fewest, most = trajectories // layout.data, _ceil(trajectories, layout.data)
+            if_shortest = _ceil(fewest * SHORTEST_ROW, max_tokens.value)
+            if_longest = _ceil(most, max_tokens.value // longest_row(config))
+            splits[name] = BatchSplit(
+                shards=layout.data,
+                mini_batches=config.data.train_batch_size // mini_batch,
+                epochs=spec.training.section.ppo_epochs if spec.training else 0,
+                trajectories=trajectories,
+                shard_trajectories=(fewest, most),
+                micro_batches=(_ceil(if_shortest, group) * group, _ceil(if_longest, group) * group),
+            )
+        return splits
+
     def changed(self, config: Config) -> "RunPlan":
         """Return the plan with a config that places everything on the same ranks."""
         return replace(self, config=config, components=components_of(config))
@@ -70,12 +121,15 @@ def plan_run(config: Config, world_size: int, ranks_per_node: int | None = None)
     components, ranks_per_node = components_of(config), ranks_per_node or world_size
     errors = [*component_errors(config, components), *config_errors(config)]
     try:
-        layouts = place(config, components, world_size)
+        layouts = place(config, components, world_size, ranks_per_node)
     except ConfigError as error:
         raise ConfigError(*errors, *error.errors) from None
     plan = RunPlan(config, config, world_size, ranks_per_node, components, layouts)
-    errors += node_errors(config, layouts["rollout"], ranks_per_node)
     errors += plan.route.errors(on_gpus=False)
     if errors:
         raise ConfigError(*errors)
     return plan
+
+
+def _ceil(number: int, size: int) -> int:
+    return -(-number // size)

@@ -8,9 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from megappo.architecture.architecture import Architecture
-from megappo.architecture.config_json import end_tokens
 from megappo.architecture.fit import adapter_errors, dense_stage_errors, engine_fit_errors, fit_errors
-from megappo.architecture.model_folder import check_companions, other_kind, tensor_files
+from megappo.architecture.model_folder import check_companions, end_tokens, other_kind, tensor_files
 from megappo.architecture.parsing import ArchitectureError, read_architecture
 from megappo.config.config_error import looked_in, shorten
 from megappo.config.data_section import OTHER_KIND, ending

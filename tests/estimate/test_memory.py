@@ -16,11 +16,11 @@ from megappo.config.schema import Config, Parallel
 from megappo.estimate.fitting import SPARE, _has_room, fits, remedies, resolve_offload
 from megappo.estimate.gpu_memory import START, Cluster, MemoryEstimate
 from megappo.estimate.gpus import GIB, GPUS, find_gpu
-from megappo.estimate.model_memory import activation_bytes, head_bytes
 from megappo.estimate.seconds import BUCKET_SECONDS, TimeEstimate
 from megappo.placement.run_plan import plan_run
 
 MIXTURE = REPOSITORY / "configs" / "qwen3_30b_a3b_4node.yaml"
+SMALL = REPOSITORY / "configs" / "qwen2.5_0.5b_gsm8k_1gpu.yaml"
 BOTH_7B = REPOSITORY / "configs" / "qwen2.5_7b_critic_7b_8gpu.yaml"
 
 
@@ -99,10 +99,9 @@ def test_activations_are_those_that_an_h100_measured(
 ) -> None:
     """With TransformerEngine's layers, see docs/clusters.md."""
     (tmp_path / "config.json").write_text(json.dumps(QWEN3))
-    architecture = read_architecture(tmp_path)
-    kept = dict(tokens=tokens, in_flight=1, recompute="none")
-    size = activation_bytes(architecture, Parallel(), 2, list(range(28)), **kept)
-    size += head_bytes(architecture, Parallel(), 2, (tokens, predicting), training=True, makes_grad=False)
+    overrides = [f"model.path={tmp_path}", f"actor.max_tokens_per_micro_batch={tokens}", "actor.recompute=none"]
+    actor = estimate_of(load_config(SMALL, overrides), 1).models["actor"]
+    size = actor.activations(0, trains=True) + actor.head(predicting / tokens, trains=True)
     assert size / GIB == pytest.approx(measured_gib, rel=0.05)
 
 
@@ -198,7 +197,6 @@ def test_names_of_devices(device: str, name: str | None) -> None:
     assert (gpu.name if gpu else None) == name
 
 
-SMALL = REPOSITORY / "configs" / "qwen2.5_0.5b_gsm8k_1gpu.yaml"
 ASLEEP = ("start", "old_log_probs", "values", "ref_log_probs", "update_actor", "update_critic", "save")
 
 

@@ -12,8 +12,6 @@ from planning import REPOSITORY, plan_here
 from published_models import published_folders
 
 from megappo.config.schema import Config
-from megappo.estimate.gpus import GIB
-from megappo.estimate.seconds import READING
 from megappo.placement.components import COMPONENTS, ComponentSpec, Setting
 
 CONFIGS = {path.name: yaml.safe_load(path.read_text()) for path in (REPOSITORY / "configs").glob("*.yaml")}
@@ -155,29 +153,3 @@ def test_a_registered_component_counts(plan: Plan, monkeypatch: pytest.MonkeyPat
     (line,) = unfit(done)
     assert "'critic.recompute=full'" in line and "judge" not in line.partition("it would fit with")[2]
     assert all(values.keys() <= {"placement", "actor", "critic", "ref", "rollout"} for values, _ in suggested(done))
-
-
-@pytest.mark.parametrize(
-    ("recipe", "speed", "seconds"),
-    [
-        ("qwen2.5_7b_critic_7b_8gpu.yaml", 2.0, None),
-        ("qwen2.5_7b_critic_7b_8gpu.yaml", 1000.0, 8 * READING),
-        ("qwen2.5_32b_64node.yaml", 40.0, None),
-        ("qwen2.5_0.5b_gsm8k_1gpu.yaml", 20.0, READING),
-    ],
-)
-def test_a_resume_takes_what_storage_or_ranks_take_to_read_the_checkpoint_twice(
-    plan: Plan, recipe: str, speed: float, seconds: float | None
-) -> None:
-    line = re.compile(r"a resume reads ([\d.,]+) GiB twice, .* holds up to ([\d.,]+) GiB .*: about ([\d.,]+) s from")
-    done = plan(recipe, "--storage-gbps", str(speed))
-    size, held, found = (float(number.replace(",", "")) for number in line.search(done.stdout).groups())
-    assert found == pytest.approx(2 * size * GIB / (seconds or speed * 1e9), rel=0.02, abs=0.06)
-    assert held < 0.1 * size + 16, "a tensor of each rank at a time"
-    assert f"from storage of {speed:g} GB/s" in done.stdout
-
-
-@pytest.mark.parametrize("speed", ["0", "-1", "nan"])
-def test_a_storage_has_a_speed(plan: Plan, speed: str) -> None:
-    done = plan("qwen2.5_0.5b_gsm8k_1gpu.yaml", "--storage-gbps", speed)
-    assert done.returncode == 2 and "--storage-gbps N needs --gpu TYPE, and N above 0" in done.stderr

@@ -13,7 +13,7 @@ from tiny_shapes import MIXTURES, SHAPE
 from megappo.architecture.parameters import StageSize, stage_sizes
 from megappo.architecture.parsing import read_architecture
 from megappo.config.schema import Lora, Model, Optim, Parallel
-from megappo.estimate.model_memory import state_bytes
+from megappo.estimate.placed_model import state_bytes
 from megappo.models.gpt import build_model
 from megappo.models.heads import value_head
 from megappo.models.train_engine import TrainedEngine

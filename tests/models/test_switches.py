@@ -12,14 +12,14 @@ from tiny_shapes import QWEN2, QWEN3_MOE, V3
 
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.parsing import parse
-from megappo.architecture.switches import LAYERS, REDUCTION, SWITCHES, SwitchContext, decide, decisions
+from megappo.architecture.switches import LAYERS, OWN, REDUCTION, SwitchContext, decide, decisions
 from megappo.config.schema import Model, Parallel
 from megappo.models.megatron_config import transformer_config
 
 MEGAPPO = Path(__file__).parents[2] / "megappo"
 TABLE = MEGAPPO / "architecture" / "switches.py"
-NAMES = {switch.name for switch in SWITCHES}
-GENERATED, OF_DDP = ({switch.name for switch in table} for table in (LAYERS, REDUCTION))
+NAMES = {*LAYERS, *OWN, *REDUCTION}
+GENERATED, OF_DDP = set(LAYERS), set(REDUCTION)
 """Switches that transformer_config and data_parallel take over, whatever their values."""
 
 

@@ -291,8 +291,6 @@ def test_groups_are_those_of_megatron(arranged: dict[str, int]) -> None:
 def _misplaced(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match="Rank 2 is out of range"):
         build_groups({"critic": Layout((0, 2))}, seed=0)
-    with pytest.raises(ValueError, match="critic: ranks .* must ascend"):
-        build_groups({"critic": Layout((1, 0))}, seed=0)
 
 
 def test_ranks_outside_the_world_are_refused() -> None:

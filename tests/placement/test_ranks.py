@@ -8,11 +8,9 @@ from hypothesis import strategies as st
 
 from megappo.config.config_error import ConfigError
 from megappo.config.schema import Config, Parallel
-from megappo.placement.batch_split import batch_splits
 from megappo.placement.components import components_of
-from megappo.placement.layout import START_TOKENS, Layout
+from megappo.placement.layout import START_TOKENS, Layout, format_ranks, parse_ranks
 from megappo.placement.placing import place, smallest_world
-from megappo.placement.ranks import format_ranks, parse_ranks
 from megappo.placement.run_plan import plan_run
 
 
@@ -32,7 +30,7 @@ def layouts(draw) -> Layout:
 
 
 def placement_layouts(config: Config, world_size: int) -> dict[str, Layout]:
-    return place(config, components_of(config), world_size)
+    return place(config, components_of(config), world_size, ranks_per_node=world_size)
 
 
 def _errors(config: Config, world_size: int) -> list[str]:
@@ -66,11 +64,11 @@ def test_what_is_no_list_of_ranks_is_refused(text):
     ("text", "message"),
     [
         ("3-1", "the range 3-1 runs backwards: write 1-3"),
-        ("0-3,3", "names rank 3 twice"),
+        ("0-3,3", "names a rank twice: name it once"),
         ("0-8", "names rank 8, but this run has 8"),
         ("0-99999", "names rank 99999, but this run has 8"),
-        ("0-100000", "names ranks above 99999: write lower ones"),
-        ("9" * 5000, "names ranks above 99999: write lower ones"),
+        ("0-100000", "is not a list of ranks"),
+        ("9" * 5000, "is not a list of ranks"),
     ],
 )
 def test_wrong_ranks_are_refused(text, message):
@@ -136,9 +134,7 @@ def test_ranks_outside_have_no_place(layout):
     assert all(layout.shard_of(rank) is None and layout.coordinates(rank) is None for rank in outside)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "tensor", "pipeline"), [((), 1, 1), ((0, 1, 2), 2, 1), ((0, 1), 1, 4), ((1, 1), 1, 1)]
-)
+@pytest.mark.parametrize(("ranks", "tensor", "pipeline"), [((), 1, 1), ((0, 1, 2), 2, 1), ((0, 1), 1, 4)])
 def test_impossible_layouts_are_refused(ranks, tensor, pipeline):
     with pytest.raises(ValueError):
         Layout(ranks, tensor, pipeline)
@@ -147,10 +143,11 @@ def test_impossible_layouts_are_refused(ranks, tensor, pipeline):
 def test_experts_are_shared_out_within_a_stage():
     assert Layout((0, 1, 2, 3), tensor=2, expert=4).expert == 4
     with pytest.raises(
-        ValueError, match=r"2 ranks of a stage \(tensor 2 x context 1 x data 1\) do not divide by expert 4"
+        ValueError,
+        match=r"expert 4 x expert_tensor 1 = 4 does not divide 2, the ranks of a stage \(tensor 2 x context 1 x",
     ):
         Layout((0, 1, 2, 3), tensor=2, pipeline=2, expert=4)
-    with pytest.raises(ValueError, match="do not divide by expert 2 x expert_tensor 4"):
+    with pytest.raises(ValueError, match="expert 2 x expert_tensor 4 = 8 does not divide 4"):
         Layout((0, 1, 2, 3), expert=2, expert_tensor=4)
 
 
@@ -159,13 +156,14 @@ def test_context_ranks_count_towards_the_product_and_the_experts():
     assert layout == Layout(tuple(range(8)), tensor=2, context=2, expert=4) and layout.data == 2
     wrong = make(actor={"parallel": {"tensor": 2, "context": 2, "pipeline": 2}}, placement={"rollout": "0"})
     assert _errors(wrong, 6) == [
-        "placement.actor: the 6 ranks 0-5 do not divide by actor.parallel's tensor 2 x context 2 x pipeline 2 = 8: "
-        "name 8 ranks, or make it 6"
+        "placement.actor with actor.parallel: tensor 2 x context 2 x pipeline 2 = 8 does not divide 6, "
+        "the number of ranks 0-5: "
+        "name a multiple of 8 ranks, or make it 6"
     ]
     wrong = make(actor={"parallel": {"context": 2, "expert": 3}}, placement={"rollout": "0"})
     assert _errors(wrong, 4) == [
-        "placement.actor: the 4 ranks of each of actor.parallel's stages (tensor x context x data) do not divide by "
-        "expert 3 x expert_tensor 1 = 3: make it 2 or 4"
+        "placement.actor with actor.parallel: expert 3 x expert_tensor 1 = 3 does not divide 4, the ranks of a stage "
+        "(tensor 1 x context 2 x data 2): make it 2 or 4"
     ]
 
 
@@ -205,7 +203,7 @@ def test_every_component_in_error_is_named_at_once():
     )
     errors = _errors(config, 4)
     assert [error.split(":")[0] for error in errors] == [
-        "placement.actor",
+        "placement.actor with actor.parallel",
         "placement.critic",
         "placement.ref",
         "placement.rollout",
@@ -234,7 +232,7 @@ def test_how_the_batch_is_split():
         rollout={"n": 3, "max_response_length": 6},
         data={"train_batch_size": 12, "max_prompt_length": 4},
     )
-    splits = batch_splits(plan_run(config, 4))
+    splits = plan_run(config, 4).batch_splits
     actor, critic, ref = splits["actor"], splits["critic"], splits["ref"]
     assert (actor.mini_batches, actor.optimizer_steps, actor.trajectories) == (2, 4, 18)
     assert actor.shard_trajectories == (4, 5)
@@ -243,7 +241,7 @@ def test_how_the_batch_is_split():
     assert critic.micro_batches == (1, 5)  # 9 rows, 2 at a time
     interleaved = config.critic.model_copy(update={"parallel": Parallel(pipeline=2, virtual_pipeline=2)})
     config = config.model_copy(update={"critic": interleaved})
-    filled = batch_splits(plan_run(config, 4))["critic"]
+    filled = plan_run(config, 4).batch_splits["critic"]
     assert filled.micro_batches == (2, 10)  # 18 rows, 2 at a time: 9, filled up to whole groups of 2
     assert (ref.optimizer_steps, ref.trajectories, ref.micro_batches) == (0, 36, (1, 3))
 

@@ -115,16 +115,16 @@ def test_an_engine_elsewhere_is_on_nobodys_gpus() -> None:
     route = plan_run(config, 4).route
     assert route.describe() == "weights: broadcast from rank 0 to engine 0-1"
     assert [engine.ranks for engine in route.engines] == [(0,), (1,)]
-    assert not any(engine.shares_gpus for engine in route.engines)
+    assert not any(engine.frees_memory for engine in route.engines)
     assert list(route.errors(on_gpus=True)) == []
 
 
-def test_an_engine_shares_gpus_with_any_model_on_one_of_its_ranks() -> None:
+def test_an_engine_frees_memory_for_any_model_on_one_of_its_ranks() -> None:
     config = Config.model_validate(
         SECTIONS | {"placement": {"actor": "0", "critic": "3", "rollout": "0-5"}, "rollout": {"tensor_parallel": 2}}
     )
     route = plan_run(config, 6).route
-    assert [engine.shares_gpus for engine in route.engines] == [True, True, False]
+    assert [engine.frees_memory for engine in route.engines] == [True, True, False]
 
 
 @pytest.mark.parametrize(
@@ -152,8 +152,8 @@ def test_memory_that_an_engine_on_two_nodes_cannot_reach_is_refused() -> None:
         plan_run(config, 4, 2)
     [error] = refused.value.errors
     assert error == (
-        "rollout.sync.transport is ipc, but of engine 0, which is on several nodes, ranks 3 are not the actor's (0-2): "
-        "set it to auto, or place the engine there"
+        "rollout.sync.transport is ipc, but the engines' ranks 3 are not the actor's (0-2): set it to auto, or place "
+        "the engines there"
     )
 
 

@@ -91,7 +91,11 @@ def test_it_takes_part_in_a_run(tmp_path):
     ("ranks", "tokens", "error"),
     [
         ("3-4", 30, "judge.ranks: '3-4' names rank 4, but this run has 4"),
-        ("1-3", 30, "judge.ranks: the 3 ranks 1-3 do not divide by judge.parallel's tensor 1 x pipeline 2 = 2: "),
+        (
+            "1-3",
+            30,
+            "judge.ranks with judge.parallel: tensor 1 x context 1 x pipeline 2 = 2 does not ",
+        ),
         ("1-2", 29, "judge.max_tokens 29 cannot hold one row of"),
     ],
 )

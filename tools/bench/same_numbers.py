@@ -207,7 +207,7 @@ def build(config: Config) -> Run:
     exchange, observer = Exchange(dist.group.WORLD), NullObserver()
     components, world_size = components_of(config), dist.get_world_size()
     # Not by plan_run: tests set keys that nothing reads, such as the offload of a model that only some cases have.
-    layouts = place(config, components, world_size)
+    layouts = place(config, components, world_size, ranks_per_node=world_size)
     models = build_models(RunPlan(config, config, world_size, world_size, components, layouts), exchange)
     datasets = Datasets(None, (), VOCABULARY, FixedPrompts(), {})
     restarts = EngineRestarts(EngineHandle(), exchange, observer.message, limit=0)

@@ -36,8 +36,8 @@ from conversion.world import World  # noqa: E402
 from peak_memory import MIB, PeakMemory  # noqa: E402
 
 from megappo.architecture.architecture import Architecture  # noqa: E402
-from megappo.architecture.config_json import write_model_config  # noqa: E402
 from megappo.architecture.dtypes import DTYPES  # noqa: E402
+from megappo.architecture.model_folder import write_model_config  # noqa: E402
 from megappo.architecture.parameters import EMBEDDING, hf_shapes  # noqa: E402
 from megappo.architecture.parsing import parse, read_architecture  # noqa: E402
 from megappo.config.schema import Parallel  # noqa: E402

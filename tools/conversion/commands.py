@@ -9,9 +9,9 @@ from pathlib import Path
 from conversion.world import UsageError, World, described
 from megappo.architecture import parameters
 from megappo.architecture.architecture import Architecture
-from megappo.architecture.config_json import CONFIG_FILE
 from megappo.architecture.dtypes import BY_SAFETENSORS, dtype_name
 from megappo.architecture.families import HeadKind
+from megappo.architecture.model_folder import CONFIG_FILE
 from megappo.architecture.parsing import read_architecture
 from megappo.checkpoint.checksums import write_sums
 from megappo.checkpoint.component_folder import has_value_bias, head_of, load_model, reshard, save_model

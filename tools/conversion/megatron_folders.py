@@ -10,7 +10,7 @@ import torch
 
 from conversion.differences import Pair, difference_of_parts
 from conversion.world import UsageError, World
-from megappo.architecture.config_json import CONFIG_FILE
+from megappo.architecture.model_folder import CONFIG_FILE
 from megappo.architecture.parsing import read_architecture
 from megappo.checkpoint.component_folder import read_rows
 from megappo.checkpoint.metadata import EMBEDDING, ComponentInfo, read_component

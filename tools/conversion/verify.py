@@ -12,8 +12,8 @@ from conversion.differences import difference_of
 from conversion.megatron_folders import compare_megatron
 from conversion.world import World
 from megappo.architecture.architecture import Architecture
-from megappo.architecture.config_json import CONFIG_FILE, named_architecture
 from megappo.architecture.families import FAMILIES, language_model
+from megappo.architecture.model_folder import CONFIG_FILE, named_architecture
 from megappo.architecture.parameters import EMBEDDING, LM_HEAD, VALUE_BIAS
 from megappo.architecture.parsing import read_architecture
 from megappo.checkpoint.metadata import components_of, is_component
