@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
+from conversion.resharding import has_value_bias, head_of, reshard, save_model
 from conversion.world import UsageError, World, described
 from megappo.architecture import parameters
 from megappo.architecture.architecture import Architecture
@@ -14,7 +15,7 @@ from megappo.architecture.families import HeadKind
 from megappo.architecture.model_folder import CONFIG_FILE
 from megappo.architecture.parsing import read_architecture
 from megappo.checkpoint.checksums import write_sums
-from megappo.checkpoint.component_folder import has_value_bias, head_of, load_model, reshard, save_model
+from megappo.checkpoint.component_folder import load_model
 from megappo.checkpoint.metadata import EMBEDDING, ComponentInfo, components_of, is_component, read_component
 from megappo.models.gpt import ModelChunks
 from megappo.weights.hf_folder import copy_companions, write_hf_files

@@ -7,13 +7,19 @@ from math import prod
 from pathlib import Path
 
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.strategies.checkpointable import CheckpointableShardedTensor
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.api import CheckpointException  # not an Exception
 
 from conversion.differences import Pair, difference_of_parts
 from conversion.world import UsageError, World
 from megappo.architecture.model_folder import CONFIG_FILE
 from megappo.architecture.parsing import read_architecture
-from megappo.checkpoint.component_folder import read_rows
+from megappo.checkpoint.folders import CheckpointError
 from megappo.checkpoint.metadata import EMBEDDING, ComponentInfo, read_component
+from megappo.checkpoint.safe_reading import SafeReader
+from megappo.checkpoint.sharded import reason
 from megappo.models.megatron_config import TORCH_DTYPES
 
 PART_BYTES = 64 * 2**20
@@ -102,3 +108,27 @@ def _rows_of_vocabulary(args: argparse.Namespace, folders: dict[Path, ComponentI
             "Hugging Face folder the model started from with --hf-config"
         )
     return None
+
+
+def read_rows(folder: Path, info: ComponentInfo, name: str, start: int, stop: int) -> torch.Tensor:
+    """Rows start:stop along dimension 0 of a tensor, in its dtype, whatever layout it was written in. In this process
+    alone; of the files, the pieces that these rows lie in are read one by one.
+
+    Args:
+        info: of `folder`.
+    Raises:
+        CheckpointError: they cannot be read.
+    """
+    tensor = info.tensors[name]
+    rows = torch.empty(stop - start, *tensor.shape[1:], dtype=tensor.dtype)
+    offset = (start, *[0] * (rows.ndim - 1))
+    part = ShardedTensor(name, rows, rows.dtype, tuple(rows.shape), tensor.shape, offset, axis_fragmentations=None)
+    try:
+        checkpoint.load(
+            {name: CheckpointableShardedTensor.from_sh_ten(part)},
+            storage_reader=SafeReader(folder),
+            no_dist=True,
+        )
+    except (Exception, CheckpointException) as error:
+        raise CheckpointError(f"cannot read {name} in {folder}: {reason(error)}; copy the checkpoint again") from error
+    return rows
