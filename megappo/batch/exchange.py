@@ -155,8 +155,8 @@ class Exchange:
         """
         policy_lengths = rows.response_mask.sum(dim=1).long()
         columns = (rows.prompt_ids, rows.ids, rows.prompt_lengths, rows.response_lengths, policy_lengths)
-        by_rank = self.share(torch.stack(columns, dim=1))
-        every = torch.cat(by_rank)
+        by_rank = self.share(torch.stack(columns, dim=1).int())
+        every = torch.cat(by_rank).long()
         keys = every[:, 0] * 2**32 + every[:, 1]
         order = keys.argsort()
         repeated = order[1:][keys[order].diff() == 0]
