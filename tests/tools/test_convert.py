@@ -160,7 +160,8 @@ def test_a_reward_model_with_a_bias(qwen2: Path, tmp_path: Path) -> None:
     again, info = AutoModelForTokenClassification.from_pretrained(tmp_path / "back", output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     tokens = sequences()[0][None]
-    assert torch.equal(again.eval()(tokens).logits, model.eval()(tokens).logits)
+    # The last bits of a product depend on where a mapped file has its tensors.
+    torch.testing.assert_close(again.eval()(tokens).logits, model.eval()(tokens).logits, rtol=0, atol=1e-5)
     assert again(tokens).logits.shape == (1, 5, 1)
     assert_equal(tensors_of(tmp_path / "back"), tensors_of(tmp_path / "reward"))
 
