@@ -81,7 +81,7 @@ BUDGETS = {
     "rollouts": 12_700,
     "runtime": 12_100,
     "sync": 5_100,
-    "trainer": 18_500,
+    "trainer": 15_800,
     "userland": 20_900,
     "weights": 7_200,
 }
