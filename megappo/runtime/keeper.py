@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -77,10 +77,12 @@ def _run(command: Sequence[str], owners: Collection[int]) -> int:
     while (found := signal.sigwaitinfo(AWAITED)).si_signo != signal.SIGTERM:
         if found.si_signo == signal.SIGCONT and found.si_pid in owners:
             break
-        for pid, status in _ended_children():  # orphans, too
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        while pid:  # it may be an orphan
             if pid == process.pid:
                 process.returncode = os.waitstatus_to_exitcode(status)
                 return process.returncode
+            pid, status = os.waitpid(-1, os.WNOHANG)
     return 128 + signal.SIGTERM
 
 
@@ -101,22 +103,14 @@ def _end_descendants() -> None:
 
 
 def _has_children() -> bool:
-    """Return whether a child remains. Without one there is no descendant: it would have become a child when its parent
-    ended."""
-    for _ in _ended_children():
-        pass
+    """Reap the children that have ended; return whether a child remains. Without one there is no descendant: it would
+    have become a child when its parent ended."""
     try:
-        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
     except ChildProcessError:
         return False
     return True
-
-
-def _ended_children() -> Iterator[tuple[int, int]]:
-    """Pid and status of each child that has ended, which is then no zombie any more."""
-    with suppress(ChildProcessError):
-        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            yield ended
 
 
 def _descendants() -> list[int]:

@@ -232,9 +232,9 @@ def capabilities() -> dict[str, str]:
         package -> version or "not installed", then device, backend, layer_spec and optimizer.
     """
     found = {package: _version(package) or "not installed" for package in PACKAGES}
-    found |= {
-        package: f"{found[package]}, which cannot be imported: {why}" for package in TRIED if (why := fault(package))
-    }
+    for package in TRIED:
+        if why := fault(package):
+            found[package] += f", which cannot be imported: {why}"
     found["device"] = torch.cuda.get_device_name(device()) if has_cuda() else "cpu"
     found["backend"] = backend()
     found["layer_spec"] = "transformer_engine" if has_transformer_engine() else "torch"
