@@ -145,20 +145,20 @@ def sample_rows(samples: Sequence[Sample], *, episodes: bool = False) -> Rows:
         segments += one.segments
     lengths = integers(len(segment.tokens) for segment in segments)
     log_probs = list(chain.from_iterable(segment.log_probs for segment in segments))
-    is_trained = floats(log_prob is not None for log_prob in log_probs)
-    is_trained *= floats(not one.is_masked for one in owners).repeat_interleave(lengths)
+    is_policy = padded(floats(log_prob is not None for log_prob in log_probs), lengths)
+    is_trained = floats(not one.is_masked for one in owners)
     fields = {
-        "response_mask": padded(is_trained, lengths),
+        "response_mask": is_policy * is_trained[:, None],
         "rollout_log_probs": padded(floats(log_prob or 0.0 for log_prob in log_probs), lengths),
         "truncated": floats(one.is_truncated for one in owners),
     }
     if episodes:
-        turns = chain.from_iterable(segment.turns for segment in segments)
-        rewards = chain.from_iterable(segment.rewards for segment in segments)
+        turns = floats(chain.from_iterable(segment.turns for segment in segments))
+        rewards = floats(chain.from_iterable(segment.rewards for segment in segments))
         fields["episodes"] = floats(one.sample_index for one in owners)
         fields["segments"] = floats(numbers)
-        fields["turns"] = padded(floats(turns), lengths)
-        fields["turn_rewards"] = padded(floats(rewards), lengths)
+        fields["turns"] = padded(turns, lengths)
+        fields["turn_rewards"] = padded(rewards, lengths)
     max_segments = max(numbers, default=0) + 1
     ids = [one.sample_index * max_segments + number for one, number in zip(owners, numbers, strict=True)]
     return Rows(
