@@ -111,7 +111,6 @@ def gather_uneven_parts() -> None:
 
     gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
 
-    @functools.wraps(gather)
     def gather_any(input_: torch.Tensor, group: Any, output_split_sizes: Any = None, *args: Any, **kwargs: Any) -> Any:
         if output_split_sizes is None or group.size() == 1:
             return gather(input_, group, output_split_sizes, *args, **kwargs)
@@ -121,7 +120,6 @@ def gather_uneven_parts() -> None:
             torch.distributed.broadcast(part, group=group, group_src=rank)
         return torch.cat(parts)
 
-    @functools.wraps(reduce_scatter)
     def scatter_any(input_: torch.Tensor, group: Any, input_split_sizes: Any = None, *args: Any, **kwargs: Any) -> Any:
         if input_split_sizes is None or group.size() == 1:
             return reduce_scatter(input_, group, input_split_sizes, *args, **kwargs)
@@ -141,7 +139,6 @@ def skip_collectives_of_one_rank() -> None:
     from megatron.core.distributed import param_and_grad_buffer
 
     def unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(collective)
         def call(output: torch.Tensor, input_: torch.Tensor, *args: Any, group: Any, **kwargs: Any) -> Any:
             if group.size() == 1 and output.data_ptr() == input_.data_ptr():
                 return None
@@ -218,7 +215,6 @@ def save_and_resume_torch_adamw() -> None:
     build = package._get_megatron_optimizer_based_on_param_groups
     set_states = DistributedOptimizer._set_main_param_and_optimizer_states
 
-    @functools.wraps(build)
     def build_with_state(*args: Any, **kwargs: Any) -> Any:
         optimizer = build(*args, **kwargs)
         if isinstance(optimizer.optimizer, torch.optim.AdamW):
@@ -228,7 +224,6 @@ def save_and_resume_torch_adamw() -> None:
             optimizer.optimizer.register_load_state_dict_pre_hook(_with_own_steps)
         return optimizer
 
-    @functools.wraps(set_states)
     def set_states_but_step(self: Any, model_param: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
         group, order = self.model_param_group_index_map[model_param]
         step = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]["step"]
