@@ -86,7 +86,11 @@ def _other_evaluation(config: Config) -> Iterator[str]:
     own = evaluation_of(config)
     weights = Path(own.trainer.eval_checkpoint or own.model.path)
     file = Path(own.trainer.output_dir, EVALUATION_FILE)
-    found = Path(json.loads(file.read_text())["weights"]) if file.exists() else weights
+    try:
+        found = Path(json.loads(file.read_text())["weights"]) if file.exists() else weights
+    except (ValueError, KeyError, TypeError):
+        yield f"trainer.output_dir: {file} is not what an evaluation writes: remove it, or choose another one"
+        return
     if found.exists() and found.resolve() != weights.resolve():  # a run's folder may have been moved since
         yield (
             f"trainer.output_dir: {file} is of {found}, and would be overwritten with that of {weights}: choose "
