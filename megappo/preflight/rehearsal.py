@@ -14,9 +14,8 @@ from megappo.config.schema import Config
 from megappo.data.prompts import Prompt, PromptDataset, open_datasets
 from megappo.data.tokenizer import load_tokenizer, stop_token_ids
 from megappo.placement.components import shared_vocabulary
-from megappo.rollouts.episodes import row_of
 from megappo.userland import user_code
-from megappo.userland.environments import EnvironmentFault, EnvironmentPool, EpisodeLost
+from megappo.userland.environments import EnvironmentFault, EnvironmentPool, EpisodeLost, row_of
 from megappo.userland.grades import Graded
 from megappo.userland.rewards import RewardError, RewardPool
 from megappo.userland.signatures import Row
@@ -141,7 +140,7 @@ def _score(rewards: RewardPool, prompt: Prompt, response: str) -> Graded:
 async def _reset(environments: EnvironmentPool, prompt: Prompt) -> list[dict[str, str]]:
     """Return the first messages of an environment."""
     async with environments.environment() as environment:
-        return await environment.reset(row_of(prompt))
+        return await environment.reset(row_of(prompt.columns, prompt.label))
 
 
 def _in_a_line(error: Exception) -> str:

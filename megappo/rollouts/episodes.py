@@ -16,7 +16,7 @@ from megappo.data.prompts import Prompt
 from megappo.data.tokenizer import encode
 from megappo.engines.generations import Generation
 from megappo.rollouts.sample_rows import Ending, Sample, Segment
-from megappo.userland.environments import Environment, EnvironmentFault, EnvironmentPool, EpisodeLost
+from megappo.userland.environments import Environment, EnvironmentFault, EnvironmentPool, EpisodeLost, row_of
 from megappo.userland.signatures import PROMPTS
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ class EpisodeRunner:
             async with self._environments.environment() as environment:
                 transcript = Transcript(prompt, self._chat, self._tokenizer, self._limits)
                 try:
-                    observation = await environment.reset(row_of(prompt))
+                    observation = await environment.reset(row_of(prompt.columns, prompt.label))
                 except EpisodeLost as error:
                     lost = str(error)
                     continue
@@ -194,9 +194,3 @@ class EpisodeRunner:
 
     def _fault(self, found: str) -> EnvironmentFault:
         return EnvironmentFault(f"environment {self._environments.spec} {found}")
-
-
-def row_of(prompt: Prompt) -> dict[str, Any]:
-    """Return the fields of a prompt's record that an environment is reset with."""
-    columns = {name: value for name, value in prompt.columns.items() if name != PROMPTS}
-    return columns | {"prompt": prompt.columns[PROMPTS], "label": prompt.label}

@@ -13,6 +13,7 @@ from megappo.config.rollout_section import Rollout
 from megappo.config.schema import Reward
 from megappo.errors import ActionableError
 from megappo.runtime.heartbeat import heartbeat
+from megappo.userland.signatures import PROMPTS
 from megappo.userland.spec import parse_spec
 from megappo.userland.worker_process import CallError, WorkerPool, WorkerProcess
 
@@ -29,6 +30,12 @@ class EnvironmentFault(ActionableError, RuntimeError):
 
 class EpisodeLost(Exception):
     """An environment took too long, or its process ended. Its episode cannot go on, the others do."""
+
+
+def row_of(columns: Mapping[str, Any], label: Any) -> dict[str, Any]:
+    """Return the fields of a prompt's record that an environment is reset with."""
+    own = {name: value for name, value in columns.items() if name != PROMPTS}
+    return own | {"prompt": columns[PROMPTS], "label": label}
 
 
 class Environment:
