@@ -39,7 +39,6 @@ from megappo.preflight.lock import in_use
 from megappo.preflight.rehearsal import rehearse
 from megappo.preflight.resuming import already_finished, resume_warnings
 from megappo.preflight.run_checks import check_run
-from megappo.runtime.variables import faults
 
 WIDTH = 120
 
@@ -75,7 +74,7 @@ def _check(config: Config, world_size: int, args: argparse.Namespace) -> tuple[l
     """Print every part of the plan that can be made; return errors and warnings."""
     ranks_per_node = world_size // (args.nodes or 1)
     plan, errors = check_run(config, world_size, ranks_per_node, on_gpus=bool(args.gpu))
-    warnings = [*config_warnings(config), *(() if errors else resume_warnings(config)), *faults(os.environ)]
+    warnings = [*config_warnings(config), *(() if errors else resume_warnings(config))]
     if plan is not None:
         _print_placement(plan)
     if plan is not None and not errors:

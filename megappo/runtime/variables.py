@@ -5,7 +5,7 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from itertools import takewhile
 from pathlib import Path
@@ -15,7 +15,6 @@ PYTHON = (sys.executable, "-P")
 """Starts a process of this program: files of the working folder must not hide what is installed."""
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 DEVICE = re.compile(r"\s*(\d+|(GPU|MIG)-\S+)\s*")
-FOLDERS = ("HOME", "TMPDIR", "XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 
 
 def for_python(variables: Mapping[str, str]) -> dict[str, str]:
@@ -59,14 +58,3 @@ def visible_devices(variables: Mapping[str, str]) -> list[str] | None:
         return None
     names = [name.strip() for name in takewhile(DEVICE.fullmatch, named.split(","))]
     return names[:1] if "MIG-" in named else names
-
-
-def faults(variables: Mapping[str, str]) -> Iterator[str]:
-    """Return what is wrong with variables that name folders to write to, one line each."""
-    for name in FOLDERS:
-        folder = Path(variables.get(name, "/tmp"))
-        there = next(one for one in (folder, *folder.parents) if os.path.exists(one))
-        if not folder.is_absolute():
-            yield f"{name} is {str(folder)!r}: expected a whole path, as nothing expands ~ or $NAME in it"
-        elif not (there.is_dir() and os.access(there, os.W_OK)) or (name == "TMPDIR" and there != folder):
-            yield f"{name} is {folder}, where nothing can be written: create it, or name another folder"
