@@ -16,8 +16,6 @@ RESERVED |= {"tp_size", "random_seed", "nnodes", "node_rank", "dist_init_addr", 
 RESERVED |= {"incremental_streaming_output"}
 RESERVED |= {"enable_lora", "max_lora_rank", "lora_target_modules", "lora_paths", "max_loras_per_batch"}
 RESERVED |= {"lora_strict_loading", "enable_weights_cpu_backup"}
-PARSERS = "srt/function_call/function_call_parser.py"
-"""SGLang's file with the table of tool-call parsers."""
 FIELDS = "srt/arg_groups/fields"
 """SGLang's folder with the classes that declare the fields of ServerArgs."""
 
@@ -34,24 +32,12 @@ def server_args_errors(names: Iterable[str]) -> Iterator[str]:
             yield f"rollout.server_args: SGLang does not know {name}: {advice}"
 
 
-def parser_errors(parser: str | None) -> Iterator[str]:
-    """Yield an error if SGLang has no such parser of tool calls."""
-    if parser is None or (sglang := _sglang_folder()) is None:
-        return
-    names = re.findall(r'^ +"([\w-]+)": \w+Detector,', (sglang / PARSERS).read_text(), re.M)
-    if parser not in names:
-        yield f"rollout.tool_call_parser {parser!r} is not SGLang's: set one of {', '.join(names)}"
-
-
 @cache
 def known_names() -> frozenset[str]:
     """Return the fields of the installed SGLang's ServerArgs; none where SGLang is not installed."""
-    if (sglang := _sglang_folder()) is None:
-        return frozenset()
-    source = "\n".join(file.read_text() for file in (sglang / FIELDS).glob("[a-z]*.py"))
-    return frozenset(re.findall(r"^    (\w+): \w", source, re.M))
-
-
-def _sglang_folder() -> Path | None:
     spec = importlib.util.find_spec("sglang")
-    return None if spec is None or spec.origin is None else Path(spec.origin).parent
+    if spec is None or spec.origin is None:
+        return frozenset()
+    folder = Path(spec.origin).parent / FIELDS
+    source = "\n".join(file.read_text() for file in folder.glob("[a-z]*.py"))
+    return frozenset(re.findall(r"^    (\w+): \w", source, re.M))

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from megappo.config.config_error import ConfigError, shorten
 from megappo.config.eval_sets import tasks
 from megappo.config.schema import Config
-from megappo.engines.server_args import parser_errors, server_args_errors
+from megappo.engines.server_args import server_args_errors
 from megappo.placement.run_plan import RunPlan, plan_run
 from megappo.preflight.file_checks import file_errors
 from megappo.preflight.resuming import resume_errors
@@ -49,7 +49,6 @@ def _user_code_errors(config: Config) -> Iterator[str]:
     for key, rollout in {one.environment_key: one.rollout for one in found}.items():
         for spec in filter(None, (rollout.environment, *rollout.tools)):
             yield from _missing(spec, key, {})
-    yield from parser_errors(config.rollout.tool_call_parser)
     for name in config.reward.pass_env if config.trainer.replay_rollouts is None else ():
         if name not in os.environ:
             yield f"reward.pass_env names {shorten(repr(name))}, which is not set here: set it, or drop it"

@@ -195,12 +195,6 @@ CONTRADICTIONS = {
             "h:30000": "h:30000",
         }.items()
     },
-    "rollout.tools=json:loads rollout.tool_call_parser=qwen_25": (
-        "rollout.tool_call_parser 'qwen_25' is not SGLang's: set one of apertus2509, "
-    ),
-    "eval.datasets={a: {files: val.jsonl, tools: json:loads}} rollout.tool_call_parser=llama-3": (
-        "rollout.tool_call_parser 'llama-3' is not SGLang's: set one of apertus2509, "
-    ),
     "model.layer_spec=torch actor.lora.target_modules=[q_proj, k_proj]": (
         "actor.lora.target_modules: SGLang cannot serve q_proj and k_proj alone: name v_proj, too"
     ),
