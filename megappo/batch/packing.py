@@ -26,7 +26,7 @@ class PackedBatch:
         position_ids: [1, T] int64, counting from 0 in every row.
         cu_seqlens: [b + 1] int32 boundaries of the whole rows (one more where there is padding at the end: it counts as
             a row of its own). With context parallelism rows are padded, and the padding counts as theirs.
-        max_seqlen: length of the longest of these.
+        lengths: of these.
         predictors: [N] int64 into T: the positions held here that predict a token of mask 1, rows in order.
         targets: [N] int64: the tokens that these predict.
         predicted: [N] int64 into b x R: the positions of these among all response tokens.
@@ -38,7 +38,7 @@ class PackedBatch:
     input_ids: Tensor
     position_ids: Tensor
     cu_seqlens: Tensor
-    max_seqlen: int
+    lengths: list[int]
     predictors: Tensor
     targets: Tensor
     predicted: Tensor
@@ -111,7 +111,7 @@ def pack(
         "ended": has_last.nonzero()[:, 0],
     }
     on_device = {name: copied(tensor, device, is_pinned) for name, tensor in tensors.items()}
-    return PackedBatch(rows=rows, max_seqlen=int(lengths.max()), **on_device)
+    return PackedBatch(rows=rows, lengths=lengths.tolist(), **on_device)
 
 
 def _padded(lengths: Tensor, unit: int, multiple: int) -> Tensor:

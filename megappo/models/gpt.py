@@ -11,11 +11,10 @@ from megappo.architecture.architecture import Architecture
 from megappo.architecture.parameters import by_name, is_trained, list_parameters
 from megappo.architecture.switches import SwitchContext, decide
 from megappo.config.schema import Model, Parallel
+from megappo.models.heads import ValueHead, add_value_head, return_hidden_states, with_plain_strides
 from megappo.models.layer_specs import layer_kind, layer_spec
 from megappo.models.lora import add_adapters
 from megappo.models.megatron_config import gpt_arguments, transformer_config
-from megappo.models.output_layer import return_hidden_states, with_plain_strides
-from megappo.models.value_head import ValueHead, add_value_head
 from megappo.placement.groups import ComponentGroups
 from megappo.runtime import platform
 

@@ -7,18 +7,19 @@ them on a CPU.
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 COLUMNS = 1024
 """Logits of one token that a program reads at a time."""
 
 
-def has_kernels(tensor: torch.Tensor) -> bool:
+def has_kernels(tensor: Tensor) -> bool:
     """Return whether the kernels compute from such hidden states: on a GPU, or in Triton's interpreter."""
     is_known = tensor.dtype in (torch.bfloat16, torch.float16, torch.float32)
     return is_known and (tensor.is_cuda or triton.knobs.runtime.interpret)
 
 
-def add_sums(sums: torch.Tensor, logits: torch.Tensor, columns: torch.Tensor, temperature: float) -> torch.Tensor:
+def add_sums(sums: Tensor, logits: Tensor, columns: Tensor, temperature: float) -> Tensor:
     """Add a block of words to the sums over the blocks before it, in place. See `vocab_parallel.add_sums`.
 
     Args:
@@ -34,25 +35,18 @@ def add_sums(sums: torch.Tensor, logits: torch.Tensor, columns: torch.Tensor, te
     return sums
 
 
-def gradient(
-    logits: torch.Tensor,
-    columns: torch.Tensor,
-    log_normaliser: torch.Tensor,
-    entropy: torch.Tensor,
-    grad_log_probs: torch.Tensor,
-    grad_entropy: torch.Tensor,
-    temperature: float,
-) -> torch.Tensor:
+def gradient(logits: Tensor, columns: Tensor, per_token: Tensor, temperature: float) -> Tensor:
     """Overwrite a block of logits with their gradient, in the logits' dtype. See `vocab_parallel.gradient`.
 
     Args:
         logits, columns: as in `add_sums`.
-        log_normaliser, entropy, grad_log_probs, grad_entropy: [T] float32, contiguous.
+        per_token: [4, T] float32, contiguous.
     """
     num_tokens, num_words = logits.shape
     if num_tokens:
-        per_token = log_normaliser, entropy, grad_log_probs, grad_entropy
-        _gradient[(num_tokens,)](logits, columns, *per_token, temperature, num_words, logits.stride(0), COLUMNS=COLUMNS)
+        _gradient[(num_tokens,)](
+            logits, columns, per_token, temperature, num_tokens, num_words, logits.stride(0), COLUMNS=COLUMNS
+        )
     return logits
 
 
@@ -84,25 +78,14 @@ def _add_sums(sums, logits, columns, temperature, num_tokens, num_words, stride,
 
 
 @triton.jit
-def _gradient(
-    logits,
-    columns,
-    log_normaliser,
-    entropy,
-    grad_log_probs,
-    grad_entropy,
-    temperature,
-    num_words,
-    stride,
-    COLUMNS: tl.constexpr,
-):
-    """One program a token."""
+def _gradient(logits, columns, per_token, temperature, num_tokens, num_words, stride, COLUMNS: tl.constexpr):
+    """One program a token. per_token: log-normaliser, entropy, and the gradients of the log-prob and the entropy."""
     token = tl.program_id(0)
     row = logits + token.to(tl.int64) * stride
-    normaliser = tl.load(log_normaliser + token)
-    mean = tl.load(entropy + token)
-    of_target = tl.load(grad_log_probs + token) / temperature
-    of_entropy = tl.load(grad_entropy + token) / temperature
+    normaliser = tl.load(per_token + token)
+    mean = tl.load(per_token + num_tokens + token)
+    of_target = tl.load(per_token + 2 * num_tokens + token) / temperature
+    of_entropy = tl.load(per_token + 3 * num_tokens + token) / temperature
     target = tl.load(columns + token)
     for start in range(0, num_words, COLUMNS):
         column = start + tl.arange(0, COLUMNS)

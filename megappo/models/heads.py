@@ -1,19 +1,27 @@
-"""Heads, which read a model's output: log-probs, entropy and KL of a policy, values of a critic."""
+"""Last layers and heads of models: a language model returns hidden states, from which its head computes log-probs,
+entropy and KL block by block; a critic has one number per token, beside the output layer or in its place."""
 
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
 
 from megappo.batch.packing import PackedBatch
-from megappo.models.megatron_engine import Head, Outputs
-from megappo.models.output_layer import LogitFactors
-from megappo.models.vocab_parallel import vocab_parallel_kl, vocab_parallel_log_probs_and_entropy
+from megappo.models.vocab_parallel import LogitFactors, vocab_parallel_outputs
+
+Outputs = dict[str, Tensor]
+"""Per response token, each [b, R] float32, 0 where the mask is; or per row, [b] float32."""
+Head = Callable[[Tensor, PackedBatch], Outputs]
+"""Last stage: the model's output [1, T, ...] -> Outputs, 0 at tokens that other context-parallel ranks hold."""
 
 
 def policy_head(
-    weight: Callable[[], torch.Tensor],
+    weight: Callable[[], Tensor],
     tensor_group: dist.ProcessGroup,
     vocab_size: int,
     temperature: float,
@@ -31,18 +39,21 @@ def policy_head(
             policy's ranks and in its layout, which costs a forward pass of it each time.
     """
 
-    def head(output: torch.Tensor, packed: PackedBatch) -> Outputs:
-        hidden = output[0, packed.predictors]
-        log_probs, entropy = vocab_parallel_log_probs_and_entropy(
-            hidden, weight(), packed.targets, tensor_group, vocab_size=vocab_size, temperature=temperature
-        )
-        outputs = {"log_probs": packed.responses(log_probs), "entropy": packed.responses(entropy)}
+    def head(output: Tensor, packed: PackedBatch) -> Outputs:
+        factors = None
         if reference is not None:
             ref_hidden, ref_weight = reference(packed)
-            factors = hidden, weight(), ref_hidden[packed.predictors], ref_weight
-            kl = vocab_parallel_kl(*factors, tensor_group, vocab_size=vocab_size, temperature=temperature)
-            outputs["full_kl"] = packed.responses(kl)
-        return outputs
+            factors = ref_hidden[packed.predictors], ref_weight
+        outputs = vocab_parallel_outputs(
+            output[0, packed.predictors],
+            weight(),
+            packed.targets,
+            tensor_group,
+            vocab_size=vocab_size,
+            temperature=temperature,
+            reference=factors,
+        )
+        return {name: packed.responses(values) for name, values in outputs.items()}
 
     return head
 
@@ -55,10 +66,12 @@ def value_head(*, bootstrap: bool = False) -> Head:
             the response not been truncated there.
     """
 
-    def head(output: torch.Tensor, packed: PackedBatch) -> Outputs:
+    def head(output: Tensor, packed: PackedBatch) -> Outputs:
         values = output[0, :, 0].float()
         outputs = {"values": packed.responses(values[packed.predictors])}
-        return outputs | ({"bootstrap_values": packed.ends(values[packed.last_tokens])} if bootstrap else {})
+        if bootstrap:
+            outputs["bootstrap_values"] = packed.ends(values[packed.last_tokens])
+        return outputs
 
     return head
 
@@ -71,7 +84,121 @@ def policy_value_head(policy: Head, value: Head, model: GPTModel) -> Head:
         model: the last chunk, built with head="policy_value"; the one whose outputs the head is given.
     """
 
-    def head(output: torch.Tensor, packed: PackedBatch) -> Outputs:
+    def head(output: Tensor, packed: PackedBatch) -> Outputs:
         return policy(output, packed) | value(model.value_head.take(), packed)
 
     return head
+
+
+def return_hidden_states(gpt: GPTModel) -> None:
+    """Have a last stage return the hidden states that its output layer reads, [1, T, H], on every tensor-parallel rank.
+
+    Most tokens, those of prompts, need no logits. The gradient that comes back must be whole on every rank.
+    """
+    layer = gpt.output_layer
+
+    def forward(hidden: Tensor, weight: object = None, runtime_gather_output: object = None) -> tuple:
+        if layer.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=False, group=gpt.pg_collection.tp
+            )
+        return with_plain_strides(hidden), None
+
+    layer.forward = forward
+
+
+def output_weight(gpt: GPTModel) -> Tensor:
+    """This rank's shard of a last stage's output weight, [V/tp, H]: the embedding's where they are tied."""
+    if gpt.share_embeddings_and_output_weights:
+        return gpt.shared_embedding_or_output_weight()
+    return gpt.output_layer.weight
+
+
+def with_plain_strides(hidden: Tensor) -> Tensor:
+    """Hidden states [T, 1, H], contiguous, with the strides (H, H, 1); so is the gradient that comes back.
+
+    Megatron transposes [1, T, H] behind the embedding and, in the backward pass, before the head. The result has the
+    strides (H, T x H, 1), which count as contiguous and spread through the layers; torch then multiplies by weights
+    without a gradient, those of a reference or under adapters, in T products, which took as long as all other work of
+    the layers.
+    """
+    return hidden.flatten(0, 1).unsqueeze(1)
+
+
+class ValueHead(torch.nn.Module):
+    """A Linear(hidden, 1), the same on every tensor-parallel rank.
+
+    In a critic it takes the place of GPTModel.output_layer; the embeddings must then not be tied, as there is no output
+    embedding to tie. `add_value_head` puts one beside the output layer.
+
+    Args:
+        config: the trunk's.
+        tensor_group: ranks that share the hidden states of sequence parallelism.
+        bias: adds a bias, of shape [1].
+    """
+
+    def __init__(self, config: TransformerConfig, tensor_group: dist.ProcessGroup, bias: bool = False):
+        super().__init__()
+        self.tp_group = tensor_group
+        self.sequence_parallel = config.sequence_parallel
+        self.weight = torch.nn.Parameter(torch.empty(1, config.hidden_size, dtype=config.params_dtype))
+        # Under sequence parallelism each rank sees its own tokens: Megatron then sums the gradient over them.
+        self.weight.sequence_parallel = config.sequence_parallel
+        self.register_parameter("bias", None)
+        if bias:
+            self.bias = torch.nn.Parameter(torch.zeros(1, dtype=config.params_dtype))
+            self.bias.sequence_parallel = config.sequence_parallel
+        self._kept: Tensor | None = None
+
+    def init_weight(self, seed: int) -> None:
+        """Draw a normal weight of standard deviation 1 / (hidden + 1), equal on every rank."""
+        generator = torch.Generator().manual_seed(seed)
+        weight = torch.randn(self.weight.shape, generator=generator) / (self.weight.numel() + 1)
+        with torch.no_grad():
+            self.weight.copy_(weight)
+
+    def forward(
+        self, hidden: Tensor, weight: None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, None]:
+        """Values of the tokens, with the arguments and the pair GPTModel expects of its output layer.
+
+        Args:
+            hidden: [T, 1, H]; under sequence parallelism this rank's [T / tensor, 1, H].
+            weight: None: never a tied embedding.
+            runtime_gather_output: ignored, the output is whole on every rank.
+        Returns:
+            [T, 1, 1] float32 on every tensor-parallel rank, and None: no bias is left to add.
+        """
+        bias = None if self.bias is None else self.bias.float()
+        values = F.linear(hidden.float(), self.weight.float(), bias)
+        if self.sequence_parallel:
+            # Every rank computes the same loss from the gathered values, so backward only takes its own part of it.
+            values = gather_from_sequence_parallel_region(
+                values, tensor_parallel_output_grad=False, group=self.tp_group
+            )
+        return values, None
+
+    def keep(self, output_layer: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        """Forward pre-hook of an output layer: values of the hidden states it is about to read, for `take`."""
+        self._kept, _ = self(inputs[0])
+
+    def take(self) -> Tensor:
+        """The values of the last forward pass, [1, T, 1], laid out as GPTModel's output; once for each pass.
+
+        Raises:
+            RuntimeError: there was no forward pass since the last call.
+        """
+        if self._kept is None:
+            raise RuntimeError("values were taken twice, or before a forward pass of the model they belong to")
+        values, self._kept = self._kept, None
+        return values.transpose(0, 1)
+
+
+def add_value_head(gpt: GPTModel, bias: bool) -> None:
+    """Give the model, a last stage, a `value_head` that reads what its output layer reads.
+
+    GPTModel returns a single tensor, so the values wait in the head until they are taken: the schedules compute the
+    loss of a micro-batch before they begin the next one.
+    """
+    gpt.value_head = ValueHead(gpt.config, gpt.pg_collection.tp, bias)
+    gpt.output_layer.register_forward_pre_hook(gpt.value_head.keep)

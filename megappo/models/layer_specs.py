@@ -1,14 +1,20 @@
-"""Modules of a transformer layer: TransformerEngine's, or torch-only ones that also run on a CPU."""
+"""Modules of a transformer layer: TransformerEngine's, or torch-only ones that also run on a CPU. The latter replace
+those that Megatron has none of, or none for packed batches and sequence parallelism."""
 
+from typing import Any
+
+import torch
+import torch.nn.functional as F
 from megatron.core.extensions.transformer_engine import HAVE_TE
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
-from megatron.core.transformer import ModuleSpec, TransformerConfig
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
+from torch import Tensor
 
 from megappo.config.config_error import ConfigError
 from megappo.models.packed_attention import PackedAttention, SelfAttention
-from megappo.models.torch_layers import LatentSelfAttention, RMSNorm, swiglu
 from megappo.runtime import platform
 
 
@@ -45,39 +51,95 @@ def layer_spec(config: TransformerConfig, has_te: bool, stage: int, chunk: int) 
         has_te: whether the layers are TransformerEngine's.
         stage, chunk: pipeline rank and the chunk's index on it, which give the number of layers.
     """
-    if not has_te:
-        return _torch_decoder(config, stage, chunk)
-    return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=chunk, pp_rank=stage)
-
-
-def _torch_decoder(config: TransformerConfig, stage: int, chunk: int) -> TransformerBlockSubmodules:
-    """Megatron's local layers, those of this chunk."""
-    first = get_transformer_layer_offset(config, chunk, stage)
-    numbers = range(first, first + get_num_layers_to_build(config, chunk, stage))
-    dense, mixture = _torch_layer(config, None), _torch_layer(config, config.num_moe_experts)
-    pattern = config.moe_layer_freq if isinstance(config.moe_layer_freq, list) else [1] * config.num_layers
-    layers = [mixture if pattern[number] else dense for number in numbers]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
-
-
-def _torch_layer(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
-    """Megatron's local layer with the modules replaced that refuse sequence parallelism and packed batches, or are
-    slow."""
-    layer = get_gpt_layer_local_spec(
-        num_experts=num_experts,
-        qk_layernorm=config.qk_layernorm,
-        multi_latent_attention=config.multi_latent_attention,
-        normalization="RMSNorm",
+    decoder = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=has_te, normalization="RMSNorm", vp_stage=chunk, pp_rank=stage
     )
-    parts, attention = layer.submodules, layer.submodules.self_attention
-    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    if not has_te:
+        decoder.layer_norm = RMSNorm
+        for layer in decoder.layer_specs:
+            _use_torch_modules(layer.submodules, config)
+    return decoder
+
+
+def _use_torch_modules(layer: TransformerLayerSubmodules, config: TransformerConfig) -> None:
+    """Replace modules of Megatron's local layer: those that refuse sequence parallelism and packs, or are slow."""
+    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    attention = layer.self_attention
+    attention.module = LatentSelfAttention if config.multi_latent_attention else SelfAttention
     attention.submodules.core_attention = PackedAttention
     if config.qk_layernorm:
+        attention.submodules.q_layernorm = RMSNorm
         key_norm = "kv_layernorm" if config.multi_latent_attention else "k_layernorm"
-        for name in ("q_layernorm", key_norm):
-            setattr(attention.submodules, name, RMSNorm)
-    attention.module = LatentSelfAttention if config.multi_latent_attention else SelfAttention
-    mlp = parts.mlp.submodules
-    for part in (mlp,) if num_experts is None else (mlp.experts.submodules, mlp.shared_experts.submodules):
+        setattr(attention.submodules, key_norm, RMSNorm)
+    mlp = layer.mlp.submodules
+    parts = [mlp.experts.submodules, mlp.shared_experts.submodules] if hasattr(mlp, "experts") else [mlp]
+    for part in parts:
         part.activation_func = swiglu
-    return layer
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """torch's RMSNorm, its weight marked so that Megatron sums its gradient over sequence shards."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5):
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel
+
+
+def swiglu(gate_and_up: Tensor) -> Tensor:
+    """silu(gate) * up, an MLP's activation: [..., 2 x size] -> [..., size].
+
+    It keeps `gate_and_up` alone for the backward pass; torch's operations would keep silu(gate), too.
+    """
+    return _SwiGLU.apply(gate_and_up)
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_and_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_and_up)
+        gate, up = gate_and_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (gate_and_up,) = ctx.saved_tensors
+        gate, up = gate_and_up.chunk(2, dim=-1)
+        grads = torch.empty_like(gate_and_up)
+        grad_gate, grad_up = grads.chunk(2, dim=-1)
+        torch.ops.aten.silu.out(gate, out=grad_up).mul_(grad)
+        torch.mul(grad, up, out=grad_gate)
+        torch.ops.aten.silu_backward.grad_input(grad_gate, gate, grad_input=grad_gate)
+        return grads
+
+
+class ReplicatedLinear(torch.nn.Module):
+    """A linear map that every tensor-parallel rank has whole, and applies to its own tokens.
+
+    It stands in for Megatron's ColumnParallelLinear where TransformerEngine has a "duplicated" TELinear.
+    """
+
+    def __init__(self, inputs: int, outputs: int, config: TransformerConfig):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype))
+        # Under sequence parallelism each rank sees its own tokens: Megatron then sums the gradient over them.
+        self.weight.sequence_parallel = config.sequence_parallel
+        config.init_method(self.weight)
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
+        """[..., inputs] -> [..., outputs], and None: there is no bias to add."""
+        return F.linear(hidden, self.weight), None
+
+
+class LatentSelfAttention(MLASelfAttention):
+    """Megatron's multi-head latent attention, with the maps to latent vectors whole on every tensor-parallel rank.
+
+    Without TransformerEngine Megatron cuts them and gathers their outputs. Each rank would then keep only its own
+    heads' part of the gradient of the rotary key, which all heads share.
+    """
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any):
+        super().__init__(config, *args, **kwargs)
+        latent_and_rope = config.kv_lora_rank + config.qk_pos_emb_head_dim
+        self.linear_kv_down_proj = ReplicatedLinear(config.hidden_size, latent_and_rope, config)
+        if config.q_lora_rank is not None:
+            self.linear_q_down_proj = ReplicatedLinear(config.hidden_size, config.q_lora_rank, config)

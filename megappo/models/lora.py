@@ -22,6 +22,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
 
 from megappo.architecture.parameters import ADAPTER, Parameter, is_adapter
 from megappo.config.schema import Lora
@@ -78,7 +79,7 @@ class Adapter(MegatronModule):
                 one = LowRank(config, lora.rank, (width, self.rows[name]), self.cuts_input, self.tp_group)
                 self.add_module(name, one)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """The sum of the adapters' outputs for the layer's input: [..., in] -> [..., out], each as the layer has it.
 
         Tensor-parallel ranks exchange `rank` numbers a token in between, in one message for all matrices of the layer.
@@ -95,7 +96,7 @@ class Adapter(MegatronModule):
             outputs.append(output.unflatten(-1, (self.num_groups, -1)))
         return self.scale * torch.cat(outputs, dim=-1).flatten(-2)
 
-    def _across(self, low: torch.Tensor) -> torch.Tensor:
+    def _across(self, low: Tensor) -> Tensor:
         """Exchange the low-rank numbers as the layer does its own: sum them over ranks that cut the input; otherwise
         gather all tokens, and sum their gradient."""
         if self.config.sequence_parallel:
@@ -108,7 +109,7 @@ class Adapter(MegatronModule):
             )
         return exchange(low, group=self.tp_group)
 
-    def add(self, linear: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: tuple) -> tuple:
+    def add(self, linear: torch.nn.Module, inputs: tuple[Tensor, ...], output: tuple) -> tuple:
         """Forward hook of the layer, which returns (output, bias)."""
         return output[0] + self(inputs[0]), output[1]
 
@@ -119,14 +120,15 @@ def add_adapters(gpt: GPTModel, lora: Lora, table: Mapping[str, Parameter]) -> N
     Args:
         table: parameters of the model in this layout, by name.
     """
+    beside = {name.split(f"{ADAPTER}.")[0] for name in table if is_adapter(name)}
     for layer in gpt.decoder.layers:
         prefix = f"decoder.layers.{layer.layer_number - 1}."
-        names = [name.removeprefix(prefix) for name in table if name.startswith(prefix) and is_adapter(name)]
-        for path in dict.fromkeys(name.split(f"{ADAPTER}.")[0] for name in names):
-            linear = layer.get_submodule(path)
-            adapter = Adapter(gpt.config, lora, table[f"{prefix}{path}.weight"], linear)
-            layer.get_submodule(path.rpartition(".")[0]).add_module(path.rpartition(".")[2] + ADAPTER, adapter)
-            linear.register_forward_hook(adapter.add)
+        for path, linear in list(layer.named_modules()):
+            if prefix + path in beside:
+                adapter = Adapter(gpt.config, lora, table[f"{prefix}{path}.weight"], linear)
+                parent, _, name = path.rpartition(".")
+                layer.get_submodule(parent).add_module(name + ADAPTER, adapter)
+                linear.register_forward_hook(adapter.add)
     if gpt.pre_process and gpt.config.recompute_granularity == "full":
         # A layer that is computed again has gradients only where its input requires one.
         gpt.embedding.register_forward_hook(lambda embedding, inputs, output: output.requires_grad_())

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from torch import Tensor
 
 from megappo.architecture.architecture import Architecture, LatentAttention, Rope
 from megappo.architecture.dtypes import DTYPES
@@ -90,7 +91,7 @@ def _initialization_arguments() -> dict[str, Any]:
     }
 
 
-def _leave(weight: torch.Tensor) -> torch.Tensor:
+def _leave(weight: Tensor) -> Tensor:
     """An initialization that initializes nothing."""
     return weight
 

@@ -6,26 +6,24 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
 from megatron.core.transformer.module import Float16Module
+from torch import Tensor
 
 from megappo.batch.balance import micro_batches
 from megappo.batch.packing import PackedBatch, num_held, pack
 from megappo.batch.rows import Rows
-from megappo.models.context_parallel import sum_of_shares
 from megappo.models.gpt import ModelChunks, router_bias_kept
-from megappo.models.output_layer import LogitFactors, output_weight
+from megappo.models.heads import Head, Outputs, output_weight
+from megappo.models.packed_attention import Pack
+from megappo.models.vocab_parallel import LogitFactors
 from megappo.placement.groups import ComponentGroups
 from megappo.runtime import platform
 from megappo.runtime.heartbeat import heartbeat
 from megappo.runtime.megatron_patches import expect_shapes
 
-Outputs = dict[str, torch.Tensor]
-"""Per response token, each [b, R] float32, 0 where the mask is; or per row, [b] float32."""
-Head = Callable[[torch.Tensor, PackedBatch], Outputs]
-"""Last stage: the model's output [1, T, ...] -> Outputs, 0 at tokens that other context-parallel ranks hold."""
 OnOutput = Callable[..., object]
 """Called with (micro-batch, the model's output): on the last stage, for each micro-batch."""
 
@@ -65,11 +63,8 @@ class MegatronEngine:
         bins = self._bins(rows)
         for runner in self.runners:
             runner.eval()
-
-        def outputs_of(packed: PackedBatch, output: torch.Tensor, non_loss_data: bool) -> Outputs:
-            return self._read(self.head, output, packed)
-
-        parts = self._run(rows, bins, outputs_of, outputs_of, forward_only=True)
+        on_output = partial(self._outputs, self.head)
+        parts = self._run(rows, bins, on_output, on_output, forward_only=True)
         if not parts:
             return {}
         order = torch.tensor([row for rows_of_bin in bins for row in rows_of_bin]).argsort()
@@ -81,16 +76,8 @@ class MegatronEngine:
 
         A policy's head may call it on a reference: both then live on the same ranks in the same layout, which also
         packed the micro-batch, so all ranks of this component are in that head together.
-
-        Raises:
-            ValueError: the model is cut into pipeline stages, which only a schedule can run.
+        The config refuses pipeline stages with it, which only a schedule can run.
         """
-        stages = self.groups.layout.pipeline
-        if stages > 1:
-            raise ValueError(
-                f"the logits of a model in {stages} pipeline stages are not where another model could compare its own "
-                "with them: set pipeline to 1, or use a KL estimate such as k3 instead of the full KL"
-            )
         ((runner,), (chunk,)) = self.runners, self.chunks
         runner.eval()
         with self.groups.active():
@@ -102,20 +89,25 @@ class MegatronEngine:
         Args:
             part: counts where `is_output`. All ranks of the component call together.
         """
-        total = torch.tensor(part if self.is_output else 0.0, dtype=torch.float64, device=platform.device())
-        dist.all_reduce(total, group=self.groups.collection.intra_dist_opt)
-        return float(total)
+        return self._sum(part if self.is_output else 0.0)
 
     def anywhere(self, here: bool) -> bool:
         """Return whether something is true on any rank of the component; all of them call together."""
-        found = torch.tensor(float(here), device=platform.device())
-        dist.all_reduce(found, group=self.groups.collection.intra_dist_opt)
-        return bool(found)
+        return self._sum(float(here)) > 0
 
-    def _read(self, head: Head, output: torch.Tensor, packed: PackedBatch) -> Outputs:
-        """A head's outputs for all tokens of the micro-batch, the same on every context-parallel rank."""
-        context = self.groups.collection.cp
-        return {name: sum_of_shares(share, context) for name, share in head(output, packed).items()}
+    def _sum(self, here: float) -> float:
+        total = torch.tensor(here, dtype=torch.float64, device=platform.device())
+        dist.all_reduce(total, group=self.groups.collection.intra_dist_opt)
+        return float(total)
+
+    def _outputs(self, head: Head, packed: PackedBatch, output: Tensor, non_loss_data: bool = False) -> Outputs:
+        """A head's outputs for all tokens of the micro-batch, the same on every context-parallel rank.
+
+        Each has its share of the tokens and 0 elsewhere. All compute the same loss from the sum, so the gradient is
+        passed on as it is: a rank's own share of it counts.
+        """
+        shares, context = head(output, packed).items(), self.groups.collection.cp
+        return {name: reduce_from_tensor_model_parallel_region(share.clone(), context) for name, share in shares}
 
     def _run(
         self, rows: Rows, bins: Sequence[Sequence[int]], on_output: OnOutput, on_idle: OnOutput, forward_only: bool
@@ -185,20 +177,14 @@ class MegatronEngine:
         packed, on_output = next(packs)
         return self._output(packed, model), on_output
 
-    def _output(self, packed: PackedBatch, model: torch.nn.Module) -> torch.Tensor:
+    def _output(self, packed: PackedBatch, model: torch.nn.Module) -> Tensor:
         # The heads cast to fp32 what they need.
         keep_dtype = {"fp32_output": False} if self.config.bf16 else {}
         return model(
             input_ids=packed.input_ids,
             position_ids=packed.position_ids,
             attention_mask=None,
-            packed_seq_params=PackedSeqParams(
-                qkv_format="thd",
-                cu_seqlens_q=packed.cu_seqlens,
-                cu_seqlens_kv=packed.cu_seqlens,
-                max_seqlen_q=packed.max_seqlen,
-                max_seqlen_kv=packed.max_seqlen,
-            ),
+            packed_seq_params=Pack(packed.cu_seqlens, packed.lengths, packed.position_ids[0]),
             **keep_dtype,
         )
 

@@ -3,15 +3,12 @@
 Storages sleep, not tensors: parameters, main parameters and optimizer states are views of each other's memory, in ways
 that depend on dtype and optimizer, and all views stay valid. On a GPU a storage that sleeps has size 0, and its content
 lies in pinned host memory. On a CPU it keeps its size and holds NaN, so that tests see any use of it.
-
-The copies of one kind share their memory (`host_copies`). torch's allocator of pinned memory rounds each allocation up
-to a power of two (torch 2.14.1, ATen/core/CachingHostAllocator.h), so that copies of their own would take up to twice
-their bytes.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable
 
 import torch
+from torch import Tensor, UntypedStorage
 
 from megappo.config.values import TensorKind
 from megappo.models.megatron_engine import MegatronEngine
@@ -20,8 +17,6 @@ from megappo.placement.components import DeviceUse
 from megappo.runtime import platform
 
 NAN_BYTE = 255  # NaN in every floating dtype
-SMALLEST_BLOCK = 2**20
-"""Bytes; at most this much of a kind's copies is wasted."""
 
 
 class Offload:
@@ -38,7 +33,6 @@ class Offload:
         self._kinds = tuple(kinds)
         self._memories: dict[TensorKind, list[_Memory]] = {}
         self.asleep: set[TensorKind] = set()
-        self._saved: set[TensorKind] = {"gradients"}  # every optimizer step begins by making them 0
 
     @property
     def host_bytes(self) -> int:
@@ -50,65 +44,48 @@ class Offload:
         unneeded = [kind for kind in self._kinds if kind not in use and kind not in self.asleep]
         if not unneeded:
             return
-        found = _storages(self._engine)
+        storages = _storages(self._engine)
         for kind in unneeded:
             known = [memory.storage._cdata for memory in self._memories.get(kind, ())]
-            if known != [storage._cdata for storage in found[kind]]:
-                self._make_copies(kind, found[kind])
+            if known != [storage._cdata for storage in storages[kind]]:
+                self._memories[kind] = []  # first: the new copies may take its memory
+                # Gradients need no copy: every optimizer step begins by making them 0.
+                self._memories[kind] = [_Memory(storage, kind != "gradients") for storage in storages[kind]]
             for memory in self._memories[kind]:
-                memory.sleep(save=kind not in self._saved)
-            self._saved.add(kind)
+                memory.sleep()
             self.asleep.add(kind)
-
-    def _make_copies(self, kind: TensorKind, storages: list[torch.UntypedStorage]) -> None:
-        self._memories.pop(kind, None)  # first: the new copies may take its memory
-        if kind != "gradients":
-            self._saved.discard(kind)
-        copies = host_copies([0 if kind in self._saved else storage.nbytes() for storage in storages])
-        self._memories[kind] = [_Memory(storage, copy) for storage, copy in zip(storages, copies, strict=True)]
 
     def wake(self, use: DeviceUse) -> None:
         """Bring back the kinds that are needed."""
-        for kind in self.asleep & use.keys():
-            self.asleep.remove(kind)
-            for memory in self._memories[kind]:
-                memory.wake()
-        self._saved -= {kind for kind, changes in use.items() if changes and kind != "gradients"}
-
-
-def host_copies(sizes: Sequence[int]) -> list[list[torch.Tensor]]:
-    """Host memory for storages of these bytes, pinned on a GPU: for each one or several parts, in order."""
-    pinned = platform.has_cuda()
-    blocks = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in block_sizes(sum(sizes))]
-    copies = []
-    for size in sizes:
-        parts = []
-        while size:
-            part, rest = blocks[0][:size], blocks[0][size:]
-            parts.append(part)
-            size -= len(part)
-            blocks[:1] = [rest] if len(rest) else []
-        copies.append(parts)
-    return copies
-
-
-def block_sizes(nbytes: int) -> list[int]:
-    """Powers of two, the largest first, that add up to so many bytes, rounded up to a multiple of SMALLEST_BLOCK."""
-    rounded = -(-nbytes // SMALLEST_BLOCK) * SMALLEST_BLOCK
-    return [1 << bit for bit in reversed(range(rounded.bit_length())) if rounded >> bit & 1]
+        for kind, changes in use.items():
+            memories = self._memories.get(kind, [])
+            if kind in self.asleep:
+                self.asleep.remove(kind)
+                for memory in memories:
+                    memory.wake()
+            for memory in memories:
+                memory.is_saved = memory.is_saved and not changes
 
 
 class _Memory:
-    """A storage, and its content when it was last saved, in parts; no parts where that need not be kept."""
+    """A storage, and the copy of its content on the host.
 
-    def __init__(self, storage: torch.UntypedStorage, copy: list[torch.Tensor]):
-        self.storage, self.copy = storage, copy
-        self.size = storage.nbytes()
+    Attributes:
+        copy: in parts; none if the content need not be kept.
+        is_saved: the copy is that of the content now.
+    """
 
-    def sleep(self, *, save: bool) -> None:
-        if save:
+    def __init__(self, storage: UntypedStorage, is_kept: bool):
+        self.storage, self.size = storage, storage.nbytes()
+        sizes = block_sizes(self.size) if is_kept else []
+        self.copy = [torch.empty(size, dtype=torch.uint8, pin_memory=platform.has_cuda()) for size in sizes]
+        self.is_saved = False
+
+    def sleep(self) -> None:
+        if not self.is_saved:
             for kept, content in self._parts():
                 kept.copy_(content, non_blocking=True)
+        self.is_saved = True
         if platform.has_cuda():
             self.storage.resize_(0)
         else:
@@ -120,44 +97,46 @@ class _Memory:
         for kept, content in self._parts():
             content.copy_(kept, non_blocking=True)
 
-    def _parts(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _parts(self) -> Iterable[tuple[Tensor, Tensor]]:
         """Each part of the copy, and its bytes in the storage."""
-        whole = torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(self.storage)
-        start = 0
-        for kept in self.copy:
-            yield kept, whole[start : start + len(kept)]
-            start += len(kept)
+        if not self.copy:
+            return ()
+        content = torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(self.storage)
+        return zip(self.copy, content.split([len(part) for part in self.copy]), strict=True)
 
 
-def _storages(engine: MegatronEngine) -> dict[TensorKind, list[torch.UntypedStorage]]:
-    """Each storage once; one that serves several kinds under the first of them."""
-    found: dict[TensorKind, list[torch.UntypedStorage]] = {}
+def block_sizes(nbytes: int) -> list[int]:
+    """Return the powers of two, the largest first, that add up to so many bytes.
+
+    torch's allocator of pinned memory rounds each allocation up to a power of two (torch 2.14.1,
+    ATen/core/CachingHostAllocator.h), so that one block would take up to twice its bytes.
+    """
+    return [1 << bit for bit in reversed(range(nbytes.bit_length())) if nbytes >> bit & 1]
+
+
+def _storages(engine: MegatronEngine) -> dict[TensorKind, list[UntypedStorage]]:
+    """Each storage on the device once; one that serves several kinds under the first of them."""
+    found: dict[TensorKind, list[UntypedStorage]] = {}
     seen: set[int] = set()
-    for kind, tensors in (("weights", _weights), ("gradients", _gradients), ("optimizer", _optimizer)):
-        found[kind] = []
-        for tensor in tensors(engine):
-            storage = tensor.untyped_storage()
-            if storage._cdata not in seen and storage.nbytes() and tensor.device == platform.device():
-                seen.add(storage._cdata)
-                found[kind].append(storage)
+    for kind, tensors in _tensors(engine).items():
+        storages = [tensor.untyped_storage() for tensor in tensors if tensor.device == platform.device()]
+        new = {one._cdata: one for one in storages if one.nbytes() and one._cdata not in seen}
+        found[kind] = list(new.values())
+        seen |= new.keys()
     return found
 
 
-def _weights(engine: MegatronEngine) -> Iterator[torch.Tensor]:
-    for chunk in engine.chunks:
-        yield from chunk.parameters()
-        yield from chunk.buffers()
-
-
-def _gradients(engine: MegatronEngine) -> Iterator[torch.Tensor]:
-    for runner in engine.runners if isinstance(engine, TrainedEngine) else ():
-        yield from (buffer.grad_data for buffer in runner.buffers + runner.expert_parallel_buffers)
-
-
-def _optimizer(engine: MegatronEngine) -> Iterator[torch.Tensor]:
-    for part in engine.optimizer.chained_optimizers if isinstance(engine, TrainedEngine) else ():
-        for group in part.optimizer.param_groups:
-            yield from group["params"]
-        for state in part.optimizer.state.values():
-            # Step counters stay: there may be thousands, of four bytes.
-            yield from (value for value in state.values() if isinstance(value, torch.Tensor) and value.dim())
+def _tensors(engine: MegatronEngine) -> dict[TensorKind, list[Tensor]]:
+    weights = [tensor for chunk in engine.chunks for tensor in (*chunk.parameters(), *chunk.buffers())]
+    gradients: list[Tensor] = []
+    states: list[Tensor] = []
+    if isinstance(engine, TrainedEngine):
+        for runner in engine.runners:
+            gradients += [buffer.grad_data for buffer in runner.buffers + runner.expert_parallel_buffers]
+        for part in engine.optimizer.chained_optimizers:
+            for group in part.optimizer.param_groups:
+                states += group["params"]
+            for state in part.optimizer.state.values():
+                # Step counters stay: there may be thousands, of four bytes.
+                states += [value for value in state.values() if isinstance(value, Tensor) and value.dim()]
+    return {"weights": weights, "gradients": gradients, "optimizer": states}

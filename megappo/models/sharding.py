@@ -1,27 +1,24 @@
 """A model and its optimizer as dist_checkpointing takes them, whichever layout they are in.
 
-The optimizer's states are saved by parameter, and each rank loads its own range of each.
+The optimizer's states are saved by parameter. Each rank writes and loads its own range of each.
 """
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import count
 from math import prod
 from operator import add
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
-from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
 
 from megappo.models.gpt import ModelChunks
 from megappo.placement.groups import ComponentGroups
-from megappo.runtime import platform
 
 STATES = ("param", "exp_avg", "exp_avg_sq")
 
@@ -69,97 +66,36 @@ def sharded_optimizer(
 
 def sharded_states(
     optimizer: DistributedOptimizer, model: dict[str, Any], is_loading: bool, metadata: dict[str, Any]
-) -> dict[int, dict[str, Any]]:
-    """Stand in for `DistributedOptimizer.sharded_param_state_fully_reshardable`, in its format.
+) -> dict[int, dict[str, list[ShardedTensor]]]:
+    """Stand in for `DistributedOptimizer.sharded_param_state_fully_reshardable`.
 
-    The states of a parameter go to the rank that holds its beginning: most lie there whole, so little is sent, and all
-    ranks write. A load reads each rank's own ranges into its states, in place. All ranks of the optimizer's group call
-    together.
+    A rank writes its own range of each parameter's states, and a load reads it in place: the boxes of the checkpoint's
+    tensors that it covers exactly. No number is sent or read twice, and none needs memory besides the state itself.
     """
     leaves = {leaf.data: leaf for leaf in nested_values(extract_sharded_tensors_and_factories(model)[0])}
-    if is_loading:
-        parameters = enumerate(optimizer.model_param_gbuf_map)
-        return {number: _own_ranges(optimizer, parameter, leaves[parameter]) for number, parameter in parameters}
-    numbers, states = count(), {}
-    for buffer in optimizer.buffers:
-        for parameter in buffer.param_index_map:
-            number = next(numbers)
-            found = _whole_states(optimizer, buffer, parameter)
-            if found is not None:
-                states[number] = {name: _leaf(leaves[parameter], name, found[i]) for i, name in enumerate(STATES)}
+    states = {}
+    for number, parameter in enumerate(optimizer.model_param_gbuf_map):
+        held = optimizer._get_main_param_and_optimizer_states(parameter)
+        start = optimizer._get_model_param_range_map(parameter)["param"].start
+        states[number] = {name: _own_boxes(leaves[parameter], name, held[name].detach(), start) for name in STATES}
     return states
 
 
-def _holders(
-    buffer: _ParamAndGradBuffer, parameter: torch.nn.Parameter, group: dist.ProcessGroup
-) -> Iterator[tuple[int, int]]:
-    """(rank in the group, numbers there) of each rank that holds a range of a parameter: its bucket is cut evenly."""
-    start, end, number = buffer.param_index_map[parameter]
-    bucket = buffer.buckets[number]
-    size = bucket.grad_data.numel() // group.size()
-    for rank in range((start - bucket.offset) // size, (end - 1 - bucket.offset) // size + 1):
-        first = bucket.offset + rank * size
-        yield rank, min(end, first + size) - max(start, first)
+def _own_boxes(of_parameter: Sharded, name: str, own: Tensor, start: int) -> list[ShardedTensor]:
+    """Return the boxes of a state's stored tensors that `own` holds: the state's numbers from `start` on."""
+    # On the meta device, without memory. A factory cuts it into views that are stored as tensors of their own, such as
+    # gate and up of an MLP.
+    whole = replace(
+        of_parameter,
+        key=f"optimizer.state.{name}.{of_parameter.key}",
+        data=torch.empty_like(of_parameter.data, device="meta"),
+        replica_id=(*of_parameter.replica_id[:-1], 0),  # no other rank has these numbers
+    )
+    stored = whole.build() if isinstance(whole, ShardedTensorFactory) else [whole]
+    return [box for part in nested_values(stored) for box in _boxes_of(part, own, start)]
 
 
-def _whole_states(
-    optimizer: DistributedOptimizer, buffer: _ParamAndGradBuffer, parameter: torch.nn.Parameter
-) -> list[torch.Tensor] | None:
-    """A parameter's states, on the rank that holds its beginning; None elsewhere."""
-    group = optimizer.data_parallel_group
-    holders = list(_holders(buffer, parameter, group))
-    owner = holders[0][0]
-    if group.rank() not in dict(holders):
-        return None
-    held = optimizer._get_main_param_and_optimizer_states(parameter)
-    mine = [held[name].detach() for name in STATES]
-    if len(holders) == 1:
-        return mine
-    # Groups of experts that are not shared out speak NCCL alone.
-    device = "cpu" if "gloo" in dist.get_backend_config(group) else platform.device()
-    here = torch.stack(mine).float().to(device)
-    if group.rank() != owner:
-        dist.send(here, group=group, group_dst=owner)
-        return None
-    parts = [here]
-    for rank, size in holders[1:]:
-        parts.append(torch.empty(len(STATES), size, device=device))
-        dist.recv(parts[-1], group=group, group_src=rank)
-    return [torch.cat([part[i] for part in parts]) for i in range(len(STATES))]
-
-
-def _leaf(of_parameter: Sharded, name: str, state: torch.Tensor) -> Sharded:
-    """A state's description: as the parameter's, on the one rank that has it."""
-    changes = {
-        "key": f"optimizer.state.{name}.{of_parameter.key}",
-        "data": state.reshape(of_parameter.data.shape),
-        "replica_id": (*of_parameter.replica_id[:-1], 0),
-    }
-    if isinstance(of_parameter, ShardedTensor):
-        changes["dtype"] = state.dtype
-    return replace(of_parameter, **changes)
-
-
-def _own_ranges(
-    optimizer: DistributedOptimizer, parameter: torch.nn.Parameter, of_parameter: Sharded
-) -> dict[str, list[ShardedTensor]]:
-    """Name of a state -> boxes of the checkpoint's tensors that make up this rank's range of it, loaded in place.
-
-    Boxes cover the range exactly, so that no number is read twice and none needs memory besides the state itself.
-    """
-    held = optimizer._get_main_param_and_optimizer_states(parameter)
-    start = optimizer._get_model_param_range_map(parameter)["param"].start
-    ranges = {}
-    for name in STATES:
-        # On the meta device, without memory. A factory cuts a state into views that are stored as tensors of their own,
-        # such as gate and up of an MLP.
-        whole = _leaf(of_parameter, name, torch.empty(of_parameter.data.shape, device="meta"))
-        stored = whole.build() if isinstance(whole, ShardedTensorFactory) else [whole]
-        ranges[name] = [box for part in nested_values(stored) for box in _boxes_of(part, held[name].detach(), start)]
-    return ranges
-
-
-def _boxes_of(stored: ShardedTensor, own: torch.Tensor, start: int) -> Iterator[ShardedTensor]:
+def _boxes_of(stored: ShardedTensor, own: Tensor, start: int) -> Iterator[ShardedTensor]:
     """Boxes of a stored tensor that lie in this rank's range: `own` holds the numbers from `start` on."""
     if not stored.data.is_contiguous():
         raise NotImplementedError(f"{stored.key} is stored in another order of its numbers than the parameter's")
@@ -172,6 +108,7 @@ def _boxes_of(stored: ShardedTensor, own: torch.Tensor, start: int) -> Iterator[
         yield replace(
             stored,
             data=data,
+            dtype=own.dtype,
             local_shape=sizes,
             global_offset=tuple(map(add, stored.global_offset, offsets)),
             axis_fragmentations=None,  # boxes make up no regular grid
@@ -181,16 +118,21 @@ def _boxes_of(stored: ShardedTensor, own: torch.Tensor, start: int) -> Iterator[
 
 def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
     """Cover the numbers `start` to `stop` of a tensor by boxes, in their order."""
-    if not shape and start < stop:
+    if start >= stop:
+        return
+    if not shape:
         yield (), ()
-    row = prod(shape[1:])
-    while shape and start < stop:
+        return
+    inner = shape[1:]
+    row = prod(inner)
+    while start < stop:
         number, within = divmod(start, row)
-        num_rows = 0 if within else (stop - start) // row
-        if num_rows:
-            yield (number, *[0] * len(shape[1:])), (num_rows, *shape[1:])
+        num_rows = (stop - start) // row
+        if num_rows and not within:
+            yield (number, *[0] * len(inner)), (num_rows, *inner)
             start += num_rows * row
         else:
-            end = min(stop - number * row, row)
-            yield from (((number, *offsets), (1, *sizes)) for offsets, sizes in boxes(shape[1:], within, end))
-            start = number * row + end
+            end = min(stop, (number + 1) * row)
+            for offsets, sizes in boxes(inner, within, end - number * row):
+                yield (number, *offsets), (1, *sizes)
+            start = end

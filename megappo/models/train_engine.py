@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import apply_factories
 from megatron.core.distributed import finalize_model_grads
+from torch import Tensor
 
 from megappo.batch.packing import PackedBatch, copied
 from megappo.batch.rows import Rows
@@ -26,7 +27,7 @@ from megappo.models.sharding import sharded_chunks, sharded_optimizer
 from megappo.observe.metrics import Metric, OnDevice, merge_metrics, on_host
 from megappo.placement.groups import ComponentGroups
 
-LossFn = Callable[[Outputs, Rows], tuple[torch.Tensor, Mapping[str, OnDevice]]]
+LossFn = Callable[[Outputs, Rows], tuple[Tensor, Mapping[str, OnDevice]]]
 """Outputs and their rows -> loss and metrics, both parts of the mini-batch's: losses added up, and metrics merged, over
 micro-batches and data-parallel shards are what one pass over the whole mini-batch would give."""
 ELSEWHERE = "the loss of an optimizer step is not finite on another rank"
@@ -163,21 +164,19 @@ class TrainedEngine(MegatronEngine):
         """The ranks that hold the same weights, experts aside."""
         return self.groups.collection.dp_cp
 
-    def _loss(
-        self, loss_fn: LossFn, packed: PackedBatch, output: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, dict]:
-        outputs = self._read(self.loss_head, output, packed)
+    def _loss(self, loss_fn: LossFn, packed: PackedBatch, output: Tensor) -> tuple[Tensor, Tensor, dict]:
+        outputs = self._outputs(self.loss_head, packed, output)
         fields = {name: copied(field, output.device, self._is_pinned) for name, field in packed.rows.fields.items()}
         loss, metrics = loss_fn(outputs, replace(packed.rows, fields=fields))
         # The loss is divided by the mini-batch's global counts already; this count must only exist.
         return loss, torch.ones((), dtype=torch.int, device=loss.device), {**metrics, LOSS: OnDevice.of(loss, "sum")}
 
 
-def _finalize_without_token_count(model: list, num_tokens: torch.Tensor | None, **kwargs: object) -> None:
+def _finalize_without_token_count(model: list, num_tokens: Tensor | None, **kwargs: object) -> None:
     """Megatron's gradient reduction without its division: losses come divided by global counts."""
     finalize_model_grads(model, None, **kwargs)
 
 
-def _no_loss(outputs: Outputs, rows: Rows) -> tuple[torch.Tensor, dict[str, OnDevice]]:
+def _no_loss(outputs: Outputs, rows: Rows) -> tuple[Tensor, dict[str, OnDevice]]:
     """A loss of 0 that runs the backward pass."""
     return 0 * sum(output.sum() for output in outputs.values()), {}

@@ -14,10 +14,9 @@ from megappo.architecture.parsing import read_architecture
 from megappo.batch.exchange import Batch, Exchange
 from megappo.config.schema import Config
 from megappo.models.gpt import build_model
-from megappo.models.heads import policy_head, policy_value_head, value_head
+from megappo.models.heads import output_weight, policy_head, policy_value_head, value_head
 from megappo.models.megatron_engine import Head, MegatronEngine, Outputs
 from megappo.models.offload import Offload
-from megappo.models.output_layer import output_weight
 from megappo.models.train_engine import TrainedEngine
 from megappo.observe.files import HF_ACTOR
 from megappo.placement.components import LOAD, NOTHING, ComponentSpec, build_order

@@ -40,7 +40,7 @@ def test_rows_lie_end_to_end(lengths: Lengths, multiple: int) -> None:
     assert [stop - start for start, stop in zip(bounds, bounds[1:], strict=False)] == expected
     assert bounds[0] == 0 and packed.cu_seqlens.dtype == torch.int32
     assert num_held([sum(pair) for pair in lengths], multiple) == bounds[-1]
-    assert packed.max_seqlen == max(expected)
+    assert packed.lengths == expected
     assert packed.input_ids[0, packed.last_tokens].tolist() == [int(tokens[-1]) for tokens in rows.sequences]
     assert packed.position_ids[0].tolist() == [position for length in expected for position in range(length)]
 
@@ -90,7 +90,7 @@ def test_every_token_is_predicted_by_one_of_the_ranks_that_share_the_rows_out(
     assert len({tuple(share.cu_seqlens.tolist()) for share in shares}) == 1
     bounds = shares[0].cu_seqlens.tolist()
     padded = [stop - start for start, stop in zip(bounds, bounds[1:], strict=False)]
-    assert all(length % (2 * context) == 0 for length in padded) and shares[0].max_seqlen == max(padded)
+    assert all(length % (2 * context) == 0 for length in padded) and shares[0].lengths == padded
     assert [-(-sum(pair) // (2 * context)) * 2 * context for pair in lengths] == padded[: len(lengths)]
     predicted, ended = torch.zeros(len(lengths), rows.max_response_length), torch.zeros(len(lengths))
     for share in shares:

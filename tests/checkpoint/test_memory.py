@@ -25,11 +25,12 @@ def check_shared_out(rank: int, world_size: int, folders: dict[str, Path]) -> No
     train(engines, 1)
     with patch.object(torch.Tensor, "cuda", side_effect=AssertionError("state goes to the device")):
         state = engines["actor"].sharded_state_dict(is_loading=False)["optimizer"]["param_state"]
+    num_own = sum(box.data.numel() for states in state.values() for box in states["exp_avg"])
     numbers_per_rank: list = [None] * world_size
-    dist.all_gather_object(numbers_per_rank, set(state))
-    parameters = [name for chunk in engines["actor"].chunks for name, _ in chunk.named_parameters()]
-    assert sorted(number for numbers in numbers_per_rank for number in numbers) == list(range(len(parameters)))
-    assert all(numbers_per_rank), "all ranks write"
+    dist.all_gather_object(numbers_per_rank, num_own)
+    num_parameters = sum(one.numel() for chunk in engines["actor"].chunks for one in chunk.parameters())
+    assert sum(numbers_per_rank) == num_parameters
+    assert all(number < 0.6 * num_parameters for number in numbers_per_rank), "all ranks write their own"
 
 
 def test_optimizer_state_is_shared_out_over_the_ranks(folders: dict[str, Path]) -> None:
@@ -45,7 +46,7 @@ class Watched:
     def sharded_state_dict(self, is_loading: bool) -> dict[str, Any]:
         assert all(tensor() is None for tensor in self.made)
         state = self.engine.sharded_state_dict(is_loading)
-        self.made += [weakref.ref(states["exp_avg"]) for states in state["optimizer"]["param_state"].values()]
+        self.made += [weakref.ref(states["exp_avg"][0]) for states in state["optimizer"]["param_state"].values()]
         return state
 
     def as_world(self) -> AbstractContextManager:

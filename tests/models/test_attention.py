@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from megatron.core.packed_seq_params import PackedSeqParams
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.backends.cuda import SDPAParams
 from torch.nn.attention import bias, varlen
@@ -37,13 +36,13 @@ def made(*switches: str) -> packed_attention.PackedAttention:
 
 
 def attend(dtype: torch.dtype, groups: int, value_size: int, chunk: int) -> list[str]:
-    """The operators of the last queries of two sequences on a GPU."""
+    """The operators of the last queries of a sequence on a GPU."""
     attention = made()
     shapes = (chunk, HEADS, SIZE), (END, groups, SIZE), (END, groups, value_size)
     with FakeTensorMode():
-        tensors = [torch.empty(2, *shape, dtype=dtype).to(torch.device("cuda", 0)).transpose(1, 2) for shape in shapes]
+        tensors = [torch.empty(shape, dtype=dtype).to(torch.device("cuda", 0)) for shape in shapes]
         with Operators() as operators:
-            assert attention._attend_chunk(*tensors).shape == (2, HEADS, chunk, value_size)
+            assert attention._attend_chunk(*tensors).shape == (chunk, HEADS, value_size)
     return operators.names
 
 
@@ -107,8 +106,8 @@ def qkv() -> list[torch.Tensor]:
 def attend_to_pack(*switches: str) -> list[torch.Tensor]:
     """The output, and the gradients, of a pack's attention."""
     query, key, value = qkv()
-    packed = PackedSeqParams("thd", BOUNDS, BOUNDS, max_seqlen_q=8, max_seqlen_kv=8)
-    output = made(*switches)(query, key, value, None, packed_seq_params=packed)
+    pack = packed_attention.Pack(BOUNDS, BOUNDS.diff().tolist(), torch.zeros(17))
+    output = made(*switches)(query, key, value, None, packed_seq_params=pack)
     weights = torch.linspace(-1, 1, output.numel()).view_as(output)
     return [output, *torch.autograd.grad((output.float() * weights).sum(), [query, key, value])]
 
@@ -164,7 +163,7 @@ def gradients_as_documented(
     return tuple(one.to(query.dtype) for one in found)
 
 
-def test_one_kernel_for_a_pack_gives_what_a_call_for_each_length_does() -> None:
+def test_one_kernel_for_a_pack_gives_what_a_call_for_each_sequence_does() -> None:
     expected = attend_to_pack()
     varlen._varlen_attn.register_kernel("cpu", as_documented)
     varlen._varlen_attn_backward.register_kernel("cpu", gradients_as_documented)
@@ -176,14 +175,15 @@ def test_one_kernel_for_a_pack_gives_what_a_call_for_each_length_does() -> None:
 def test_a_pack_is_rotated_as_hugging_face_does() -> None:
     lengths = (30, 1, 40)
     bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    packed = PackedSeqParams("thd", bounds, bounds, max_seqlen_q=40, max_seqlen_kv=40)
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    pack = packed_attention.Pack(bounds, list(lengths), positions)
     angles = torch.outer(torch.arange(40.0), 10000 ** -torch.linspace(0, 1, SIZE // 2)).repeat(1, 2)
-    of_tokens = angles[torch.cat([torch.arange(length) for length in lengths])]
+    of_tokens = angles[positions]
     inputs = [torch.randn(sum(lengths), HEADS, SIZE, requires_grad=True) for _ in range(3)]
     query, key, value = inputs
-    found = made()(*inputs, None, packed_seq_params=packed, attention_bias=angles[:, None, None])
+    found = made()(*inputs, None, packed_seq_params=pack, attention_bias=angles[:, None, None])
     rotated = apply_rotary_pos_emb(query, key, of_tokens.cos(), of_tokens.sin(), unsqueeze_dim=1)
-    expected = made()(*rotated, value, None, packed_seq_params=packed)
+    expected = made()(*rotated, value, None, packed_seq_params=pack)
     weights = torch.linspace(-1, 1, found.numel()).view_as(found)
     gradients, of_expected = (torch.autograd.grad((one * weights).sum(), inputs) for one in (found, expected))
     for one, other in zip([found, *gradients], [expected, *of_expected], strict=True):

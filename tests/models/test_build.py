@@ -14,9 +14,9 @@ from megappo.architecture.families import FAMILIES, Family, HeadKind
 from megappo.architecture.parameters import padded_vocab_size, stage_sizes
 from megappo.architecture.parsing import ArchitectureError, parse, read_architecture
 from megappo.config.schema import Parallel
+from megappo.models.heads import output_weight
 from megappo.models.layer_specs import layer_kind
 from megappo.models.megatron_config import gpt_arguments
-from megappo.models.output_layer import output_weight
 from megappo.placement.groups import ComponentGroups, build_groups
 from megappo.placement.layout import Layout
 from megappo.runtime import platform

@@ -32,17 +32,16 @@ def check_block(dtype: torch.dtype, tolerance: float, temperature: float) -> Non
     """The logits are a part of wider rows."""
     columns = torch.tensor([0, WORDS - 1, 5, -1, WORDS, head_kernels.COLUMNS, 99])
     sums = torch.stack([draw(TOKENS, seed=1), draw(TOKENS, seed=2).exp(), draw(TOKENS, seed=3), torch.zeros(TOKENS)])
-    per_token = [draw(TOKENS, seed=seed) for seed in (4, 5, 6)]
-    normaliser = torch.full((TOKENS,), 9.0)
+    per_token = torch.stack([torch.full((TOKENS,), 9.0), *(draw(TOKENS, seed=seed) for seed in (4, 5, 6))])
     logits = (3 * draw(TOKENS, 2 * WORDS)).to(dtype)[:, :WORDS]
     wide = logits.float()
     expected = vocab_parallel.add_sums(sums.clone(), wide.clone(), columns, temperature)
-    expected_gradient = vocab_parallel.gradient(wide.clone(), columns, normaliser, *per_token, temperature)
+    expected_gradient = vocab_parallel.gradient(wide.clone(), columns, per_token, temperature)
     assert expected[3].count_nonzero() == TOKENS - 2, "two targets are in other blocks"
     assert head_kernels.has_kernels(logits)
     found = head_kernels.add_sums(sums, logits, columns, temperature)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    found_gradient = head_kernels.gradient(logits, columns, normaliser, *per_token, temperature)
+    found_gradient = head_kernels.gradient(logits, columns, per_token, temperature)
     assert found_gradient.dtype == dtype
     torch.testing.assert_close(found_gradient.float(), expected_gradient, rtol=tolerance, atol=1e-5)
 
@@ -64,9 +63,10 @@ def check_head(group: dist.ProcessGroup, uses: tuple[int, ...]) -> None:
     sum((coefficients[use] * expected[use]).sum() for use in uses).backward()
 
     shard = [whole[0].detach().clone().requires_grad_(), whole[1].detach()[own].clone().requires_grad_()]
-    found = vocab_parallel.vocab_parallel_log_probs_and_entropy(
+    outputs = vocab_parallel.vocab_parallel_outputs(
         *shard, targets, group, vocab_size=vocab_size, temperature=0.7, at_a_time=TOKENS * 512
     )
+    found = outputs["log_probs"], outputs["entropy"]
     sum((coefficients[use] * found[use]).sum() for use in uses).backward()
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
@@ -83,10 +83,10 @@ def check_all(rank: int, folder: str) -> None:
             check_block(torch.bfloat16, 1e-2, temperature)
     for group, uses in itertools.product((alone, dist.group.WORLD), ((0,), (1,), (0, 1))):
         check_head(group, uses)
-    nothing = vocab_parallel.vocab_parallel_log_probs_and_entropy(
+    nothing = vocab_parallel.vocab_parallel_outputs(
         torch.zeros(0, HIDDEN), torch.zeros(64, HIDDEN), torch.zeros(0, dtype=torch.int64), alone, vocab_size=64
     )
-    assert [tuple(output.shape) for output in nothing] == [(0,), (0,)]
+    assert [tuple(output.shape) for output in nothing.values()] == [(0,), (0,)]
     dist.destroy_process_group()
 
 

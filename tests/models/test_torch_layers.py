@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megappo.models.torch_layers import RMSNorm, swiglu
+from megappo.models.layer_specs import RMSNorm, swiglu
 
 EPS, SIZE = 1e-3, 12
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 2e-2}

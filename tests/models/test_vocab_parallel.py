@@ -6,7 +6,7 @@ import torch.distributed as dist
 from spawn import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megappo.models.vocab_parallel import ALIGNED_WORDS, vocab_parallel_kl, vocab_parallel_log_probs_and_entropy
+from megappo.models.vocab_parallel import ALIGNED_WORDS, vocab_parallel_outputs
 
 TOKENS, HIDDEN, PADDED = 23, 9, 24
 AT_A_TIME = (1, 5 * TOKENS, 7 * TOKENS, 10**6)
@@ -47,7 +47,8 @@ def check(case: tuple, vocab_size: int, temperature: float, at_a_time: int, tol:
     (weights[0] * expected[0] + weights[1] * expected[1]).sum().backward()
     shard = leaves(hidden, weight[mine()])
     settings = {"vocab_size": vocab_size, "temperature": temperature, "at_a_time": at_a_time}
-    log_probs, entropy = vocab_parallel_log_probs_and_entropy(*shard, targets, dist.group.WORLD, **settings)
+    outputs = vocab_parallel_outputs(*shard, targets, dist.group.WORLD, **settings)
+    log_probs, entropy = outputs["log_probs"], outputs["entropy"]
     (weights[0] * log_probs + weights[1] * entropy).sum().backward()
     assert log_probs.dtype == entropy.dtype == torch.promote_types(hidden.dtype, torch.float32)
     close = {"rtol": tol, "atol": tol}
@@ -80,23 +81,25 @@ def dense_kl(logits: torch.Tensor, ref_logits: torch.Tensor, vocab_size: int, te
 
 def check_kl(vocab_size: int, dtype: torch.dtype, at_a_time: int, offset: float, tol: float) -> None:
     """At another temperature and with the reference at another offset, which a softmax does not see."""
-    hidden, weight, _, weights = make_case(vocab_size, dtype)
+    hidden, weight, targets, weights = make_case(vocab_size, dtype)
     ref_hidden, ref_weight, *_ = make_case(vocab_size, dtype, offset)
     ref_hidden = ref_hidden.roll(3, dims=0)
     whole = leaves(hidden, weight, dtype=torch.float64)
-    expected = dense_kl(whole[0] @ whole[1].T, ref_hidden.double() @ ref_weight.double().T, vocab_size, 0.7)
-    (weights[0] * expected).sum().backward()
+    logits = whole[0] @ whole[1].T
+    expected = dense_kl(logits, ref_hidden.double() @ ref_weight.double().T, vocab_size, 0.7)
+    (weights[0] * expected + weights[1] * dense(logits, targets, vocab_size, 0.7)[0]).sum().backward()
     shard, ref_shard = leaves(hidden, weight[mine()]), leaves(ref_hidden, ref_weight[mine()])
     settings = {"vocab_size": vocab_size, "temperature": 0.7, "at_a_time": at_a_time}
-    kl = vocab_parallel_kl(*shard, *ref_shard, dist.group.WORLD, **settings)
-    (weights[0] * kl).sum().backward()
+    outputs = vocab_parallel_outputs(*shard, targets, dist.group.WORLD, reference=ref_shard, **settings)
+    kl = outputs["full_kl"]
+    (weights[0] * kl + weights[1] * outputs["log_probs"]).sum().backward()
     assert kl.dtype == torch.promote_types(dtype, torch.float32)
     assert expected.min() > 0.1, "the distributions must differ for this test to see it"
     torch.testing.assert_close(kl.double(), expected.detach(), rtol=tol, atol=tol)
     torch.testing.assert_close(shard[0].grad[:, 1:].double(), whole[0].grad[:, 1:], rtol=tol, atol=tol)
     torch.testing.assert_close(shard[1].grad.double(), whole[1].grad[mine()], rtol=tol, atol=tol)
     assert ref_shard[0].grad is None and ref_shard[1].grad is None
-    itself = vocab_parallel_kl(*shard, *shard, dist.group.WORLD, **settings)
+    itself = vocab_parallel_outputs(*shard, targets, dist.group.WORLD, reference=shard, **settings)["full_kl"]
     gradients = torch.autograd.grad(itself.sum(), shard)
     assert max(float(one.abs().max()) for one in (itself, *gradients)) < 1e-5, "of a policy to itself"
 
@@ -117,11 +120,11 @@ def test_kl_equals_the_dense_result(world_size: int) -> None:
 
 def gradients_of_one_output(rank: int, world_size: int) -> None:
     hidden, weight, targets, weights = make_case(21, torch.float64)
-    for output in (0, 1):
+    for number, output in enumerate(("log_probs", "entropy")):
         whole = leaves(hidden, weight)
-        (weights[0] * dense(whole[0] @ whole[1].T, targets, 21, 1.0)[output]).sum().backward()
+        (weights[0] * dense(whole[0] @ whole[1].T, targets, 21, 1.0)[number]).sum().backward()
         shard = leaves(hidden, weight[mine()])
-        outputs = vocab_parallel_log_probs_and_entropy(*shard, targets, dist.group.WORLD, vocab_size=21)
+        outputs = vocab_parallel_outputs(*shard, targets, dist.group.WORLD, vocab_size=21)
         (weights[0] * outputs[output]).sum().backward()
         torch.testing.assert_close(shard[0].grad, whole[0].grad, rtol=0, atol=1e-12)
         torch.testing.assert_close(shard[1].grad, whole[1].grad[mine()], rtol=0, atol=1e-12)
@@ -138,13 +141,13 @@ def gradients_in_place(rank: int, world_size: int) -> None:
         outside, inside = leaves(weight, weight)
         inside.main_grad = torch.ones(weight.shape)
         for own in (outside, inside):
-            log_probs, _ = vocab_parallel_log_probs_and_entropy(hidden, own, targets, dist.group.WORLD, vocab_size=21)
-            log_probs.sum().backward()
+            outputs = vocab_parallel_outputs(hidden, own, targets, dist.group.WORLD, vocab_size=21)
+            outputs["log_probs"].sum().backward()
         assert inside.grad is None
         torch.testing.assert_close(inside.main_grad - 1, outside.grad.float(), rtol=0, atol=1e-6 + 0.01 * (tol == 0))
         (state,) = leaves(hidden)
-        frozen, _ = vocab_parallel_log_probs_and_entropy(state, weight, targets, dist.group.WORLD, vocab_size=21)
-        frozen.sum().backward()
+        frozen = vocab_parallel_outputs(state, weight, targets, dist.group.WORLD, vocab_size=21)
+        frozen["log_probs"].sum().backward()
         assert state.grad is not None and weight.grad is None
 
 
@@ -156,26 +159,19 @@ def refusals(rank: int, world_size: int) -> None:
     hidden, weight, targets, _ = make_case(21, torch.float32)
     group = dist.group.WORLD
     targets[3], targets[4] = 21, -100
-    log_probs, entropy = vocab_parallel_log_probs_and_entropy(hidden, weight, targets, group, vocab_size=21)
-    assert log_probs.isnan().nonzero().flatten().tolist() == [3, 4]
-    assert entropy.isfinite().all()
+    outputs = vocab_parallel_outputs(hidden, weight, targets, group, vocab_size=21)
+    assert outputs["log_probs"].isnan().nonzero().flatten().tolist() == [3, 4]
+    assert outputs["entropy"].isfinite().all()
     with pytest.raises(ValueError, match="25 of vocab_size"):
-        vocab_parallel_log_probs_and_entropy(hidden, weight, targets, group, vocab_size=25)
-    with pytest.raises(ValueError, match=r"targets \[T\]"):
-        vocab_parallel_log_probs_and_entropy(hidden, weight, targets[1:], group, vocab_size=21)
-    with pytest.raises(ValueError, match=r"hidden \[T, H\] and weight"):
-        vocab_parallel_log_probs_and_entropy(hidden[:, 1:], weight, targets, group, vocab_size=21)
-    for other in ((hidden[1:], weight), (hidden, weight[1:])):
-        with pytest.raises(ValueError, match="the reference must have the policy's vocabulary"):
-            vocab_parallel_kl(hidden, weight, *other, group, vocab_size=21)
-    with pytest.raises(ValueError, match="25 of vocab_size"):
-        vocab_parallel_kl(hidden, weight, hidden, weight, group, vocab_size=25)
-    assert vocab_parallel_kl(hidden[:0], weight, hidden[:0], weight, group, vocab_size=21).shape == (0,)
-    nothing = vocab_parallel_log_probs_and_entropy(hidden[:0], weight, targets[:0], group, vocab_size=21)
-    assert [tuple(output.shape) for output in nothing] == [(0,), (0,)]
+        vocab_parallel_outputs(hidden, weight, targets, group, vocab_size=25)
+    with pytest.raises(ValueError, match="the reference must have the policy's vocabulary"):
+        vocab_parallel_outputs(hidden, weight, targets, group, vocab_size=21, reference=(hidden, weight[1:]))
+    reference = hidden[:0], weight
+    nothing = vocab_parallel_outputs(hidden[:0], weight, targets[:0], group, vocab_size=21, reference=reference)
+    assert [tuple(output.shape) for output in nothing.values()] == [(0,), (0,), (0,)]
 
 
-def test_targets_outside_the_vocabulary_are_nan_and_bad_shapes_are_refused() -> None:
+def test_targets_outside_the_vocabulary_are_nan_and_vocabularies_that_do_not_fit_are_refused() -> None:
     run_ranks(1, refusals)
 
 
@@ -198,9 +194,7 @@ def check_aligned(rank: int, world_size: int) -> None:
     hidden, weight = torch.randn(tokens, HIDDEN), torch.randn(words, HIDDEN)
     targets = torch.randint(words, (tokens,))
     with MatrixWidths() as products:
-        vocab_parallel_log_probs_and_entropy(
-            hidden, weight, targets, dist.group.WORLD, vocab_size=words, at_a_time=tokens * 300
-        )
+        vocab_parallel_outputs(hidden, weight, targets, dist.group.WORLD, vocab_size=words, at_a_time=tokens * 300)
     assert products.widths == [256, 256, 256, 232]
     assert not any(width % ALIGNED_WORDS for width in products.widths[:-1])
 

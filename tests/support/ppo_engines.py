@@ -18,9 +18,8 @@ from megappo.batch.exchange import Batch, Exchange
 from megappo.batch.rows import Rows
 from megappo.config.schema import Actor, Config, Critic, Lora, Model, Optim, Parallel
 from megappo.models.gpt import ModelChunks, build_model
-from megappo.models.heads import policy_head, policy_value_head, value_head
+from megappo.models.heads import output_weight, policy_head, policy_value_head, value_head
 from megappo.models.megatron_engine import Head, MegatronEngine
-from megappo.models.output_layer import output_weight
 from megappo.models.train_engine import LossFn, TrainedEngine
 from megappo.placement.groups import ComponentGroups
 from megappo.placement.layout import Layout

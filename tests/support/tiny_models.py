@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from tiny_shapes import SHAPE, VOCAB_SIZE
@@ -14,8 +13,8 @@ from megappo.architecture.families import HeadKind
 from megappo.architecture.parsing import read_architecture
 from megappo.config.schema import Model, Parallel
 from megappo.models.gpt import ModelChunks, build_model
-from megappo.models.output_layer import output_weight
-from megappo.models.value_head import ValueHead
+from megappo.models.heads import ValueHead, output_weight
+from megappo.models.packed_attention import Pack
 from megappo.placement.groups import ComponentGroups
 from megappo.runtime import platform
 from megappo.weights.load import load_hf
@@ -87,14 +86,14 @@ def build(
     return chunks
 
 
-Pack = Sequence[torch.Tensor]
+Sequences = Sequence[torch.Tensor]
 
 
 def run(
     runners: Sequence[torch.nn.Module],
     groups: ComponentGroups,
-    packs: Sequence[Pack],
-    on_output: Callable[[torch.Tensor, Pack], object],
+    packs: Sequence[Sequences],
+    on_output: Callable[[torch.Tensor, Sequences], object],
     forward_only: bool,
 ) -> list:
     """Run packs of sequences through Megatron's schedule; return `on_output` of [1, T, ...] on the last stage."""
@@ -122,14 +121,13 @@ def run(
         )
 
 
-def inputs(pack: Pack) -> tuple[torch.Tensor, torch.Tensor, PackedSeqParams]:
+def inputs(pack: Sequences) -> tuple[torch.Tensor, torch.Tensor, Pack]:
     """Return tokens [1, T], positions [1, T] and boundaries of a pack, on the models' device."""
     device = platform.device()
     lengths = [len(tokens) for tokens in pack]
     bounds = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
-    boundaries = PackedSeqParams("thd", bounds, bounds, max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths))
-    positions = torch.cat([torch.arange(length) for length in lengths])
-    return torch.cat(list(pack))[None].to(device), positions[None].to(device), boundaries
+    positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
+    return torch.cat(list(pack))[None].to(device), positions[None], Pack(bounds, lengths, positions)
 
 
 def outputs(chunks: ModelChunks, groups: ComponentGroups) -> torch.Tensor | None:

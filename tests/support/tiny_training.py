@@ -14,8 +14,8 @@ from tiny_models import LENGTHS, VOCAB_SIZE, build, hf_model, outputs, run, sequ
 
 from megappo.architecture.parameters import padded_vocab_size
 from megappo.config.schema import Parallel
-from megappo.models.output_layer import output_weight
-from megappo.models.vocab_parallel import vocab_parallel_log_probs_and_entropy
+from megappo.models.heads import output_weight
+from megappo.models.vocab_parallel import vocab_parallel_outputs
 from megappo.placement.groups import ComponentGroups
 from megappo.placement.layout import Layout
 
@@ -110,10 +110,10 @@ class Trained:
         else:
             weight = output_weight(self.chunks[-1])
             hidden = output[: len(tokens) - 1].to(weight.dtype)  # Megatron's wrapper for bf16 returns fp32
-            log_probs, _ = vocab_parallel_log_probs_and_entropy(
+            outputs = vocab_parallel_outputs(
                 hidden, weight, tokens[1:], self.groups.collection.tp, vocab_size=VOCAB_SIZE
             )
-            loss = -log_probs.sum()
+            loss = -outputs["log_probs"].sum()
         return loss / sum(LENGTHS), torch.ones((), dtype=torch.int), {}
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from common import CUDA, DEVICE, measured, report, sized, timed
 from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
 
-from megappo.models.torch_layers import swiglu
+from megappo.models.layer_specs import swiglu
 
 TOKENS, WIDTH = sized((8192, 2 * 8960), (5, 16))
 

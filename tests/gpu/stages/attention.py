@@ -1,4 +1,4 @@
-"""Attention of packs, as the torch layers do it, against a dense one: a call for each length, then varlen_attn.
+"""Attention of packs, as the torch layers do it, against a dense one: a call for each sequence, then varlen_attn.
 
 python tests/gpu/stages/attention.py
 """
@@ -8,9 +8,8 @@ from types import SimpleNamespace
 
 import torch
 from common import CUDA, DEVICE, measured, one_rank, report, sized
-from megatron.core.packed_seq_params import PackedSeqParams
 
-from megappo.models.packed_attention import PackedAttention
+from megappo.models.packed_attention import Pack, PackedAttention
 from megappo.runtime import platform
 
 HEADS, KV_HEADS, SIZE = sized((16, 8, 128), (4, 2, 8))
@@ -45,9 +44,9 @@ def dense(cu_seqlens: torch.Tensor, query: torch.Tensor, key: torch.Tensor, valu
 
 
 def packed(module: PackedAttention, cu_seqlens: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
-    longest = int(cu_seqlens.diff().max())
-    boundaries = PackedSeqParams("thd", cu_seqlens, cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest)
-    return module(*inputs, None, packed_seq_params=boundaries)
+    positions = torch.zeros(len(inputs[0]), device=DEVICE)  # nothing is rotated
+    pack = Pack(cu_seqlens, cu_seqlens.diff().tolist(), positions)
+    return module(*inputs, None, packed_seq_params=pack)
 
 
 def with_gradients(attend, inputs: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -12,8 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from megappo.architecture.parsing import read_architecture
 from megappo.config.schema import Model, Optim, Parallel
 from megappo.models.gpt import build_model
-from megappo.models.heads import policy_head
-from megappo.models.output_layer import output_weight
+from megappo.models.heads import output_weight, policy_head
 from megappo.models.train_engine import TrainedEngine
 from megappo.placement.groups import ComponentGroups
 from megappo.weights.export import Export

@@ -13,7 +13,7 @@ from common import CUDA, DEVICE, GIB, measured, one_rank, report, sized
 
 from megappo.architecture.parameters import LOGITS_AT_A_TIME
 from megappo.models import head_kernels
-from megappo.models.vocab_parallel import vocab_parallel_kl, vocab_parallel_log_probs_and_entropy
+from megappo.models.vocab_parallel import vocab_parallel_outputs
 
 VOCABULARY = sized(151_936, 91)
 TOKENS = sized((1024, 8192, 16_384), (5, 33))
@@ -47,19 +47,23 @@ def measure() -> dict:
 
             def log_probs_and_entropy(hidden=hidden, weight=weight, targets=targets, settings=settings) -> tuple:
                 hidden.grad = None
-                outputs = vocab_parallel_log_probs_and_entropy(hidden, weight, targets, dist.group.WORLD, **settings)
-                (outputs[0] - 0.1 * outputs[1]).sum().backward()
-                return outputs
+                outputs = vocab_parallel_outputs(hidden, weight, targets, dist.group.WORLD, **settings)
+                (outputs["log_probs"] - 0.1 * outputs["entropy"]).sum().backward()
+                return outputs["log_probs"], outputs["entropy"]
 
             def by_torch(compute=log_probs_and_entropy) -> tuple:
                 with patch.object(head_kernels, "has_kernels", lambda tensor: False):
                     return compute()
 
-            def full_kl(factors=(hidden, weight, ref_hidden, ref_weight), settings=settings) -> tuple:
-                factors[0].grad = None
-                outputs = (vocab_parallel_kl(*factors, dist.group.WORLD, **settings),)
-                outputs[0].sum().backward()
-                return outputs
+            def full_kl(
+                hidden=hidden, weight=weight, targets=targets, reference=(ref_hidden, ref_weight), settings=settings
+            ) -> tuple:
+                hidden.grad = None
+                outputs = vocab_parallel_outputs(
+                    hidden, weight, targets, dist.group.WORLD, reference=reference, **settings
+                )
+                outputs["full_kl"].sum().backward()
+                return (outputs["full_kl"],)
 
             rows = slice(max(num_tokens - CHECKED, 0), num_tokens)
             own = hidden[rows].detach().clone().requires_grad_()
