@@ -1,19 +1,23 @@
-"""Rewards per token, advantages, returns, whitening, explained variance. Tensors are [B, R] float32, padded."""
+"""Rewards per token, advantages and returns by generalised advantage estimation (GAE) over tokens or turns, whitening,
+explained variance. Tensors are [B, R] float32, padded."""
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.nn.functional import pad
 
 from megappo.ppo.conventions import DEFAULT, Whitening
-from megappo.ppo.gae import gae as gae  # config.methods and people import it from here, as they do `whiten`
 from megappo.ppo.reductions import add_to_last_token, check_finite, check_has_tokens, moments_over_ranks
 
 Estimates = tuple[Tensor, Tensor]
+BLOCK = 16
+"""Tokens whose discounted sums are one product with a triangular matrix; a Python loop goes from block to block."""
 
 
 @torch.no_grad()
@@ -25,15 +29,10 @@ def estimate(estimator: Callable[..., Estimates], **inputs: Any) -> Estimates:
         inputs: everything any estimator may take, by argument name; None counts as missing.
 
     Raises:
-        ValueError: an input that the estimator requires is missing.
+        TypeError: an input that the estimator requires is missing.
     """
-    parameters = inspect.signature(estimator).parameters
-    given = {name: value for name, value in inputs.items() if name in parameters and value is not None}
-    required = [name for name, parameter in parameters.items() if parameter.default is parameter.empty]
-    missing = [name for name in required if name not in given]
-    if missing:
-        raise ValueError(f"advantage estimator {estimator.__name__} needs {', '.join(missing)}")
-    return estimator(**given)
+    names = inspect.signature(estimator).parameters
+    return estimator(**{name: value for name, value in inputs.items() if name in names and value is not None})
 
 
 def compute_token_level_rewards(
@@ -61,6 +60,165 @@ def compute_token_level_rewards(
     penalty = torch.zeros_like(response_mask, dtype=torch.float32) if kl is None else kl_coef * kl.float()
     rewards = torch.where(valid, -penalty, 0.0)
     return add_to_last_token(rewards, valid, scores)
+
+
+@torch.no_grad()
+def gae(
+    token_level_rewards: Tensor,
+    values: Tensor,
+    response_mask: Tensor,
+    gamma: float,
+    lam: float | Tensor,
+    *,
+    bootstrap_values: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimates and returns (advantages + values), neither whitened.
+
+    Args:
+        token_level_rewards, values: [B, R] float32.
+        response_mask: [B, R], 1 on tokens the policy wrote. A token with mask 0 contributes nothing, whatever it holds:
+            the next value and the running sum are carried through it, without discount.
+        gamma: discount per token.
+        lam: lambda per token; [B] for one per response.
+        bootstrap_values: [B], the value after each response's last token with mask 1. None = 0.
+
+    Returns:
+        (advantages, returns), each [B, R] float32, 0 where the mask is 0.
+
+    Raises:
+        FloatingPointError: a reward or value on a token with mask 1, or a bootstrap value, is not finite.
+    Source: Schulman et al. 2016, eq. 16; masked tokens as in verl's compute_gae_advantage_return.
+    """
+    # On a GPU float64, which TF32 and autocast do not touch.
+    dtype = torch.float32 if values.device.type == "cpu" else torch.float64
+    lam = torch.as_tensor(lam, dtype=torch.float64, device=values.device)
+    valid = response_mask.bool()
+    lengths = valid.sum(dim=1)
+    places = valid.flatten().nonzero().squeeze(1)
+    rewards, baselines = (x.flatten().index_select(0, places).to(dtype) for x in (token_level_rewards, values))
+    # returns[t] = rewards[t] + gamma * targets[t + 1], where targets = (1 - lam) * values + lam * returns, and so
+    # targets[t] = (1 - lam) * values[t] + lam * rewards[t] + gamma * lam * targets[t + 1].
+    weights = lam.repeat_interleave(lengths) if lam.dim() else lam
+    terms = torch.lerp(baselines, rewards, weights.to(dtype))
+    packed, packed_places = _pack(terms, lengths)
+    if bootstrap_values is not None:
+        packed[torch.arange(len(lengths), device=values.device), lengths] = bootstrap_values.to(dtype)
+    with _full_precision():
+        targets = _discounted_sums(packed, gamma * lam).flatten()
+    found = rewards.add_(targets[1:].index_select(0, packed_places), alpha=gamma)
+    advantages, returns = torch.zeros(2, *values.shape, device=values.device)
+    returns.view(-1).index_copy_(0, places, found.float())
+    advantages.view(-1).index_copy_(0, places, found.sub_(baselines).float())
+    check_finite("rewards, values or bootstrap_values", advantages, valid)
+    return advantages, returns
+
+
+def _pack(terms: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Put each response's numbers at the beginning of a row, followed by at least one 0.
+
+    Args:
+        terms: [sum of lengths], of all responses.
+        lengths: [B] int64, numbers per response.
+
+    Returns:
+        [B, W], W a multiple of BLOCK, and [sum of lengths] int64, each number's place in it, flattened.
+    """
+    width = (int(lengths.max()) // BLOCK + 1) * BLOCK if len(lengths) else BLOCK
+    packed = terms.new_zeros(len(lengths), width)
+    first_places = torch.arange(len(lengths), device=terms.device) * width - lengths.cumsum(0) + lengths
+    places = first_places.repeat_interleave(lengths).add_(torch.arange(len(terms), device=terms.device))
+    packed.view(-1).index_copy_(0, places, terms)
+    return packed, places
+
+
+def _discounted_sums(x: Tensor, decay: Tensor) -> Tensor:
+    """Return y[t] = x[t] + decay * y[t + 1] along each row; overwrites x.
+
+    Args:
+        x: [B, W], W a multiple of BLOCK.
+        decay: float64, 0-dim or [B]. What one block adds to the block before is summed in float64.
+    Source: Blelloch 1990 (Prefix sums and their applications), section 1.4: first-order recurrences as scans.
+    """
+    offsets = torch.arange(BLOCK, device=x.device)
+    powers = (decay[..., None, None] ** (offsets[:, None] - offsets).clamp(min=0)).tril().to(x.dtype)
+    blocks = x.unflatten(1, (x.shape[1] // BLOCK, BLOCK))
+    firsts = (blocks @ powers[..., :1]).squeeze(-1).double()
+    for block in reversed(range(blocks.shape[1] - 1)):
+        firsts[:, block].addcmul_(firsts[:, block + 1], decay**BLOCK)
+    blocks[:, :-1, -1] += (decay[..., None] * firsts[:, 1:]).to(x.dtype)
+    return blocks @ powers
+
+
+@contextmanager
+def _full_precision() -> Iterator[None]:
+    """Take products of float32 tensors on the CPU in float32, whatever matmul precision or autocast is set."""
+    enabled = torch.backends.mkldnn.enabled
+    torch.backends.mkldnn.enabled = False  # type: ignore[assignment]  # oneDNN alone would round to bfloat16
+    try:
+        with torch.autocast("cpu", enabled=False):
+            yield
+    finally:
+        torch.backends.mkldnn.enabled = enabled
+
+
+@torch.no_grad()
+def gae_over_turns(
+    token_level_rewards: Tensor,
+    values: Tensor,
+    response_mask: Tensor,
+    turns: Tensor,
+    gamma: float,
+    lam: float | Tensor,
+    *,
+    bootstrap_values: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Run `gae` with turns as actions: each turn has one reward, one value and one advantage.
+
+    A turn's reward is the sum of its tokens' rewards; its value is the one before its first token. Its advantage and
+    return are written to each of its tokens with mask 1.
+
+    Args:
+        token_level_rewards, values, response_mask, bootstrap_values: see `gae`.
+        turns: [B, R], the turn of each token with mask 1, from 1, ascending.
+        gamma: discount per turn.
+        lam: lambda per turn; [B] for one per response.
+
+    Returns, Raises: see `gae`.
+    Source: Li et al. 2025 (Turn-PPO, arXiv 2512.17008). RAGEN's and VAGEN's bi-level GAE also gives the tokens of a
+        turn advantages of their own.
+    """
+    valid = response_mask.bool()
+    numbers = torch.where(valid, turns.long(), 0)
+    num_turns = int(numbers.max()) if numbers.numel() else 0
+    # Column 0 takes the tokens that belong to no turn; its mask is 0.
+    zeros = values.new_zeros(len(values), 1 + num_turns, dtype=torch.float32)
+    rewards = zeros.scatter_add(1, numbers, torch.where(valid, token_level_rewards.float(), 0.0))
+    mask = zeros.scatter_add(1, numbers, valid.float()).clamp(max=1)
+    previous = pad(numbers.cummax(dim=1).values[:, :-1], (1, 0))
+    first_values = torch.where(valid & (numbers > previous), values.float(), 0.0)
+    turn_values = zeros.scatter_add(1, numbers, first_values)
+    advantages, returns = gae(rewards, turn_values, mask, gamma, lam, bootstrap_values=bootstrap_values)
+    return advantages.gather(1, numbers), returns.gather(1, numbers)
+
+
+def length_adaptive_lam(response_mask: Tensor, alpha: float) -> Tensor:
+    """Return a lambda per response that approaches 1 with its length: 1 - 1 / (alpha * length), within [0, 1].
+
+    Args:
+        response_mask: [B, R], 1 on tokens the policy wrote; length counts them.
+        alpha: VAPO takes 0.05, so that a response of 20 tokens or fewer has lambda 0 and one of 2000 has 0.99.
+
+    Returns:
+        [B] float32, 0 for a response without any token.
+
+    Raises:
+        ValueError: alpha is not positive.
+    Source: VAPO (Yue et al. 2025), Length-adaptive GAE: the sum of lambda's powers is proportional to the length.
+    """
+    if not alpha > 0:
+        raise ValueError(f"alpha must be positive, got {alpha}")
+    lengths = response_mask.bool().sum(dim=1).double()
+    return (1 - 1 / (alpha * lengths)).clamp(0.0, 1.0).float()
 
 
 def whiten(
@@ -107,13 +265,6 @@ def explained_variance(residual: float, returns: float) -> float:
 
     Args:
         residual, returns: variances over the tokens with mask 1, with ddof 1, of returns - values and of returns.
-    Raises:
-        FloatingPointError: one is not finite.
     Source: verl's critic/vf_explained_var.
     """
-    if not (math.isfinite(residual) and math.isfinite(returns)):
-        raise FloatingPointError(
-            f"the variances of returns - values and of returns are {residual} and {returns}: the tokens with mask 1 "
-            "are not all finite, or fewer than 2"
-        )
     return 1.0 - residual / (returns + 1e-5)

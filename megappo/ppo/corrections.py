@@ -26,9 +26,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megappo.ppo.aggregation import Unreduced
 from megappo.ppo.kl import FORMULAE
-from megappo.ppo.reductions import check_finite, sum_over_ranks
+from megappo.ppo.reductions import Unreduced, check_finite, sum_over_ranks
 
 LOG_RATIO_BOUND = 20.0
 """Log-ratios are clamped to +- this before exp (verl's SAFETY_BOUND)."""
@@ -61,7 +60,6 @@ def rollout_is_weights(
         (weights, metrics): [B, R] float32 without gradient, 0 where the mask is 0; see `_metrics`, of these rows.
 
     Raises:
-        ValueError: an unknown level or mode; bounds out of order.
         FloatingPointError: log-probs not finite on mask tokens.
     Source: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training" (TIS); Ling team
         2025, "Every step evolves" (IcePop); Liu, Li et al. 2025, "When speed kills stability" (sequence weights,
@@ -72,7 +70,7 @@ def rollout_is_weights(
     check_finite("rollout_log_probs", rollout_log_probs, valid)
     log_ratio = torch.where(valid, old_log_probs.double() - rollout_log_probs.double(), 0.0)
     ratio = _ratios(log_ratio, valid, config.level)
-    weights, clipped = _bounded(ratio, config)
+    weights, clipped = _weights(ratio, config)
     if config.normalize:
         weights = weights / _mean_weight(weights, valid, config.level, group)
     kept, rejected, vetoed = _kept(log_ratio, valid, config)
@@ -86,15 +84,12 @@ def _kept(log_ratio: Tensor, valid: Tensor, config: Any) -> tuple[Tensor, dict[s
     vetoed = valid.new_zeros(len(valid))
     if config.veto_threshold is not None:
         vetoed = (valid & (log_ratio < math.log(config.veto_threshold))).any(dim=1)
+    rejected = {name: _diverging(log_ratio, valid, name, bound) for name, bound in config.reject.items()}
     kept = valid & ~vetoed[:, None]
+    for tokens in rejected.values():
+        kept = kept & ~tokens
     if config.reject_geometric is not None:
-        lower, upper = config.reject_geometric
-        means = _ratios(log_ratio, valid, "geometric")
-        kept = kept & ~_outside(means, lower, upper, "reject_geometric")
-    rejected = {}
-    for name, bound in config.reject.items():
-        rejected[name] = _diverging(log_ratio, valid, name, bound)
-        kept = kept & ~rejected[name]
+        kept = kept & ~_outside(_ratios(log_ratio, valid, "geometric"), *config.reject_geometric)
     return kept, rejected, vetoed
 
 
@@ -105,23 +100,27 @@ def _ratios(log_ratio: Tensor, valid: Tensor, level: str) -> Tensor:
         if level == "geometric":
             total = total / valid.sum(dim=1, keepdim=True).clamp(min=1)
         log_ratio = total.expand_as(log_ratio)
-    elif level not in ("none", "token"):
-        raise ValueError(f"unknown rollout_correction.level {level!r}")
-    return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+    return _bounded(log_ratio).exp()
 
 
-def _bounded(ratio: Tensor, config: Any) -> tuple[Tensor, Tensor]:
+def _weights(ratio: Tensor, config: Any) -> tuple[Tensor, Tensor]:
     """Return the weights within the thresholds, and a mask of those that a threshold changed."""
     if config.level == "none":
         return torch.ones_like(ratio), torch.zeros_like(ratio, dtype=torch.bool)
     if config.mode == "truncate":
-        bounded = ratio.clamp(min=config.threshold_lower, max=config.threshold)
-        return bounded, bounded != ratio
-    if config.mode == "mask":
-        lower = 1.0 / config.threshold if config.threshold_lower is None else config.threshold_lower
-        clipped = _outside(ratio, lower, config.threshold, "[threshold_lower, threshold]")
-        return torch.where(clipped, 0.0, ratio), clipped
-    raise ValueError(f"unknown rollout_correction.mode {config.mode!r}")
+        weights = ratio.clamp(min=config.threshold_lower, max=config.threshold)
+        return weights, weights != ratio
+    lower = 1.0 / config.threshold if config.threshold_lower is None else config.threshold_lower
+    clipped = _outside(ratio, lower, config.threshold)
+    return torch.where(clipped, 0.0, ratio), clipped
+
+
+def _bounded(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+
+
+def _outside(values: Tensor, lower: float, upper: float) -> Tensor:
+    return (values < lower) | (values > upper)
 
 
 def _mean_weight(weights: Tensor, valid: Tensor, level: str, group: ProcessGroup | None) -> Tensor:
@@ -143,7 +142,7 @@ def _diverging(log_ratio: Tensor, valid: Tensor, name: str, bound: float | tuple
     Source: the options of verl's rollout_rs; Schulman, "Approximating KL divergence" (2020).
     """
     level, _, kind = name.rpartition("_")
-    divergence = torch.where(valid, FORMULAE[kind](log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)), 0.0)
+    divergence = torch.where(valid, FORMULAE[kind](_bounded(log_ratio)), 0.0)
     if level == "seq_max":
         divergence = torch.where(valid, divergence, -math.inf).amax(dim=1, keepdim=True)
     elif level != "token":
@@ -152,13 +151,7 @@ def _diverging(log_ratio: Tensor, valid: Tensor, name: str, bound: float | tuple
         divergence = divergence / valid.sum(dim=1, keepdim=True).clamp(min=1)
     low, high = bound if isinstance(bound, tuple) else (1 / bound, bound)
     low, high = (math.log(low), math.log(high)) if kind == "k1" else (-math.inf, high)
-    return valid & _outside(divergence, low, high, name)
-
-
-def _outside(values: Tensor, lower: float, upper: float, name: str) -> Tensor:
-    if lower > upper:
-        raise ValueError(f"rollout_correction: {name} must be in ascending order, got [{lower}, {upper}]")
-    return (values < lower) | (values > upper)
+    return valid & _outside(divergence, low, high)
 
 
 def _metrics(
@@ -182,7 +175,7 @@ def _metrics(
     tokens come from the engine; may be negative on few tokens.
     """
     ratio, log_ratio = ratio[valid], log_ratio[valid]
-    bounded = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    bounded = _bounded(log_ratio)
     present = valid.any(dim=1)
     found = {
         "mean": (ratio, "mean"),

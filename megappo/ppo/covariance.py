@@ -9,6 +9,7 @@ import math
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.nn.functional import pad
 
 from megappo.ppo.policy_losses import PolicyConfig, PolicyInputs, Result, clipped_surrogate
 from megappo.ppo.reductions import gather_over_ranks
@@ -113,27 +114,16 @@ def _select(
     eligible = valid & (covariance > band[0]) & (covariance < band[1])
     rows, positions = eligible.nonzero(as_tuple=True)
     keys = torch.stack([covariance[rows, positions], log_probs.sum(dim=1)[rows], -positions.double()], dim=1)
-    num_selected = max(1, int(share * count))
-    largest = _largest(keys, num_selected, min(num_selected, int(sums_of_ranks[:, 2].max())), group)
-    selected = torch.zeros_like(eligible)
-    selected[rows[largest], positions[largest]] = True
-    return selected
-
-
-def _largest(keys: Tensor, num_selected: int, num_per_rank: int, group: ProcessGroup | None) -> Tensor:
-    """Return the indices of this rank's keys [n, 3] that are among the `num_selected` largest of all ranks.
-
-    Args:
-        num_per_rank: the most keys that any rank can have among them.
-    """
-    candidates = _descending(keys)[:num_per_rank]
-    table = keys.new_full((num_per_rank, 3), -math.inf)
-    table[: len(candidates)] = keys[candidates]
+    # Every rank's keys, below one another, in as many lines as the rank with the most tokens needs.
+    num_lines = int(sums_of_ranks[:, 2].max())
+    table = pad(keys, (0, 0, 0, num_lines - len(keys)), value=-math.inf)
     tables = gather_over_ranks(table, group).flatten(0, 1)
-    first = _descending(tables)[:num_selected]
-    start = 0 if group is None else group.rank() * num_per_rank
-    is_mine = (first >= start) & (first < start + len(candidates))
-    return candidates[first[is_mine] - start]
+    first = 0 if group is None else group.rank() * num_lines
+    largest = _descending(tables)[: max(1, int(share * count))] - first
+    own = largest[(largest >= 0) & (largest < len(keys))]
+    selected = torch.zeros_like(eligible)
+    selected[rows[own], positions[own]] = True
+    return selected
 
 
 def _descending(keys: Tensor) -> Tensor:

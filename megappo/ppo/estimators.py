@@ -16,11 +16,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megappo.ppo.advantages import Estimates
-from megappo.ppo.gae import gae
+from megappo.ppo.advantages import Estimates, gae
 from megappo.ppo.reductions import (
     PromptGroups,
-    add_to_last_token,
     check_finite,
     check_has_tokens,
     sum_over_ranks,
@@ -39,9 +37,7 @@ def grpo(
     Source: Shao et al. 2024 (DeepSeekMath), section 4.1.2; Liu et al. 2025 (Dr. GRPO); ddof 1 and 1e-6 are verl's.
     """
     scores = _scores(token_level_rewards, response_mask)
-    prompts = PromptGroups(groups)
-    compared = prompts.normalized(scores) if norm_adv_by_std_in_grpo else prompts.centered(scores)
-    return _on_tokens(compared, response_mask)
+    return _on_tokens(_compared(scores, groups, norm_adv_by_std_in_grpo), response_mask)
 
 
 def rloo(token_level_rewards: Tensor, response_mask: Tensor, groups: Tensor) -> Estimates:
@@ -171,13 +167,12 @@ def gdpo(
         each score's advantages that a user may set (NeMo-RL's reward_weights), are all 1 here. NeMo-RL whitens the sum
         over responses, not over tokens.
     """
-    zeros, valid = torch.zeros_like(response_mask, dtype=torch.float32), response_mask.bool()
-    total = zeros.double()
+    check_has_tokens(response_mask)
+    total = torch.zeros_like(score_components[:, 0], dtype=torch.float64)
     for scores in score_components.unbind(1):
-        rewards = add_to_last_token(zeros, valid, scores)
-        total += grpo(rewards, response_mask, groups, norm_adv_by_std_in_grpo)[0]
-    advantages = total.float()
-    return advantages, advantages
+        check_finite("score_components", scores)
+        total += _compared(scores.float().double(), groups, norm_adv_by_std_in_grpo).float()
+    return _on_tokens(total, response_mask)
 
 
 def optimal_token_baseline(
@@ -229,6 +224,12 @@ def _scores(token_level_rewards: Tensor, response_mask: Tensor) -> Tensor:
     valid = response_mask.bool()
     check_finite("rewards", token_level_rewards, valid)
     return torch.where(valid, token_level_rewards.double(), 0.0).sum(dim=1).float().double()
+
+
+def _compared(scores: Tensor, groups: Tensor, norm_adv_by_std_in_grpo: bool) -> Tensor:
+    """Compare scores, [B], with the others of their group."""
+    prompts = PromptGroups(groups)
+    return prompts.normalized(scores) if norm_adv_by_std_in_grpo else prompts.centered(scores)
 
 
 def _on_tokens(scores: Tensor, response_mask: Tensor) -> Estimates:

@@ -92,16 +92,15 @@ class FixedKLController:
         """Do nothing."""
 
 
-class AdaptiveKLController:
+class AdaptiveKLController(FixedKLController):
     """A coefficient that is adapted so that the KL per token approaches target_kl.
 
     Source: Ziegler et al. 2019, section 2.2.
     """
 
     def __init__(self, init_kl_coef: float, target_kl: float, horizon: int):
-        self.value = init_kl_coef
-        self.target_kl = target_kl
-        self.horizon = horizon
+        super().__init__(init_kl_coef)
+        self.target_kl, self.horizon = target_kl, horizon
 
     def update(self, current_kl: float, n_steps: int) -> None:
         """Multiply value by 1 + clip(current_kl / target_kl - 1, -0.2, 0.2) * n_steps / horizon.
@@ -119,14 +118,11 @@ class AdaptiveKLController:
         error = min(max(current_kl / self.target_kl - 1.0, -0.2), 0.2)
         self.value *= 1.0 + error * n_steps / self.horizon
 
-    def state_dict(self) -> dict[str, float]:
-        return {"value": self.value}
-
     def load_state_dict(self, state: dict[str, float]) -> None:
         self.value = state["value"]
 
 
-def kl_controller(config: Any) -> FixedKLController | AdaptiveKLController:
+def kl_controller(config: Any) -> FixedKLController:
     """Build the controller that algorithm.kl_ctrl, the config, names."""
     if config.type == "fixed":
         return FixedKLController(config.kl_coef)

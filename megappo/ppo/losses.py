@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import huber_loss
 
-from megappo.ppo.aggregation import Metrics, Normaliser, agg_mode, aggregate, token_mean
 from megappo.ppo.conventions import DEFAULT, Conventions
 from megappo.ppo.kl import kl_estimate
 from megappo.ppo.policy_losses import PolicyConfig, PolicyInputs, Result
+from megappo.ppo.reductions import Metrics, Normaliser, agg_mode, aggregate, token_mean
 
 
 def policy_loss(
@@ -25,11 +26,8 @@ def policy_loss(
     response_mask: Tensor,
     config: PolicyConfig,
     *,
-    rollout_is_weights: Tensor | None = None,
     selected: Tensor | None = None,
-    normaliser: Normaliser | None = None,
-    conventions: Conventions = DEFAULT,
-    loss_weights: Tensor | None = None,
+    **options: Any,
 ) -> Result:
     """Compute the loss that config.policy_loss names.
 
@@ -38,9 +36,9 @@ def policy_loss(
         old_log_probs: [B, R] of the policy before the update.
         advantages, response_mask: [B, R].
         config: the actor section.
-        rollout_is_weights: [B, R], multiplied in after clipping; None = 1.
         selected: [B, R] bool, the tokens that the loss treats apart; None = selected by the method from this call's.
-        normaliser, loss_weights: see the module. conventions: log_ratio_clamp bounds the log-ratio before exp.
+        options: rollout_is_weights [B, R], normaliser, conventions and loss_weights [B], all optional: see
+            `PolicyInputs`.
 
     Returns:
         (loss, metrics): see `megappo.ppo.policy_losses.clip`.
@@ -52,12 +50,9 @@ def policy_loss(
         old_log_probs,
         advantages,
         response_mask,
-        rollout_is_weights,
-        selected,
-        normaliser,
-        conventions,
-        config.opsm_delta,
-        loss_weights,
+        selected=selected,
+        opsm_delta=config.opsm_delta,
+        **options,
     )
     return config.method.function(inputs, config)
 
@@ -189,5 +184,4 @@ def value_loss(
 def _error(difference: Tensor, delta: float | None, conventions: Conventions) -> Tensor:
     if delta is None:
         return conventions.value_loss_factor * difference.square()
-    size = difference.abs()
-    return torch.where(size <= delta, 0.5 * difference.square(), delta * (size - 0.5 * delta))
+    return huber_loss(difference, torch.zeros_like(difference), reduction="none", delta=delta)

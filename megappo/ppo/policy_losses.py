@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megappo.ppo.aggregation import Metrics, Normaliser, agg_mode, aggregate, token_mean
 from megappo.ppo.conventions import DEFAULT, Conventions
+from megappo.ppo.reductions import Metrics, Normaliser, agg_mode, aggregate, token_mean
 
 Result = tuple[Tensor, Metrics]
 """(loss, metrics), this call's share of the mini-batch's."""
@@ -57,14 +57,16 @@ class PolicyInputs:
         self.log_probs = torch.where(self.mask, log_probs, 0.0)
         self.advantages = torch.where(self.mask, advantages.detach(), 0.0)
         self.log_ratios = self.log_probs - torch.where(self.mask, old_log_probs.detach(), 0.0)
-        self.weights = None if rollout_is_weights is None else torch.where(self.mask, rollout_is_weights.detach(), 0.0)
+        self.weights = torch.ones_like(self.advantages)
+        if rollout_is_weights is not None:
+            self.weights = torch.where(self.mask, rollout_is_weights.detach(), 0.0)
         self.selected = torch.zeros_like(self.mask) if selected is None else selected
         self.normaliser = normaliser
         self.conventions = conventions
         self.loss_weights = loss_weights
         self.off_policy = None if opsm_delta is None else self._off_policy(opsm_delta)
         if self.off_policy is not None:
-            self.weights = torch.where(self.off_policy, 0.0, 1.0 if self.weights is None else self.weights)
+            self.weights = self.weights.masked_fill(self.off_policy, 0.0)
 
     def _off_policy(self, delta: float) -> Tensor:
         """[B, R] bool: tokens with A < 0 in rows whose mean of old_log_probs - log_probs is above delta.
@@ -83,10 +85,6 @@ class PolicyInputs:
         """Return exp of each token's clamped log-ratio."""
         return self.clamp(self.log_ratios).exp()
 
-    def mean_kl(self) -> Tensor:
-        """Return the mean of old_log_probs - log_probs (clamped as in the ratio), an estimate of KL(old, new)."""
-        return self.token_mean(-self.clamp(self.log_ratios))
-
     def token_mean(self, x: Tensor) -> Tensor:
         """Return the mean of x over the mini-batch's tokens, detached; of flags their fraction."""
         return token_mean(x, self.mask, self.normaliser)
@@ -98,7 +96,7 @@ class PolicyInputs:
 
     def weighted(self, loss: Tensor) -> Tensor:
         """Multiply token losses by rollout_is_weights."""
-        return loss if self.weights is None else loss * self.weights
+        return loss * self.weights
 
     def result(
         self,
@@ -122,7 +120,7 @@ class PolicyInputs:
             "pg_clipfrac_lower": self.token_mean(none if held is None else held),
             "ratio": self.token_mean(ratios),
             "ratio_max": (ratios.detach().masked_fill(~self.mask, -math.inf), "max"),
-            "ppo_kl": self.mean_kl(),
+            "ppo_kl": self.token_mean(-self.clamp(self.log_ratios)),
         }
         if self.off_policy is not None:
             metrics["opsm_frac"] = self.token_mean(self.off_policy)
@@ -150,7 +148,7 @@ def clip(inputs: PolicyInputs, config: PolicyConfig) -> Result:
     """PPO's clipped surrogate, with separate bounds (clip-higher) and, for negative advantages, the dual clip.
 
     Args:
-        tokens: see `Tokens`.
+        inputs: see `PolicyInputs`.
         config: the actor section. The ratio is clipped to [1 - clip_ratio_low, 1 + clip_ratio_high]; clip_ratio_c
             bounds the loss of a negative advantage A by -c * A, null = no bound.
 
@@ -243,9 +241,8 @@ def gmpo(inputs: PolicyInputs, config: PolicyConfig) -> Result:
     """
     log_ratios, clipped = _clipped_log_ratios(inputs, config)
     ratios = inputs.clamp(inputs.sequence_mean(log_ratios)).exp().expand_as(log_ratios)
-    loss = -inputs.sequence_mean(inputs.advantages) * ratios
-    if inputs.weights is not None:
-        loss = loss * inputs.sequence_mean(inputs.weights.clamp(min=1e-10).log()).exp()
+    weights = inputs.sequence_mean(inputs.weights.clamp(min=1e-10).log()).exp()
+    loss = -inputs.sequence_mean(inputs.advantages) * ratios * weights
     return inputs.result(loss, config, ratios=ratios, clipped=clipped)
 
 

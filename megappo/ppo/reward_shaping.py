@@ -8,8 +8,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megappo.moments import merged_moments
-from megappo.ppo.aggregation import Unreduced
-from megappo.ppo.reductions import EPS, PromptGroups, check_finite, moments_over_ranks
+from megappo.ppo.reductions import EPS, PromptGroups, Unreduced, check_finite, moments_over_ranks
 
 
 def no_penalty(response_lengths: Tensor, max_response_length: int, config: Any) -> Tensor:

@@ -10,10 +10,16 @@ from megappo.batch.exchange import Batch
 from megappo.batch.row_metrics import log_prob_diff, of_tokens
 from megappo.batch.rows import Rows
 from megappo.batch.trajectories import Trajectories
-from megappo.ppo.advantages import compute_token_level_rewards, estimate, explained_variance, whiten
+from megappo.ppo.advantages import (
+    compute_token_level_rewards,
+    estimate,
+    explained_variance,
+    gae_over_turns,
+    length_adaptive_lam,
+    whiten,
+)
 from megappo.ppo.corrections import rollout_is_weights
 from megappo.ppo.estimators import reinforce_plus_plus
-from megappo.ppo.gae import gae_over_turns, length_adaptive_lam
 from megappo.ppo.kl import kl_estimate
 from megappo.ppo.reward_shaping import shape_scores
 from megappo.trainer.objectives import conventions

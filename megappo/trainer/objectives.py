@@ -9,9 +9,9 @@ from megappo.config.schema import Config
 from megappo.models.megatron_engine import Outputs
 from megappo.models.train_engine import LossFn
 from megappo.observe.metrics import OnDevice
-from megappo.ppo.aggregation import Metrics, Normaliser
 from megappo.ppo.conventions import DEFAULT, PRESETS, Conventions
 from megappo.ppo.losses import entropy_loss, kl_loss, policy_kl, policy_loss, value_loss
+from megappo.ppo.reductions import Metrics, Normaliser
 
 SELECTED = "selected"
 """Field with 1 on the tokens that the policy loss selects in the whole mini-batch."""

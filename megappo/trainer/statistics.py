@@ -15,7 +15,7 @@ from megappo.estimate.gpus import find_gpu
 from megappo.models.megatron_config import TORCH_DTYPES
 from megappo.models.train_engine import OptimizerStep
 from megappo.observe.metrics import Metric, merge_metrics, reduce_ranks
-from megappo.ppo.aggregation import Unreduced
+from megappo.ppo.reductions import Unreduced
 from megappo.runtime import platform
 from megappo.trainer.component_batch import ComponentBatch
 from megappo.trainer.models import Models, architecture_of

@@ -21,7 +21,7 @@ from megappo.config.methods import ESTIMATORS
 
 
 def slowly(token_level_rewards, values, response_mask, gamma, lam):
-    from megappo.ppo.gae import gae
+    from megappo.ppo.advantages import gae
 
     time.sleep(6)
     return gae(token_level_rewards, values, response_mask, gamma, lam)

@@ -5,9 +5,8 @@ import torch
 import torch.distributed as dist
 from spawn import run_ranks
 
-from megappo.ppo.advantages import compute_token_level_rewards, whiten
+from megappo.ppo.advantages import compute_token_level_rewards, gae, whiten
 from megappo.ppo.estimators import reinforce_plus_plus
-from megappo.ppo.gae import gae
 
 
 def one_row(*numbers: float) -> torch.Tensor:

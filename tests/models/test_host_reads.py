@@ -21,12 +21,11 @@ from megappo.batch.packing import pack
 from megappo.batch.rows import Rows
 from megappo.config.methods import POLICY_LOSSES
 from megappo.config.schema import Config
-from megappo.models.heads import policy_head, value_head
-from megappo.models.output_layer import output_weight
+from megappo.models.heads import output_weight, policy_head, value_head
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
-from megappo.ppo.aggregation import AGGREGATIONS
 from megappo.ppo.conventions import KL_KINDS, PRESETS
+from megappo.ppo.reductions import AGGREGATIONS
 from megappo.trainer.objectives import SELECTED, ActorLoss, critic_loss
 
 CASES = ((2, "none", 1), (4, "none", 1), (2, "full", 2))
@@ -49,7 +48,7 @@ ACTORS = {
 CRITICS = {"squared": {}, "huber": {"huber_delta": 0.3, "value_clip": None}}
 
 DENSE = dict.fromkeys(("llama", "qwen2", "qwen3"), TWO_LAYERS)
-IN_TORCH = {**dict.fromkeys(DENSE, 2), **dict.fromkeys(MIXTURES, 11)}
+IN_TORCH = {**dict.fromkeys(DENSE, 0), **dict.fromkeys(MIXTURES, 11)}
 IN_TRANSFORMER_ENGINE = {**dict.fromkeys(DENSE, 0), **dict.fromkeys(MIXTURES, 1), "deepseek_v2": 5, "deepseek_v3": 5}
 """Reads of a layer in a pass of `make_rows`, which have five different lengths, at most; the backward pass has none.
 Dense layers of torch's read the lengths of a pack once for all of them. Latent attention rotates without a fused

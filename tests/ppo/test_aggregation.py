@@ -10,10 +10,10 @@ from policy_oracles import all_conventions, row_coefficients
 from ragged import CASES, Case, cases
 
 from megappo.config.schema import Actor
-from megappo.ppo.aggregation import AGGREGATIONS, Normaliser, aggregate
 from megappo.ppo.conventions import DEFAULT, KL_KINDS, PRESETS, Conventions
 from megappo.ppo.kl import kl_estimate
 from megappo.ppo.losses import entropy_loss, kl_loss
+from megappo.ppo.reductions import AGGREGATIONS, Normaliser, aggregate
 
 MODES = st.sampled_from(AGGREGATIONS)
 

@@ -11,8 +11,8 @@ from policy_oracles import policy_loss
 from megappo.config.schema import Actor, Algorithm
 from megappo.config.values import Aggregation
 from megappo.ppo import conventions as module
-from megappo.ppo.aggregation import AGGREGATIONS
 from megappo.ppo.conventions import DEFAULT, PRESETS, Conventions, Whitening
+from megappo.ppo.reductions import AGGREGATIONS
 
 
 def test_presets_are_those_the_config_names_and_verl_is_the_default():

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ragged import CASES, Case, cases
 
-from megappo.ppo.gae import gae, gae_over_turns, length_adaptive_lam
+from megappo.ppo.advantages import gae, gae_over_turns, length_adaptive_lam
 
 
 def defined_gae(rewards, values, mask, gamma, lams, bootstrap_values):

@@ -12,9 +12,9 @@ from spawn import run_ranks
 
 from megappo.config.methods import POLICY_LOSSES
 from megappo.config.schema import Actor, Critic
-from megappo.ppo.aggregation import AGGREGATIONS, Normaliser
 from megappo.ppo.conventions import DEFAULT, KL_KINDS, PRESETS
 from megappo.ppo.losses import entropy_loss, kl_loss, value_loss
+from megappo.ppo.reductions import AGGREGATIONS, Normaliser
 
 NUM_CASES = 6
 MAX_LENGTH = 17

@@ -11,10 +11,10 @@ from ragged import CASES, Case, cases
 
 from megappo.config.methods import POLICY_LOSSES
 from megappo.config.schema import Actor
-from megappo.ppo.aggregation import AGGREGATIONS, Normaliser
 from megappo.ppo.conventions import DEFAULT, PRESETS, Conventions
 from megappo.ppo.losses import policy_kl
 from megappo.ppo.policy_losses import PolicyInputs
+from megappo.ppo.reductions import AGGREGATIONS, Normaliser
 
 EVERY = pytest.mark.parametrize("name", POLICY_LOSSES)
 

@@ -180,7 +180,7 @@ def shaped(scores, **config):
 
 
 def test_bad_input_is_named():
-    with pytest.raises(FloatingPointError, match=r"scores of responses \[1, 3\] are not finite: \[nan, inf\]"):
+    with pytest.raises(FloatingPointError, match=r"scores of responses \[1, 3\] are not finite"):
         shaped([0.0, math.nan, 1.0, math.inf])
     with pytest.raises(ValueError, match=r"groups \[1\] have one response only.*rollout\.n >= 2"):
         shaped([0.0, 1.0, 2.0], normalize="group")

@@ -10,9 +10,9 @@ from policy_oracles import all_conventions, row_coefficients
 from ragged import CASES, Case, cases
 
 from megappo.config.schema import Critic
-from megappo.ppo.aggregation import AGGREGATIONS, Normaliser
 from megappo.ppo.conventions import PRESETS, Conventions
 from megappo.ppo.losses import value_loss
+from megappo.ppo.reductions import AGGREGATIONS, Normaliser
 
 
 def loop_error(error: float, delta: float | None, factor: float) -> tuple[float, float]:

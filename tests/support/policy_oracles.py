@@ -10,9 +10,9 @@ from ragged import Case
 from megappo.config.methods import POLICY_LOSSES
 from megappo.config.schema import Actor
 from megappo.observe.metrics import Metric
-from megappo.ppo.aggregation import AGGREGATIONS, Metrics
 from megappo.ppo.conventions import DEFAULT, PRESETS, Conventions
 from megappo.ppo.losses import policy_loss  # noqa: F401 (for the tests of losses)
+from megappo.ppo.reductions import AGGREGATIONS, Metrics
 
 SEQUENCE_METHODS = ("gspo", "gmpo", "sapo")
 """Methods that mean seq-mean-token-mean where the config leaves the aggregation open."""

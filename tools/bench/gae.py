@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 from timed import Row, check_keeps_memory, medians, parser_of, report
 
-from megappo.ppo.gae import gae
+from megappo.ppo.advantages import gae
 
 GAMMA, LAM = 0.999, 0.95
 TOLERANCE = 1e-6
