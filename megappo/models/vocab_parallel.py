@@ -44,12 +44,10 @@ def vocab_parallel_outputs(
         weight: [V/tp, H], of hidden's dtype: this rank's contiguous shard of the padded vocabulary, rank order.
         targets: [T] int64 token ids, the same on every rank of the group.
         group: ranks that hold the shards; every one of them calls.
-        vocab_size: true vocabulary; words from there on are padding, have no probability and get gradient 0.
+        vocab_size: true vocabulary; words from there on are padding: no probability, gradient 0.
         temperature: divides the logits.
-        reference: adds `full_kl`. Another model's hidden states [T, H'] and weight [V/tp, H'], sharded in the same way;
-            without a gradient.
-        at_a_time: logits worked on at a time, those of all tokens for as many words; LOGITS_AT_A_TIME of the device by
-            default. It changes the rounding of the result only.
+        reference: adds `full_kl`. Another model's [T, H'] and [V/tp, H'], sharded in the same way; no gradient.
+        at_a_time: logits worked on at a time, LOGITS_AT_A_TIME by default. It changes the rounding of the result only.
     Returns:
         `log_probs`, `entropy` and `full_kl`, KL(policy || reference) over the vocabulary: [T] float32 (float64 for
         float64), in nats, the same on every rank. A target outside [0, vocab_size) has log-prob NaN.
@@ -59,6 +57,18 @@ def vocab_parallel_outputs(
         block-wise softmax: Milakov and Gimelshein 2018, "Online normalizer calculation for softmax".
     """
     num_words = len(weight)
+    _check(num_words, group, vocab_size, reference)
+    first = group.rank() * num_words
+    end = min(max(vocab_size - first, 0), num_words)
+    blocks = _blocks(end, len(hidden), at_a_time or LOGITS_AT_A_TIME[hidden.device.type])
+    vocabulary = _Vocabulary(group, temperature, blocks)
+    log_probs, entropy, full_kl = _Outputs.apply(hidden, weight, targets - first, reference, vocabulary)
+    is_word = (targets >= 0) & (targets < vocab_size)
+    outputs = {"log_probs": torch.where(is_word, log_probs, torch.nan), "entropy": entropy}
+    return outputs if full_kl is None else outputs | {"full_kl": full_kl}
+
+
+def _check(num_words: int, group: dist.ProcessGroup, vocab_size: int, reference: LogitFactors | None) -> None:
     if num_words * group.size() < vocab_size:
         raise ValueError(
             f"{group.size()} shards of {num_words} words hold fewer than the {vocab_size} of vocab_size; "
@@ -69,17 +79,14 @@ def vocab_parallel_outputs(
             f"expected as many words of both models, got {num_words} and {len(reference[1])}; the reference must have "
             "the policy's vocabulary and layout"
         )
-    first = group.rank() * num_words
-    block = max((at_a_time or LOGITS_AT_A_TIME[hidden.device.type]) // max(len(hidden), 1), 1)
+
+
+def _blocks(num_words: int, num_tokens: int, at_a_time: int) -> list[slice]:
+    """Cut words into blocks for which all tokens have so many logits."""
+    block = max(at_a_time // max(num_tokens, 1), 1)
     if block > ALIGNED_WORDS:
         block -= block % ALIGNED_WORDS
-    end = min(max(vocab_size - first, 0), num_words)
-    blocks = [slice(start, min(start + block, end)) for start in range(0, end, block)]
-    vocabulary = _Vocabulary(group, temperature, blocks)
-    log_probs, entropy, full_kl = _Outputs.apply(hidden, weight, targets - first, reference, vocabulary)
-    is_word = (targets >= 0) & (targets < vocab_size)
-    outputs = {"log_probs": torch.where(is_word, log_probs, torch.nan), "entropy": entropy}
-    return outputs if full_kl is None else outputs | {"full_kl": full_kl}
+    return [slice(start, min(start + block, num_words)) for start in range(0, num_words, block)]
 
 
 class _Vocabulary(NamedTuple):
