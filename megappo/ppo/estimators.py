@@ -170,7 +170,7 @@ def gdpo(
     check_has_tokens(response_mask)
     total = torch.zeros_like(score_components[:, 0], dtype=torch.float64)
     for scores in score_components.unbind(1):
-        check_finite("score_components", scores)
+        check_finite("rewards", scores)
         total += _compared(scores.float().double(), groups, norm_adv_by_std_in_grpo).float()
     return _on_tokens(total, response_mask)
 
