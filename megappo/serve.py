@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from megappo.architecture.model_folder import CONFIG_FILE, named_architecture, other_kind
+from megappo.architecture.model_folder import CONFIG_FILE, other_kind
 from megappo.config.config_error import looked_in
-from megappo.config.text_files import TextFileError
 from megappo.engines import launch
 from megappo.engines.server_keeper import remove_traces
 from megappo.runtime import platform
@@ -22,7 +21,6 @@ from megappo.runtime.keeper import ask_to_end
 
 USAGE = "usage: .venv/bin/python -m megappo.serve HF_FOLDER [SGLang's arguments; --help lists them]"
 CPU_ARGUMENTS = launch.CPU_ARGUMENTS | {"dtype": "float32"}
-OWN_TOKENIZER = ("--tokenizer-path", "--skip-tokenizer-init")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,27 +31,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not arguments or arguments[0].startswith("-"):
         return _refuse(f"expected a folder first, found {arguments[0] if arguments else 'nothing'}; {USAGE}")
     folder, *rest = arguments
-    fault = folder_fault(Path(folder), with_tokenizer=not any(word.startswith(OWN_TOKENIZER) for word in rest))
-    fault = fault or platform.unseen_gpus()
+    fault = folder_fault(Path(folder)) or platform.unseen_gpus()
     return _refuse(fault) if fault else _serve(["--model-path", folder, *rest])
 
 
-def folder_fault(folder: Path, *, with_tokenizer: bool) -> str | None:
-    """Return why a folder cannot be served, judged by its files' names and config.json; None if it can."""
+def folder_fault(folder: Path) -> str | None:
+    """Return why a folder cannot be served, judged by its files' names; None if it can."""
     if not folder.is_dir():
         wanted = "a Hugging Face folder, such as the hf_actor in a run's trainer.output_dir"
         return f"no folder {folder}{looked_in(folder)}: expected {wanted}"
     if kind := other_kind(folder):
         return f"{folder} {kind}"
-    needed = [CONFIG_FILE, "*.safetensors", *(["tokenizer_config.json"] if with_tokenizer else [])]
-    missing = [pattern for pattern in needed if not any(folder.glob(pattern))]
-    if missing:
-        return f"{folder} is not a complete Hugging Face folder: it has no {', no '.join(missing)}"
-    try:
-        named = named_architecture(folder)
-    except TextFileError as error:
-        return str(error)
-    return None if named else f"{folder / CONFIG_FILE} names no architecture: expected one in 'architectures'"
+    for pattern in (CONFIG_FILE, "*.safetensors"):
+        if not any(folder.glob(pattern)):
+            return f"{folder} is not a complete Hugging Face folder: it has no {pattern}"
+    return None
 
 
 def _serve(command_line: list[str]) -> int:

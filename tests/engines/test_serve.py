@@ -128,20 +128,13 @@ def refused(*arguments: object) -> str:
 
 
 @pytest.mark.slow  # beside it a refusal, of the same kind, of an argument
-def test_what_is_no_folder_of_a_model_is_refused(folder, tmp_path):
+def test_what_is_no_folder_of_a_model_is_refused(tmp_path):
     assert "expected a folder first, found nothing" in refused()
     assert "found --port; usage: .venv/bin/python -m megappo.serve HF_FOLDER" in refused("--port", 1)
     assert f"no folder {tmp_path}/none" in refused(tmp_path / "none")
-    assert "it has no config.json, no *.safetensors, no tokenizer_config.json" in refused(tmp_path)
-    shutil.copytree(folder, tmp_path / "copy", ignore=shutil.ignore_patterns("tokenizer*"))
-    assert "it has no tokenizer_config.json" in refused(tmp_path / "copy")
-    for text, fault in (
-        ("{", "config.json: it is not valid JSON"),
-        ("[]", "config.json: it is not a JSON object"),
-        ("{}", "names no architecture"),
-    ):
-        (tmp_path / "copy" / "config.json").write_text(text)
-        assert fault in refused(tmp_path / "copy", "--skip-tokenizer-init")
+    assert "it has no config.json" in refused(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    assert "it has no *.safetensors" in refused(tmp_path)
 
 
 def test_a_taken_port_and_an_unknown_argument_are_refused_before_anything_is_loaded(folder):
