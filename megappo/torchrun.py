@@ -48,13 +48,10 @@ def main() -> int:
     api.LocalElasticAgent = Agent
     args = prepared(parse_args(sys.argv[1:]))
     several_nodes = parse_min_max_nnodes(args.nnodes)[1] > 1
-    if args.standalone and several_nodes:
-        remedy = "unset PET_NNODES, or start every node by launch/torchrun_node.sh"
-        print(f"error: --standalone starts one node, and --nnodes is {args.nnodes}: {remedy}", file=sys.stderr)
-        return 2
-    if args.max_restarts and several_nodes:
-        remedy = "unset PET_MAX_RESTARTS; to go on after a failure start all nodes again, as Slurm can"
-        print(f"error: --max-restarts is for one node, and --nnodes is {args.nnodes}: {remedy}", file=sys.stderr)
+    if several_nodes and (args.standalone or args.max_restarts):
+        remedy = "unset PET_NNODES and PET_MAX_RESTARTS, or start every node by launch/torchrun_node.sh"
+        found = f"--standalone and --max-restarts are for one node, and --nnodes is {args.nnodes}"
+        print(f"error: {found}: {remedy}", file=sys.stderr)
         return 2
     platform.share_cores(args.nproc_per_node)
     platform.keep_freed_memory()

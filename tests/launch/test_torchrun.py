@@ -204,7 +204,7 @@ def test_restarts_are_refused_on_several_nodes(launch):
     launcher = launch(*node(0, free_port()), "--max-restarts", "1")
     assert launcher.wait() == 2
     [line] = launcher.lines
-    assert line.startswith("error: --max-restarts is for one node")
+    assert line.startswith("error: --standalone and --max-restarts are for one node")
 
 
 def test_the_traceback_of_any_rank_comes_first(launch):

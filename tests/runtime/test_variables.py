@@ -191,7 +191,7 @@ def test_a_program_of_others_keeps_its_folder(tmp_path):
         (
             "torchrun --standalone --nproc-per-node 1 -m megappo.train no.yaml",
             {"PET_NNODES": "2"},
-            ["error: --standalone starts one node, and --nnodes is 2: unset PET_NNODES"],
+            ["error: --standalone and --max-restarts are for one node, and --nnodes is 2: unset PET_NNODES"],
         ),
         (
             "train no.yaml",
