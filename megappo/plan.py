@@ -17,7 +17,7 @@ from pathlib import Path
 
 from megappo.architecture.dtypes import DTYPES
 from megappo.config.checks import config_warnings
-from megappo.config.config_error import ConfigError, counted, printable, shorten, show
+from megappo.config.config_error import ConfigError, counted, printable, show
 from megappo.config.describe import config_parser
 from megappo.config.eval_sets import eval_sets, longest_row
 from megappo.config.loading import leaves, load_config
@@ -55,45 +55,50 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _hide_torch()
         with config.locating():
             world_size = args.world_size or _world_size(config)
+            if args.nodes and world_size % args.nodes:
+                parser.error(f"--nodes {args.nodes} does not divide the {world_size} ranks: each has as many")
+            errors = _check(config, world_size, args)
     except ConfigError as error:
-        return _fail(error.errors)
-    if args.nodes and world_size % args.nodes:
-        parser.error(f"--nodes {args.nodes} does not divide the {counted(world_size, 'rank')}: each has as many")
-    print(f"plan of {printable(args.config)} on {counted(world_size, 'rank')}\n\n{config_summary(config)}")
-    errors, warnings = _check(config, world_size, args)
-    for warning in warnings:
-        print(f"warning: {warning}", file=sys.stderr)
+        errors = list(error.errors)
+    sys.stdout.flush()
+    for line in errors:
+        print(f"error: {line}", file=sys.stderr)
     if errors:
-        return _fail(errors)
+        return 2
     ready = f"nothing is wrong: ready for {counted(world_size, 'process')} of megappo.train"
     print(f"\n{already_finished(config) or ready}")
     return 0
 
 
-def _check(config: Config, world_size: int, args: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """Print every part of the plan that can be made; return errors and warnings."""
-    ranks_per_node = world_size // (args.nodes or 1)
-    plan, errors = check_run(config, world_size, ranks_per_node, on_gpus=bool(args.gpu))
-    warnings = [*config_warnings(config), *(() if errors else resume_warnings(config))]
-    if plan is not None:
-        _print_placement(plan)
-    if plan is not None and not errors:
+def _check(config: Config, world_size: int, args: argparse.Namespace) -> list[str]:
+    """Print every part of the plan that can be made, and warnings; return the errors."""
+    print(f"plan of {printable(args.config)} on {counted(world_size, 'rank')}\n\n{config_summary(config)}")
+    plan, errors = check_run(config, world_size, world_size // (args.nodes or 1), on_gpus=bool(args.gpu))
+    _warn([*config_warnings(config), *(() if errors else resume_warnings(config))])
+    if plan is None:
+        return errors
+    _print_placement(plan)
+    if not errors:
         print(f"\nweights, in {config.model.dtype}\n{weights_summary(plan)}")
-    if args.gpu and plan is not None:
+    if args.gpu:
         try:
             errors += config.located(_print_estimates(plan, args))
         except ConfigError as error:  # of a model's config.json, which may be among the errors already
             errors = errors or config.located(error.errors)
-    elif args.gpu:
-        print("\nmemory: not estimated, see the errors")
     if not errors and (busy := in_use(Path(config.trainer.output_dir))):
         errors = config.located([busy])
-    if not errors:
-        sys.stdout.flush()
-        findings = rehearse(config, everything=args.all)
-        errors, warnings = config.located(findings.errors), warnings + findings.warnings
-        print("\nchecked", *findings.checked, f"not checked: {', '.join(_unchecked(config))}", sep="\n  ")
-    return errors, warnings
+    if errors:
+        return errors
+    sys.stdout.flush()
+    findings = rehearse(config, everything=args.all)
+    _warn(findings.warnings)
+    print("\nchecked", *findings.checked, f"not checked: {_unchecked(config)}", sep="\n  ")
+    return config.located(findings.errors)
+
+
+def _warn(warnings: Iterable[str]) -> None:
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
 
 
 def _print_placement(plan: RunPlan) -> None:
@@ -128,10 +133,10 @@ def _print_estimates(plan: RunPlan, args: argparse.Namespace) -> list[str]:
     return list(memory_errors(memory, gpu))
 
 
-def _unchecked(config: Config) -> list[str]:
+def _unchecked(config: Config) -> str:
     """Return what only the run itself can check."""
-    unknown = ["the names in rollout.server_args (this machine's SGLang could not be read)"]
-    return (unknown if config.rollout.server_args and not known_names() else []) + ["weights, memory, engines"]
+    unknown = "the names in rollout.server_args (this machine's SGLang could not be read), "
+    return (unknown if config.rollout.server_args and not known_names() else "") + "weights, memory, engines"
 
 
 def config_summary(config: Config) -> str:
@@ -139,8 +144,8 @@ def config_summary(config: Config) -> str:
     wrapper = textwrap.TextWrapper(WIDTH, subsequent_indent=" " * 13, break_long_words=False, break_on_hyphens=False)
     lines = ["config"]
     for name, section in config.model_dump(mode="json").items():
-        wrapper.initial_indent = f"  {name:<11}"
-        lines.append(wrapper.fill("  ".join(f"{key}={show(value)}" for key, value in leaves(section))))
+        values = "  ".join(f"{key}={show(value)}" for key, value in leaves(section))
+        lines.append(wrapper.fill(f"  {name:<9}  {values}"))
     return "\n".join(lines)
 
 
@@ -148,32 +153,47 @@ def evaluation_summary(config: Config) -> str:
     """Return the settings of each held-out data set."""
     rows = [("", "responses", "temperature", "top_p", "top_k", "tokens at most", "reward", "environment")]
     for name, one in eval_sets(config).items():
-        numbers = [one.n, one.temperature, one.top_p, one.top_k, one.max_response_length]
-        played = [" + ".join(one.reward.weights), one.rollout.environment or ", ".join(one.rollout.tools)]
+        own = one.rollout
+        numbers = [own.n, own.temperature, own.top_p, own.top_k, own.max_response_length]
+        played = [" + ".join(one.reward.weights), own.environment or ", ".join(own.tools)]
         rows.append((name, *(f"{number:,g}" for number in numbers), *(part or "none" for part in played)))
     return aligned(rows)
 
 
+BATCH_ROWS = (
+    "data-parallel shards",
+    "mini-batches per epoch",
+    "epochs",
+    "optimizer steps",
+    "trajectories per mini-batch",
+    "per shard, about",
+    "micro-batches needed per rank and mini-batch, at best",
+    "at worst",
+)
+
+
 def batch_summary(plan: RunPlan) -> str:
     """Return the step's totals, then each component's split of them."""
-    data, rollout, total_steps = plan.config.data, plan.config.rollout, plan.config.trainer.total_steps
-    num_engines, row, drawn = plan.layouts["rollout"].data, longest_row(plan.config), data.draw_size
-    trajectories = data.train_batch_size * rollout.n
+    data, rollout, num_engines = plan.config.data, plan.config.rollout, plan.layouts["rollout"].data
+    row, drawn, trajectories = longest_row(plan.config), data.draw_size, data.train_batch_size * rollout.n
+    columns, steps = [("", *BATCH_ROWS)], []
+    for name, split in plan.batch_splits.items():
+        fewest, most = split.shard_trajectories
+        per_shard = f"{fewest:,}" if fewest == most else f"{fewest:,} to {most:,}"
+        counts = [split.shards, split.mini_batches, split.epochs, split.optimizer_steps, split.trajectories]
+        columns.append((name, *map("{:,}".format, counts), per_shard, *map("{:,}".format, split.micro_batches)))
+    for name, training in plan.training.items():
+        steps.append(f"{name} {training.optimizer_steps(plan.config):,}")
     limit = f", those that are finished first of {drawn:,} prompts" if drawn > data.train_batch_size else ""
-    steps = [f"{name} {training.optimizer_steps(plan.config):,}" for name, training in plan.training.items()]
-    splits = plan.batch_splits
-    rows = [["", *splits]]
-    for title, cell in _BATCH_ROWS.items():
-        rows.append([title, *map(cell, splits.values())])
-    prompts, longest = f"{data.max_prompt_length:,} prompt", f"{rollout.max_response_length:,} response"
     responses = counted(rollout.n, "response")
-    share = f"{drawn * rollout.n / num_engines:,.4g} trajectories each, {rollout.max_running_requests:,} at once"
+    lengths = f"{data.max_prompt_length:,} prompt + {rollout.max_response_length:,} response"
     lines = [
         f"  {data.train_batch_size:,} prompts x {responses} = {trajectories:,} trajectories{limit}",
-        f"  at most {row:,} tokens each ({prompts} + {longest}): {trajectories * row:,} tokens at worst",
-        f"  {num_engines} engine(s): about {share}",
-        aligned(rows),
-        f"  whole run: {total_steps:,} steps; optimizer steps: {', '.join(steps)}",
+        f"  at most {row:,} tokens each ({lengths}): {trajectories * row:,} tokens at worst",
+        f"  {num_engines} engine(s): about {drawn * rollout.n / num_engines:,.4g} trajectories each, "
+        f"{rollout.max_running_requests:,} at once",
+        aligned(list(zip(*columns, strict=True))),
+        f"  whole run: {plan.config.trainer.total_steps:,} steps; optimizer steps: {', '.join(steps)}",
     ]
     return "\n".join(lines)
 
@@ -189,63 +209,34 @@ def weights_summary(plan: RunPlan) -> str:
     return aligned(rows)
 
 
-_BATCH_ROWS = {
-    "data-parallel shards": lambda split: f"{split.shards:,}",
-    "mini-batches per epoch": lambda split: f"{split.mini_batches:,}",
-    "epochs": lambda split: f"{split.epochs:,}",
-    "optimizer steps": lambda split: f"{split.optimizer_steps:,}",
-    "trajectories per mini-batch": lambda split: f"{split.trajectories:,}",
-    "per shard, about": lambda split: _range(split.shard_trajectories),
-    "micro-batches needed per rank and mini-batch, at best": lambda split: f"{split.micro_batches[0]:,}",
-    "at worst": lambda split: f"{split.micro_batches[1]:,}",
-}
-
-
-def _range(bounds: tuple[int, int]) -> str:
-    return " to ".join(f"{bound:,}" for bound in sorted(set(bounds)))
-
-
 def _world_size(config: Config) -> int:
     """Return the ranks of the plan: torchrun's if `all` leaves them open, else the fewest that the placement needs."""
     named = smallest_world(config)
-    of_launcher = os.environ.get("WORLD_SIZE", "")
-    if leaves_world_open(config) and _is_count(of_launcher):
+    of_launcher = os.environ.get("WORLD_SIZE")
+    if of_launcher and leaves_world_open(config):
         return int(of_launcher)
     if named is None:
         raise ConfigError("placement: every component is on 'all' ranks: set their number with --world-size N")
     return named
 
 
-def _fail(errors: Iterable[str]) -> int:
-    sys.stdout.flush()
-    for line in errors:
-        print(f"error: {line}", file=sys.stderr)
-    return 2
-
-
-def _is_count(text: str) -> bool:
-    is_number = text.isascii() and text.isdigit() and len(text) <= len(str(MOST_RANKS))
-    return is_number and 1 <= int(text) <= MOST_RANKS
-
-
-def _count(text: str) -> int:
-    if not _is_count(text):
-        found = shorten(repr(text))
-        raise argparse.ArgumentTypeError(
-            f"expected a number of ranks of at least 1, at most {MOST_RANKS}, found {found}"
-        )
-    return int(text)
+def num_ranks(text: str) -> int:
+    """Read a number of ranks or nodes."""
+    count = int(text)
+    if not 1 <= count <= MOST_RANKS:
+        raise argparse.ArgumentTypeError(f"expected a number of at least 1, at most {MOST_RANKS}, found {count}")
+    return count
 
 
 def _parser() -> argparse.ArgumentParser:
     description = "Print what a config means, without GPU or torchrun, and everything that is wrong with it."
     parser = config_parser(".venv/bin/python -m megappo.plan", description)
     parser.add_argument(
-        "--world-size", type=_count, metavar="N", help="ranks of the run (default: the fewest the placement names)"
+        "--world-size", type=num_ranks, metavar="N", help="ranks of the run (default: the fewest the placement names)"
     )
     parser.add_argument(
         "--nodes",
-        type=_count,
+        type=num_ranks,
         metavar="N",
         help=f"nodes of the run (default: 1; of --gpu: as many as {GPUS_PER_NODE} GPUs on each make)",
     )

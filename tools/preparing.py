@@ -10,7 +10,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from megappo.config.data_section import stem
+from megappo.config.sections import stem
 from megappo.data.records import RecordsError, open_records
 
 Record = dict[str, Any]

@@ -1,217 +1,84 @@
-"""Keys of different sections that contradict each other, found without a world size and without opening a file.
+"""Keys that contradict each other or that nothing reads, found without a world size and without opening a file.
 
-Rules within one section stand beside its keys, as do the conditions under which a key is read.
+Contradictions within one section stand beside its keys, as do the conditions under which a key is read.
 """
 
 import re
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
 
 from megappo.config.config_error import shorten, show
-from megappo.config.data_section import NONE
-from megappo.config.eval_sets import EvalSet, context_errors, deciding_key, eval_sets, tasks
+from megappo.config.eval_sets import TRAINING, Task, context_errors, eval_sets, tasks, training_task
+from megappo.config.methods import TRANSPORTS
 from megappo.config.schema import Config
-from megappo.config.section import KeyRule, ReadIf, Section, Usual
-from megappo.config.transports import TRANSPORTS
-from megappo.config.values import LARGEST_PORT
+from megappo.config.values import ReadIf, Section
 
-ADDRESS = re.compile(r"https?://(?:[\w.-]+|\[[\da-fA-F:.]+\]):(\d{1,5})", re.ASCII)
+ADDRESS = re.compile(r"https?://[^/@?#\s]+:\d{1,5}")
 DATASET_NAME = re.compile(r"[A-Za-z0-9_-]+")
 """Name in eval.datasets: a part of keys and of metrics."""
-FULL_KL = "KL kind full (algorithm.kl_penalty or actor.kl_loss_type) needs"
-
-RULES: tuple[KeyRule[Config], ...] = (
-    KeyRule(
-        lambda run: run.algorithm.gae_level == "turn" and not run.rollout.has_environment,
-        "algorithm.gae_level turn needs several turns: name a rollout.environment or rollout.tools, or set token",
-    ),
-    KeyRule(
-        lambda run: run.algorithm.method.compares_responses and run.rollout.n < 2,
-        "algorithm.adv_estimator {algorithm.adv_estimator} compares the responses to a prompt: rollout.n must be at "
-        "least 2, found {rollout.n}",
-    ),
-    KeyRule(
-        lambda run: run.reward.normalize == "group" and run.rollout.n < 2,
-        "reward.normalize group compares the responses to a prompt: rollout.n must be at least 2, found {rollout.n}",
-    ),
-    KeyRule(
-        lambda run: run.algorithm.method.needs_greedy_baseline and run.reward.normalize != "none",
-        "reward.normalize {reward.normalize} would hide the greedy baseline that algorithm.adv_estimator "
-        "{algorithm.adv_estimator} subtracts: set it to none",
-    ),
-    KeyRule(
-        lambda run: run.algorithm.filter_groups.enable and run.rollout.n < 2,
-        "algorithm.filter_groups.enable true needs several responses to a prompt: set rollout.n to at least 2, found "
-        "{rollout.n}",
-    ),
-    KeyRule(
-        lambda run: run.algorithm.filter_groups.enable and run.algorithm.method.needs_greedy_baseline,
-        "algorithm.filter_groups.enable true has no greedy baselines, which algorithm.adv_estimator "
-        "{algorithm.adv_estimator} needs: choose another one",
-    ),
-    KeyRule(
-        lambda run: run.algorithm.filter_groups.enable and run.trainer.replay_rollouts is not None,
-        "algorithm.filter_groups.enable true has no effect on trainer.replay_rollouts, whose groups were chosen "
-        "before: drop it",
-    ),
-    KeyRule(
-        lambda run: run.actor.use_kl_loss and run.actor.kl_loss_unbiased and run.algorithm.preset == "nemo_rl",
-        "actor.kl_loss_unbiased true and algorithm.preset nemo_rl both correct the KL's gradient: drop one",
-    ),
-    KeyRule(
-        lambda run: (
-            run.actor.target_kl is not None
-            and run.actor.ppo_epochs * run.actor.num_mini_batches(run.data.train_batch_size) == 1
-        ),
-        "actor.target_kl {actor.target_kl} has nothing to skip: a step has one optimizer step only; drop it, or raise "
-        "actor.ppo_epochs or lower actor.ppo_mini_batch_size",
-    ),
-    KeyRule(
-        lambda run: run.has_critic and run.critic.warmup_steps >= run.trainer.total_steps,
-        "critic.warmup_steps {critic.warmup_steps} must be below trainer.total_steps {trainer.total_steps}: lower it, "
-        "else the actor never trains",
-    ),
-    KeyRule(
-        lambda run: (
-            run.reward.length_penalty == "overlong" and run.reward.overlong_buffer > run.rollout.max_response_length
-        ),
-        "reward.overlong_buffer {reward.overlong_buffer} is longer than rollout.max_response_length "
-        "{rollout.max_response_length}: shorten it",
-    ),
-    KeyRule(
-        lambda run: "full" in run.kl_kinds and run.actor.parallel.pipeline > 1,
-        f"{FULL_KL} actor.parallel.pipeline 1, found {{actor.parallel.pipeline}}: the reference's logits must be where "
-        "the actor's are; choose k3, or tensor instead of pipeline parallelism",
-    ),
-    KeyRule(
-        lambda run: "full" in run.kl_kinds and run.ref.parallel not in (None, run.actor.parallel),
-        f"{FULL_KL} the reference laid out as the actor: drop ref.parallel",
-    ),
-    KeyRule(
-        lambda run: (
-            "full" in run.kl_kinds
-            and run.ref.max_tokens_per_micro_batch not in (None, run.actor.max_tokens_per_micro_batch)
-        ),
-        f"{FULL_KL} the actor's micro-batches: drop ref.max_tokens_per_micro_batch",
-    ),
-    KeyRule(
-        lambda run: "full" in run.kl_kinds and run.placement.ref not in (None, run.placement.actor),
-        f"{FULL_KL} the reference on the actor's ranks: drop placement.ref",
-    ),
-    KeyRule(
-        lambda run: run.actor.lora is not None and run.model.layer_spec != "torch",
-        "actor.lora needs model.layer_spec torch, found {model.layer_spec}: set it, as the inputs of "
-        "TransformerEngine's layers are not visible outside",
-    ),
-    KeyRule(
-        lambda run: run.has_critic and run.critic.lora is not None and run.model.layer_spec != "torch",
-        "critic.lora needs model.layer_spec torch, found {model.layer_spec}: set it, as the inputs of "
-        "TransformerEngine's layers are not visible outside",
-    ),
-    KeyRule(
-        lambda run: run.data.gen_batch_size is not None and run.replays,
-        "data.gen_batch_size {data.gen_batch_size} has no effect on trainer.replay_rollouts, whose groups were chosen "
-        "before: drop it",
-    ),
-    KeyRule(
-        lambda run: run.eval_interval > 0 and run.replays,
-        "trainer.replay_rollouts starts no engines, which the evaluation on data.val_files needs: set "
-        "trainer.eval_interval to 0",
-    ),
-    KeyRule(
-        lambda run: bool(run.trainer.eval_interval) and not run.held_out_names,
-        "trainer.eval_interval {trainer.eval_interval} needs data.val_files, found none: name some, or set "
-        "trainer.eval_interval to null",
-    ),
-    KeyRule(
-        lambda run: run.trainer.eval_only and not run.held_out_names,
-        "trainer.eval_only needs data.val_files or eval.datasets, found none: name some",
-    ),
-    KeyRule(
-        lambda run: run.hang_timeout_seconds >= run.trainer.process_group_timeout_seconds,
-        "trainer.hang_timeout_seconds {trainer.hang_timeout_seconds:g} must be below "
-        "trainer.process_group_timeout_seconds {trainer.process_group_timeout_seconds:g}, which would end a run that "
-        "hangs before its ranks have logged their stacks: lower it, or raise that",
-    ),
-)
-"""Contradictions, whatever the method."""
-
-WARNINGS: tuple[KeyRule[Config], ...] = (
-    KeyRule(
-        lambda run: run.model.dtype == "bf16" and run.rollout.sync.probe_tolerance < 0.005,
-        "rollout.sync.probe_tolerance {rollout.sync.probe_tolerance} is unusual: in bf16 engine and trainer differ by "
-        "about 0.01 to 0.05 on average, so that the run may stop at its first probe; 1e-3 is for model.dtype fp32",
-    ),
-    KeyRule(
-        lambda run: run.actor.use_kl_loss and run.algorithm.use_kl_in_reward,
-        "actor.use_kl_loss True is unusual: the KL to the reference is in the rewards already; set "
-        "algorithm.use_kl_in_reward to false to count it once",
-    ),
-)
-"""Values that are allowed and most probably a mistake."""
 
 
 def config_errors(config: Config) -> list[str]:
     """Return every contradiction, one line each, with the keys, their values and the remedy."""
-    return [
-        *_broken(RULES, config),
-        *_broken_in(config),
-        *unread_errors(config),
-        *_rewards(config),
-        *_episodes(config),
-        *_engines(config),
-        *_engine_adapters(config),
-        *_evaluations(config),
+    errors = [
+        *_section_errors(config),
+        *_unread_errors(config, config),
+        *_group_errors(config),
+        *_model_errors(config),
+        *_run_errors(config),
+        *_engine_errors(config),
+        *_adapter_errors(config),
+        *_name_errors(config),
+        *_reward_errors(config),
     ]
+    for name, task in tasks(config).items():
+        errors += _task_errors(task)
+        if name != TRAINING:
+            errors += _greedy_errors(name, task)
+    return list(dict.fromkeys(errors))  # tasks may share keys
 
 
 def config_warnings(config: Config) -> Iterator[str]:
     """Yield a line for each value that is most probably a mistake; the dry run prints them."""
-    yield from _broken(WARNINGS, config)
-    for set_key in _set_keys(config):
-        for item in set_key.metadata:
-            if isinstance(item, Usual) and not item.low <= set_key.value <= item.high:
-                yield f"{set_key.key} {set_key.value} is unusual: {item.reason}"
+    tolerance = config.rollout.sync.probe_tolerance
+    if config.model.dtype == "bf16" and tolerance < 0.005:
+        yield (
+            f"rollout.sync.probe_tolerance {tolerance} is unusual: in bf16 engine and trainer differ by about 0.01 to "
+            "0.05 on average, so that the run may stop at its first probe; 1e-3 is for model.dtype fp32"
+        )
+    if config.actor.use_kl_loss and config.algorithm.use_kl_in_reward:
+        yield (
+            "actor.use_kl_loss true is unusual: the KL to the reference is in the rewards already; set "
+            "algorithm.use_kl_in_reward to false to count it once"
+        )
 
 
-def unread_errors(config: Config) -> Iterator[str]:
-    """Yield an error for each key that is not at its default and that nothing reads.
+def _section_errors(section: Section) -> Iterator[str]:
+    """Yield the contradictions within a section, and within the sections in it."""
+    yield from section.contradictions()
+    for _, value in section:
+        if isinstance(value, Section):
+            yield from _section_errors(value)
+
+
+def _unread_errors(config: Config, section: Section, path: str = "", above: tuple[ReadIf, ...] = ()) -> Iterator[str]:
+    """Yield an error for each key of a section that is not at its default and that nothing reads.
 
     A base may hold keys of a method that the file above it, or the command line, does not choose.
     """
-    for set_key in _set_keys(config):
-        name = set_key.key.rpartition(".")[2]
-        for condition in set_key.conditions:
-            is_read = condition.holds(config) or name in condition.always
-            if not is_read and not config.is_below(set_key.key, condition.switches):
-                switch = condition.switches[0]
-                reason = condition.reason.format(switch, show(attrgetter(switch)(config)).strip('"'))
-                shown = shorten(show(set_key.value))
-                yield f"{set_key.key} {shown} has no effect, as {reason}: drop it, or change {switch}"
-                break
-
-
-@dataclass(frozen=True)
-class SetKey:
-    """A key that is not at its default, and the conditions under which it is read."""
-
-    key: str
-    value: Any
-    metadata: list[Any]
-    conditions: tuple[ReadIf, ...]
-
-
-def _set_keys(section: Section, path: str = "", above: tuple[ReadIf, ...] = ()) -> Iterator[SetKey]:
     for name, field in type(section).model_fields.items():
         key, value = path + name, getattr(section, name)
         own = tuple(item for item in field.metadata if isinstance(item, ReadIf))
-        conditions = above + _method_conditions(section, path, name) + own
+        conditions = (*above, *_method_conditions(section, path, name), *own)
         if isinstance(value, Section) and field.default is not None:
-            yield from _set_keys(value, f"{key}.", conditions)
+            yield from _unread_errors(config, value, f"{key}.", conditions)
         elif value != field.default:
-            yield SetKey(key, value, field.metadata, conditions)
+            for one in conditions:
+                is_read = one.is_read(config) or name in one.always
+                if not is_read and not config.overrides(key, (one.switch, *one.others)):
+                    reason = one.reason.format(one.switch, show(attrgetter(one.switch)(config)).strip('"'))
+                    yield f"{key} {shorten(show(value))} has no effect, as {reason}: drop it, or change {one.switch}"
+                    break
 
 
 def _method_conditions(section: Section, path: str, name: str) -> tuple[ReadIf, ...]:
@@ -219,76 +86,82 @@ def _method_conditions(section: Section, path: str, name: str) -> tuple[ReadIf, 
     if not any(name in method.reads for method in section.methods.values()):
         return ()
     chosen = section.methods[getattr(section, section.method_key)]
-    return (ReadIf((path + section.method_key,), lambda run: name in chosen.reads, "{} {} does not read it"),)
+    return (ReadIf(path + section.method_key, lambda run: name in chosen.reads, "{} {} does not read it"),)
 
 
-def _broken(rules: tuple[KeyRule[Config], ...], config: Config) -> Iterator[str]:
-    for rule in rules:
-        yield from rule.errors(config)
+def _group_errors(config: Config) -> Iterator[str]:
+    """Yield what the comparison of the responses to a prompt, or of a response with a greedy one, does not allow."""
+    algorithm, normalize = config.algorithm, config.reward.normalize
+    filters, estimator = algorithm.filter_groups.enable, f"algorithm.adv_estimator {algorithm.adv_estimator}"
+    comparing = {
+        estimator: algorithm.method.compares_responses,
+        "reward.normalize group": normalize == "group",
+        "algorithm.filter_groups.enable true": filters,
+    }
+    for key, compares in comparing.items():
+        if compares and config.rollout.n == 1:
+            yield f"{key} compares the responses to a prompt: rollout.n must be at least 2, found 1"
+    if algorithm.method.needs_greedy_baseline and (filters or normalize != "none"):
+        yield (
+            f"{estimator} subtracts greedy baselines, which reward.normalize {normalize} or "
+            "algorithm.filter_groups.enable would hide: set them to none and false"
+        )
+    if algorithm.gae_level == "turn" and not config.rollout.has_environment:
+        yield "algorithm.gae_level turn needs several turns: name a rollout.environment or rollout.tools, or set token"
 
 
-def _broken_in(section: Section) -> Iterator[str]:
-    """Yield the errors of the rules that stand beside the keys of a section, and of the sections in it."""
-    for rule in section.rules:
-        yield from rule.errors(section)
-    for _, value in section:
-        if isinstance(value, Section):
-            yield from _broken_in(value)
-
-
-def _rewards(config: Config) -> Iterator[str]:
-    reward = config.reward
-    unscored = [one for one in tasks(config).values() if one.reward.function is None and not one.rollout.environment]
-    for keys in dict.fromkeys((one.reward_key, one.environment_key) for one in unscored):
-        yield f"{' and '.join(keys)} leave responses without a score: name a function, or an environment"
-    of_sets = [name for one in eval_sets(config).values() for name in one.reward.weights]
-    for function in sorted(set(reward.options) - set(reward.weights) - set(of_sets)):
-        named = ", ".join(reward.weights)
-        yield f"reward.options are of {shorten(repr(function))}, which reward.function does not name: it names {named}"
-
-
-def _shapings(config: Config) -> Iterator[str]:
-    """Yield each key, with its value, that changes the score of a response and so cannot apply to parts of it."""
-    reward = config.reward
-    if reward.clip is not None:
-        yield f"reward.clip {reward.clip}"
-    if reward.normalize != "none":
-        yield f"reward.normalize {show(reward.normalize)}"
-
-
-def _episodes(config: Config) -> Iterator[str]:
-    found = tasks(config).values()
-    with_tools = [one.environment_key for one in found if one.rollout.tools]
-    if with_tools and config.rollout.tool_call_parser is None:
-        yield f"{with_tools[0]} needs rollout.tool_call_parser: name SGLang's for the model, such as qwen25"
-    if any(one.rollout.has_environment for one in found) and config.data.too_long == "truncate_left":
-        yield "data.too_long truncate_left would cut an episode's first messages: set it to skip"
-    if config.rollout.environment is not None:
-        for shaping in _shapings(config):
+def _model_errors(config: Config) -> Iterator[str]:
+    actor, ref = config.actor, config.ref
+    if actor.use_kl_loss and actor.kl_loss_unbiased and config.algorithm.preset == "nemo_rl":
+        yield "actor.kl_loss_unbiased true and algorithm.preset nemo_rl both correct the KL's gradient: drop one"
+    if "full" in config.kl_kinds:
+        same_layout = ref.parallel in (None, actor.parallel) and actor.parallel.pipeline == 1
+        same_batches = ref.max_tokens_per_micro_batch in (None, actor.max_tokens_per_micro_batch)
+        same_ranks = config.placement.ref in (None, config.placement.actor)
+        if not (same_layout and same_batches and same_ranks):
             yield (
-                f"{shaping} changes the sum of an episode's rewards, not those of its turns, which rollout.environment "
-                "gives: drop it, and have the environment do it"
+                "KL kind full (algorithm.kl_penalty or actor.kl_loss_type) needs the reference's logits where the "
+                "actor's are: set actor.parallel.pipeline to 1, and drop placement.ref, ref.parallel and "
+                "ref.max_tokens_per_micro_batch, or choose k3"
+            )
+    lora = {"actor.lora": actor.lora, "critic.lora": config.critic.lora if config.has_critic else None}
+    for key, adapters in lora.items():
+        if adapters is not None and config.model.layer_spec != "torch":
+            yield (
+                f"{key} needs model.layer_spec torch, found {config.model.layer_spec}: set it, as the inputs of "
+                "TransformerEngine's layers are not visible outside"
             )
 
 
-def _engines(config: Config) -> Iterator[str]:
+def _run_errors(config: Config) -> Iterator[str]:
+    trainer, warmup = config.trainer, config.critic.warmup_steps
+    if config.has_critic and warmup >= trainer.total_steps:
+        yield (
+            f"critic.warmup_steps {warmup} must be below trainer.total_steps {trainer.total_steps}: lower it, else the "
+            "actor never trains"
+        )
+    if config.eval_interval > 0 and config.replays:
+        yield (
+            "trainer.replay_rollouts starts no engines, which the evaluation on data.val_files needs: set "
+            "trainer.eval_interval to 0"
+        )
+    if (trainer.eval_interval or trainer.eval_only) and not config.held_out_names:
+        key = "eval_only" if trainer.eval_only else "eval_interval"
+        yield f"trainer.{key} needs data.val_files or eval.datasets, found none: name some, or drop it"
+
+
+def _engine_errors(config: Config) -> Iterator[str]:
     rollout = config.rollout
     if rollout.max_total_tokens is not None:
-        yield from context_errors(config, "rollout.max_total_tokens", rollout.max_total_tokens, "raise it")
-    for url in rollout.engines:
-        parts = ADDRESS.fullmatch(url)
-        if parts is None or not 0 < int(parts[1]) <= LARGEST_PORT:
-            shown = shorten(repr(re.sub("//.*@", "//...@", url)))
-            yield (
-                f"rollout.engines: {shown} is not the address of a server: write one such as http://10.0.0.7:30000, "
-                "and put a key into the environment variable MEGAPPO_ENGINE_API_KEY"
-            )
-    urls = [url.lower() for url in rollout.engines]
-    for url in sorted({url for url in urls if urls.count(url) > 1}):
-        yield f"rollout.engines names {url} twice: name it once"
+        yield from context_errors(config, "rollout.max_total_tokens", rollout.max_total_tokens)
+    if not all(map(ADDRESS.fullmatch, rollout.engines)) or len(set(rollout.engines)) < len(rollout.engines):
+        yield (
+            "rollout.engines: expected different addresses such as http://10.0.0.7:30000: correct it, and put a key "
+            "into the environment variable MEGAPPO_ENGINE_API_KEY"
+        )
 
 
-def _engine_adapters(config: Config) -> Iterator[str]:
+def _adapter_errors(config: Config) -> Iterator[str]:
     """Yield what engines do not support of the actor's adapters.
 
     Source: SGLang 0.5.23, lora/lora.py: the adapters of q, k and v become one, and those of gate and up; of these only
@@ -298,50 +171,84 @@ def _engine_adapters(config: Config) -> Iterator[str]:
     if lora is None or config.trainer.replay_rollouts is not None:
         return
     given = set(lora.modules)
-    for needed, others in ((("q_proj", "v_proj"), ("k_proj",)), (("gate_proj",), ("up_proj",))):
-        missing = [name for name in needed if name not in given]
-        found = [name for name in needed + others if name in given]
-        if missing and found:
-            yield (
-                f"actor.lora.target_modules: SGLang cannot serve {' and '.join(found)} alone: name "
-                f"{' and '.join(missing)}, too"
-            )
+    lacks_attention = given & {"q_proj", "k_proj", "v_proj"} and not given >= {"q_proj", "v_proj"}
+    if lacks_attention or ("up_proj" in given and "gate_proj" not in given):
+        yield (
+            f"actor.lora.target_modules {', '.join(lora.modules)}: SGLang serves q_proj and v_proj together only, "
+            "k_proj with these only, and up_proj with gate_proj only: name them, too"
+        )
     if sync.transport in TRANSPORTS and TRANSPORTS[sync.transport].adapters is None:
         yield f"rollout.sync.transport {sync.transport} sends whole models, not actor.lora's adapters: set it to auto"
     if sync.bucket_bytes is not None:
         yield f"rollout.sync.bucket_bytes {sync.bucket_bytes} has no effect on adapters, sent at once: drop it"
 
 
-def _evaluations(config: Config) -> Iterator[str]:
+def _name_errors(config: Config) -> Iterator[str]:
+    """Yield held-out data sets that could not be reported under a name of their own."""
     names = config.data.val_names
-    for name in sorted({name for name in names if names.count(name) > 1}):
-        yield f"data.val_files: several are called {name!r}, under which each would be reported: rename or merge them"
+    if len(set(names)) < len(names):
+        yield f"data.val_files are called {', '.join(names)}, under which each is reported: rename or merge equal ones"
     for name in config.eval.datasets:
-        if not DATASET_NAME.fullmatch(name):
-            yield f"eval.datasets: {shorten(repr(name))} is no name: write it with letters, digits, _ and - alone"
-        if name in names:
-            yield f"eval.datasets.{name}: one of data.val_files is called {name!r}, too: rename it, or drop one of them"
-    for name, one in eval_sets(config).items():
-        yield from _evaluation(config, name, one)
+        if not DATASET_NAME.fullmatch(name) or name in names:
+            yield (
+                f"eval.datasets: {shorten(repr(name))} is no name, or that of one of data.val_files: write another one "
+                "with letters, digits, _ and - alone"
+            )
 
 
-def _evaluation(config: Config, name: str, one: EvalSet) -> Iterator[str]:
-    if one.n > 1 and (one.temperature == 0 or one.top_k == 1):
-        n, temperature = deciding_key(config, name, "n"), deciding_key(config, name, "temperature")
+def _reward_errors(config: Config) -> Iterator[str]:
+    found = (training_task(config), *eval_sets(config).values())
+    functions = {function for one in found for function in one.reward.weights}
+    for function in sorted(config.reward.options.keys() - functions):
         yield (
-            f"{n} {one.n} requests the same response to each prompt of {name} as many times, as {temperature} is "
-            f"{one.temperature:g} and top_k {one.top_k}: raise {temperature}, or set {n} to 1"
+            f"reward.options are of {shorten(repr(function))}, which reward.function does not name: it names "
+            f"{', '.join(sorted(functions))}"
         )
-    own = config.eval.datasets.get(name)
-    if own is None:
-        return
-    if own.environment is not None and own.tools:
-        yield f"{one.section}.environment and {one.section}.tools are both set: drop one"
-    if own.reward not in (None, NONE) and not one.reward.weights:
-        yield f"{one.section}.reward {own.reward} names no function with a weight other than 0: name one"
-    if one.data.prompt_key == one.data.label_key != config.data.prompt_key:
-        found = repr(one.data.prompt_key)
-        yield f"{one.section}.prompt_key and {one.section}.label_key are both {found}: name two different fields"
+    if config.rollout.environment is not None:
+        for shaping in _shapings(config):
+            yield (
+                f"{shaping} changes the sum of an episode's rewards, not those of its turns, which rollout.environment "
+                "gives: drop it, and have the environment do it"
+            )
+
+
+def _task_errors(task: Task) -> Iterator[str]:
+    """Yield contradictions between the keys of training, or of a held-out data set."""
+    section, rollout, reward, data = task.environment_key.rpartition(".")[0], task.rollout, task.reward, task.data
+    if rollout.environment is not None and rollout.tools:
+        yield f"{section}.environment and {section}.tools are both set: drop one; an environment makes its own calls"
+    if rollout.tools and rollout.tool_call_parser is None:
+        yield f"{section}.tools needs rollout.tool_call_parser: name SGLang's for the model, such as qwen25"
+    if rollout.has_environment and data.too_long == "truncate_left":
+        yield "data.too_long truncate_left would cut an episode's first messages: set it to skip"
+    if reward.function is None and rollout.environment is None:
+        keys = f"{task.reward_key} and {task.environment_key}"
+        yield f"{keys} leave responses without a score: name a function, or an environment"
+    if reward.function is not None and not reward.weights:
+        yield f"{task.reward_key} {reward.function} names no function with a weight other than 0: name one"
+    if data.prompt_key == data.label_key:
+        keys = f"{task.section}.prompt_key and {task.section}.label_key"
+        yield f"{keys} are both '{data.label_key}': name two different fields"
+
+
+def _greedy_errors(name: str, task: Task) -> Iterator[str]:
+    rollout = task.rollout
+    if rollout.n > 1 and (rollout.temperature == 0 or rollout.top_k == 1):
+        key = "rollout.val_n" if task.section == "data" else f"{task.section}.n"
+        yield (
+            f"{key} {rollout.n} requests the same response to each prompt of {name} as many times, with temperature "
+            f"{rollout.temperature:g} and top_k {rollout.top_k}: raise rollout.val_temperature (or that of the data "
+            f"set), or set {key} to 1"
+        )
+
+
+def _shapings(config: Config) -> Iterator[str]:
+    """Yield each key, with its value, that changes the score of a response and so cannot apply to parts of it."""
+    reward = config.reward
+    if reward.clip is not None:
+        yield f"reward.clip {reward.clip}"
+    if reward.normalize != "none":
+        yield f"reward.normalize {reward.normalize}"
 
 
 def num_scores_errors(config: Config, num_scores: int) -> list[str]:

@@ -9,11 +9,8 @@ from megappo.errors import EXIT_CONFIG, ActionableError
 
 LONGEST_VALUE = 80
 """Characters of a wrong value that an error repeats."""
-LONGEST_ERROR = 1000
-"""Characters of an error that are printed; the middle of a longer one (a path of thousands, perhaps) is left out."""
-MOST_ERRORS = 20
-"""Errors of one config that are printed."""
-MOST_DIVISORS_TRIED = 10**6
+LARGEST_DIVISOR = 10**6
+"""Advice names no larger one."""
 
 
 class ConfigError(ActionableError, ValueError):
@@ -26,8 +23,7 @@ class ConfigError(ActionableError, ValueError):
     exit_code = EXIT_CONFIG
 
     def __init__(self, *errors: str):
-        found = [printable(error) for error in errors]
-        self.errors = (*found[:MOST_ERRORS], *(["and more: correct these first"] if found[MOST_ERRORS:] else ()))
+        self.errors = tuple(map(printable, errors))
         super().__init__("\n".join(self.errors))
 
     def report(self, rank: int) -> str:
@@ -36,13 +32,7 @@ class ConfigError(ActionableError, ValueError):
 
 
 def printable(text: str) -> str:
-    """Return the text on one line that any terminal shows as it is.
-
-    Unprintable characters are escaped: paths and arguments of the command line may hold bytes that are not UTF-8.
-    """
-    if len(text) > LONGEST_ERROR:
-        end = LONGEST_ERROR // 2
-        text = f"{text[:end]} ... {text[-end:]}"
+    """Return the text on one line that any terminal shows as it is, with unprintable characters escaped."""
     return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
 
 
@@ -55,8 +45,7 @@ def show(value: object) -> str:
     """Return a value as a message or an override writes it."""
     if isinstance(value, BaseModel):
         value = value.model_dump(mode="json")
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return "".join(character if character.isprintable() else json.dumps(character)[1:-1] for character in text)
+    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def counted(count: int, noun: str) -> str:
@@ -71,8 +60,8 @@ def looked_in(path: str | Path) -> str:
 
 
 def nearest_divisors(number: int, size: int) -> str:
-    """Return the divisors of `number` just below and above `size`, for advice; of huge numbers, the small ones."""
-    below = range(min(size - 1, MOST_DIVISORS_TRIED), 0, -1)
-    above = range(size + 1, min(number, MOST_DIVISORS_TRIED) + 1)
-    nearest = [next((str(one) for one in sizes if number % one == 0), "") for sizes in (below, above)]
-    return " or ".join(filter(None, nearest))
+    """Return the divisors of `number` just below and above `size`, for advice."""
+    divisors = [one for one in range(1, min(number, LARGEST_DIVISOR) + 1) if number % one == 0]
+    below = [one for one in divisors if one < size]
+    above = [one for one in divisors if one > size]
+    return " or ".join(map(str, below[-1:] + above[:1]))

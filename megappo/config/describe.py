@@ -2,8 +2,9 @@
 
 import argparse
 import difflib
+import re
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, get_args, get_origin
@@ -12,23 +13,12 @@ from pydantic_core import PydanticUndefined
 
 from megappo.config.config_error import show
 from megappo.config.schema import Config
-from megappo.config.section import Section
+from megappo.config.values import Section
 
-REQUIRED = PydanticUndefined
-"""`Key.default` of a key that must be set."""
-NAME = "NAME"
-"""Stands in a key for a name that the user gives, as in eval.datasets.NAME.n."""
-UNREACHED = 10**6
-"""Limits of at least this much exclude nothing that a machine has memory for; only errors show them."""
-WIDEST_VALUES = 46
-"""Characters of the help's column of values."""
+WIDTH = 120
+INDENT = " " * 6
 WORDS = {"boolean": "true | false", "string": "text", "integer": "int", "number": "float", "null": "null"}
-LIMITS = (
-    ("minimum", ">=", "["),
-    ("exclusiveMinimum", ">", "("),
-    ("maximum", "<=", "]"),
-    ("exclusiveMaximum", "<", ")"),
-)
+LIMITS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 
 
 @dataclass(frozen=True)
@@ -36,9 +26,9 @@ class Key:
     """One key of the schema.
 
     Attributes:
-        path: dotted, as an override writes it.
+        path: dotted, as an override writes it; with NAME for a name that the user gives, as eval.datasets.NAME.n.
         values: its possible values, in words.
-        default: REQUIRED if there is none.
+        default: PydanticUndefined if there is none.
         section: the type of the keys below it; None for a plain value.
     """
 
@@ -59,14 +49,10 @@ def _keys(model: type[Section], prefix: str) -> Iterator[Key]:
     schema = model.model_json_schema()["properties"]
     for name, field in model.model_fields.items():
         path, section = prefix + name, _section_in(field.annotation)
-        is_table = get_origin(field.annotation) is dict
-        own = None if is_table else section
-        yield Key(path, describe(schema[name]), field.default, field.description or "", own)
-        if section and is_table:
-            path += f".{NAME}"
-            yield Key(path, "section", REQUIRED, section.__doc__ or "", section)
+        yield Key(path, describe(schema[name]), field.default, field.description or "", section)
         if section:
-            yield from _keys(section, f"{path}.")
+            is_table = get_origin(field.annotation) is dict
+            yield from _keys(section, f"{path}.NAME." if is_table else f"{path}.")
 
 
 def _section_in(annotation: object) -> type[Section] | None:
@@ -76,37 +62,24 @@ def _section_in(annotation: object) -> type[Section] | None:
     return None
 
 
-def declared(path: Sequence[str]) -> str:
+def declared(path: str) -> str:
     """Return a key as the schema has it: with NAME for a name that the user has given."""
-    known, found = {key.path for key in keys()}, ""
-    for name in path:
-        above = f"{found}." if found else ""
-        found = above + (NAME if above + NAME in known else name)
-    return found
+    return re.sub(r"^eval\.datasets\.[^.]+", "eval.datasets.NAME", path)
 
 
 def nearest_key(path: str) -> str:
-    """Return advice about an unknown key: the key probably meant, else the keys of its section."""
+    """Return advice about an unknown key: the keys probably meant, else the keys of its section."""
     known = [key.path for key in keys()]
     section, _, name = path.rpartition(".")
     if path in known:  # written with its dots, as a key of a YAML file
         return f"dots are for the command line; here nest it: {section}: {{{name}: ...}}"
-    above = declared(section.split("."))
-    siblings = [key.rpartition(".")[2] for key in known if key.rpartition(".")[0] == above]
-    same_name = [key for key in known if key.rpartition(".")[2] == name]
+    siblings = [key.rpartition(".")[2] for key in known if key.rpartition(".")[0] == declared(section)]
+    close = [f"{section}.{one}".lstrip(".") for one in difflib.get_close_matches(name, siblings, 2)]
+    same_name = [key for key in known if key.endswith(f".{name}")]
     nested = [key for key in same_name if key.startswith(path.partition(".")[0] + ".")]
-    close = [f"{section}.{sibling}".lstrip(".") for sibling in difflib.get_close_matches(name, siblings, 2)]
     if meant := nested or close or same_name:
         return f"did you mean {' or '.join(meant[:2])}?"
     return f"{section or 'the top level'} has {', '.join(siblings)}"
-
-
-def nearest_word(key: Key, value: object) -> str:
-    """Return advice about a wrong value of a key that takes some words: the one or two probably meant."""
-    words = {word.removeprefix("list of ").strip("()") for word in key.values.split(" | ")} - set(WORDS.values())
-    wrong = [word for word in (value if isinstance(value, list) else [value]) if isinstance(word, str)]
-    close = [meant for word in wrong if word not in words for meant in difflib.get_close_matches(word, words, 2)]
-    return f": did you mean {' or '.join(close)}?" if close else ""
 
 
 def describe(schema: dict[str, Any]) -> str:
@@ -114,29 +87,20 @@ def describe(schema: dict[str, Any]) -> str:
     if "anyOf" in schema:
         return " | ".join(map(describe, schema["anyOf"]))
     if "enum" in schema or "const" in schema:
-        return " | ".join(schema.get("enum") or [schema["const"]])
+        return " | ".join(map(str, schema.get("enum") or [schema["const"]]))
     if "$ref" in schema:
         return "section"
     if "prefixItems" in schema:
         items = schema["prefixItems"]
         return f"list of {len(items)}: each {describe(items[0])}"
     if "items" in schema:
-        item = describe(schema["items"])
-        count = "non-empty " if "minItems" in schema else ""
-        return f"{count}list of {f'({item})' if ' | ' in item else item}"
+        item, count = describe(schema["items"]), "non-empty " if "minItems" in schema else ""
+        return f"{count}list of ({item})" if " | " in item else f"{count}list of {item}"
     if "additionalProperties" in schema:
         values = schema["additionalProperties"]
         return "keys with " + ("any value" if values is True else describe(values))
-    return WORDS[schema["type"]] + _limits(schema)
-
-
-def _limits(schema: dict[str, Any]) -> str:
-    """Return ` >= 1`, ` in (0, 1]`."""
-    found = [(*words, schema[name]) for name, *words in LIMITS if schema.get(name, UNREACHED) < UNREACHED]
-    if len(found) == 2:
-        (_, opening, low), (_, closing, high) = found
-        return f" in {opening}{low:g}, {high:g}{closing}"
-    return "".join(f" {sign} {limit:g}" for sign, _, limit in found)
+    limits = [f" {sign} {schema[name]:g}" for name, sign in LIMITS.items() if name in schema]
+    return WORDS[schema["type"]] + " and".join(limits)
 
 
 def config_parser(prog: str, description: str) -> argparse.ArgumentParser:
@@ -148,34 +112,21 @@ def config_parser(prog: str, description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def config_help(width: int = 140) -> str:
-    """Return every key of the YAML, by section, in aligned columns.
-
-    Args:
-        width: columns of text.
-    """
+def config_help() -> str:
+    """Return every key of the YAML with its values, default and meaning."""
     intro = (
         "CONFIG is a YAML file of these keys; key=value on the command line overrides one, such as "
         "actor.optim.lr=1e-6. `base: OTHER.yaml` (a path or a list, relative to the file) in CONFIG takes over the "
         "keys that OTHER.yaml sets. All other paths are relative to the current directory."
     )
-    sections = [key for key in keys() if "." not in key.path]
-    return "\n\n".join([textwrap.fill(intro, width), *(_section_help(section, width) for section in sections)])
-
-
-def _section_help(section: Key, width: int) -> str:
-    rows = []
+    lines = [textwrap.fill(intro, WIDTH)]
     for key in keys():
-        if key.path.startswith(f"{section.path}.") and (not key.section or key.default is None):
-            default = "required" if key.default is REQUIRED else show(key.default)
-            values, meaning = key.values, key.meaning
-            if len(values) > WIDEST_VALUES:  # before the meaning, as it would stretch the column
-                values, meaning = "one of", f"[{values}] {meaning}"
-            rows.append((key.path, values, default, meaning))
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    lines = [f"{section.path}: {section.meaning}"]
-    for row in rows:
-        start = f"  {row[0]:{widths[0]}}  {row[1]:{widths[1]}}  {row[2]:{widths[2]}}  "
-        indent = " " * len(start)
-        lines.append(textwrap.fill(start + row[3], width, subsequent_indent=indent, break_on_hyphens=False))
+        if "." not in key.path:
+            lines.append(f"\n{key.path}: {key.meaning}")
+            continue
+        is_required = key.default is PydanticUndefined
+        default = "required" if is_required else f"default {show(key.default)}"
+        declaration = f"  {key.path}: {key.values}" + ("" if key.section and key.default else f", {default}")
+        lines.append(textwrap.fill(declaration, WIDTH, subsequent_indent=INDENT))
+        lines.append(textwrap.fill(key.meaning, WIDTH, initial_indent=INDENT, subsequent_indent=INDENT))
     return "\n".join(lines)

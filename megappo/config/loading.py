@@ -11,24 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
-from megappo.config.config_error import MOST_ERRORS, ConfigError, looked_in, shorten, show
-from megappo.config.describe import declared, keys, nearest_key, nearest_word
-from megappo.config.layers import KeyPath, Layer, Origins, read_file, read_override
+from megappo.config.config_error import ConfigError, shorten, show
+from megappo.config.describe import declared, keys, nearest_key
 from megappo.config.schema import Config
-from megappo.config.values import EXPLAINED, FilePaths
+from megappo.config.sources import FILE_PATHS, Sources
+from megappo.config.values import EXPLAINED
 from megappo.user_modules import home_of, share_all
 
-SHOWN = (EXPLAINED, "less_than_equal")
-"""Types of pydantic's errors whose texts add to the expected values."""
-REQUIRED_SECTIONS: tuple[str, ...] = tuple(name for name, field in Config.model_fields.items() if field.is_required())
+REQUIRED_SECTIONS = tuple(name for name, field in Config.model_fields.items() if field.is_required())
 
 
 def load_config(
     path: str | Path, overrides: Sequence[str] = (), *, before_extensions: Callable[[], None] | None = None
 ) -> Config:
-    """Read a run's config. `preflight.arrangement.check_run` checks whether its keys agree with each other.
+    """Read a run's config. `preflight.run_checks.check_run` checks whether its keys agree with each other.
 
     Args:
         path: YAML file. `base:` in it names one file or a list, merged deeply below it.
@@ -36,19 +34,19 @@ def load_config(
             Files of trainer.extensions are run first.
         before_extensions: called before such files are run, if there are any: what they import may need it.
     Raises:
-        ConfigError: with everything wrong in files, overrides, key names and values.
+        ConfigError: with everything wrong in overrides, key names and values; or the first file that is not YAML.
     """
-    layer = read_file(Path(path))
+    sources = Sources(str(path))
+    sources.read_file(Path(path))
     for override in overrides:
-        layer = read_override(override).over(layer)
-    origins = Origins(str(path), layer.places)
-    errors = [*layer.errors, *map(origins.located, run_extensions(layer.values, before_extensions))]
+        sources.read_override(override)
+    errors = [*sources.errors, *map(sources.located, run_extensions(sources.values, before_extensions))]
     keys.cache_clear()  # an extension may have added values to choose from
     try:
         values: dict[str, Any] = {name: {} for name in REQUIRED_SECTIONS}
-        config = Config.written(values | layer.values, origins)
+        config = Config.model_validate(values | sources.values, context=sources)
     except ValidationError as error:
-        errors += _schema_errors(error, layer, origins)
+        errors += _schema_errors(error, sources)
     if errors:
         raise ConfigError(*dict.fromkeys(errors))  # a file may be the base of several
     return config
@@ -59,16 +57,24 @@ def dump_config(config: Config) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
 
 
+def read_values(file: Path) -> dict[str, Any]:
+    """Return the values that a YAML file and its bases hold, unchecked.
+
+    Raises:
+        ConfigError: the file cannot be read, or is not YAML.
+    """
+    sources = Sources()
+    sources.read_file(file)
+    return sources.values
+
+
 def changes_since(file: Path, config: Config) -> list[str]:
     """Return `key: old -> new` for each key whose value differs from the one that `dump_config` wrote to a file.
 
     Raises:
         ConfigError: the file cannot be read.
     """
-    before = read_file(file)
-    if before.errors:
-        raise ConfigError(*before.errors)
-    old, new = dict(leaves(before.values)), dict(leaves(config.model_dump(mode="json")))
+    old, new = dict(leaves(read_values(file))), dict(leaves(config.model_dump(mode="json")))
     changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
     return [f"{key}: {show(old.get(key))} -> {show(new.get(key))}" for key in changed]
 
@@ -90,20 +96,14 @@ def run_extensions(values: Mapping[str, Any], before: Callable[[], None] | None 
         before: called once before the first file.
     """
     trainer = values.get("trainer")
-    given = trainer.get("extensions", ()) if isinstance(trainer, dict) else ()
     try:
-        files = TypeAdapter(FilePaths).validate_python(given)
+        files = FILE_PATHS.validate_python(trainer.get("extensions", ()) if isinstance(trainer, dict) else ())
     except ValidationError:
         return []
     if files and before:
         before()
     errors = []
     for file in files:
-        if not Path(file).is_file():
-            errors.append(
-                f"trainer.extensions: no file {shorten(file)}{looked_in(file)}: create it or correct the path"
-            )
-            continue
         path = str(Path(file).resolve())
         try:
             _run(path)
@@ -121,41 +121,29 @@ def run_extensions(values: Mapping[str, Any], before: Callable[[], None] | None 
 @functools.cache
 def _run(path: str) -> None:
     """Import a file, with the modules of its folder in place of another's."""
-    if not path.endswith(".py"):
-        raise ImportError(f"{Path(path).name} is no Python file")
+    if not path.endswith(".py") or not Path(path).is_file():
+        raise ImportError(f"no Python file {path}")
     home = home_of(str(Path(path).parent))
     home.enter()
     home.load(path)
 
 
-def _schema_errors(error: ValidationError, layer: Layer, origins: Origins) -> list[str]:
+def _schema_errors(error: ValidationError, sources: Sources) -> list[str]:
     """Return one line per wrong key; pydantic may report several for one value of a union or list."""
     known = {key.path: key for key in keys()}
-    lines: dict[KeyPath, str] = {}
+    lines: dict[str, str] = {}
     for problem in error.errors(include_url=False, include_context=False):
-        path = tuple(str(part) for part in problem["loc"])
-        dotted = ".".join(path)
-        if len(lines) > MOST_ERRORS:
-            break
-        if problem["type"] == "extra_forbidden":
-            lines[path] = f"{origins.of(path)}: {dotted}: unknown key; {nearest_key(dotted)}"
+        path, kind = ".".join(map(str, problem["loc"])), problem["type"]
+        if kind == "extra_forbidden" or not path:  # a key that is no text has no path
+            lines[path] = f"{path}: unknown key; {nearest_key(path)}"
             continue
-        if problem["type"] == "missing" and declared(path) in known:  # a list too short misses an item, not a key
-            place = origins.of(path[:-1]) if len(path) > 2 else origins.file
-            if layer.is_complete:
-                lines[path] = f"{place}: {dotted}: must be set ({known[declared(path)].meaning})"
+        if kind == "missing" and declared(path) in known:  # a list too short misses an item, not a key
+            lines[path] = f"{path}: must be set ({known[declared(path)].meaning})"
             continue
         while declared(path) not in known:  # pydantic goes on into list items and union members
-            path = path[:-1]
-        is_shown = problem["type"] in SHOWN
-        if path not in lines or is_shown:
-            key, value = known[declared(path)], _at(layer.values, path)
-            found = shorten(show(value)) + (f" ({problem['msg']})" if is_shown else "") + nearest_word(key, value)
-            lines[path] = f"{origins.of(path)}: {'.'.join(path)}: expected {key.values}, found {found}"
-    return list(lines.values())
-
-
-def _at(values: Any, path: KeyPath) -> object:
-    for name in path:
-        values = values[name]
-    return values
+            path = path.rpartition(".")[0]
+        reason = f" ({problem['msg']})" if kind == EXPLAINED else ""
+        if path not in lines or reason:
+            values, found = known[declared(path)].values, shorten(show(problem["input"]))
+            lines[path] = f"{path}: expected {values}, found {found}{reason}"
+    return [f"{sources.place_of(path)}: {line}" for path, line in lines.items()]

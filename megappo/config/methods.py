@@ -1,4 +1,4 @@
-"""Methods of PPO: advantage estimators, policy losses and length penalties, each with its function, keys and needs.
+"""Tables that extensions may add to: advantage estimators, policy losses, length penalties, transports of weights.
 
 One entry per method, in tables that extensions may add to until the config is read. The values of the config's keys,
 the checks for keys that nothing reads, and the work of a step follow from these entries. This module does not import
@@ -56,13 +56,11 @@ class PolicyLoss(Method):
 
     Attributes:
         loss_agg_mode: the averaging that belongs to the method, for a config that sets none.
-        clips_below: it clips the ratio to 1 - epsilon, so epsilon must be below 1.
         selection: a function as `megappo.ppo.covariance.select_for_clip_cov` that selects tokens of the whole
             mini-batch for special treatment by the loss. It takes a forward pass of its own.
     """
 
     loss_agg_mode: str | None = None
-    clips_below: bool = False
     selection: Function | None = None
 
     @property
@@ -114,15 +112,14 @@ BY_SEQUENCE = "seq-mean-token-mean"
 POLICY_LOSSES = Table(
     "policy loss",
     {
-        "clip": PolicyLoss(f"{LOSSES}:clip", (*CLIP_RANGE, "clip_ratio_c"), clips_below=True),
-        "gspo": PolicyLoss(f"{LOSSES}:gspo", CLIP_RANGE, BY_SEQUENCE, clips_below=True),
+        "clip": PolicyLoss(f"{LOSSES}:clip", (*CLIP_RANGE, "clip_ratio_c")),
+        "gspo": PolicyLoss(f"{LOSSES}:gspo", CLIP_RANGE, BY_SEQUENCE),
         "cispo": PolicyLoss(f"{LOSSES}:cispo", CLIP_RANGE),
         "sapo": PolicyLoss(f"{LOSSES}:sapo", ("tau_pos", "tau_neg"), BY_SEQUENCE),
         "gpg": PolicyLoss(f"{LOSSES}:gpg"),
         "clip_cov": PolicyLoss(
             f"{COVARIANCE}:clip_cov",
             (*CLIP_RANGE, "clip_cov_ratio", "clip_cov_lb", "clip_cov_ub"),
-            clips_below=True,
             selection=f"{COVARIANCE}:select_for_clip_cov",
         ),
         "kl_cov": PolicyLoss(
@@ -135,3 +132,55 @@ POLICY_LOSSES = Table(
     },
 )
 """Losses by actor.policy_loss."""
+
+GPU_BUCKET_BYTES, CPU_BUCKET_BYTES = 2 * 2**30, 128 * 2**20
+"""rollout.sync.bucket_bytes where it is null."""
+
+
+@dataclass(frozen=True)
+class Transport:
+    """A rollout.sync.transport.
+
+    Attributes:
+        engine: (Link, EngineClient) -> the end of the rank that owns an engine: a Receiver; a Sender without `sender`.
+        sender: (Link) -> the Sender of one of the actor's ranks, for all engines; None = each engine's owner gives it
+            the weights itself, and must be one of the actor's ranks.
+        needs_other_gpu: the rank that sends must not be on the engine's GPUs, as both are in a group of NCCL's.
+        each_stage: with `sender`: where this holds for all engines, each pipeline stage of the actor has one, for its
+            own tensors: `Link.addresses` has them all, `TensorSpec.sender` names the owner of a tensor.
+        each_rank: without `sender`, on GPUs: all of the engine's ranks make its end if they are the actor's, so that
+            each hands over what is on its own GPU: with `Link.peers`, and on all but the first with None for a client.
+        adapters: the same way for the adapters alone of a model whose other weights engines have (actor.lora): their
+            ends are sent one bucket, which holds them all. None = it has no such way.
+    """
+
+    engine: Function
+    sender: Function | None = None
+    needs_other_gpu: bool = False
+    each_stage: bool = False
+    each_rank: bool = False
+    adapters: "Transport | None" = None
+
+
+TRANSPORTS: Table[Transport] = Table(
+    "transport",
+    {
+        "ipc": Transport(
+            "megappo.sync.ipc:HandleSender",
+            each_rank=True,
+            adapters=Transport("megappo.sync.ipc:AdapterHandles", each_rank=True),
+        ),
+        "broadcast": Transport(
+            "megappo.sync.broadcast:BroadcastReceiver",
+            "megappo.sync.broadcast:BroadcastSender",
+            needs_other_gpu=True,
+            each_stage=True,
+        ),
+        "disk": Transport(
+            "megappo.sync.disk:DiskReader",
+            "megappo.sync.disk:DiskWriter",
+            adapters=Transport("megappo.sync.disk:AdapterReader", "megappo.sync.disk:AdapterWriter"),
+        ),
+    },
+)
+"""By rollout.sync.transport."""

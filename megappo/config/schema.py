@@ -2,28 +2,16 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Annotated, Any, Literal, Self
 
 from annotated_types import MinLen
 from pydantic import PrivateAttr, StrictBool
 
-from megappo.config.algorithm_section import Algorithm
 from megappo.config.config_error import ConfigError, printable
-from megappo.config.data_section import NONE, Data, Eval, Reward
-from megappo.config.layers import Origins
 from megappo.config.methods import POLICY_LOSSES, PolicyLoss
-from megappo.config.rollout_section import Rollout
-from megappo.config.section import (
-    HAS_CRITIC,
-    HAS_HELD_OUT,
-    HAS_REFERENCE,
-    HAS_VALUES,
-    KeyRule,
-    ReadIf,
-    Section,
-    Usual,
-    key,
-)
+from megappo.config.sections import HAS_HELD_OUT, HAS_VALUES, NONE, Algorithm, Data, Eval, Reward, Rollout
+from megappo.config.sources import Sources
 from megappo.config.values import (
     ADAPTED_MODULES,
     LISTED,
@@ -36,32 +24,45 @@ from megappo.config.values import (
     Float,
     Fraction,
     KLKind,
-    LearningRate,
     NonNegative,
     NonNegativeFloat,
     OneOf,
+    OpenFraction,
     Positive,
     PositiveFloat,
-    Seconds,
-    Seed,
+    Ranks,
+    ReadIf,
+    Section,
     TensorKind,
-    TokenCount,
-    Ways,
+    key,
 )
 
 _OWN_AVERAGING = ", ".join(name for name, method in POLICY_LOSSES.items() if method.loss_agg_mode)
 EVAL_INTERVAL = 10
 """Value of trainer.eval_interval where it is null and there is something to evaluate on."""
 
-HAS_KL_LOSS = ReadIf(("actor.use_kl_loss",), lambda run: run.actor.use_kl_loss)
+HAS_CRITIC = ReadIf(
+    "algorithm.adv_estimator",
+    lambda run: run.has_critic,
+    "this run builds no critic",
+    others=("algorithm.shared_backbone",),
+    always=("value_clip", "huber_delta", "loss_agg_mode"),
+)
+HAS_REFERENCE = ReadIf(
+    "algorithm.use_kl_in_reward",
+    lambda run: run.kl_kinds,
+    "{} and actor.use_kl_loss are false, so that no reference is built",
+    others=("actor.use_kl_loss",),
+)
+HAS_KL_LOSS = ReadIf("actor.use_kl_loss")
 ONE_CLIP_RATIO = ReadIf(
-    ("actor.clip_ratio_low", "actor.clip_ratio_high"),
+    "actor.clip_ratio_low",
     lambda run: run.actor.clip_ratio_low is None or run.actor.clip_ratio_high is None,
     "{} and actor.clip_ratio_high are set",
+    others=("actor.clip_ratio_high",),
 )
-DELETES_CHECKPOINTS = ReadIf(("trainer.keep_checkpoints",), lambda run: run.trainer.keep_checkpoints)
-SAVES_BETWEEN = ReadIf(("trainer.save_interval",), lambda run: run.trainer.save_interval)
-ONLY_EVALUATES = ReadIf(("trainer.eval_only",), lambda run: run.trainer.eval_only)
+DELETES_CHECKPOINTS, SAVES_BETWEEN = ReadIf("trainer.keep_checkpoints"), ReadIf("trainer.save_interval")
+ONLY_EVALUATES = ReadIf("trainer.eval_only")
 
 
 class Model(Section):
@@ -71,13 +72,13 @@ class Model(Section):
 
 
 class Parallel(Section):
-    tensor: Ways = key(1, "tensor-parallel ranks per model replica")
-    context: Ways = key(1, "context-parallel ranks, which split the tokens of each sequence: each holds 1/context of a micro-batch")
-    pipeline: Ways = key(1, "pipeline stages per model replica")
-    virtual_pipeline: Ways = key(1, "model chunks on each pipeline stage (interleaved schedule: less idle time, more messages)")
-    pipeline_split: tuple[Ways, ...] | None = key(None, "layers of each pipeline stage, such as [13, 15], or with virtual_pipeline of each chunk of the model, from the first layer to the last; null = equal shares")
-    expert: Ways = key(1, "ranks that share the experts of each layer, among the tensor x context x data ranks of a stage")
-    expert_tensor: Ways = key(1, "ranks that split the matrices of each expert, among the same ranks; expert x expert_tensor divides tensor x context x data")
+    tensor: Positive = key(1, "tensor-parallel ranks per model replica")
+    context: Positive = key(1, "context-parallel ranks, which split the tokens of each sequence: each holds 1/context of a micro-batch")
+    pipeline: Positive = key(1, "pipeline stages per model replica")
+    virtual_pipeline: Positive = key(1, "model chunks on each pipeline stage (interleaved schedule: less idle time, more messages)")
+    pipeline_split: tuple[Positive, ...] | None = key(None, "layers of each pipeline stage, such as [13, 15], or with virtual_pipeline of each chunk of the model, from the first layer to the last; null = equal shares")
+    expert: Positive = key(1, "ranks that share the experts of each layer, among the tensor x context x data ranks of a stage")
+    expert_tensor: Positive = key(1, "ranks that split the matrices of each expert, among the same ranks; expert x expert_tensor divides tensor x context x data")
     sequence: StrictBool = key(False, "sequence parallelism: shard activations between tensor-parallel blocks (needs tensor > 1)")
 
     @property
@@ -87,7 +88,7 @@ class Parallel(Section):
 
 
 class Optim(Section):
-    lr: LearningRate = key(1e-6, "peak learning rate (Adam)", usual=Usual(0, 0.01, "Adam takes 1e-7 to 1e-4 for a language model"))
+    lr: OpenFraction = key(1e-6, "peak learning rate (Adam)")
     min_lr: NonNegativeFloat = key(0.0, "learning rate at the end of the decay")
     lr_warmup_steps: NonNegative = key(0, "optimizer steps of linear warm-up from 0")
     lr_decay_style: Literal["constant", "linear", "cosine"] = key("constant", "decay from lr to min_lr over the whole run")
@@ -122,7 +123,7 @@ class Trained(Section):
     lora: Lora | None = key(None, "train low-rank adapters beside the matrices, and a value head, instead of the weights; null = train all weights")
     recompute: Literal["none", "selective", "full"] = key("none", "activation recomputation in the backward pass")
     offload: Literal["auto"] | Annotated[tuple[TensorKind, ...], LISTED] = key((), "tensors to keep in host memory while no phase needs them on the device: weights, gradients, optimizer; auto = those that do not fit otherwise, by the plan's estimate")
-    max_tokens_per_micro_batch: TokenCount = key(8192, "most tokens (prompt + response) packed into one micro-batch, over all ranks of parallel.context together")
+    max_tokens_per_micro_batch: Positive = key(8192, "most tokens (prompt + response) packed into one micro-batch, over all ranks of parallel.context together")
     ppo_mini_batch_size: Positive = key(256, "prompts (each with rollout.n responses) per optimizer step")
     ppo_epochs: Positive = key(1, "passes over the rollouts of a step")
     loss_agg_mode: Aggregation | None = key(None, f"how token losses are averaged, always over all data-parallel ranks; -norm divides by rollout.max_response_length; null = token-mean or algorithm.preset's, but seq-mean-token-mean for the policy term of {_OWN_AVERAGING}")
@@ -134,24 +135,6 @@ class Trained(Section):
 
 class Actor(Trained):
     method_key, methods = "policy_loss", POLICY_LOSSES
-    rules = (
-        KeyRule(
-            lambda actor: actor.method.clips_below and actor.clip_ratio_low is None and actor.clip_ratio >= 1,
-            "actor.clip_ratio {clip_ratio} must be below 1: lower it, as the ratio is clipped to 1 - clip_ratio",
-        ),
-        KeyRule(
-            lambda actor: actor.method.clips_below and (actor.clip_ratio_low or 0) >= 1,
-            "actor.clip_ratio_low {clip_ratio_low} must be below 1: lower it, as the ratio is clipped to 1 - clip_ratio_low",
-        ),
-        KeyRule(
-            lambda actor: "clip_cov_lb" in actor.method.reads and actor.clip_cov_lb >= actor.clip_cov_ub,
-            "actor.clip_cov_lb {clip_cov_lb} must be below actor.clip_cov_ub {clip_cov_ub}: lower it",
-        ),
-        KeyRule(
-            lambda actor: actor.use_kl_loss and actor.kl_loss_unbiased and actor.kl_loss_type not in ("k1", "k3", "kl", "low_var_kl"),
-            "actor.kl_loss_unbiased true needs actor.kl_loss_type k1 or k3, found {kl_loss_type}: choose k3",
-        ),
-    )
 
     policy_loss: Annotated[str, OneOf(POLICY_LOSSES)] = key("clip", "policy loss; clip is PPO's, with clip-higher and dual clip")
     clip_ratio: PositiveFloat = key(0.2, "PPO's epsilon: the probability ratio is clipped to 1 +- this", read_if=ONE_CLIP_RATIO)
@@ -167,9 +150,9 @@ class Actor(Trained):
     ppo_kl_coef: NonNegativeFloat = key(1.0, "kl_cov: weight of that penalty")
     dro_beta: PositiveFloat = key(0.1, "dro: weight of the squared log-ratio")
     opsm_delta: PositiveFloat | None = key(None, "off-policy sequence masking: no gradient from tokens of negative advantage in a response whose mean of old_log_probs - log_probs exceeds this, such as 1e-4; null = off")
-    entropy_coeff: NonNegativeFloat = key(0.0, "weight of the entropy bonus", usual=Usual(0, 0.1, "the bonus makes responses random"))
+    entropy_coeff: NonNegativeFloat = key(0.0, "weight of the entropy bonus")
     use_kl_loss: StrictBool = key(False, "add kl_loss_coef x KL(policy, reference) to the loss; builds a reference")
-    kl_loss_coef: NonNegativeFloat = key(0.001, "weight of the KL loss", read_if=HAS_KL_LOSS, usual=Usual(0, 1, "the KL loss outweighs the policy's"))
+    kl_loss_coef: NonNegativeFloat = key(0.001, "weight of the KL loss", read_if=HAS_KL_LOSS)
     kl_loss_type: KLKind = key("k3", "KL estimator of the loss; k1+ and k3+ have k2's gradient; full = over the whole vocabulary", read_if=HAS_KL_LOSS)
     kl_loss_unbiased: StrictBool = key(False, "weight the KL loss of k1 or k3 by the ratio to the policy before the update, which makes its gradient unbiased", read_if=HAS_KL_LOSS)
     target_kl: PositiveFloat | None = key(None, "skip the remaining mini-batches and epochs of a step once actor/ppo_kl of one exceeds this; null = off")
@@ -178,6 +161,10 @@ class Actor(Trained):
     def method(self) -> PolicyLoss:
         """Entry of policy_loss: what it reads and needs."""
         return POLICY_LOSSES[self.policy_loss]
+
+    def contradictions(self) -> Iterator[str]:
+        if self.kl_loss_unbiased and self.use_kl_loss and self.kl_loss_type not in ("k1", "k3", "kl", "low_var_kl"):
+            yield f"actor.kl_loss_unbiased true needs actor.kl_loss_type k1 or k3, found {self.kl_loss_type}: choose k3"
 
 
 class Critic(Trained):
@@ -190,42 +177,20 @@ class Critic(Trained):
 class Ref(Section):
     parallel: Parallel | None = key(None, "layout of the frozen reference; null = the actor's")
     offload: Literal["auto"] | Annotated[tuple[Literal["weights"], ...], LISTED] = key((), "weights: keep them in host memory while no phase needs them on the device; auto = if they do not fit otherwise")
-    max_tokens_per_micro_batch: TokenCount | None = key(None, "tokens per forward micro-batch; null = the actor's")
+    max_tokens_per_micro_batch: Positive | None = key(None, "tokens per forward micro-batch; null = the actor's")
 
 
 class Placement(Section):
-    actor: str = key("all", "ranks of the actor: 'all', '0-7', '0,2', '0-3,6' (inclusive)")
-    critic: str = key("all", "ranks of the critic")
-    ref: str | None = key(None, "ranks of the reference; null = the actor's", read_if=HAS_REFERENCE)
-    rollout: str = key("all", "ranks whose GPUs the SGLang engines use, the actor's or others")
+    actor: Ranks = key("all", "ranks of the actor: 'all', '0-7', '0,2', '0-3,6' (inclusive)")
+    critic: Ranks = key("all", "ranks of the critic")
+    ref: Ranks | None = key(None, "ranks of the reference; null = the actor's", read_if=HAS_REFERENCE)
+    rollout: Ranks = key("all", "ranks whose GPUs the SGLang engines use, the actor's or others")
 
 
 class Trainer(Section):
-    rules = (
-        KeyRule(
-            lambda trainer: trainer.rollout_only and trainer.record_rollouts is None and not trainer.eval_only,
-            "trainer.rollout_only without trainer.record_rollouts keeps nothing: name a folder for the rollouts",
-        ),
-        KeyRule(
-            lambda trainer: trainer.replay_rollouts and (trainer.record_rollouts or trainer.rollout_only) and not trainer.eval_only,
-            "trainer.replay_rollouts only reads rollouts, and trainer.record_rollouts or trainer.rollout_only would write "
-            "them: drop one of them",
-        ),
-        KeyRule(
-            lambda trainer: trainer.eval_only and (trainer.rollout_only or trainer.record_rollouts or trainer.replay_rollouts),
-            "trainer.eval_only has no steps, which trainer.rollout_only, trainer.record_rollouts and "
-            "trainer.replay_rollouts are for: drop it, or drop them",
-        ),
-        KeyRule(
-            lambda trainer: trainer.time_limit is not None and trainer.time_limit <= trainer.grace_seconds,
-            "trainer.time_limit {time_limit:g} is not above trainer.grace_seconds {grace_seconds:g}, so that no step would "
-            "begin: raise it, or lower that",
-        ),
-    )
-
     output_dir: FilePath = key(..., "folder for config.yaml, metrics.jsonl, tensorboard/, checkpoints/, rollouts/")
     total_steps: Positive = key(100, "PPO steps")
-    seed: Seed = key(0, "seeds data order, value head and sampling")
+    seed: NonNegative = key(0, "seeds data order, value head and sampling")
     save_interval: NonNegative = key(20, "checkpoint every so many steps, and at the end; 0 = at the end only")
     async_save: StrictBool = key(True, "go on training while a checkpoint is written; from the first save on, a copy of what is saved stays in host memory")
     keep_checkpoints: NonNegative = key(2, "newest checkpoints to keep; 0 = all")
@@ -235,7 +200,7 @@ class Trainer(Section):
     export_hf: StrictBool = key(True, "write the actor as a Hugging Face folder (hf_actor/) at the end")
     num_samples: NonNegative = key(4, "prompts of each held-out data set whose responses are printed and kept per evaluation", read_if=HAS_HELD_OUT)
     max_bad_steps: NonNegative = key(3, "optimizer steps in a row that may be skipped because loss or gradients are not finite, with their rows kept in bad_steps/; one more ends the run")
-    time_limit: Seconds | None = key(None, "seconds that the job may take, from the start of its allocation; the run saves and ends before; null = SLURM's limit, else none")
+    time_limit: PositiveFloat | None = key(None, "seconds that the job may take, from the start of its allocation; the run saves and ends before; null = SLURM's limit, else none")
     grace_seconds: NonNegativeFloat = key(120.0, "seconds before the limit at which the run begins to save; with async_save two saves must fit, as one may be running")
     record_rollouts: FilePath | None = key(None, "folder for a file with each step's rollouts (tokens, log-probs, scores); tools/show_rollouts.py shows them")
     replay_rollouts: FilePath | None = key(None, "folder of such files to train on, instead of starting engines")
@@ -243,8 +208,22 @@ class Trainer(Section):
     eval_only: StrictBool = key(False, "evaluate once and train nothing: output_dir's newest checkpoint, or model.path if there is none")
     eval_checkpoint: FilePath | None = key(None, "eval_only: checkpoint to evaluate instead of output_dir's newest, a folder step_XXXXXXXX of any run of the same model", read_if=ONLY_EVALUATES)
     extensions: FilePaths = key((), "Python files that every rank runs before it reads the config; they register your own methods, families, components, transports and metrics")
-    process_group_timeout_seconds: Seconds = key(1800.0, "timeout of a collective; a longer wait ends the run")
-    hang_timeout_seconds: Seconds | None = key(None, "time without a heartbeat of any rank after which the run logs the ranks' stacks and ends; null = half of process_group_timeout_seconds")
+    process_group_timeout_seconds: PositiveFloat = key(1800.0, "timeout of a collective; a longer wait ends the run")
+    hang_timeout_seconds: PositiveFloat | None = key(None, "time without a heartbeat of any rank after which the run logs the ranks' stacks and ends; null = half of process_group_timeout_seconds")
+
+    def contradictions(self) -> Iterator[str]:
+        modes = [name for name in ("eval_only", "rollout_only", "replay_rollouts") if getattr(self, name)]
+        if len(modes) > 1:
+            yield f"trainer.{' and trainer.'.join(modes)} exclude each other: drop one"
+        if self.rollout_only and not (self.record_rollouts or self.eval_only):
+            yield "trainer.rollout_only without trainer.record_rollouts keeps nothing: name a folder for the rollouts"
+        if self.record_rollouts and (self.eval_only or self.replay_rollouts):
+            yield "trainer.record_rollouts needs rollouts, without trainer.eval_only and trainer.replay_rollouts: drop it"
+        if self.time_limit is not None and self.time_limit <= self.grace_seconds:
+            yield (
+                f"trainer.time_limit {self.time_limit:g} is not above trainer.grace_seconds {self.grace_seconds:g}, so "
+                "that no step would begin: raise it, or lower that"
+            )
 
 
 class Config(Section):
@@ -262,22 +241,20 @@ class Config(Section):
     eval: Eval = key(Eval(), "evaluations")
     trainer: Trainer = key(..., "the run")
 
-    _origins: Origins = PrivateAttr(Origins())
+    _sources: Sources = PrivateAttr(default_factory=Sources)
 
-    @classmethod
-    def written(cls, values: dict[str, Any], origins: Origins) -> Self:
-        """Validate values and remember where they were written, for errors found later."""
-        config = cls.model_validate(values)
-        config._origins = origins
-        return config
+    def model_post_init(self, context: Any) -> None:
+        """Remember where the values were written, if they are validated with their `Sources` as context."""
+        if isinstance(context, Sources):
+            self._sources = context
 
     def located(self, errors: Iterable[str]) -> list[str]:
         """Put the file and line of the first key that an error names, and that was set, before each error."""
-        return [printable(self._origins.located(error)) for error in errors]
+        return [printable(self._sources.located(error)) for error in errors]
 
-    def is_below(self, key: str, others: Iterable[str]) -> bool:
-        """True if a source that overrides the one of this key sets one of the others."""
-        return self._origins.rank(key) > min(map(self._origins.rank, others))
+    def overrides(self, key: str, others: tuple[str, ...]) -> bool:
+        """Return whether a source that overrides the one of this key sets one of the others."""
+        return self._sources.overrides(key, others)
 
     @contextmanager
     def locating(self) -> Iterator[None]:
@@ -292,7 +269,13 @@ class Config(Section):
 
         A config without such a key stays as it is: components that people register may have their settings elsewhere.
         """
-        return _changed(self, key.split("."), value)
+        section, _, name = key.rpartition(".")
+        try:
+            owner = attrgetter(section)(self) if section else self
+        except AttributeError:
+            return self
+        changed = owner.model_copy(update={name: value})
+        return self.changed(section, changed) if section else changed
 
     @property
     def has_values(self) -> bool:
@@ -350,19 +333,14 @@ class Config(Section):
 
     @property
     def absences(self) -> tuple[str, ...]:
-        """Critic and evaluation, if the run does without them, and why: a line each."""
+        """Critic and evaluation, if the run does without them, and the keys that decide: a line each."""
         if self.trainer.eval_only:
             return ()
         found = []
         if not self.has_critic:
-            method = "shared_backbone" if self.has_values else f"adv_estimator {self.algorithm.adv_estimator}"
-            found.append(f"critic: none (algorithm.{method})")
-        if self.trainer.rollout_only:
-            found.append("evaluation: none (trainer.rollout_only)")
-        elif not self.held_out_names:
-            found.append("evaluation: none (data.val_files names none)")
-        elif not self.evaluates:
-            found.append("evaluation: none (trainer.eval_interval is 0)")
+            found.append(f"critic: none (algorithm.adv_estimator {self.algorithm.adv_estimator})")
+        if not self.evaluates:
+            found.append("evaluation: none (data.val_files, eval.datasets, trainer.eval_interval, trainer.rollout_only)")
         return tuple(found)
 
     @property
@@ -379,10 +357,3 @@ class Config(Section):
         """Estimators of the KL to the reference that the run uses; without any it builds no reference."""
         penalty = (self.algorithm.kl_penalty,) if self.algorithm.use_kl_in_reward else ()
         return penalty + ((self.actor.kl_loss_type,) if self.actor.use_kl_loss else ())
-
-
-def _changed(section: Any, names: list[str], value: object) -> Any:
-    first, *rest = names
-    if not hasattr(section, first):
-        return section
-    return section.model_copy(update={first: _changed(getattr(section, first), rest, value) if rest else value})

@@ -25,21 +25,22 @@ def read_text(path: Path, most_bytes: int) -> str:
     """
     try:
         info = os.stat(path)  # first: to open a pipe would wait for a writer
-        if not stat.S_ISREG(info.st_mode):
-            kind = "a folder" if stat.S_ISDIR(info.st_mode) else "no ordinary file"
-            raise TextFileError(f"it is {kind}: name a file")
-        if info.st_size > most_bytes:
-            raise TextFileError(f"it has {info.st_size:,} bytes, more than {most_bytes:,}: is it the right file?")
-        data = path.read_bytes()
-    except FileNotFoundError as error:
-        raise TextFileError(f"{error.strerror}{looked_in(path)}: correct the path") from error
+        is_file = stat.S_ISREG(info.st_mode)
+        data = path.read_bytes() if is_file and info.st_size <= most_bytes else b""
     except OSError as error:
-        raise TextFileError(f"{error.strerror}: correct the path or its permissions") from error
-    except ValueError as error:
-        if isinstance(error, TextFileError):
-            raise
-        raise TextFileError(f"{error}: correct the path") from error  # a NUL in it
-    return _decoded(data)
+        remedy = "correct the path or its permissions"
+        raise TextFileError(f"{error.strerror}{looked_in(path)}: {remedy}") from error
+    except ValueError as error:  # a NUL in the path
+        raise TextFileError(f"{error}: correct the path") from error
+    if not is_file:
+        raise TextFileError("it is a folder, or no ordinary file: name a file")
+    if info.st_size > most_bytes:
+        raise TextFileError(f"it has {info.st_size:,} bytes, more than {most_bytes:,}: is it the right file?")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise TextFileError(f"it is not UTF-8 text (line {line}): save it as UTF-8") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -51,18 +52,8 @@ def read_json(path: Path) -> dict[str, Any]:
     text = read_text(path, LARGEST_JSON)
     try:
         found = json.loads(text)
-    except RecursionError as error:
-        raise TextFileError("it nests too deeply: copy it again") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TextFileError(f"it is not valid JSON ({error}): copy it again") from error
     if not isinstance(found, dict):
         raise TextFileError("it is not a JSON object: copy it again")
     return found
-
-
-def _decoded(data: bytes) -> str:
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise TextFileError(f"it is not UTF-8 text (line {line}): save it as UTF-8") from error

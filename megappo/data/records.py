@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from megappo.config.data_section import OTHER_KIND, ending
+from megappo.config.sections import OTHER_KIND, ending
 from megappo.runtime.heartbeat import heartbeat
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from megappo.architecture.dtypes import DTYPES
 from megappo.architecture.fit import fit_errors
 from megappo.config.config_error import ConfigError
 from megappo.config.eval_sets import longest_row
+from megappo.config.methods import GPU_BUCKET_BYTES
 from megappo.config.schema import Config
-from megappo.config.transports import GPU_BUCKET_BYTES
 from megappo.estimate.gpus import GIB
 from megappo.estimate.placed_model import PlacedModel, Shape, Shapes
 from megappo.placement.components import DeviceUse, build_order, uses_of

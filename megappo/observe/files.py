@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from megappo.config.layers import read_file
+from megappo.config.loading import read_values
 
 CHECKPOINTS = "checkpoints"
 CONFIG_FILE = "config.yaml"
@@ -22,5 +22,5 @@ def has_exported(folder: Path) -> bool:
     """Return whether a finished run exported its actor. A run that resumes without trainer.export_hf leaves an older
     export as it is."""
     config = folder / CONFIG_FILE
-    values = read_file(config).values if config.is_file() else {}
+    values = read_values(config) if config.is_file() else {}
     return (folder / HF_ACTOR).is_dir() and (values.get("trainer") or {}).get("export_hf", True)

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from megappo.config.methods import TRANSPORTS, Transport
 from megappo.config.schema import Config
-from megappo.config.transports import TRANSPORTS, Transport
 from megappo.placement.layout import Layout, by_node, format_ranks
 
 

@@ -12,9 +12,9 @@ from megappo.architecture.fit import adapter_errors, dense_stage_errors, engine_
 from megappo.architecture.model_folder import check_companions, end_tokens, other_kind, tensor_files
 from megappo.architecture.parsing import ArchitectureError, read_architecture
 from megappo.config.config_error import looked_in, shorten
-from megappo.config.data_section import OTHER_KIND, ending
 from megappo.config.eval_sets import context_errors, eval_sets, longest_request
 from megappo.config.schema import Config
+from megappo.config.sections import OTHER_KIND, ending
 from megappo.config.text_files import TextFileError
 from megappo.placement.components import ComponentSpec, components_of
 
@@ -87,13 +87,12 @@ def _fit_errors(config: Config, spec: ComponentSpec, architecture: Architecture)
         yield from engine_fit_errors(architecture, config.rollout.tensor_parallel)
     file, window = architecture.file, architecture.sliding_window
     positions = architecture.max_positions
-    yield from context_errors(config, f"{key}: {file}'s max_position_embeddings", positions, "lower these")
+    yield from context_errors(config, f"{key}: {file}'s max_position_embeddings", positions)
     longest = longest_request(config)
     if window and longest.tokens > window:
         yield (
-            f"{key}: {file}'s sliding_window {window} is below {longest.prompt_key} {longest.prompt} + "
-            f"{longest.response_key} {longest.response}: lower these, as neither trainer nor engine limits attention "
-            "to a window"
+            f"{key}: {file}'s sliding_window {window} is below {longest.lengths}: lower these, as neither trainer "
+            "nor engine limits attention to a window"
         )
 
 

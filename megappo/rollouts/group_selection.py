@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 from megappo.batch.exchange import Exchange
-from megappo.config.algorithm_section import FilterGroups
+from megappo.config.sections import FilterGroups
 from megappo.data.prompts import Prompt
 from megappo.observe.metrics import Metric, merge_metrics
 from megappo.rollouts.responses import Responses

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megappo.config.eval_sets import EvalSet, eval_sets
+from megappo.config.eval_sets import Task, eval_sets
 from megappo.observe.metrics import Metric, reduce_ranks
 from megappo.observe.observer import NullObserver, Observer
 from megappo.rollouts.datasets import Datasets
@@ -28,12 +28,13 @@ def evaluate(rollouts: Rollouts, datasets: Datasets, observer: Observer | NullOb
     Ranks exchange only numbers and the responses to log.
     """
     metrics = {}
-    for name, settings in eval_sets(rollouts.config).items():
+    for name, task in eval_sets(rollouts.config).items():
         prompts = datasets.held_out(name, rollouts.exchange)
-        params = rollouts.params(settings.max_response_length, settings.temperature, settings.top_p, settings.top_k)
-        responses = rollouts.sample(prompts, settings.n, params, f"evaluate {name}", task=name)
-        parts = _metric_parts(responses, settings, has_spread=len(prompts) > 1)
-        shown = _shown(rollouts, responses, name, settings)
+        own = task.rollout
+        params = rollouts.params(own.max_response_length, own.temperature, own.top_p, own.top_k)
+        responses = rollouts.sample(prompts, own.n, params, f"evaluate {name}", task=name)
+        parts = _metric_parts(responses, own.val_pass_threshold, has_spread=len(prompts) > 1)
+        shown = _shown(rollouts, responses, name, task)
         has_answers = any(one.graded.answer is not None for one in responses.samples)
         shared = rollouts.exchange.share((parts, shown, has_answers))
         parts_by_rank, shown_by_rank, have_answers = zip(*shared, strict=True)
@@ -45,7 +46,7 @@ def evaluate(rollouts: Rollouts, datasets: Datasets, observer: Observer | NullOb
     return metrics
 
 
-def _metric_parts(responses: Responses, settings: EvalSet, *, has_spread: bool) -> dict[str, Metric]:
+def _metric_parts(responses: Responses, pass_threshold: float, *, has_spread: bool) -> dict[str, Metric]:
     """Return this rank's part of the metrics of a data set.
 
     Args:
@@ -56,7 +57,7 @@ def _metric_parts(responses: Responses, settings: EvalSet, *, has_spread: bool) 
     all_scores = []
     for group in responses.groups().values():
         scores, answers = _scores_and_answers(group)
-        by_prompt.append(prompt_statistics(scores, answers, settings.pass_threshold))
+        by_prompt.append(prompt_statistics(scores, answers, pass_threshold))
         all_scores += scores
         for one in group:
             lengths = {"response_length/mean": one.num_policy_tokens}
@@ -74,7 +75,7 @@ def _scores_and_answers(group: Sequence[Sample]) -> tuple[list[float], list[str 
     return [math.fsum(one.graded.scores) for one in group], [one.graded.answer for one in group]
 
 
-def _shown(rollouts: Rollouts, responses: Responses, name: str, settings: EvalSet) -> list[tuple[int, dict[str, Any]]]:
+def _shown(rollouts: Rollouts, responses: Responses, name: str, task: Task) -> list[tuple[int, dict[str, Any]]]:
     """Return the first prompts of a data set, if they are among these, with their first response and all scores."""
     found = []
     for index, group in responses.groups().items():
@@ -87,9 +88,9 @@ def _shown(rollouts: Rollouts, responses: Responses, name: str, settings: EvalSe
             "response": rollouts.tokenizer.decode(group[0].tokens, skip_special_tokens=True),
             "label": prompt.label,
             "score": scores[0],
-            "passed": scores[0] >= settings.pass_threshold,
+            "passed": scores[0] >= task.rollout.val_pass_threshold,
         }
-        if settings.n > 1:
+        if task.rollout.n > 1:
             shown["scores"] = scores
             if any(answer is not None for answer in answers):
                 shown["answers"] = answers

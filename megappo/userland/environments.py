@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-from megappo.config.rollout_section import Rollout
 from megappo.config.schema import Reward
+from megappo.config.sections import Rollout
 from megappo.errors import ActionableError
 from megappo.runtime.heartbeat import heartbeat
 from megappo.userland.signatures import PROMPTS

@@ -43,7 +43,7 @@ def test_what_an_extension_registers_is_a_value_of_its_key(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, "no file"),
+        (None, "raised ImportError: no Python file"),
         ("x = 1\nraise OSError('gone')\n", "raised OSError: gone (line 2): correct the file"),
         ("def f(:\n", "raised SyntaxError: "),
         ("import sys\nsys.exit('stop')\n", "raised SystemExit: stop (line 2)"),

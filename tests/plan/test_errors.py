@@ -76,7 +76,7 @@ def test_an_engine_needs_as_many_ranks_on_each_of_its_nodes(plan, run_folder):
 def test_a_senseless_world_size(plan, run_folder, size):
     done = plan(run_folder, "run.yaml", f"--world-size={size}")
     assert done.returncode == 2
-    assert f"expected a number of ranks of at least 1, at most 100000, found '{size}'" in done.stderr
+    assert "argument --world-size: " in done.stderr and size in done.stderr
 
 
 def test_the_plan_lists_what_it_has_checked_and_what_not(plan, run_folder):
@@ -242,12 +242,11 @@ def test_a_tokenizer_of_llamas_is_loaded_as_the_run_loads_it(run_folder):
 
 
 def test_odd_values_are_warned_of(plan, run_folder):
-    odd = ("model.dtype=bf16", "rollout.sync.probe_tolerance=1e-3", "critic.optim.lr=0.1", "rollout.temperature=5")
+    odd = ("model.dtype=bf16", "rollout.sync.probe_tolerance=1e-3", "actor.use_kl_loss=true")
     lines = errors_of(plan(run_folder, "run.yaml", *odd))
     assert [line.split()[:2] for line in lines] == [
         ["warning:", "rollout.sync.probe_tolerance"],
-        ["warning:", "critic.optim.lr"],
-        ["warning:", "rollout.temperature"],
+        ["warning:", "actor.use_kl_loss"],
     ]
     assert "in bf16 engine and trainer differ by about 0.01 to 0.05 on average" in lines[0]
 
@@ -263,7 +262,7 @@ def test_odd_values_are_warned_of(plan, run_folder):
             "rollout.server_args={schedul_policy: x}",
             "rollout.server_args: SGLang does not know schedul_policy: did you",
         ),
-        ("trainer.output_dir=''", 'trainer.output_dir: expected text, found "" (it is empty'),
+        ("trainer.output_dir=''", 'trainer.output_dir: expected text, found "" (empty paths'),
         ("trainer.output_dir=/proc/runs/1", "trainer.output_dir: cannot write in /proc ("),
         (f"trainer.output_dir=out/{'x' * 300}", "trainer.output_dir: cannot write in "),
         ("trainer.output_dir=train.jsonl/out", "trainer.output_dir: "),

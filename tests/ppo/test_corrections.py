@@ -13,7 +13,7 @@ from ragged import CASES, Case, cases
 from spawn import run_ranks
 
 from megappo.batch.exchange import Exchange
-from megappo.config.algorithm_section import RolloutCorrection
+from megappo.config.sections import RolloutCorrection
 from megappo.config.values import Rejection
 from megappo.observe.metrics import Metric, reduce_ranks
 from megappo.ppo.corrections import rollout_is_weights

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from policy_oracles import all_conventions, on_grid
 from ragged import CASES, Case, cases
 
-from megappo.config.algorithm_section import KLCtrl
+from megappo.config.sections import KLCtrl
 from megappo.config.values import KLKind
 from megappo.ppo.conventions import DEFAULT, KL_KINDS, PRESETS, Conventions
 from megappo.ppo.kl import VERL_NAMES, AdaptiveKLController, kl_controller, kl_estimate

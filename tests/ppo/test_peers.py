@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from megappo.config.algorithm_section import RolloutCorrection
 from megappo.config.schema import Actor
+from megappo.config.sections import RolloutCorrection
 from megappo.ppo.advantages import whiten
 from megappo.ppo.conventions import PRESETS
 from megappo.ppo.corrections import rollout_is_weights

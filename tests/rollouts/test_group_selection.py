@@ -14,7 +14,7 @@ from scored_responses import ScoredResponses
 from spawn import run_ranks
 
 from megappo.batch.exchange import Exchange
-from megappo.config.algorithm_section import FilterGroups
+from megappo.config.sections import FilterGroups
 from megappo.data.prompts import Prompt
 from megappo.observe.metrics import Metric
 from megappo.rollouts.group_selection import GroupQuota, choose_groups

@@ -36,8 +36,7 @@ import torch
 from megappo.architecture.families import FAMILIES, Family
 from megappo.batch.fields import FIELDS, Field
 from megappo.batch.row_metrics import ROW_METRICS, RowMetric, of_rows, of_tokens
-from megappo.config.methods import ESTIMATORS, POLICY_LOSSES, Estimator, PolicyLoss
-from megappo.config.transports import TRANSPORTS, Transport
+from megappo.config.methods import ESTIMATORS, POLICY_LOSSES, TRANSPORTS, Estimator, PolicyLoss, Transport
 from megappo.placement.components import COMPONENTS, ComponentSpec, ForwardPass, Setting
 
 

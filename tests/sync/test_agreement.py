@@ -2,8 +2,8 @@
 
 import pytest
 
-from megappo.config.rollout_section import Sync
 from megappo.config.schema import Config
+from megappo.config.sections import Sync
 from megappo.engines.client import EngineError
 from megappo.sync.proof import FAR, check_log_probs
 

@@ -15,8 +15,8 @@ from spawn import run_ranks
 from megappo.architecture.parsing import read_architecture
 from megappo.batch.exchange import Exchange
 from megappo.config.describe import keys
+from megappo.config.methods import TRANSPORTS, Transport
 from megappo.config.schema import Config
-from megappo.config.transports import TRANSPORTS, Transport
 from megappo.engines.client import EngineClient
 from megappo.engines.process import Engine
 from megappo.placement.groups import build_groups

@@ -1,0 +1,176 @@
+"""YAML files and `key=value` overrides -> nested dicts, with the place where each key was written."""
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from megappo.config.config_error import ConfigError, shorten
+from megappo.config.text_files import TextFileError, read_text
+from megappo.config.values import FilePaths
+
+LARGEST_FILE = 256 * 2**10
+"""Bytes of a config; one with every key has 5 KiB."""
+COMMAND_LINE = "command line"
+FILE_PATHS = TypeAdapter(FilePaths)
+_TAG = "tag:yaml.org,2002:"
+_KEYS = re.compile(r"^[a-z_]+(?=:)|[a-z_]+(?:\.[\w-]+)+")
+"""Possible keys in the text of an error: a section only at its start, as its name may be a word like any other."""
+
+
+class Place(NamedTuple):
+    """The place where a key was written: `run.yaml:12` or `command line`, and the number of its file, or of all
+    overrides."""
+
+    source: int
+    text: str
+
+
+class _Loader(yaml.SafeLoader):
+    """A loader that takes dates for text, and refuses tags."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()
+        if getattr(event, "tag", None):
+            raise yaml.MarkedYAMLError(problem="tags (!) are not supported: drop it", problem_mark=event.start_mark)
+        return super().compose_node(parent, index)
+
+
+yaml.add_constructor(_TAG + "timestamp", yaml.SafeLoader.construct_yaml_str, _Loader)
+
+
+class Sources:
+    """The files and overrides of a config, merged: what is read later overrides what was read before.
+
+    Attributes:
+        file: the config, for errors about keys that were not written anywhere.
+        values: nested dicts.
+        places: dotted key -> where it was written last.
+        errors: keys that are written twice, and overrides that cannot be read, a line each.
+    """
+
+    def __init__(self, file: str = ""):
+        self.file = file
+        self.values: dict[str, Any] = {}
+        self.places: dict[str, Place] = {}
+        self.errors: list[str] = []
+        self._num_files = 0
+
+    def __eq__(self, other: object) -> bool:
+        """Return True: equal configs may have been written in different places."""
+        return isinstance(other, Sources)
+
+    def read_file(self, path: Path, named_at: str = "", readers: tuple[str, ...] = ()) -> None:
+        """Read the files that the `base:` of a YAML file names, relative to it, then the file itself.
+
+        Args:
+            named_at: start of an error: the place of the `base:` that names this file.
+            readers: files whose `base:` led here.
+        Raises:
+            ConfigError: a file cannot be read, is not YAML, or holds something that no config needs.
+        """
+        try:
+            text = read_text(path, LARGEST_FILE)
+        except TextFileError as error:
+            raise ConfigError(f"{named_at}{path}: {error}") from error
+        real = os.path.realpath(path)
+        if real in readers:
+            raise ConfigError(f"{named_at}{path}: it is a base of itself: remove one")
+        with _reporting(str(path)):
+            loader = _Loader(text)
+            node = loader.get_single_node()
+        if not isinstance(node, yaml.MappingNode):
+            raise ConfigError(f"{path}:1: expected sections such as `model:`")
+        for key, value in node.value:
+            if key.value == "base":
+                place = f"{path}:{key.start_mark.line + 1}: base: "
+                for base in _bases(loader.construct_object(value, deep=True), place):
+                    self.read_file(path.parent / base, f"{place}cannot read ", (*readers, real))
+        node.value = [pair for pair in node.value if pair[0].value != "base"]
+        with _reporting(str(path)):
+            self._merge(loader, node, self.values, "", str(path))
+        self._num_files += 1
+
+    def read_override(self, text: str) -> None:
+        """Read one `key=value` of the command line, the value written as in YAML."""
+        key, equals, value = text.partition("=")
+        names = key.strip().split(".")
+        if not equals or not key.isprintable() or not all(names):
+            example = "expected key=value, such as trainer.total_steps=10"
+            self.errors.append(f"{COMMAND_LINE}: {shorten(repr(text))}: {example}")
+            return
+        try:
+            with _reporting(COMMAND_LINE):
+                loader = _Loader(value)
+                node = loader.get_single_node() or yaml.ScalarNode(_TAG + "null", "")
+                for name in reversed(names):
+                    node = yaml.MappingNode(_TAG + "map", [(yaml.ScalarNode(_TAG + "str", name), node)])
+                self._merge(loader, node, self.values, "", COMMAND_LINE)
+        except ConfigError as error:
+            self.errors.append(f"{error} (in {shorten(repr(text))})")
+
+    def _merge(self, loader: _Loader, node: yaml.Node, values: dict[str, Any], path: str, source: str) -> None:
+        """Put the values of a mapping over those of `path`. Components share a key, as `actor, critic: 0-7`."""
+        seen: dict[str, str] = {}
+        for key, value in node.value:
+            place = source if source == COMMAND_LINE else f"{source}:{key.start_mark.line + 1}"
+            written = str(key.value)
+            for name in written.split(",") if path == "placement." else [written]:
+                name = name.strip()
+                if name in seen:
+                    self.errors.append(f"{place}: {path}{name}: set twice, first at {seen[name]}; remove one")
+                    continue
+                seen[name] = place
+                self.places[path + name] = Place(self._num_files, place)
+                if isinstance(value, yaml.MappingNode):
+                    below = values.get(name)
+                    values[name] = below if isinstance(below, dict) else {}
+                    self._merge(loader, value, values[name], f"{path}{name}.", source)
+                else:
+                    values[name] = loader.construct_object(value, deep=True)
+
+    def place_of(self, key: str) -> str:
+        """Return the place of a key, else of the section it would be in, else the file."""
+        while key and key not in self.places:
+            key = key.rpartition(".")[0]
+        return self.places[key].text if key else self.file
+
+    def overrides(self, key: str, others: tuple[str, ...]) -> bool:
+        """Return whether a source that overrides the one of `key` sets one of the others."""
+        default = Place(-1, "")
+        own = self.places.get(key, default)
+        return any(self.places.get(other, default).source > own.source for other in others)
+
+    def located(self, error: str) -> str:
+        """Return the error behind the place of the first key it names that was written, else behind the file."""
+        for key in _KEYS.findall(error):
+            of_table = key.rpartition(".")[0] if key.startswith("eval.datasets.") else ""
+            for name in (key, of_table):  # for eval.datasets.NAME.n the place of NAME
+                if name in self.places:
+                    return f"{self.places[name].text}: {error}"
+        return f"{self.file}: {error}" if self.file else error
+
+
+def _bases(value: object, place: str) -> tuple[str, ...]:
+    try:
+        return FILE_PATHS.validate_python(value)
+    except ValidationError as error:
+        raise ConfigError(f"{place}expected a path or a list of paths, found {shorten(repr(value))}") from error
+
+
+@contextmanager
+def _reporting(source: str) -> Iterator[None]:
+    """Report text that is no YAML as a ConfigError."""
+    try:
+        yield
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        problem = " ".join(str(getattr(error, "problem", None) or error).split())
+        place = f"{source}:{mark.line + 1}" if mark and source != COMMAND_LINE else source
+        remedy = "correct it, or quote what is text"
+        raise ConfigError(f"{place}: not valid YAML: {problem}; {remedy}") from error
