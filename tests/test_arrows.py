@@ -69,7 +69,7 @@ BUDGETS = {
     "architecture": 9_000,
     "batch": 7_100,
     "checkpoint": 7_600,
-    "config": 14_200,
+    "config": 14_600,
     "data": 8_900,
     "engines": 9_000,
     "estimate": 9_600,

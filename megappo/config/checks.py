@@ -16,6 +16,17 @@ from megappo.config.values import ReadIf, Section
 ADDRESS = re.compile(r"https?://[^/@?#\s]+:\d{1,5}")
 DATASET_NAME = re.compile(r"[A-Za-z0-9_-]+")
 """Name in eval.datasets: a part of keys and of metrics."""
+USUAL = {
+    "actor.optim.lr": (0, 0.01, "Adam takes 1e-7 to 1e-4 for a language model"),
+    "critic.optim.lr": (0, 0.01, "Adam takes 1e-7 to 1e-4 for a language model"),
+    "actor.entropy_coeff": (0, 0.1, "the bonus makes responses random"),
+    "actor.kl_loss_coef": (0, 1, "the KL loss outweighs the policy's"),
+    "algorithm.kl_ctrl.kl_coef": (0, 1, "the penalty outweighs scores of 0 to 1"),
+    "algorithm.gamma": (0.9, 1, "a reward is forgotten within some tokens"),
+    "rollout.temperature": (0.1, 2, "responses are sampled at about 1"),
+    "rollout.top_p": (0.5, 1, "most of the policy's distribution is never sampled"),
+}
+"""Key -> lowest and highest usual value, and the reason to doubt others."""
 
 
 def config_errors(config: Config) -> list[str]:
@@ -40,6 +51,10 @@ def config_errors(config: Config) -> list[str]:
 
 def config_warnings(config: Config) -> Iterator[str]:
     """Yield a line for each value that is most probably a mistake; the dry run prints them."""
+    for key, (low, high, reason) in USUAL.items():
+        value = attrgetter(key)(config)
+        if not low <= value <= high:
+            yield f"{key} {value} is unusual: {reason}"
     tolerance = config.rollout.sync.probe_tolerance
     if config.model.dtype == "bf16" and tolerance < 0.005:
         yield (
@@ -134,7 +149,21 @@ def _model_errors(config: Config) -> Iterator[str]:
 
 
 def _run_errors(config: Config) -> Iterator[str]:
-    trainer, warmup = config.trainer, config.critic.warmup_steps
+    trainer, actor, warmup = config.trainer, config.actor, config.critic.warmup_steps
+    hang_seconds, group_seconds = config.hang_timeout_seconds, trainer.process_group_timeout_seconds
+    if hang_seconds >= group_seconds:
+        yield (
+            f"trainer.hang_timeout_seconds {hang_seconds:g} must be below trainer.process_group_timeout_seconds "
+            f"{group_seconds:g}, which would end a run that hangs before its ranks have logged their stacks: lower it"
+        )
+    if actor.target_kl is not None and actor.ppo_epochs * actor.num_mini_batches(config.data.train_batch_size) == 1:
+        yield (
+            f"actor.target_kl {actor.target_kl} has nothing to skip: a step has one optimizer step only; drop it, or "
+            "raise actor.ppo_epochs or lower actor.ppo_mini_batch_size"
+        )
+    buffer, length = config.reward.overlong_buffer, config.rollout.max_response_length
+    if config.reward.length_penalty == "overlong" and buffer > length:
+        yield f"reward.overlong_buffer {buffer} is longer than rollout.max_response_length {length}: shorten it"
     if config.has_critic and warmup >= trainer.total_steps:
         yield (
             f"critic.warmup_steps {warmup} must be below trainer.total_steps {trainer.total_steps}: lower it, else the "

@@ -8,6 +8,13 @@ import yaml
 from megappo import plan
 
 CONTRADICTIONS = {
+    "reward.length_penalty=overlong reward.overlong_buffer=2000": (
+        "reward.overlong_buffer 2000 is longer than rollout.max_response_length 1024: shorten it"
+    ),
+    "actor.target_kl=0.1": "actor.target_kl 0.1 has nothing to skip: a step has one optimizer step only; drop it",
+    "trainer.process_group_timeout_seconds=600 trainer.hang_timeout_seconds=600": (
+        "trainer.hang_timeout_seconds 600 must be below trainer.process_group_timeout_seconds 600, which would"
+    ),
     "critic.lora.rank=4": "critic.lora needs model.layer_spec torch, found auto: set it, as the inputs",
     "actor.ppo_mini_batch_size=100": (
         "actor.ppo_mini_batch_size 100 does not divide data.train_batch_size 256: 64 or 128 would"
@@ -482,6 +489,20 @@ def test_an_error_about_defaults_names_the_file(refusals, capsys):
     assert (
         error == "error: run.yaml: placement: every component is on 'all' ranks: set their number with --world-size N"
     )
+
+
+@pytest.mark.parametrize(
+    ("override", "warning"),
+    {
+        "actor.optim.lr=0.1": "actor.optim.lr 0.1 is unusual: Adam takes 1e-7 to 1e-4 for a language model",
+        "algorithm.gamma=0.5": "algorithm.gamma 0.5 is unusual: a reward is forgotten within some tokens",
+        "actor.entropy_coeff=1": "actor.entropy_coeff 1.0 is unusual: the bonus makes responses random",
+        "rollout.temperature=3": "rollout.temperature 3.0 is unusual: responses are sampled at about 1",
+    }.items(),
+)
+def test_an_unusual_value_gives_a_warning(run_folder, capsys, override, warning):
+    assert plan.main(["run.yaml", override, "--world-size", "4"]) == 0
+    assert capsys.readouterr().err == f"warning: {warning}\n"
 
 
 def test_servers_of_all_forms_and_the_last_ports_are_valid(accepted):

@@ -106,7 +106,7 @@ def test_a_kl_that_counts_twice_gives_a_warning() -> None:
     warnings = [list(config_warnings(make_config(True, in_loss))) for in_loss in (False, True)]
     assert warnings[0] == list(config_warnings(make_config(False, True))) == []
     [warning] = warnings[1]
-    assert warning.startswith("actor.use_kl_loss True is unusual: the KL to the reference is in the rewards already")
+    assert warning.startswith("actor.use_kl_loss true is unusual: the KL to the reference is in the rewards already")
 
 
 def check_returns(rank: int, world_size: int) -> None:
