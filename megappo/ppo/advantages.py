@@ -89,7 +89,7 @@ def gae(
         FloatingPointError: a reward or value on a token with mask 1, or a bootstrap value, is not finite.
     Source: Schulman et al. 2016, eq. 16; masked tokens as in verl's compute_gae_advantage_return.
     """
-    # On a GPU float64, which TF32 and autocast do not touch.
+    # On a GPU float64, which TF32 and autocast do not affect.
     dtype = torch.float32 if values.device.type == "cpu" else torch.float64
     lam = torch.as_tensor(lam, dtype=torch.float64, device=values.device)
     valid = response_mask.bool()
@@ -234,7 +234,7 @@ def whiten(
     Args:
         x: [B, R] float32. mask: [B, R].
         shift_mean: False keeps the mean.
-        group: ranks whose tokens are whitened together; each must call, with its own rows (none is allowed).
+        group: ranks whose tokens are whitened together; each must call, with its own rows (possibly none).
             None = the tokens given here alone, even where torch.distributed is initialised.
         whitening: by default ddof 1 and eps 1e-8, added to the variance.
 

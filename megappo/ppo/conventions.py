@@ -25,7 +25,7 @@ No preset follows:
 - A normaliser per micro-batch or per rank: the loss never depends on how the mini-batch was cut.
 - Losses for which a system clamps the log-ratio differently than for PPO's clip. verl: gspo, gmpo, clip_cov, kl_cov;
   see there. OpenRLHF: its 20 is ppo's, its gspo clamps nothing.
-- miles takes a log-ratio that is NaN or infinite as 0. Here an infinite one is clamped as any other; NaN makes the
+- miles takes a log-ratio that is NaN or infinite as 0. Here an infinite one is clamped like any other; NaN makes the
   loss NaN, too, and a run skips the optimizer step.
 - The unbiased KL loss (`losses.kl_loss`): the estimate is clamped here, before the ratio; in slime, miles and NeMo-RL
   the product with the ratio, whose gradient vanishes where the policy moved most.

@@ -12,7 +12,7 @@ mode: truncate bounds the weight to [threshold_lower or 0, threshold] (TIS; slim
 normalize: divide the bounded weights by their mean over all ranks, of tokens (level token) or of responses, before any
     is rejected (verl's rollout_is_batch_normalize).
 reject: divergence -> bound, see `_diverging` (verl's rollout_rs).
-reject_geometric: all of a response gets weight 0 where its geometric mean lies outside of these bounds (verl's
+reject_geometric: all tokens of a response get weight 0 if its geometric mean is outside these bounds (verl's
     rollout_rs "geometric"; its "seq_mean_k1" bounds 1 / that mean, so that [a, b] here is "1/b_1/a" there; with level
     token and a threshold out of reach, NeMo-RL's "seq-mask-tis").
 veto_threshold: likewise where any token's ratio, not clamped, is below it (rollout_token_veto_threshold of verl's
@@ -54,7 +54,7 @@ def rollout_is_weights(
         rollout_log_probs: [B, R] of the engine, at the temperature it sampled with.
         response_mask: [B, R], 1 on tokens the policy wrote; values elsewhere are ignored.
         config: algorithm.rollout_correction, see the module.
-        group: ranks whose weights are normalised together; each must call, with its own rows (none is allowed).
+        group: ranks whose weights are normalised together; each must call, with its own rows (possibly none).
 
     Returns:
         (weights, metrics): [B, R] float32 without gradient, 0 where the mask is 0; see `_metrics`, of these rows.

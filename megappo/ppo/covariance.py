@@ -1,4 +1,4 @@
-"""Policy losses that treat the tokens with a high covariance of advantage and log-prob apart: Clip-Cov and KL-Cov.
+"""Policy losses that treat tokens with a high covariance of advantage and log-prob separately: Clip-Cov and KL-Cov.
 
 Those tokens drive the policy's entropy down. They are a share of the whole mini-batch's tokens, so they are selected
 over all its data-parallel ranks, before it is cut into micro-batches.
@@ -34,8 +34,8 @@ def select_for_clip_cov(
     Args:
         log_probs, advantages, response_mask: [B, R]; whole rows.
         config: the actor section.
-        group: ranks whose rows make up the mini-batch; each must call, with its own rows (none is allowed). None =
-            these rows alone.
+        group: ranks whose rows make up the mini-batch; each must call, with its own rows (possibly none).
+            None = these rows alone.
 
     Returns:
         [B, R] bool; all False where the mini-batch has no token.

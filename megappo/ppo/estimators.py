@@ -113,8 +113,8 @@ def gpg(
 
     Args:
         token_level_rewards, response_mask, groups: see the module.
-        group: ranks over which both numbers of responses are counted; each must call, with its own rows (none is
-            allowed). None = the rows given here alone.
+        group: ranks over which both numbers of responses are counted; each must call, with its own rows (possibly
+            none). None = the rows given here alone.
 
     Source: Chu et al. 2025 (GPG); verl's compute_gpg_outcome_advantage with its f_norm = 1, which counts scores that
         are not 0 where the paper counts groups whose gradient is not.
@@ -130,7 +130,7 @@ def grpo_passk(
 ) -> Estimates:
     """(best score - second best) / (group's standard deviation + 1e-6) on each token of a prompt's best response.
 
-    Other responses have 0, and the best one has where another shares its score.
+    Other responses have 0, and so does the best one if another has the same score.
 
     Args:
         token_level_rewards, response_mask, groups: see the module.
@@ -200,7 +200,7 @@ def optimal_token_baseline(
         (advantages, returns): returns without the baseline.
     Source: Li et al. 2026 (The Optimal Token Baseline, arXiv 2602.07078); verl's
         compute_optimal_token_baseline_advantage with handle_zero_tail, which is off there by default: the baseline of
-        such a position is then the response's own return, and its advantage 0. A single response it takes without a
+        such a position is then the response's own return, and its advantage 0. It takes a single response without a
         baseline.
     """
     returns, _ = reinforce_plus_plus(token_level_rewards, response_mask, gamma=1.0)

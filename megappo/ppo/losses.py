@@ -36,7 +36,7 @@ def policy_loss(
         old_log_probs: [B, R] of the policy before the update.
         advantages, response_mask: [B, R].
         config: the actor section.
-        selected: [B, R] bool, the tokens that the loss treats apart; None = selected by the method from this call's.
+        selected: [B, R] bool, the tokens that the loss treats separately; None = selected from this call's tokens.
         options: rollout_is_weights [B, R], normaliser, conventions and loss_weights [B], all optional: see
             `PolicyInputs`.
 
@@ -157,7 +157,7 @@ def value_loss(
     """Compute the squared or Huber error to the returns: the larger of the clipped and the unclipped prediction's.
 
     Args:
-        values: [B, R] of the critic being trained; the only one that gets a gradient.
+        values: [B, R] of the critic being trained; the only input that gets a gradient.
         old_values: [B, R] before the update; values are clipped to old_values +- config.value_clip, null = not clipped.
         returns, response_mask: [B, R].
         config: the critic section. huber_delta null: value_loss_factor x e^2. Else Huber's e^2 / 2 up to |e| = delta

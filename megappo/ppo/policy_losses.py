@@ -3,7 +3,7 @@
 Each loss takes (`PolicyInputs`, the actor section of the config) and returns (loss, metrics), both divided by counts of
 the whole mini-batch (`Normaliser`); `megappo.config.methods.POLICY_LOSSES` registers it. Ratios belong to a token
 (clip, cispo, sapo, gpg), to a sequence (gspo, gmpo), or give way to a divergence (dppo_tv, dppo_kl, dro).
-`covariance` has those that treat some tokens apart.
+`covariance` has those that treat some tokens separately.
 """
 
 import math
@@ -30,7 +30,7 @@ class PolicyInputs:
         old_log_probs: of the policy before the update.
         advantages, response_mask: float32.
         rollout_is_weights: importance weights, detached and multiplied in after clipping; None = 1.
-        selected: bool, the tokens that a method treats apart; None = none.
+        selected: bool, the tokens that a method treats separately; None = none.
         normaliser: of the mini-batch; None = counted from response_mask.
         conventions: log_ratio_clamp bounds the log-ratio before exp.
         opsm_delta: threshold of off-policy sequence masking, see `_off_policy`; None = off.
@@ -69,7 +69,7 @@ class PolicyInputs:
             self.weights = self.weights.masked_fill(self.off_policy, 0.0)
 
     def _off_policy(self, delta: float) -> Tensor:
-        """[B, R] bool: tokens with A < 0 in rows whose mean of old_log_probs - log_probs is above delta.
+        """Return [B, R] bool: tokens with A < 0 in rows whose mean of old_log_probs - log_probs is above delta.
 
         Source: DeepSeek-AI 2025 (DeepSeek-V3.2), section 3.1, off-policy sequence masking; there old_log_probs are the
         engine's. slime's compute_opsm_mask.
@@ -185,7 +185,7 @@ def sapo(inputs: PolicyInputs, config: PolicyConfig) -> Result:
     """SAPO: -A x 4 / tau x sigmoid(tau (ratio - 1)), a soft gate in the clip's place.
 
     Args and Returns: as `clip`; the clip bounds are not read and nothing counts as clipped. tau is tau_pos where
-    A > 0, else tau_neg. A loss_agg_mode of null is seq-mean-token-mean, the paper's; verl takes that always.
+    A > 0, else tau_neg. A loss_agg_mode of null is seq-mean-token-mean, the paper's; verl always uses that.
     Source: Gao et al. 2025 (Soft Adaptive Policy Optimization), eqs. 5 and 6.
     """
     ratios = inputs.ratios()
@@ -214,7 +214,7 @@ def gspo(inputs: PolicyInputs, config: PolicyConfig) -> Result:
     log_ratio_clamp bounds (verl: at most 10; OpenRLHF: not at all). A new log_prob of -inf makes the loss NaN, as in
     verl, and a run skips the optimizer step; the sequence's ratio is 0 in slime, OpenRLHF and NeMo-RL, and 1 in miles.
     The metric ratio is the mean over tokens of their sequence's. A loss_agg_mode of null is seq-mean-token-mean, the
-    paper's; verl takes that always, here a mode that is set holds.
+    paper's; verl always uses that; here a mode that is set takes precedence.
     Source: Zheng et al. 2025 (GSPO), eqs. 5, 7 and 14; verl's compute_policy_loss_gspo.
     """
     own = inputs.log_probs - inputs.log_probs.detach()

@@ -27,7 +27,7 @@ def overlong_penalty(response_lengths: Tensor, max_response_length: int, config:
     Args:
         response_lengths: [B] tokens.
         config: the reward section. overlong_buffer: tokens over which the penalty grows, at most max_response_length;
-            length_penalty_factor: the largest penalty, also beyond the maximum (verl's goes on growing there).
+            length_penalty_factor: the largest penalty, also beyond the maximum (verl's keeps growing there).
 
     Returns:
         [B] float32, <= 0.
@@ -51,7 +51,7 @@ class RunningMoments:
         return math.sqrt(self._squares / (self.count - 1.0)) if self.count > 1.0 else 0.0
 
     def update(self, scores: Tensor, group: ProcessGroup | None = None) -> None:
-        """Add the scores, [B], of all ranks of `group`; each must call, with its own (none is allowed).
+        """Add the scores, [B], of all ranks of `group`; each must call, with its own (possibly none).
 
         Except for rounding the result depends neither on how scores are spread over ranks nor over calls.
         """
@@ -78,7 +78,7 @@ def normalize_scores(
 
     Args:
         scores: [B] float32.
-        groups: [B] int64; the same number = the same prompt. All responses to a prompt stand on one rank.
+        groups: [B] int64; the same number = the same prompt. All responses to a prompt are on one rank.
         normalize: whose mean and std: batch = the scores of all ranks; running = also all earlier ones; group = the
             scores of the same prompt; none = scores unchanged.
         running: with normalize running, updated with the scores before they are normalised; unchanged otherwise.

@@ -1,5 +1,5 @@
 """Broadcast weights to engines on other GPUs, from a rank of each stage of the actor, or from one for all stages (see
-`Route.senders`).
+`SyncRoute.senders`).
 
 Each sender has a group with all ranks of the engines. An engine takes one bucket at a time: the senders take turns.
 """
@@ -24,7 +24,7 @@ from megappo.weights.buckets import Bucket
 
 POLL_SECONDS = 0.1
 NOTICE_SECONDS = 30.0
-"""Until the owner of a crashed engine knows of the crash; gloo raises at once."""
+"""Time until the owner of a crashed engine notices the crash; gloo raises at once."""
 
 
 def open_store(host: str, world_size: int, timeout: timedelta) -> TCPStore:
@@ -44,8 +44,8 @@ def open_store(host: str, world_size: int, timeout: timedelta) -> TCPStore:
 def join(name: str, store: TCPStore, world_size: int, timeout: timedelta, backend: str) -> ProcessGroup:
     """Join a group of engines' ranks as its rank 0; return when all have joined.
 
-    torch 2.13 makes groups of one torchrun world only, except by this function without a public name, by which SGLang
-    (init_custom_process_group) makes its side.
+    The public functions of torch 2.13 make groups within one torchrun world only. This private one does not, and SGLang
+    uses it for its side (init_custom_process_group).
     """
     options = {"group_name": name, "timeout": timeout}
     prefixed = distributed_c10d.PrefixStore(name, store)
@@ -84,10 +84,10 @@ class BroadcastSender(Sender):
     def abort(self) -> None:
         group, self._group = self._group, None
         if group is not None:
-            group.abort()  # to destroy it would wait for members that have ended
+            group.abort()  # destroying it would wait for members that have ended
 
     def _unless_broken(self, call: Callable[[], object]) -> None:
-        """Run the call while all engines are well; for one that is not, it may wait without end."""
+        """Run the call while no engine has failed; it may wait for a failed one forever."""
         done: Future[None] | None = None
         while not self._faults.check([fault_key(self._name)]):
             done = done or _on_a_thread(call)
@@ -109,7 +109,7 @@ class BroadcastSender(Sender):
 
 
 class BroadcastReceiver(Receiver):
-    """Announces to an engine what comes."""
+    """Announces each bucket to an engine."""
 
     def __init__(self, link: Link, client: EngineClient):
         self.client = client
@@ -154,7 +154,7 @@ class BroadcastReceiver(Receiver):
 
 
 def _on_a_thread(call: Callable[[], object]) -> Future[None]:
-    """Start a call that may never end, on a thread for which the process does not wait at its end."""
+    """Start a call that may never return, on a daemon thread: the process does not wait for it when it exits."""
     done: Future[None] = Future()
 
     def run() -> None:

@@ -111,8 +111,8 @@ def _engine_ends(
         name, ranks = engine.transport, route.ends(engine, on_gpus=platform.has_cuda())
         peers = None
         if len(ranks) > 1:
-            # By all ranks: torch names a group that its members make alone by how many groups each of them is in, so
-            # that ranks with different components would not find each other.
+            # Made by all ranks: if only its members made it, torch would name it by the number of groups that each is
+            # in, so ranks with different components would not find each other.
             timeout = timedelta(seconds=links[name].config.trainer.process_group_timeout_seconds)
             peers = dist.new_group(list(ranks), timeout=timeout, backend="gloo")
         if exchange.rank in ranks:

@@ -44,13 +44,13 @@ class DiskReader(Receiver):
         self.client = client
 
     def close(self) -> None:
-        # SGLang makes a whole update of it, and flushes cached keys and values.
+        # SGLang treats this as a whole update, and flushes cached keys and values.
         body = {"model_path": str(self.folder)}
         self.client.post("/update_weights_from_disk", body, timeout=self.client.timeout)
 
 
 class AdapterWriter(Sender):
-    """Writes adapters as a folder of PEFT."""
+    """Writes adapters as a PEFT folder."""
 
     def __init__(self, link: Link):
         self.link = link

@@ -12,7 +12,8 @@ from megappo.engines.client import EngineClient, EngineError
 ROUNDING = {"bf16": 0.05, "fp32": 1e-3}
 """model.dtype -> mean difference of log-probs that rounding may cause."""
 FAR = 5.0
-"""A run stops beyond so many times the tolerance. Below, experts to which rounding routes tokens may explain it."""
+"""A run stops beyond this many times the tolerance. Below, rounding that routes tokens to other experts may explain the
+difference."""
 Checksums = Sequence[Mapping[str, str]]
 """For each of an engine's ranks, name of a weight -> checksum."""
 
@@ -34,7 +35,7 @@ def verified_sync(
             restore them to the bit. Otherwise only a weight that was not set at all is found.
         loaded: checksums of the weights that the engine loaded, if it has slept since; empty = it still has them.
     Raises:
-        EngineError: some of an engine's weights were not set, or not to what they were; each named.
+        EngineError: some of an engine's weights were not set, or differ from those it loaded; the message names some.
     """
     corrupt = []
     if client is not None:
@@ -70,7 +71,7 @@ def check_probe(
         engine_number: of that engine; None without one.
         warn: see `check_log_probs`.
     Raises:
-        EngineError: an engine's differ too much on average; see `check_log_probs`.
+        EngineError: the log-probs of an engine differ too much on average; see `check_log_probs`.
     """
     difference = (rows.field("old_log_probs") - rows.field("rollout_log_probs")).abs() * rows.response_mask
     found = None
@@ -88,11 +89,11 @@ def check_log_probs(tokens: str, difference: float, config: Config, warn: Callab
     """Check that engine and actor agree; return the number of warnings, 0 or 1.
 
     Args:
-        tokens: whose they are, for the message.
-        difference: of their log-probs, on average.
+        tokens: a description of the compared tokens, for the message.
+        difference: mean absolute difference of their log-probs.
         warn: prints a warning about a difference above `rollout.sync.probe_tolerance`.
     Raises:
-        EngineError: it is more than FAR times that, or no number.
+        EngineError: the difference is more than FAR times that, or NaN.
     """
     tolerance = config.rollout.sync.probe_tolerance
     if difference <= tolerance:

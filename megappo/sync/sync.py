@@ -33,7 +33,7 @@ class WeightSync:
         engines_keep: the engines keep their weights from one sync to the next.
         sender: the `sender` of the tensors that this rank gathers, and sends if it has senders.
     Raises:
-        ValueError: the engines do not know a tensor, have it in another shape, or miss one; each named.
+        ValueError: the engines do not know a tensor, have it in another shape, or miss one; the message names it.
     """
 
     tensors: Sequence[TensorSpec]
@@ -86,7 +86,7 @@ class WeightSync:
         threads = ThreadPoolExecutor(max_workers=max(1, len(ends)))
         try:
             pending = [threads.submit(end.open) for end in ends]
-            if not self._sent:  # a group may be made, which nothing else of torch.distributed must cross
+            if not self._sent:  # a group may be made, during which no other collective may run
                 wait_for(pending)
             for bucket in buckets:
                 flat = None
@@ -109,7 +109,7 @@ class WeightSync:
             threads.shutdown(wait=False, cancel_futures=True)  # a thread that waits for an engine must not delay errors
 
     def _buffer(self, bucket: Bucket, largest: int) -> torch.Tensor | None:
-        """Return the memory in which the engine reads the bucket; None = any."""
+        """Return the memory from which the engine reads the bucket; None = any."""
         for sender in self.senders:
             memory = sender.buffer(largest)
             if memory is not None:
@@ -127,7 +127,7 @@ def check_tensors(tensors: Sequence[TensorSpec], expected: Mapping[str, tuple[in
     """Check that these are the engines' tensors: SGLang reports success for an unknown name.
 
     Raises:
-        ValueError: one is unknown, of another shape, or missing; each named.
+        ValueError: one is unknown, of another shape, or missing; the message names it.
     """
     for tensor in tensors:
         name, shape = tensor.name, tuple(tensor.shape)

@@ -1,6 +1,6 @@
 """Interface of a transport: the end that has the weights, and the end that announces them to an engine.
 
-Either end is three calls: `open`, `send` for each bucket, `close`. The first two run on a thread, one after the other,
+Each end has three calls: `open`, `send` for each bucket, `close`. The first two run on a thread, one after the other,
 while the next bucket is gathered. All senders close; then, once all ranks have done so, all receivers.
 """
 
@@ -65,7 +65,7 @@ class Sender:
         """Prepare for the first bucket."""
 
     def buffer(self, size: int) -> torch.Tensor | None:
-        """Return uint8 [size], where the engine reads the next bucket; None = in any memory."""
+        """Return uint8 [size], the memory from which the engine reads the next bucket; None = any memory."""
 
     def send(self, bucket: Bucket, flat: torch.Tensor) -> None:
         """Send a bucket, whose memory `flat` is (see `views`); on return it may be reused."""

@@ -80,7 +80,7 @@ class SampledBatches:
         return batch, metrics | {"rollout/tokens_per_second": num_tokens / phase.seconds("rollout")}
 
     def _sample_round(self, prompts: Sequence[Prompt], num_groups: int) -> Responses:
-        """Sample responses to a draw of prompts, of which so many groups are needed."""
+        """Sample responses to a draw of prompts, of which `num_groups` groups are needed."""
         rollouts, filters = self._rollouts, self._config.algorithm.filter_groups
         quota = None
         if self._config.data.gen_batch_size is not None:

@@ -19,7 +19,7 @@ MiniBatches = tuple[RankRows, ...]
 
 
 def split(table: RowTable, layout: Layout, num_mini_batches: int) -> MiniBatches:
-    """Return mini-batches of consecutive prompts, whose order is random, each spread over the shards by tokens."""
+    """Return mini-batches of consecutive prompts, whose order is random, each balanced over the shards by tokens."""
     lengths = table.total_lengths()
     mini_batches = []
     for rows in table.split(num_mini_batches):
@@ -38,7 +38,7 @@ class Component:
     """A model on the ranks of its layout; on other ranks a null object that only joins exchanges.
 
     Attributes:
-        engine: this rank's part of the model; None where the model is not.
+        engine: this rank's part of the model; None on ranks without the model.
     """
 
     name: str

@@ -30,7 +30,7 @@ class Probe:
     """A few tokens that every engine writes after a weight sync, compared with the actor's log-probs of them.
 
     Args:
-        prompts: the first of these, the same every time.
+        prompts: the probe uses the first of these, the same every time.
     """
 
     def __init__(self, rollouts: Rollouts, prompts: PromptDataset, actor: Component):
@@ -43,7 +43,7 @@ class Probe:
         self._calls = 0
 
     def __call__(self) -> dict[str, float]:
-        """`sync/log_prob_diff/{mean,max,warnings}` every `rollout.sync.probe_interval` syncs; all ranks together.
+        """Return `sync/log_prob_diff/{mean,max,warnings}` every rollout.sync.probe_interval syncs; all ranks together.
 
         Raises:
             EngineError: the difference is too large, see `check_probe`; or an engine has failed too often.
@@ -75,7 +75,7 @@ class Probe:
 def probe_batch(
     generations: Sequence[Generation], prompts: Sequence[Prompt], engine_number: int | None, exchange: Exchange
 ) -> Batch:
-    """Each engine's responses as rows at the rank that owns the engine; all ranks together."""
+    """Return each engine's responses as rows at the rank that owns the engine; all ranks together."""
     samples = []
     for i, (prompt, generation) in enumerate(zip(prompts, generations, strict=False)):
         samples.append(response_sample(i, engine_number, prompt.tokens, generation))
@@ -96,8 +96,8 @@ class InferenceEngines:
     Attributes:
         as_loaded: the engines have loaded the actor's first weights. Servers that were already running may hold the
             weights of an earlier run.
-        sleeps: this rank owns an engine that gives its memory up while the models on its GPUs are trained.
-        asleep: the engines that sleep do so now.
+        sleeps: this rank owns an engine that frees its memory while the models on its GPUs are trained.
+        asleep: the engines that can sleep are asleep.
         loaded: checksums of the weights that this rank's engine has loaded; see `verified_sync`.
         footprint: of the engine on this rank's GPU.
         sent: stats of the last sync.

@@ -1,4 +1,4 @@
-"""A run that has been checked: built, and run to its end. Imports megatron-core, which takes seconds."""
+"""Build a run whose config has been checked, and run it to its end. Importing megatron-core takes seconds."""
 
 import json
 from contextlib import ExitStack

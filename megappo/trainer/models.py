@@ -1,6 +1,6 @@
 """The models of a run, and what a step of PPO does with them.
 
-All ranks exchange rows together, before and after; `forward` and `update` wait for no rank of another component.
+All ranks exchange rows together, before and after passes; `forward` and `update` wait for no rank of another component.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -173,7 +173,7 @@ class Models:
 def build_models(plan: RunPlan, exchange: Exchange) -> Models:
     """Build the run's models with their initial weights; all ranks together.
 
-    One after another: what of one sleeps does so before the next takes memory.
+    They are built one after another: the tensors of one that sleep leave the device before the next takes memory.
     """
     config, specs = plan.config, plan.components
     layouts = {name: plan.layouts[name] for name in specs}

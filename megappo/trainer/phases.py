@@ -13,7 +13,7 @@ from megappo.trainer.models import Models
 class Phases:
     """`with phases("values"): ...` times a part of a step and wakes what it needs of each model.
 
-    Whatever the phase does not need, and the model's offload key names, sleeps from its beginning on.
+    Tensors that the phase does not need sleep from its beginning on, if the model's offload key names them.
 
     Attributes:
         before: phase -> a function to call before it begins.
@@ -47,7 +47,7 @@ class Phases:
     def _enter(self, phase: str) -> None:
         self._phase = phase
         uses = self._uses.get(phase, {})
-        for name, offload in self.offloads.items():  # before any wakes: that is where its memory comes from
+        for name, offload in self.offloads.items():  # first, as this frees the memory that others wake into
             offload.rest(uses.get(name, NOTHING))
         for name, offload in self.offloads.items():
             offload.wake(uses.get(name, NOTHING))

@@ -56,7 +56,8 @@ class Experience:
 
 
 class Progress:
-    """Finds the newest checkpoint at once. All ranks create it, and call its methods except `describe`, together.
+    """Finds the newest checkpoint when it is created. All ranks create it, and call its methods except `describe`,
+    together.
 
     Attributes:
         checkpoint: the one to resume from, or to evaluate; None in a folder without any.
@@ -64,7 +65,8 @@ class Progress:
         step: the last finished step.
         experience: the next step, if its rows have their advantages.
         num_drawn: prompts that the steps so far have drawn, including that one.
-        is_overdue: the last save failed. failed_saves: number of failed saves in this process.
+        is_overdue: the last save failed.
+        failed_saves: number of failed saves in this process.
         kl: controller of the KL coefficient.
         reward_moments: of all scores so far, for reward.normalize running.
     """

@@ -46,7 +46,7 @@ class Run:
     utilisation: Utilisation
 
     def __post_init__(self) -> None:
-        # A reward function may end the run: what is on the disk by then should count as saved.
+        # A reward function may end the run: complete a checkpoint that is on the disk by then.
         self.phase.before["reward"] = self.finish_save_if_written
 
     @property
@@ -116,7 +116,7 @@ class Run:
         return metrics
 
     def is_due(self, step: int, interval: int) -> bool:
-        """Return whether something happens after this step that happens every `interval` steps and after the last."""
+        """Return whether something that is due every `interval` steps, and after the last, is due after this step."""
         return interval > 0 and (step % interval == 0 or step == self.config.trainer.total_steps)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -186,7 +186,7 @@ class Run:
             self.observer.message(f"WARNING: {error}: it is tried again")
 
     def save_if_needed(self) -> None:
-        """Save whatever no checkpoint has. The engines are stopped: they are not needed any more."""
+        """Save what the newest checkpoint lacks. The engines are stopped: they are no longer needed."""
         self.finish_save()
         has_begun = self.progress.step > 0 or self.progress.experience is not None
         if has_begun and not self.progress.is_saved:

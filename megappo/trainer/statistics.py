@@ -21,7 +21,8 @@ from megappo.trainer.component_batch import ComponentBatch
 from megappo.trainer.models import Models, architecture_of
 
 MEASURED_SIDE, NUM_MEASUREMENTS = 512, 10
-"""Size of the square matrices whose product measures a device without a data sheet; the fastest of so many counts."""
+"""Size of the square matrices whose product measures a device without a data sheet, and the number of measurements, of
+which the fastest counts."""
 
 
 def over_ranks(exchange: Exchange, values: Unreduced) -> dict[str, Any]:
@@ -103,7 +104,7 @@ class Utilisation:
             self.peaks[name] = sum(peaks[rank] for rank in models.components[name].layout.ranks)
 
     def mfu(self, shard: ComponentBatch, num_steps: int, seconds: float) -> float:
-        """Return the MFU of so many optimizer steps, as if mini-batches had equally many tokens.
+        """Return the MFU of `num_steps` optimizer steps, as if all mini-batches had equally many tokens.
 
         Recomputation, padding and pipeline stages that wait count as lost.
 
