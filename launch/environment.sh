@@ -8,7 +8,7 @@ export PYTHONSAFEPATH=1
 PYTHONPATH=$(tr ':' '\n' <<<"${PYTHONPATH-}" | sed '/^$/d' | paste -sd :)
 [[ -n $PYTHONPATH ]] && export PYTHONPATH || unset PYTHONPATH
 
-# As visible_devices of megappo/runtime/variables.py.
+# As visible_devices of megappo/runtime/machine.py.
 num_gpus() {
     if [[ -z ${CUDA_VISIBLE_DEVICES+set} ]]; then
         { nvidia-smi -L 2>/dev/null || true; } | grep -c '^GPU ' || true

@@ -24,8 +24,8 @@ from megappo.engines.client import SamplingParams
 from megappo.engines.process import Engine
 from megappo.runtime import platform
 from megappo.runtime.listening import stay_on_this_node
+from megappo.runtime.machine import visible_devices
 from megappo.runtime.torchvision_on_cpu import define_torchvision_operators
-from megappo.runtime.variables import visible_devices
 
 LEAST_OPEN_FILES = 4096
 LEAST_SHARED_GIB = 1

@@ -15,7 +15,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from megappo.architecture.dtypes import DTYPES
+from megappo.architecture.architecture import DTYPES
 from megappo.config.checks import config_warnings
 from megappo.config.config_error import ConfigError, counted, printable, show
 from megappo.config.describe import config_parser
@@ -23,7 +23,6 @@ from megappo.config.eval_sets import eval_sets, longest_row
 from megappo.config.loading import leaves, load_config
 from megappo.config.schema import Config
 from megappo.config.values import MOST_RANKS
-from megappo.engines.server_args import known_names
 from megappo.estimate.fitting import fits, resolve_offload
 from megappo.estimate.gpu_memory import GPUS_PER_NODE, Cluster, MemoryEstimate
 from megappo.estimate.gpus import GIB, GPUS
@@ -35,10 +34,9 @@ from megappo.observe.console import escape_unprintable
 from megappo.placement.picture import aligned, placement_picture, rank_table
 from megappo.placement.placing import leaves_world_open, smallest_world
 from megappo.placement.run_plan import RunPlan
-from megappo.preflight.lock import in_use
+from megappo.preflight.output_folder import already_finished, in_use, resume_warnings
 from megappo.preflight.rehearsal import rehearse
-from megappo.preflight.resuming import already_finished, resume_warnings
-from megappo.preflight.run_checks import check_run
+from megappo.preflight.run_checks import check_run, known_names
 
 WIDTH = 120
 

@@ -39,13 +39,12 @@ from megappo.estimate.placed_model import Shapes
 from megappo.estimate.tables import switch_table
 from megappo.observe.console import escape_unprintable
 from megappo.placement.run_plan import RunPlan
-from megappo.preflight import lock
-from megappo.preflight.resuming import already_finished, evaluation_of
+from megappo.preflight.output_folder import already_finished, evaluation_of, lock
 from megappo.preflight.run_checks import check_run
 from megappo.runtime import megatron_setup, platform
-from megappo.runtime.cores import bind
 from megappo.runtime.failure import report, report_failed_threads
 from megappo.runtime.listening import stay_on_this_node
+from megappo.runtime.machine import bind
 from megappo.runtime.watchdog import Watchdog
 from megappo.table import resolved
 
@@ -145,7 +144,7 @@ def _train(plan: RunPlan, store: dist.Store, rank: int, cleanup: ExitStack) -> N
         if finished:
             print(finished, flush=True)
         else:
-            cleanup.enter_context(lock.take(Path(config.trainer.output_dir)))
+            cleanup.enter_context(lock(Path(config.trainer.output_dir)))
             _print_capabilities(plan)
         store.set("finished", finished)
     if store.get("finished"):  # waits for rank 0: other nodes may see another content of the folder

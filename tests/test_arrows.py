@@ -17,7 +17,7 @@ MIDDLE = frozenset(
 BOTTOM = frozenset({"architecture", "config", "table", "runtime", "moments", "user_modules", "errors"})
 APART = frozenset({"weights", "engines", "checkpoint"})
 ENTRIES = frozenset({"train", "plan", "serve", "doctor", "torchrun"})
-FROM_TOOLS = BOTTOM | {"batch", "weights", "checkpoint", "models", "placement", "data", "userland"}
+FROM_TOOLS = BOTTOM | {"batch", "weights", "checkpoint", "models", "placement", "data", "observe", "userland"}
 FROM_BENCHES = MIDDLE | BOTTOM | {"sync", "estimate", "ppo", "preflight", "trainer"}
 HEAVY = {
     "megatron": (
@@ -35,10 +35,8 @@ WITHOUT_TORCH = (
     "megappo/architecture/",
     "megappo/batch/fields.py",
     "megappo/batch/row_metrics.py",
-    "megappo/batch/recorded_steps.py",
     "megappo/config/",
     "megappo/estimate/",
-    "megappo/placement/component_errors.py",
     "megappo/placement/placing.py",
     "megappo/placement/components.py",
     "megappo/placement/layout.py",
@@ -47,14 +45,10 @@ WITHOUT_TORCH = (
     "megappo/placement/run_plan.py",
     "megappo/checkpoint/checksums.py",
     "megappo/checkpoint/folders.py",
-    "megappo/checkpoint/folders.py",
     "megappo/observe/files.py",
-    "megappo/preflight/lock.py",
-    "megappo/preflight/file_checks.py",
     "megappo/preflight/run_checks.py",
-    "megappo/preflight/resuming.py",
+    "megappo/preflight/output_folder.py",
     "megappo/preflight/rehearsal.py",
-    "megappo/engines/server_args.py",
     "megappo/data/",
 )
 ARCHITECTURE = "megappo/architecture/"
@@ -71,13 +65,13 @@ BUDGETS = {
     "checkpoint": 7_600,
     "config": 14_600,
     "data": 8_900,
-    "engines": 9_000,
+    "engines": 8_800,
     "estimate": 9_600,
     "models": 13_350,
     "observe": 6_700,
     "placement": 9_400,
     "ppo": 10_100,
-    "preflight": 4_300,
+    "preflight": 4_500,
     "rollouts": 11_900,
     "runtime": 10_900,
     "sync": 5_100,

@@ -16,12 +16,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from megappo.architecture.dtypes import BY_SAFETENSORS, DTYPES
+from megappo.architecture.architecture import BY_SAFETENSORS, DTYPES
 from megappo.architecture.model_folder import named_architecture
 from megappo.checkpoint.checksums import refuse_altered
 from megappo.checkpoint.folders import STATE, CheckpointError, candidates, no_folder, read_state
 from megappo.checkpoint.metadata import METADATA, TensorInfo, components_of, is_component, read_component
-from megappo.config.text_files import TextFileError
+from megappo.config.sources import TextFileError
 from megappo.weights.safetensors_io import INDEX, SINGLE, HFFolder, WeightsError
 
 BITS = re.compile(r"\d+")  # float8_e4m3fn, F8_E4M3, int64, U8: the first number of a dtype's name

@@ -17,11 +17,11 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from megappo.batch.fields import field_of
-from megappo.batch.recorded_steps import recorded_steps, rows_file
 from megappo.batch.rows import Rows
 from megappo.batch.rows_file import RowsFile, RowsFileError
 from megappo.config.config_error import ConfigError
 from megappo.data.tokenizer import load_tokenizer
+from megappo.observe.files import recorded_steps, rows_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

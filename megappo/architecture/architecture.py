@@ -1,9 +1,9 @@
-"""A model as its config.json describes it. See `parsing.read_architecture`."""
+"""A model as its config.json describes it, see `parsing.read_architecture`; and number formats by their names."""
 
 from collections.abc import Mapping
 from dataclasses import field, replace
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, NamedTuple, Self
 
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
@@ -16,6 +16,38 @@ CHECKED = ConfigDict(strict=True, allow_inf_nan=False)
 """Values are of the declared types, or a pydantic.ValidationError names those that are not."""
 Size = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Positive = Annotated[float, Field(gt=0)]
+
+
+class Dtype(NamedTuple):
+    """A number format.
+
+    Attributes:
+        torch: its name in torch, in config.json and to SGLang.
+        safetensors: its name in the header of a safetensors file.
+        nbytes: bytes of one number.
+    """
+
+    torch: str
+    safetensors: str
+    nbytes: int
+
+
+DTYPES = {
+    "fp32": Dtype("float32", "F32", 4),
+    "bf16": Dtype("bfloat16", "BF16", 2),
+    "fp16": Dtype("float16", "F16", 2),
+    "fp64": Dtype("float64", "F64", 8),
+    "int32": Dtype("int32", "I32", 4),
+    "int64": Dtype("int64", "I64", 8),
+}
+"""The first two are those that models compute in (`model.dtype`)."""
+BY_SAFETENSORS = {dtype.safetensors: name for name, dtype in DTYPES.items()}
+BY_TORCH = {dtype.torch: name for name, dtype in DTYPES.items()}
+
+
+def dtype_name(dtype: object) -> str:
+    """Return the config's name of a torch dtype."""
+    return BY_TORCH[str(dtype).removeprefix("torch.")]
 
 
 @dataclass(frozen=True, config=CHECKED)

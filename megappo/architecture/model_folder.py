@@ -7,10 +7,9 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from megappo.architecture.architecture import Architecture
-from megappo.architecture.dtypes import DTYPES
+from megappo.architecture.architecture import DTYPES, Architecture
 from megappo.config.config_error import shorten
-from megappo.config.text_files import TextFileError, read_json
+from megappo.config.sources import TextFileError, read_json
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"

@@ -19,7 +19,7 @@ from megappo.architecture.families import (
 )
 from megappo.architecture.model_folder import CONFIG_FILE, INDEX, SINGLE, other_kind, read_json_file
 from megappo.config.config_error import ConfigError, shorten
-from megappo.config.text_files import TextFileError
+from megappo.config.sources import TextFileError
 
 ROPE_KEYS = """
     rope_type type rope_theta factor low_freq_factor high_freq_factor original_max_position_embeddings beta_fast

@@ -35,7 +35,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from megappo.checkpoint.checksums import new_sum
 from megappo.checkpoint.folders import CheckpointError
-from megappo.checkpoint.host_copies import HostCopies
 from megappo.checkpoint.safe_reading import SafeCommon
 from megappo.runtime import platform
 from megappo.runtime.heartbeat import heartbeat
@@ -46,6 +45,39 @@ filesystem_async._results_queue = queue.Queue()
 
 AsWorld = Callable[[], AbstractContextManager]
 """Makes the component's group the default one: dist_checkpointing is hard-wired to that."""
+BLOCK_BYTES = 2**28
+ALIGNMENT = 64
+"""Bytes, of the memory for copies."""
+
+
+class HostCopies:
+    """Makes the copies of one save after the other, each in the memory of the last copy of its name: fresh memory takes
+    longer to be mapped than to be filled. It is pinned where tensors come from a GPU.
+
+    Memory is cut out of blocks whose sizes are powers of two: torch's allocator of pinned memory rounds each allocation
+    up to one.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, torch.Tensor] = {}
+        self._rests: list[torch.Tensor] = []
+
+    def copy(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a contiguous copy on the host, in place of the last one of this name."""
+        if name not in self._kept:
+            self._kept[name] = self._cut(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
+        return self._kept[name].copy_(tensor.detach())
+
+    def _cut(self, nbytes: int) -> torch.Tensor:
+        """So many bytes, a storage of their own: of a view, torch.save writes all that it is a view of."""
+        taken = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        number = next((i for i, rest in enumerate(self._rests) if len(rest) >= taken), len(self._rests))
+        if number == len(self._rests):
+            size = 1 << (max(taken, BLOCK_BYTES) - 1).bit_length()  # the next power of two
+            self._rests.append(torch.empty(size, dtype=torch.uint8, pin_memory=platform.has_cuda()))
+        rest = self._rests[number]
+        self._rests[number] = rest[taken:]
+        return torch.from_numpy(rest.numpy()[:nbytes])
 
 
 class Writing(TorchDistSaveShardedStrategy):

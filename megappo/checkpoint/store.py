@@ -37,8 +37,7 @@ from megappo.checkpoint.folders import (
     sync,
     write_durably,
 )
-from megappo.checkpoint.host_copies import HostCopies
-from megappo.checkpoint.sharded import Writing, begin_sharded, load_sharded, reason
+from megappo.checkpoint.sharded import HostCopies, Writing, begin_sharded, load_sharded, reason
 from megappo.models.train_engine import TrainedEngine
 
 

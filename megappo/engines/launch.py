@@ -10,13 +10,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from megappo.architecture.dtypes import DTYPES
+from megappo.architecture.architecture import DTYPES
 from megappo.config.schema import Lora, Rollout
 from megappo.engines.client import EngineError
 from megappo.engines.server_keeper import LOADS_PREFIX, SHARED_MEMORY, remove_traces
 from megappo.runtime import platform
-from megappo.runtime.cores import usable
-from megappo.runtime.variables import PYTHON, for_python
+from megappo.runtime.machine import PYTHON, for_python, usable
 
 HOST = "127.0.0.1"
 CPU_ARGUMENTS = {

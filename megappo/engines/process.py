@@ -18,9 +18,9 @@ from megappo.engines import launch
 from megappo.engines.client import HANG_SECONDS, EngineClient, EngineError, EngineFault
 from megappo.engines.server_keeper import remove_traces
 from megappo.runtime import platform
-from megappo.runtime.cores import unbound
 from megappo.runtime.heartbeat import heartbeat
 from megappo.runtime.keeper import ask_to_end
+from megappo.runtime.machine import unbound
 
 LOG_TAIL_LINES = 25
 POLL_SECONDS = 0.2

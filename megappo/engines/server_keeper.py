@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from megappo.runtime.keeper import keep
-from megappo.runtime.variables import PYTHON
+from megappo.runtime.machine import PYTHON
 
 SHARED_MEMORY = Path("/dev/shm")
 LOADS_PREFIX = "sglang_loads_"

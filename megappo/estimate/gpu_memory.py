@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from megappo.architecture.dtypes import DTYPES
+from megappo.architecture.architecture import DTYPES
 from megappo.architecture.fit import fit_errors
 from megappo.config.config_error import ConfigError
 from megappo.config.eval_sets import longest_row

@@ -1,18 +1,23 @@
-"""Models of a run: their parameters in any layout, and the bytes that one takes on its ranks and on their hosts.
+"""Models of a run: their parameters in any layout, the bytes that one takes on its ranks and on their hosts, and its
+floating-point operations.
 
 The estimates are for TransformerEngine's layers, whose attention keeps no scores, with full micro-batches.
 """
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 
-from megappo.architecture.architecture import Architecture
-from megappo.architecture.dtypes import DTYPES
+from megappo.architecture.architecture import DTYPES, Architecture
 from megappo.architecture.families import HeadKind
 from megappo.architecture.parameters import (
     LOGITS_AT_A_TIME,
+    OUTPUT_LAYER,
+    SECOND_HEAD,
     StageSize,
+    list_parameters,
     padded_vocab_size,
     stage_of_layers,
     stage_sizes,
@@ -20,7 +25,6 @@ from megappo.architecture.parameters import (
 from megappo.architecture.parsing import read_architecture
 from megappo.config.schema import Lora, Optim, Parallel, Trained
 from megappo.config.values import TensorKind
-from megappo.estimate.flops import Flops, flops_of
 from megappo.placement.components import ComponentSpec
 from megappo.placement.layout import Layout
 from megappo.placement.run_plan import BatchSplit
@@ -29,6 +33,60 @@ FP32_COPIES = 3
 """Memory for a chunk of logits, in fp32 copies of it: logits, probabilities, and both in the weights' dtype."""
 STATE_BYTES_PER_PARAMETER = 12
 """Main parameter and moments in fp32, which a save copies to the hosts of the ranks that share them."""
+TRAINING = 3
+"""Forward passes that a training step is worth: the backward pass multiplies each matrix twice."""
+TRAINING_ADAPTERS = 2
+"""The same beside frozen matrices, whose own gradient is not computed; adapters themselves are small."""
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Floating-point operations of a model's mathematics in a forward pass, for MFU and for estimates of time.
+
+    Recomputed activations, padding and idle stages do not count, so that avoiding them raises the MFU.
+
+    Attributes:
+        per_token: of the layers' matrix products.
+        per_pair: of attention, for a token and one that it attends to (itself, and all before it).
+        per_output: of the head, for a token that it reads.
+        training: forward passes that a training step is worth.
+    """
+
+    per_token: float
+    per_pair: float
+    per_output: float
+    training: int = TRAINING
+
+    def forward(self, rows: Iterable[tuple[int, int]]) -> float:
+        """Return the operations for rows, each given as (tokens, tokens that the head reads)."""
+        return sum(
+            tokens * self.per_token + tokens * (tokens + 1) / 2 * self.per_pair + outputs * self.per_output
+            for tokens, outputs in rows
+        )
+
+
+def flops_of(architecture: Architecture) -> Flops:
+    """Count a multiplication and an addition for each element of a matrix and token; for experts, those of a token.
+
+    Attention is causal: a token attends to half of the others on average. A model's sliding window is ignored.
+
+    Source: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
+    equation 3, with half of attention and by the model's own matrices; Chowdhery et al. 2022 (PaLM), appendix B.
+    """
+    layers, head, chosen = 0.0, 0.0, architecture.experts.top_k if architecture.experts else 0
+    for parameter in list_parameters(architecture, num_experts=1):  # all of a layer are alike
+        if len(parameter.shard_shape) < 2:  # norms, biases
+            continue
+        flops = 2 * prod(parameter.shard_shape)
+        if parameter.layer is not None:
+            layers += flops * (chosen if parameter.hf_tensors[0].expert is not None else 1)
+        elif parameter.names[0].startswith((OUTPUT_LAYER, SECOND_HEAD)):  # the embedding is only looked up
+            head += flops
+    heads, latent = architecture.num_heads, architecture.latent
+    keys = latent.plain_size + latent.rope_size if latent else architecture.head_size
+    values = latent.v_size if latent else architecture.head_size
+    training = TRAINING if architecture.lora is None else TRAINING_ADAPTERS
+    return Flops(layers, 2 * architecture.num_layers * heads * (keys + values), head, training)
 
 
 class Shape:

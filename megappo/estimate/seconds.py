@@ -6,7 +6,7 @@ that experts and data-parallel ranks have equal shares, and that nothing overlap
 
 from collections.abc import Mapping, Sequence
 
-from megappo.architecture.dtypes import DTYPES
+from megappo.architecture.architecture import DTYPES
 from megappo.config.eval_sets import longest_row
 from megappo.estimate.gpu_memory import ROLLOUT, SAVE, SYNC, MemoryEstimate, RankKind
 from megappo.estimate.gpus import GPU

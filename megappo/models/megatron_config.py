@@ -7,8 +7,7 @@ import torch.nn.functional as F
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
-from megappo.architecture.architecture import Architecture, LatentAttention, Rope
-from megappo.architecture.dtypes import DTYPES
+from megappo.architecture.architecture import DTYPES, Architecture, LatentAttention, Rope
 from megappo.architecture.fit import fit_errors
 from megappo.architecture.parameters import padded_vocab_size
 from megappo.architecture.switches import LAYERS

@@ -1,5 +1,6 @@
-"""Names in a run's output folder that several parts of the program look for."""
+"""Names in a run's output folder, and in one of recorded rollouts, that several parts of the program look for."""
 
+import re
 from pathlib import Path
 
 from megappo.config.loading import read_values
@@ -16,6 +17,7 @@ EVALUATION_FILE = "evaluation.json"
 """Description of the evaluated model, and its metrics."""
 REPORT_FILE = "report.html"
 """Written at the end of a run, and removed when it goes on: where it is, a run has done everything."""
+_ROWS_FILE = re.compile(r"step_(\d{8,})\.safetensors")
 
 
 def has_exported(folder: Path) -> bool:
@@ -24,3 +26,15 @@ def has_exported(folder: Path) -> bool:
     config = folder / CONFIG_FILE
     values = read_values(config) if config.is_file() else {}
     return (folder / HF_ACTOR).is_dir() and (values.get("trainer") or {}).get("export_hf", True)
+
+
+def rows_file(folder: Path, step: int) -> Path:
+    """Return the path of a step's rows in a folder of recorded rollouts."""
+    return folder / f"step_{step:08d}.safetensors"
+
+
+def recorded_steps(folder: Path) -> list[int]:
+    """Return the steps in a folder of recorded rollouts, ascending."""
+    paths = folder.iterdir() if folder.is_dir() else ()
+    matches = (_ROWS_FILE.fullmatch(path.name) for path in paths)
+    return sorted(int(match[1]) for match in matches if match)

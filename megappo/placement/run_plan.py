@@ -5,10 +5,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megappo.config.checks import config_errors
-from megappo.config.config_error import ConfigError
+from megappo.config.config_error import ConfigError, counted, nearest_divisors, shorten
 from megappo.config.eval_sets import longest_row
-from megappo.config.schema import Config
-from megappo.placement.component_errors import component_errors
+from megappo.config.schema import Config, Parallel
 from megappo.placement.components import AUTO, ComponentSpec, Training, components_of
 from megappo.placement.layout import Layout
 from megappo.placement.placing import place
@@ -119,7 +118,7 @@ def plan_run(config: Config, world_size: int, ranks_per_node: int | None = None)
         ConfigError: with every contradiction between keys, placement, layouts, batch and engines.
     """
     components, ranks_per_node = components_of(config), ranks_per_node or world_size
-    errors = [*component_errors(config, components), *config_errors(config)]
+    errors = [*_component_errors(config, components), *config_errors(config)]
     try:
         layouts = place(config, components, world_size, ranks_per_node)
     except ConfigError as error:
@@ -129,6 +128,61 @@ def plan_run(config: Config, world_size: int, ranks_per_node: int | None = None)
     if errors:
         raise ConfigError(*errors)
     return plan
+
+
+def _component_errors(config: Config, components: Mapping[str, ComponentSpec]) -> list[str]:
+    """Return every contradiction between the keys of components, one line each, with their values and the remedy."""
+    errors: list[str] = []
+    for spec in components.values():
+        errors += _batch_errors(config, spec)
+        errors += _parallel_errors(*spec.parallel)
+        errors += _optimizer_errors(config, spec.training) if spec.training else []
+    return list(dict.fromkeys(errors))  # components may share keys
+
+
+def _batch_errors(config: Config, spec: ComponentSpec) -> Iterator[str]:
+    prompts, (key, size) = config.data.train_batch_size, spec.mini_batch_prompts(config)
+    if prompts % size:
+        yield f"{key} {size} does not divide data.train_batch_size {prompts}: {nearest_divisors(prompts, size)} would"
+    key, max_tokens = spec.max_tokens
+    if max_tokens < longest_row(config):
+        yield (
+            f"{key} {max_tokens} cannot hold one row of data.max_prompt_length {config.data.max_prompt_length} + "
+            f"rollout.max_response_length {config.rollout.max_response_length}: set it to {longest_row(config)} or more"
+        )
+
+
+def _parallel_errors(key: str, parallel: Parallel) -> Iterator[str]:
+    split = parallel.pipeline_split
+    if split is not None and len(split) != parallel.num_chunks:
+        found = f"{shorten(str(list(split)))} is of {counted(len(split), 'chunk')}"
+        yield (
+            f"{key}.pipeline_split {found}, but {key}.pipeline {parallel.pipeline} x virtual_pipeline "
+            f"{parallel.virtual_pipeline} = {parallel.num_chunks}: name the layers of each, or drop it"
+        )
+    if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
+        yield (
+            f"{key}.virtual_pipeline {parallel.virtual_pipeline} needs {key}.pipeline > 1, found 1: raise pipeline, or "
+            "drop it"
+        )
+    if parallel.sequence and parallel.tensor == 1:
+        yield f"{key}.sequence needs {key}.tensor > 1, found 1: raise tensor or turn sequence off"
+
+
+def _optimizer_errors(config: Config, training: Training) -> Iterator[str]:
+    key, optim, steps = f"{training.key}.optim", training.section.optim, training.optimizer_steps(config)
+    if optim.min_lr > optim.lr:
+        yield f"{key}.min_lr {optim.min_lr} is above {key}.lr {optim.lr}: lower it"
+    if optim.min_lr and optim.lr_decay_style == "constant":
+        yield (
+            f"{key}.min_lr {optim.min_lr} has no effect with lr_decay_style constant: "
+            "choose linear or cosine, or drop min_lr"
+        )
+    if steps and optim.lr_warmup_steps >= steps:
+        yield (
+            f"{key}.lr_warmup_steps {optim.lr_warmup_steps} must be below the run's "
+            f"{counted(steps, 'optimizer step')}: shorten it or raise trainer.total_steps"
+        )
 
 
 def _ceil(number: int, size: int) -> int:

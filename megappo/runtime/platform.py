@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from megappo.runtime.variables import visible_devices
+from megappo.runtime.machine import visible_devices
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "apex", "sglang", "flash-attn")
 TRIED = {"transformer-engine": "transformer_engine.pytorch.fp8", "apex": "apex.optimizers"}

@@ -17,7 +17,7 @@ from megappo.rollouts.record import Record
 from megappo.rollouts.responses import Responses
 from megappo.rollouts.rollouts import Rollouts
 from megappo.rollouts.row_builder import RowBuilder, nums_scores_of, total_scores
-from megappo.trainer.phases import Phases
+from megappo.trainer.models import Phases
 
 
 class SampledBatches:

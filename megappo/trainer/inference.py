@@ -19,8 +19,7 @@ from megappo.sync.build import build_sync, engine_sleeps
 from megappo.sync.proof import check_log_probs, check_probe, verified_sync
 from megappo.sync.sync import SyncStats
 from megappo.trainer.component_batch import Component
-from megappo.trainer.models import Models
-from megappo.trainer.phases import Phases
+from megappo.trainer.models import Models, Phases
 
 NUM_PROBE_PROMPTS = 4  # each engine continues all of them
 PROBE_TOKENS = 4

@@ -27,8 +27,11 @@ from megappo.rollouts.rollouts import make_rollouts  # noqa: E402
 from megappo.trainer import loop  # noqa: E402
 from megappo.trainer.batches import SampledBatches  # noqa: E402
 from megappo.trainer.inference import InferenceEngines, NoEngines  # noqa: E402
-from megappo.trainer.models import Models, build_models  # noqa: E402
-from megappo.trainer.phases import Phases  # noqa: E402
+from megappo.trainer.models import (  # noqa: E402
+    Models,
+    Phases,
+    build_models,
+)
 from megappo.trainer.progress import Progress  # noqa: E402
 from megappo.trainer.run import Run  # noqa: E402
 from megappo.trainer.statistics import Utilisation, row_metrics  # noqa: E402

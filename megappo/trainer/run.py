@@ -18,8 +18,7 @@ from megappo.runtime.interruption import INTERRUPTION, deadline
 from megappo.trainer.batches import SampledBatches
 from megappo.trainer.evaluation import evaluate
 from megappo.trainer.inference import InferenceEngines, NoEngines
-from megappo.trainer.models import Models, Shards
-from megappo.trainer.phases import Phases
+from megappo.trainer.models import Models, Phases, Shards
 from megappo.trainer.progress import Experience, Progress
 from megappo.trainer.statistics import Utilisation, merge_optimizer_steps, training_metrics
 

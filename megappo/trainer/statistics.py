@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from megappo.architecture.dtypes import DTYPES
+from megappo.architecture.architecture import DTYPES
 from megappo.batch.exchange import Exchange
 from megappo.batch.row_metrics import ROW_METRICS, SPREAD
 from megappo.batch.rows import Rows
-from megappo.estimate.flops import flops_of
 from megappo.estimate.gpus import find_gpu
+from megappo.estimate.placed_model import flops_of
 from megappo.models.megatron_config import TORCH_DTYPES
 from megappo.models.train_engine import OptimizerStep
 from megappo.observe.metrics import Metric, merge_metrics, reduce_ranks
@@ -108,7 +108,7 @@ class Utilisation:
 
         Recomputation, padding and pipeline stages that wait count as lost.
 
-        Source: Chowdhery et al. 2022 (PaLM), appendix B; `estimate.flops`.
+        Source: Chowdhery et al. 2022 (PaLM), appendix B; `estimate.placed_model`.
         """
         name, table = shard.component.name, shard.batch.table
         lengths = list(zip(table.total_lengths(), table.response_lengths.tolist(), strict=True))

@@ -16,10 +16,9 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from megappo.runtime.cores import unbound
 from megappo.runtime.heartbeat import heartbeat
 from megappo.runtime.keeper import KILL_TIMEOUT_SECONDS, ask_to_end
-from megappo.runtime.variables import PYTHON, for_python
+from megappo.runtime.machine import PYTHON, for_python, unbound
 from megappo.userland.signatures import CallMode, InputSpec
 
 MAX_BYTES = 2**26

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megappo.architecture.architecture import Architecture
-from megappo.architecture.dtypes import dtype_name
+from megappo.architecture.architecture import Architecture, dtype_name
 from megappo.architecture.model_folder import companions, write_model_config
 from megappo.architecture.parameters import LM_HEAD, VALUE_BIAS, VALUE_HEAD
 from megappo.batch.rows_file import write_tensors

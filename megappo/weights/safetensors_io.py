@@ -12,7 +12,7 @@ from safetensors import safe_open
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.model_folder import INDEX, SINGLE, tensor_files
 from megappo.batch.rows_file import write_tensors
-from megappo.config.text_files import TextFileError
+from megappo.config.sources import TextFileError
 from megappo.errors import ActionableError
 
 

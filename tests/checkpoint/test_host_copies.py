@@ -11,9 +11,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from spawn import run_ranks
 
-from megappo.checkpoint import host_copies
-from megappo.checkpoint.host_copies import HostCopies
-from megappo.checkpoint.sharded import begin_sharded, load_sharded
+from megappo.checkpoint.sharded import HostCopies, begin_sharded, load_sharded
 
 
 def sharded(tensors: dict[str, torch.Tensor]) -> dict[str, ShardedTensor]:
@@ -52,7 +50,10 @@ def test_memory_is_used_again_for_the_same_name() -> None:
 def test_new_memory_takes_little_more_than_the_copies_in_powers_of_two() -> None:
     """torch rounds each allocation of pinned memory up to a power of two."""
     copies, sizes = HostCopies(), [3 * 2**10 + 4, 2**16 + 4, 4, 2**17 + 8] * 8
-    with patch.object(host_copies, "BLOCK_BYTES", 2**16), patch.object(torch, "empty", wraps=torch.empty) as empty:
+    with (
+        patch("megappo.checkpoint.sharded.BLOCK_BYTES", 2**16),
+        patch.object(torch, "empty", wraps=torch.empty) as empty,
+    ):
         made = [copies.copy(str(number), torch.zeros(size // 4)) for number, size in enumerate(sizes)]
     taken = [call.args[0] for call in empty.call_args_list]
     assert all(size.bit_count() == 1 for size in taken)

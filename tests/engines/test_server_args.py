@@ -11,7 +11,7 @@ import pytest
 
 from megappo.engines.client import WEIGHTS, WORKING_MEMORY
 from megappo.engines.launch import GPU_ARGUMENTS, GPU_VARIABLES, environment, nccl_variables
-from megappo.engines.server_args import known_names, server_args_errors
+from megappo.preflight.run_checks import known_names, server_args_errors
 
 OWN = """
 import inspect, json, os, sys

@@ -9,7 +9,7 @@ from tiny_shapes import MIXTURES
 from torch.utils.flop_counter import FlopCounterMode
 
 from megappo.architecture.parsing import parse, read_architecture
-from megappo.estimate.flops import TRAINING, flops_of
+from megappo.estimate.placed_model import TRAINING, flops_of
 
 TOKENS = 40
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from planning import HF_CONFIG, LINE, errors_of, start_plan
 
-from megappo.preflight.lock import take
+from megappo.preflight.output_folder import lock
 
 IMPORTED = re.compile(r"^import time: .*\| +(\w+)", re.MULTILINE)
 
@@ -381,7 +381,7 @@ def test_a_lost_pointer_is_reported_with_the_checkpoint_that_is_used(plan, run_f
 
 
 def test_a_folder_that_a_run_has(plan, run_folder):
-    with take(run_folder / "out"):
+    with lock(run_folder / "out"):
         done = plan(run_folder, "run.yaml")
         assert done.returncode == 2
         assert done.stderr.startswith("error: run.yaml:7: trainer.output_dir: out is in use by a run (")

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megappo.batch.recorded_steps import rows_file
 from megappo.batch.rows import Rows
 from megappo.batch.rows_file import write_rows
 from megappo.config.config_error import ConfigError
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
+from megappo.observe.files import rows_file
 from megappo.rollouts.record import Record, Replay
 
 ROWS = Rows(

@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from megappo.runtime.cores import share
+from megappo.runtime.machine import share
 
 PRINT_CORES = "import os; print(sorted(os.sched_getaffinity(0)))"
 BOUND = f"""
 import json, os, subprocess, sys, threading
-from megappo.runtime.cores import bind, unbound, usable
+from megappo.runtime.machine import bind, unbound, usable
 def started():
     return json.loads(subprocess.check_output([sys.executable, "-c", {PRINT_CORES!r}]))
 def of_all_threads():

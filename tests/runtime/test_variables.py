@@ -11,7 +11,7 @@ from slow import slow_ones
 
 from megappo.engines.launch import inherited_environment
 from megappo.runtime.interruption import deadline
-from megappo.runtime.variables import for_python, proxy_for, visible_devices
+from megappo.runtime.machine import for_python, proxy_for, visible_devices
 from megappo.userland.rewards import load_reward
 from megappo.userland.signatures import Row
 from megappo.userland.worker_process import worker_variables

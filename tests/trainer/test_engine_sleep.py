@@ -16,7 +16,7 @@ from megappo.sync.proof import Checksums
 from megappo.sync.sync import SyncStats
 from megappo.trainer.inference import InferenceEngines
 from megappo.trainer.loop import train
-from megappo.trainer.phases import Phases
+from megappo.trainer.models import Phases
 from megappo.trainer.progress import Experience
 from megappo.trainer.run import Run
 

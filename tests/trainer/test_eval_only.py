@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megappo.config.schema import Config
-from megappo.preflight.resuming import resume_errors, with_own_folder
+from megappo.preflight.output_folder import resume_errors, with_own_folder
 
 
 @pytest.mark.parametrize(

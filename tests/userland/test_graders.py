@@ -13,8 +13,16 @@ import pytest
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 from reward_pools import rows_of, scores_of
 
-from megappo.userland.graders.answers import exact_match, gsm8k, last_boxed, math, multiple_choice, regex_match
-from megappo.userland.graders.formats import repetition, think_answer
+from megappo.userland.graders.answers import (
+    exact_match,
+    gsm8k,
+    last_boxed,
+    math,
+    multiple_choice,
+    regex_match,
+    repetition,
+    think_answer,
+)
 from megappo.userland.rewards import load_reward
 
 GRADED = [json.loads(line) for line in (Path(__file__).parent / "graded.jsonl").read_text().splitlines()]

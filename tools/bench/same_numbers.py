@@ -54,8 +54,7 @@ from megappo.rollouts.sample_rows import Sample, Segment  # noqa: E402
 from megappo.trainer.batches import SampledBatches  # noqa: E402
 from megappo.trainer.inference import NoEngines  # noqa: E402
 from megappo.trainer.loop import ppo_step  # noqa: E402
-from megappo.trainer.models import architecture_of, build_models  # noqa: E402
-from megappo.trainer.phases import Phases  # noqa: E402
+from megappo.trainer.models import Phases, architecture_of, build_models  # noqa: E402
 from megappo.trainer.progress import Progress  # noqa: E402
 from megappo.trainer.run import Run  # noqa: E402
 from megappo.trainer.statistics import Utilisation  # noqa: E402

@@ -38,7 +38,7 @@ from timed import VOCABULARY, Row, on_ranks, parser_of, report, seconds, write_q
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers  # noqa: E402
 
 from megappo.architecture.parsing import read_architecture  # noqa: E402
-from megappo.estimate.flops import TRAINING, flops_of  # noqa: E402
+from megappo.estimate.placed_model import TRAINING, flops_of  # noqa: E402
 from megappo.observe.metrics import read_metrics  # noqa: E402
 
 ROOT = Path(__file__).parents[2]

@@ -35,8 +35,7 @@ megatron_setup.install()  # must come before the first import of megatron.core
 from conversion.world import World  # noqa: E402
 from peak_memory import MIB, PeakMemory  # noqa: E402
 
-from megappo.architecture.architecture import Architecture  # noqa: E402
-from megappo.architecture.dtypes import DTYPES  # noqa: E402
+from megappo.architecture.architecture import DTYPES, Architecture  # noqa: E402
 from megappo.architecture.model_folder import write_model_config  # noqa: E402
 from megappo.architecture.parameters import EMBEDDING, hf_shapes  # noqa: E402
 from megappo.architecture.parsing import parse, read_architecture  # noqa: E402

@@ -9,8 +9,7 @@ from pathlib import Path
 from conversion.resharding import has_value_bias, head_of, reshard, save_model
 from conversion.world import UsageError, World, described
 from megappo.architecture import parameters
-from megappo.architecture.architecture import Architecture
-from megappo.architecture.dtypes import BY_SAFETENSORS, dtype_name
+from megappo.architecture.architecture import BY_SAFETENSORS, Architecture, dtype_name
 from megappo.architecture.families import HeadKind
 from megappo.architecture.model_folder import CONFIG_FILE
 from megappo.architecture.parsing import read_architecture

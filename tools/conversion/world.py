@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from megappo.architecture.architecture import Architecture
-from megappo.architecture.dtypes import DTYPES
+from megappo.architecture.architecture import DTYPES, Architecture
 from megappo.architecture.fit import fit_errors
 from megappo.batch.exchange import Exchange, OtherRankError
 from megappo.config.schema import Model, Parallel

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megappo.runtime.variables import PACKAGE_ROOT, PYTHON
+from megappo.runtime.machine import PACKAGE_ROOT, PYTHON
 
 FENCE = "```"
 ENDING_SECONDS = 20.0

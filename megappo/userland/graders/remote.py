@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from megappo.runtime.variables import proxy_for
+from megappo.runtime.machine import proxy_for
 
 FIRST_PAUSE_SECONDS = 0.5
 """Before the second try; each further pause is twice as long."""

@@ -16,7 +16,7 @@ from tiny_shapes import MIXTURES, TWO_LAYERS
 
 from megappo.architecture.parsing import read_architecture
 from megappo.config.schema import Parallel
-from megappo.estimate.flops import TRAINING, flops_of
+from megappo.estimate.placed_model import TRAINING, flops_of
 from megappo.placement.groups import ComponentGroups
 from megappo.runtime import platform
 from megappo.trainer.statistics import peak_flops
