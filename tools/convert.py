@@ -35,10 +35,9 @@ from conversion.commands import hf_to_megatron, megatron_to_hf, reshard_folder  
 from conversion.verify import verify  # noqa: E402
 from conversion.world import ENDING, UsageError, World, parallel_of  # noqa: E402
 
-from megappo.batch.exchange import OtherRankError  # noqa: E402
 from megappo.checkpoint.checksums import refuse_damaged  # noqa: E402
-from megappo.checkpoint.folders import CheckpointError, no_folder  # noqa: E402
-from megappo.config.config_error import ConfigError  # noqa: E402
+from megappo.checkpoint.folders import no_folder  # noqa: E402
+from megappo.errors import ActionableError  # noqa: E402
 from megappo.runtime.failure import LOST_RANK  # noqa: E402
 
 COMMANDS = {
@@ -104,7 +103,7 @@ def _run(args: argparse.Namespace) -> int:
     except Interrupted:
         _ended("interrupted", args, world)
         return 1
-    except (UsageError, CheckpointError, ConfigError, OtherRankError, OSError, ValueError) as error:
+    except (UsageError, ActionableError, OSError, ValueError) as error:
         return _failed(str(error), args, world)
     except RuntimeError as error:
         if any(sign in str(error) for sign in LOST_RANK):

@@ -22,7 +22,8 @@ from megappo.checkpoint.checksums import refuse_altered
 from megappo.checkpoint.folders import STATE, CheckpointError, candidates, no_folder, read_state
 from megappo.checkpoint.metadata import METADATA, TensorInfo, components_of, is_component, read_component
 from megappo.config.sources import TextFileError
-from megappo.weights.safetensors_io import INDEX, SINGLE, HFFolder, WeightsError
+from megappo.errors import ActionableError
+from megappo.weights.safetensors_io import INDEX, SINGLE, HFFolder
 
 BITS = re.compile(r"\d+")  # float8_e4m3fn, F8_E4M3, int64, U8: the first number of a dtype's name
 Entry = tuple[str, tuple[int, ...], str]  # name, shape, dtype
@@ -135,7 +136,7 @@ def main() -> int:
             print(line)
     except BrokenPipeError:  # head has seen enough
         sys.stderr.close()
-    except (CheckpointError, WeightsError, OSError) as error:
+    except (ActionableError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

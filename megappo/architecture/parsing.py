@@ -96,31 +96,27 @@ ROPE_SECTIONS = ("rope_parameters", "rope_scaling")
 """Sections with the rotary positions: transformers 5's, and the older one."""
 
 
-class ArchitectureError(ConfigError):
-    """A model's config.json cannot be used."""
-
-
 def read_architecture(folder: str | Path, head: HeadKind = "policy") -> Architecture:
     """The model of a Hugging Face folder, to be given a head.
 
     Args:
         head: "value" also takes a reward model's folder, which differs in its head from the language model's.
     Raises:
-        ArchitectureError: config.json cannot be read, or the model cannot be trained.
+        ConfigError: config.json cannot be read, or the model cannot be trained.
     """
     file = Path(folder) / CONFIG_FILE
     try:
         found = read_json_file(file)
     except TextFileError as error:
         kind = other_kind(file.parent) if file.parent.is_dir() else None
-        raise ArchitectureError(f"{folder} {kind}" if kind else str(error)) from error
+        raise ConfigError(f"{folder} {kind}" if kind else str(error)) from error
     try:
         return parse(found, file, head)
     except ValidationError as error:
         text = "; ".join(map(_wrong_value, error.errors()))
     except (TypeError, AttributeError) as error:  # of values that are computed with before
         text = str(error)
-    raise ArchitectureError(f"cannot use {file}: {text}: correct it, or copy the file again")
+    raise ConfigError(f"cannot use {file}: {text}: correct it, or copy the file again")
 
 
 def _wrong_value(error: ErrorDetails) -> str:
@@ -133,19 +129,19 @@ def parse(found: Mapping[str, Any], file: Path, head: HeadKind = "policy") -> Ar
     """`read_architecture` of what `file` holds.
 
     Raises:
-        ArchitectureError: as there.
+        ConfigError: as there.
         ValidationError, TypeError, AttributeError: a value has another type than is expected.
     """
     named = str((found.get("architectures") or ["none"])[0])
     name = language_model(named) if head == "value" else named
     if name not in FAMILIES:
         supported = ", ".join(FAMILIES)
-        raise ArchitectureError(
+        raise ConfigError(
             f"{file} is of architecture {shorten(named)}; this version trains {supported}: choose one of these"
         )
     family, values = FAMILIES[name], {key: value for key, value in found.items() if value is not None}
     if missing := ", ".join(_missing(found, values, family)):
-        raise ArchitectureError(f"{file} lacks {missing}: download it again")
+        raise ConfigError(f"{file} lacks {missing}: download it again")
     rope, conflicts = _rope_section(values)
     latent: dict[str, Any] = {size: values.get(key) for size, key in LATENT_SIZES.items()}
     window_is_on = family.sliding_window or values.get("use_sliding_window")
@@ -174,7 +170,7 @@ def parse(found: Mapping[str, Any], file: Path, head: HeadKind = "policy") -> Ar
     for why in _unsupported_rope(rope, family):
         errors.append(f"{file}: rope {rope} is not supported{why}: choose another model")
     if errors:
-        raise ArchitectureError(*errors)
+        raise ConfigError(*errors)
     return architecture
 
 

@@ -2,18 +2,15 @@
 
 from collections.abc import Callable, Iterable, Sequence
 
-from megappo.batch.exchange import Exchange, OtherRankError
+from megappo.batch.exchange import Exchange
 from megappo.engines.client import EngineError, EngineFault
 from megappo.engines.handle import EngineHandle
 from megappo.runtime import platform
 
 
 class EngineLost(EngineError):
-    """This rank's engine has failed for good. All ranks raise this or EngineLostElsewhere together, and can save."""
-
-
-class EngineLostElsewhere(OtherRankError):
-    """Another rank's engine has failed for good."""
+    """An engine has failed for good. All ranks raise this together, and can save; where the engine is another rank's,
+    the error is a consequence of that rank's."""
 
 
 class EngineRestarts:
@@ -47,7 +44,7 @@ class EngineRestarts:
         Args:
             fault: of this rank's engine.
         Raises:
-            EngineLost, EngineLostElsewhere: an engine has failed too often, or does not start.
+            EngineLost: an engine has failed too often, or does not start.
         """
         if self.restart_failed(fault):
             return True
@@ -98,7 +95,7 @@ def stop_engines(own: EngineHandle, numbers: Iterable[int]) -> bool:
 
 def _raise_together(lost: str, losses: Sequence[str]) -> None:
     """Raise on all ranks if any has lost its engine for good; `losses` has one entry for each rank."""
-    if lost:
-        raise EngineLost(lost)
     if any(losses):
-        raise EngineLostElsewhere(next(filter(None, losses)))
+        error = EngineLost(lost or next(filter(None, losses)))
+        error.is_consequence = not lost
+        raise error

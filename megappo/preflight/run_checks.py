@@ -15,7 +15,7 @@ from pathlib import Path
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.fit import adapter_errors, dense_stage_errors, engine_fit_errors, fit_errors
 from megappo.architecture.model_folder import check_companions, end_tokens, other_kind, tensor_files
-from megappo.architecture.parsing import ArchitectureError, read_architecture
+from megappo.architecture.parsing import read_architecture
 from megappo.config.config_error import ConfigError, looked_in, shorten
 from megappo.config.eval_sets import context_errors, eval_sets, longest_request, tasks
 from megappo.config.schema import Config
@@ -160,7 +160,7 @@ def _model_folder(config: Config, spec: ComponentSpec) -> Iterator[str]:
             yield f"{key}: {error}"
     try:
         architecture = read_architecture(folder, head="value" if spec.head == "value" else "policy")
-    except ArchitectureError as faulty:
+    except ConfigError as faulty:
         yield from (f"{key}: {error}" for error in faulty.errors)
     else:
         yield from _fit_errors(config, spec, architecture)

@@ -5,7 +5,7 @@ Steps are counted from 1; step 0 is the model before training.
 
 from typing import Any
 
-from megappo.engines.restarts import EngineLost, EngineLostElsewhere
+from megappo.engines.restarts import EngineLost
 from megappo.runtime.interruption import Interrupted
 from megappo.trainer.experience import add_advantages
 from megappo.trainer.run import Run
@@ -16,7 +16,7 @@ def train(run: Run) -> None:
 
     Raises:
         Interrupted: a signal to any rank, or the time limit, stops the run. Everything is saved.
-        EngineLost, EngineLostElsewhere: an engine failed too often. Everything is saved.
+        EngineLost: an engine failed too often. Everything is saved.
     """
     with run.phase("sync"):
         run.engines.first_sync()
@@ -29,7 +29,7 @@ def train(run: Run) -> None:
             metrics = ppo_step(run, step)
             run.log(step, metrics)
             run.save_if_due(step)
-    except (Interrupted, EngineLost, EngineLostElsewhere):
+    except (Interrupted, EngineLost):
         run.save_if_needed()
         raise
     run.finish()

@@ -25,11 +25,12 @@ from megappo.architecture.parameters import (
 )
 from megappo.architecture.parsing import read_architecture
 from megappo.config.config_error import shorten
+from megappo.errors import ActionableError
 from megappo.models.gpt import ModelChunks
 from megappo.placement.groups import ComponentGroups
 from megappo.runtime.heartbeat import heartbeat
 from megappo.weights.buckets import all_finite
-from megappo.weights.safetensors_io import HFFolder, WeightsError
+from megappo.weights.safetensors_io import HFFolder
 from megappo.weights.shards import check_parameters, cut_over, decompose, global_parameters, table_of
 
 HEAD_MODULES = ("score", "classifier", "v_head", "v_head.summary")
@@ -76,7 +77,7 @@ def load_hf(
             critic leaves the language model's own head unused.
         progress: called with the name of every parameter that is loaded.
     Raises:
-        WeightsError: a parameter without source, a tensor missing, unused, of another shape, or with values that are
+        ActionableError: a parameter without source, a tensor missing, unused, of another shape, or with values that are
             not finite; each named.
         FileNotFoundError: the folder, or a file of it, is missing.
     """
@@ -105,7 +106,7 @@ def _check_source(source: HFFolder, architecture: Architecture, table: Mapping[s
         optional |= {VALUE_HEAD} if architecture.value_bias else {VALUE_HEAD, VALUE_BIAS}
         name_value_head(source)
         if has_value_bias(source) and not architecture.value_bias:
-            raise WeightsError(
+            raise ActionableError(
                 f"the value head in {source.folder} has a bias that is not zero, but the model was built without one; "
                 "a shared backbone's has none: train a separate critic, or remove the bias"
             )
@@ -113,20 +114,20 @@ def _check_source(source: HFFolder, architecture: Architecture, table: Mapping[s
     missing = sorted(expected.keys() - found - optional)
     unused = sorted(found - expected.keys() - optional)
     if missing or unused:
-        raise WeightsError(
+        raise ActionableError(
             f"{source.folder} does not hold the tensors its config.json describes: missing "
             f"{shorten(', '.join(missing) or 'none')}; unknown {shorten(', '.join(unused) or 'none')}; check its "
             "architecture and num_hidden_layers, and that the folder is complete"
         )
     for name in sorted(found & expected.keys()):
         if source.shape(name) != expected[name].shape:
-            raise WeightsError(
+            raise ActionableError(
                 f"{name} in {source.folder} has shape {[*source.shape(name)]}, but its config.json gives "
                 f"{[*expected[name].shape]}"
             )
     is_repeated = architecture.ties_output and LM_HEAD in found
     if is_repeated and not torch.equal(source.read(EMBEDDING), source.read(LM_HEAD)):
-        raise WeightsError(
+        raise ActionableError(
             f"config.json of {source.folder} ties the embeddings, but {LM_HEAD} differs from {EMBEDDING}; "
             "set tie_word_embeddings to false, or remove the tensor"
         )
@@ -143,7 +144,7 @@ def _fill(shard: torch.Tensor, source: HFFolder, hf: HFTensor, groups: Component
         start, stop = min(rank * size, whole), min((rank + 1) * size, whole)
     read = source.read(hf.name, dim, start, stop)
     if not all_finite(read):
-        raise WeightsError(
+        raise ActionableError(
             f"{hf.name} in {source.folder} holds values that are not finite: the model is corrupt, or its file "
             "damaged; take an earlier one, or copy it again"
         )
@@ -180,14 +181,14 @@ def critic_architecture(folder: str | Path) -> Architecture:
         folder: a language model, or a reward model: *ForSequenceClassification, *ForTokenClassification, or a language
             model with a value head besides (see `HEAD_MODULES`).
     Raises:
-        ArchitectureError: its config.json cannot be used.
-        WeightsError: a reward model without a known head, or one of several labels.
+        ConfigError: its config.json cannot be used.
+        ActionableError: a reward model without a known head, or one of several labels.
     """
     architecture = read_architecture(folder, head="value")
     with HFFolder(folder) as source:
         name_value_head(source)
         if architecture.is_reward_model and VALUE_HEAD not in source.names():
-            raise WeightsError(
+            raise ActionableError(
                 f"{folder} is a {architecture.named} without a head: expected {VALUE_HEAD}, or the weight of one of "
                 f"{', '.join(HEAD_MODULES[1:])}; its files are incomplete, or it is no reward model"
             )
@@ -198,17 +199,17 @@ def name_value_head(source: HFFolder) -> None:
     """Call the folder's value head `score`, whatever it is called there.
 
     Raises:
-        WeightsError: there are several, or it gives several numbers per token.
+        ActionableError: there are several, or it gives several numbers per token.
     """
     found = [module for module in HEAD_MODULES if f"{module}.weight" in source.names()]
     if len(found) > 1:
-        raise WeightsError(f"{source.folder} has several value heads: {', '.join(found)}; remove all but one")
+        raise ActionableError(f"{source.folder} has several value heads: {', '.join(found)}; remove all but one")
     for module in found:
         names = {f"{module}.weight": VALUE_HEAD, f"{module}.bias": VALUE_BIAS}
         source.rename({old: new for old, new in names.items() if old in source.names()})
         labels = source.shape(VALUE_HEAD)[0]
         if labels != 1:
-            raise WeightsError(
+            raise ActionableError(
                 f"{module}.weight in {source.folder} gives {labels} numbers per token, a critic needs 1; "
                 "choose a reward model of one label"
             )

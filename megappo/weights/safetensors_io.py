@@ -12,12 +12,7 @@ from safetensors import safe_open
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.model_folder import INDEX, SINGLE, tensor_files
 from megappo.batch.rows_file import write_tensors
-from megappo.config.sources import TextFileError
 from megappo.errors import ActionableError
-
-
-class WeightsError(ActionableError, ValueError):
-    """A folder of weights that cannot be used: what is wrong with it, and the remedy."""
 
 
 class _Stored(NamedTuple):
@@ -40,17 +35,14 @@ class HFFolder(AbstractContextManager):
 
                 mlp.experts.gate_up_proj [experts, 2 x ffn, hidden]     mlp.experts.down_proj [experts, hidden, ffn]
     Raises:
-        WeightsError: the folder, its safetensors, or a file that its index names is missing, cannot be read, is damaged
-            or truncated, or lacks a tensor that the index lists there; or a 3-D tensor has another shape than
+        ActionableError: the folder, its safetensors, or a file that its index names is missing, cannot be read, is
+            damaged or truncated, or lacks a tensor that the index lists there; or a 3-D tensor has another shape than
             config.json gives.
     """
 
     def __init__(self, folder: str | Path, architecture: Architecture | None = None):
         self.folder = Path(folder)
-        try:
-            files = tensor_files(self.folder)
-        except TextFileError as error:
-            raise WeightsError(str(error)) from error
+        files = tensor_files(self.folder)
         self._stored = {name: _Stored(file, name) for name, file in files.items()}
         self._files = {file: safe_open(self.folder / file, framework="pt") for file in sorted(set(files.values()))}
         if architecture is not None and architecture.experts:
@@ -113,9 +105,11 @@ class HFFolder(AbstractContextManager):
 
     def _check_shape(self, name: str, expected: tuple[int, ...]) -> None:
         if name not in self._stored:
-            raise WeightsError(f"{self.folder} lacks {name}, which goes with the fused experts it has; copy it again")
+            raise ActionableError(
+                f"{self.folder} lacks {name}, which goes with the fused experts it has; copy it again"
+            )
         if self.shape(name) != expected:
-            raise WeightsError(
+            raise ActionableError(
                 f"{name} in {self.folder} has shape {[*self.shape(name)]}, but its config.json gives {[*expected]}"
             )
 

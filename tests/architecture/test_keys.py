@@ -11,7 +11,8 @@ from tiny_shapes import MIXTURES, SHAPE
 from transformers import AutoConfig
 
 from megappo.architecture.architecture import Architecture
-from megappo.architecture.parsing import ArchitectureError, read_architecture
+from megappo.architecture.parsing import read_architecture
+from megappo.config.config_error import ConfigError
 
 
 @pytest.fixture
@@ -72,7 +73,7 @@ COMPUTED_ELSEWHERE = [
 @pytest.mark.parametrize("keys", COMPUTED_ELSEWHERE, ids=lambda keys: next(iter(keys)))
 def test_what_other_models_compute_is_refused_by_name(parsed: Any, keys: dict[str, Any]) -> None:
     ((key, value),) = keys.items()
-    with pytest.raises(ArchitectureError, match=re.escape(f"has {key} = {value!r}, which is not supported: choose an")):
+    with pytest.raises(ConfigError, match=re.escape(f"has {key} = {value!r}, which is not supported: choose an")):
         parsed(LLAMA_2 | keys)
 
 
@@ -111,7 +112,7 @@ TWICE = [
 
 @pytest.mark.parametrize(("keys", "values"), TWICE, ids=range(len(TWICE)))
 def test_two_values_of_the_rope_are_refused(parsed: Any, keys: dict[str, Any], values: str) -> None:
-    with pytest.raises(ArchitectureError, match=re.escape(f"config.json: several values of {values}: correct it")):
+    with pytest.raises(ConfigError, match=re.escape(f"config.json: several values of {values}: correct it")):
         parsed(LLAMA_2 | keys)
 
 
@@ -124,7 +125,7 @@ def test_two_values_of_the_rope_are_refused(parsed: Any, keys: dict[str, Any], v
     ],
 )
 def test_numbers_of_a_rope_that_nobody_reads_are_refused(parsed: Any, rope: dict[str, Any]) -> None:
-    with pytest.raises(ArchitectureError, match=r"config.json: rope .* is not supported; supported are"):
+    with pytest.raises(ConfigError, match=r"config.json: rope .* is not supported; supported are"):
         parsed(LLAMA_2 | {"rope_parameters": rope})
 
 
@@ -134,7 +135,7 @@ def test_the_table_of_a_family_lists_what_it_computes(parsed: Any) -> None:
     assert parsed(MISTRAL | {"sliding_window": 4096}).sliding_window == 4096
     assert parsed(LLAMA_2 | {"sliding_window": 4096}).sliding_window == 4096
     for config, key in ((QWEN_15_MOE, "qkv_bias"), (QWEN_3, "use_qk_norm")):
-        with pytest.raises(ArchitectureError, match=f"has {key} = False, which is not supported"):
+        with pytest.raises(ConfigError, match=f"has {key} = False, which is not supported"):
             parsed(config | {key: False})
-    with pytest.raises(ArchitectureError, match="has shared_expert_intermediate_size = 0, which is not supported"):
+    with pytest.raises(ConfigError, match="has shared_expert_intermediate_size = 0, which is not supported"):
         parsed(QWEN_15_MOE | {"shared_expert_intermediate_size": 0})

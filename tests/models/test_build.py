@@ -12,7 +12,8 @@ from tiny_shapes import DEEPSEEK_V2, DEEPSEEK_V3, EXPERTS, PLAIN_ROPE, SHAPE, VO
 
 from megappo.architecture.families import FAMILIES, Family, HeadKind
 from megappo.architecture.parameters import padded_vocab_size, stage_sizes
-from megappo.architecture.parsing import ArchitectureError, parse, read_architecture
+from megappo.architecture.parsing import parse, read_architecture
+from megappo.config.config_error import ConfigError
 from megappo.config.schema import Parallel
 from megappo.models.heads import output_weight
 from megappo.models.layer_specs import layer_kind
@@ -160,7 +161,7 @@ def test_logits_equal_hugging_face_in_every_layout(name: str, tmp_path: Path) ->
 
 def test_a_family_is_added_from_outside_by_one_entry(tmp_path: Path) -> None:
     folder = hf_folder(tmp_path, "ministral", head_dim=16, sliding_window=11)
-    with pytest.raises(ArchitectureError, match="is of architecture MinistralForCausalLM; this version trains"):
+    with pytest.raises(ConfigError, match="is of architecture MinistralForCausalLM; this version trains"):
         read_architecture(folder)
     run_ranks(2, _check_added, [Case("tp2 sp", folder, _hf_logits(folder), Layout((0, 1), tensor=2))])
 

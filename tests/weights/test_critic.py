@@ -21,12 +21,12 @@ from transformers import (
 )
 
 from megappo.config.schema import Model, Parallel
+from megappo.errors import ActionableError
 from megappo.models.gpt import ModelChunks, build_model
 from megappo.placement.groups import ComponentGroups, build_groups
 from megappo.placement.layout import Layout
 from megappo.weights.hf_folder import write_hf_folder
 from megappo.weights.load import HEAD_MODULES, critic_architecture, load_hf
-from megappo.weights.safetensors_io import WeightsError
 
 LAYOUTS = {
     "one": Layout((0,)),
@@ -146,12 +146,12 @@ def test_a_bias_of_zero_is_none(tmp_path: Path) -> None:
 
 def test_what_gives_no_single_value_is_refused(tmp_path: Path) -> None:
     two = reward_model(tmp_path / "two", "qwen2", "TokenClassification", num_labels=2)
-    with pytest.raises(WeightsError, match="score.weight in .* gives 2 numbers per token, a critic needs 1"):
+    with pytest.raises(ActionableError, match="score.weight in .* gives 2 numbers per token, a critic needs 1"):
         critic_architecture(two)
     one = reward_model(tmp_path / "one", "qwen2", "TokenClassification")
-    with pytest.raises(WeightsError, match="several value heads: score, v_head; remove all but one"):
+    with pytest.raises(ActionableError, match="several value heads: score, v_head; remove all but one"):
         critic_architecture(renamed(one, tmp_path / "several", {}, **{"v_head.weight": torch.ones(1, 32)}))
-    with pytest.raises(WeightsError, match="Qwen2ForTokenClassification without a head: expected score.weight"):
+    with pytest.raises(ActionableError, match="Qwen2ForTokenClassification without a head: expected score.weight"):
         critic_architecture(renamed(one, tmp_path / "none", {"score.weight": "other.weight"}))
 
 
@@ -161,7 +161,7 @@ def refuse_a_bias(rank: int, world_size: int, folder: Path) -> None:
     architecture = replace(critic_architecture(folder), value_bias=False)
     parallel, model = Parallel(), Model(path=str(folder), dtype="fp32")
     built = build_model(architecture, model, parallel, groups, recompute="none", trained=False)
-    with pytest.raises(WeightsError, match="has a bias that is not zero, but the model was built without one"):
+    with pytest.raises(ActionableError, match="has a bias that is not zero, but the model was built without one"):
         load_hf(built, folder, architecture, groups)
 
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megappo.weights.safetensors_io import INDEX, SINGLE, HFFolder, ShardedWriter, WeightsError
+from megappo.errors import ActionableError
+from megappo.weights.safetensors_io import INDEX, SINGLE, HFFolder, ShardedWriter
 
 TENSORS = {
     "a.weight": torch.arange(24.0).view(6, 4),
@@ -40,14 +41,14 @@ def test_reads_slices_of_one_file_and_of_shards(tmp_path: Path) -> None:
 
 
 def test_missing_folder_and_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(WeightsError, match="nowhere"):
+    with pytest.raises(ActionableError, match="nowhere"):
         HFFolder(tmp_path / "nowhere")
     (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(WeightsError, match=r"holds no model\.safetensors"):
+    with pytest.raises(ActionableError, match=r"holds no model\.safetensors"):
         HFFolder(tmp_path)
     folder = write_sharded(tmp_path / "sharded")
     (folder / "two.safetensors").unlink()
-    with pytest.raises(WeightsError, match=r"lacks two\.safetensors"):
+    with pytest.raises(ActionableError, match=r"lacks two\.safetensors"):
         HFFolder(folder)
 
 
