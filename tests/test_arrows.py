@@ -50,6 +50,7 @@ WITHOUT_TORCH = (
     "megappo/preflight/output_folder.py",
     "megappo/preflight/rehearsal.py",
     "megappo/data/",
+    "megappo/runtime/machine.py",
 )
 ARCHITECTURE = "megappo/architecture/"
 RAW_CONFIG = ("hf_config", "HFConfig", "read_model_config", "raw_config")

@@ -18,9 +18,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from megappo.batch.fields import field_of
 from megappo.batch.rows import Rows
-from megappo.batch.rows_file import RowsFile, RowsFileError
-from megappo.config.config_error import ConfigError
+from megappo.batch.rows_file import RowsFile
 from megappo.data.tokenizer import load_tokenizer
+from megappo.errors import ActionableError
 from megappo.observe.files import recorded_steps, rows_file
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def main() -> int:
             print(line)
     except BrokenPipeError:  # piped into head, for example
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    except (ConfigError, RowsFileError, OSError) as error:
+    except (ActionableError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
@@ -61,7 +61,7 @@ def _lines(args: argparse.Namespace) -> Iterator[str]:
         yield from _overview(args.path)
         return
     if args.path.is_dir() and args.step not in (steps := recorded_steps(args.path)):
-        raise RowsFileError(f"{args.path} has no step {args.step}: it has {', '.join(map(str, steps)) or 'none'}")
+        raise ActionableError(f"{args.path} has no step {args.step}: it has {', '.join(map(str, steps)) or 'none'}")
     with RowsFile(rows_file(args.path, args.step) if args.path.is_dir() else args.path) as file:
         tokenizer = load_tokenizer(args.tokenizer or file.facts["model"])
         yield f"step {file.facts['step']}, by the weights after step {file.facts['weights_step']}"
@@ -74,13 +74,13 @@ def _overview(folder: Path) -> Iterator[str]:
     """Yield a line per step."""
     steps = recorded_steps(folder)
     if not steps and (samples := sorted(folder.glob("step_*.jsonl"))):
-        raise RowsFileError(
+        raise ActionableError(
             f"{folder} holds samples of evaluations as text, and no rollouts on record: read them as they are, or by "
             f"python3 -m json.tool --json-lines {samples[-1]}; the rollouts of training go to trainer.record_rollouts, "
             "if that is set"
         )
     if not steps:
-        raise RowsFileError(
+        raise ActionableError(
             f"{folder} holds no rollouts: expected files step_XXXXXXXX.safetensors in it, which a run writes to its "
             "trainer.record_rollouts, if that is set"
         )
@@ -102,7 +102,7 @@ def _chosen(file: RowsFile, args: argparse.Namespace) -> list[int]:
     """Return the numbers of the rows to show."""
     rows = [row for row, prompt in enumerate(file.table.prompt_ids.tolist()) if args.prompt in (None, prompt)]
     if not rows:
-        raise RowsFileError(f"{file.path} has no response to a prompt {args.prompt}")
+        raise ActionableError(f"{file.path} has no response to a prompt {args.prompt}")
     if args.order != "prompt":
         scores = file.field("scores").tolist()
         rows.sort(key=lambda row: scores[row], reverse=args.order == "best")

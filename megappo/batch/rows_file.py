@@ -27,10 +27,6 @@ FIELD = "fields."
 COLUMNS = ("prompt_ids", "prompt_lengths", "response_lengths")
 
 
-class RowsFileError(ActionableError, ValueError):
-    """A file that holds no rows or is damaged; the message names it."""
-
-
 def write_rows(path: Path, rows: Rows, facts: Mapping[str, Any]) -> None:
     """Write all rows of a step, numbered 0, 1, 2, ..., with their tokens and fields.
 
@@ -68,7 +64,7 @@ class RowsFile(AbstractContextManager):
 
     Raises:
         FileNotFoundError: it does not exist.
-        RowsFileError: it is damaged, or another kind of file.
+        ActionableError: it is damaged, or another kind of file.
     """
 
     def __init__(self, path: Path):
@@ -78,10 +74,10 @@ class RowsFile(AbstractContextManager):
             prompt_ids, prompt_lengths, response_lengths = (self._file.get_tensor(name) for name in COLUMNS)
             mask = self._file.get_tensor(FIELD + "response_mask")
         except (SafetensorError, KeyError, ValueError) as error:
-            raise RowsFileError(f"{path} holds no whole rows of a run ({error}): copy it again") from error
+            raise ActionableError(f"{path} holds no whole rows of a run ({error}): copy it again") from error
         self.names = [name.removeprefix(FIELD) for name in sorted(self._file.keys()) if name.startswith(FIELD)]
         if unknown := [name for name in self.names if name not in FIELDS]:
-            raise RowsFileError(f"{path} has a field {unknown[0]!r} that no part of this program declares")
+            raise ActionableError(f"{path} has a field {unknown[0]!r} that no part of this program declares")
         policy_lengths = padded(mask, response_lengths, int(response_lengths.max())).sum(dim=1).long()
         self.table = RowTable(prompt_ids, prompt_lengths, response_lengths, policy_lengths)
 

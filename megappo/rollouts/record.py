@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from megappo.batch.exchange import Batch, Exchange
-from megappo.batch.rows_file import RowsFile, RowsFileError, write_rows
+from megappo.batch.rows_file import RowsFile, write_rows
 from megappo.checkpoint.folders import put_durably
 from megappo.config.checks import step_scores_errors
 from megappo.config.config_error import ConfigError, show
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt, PromptDataset
+from megappo.errors import ActionableError
 from megappo.observe.files import rows_file
 from megappo.userland.spec import BUILTIN, parse_spec
 
@@ -87,7 +88,7 @@ class Record:
             try:
                 with RowsFile(rows_file(self.folder, step)) as file:
                     found = file.facts
-            except (FileNotFoundError, RowsFileError):
+            except (FileNotFoundError, ActionableError):
                 return step - 1, num_drawn, []
             if "settings" not in found:  # of another version
                 return step - 1, num_drawn, []
@@ -143,7 +144,7 @@ class Replay:
 
         Raises:
             ConfigError: this run does not fit the record.
-            RowsFileError: the file is damaged.
+            ActionableError: the file is damaged.
         """
         self.num_drawn = step * self._config.data.draw_size
         path = rows_file(self._folder, step)

@@ -212,7 +212,7 @@ class Progress:
         """Return the step that the checkpoint was saved in the middle of, if any. Every rank reads its own rows.
 
         Raises:
-            RowsFileError: the file is damaged.
+            ActionableError: the file is damaged.
             CheckpointError: the updates cannot continue with the mini-batches that they began with.
         """
         path = self.checkpoint / EXPERIENCE_FILE

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from megappo.batch.rows import Rows
-from megappo.batch.rows_file import RowsFile, RowsFileError, write_rows
+from megappo.batch.rows_file import RowsFile, write_rows
+from megappo.errors import ActionableError
 
 LENGTHS = ((3, 2), (1, 5), (2, 1), (4, 3), (1, 1))
 """Tokens of each row's prompt and response."""
@@ -60,5 +61,5 @@ def test_what_is_cut_off_or_something_else_is_refused_by_name(tmp_path):
     whole = path.read_bytes()
     for damaged in (whole[:-1], whole[:20], b"", b"not at all"):
         path.write_bytes(damaged)
-        with pytest.raises(RowsFileError, match=f"{path} holds no whole rows"):
+        with pytest.raises(ActionableError, match=f"{path} holds no whole rows"):
             RowsFile(path)
