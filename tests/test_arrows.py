@@ -61,16 +61,16 @@ UNPICKLERS = ("megappo/checkpoint/metadata.py",)
 LONGEST_FILE, LONGEST_FUNCTION = 400, 50
 BUDGETS = {
     ".": 6_950,
-    "architecture": 9_000,
-    "batch": 7_100,
+    "architecture": 8_950,
+    "batch": 7_000,
     "checkpoint": 7_600,
     "config": 14_600,
     "data": 8_900,
-    "engines": 8_800,
-    "estimate": 9_600,
+    "engines": 8_700,
+    "estimate": 9_550,
     "models": 13_350,
     "observe": 6_700,
-    "placement": 9_400,
+    "placement": 9_300,
     "ppo": 10_100,
     "preflight": 4_500,
     "rollouts": 11_900,
@@ -78,7 +78,7 @@ BUDGETS = {
     "sync": 5_100,
     "trainer": 15_800,
     "userland": 20_900,
-    "weights": 7_200,
+    "weights": 7_100,
 }
 """Room ("." for the modules beside the rooms) -> the most syntax nodes that its files may have, counted by `ast.walk`.
 Lower a budget when its room shrinks; raise it for a feature."""
