@@ -136,7 +136,7 @@ class HFTensor:
 
 @dataclass(frozen=True)
 class Parameter:
-    """One Megatron parameter: it holds `groups` times (rows of every tensor), along dimension 0.
+    """One Megatron parameter. Its dimension 0 is `groups` repeats of [rows of tensor 1, rows of tensor 2, ...].
 
     Attributes:
         names: with layers and experts numbered over the whole model, one for each layer spec that has its own.

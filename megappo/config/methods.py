@@ -142,19 +142,20 @@ class Transport:
     """A rollout.sync.transport.
 
     Attributes:
-        engine: (Link, EngineClient) -> the end of the rank that owns an engine: a Receiver; a Sender without `sender`.
-        sender: (Link) -> the Sender of one of the actor's ranks, for all engines; None = each engine's owner gives it
-            the weights itself, and must be one of the actor's ranks.
-        needs_other_gpu: the rank that sends must not be on the engine's GPUs, as both are in a group of NCCL's.
-        each_stage: with `sender`: where this holds for all engines, each pipeline stage of the actor has one, for its
-            own tensors: `Link.addresses` has them all, `TensorSpec.sender` names the owner of a tensor.
-        each_rank: without `sender`, on GPUs: all of the engine's ranks make its end if they are the actor's, so that
-            each hands over what is on its own GPU: with `Link.peers`, and on all but the first with None for a client.
-        adapters: the same way for the adapters alone of a model whose other weights engines have (actor.lora): their
-            ends are sent one bucket, which holds them all. None = it has no such way.
+        engine_endpoint: class of the endpoint at an engine's owner, made from (Link, EngineClient): a Receiver if
+            `sender` is set, else a Sender, as the owner then passes on its own weights.
+        sender: class of the Sender on one of the actor's ranks, made from (Link), which serves all engines. None = each
+            engine's owner must be one of the actor's ranks.
+        needs_other_gpu: the sending rank must not be on the engine's GPUs, as both are in one NCCL group.
+        each_stage: with `sender`: each pipeline stage of the actor has a Sender for its own tensors if all engines'
+            transports allow it. `TensorSpec.sender_index` is then the index of a tensor's Sender in `Link.addresses`.
+        each_rank: without `sender`, on GPUs: all of the engine's ranks make the endpoint if they are the actor's, so
+            that each passes on the tensors on its own GPU. They have `Link.peers`; all but the owner get no client.
+        adapters: entry for sending adapters alone to engines that have the other weights (actor.lora), all in one
+            bucket. None = the transport cannot do that.
     """
 
-    engine: Function
+    engine_endpoint: Function
     sender: Function | None = None
     needs_other_gpu: bool = False
     each_stage: bool = False

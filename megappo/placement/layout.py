@@ -153,11 +153,13 @@ class Layout:
         pipelines = {place % stage for place, rank in enumerate(self.ranks) if rank in ranks}
         return frozenset(rank for place, rank in enumerate(self.ranks) if place % stage in pipelines)
 
-    def gathering(self, needing: Collection[int], *, by_stage: bool = False) -> frozenset[int]:
-        """Return the ranks that must join for some ranks to get the whole model, or `by_stage` their whole stage: those
-        ranks, and all that share a group with one that joins. The others are data-parallel replicas.
+    def gathering(self, full_tensor_ranks: Collection[int], *, by_stage: bool = False) -> frozenset[int]:
+        """Return the ranks that take part when some ranks gather the full model, or with `by_stage` their full stage.
+
+        These are the ranks that gather it, and all that share a group with a participant. The others are data-parallel
+        replicas.
         """
-        found, joining = frozenset[int](), frozenset(needing)
+        found, joining = frozenset[int](), frozenset(full_tensor_ranks)
         while found != joining:
             found = joining
             joining = self.sharing(found, self.tensor)

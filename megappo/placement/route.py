@@ -1,4 +1,4 @@
-"""The route of the actor's weights to every engine, from config and layouts. Without torch."""
+"""Route of the actor's weights to every engine, from config and layouts. Without torch."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ class EngineRoute:
 
     Attributes:
         transport: name of the transport.
-        entry: of the transport in the table; with adapters alone, the transport's entry for those.
+        entry: the transport's entry in the table, or with adapters alone its `adapters` entry.
         ranks: the engine's ranks; the first owns it.
         frees_memory: a model is on one of its GPUs, and the engine sleeps while that model is trained.
         is_external: the engine runs elsewhere, on none of the ranks' GPUs.
@@ -34,8 +34,8 @@ class EngineRoute:
         return self.ranks[0]
 
     @property
-    def sources(self) -> tuple[int, ...]:
-        """Ranks that pass the weights to the engine if the transport has no sender; they must be the actor's."""
+    def required_actor_ranks(self) -> tuple[int, ...]:
+        """Ranks that must be the actor's if the transport has no sender: they pass the weights to the engine."""
         return self.ranks if self.spans_nodes and self.entry.each_rank else self.ranks[:1]
 
     @property
@@ -66,26 +66,26 @@ class SyncRoute:
     def senders(self) -> tuple[int, ...]:
         """The actor's ranks that send weights to engines whose owners do not.
 
-        Each stage has one, its first rank that is on no GPU to keep off. One rank sends everything if a stage has no
-        such rank, or if the transport of an engine needs everything from one rank.
+        Each stage has one: its first rank that is not on a GPU that a transport excludes. One rank sends everything if
+        a stage has no such rank, or if the transport of an engine needs everything from one rank.
         """
-        taken = {rank for engine in self.engines if engine.excludes_sender for rank in engine.ranks}
-        free = [[rank for rank in stage if rank not in taken] for stage in self.stages]
-        if all(free) and all(engine.entry.each_stage for engine in self.engines):
-            return tuple(stage[0] for stage in free)
-        return (next((rank for rank in self.actor if rank not in taken), self.actor[0]),)
+        excluded = {rank for engine in self.engines if engine.excludes_sender for rank in engine.ranks}
+        allowed = [[rank for rank in stage if rank not in excluded] for stage in self.stages]
+        if all(allowed) and all(engine.entry.each_stage for engine in self.engines):
+            return tuple(stage[0] for stage in allowed)
+        return (next((rank for rank in self.actor if rank not in excluded), self.actor[0]),)
 
-    def ends(self, engine: EngineRoute, *, on_gpus: bool) -> tuple[int, ...]:
-        """Return the engine's ranks at which its transport ends; the first owns it."""
+    def endpoint_ranks(self, engine: EngineRoute, *, on_gpus: bool) -> tuple[int, ...]:
+        """Return the engine's ranks that have an endpoint of its transport; the first owns the engine."""
         is_apart = on_gpus or engine.spans_nodes  # on a CPU ranks of one node share their memory
         at_each = is_apart and engine.entry.each_rank and set(engine.ranks) <= set(self.actor)
         return engine.ranks if at_each else engine.ranks[:1]
 
-    def sources(self, *, on_gpus: bool) -> frozenset[int]:
-        """Return the actor's ranks that need whole tensors."""
+    def full_tensor_ranks(self, *, on_gpus: bool) -> frozenset[int]:
+        """Return the actor's ranks that need full tensors."""
         found: set[int] = set()
         for engine in self.engines:
-            found.update(self.senders if engine.entry.sender else self.ends(engine, on_gpus=on_gpus))
+            found.update(self.senders if engine.entry.sender else self.endpoint_ranks(engine, on_gpus=on_gpus))
         return frozenset(found)
 
     @property
@@ -118,8 +118,8 @@ class SyncRoute:
         """Yield each engine that the weights cannot reach."""
         actor, sender = format_ranks(self.actor), self.senders[0]
         for name, numbers in self.transports.items():
-            sources = [rank for number in numbers for rank in self.engines[number].sources]
-            elsewhere = [rank for rank in sources if rank not in self.actor]
+            required = [rank for number in numbers for rank in self.engines[number].required_actor_ranks]
+            elsewhere = [rank for rank in required if rank not in self.actor]
             if elsewhere and not self.entries[name].sender:
                 yield (
                     f"rollout.sync.transport is {name}, but the engines' ranks {format_ranks(elsewhere)} are not the "
@@ -154,5 +154,5 @@ def find_route(config: Config, layouts: Mapping[str, Layout], ranks_per_node: in
 
 
 def _is_open(route: EngineRoute, actor: Layout) -> bool:
-    owners_send = not route.is_external and set(route.sources) <= set(actor.ranks)
+    owners_send = not route.is_external and set(route.required_actor_ranks) <= set(actor.ranks)
     return route.entry.sender is not None or owners_send

@@ -1,7 +1,7 @@
-"""Broadcast weights to engines on other GPUs, from a rank of each stage of the actor, or from one for all stages (see
-`SyncRoute.senders`).
+"""Broadcast weights to engines on other GPUs: from one rank of each of the actor's stages, or from one rank for all.
 
-Each sender has a group with all ranks of the engines. An engine takes one bucket at a time: the senders take turns.
+`SyncRoute.senders` names these ranks. Each has a process group with all ranks of the engines. An engine takes one
+bucket at a time, so the senders take turns.
 """
 
 import secrets
@@ -60,9 +60,10 @@ def fault_key(name: str) -> str:
 
 
 class BroadcastSender(Sender):
-    """Broadcasts to the ranks of all engines that take this transport; they join its group at the first `open`.
+    """Broadcasts to the ranks of all engines that use this transport; they join its group at the first `open`.
 
-    Once an engine fails it sends nothing more: the others then fail as well, or hang, and all get the weights again.
+    Once an engine has failed it sends nothing more: the other engines then fail or hang as well, and everything is sent
+    to all of them again.
     """
 
     def __init__(self, link: Link):
@@ -87,7 +88,7 @@ class BroadcastSender(Sender):
             group.abort()  # destroying it would wait for members that have ended
 
     def _unless_broken(self, call: Callable[[], object]) -> None:
-        """Run the call while no engine has failed; it may wait for a failed one forever."""
+        """Run the call; abort once an engine has failed, as the call may then never return."""
         done: Future[None] | None = None
         while not self._faults.check([fault_key(self._name)]):
             done = done or _on_a_thread(call)
@@ -109,7 +110,7 @@ class BroadcastSender(Sender):
 
 
 class BroadcastReceiver(Receiver):
-    """Announces each bucket to an engine."""
+    """Announces the senders' buckets to an engine."""
 
     def __init__(self, link: Link, client: EngineClient):
         self.client = client
@@ -132,7 +133,7 @@ class BroadcastReceiver(Receiver):
         self._report_fault()
 
     def send(self, bucket: Bucket) -> None:
-        _, _, group_name = self._addresses[bucket[0].sender]
+        _, _, group_name = self._addresses[bucket[0].sender_index]
         body = {
             "group_name": group_name,
             "names": [tensor.name for tensor in bucket],

@@ -38,23 +38,28 @@ def build_sync(
     client: EngineClient | None,
     exchange: Exchange,
 ) -> WeightSync:
-    """Build the sync of the actor's weights to the engines, which serve; all ranks together.
+    """Build the sync of the actor's weights to the engines, which must be serving; all ranks together.
 
     Args:
         architecture: the language model's.
         actor: this rank's part of it.
         client: of the engine that this rank owns.
     Raises:
-        ConfigError: the weights cannot take this route on these GPUs.
+        ConfigError: the route does not work on these GPUs.
     """
     on_gpus = platform.has_cuda()
     if errors := list(route.errors(on_gpus=on_gpus)):
         raise ConfigError(*errors)
     export = None
     if actor is not None:
-        needing, by_stage = route.sources(on_gpus=on_gpus), len(route.senders) > 1
-        options = {"needing": needing, "by_stage": by_stage, "adapters": route.adapters}
-        export = Export(actor.chunks, architecture, actor.groups, **options)
+        export = Export(
+            actor.chunks,
+            architecture,
+            actor.groups,
+            full_tensor_ranks=route.full_tensor_ranks(on_gpus=on_gpus),
+            by_stage=len(route.senders) > 1,
+            adapters=route.adapters,
+        )
     bucket_bytes = config.rollout.sync.bucket_bytes or (GPU_BUCKET_BYTES if on_gpus else CPU_BUCKET_BYTES)
     shapes = folder_shapes(config.model.path, architecture)
     if config.actor.lora is not None:
@@ -67,17 +72,19 @@ def build_sync(
     addresses = {name: sender.address for name, sender in senders.items()}
     shared = exchange.share((export.tensors if exchange.rank == route.senders[0] else None, addresses))
     tensors, _ = shared[route.senders[0]]
-    own_senders, receivers = _engine_ends(route, links, [shared[rank][1] for rank in route.senders], client, exchange)
+    own_senders, receivers = _engine_endpoints(
+        route, links, [shared[rank][1] for rank in route.senders], client, exchange
+    )
     return WeightSync(
         tensors,
-        export if export is not None and export.joins else None,
+        export if export is not None and export.participates else None,
         [*senders.values(), *own_senders],
         receivers,
         shapes,
         bucket_bytes=bucket_bytes,
         barrier=lambda: exchange.share(None),
         engines_keep=not any(engine_sleeps(route, engine) for engine in range(len(route.engines))),
-        sender=0 if export is None else export.sender,
+        sender_index=0 if export is None else export.sender_index,
     )
 
 
@@ -92,23 +99,23 @@ def adapter_shapes(shapes: Mapping[str, tuple[int, ...]], lora: Lora) -> dict[st
     return found
 
 
-def _engine_ends(
+def _engine_endpoints(
     route: SyncRoute,
     links: Mapping[str, Link],
     addresses: Sequence[Mapping[str, Any]],
     client: EngineClient | None,
     exchange: Exchange,
 ) -> tuple[list[Sender], list[Receiver]]:
-    """Build this rank's ends of the transports to the engines that it has a GPU of; all ranks together.
+    """Build this rank's endpoints for the engines whose ranks include it; all ranks together.
 
     Args:
         links: by transport.
-        addresses: each sending rank's, by transport.
+        addresses: by transport, for each rank of `SyncRoute.senders`.
     """
     senders: list[Sender] = []
     receivers: list[Receiver] = []
     for number, engine in enumerate(route.engines):
-        name, ranks = engine.transport, route.ends(engine, on_gpus=platform.has_cuda())
+        name, ranks = engine.transport, route.endpoint_ranks(engine, on_gpus=platform.has_cuda())
         peers = None
         if len(ranks) > 1:
             # Made by all ranks: if only its members made it, torch would name it by the number of groups that each is
@@ -116,9 +123,12 @@ def _engine_ends(
             timeout = timedelta(seconds=links[name].config.trainer.process_group_timeout_seconds)
             peers = dist.new_group(list(ranks), timeout=timeout, backend="gloo")
         if exchange.rank in ranks:
-            place = route.transports[name].index(number)
-            of_senders = [by_transport.get(name) for by_transport in addresses]
-            link = replace(links[name], number=place, addresses=of_senders, peers=peers)
-            end = resolved(engine.entry.engine)(link, client)
-            (receivers if engine.entry.sender else senders).append(end)
+            position = route.transports[name].index(number)
+            sender_addresses = [by_transport.get(name) for by_transport in addresses]
+            link = replace(links[name], number=position, addresses=sender_addresses, peers=peers)
+            endpoint = resolved(engine.entry.engine_endpoint)(link, client)
+            if engine.entry.sender:
+                receivers.append(endpoint)
+            else:
+                senders.append(endpoint)
     return senders, receivers

@@ -53,7 +53,7 @@ class HandleSender(Sender):
         if self.client is not None and self.replaces_model:
             self.client.begin_weight_update()
 
-    def buffer(self, size: int) -> torch.Tensor | None:
+    def next_buffer(self, size: int) -> torch.Tensor | None:
         if platform.has_cuda():
             return None
         self._buffers.reverse()
@@ -62,8 +62,8 @@ class HandleSender(Sender):
         return self._buffers[0][:size]
 
     def send(self, bucket: Bucket, flat: torch.Tensor) -> None:
-        payload = {"flattened_tensor": flat, "metadata": _places(bucket)}
-        if self.peers is None:  # a handle for each rank: handles are counted
+        payload = {"flattened_tensor": flat, "metadata": _metadata(bucket)}
+        if self.peers is None:  # one handle per rank: CUDA IPC counts each as one reference, which its reader releases
             payloads = [_serialize(payload) for _ in range(self.num_ranks)]
         else:
             payloads = [""] * self.num_ranks if self.client is not None else None
@@ -122,15 +122,15 @@ def shared_bytes(size: int) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
-def _places(bucket: Bucket) -> list[SimpleNamespace]:
+def _metadata(bucket: Bucket) -> list[SimpleNamespace]:
     """Describe where each tensor lies. Source: SGLang's FlattenedTensorMetadata."""
-    places, start = [], 0
+    metadata, start = [], 0
     for tensor in bucket:
         end = start + tensor.nbytes
-        place = {"start_idx": start, "end_idx": end, "numel": tensor.nbytes}
-        places.append(SimpleNamespace(name=tensor.name, shape=torch.Size(tensor.shape), dtype=tensor.dtype, **place))
+        span = {"start_idx": start, "end_idx": end, "numel": tensor.nbytes}
+        metadata.append(SimpleNamespace(name=tensor.name, shape=torch.Size(tensor.shape), dtype=tensor.dtype, **span))
         start = end
-    return places
+    return metadata
 
 
 def _serialize(payload: object) -> str:

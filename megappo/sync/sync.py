@@ -1,4 +1,8 @@
-"""Weight sync: reshard the actor's weights into the engines, bucket by bucket, each sent while the next is gathered."""
+"""Weight sync: reshard the actor's weights into the engines, bucket by bucket, each sent while the next is gathered.
+
+Nothing is renamed on the way: an `Export` gathers tensors under their Hugging Face names, which engines load by. The
+tables of `megappo/architecture/parameters.py` map them to Megatron's parameters.
+"""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,12 +30,12 @@ class WeightSync:
 
     Attributes:
         tensors: the model's, the same on every rank, in the order in which they are gathered.
-        source: gathers them, on all ranks that must join in.
-        senders, receivers: this rank's ends of transports.
+        source: gathers them; None on ranks that take no part.
+        senders, receivers: this rank's endpoints of transports.
         expected: name -> shape of every tensor the engines have.
         barrier: waits for all ranks of the run.
         engines_keep: the engines keep their weights from one sync to the next.
-        sender: the `sender` of the tensors that this rank gathers, and sends if it has senders.
+        sender_index: `sender_index` of the tensors that this rank gathers, and sends if it has senders.
     Raises:
         ValueError: the engines do not know a tensor, have it in another shape, or miss one; the message names it.
     """
@@ -44,7 +48,7 @@ class WeightSync:
     bucket_bytes: int
     barrier: Callable[[], object]
     engines_keep: bool
-    sender: int = 0
+    sender_index: int = 0
 
     def __post_init__(self) -> None:
         check_tensors(self.tensors, self.expected)
@@ -77,20 +81,20 @@ class WeightSync:
         self._sent = False
 
     def _send(self, tensors: Sequence[TensorSpec]) -> None:
-        """Gather each bucket while the one before is sent, so that two are in flight."""
+        """Gather each bucket while the previous one is sent, so that two are in flight."""
         buckets = in_turns(tensors, self.bucket_bytes)
         largest = max(map(num_bytes, buckets))
         if not self.receivers:  # an engine's owner announces every bucket, whoever sends it
-            buckets = [bucket for bucket in buckets if bucket[0].sender == self.sender]
-        ends = [*self.senders, *self.receivers]
-        threads = ThreadPoolExecutor(max_workers=max(1, len(ends)))
+            buckets = [bucket for bucket in buckets if bucket[0].sender_index == self.sender_index]
+        endpoints = [*self.senders, *self.receivers]
+        threads = ThreadPoolExecutor(max_workers=max(1, len(endpoints)))
         try:
-            pending = [threads.submit(end.open) for end in ends]
+            pending = [threads.submit(endpoint.open) for endpoint in endpoints]
             if not self._sent:  # a group may be made, during which no other collective may run
                 wait_for(pending)
             for bucket in buckets:
                 flat = None
-                if self.source is not None and bucket[0].sender == self.sender:
+                if self.source is not None and bucket[0].sender_index == self.sender_index:
                     flat = self.source.gather(bucket, self._buffer(bucket, largest))
                     if self.senders:
                         check_finite(bucket, flat)
@@ -111,7 +115,7 @@ class WeightSync:
     def _buffer(self, bucket: Bucket, largest: int) -> torch.Tensor | None:
         """Return the memory from which the engine reads the bucket; None = any."""
         for sender in self.senders:
-            memory = sender.buffer(largest)
+            memory = sender.next_buffer(largest)
             if memory is not None:
                 return memory[: num_bytes(bucket)]
         return None
@@ -149,7 +153,8 @@ def check_finite(bucket: Bucket, flat: torch.Tensor) -> None:
     Raises:
         FloatingPointError: they are not; a tensor is named.
     """
-    # On a GPU it waits until the bucket is there, which the sender, on a thread of its own, relies on.
+    # Senders rely on this check. On a GPU, reading its result waits for the kernels that fill the bucket; the senders'
+    # threads and the engines do not wait for this stream.
     if all_finite(flat.view(bucket[0].dtype)):
         return
     for name, tensor in views(bucket, flat):

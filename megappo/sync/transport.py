@@ -1,7 +1,16 @@
-"""Interface of a transport: the end that has the weights, and the end that announces them to an engine.
+"""Interface of a transport: a `Sender`, which has the weights, and a `Receiver`, which announces them to an engine.
 
-Each end has three calls: `open`, `send` for each bucket, `close`. The first two run on a thread, one after the other,
-while the next bucket is gathered. All senders close; then, once all ranks have done so, all receivers.
+These endpoints have three calls: `open`, `send` for each bucket, `close`. The first two run on a thread, one after the
+other, while the next bucket is gathered. All senders close; then, once all ranks have done so, all receivers.
+
+| transport | ranks with a Sender | announces buckets to the engine |
+| --- | --- | --- |
+| ipc | the engine's owner; on GPUs all of its ranks, if they are the actor's | the Sender at the engine's owner |
+| broadcast | one of the actor's per pipeline stage, or one for all stages | a Receiver at the engine's owner |
+| disk | one of the actor's | a Receiver at the engine's owner |
+
+An engine without a Receiver thus has its Senders on its own ranks, and a rank may be the owner of one engine and send
+to others.
 """
 
 from collections.abc import Sequence
@@ -22,14 +31,14 @@ FLATTENED_BUCKET = "flattened_bucket"
 
 @dataclass(frozen=True)
 class Link:
-    """Arguments of the ends of a transport.
+    """Arguments of a transport's endpoints.
 
     Attributes:
         architecture: the actor's.
-        num_engines: engines that take this transport.
-        number: of this rank's engine among them.
-        addresses: each sender's `address`.
-        peers: gloo group of the engine's ranks, where each of them makes this end; else None.
+        num_engines: number of engines that use this transport.
+        number: position of this rank's engine among them.
+        addresses: `Sender.address` of each rank of `SyncRoute.senders`.
+        peers: gloo group of the engine's ranks if each of them makes this endpoint; else None.
     """
 
     config: Config
@@ -48,15 +57,18 @@ class Link:
 
     @property
     def folder(self) -> Path:
-        """A folder that all ranks can write."""
+        """Folder that all ranks can write to."""
         return Path(self.config.trainer.output_dir).resolve() / "sync"
 
 
 class Sender:
-    """The end on one of the actor's ranks, with all weights or those of a pipeline stage (see `Transport.each_stage`).
+    """Endpoint on a rank of the actor that sends all weights, or those of its pipeline stage (`Transport.each_stage`).
+
+    If the transport has no `Transport.sender`, each engine's owner has one for its own engine, and with
+    `Transport.each_rank` all of the engine's ranks do.
 
     Attributes:
-        address: where the receivers find this end, if they must.
+        address: data by which receivers find this sender; None if they need none.
     """
 
     address: Any = None
@@ -64,11 +76,14 @@ class Sender:
     def open(self) -> None:
         """Prepare for the first bucket."""
 
-    def buffer(self, size: int) -> torch.Tensor | None:
-        """Return uint8 [size], the memory from which the engine reads the next bucket; None = any memory."""
+    def next_buffer(self, size: int) -> torch.Tensor | None:
+        """Return memory for the next bucket, uint8 [size], from which the engine reads it; None = any memory will do.
+
+        Called once a bucket, while the previous one may still be read.
+        """
 
     def send(self, bucket: Bucket, flat: torch.Tensor) -> None:
-        """Send a bucket, whose memory `flat` is (see `views`); on return it may be reused."""
+        """Send a bucket, which lies in `flat` (see `views`); on return that memory may be reused."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -79,11 +94,11 @@ class Sender:
 
 
 class Receiver:
-    """The end on a rank that owns an engine, which gets the weights from elsewhere.
+    """Endpoint at an engine's owner. Passes to the engine which bucket a Sender elsewhere is sending.
 
-    An engine that fails meanwhile raises nothing: its client then answers None, so that `open`, `send` and `close` keep
-    in step with other ranks; it is restarted afterwards, and everything is sent again. A sender must not wait for it
-    without a timeout.
+    If the engine fails, its client returns None instead of raising, so that `open`, `send` and `close` stay in step
+    with other ranks. Afterwards the engine is restarted, and everything is sent again. A sender must not wait for an
+    engine without a timeout.
     """
 
     def open(self) -> None:

@@ -134,8 +134,15 @@ class InferenceEngines:
         self.phase, self.restarts, actor = phase, rollouts.restarts, models.actor
         prompts = datasets.train if datasets.train is not None else next(iter(datasets.val.values()))
         self.probe = Probe(rollouts, prompts, actor)
-        parts = (models.architecture, actor.engine, self.client, self.exchange)
-        self.make_sync = partial(build_sync, self.plan.config, self.plan.route, *parts)
+        self.make_sync = partial(
+            build_sync,
+            config=self.plan.config,
+            route=self.plan.route,
+            architecture=models.architecture,
+            actor=actor.engine,
+            client=self.client,
+            exchange=self.exchange,
+        )
         self.weight_sync = self.make_sync()
         self.restarts.give_weights = self.give_weights
 
@@ -181,8 +188,8 @@ class InferenceEngines:
             self.exchange.share(None)
         self.footprint.wait_asleep()
 
-    def end(self) -> None:
-        """End the engines that this run has started, even those that hang."""
+    def stop(self) -> None:
+        """Stop the engines that this run has started, even those that hang."""
         self.asleep = True
         self.own.stop()
         self.exchange.share(None)
@@ -263,4 +270,4 @@ class NoEngines:
         """Do nothing; return no metrics."""
         return {}
 
-    connect = first_sync = sync = check_rollouts = sleep = wake = end = _do_nothing
+    connect = first_sync = sync = check_rollouts = sleep = wake = stop = _do_nothing

@@ -189,7 +189,7 @@ class Run:
         self.finish_save()
         has_begun = self.progress.step > 0 or self.progress.experience is not None
         if has_begun and not self.progress.is_saved:
-            self.engines.end()
+            self.engines.stop()
             self.save()
 
     def finish(self) -> None:

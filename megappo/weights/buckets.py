@@ -16,7 +16,7 @@ class TensorSpec:
     Attributes:
         is_frozen: training does not change it.
         with_next: an engine needs it in one bucket with the tensor after it.
-        sender: number of the sender, where there are several.
+        sender_index: index in `SyncRoute.senders` of the rank that sends it; 0 if one rank sends all.
     """
 
     name: str
@@ -24,7 +24,7 @@ class TensorSpec:
     dtype: torch.dtype
     is_frozen: bool = False
     with_next: bool = False
-    sender: int = 0
+    sender_index: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -37,7 +37,7 @@ _Spec = TypeVar("_Spec", bound=TensorSpec)
 
 
 def into_buckets(tensors: Sequence[_Spec], bucket_bytes: int) -> list[list[_Spec]]:
-    """Consecutive tensors of one dtype, as many as fit; what is larger by itself is a bucket of its own."""
+    """Cut the tensors into buckets: runs of one dtype, as many as fit. A larger tensor is a bucket by itself."""
     buckets: list[list[_Spec]] = []
     room, joins_last = 0, False
     for number, tensor in enumerate(tensors):
@@ -54,8 +54,8 @@ def into_buckets(tensors: Sequence[_Spec], bucket_bytes: int) -> list[list[_Spec
 
 def in_turns(tensors: Sequence[_Spec], bucket_bytes: int) -> list[list[_Spec]]:
     """`into_buckets` for several senders: each gathers its own buckets while the others send theirs."""
-    numbers = sorted({tensor.sender for tensor in tensors})
-    each = [into_buckets([one for one in tensors if one.sender == number], bucket_bytes) for number in numbers]
+    numbers = sorted({tensor.sender_index for tensor in tensors})
+    each = [into_buckets([one for one in tensors if one.sender_index == number], bucket_bytes) for number in numbers]
     return [bucket for turn in zip_longest(*each, fillvalue=[]) for bucket in turn if bucket]
 
 
@@ -65,12 +65,12 @@ def num_bytes(bucket: Bucket) -> int:
 
 
 def views(bucket: Bucket, flat: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """The bucket's tensors by name, as views of `flat`, uint8 [its bytes], in which they lie."""
+    """Return the bucket's tensors by name, as views of its memory `flat`, uint8 [its bytes]."""
     parts = flat.view(bucket[0].dtype).split([prod(tensor.shape) for tensor in bucket])
     return [(tensor.name, part.view(tensor.shape)) for tensor, part in zip(bucket, parts, strict=True)]
 
 
 def all_finite(values: torch.Tensor) -> bool:
     """Return whether all values are finite."""
-    # A sum takes one pass and no memory; one that is too large though all values are finite passes the second test.
+    # A sum takes one pass and no memory. If it overflows although all values are finite, the second test passes.
     return bool(values.sum(dtype=torch.float32).isfinite()) or bool(values.isfinite().all())

@@ -1,7 +1,7 @@
-"""Exporting a Megatron model's weights under their Hugging Face names, whole tensors, a bounded bucket at a time.
+"""Export a Megatron model's weights as full tensors under their Hugging Face names, one bucket at a time.
 
 A tensor's shards lie on the ranks of one tensor-parallel group, on one pipeline stage and, if it is an expert's, on one
-expert-parallel rank. They go from there over the expert-parallel group and the pipeline, and are joined last.
+expert-parallel rank. They are broadcast over the expert-parallel group and the pipeline, and joined last.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -15,11 +15,13 @@ from megappo.architecture.architecture import Architecture
 from megappo.architecture.parameters import LORA_A, LORA_B, SECOND_HEAD, HFTensor, Parameter, hf_tensors_of, is_adapter
 from megappo.models.gpt import ModelChunks
 from megappo.placement.groups import ComponentGroups
+from megappo.placement.layout import Layout
 from megappo.runtime.heartbeat import heartbeat
 from megappo.weights.buckets import NamedTensors, TensorSpec, into_buckets, num_bytes, views
-from megappo.weights.shards import check_parameters, cut_over, decompose, global_parameters, table_of
+from megappo.weights.shards import check_parameters, decompose, global_parameters, shard_group, table_of
 
-PORTION_BYTES = 32 * 2**20  # of a bucket, gathered from tensor-parallel ranks at a time
+PORTION_BYTES = 32 * 2**20
+"""Size of a portion: the slice of a bucket that one collective gathers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +30,8 @@ class ExportedTensor(TensorSpec):
 
     Attributes:
         hf: its shards.
-        stage: the pipeline stage that it comes from.
-        expert_rank: the expert-parallel rank that has an expert's tensor; None for the others, which all ranks have.
+        stage: the pipeline stage that holds it.
+        expert_rank: the expert-parallel rank that holds it; None = not an expert's, and held by all of them.
     """
 
     hf: HFTensor
@@ -43,7 +45,7 @@ class ExportedTensor(TensorSpec):
 
 
 class Export:
-    """A model's weights as whole Hugging Face tensors, on this rank of the component.
+    """A model's weights as full Hugging Face tensors, on this rank of the component.
 
     Every rank of the component makes it together. The parameters are read when buckets are gathered, so one export
     serves as long as the model.
@@ -53,14 +55,14 @@ class Export:
         architecture: under the head that is exported: "policy" is the language model, without the value head that a
             shared backbone has besides; "value" a critic; "policy_value" the whole of a shared backbone. A value head
             is exported as `score.weight`, and `score.bias` if it has one.
-        needing: the ranks that need the tensors, the same everywhere; None = all of the component's.
-        by_stage: each needs only the tensors of its own pipeline stage: nothing goes from stage to stage. A bucket then
-            is of one stage, `sender`, and gathered by its ranks.
+        full_tensor_ranks: the ranks that need full tensors, the same on every rank; None = all of the component's.
+        by_stage: each of them needs only the tensors of its own pipeline stage, so that nothing is broadcast from stage
+            to stage. Each bucket then holds tensors of one stage, `sender_index`, whose ranks gather it.
         adapters: only these are exported; otherwise they are merged into the weights that they adapt.
     Attributes:
         tensors: in the order in which they are gathered. Tied embeddings come once, as the embedding.
-        joins: this rank must join in `gather`, for itself or for others.
-        sender: the `sender` of the tensors that this rank gathers.
+        participates: this rank must call `gather`, for itself or for others.
+        sender_index: `sender_index` of the tensors that this rank gathers: its pipeline stage with `by_stage`, else 0.
     Raises:
         ValueError: a parameter without Hugging Face name, or a tensor that no stage holds; each named.
     """
@@ -71,11 +73,11 @@ class Export:
         architecture: Architecture,
         groups: ComponentGroups,
         *,
-        needing: Collection[int] | None = None,
+        full_tensor_ranks: Collection[int] | None = None,
         by_stage: bool = False,
         adapters: bool = False,
     ):
-        self.groups, layout = groups, groups.layout
+        self.groups = groups
         every_entry, every_parameter = table_of(architecture, groups), global_parameters(chunks)
         self._adapters: dict[str, torch.Tensor] = {}  # to merge, by Hugging Face name
         for name, parameter in every_parameter.items():
@@ -90,9 +92,10 @@ class Export:
             if is_adapter(name) == adapters and not name.startswith(left_out)
         }
         check_parameters(parameters, table)
+        # Hugging Face name -> (the parameter that holds the tensor on this rank, its entry in the table)
         self._held = {hf.name: (parameters[name], table[name]) for name in parameters for hf in table[name].hf_tensors}
         self._device = next(chunks[0].parameters()).device
-        found = _agreed(self._held, groups, by_stage)
+        found = _all_gather_specs(self._held, groups, by_stage)
         names = hf_tensors_of(table.values())
         if missing := [name for name in names if name not in found]:
             raise ValueError(
@@ -103,16 +106,17 @@ class Export:
             (found[name] for name in names),
             key=lambda tensor: (tensor.is_cut, tensor.expert_rank is not None, str(tensor.dtype)),
         )
-        self.sender = groups.collection.pp.rank() if by_stage else 0
-        # The ranks that receive whole tensors, and shards of them from other ranks, stages and experts.
-        self._whole = frozenset(layout.ranks if needing is None else needing)
-        shards = layout.sharing(self._whole, layout.tensor) | layout.sharing(self._whole, layout.expert_tensor)
-        self._stages = frozenset() if by_stage else shards
-        self._experts = shards if by_stage else layout.pipelines_of(shards)
-        self.joins = dist.get_rank() in layout.gathering(self._whole, by_stage=by_stage)
+        self.sender_index = groups.collection.pp.rank() if by_stage else 0
+        layout = groups.layout
+        self._full_ranks = frozenset(layout.ranks if full_tensor_ranks is None else full_tensor_ranks)
+        self._pp_receivers, self._ep_receivers = _shard_receivers(layout, self._full_ranks, by_stage=by_stage)
+        self.participates = dist.get_rank() in layout.gathering(self._full_ranks, by_stage=by_stage)
 
     def buckets(self, bucket_bytes: int) -> Iterator[NamedTensors]:
-        """Everything, [(Hugging Face name, full tensor)] after another; all ranks that take part run it to its end."""
+        """Yield all tensors, a bucket at a time, as [(Hugging Face name, full tensor)].
+
+        All ranks that take part must exhaust it together.
+        """
         for bucket in into_buckets(self.tensors, bucket_bytes):
             yield views(bucket, self.gather(bucket))
 
@@ -123,8 +127,8 @@ class Export:
         Args:
             flat: where to put them, uint8 [their bytes] on the model's device; None = newly allocated.
         Returns:
-            `flat`, of copies in the parameters' dtype, padding of the vocabulary left out; see `views`. On a rank
-            that is not among those `needing` them its values mean nothing.
+            `flat`, of copies in the parameters' dtype, without the vocabulary's padding; see `views`. Only ranks among
+            `full_tensor_ranks` may read it.
         """
         heartbeat.beat()
         if flat is None:
@@ -136,35 +140,49 @@ class Export:
         return flat
 
     def _gather(self, tensors: Sequence[ExportedTensor], target: torch.Tensor) -> None:
-        """Fill `target` with whole tensors that come from the same ranks."""
+        """Fill `target` with full tensors that come from the same ranks.
+
+        For a dense model without pipeline stages: copy local shards, gather them over tensor-parallel ranks, join them.
+        """
+        first = tensors[0]
+        group = shard_group(first.hf, self.groups)
+        tp_size, tp_rank = (group.size(), group.rank()) if first.is_cut else (1, 0)
+        row_size = sum(prod(tensor.hf.shard_shape) for tensor in tensors)
+        # A single tensor that is cut into rows, without padding, is joined already when it is gathered.
+        is_single = len(tensors) == 1 and first.hf.shard_dim == 0 and target.numel() == tp_size * row_size
+        is_in_place = tp_size == 1 or is_single
+        rows = target.view(tp_size, -1) if is_in_place else target.new_empty(tp_size, row_size)  # [tp, row_size]
+        self._load_row(tensors, rows[tp_rank])
+        if tp_size > 1:
+            self._gather_rows(rows, group)
+        if not is_in_place and dist.get_rank() in self._full_ranks:
+            _join_rows(tensors, rows, target)
+
+    def _load_row(self, tensors: Sequence[ExportedTensor], row: torch.Tensor) -> None:
+        """Fill this rank's row, [row_size], with its shards: its own, or those of another expert or stage."""
         first, collection = tensors[0], self.groups.collection
-        group = cut_over(first.hf, self.groups)
-        ways, way = (group.size(), group.rank()) if first.is_cut else (1, 0)
-        sizes = [prod(tensor.hf.shard_shape) for tensor in tensors]
-        # A single tensor that is cut into rows, without padding, needs no memory besides.
-        is_single = len(tensors) == 1 and first.hf.shard_dim == 0 and target.numel() == ways * sizes[0]
-        is_in_place = ways == 1 or is_single
-        rows = target.view(ways, -1) if is_in_place else target.new_empty(ways, sum(sizes))
-        for tensor, place in zip(tensors, rows[way].split(sizes), strict=True):
+        slots = row.split([prod(tensor.hf.shard_shape) for tensor in tensors])
+        for tensor, slot in zip(tensors, slots, strict=True):
             if tensor.name in self._held and tensor.stage == collection.pp.rank():
                 shard = self._shard_of(tensor.name)
-                place.view(shard.shape).copy_(shard)
+                slot.view(shard.shape).copy_(shard)
         if first.expert_rank is not None and first.stage == collection.pp.rank():
-            _pass_on(rows[way], first.expert_rank, collection.ep, self._experts)
-        _pass_on(rows[way], first.stage, collection.pp, self._stages)
-        if ways > 1 and rows.is_cuda and self._whole.issuperset(dist.get_process_group_ranks(group)):
-            dist.all_gather_into_tensor(rows, rows[way], group=group)
-        elif ways > 1:
-            for number, row in enumerate(rows):  # gloo's all_gather takes longer, and keeps a copy of them all
-                _pass_on(row, number, group, self._whole)
-        if not is_in_place and dist.get_rank() in self._whole:
-            places = target.split([prod(tensor.shape) for tensor in tensors])
-            for tensor, shards, place in zip(tensors, rows.split(sizes, dim=1), places, strict=True):
-                _join(tensor.hf, shards, place.view(tensor.shape))
+            _broadcast_if_needed(row, first.expert_rank, collection.ep, self._ep_receivers)
+        _broadcast_if_needed(row, first.stage, collection.pp, self._pp_receivers)
+
+    def _gather_rows(self, rows: torch.Tensor, group: dist.ProcessGroup) -> None:
+        """Fill `rows`, [tp, row_size], with the row of each tensor-parallel rank."""
+        if rows.is_cuda and self._full_ranks.issuperset(dist.get_process_group_ranks(group)):
+            dist.all_gather_into_tensor(rows, rows[group.rank()], group=group)
+            return
+        for number, row in enumerate(rows):  # gloo's all_gather takes longer, and keeps a copy of them all
+            _broadcast_if_needed(row, number, group, self._full_ranks)
 
     def _shard_of(self, name: str) -> torch.Tensor:
-        """This rank's shard of a tensor that it has, as `decompose` gives it, with its adapter merged into it: a rank
-        has the shards of the adapter that it needs for that."""
+        """Return this rank's shard of a tensor, [groups, rows per group, ...] (see `decompose`), adapter merged.
+
+        A rank that holds a shard of a matrix holds the shards of the adapter that this takes.
+        """
         shard = decompose(*self._held[name])[name]
         matrix = name.removesuffix(".weight")
         if matrix + LORA_A not in self._adapters:
@@ -173,21 +191,40 @@ class Export:
         return (shard.float() + self._scale * (b @ a).view_as(shard)).to(shard.dtype)
 
 
-def _agreed(
+def _shard_receivers(
+    layout: Layout, full_ranks: Collection[int], *, by_stage: bool
+) -> tuple[frozenset[int], frozenset[int]]:
+    """Return the ranks that receive shards from other pipeline stages, and those that receive shards of experts.
+
+    A full tensor needs the shards of all ranks in its rank's tensor-parallel group, so each of these ranks must get the
+    shards of tensors that other stages or expert-parallel ranks hold. Experts are broadcast first, in the stage that
+    holds them, and then to other stages: all stages of a pipeline take part unless `by_stage`.
+
+    Example: TP2 PP1 on ranks 0-3 with full tensors on rank 0 gives {0, 1} twice: rank 0 joins its shards with those of
+    rank 1, and ranks 2 and 3, which are data-parallel replicas, take no part. With TP2 PP2 on the same ranks (stages
+    0-1 and 2-3) it gives {0, 1} and {0, 1, 2, 3}: ranks 2 and 3 send the shards of their stage to ranks 0 and 1.
+    """
+    receivers = layout.sharing(full_ranks, layout.tensor) | layout.sharing(full_ranks, layout.expert_tensor)
+    if by_stage:
+        return frozenset(), receivers
+    return receivers, layout.pipelines_of(receivers)
+
+
+def _all_gather_specs(
     held: Mapping[str, tuple[torch.Tensor, Parameter]], groups: ComponentGroups, by_stage: bool
 ) -> dict[str, ExportedTensor]:
-    """The tensors that all stages and experts hold, by name: where two stages hold one, the first gives it."""
+    """Return the tensors that all stages and experts hold, by name; the first of two stages that hold one sends it."""
     pipeline, expert = groups.collection.pp, groups.collection.ep
     found: dict[str, ExportedTensor] = {}
-    for parameter, entry in held.values():
+    for tensor, entry in held.values():
         for hf in entry.hf_tensors:
             found[hf.name] = ExportedTensor(
                 name=hf.name,
                 shape=hf.shape,
-                dtype=parameter.dtype,
-                is_frozen=not parameter.requires_grad,
+                dtype=tensor.dtype,
+                is_frozen=not tensor.requires_grad,
                 with_next=hf.with_next,
-                sender=pipeline.rank() if by_stage else 0,
+                sender_index=pipeline.rank() if by_stage else 0,
                 hf=hf,
                 stage=pipeline.rank(),
                 expert_rank=None if hf.expert is None else expert.rank(),
@@ -195,13 +232,15 @@ def _agreed(
     for group in (pipeline, expert):
         parts: list[dict[str, ExportedTensor]] = [{}] * group.size()
         dist.all_gather_object(parts, found, group=group)
-        found = {name: tensor for part in reversed(parts) for name, tensor in part.items()}
+        found = {name: spec for part in reversed(parts) for name, spec in part.items()}
     return found
 
 
 def _portions(bucket: Sequence[ExportedTensor]) -> list[list[ExportedTensor]]:
-    """Cut the bucket into runs that come from the same ranks, small enough to bound the memory in which they are
-    joined."""
+    """Cut the bucket into portions: runs of tensors that come from the same ranks, of PORTION_BYTES if these are cut.
+
+    A larger tensor is a portion by itself.
+    """
     portions: list[list[ExportedTensor]] = []
     room, last = 0, None
     for tensor in bucket:
@@ -214,17 +253,25 @@ def _portions(bucket: Sequence[ExportedTensor]) -> list[list[ExportedTensor]]:
     return portions
 
 
-def _pass_on(part: torch.Tensor, source: int, group: dist.ProcessGroup, receivers: Collection[int]) -> None:
-    """Send memory of one rank of a group, by its number there, to the group if others there receive it."""
+def _broadcast_if_needed(part: torch.Tensor, source: int, group: dist.ProcessGroup, receivers: Collection[int]) -> None:
+    """Broadcast from the rank of this number in the group, unless none of the group's other ranks is a receiver."""
     ranks = dist.get_process_group_ranks(group)
     if any(rank in receivers for rank in ranks if rank != ranks[source]):
         dist.broadcast(part, group=group, group_src=source)
 
 
-def _join(hf: HFTensor, shards: torch.Tensor, whole: torch.Tensor) -> None:
-    """Fill a tensor from every tensor-parallel rank's flattened shard, [tp, elements]."""
+def _join_rows(tensors: Sequence[ExportedTensor], rows: torch.Tensor, target: torch.Tensor) -> None:
+    """Fill `target` with full tensors, one after the other, from all ranks' shards, [tp, row_size]."""
+    all_shards = rows.split([prod(tensor.hf.shard_shape) for tensor in tensors], dim=1)
+    slots = target.split([prod(tensor.shape) for tensor in tensors])
+    for tensor, shards, slot in zip(tensors, all_shards, slots, strict=True):
+        _join(tensor.hf, shards, slot.view(tensor.shape))
+
+
+def _join(hf: HFTensor, shards: torch.Tensor, full: torch.Tensor) -> None:
+    """Fill one full tensor from every tensor-parallel rank's flattened shard, [tp, elements]."""
     shards = shards.unflatten(1, hf.shard_shape)
     if len(shards) * hf.shard_shape[hf.shard_dim] == hf.shape[hf.shard_dim]:
-        whole.unflatten(hf.shard_dim, (len(shards), -1)).copy_(shards.movedim(0, hf.shard_dim))
+        full.unflatten(hf.shard_dim, (len(shards), -1)).copy_(shards.movedim(0, hf.shard_dim))
     else:  # the last rows are padding
-        whole.copy_(shards.flatten(0, 1)[: len(whole)])
+        full.copy_(shards.flatten(0, 1)[: len(full)])

@@ -80,8 +80,8 @@ def write_hf_files(
     if architecture.lora is not None:
         _write_adapters(chunks, architecture, groups, source, folder / ADAPTER_FOLDER)
     first = groups.layout.ranks[0]
-    export, is_first = Export(chunks, architecture, groups, needing=(first,)), dist.get_rank() == first
-    if not export.joins:
+    export, is_first = Export(chunks, architecture, groups, full_tensor_ranks=(first,)), dist.get_rank() == first
+    if not export.participates:
         return
     buckets: Iterable[NamedTensors] = export.buckets(bucket_bytes)
     if architecture.head != "policy":
@@ -121,8 +121,8 @@ def _write_adapters(
 ) -> None:
     """Write a model's adapters into `folder` on the component's first rank."""
     first = groups.layout.ranks[0]
-    export = Export(chunks, architecture, groups, needing=(first,), adapters=True)
-    if not export.joins:
+    export = Export(chunks, architecture, groups, full_tensor_ranks=(first,), adapters=True)
+    if not export.participates:
         return
     adapters = [one for bucket in export.buckets(sum(tensor.nbytes for tensor in export.tensors)) for one in bucket]
     if dist.get_rank() == first:

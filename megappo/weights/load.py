@@ -31,7 +31,7 @@ from megappo.placement.groups import ComponentGroups
 from megappo.runtime.heartbeat import heartbeat
 from megappo.weights.buckets import all_finite
 from megappo.weights.safetensors_io import HFFolder
-from megappo.weights.shards import check_parameters, cut_over, decompose, global_parameters, table_of
+from megappo.weights.shards import check_parameters, decompose, global_parameters, shard_group, table_of
 
 HEAD_MODULES = ("score", "classifier", "v_head", "v_head.summary")
 """Names in reward models of the layer that reads the last hidden states; the last is TRL's value head."""
@@ -140,7 +140,7 @@ def _fill(shard: torch.Tensor, source: HFFolder, hf: HFTensor, groups: Component
     """
     dim, start, stop = hf.shard_dim or 0, 0, None
     if hf.shard_dim is not None:
-        rank, size, whole = cut_over(hf, groups).rank(), hf.shard_shape[dim], hf.shape[dim]
+        rank, size, whole = shard_group(hf, groups).rank(), hf.shard_shape[dim], hf.shape[dim]
         start, stop = min(rank * size, whole), min((rank + 1) * size, whole)
     read = source.read(hf.name, dim, start, stop)
     if not all_finite(read):
@@ -169,7 +169,7 @@ def _draw_adapter(part: torch.Tensor, hf: HFTensor, groups: ComponentGroups, see
     shard = torch.empty(hf.shape).uniform_(-1, 1, generator=generator) / math.sqrt(hf.shape[1])
     if hf.shard_dim is not None:
         size = hf.shard_shape[hf.shard_dim]
-        shard = shard.narrow(hf.shard_dim, cut_over(hf, groups).rank() * size, size)
+        shard = shard.narrow(hf.shard_dim, shard_group(hf, groups).rank() * size, size)
     part.copy_(shard.unflatten(0, part.shape[:2]))
 
 

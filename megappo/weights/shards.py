@@ -16,8 +16,10 @@ _EXPERT = re.compile(r"(?<=\.mlp\.experts\.local_experts\.)\d+|(?<=\.mlp\.expert
 
 
 def global_parameters(chunks: ModelChunks) -> dict[str, torch.Tensor]:
-    """This rank's parameters and routers' biases, which are buffers, by name, with layers and experts numbered over the
-    whole model instead of this rank's."""
+    """Return this rank's parameters, and routers' biases, which are buffers, by their names in the whole model.
+
+    Layers and experts are numbered over the whole model instead of this rank's part.
+    """
     found: dict[str, torch.Tensor] = {}
     for chunk in chunks:
         biases = [(name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(ROUTER_BIAS)]
@@ -36,18 +38,18 @@ def _global_name(model: GPTModel, name: str) -> str:
 
 
 def table_of(architecture: Architecture, groups: ComponentGroups) -> dict[str, Parameter]:
-    """Every parameter of a model in this layout, by its names."""
+    """Return the table's entry of every parameter of a model in this layout, by its names."""
     layout = groups.layout
     return by_name(list_parameters(architecture, tensor=layout.tensor, expert_tensor=layout.expert_tensor))
 
 
-def cut_over(hf: HFTensor, groups: ComponentGroups) -> dist.ProcessGroup:
-    """The ranks that each hold a shard of a tensor with a `shard_dim`."""
+def shard_group(hf: HFTensor, groups: ComponentGroups) -> dist.ProcessGroup:
+    """Return the group whose ranks each hold one shard of a tensor with a `shard_dim`."""
     return groups.collection.tp if hf.expert is None else groups.collection.expt_tp
 
 
 def check_parameters(parameters: dict[str, torch.Tensor], table: dict[str, Parameter]) -> None:
-    """See that every parameter is in the table, with its shape.
+    """Check that every parameter is in the table, with its shape.
 
     Raises:
         ValueError: names the parameters that have none, or another shape.
@@ -64,8 +66,11 @@ def check_parameters(parameters: dict[str, torch.Tensor], table: dict[str, Param
             )
 
 
-def decompose(tensor: torch.Tensor, parameter: Parameter) -> dict[str, torch.Tensor]:
-    """Views of a parameter by tensor name, each [groups, rows per group, ...]: flattened, this rank's shard of it."""
-    rows = [hf.shard_shape[0] // parameter.groups for hf in parameter.hf_tensors]
-    grouped = tensor.detach().unflatten(0, (parameter.groups, -1)).split(rows, dim=1)
-    return {hf.name: part for hf, part in zip(parameter.hf_tensors, grouped, strict=True)}
+def decompose(tensor: torch.Tensor, entry: Parameter) -> dict[str, torch.Tensor]:
+    """Return views of a parameter by Hugging Face name, each [groups, rows per group, ...].
+
+    With its first two dimensions flattened, each view is this rank's tensor-parallel shard.
+    """
+    rows = [hf.shard_shape[0] // entry.groups for hf in entry.hf_tensors]
+    grouped = tensor.detach().unflatten(0, (entry.groups, -1)).split(rows, dim=1)
+    return {hf.name: part for hf, part in zip(entry.hf_tensors, grouped, strict=True)}

@@ -41,7 +41,7 @@ def test_the_plan_names_transport_and_sending_rank() -> None:
     config = config_of("2-3", "0-7")
     route = plan_run(config, 8).route
     assert route.describe() == "weights: broadcast from rank 2 to engine 0-1,4-7; ipc to engine 2-3"
-    assert route.sources(on_gpus=False) == {2, 3}
+    assert route.full_tensor_ranks(on_gpus=False) == {2, 3}
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_who_sends_keeps_off_the_gpus_of_engines_that_take_a_broadcast(
     config: Config, sender: int, sources: set[int]
 ) -> None:
     route = plan_run(config, 4).route
-    assert (route.senders, route.sources(on_gpus=False)) == ((sender,), sources)
+    assert (route.senders, route.full_tensor_ranks(on_gpus=False)) == ((sender,), sources)
 
 
 @pytest.mark.parametrize(
@@ -78,12 +78,15 @@ def test_each_stage_sends_its_own_where_nothing_else_must_be_gathered(
     config = Config.model_validate(SECTIONS | parts | others)
     route = plan_run(config, 6).route
     assert route.senders == senders
-    assert route.sources(on_gpus=True) == {*senders, *((3,) if transport == "auto" and "3" in rollout else ())}
+    assert route.full_tensor_ranks(on_gpus=True) == {
+        *senders,
+        *((3,) if transport == "auto" and "3" in rollout else ()),
+    }
     assert list(route.errors(on_gpus=True)) == []
 
 
 @pytest.mark.parametrize(
-    ("config", "ends", "sources"),
+    ("config", "endpoints", "sources"),
     [
         (config_of("0-3", "0-3", 2), [(0, 1), (2, 3)], {0, 1, 2, 3}),
         (config_of("0-2", "0-3", 2), [(0, 1), (2,)], {0, 1, 2}),  # rank 3 has no weights
@@ -92,12 +95,14 @@ def test_each_stage_sends_its_own_where_nothing_else_must_be_gathered(
     ],
 )
 def test_on_gpus_each_rank_of_an_engine_is_handed_the_weights_of_its_own_gpu(
-    config: Config, ends: list[tuple[int, ...]], sources: set[int]
+    config: Config, endpoints: list[tuple[int, ...]], sources: set[int]
 ) -> None:
     route = plan_run(config, 4).route
-    assert [route.ends(engine, on_gpus=True) for engine in route.engines] == ends
-    assert [route.ends(engine, on_gpus=False) for engine in route.engines] == [(found[0],) for found in ends]
-    assert route.sources(on_gpus=True) == sources
+    assert [route.endpoint_ranks(engine, on_gpus=True) for engine in route.engines] == endpoints
+    assert [route.endpoint_ranks(engine, on_gpus=False) for engine in route.engines] == [
+        (found[0],) for found in endpoints
+    ]
+    assert route.full_tensor_ranks(on_gpus=True) == sources
 
 
 def test_a_broadcast_on_gpus_that_has_no_gpu_to_come_from_is_refused() -> None:
@@ -128,7 +133,7 @@ def test_an_engine_frees_memory_for_any_model_on_one_of_its_ranks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "transport", "ends"),
+    ("config", "transport", "endpoints"),
     [
         (config_of("0-3", "0-3", 4), "ipc", (0, 1, 2, 3)),
         (config_of("0-2", "0-3", 4), "broadcast", (0,)),  # rank 3, on the second node, has no weights to hand over
@@ -136,12 +141,12 @@ def test_an_engine_frees_memory_for_any_model_on_one_of_its_ranks() -> None:
     ],
 )
 def test_an_engine_on_two_nodes_is_handed_the_weights_on_each(
-    config: Config, transport: str, ends: tuple[int, ...]
+    config: Config, transport: str, endpoints: tuple[int, ...]
 ) -> None:
     route = plan_run(config, 4, 2).route
     [engine] = route.engines
     assert (engine.transport, engine.spans_nodes) == (transport, True)
-    assert route.ends(engine, on_gpus=False) == route.ends(engine, on_gpus=True) == ends
+    assert route.endpoint_ranks(engine, on_gpus=False) == route.endpoint_ranks(engine, on_gpus=True) == endpoints
     assert list(route.errors(on_gpus=False)) == []
 
 

@@ -26,7 +26,7 @@ from megappo.placement.layout import Layout
 from megappo.trainer.objectives import ActorLoss, critic_loss
 from megappo.weights.export import Export
 from megappo.weights.load import load_hf
-from megappo.weights.shards import cut_over, decompose, global_parameters, table_of
+from megappo.weights.shards import decompose, global_parameters, shard_group, table_of
 
 TEMPERATURE = 0.7
 OPTIM = Optim(lr=1e-2, eps=1e-4, weight_decay=0.1, clip_grad=0.05)
@@ -195,7 +195,7 @@ def fill_adapters(chunks: ModelChunks, architecture: Architecture, groups: Compo
             [hf] = table[name].hf_tensors
             matrix = adapter_matrix(hf.name, hf.shape)
             if hf.shard_dim is not None:
-                cut = cut_over(hf, groups)
+                cut = shard_group(hf, groups)
                 matrix = matrix.chunk(cut.size(), hf.shard_dim)[cut.rank()]
             part = decompose(parameter, table[name])[hf.name]
             part.copy_(matrix.view_as(part))

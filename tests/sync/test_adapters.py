@@ -83,12 +83,12 @@ class Changing(Given):
 def sync_of(client: EngineClient, folder: Path, shapes, way: str = "ipc", tensor_parallel: int = 1) -> WeightSync:
     link = Link(config_of(folder, tensor_parallel), None, sys.maxsize, num_engines=1)
     source = Changing(drawn(shapes, 0))
-    ends = (
+    endpoints = (
         ([AdapterHandles(link, client)], []) if way == "ipc" else ([AdapterWriter(link)], [AdapterReader(link, client)])
     )
     expected = adapter_shapes(shapes, link.config.actor.lora)
     options = {"bucket_bytes": sys.maxsize, "barrier": lambda: None, "engines_keep": True}
-    return WeightSync(specs(list(source.weights.items())), source, *ends, expected, **options)
+    return WeightSync(specs(list(source.weights.items())), source, *endpoints, expected, **options)
 
 
 def test_an_engine_adds_the_adapters_that_it_got_last(client, checkpoint, engine_shapes, oracle, tmp_path):

@@ -122,8 +122,8 @@ class Actor:
     def make_sync(
         self, corrupt: Callable[[Export], object] = lambda export: export, bucket_bytes: int = BUCKET_BYTES
     ) -> WeightSync:
-        export = Export(self.engine.chunks, read_architecture(self.folder), self.engine.groups, needing={0})
-        source = corrupt(export) if export.joins else None
+        export = Export(self.engine.chunks, read_architecture(self.folder), self.engine.groups, full_tensor_ranks={0})
+        source = corrupt(export) if export.participates else None
         pairs = zip(self.clients, self.addresses, strict=False)
         senders = [handle_sender(client, address.tensor_parallel) for client, address in pairs]
         shapes = self.addresses[0].shapes

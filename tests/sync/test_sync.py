@@ -65,8 +65,8 @@ class Announced(Receiver):
 def make(weights: dict[str, torch.Tensor], recorder: Recorder, bucket_bytes: int = 200, **options) -> WeightSync:
     items = list(weights.items())
     options = {"barrier": lambda: recorder.calls.append("barrier"), "engines_keep": False} | options
-    ends = [recorder], [Notified(recorder)]
-    return WeightSync(specs(items), Given(items), *ends, SHAPES, bucket_bytes=bucket_bytes, **options)
+    endpoints = [recorder], [Notified(recorder)]
+    return WeightSync(specs(items), Given(items), *endpoints, SHAPES, bucket_bytes=bucket_bytes, **options)
 
 
 def test_every_tensor_arrives_once_in_buckets_of_one_dtype():
@@ -91,7 +91,7 @@ def test_tensors_of_one_dtype_share_buckets_up_to_the_limit():
 
 def test_of_several_senders_each_sends_its_own_in_turns():
     weights = {f"{number}": torch.full((10,), float(number)) for number in range(8)}
-    tensors = [replace(tensor, sender=int(tensor.name in "257")) for tensor in specs(list(weights.items()))]
+    tensors = [replace(tensor, sender_index=int(tensor.name in "257")) for tensor in specs(list(weights.items()))]
     turns = [["0", "1"], ["2", "5"], ["3", "4"], ["7"], ["6"]]
     options = {"bucket_bytes": 80, "barrier": lambda: None, "engines_keep": False}
     for number, own in enumerate((turns[::2], turns[1::2])):
@@ -99,7 +99,7 @@ def test_of_several_senders_each_sends_its_own_in_turns():
         for receivers in ([], [announced]):
             recorder.buckets.clear()
             source, shapes = Given(list(weights.items())), dict.fromkeys(weights, (10,))
-            WeightSync(tensors, source, [recorder], receivers, shapes, sender=number, **options)()
+            WeightSync(tensors, source, [recorder], receivers, shapes, sender_index=number, **options)()
             assert [list(bucket) for bucket in recorder.buckets] == own
         assert announced.buckets == turns, "an engine's owner announces all"
 

@@ -104,7 +104,7 @@ def test_an_engine_that_does_not_sleep_gets_no_request(events):
 def test_engines_that_are_ended_get_no_request(events):
     """They may hang, or have ended: a run that is interrupted saves all the same."""
     found = engines(events)
-    found.end()
+    found.stop()
     found.sleep()
     assert events == ["stop", "barrier"]
 

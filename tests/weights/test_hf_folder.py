@@ -100,7 +100,9 @@ def write_from_few(rank: int, world_size: int, source: Path, target: Path) -> No
     groups = build_groups({name: layout for name, (layout, _) in NEEDED.items()}, seed=0)
     for name, (_, needed) in NEEDED.items():
         model = load(source, groups[name])
-        assert Export(model, read_architecture(source), groups[name], needing={0}).joins == (rank in needed), name
+        assert Export(model, read_architecture(source), groups[name], full_tensor_ranks={0}).participates == (
+            rank in needed
+        ), name
         write_hf_folder(model, read_architecture(source), groups[name], source, target / name, max_shard_bytes=30_000)
         assert (target / name / "config.json").is_file()
 
@@ -114,8 +116,8 @@ def give_to_some(rank: int, world_size: int, source: Path) -> None:
     for name, groups in build_groups(layouts, seed=0).items():
         model = load(source, groups)
         for needing in ({0}, {3}, {1, 2}, {0, 2}, {0, 1, 3}, {0, 1, 2, 3}, set()):
-            export = Export(model, read_architecture(source), groups, needing=needing)
-            if not export.joins:
+            export = Export(model, read_architecture(source), groups, full_tensor_ranks=needing)
+            if not export.participates:
                 assert rank not in needing
                 continue
             found = {}
@@ -135,10 +137,12 @@ def give_by_stage(rank: int, world_size: int, source: Path) -> None:
     for name, groups in build_groups(layouts, seed=0).items():
         stages = layouts[name].stages
         needing = [stage[0] for stage in stages]
-        export = Export(load(source, groups), read_architecture(source), groups, needing=needing, by_stage=True)
-        own = [tensor for tensor in export.tensors if tensor.sender == export.sender]
+        export = Export(
+            load(source, groups), read_architecture(source), groups, full_tensor_ranks=needing, by_stage=True
+        )
+        own = [tensor for tensor in export.tensors if tensor.sender_index == export.sender_index]
         found = {}
-        for bucket in into_buckets(own if export.joins else [], 20_000):
+        for bucket in into_buckets(own if export.participates else [], 20_000):
             found |= dict(views(bucket, export.gather(bucket)))
         if rank in needing:
             assert all(torch.equal(found[key], expected[key]) for key in found), name

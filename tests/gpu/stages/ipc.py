@@ -111,7 +111,7 @@ def exchange(rounds: int) -> dict[str, float]:
     with ThreadPoolExecutor(1) as thread:
         sender.open()
         for client.seed in range(rounds):
-            flat = places[client.seed % 2] if CUDA else sender.buffer(NUM_BYTES)
+            flat = places[client.seed % 2] if CUDA else sender.next_buffer(NUM_BYTES)
             flat.copy_(made(client.seed, DEVICE))
             thread.submit(sender.send, [spec], flat).result()
     seconds = time.perf_counter() - start
