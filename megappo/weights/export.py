@@ -78,25 +78,22 @@ class Export:
         adapters: bool = False,
     ):
         self.groups = groups
-        every_entry, every_parameter = table_of(architecture, groups), global_parameters(chunks)
+        table, all_parameters = table_of(architecture, groups), global_parameters(chunks)
         self._adapters: dict[str, torch.Tensor] = {}  # to merge, by Hugging Face name
-        for name, parameter in every_parameter.items():
-            if is_adapter(name) and not adapters:
-                self._adapters[every_entry[name].hf_tensors[0].name] = parameter
         self._scale = architecture.lora.scale if architecture.lora else 0.0
         left_out = (f"{SECOND_HEAD}.",) if architecture.head == "policy" else ()
-        table = {name: entry for name, entry in every_entry.items() if is_adapter(name) == adapters}
-        parameters = {
-            name: parameter
-            for name, parameter in every_parameter.items()
-            if is_adapter(name) == adapters and not name.startswith(left_out)
-        }
+        parameters: dict[str, torch.Tensor] = {}
+        for name, parameter in all_parameters.items():
+            if is_adapter(name) == adapters and not name.startswith(left_out):
+                parameters[name] = parameter
+            elif is_adapter(name):
+                self._adapters[table[name].hf_tensors[0].name] = parameter
         check_parameters(parameters, table)
         # Hugging Face name -> (the parameter that holds the tensor on this rank, its entry in the table)
         self._held = {hf.name: (parameters[name], table[name]) for name in parameters for hf in table[name].hf_tensors}
         self._device = next(chunks[0].parameters()).device
         found = _all_gather_specs(self._held, groups, by_stage)
-        names = hf_tensors_of(table.values())
+        names = hf_tensors_of(entry for name, entry in table.items() if is_adapter(name) == adapters)
         if missing := [name for name in names if name not in found]:
             raise ValueError(
                 f"no pipeline stage of the model holds {', '.join(missing)}; build the model from this config.json"
@@ -261,17 +258,11 @@ def _broadcast_if_needed(part: torch.Tensor, source: int, group: dist.ProcessGro
 
 
 def _join_rows(tensors: Sequence[ExportedTensor], rows: torch.Tensor, target: torch.Tensor) -> None:
-    """Fill `target` with full tensors, one after the other, from all ranks' shards, [tp, row_size]."""
+    """Fill `target` with full tensors, one after the other, from all tensor-parallel ranks' rows, [tp, row_size]."""
     all_shards = rows.split([prod(tensor.hf.shard_shape) for tensor in tensors], dim=1)
-    slots = target.split([prod(tensor.shape) for tensor in tensors])
-    for tensor, shards, slot in zip(tensors, all_shards, slots, strict=True):
-        _join(tensor.hf, shards, slot.view(tensor.shape))
-
-
-def _join(hf: HFTensor, shards: torch.Tensor, full: torch.Tensor) -> None:
-    """Fill one full tensor from every tensor-parallel rank's flattened shard, [tp, elements]."""
-    shards = shards.unflatten(1, hf.shard_shape)
-    if len(shards) * hf.shard_shape[hf.shard_dim] == hf.shape[hf.shard_dim]:
-        full.unflatten(hf.shard_dim, (len(shards), -1)).copy_(shards.movedim(0, hf.shard_dim))
-    else:  # the last rows are padding
-        full.copy_(shards.flatten(0, 1)[: len(full)])
+    for tensor, flat_shards, (_, full) in zip(tensors, all_shards, views(tensors, target), strict=True):
+        shards, dim = flat_shards.unflatten(1, tensor.hf.shard_shape), tensor.hf.shard_dim  # [tp, *shard_shape]
+        if len(shards) * shards.shape[1 + dim] == full.shape[dim]:
+            full.unflatten(dim, (len(shards), -1)).copy_(shards.movedim(0, dim))
+        else:  # the last rows are padding
+            full.copy_(shards.flatten(0, 1)[: len(full)])
