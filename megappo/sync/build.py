@@ -50,16 +50,7 @@ def build_sync(
     on_gpus = platform.has_cuda()
     if errors := list(route.errors(on_gpus=on_gpus)):
         raise ConfigError(*errors)
-    export = None
-    if actor is not None:
-        export = Export(
-            actor.chunks,
-            architecture,
-            actor.groups,
-            full_tensor_ranks=route.full_tensor_ranks(on_gpus=on_gpus),
-            by_stage=len(route.senders) > 1,
-            adapters=route.adapters,
-        )
+    export = None if actor is None else _build_export(route, architecture, actor)
     bucket_bytes = config.rollout.sync.bucket_bytes or (GPU_BUCKET_BYTES if on_gpus else CPU_BUCKET_BYTES)
     shapes = folder_shapes(config.model.path, architecture)
     if config.actor.lora is not None:
@@ -97,6 +88,17 @@ def adapter_shapes(shapes: Mapping[str, tuple[int, ...]], lora: Lora) -> dict[st
             found[matrix + LORA_A] = (lora.rank, shape[1])
             found[matrix + LORA_B] = (shape[0], lora.rank)
     return found
+
+
+def _build_export(route: SyncRoute, architecture: Architecture, actor: MegatronEngine) -> Export:
+    return Export(
+        actor.chunks,
+        architecture,
+        actor.groups,
+        full_tensor_ranks=route.full_tensor_ranks(on_gpus=platform.has_cuda()),
+        by_stage=len(route.senders) > 1,
+        adapters=route.adapters,
+    )
 
 
 def _engine_endpoints(
