@@ -72,8 +72,9 @@ COMPUTED = """
 """Further keys of config.json that are read."""
 WITHOUT_EFFECT = re.compile(
     r"""(?x)
-    # private, initialisation, dropout (there is none here), losses, caches, lengths, generation
-    ^(_|unsloth|init|max_seq|use_fused) | initializ|dropout|pdrop|loss|cache|flash|sdpa|version|num_beam|ngram_size
+    # private, initialisation, lengths; and as whole words: dropout (there is none here), losses, caches, generation
+    ^(_|unsloth|init|max_seq|use_fused)
+    | (^|_)(initializer|dropout|pdrop|loss|cache|flash|sdpa|version|num_beams|num_beam_groups|ngram_size)(_|$)
     | (_token_ids?|(max|min|seq|sequence|context)_length|_penalty|suppress_tokens)$
     # sizes that others follow from, how the model was made, what its trainer or a generation reads
     | ^(

@@ -26,12 +26,12 @@ class PackedBatch:
         position_ids: [1, T] int64, counting from 0 in every row.
         cu_seqlens: [b + 1] int32 boundaries of the whole rows (one more where there is padding at the end: it counts as
             a row of its own). With context parallelism rows are padded, and the padding counts as theirs.
-        lengths: of these.
-        predictors: [N] int64 into T: the positions held here that predict a token of mask 1, rows in order.
+        lengths: lengths of the sequences in cu_seqlens.
+        predictor_index: [N] int64 into T: the positions held here that predict a token of mask 1, rows in order.
         targets: [N] int64: the tokens that these predict.
-        predicted: [N] int64 into b x R: the positions of these among all response tokens.
-        last_tokens: [n] int64 into T: the rows' last tokens that are held here.
-        ended: [n] int64 into b: the rows of these.
+        response_index: [N] int64 into b x R: the positions of these tokens in the rows' responses.
+        last_token_index: [n] int64 into T: the rows' last tokens that are held here.
+        last_row_index: [n] int64 into b: the rows of these last tokens.
     """
 
     rows: Rows
@@ -39,21 +39,21 @@ class PackedBatch:
     position_ids: Tensor
     cu_seqlens: Tensor
     lengths: list[int]
-    predictors: Tensor
+    predictor_index: Tensor
     targets: Tensor
-    predicted: Tensor
-    last_tokens: Tensor
-    ended: Tensor
+    response_index: Tensor
+    last_token_index: Tensor
+    last_row_index: Tensor
 
     def responses(self, flat: Tensor) -> Tensor:
-        """Return values at `predictors`, [N], as [b, R], 0 at mask 0 and at tokens of other ranks; differentiable."""
+        """Return values at `predictor_index`, [N], as [b, R]; 0 at mask 0 and at other ranks' tokens."""
         shape = self.rows.response_mask.shape
         # By index: the gradient of indexing by a mask makes the GPU wait for the host.
-        return flat.new_zeros(shape.numel()).index_copy(0, self.predicted, flat).view(shape)
+        return flat.new_zeros(shape.numel()).index_copy(0, self.response_index, flat).view(shape)
 
-    def ends(self, flat: Tensor) -> Tensor:
-        """Return values at `last_tokens`, [n], as [b], 0 for rows whose last token another rank has; differentiable."""
-        return flat.new_zeros(len(self.rows)).index_copy(0, self.ended, flat)
+    def at_last_tokens(self, flat: Tensor) -> Tensor:
+        """Return values at `last_token_index`, [n], as [b]; 0 for rows whose last token another rank has."""
+        return flat.new_zeros(len(self.rows)).index_copy(0, self.last_row_index, flat)
 
 
 def copied(tensor: Tensor, device: torch.device, is_pinned: bool) -> Tensor:
@@ -88,27 +88,29 @@ def pack(
         context_rank: the rank whose share to pack.
         is_pinned: see `copied`.
     """
-    lengths = _padded(rows.lengths, granularity(context), multiple)
+    # b rows of R response columns, padded to W tokens in all, of which this rank holds T; M tokens have mask 1.
+    lengths = _padded(rows.lengths, granularity(context), multiple)  # [b], or [b + 1] with padding at the end
     starts = pad(lengths.cumsum(0), (1, 0))
-    tokens = torch.zeros(int(starts[-1]), dtype=torch.int64)
+    tokens = torch.zeros(int(starts[-1]), dtype=torch.int64)  # [W]
     tokens[positions_in(starts[: len(rows)], rows.lengths)] = rows.input_ids
-    first = starts[: len(rows)] + rows.prompt_lengths  # of each response
-    valid = rows.response_mask.bool()
-    written = (first[:, None] + torch.arange(rows.max_response_length))[valid]
-    held = held_positions(starts, context, context_rank)
-    place = torch.full((len(tokens),), -1).index_copy(0, held, torch.arange(len(held)))
-    predictors, last_tokens = place[written - 1], place[first + rows.response_lengths - 1]
-    is_held = predictors >= 0
-    has_last = last_tokens >= 0
+    first = starts[: len(rows)] + rows.prompt_lengths  # [b] into W: the first token of each response
+    is_written = rows.response_mask.bool()  # [b, R]
+    written = (first[:, None] + torch.arange(rows.max_response_length))[is_written]  # [M] into W
+    held = held_positions(starts, context, context_rank)  # [T] into W
+    place = torch.full((len(tokens),), -1).index_copy(0, held, torch.arange(len(held)))  # [W] into T, -1 elsewhere
+    predictor_index = place[written - 1]  # [M] into T
+    last_token_index = place[first + rows.response_lengths - 1]  # [b] into T
+    is_held = predictor_index >= 0  # [M]
+    has_last = last_token_index >= 0  # [b]
     tensors = {
         "input_ids": tokens[held][None],
         "position_ids": positions_within(starts, len(tokens))[held][None],
         "cu_seqlens": starts.to(torch.int32),
-        "predictors": predictors[is_held],
+        "predictor_index": predictor_index[is_held],
         "targets": tokens[written[is_held]],
-        "predicted": valid.flatten().nonzero()[is_held, 0],
-        "last_tokens": last_tokens[has_last],
-        "ended": has_last.nonzero()[:, 0],
+        "response_index": is_written.flatten().nonzero()[is_held, 0],
+        "last_token_index": last_token_index[has_last],
+        "last_row_index": has_last.nonzero()[:, 0],
     }
     on_device = {name: copied(tensor, device, is_pinned) for name, tensor in tensors.items()}
     return PackedBatch(rows=rows, lengths=lengths.tolist(), **on_device)

@@ -18,6 +18,8 @@ LATEST = "latest"
 STATE = "state.json"
 PARTIAL = ".partial"
 """Ends the name of a checkpoint that is being written, or removed."""
+NOT_BEGUN = -1
+"""Number of updates of a step that has not begun."""
 _NAME = re.compile(r"step_(\d{8,})(?:_(\d{4,}))?")
 
 
@@ -25,9 +27,9 @@ class CheckpointError(ActionableError, RuntimeError):
     """A checkpoint cannot be used or written; the message has the reason and the remedy."""
 
 
-def step_folder(folder: Path, step: int, num_updates: int | None = None) -> Path:
+def step_folder(folder: Path, step: int, num_updates: int = NOT_BEGUN) -> Path:
     """Return the folder of a checkpoint after a finished step and `num_updates` updates of the next one."""
-    return folder / (f"step_{step:08d}" + ("" if num_updates is None else f"_{num_updates:04d}"))
+    return folder / (f"step_{step:08d}" + ("" if num_updates == NOT_BEGUN else f"_{num_updates:04d}"))
 
 
 def step_of(checkpoint: Path) -> int:
@@ -36,9 +38,9 @@ def step_of(checkpoint: Path) -> int:
 
 
 def position_of(checkpoint: Path) -> tuple[int, int]:
-    """Return the last finished step, and the updates of the next one; -1 if that has not begun."""
+    """Return the last finished step, and the updates of the next one, or NOT_BEGUN."""
     step, num_updates = _NAME.fullmatch(checkpoint.name).groups()
-    return int(step), -1 if num_updates is None else int(num_updates)
+    return int(step), NOT_BEGUN if num_updates is None else int(num_updates)
 
 
 def checkpoints_in(folder: Path) -> list[Path]:

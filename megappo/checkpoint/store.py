@@ -26,6 +26,7 @@ from megappo.batch.exchange import Exchange, OtherRankError
 from megappo.checkpoint.checksums import damage, write_sums
 from megappo.checkpoint.folders import (
     LATEST,
+    NOT_BEGUN,
     PARTIAL,
     STATE,
     CheckpointError,
@@ -63,7 +64,7 @@ class CheckpointStore:
 
     Args:
         folder: `<output_dir>/checkpoints`.
-        keep: newest checkpoints to keep; 0 keeps all. keep_every: those of every so many steps stay, too; 0 for none.
+        keep: newest checkpoints to keep; 0 keeps all. keep_every: also keep every keep_every-th step; 0 for none.
         warn: called on rank 0 with the reason why a run resumes from another checkpoint than `latest` names.
     """
 
@@ -116,7 +117,7 @@ class CheckpointStore:
         components: Mapping[str, TrainedEngine | None],
         state: dict[str, Any],
         *,
-        num_updates: int | None = None,
+        num_updates: int = NOT_BEGUN,
         write_more: Callable[[Path], None] = lambda folder: None,
         in_background: bool = True,
     ) -> None:
@@ -124,7 +125,7 @@ class CheckpointStore:
         as they are now. No other save may be in progress.
 
         Args:
-            step: the last finished step. num_updates: of the next step; None if that has not begun.
+            step: the last finished step. num_updates: of the next step, or NOT_BEGUN.
             write_more: called on all ranks with the folder, to write further files.
             in_background: a thread writes a copy; otherwise it is on the disk when this returns.
         Raises:
@@ -133,16 +134,16 @@ class CheckpointStore:
         path = step_folder(self.folder, step, num_updates)
         partial = path.with_name(path.name + PARTIAL)
         text = json.dumps({"step": step} | state, indent=1)
-        with self._removed_if_it_fails(path, partial):
+        with self._cleanup_on_failure(path, partial):
             self.exchange.on_rank_0(lambda: self._prepare(partial, components))
             # Kept between background saves. A synchronous save, such as the last, needs no copies.
             self._copies = (self._copies or HostCopies()) if in_background else None
             writings: list[Writing] = []
             for name, component in components.items():
-                begun = [] if component is None else [_begin(component, partial / name, self._copies)]
+                begun = [] if component is None else [_begin_writing(component, partial / name, self._copies)]
                 if not in_background:  # before the next one's state takes memory
                     _write(begun)
-                    self._finish(begun)
+                    self._finish_writings(begun)
                 writings += begun
             write_more(partial)
             self.exchange.on_rank_0(lambda: (partial / STATE).write_text(text))
@@ -174,10 +175,10 @@ class CheckpointStore:
         saving, self._saving = self._saving, None
         if saving is None:
             return None
-        with self._removed_if_it_fails(saving.path, saving.partial):
+        with self._cleanup_on_failure(saving.path, saving.partial):
             if saving.thread is not None:
                 saving.thread.join()
-                self._finish(saving.writings)
+                self._finish_writings(saving.writings)
             sums: dict[str, str] = {}
             for writing in saving.writings:
                 sums |= writing.sums
@@ -186,7 +187,7 @@ class CheckpointStore:
         return saving.path
 
     @contextmanager
-    def _removed_if_it_fails(self, path: Path, partial: Path) -> Iterator[None]:
+    def _cleanup_on_failure(self, path: Path, partial: Path) -> Iterator[None]:
         try:
             yield
         except (OSError, CheckpointError, OtherRankError) as error:
@@ -216,7 +217,7 @@ class CheckpointStore:
         for name in components:
             (partial / name).mkdir(parents=True)
 
-    def _finish(self, writings: list[Writing]) -> None:
+    def _finish_writings(self, writings: list[Writing]) -> None:
         error = None
         for writing in writings:
             try:
@@ -254,10 +255,10 @@ class CheckpointStore:
 
     def _stays(self, checkpoint: Path) -> bool:
         step, num_updates = position_of(checkpoint)
-        return bool(self.keep_every) and step % self.keep_every == 0 and num_updates < 0
+        return bool(self.keep_every) and step % self.keep_every == 0 and num_updates == NOT_BEGUN
 
 
-def _begin(component: TrainedEngine, folder: Path, copies: HostCopies | None) -> Writing:
+def _begin_writing(component: TrainedEngine, folder: Path, copies: HostCopies | None) -> Writing:
     # Not in a variable: one component's state must be freed before the next one's is made.
     return begin_sharded(component.sharded_state_dict(is_loading=False), folder, component.as_world, copies)
 

@@ -88,12 +88,18 @@ def _unread_errors(config: Config, section: Section, path: str = "", above: tupl
         if isinstance(value, Section) and field.default is not None:
             yield from _unread_errors(config, value, f"{key}.", conditions)
         elif value != field.default:
-            for one in conditions:
-                is_read = one.is_read(config) or name in one.always
-                if not is_read and not config.overrides(key, (one.switch, *one.others)):
-                    reason = one.reason.format(one.switch, show(attrgetter(one.switch)(config)).strip('"'))
-                    yield f"{key} {shorten(show(value))} has no effect, as {reason}: drop it, or change {one.switch}"
-                    break
+            unmet = next((one for one in conditions if _is_unread(config, key, one)), None)
+            if unmet is not None:
+                switch = unmet.switch
+                reason = unmet.reason.format(switch, show(attrgetter(switch)(config)).strip('"'))
+                yield f"{key} {shorten(show(value))} has no effect, as {reason}: drop it, or change {switch}"
+
+
+def _is_unread(config: Config, key: str, condition: ReadIf) -> bool:
+    """Return whether a condition keeps a key from being read; a base that sets the key is excused (`overrides`)."""
+    if condition.is_read(config) or key.rpartition(".")[2] in condition.always:
+        return False
+    return not config.overrides(key, (condition.switch, *condition.others))
 
 
 def _method_conditions(section: Section, path: str, name: str) -> tuple[ReadIf, ...]:
@@ -101,19 +107,19 @@ def _method_conditions(section: Section, path: str, name: str) -> tuple[ReadIf, 
     if not any(name in method.reads for method in section.methods.values()):
         return ()
     chosen = section.methods[getattr(section, section.method_key)]
-    return (ReadIf(path + section.method_key, lambda run: name in chosen.reads, "{} {} does not read it"),)
+    return (ReadIf(path + section.method_key, lambda config: name in chosen.reads, "{} {} does not read it"),)
 
 
 def _group_errors(config: Config) -> Iterator[str]:
     """Yield what the comparison of the responses to a prompt, or of a response with a greedy one, does not allow."""
     algorithm, normalize = config.algorithm, config.reward.normalize
     filters, estimator = algorithm.filter_groups.enable, f"algorithm.adv_estimator {algorithm.adv_estimator}"
-    comparing = {
-        estimator: algorithm.method.compares_responses,
-        "reward.normalize group": normalize == "group",
-        "algorithm.filter_groups.enable true": filters,
-    }
-    for key, compares in comparing.items():
+    comparing = (
+        (estimator, algorithm.method.compares_responses),
+        ("reward.normalize group", normalize == "group"),
+        ("algorithm.filter_groups.enable true", filters),
+    )
+    for key, compares in comparing:
         if compares and config.rollout.n == 1:
             yield f"{key} compares the responses to a prompt: rollout.n must be at least 2, found 1"
     if algorithm.method.needs_greedy_baseline and (filters or normalize != "none"):

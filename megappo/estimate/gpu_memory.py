@@ -173,12 +173,12 @@ class MemoryEstimate:
             for rank in ranks:
                 node = nodes[rank // self.cluster.gpus_per_node]
                 node["processes"] += PROCESS_BYTES + place.has_engine * ENGINE_PROCESS_BYTES
-                node["what sleeps"] += asleep
+                node["offloaded states"] += asleep
         # A save in the background keeps all copies; else one model's are freed before the next one's are made.
         combined = sum if self.config.trainer.async_save else max
         saves = [model.saved(self.cluster.gpus_per_node) for model in self.models.values()]
         for number, node in nodes.items():
-            node["a save"] = combined([saved.get(number, 0.0) for saved in saves])
+            node["checkpoint copies"] = combined([saved.get(number, 0.0) for saved in saves])
         fullest = max(nodes, key=lambda number: sum(nodes[number].values()))
         return dict(nodes[fullest])
 

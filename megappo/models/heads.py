@@ -34,18 +34,18 @@ def policy_head(
         tensor_group: ranks that hold the vocabulary's shards.
         vocab_size: true vocabulary; the padding after it has no probability.
         temperature: divides the logits, as the engine does when it samples.
-        reference: adds `full_kl`, KL(policy || reference) over the vocabulary, both at this temperature. From the
-            micro-batch to what the reference's logits are made of: `MegatronEngine.logit_factors` of a reference on the
-            policy's ranks and in its layout, which costs a forward pass of it each time.
+        reference: adds `full_kl`, KL(policy || reference) over the vocabulary, both at this temperature. It
+            maps a micro-batch to the factors of the reference's logits: `MegatronEngine.logit_factors` of a reference
+            on the policy's ranks and in its layout, which costs a forward pass of it each time.
     """
 
     def head(output: Tensor, packed: PackedBatch) -> Outputs:
         factors = None
         if reference is not None:
             ref_hidden, ref_weight = reference(packed)
-            factors = ref_hidden[packed.predictors], ref_weight
+            factors = ref_hidden[packed.predictor_index], ref_weight
         outputs = vocab_parallel_outputs(
-            output[0, packed.predictors],
+            output[0, packed.predictor_index],
             weight(),
             packed.targets,
             tensor_group,
@@ -68,9 +68,9 @@ def value_head(*, bootstrap: bool = False) -> Head:
 
     def head(output: Tensor, packed: PackedBatch) -> Outputs:
         values = output[0, :, 0].float()
-        outputs = {"values": packed.responses(values[packed.predictors])}
+        outputs = {"values": packed.responses(values[packed.predictor_index])}
         if bootstrap:
-            outputs["bootstrap_values"] = packed.ends(values[packed.last_tokens])
+            outputs["bootstrap_values"] = packed.at_last_tokens(values[packed.last_token_index])
         return outputs
 
     return head
@@ -179,11 +179,14 @@ class ValueHead(torch.nn.Module):
         return values, None
 
     def keep(self, output_layer: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        """Forward pre-hook of an output layer: values of the hidden states it is about to read, for `take`."""
+        """Compute and keep the values of the hidden states that an output layer is about to read: its forward pre-hook.
+
+        A hook has no return value to add them to, so they wait in the module until `take`.
+        """
         self._kept, _ = self(inputs[0])
 
     def take(self) -> Tensor:
-        """The values of the last forward pass, [1, T, 1], laid out as GPTModel's output; once for each pass.
+        """Return the values of the last forward pass, [1, T, 1], as GPTModel's output is laid out; once a pass.
 
         Raises:
             RuntimeError: there was no forward pass since the last call.

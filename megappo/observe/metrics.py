@@ -35,7 +35,7 @@ class Histogram:
     numbers: tuple[float, ...]
 
     def write(self, tensorboard: SummaryWriter, name: str, step: int) -> None:
-        """Add this to TensorBoard, unless it is of no value."""
+        """Add this to TensorBoard, unless it is empty."""
         total, squares, *counts = self.numbers
         filled = [index for index, count in enumerate(counts) if count]
         if filled:
@@ -52,9 +52,9 @@ class Reduction:
     """Functions that combine partial values into one.
 
     Attributes:
-        part: what stands for values [n] float64, of which there may be none: [k].
-        merge: what stands for all of several such parts.
-        value: the outcome, from what stands for all values.
+        part: sufficient statistics, [k], of values [n] float64; n may be 0.
+        merge: the statistics of several parts together.
+        value: the outcome, from the statistics of all values.
     """
 
     part: Callable[[torch.Tensor], torch.Tensor]
@@ -110,7 +110,7 @@ REDUCTIONS = {
 
 
 class OnDevice(NamedTuple):
-    """As `Metric`, with the part on the device, which goes on meanwhile; [k] float64."""
+    """As `Metric`, with the part, [k] float64, on the device, which is not synchronised."""
 
     part: torch.Tensor
     reduction: str

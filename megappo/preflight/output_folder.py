@@ -13,6 +13,7 @@ from typing import IO
 from megappo.checkpoint.checksums import refuse_altered
 from megappo.checkpoint.folders import (
     LATEST,
+    NOT_BEGUN,
     STATE,
     CheckpointError,
     candidates,
@@ -51,7 +52,7 @@ def resume_errors(config: Config) -> list[str]:
             "(tools/convert.py megatron-to-hf), name that as model.path, and choose another trainer.output_dir"
         ]
     done, num_updates = position_of(checkpoint)
-    begun = done + (num_updates >= 0)
+    begun = done + (num_updates != NOT_BEGUN)
     if trainer.total_steps < begun:
         return [
             f"trainer.total_steps {trainer.total_steps} is below the {begun} steps that {checkpoint} has: raise it, "

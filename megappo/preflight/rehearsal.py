@@ -73,7 +73,7 @@ def rehearse(config: Config, *, everything: bool) -> Findings:
         for dataset in datasets.values():
             _check_prompts(dataset, shared_vocabulary(config), findings, everything=everything)
         findings.errors += train.batch_errors() if train else []  # none is an error of its own
-        tried: set[RewardPool | EnvironmentPool | None] = {None}
+        tried: set[RewardPool | EnvironmentPool | None] = set()
         for name, task in tasks.items():
             try:
                 [prompt] = datasets[name].at(datasets[name].kept[:1])
@@ -128,7 +128,7 @@ def _try_rewards(config: Config, rewards: RewardPool, prompt: Prompt, findings: 
             _score(rewards, prompt, "")
         except RewardError as error:
             first, *_ = str(error).splitlines()
-            findings.checked.append(f"WARNING: of an empty response, which models write: {first}")
+            findings.warnings.append(f"for an empty response, which models write, the {first}")
 
 
 def _score(rewards: RewardPool, prompt: Prompt, response: str) -> Graded:

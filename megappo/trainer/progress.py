@@ -10,7 +10,7 @@ from megappo.batch.exchange import Batch, Exchange
 from megappo.batch.rows_file import RowsFile, write_rows
 from megappo.checkpoint.checksums import refuse_damaged
 from megappo.checkpoint.component_folder import load_model
-from megappo.checkpoint.folders import LATEST, STATE, CheckpointError, position_of, read_state, step_of
+from megappo.checkpoint.folders import LATEST, NOT_BEGUN, STATE, CheckpointError, position_of, read_state, step_of
 from megappo.checkpoint.metadata import read_component
 from megappo.checkpoint.store import CheckpointStore
 from megappo.config.loading import dump_config
@@ -158,7 +158,7 @@ class Progress:
     @property
     def _position(self) -> tuple[int, int]:
         """As `checkpoint.folders.position_of`."""
-        return self.step, -1 if self.experience is None else sum(self.experience.num_updates.values())
+        return self.step, NOT_BEGUN if self.experience is None else sum(self.experience.num_updates.values())
 
     def begin_save(self, models: Models, *, in_background: bool) -> None:
         """Begin to write a checkpoint; `store.finish` completes it.
@@ -186,7 +186,7 @@ class Progress:
             step,
             models.trained,
             state,
-            num_updates=None if self.experience is None else num_updates,
+            num_updates=num_updates,
             write_more=partial(self._write_more, models.num_mini_batches()),
             in_background=in_background,
         )

@@ -41,7 +41,7 @@ def test_rows_lie_end_to_end(lengths: Lengths, multiple: int) -> None:
     assert bounds[0] == 0 and packed.cu_seqlens.dtype == torch.int32
     assert num_held([sum(pair) for pair in lengths], multiple) == bounds[-1]
     assert packed.lengths == expected
-    assert packed.input_ids[0, packed.last_tokens].tolist() == [int(tokens[-1]) for tokens in rows.sequences]
+    assert packed.input_ids[0, packed.last_token_index].tolist() == [int(tokens[-1]) for tokens in rows.sequences]
     assert packed.position_ids[0].tolist() == [position for length in expected for position in range(length)]
 
 
@@ -54,7 +54,7 @@ def test_predictors_stand_one_before_each_response_token(lengths: Lengths, multi
         token for tokens, (prompt, _) in zip(rows.sequences, lengths, strict=True) for token in tokens[prompt:].tolist()
     ]
     assert packed.targets.tolist() == responses
-    assert packed.input_ids[0, packed.predictors].tolist() == [token - 1 for token in responses]
+    assert packed.input_ids[0, packed.predictor_index].tolist() == [token - 1 for token in responses]
 
 
 @settings(max_examples=100, deadline=None)
@@ -97,9 +97,9 @@ def test_every_token_is_predicted_by_one_of_the_ranks_that_share_the_rows_out(
         num_here = share.input_ids.shape[1]
         assert num_here * context == bounds[-1] and num_here % multiple == 0
         assert num_here == num_held([sum(pair) for pair in lengths], multiple, context=context)
-        assert share.input_ids[0, share.predictors].tolist() == [token - 1 for token in share.targets.tolist()]
+        assert share.input_ids[0, share.predictor_index].tolist() == [token - 1 for token in share.targets.tolist()]
         predicted += share.responses(share.targets.float())
-        ended += share.ends(share.input_ids[0, share.last_tokens].float())
+        ended += share.at_last_tokens(share.input_ids[0, share.last_token_index].float())
     assert ended.tolist() == [int(tokens[-1]) for tokens in rows.sequences]
     for row, (tokens, (prompt, response)) in enumerate(zip(rows.sequences, lengths, strict=True)):
         assert predicted[row, :response].tolist() == tokens[prompt:].tolist()
@@ -126,6 +126,6 @@ def test_what_an_environment_wrote_is_read_and_not_predicted() -> None:
     packed = pack(replace(rows, fields={"response_mask": mask}), 1, CPU)
     assert packed.input_ids.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8, 9]]
     assert packed.targets.tolist() == [3, 6, 9]
-    assert packed.input_ids[0, packed.predictors].tolist() == [2, 5, 8]
-    assert packed.input_ids[0, packed.last_tokens].tolist() == [6, 9]
+    assert packed.input_ids[0, packed.predictor_index].tolist() == [2, 5, 8]
+    assert packed.input_ids[0, packed.last_token_index].tolist() == [6, 9]
     assert packed.responses(packed.targets.float()).tolist() == [[3, 0, 0, 6], [0, 9, 0, 0]]

@@ -51,7 +51,7 @@ def test_a_save_copies_everything_once_over_all_nodes(layout: dict[str, int]) ->
     """Weights in bf16; main parameters and two moments in fp32."""
     memory = estimate(*(f"actor.parallel.{key}={str(value).lower()}" for key, value in layout.items()))
     [size] = stage_sizes(read_architecture("models/Qwen3-30B-A3B"), Parallel())
-    assert memory.host()["a save"] * 4 == pytest.approx((2 + 3 * 4) * sum(size), rel=0.05)
+    assert memory.host()["checkpoint copies"] * 4 == pytest.approx((2 + 3 * 4) * sum(size), rel=0.05)
 
 
 def test_engines_elsewhere_take_none_of_the_gpus():

@@ -188,9 +188,9 @@ def test_a_function_that_fails_on_empty_responses_is_warned_of(plan, run_folder)
     (run_folder / "reward.py").write_text("def f(p, r, l):\n    return [float(int(one) == 2) for one in r]\n")
     done = plan(run_folder, "run.yaml", "reward.function=reward.py:f")
     raised = "reward function reward.py:f raised ValueError: invalid literal for int() with base 10: ''"
-    assert done.returncode == 0 and f"  WARNING: of an empty response, which models write: {raised}\n" in done.stdout
+    assert done.returncode == 0 and f"warning: for an empty response, which models write, the {raised}\n" in done.stderr
     kept_on = plan(run_folder, "run.yaml", "reward.function=reward.py:f", "reward.on_error=zero")
-    assert kept_on.returncode == 0 and "WARNING" not in kept_on.stdout
+    assert kept_on.returncode == 0 and "empty response" not in kept_on.stderr
 
 
 GDPO = ("algorithm.adv_estimator=gdpo", "algorithm.use_kl_in_reward=false", "reward.function=reward.py:f")

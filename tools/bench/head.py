@@ -67,7 +67,7 @@ class Products:
     """The matrix products by torch.mm, in chunks of the vocabulary that fit into 64 MiB."""
 
     def __init__(self, head: Head) -> None:
-        self.hidden, self.weight = head.output.detach()[0, head.packed.predictors], head.weight.detach()
+        self.hidden, self.weight = head.output.detach()[0, head.packed.predictor_index], head.weight.detach()
         self.words = 2**24 // len(self.hidden)
         self.logits = torch.empty(len(self.hidden), self.words)
         self.grad_hidden, self.grad_weight = torch.empty_like(self.hidden), torch.empty(self.words, HIDDEN)
