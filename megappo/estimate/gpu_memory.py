@@ -26,6 +26,8 @@ PREFILL_CHUNK = 8192
 """Tokens of prompts that an engine computes at a time, on GPUs of 80 GB and more."""
 GRAPH_BYTES = 2 * 2**20
 """Bytes of CUDA graphs per sequence of the largest batch. Source: SGLang 0.5.23, arg_groups/memory_hook.py."""
+LAYER_BUFFERS = 3
+"""Assumed: tensors of a layer's width, and of its MLP's, that an engine holds at a time."""
 FP32_LOGITS = 3
 """Copies of a batch's logits that sampling makes."""
 GPUS_PER_NODE = 8
@@ -80,7 +82,7 @@ class EngineMemory:
         self.cache = max(self.cache_tokens, 0) * self.cache_per_token
         self.graphs = rollout.max_running_requests * GRAPH_BYTES
         widest = max(architecture.ffn_size, experts.top_k * experts.ffn_size if experts else 0)
-        layer = 3 * (architecture.hidden_size + widest / rollout.tensor_parallel)
+        layer = LAYER_BUFFERS * (architecture.hidden_size + widest / rollout.tensor_parallel)
         sampled = rollout.max_running_requests * architecture.vocab_size * 4 * FP32_LOGITS
         self.working = sampled + PREFILL_CHUNK * nbytes * layer
 
@@ -101,8 +103,8 @@ class MemoryEstimate:
     Attributes:
         models: the run's models on their ranks, by name.
         phases: the start, then those of a step in their order.
-        places: each kind of rank, with its ranks.
-        ledgers: place -> phase -> memory of a GPU of such a rank.
+        rank_kinds: each kind of rank, with its ranks.
+        ledgers: kind of rank -> phase -> memory of a GPU of such a rank.
     Raises:
         ConfigError: a model's config.json is wrong, or its layout does not fit the model.
     """
@@ -120,10 +122,10 @@ class MemoryEstimate:
         self.uses = uses_of(plan.components)
         forward = [spec.forward.phase for spec in plan.components.values() if spec.forward]
         self.phases = [START, ROLLOUT, *forward, *(f"update_{name}" for name in plan.training), SYNC, PROBE, SAVE]
-        self.places = self._places()
+        self.rank_kinds = self._rank_kinds()
         self.ledgers: dict[RankKind, dict[str, Ledger]] = {}
-        for place in self.places:
-            self.ledgers[place] = {phase: dict(self._entries(place, phase)) for phase in self.phases}
+        for rank_kind in self.rank_kinds:
+            self.ledgers[rank_kind] = {phase: dict(self._entries(rank_kind, phase)) for phase in self.phases}
 
     def _check_fit(self) -> None:
         errors: list[str] = []
@@ -133,14 +135,14 @@ class MemoryEstimate:
         if errors:
             raise ConfigError(*errors)
 
-    def _places(self) -> dict[RankKind, list[int]]:
-        places = defaultdict[RankKind, list[int]](list)
+    def _rank_kinds(self) -> dict[RankKind, list[int]]:
+        rank_kinds = defaultdict[RankKind, list[int]](list)
         for rank in range(self.plan.world_size):
-            found = {name: layout.coordinates(rank) for name, layout in self.plan.layouts.items()}
-            has_engine = found.pop("rollout") is not None and not self.config.rollout.engines
-            stages = tuple((name, place.stage) for name, place in found.items() if place is not None)
-            places[RankKind(stages, has_engine)].append(rank)
-        return dict(places)
+            coordinates = {name: layout.coordinates(rank) for name, layout in self.plan.layouts.items()}
+            has_engine = coordinates.pop("rollout") is not None and not self.config.rollout.engines
+            stages = tuple((name, found.stage) for name, found in coordinates.items() if found is not None)
+            rank_kinds[RankKind(stages, has_engine)].append(rank)
+        return dict(rank_kinds)
 
     @property
     def bucket_bytes(self) -> int:
@@ -154,12 +156,12 @@ class MemoryEstimate:
 
     @property
     def fullest(self) -> RankKind:
-        """The place with the highest peak."""
-        return max(self.places, key=self.peak)
+        """The kind of rank with the highest peak."""
+        return max(self.rank_kinds, key=self.peak)
 
-    def peak(self, place: RankKind) -> tuple[float, str]:
+    def peak(self, rank_kind: RankKind) -> tuple[float, str]:
         """Return the most bytes that a GPU holds, and in which phase."""
-        return max((sum(ledger.values()), phase) for phase, ledger in self.ledgers[place].items())
+        return max((sum(ledger.values()), phase) for phase, ledger in self.ledgers[rank_kind].items())
 
     def passes(self, phase: str) -> dict[str, DeviceUse]:
         """Return the models that a phase runs: an update if the use has gradients, else a forward pass."""
@@ -168,11 +170,11 @@ class MemoryEstimate:
     def host(self) -> Ledger:
         """Return the host memory of the node that holds most."""
         nodes = defaultdict[int, Ledger](lambda: defaultdict(float))
-        for place, ranks in self.places.items():
-            asleep = sum(sum(self.models[name].copied(stage).values()) for name, stage in place.stages)
+        for rank_kind, ranks in self.rank_kinds.items():
+            asleep = sum(sum(self.models[name].copied(stage).values()) for name, stage in rank_kind.stages)
             for rank in ranks:
                 node = nodes[rank // self.cluster.gpus_per_node]
-                node["processes"] += PROCESS_BYTES + place.has_engine * ENGINE_PROCESS_BYTES
+                node["processes"] += PROCESS_BYTES + rank_kind.has_engine * ENGINE_PROCESS_BYTES
                 node["offloaded states"] += asleep
         # A save in the background keeps all copies; else one model's are freed before the next one's are made.
         combined = sum if self.config.trainer.async_save else max
@@ -182,22 +184,22 @@ class MemoryEstimate:
         fullest = max(nodes, key=lambda number: sum(nodes[number].values()))
         return dict(nodes[fullest])
 
-    def _entries(self, place: RankKind, phase: str) -> Iterator[tuple[str, float]]:
-        yield from (self._building(place).items() if phase == START else self._model_entries(place, phase))
-        if place.has_engine:
-            yield from self._engine_entries(place, phase)
-        num_buckets = 2 if "actor" in dict(place.stages) else int(place.has_engine)
+    def _entries(self, rank_kind: RankKind, phase: str) -> Iterator[tuple[str, float]]:
+        yield from (self._building(rank_kind).items() if phase == START else self._model_entries(rank_kind, phase))
+        if rank_kind.has_engine:
+            yield from self._engine_entries(rank_kind, phase)
+        num_buckets = 2 if "actor" in dict(rank_kind.stages) else int(rank_kind.has_engine)
         if phase == SYNC and num_buckets:  # the actor's ranks gather a bucket while they send the one before
             yield "sync buckets", min(num_buckets * self.bucket_bytes, self.policy_bytes)
         # Each stage of the actor sends to engines with GPUs of their own in a group of its own.
-        sync_groups = self.models["actor"].layout.pipeline if place.has_engine and not place.stages else 1
-        communicators = sum(_communicators(self.models[name].layout) for name, _ in place.stages) + sync_groups
-        yield "CUDA contexts", CONTEXT_BYTES + place.has_engine * ENGINE_CONTEXT_BYTES
+        sync_groups = self.models["actor"].layout.pipeline if rank_kind.has_engine and not rank_kind.stages else 1
+        communicators = sum(_communicators(self.models[name].layout) for name, _ in rank_kind.stages) + sync_groups
+        yield "CUDA contexts", CONTEXT_BYTES + rank_kind.has_engine * ENGINE_CONTEXT_BYTES
         yield "NCCL communicators", communicators * COMMUNICATOR_BYTES
 
-    def _building(self, place: RankKind) -> Ledger:
+    def _building(self, rank_kind: RankKind) -> Ledger:
         """Return the fullest moment of building: each model is built whole, then offloaded before the next one."""
-        stages = dict(place.stages)
+        stages = dict(rank_kind.stages)
         resident: Ledger = {}
         moments: list[Ledger] = [{}]
         for name in filter(stages.__contains__, build_order(self.plan.components)):
@@ -205,17 +207,17 @@ class MemoryEstimate:
             states = model.states(stages[name])
             moments.append(resident | {f"{name} {kind}": size for kind, size in states.items()})
             if model.section and model.section.optim.distributed:  # Megatron copies the weights into its buffer
-                copied = {f"{name} weights, copied": states["gradients"] * model.nbytes / 4}
+                copied = {f"{name} weights, copied": states["gradients"] * model.nbytes / DTYPES["fp32"].nbytes}
                 kept = {f"{name} {kind}": states[kind] for kind in ("weights", "gradients")}
                 moments.append(resident | kept | copied)
             staying = states.keys() - set(model.spec.offload.value)
             resident |= {f"{name} {kind}": size for kind, size in states.items() if kind in staying}
         return max(moments, key=lambda held: sum(held.values()))
 
-    def _model_entries(self, place: RankKind, phase: str) -> Iterator[tuple[str, float]]:
+    def _model_entries(self, rank_kind: RankKind, phase: str) -> Iterator[tuple[str, float]]:
         uses = self.uses.get(SYNC if phase == PROBE else phase, {})
         response_share = self.config.rollout.max_response_length / longest_row(self.config)
-        for name, stage in place.stages:
+        for name, stage in rank_kind.stages:
             model, use = self.models[name], uses.get(name, {})
             for kind, size in model.states(stage).items():
                 if kind in use or kind not in model.spec.offload.value:
@@ -226,9 +228,9 @@ class MemoryEstimate:
                 if stage == model.layout.pipeline - 1 and model.spec.head != "value":
                     yield f"{name} head", model.head(response_share, trains=trains)
 
-    def _engine_entries(self, place: RankKind, phase: str) -> Iterator[tuple[str, float]]:
+    def _engine_entries(self, rank_kind: RankKind, phase: str) -> Iterator[tuple[str, float]]:
         """Yield the memory of an engine, which sleeps while models on its GPUs are trained or saved."""
-        stays_awake = not place.stages or self.config.rollout.sleep == "never"
+        stays_awake = not rank_kind.stages or self.config.rollout.sleep == "never"
         if stays_awake or phase in (ROLLOUT, SYNC, PROBE):
             yield "engine weights", self.engine.weights
         if stays_awake or phase in (ROLLOUT, PROBE):

@@ -47,7 +47,7 @@ class TimeEstimate:
                 self._add_passes(phase, uses)
         self.seconds[SYNC] = memory.engine.weights / (gpu.link * SYNC_SHARE) + memory.num_buckets * BUCKET_SECONDS
         # Offloaded tensors move over the rank's own bus, once a phase that needs them; those of a save do not count.
-        if moved := max(map(self._moved, memory.places)):
+        if moved := max(map(self._moved, memory.rank_kinds)):
             self.seconds["offload"] = moved / (gpu.host * LINK_SHARE)
 
     @property
@@ -134,10 +134,10 @@ class TimeEstimate:
         step += policy.architecture.num_layers * LAUNCH_SECONDS
         return sequences / at_once * response * step + sequences * policy.flops.forward([(prompt, 1)]) / reached
 
-    def _moved(self, place: RankKind) -> float:
+    def _moved(self, rank_kind: RankKind) -> float:
         """Return the bytes that a rank moves in a step between its GPU and the host."""
         moved = 0.0
-        for name, stage in place.stages:
+        for name, stage in rank_kind.stages:
             copied = self.memory.models[name].copied(stage)
             for phase, uses in self.memory.uses.items():
                 use = {} if phase in BETWEEN_STEPS else uses.get(name, {})

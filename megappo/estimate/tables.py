@@ -24,17 +24,17 @@ def memory_table(estimate: MemoryEstimate) -> str:
     sums = [sum(ledger.values()) for ledger in ledgers.values()]
     rows += [["together", *map(_gib, sums)], ["free", *(_gib(free - size) for size in sums)]]
     lines = [f"  on {_ranks(estimate, fullest)}, the fullest", aligned(rows)]
-    for place in estimate.places:
-        if place != fullest:
-            most, phase = estimate.peak(place)
-            lines.append(f"  on {_ranks(estimate, place)}: {_gib(most)} at most, in {phase}")
+    for rank_kind in estimate.rank_kinds:
+        if rank_kind != fullest:
+            most, phase = estimate.peak(rank_kind)
+            lines.append(f"  on {_ranks(estimate, rank_kind)}: {_gib(most)} at most, in {phase}")
     parts = ", ".join(f"{entry} {_gib(size)}" for entry, size in host.items() if size)
     lines.append(f"  host memory of the fullest node, about {_gib(sum(host.values()))} GiB ({parts})")
     return "\n".join(lines)
 
 
-def _ranks(estimate: MemoryEstimate, place: RankKind) -> str:
-    return f"ranks {shorten(format_ranks(estimate.places[place]))}"
+def _ranks(estimate: MemoryEstimate, rank_kind: RankKind) -> str:
+    return f"ranks {shorten(format_ranks(estimate.rank_kinds[rank_kind]))}"
 
 
 def time_table(estimate: TimeEstimate) -> str:
@@ -83,12 +83,12 @@ def memory_errors(estimate: MemoryEstimate, gpu: GPU) -> Iterator[str]:
     """Yield why a run does not fit, and the remedy; nothing where it fits."""
     if fits(estimate):
         return
-    place = estimate.fullest
-    most, phase = estimate.peak(place)
+    rank_kind = estimate.fullest
+    most, phase = estimate.peak(rank_kind)
     if most > (1 - SPARE) * estimate.cluster.gpu_bytes:
-        entries = sorted(estimate.ledgers[place][phase].items(), key=lambda entry: -entry[1])
+        entries = sorted(estimate.ledgers[rank_kind][phase].items(), key=lambda entry: -entry[1])
         largest = ", ".join(f"{entry} {_gib(size)}" for entry, size in entries[:3])
-        found = f"{_ranks(estimate, place)}: {_gib(most)} GiB in {phase} ({largest})"
+        found = f"{_ranks(estimate, rank_kind)}: {_gib(most)} GiB in {phase} ({largest})"
     else:
         found = f"the engines have room for {max(estimate.engine.cache_tokens, 0):,.0f} tokens, fewer than one row's"
     helpful = remedies(estimate.plan, estimate.cluster)

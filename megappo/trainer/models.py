@@ -6,7 +6,7 @@ All ranks exchange rows together, before and after passes; `forward` and `update
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 from megappo.architecture.architecture import Architecture
@@ -61,7 +61,7 @@ class Models:
         """Return the policy, whose weights the engines take."""
         return self.components["actor"]
 
-    @property
+    @cached_property
     def architecture(self) -> Architecture:
         """Return the architecture of the language model, without a value head."""
         return read_architecture(self.config.model.path).with_lora(self.config.actor.lora)
@@ -182,12 +182,12 @@ def build_models(plan: RunPlan, exchange: Exchange) -> Models:
     layouts = {name: plan.layouts[name] for name in specs}
     timeout = timedelta(seconds=config.trainer.process_group_timeout_seconds)
     groups = build_groups(layouts, config.trainer.seed, timeout)
-    engines = {None: None}
+    engines: dict[str, MegatronEngine | None] = {}
     offloads = {}
     for name in build_order(specs):
         engines[name] = None
         if groups[name].member:
-            engine = build_engine(config, specs[name], groups[name], engines[specs[name].reference])
+            engine = build_engine(config, specs[name], groups[name], engines.get(specs[name].reference))
             engines[name], offloads[name] = engine, Offload(engine, specs[name].offload.value)
             offloads[name].rest(NOTHING)
             platform.empty_cache()  # the next one's tensors are of other sizes

@@ -56,8 +56,8 @@ def test_a_save_copies_everything_once_over_all_nodes(layout: dict[str, int]) ->
 
 def test_engines_elsewhere_take_none_of_the_gpus():
     own, elsewhere = estimate(), estimate("rollout.engines=[http://a:1]")
-    assert not any(place.has_engine for place in elsewhere.places)
-    assert any(place.has_engine for place in own.places)
+    assert not any(rank_kind.has_engine for rank_kind in elsewhere.rank_kinds)
+    assert any(rank_kind.has_engine for rank_kind in own.rank_kinds)
     full = [one.plan.changed(one.config.changed("rollout.max_total_tokens", 1)) for one in (own, elsewhere)]
     assert [_has_room(MemoryEstimate(plan, own.cluster)) for plan in full] == [False, True]
 
@@ -146,9 +146,11 @@ STARTS = {
 @pytest.mark.parametrize(("overrides", "held"), STARTS.values(), ids=STARTS)
 def test_a_start_holds_one_model_whole_and_of_those_before_what_stays(overrides: list[str], held: set[str]) -> None:
     memory = estimate_of(load_config(BOTH_7B, overrides), 8)
-    place = memory.fullest
-    states = {f"{n} {kind}": size for n, stage in place.stages for kind, size in memory.models[n].states(stage).items()}
-    started = memory.ledgers[place][START]
+    rank_kind = memory.fullest
+    states = {}
+    for name, stage in rank_kind.stages:
+        states |= {f"{name} {kind}": size for kind, size in memory.models[name].states(stage).items()}
+    started = memory.ledgers[rank_kind][START]
     found = {entry: size for entry, size in started.items() if entry.split()[0] in memory.models}
     assert found == {entry: states[entry] for entry in held}
     assert started.keys() - held == {"CUDA contexts", "NCCL communicators"}, "the engine sleeps"
@@ -157,10 +159,10 @@ def test_a_start_holds_one_model_whole_and_of_those_before_what_stays(overrides:
 def test_a_start_of_everything_at_once_would_not_fit() -> None:
     """7B with a critic of 7B, the engine awake."""
     memory = estimate_of(load_config(BOTH_7B), 8)
-    place = memory.fullest
+    rank_kind = memory.fullest
     engine = memory.engine.weights + memory.engine.cache + memory.engine.graphs + memory.engine.working
-    at_once = engine + sum(sum(memory.models[name].states(stage).values()) for name, stage in place.stages)
-    assert sum(memory.ledgers[place][START].values()) < 45 * GIB < 100 * GIB < at_once
+    at_once = engine + sum(sum(memory.models[name].states(stage).values()) for name, stage in rank_kind.stages)
+    assert sum(memory.ledgers[rank_kind][START].values()) < 45 * GIB < 100 * GIB < at_once
 
 
 def test_a_start_that_does_not_fit_is_refused() -> None:
