@@ -78,7 +78,7 @@ BUDGETS = {
     "sync": 5_100,
     "trainer": 15_800,
     "userland": 20_900,
-    "weights": 7_100,
+    "weights": 7_200,
 }
 """Room ("." for the modules beside the rooms) -> the most syntax nodes that its files may have, counted by `ast.walk`.
 Lower a budget when its room shrinks; raise it for a feature."""
