@@ -225,7 +225,7 @@ class RewardHost:
     """
 
     def __init__(self, functions: Sequence[tuple[str, str, Mapping[str, Any]]]):
-        self._functions = [_load_function(*one) for one in functions]
+        self._functions = [_load_function(*one, is_alone=len(functions) == 1) for one in functions]
         inputs = reduce(or_, [one.inputs for one in self._functions])
         self.description = {"inputs": asdict(inputs), "modes": [one.mode for one in self._functions]}
 
@@ -236,8 +236,8 @@ class RewardHost:
         return called.call_async(given) if called.is_async else partial(called.call, given)
 
 
-def _load_function(source: str, name: str, options: Mapping[str, Any]) -> RewardFunction:
+def _load_function(source: str, name: str, options: Mapping[str, Any], *, is_alone: bool) -> RewardFunction:
     try:
         return recognise(load(source, name), options, home(source))
     except BadFunction as error:
-        raise BadFunction(f"({name}) {error}") from error
+        raise BadFunction(str(error) if is_alone else f"({name}) {error}") from error

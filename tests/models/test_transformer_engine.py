@@ -63,7 +63,7 @@ def check_weights(folder: str) -> None:
             assert all(layer.fuse_wgrad_accumulation for layer in layers if list(layer.parameters(recurse=False)))
             assert sum(bool(list(layer.parameters(recurse=False))) for layer in layers) >= 4
             config = chunks[0].config
-            assert {one.name for one in LAYERS if getattr(config, one.name)} == on_gpu(architecture, config.switches)
+            assert {name for name in LAYERS if getattr(config, name)} == on_gpu(architecture, config.switches)
             [size] = stage_sizes(architecture, Parallel())
             assert sum(size) == sum(one.numel() for one in chunks[0].parameters())
             found = {

@@ -128,7 +128,7 @@ def add_extras(rank: int, world_size: int) -> None:
     assert found["scores"] == [9.75, 9.75, 9.0, 9.0]
     none = fields_of([Graded([1.0], {}, steps=[[]])] * len(samples))
     assert "loss_weights" not in none and none["turn_rewards"] == [[0, 0, 7], [1, 0, 0]] * 2
-    message = r"reward.normalize .batch. changes the score of a response, not those of its steps, .* rewards.py:f gives"
+    message = r"reward.normalize batch changes the score of a response, not those of its steps, .* rewards.py:f gives"
     with pytest.raises(ConfigError, match=message):  # also on ranks without scores of steps
         fields_of(graded[rank : rank + 1], normalize="batch")
 

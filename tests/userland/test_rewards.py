@@ -233,7 +233,7 @@ def test_a_module_is_imported_with_its_package_by_the_workers_alone(tmp_path: Pa
     with load_reward(spec, num_workers=2, timeout_seconds=20) as pool:
         assert score(pool) == [0.0, 3.0, 6.0]
     assert (tmp_path / "imported").read_text() == ".."
-    with pytest.raises(RewardError, match=r"my_rewards.scale:f \(f\) does not exist: the file defines no function"):
+    with pytest.raises(RewardError, match=r"my_rewards.scale:f does not exist: the file defines no function"):
         load_reward("my_rewards.scale:f", num_workers=1, timeout_seconds=20)
     with pytest.raises(RewardError, match="raised ModuleNotFoundError: No module named 'my_rewards.nowhere'"):
         load_reward("my_rewards.nowhere:f", num_workers=1, timeout_seconds=20)

@@ -51,7 +51,7 @@ def exchange_rows(exchange: Exchange, rows: Rows) -> int:
     held = output_sources(layout, shards, exchange.world_size)
     outputs = moved.select(range(len(held[exchange.rank])))
     outputs = replace(outputs, fields={"values": outputs.response_mask})
-    exchange.move_fields([(Batch(outputs, table, held), ["values"])], batch)
+    exchange.move_fields(Batch(outputs, table, held), ["values"], batch)
     mine = set(sources[exchange.rank])
     there, back = (list(mine.intersection(part[exchange.rank])) for part in (destinations, held))
     tokens, responses = table.prompt_lengths + table.response_lengths, table.response_lengths
