@@ -17,8 +17,6 @@ def balanced_partitions(costs: list[int], k: int) -> list[list[int]]:
     """
     if k < 1 or any(cost < 0 for cost in costs):
         raise ValueError(f"cannot partition into {k} parts: needs k >= 1 and costs >= 0")
-    if k == 1:
-        return [list(range(len(costs)))]
     # Heap of partial solutions: (-spread, tie-break, parts by falling cost without the empty ones).
     heap: list[tuple[int, int, list[_Part]]] = [(-cost, item, [(cost, (item,))]) for item, cost in enumerate(costs)]
     heapq.heapify(heap)
@@ -83,11 +81,10 @@ def _first_fit_decreasing(lengths: list[int], max_tokens: int) -> list[list[int]
     bins: list[list[int]] = []
     room: list[int] = []
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
-        fit = next((i for i, free in enumerate(room) if free >= lengths[row]), None)
-        if fit is None:
-            bins.append([row])
-            room.append(max_tokens - lengths[row])
-        else:
-            bins[fit].append(row)
-            room[fit] -= lengths[row]
+        fit = next((i for i, free in enumerate(room) if free >= lengths[row]), len(bins))
+        if fit == len(bins):
+            bins.append([])
+            room.append(max_tokens)
+        bins[fit].append(row)
+        room[fit] -= lengths[row]
     return sorted(sorted(rows) for rows in bins)

@@ -54,10 +54,6 @@ class RowTable:
         """Prompt + response tokens of each row, [B] int64."""
         return self.prompt_lengths + self.response_lengths
 
-    def total_lengths(self) -> list[int]:
-        """Return the prompt + response tokens of each row."""
-        return self.lengths.tolist()
-
     def split(self, size: int) -> RankRows:
         """Split all rows into `size` parts of consecutive prompts, as evenly as they divide, each with all its rows."""
         counts = self.prompt_ids.unique_consecutive(return_counts=True)[1]
@@ -87,19 +83,16 @@ class Batch:
 
 def shard_destinations(layout: Layout, shards: Sequence[Sequence[int]], world_size: int) -> RankRows:
     """Return the rows each world rank needs when data-parallel shard i of a component works on rows `shards[i]`."""
-    needed: list[tuple[int, ...]] = [()] * world_size
+    needed = {}
     for shard, rows in enumerate(shards):
-        for rank in layout.shard_ranks(shard):
-            needed[rank] = tuple(rows)
-    return tuple(needed)
+        needed |= dict.fromkeys(layout.shard_ranks(shard), tuple(rows))
+    return tuple(needed.get(rank, ()) for rank in range(world_size))
 
 
 def output_sources(layout: Layout, shards: Sequence[Sequence[int]], world_size: int) -> RankRows:
     """Return the rows whose outputs each world rank has: each shard's rows on its output rank alone."""
-    held: list[tuple[int, ...]] = [()] * world_size
-    for shard, rows in enumerate(shards):
-        held[layout.output_rank(shard)] = tuple(rows)
-    return tuple(held)
+    held = {layout.output_rank(shard): tuple(rows) for shard, rows in enumerate(shards)}
+    return tuple(held.get(rank, ()) for rank in range(world_size))
 
 
 def empty_rows(ids: Sequence[int], table: RowTable) -> Rows:
@@ -181,7 +174,7 @@ class Exchange:
             ValueError: the rows are not those of `batch.owners`.
         """
         rows, table = batch.rows, batch.table
-        longest = max(table.total_lengths(), default=0)
+        longest = max(table.lengths.tolist(), default=0)
         tokens = padded(rows.input_ids.to("cpu", torch.int32), rows.lengths, longest)
         parts = [(tokens, table.lengths), *(_field_part(rows, name, table) for name in names)]
         arrived, *fields = self._all_to_all(batch, destinations, parts)

@@ -7,7 +7,7 @@ The estimates are for TransformerEngine's layers, whose attention keeps no score
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property, partial
 from math import prod
 
 from megappo.architecture.architecture import DTYPES, Architecture
@@ -90,11 +90,11 @@ def flops_of(architecture: Architecture) -> Flops:
 
 
 class Shape:
-    """A model with a head, in any layout."""
+    """A model with a head, in any layout. `stages(parallel, trained=...)` returns its `stage_sizes`."""
 
     def __init__(self, architecture: Architecture):
         self.architecture = architecture
-        self._stages: dict[tuple[Parallel, bool], list[StageSize]] = {}
+        self.stages = cache(partial(stage_sizes, architecture))
 
     @cached_property
     def flops(self) -> Flops:
@@ -110,29 +110,21 @@ class Shape:
         """Share of the parameters that experts have."""
         return self.stages(Parallel())[0].experts / self.size
 
-    def stages(self, parallel: Parallel, *, trained: bool = False) -> list[StageSize]:
-        """Return the size of each pipeline stage (see `stage_sizes`)."""
-        if (parallel, trained) not in self._stages:
-            self._stages[parallel, trained] = stage_sizes(self.architecture, parallel, trained=trained)
-        return self._stages[parallel, trained]
+
+def read_shape(folder: str, head: HeadKind = "policy", lora: Lora | None = None) -> Shape:
+    """Return the shape of a folder's model with a head and adapters."""
+    return Shape(read_architecture(folder, head).with_lora(lora))
 
 
 class Shapes:
-    """The models of a run's folders, each read once."""
+    """The models of a run's folders, each read once. `at` takes the arguments of `read_shape`."""
 
     def __init__(self) -> None:
-        self._shapes: dict[tuple[str, HeadKind, Lora | None], Shape] = {}
+        self.at = cache(read_shape)
 
     def of(self, spec: ComponentSpec) -> Shape:
         """Return the shape of a component."""
         return self.at(spec.folder.value, spec.head, spec.lora)
-
-    def at(self, folder: str, head: HeadKind = "policy", lora: Lora | None = None) -> Shape:
-        """Return the shape of a folder's model with a head and adapters."""
-        key = folder, head, lora
-        if key not in self._shapes:
-            self._shapes[key] = Shape(read_architecture(folder, head).with_lora(lora))
-        return self._shapes[key]
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,14 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from megappo.architecture.families import HeadKind
 from megappo.architecture.parsing import read_architecture
-from megappo.config.schema import Config, Lora, Parallel, Trained
+from megappo.config.schema import Config, Lora, Trained
 from megappo.config.values import TensorKind
 from megappo.table import Table
 
-Value = TypeVar("Value")
 AUTO = "auto"
 """An offload or rollout.sleep that `estimate.fitting.resolve_offload` has yet to decide."""
 VALUE_FIELDS = ("values", "returns")
@@ -34,11 +33,11 @@ OPTIONAL_PHASES = ("values", "ref_log_probs", "update_critic")
 """Phases that runs without a critic, or without a reference policy, do not have."""
 
 
-class Setting(NamedTuple, Generic[Value]):
+class Setting(NamedTuple):
     """A value, and the key that sets it."""
 
     key: str
-    value: Value
+    value: Any
 
 
 def setting(config: Config, *keys: str) -> Setting:
@@ -102,18 +101,18 @@ class ComponentSpec:
             `estimate.fitting` decides.
     """
 
-    ranks: Setting[str]
-    parallel: Setting[Parallel]
-    folder: Setting[str]
-    max_tokens: Setting[int]
+    ranks: Setting
+    parallel: Setting
+    folder: Setting
+    max_tokens: Setting
     head: HeadKind
     forward: ForwardPass | None
     training: Training | None = None
     lora: Lora | None = None
     reference: str | None = None
-    offload: Setting[Literal["auto"] | tuple[TensorKind, ...]] = Setting("", ())
+    offload: Setting = Setting("", ())
 
-    def mini_batch_prompts(self, config: Config) -> Setting[int]:
+    def mini_batch_prompts(self, config: Config) -> Setting:
         """Return the number of prompts whose trajectories make a mini-batch."""
         if self.training is None:
             return setting(config, "data.train_batch_size")

@@ -97,14 +97,14 @@ class ComponentGroups:
         before = {name: getattr(parallel_state, name) for name in self._globals}
         rng_before = _rng_state()
         self._is_active = True
-        _set_globals(self._globals)
+        vars(parallel_state).update(self._globals)
         _set_rng_state(self._rng)
         try:
             yield
         finally:
             self._rng = _rng_state()
             _set_rng_state(rng_before)
-            _set_globals(before)
+            vars(parallel_state).update(before)
             self._is_active = False
 
     @contextlib.contextmanager
@@ -229,11 +229,6 @@ def _globals(layout: Layout, collection: ProcessGroupCollection, own: dict[str, 
         "_EMBEDDING_GLOBAL_RANKS": default_embedding_ranks(pipeline),
         "_POSITION_EMBEDDING_GLOBAL_RANKS": default_position_embedding_ranks(pipeline),
     }
-
-
-def _set_globals(values: dict[str, Any]) -> None:
-    for name, value in values.items():
-        setattr(parallel_state, name, value)
 
 
 def _fresh_rng_state(groups: ComponentGroups, seed: int) -> RngState:

@@ -5,7 +5,6 @@ import math
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import groupby
 from typing import NamedTuple
 
@@ -82,10 +81,6 @@ class Layout:
         """Runs of ranks in a stage that hold the same experts."""
         return len(self.ranks) // (self.pipeline * self.expert_run)
 
-    @cached_property
-    def _positions(self) -> dict[int, int]:
-        return {rank: position for position, rank in enumerate(self.ranks)}
-
     @property
     def micro_batch_group(self) -> int:
         """Divisor of the number of micro-batches: the interleaved schedule runs them in groups."""
@@ -109,10 +104,9 @@ class Layout:
 
     def coordinates(self, rank: int) -> Coordinates | None:
         """Return the place of a global rank in the component; None if the component is not on it."""
-        position = self._positions.get(rank)
-        if position is None:
+        if rank not in self.ranks:
             return None
-        rest, tensor = divmod(position, self.tensor)
+        rest, tensor = divmod(self.ranks.index(rank), self.tensor)
         rest, context = divmod(rest, self.context)
         stage, data = divmod(rest, self.data)
         return Coordinates(data=data, context=context, tensor=tensor, stage=stage)

@@ -100,7 +100,12 @@ def gae(
     # targets[t] = (1 - lam) * values[t] + lam * rewards[t] + gamma * lam * targets[t + 1].
     weights = lam.repeat_interleave(lengths) if lam.dim() else lam
     terms = torch.lerp(baselines, rewards, weights.to(dtype))
-    packed, packed_places = _pack(terms, lengths)
+    # Each response's terms begin a row, and at least one 0 follows.
+    width = (int(lengths.max()) // BLOCK + 1) * BLOCK if len(lengths) else BLOCK
+    is_packed = torch.arange(width, device=values.device) < lengths[:, None]
+    packed_places = is_packed.flatten().nonzero().squeeze(1)
+    packed = terms.new_zeros(is_packed.shape)
+    packed.view(-1).index_copy_(0, packed_places, terms)
     if bootstrap_values is not None:
         packed[torch.arange(len(lengths), device=values.device), lengths] = bootstrap_values.to(dtype)
     with _full_precision():
@@ -111,24 +116,6 @@ def gae(
     advantages.view(-1).index_copy_(0, places, found.sub_(baselines).float())
     check_finite("rewards, values or bootstrap_values", advantages, valid)
     return advantages, returns
-
-
-def _pack(terms: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """Put each response's numbers at the beginning of a row, followed by at least one 0.
-
-    Args:
-        terms: [sum of lengths], of all responses.
-        lengths: [B] int64, numbers per response.
-
-    Returns:
-        [B, W], W a multiple of BLOCK, and [sum of lengths] int64, each number's place in it, flattened.
-    """
-    width = (int(lengths.max()) // BLOCK + 1) * BLOCK if len(lengths) else BLOCK
-    packed = terms.new_zeros(len(lengths), width)
-    first_places = torch.arange(len(lengths), device=terms.device) * width - lengths.cumsum(0) + lengths
-    places = first_places.repeat_interleave(lengths).add_(torch.arange(len(terms), device=terms.device))
-    packed.view(-1).index_copy_(0, places, terms)
-    return packed, places
 
 
 def _discounted_sums(x: Tensor, decay: Tensor) -> Tensor:
@@ -210,13 +197,8 @@ def length_adaptive_lam(response_mask: Tensor, alpha: float) -> Tensor:
 
     Returns:
         [B] float32, 0 for a response without any token.
-
-    Raises:
-        ValueError: alpha is not positive.
     Source: VAPO (Yue et al. 2025), Length-adaptive GAE: the sum of lambda's powers is proportional to the length.
     """
-    if not alpha > 0:
-        raise ValueError(f"alpha must be positive, got {alpha}")
     lengths = response_mask.bool().sum(dim=1).double()
     return (1 - 1 / (alpha * lengths)).clamp(0.0, 1.0).float()
 

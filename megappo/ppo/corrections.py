@@ -31,6 +31,8 @@ from megappo.ppo.reductions import Unreduced, check_finite, sum_over_ranks
 
 LOG_RATIO_BOUND = 20.0
 """Log-ratios are clamped to +- this before exp (verl's SAFETY_BOUND)."""
+LOG_RATIOS = {"sequence": "sum", "geometric": "mean"}
+"""Level -> reduction of the tokens' log-ratios to their response's."""
 
 
 @torch.no_grad()
@@ -81,9 +83,8 @@ def rollout_is_weights(
 
 def _kept(log_ratio: Tensor, valid: Tensor, config: Any) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     """Return the tokens that nothing rejects, [B, R] bool; those each `reject` rejects; the vetoed responses, [B]."""
-    vetoed = valid.new_zeros(len(valid))
-    if config.veto_threshold is not None:
-        vetoed = (valid & (log_ratio < math.log(config.veto_threshold))).any(dim=1)
+    lowest = -math.inf if config.veto_threshold is None else math.log(config.veto_threshold)
+    vetoed = (valid & (log_ratio < lowest)).any(dim=1)
     rejected = {name: _diverging(log_ratio, valid, name, bound) for name, bound in config.reject.items()}
     kept = valid & ~vetoed[:, None]
     for tokens in rejected.values():
@@ -95,12 +96,17 @@ def _kept(log_ratio: Tensor, valid: Tensor, config: Any) -> tuple[Tensor, dict[s
 
 def _ratios(log_ratio: Tensor, valid: Tensor, level: str) -> Tensor:
     """Return each token's ratio, or that of its response, [B, R]. `log_ratio` is 0 where the mask is 0."""
-    if level in ("sequence", "geometric"):
-        total = log_ratio.sum(dim=1, keepdim=True)
-        if level == "geometric":
-            total = total / valid.sum(dim=1, keepdim=True).clamp(min=1)
-        log_ratio = total.expand_as(log_ratio)
+    if level in LOG_RATIOS:
+        log_ratio = _over_response(log_ratio, valid, LOG_RATIOS[level]).expand_as(log_ratio)
     return _bounded(log_ratio).exp()
+
+
+def _over_response(x: Tensor, valid: Tensor, reduction: str) -> Tensor:
+    """Return the sum, mean or max of x over each response's tokens, [B, 1]. x is 0 where the mask is 0."""
+    if reduction == "max":
+        return torch.where(valid, x, -math.inf).amax(dim=1, keepdim=True)
+    total = x.sum(dim=1, keepdim=True)
+    return total / valid.sum(dim=1, keepdim=True).clamp(min=1) if reduction == "mean" else total
 
 
 def _weights(ratio: Tensor, config: Any) -> tuple[Tensor, Tensor]:
@@ -143,12 +149,8 @@ def _diverging(log_ratio: Tensor, valid: Tensor, name: str, bound: float | tuple
     """
     level, _, kind = name.rpartition("_")
     divergence = torch.where(valid, FORMULAE[kind](_bounded(log_ratio)), 0.0)
-    if level == "seq_max":
-        divergence = torch.where(valid, divergence, -math.inf).amax(dim=1, keepdim=True)
-    elif level != "token":
-        divergence = divergence.sum(dim=1, keepdim=True)
-    if level == "seq_mean":
-        divergence = divergence / valid.sum(dim=1, keepdim=True).clamp(min=1)
+    if level != "token":
+        divergence = _over_response(divergence, valid, level.removeprefix("seq_"))
     low, high = bound if isinstance(bound, tuple) else (1 / bound, bound)
     low, high = (math.log(low), math.log(high)) if kind == "k1" else (-math.inf, high)
     return valid & _outside(divergence, low, high)

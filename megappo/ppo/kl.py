@@ -76,34 +76,20 @@ def _clamp(x: Tensor, limit: float | None) -> Tensor:
     return x if limit is None else x.clamp(-limit, limit)
 
 
-class FixedKLController:
-    """A constant coefficient; loading a checkpoint does not change it, so a resumed run follows its config."""
+class KLController:
+    """The coefficient of the KL penalty; an adaptive one changes so that the KL per token approaches target_kl.
 
-    def __init__(self, kl_coef: float):
-        self.value = kl_coef
-
-    def update(self, current_kl: float, n_steps: int) -> None:
-        """Do nothing."""
-
-    def state_dict(self) -> dict[str, float]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Do nothing."""
-
-
-class AdaptiveKLController(FixedKLController):
-    """A coefficient that is adapted so that the KL per token approaches target_kl.
-
+    Args:
+        config: algorithm.kl_ctrl.
     Source: Ziegler et al. 2019, section 2.2.
     """
 
-    def __init__(self, init_kl_coef: float, target_kl: float, horizon: int):
-        super().__init__(init_kl_coef)
-        self.target_kl, self.horizon = target_kl, horizon
+    def __init__(self, config: Any):
+        self.config = config
+        self.value: float = config.kl_coef
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Multiply value by 1 + clip(current_kl / target_kl - 1, -0.2, 0.2) * n_steps / horizon.
+        """Multiply an adaptive value by 1 + clip(current_kl / target_kl - 1, -0.2, 0.2) * n_steps / horizon.
 
         Args:
             current_kl: mean KL per response token of this step, over all ranks (verl: the mean over responses of
@@ -113,17 +99,17 @@ class AdaptiveKLController(FixedKLController):
         Raises:
             FloatingPointError: current_kl is not finite.
         """
+        if self.config.type == "fixed":
+            return
         if not math.isfinite(current_kl):
             raise FloatingPointError(f"cannot adapt kl_coef: the KL to the reference is {current_kl}")
-        error = min(max(current_kl / self.target_kl - 1.0, -0.2), 0.2)
-        self.value *= 1.0 + error * n_steps / self.horizon
+        error = min(max(current_kl / self.config.target_kl - 1.0, -0.2), 0.2)
+        self.value *= 1.0 + error * n_steps / self.config.horizon
+
+    def state_dict(self) -> dict[str, float]:
+        return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        self.value = state["value"]
-
-
-def kl_controller(config: Any) -> FixedKLController:
-    """Build the controller that algorithm.kl_ctrl, the config, names."""
-    if config.type == "fixed":
-        return FixedKLController(config.kl_coef)
-    return AdaptiveKLController(config.kl_coef, config.target_kl, config.horizon)
+        """Take an adaptive value from a checkpoint; a fixed one stays the config's."""
+        if self.config.type == "adaptive":
+            self.value = state["value"]

@@ -33,11 +33,14 @@ class PolicyInputs:
         selected: bool, the tokens that a method treats separately; None = none.
         normaliser: of the mini-batch; None = counted from response_mask.
         conventions: log_ratio_clamp bounds the log-ratio before exp.
-        opsm_delta: threshold of off-policy sequence masking, see `_off_policy`; None = off.
+        opsm_delta: off-policy sequence masking: tokens with A < 0 have weight 0 in rows whose mean of old_log_probs -
+            log_probs is above it; None = off.
         loss_weights: see `aggregate`.
 
     They are masked before anything is computed from them: a NaN behind the mask would otherwise come back in the
     gradient, as 0 x NaN, however well the loss itself is masked.
+    Source: DeepSeek-AI 2025 (DeepSeek-V3.2), section 3.1, off-policy sequence masking; there old_log_probs are the
+        engine's. slime's compute_opsm_mask.
     """
 
     def __init__(
@@ -64,17 +67,10 @@ class PolicyInputs:
         self.normaliser = normaliser
         self.conventions = conventions
         self.loss_weights = loss_weights
-        self.off_policy = None if opsm_delta is None else self._off_policy(opsm_delta)
-        if self.off_policy is not None:
+        self.off_policy = None
+        if opsm_delta is not None:
+            self.off_policy = (self.advantages < 0) & (self.sequence_mean(-self.log_ratios.detach()) > opsm_delta)
             self.weights = self.weights.masked_fill(self.off_policy, 0.0)
-
-    def _off_policy(self, delta: float) -> Tensor:
-        """Return [B, R] bool: tokens with A < 0 in rows whose mean of old_log_probs - log_probs is above delta.
-
-        Source: DeepSeek-AI 2025 (DeepSeek-V3.2), section 3.1, off-policy sequence masking; there old_log_probs are the
-        engine's. slime's compute_opsm_mask.
-        """
-        return (self.advantages < 0) & (self.sequence_mean(-self.log_ratios.detach()) > delta)
 
     def clamp(self, log_ratios: Tensor) -> Tensor:
         """Bound log-ratios before exp."""
@@ -239,20 +235,15 @@ def gmpo(inputs: PolicyInputs, config: PolicyConfig) -> Result:
     the mean over tokens of their sequence's.
     Source: Zhao et al. 2025 (Geometric-Mean Policy Optimization); verl's compute_policy_loss_geo_mean.
     """
-    log_ratios, clipped = _clipped_log_ratios(inputs, config)
-    ratios = inputs.clamp(inputs.sequence_mean(log_ratios)).exp().expand_as(log_ratios)
-    weights = inputs.sequence_mean(inputs.weights.clamp(min=1e-10).log()).exp()
-    loss = -inputs.sequence_mean(inputs.advantages) * ratios * weights
-    return inputs.result(loss, config, ratios=ratios, clipped=clipped)
-
-
-def _clipped_log_ratios(inputs: PolicyInputs, config: PolicyConfig) -> tuple[Tensor, Tensor]:
-    """Clip log-ratios on the side where that makes the objective smaller; return them and a mask of those clipped."""
     low, high = clip_range(config)
     sign = inputs.advantages.sign()
     unclipped = sign * inputs.log_ratios
     clipped = sign * inputs.log_ratios.clamp(-low, high)
-    return sign * torch.minimum(unclipped, clipped), clipped < unclipped
+    log_ratios = sign * torch.minimum(unclipped, clipped)
+    ratios = inputs.clamp(inputs.sequence_mean(log_ratios)).exp().expand_as(log_ratios)
+    weights = inputs.sequence_mean(inputs.weights.clamp(min=1e-10).log()).exp()
+    loss = -inputs.sequence_mean(inputs.advantages) * ratios * weights
+    return inputs.result(loss, config, ratios=ratios, clipped=clipped < unclipped)
 
 
 def dppo_tv(inputs: PolicyInputs, config: PolicyConfig) -> Result:

@@ -41,9 +41,7 @@ class RunningMoments:
     """Mean and standard deviation (ddof 1) of all numbers so far, the same on every rank; see `merged_moments`."""
 
     def __init__(self) -> None:
-        self.count = 0.0
-        self.mean = 0.0
-        self._squares = 0.0
+        self.count, self.mean, self._squares = 0.0, 0.0, 0.0
 
     @property
     def std(self) -> float:

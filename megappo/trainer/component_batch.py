@@ -20,7 +20,7 @@ MiniBatches = tuple[RankRows, ...]
 
 def split(table: RowTable, layout: Layout, num_mini_batches: int) -> MiniBatches:
     """Return mini-batches of consecutive prompts, whose order is random, each balanced over the shards by tokens."""
-    lengths = table.total_lengths()
+    lengths = table.lengths.tolist()
     mini_batches = []
     for rows in table.split(num_mini_batches):
         parts = balanced_partitions([lengths[row] for row in rows], layout.data)

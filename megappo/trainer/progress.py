@@ -18,7 +18,7 @@ from megappo.config.schema import Config
 from megappo.observe.files import CHECKPOINTS, CONFIG_FILE
 from megappo.observe.metrics import METRICS_FILE, Histogram, Metric
 from megappo.placement.components import trained_in_words
-from megappo.ppo.kl import kl_controller
+from megappo.ppo.kl import KLController
 from megappo.ppo.reward_shaping import RunningMoments
 from megappo.trainer.models import Models
 
@@ -84,7 +84,7 @@ class Progress:
         self.experience = None
         self.num_drawn = 0
         self.is_overdue, self.failed_saves = False, 0
-        self.kl = kl_controller(config.algorithm.kl_ctrl)
+        self.kl = KLController(config.algorithm.kl_ctrl)
         self.reward_moments = RunningMoments()
 
     def _find_checkpoint(self) -> Path | None:

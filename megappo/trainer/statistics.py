@@ -111,7 +111,7 @@ class Utilisation:
         Source: Chowdhery et al. 2022 (PaLM), appendix B; `estimate.placed_model`.
         """
         name, table = shard.component.name, shard.batch.table
-        lengths = list(zip(table.total_lengths(), table.response_lengths.tolist(), strict=True))
+        lengths = list(zip(table.lengths.tolist(), table.response_lengths.tolist(), strict=True))
         flops = self._flops[name]
         num_epochs = num_steps / len(shard.split)
         return num_epochs * flops.training * flops.forward(lengths) / (self.peaks[name] * seconds)

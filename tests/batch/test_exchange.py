@@ -271,4 +271,4 @@ def test_shards_are_on_all_their_ranks_and_results_on_one(name: str) -> None:
 def test_table_of_no_rows() -> None:
     nothing = torch.zeros(0, dtype=torch.int64)
     table = RowTable(nothing, nothing, nothing, nothing)
-    assert (len(table), table.max_response_length, table.total_lengths()) == (0, 0, [])
+    assert (len(table), table.max_response_length, table.lengths.tolist()) == (0, 0, [])

@@ -13,7 +13,7 @@ from megappo.batch.rows import Rows
 from megappo.config.checks import config_warnings
 from megappo.config.schema import Config
 from megappo.placement.components import components_of
-from megappo.ppo.kl import kl_controller
+from megappo.ppo.kl import KLController
 from megappo.ppo.reward_shaping import RunningMoments
 from megappo.trainer.experience import add_advantages
 from megappo.trainer.objectives import ActorLoss, critic_loss
@@ -54,7 +54,7 @@ def make_rows() -> Rows:
 
 def advantages_of(config: Config) -> Experience:
     exchange = Exchange(dist.group.WORLD)
-    progress = SimpleNamespace(kl=kl_controller(config.algorithm.kl_ctrl), reward_moments=RunningMoments())
+    progress = SimpleNamespace(kl=KLController(config.algorithm.kl_ctrl), reward_moments=RunningMoments())
     run = SimpleNamespace(config=config, exchange=exchange, progress=progress)
     return add_advantages(run, 1, at_owners(exchange, make_rows()), {})
 

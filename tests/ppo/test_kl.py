@@ -15,7 +15,7 @@ from ragged import CASES, Case, cases
 from megappo.config.sections import KLCtrl
 from megappo.config.values import KLKind
 from megappo.ppo.conventions import DEFAULT, KL_KINDS, PRESETS, Conventions
-from megappo.ppo.kl import VERL_NAMES, AdaptiveKLController, kl_controller, kl_estimate
+from megappo.ppo.kl import VERL_NAMES, KLController, kl_estimate
 
 FORMULAE = {
     "k1": (lambda q: -q, lambda q: -1.0),
@@ -184,23 +184,23 @@ def test_full_is_refused_by_name():
 
 @pytest.mark.parametrize(("current_kl", "factor"), [(0.1, 1.0), (0.11, 1.01), (10.0, 1.02), (0.0, 0.98), (0.09, 0.99)])
 def test_adaptive_controller_follows_the_formula(current_kl: float, factor: float):
-    controller = AdaptiveKLController(0.5, target_kl=0.1, horizon=1000)
+    controller = KLController(KLCtrl(type="adaptive", kl_coef=0.5, target_kl=0.1, horizon=1000))
     controller.update(current_kl, n_steps=100)
     assert controller.value == pytest.approx(0.5 * factor)
 
 
 def test_adaptive_controller_refuses_nan():
     with pytest.raises(FloatingPointError, match="KL to the reference is nan"):
-        kl_controller(KLCtrl(type="adaptive")).update(math.nan, 1)
+        KLController(KLCtrl(type="adaptive")).update(math.nan, 1)
 
 
 def test_checkpoint_restores_the_adaptive_value_and_leaves_the_fixed_one_to_the_config():
-    adaptive = kl_controller(KLCtrl(type="adaptive", kl_coef=0.2, horizon=10, target_kl=0.1))
+    adaptive = KLController(KLCtrl(type="adaptive", kl_coef=0.2, horizon=10, target_kl=0.1))
     adaptive.update(1.0, 5)
-    restored = kl_controller(KLCtrl(type="adaptive", kl_coef=0.2, horizon=10, target_kl=0.1))
+    restored = KLController(KLCtrl(type="adaptive", kl_coef=0.2, horizon=10, target_kl=0.1))
     restored.load_state_dict(adaptive.state_dict())
     assert restored.value == adaptive.value == pytest.approx(0.22)
-    fixed = kl_controller(KLCtrl(kl_coef=0.3))
+    fixed = KLController(KLCtrl(kl_coef=0.3))
     fixed.update(1.0, 5)
     fixed.load_state_dict(adaptive.state_dict())
     assert fixed.value == 0.3

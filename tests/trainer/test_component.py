@@ -41,8 +41,8 @@ def test_mini_batches_are_consecutive_prompts_spread_over_the_shards(
         assert len(mini_batch) == shards
         rows = sorted(row for part in mini_batch for row in part)
         assert rows == list(range(number * size, (number + 1) * size)), "every row once, in consecutive prompts"
-        tokens = [sum(table.total_lengths()[row] for row in part) for part in mini_batch]
-        assert max(tokens) - min(tokens) <= max(table.total_lengths()[row] for row in rows), "balanced by tokens"
+        tokens = [sum(table.lengths.tolist()[row] for row in part) for part in mini_batch]
+        assert max(tokens) - min(tokens) <= max(table.lengths.tolist()[row] for row in rows), "balanced by tokens"
     assert shards_of(found) == tuple(
         tuple(row for mini_batch in found for row in mini_batch[shard]) for shard in range(shards)
     )

@@ -18,7 +18,7 @@ from spawn import run_ranks
 from megappo.batch.exchange import Batch, Exchange
 from megappo.batch.rows import Rows
 from megappo.config.schema import Config
-from megappo.ppo.kl import kl_controller
+from megappo.ppo.kl import KLController
 from megappo.ppo.reward_shaping import RunningMoments
 from megappo.trainer.experience import add_advantages
 
@@ -231,7 +231,7 @@ def check(rank: int, world_size: int) -> None:
     owned = batch.rows
     for name, algorithm in METHODS.items():
         config = make_config(algorithm, "group" if name == "groups' rewards" else "none")
-        kl = kl_controller(config.algorithm.kl_ctrl)
+        kl = KLController(config.algorithm.kl_ctrl)
         progress = SimpleNamespace(kl=kl, reward_moments=RunningMoments())
         run = SimpleNamespace(config=config, exchange=exchange, progress=progress)
         kept = {key: x for key, x in owned.fields.items() if key != "bootstrap_values" or "decoupled" in name}
@@ -296,7 +296,7 @@ def degenerate(rank: int, world_size: int) -> None:
         fields = every.fields | {"response_mask": left}
         batch = at_owners(exchange, replace(every, fields=fields))
         mine = batch.rows
-        progress = SimpleNamespace(kl=kl_controller(config.algorithm.kl_ctrl), reward_moments=RunningMoments())
+        progress = SimpleNamespace(kl=KLController(config.algorithm.kl_ctrl), reward_moments=RunningMoments())
         result = add_advantages(SimpleNamespace(config=config, exchange=exchange, progress=progress), 1, batch, {})
         num_tokens = int(left.sum())
         assert result.metrics["rollout/trained_tokens"] == num_tokens
@@ -335,7 +335,7 @@ def credit(rank: int, world_size: int) -> None:
     rows = Rows(ids, torch.zeros_like(ids), torch.ones_like(ids), lengths, tokens, fields)
     method = {"adv_estimator": "reinforce_plus_plus", "gamma": 1.0, "whiten_advantages": False}
     config = make_config(method | {"use_kl_in_reward": False})
-    progress = SimpleNamespace(kl=kl_controller(config.algorithm.kl_ctrl), reward_moments=RunningMoments())
+    progress = SimpleNamespace(kl=KLController(config.algorithm.kl_ctrl), reward_moments=RunningMoments())
     run = SimpleNamespace(config=config, exchange=Exchange(dist.group.WORLD), progress=progress)
     batch = at_owners(run.exchange, rows)
     found = add_advantages(run, 1, batch, {}).batch.rows.fields["advantages"]

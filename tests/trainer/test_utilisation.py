@@ -32,7 +32,7 @@ def check_work(rank: int, world_size: int, folder: Path) -> None:
     run = bench.build(config)
     batch, _ = run.batches.score(1, run.batches.sample(1, run.phase), run.phase)
     scattered = run.models.scatter(batch)["actor"]
-    lengths = list(zip(batch.table.total_lengths(), batch.table.response_lengths.tolist(), strict=True))
+    lengths = list(zip(batch.table.lengths.tolist(), batch.table.response_lengths.tolist(), strict=True))
     whole = plain_work(folder, lengths)
     assert len(scattered.split) == 2
     for num_steps in (2, 3, 4):

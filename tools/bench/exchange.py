@@ -45,7 +45,7 @@ def exchange_rows(exchange: Exchange, rows: Rows) -> int:
     layout = Layout(tuple(range(exchange.world_size)), tensor=TENSOR)
     batch = exchange.number(rows)
     table, sources = batch.table, batch.owners
-    shards = balanced_partitions(table.total_lengths(), layout.data)
+    shards = balanced_partitions(table.lengths.tolist(), layout.data)
     destinations = shard_destinations(layout, shards, exchange.world_size)
     moved = exchange.move(batch, destinations, ["response_mask"]).rows
     held = output_sources(layout, shards, exchange.world_size)
