@@ -8,17 +8,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import pad
 
 from megappo.batch.fields import field_of
-from megappo.batch.rows import NO_TOKENS, Rows, is_within, padded
+from megappo.batch.rows import NO_TOKENS, Rows, is_within, padded, taken
 from megappo.errors import ActionableError
 from megappo.placement.layout import Layout
 
 RankRows = tuple[tuple[int, ...], ...]
 """Row numbers at each world rank, in the order in which the rank keeps them."""
-Part = tuple[Tensor, Tensor]
-"""Numbers of each row here, [b, width] int32, and how many of them each row of the table has, [B] int64."""
 
 
 class OtherRankError(ActionableError, RuntimeError):
@@ -83,7 +80,7 @@ class Batch:
 
 def shard_destinations(layout: Layout, shards: Sequence[Sequence[int]], world_size: int) -> RankRows:
     """Return the rows each world rank needs when data-parallel shard i of a component works on rows `shards[i]`."""
-    needed = {}
+    needed: dict[int, tuple[int, ...]] = {}
     for shard, rows in enumerate(shards):
         needed |= dict.fromkeys(layout.shard_ranks(shard), tuple(rows))
     return tuple(needed.get(rank, ()) for rank in range(world_size))
@@ -173,14 +170,9 @@ class Exchange:
         Raises:
             ValueError: the rows are not those of `batch.owners`.
         """
-        rows, table = batch.rows, batch.table
-        longest = max(table.lengths.tolist(), default=0)
-        tokens = padded(rows.input_ids.to("cpu", torch.int32), rows.lengths, longest)
-        parts = [(tokens, table.lengths), *(_field_part(rows, name, table) for name in names)]
-        arrived, *fields = self._all_to_all(batch, destinations, parts)
-        moved = empty_rows(destinations[self.rank], table)
-        input_ids = arrived[is_within(moved.lengths, longest)].long()
-        return Batch(_with_fields(replace(moved, input_ids=input_ids), names, fields), table, destinations)
+        tokens = self._all_to_all(batch, destinations, batch.rows.input_ids.to("cpu", torch.int32), batch.table.lengths)
+        moved = replace(empty_rows(destinations[self.rank], batch.table), input_ids=tokens.long())
+        return self.move_fields(batch, names, Batch(moved, batch.table, destinations))
 
     def move_fields(self, batch: Batch, names: Sequence[str], into: Batch) -> Batch:
         """Return `into` with fields of other ranks' rows added.
@@ -191,72 +183,47 @@ class Exchange:
         Raises:
             ValueError: as in `move`.
         """
-        parts = [_field_part(batch.rows, name, batch.table) for name in names]
-        return replace(into, rows=_with_fields(into.rows, names, self._all_to_all(batch, into.owners, parts)))
+        fields = dict(into.rows.fields)
+        for name in names:
+            fields[name] = self._moved_field(batch, name, into)
+        return replace(into, rows=replace(into.rows, fields=fields))
 
-    def _all_to_all(self, batch: Batch, destinations: RankRows, parts: Sequence[Part]) -> Sequence[Tensor]:
-        """Send the parts of the rows here in one collective; return those of the rows `destinations[rank]`.
+    def _moved_field(self, batch: Batch, name: str, into: Batch) -> Tensor:
+        field, rows, table = field_of(name), batch.rows, batch.table
+        values = torch.zeros(0, 0)
+        if len(rows) or field.has_columns:  # a rank without rows need not have the other fields
+            values = rows.field(name).to("cpu", torch.float32)
+        if field.per_token:
+            numbers = values[is_within(rows.response_lengths, values.shape[1])]
+            arrived = self._all_to_all(batch, into.owners, numbers, table.response_lengths)
+            return padded(arrived, into.rows.response_lengths, table.max_response_length)
+        columns = values.shape[1] if field.has_columns else 1
+        arrived = self._all_to_all(batch, into.owners, values.flatten(), torch.full((len(table),), columns))
+        return arrived.reshape(len(into.rows), columns) if field.has_columns else arrived
 
-        Returns:
-            Of each part [rows, width] int32, 0 beyond the numbers that a row has.
+    def _all_to_all(self, batch: Batch, destinations: RankRows, numbers: Tensor, lengths: Tensor) -> Tensor:
+        """Send numbers of the rows here; return those of the rows `destinations[rank]`.
+
+        Args:
+            numbers: of each row of `batch.rows`, end to end.
+            lengths: [B] int64, how many each row of the table has.
         """
-        held, needed = batch.owners[self.rank], destinations[self.rank]
-        if batch.rows.ids.tolist() != list(held):
+        held, needed = list(batch.owners[self.rank]), list(destinations[self.rank])
+        if batch.rows.ids.tolist() != held:
             raise ValueError(f"expected rows {held} here, in this order; found {batch.rows.ids.tolist()}")
-        if not parts:
-            return []
         owners = {row: rank for rank, of_rank in enumerate(batch.owners) for row in of_rank}
         outgoing = [[row for row in of_rank if owners[row] == self.rank] for of_rank in destinations]
         arriving = [[row for row in needed if owners[row] == rank] for rank in range(self.world_size)]
-        widths = [numbers.shape[1] for numbers, _ in parts]
-        values = torch.cat([numbers for numbers, _ in parts], dim=1)
-        sent_ids, arrived_ids = list(chain(*outgoing)), list(chain(*arriving))
-        sent = values[_places(held, sent_ids)][_mask(parts, sent_ids)]
-        sizes = torch.stack([lengths for _, lengths in parts]).sum(dim=0)
-        num_sent, num_received = _totals(sizes, outgoing), _totals(sizes, arriving)
+        num_sent = [int(lengths[rows].sum()) for rows in outgoing]
+        num_received = [int(lengths[rows].sum()) for rows in arriving]
+        sent = taken(numbers, lengths[held], _places(held, list(chain(*outgoing))))
         received = sent.new_empty(sum(num_received))
         dist.all_to_all_single(received, sent, num_received, num_sent, group=self.group)
-        mask = _mask(parts, arrived_ids)
-        arrived = values.new_zeros(mask.shape).masked_scatter_(mask, received)
-        return arrived[_places(arrived_ids, needed)].split(widths, dim=1)
+        arrived = list(chain(*arriving))
+        return taken(received, lengths[arrived], _places(arrived, needed))
 
 
-def _field_part(rows: Rows, name: str, table: RowTable) -> Part:
-    """Return a field's numbers, as int32 with the same bits."""
-    field = field_of(name)
-    is_missing = not len(rows) and not field.has_columns  # a rank without rows need not have the field
-    values = torch.zeros(0) if is_missing else rows.field(name).to("cpu", torch.float32)
-    if field.per_token:
-        width, lengths = table.max_response_length, table.response_lengths
-    else:
-        width = values.shape[1] if field.has_columns else 1
-        lengths = torch.full((len(table),), width)
-    values = values.new_zeros(0, width) if not len(rows) else values.reshape(len(rows), -1)
-    return pad(values, (0, width - values.shape[1])).view(torch.int32), lengths  # rows may be padded to another width
-
-
-def _with_fields(rows: Rows, names: Sequence[str], arrived: Sequence[Tensor]) -> Rows:
-    """Return the rows with the fields that arrived for them."""
-    fields = dict(rows.fields)
-    for name, numbers in zip(names, arrived, strict=True):
-        values = numbers.contiguous().view(torch.float32)
-        has_width = field_of(name).per_token or field_of(name).has_columns
-        fields[name] = values if has_width else values[:, 0]
-    return replace(rows, fields=fields)
-
-
-def _mask(parts: Sequence[Part], ids: Sequence[int]) -> Tensor:
-    """Return the numbers of these rows that travel, of all parts side by side, [rows, widths] bool."""
-    masks = [is_within(lengths[list(ids)], numbers.shape[1]) for numbers, lengths in parts]
-    return torch.cat(masks, dim=1)
-
-
-def _places(ids: Sequence[int], wanted: Sequence[int]) -> list[int]:
+def _places(ids: Sequence[int], wanted: Sequence[int]) -> Tensor:
     """Return the position in `ids` of each wanted row."""
     places = {row: place for place, row in enumerate(ids)}
-    return [places[row] for row in wanted]
-
-
-def _totals(sizes: Tensor, rows_of_ranks: Sequence[list[int]]) -> list[int]:
-    """Sum the sizes of the rows of each rank."""
-    return [int(sizes[rows].sum()) for rows in rows_of_ranks]
+    return torch.tensor([places[row] for row in wanted], dtype=torch.int64)

@@ -100,22 +100,33 @@ def gae(
     # targets[t] = (1 - lam) * values[t] + lam * rewards[t] + gamma * lam * targets[t + 1].
     weights = lam.repeat_interleave(lengths) if lam.dim() else lam
     terms = torch.lerp(baselines, rewards, weights.to(dtype))
-    # Each response's terms begin a row, and at least one 0 follows.
-    width = (int(lengths.max()) // BLOCK + 1) * BLOCK if len(lengths) else BLOCK
-    is_packed = torch.arange(width, device=values.device) < lengths[:, None]
-    packed_places = is_packed.flatten().nonzero().squeeze(1)
-    packed = terms.new_zeros(is_packed.shape)
-    packed.view(-1).index_copy_(0, packed_places, terms)
-    if bootstrap_values is not None:
-        packed[torch.arange(len(lengths), device=values.device), lengths] = bootstrap_values.to(dtype)
-    with _full_precision():
-        targets = _discounted_sums(packed, gamma * lam).flatten()
-    found = rewards.add_(targets[1:].index_select(0, packed_places), alpha=gamma)
+    found = rewards.add_(_next_targets(terms, lengths, gamma * lam, bootstrap_values), alpha=gamma)
     advantages, returns = torch.zeros(2, *values.shape, device=values.device)
     returns.view(-1).index_copy_(0, places, found.float())
     advantages.view(-1).index_copy_(0, places, found.sub_(baselines).float())
     check_finite("rewards, values or bootstrap_values", advantages, valid)
     return advantages, returns
+
+
+def _next_targets(terms: Tensor, lengths: Tensor, decay: Tensor, last: Tensor | None) -> Tensor:
+    """Return the target after each token, targets[t + 1] with targets[t] = terms[t] + decay * targets[t + 1].
+
+    Args:
+        terms: of the tokens of all responses, end to end.
+        lengths: [B] int64, tokens per response.
+        last: [B], the target after each response's last token; None = 0.
+    """
+    # Each response's terms begin a row, and at least one 0 follows.
+    width = (int(lengths.max()) // BLOCK + 1) * BLOCK if len(lengths) else BLOCK
+    is_packed = torch.arange(width, device=terms.device) < lengths[:, None]
+    places = is_packed.flatten().nonzero().squeeze(1)
+    packed = terms.new_zeros(is_packed.shape)
+    packed.view(-1).index_copy_(0, places, terms)
+    if last is not None:
+        packed[torch.arange(len(lengths), device=terms.device), lengths] = last.to(terms.dtype)
+    with _full_precision():
+        targets = _discounted_sums(packed, decay)
+    return targets.flatten()[1:].index_select(0, places)
 
 
 def _discounted_sums(x: Tensor, decay: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ def exchange_rows(exchange: Exchange, rows: Rows) -> int:
     mine = set(sources[exchange.rank])
     there, back = (list(mine.intersection(part[exchange.rank])) for part in (destinations, held))
     tokens, responses = table.prompt_lengths + table.response_lengths, table.response_lengths
-    return int(8 * tokens[there].sum() + 4 * responses[there].sum() + 4 * responses[back].sum())
+    return int(4 * tokens[there].sum() + 4 * responses[there].sum() + 4 * responses[back].sum())
 
 
 def written_bytes() -> int:
