@@ -154,15 +154,15 @@ def _train(plan: RunPlan, store: dist.Store, rank: int, cleanup: ExitStack) -> N
     plan = resolve_offload(plan, Cluster(gpu_bytes) if gpu_bytes else None)
     for name, value in shared_nccl_variables(plan).items():
         os.environ.setdefault(name, value)  # the engine inherits the environment
-    own = EngineHandle()
+    engine_handle = EngineHandle()
     if not config.replays:
-        own = start_engine(plan, rank, store, cleanup)
+        engine_handle = start_engine(plan, rank, store, cleanup)
     with platform.gc_disabled():
         execute = resolved(EXECUTE)
     timeout = timedelta(seconds=config.trainer.process_group_timeout_seconds)
     dist.init_process_group(platform.backend(), store=store, rank=rank, world_size=plan.world_size, timeout=timeout)
     Watchdog(store, rank, plan.world_size, config.hang_timeout_seconds)
-    execute(plan, own, cleanup)
+    execute(plan, engine_handle, cleanup)
 
 
 def shared_nccl_variables(plan: RunPlan) -> dict[str, str]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 NO_REWARD = Reward(function=None)
 ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 CODE_KEYS = {"reward": "reward.function", "environment": "rollout.environment"}
-"""Keys that name people's code for training; a data set has keys of its own."""
+"""Keys that name user code for training; a data set has keys of its own."""
 
 
 @dataclass(frozen=True)

@@ -17,15 +17,15 @@ class EngineRestarts:
     """Restarts engines between requests. All ranks call together.
 
     Args:
-        own: this rank's engine.
+        engine_handle: this rank's engine, or its part of one.
         warn: prints a line about an engine that has failed, on one rank.
         limit: rollout.max_engine_restarts.
     Attributes:
         give_weights: called when restarted engines serve with model.path's weights.
     """
 
-    def __init__(self, own: EngineHandle, exchange: Exchange, warn: Callable[[str], object], limit: int):
-        self.own = own
+    def __init__(self, engine_handle: EngineHandle, exchange: Exchange, warn: Callable[[str], object], limit: int):
+        self.engine_handle = engine_handle
         self.exchange = exchange
         self.warn = warn
         self.limit = limit
@@ -53,14 +53,12 @@ class EngineRestarts:
 
     def restart_failed(self, fault: EngineFault | None) -> bool:
         """Restart the engines that failed outside a rollout; as `restart_after_rollout`."""
-        mine, lost = None, ""
+        mine, lost, number = None, "", self.engine_handle.number
         if fault is not None:
             times = f"{self._in_a_row + 1} of {self.limit} times in a row; rollout.max_engine_restarts"
-            mine = (self.own.number, f"WARNING: engine {self.own.number} has failed ({times}): {fault}")
+            mine = (number, f"WARNING: engine {number} has failed ({times}): {fault}")
             if self._in_a_row == self.limit:
-                tried = (
-                    f"\nengine {self.own.number} has been restarted {self.limit} times (rollout.max_engine_restarts)"
-                )
+                tried = f"\nengine {number} has been restarted {self.limit} times (rollout.max_engine_restarts)"
                 lost = f"{fault}{tried if self.limit else ''}"
         failures, losses = zip(*self.exchange.share((mine, lost)), strict=True)
         _raise_together(lost, losses)
@@ -70,12 +68,12 @@ class EngineRestarts:
         for text in failed.values():
             self.warn(text)
         # All parts stop before the first starts, which would otherwise connect to an old one.
-        is_mine = stop_engines(self.own, failed)
+        is_mine = stop_engines(self.engine_handle, failed)
         platform.empty_cache()  # an engine cannot use what the allocators of the ranks on its GPUs keep
         self.exchange.share(None)
         if is_mine:
             try:
-                self.own.restart()
+                self.engine_handle.restart()
             except EngineError as error:
                 lost = str(error)
         _raise_together(lost, self.exchange.share(lost))
@@ -85,11 +83,11 @@ class EngineRestarts:
         return True
 
 
-def stop_engines(own: EngineHandle, numbers: Iterable[int]) -> bool:
+def stop_engines(engine_handle: EngineHandle, numbers: Iterable[int]) -> bool:
     """End this rank's engine or part if it belongs to one of these engines; return whether it does."""
-    is_mine = not {own.number, own.part_of}.isdisjoint(numbers)
+    is_mine = not {engine_handle.number, engine_handle.part_of}.isdisjoint(numbers)
     if is_mine:
-        own.stop()
+        engine_handle.stop()
     return is_mine
 
 

@@ -1,7 +1,7 @@
 """Sample responses with the engines of all ranks, and have them scored."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from megappo.batch.exchange import Exchange
@@ -34,7 +34,8 @@ class Rollouts:
     the exchanges.
 
     Args:
-        restarts: has this rank's engine and workers.
+        restarts: has this rank's engine.
+        workers: this rank's reward functions and environments of each task; none on ranks without an engine.
         num_engines: engines of all ranks.
     Attributes:
         tokenizer: decodes responses; a copy of its own, as a tokenizer serves one thread at a time.
@@ -49,13 +50,15 @@ class Rollouts:
         exchange: Exchange,
         observer: Observer | NullObserver,
         *,
+        workers: Mapping[str, TaskWorkers],
         num_engines: int,
     ):
         self.config, self.exchange, self.observer = config, exchange, observer
         self.restarts, self.num_engines = restarts, num_engines
+        self._workers = workers
         tokenizer = datasets.tokenizer
         self.tokenizer = copy.deepcopy(tokenizer if config.reward.skip_special_tokens else showing_special(tokenizer))
-        rewards = self._workers(TRAINING).rewards
+        rewards = self._workers_of(TRAINING).rewards
         if errors := late_scores_errors(config, waits_for_all=rewards is not None and rewards.waits_for_all):
             raise ConfigError(*errors)
         rollout = config.rollout
@@ -68,7 +71,7 @@ class Rollouts:
     @property
     def client(self) -> EngineClient | None:
         """Client of this rank's engine, which must be up; None on ranks without one."""
-        return self.restarts.own.client
+        return self.restarts.engine_handle.client
 
     def sample(
         self,
@@ -137,7 +140,7 @@ class Rollouts:
 
     def new_responses(self, prompts: Sequence[Prompt], task: str = TRAINING) -> Responses:
         """Return an empty collection of responses, scored by the task's reward function."""
-        return Responses(prompts, self._workers(task).rewards, self.tokenizer)
+        return Responses(prompts, self._workers_of(task).rewards, self.tokenizer)
 
     def new_counter(self) -> Callable[[int], int]:
         """Return a `store_counter` that is the same on all ranks, if all ranks call this together."""
@@ -145,13 +148,13 @@ class Rollouts:
         return store_counter(self._store, f"rollouts/{self._num_counters}")
 
     def _episode_runner(self, prompts: Sequence[Prompt], params: SamplingParams, task: str) -> EpisodeRunner | None:
-        environments = self._workers(task).environments
+        environments = self._workers_of(task).environments
         if environments is None:
             return None
         return EpisodeRunner(prompts, environments, self.config, self.tokenizer, params.max_response_length)
 
-    def _workers(self, task: str) -> TaskWorkers:
-        return self.restarts.own.workers.get(task, NO_WORKERS)
+    def _workers_of(self, task: str) -> TaskWorkers:
+        return self._workers.get(task, NO_WORKERS)
 
     def _is_interrupted(self) -> bool:
         """Return whether any rank that owns an engine is to end."""
@@ -161,12 +164,16 @@ class Rollouts:
 
 
 def make_rollouts(
-    plan: RunPlan, own: EngineHandle, datasets: Datasets, exchange: Exchange, observer: Observer | NullObserver
+    plan: RunPlan,
+    engine_handle: EngineHandle,
+    datasets: Datasets,
+    exchange: Exchange,
+    observer: Observer | NullObserver,
 ) -> Rollouts:
     """Return the rollouts of a run, and with them what restarts its engines."""
-    restarts = EngineRestarts(own, exchange, observer.message, plan.config.rollout.max_engine_restarts)
-    num_engines = plan.layouts["rollout"].data
-    return Rollouts(plan.config, datasets, restarts, exchange, observer, num_engines=num_engines)
+    restarts = EngineRestarts(engine_handle, exchange, observer.message, plan.config.rollout.max_engine_restarts)
+    num_engines, workers = plan.layouts["rollout"].data, engine_handle.workers
+    return Rollouts(plan.config, datasets, restarts, exchange, observer, workers=workers, num_engines=num_engines)
 
 
 def raise_if_interrupted(exchange: Exchange) -> None:

@@ -51,7 +51,7 @@ class Probe:
         interval = self.config.rollout.sync.probe_interval
         if interval == 0 or (self._calls - 1) % interval:
             return {}
-        number, exchange = self.restarts.own.number, self.actor.exchange
+        number, exchange = self.restarts.engine_handle.number, self.actor.exchange
         generations, fault = self._generate()
         while self.restarts.restart_failed(fault):
             generations, fault = self._generate()
@@ -62,7 +62,7 @@ class Probe:
 
     def _generate(self) -> tuple[list[Generation], EngineFault | None]:
         """Return the responses of this rank's engine, if it owns one, or the engine's fault."""
-        client = self.restarts.own.client
+        client = self.restarts.engine_handle.client
         if client is None:
             return [], None
         try:
@@ -90,7 +90,7 @@ class InferenceEngines:
     with the actor afterwards.
 
     Args:
-        own: this rank's engine, which has been started.
+        engine_handle: this rank's engine, which has been started.
         is_new: the actor starts with the weights of model.path.
     Attributes:
         as_loaded: the engines have loaded the actor's first weights. Servers that were already running may hold the
@@ -102,21 +102,21 @@ class InferenceEngines:
         sent: stats of the last sync.
     """
 
-    def __init__(self, plan: RunPlan, own: EngineHandle, exchange: Exchange, *, is_new: bool):
-        self.plan, self.own, self.exchange = plan, own, exchange
+    def __init__(self, plan: RunPlan, engine_handle: EngineHandle, exchange: Exchange, *, is_new: bool):
+        self.plan, self.engine_handle, self.exchange = plan, engine_handle, exchange
         self.as_loaded = is_new and not plan.config.rollout.engines
-        self.sleeps = own.number is not None and engine_sleeps(plan.route, own.number)
+        self.sleeps = engine_handle.number is not None and engine_sleeps(plan.route, engine_handle.number)
         self.asleep = False
         self.loaded, self.footprint, self.sent = (), Footprint(0), SyncStats()
 
     @property
     def client(self) -> EngineClient | None:
         """Client of the engine that this rank owns."""
-        return self.own.client
+        return self.engine_handle.client
 
     def start(self) -> None:
         """Wait until all engines serve, then put those that share GPUs with models to sleep."""
-        client, held_bytes = self.own.wait_ready(), 0.0
+        client, held_bytes = self.engine_handle.wait_ready(), 0.0
         if client is not None:
             with deferring_faults(client):
                 if self.as_loaded and self.plan.config.proves_weights:
@@ -182,16 +182,16 @@ class InferenceEngines:
             with deferring_faults(self.client):
                 self.client.sleep()
             has_failed = self.client.has_failed
-        failed = set(self.exchange.share(self.own.number if has_failed else None)) - {None}
+        failed = set(self.exchange.share(self.engine_handle.number if has_failed else None)) - {None}
         if failed:  # their processes, on all of their nodes, may still hold memory
-            stop_engines(self.own, failed)
+            stop_engines(self.engine_handle, failed)
             self.exchange.share(None)
         self.footprint.wait_asleep()
 
     def stop(self) -> None:
         """Stop the engines that this run has started, even those that hang."""
         self.asleep = True
-        self.own.stop()
+        self.engine_handle.stop()
         self.exchange.share(None)
 
     def wake(self, *, changed: bool = False) -> None:

@@ -37,14 +37,14 @@ from megappo.trainer.run import Run  # noqa: E402
 from megappo.trainer.statistics import Utilisation, row_metrics  # noqa: E402
 
 
-def execute(plan: RunPlan, own: EngineHandle, cleanup: ExitStack) -> None:
+def execute(plan: RunPlan, engine_handle: EngineHandle, cleanup: ExitStack) -> None:
     """Train, or only sample or evaluate; all ranks together, after the default process group exists.
 
     Args:
-        own: this rank's engine, started. A run that replays rollouts has none.
+        engine_handle: this rank's engine, started. A run that replays rollouts has none.
         cleanup: closes what must be closed however the run ends.
     """
-    run = build_run(plan, own, cleanup)
+    run = build_run(plan, engine_handle, cleanup)
     if run.exchange.rank == 0:  # not before: a folder that is refused stays as it was
         _write_config(plan.requested, run)
     if plan.config.trainer.eval_only:
@@ -55,16 +55,16 @@ def execute(plan: RunPlan, own: EngineHandle, cleanup: ExitStack) -> None:
         loop.train(run)
 
 
-def build_run(plan: RunPlan, own: EngineHandle, cleanup: ExitStack) -> Run:
+def build_run(plan: RunPlan, engine_handle: EngineHandle, cleanup: ExitStack) -> Run:
     """Build the parts of a run on this rank; all ranks together. Arguments as for `execute`."""
     exchange, config = Exchange(dist.group.WORLD), plan.config
     progress = Progress(plan.requested, exchange)
-    datasets = load_datasets(config, own.workers, exchange)
+    datasets = load_datasets(config, engine_handle.workers, exchange)
     left_out = datasets.check(exchange)
     engines, models = NoEngines(), Models(replace(plan, components={}), {}, {})
     if _needs_models(config):
         if not config.replays:
-            engines = InferenceEngines(plan, own, exchange, is_new=progress.checkpoint is None)
+            engines = InferenceEngines(plan, engine_handle, exchange, is_new=progress.checkpoint is None)
             engines.start()
         models = build_models(plan, exchange)
         progress.restore(models)
@@ -76,8 +76,8 @@ def build_run(plan: RunPlan, own: EngineHandle, cleanup: ExitStack) -> Run:
     lines = [*found, *config.absences, *left_out, *(plan.decisions() if models.training else ())]
     observer = open_observer(config, lines, progress.resume_step, exchange.rank, cleanup)
     phase = Phases(models)
-    own.wait_ready()
-    rollouts = make_rollouts(plan, own, datasets, exchange, observer)
+    engine_handle.wait_ready()
+    rollouts = make_rollouts(plan, engine_handle, datasets, exchange, observer)
     engines.connect(models, rollouts, datasets, phase)
     batches = SampledBatches(datasets, rollouts, engines.sleep, record, num_drawn=progress.num_drawn)
     if config.replays:

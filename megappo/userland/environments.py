@@ -1,4 +1,4 @@
-"""Environments in worker processes, many in each: people's code can neither hang nor crash the trainer."""
+"""Environments in worker processes, many in each: user code can neither hang nor crash the trainer."""
 
 import asyncio
 import itertools

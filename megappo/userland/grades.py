@@ -1,4 +1,8 @@
-"""The grade of a response: what reward functions returned for it, checked, and combined over several functions."""
+"""The grade of a response: what reward functions returned for it, checked, and combined over several functions.
+
+From a returned value to a token's reward: value -> `Graded` -> score (the sum of its scores and step scores) -> shaped
+score (`ppo.reward_shaping`) -> the reward of the response's last token (`ppo.advantages`).
+"""
 
 import math
 from collections import Counter
@@ -24,12 +28,12 @@ class Graded(NamedTuple):
     """The result of reward functions for a response.
 
     Attributes:
-        scores: one or more, whose sum is its score; none of functions if one failed.
+        scores: one or more, whose sum is its score; empty if a function failed.
         parts: further numbers by name, which become metrics.
         answer: what is voted on if several responses to a prompt are compared; None if there is none.
         failed: a function has failed.
         loss_weight: factor of its losses; None if no function gives one.
-        steps: for each of the scores the scores of steps by ascending ends; empty without any.
+        steps: per score, its step scores, sorted by end; empty without any.
     """
 
     scores: list[float]
@@ -41,7 +45,7 @@ class Graded(NamedTuple):
 
     @property
     def totals(self) -> list[float]:
-        """The scores with those of their steps, which are trained on."""
+        """Each score plus its step scores: what training uses."""
         both = zip_longest(self.scores, self.steps, fillvalue=())
         return [math.fsum([outcome, *(score for _, score in steps)]) for outcome, steps in both]
 
@@ -53,7 +57,7 @@ def grades_of(values: Any, responses: Sequence[str], weight: float) -> list[Grad
     """Return the grades of responses that one call of a function gave, each with the same number of scores.
 
     Args:
-        values: what the function returned, as JSON; people's code may have sent anything.
+        values: what the function returned, as JSON; user code may have sent anything.
         weight: factor of the scores.
     Raises:
         CallError: they cannot be used.

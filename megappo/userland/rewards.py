@@ -1,7 +1,11 @@
-"""Reward functions in worker processes: people's code can neither hang nor crash the trainer.
+"""Reward functions in worker processes: user code can neither hang nor crash the trainer.
 
 Rows are scored as they are added. Each worker has a coroutine, which gives it one work item after the other and starts
-another worker in place of one that hangs or dies.
+another worker in place of one that hangs or dies. The path of a row:
+
+`Scoring.add` -> `RewardPool.put` queues it for each function (`Scoring.end` -> `put_batches` for functions that wait
+for all rows) -> `_next` makes it part of a work item -> `_score` calls the worker and sets the outcome ->
+`Scoring.results` combines the outcomes of all functions.
 """
 
 import asyncio
@@ -23,8 +27,9 @@ from megappo.userland.worker_process import GRACE_SECONDS, CallError, WorkerPool
 
 MAX_ROWS = 64
 """Most rows of a work item, unless they must be scored together."""
-SPREAD = 4
-"""A worker gets at most such a part of its share of the waiting rows at once if it scores one after the other."""
+ITEMS_PER_WORKER = 4
+"""A worker that scores one row after the other takes at most this fraction, 1/4, of its even share of the waiting rows
+at a time."""
 MAX_LATE_ALONE = 3
 """The first rows of a failed call, each called alone, that may be late before all others fail."""
 MAX_SHOWN = 200
@@ -40,11 +45,11 @@ class PendingRow:
     """A row that waits for a function's grade.
 
     Attributes:
-        found: the grade, or why there is none; None: it still waits.
+        outcome: the grade, or why there is none; None: it still waits.
     """
 
     row: Row
-    found: Graded | CallError | None = None
+    outcome: Graded | CallError | None = None
 
 
 @dataclass(eq=False)
@@ -53,23 +58,26 @@ class FunctionQueue:
 
     Attributes:
         weight: factor of its scores.
-        max_rows: of a work item; None: it gets a worker's share of all rows in one call, once all are there.
+        batch_size: reward.batch_size.
+        waits_for_all: it is called once all rows have been added, with an even part of them for each worker.
+        max_rows: most rows of a work item, unless it waits for all.
     """
 
     index: int
     spec: str
     weight: float
     mode: CallMode
-    max_rows: int | None
+    batch_size: int | None
     rows: deque[PendingRow] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
-        if self.mode != "share" or self.spec in WAITING:
-            self.max_rows = MAX_ROWS
+        is_batched = self.mode == "list" and self.spec not in WAITING
+        self.waits_for_all = is_batched and self.batch_size is None
+        self.max_rows = self.batch_size if is_batched and self.batch_size is not None else MAX_ROWS
 
     def take(self, num_workers: int) -> list[PendingRow]:
         """Return the next rows for one of so many workers."""
-        num_items = num_workers * SPREAD if self.mode == "row" else num_workers
+        num_items = num_workers * ITEMS_PER_WORKER if self.mode == "one" else num_workers
         size = math.ceil(len(self.rows) / num_items)
         return [self.rows.popleft() for _ in range(min(self.max_rows, size))]
 
@@ -103,8 +111,8 @@ class RewardPool(WorkerPool):
             FunctionQueue(index, spec, reward.weights[spec], mode, reward.batch_size)
             for index, (spec, mode) in enumerate(zip(specs, self.description.modes, strict=True))
         ]
-        self.waits_for_all = any(queue.max_rows is None for queue in self.queues)
-        self._shares: deque[tuple[FunctionQueue, Sequence[PendingRow]]] = deque()
+        self.waits_for_all = any(queue.waits_for_all for queue in self.queues)
+        self._batches: deque[tuple[FunctionQueue, Sequence[PendingRow]]] = deque()
         self._has_work = asyncio.Event()
         self._changed = threading.Condition()
         self._error: RewardError | None = None
@@ -137,19 +145,19 @@ class RewardPool(WorkerPool):
         """Queue rows for the functions that are called as rows come; return each row once for each function."""
         pending = [[PendingRow(row) for _ in self.queues] for row in rows]
         for queue in self.queues:
-            if queue.max_rows is not None:
+            if not queue.waits_for_all:
                 queue.rows += [of_row[queue.index] for of_row in pending]
         self.post(self._has_work.set)
         return pending
 
-    def put_shares(self, pending: Sequence[Sequence[PendingRow]]) -> None:
-        """Queue all rows of a scoring for the functions that get a share of all."""
-        num_shares = min(self.num_workers, len(pending))
-        bounds = [len(pending) * i // num_shares for i in range(num_shares + 1)] if pending else []
+    def put_batches(self, pending: Sequence[Sequence[PendingRow]]) -> None:
+        """Queue all rows of a scoring, an even part for each worker, for the functions that wait for all rows."""
+        num_batches = min(self.num_workers, len(pending))
+        bounds = [len(pending) * i // num_batches for i in range(num_batches + 1)] if pending else []
         for queue in self.queues:
-            if queue.max_rows is None:
+            if queue.waits_for_all:
                 rows = [of_row[queue.index] for of_row in pending]
-                self._shares += [(queue, rows[start:end]) for start, end in pairwise(bounds)]
+                self._batches += [(queue, rows[start:end]) for start, end in pairwise(bounds)]
         self.post(self._has_work.set)
 
     def check(self) -> None:
@@ -171,15 +179,15 @@ class RewardPool(WorkerPool):
             RewardError: as in `check`.
         """
         with self._changed:
-            self._changed.wait_for(lambda: pending.found or self._error or self.is_closed)
-        if pending.found is None:
+            self._changed.wait_for(lambda: pending.outcome or self._error or self.is_closed)
+        if pending.outcome is None:
             self.check()
 
     def _begin(self) -> None:
         self._tasks = [self._loop.create_task(self._serve(worker)) for worker in self.workers]
 
     async def _serve(self, worker: WorkerProcess) -> None:
-        """Keep a worker busy, and what takes its place."""
+        """Keep a worker, and any worker that replaces it, busy."""
         try:
             while self._error is None:
                 if item := self._next():
@@ -193,41 +201,42 @@ class RewardPool(WorkerPool):
             self._fail(self.fault(str(error) if is_known else f"could not be run ({type(error).__name__}: {error})"))
 
     def _next(self) -> tuple[FunctionQueue, Sequence[PendingRow]] | None:
-        if self._shares:
-            return self._shares.popleft()
+        if self._batches:
+            return self._batches.popleft()
         for queue in self.queues:
             if queue.rows:
                 return queue, queue.take(self.num_workers)
         return None
 
     async def _score(self, worker: WorkerProcess, queue: FunctionQueue, rows: Sequence[PendingRow]) -> WorkerProcess:
-        """Have a worker score rows. Return it, or what takes its place if it is lost; then rows that it has not begun
-        with wait again.
+        """Have a worker score rows. Return it, or the worker that replaces it if it is lost; then the rows that it has
+        not begun wait again.
 
         A worker that was lost after its last reply, such as by sending too much, fails the next call.
         """
-        calls = [rows] if queue.mode == "share" else [[row] for row in rows]
+        calls = [rows] if queue.mode == "list" else [[row] for row in rows]
         replies = [self._call(worker, queue, called) for called in calls]
         for i, called in enumerate(calls):
             try:
-                values = await worker.result(replies[i], self.timeout_seconds, GRACE_SECONDS * (queue.mode == "rows"))
-                values = values if queue.mode == "share" else [values]
+                grace_seconds = GRACE_SECONDS if queue.mode == "one_async" else 0.0
+                values = await worker.result(replies[i], self.timeout_seconds, grace_seconds)
+                values = values if queue.mode == "list" else [values]
                 grades = grades_of(values, [one.row.response for one in called], queue.weight)
                 for one, graded in zip(called, grades, strict=True):
-                    one.found = graded
+                    one.outcome = graded
             except CallError as error:
                 if worker.is_up:
                     worker = await self._handle(worker, queue, called, error)
                     continue
                 rest = list(chain.from_iterable(calls[i + 1 :]))
-                if queue.mode == "rows":  # they were in progress, too
+                if queue.mode == "one_async":  # they were in progress, too
                     called, rest = [*called, *rest], []
                 queue.rows.extendleft(reversed(rest))
                 return await self._handle(worker, queue, called, error)
         return worker
 
     def _call(self, worker: WorkerProcess, queue: FunctionQueue, rows: Sequence[PendingRow]) -> asyncio.Future:
-        arguments = {"function": queue.index, "rows": [one.row[:4] for one in rows]}
+        arguments = {"function": queue.index, "rows": [one.row.sent for one in rows]}
         return worker.begin("score", arguments, self.timeout_seconds)
 
     async def _handle(
@@ -246,15 +255,15 @@ class RewardPool(WorkerPool):
         if not worker.is_up:
             worker = await self.replace(worker)
         if len(rows) == 1:
-            rows[0].found = failure
+            rows[0].outcome = failure
             return worker
         num_late = 0
         for i, row in enumerate(rows):
             if num_late < MAX_LATE_ALONE:
                 worker = await self._score(worker, queue, [row])
             else:
-                row.found = failure
-            num_late += num_late == i and isinstance(row.found, CallError) and row.found.is_late
+                row.outcome = failure
+            num_late += num_late == i and isinstance(row.outcome, CallError) and row.outcome.is_late
         return worker
 
     def _fail(self, error: RewardError) -> None:
@@ -289,9 +298,9 @@ class Scoring:
         self._pending += self._pool.put(rows)
 
     def end(self) -> None:
-        """Report that all rows have been added: functions that get a share of all may begin."""
+        """Report that all rows have been added: functions that wait for all rows may begin."""
         if not self._is_complete:
-            self._pool.put_shares(self._pending)
+            self._pool.put_batches(self._pending)
         self._is_complete = True
 
     def results(self) -> list[Graded]:
@@ -306,7 +315,7 @@ class Scoring:
                 self._pool.wait(pending)
         self.num_errors = self.num_timeouts = 0
         for of_row in reversed(self._pending):
-            failures = [(i, one.found) for i, one in enumerate(of_row) if isinstance(one.found, CallError)]
+            failures = [(i, one.outcome) for i, one in enumerate(of_row) if isinstance(one.outcome, CallError)]
             for function, failure in failures[:1]:
                 self.failure = described(self._pool.queues[function].spec, failure, of_row[:1])
                 self.num_timeouts += failure.is_late
@@ -320,18 +329,21 @@ class Scoring:
             RewardError: as in `results`.
         """
         pending = self._pending[indices.start : indices.stop]
-        if any(one.found is None for one in chain.from_iterable(pending)):
+        if any(one.outcome is None for one in chain.from_iterable(pending)):
             self._pool.check()
             return None
         return self._grades(pending)
 
     def _grades(self, pending: Sequence[Sequence[PendingRow]]) -> list[Graded]:
-        found = [[FAILED if isinstance(one.found, CallError) else one.found for one in of_row] for of_row in pending]
-        return combined(found, self._pool.names)
+        return combined([[_grade_or_failed(one.outcome) for one in of_row] for of_row in pending], self._pool.names)
+
+
+def _grade_or_failed(outcome: Graded | CallError | None) -> Graded:
+    return FAILED if isinstance(outcome, CallError) else outcome
 
 
 def described(spec: str, failure: CallError, rows: Sequence[PendingRow]) -> str:
-    """Return a function's failure with the rows, of which it names the first."""
+    """Return a message about a function's failure; of the rows it shows the first."""
     row = rows[0].row
     count = f"{len(rows)} responses, of which the first is" if len(rows) > 1 else "response"
     record = f" ({row.name})" if row.name else ""

@@ -18,13 +18,13 @@ PROMPTS = "prompts"
 BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 MAX_SHOWN = 200
 """Characters of a signature that are shown."""
-CallMode = Literal["row", "rows", "share"]
-"""Ways to call a function: with one row; with one row while other calls are in progress (async); with many rows."""
+CallMode = Literal["one", "one_async", "list"]
+"""How a function is called: with one row; with one row while other calls are in progress; with a list of rows."""
 
 
 @dataclass(frozen=True)
 class InputSpec:
-    """The fields of a record that people's code gets, besides prompt and label.
+    """The fields of a record that user code gets, besides prompt and label.
 
     Attributes:
         needed: fields without which it cannot be called.
@@ -61,7 +61,7 @@ class Row(NamedTuple):
     Attributes:
         prompt: as the model sees it.
         columns: the fields that the functions take besides prompt and label, as JSON.
-        name: of the record, for messages.
+        name: of the record, for messages; the worker does not get it.
     """
 
     prompt: str
@@ -69,6 +69,11 @@ class Row(NamedTuple):
     label: Any
     columns: Mapping[str, Any]
     name: str = ""
+
+    @property
+    def sent(self) -> tuple[str, str, Any, Mapping[str, Any]]:
+        """The fields that a worker gets."""
+        return self.prompt, self.response, self.label, self.columns
 
     @property
     def raw_prompt(self) -> Any:
@@ -156,8 +161,8 @@ class RewardFunction:
     @cached_property
     def mode(self) -> CallMode:
         if not self.form.per_row:
-            return "share"
-        return "rows" if self.is_async else "row"
+            return "list"
+        return "one_async" if self.is_async else "one"
 
     @cached_property
     def is_async(self) -> bool:

@@ -62,7 +62,7 @@ def check_label(label: Any, specs: Iterable[str]) -> None:
 
 
 def parse_spec(spec: str, key: str = "reward.function", builtin: Mapping[str, str] = BUILTIN) -> Spec:
-    """Return the place of the function, or class, that a key names. Runs none of people's code.
+    """Return the place of the function, or class, that a key names. Runs none of user code.
 
     Args:
         builtin: names that stand for others.

@@ -1,4 +1,4 @@
-"""The workers of each task: what answers and scores the responses to its prompts."""
+"""The workers of each task: its environment answers the responses, its reward function scores them."""
 
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -29,12 +29,13 @@ class TaskWorkers:
 def start_workers(
     tasks: Mapping[str, Task],
     cleanup: ExitStack,
-    noting: Callable[[str], AbstractContextManager[Any]] = nullcontext,
+    while_starting: Callable[[str], AbstractContextManager[Any]] = nullcontext,
 ) -> dict[str, TaskWorkers]:
     """Return the workers of each task by its name; tasks with the same function, or environment, share theirs.
 
     Args:
-        noting: a context, given the key that names what is started in it. If it swallows an error, the task gets none.
+        while_starting: called with the config key of each worker pool; its context surrounds the start. If the context
+            swallows an error, the task gets no such pool.
     Raises:
         RewardError, EnvironmentFault: a file cannot be loaded.
     """
@@ -43,7 +44,7 @@ def start_workers(
     def shared(identity: Hashable, key: str, start: Callable[[], AbstractContextManager[Any]]) -> Any:
         if identity not in started:
             started[identity] = None
-            with noting(key):
+            with while_starting(key):
                 started[identity] = cleanup.enter_context(start())
         return started[identity]
 

@@ -1,4 +1,4 @@
-"""Loading people's code in worker processes, and describing its errors. Uses the standard library alone, so that a
+"""Loading user code in worker processes, and describing its errors. Uses the standard library alone, so that a
 worker starts at once."""
 
 import importlib
@@ -18,7 +18,7 @@ SPARE_BYTES = 2**26
 
 
 class BadFunction(Exception):
-    """People's code cannot be used, or returned something wrong. The message follows the name of the code."""
+    """User code cannot be used, or returned something wrong. The message follows the name of the code."""
 
 
 def describe(error: BaseException) -> str:

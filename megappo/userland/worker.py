@@ -1,11 +1,11 @@
-"""The process that runs people's code: `python -m megappo.userland.worker`.
+"""The process that runs user code: `python -m megappo.userland.worker`.
 
 Its standard input is a socket; each message is a line of JSON. A request {"call": number, "method": name, "arguments":
 {...}, "seconds": time limit of a coroutine} is answered by {"call": number} with "result", "error" (a text), or "late"
 if the time limit was exceeded. The first method is "load", with the name of a host as argument; the others are those of
 the host. Coroutines run in an event loop, any number at once. Plain calls run one after the other in the main
-thread outside of that loop, so that people's code may run a loop of its own. It imports the standard library alone, so
-it starts at once; people's files import what they like.
+thread outside of that loop, so that user code may run a loop of its own. It imports the standard library alone, so
+it starts at once; user files import what they like.
 """
 
 import asyncio
@@ -91,7 +91,7 @@ class Worker:
                 self._reply(number, "error", describe(error))
 
     def _reply(self, number: int, kind: str, value: Any) -> None:
-        if os.getpid() != self._pid:  # people's code has forked this child, which must not answer, too
+        if os.getpid() != self._pid:  # user code has forked this child, which must not answer, too
             os._exit(0)
         try:
             line = json.dumps({"call": number, kind: value}, default=_as_json)
@@ -110,7 +110,7 @@ def _as_json(value: Any) -> Any:
 
 
 def own_connection() -> socket.socket:
-    """Return the standard input, a socket, on a descriptor that processes of people's code do not inherit; they find an
+    """Return the standard input, a socket, on a descriptor that processes of user code do not inherit; they find an
     empty input."""
     connection = socket.socket(fileno=os.dup(0))
     with open(os.devnull) as null:

@@ -1,4 +1,4 @@
-"""Worker processes for people's code, seen from their owner, which believes nothing of what they send."""
+"""Worker processes for user code, seen from their owner, which believes nothing of what they send."""
 
 import asyncio
 import itertools
@@ -22,10 +22,10 @@ from megappo.runtime.machine import PYTHON, for_python, unbound
 from megappo.userland.signatures import CallMode, InputSpec
 
 MAX_BYTES = 2**26
-"""Longest line that people's code may have written."""
+"""Longest line that user code may have written."""
 
 START_TIMEOUT_SECONDS = 120.0
-"""Time that a worker may take to import users' files."""
+"""Time that a worker may take to import user code."""
 GRACE_SECONDS = 5.0
 """Beyond the time limit of a coroutine, for the worker to report that it is over: one that does not is blocked."""
 EXIT_SECONDS = 2.0
@@ -38,7 +38,7 @@ SECRETS = re.compile(
 
 
 class CallError(Exception):
-    """A call of people's code failed. The message follows the name of the code.
+    """A call of user code failed. The message follows the name of the code.
 
     Attributes:
         is_late: the call took longer than it may.
@@ -51,7 +51,7 @@ class CallError(Exception):
 
 class WorkerProcess:
     """A worker and its keeper, in a session of their own, so that Ctrl-C does not reach them. The keeper ends when the
-    worker does, or the thread that has started it, and ends whatever people's code has started by then.
+    worker does, or the thread that has started it, and ends whatever user code has started by then.
 
     Attributes:
         is_up: it can be called.
@@ -209,7 +209,7 @@ class Description:
     """The code that a worker has loaded.
 
     Attributes:
-        modes: of each reward function.
+        modes: how each reward function is called.
     """
 
     inputs: InputSpec

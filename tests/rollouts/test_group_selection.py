@@ -165,7 +165,7 @@ def known(rank: int, world_size: int) -> None:
 
         def settle(row: int, score: float, scoring: Scoring = scoring) -> None:
             for function, pending in enumerate(scoring._pending[row]):
-                pending.found = Graded([score], {"acc": score} if function else {})
+                pending.outcome = Graded([score], {"acc": score} if function else {})
 
         assert not quota.is_met()
         for row, score in ((0, 0.0), (1, 1.0), (2, 0.5)):

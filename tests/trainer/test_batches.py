@@ -105,7 +105,7 @@ def collect(rank: int, world_size: int) -> None:
     config = make_config(adv_estimator="remax")
     exchange = Exchange(dist.group.WORLD)
     datasets, restarts = replace(DATASETS, train=Train()), restarts_of(EngineHandle(rank), exchange)
-    rollouts = FewSampled(config, datasets, restarts, exchange, NullObserver(), num_engines=3)
+    rollouts = FewSampled(config, datasets, restarts, exchange, NullObserver(), workers={}, num_engines=3)
     batches, timers = SampledBatches(datasets, rollouts, sleep=lambda: None), Timers()
     batch, metrics = batches.score(1, batches.sample(1, timers), timers)
     assert batch.owners == ((), (0, 1), (2, 3)) and batch.rows.ids.tolist() == list(batch.owners[rank])

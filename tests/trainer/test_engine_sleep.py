@@ -151,7 +151,7 @@ def fall_asleep(rank: int, world_size: int) -> None:
     """Rank 0 owns an engine of which rank 1 has a part, on another node; rank 2 owns another engine."""
     events: list[str] = []
     found = engines(events)
-    found.exchange, own = Exchange(dist.group.WORLD), found.own
+    found.exchange, own = Exchange(dist.group.WORLD), found.engine_handle
     own.number, own.part_of = (0, None, 1)[rank], (None, 0, None)[rank]
     found.client.fails = "release" if rank == 0 else ""
     if rank == 1:
@@ -285,7 +285,7 @@ def test_an_engine_that_fails_before_models_are_built_keeps_no_memory(events, on
 
 def first_sync_of(events: list[str], loaded: Checksums, client: Checked, synced: list[dict[str, str]]) -> None:
     made = engines(events)
-    made.own.client, made.asleep, made.loaded = client, True, loaded
+    made.engine_handle.client, made.asleep, made.loaded = client, True, loaded
     client.synced = synced
     events.clear()
     made.first_sync()

@@ -107,12 +107,11 @@ class Shown(NullObserver):
 
 def evaluate_on(rank: int, world_size: int) -> None:
     pools = {"greedy": Answers("silent"), "own": Answers("gsm8k")} if rank else {}
-    own = (
-        EngineHandle(rank, None, {name: TaskWorkers(pool) for name, pool in pools.items()}) if rank else EngineHandle()
-    )
+    workers = {name: TaskWorkers(pool) for name, pool in pools.items()}
+    restarts = restarts_of(EngineHandle(rank) if rank else EngineHandle(), Exchange(dist.group.WORLD))
     datasets = Datasets(Tokenizer(), (1,), 30, None, {"greedy": Held(), "own": Held()})
     exchange, observer = Exchange(dist.group.WORLD), Shown()
-    rollouts = FewSampled(CONFIG, datasets, restarts_of(own, exchange), exchange, observer, num_engines=2)
+    rollouts = FewSampled(CONFIG, datasets, restarts, exchange, observer, workers=workers, num_engines=2)
     metrics = evaluate(rollouts, datasets, observer, 7)
     greedy, sampled = SamplingParams(1024, 0.0, stop_token_ids=(1,)), SamplingParams(3, 0.5, 0.9, 5, (1,))
     assert rollouts.requests == [(1, greedy), (4, sampled)]

@@ -56,7 +56,7 @@ def sample_with_faults(rank: int, world_size: int) -> None:
         exchange, datasets = Exchange(dist.group.WORLD), Datasets(None, (), 30, None, {})
         own.wait_ready()
         config, restarts = Config.model_validate(CONFIG), restarts_of(own, exchange)
-        rollouts = Rollouts(config, datasets, restarts, exchange, NullObserver(), num_engines=2)
+        rollouts = Rollouts(config, datasets, restarts, exchange, NullObserver(), workers={}, num_engines=2)
         rollouts.restarts.give_weights = lambda: given.append(engine.num_restarts)
         for count, failing in enumerate(("no list", "no list" if rank == 2 else "")):
             server.failure = failing

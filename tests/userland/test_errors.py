@@ -147,7 +147,7 @@ def test_an_async_function_that_blocks_its_process_is_stopped(tmp_path: Path):
 def wait_until_scored(scoring: Scoring) -> None:
     """Wait until the first function has scored all rows."""
     deadline = time.monotonic() + 10
-    while any(first.found is None for first, *_ in scoring._pending):
+    while any(first.outcome is None for first, *_ in scoring._pending):
         assert time.monotonic() < deadline
         time.sleep(0.01)
 

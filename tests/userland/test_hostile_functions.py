@@ -341,9 +341,9 @@ def test_garbage_while_the_file_is_imported_is_reported(tmp_path: Path):
 
 DESCRIPTIONS = (
     '{"ready": true}',
-    '{"inputs": {"needed": "ab", "optional": null, "raw_prompts": false}, "modes": ["row"]}',
-    '{"inputs": {"needed": [1], "optional": [], "raw_prompts": false}, "modes": ["row"]}',
-    '{"inputs": {"needed": [], "optional": 3, "raw_prompts": false}, "modes": ["row"]}',
+    '{"inputs": {"needed": "ab", "optional": null, "raw_prompts": false}, "modes": ["one"]}',
+    '{"inputs": {"needed": [1], "optional": [], "raw_prompts": false}, "modes": ["one"]}',
+    '{"inputs": {"needed": [], "optional": 3, "raw_prompts": false}, "modes": ["one"]}',
     '{"inputs": {"needed": []}, "modes": ["column"]}',
     "[[[1.0], {}, null]]",
 )
