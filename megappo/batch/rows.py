@@ -19,7 +19,7 @@ class Rows:
     Attributes:
         ids: [B] int64, row numbers: 0.. over all ranks once `Exchange.number` has numbered them; before, any numbers
             that differ within a prompt.
-        prompt_ids: [B] int64, the same for all rows that answer the same prompt; any number of rows may.
+        prompt_ids: [B] int64, the same for all rows that answer the same prompt; any number of rows may share one.
         prompt_lengths, response_lengths: [B] int64, in tokens.
         input_ids: [T] int64, prompt and response of row after row, unpadded; empty = the tokens are on other ranks.
         fields: those of `FIELDS` that have been written: name -> float32, [B] (per row), [B, K] (several columns per

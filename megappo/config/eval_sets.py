@@ -93,7 +93,7 @@ def tasks(config: Config) -> dict[str, Task]:
 
 
 def played_tasks(config: Config) -> dict[str, Task]:
-    """Return the tasks that the run plays: none of data sets if it never evaluates."""
+    """Return the tasks that the run samples; without held-out sets if it never evaluates."""
     return {name: one for name, one in tasks(config).items() if name == TRAINING or config.evaluates}
 
 

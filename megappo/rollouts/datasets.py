@@ -99,9 +99,9 @@ def unpacked_once(exchange: Exchange, write: Write) -> BinaryIO:
         except Exception as failure:
             error = failure
     paths = exchange.share(error or path)
-    for found in paths:
-        if isinstance(found, Exception):
-            raise found
+    for path_or_error in paths:
+        if isinstance(path_or_error, Exception):
+            raise path_or_error
     opened = file or open(paths[first], "rb")  # noqa: SIM115
     exchange.share(None)  # the first rank keeps its file until all ranks have opened it
     return opened

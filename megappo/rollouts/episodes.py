@@ -156,8 +156,8 @@ class EpisodeRunner:
                     lost = str(error)
                     continue
                 if not self._accepts(transcript.begin, observation):
-                    found = f"{len(transcript.segments[0].prompt)} tokens of {self._limits[1]}"
-                    raise self._fault(f"leaves no room for a turn after reset ({found}): raise data.max_prompt_length")
+                    length = f"{len(transcript.segments[0].prompt)} tokens of {self._limits[1]}"
+                    raise self._fault(f"leaves no room for a turn after reset ({length}): raise data.max_prompt_length")
                 parts: Counter[str] = Counter()
                 ending, lost = await self._take_turns(transcript, environment, generate, parts)
                 return Sample(prompt_index, sample_index, transcript.segments, ending, parts, lost)
@@ -192,5 +192,5 @@ class EpisodeRunner:
         except ValueError as error:
             raise self._fault(f"returned observation {observation!r:.200}: {error}") from error
 
-    def _fault(self, found: str) -> EnvironmentFault:
-        return EnvironmentFault(f"environment {self._environments.spec} {found}")
+    def _fault(self, reason: str) -> EnvironmentFault:
+        return EnvironmentFault(f"environment {self._environments.spec} {reason}")

@@ -37,16 +37,16 @@ class GroupQuota:
         self._num_groups, self._metric, self._take = num_groups, metric, take
         self._pending: list[tuple[Sequence[Sample], Callable[[], bool]]] = []
 
-    def add(self, group: Sequence[Sample], is_scored: Callable[[], bool]) -> None:
-        """Add a finished group; `is_scored` returns whether its grades are filled in by now."""
-        self._pending.append((group, is_scored))
+    def add(self, group: Sequence[Sample], fill_if_scored: Callable[[], bool]) -> None:
+        """Add a finished group; `fill_if_scored` fills in its grades if it can, and returns whether they are there."""
+        self._pending.append((group, fill_if_scored))
 
     def is_met(self) -> bool:
         """Count the added groups whose scores have arrived; return whether all ranks together have enough."""
         pending, num_new = [], 0
-        for group, is_scored in self._pending:
-            if self._metric is not None and not is_scored():
-                pending.append((group, is_scored))
+        for group, fill_if_scored in self._pending:
+            if self._metric is not None and not fill_if_scored():
+                pending.append((group, fill_if_scored))
             elif self._metric is None or differ(group, self._metric):
                 num_new += 1
         self._pending = pending
@@ -65,11 +65,11 @@ class StepResponses:
 
     Args:
         rounds: this rank's responses of each round.
-        groups: the chosen groups, the same on all ranks; `prompt_index` counts in their order from now on.
+        groups: the chosen groups, the same on all ranks; from now on `prompt_index` is an index into them.
     Attributes:
         prompts, samples: of the chosen groups; this rank's samples.
         num_dropped_tokens: tokens of other responses, on all ranks.
-        metrics: of the choice.
+        metrics: counts of groups and of draws.
         greedy: a greedy response to each prompt, where the estimator needs them.
     """
 

@@ -87,19 +87,19 @@ class Record:
         for step in range(1, self._config.trainer.total_steps + 1):
             try:
                 with RowsFile(rows_file(self.folder, step)) as file:
-                    found = file.facts
+                    facts = file.facts
             except (FileNotFoundError, ActionableError):
                 return step - 1, num_drawn, []
-            if "settings" not in found:  # of another version
+            if "settings" not in facts:  # of another version
                 return step - 1, num_drawn, []
-            changed = [name for name, value in self._settings(step).items() if found["settings"].get(name) != value]
-            draws = range(num_drawn, found["prompts_drawn"], self._config.data.draw_size)
+            changed = [name for name, value in self._settings(step).items() if facts["settings"].get(name) != value]
+            draws = range(num_drawn, facts["prompts_drawn"], self._config.data.draw_size)
             drawn = list(chain.from_iterable(map(prompts.indices, draws)))
-            if not self._may_train_on(found["prompts"], drawn):
+            if not self._may_train_on(facts["prompts"], drawn):
                 changed.append("prompts")
             if changed:
                 return step - 1, num_drawn, changed
-            num_drawn = found["prompts_drawn"]
+            num_drawn = facts["prompts_drawn"]
         return self._config.trainer.total_steps, num_drawn, []
 
     def _may_train_on(self, prompts: list[int], drawn: list[int]) -> bool:

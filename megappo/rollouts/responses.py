@@ -27,7 +27,7 @@ class Responses:
         rewards: workers of the reward function; None where there is none, or on ranks without responses.
         tokenizer: no other thread may use it.
     Attributes:
-        samples: so far; `prompt_index` counts in `prompts`.
+        samples: so far; `prompt_index` is an index into `prompts`.
         usage: of this rank's engine while it sampled them.
     """
 
@@ -59,8 +59,8 @@ class Responses:
         if self._scoring is not None:
             self._scoring.end()
 
-    def is_scored(self, positions: range) -> bool:
-        """Fill in the grades of these samples if their scores are there; return whether they are."""
+    def fill_if_scored(self, positions: range) -> bool:
+        """Fill in the grades of these samples if they have been scored; return whether they have."""
         samples = self.samples[positions.start : positions.stop]
         graded = [UNSCORED] * len(samples) if self._scoring is None else self._scoring.known(positions)
         if graded is not None:
@@ -80,8 +80,9 @@ class Responses:
         graded = [UNSCORED] * len(self.samples) if self._scoring is None else self._scoring.results()
         _fill(self.samples, graded)
         if self._scoring is not None and self._scoring.failure:
-            found = f"{sum(one.failed for one in graded)} responses have score 0: {self._scoring.failure}"
-            print(f"WARNING (rank {dist.get_rank()}): {found}", flush=True)
+            num_failed = sum(one.failed for one in graded)
+            message = f"{num_failed} responses have score 0: {self._scoring.failure}"
+            print(f"WARNING (rank {dist.get_rank()}): {message}", flush=True)
 
     def groups(self) -> dict[int, list[Sample]]:
         """Wait for the scores; return the graded samples by prompt_index, in the order of their sample_index."""

@@ -133,7 +133,7 @@ class Rollouts:
         def on_group(group: Sequence[Sample]) -> None:
             positions = responses.add(group)
             if quota is not None:
-                quota.add(group, partial(responses.is_scored, positions))
+                quota.add(group, partial(responses.fill_if_scored, positions))
             progress(count_finished(1) + 1)
 
         return on_group

@@ -37,14 +37,14 @@ class RowBuilder:
     def __init__(self, config: Config, vocab_size: int, tokenizer: PreTrainedTokenizerBase, exchange: Exchange):
         self._config, self._vocab_size = config, vocab_size
         self._tokenizer, self._exchange = tokenizer, exchange
-        self._nums_scores: set[int] = set()
+        self._score_counts: set[int] = set()
 
     def build(self, responses: StepResponses) -> tuple[Batch, dict[str, float]]:
         """Wait for the scores of a step's responses; return its rows and metrics.
 
         Raises:
             RewardError: a function failed, and reward.on_error is raise; or see `scores`.
-            ConfigError: see `scores`; the critic does not know a token; or scores of steps are not supported.
+            ConfigError: see `scores`; the critic does not know a token; or the estimator does not support step scores.
             EngineError: responses are missing.
         """
         samples, config = responses.samples, self._config
@@ -60,12 +60,12 @@ class RowBuilder:
         metrics |= {f"reward/{name}": metric for name, metric in rewards.items()}
         has_weights = any(one.graded.loss_weight is not None for one in samples)
         has_steps = any(any(one.graded.steps) for one in samples)
-        mine = (nums_scores_of(samples), has_weights, has_steps, len(samples), num_tokens, metrics)
-        shared = zip(*self._exchange.share(mine), strict=True)
-        nums_scores, weighted, stepped, nums_samples, nums_tokens, metrics_by_rank = shared
-        scores = self.scores(samples, nums_scores)
-        rows = with_scores(rows, samples, scores, has_weights=any(weighted))
-        if any(stepped):
+        mine = (score_counts(samples), has_weights, has_steps, len(samples), num_tokens, metrics)
+        by_rank = zip(*self._exchange.share(mine), strict=True)
+        counts_by_rank, has_weights_by_rank, has_steps_by_rank, nums_samples, nums_tokens, metrics_by_rank = by_rank
+        scores = self.scores(samples, counts_by_rank)
+        rows = with_scores(rows, samples, scores, has_weights=any(has_weights_by_rank))
+        if any(has_steps_by_rank):
             if errors := step_scores_errors(config):
                 raise ConfigError(*errors)
             rows = with_step_scores(rows, samples, self._tokenizer)
@@ -79,24 +79,24 @@ class RowBuilder:
             )
         return batch, {"rollout/num_tokens": sum(nums_tokens)} | reduce_ranks(metrics_by_rank)
 
-    def scores(self, samples: Sequence[Sample], nums_scores: Iterable[set[int]]) -> torch.Tensor:
+    def scores(self, samples: Sequence[Sample], counts_by_rank: Iterable[set[int]]) -> torch.Tensor:
         """Return the scores of each sample, those of its steps included, [b, K] float32. With an environment, the first
         is the sum of its rewards.
 
         Args:
-            nums_scores: `nums_scores_of` all ranks.
+            counts_by_rank: `score_counts` of all ranks.
         Raises:
             RewardError: responses of the run have different numbers of scores.
             ConfigError: there is one score, and the estimator needs several.
         """
-        self._nums_scores = self._nums_scores.union(*nums_scores)
-        if len(self._nums_scores) > 1:
-            counts = " and of others ".join(map(str, sorted(self._nums_scores)))
+        self._score_counts = self._score_counts.union(*counts_by_rank)
+        if len(self._score_counts) > 1:
+            counts = ", ".join(map(str, sorted(self._score_counts)))
             raise RewardError(
-                f"reward function {self._config.reward.function} returned of some responses {counts} scores; expected "
-                "as many of every response of the run\nfix it, or choose another reward.function"
+                f"reward function {self._config.reward.function} returned different numbers of scores ({counts}); "
+                "expected the same number for every response of the run\nfix it, or choose another reward.function"
             )
-        num_scores = max(self._nums_scores, default=1)
+        num_scores = max(self._score_counts, default=1)
         if errors := num_scores_errors(self._config, num_scores):
             raise ConfigError(*errors)
         totals = []
@@ -105,8 +105,8 @@ class RowBuilder:
         return torch.tensor(totals, dtype=torch.float32).reshape(len(samples), num_scores)
 
 
-def nums_scores_of(samples: Sequence[Sample]) -> set[int]:
-    """Return the numbers of scores that samples have, except those for which a function failed."""
+def score_counts(samples: Sequence[Sample]) -> set[int]:
+    """Return how many scores samples have, except samples for which a function failed."""
     return {len(one.graded.scores) for one in samples if not one.graded.failed}
 
 
@@ -131,13 +131,13 @@ def total_scores(scores: torch.Tensor) -> torch.Tensor:
 
 def with_scores(rows: Rows, samples: Sequence[Sample], scores: torch.Tensor, *, has_weights: bool) -> Rows:
     """Add the scores of samples [b, K], and their loss weights if any rank has some, to `sample_rows`."""
-    owners = torch.arange(len(samples)).repeat_interleave(integers(len(one.segments) for one in samples))
-    fields = {"scores": total_scores(scores)[owners]}
+    sample_of_row = torch.arange(len(samples)).repeat_interleave(integers(len(one.segments) for one in samples))
+    fields = {"scores": total_scores(scores)[sample_of_row]}
     if scores.shape[1] > 1:
-        fields["score_components"] = scores[owners]
+        fields["score_components"] = scores[sample_of_row]
     if has_weights:
         weights = [one.graded.loss_weight for one in samples]
-        fields["loss_weights"] = floats(1.0 if weight is None else weight for weight in weights)[owners]
+        fields["loss_weights"] = floats(1.0 if weight is None else weight for weight in weights)[sample_of_row]
     return replace(rows, fields=rows.fields | fields)
 
 

@@ -172,11 +172,11 @@ def sample_rows(samples: Sequence[Sample], *, episodes: bool = False) -> Rows:
 
 
 def padded(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Return [b, longest] float32 from the values of all rows in a row."""
+    """Return the concatenated values of all rows as [b, longest] float32, padded with 0."""
     longest = int(lengths.max()) if len(lengths) else 0
-    found = torch.zeros(len(lengths), longest)
-    found[torch.arange(longest) < lengths[:, None]] = values
-    return found
+    rows = torch.zeros(len(lengths), longest)
+    rows[torch.arange(longest) < lengths[:, None]] = values
+    return rows
 
 
 def floats(values: Iterable[float]) -> torch.Tensor:

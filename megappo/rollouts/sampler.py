@@ -50,7 +50,7 @@ def store_counter(store: dist.Store, key: str) -> Callable[[int], int]:
 
 @dataclass
 class RolloutSession:
-    """This process's engine samples n responses to the prompts that it gets to.
+    """Sampling of n responses to each prompt that this process's engine takes from the shared counter.
 
     Every process that owns an engine opens a session at the same time, with the same prompts and a shared counter.
     Together they sample each response once, in no particular order.

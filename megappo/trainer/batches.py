@@ -16,7 +16,7 @@ from megappo.rollouts.group_selection import GroupQuota, StepResponses, choose_g
 from megappo.rollouts.record import Record
 from megappo.rollouts.responses import Responses
 from megappo.rollouts.rollouts import Rollouts
-from megappo.rollouts.row_builder import RowBuilder, nums_scores_of, total_scores
+from megappo.rollouts.row_builder import RowBuilder, score_counts, total_scores
 from megappo.trainer.models import Phases
 
 
@@ -64,7 +64,8 @@ class SampledBatches:
         return responses
 
     def score(self, step: int, responses: StepResponses, phase: Phases) -> tuple[Batch, dict[str, Any]]:
-        """Return the scored rows of a step at their owners, and metrics."""
+        """Wait for the scores of a step's responses; return each row on the rank that owns it, and metrics. Scoring
+        began in `sample`."""
         with phase("reward"):
             batch, metrics = self._row_builder.build(responses)
             if responses.greedy is not None:
@@ -93,7 +94,7 @@ class SampledBatches:
         greedy.grade()
         indices = torch.tensor([one.prompt_index for one in greedy.samples], dtype=torch.int64)
         lengths = torch.tensor([one.num_policy_tokens for one in greedy.samples], dtype=torch.int64)
-        scores = self._row_builder.scores(greedy.samples, exchange.share(nums_scores_of(greedy.samples)))
+        scores = self._row_builder.scores(greedy.samples, exchange.share(score_counts(greedy.samples)))
         shaped, _ = shape_scores(
             total_scores(scores),
             lengths,

@@ -49,9 +49,9 @@ class Environment:
 
         Raises: as in `step`.
         """
-        found = await self._call("reset", {"row": row})
+        answer = await self._call("reset", {"row": row})
         try:
-            return _messages(found)
+            return _messages(answer)
         except ValueError as error:
             raise self._pool.fault(f"reset returned {error}") from error
 
@@ -63,9 +63,9 @@ class Environment:
             EpisodeLost: it takes too long, or its process ended.
             EnvironmentFault: it raised, or returned something of the wrong type.
         """
-        found = await self._call("step", {"message": message})
+        answer = await self._call("step", {"message": message})
         try:
-            return _turn(found, len(message["token_ids"]))
+            return _turn(answer, len(message["token_ids"]))
         except ValueError as error:
             raise self._pool.fault(f"step returned {error}") from error
 
@@ -100,16 +100,16 @@ def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
 
 
-def _turn(found: Any, num_tokens: int) -> tuple[Messages, float | list[float], bool, dict[str, float]]:
+def _turn(answer: Any, num_tokens: int) -> tuple[Messages, float | list[float], bool, dict[str, float]]:
     """Return what a step returned, checked."""
-    match found:
+    match answer:
         case [observation, reward, bool(done)]:
             numbers: dict[str, Any] = {}
         case [observation, reward, bool(done), dict(numbers)]:
             pass
         case _:
             expected = "(observation, reward, done), and maybe a dictionary of numbers"
-            raise ValueError(f"{found!r:.200}; expected {expected}; done is True or False")
+            raise ValueError(f"{answer!r:.200}; expected {expected}; done is True or False")
     rewards = [_number(one) for one in reward] if isinstance(reward, list) else _number(reward)
     if isinstance(rewards, list) and len(rewards) != num_tokens:
         raise ValueError(f"{len(rewards)} rewards for a turn of {num_tokens} tokens; expected as many, or one")
@@ -145,9 +145,9 @@ class EnvironmentPool(WorkerPool):
         self._closing: set[asyncio.Task] = set()
         self._num_episodes: Counter[WorkerProcess] = Counter()
 
-    def fault(self, found: str) -> EnvironmentFault:
+    def fault(self, reason: str) -> EnvironmentFault:
         """Return an error that names the environment and the remedy."""
-        return EnvironmentFault(f"environment {self.spec} {found}\nfix it, or choose another one")
+        return EnvironmentFault(f"environment {self.spec} {reason}\nfix it, or choose another one")
 
     async def in_thread(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Return the result of a coroutine that the pool's thread runs, with time limits of its own, to any other
@@ -208,8 +208,8 @@ def load_environments(rollout: Rollout, reward: Reward) -> EnvironmentPool:
         EnvironmentFault: the file cannot be imported, or defines no such class.
     """
     if rollout.environment is not None:
-        found = parse_spec(rollout.environment, "rollout.environment", {})
-        spec, code = rollout.environment, [found.source, found.name]
+        environment = parse_spec(rollout.environment, "rollout.environment", {})
+        spec, code = rollout.environment, [environment.source, environment.name]
     else:
         tools = [parse_spec(tool, "rollout.tools", {}) for tool in rollout.tools]
         functions = [(tool.source, tool.name) for tool in tools]

@@ -129,16 +129,16 @@ def _steps(steps: Any, num_characters: int, weight: float) -> list[Step]:
     expected += "the characters of the response"
     if not isinstance(steps, list):
         raise ValueError(f"{expected}, found {steps!r:.80}")
-    found: list[Step] = []
+    checked: list[Step] = []
     last = 0
     for step in steps:
         match step:
             case [int(end), score] if last < end <= num_characters:
-                found.append((end, _number(score, STEP_SCORES, weight)))
+                checked.append((end, _number(score, STEP_SCORES, weight)))
                 last = end
             case _:
                 raise ValueError(f"{expected}, found {step!r:.80}")
-    return found
+    return checked
 
 
 def combined(rows: Sequence[Sequence[Graded]], names: Sequence[str]) -> list[Graded]:

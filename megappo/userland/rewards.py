@@ -118,9 +118,9 @@ class RewardPool(WorkerPool):
         self._error: RewardError | None = None
         self.post(self._begin)
 
-    def fault(self, found: str) -> RewardError:
+    def fault(self, reason: str) -> RewardError:
         """Return an error about functions that cannot be loaded."""
-        return RewardError(f"reward function {self.spec} {found}\nfix it, or choose another reward.function")
+        return RewardError(f"reward function {self.spec} {reason}\nfix it, or choose another reward.function")
 
     def begin(self) -> "Scoring":
         """Return a scoring, to which responses are added as they come.
@@ -236,7 +236,8 @@ class RewardPool(WorkerPool):
         return worker
 
     def _call(self, worker: WorkerProcess, queue: FunctionQueue, rows: Sequence[PendingRow]) -> asyncio.Future:
-        arguments = {"function": queue.index, "rows": [one.row.sent for one in rows]}
+        sent = [one.row[:4] for one in rows]  # without their names
+        arguments = {"function": queue.index, "rows": sent}
         return worker.begin("score", arguments, self.timeout_seconds)
 
     async def _handle(

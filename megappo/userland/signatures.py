@@ -19,7 +19,7 @@ BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ON
 MAX_SHOWN = 200
 """Characters of a signature that are shown."""
 CallMode = Literal["one", "one_async", "list"]
-"""How a function is called: with one row; with one row while other calls are in progress; with a list of rows."""
+"""Ways to call a function: with one row; with one row while other calls are in progress; with a list of rows."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,6 @@ class Row(NamedTuple):
     label: Any
     columns: Mapping[str, Any]
     name: str = ""
-
-    @property
-    def sent(self) -> tuple[str, str, Any, Mapping[str, Any]]:
-        """The fields that a worker gets."""
-        return self.prompt, self.response, self.label, self.columns
 
     @property
     def raw_prompt(self) -> Any:

@@ -77,9 +77,9 @@ def load(source: str, name: str) -> Callable[..., Any]:
     if folder is not None:
         folder.enter()
     module = folder.load(source) if source.endswith(".py") else importlib.import_module(source)
-    found = getattr(module, name, None)
-    if not callable(found):
+    loaded = getattr(module, name, None)
+    if not callable(loaded):
         functions = {key: value for key, value in vars(module).items() if callable(value)}
         own = sorted(key for key, value in functions.items() if value.__module__ == module.__name__)
         raise BadFunction(f"does not exist: the file defines {cut(', '.join(own), 1000) or 'no function'}")
-    return found
+    return loaded

@@ -112,17 +112,17 @@ class WorkerProcess:
         """
         try:
             async with asyncio.timeout(seconds + grace_seconds):
-                found = await reply
+                answer = await reply
         except TimeoutError as error:
             self.stop()
             raise CallError(f"took longer than {seconds:g} seconds and was stopped", is_late=True) from error
-        if found is None:
+        if answer is None:
             raise CallError(self._fault or f"ended its process ({await asyncio.to_thread(self._exit)})")
-        if "error" in found:
-            raise CallError(str(found["error"]))
-        if "late" in found:
+        if "error" in answer:
+            raise CallError(str(answer["error"]))
+        if "late" in answer:
             raise CallError(f"took longer than {seconds:g} seconds", is_late=True)
-        return found.get("result")
+        return answer.get("result")
 
     def stop(self) -> None:
         """Have the process end at once; calls in progress fail."""
@@ -159,9 +159,9 @@ class WorkerProcess:
             waiting.set_result(reply)
         return None
 
-    def _distrust(self, found: str) -> None:
+    def _distrust(self, received: str) -> None:
         remedy = "does it write to a descriptor that it has not opened?"
-        self._fault = f"sent something else than its results to the trainer: {found}; {remedy}"
+        self._fault = f"sent something else than its results to the trainer: {received}; {remedy}"
         self._hang_up()
 
     def _hang_up(self) -> None:
@@ -261,7 +261,7 @@ class WorkerPool(AbstractContextManager):
             raise self.fault(str(error)) from error
         self.takes = self.description.inputs
 
-    def fault(self, found: str) -> Exception:
+    def fault(self, reason: str) -> Exception:
         """Return an error that names the code and the remedy."""
         raise NotImplementedError
 

@@ -161,7 +161,7 @@ def known(rank: int, world_size: int) -> None:
         quota = GroupQuota(3, ("score", "acc")[number], store_counter(store, f"quota {number}"))
         for i in range(2):
             group = [sample_of(i, j, [1], [-1.0]) for j in range(2)]
-            quota.add(group, partial(responses.is_scored, responses.add(group)))
+            quota.add(group, partial(responses.fill_if_scored, responses.add(group)))
 
         def settle(row: int, score: float, scoring: Scoring = scoring) -> None:
             for function, pending in enumerate(scoring._pending[row]):
