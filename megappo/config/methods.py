@@ -20,7 +20,7 @@ class Method:
 
     Attributes:
         source: the function.
-        reads: keys of its section of the config that not all methods of its kind read.
+        reads: keys of its section of the config that only some methods of its kind use.
     """
 
     source: Function

@@ -18,6 +18,7 @@ from megappo.config.values import (
     AboveOne,
     AdaptedModule,
     Aggregation,
+    BetweenZeroAndOne,
     Decay,
     FilePath,
     FilePaths,
@@ -27,7 +28,6 @@ from megappo.config.values import (
     NonNegative,
     NonNegativeFloat,
     OneOf,
-    OpenFraction,
     Positive,
     PositiveFloat,
     Ranks,
@@ -88,7 +88,7 @@ class Parallel(Section):
 
 
 class Optim(Section):
-    lr: OpenFraction = key(1e-6, "peak learning rate (Adam)")
+    lr: BetweenZeroAndOne = key(1e-6, "peak learning rate (Adam)")
     min_lr: NonNegativeFloat = key(0.0, "learning rate at the end of the decay")
     lr_warmup_steps: NonNegative = key(0, "optimizer steps of linear warm-up from 0")
     lr_decay_style: Literal["constant", "linear", "cosine"] = key("constant", "decay from lr to min_lr over the whole run")

@@ -10,6 +10,7 @@ from pydantic import StrictBool
 from megappo.config.methods import ESTIMATORS, LENGTH_PENALTIES, TRANSPORTS, Estimator, Method
 from megappo.config.values import (
     AtLeastOne,
+    BetweenZeroAndOne,
     FilePath,
     FilePaths,
     Float,
@@ -18,7 +19,6 @@ from megappo.config.values import (
     NonNegative,
     NonNegativeFloat,
     OneOf,
-    OpenFraction,
     Port,
     Positive,
     PositiveFloat,
@@ -175,7 +175,7 @@ class Rollout(Section):
     val_pass_threshold: Float = key(1.0, "smallest score with which a response of an evaluation passes, for pass@k", read_if=HAS_HELD_OUT)
     tensor_parallel: Positive = key(1, "GPUs per SGLang engine; the ranks of placement.rollout are cut into groups of this size, each on one node or with as many ranks on each of several")
     max_running_requests: Positive = key(256, "sequences that an engine decodes at once")
-    mem_fraction_static: OpenFraction = key(0.5, "share of GPU memory for the engine's weights and KV cache (GPU only)", read_if=OWN_ENGINES)
+    mem_fraction_static: BetweenZeroAndOne = key(0.5, "share of GPU memory for the engine's weights and KV cache (GPU only)", read_if=OWN_ENGINES)
     sleep: Literal["always", "auto", "never"] = key("always", "when an engine gives its memory to the models on its GPUs; auto = when memory needs it (GPU only)", read_if=OWN_ENGINES)
     max_total_tokens: Positive | None = key(None, "KV-cache tokens of an engine; null = from mem_fraction_static (on a CPU: 65536)", read_if=OWN_ENGINES)
     start_timeout_seconds: PositiveFloat = key(1500.0, "timeout for the start of an engine; the first on a GPU compiles kernels")
@@ -254,7 +254,7 @@ class RolloutCorrection(Section):
     normalize: StrictBool = key(False, "divide the weights by their mean over the batch", read_if=WEIGHTS_ROWS)
     reject: dict[Rejection, PositiveFloat | Bounds] = key({}, "reject tokens (token_*) or responses (seq_*) whose divergence between engine and trainer passes a bound, such as {seq_mean_k1: [0.999, 1.001], token_k3: 0.1}. k1 is the log of pi_engine / pi_trainer; its bounds are two of that ratio, or u for 1 / u and u. k2 = k1^2 / 2 and k3 = e^-k1 - 1 + k1 take the largest. sum, mean and max are over a response. Names: " + ", ".join(get_args(Rejection)))
     reject_geometric: Bounds | None = key(None, "reject responses whose geometric-mean ratio is outside, such as [0.999, 1.001]; null = off")
-    veto_threshold: OpenFraction | None = key(None, "reject responses with a token whose ratio is below this, such as 1e-4; null = off")
+    veto_threshold: BetweenZeroAndOne | None = key(None, "reject responses with a token whose ratio is below this, such as 1e-4; null = off")
 
     @property
     def is_on(self) -> bool:

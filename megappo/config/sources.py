@@ -120,7 +120,7 @@ class Sources:
             self.errors.append(f"{error} (in {shorten(repr(text))})")
 
     def _merge(self, loader: _Loader, node: yaml.Node, values: dict[str, Any], path: str, source: str) -> None:
-        """Put the values of a mapping over those of `path`. Components share a key, as `actor, critic: 0-7`."""
+        """Merge a mapping into `values`, the section at `path`. Components share a key, as `actor, critic: 0-7`."""
         seen: dict[str, str] = {}
         for key, value in node.value:
             place = source if source == COMMAND_LINE else f"{source}:{key.start_mark.line + 1}"

@@ -206,7 +206,7 @@ class MemoryEstimate:
             model = self.models[name]
             states = model.states(stages[name])
             moments.append(resident | {f"{name} {kind}": size for kind, size in states.items()})
-            if model.section and model.section.optim.distributed:  # Megatron copies the weights into its buffer
+            if model.settings and model.settings.optim.distributed:  # Megatron copies the weights into its buffer
                 copied = {f"{name} weights, copied": states["gradients"] * model.nbytes / DTYPES["fp32"].nbytes}
                 kept = {f"{name} {kind}": states[kind] for kind in ("weights", "gradients")}
                 moments.append(resident | kept | copied)

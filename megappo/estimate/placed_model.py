@@ -147,9 +147,9 @@ class PlacedModel:
         return self.spec.parallel.value
 
     @property
-    def section(self) -> Trained | None:
+    def settings(self) -> Trained | None:
         """The config's section of a trained model."""
-        return self.spec.training.section if self.spec.training else None
+        return self.spec.training.settings if self.spec.training else None
 
     @property
     def nbytes(self) -> int:
@@ -165,7 +165,7 @@ class PlacedModel:
         """Return the bytes that a rank keeps from step to step."""
         size = self.shape.stages(self.parallel)[stage]
         trained = self.shape.stages(self.parallel, trained=True)[stage]
-        return state_bytes(size, trained, self.layout, self.dtype, self.section.optim if self.section else None)
+        return state_bytes(size, trained, self.layout, self.dtype, self.settings.optim if self.settings else None)
 
     def copied(self, stage: int) -> dict[TensorKind, float]:
         """Return the part of the states that is offloaded to pinned host memory; gradients are freed instead."""
@@ -181,7 +181,7 @@ class PlacedModel:
         stages = stage_of_layers(self.shape.architecture, self.parallel)
         layers = [self.tokens * self._layer_bytes(layer) for layer, at in enumerate(stages) if at == stage]
         in_flight, largest = self._in_flight(stage) if trains else 0, max(layers, default=0.0)
-        if self.section is not None and self.section.recompute == "full":
+        if self.settings is not None and self.settings.recompute == "full":
             inputs = self.tokens * self.nbytes * self.shape.architecture.hidden_size / self._sharing
             return in_flight * len(layers) * inputs + largest
         return max(in_flight * sum(layers), largest)
@@ -250,7 +250,7 @@ class PlacedModel:
     def saved(self, gpus_per_node: int) -> dict[int, float]:
         """Return node -> bytes that a save copies there; none of a model that is not trained."""
         nodes: dict[int, float] = defaultdict(float)
-        if self.section is None:
+        if self.settings is None:
             return nodes
         for ranks, size in zip(self.layout.stages, self.shape.stages(self.parallel, trained=True), strict=True):
             numbers = size.dense * self.layout.tensor + size.experts * self.layout.expert * self.layout.expert_tensor

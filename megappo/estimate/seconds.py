@@ -62,13 +62,13 @@ class TimeEstimate:
         steps.
         """
         models = [self.memory.models[name] for name in uses]
-        model, section = models[0], models[0].section
+        model, settings = models[0], models[0].settings
         seconds, work = sum(map(self._pass, models)), sum(map(self._work, models))
-        if section is not None and phase.startswith("update_"):
+        if settings is not None and phase.startswith("update_"):
             backward = model.shape.flops.training - 1
-            seconds += (backward + (section.recompute == "full")) * self._pass(model) + self._head(model)
-            seconds = section.ppo_epochs * seconds + self._optimizer_steps(model)
-            work = section.ppo_epochs * (work + backward * self._work(model))
+            seconds += (backward + (settings.recompute == "full")) * self._pass(model) + self._head(model)
+            seconds = settings.ppo_epochs * seconds + self._optimizer_steps(model)
+            work = settings.ppo_epochs * (work + backward * self._work(model))
         self.seconds[phase] = seconds
         self.mfu[phase] = work / (seconds * len(model.layout.ranks) * self._peak)
 

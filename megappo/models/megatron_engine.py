@@ -40,15 +40,16 @@ class MegatronEngine:
 
     def __init__(self, chunks: ModelChunks, groups: ComponentGroups, head: Head, max_tokens: int):
         self.chunks = chunks
-        self.config = chunks[0].config
+        self.transformer_config = chunks[0].config
         self.groups = groups
         self.head = head
         self.max_tokens = max_tokens
-        self.runners = [_runner(chunk) for chunk in chunks]
+        self.wrapped_chunks = [_wrapped(chunk) for chunk in chunks]
         pipeline = groups.collection.pp
-        self._p2p = P2PCommunicator(pipeline, self.config) if pipeline.size() > 1 else None
-        self._is_pinned = "pinned_copies" in self.config.switches
-        self._schedule = get_forward_backward_func(pipeline.size(), self.config.virtual_pipeline_model_parallel_size)
+        self._p2p = P2PCommunicator(pipeline, self.transformer_config) if pipeline.size() > 1 else None
+        self._is_pinned = "pinned_copies" in self.transformer_config.switches
+        num_virtual = self.transformer_config.virtual_pipeline_model_parallel_size
+        self._pipeline_schedule = get_forward_backward_func(pipeline.size(), num_virtual)
 
     @property
     def is_output(self) -> bool:
@@ -61,8 +62,8 @@ class MegatronEngine:
     def forward(self, rows: Rows) -> Outputs:
         """The head's outputs for `rows` ([b, R] or [b] each, CPU) on the last stage; {} on other stages."""
         bins = self._bins(rows)
-        for runner in self.runners:
-            runner.eval()
+        for chunk in self.wrapped_chunks:
+            chunk.eval()
         on_output = partial(self._outputs, self.head)
         parts = self._run(rows, bins, on_output, on_output, forward_only=True)
         if not parts:
@@ -78,10 +79,10 @@ class MegatronEngine:
         packed the micro-batch, so all ranks of this component are in that head together.
         The config refuses pipeline stages with it, which only a schedule can run.
         """
-        ((runner,), (chunk,)) = self.runners, self.chunks
-        runner.eval()
+        ((wrapped,), (chunk,)) = self.wrapped_chunks, self.chunks
+        wrapped.eval()
         with self.groups.active():
-            return self._output(packed, runner)[0], output_weight(chunk)
+            return self._output(packed, wrapped)[0], output_weight(chunk)
 
     def total(self, part: float) -> float:
         """The sum of every data-parallel shard's part of a metric, the same on every rank of the component.
@@ -116,14 +117,14 @@ class MegatronEngine:
         num_idle = self._num_idle(len(bins))
         shortest = [int(rows.lengths.argmin())] if num_idle else []
         parts = [*((part, on_output) for part in bins), *[(shortest, on_idle)] * num_idle]
-        if "known_shapes" in self.config.switches:
+        if "known_shapes" in self.transformer_config.switches:
             lengths = rows.lengths.tolist()
             expect_shapes(self._p2p, (self._shape([lengths[row] for row in part]) for part, _ in parts))
         with self.groups.active():
-            found = self._schedule(
+            results = self._pipeline_schedule(
                 forward_step_func=self._forward_step,
-                data_iterator=[self._packs(rows, parts) for _ in self.runners],
-                model=self.runners,
+                data_iterator=[self._packs(rows, parts) for _ in self.wrapped_chunks],
+                model=self.wrapped_chunks,
                 num_microbatches=len(parts),
                 seq_length=1,  # with variable_seq_lengths the communicator knows the real one
                 micro_batch_size=1,
@@ -132,7 +133,7 @@ class MegatronEngine:
                 pg_collection=self.groups.collection,
                 p2p_communicator=self._p2p,
             )
-        return found[: len(bins)]
+        return results[: len(bins)]
 
     def _num_idle(self, num_bins: int) -> int:
         """Micro-batches without effect that this shard must add.
@@ -149,18 +150,18 @@ class MegatronEngine:
 
     def _bins(self, rows: Rows) -> list[list[int]]:
         lengths = rows.lengths.tolist()
-        filling = self.groups.layout.filling(sum(lengths), self.config.hidden_size, platform.device().type)
+        filling = self.groups.layout.filling(sum(lengths), self.transformer_config.hidden_size, platform.device().type)
         return micro_batches(lengths, self.max_tokens, at_least=filling)
 
     @property
     def _multiple(self) -> int:
         """The number of a micro-batch's tokens that are held here is a multiple of this."""
-        return self.groups.layout.tensor if self.config.sequence_parallel else 1
+        return self.groups.layout.tensor if self.transformer_config.sequence_parallel else 1
 
     def _shape(self, lengths: Sequence[int]) -> tuple[int, ...]:
         """Shape of the hidden states between stages, for a micro-batch of sequences of these lengths."""
         held = num_held(lengths, self._multiple, context=self.groups.layout.context)
-        return held // self._multiple, 1, self.config.hidden_size
+        return held // self._multiple, 1, self.transformer_config.hidden_size
 
     def _packs(
         self, rows: Rows, parts: Sequence[tuple[Sequence[int], OnOutput]]
@@ -179,7 +180,7 @@ class MegatronEngine:
 
     def _output(self, packed: PackedBatch, model: torch.nn.Module) -> Tensor:
         # The heads cast to fp32 what they need.
-        keep_dtype = {"fp32_output": False} if self.config.bf16 else {}
+        keep_dtype = {"fp32_output": False} if self.transformer_config.bf16 else {}
         return model(
             input_ids=packed.input_ids,
             position_ids=packed.position_ids,
@@ -189,7 +190,7 @@ class MegatronEngine:
         )
 
 
-def _runner(chunk: GPTModel) -> torch.nn.Module:
+def _wrapped(chunk: GPTModel) -> torch.nn.Module:
     """Return the module of a chunk that the schedule runs."""
     with router_bias_kept(chunk):
         return Float16Module(chunk.config, chunk) if chunk.config.bf16 else chunk

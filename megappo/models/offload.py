@@ -131,7 +131,7 @@ def _tensors(engine: MegatronEngine) -> dict[TensorKind, list[Tensor]]:
     gradients: list[Tensor] = []
     states: list[Tensor] = []
     if isinstance(engine, TrainedEngine):
-        for runner in engine.runners:
+        for runner in engine.wrapped_chunks:
             gradients += [buffer.grad_data for buffer in runner.buffers + runner.expert_parallel_buffers]
         for part in engine.optimizer.chained_optimizers:
             for group in part.optimizer.param_groups:

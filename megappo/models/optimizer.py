@@ -18,18 +18,18 @@ from megappo.runtime.megatron_patches import count_padding, save_optimizer_state
 
 
 def data_parallel(
-    runner: torch.nn.Module, config: TransformerConfig, optim: Optim, groups: ComponentGroups
+    runner: torch.nn.Module, transformer_config: TransformerConfig, optim: Optim, groups: ComponentGroups
 ) -> DistributedDataParallel:
     """Wrap a chunk that is trained in Megatron's buffers of gradients and their reduction over the ranks.
 
-    The component's groups are active, and its world is the default one.
+    Preconditions: the component's groups are active, and its world is the default one.
     """
     settings = DistributedDataParallelConfig(
         use_distributed_optimizer=optim.distributed,
         grad_reduce_in_fp32=True,
-        **{name: name in config.switches for name in REDUCTION},
+        **{name: name in transformer_config.switches for name in REDUCTION},
     )
-    wrapped = DistributedDataParallel(config, settings, runner, pg_collection=groups.collection)
+    wrapped = DistributedDataParallel(transformer_config, settings, runner, pg_collection=groups.collection)
     for parameter in wrapped.parameters():
         parameter.is_reduced_early = settings.overlap_grad_reduce
     count_padding(wrapped)
@@ -37,24 +37,28 @@ def data_parallel(
 
 
 def build_optimizer(
-    runners: list[DistributedDataParallel], config: TransformerConfig, optim: Optim, groups: ComponentGroups
+    wrapped_chunks: list[DistributedDataParallel],
+    transformer_config: TransformerConfig,
+    optim: Optim,
+    groups: ComponentGroups,
 ) -> ChainedOptimizer:
-    """Build decoupled Adam with fp32 moments and master weights, ready to be saved. As `data_parallel`."""
+    """Build decoupled Adam with fp32 moments and master weights, ready to be saved. Same preconditions as
+    `data_parallel`."""
     settings = OptimizerConfig(
         optimizer="adam",
-        lr=optim.lr,
+        lr=optim.lr,  # becomes the groups' max_lr, which get_lr of the scheduler prefers to its own max_lr
         min_lr=optim.min_lr,
         weight_decay=optim.weight_decay,
         adam_beta1=optim.betas[0],
         adam_beta2=optim.betas[1],
         adam_eps=optim.eps,
         clip_grad=optim.clip_grad,
-        bf16=config.bf16,
-        params_dtype=config.params_dtype,
+        bf16=transformer_config.bf16,
+        params_dtype=transformer_config.params_dtype,
         use_distributed_optimizer=optim.distributed,
     )
     optimizer = get_megatron_optimizer(
-        settings, runners, use_gloo_process_groups=False, pg_collection=groups.collection
+        settings, wrapped_chunks, use_gloo_process_groups=False, pg_collection=groups.collection
     )
     init_optimizer_state(optimizer)
     return optimizer
@@ -87,14 +91,14 @@ def clipped_step(optimizer: ChainedOptimizer) -> float:
 
 
 def lr_scheduler(optimizer: object, optim: Optim, total_optimizer_steps: int) -> OptimizerParamScheduler:
-    """Linear warm-up from 0, then the configured decay; it also exempts biases and norms from weight decay."""
+    """Linear warm-up from 0, then the configured decay; it applies the groups' wd_mult (0 for biases and norms)."""
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0 if optim.lr_warmup_steps else optim.lr,
         max_lr=optim.lr,
         min_lr=optim.min_lr,
         lr_warmup_steps=optim.lr_warmup_steps,
-        lr_decay_steps=max(total_optimizer_steps, optim.lr_warmup_steps + 1),
+        lr_decay_steps=max(total_optimizer_steps, optim.lr_warmup_steps + 1),  # Megatron asserts warm-up < decay
         lr_decay_style=optim.lr_decay_style,
         start_wd=optim.weight_decay,
         end_wd=optim.weight_decay,

@@ -80,21 +80,22 @@ class TrainedEngine(MegatronEngine):
         self.optim = optim
         self.skipped_in_a_row = 0
         with groups.active(), groups.as_world():
-            self.runners = [data_parallel(runner, self.config, optim, groups) for runner in self.runners]
-            self.optimizer = build_optimizer(self.runners, self.config, optim, groups)
+            config, chunks = self.transformer_config, self.wrapped_chunks
+            self.wrapped_chunks = [data_parallel(chunk, config, optim, groups) for chunk in chunks]
+            self.optimizer = build_optimizer(self.wrapped_chunks, self.transformer_config, optim, groups)
         self.scheduler = lr_scheduler(self.optimizer, optim, total_optimizer_steps)
-        self.config.grad_scale_func = self.optimizer.scale_loss
-        self.config.finalize_model_grads_func = _finalize_without_token_count
-        if self.runners[0].ddp_config.overlap_grad_reduce:  # nothing before the last micro-batch
-            waits = [runner.no_sync for runner in self.runners]
-            self.config.no_sync_func = waits if len(waits) > 1 else waits[0]
+        self.transformer_config.grad_scale_func = self.optimizer.scale_loss
+        self.transformer_config.finalize_model_grads_func = _finalize_without_token_count
+        if self.wrapped_chunks[0].ddp_config.overlap_grad_reduce:  # nothing before the last micro-batch
+            waits = [chunk.no_sync for chunk in self.wrapped_chunks]
+            self.transformer_config.no_sync_func = waits if len(waits) > 1 else waits[0]
 
     def train_batch(self, rows: Rows, loss_fn: LossFn) -> OptimizerStep:
         """Make one optimizer step on this shard's rows of a mini-batch, or none where loss, metrics or gradients are
         not finite: all ranks of the component agree on it."""
-        for runner in self.runners:
-            runner.train()
-            runner.zero_grad_buffer()
+        for chunk in self.wrapped_chunks:
+            chunk.train()
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         on_output, on_idle = partial(self._loss, loss_fn), partial(self._loss, _no_loss)
         parts = self._run(rows, self._bins(rows), on_output, on_idle, forward_only=False)

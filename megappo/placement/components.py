@@ -65,14 +65,14 @@ class Training:
 
     Attributes:
         key: key of the config's section.
-        section: optimizer, epochs, mini-batch size, recompute.
+        settings: config.actor or config.critic.
         fields: fields of the rows that the loss reads.
         full_kl: the loss reads the KL to `Component.reference`.
         warmup_steps: first PPO steps, in which the component is not trained.
     """
 
     key: str
-    section: Trained
+    settings: Trained
     fields: tuple[str, ...]
     full_kl: bool = False
     warmup_steps: int = 0
@@ -80,7 +80,7 @@ class Training:
     def optimizer_steps(self, config: Config) -> int:
         """Return the optimizer steps of the whole run, without early stops."""
         steps = config.trainer.total_steps - self.warmup_steps
-        return steps * self.section.ppo_epochs * self.section.num_mini_batches(config.data.train_batch_size)
+        return steps * self.settings.ppo_epochs * self.settings.num_mini_batches(config.data.train_batch_size)
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class ComponentSpec:
         """Return the number of prompts whose trajectories make a mini-batch."""
         if self.training is None:
             return setting(config, "data.train_batch_size")
-        return Setting(f"{self.training.key}.ppo_mini_batch_size", self.training.section.ppo_mini_batch_size)
+        return Setting(f"{self.training.key}.ppo_mini_batch_size", self.training.settings.ppo_mini_batch_size)
 
 
 def _settings(config: Config, name: str) -> dict[str, Any]:

@@ -88,7 +88,7 @@ class RunPlan:
             splits[name] = BatchSplit(
                 shards=layout.data,
                 mini_batches=config.data.train_batch_size // mini_batch,
-                epochs=spec.training.section.ppo_epochs if spec.training else 0,
+                epochs=spec.training.settings.ppo_epochs if spec.training else 0,
                 trajectories=trajectories,
                 shard_trajectories=(fewest, most),
                 micro_batches=(_ceil(if_shortest, group) * group, _ceil(if_longest, group) * group),
@@ -170,7 +170,7 @@ def _parallel_errors(key: str, parallel: Parallel) -> Iterator[str]:
 
 
 def _optimizer_errors(config: Config, training: Training) -> Iterator[str]:
-    key, optim, steps = f"{training.key}.optim", training.section.optim, training.optimizer_steps(config)
+    key, optim, steps = f"{training.key}.optim", training.settings.optim, training.optimizer_steps(config)
     if optim.min_lr > optim.lr:
         yield f"{key}.min_lr {optim.min_lr} is above {key}.lr {optim.lr}: lower it"
     if optim.min_lr and optim.lr_decay_style == "constant":

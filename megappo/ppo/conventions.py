@@ -14,7 +14,7 @@
 | value_loss_factor   | 0.5           | 1                   | 1                   | 0.5                | 0.5           |
 | loss_agg_mode       | token-mean    | seq-mean-token-mean | seq-mean-token-mean | token-mean         | token-mean    |
 | counts_empty_rows   | verl: yes     | yes                 | yes                 | no                 | no            |
-| kl_gamma            | none          | 0                   | 0                   | 1                  | 0             |
+| token_kl_gamma      | none          | 0                   | 0                   | 1                  | 0             |
 
 Read from: verl's trainer/ppo/core_algos.py (kl_penalty_forward, compute_policy_loss_vanilla, compute_value_loss) and
 utils/torch_functional.py (masked_whiten); slime's utils/ppo_utils.py and utils/distributed_utils.py, our k3 is its
@@ -75,9 +75,9 @@ class Conventions:
         value_loss_factor: of the squared error in the value loss.
         loss_agg_mode: where neither the config nor the policy loss's method sets one.
         counts_empty_rows: True = the seq-mean modes divide by all rows of a mini-batch; False = by those with a token.
-        kl_gamma: where estimators compare the responses to a prompt, the KL in the reward is subtracted from a token's
-            advantage: the sum from the token on, with this discount (0 = its own, 1 = of all). None = the response's
-            whole KL is subtracted from its score, before the comparison.
+        token_kl_gamma: where estimators compare the responses to a prompt, the KL in the reward is subtracted after the
+            baseline, from a token's advantage: the sum from the token on, with this discount (0 = its own, 1 = of all).
+            None = the response's whole KL is subtracted from its score, before the comparison.
     """
 
     whitening: Whitening = Whitening()
@@ -90,7 +90,7 @@ class Conventions:
     value_loss_factor: float = 0.5
     loss_agg_mode: str = "token-mean"
     counts_empty_rows: bool = False
-    kl_gamma: float | None = None
+    token_kl_gamma: float | None = None
 
     @property
     def log_ratio_bound(self) -> float:
@@ -107,7 +107,7 @@ _BIASED = Whitening(ddof=0, clamps_variance=True)
 DEFAULT = Conventions()
 
 _BY_SAMPLES = Conventions(
-    value_loss_factor=1.0, loss_agg_mode="seq-mean-token-mean", counts_empty_rows=True, kl_gamma=0.0
+    value_loss_factor=1.0, loss_agg_mode="seq-mean-token-mean", counts_empty_rows=True, token_kl_gamma=0.0
 )
 
 PRESETS: dict[str, Conventions] = {
@@ -119,14 +119,14 @@ PRESETS: dict[str, Conventions] = {
         reinforce_whitening=_BIASED,
         kl_input_clamp=None,
         kl_clamped=frozenset(KL_KINDS),
-        kl_gamma=1.0,
+        token_kl_gamma=1.0,
     ),
     "nemo_rl": Conventions(
         reinforce_whitening=_BIASED,
         log_ratio_clamp=None,
         kl_clamped=frozenset(KL_KINDS),
         kl_true_gradient=True,
-        kl_gamma=0.0,
+        token_kl_gamma=0.0,
     ),
 }
 """algorithm.preset -> its conventions; the table above."""

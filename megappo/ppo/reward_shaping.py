@@ -48,14 +48,14 @@ class RunningMoments:
         """Standard deviation; 0 for fewer than two numbers."""
         return math.sqrt(self._squares / (self.count - 1.0)) if self.count > 1.0 else 0.0
 
-    def update(self, scores: Tensor, group: ProcessGroup | None = None) -> None:
-        """Add the scores, [B], of all ranks of `group`; each must call, with its own (possibly none).
+    def update(self, scores: Tensor, process_group: ProcessGroup | None = None) -> None:
+        """Add the scores, [B], of all ranks of `process_group`; each must call, with its own (possibly none).
 
         Except for rounding the result depends neither on how scores are spread over ranks nor over calls.
         """
-        found = moments_over_ranks(scores.detach().double(), group)
+        added = moments_over_ranks(scores.detach().double(), process_group)
         before = self.count, self.mean, self._squares
-        self.count, self.mean, self._squares = merged_moments([before, found])
+        self.count, self.mean, self._squares = merged_moments([before, added])
 
     def state_dict(self) -> dict[str, float]:
         return {"count": self.count, "mean": self.mean, "squares": self._squares}
@@ -66,21 +66,21 @@ class RunningMoments:
 
 def normalize_scores(
     scores: Tensor,
-    groups: Tensor,
+    prompt_ids: Tensor,
     normalize: str,
     running: RunningMoments,
     *,
-    group: ProcessGroup | None = None,
+    process_group: ProcessGroup | None = None,
 ) -> Tensor:
     """Return (score - mean) / (std + 1e-6), std with ddof 1.
 
     Args:
         scores: [B] float32.
-        groups: [B] int64; the same number = the same prompt. All responses to a prompt are on one rank.
+        prompt_ids: [B] int64; the same number = the same prompt. All responses to a prompt are on one rank.
         normalize: whose mean and std: batch = the scores of all ranks; running = also all earlier ones; group = the
             scores of the same prompt; none = scores unchanged.
         running: with normalize running, updated with the scores before they are normalised; unchanged otherwise.
-        group: ranks that batch and running take together; each must call.
+        process_group: ranks that batch and running take together; each must call.
 
     Returns:
         [B] float32. Scores that are all equal, or a single one, become 0.
@@ -91,28 +91,28 @@ def normalize_scores(
     if normalize == "none":
         return scores
     if normalize == "group":
-        return PromptGroups(groups).normalized(scores.double()).float()
+        return PromptGroups(prompt_ids).normalized(scores.double()).float()
     moments = {"running": running, "batch": RunningMoments()}[normalize]
-    moments.update(scores, group)
+    moments.update(scores, process_group)
     return ((scores.double() - moments.mean) / (moments.std + EPS)).float()
 
 
 def shape_scores(
     scores: Tensor,
     response_lengths: Tensor,
-    groups: Tensor,
+    prompt_ids: Tensor,
     config: Any,
     running: RunningMoments,
     *,
     max_response_length: int,
-    group: ProcessGroup | None = None,
+    process_group: ProcessGroup | None = None,
 ) -> tuple[Tensor, Unreduced]:
     """Scale scores, clip them to +- clip, normalise them and add the length penalty, in this order.
 
     Args:
         scores: [B] float32, one per response.
         response_lengths: [B] tokens that the policy wrote.
-        groups, running, group: as in normalize_scores.
+        prompt_ids, running, process_group: as in normalize_scores.
         config: the reward section.
         max_response_length: rollout.max_response_length.
 
@@ -128,7 +128,8 @@ def shape_scores(
     limit = math.inf if config.clip is None else config.clip
     # In float32, so that the mean of equal scores, summed in float64, is exact and they become exactly 0.
     scaled = scores.float() * config.scale
-    normalized = normalize_scores(scaled.clamp(-limit, limit), groups, config.normalize, running, group=group)
+    clipped = scaled.clamp(-limit, limit)
+    normalized = normalize_scores(clipped, prompt_ids, config.normalize, running, process_group=process_group)
     penalty = config.penalty.function(response_lengths, max_response_length, config)
     is_clipped = scaled.abs() > limit
     return normalized + penalty, {

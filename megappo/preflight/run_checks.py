@@ -172,7 +172,7 @@ def _fit_errors(config: Config, spec: ComponentSpec, architecture: Architecture)
     yield from fit_errors(architecture, parallel, f"{parallel_key}.{{}}".format)
     if spec.lora is not None:
         yield from adapter_errors(architecture, spec.lora, parallel_key.removesuffix(".parallel"))
-    if training is not None and not training.section.optim.distributed:
+    if training is not None and not training.settings.optim.distributed:
         yield from dense_stage_errors(architecture, parallel, training.key)
     if key == "model.path":
         yield from engine_fit_errors(architecture, config.rollout.tensor_parallel)

@@ -102,7 +102,7 @@ class SampledBatches:
             self._config.reward,
             RunningMoments(),
             max_response_length=self._config.rollout.max_response_length,
-            group=exchange.group,
+            process_group=exchange.group,
         )
         baselines = {}
         for part in exchange.share(dict(zip(indices.tolist(), shaped.tolist(), strict=True))):

@@ -57,7 +57,7 @@ def add_advantages(run: Run, step: int, batch: Batch, metrics: dict[str, Any]) -
         config.reward,
         run.progress.reward_moments,
         max_response_length=config.rollout.max_response_length,
-        group=exchange.group,
+        process_group=exchange.group,
     )
     advantages, returns = _advantages(run, joined, scores)
     added = {"shaped_scores": scores, **_whitened_and_clipped(run, advantages, joined.response_mask)}
@@ -103,9 +103,9 @@ def _advantages(run: Run, rows: Rows, scores: torch.Tensor) -> tuple[torch.Tenso
 
     Rewards of an environment and of steps are a part of the scores. They stay on their own tokens, scaled like the
     scores; the remaining score (of the reward function, the length penalty) is on the last token. The KL penalty is a
-    part of the rewards, or subtracted after the baseline: see `Conventions.kl_gamma`.
+    part of the rewards, or subtracted after the baseline: see `Conventions.token_kl_gamma`.
     """
-    kl, kl_coef, gamma = rows.fields.get("kl_penalty"), run.progress.kl.value, conventions(run.config).kl_gamma
+    kl, kl_coef, gamma = rows.fields.get("kl_penalty"), run.progress.kl.value, conventions(run.config).token_kl_gamma
     compares = run.config.algorithm.method.compares_responses
     after_baseline = kl is not None and gamma is not None and compares
     turn_rewards = rows.fields.get("turn_rewards")
@@ -125,8 +125,8 @@ def _advantages(run: Run, rows: Rows, scores: torch.Tensor) -> tuple[torch.Tenso
 def _estimate(run: Run, rows: Rows, rewards: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return advantages and returns. In decoupled and length-adaptive GAE they have different lambdas."""
     algorithm, mask = run.config.algorithm, rows.response_mask
-    inputs = {
-        **rows.fields,
+    inputs = {  # `estimate` passes on those that the estimator has as parameters
+        **rows.fields,  # the critic's `values` for gae
         **{key: getattr(algorithm, key) for key in algorithm.method.reads},
         "token_level_rewards": rewards,
         "response_mask": mask,

@@ -94,7 +94,7 @@ class Models:
     def num_mini_batches(self) -> dict[str, int]:
         """Return the mini-batches of an epoch of each trained component."""
         num_prompts = self.config.data.train_batch_size
-        return {name: training.section.num_mini_batches(num_prompts) for name, training in self.training.items()}
+        return {name: training.settings.num_mini_batches(num_prompts) for name, training in self.training.items()}
 
     def scatter(self, batch: Batch) -> Shards:
         """Bring a step's rows, tokens and mask only, to all components.
@@ -216,7 +216,7 @@ def build_engine(
         config.model,
         spec.parallel.value,
         groups,
-        recompute=training.section.recompute if training else "none",
+        recompute=training.settings.recompute if training else "none",
         trained=training is not None,
     )
     load_hf(chunks, spec.folder.value, architecture, groups, seed=config.trainer.seed)
@@ -239,7 +239,7 @@ def build_engine(
         groups,
         forward_head,
         spec.max_tokens.value,
-        training.section.optim,
+        training.settings.optim,
         training.optimizer_steps(config),
         loss_head=head(training.full_kl, bootstrap=False),
     )

@@ -107,7 +107,7 @@ class Run:
         for name in trained:
             counts, steps, seconds = zip(*(of_rank[name] for of_rank in updates), strict=True)
             experience.add(name, max(counts), merge_optimizer_steps(steps, name))
-            is_interrupted |= max(counts) < self.models.training[name].section.ppo_epochs * len(shards[name].split)
+            is_interrupted |= max(counts) < self.models.training[name].settings.ppo_epochs * len(shards[name].split)
             metrics |= training_metrics(experience.optimizer_steps[name], name)
             metrics[f"{name}/mfu"] = self.utilisation.mfu(shards[name], max(map(len, steps)), max(seconds))
         if is_interrupted:

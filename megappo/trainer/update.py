@@ -1,7 +1,7 @@
 """Updates of a step: PPO's epochs over the mini-batches of the rows at a component.
 
-The rows have the fields of the loss by now (see `placement.components.Training`). An update waits for no rank of
-another component.
+The rows already hold every field that the loss reads (see `placement.components.Training`). An update waits for no rank
+of another component.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,7 +30,7 @@ def update_actor(batch: ComponentBatch, config: Config) -> None:
         loss = ActorLoss(config, num_tokens, num_rows)
         if actor.method.select is not None:
             rows = _with_selection(engine, rows, actor.method.select, actor)
-        _train(batch, engine, rows, loss, config)
+        _optimizer_step(batch, engine, rows, loss, config)
         if actor.target_kl is not None and engine.total(loss.policy_kl) > actor.target_kl:
             batch.num_updates = actor.ppo_epochs * len(batch.split)
 
@@ -41,7 +41,7 @@ def update_critic(batch: ComponentBatch, config: Config) -> None:
     if not isinstance(engine, TrainedEngine):
         return
     for rows, num_tokens, num_rows in _mini_batches(batch, engine, config.critic.ppo_epochs, config):
-        _train(batch, engine, rows, critic_loss(config, num_tokens, num_rows), config)
+        _optimizer_step(batch, engine, rows, critic_loss(config, num_tokens, num_rows), config)
 
 
 def _mini_batches(
@@ -54,7 +54,7 @@ def _mini_batches(
         yield parts[(batch.num_updates - 1) % len(parts)]
 
 
-def _train(batch: ComponentBatch, engine: TrainedEngine, rows: Rows, loss: LossFn, config: Config) -> None:
+def _optimizer_step(batch: ComponentBatch, engine: TrainedEngine, rows: Rows, loss: LossFn, config: Config) -> None:
     """Make one optimizer step.
 
     Raises:

@@ -69,7 +69,7 @@ def optimizer_tensors(engine: TrainedEngine) -> Iterator[torch.Tensor]:
 
 def measured(engine: TrainedEngine) -> dict[str, int]:
     weights = storages(parameter for chunk in engine.chunks for parameter in chunk.parameters())
-    buffers = [buffer for runner in engine.runners for buffer in runner.buffers + runner.expert_parallel_buffers]
+    buffers = [buffer for runner in engine.wrapped_chunks for buffer in runner.buffers + runner.expert_parallel_buffers]
     rest = storages(optimizer_tensors(engine))
     return {
         "weights": sum(weights.values()),

@@ -110,11 +110,11 @@ def check_layers(root: Path, at_most: dict[str, int], outputs_too: bool) -> None
     for family, (num_layers, recompute, passes) in product(at_most, CASES):
         folder = root / family / str(num_layers)
         engine = make_engine(folder, Case(Layout((0,)), recompute=recompute), groups, "actor")
-        engine.runners[0].train()
+        engine.wrapped_chunks[0].train()
         outputs = []
 
         def compute(engine=engine, outputs=outputs) -> torch.Tensor:
-            outputs.append(engine._output(packed, engine.runners[0]))
+            outputs.append(engine._output(packed, engine.wrapped_chunks[0]))
             return outputs[0]
 
         with groups.active():
@@ -169,7 +169,7 @@ def count_synchronizations(rank: int, world_size: int, folder: Path, cases: dict
             engine.forward(rows)
             engine.train_batch(rows, make_loss("actor", rows))
             assert not counted, (name, len(counted))
-    assert engine.config.batch_p2p_sync is False
+    assert engine.transformer_config.batch_p2p_sync is False
 
 
 def test_no_pass_waits_for_the_whole_gpu(tmp_path: Path) -> None:

@@ -319,7 +319,7 @@ def _moved_from_buckets(rank: int, world_size: int, folder: Path, checkpoint: Pa
         if norms:
             store.load(store.latest(), {"actor": engine})
         else:
-            assert len(engine.runners[0].buffers[0].buckets) > 2
+            assert len(engine.wrapped_chunks[0].buffers[0].buckets) > 2
             engine.train_batch(mine, make_loss("actor", rows))
             save_checkpoint(store, 1, {"actor": engine}, {})
         norms.append([engine.train_batch(mine, make_loss("actor", rows)).grad_norm for _ in range(2)])

@@ -40,8 +40,8 @@ def test_the_docstrings_table_is_that_of_the_presets():
         assert preset.reinforce_whitening == {"the same": preset.whitening, "as OpenRLHF's": biased}[cell]
         assert (columns["kl_true_gradient"][name] == "yes") == preset.kl_true_gradient
         assert columns["counts_empty_rows"][name].endswith("yes") == preset.counts_empty_rows
-        cell = columns["kl_gamma"][name]
-        assert (None if cell == "none" else float(cell)) == preset.kl_gamma
+        cell = columns["token_kl_gamma"][name]
+        assert (None if cell == "none" else float(cell)) == preset.token_kl_gamma
         everything = columns["kl_clamped"][name] == "all"
         assert preset.kl_clamped == ({"k1", "abs", "k2", "k3", "k1+", "k3+"} if everything else {"k3", "k3+"})
 

@@ -49,7 +49,7 @@ def test_the_unbiased_kl_is_clamped_before_the_ratio_and_keeps_its_gradient(pres
 
 def test_the_kl_behind_a_baseline_is_a_tokens_own_or_that_from_it_on():
     kl, mask = row(1.0, 9.0, 2.0, 4.0, math.nan), row(1.0, 0.0, 1.0, 1.0, 0.0)
-    found = {name: preset.kl_gamma for name, preset in PRESETS.items() if preset.kl_gamma is not None}
+    found = {name: preset.token_kl_gamma for name, preset in PRESETS.items() if preset.token_kl_gamma is not None}
     for name, gamma in found.items():
         expected = [[7.0, 0.0, 6.0, 4.0, 0.0]] if name == "openrlhf" else [[1.0, 0.0, 2.0, 4.0, 0.0]]
         assert reinforce_plus_plus(kl, mask, gamma)[0].tolist() == expected

@@ -207,7 +207,7 @@ def check_ranks(rank, world_size):
             mine = slice(0, cut) if rank == 0 else slice(cut, 8)
             part = scores[mine], lengths[mine], groups[mine]
             of_rank, parts = shape_scores(
-                *part, config, together, max_response_length=MAX_LENGTH, group=dist.group.WORLD
+                *part, config, together, max_response_length=MAX_LENGTH, process_group=dist.group.WORLD
             )
             torch.testing.assert_close(of_rank, expected[mine], rtol=1e-6, atol=1e-7)
             of_all = reduce_ranks(exchange.share({name: Metric.of(*part) for name, part in parts.items()}))
