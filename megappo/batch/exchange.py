@@ -110,7 +110,7 @@ class Exchange:
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
 
-    def share(self, value: object) -> list:
+    def all_gather(self, value: object) -> list:
         """Return every rank's value, on every rank. For small values: lengths, metrics, errors."""
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self.group)
@@ -118,7 +118,7 @@ class Exchange:
 
     def raise_together(self, error: BaseException | None) -> None:
         """Raise on every rank when any rank has an error, so that none waits for one that left."""
-        messages = self.share(None if error is None else f"{type(error).__name__}: {error}")
+        messages = self.all_gather(None if error is None else f"{type(error).__name__}: {error}")
         if error is not None:
             raise error
         for rank, message in enumerate(messages):
@@ -134,7 +134,7 @@ class Exchange:
             except Exception as failure:
                 error = failure
         self.raise_together(error)
-        return self.share(result)[0]
+        return self.all_gather(result)[0]
 
     def number(self, rows: Rows) -> Batch:
         """Number the rows of all ranks together: prompt after prompt, the rows of a prompt by their previous ids, which
@@ -145,7 +145,7 @@ class Exchange:
         """
         policy_lengths = rows.response_mask.sum(dim=1).long()
         columns = (rows.prompt_ids, rows.ids, rows.prompt_lengths, rows.response_lengths, policy_lengths)
-        by_rank = self.share(torch.stack(columns, dim=1).int())
+        by_rank = self.all_gather(torch.stack(columns, dim=1).int())
         every = torch.cat(by_rank).long()
         keys = every[:, 0] * 2**32 + every[:, 1]
         order = keys.argsort()

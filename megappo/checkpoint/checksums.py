@@ -34,7 +34,7 @@ def write_sums(checkpoint: Path, exchange: "Exchange", known: Mapping[str, str])
         OSError, OtherRankError: a file cannot be read, or SHA256SUMS not written.
     """
     sums: dict[str, str] = {}
-    for known_there in exchange.share(dict(known)):
+    for known_there in exchange.all_gather(dict(known)):
         sums |= {Path(path).relative_to(checkpoint).as_posix(): digest for path, digest in known_there.items()}
 
     def write() -> None:
@@ -66,7 +66,7 @@ def damage(checkpoint: Path, exchange: "Exchange", under: str = "") -> str:
         return sums, [name for name in (*there, *missing) if name.startswith(under)], []
 
     sums, names, faults = exchange.on_rank_0(listed)
-    for found in exchange.share(altered(checkpoint, sums, names[exchange.rank :: exchange.world_size])):
+    for found in exchange.all_gather(altered(checkpoint, sums, names[exchange.rank :: exchange.world_size])):
         faults += found
     shown = faults if len(faults) <= _SHOWN else [*faults[:_SHOWN], "..."]
     return ", ".join(shown)

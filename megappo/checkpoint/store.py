@@ -163,7 +163,7 @@ class CheckpointStore:
         if self._saving is None:
             return False
         thread = self._saving.thread
-        return all(self.exchange.share(thread is None or not thread.is_alive()))
+        return all(self.exchange.all_gather(thread is None or not thread.is_alive()))
 
     def finish(self) -> Path | None:
         """Complete the checkpoint that `begin` began, if any, and return its folder.

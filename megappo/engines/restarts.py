@@ -60,7 +60,7 @@ class EngineRestarts:
             if self._in_a_row == self.limit:
                 tried = f"\nengine {number} has been restarted {self.limit} times (rollout.max_engine_restarts)"
                 lost = f"{fault}{tried if self.limit else ''}"
-        failures, losses = zip(*self.exchange.share((mine, lost)), strict=True)
+        failures, losses = zip(*self.exchange.all_gather((mine, lost)), strict=True)
         _raise_together(lost, losses)
         failed = dict(filter(None, failures))
         if not failed:
@@ -70,13 +70,13 @@ class EngineRestarts:
         # All parts stop before the first starts, which would otherwise connect to an old one.
         is_mine = stop_engines(self.engine_handle, failed)
         platform.empty_cache()  # an engine cannot use what the allocators of the ranks on its GPUs keep
-        self.exchange.share(None)
+        self.exchange.all_gather(None)
         if is_mine:
             try:
                 self.engine_handle.restart()
             except EngineError as error:
                 lost = str(error)
-        _raise_together(lost, self.exchange.share(lost))
+        _raise_together(lost, self.exchange.all_gather(lost))
         self._in_a_row += fault is not None
         self._count += len(failed)
         self.give_weights()

@@ -47,7 +47,7 @@ class Datasets:
         errors, notes = [], []
         for dataset in filter(None, (self.train, *self.val.values())):
             mine = dataset.check(self.vocab_size, lambda size: share(range(size), exchange.rank, exchange.world_size))
-            parts = exchange.share(mine)
+            parts = exchange.all_gather(mine)
             errors += dataset.errors(parts)
             notes += [f"warning: {line}" for line in dataset.warnings(parts)]
             notes += dataset.leave_out(parts)
@@ -61,7 +61,7 @@ class Datasets:
         if name not in self._held_out:
             dataset = self.val[name]
             mine = dataset.at(share(dataset.kept, exchange.rank, exchange.world_size))
-            self._held_out[name] = list(chain.from_iterable(exchange.share(mine)))
+            self._held_out[name] = list(chain.from_iterable(exchange.all_gather(mine)))
         return self._held_out[name]
 
 
@@ -74,7 +74,7 @@ def load_datasets(config: Config, workers: Mapping[str, TaskWorkers], exchange: 
     Raises:
         ConfigError: the tokenizer or a file cannot be used.
     """
-    takes_by_rank = exchange.share({name: one.takes for name, one in workers.items()})
+    takes_by_rank = exchange.all_gather({name: one.takes for name, one in workers.items()})
     takes = next(filter(None, takes_by_rank), {})
     tokenizer = load_tokenizer(config.model.path)
     ends = stop_token_ids(config.model.path, config.rollout.stop, tokenizer)
@@ -98,10 +98,10 @@ def unpacked_once(exchange: Exchange, write: Write) -> BinaryIO:
             path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
         except Exception as failure:
             error = failure
-    paths = exchange.share(error or path)
+    paths = exchange.all_gather(error or path)
     for path_or_error in paths:
         if isinstance(path_or_error, Exception):
             raise path_or_error
     opened = file or open(paths[first], "rb")  # noqa: SIM115
-    exchange.share(None)  # the first rank keeps its file until all ranks have opened it
+    exchange.all_gather(None)  # the first rank keeps its file until all ranks have opened it
     return opened

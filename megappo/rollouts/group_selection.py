@@ -92,7 +92,7 @@ class StepResponses:
         """Count the tokens that engines wrote for other responses; all ranks together."""
         num_written = sum(one.usage.written_tokens for one in self._rounds)
         num_kept = sum(one.num_policy_tokens for one in self.samples)
-        self.num_dropped_tokens = sum(exchange.share(num_written - num_kept))
+        self.num_dropped_tokens = sum(exchange.all_gather(num_written - num_kept))
 
     def grade(self) -> None:
         """Wait for the scores of all rounds and fill in the samples' grades."""
@@ -171,7 +171,7 @@ def _finished_groups(responses: Responses, metric: str | None, exchange: Exchang
     finished = counted = {one.prompt_index for one in responses.samples}
     if metric is not None:
         counted = {index for index, group in responses.groups().items() if differ(group, metric)}
-    finished_by_rank, counted_by_rank = zip(*exchange.share((finished, counted)), strict=True)
+    finished_by_rank, counted_by_rank = zip(*exchange.all_gather((finished, counted)), strict=True)
     return set().union(*finished_by_rank), set().union(*counted_by_rank)
 
 

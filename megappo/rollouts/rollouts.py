@@ -115,9 +115,9 @@ class Rollouts:
             raise_if_interrupted(self.exchange)
             if not self.restarts.restart_after_rollout(fault):
                 break
-            if quota is not None and any(self.exchange.share(quota.is_met())):
+            if quota is not None and any(self.exchange.all_gather(quota.is_met())):
                 break
-            finished = set().union(*self.exchange.share({one.prompt_index for one in responses.samples}))
+            finished = set().union(*self.exchange.all_gather({one.prompt_index for one in responses.samples}))
             remaining = [prompt for prompt in remaining if prompt[0] not in finished]
         responses.end()
         if lost := [one.lost for one in responses.samples if one.lost]:
@@ -182,6 +182,6 @@ def raise_if_interrupted(exchange: Exchange) -> None:
     Raises:
         Interrupted: with the first rank's reason.
     """
-    reasons = [reason for reason in exchange.share(INTERRUPTION.reason) if reason]
+    reasons = [reason for reason in exchange.all_gather(INTERRUPTION.reason) if reason]
     if reasons:
         raise Interrupted(reasons[0])

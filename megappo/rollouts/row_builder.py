@@ -61,7 +61,7 @@ class RowBuilder:
         has_weights = any(one.graded.loss_weight is not None for one in samples)
         has_steps = any(any(one.graded.steps) for one in samples)
         mine = (score_counts(samples), has_weights, has_steps, len(samples), num_tokens, metrics)
-        by_rank = zip(*self._exchange.share(mine), strict=True)
+        by_rank = zip(*self._exchange.all_gather(mine), strict=True)
         counts_by_rank, has_weights_by_rank, has_steps_by_rank, nums_samples, nums_tokens, metrics_by_rank = by_rank
         scores = self.scores(samples, counts_by_rank)
         rows = with_scores(rows, samples, scores, has_weights=any(has_weights_by_rank))

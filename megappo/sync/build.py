@@ -61,7 +61,7 @@ def build_sync(
     if exchange.rank in route.senders:
         senders = {name: resolved(entry.sender)(links[name]) for name, entry in route.entries.items() if entry.sender}
     addresses = {name: sender.address for name, sender in senders.items()}
-    shared = exchange.share((export.tensors if exchange.rank == route.senders[0] else None, addresses))
+    shared = exchange.all_gather((export.tensors if exchange.rank == route.senders[0] else None, addresses))
     tensors, _ = shared[route.senders[0]]
     own_senders, receivers = _engine_endpoints(
         route, links, [shared[rank][1] for rank in route.senders], client, exchange
@@ -73,7 +73,7 @@ def build_sync(
         receivers,
         shapes,
         bucket_bytes=bucket_bytes,
-        barrier=lambda: exchange.share(None),
+        barrier=lambda: exchange.all_gather(None),
         engines_keep=not any(engine_sleeps(route, engine) for engine in range(len(route.engines))),
         sender_index=0 if export is None else export.sender_index,
     )

@@ -77,7 +77,7 @@ def check_probe(
     found = None
     if engine_number is not None:
         found = engine_number, float(difference.sum() / rows.response_mask.sum()), float(difference.max())
-    numbers, means, maxima = zip(*filter(None, exchange.share(found)), strict=True)
+    numbers, means, maxima = zip(*filter(None, exchange.all_gather(found)), strict=True)
     worst = int(torch.tensor(means).argmax())  # of many engines, one that is stale would not show in the mean of all
     warnings = check_log_probs(f"engine {numbers[worst]}'s probe", means[worst], config, warn)
     mean = float(torch.tensor(means).mean())

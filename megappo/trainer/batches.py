@@ -94,7 +94,7 @@ class SampledBatches:
         greedy.grade()
         indices = torch.tensor([one.prompt_index for one in greedy.samples], dtype=torch.int64)
         lengths = torch.tensor([one.num_policy_tokens for one in greedy.samples], dtype=torch.int64)
-        scores = self._row_builder.scores(greedy.samples, exchange.share(score_counts(greedy.samples)))
+        scores = self._row_builder.scores(greedy.samples, exchange.all_gather(score_counts(greedy.samples)))
         shaped, _ = shape_scores(
             total_scores(scores),
             lengths,
@@ -105,7 +105,7 @@ class SampledBatches:
             process_group=exchange.group,
         )
         baselines = {}
-        for part in exchange.share(dict(zip(indices.tolist(), shaped.tolist(), strict=True))):
+        for part in exchange.all_gather(dict(zip(indices.tolist(), shaped.tolist(), strict=True))):
             baselines |= part
         values = torch.tensor([baselines[prompt] for prompt in rows.prompt_ids.tolist()], dtype=torch.float32)
         return replace(rows, fields=rows.fields | {"baselines": values})
@@ -115,4 +115,4 @@ class SampledBatches:
         exchange = self._rollouts.exchange
         mine = self._prompts.batch(self.num_drawn, exchange.rank, exchange.world_size)
         self.num_drawn += self._config.data.draw_size
-        return list(chain.from_iterable(exchange.share(mine)))
+        return list(chain.from_iterable(exchange.all_gather(mine)))

@@ -36,7 +36,7 @@ def evaluate(rollouts: Rollouts, datasets: Datasets, observer: Observer | NullOb
         parts = _metric_parts(responses, own.val_pass_threshold, has_spread=len(prompts) > 1)
         shown = _shown(rollouts, responses, name, task)
         has_answers = any(one.graded.answer is not None for one in responses.samples)
-        shared = rollouts.exchange.share((parts, shown, has_answers))
+        shared = rollouts.exchange.all_gather((parts, shown, has_answers))
         parts_by_rank, shown_by_rank, have_answers = zip(*shared, strict=True)
         for metric, value in reduce_ranks(parts_by_rank).items():
             if any(have_answers) or not metric.startswith("maj@"):  # without answers there is no majority

@@ -122,11 +122,11 @@ class InferenceEngines:
                 if self.as_loaded and self.plan.config.proves_weights:
                     self.loaded = client.weight_checksums()  # now: an engine that sleeps loses its weights
                 held_bytes = client.held_bytes() if self.sleeps else 0.0
-        held_bytes_per_rank = self.exchange.share(held_bytes)
+        held_bytes_per_rank = self.exchange.all_gather(held_bytes)
         on_this_gpu = [engine.owner for engine in self.plan.route.engines if self.exchange.rank in engine.ranks]
         self.footprint = Footprint(sum(held_bytes_per_rank[owner] for owner in on_this_gpu))
         self.footprint.note_awake()
-        self.exchange.share(None)  # every rank has measured the engines that are awake
+        self.exchange.all_gather(None)  # every rank has measured the engines that are awake
         self.sleep()
 
     def connect(self, models: Models, rollouts: Rollouts, datasets: Datasets, phase: Phases) -> None:
@@ -155,7 +155,7 @@ class InferenceEngines:
             `sync/{bytes,seconds,gib_per_second}`, by the slowest rank's clock; and the probe's metrics.
         """
         self.wake(changed=changed)
-        num_bytes, seconds = self.sent.bytes, max(self.exchange.share(self.sent.seconds))
+        num_bytes, seconds = self.sent.bytes, max(self.exchange.all_gather(self.sent.seconds))
         metrics = {"sync/bytes": num_bytes, "sync/seconds": seconds}
         return metrics | {"sync/gib_per_second": num_bytes / 2**30 / seconds} | self.probe()
 
@@ -182,17 +182,17 @@ class InferenceEngines:
             with deferring_faults(self.client):
                 self.client.sleep()
             has_failed = self.client.has_failed
-        failed = set(self.exchange.share(self.engine_handle.number if has_failed else None)) - {None}
+        failed = set(self.exchange.all_gather(self.engine_handle.number if has_failed else None)) - {None}
         if failed:  # their processes, on all of their nodes, may still hold memory
             stop_engines(self.engine_handle, failed)
-            self.exchange.share(None)
+            self.exchange.all_gather(None)
         self.footprint.wait_asleep()
 
     def stop(self) -> None:
         """Stop the engines that this run has started, even those that hang."""
         self.asleep = True
         self.engine_handle.stop()
-        self.exchange.share(None)
+        self.exchange.all_gather(None)
 
     def wake(self, *, changed: bool = False) -> None:
         """Give the engines their GPU memory and the weights, and restart those that have failed.
@@ -211,7 +211,7 @@ class InferenceEngines:
                 sender.abort()
             self.weight_sync = self.make_sync()
             platform.empty_cache()
-            self.exchange.share(None)
+            self.exchange.all_gather(None)
             self._send()
             while self._restart_failed():
                 pass
@@ -226,7 +226,7 @@ class InferenceEngines:
             give: gives them the weights; called again after a restart.
         """
         self._wake_memory(WEIGHTS)
-        if not any(self.exchange.share(self._has_failed())):
+        if not any(self.exchange.all_gather(self._has_failed())):
             give()
         self._wake_memory(WORKING_MEMORY)
         while self._restart_failed():
@@ -236,14 +236,14 @@ class InferenceEngines:
 
     def _wake_memory(self, memory: Sequence[str]) -> None:
         platform.empty_cache()  # an engine cannot use what the allocators of the ranks on its GPUs keep
-        self.exchange.share(None)
+        self.exchange.all_gather(None)
         if self.client is not None and self.sleeps and self.asleep:
             with deferring_faults(self.client):
                 self.client.wake(memory)
 
     def _prove(self) -> None:
         self.weight_sync.forget()  # the proof corrupts frozen weights as well
-        barrier = partial(self.exchange.share, None)
+        barrier = partial(self.exchange.all_gather, None)
         with deferring_faults(self.client):
             verified_sync(self.weight_sync, self.client, barrier=barrier, as_loaded=self.as_loaded, loaded=self.loaded)
 

@@ -125,7 +125,7 @@ def rollout_only(run: Run) -> None:
         responses = run.batches.sample(step, run.phase)
         batch, metrics = run.batches.score(step, responses, run.phase)
         metrics |= row_metrics(run.exchange, batch.rows)
-        metrics |= reduce_ranks(run.exchange.share(run.phase.memory()))
+        metrics |= reduce_ranks(run.exchange.all_gather(run.phase.memory()))
         run.log(step, metrics)
     run.finish()
 

@@ -173,7 +173,7 @@ class Progress:
         trained = [(name, engine) for name, engine in models.trained.items() if engine is not None]
         local = {name: [engine.scheduler.num_steps, engine.skipped_in_a_row] for name, engine in trained}
         optimizer_steps = {}
-        for of_rank in self.exchange.share(local):
+        for of_rank in self.exchange.all_gather(local):
             optimizer_steps |= of_rank
         state = {
             "prompts_drawn": self.num_drawn,

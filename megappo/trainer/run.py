@@ -101,7 +101,7 @@ class Run:
         for name in trained:
             shard, seconds = shards[name], self.phase.seconds(f"update_{name}")
             local[name] = (shard.num_updates, shard.optimizer_steps, seconds)
-        updates, memory = zip(*self.exchange.share((local, self.phase.memory())), strict=True)
+        updates, memory = zip(*self.exchange.all_gather((local, self.phase.memory())), strict=True)
         metrics = experience.metrics | reduce_ranks(memory)
         is_interrupted = False
         for name in trained:
@@ -203,5 +203,5 @@ class Run:
         if self.config.trainer.export_hf and self.models.training:
             with self.phase("export"):
                 self.models.export_actor()
-        self.exchange.share(None)
+        self.exchange.all_gather(None)
         self.observer.finish()

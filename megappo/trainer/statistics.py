@@ -28,7 +28,7 @@ which the fastest counts."""
 def over_ranks(exchange: Exchange, values: Unreduced) -> dict[str, Any]:
     """Return metrics of the values of all ranks; the same names on every rank."""
     parts = {name: Metric.of(*part) for name, part in values.items()}
-    return reduce_ranks(exchange.share(parts))
+    return reduce_ranks(exchange.all_gather(parts))
 
 
 def row_metrics(exchange: Exchange, rows: Rows, extra: Unreduced | None = None) -> dict[str, Any]:
@@ -97,7 +97,7 @@ class Utilisation:
     """
 
     def __init__(self, models: Models, exchange: Exchange):
-        peaks = exchange.share(peak_flops(models.config.model.dtype))
+        peaks = exchange.all_gather(peak_flops(models.config.model.dtype))
         self._flops = {name: flops_of(architecture_of(models.specs[name])) for name in models.training}
         self.peaks = {}
         for name in models.training:

@@ -219,7 +219,7 @@ def errors_reach_everybody(rank: int, world_size: int) -> None:
     with pytest.raises(expected[0], match=expected[1]) as caught:
         exchange.raise_together(error)
     assert (caught.value is error) == (rank == 1)
-    assert exchange.share(rank * 10) == [0, 10, 20], "the exchange goes on after an error"
+    assert exchange.all_gather(rank * 10) == [0, 10, 20], "the exchange goes on after an error"
 
 
 def test_an_error_on_one_rank_is_raised_on_all() -> None:
@@ -230,7 +230,7 @@ def values_of_all_lengths(rank: int, world_size: int) -> None:
     exchange = Exchange(dist.group.WORLD)
     for lengths in itertools.product((0, 100, 10_000), repeat=world_size):
         values = [(of_rank, "x" * length) for of_rank, length in enumerate(lengths)]
-        assert exchange.share(values[rank]) == values
+        assert exchange.all_gather(values[rank]) == values
 
 
 def test_values_of_any_length_are_shared() -> None:

@@ -64,7 +64,7 @@ def check_damages(rank: int, world_size: int, folders: dict[str, Path], whole: P
         if rank == 0:
             shutil.copytree(whole, folder)
             damage(folder / "step_00000002")
-        exchange.share(None)
+        exchange.all_gather(None)
         warnings: list[str] = []
         store = CheckpointStore(folder, 0, exchange, warnings.append)
         assert store.latest() == folder / "step_00000001", name
@@ -74,7 +74,7 @@ def check_damages(rank: int, world_size: int, folders: dict[str, Path], whole: P
                 f"WARNING: .*step_00000002 is damaged: .*{called}.*; resuming from .*_00000001", warning
             )
             shutil.rmtree(folder / "step_00000001")
-        exchange.share(None)
+        exchange.all_gather(None)
         with pytest.raises(CheckpointError, match=f"step_00000002 is damaged: .*{called}.*trainer.output_dir"):
             store.latest()
         if refusal:

@@ -159,7 +159,7 @@ def check_moved(
         engines = build(folders, {kind: before})
         train(engines, 3)
         save_checkpoint(store, 3, engines, {})
-        uninterrupted = exchange.share((train(engines, 2), weights(engines, folders)))
+        uninterrupted = exchange.all_gather((train(engines, 2), weights(engines, folders)))
         metrics, expected = next(part for part in uninterrupted if part[0])
         moved = build(folders, {kind: after})
         store.load(store.latest(), moved)

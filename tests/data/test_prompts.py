@@ -241,7 +241,7 @@ def check_shares(rank: int, world_size: int, folder: Path) -> None:
     assert total == "left out: data.train_files: 3 of 10 records"
     assert [line.partition("d.jsonl ")[2] for line in left_out] == lines
     assert len(skipping.train) == 7
-    assert exchange.share(skipping.train.indices(0)) == [skipping.train.indices(0)] * world_size
+    assert exchange.all_gather(skipping.train.indices(0)) == [skipping.train.indices(0)] * world_size
     (folder / f"good{rank}.jsonl").write_text((json.dumps(GOOD) + "\n") * 10)
     good = changed(config, train_files=(str(folder / f"good{rank}.jsonl"),))
     opened(good).check(exchange)

@@ -293,10 +293,10 @@ def check_ranks(rank, world_size):
             mine = slice(0, cut) if rank == 0 else slice(cut, 5)
             of_rank, found = rollout_is_weights(old[mine], rollout[mine], mask[mine], config, group=dist.group.WORLD)
             torch.testing.assert_close(of_rank, weights[mine], rtol=1e-6, atol=0)
-            of_all = reduce_ranks(exchange.share({name: Metric.of(*part) for name, part in found.items()}))
+            of_all = reduce_ranks(exchange.all_gather({name: Metric.of(*part) for name, part in found.items()}))
             assert of_all == pytest.approx(numbers_of(metrics), rel=1e-12, abs=1e-15)
     _, found = rollout_is_weights(old, rollout, torch.zeros(5, 9), config, group=dist.group.WORLD)
-    nothing = reduce_ranks(exchange.share({name: Metric.of(*part) for name, part in found.items()}))
+    nothing = reduce_ranks(exchange.all_gather({name: Metric.of(*part) for name, part in found.items()}))
     assert math.isnan(nothing["rollout_is/mean"]) and nothing["rollout_is/ess"] == 0
 
 

@@ -210,7 +210,7 @@ def check_ranks(rank, world_size):
                 *part, config, together, max_response_length=MAX_LENGTH, process_group=dist.group.WORLD
             )
             torch.testing.assert_close(of_rank, expected[mine], rtol=1e-6, atol=1e-7)
-            of_all = reduce_ranks(exchange.share({name: Metric.of(*part) for name, part in parts.items()}))
+            of_all = reduce_ranks(exchange.all_gather({name: Metric.of(*part) for name, part in parts.items()}))
             assert of_all == pytest.approx(numbers_of(metrics), rel=1e-12)
             assert together.state_dict() == pytest.approx(alone.state_dict(), rel=1e-12)
             states = [None] * world_size

@@ -85,7 +85,7 @@ def choose(rank: int, world_size: int) -> None:
         }
         assert chosen.num_dropped_tokens == N * (SIZE * rounds - SIZE)
         chosen.grade()
-        found = [one for of_rank in exchange.share(chosen.samples) for one in of_rank]
+        found = [one for of_rank in exchange.all_gather(chosen.samples) for one in of_rank]
         assert len(found) == N * SIZE
         for written in found:
             number, i = taken[written.prompt_index]

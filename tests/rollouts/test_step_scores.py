@@ -117,7 +117,7 @@ def add_extras(rank: int, world_size: int) -> None:
         rows = RowBuilder(make_config(2, **reward), 300, tokenizer, exchange).build(step)[0].rows
         fields = {name: values.tolist() for name, values in rows.fields.items()}
         found: dict[str, list] = {}
-        for of_rank in exchange.share(fields):
+        for of_rank in exchange.all_gather(fields):
             for name, values in of_rank.items():
                 found.setdefault(name, []).extend(values)
         return found

@@ -44,13 +44,13 @@ def check_one_by_one(rank: int, world_size: int, whole: Path, folder: Path) -> N
             file = folder / original.relative_to(whole)
             if rank == 0:
                 damage(file)
-            exchange.share(None)
+            exchange.all_gather(None)
             warnings: list[str] = []
             found = CheckpointStore(folder, 0, exchange, warnings.append).latest()
             assert found == folder / "step_00000002", (name, file)
             assert rank or file.name in warnings[0], (name, file)
-            exchange.share(None)
+            exchange.all_gather(None)
             if rank == 0:
                 shutil.copyfile(original, file)
-            exchange.share(None)
+            exchange.all_gather(None)
         assert CheckpointStore(folder, 0, exchange).latest() == folder / "step_00000003"

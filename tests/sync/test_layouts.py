@@ -135,10 +135,10 @@ class Actor:
         batch = at_owners(self.exchange, sequences_as_rows())
         scattered = self.component.scatter(batch)
         rows = scattered.gather(scattered.forward(), {"log_probs": "old_log_probs"}, batch).rows
-        shared = self.exchange.share([row[row != 0] for row in rows.fields["old_log_probs"]])
+        shared = self.exchange.all_gather([row[row != 0] for row in rows.fields["old_log_probs"]])
         trainer = torch.cat([row for part in shared for row in part])
         torch.testing.assert_close(trainer, torch.tensor(sum(expected, [])), rtol=0, atol=TOLERANCE)
-        engines = self.exchange.share([sum(engine_log_probs(client, SEQUENCES), []) for client in self.clients])[0]
+        engines = self.exchange.all_gather([sum(engine_log_probs(client, SEQUENCES), []) for client in self.clients])[0]
         distance = (torch.tensor(engines) - trainer).abs()
         return float(distance.max()), float(distance.mean())
 
@@ -175,9 +175,9 @@ def check_synced(
         assert before > 0.1, f"{name}: the weights must be new to the engine"
         for client in actor.clients:
             client.reset_weights()
-        actor.exchange.share(None)
+        actor.exchange.all_gather(None)
         actor.push()
-        actor.exchange.share(None)
+        actor.exchange.all_gather(None)
         after, _ = actor.differences(expected)
         assert after < TOLERANCE, f"{name}: the engine's log-probs are {after:.2g} off the trainer's"
 

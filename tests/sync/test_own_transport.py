@@ -76,7 +76,7 @@ def check_sent(rank: int, world_size: int, url: str, api_key: str, checkpoint: P
     client = EngineClient(url, api_key, timeout=60.0) if rank == route.engines[0].owner else None
     exchange = Exchange(dist.group.WORLD)
     sync = build_sync(config, route, read_architecture(checkpoint), actor, client, exchange)
-    verified_sync(sync, client, barrier=lambda: exchange.share(None), as_loaded=False)
+    verified_sync(sync, client, barrier=lambda: exchange.all_gather(None), as_loaded=False)
 
 
 def test_a_registered_transport_takes_the_weights_to_an_engine(

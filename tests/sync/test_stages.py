@@ -38,9 +38,9 @@ def check_sent(rank: int, world_size: int, api_key: str, checkpoint: Path, secti
     sent = []
     for sender in sync.senders:
         sender.send = lambda bucket, flat, send=sender.send: (sent.extend(bucket), send(bucket, flat))
-    verified_sync(sync, client, barrier=lambda: exchange.share(None), as_loaded=False)
+    verified_sync(sync, client, barrier=lambda: exchange.all_gather(None), as_loaded=False)
     assert sync().bytes == num_bytes(sync.tensors), "the same groups again"
-    names = exchange.share([tensor.name for tensor in sent])
+    names = exchange.all_gather([tensor.name for tensor in sent])
     assert [bool(of_rank) for of_rank in names] == [True, False, True, False]
     assert sorted(sum(names, [])) == sorted(2 * [tensor.name for tensor in sync.tensors])
     assert {name.split(".")[2] for name in names[0] if ".layers." in name} == {"0", "1"}

@@ -61,7 +61,7 @@ def check_scattered(rank: int, world_size: int, rows_per_prompt: int, num_mini_b
         scattered = component.scatter(batch, num_mini_batches)
         scattered.scatter_fields(batch, ["advantages", "returns"])
         parts = scattered.mini_batches()
-        held = exchange.share([part.ids.tolist() for part, _, _ in parts])
+        held = exchange.all_gather([part.ids.tolist() for part, _, _ in parts])
         size = len(every) // num_mini_batches
         for number, (part, num_tokens, num_sequences) in enumerate(parts):
             expected = list(range(number * size, (number + 1) * size))

@@ -70,7 +70,7 @@ def engines(events: list[str], *, sleeps: bool = True) -> InferenceEngines:
         events.append("probe")
         return {}
 
-    exchange = SimpleNamespace(share=lambda value: events.append("barrier") or [value])
+    exchange = SimpleNamespace(all_gather=lambda value: events.append("barrier") or [value])
     own = SimpleNamespace(stop=lambda: events.append("stop"), restart=lambda: events.append("restart"))
     own.number, own.part_of, own.client = 0, None, Recorder(events)
     restarts = EngineRestarts(own, exchange, print, limit=3)
@@ -254,7 +254,7 @@ def started(events: list[str], *, as_loaded: bool = True, fails: str = "") -> tu
     client.fails = fails
     own = SimpleNamespace(number=0, part_of=None, client=client, stop=lambda: events.append("stop"))
     own.wait_ready = lambda: events.append("ready") or client
-    exchange = SimpleNamespace(rank=0, share=lambda value: events.append("barrier") or [value])
+    exchange = SimpleNamespace(rank=0, all_gather=lambda value: events.append("barrier") or [value])
     found = InferenceEngines(plan_run(CONFIG, 1), own, exchange, is_new=as_loaded)
     found.start()
     return found.loaded, client

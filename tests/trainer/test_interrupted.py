@@ -210,7 +210,7 @@ def in_another_layout(rank: int, world_size: int, folder: Path) -> None:
     expected = numbers_of(bench, same, metrics)
     other = resumed(bench, config_of(bench, folder, OTHER, "kl", "one"))
     metrics = ppo_step(other, 1)
-    found = [part for part in other.exchange.share(numbers_of(bench, other, metrics)) if part]
+    found = [part for part in other.exchange.all_gather(numbers_of(bench, other, metrics)) if part]
     for key, number in expected.items():
         apart = min(bench.difference(number, part[key]) for part in found if key in part)
         assert apart < 1e-5, (key, apart)

@@ -130,7 +130,7 @@ def compared(rank: int, world_size: int, folder: Path, layout: str, method: str,
     for name, one in run.phase.offloads.items():
         copied = set(run.models.specs[name].offload.value) - {"gradients"}  # which need no copy
         assert (one.host_bytes > 0) == bool(copied)
-    with_offload, without = (reduce_ranks(one.exchange.share(one.phase.memory())) for one in (run, other))
+    with_offload, without = (reduce_ranks(one.exchange.all_gather(one.phase.memory())) for one in (run, other))
     assert ("memory/offloaded_gib/sum" in with_offload) == (offload != "gradients")
     assert "memory/offloaded_gib/sum" not in without
     loaded = bench.build(run.config)

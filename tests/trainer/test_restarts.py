@@ -63,7 +63,7 @@ def sample_with_faults(rank: int, world_size: int) -> None:
             if count == 1:  # the well engine must not have taken all prompts before the other one gets any
                 server.before = partial(store.set, "sent", "") if rank == 2 else partial(store.wait, ["sent"])
             samples = rollouts.sample(PROMPTS, 2, rollouts.training, "rollout").samples
-            found = [(one.prompt_index, one.sample_index) for part in exchange.share(samples) for one in part]
+            found = [(one.prompt_index, one.sample_index) for part in exchange.all_gather(samples) for one in part]
             assert sorted(found) == [(i, order) for i in range(len(PROMPTS)) for order in range(2)]
             assert rollouts.restarts.take_count() == (2, 1)[count]
     assert engine.num_restarts == (0, 1, 2)[rank]
@@ -75,7 +75,7 @@ def test_prompts_without_an_answer_are_sent_again():
 
 
 def recorded_restarts(limit: int, events: list[str]) -> EngineRestarts:
-    alone = SimpleNamespace(share=lambda value: [value])
+    alone = SimpleNamespace(all_gather=lambda value: [value])
     own = SimpleNamespace(number=4, part_of=None, stop=lambda: None, restart=lambda: events.append("restart"))
     return EngineRestarts(own, alone, events.append, limit)
 
@@ -104,13 +104,13 @@ def restart_of_parts(rank: int, world_size: int) -> None:
     events: list[str] = []
     exchange = Exchange(dist.group.WORLD)
 
-    def share(value: object) -> list[object]:
+    def all_gather(value: object) -> list[object]:
         events.append("meet")
-        return exchange.share(value)
+        return exchange.all_gather(value)
 
     own = SimpleNamespace(number=(0, None, 1)[rank], part_of=(None, 0, None)[rank])
     own.stop, own.restart = (lambda: events.append("stop")), (lambda: events.append("restart"))
-    found = EngineRestarts(own, SimpleNamespace(share=share), print, 3)
+    found = EngineRestarts(own, SimpleNamespace(all_gather=all_gather), print, 3)
     assert found.restart_after_rollout(EngineFault("it ended") if rank == 0 else None)
     assert events == (["meet"] * 3 if rank == 2 else ["meet", "stop", "meet", "restart", "meet"]), (
         "no part meets an old one"

@@ -62,7 +62,7 @@ def assert_rows(found: Rows, every: Rows, names: set[str]) -> None:
 
 def assert_scattered(at: dict[str, ComponentBatch], exchange: Exchange, every: Rows) -> None:
     """Exactly its own rows on each rank of each component, without fields yet."""
-    ids = {name: exchange.share(one.batch.rows.ids.tolist()) for name, one in at.items()}
+    ids = {name: exchange.all_gather(one.batch.rows.ids.tolist()) for name, one in at.items()}
     for name in ("actor", "reference", "critic"):
         assert [sorted(part) for part in ids[name]] == [sorted(every.ids.tolist()), [], sorted(every.ids.tolist())]
     assert ids["judge"][0] == [] and all(ids["judge"][1:]), "both of its shards have rows"

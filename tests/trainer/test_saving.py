@@ -29,13 +29,13 @@ def failing_saves(rank: int, world_size: int, folder: Path) -> None:
         if rank == failing:
             limit_files(size)
         run.save(may_fail=True)
-        run.exchange.share(None)
+        run.exchange.all_gather(None)
         assert run.progress.is_overdue
         assert list((folder / "run" / "checkpoints").glob("step*")) == []
         with pytest.raises((CheckpointError, OtherRankError)):
             run.save()
         limit_files(resource.RLIM_INFINITY)
-        run.exchange.share(None)
+        run.exchange.all_gather(None)
     assert run.progress.failed_saves == 2 and len(lines) == 2
     assert all(line.startswith("WARNING: ") and "it is tried again" in line for line in lines)
     assert "cannot save critic to " in lines[0] and "cannot save actor to " in lines[1]

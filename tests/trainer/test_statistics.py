@@ -109,7 +109,7 @@ STEPS = (
 
 def check_training(rank: int, world_size: int) -> None:
     exchange = Exchange(dist.group.WORLD)
-    found = training_metrics(merge_optimizer_steps(exchange.share(STEPS[rank]), "actor"), "actor")
+    found = training_metrics(merge_optimizer_steps(exchange.all_gather(STEPS[rank]), "actor"), "actor")
     loss = ((0.5 + 0.25) + (-1.0 + 3.0)) / 2
     histogram = found.pop("actor/ratios")
     assert isinstance(histogram, Histogram) and histogram.numbers[:2] == (12.0, 46.0)
@@ -117,7 +117,7 @@ def check_training(rank: int, world_size: int) -> None:
     of_component |= {"actor/skipped_steps": 0}
     of_loss = {"actor/loss": loss, "actor/ratio_max": 1.5, "actor/ratio_min": 0.5, "actor/length": 3.0}
     assert found == pytest.approx(of_loss | of_component)
-    assert training_metrics(merge_optimizer_steps(exchange.share([]), "critic"), "critic") == {}
+    assert training_metrics(merge_optimizer_steps(exchange.all_gather([]), "critic"), "critic") == {}
 
 
 def test_parts_of_shards_are_merged_and_the_sums_of_steps_averaged() -> None:

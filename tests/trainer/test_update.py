@@ -73,7 +73,7 @@ def update(component: Component, batch: Batch, method: str | None) -> dict[str, 
     fields = components_of(config)["critic" if kind == "critic" else "actor"].training.fields
     scattered.scatter_fields(batch, fields)
     (update_critic if kind == "critic" else update_actor)(scattered, config)
-    steps = component.exchange.share(scattered.optimizer_steps)
+    steps = component.exchange.all_gather(scattered.optimizer_steps)
     return training_metrics(merge_optimizer_steps(steps, component.name), component.name)
 
 
@@ -90,7 +90,7 @@ def check_updates(
         before = exported(engine, architecture, kind) if name == ONE_RANK and engine else before
         metrics = update(Component(kind, case.layout, engine, exchange), batch, method)
         weights = exported(engine, architecture, kind) if engine else None
-        expected = expected or (exchange.share(weights)[0], metrics)
+        expected = expected or (exchange.all_gather(weights)[0], metrics)
         assert_same(name, weights or expected[0], expected[0])
         assert metrics == pytest.approx(expected[1], rel=1e-4, abs=2e-6), name
     if rank == 0:
@@ -160,7 +160,7 @@ def check_divisors(rank: int, world_size: int, folder: Path) -> None:
         owned = scattered.gather(scattered.forward(), {"log_probs": "old_log_probs"}, batch)
         scattered.scatter_fields(owned, ["advantages", "old_log_probs"])
         update_actor(scattered, config)
-        steps = exchange.share(scattered.optimizer_steps)
+        steps = exchange.all_gather(scattered.optimizer_steps)
         found = training_metrics(merge_optimizer_steps(steps, "actor"), "actor")
         divisor = 12 if preset in ("verl", "slime", "miles") else 12 - len(masked)
         assert found["actor/pg_loss"] == pytest.approx(-sum(means) / divisor, rel=1e-4), preset

@@ -94,7 +94,7 @@ def resumed(run: Run, repeats: int) -> Iterator[str]:
     sums = [seconds(store.latest) for _ in range(repeats)]
     memory, before = PeakMemory(), bytes_read()
     loads = [seconds(lambda: store.load(path, run.models.trained)) for _ in range(repeats)]
-    ranks = exchange.share(((bytes_read() - before) / repeats / MIB, memory.take() / MIB))
+    ranks = exchange.all_gather(((bytes_read() - before) / repeats / MIB, memory.take() / MIB))
     yield f"sums {statistics.median(sums):.2f} s, load {statistics.median(loads):.2f} s"
     yield f"read {sum(read for read, _ in ranks):.0f} MiB: of each rank {', '.join(f'{read:.0f}' for read, _ in ranks)}"
     yield f"held besides, at most {max(held for _, held in ranks):.0f} MiB on a rank"
@@ -112,7 +112,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     exchange = Exchange(dist.group.WORLD)
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(exchange.share(temporary)[0])
+        folder = Path(exchange.all_gather(temporary)[0])
         parameters = args.megabytes * 2**20 / SAVED_BYTES / COMPONENTS
         exchange.on_rank_0(lambda: write_llama(folder, parameters, hidden=HIDDEN, vocabulary=VOCABULARY))
         ranks = f"0-{exchange.world_size - 1}"

@@ -94,7 +94,7 @@ def on_rank(rank: int, folder: str, file: str) -> dict[str, float]:
         opened = open_datasets(config, tokenizer, unpack=partial(unpacked_once, exchange))
         datasets = Datasets(tokenizer, (), len(tokenizer), *opened)
         datasets.check(exchange)
-        exchange.share(datasets.train.batch(0))
+        exchange.all_gather(datasets.train.batch(0))
         found.append(datasets.train)
 
     took = seconds(start)
@@ -104,7 +104,7 @@ def on_rank(rank: int, folder: str, file: str) -> dict[str, float]:
     texts = [prompt.text for place in places for prompt in train.batch(place)]
     return {
         "start": took,
-        "bytes": max(exchange.share(memory.take())),
+        "bytes": max(exchange.all_gather(memory.take())),
         "step": seconds(lambda: [train.batch(place) for place in places]) / STEPS,
         "encode": seconds(lambda: encode(texts, tokenizer, special=True)) / STEPS,
     }

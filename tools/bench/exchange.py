@@ -70,7 +70,7 @@ def measure(rank: int, num_rows: int, repeats: int) -> tuple[float, float]:
     kept = exchange_rows(exchange, rows)
     before = written_bytes()
     took = [seconds(lambda: exchange_rows(exchange, rows)) for _ in range(repeats)]
-    sent = exchange.share((written_bytes() - before) / repeats + kept)
+    sent = exchange.all_gather((written_bytes() - before) / repeats + kept)
     return statistics.mean(sent), statistics.median(took)
 
 

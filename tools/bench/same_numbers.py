@@ -238,7 +238,7 @@ def numbers_of(config: Config) -> dict[str, object]:
             for name, tensor in bucket:
                 found[f"{component}.{name}"] = described(tensor)
     agreed: dict[str, object] = {}
-    for part in run.exchange.share(found):
+    for part in run.exchange.all_gather(found):
         for name, value in part.items():
             if agreed.setdefault(name, value) != value:
                 raise ValueError(f"ranks disagree about {name}: {agreed[name]}, {value}")

@@ -51,7 +51,7 @@ def bench(world: World, folder: Path, engine: Engine | None, transport: str, buc
     sections = {"model": {"path": str(folder)}, "data": {"train_files": ["f"]}, "trainer": {"output_dir": "o"}}
     rollout = {"sync": {"bucket_bytes": bucket_bytes, "transport": transport}}
     if transport != "ipc":
-        rollout["engines"] = world.exchange.share(engine and [engine.url])[0]
+        rollout["engines"] = world.exchange.all_gather(engine and [engine.url])[0]
     config = Config.model_validate(sections | {"rollout": rollout})
     route = find_route(config, {"actor": world.groups.layout, "rollout": Layout((0,))}, ranks_per_node=1)
     for chunk in chunks:
@@ -62,7 +62,7 @@ def bench(world: World, folder: Path, engine: Engine | None, transport: str, buc
     source, target = torch.ones(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
     syncs, copies = [], []
     for _ in range(repeats):
-        world.exchange.share(None)
+        world.exchange.all_gather(None)
         syncs.append(sync().seconds)
         copies.append(seconds(lambda: target.copy_(source)) if world.rank == 0 else 0.0)
     sync_seconds, copy_seconds = (statistics.median(times) for times in (syncs, copies))
@@ -90,14 +90,14 @@ def main() -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     world = World(Parallel(tensor=args.tensor, pipeline=args.pipeline))
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(world.exchange.share(temporary)[0]) / "model"
+        folder = Path(world.exchange.all_gather(temporary)[0]) / "model"
         engine = None
         if world.rank == 0:
             write_llama(folder, args.megabytes * 2**20 / 4, hidden=HIDDEN, vocabulary=VOCABULARY)
             rollout = Rollout(max_total_tokens=1024, max_running_requests=4)
             engine = Engine(folder, rollout, "fp32", index=0, gpu_ids=[], log_path=folder / "engine.log", seed=0)
             engine.start()
-        world.exchange.share(None)
+        world.exchange.all_gather(None)
         try:
             row = bench(world, folder, engine, args.transport, args.bucket_megabytes * 2**20, args.repeats)
             if world.rank == 0:

@@ -91,7 +91,7 @@ def measure(args: argparse.Namespace) -> None:
     loading = memory.take()
     sizes = {"bucket_bytes": args.bucket_mib * MIB, "max_shard_bytes": args.bucket_mib * MIB}
     write_hf_folder(chunks, architecture, world.groups, args.folder, args.output, **sizes)
-    found = world.exchange.share({"share": share, "loading": loading, "exporting": memory.take()})
+    found = world.exchange.all_gather({"share": share, "loading": loading, "exporting": memory.take()})
     if world.rank == 0:
         args.report.write_text(json.dumps(found))
 

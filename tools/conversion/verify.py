@@ -48,7 +48,7 @@ def _verify(args: argparse.Namespace, world: World) -> int:
     comparison = compare_megatron(args, world) if len(megatron) == 2 else _compare(megatron, args, world)
     for line in comparison.lines:
         world.log(line)
-    num_differences = sum(world.exchange.share(len(comparison.lines)))
+    num_differences = sum(world.exchange.all_gather(len(comparison.lines)))
     if num_differences:
         world.log(f"{num_differences} difference{'s' if num_differences > 1 else ''}")
         return 1

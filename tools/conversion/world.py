@@ -124,7 +124,7 @@ class World:
             action()
         except Exception as failure:
             error = failure
-        failed = [rank for rank, has_failed in enumerate(self.exchange.share(error is not None)) if has_failed]
+        failed = [rank for rank, has_failed in enumerate(self.exchange.all_gather(error is not None)) if has_failed]
         if failed:
             self.reports_errors = self.rank == failed[0]
             raise error or OtherRankError(f"rank {failed[0]} failed")

@@ -20,7 +20,7 @@ def measure() -> dict:
             dist.all_reduce(tensor)
             assert tensor.tolist() == [1, 1, 1]
         value = {"rows": torch.arange(3), "name": "actor"}
-        (shared,) = Exchange(dist.group.WORLD).share(value)
+        (shared,) = Exchange(dist.group.WORLD).all_gather(value)
         assert shared["name"] == "actor" and torch.equal(shared["rows"], value["rows"])
         gathered = [None]
         dist.gather_object(value, gathered)
