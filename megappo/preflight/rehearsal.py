@@ -16,7 +16,7 @@ from megappo.data.tokenizer import load_tokenizer, stop_token_ids
 from megappo.placement.components import shared_vocabulary
 from megappo.userland import user_code
 from megappo.userland.environments import EnvironmentFault, EnvironmentPool, EpisodeLost, row_of
-from megappo.userland.grades import Graded
+from megappo.userland.grades import Grade
 from megappo.userland.rewards import RewardError, RewardPool
 from megappo.userland.signatures import Row
 from megappo.userland.task_workers import start_workers
@@ -111,18 +111,18 @@ def _try_rewards(config: Config, rewards: RewardPool, prompt: Prompt, findings: 
     """Score a response to a prompt: the prompt's own label if that is a text or a number; then an empty one, which
     models write."""
     response = str(prompt.label) if isinstance(prompt.label, str | int | float) else ""
-    graded = _score(rewards, prompt, response)
-    scores = " + ".join(f"{score:g}" for score in graded.scores)
+    grade = _score(rewards, prompt, response)
+    scores = " + ".join(f"{score:g}" for score in grade.scores)
     given = f", given {', '.join(prompt.columns)}" if prompt.columns else ""
     findings.checked.append(f"{rewards.spec}: scored {response!r:.40} for the first prompt{given}, {scores}")
-    more = graded.parts | {"loss_weight": graded.loss_weight, "step_scores": graded.steps}
+    more = grade.parts | {"loss_weight": grade.loss_weight, "step_scores": grade.steps}
     findings.checked += [f"{rewards.spec}: returned {name} {value!s:.80}" for name, value in more.items() if value]
     if is_training:
-        num_scores = len(graded.scores) + config.rollout.has_environment  # whose rewards are one more
+        num_scores = len(grade.scores) + config.rollout.has_environment  # whose rewards are one more
         findings.errors += num_scores_errors(config, num_scores)
-        findings.errors += step_scores_errors(config) if any(graded.steps) else []
+        findings.errors += step_scores_errors(config) if any(grade.steps) else []
         if not config.rollout.has_environment:  # which may return further numbers
-            findings.errors += metric_errors(config, graded.parts)
+            findings.errors += metric_errors(config, grade.parts)
     if config.reward.on_error == "raise":
         try:
             _score(rewards, prompt, "")
@@ -131,10 +131,10 @@ def _try_rewards(config: Config, rewards: RewardPool, prompt: Prompt, findings: 
             findings.warnings.append(f"for an empty response, which models write, the {first}")
 
 
-def _score(rewards: RewardPool, prompt: Prompt, response: str) -> Graded:
+def _score(rewards: RewardPool, prompt: Prompt, response: str) -> Grade:
     """Score a response twice in one call."""
-    graded, _ = rewards.score([Row(prompt.text, response, prompt.label, prompt.columns)] * 2)
-    return graded
+    grade, _ = rewards.score([Row(prompt.text, response, prompt.label, prompt.columns)] * 2)
+    return grade
 
 
 async def _reset(environments: EnvironmentPool, prompt: Prompt) -> list[dict[str, str]]:

@@ -16,7 +16,7 @@ from megappo.rollouts.responses import Responses
 from megappo.rollouts.sample_rows import Sample
 from megappo.rollouts.sampler import EARLY_STOP_POLL_SECONDS
 from megappo.runtime.heartbeat import heartbeat
-from megappo.userland.grades import Graded
+from megappo.userland.grades import Grade
 from megappo.userland.rewards import RewardError
 
 SCORE = "score"
@@ -94,10 +94,10 @@ class StepResponses:
         num_kept = sum(one.num_policy_tokens for one in self.samples)
         self.num_dropped_tokens = sum(exchange.all_gather(num_written - num_kept))
 
-    def grade(self) -> None:
+    def fill_grades(self) -> None:
         """Wait for the scores of all rounds and fill in the samples' grades."""
         for one in self._rounds:
-            one.grade()
+            one.fill_grades()
 
     def failure_metrics(self) -> dict[str, Metric]:
         """As of `Responses`, for all samples of all rounds."""
@@ -163,7 +163,7 @@ def choose_groups(
 
 def differ(group: Sequence[Sample], metric: str) -> bool:
     """Return whether a metric differs within a group. Nothing is known of responses for which a function failed."""
-    return len({_value(one.graded, metric) for one in group if not one.graded.failed}) > 1
+    return len({_value(one.grade, metric) for one in group if not one.grade.failed}) > 1
 
 
 def _finished_groups(responses: Responses, metric: str | None, exchange: Exchange) -> tuple[set[int], set[int]]:
@@ -175,12 +175,12 @@ def _finished_groups(responses: Responses, metric: str | None, exchange: Exchang
     return set().union(*finished_by_rank), set().union(*counted_by_rank)
 
 
-def _value(graded: Graded, metric: str) -> float:
+def _value(grade: Grade, metric: str) -> float:
     if metric == SCORE:
-        return sum(graded.totals)
-    if metric not in graded.parts:
+        return sum(grade.totals)
+    if metric not in grade.parts:
         raise RewardError(
             f"algorithm.filter_groups.metric {metric}: the reward function returned no such number for a response, but "
-            f"{', '.join([SCORE, *graded.parts])}\nset one that it returns for each response"
+            f"{', '.join([SCORE, *grade.parts])}\nset one that it returns for each response"
         )
-    return graded.parts[metric]
+    return grade.parts[metric]

@@ -13,7 +13,7 @@ from megappo.data.prompts import Prompt
 from megappo.observe.metrics import Metric
 from megappo.rollouts.sample_rows import UNSCORED, Sample
 from megappo.rollouts.sampler import EngineUsage
-from megappo.userland.grades import Graded
+from megappo.userland.grades import Grade
 from megappo.userland.rewards import RewardPool
 from megappo.userland.signatures import Row
 
@@ -62,12 +62,12 @@ class Responses:
     def fill_if_scored(self, positions: range) -> bool:
         """Fill in the grades of these samples if they have been scored; return whether they have."""
         samples = self.samples[positions.start : positions.stop]
-        graded = [UNSCORED] * len(samples) if self._scoring is None else self._scoring.known(positions)
-        if graded is not None:
-            _fill(samples, graded)
-        return graded is not None
+        grades = [UNSCORED] * len(samples) if self._scoring is None else self._scoring.known(positions)
+        if grades is not None:
+            _fill(samples, grades)
+        return grades is not None
 
-    def grade(self) -> None:
+    def fill_grades(self) -> None:
         """Wait for the scores of all samples and fill in their grades. A sample for which a function failed has none of
         its scores.
 
@@ -77,16 +77,16 @@ class Responses:
         if self._is_graded:
             return
         self._is_graded = True
-        graded = [UNSCORED] * len(self.samples) if self._scoring is None else self._scoring.results()
-        _fill(self.samples, graded)
+        grades = [UNSCORED] * len(self.samples) if self._scoring is None else self._scoring.results()
+        _fill(self.samples, grades)
         if self._scoring is not None and self._scoring.failure:
-            num_failed = sum(one.failed for one in graded)
+            num_failed = sum(one.failed for one in grades)
             message = f"{num_failed} responses have score 0: {self._scoring.failure}"
             print(f"WARNING (rank {dist.get_rank()}): {message}", flush=True)
 
     def groups(self) -> dict[int, list[Sample]]:
         """Wait for the scores; return the graded samples by prompt_index, in the order of their sample_index."""
-        self.grade()
+        self.fill_grades()
         groups: dict[int, list[Sample]] = defaultdict(list)
         for sample in self.samples:
             groups[sample.prompt_index].append(sample)
@@ -112,13 +112,13 @@ class Responses:
         return {name: Metric((count,), "sum") for name, count in counts.items()}
 
 
-def _fill(samples: Sequence[Sample], grades: Sequence[Graded]) -> None:
+def _fill(samples: Sequence[Sample], grades: Sequence[Grade]) -> None:
     """Fill in the grades of samples, with the sum of an environment's rewards before the scores of functions."""
-    for sample, graded in zip(samples, grades, strict=True):
-        sample.graded = graded
+    for sample, grade in zip(samples, grades, strict=True):
+        sample.grade = grade
         if sample.parts is not None:
             total = math.fsum(chain.from_iterable(segment.rewards for segment in sample.segments))
-            sample.graded = graded._replace(scores=[total, *graded.scores], steps=[(), *graded.steps])
+            sample.grade = grade._replace(scores=[total, *grade.scores], steps=[(), *grade.steps])
 
 
 def named_metrics(
@@ -135,10 +135,10 @@ def named_metrics(
 def extra_metrics(samples: Sequence[Sample]) -> dict[str, Metric]:
     """This rank's part of the means of what reward functions return beside scores."""
     records = []
-    for graded in [one.graded for one in samples]:
-        record = named_parts(graded.parts)
-        if any(graded.steps):
-            record["step_scores"] = sum(score for _, score in chain(*graded.steps))
+    for grade in [one.grade for one in samples]:
+        record = named_parts(grade.parts)
+        if any(grade.steps):
+            record["step_scores"] = sum(score for _, score in chain(*grade.steps))
         records.append(record)
     return named_metrics(records)
 

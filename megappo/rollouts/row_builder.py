@@ -49,7 +49,7 @@ class RowBuilder:
         """
         samples, config = responses.samples, self._config
         check_tokens(samples, self._vocab_size)
-        responses.grade()
+        responses.fill_grades()
         if config.algorithm.mask_truncated:
             mask_truncated(samples, compared=config.compares_responses)
         rows = sample_rows(samples, episodes=config.rollout.has_environment)
@@ -58,8 +58,8 @@ class RowBuilder:
         rewards = responses.failure_metrics() | extra_metrics(samples)
         metrics = responses.engine_metrics() | episode_metrics(samples)
         metrics |= {f"reward/{name}": metric for name, metric in rewards.items()}
-        has_weights = any(one.graded.loss_weight is not None for one in samples)
-        has_steps = any(any(one.graded.steps) for one in samples)
+        has_weights = any(one.grade.loss_weight is not None for one in samples)
+        has_steps = any(any(one.grade.steps) for one in samples)
         mine = (score_counts(samples), has_weights, has_steps, len(samples), num_tokens, metrics)
         by_rank = zip(*self._exchange.all_gather(mine), strict=True)
         counts_by_rank, has_weights_by_rank, has_steps_by_rank, nums_samples, nums_tokens, metrics_by_rank = by_rank
@@ -100,14 +100,14 @@ class RowBuilder:
         if errors := num_scores_errors(self._config, num_scores):
             raise ConfigError(*errors)
         totals = []
-        for graded in [one.graded for one in samples]:
-            totals.append(graded.totals + [0.0] * (num_scores - len(graded.scores)))
+        for grade in [one.grade for one in samples]:
+            totals.append(grade.totals + [0.0] * (num_scores - len(grade.scores)))
         return torch.tensor(totals, dtype=torch.float32).reshape(len(samples), num_scores)
 
 
 def score_counts(samples: Sequence[Sample]) -> set[int]:
     """Return how many scores samples have, except samples for which a function failed."""
-    return {len(one.graded.scores) for one in samples if not one.graded.failed}
+    return {len(one.grade.scores) for one in samples if not one.grade.failed}
 
 
 def check_tokens(samples: Sequence[Sample], vocab_size: int) -> None:
@@ -136,7 +136,7 @@ def with_scores(rows: Rows, samples: Sequence[Sample], scores: torch.Tensor, *, 
     if scores.shape[1] > 1:
         fields["score_components"] = scores[sample_of_row]
     if has_weights:
-        weights = [one.graded.loss_weight for one in samples]
+        weights = [one.grade.loss_weight for one in samples]
         fields["loss_weights"] = floats(1.0 if weight is None else weight for weight in weights)[sample_of_row]
     return replace(rows, fields=rows.fields | fields)
 
@@ -159,7 +159,7 @@ def step_rewards(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> list[flo
     """
     tokens = sample.tokens
     rewards = [0.0] * len(tokens)
-    steps = sorted(chain.from_iterable(sample.graded.steps))
+    steps = sorted(chain.from_iterable(sample.grade.steps))
     heartbeat.beat()
     own = [i for i, log_prob in enumerate(sample.log_probs) if log_prob is not None]
     decode = partial(tokenizer.decode, skip_special_tokens=True)

@@ -11,12 +11,12 @@ import torch
 
 from megappo.batch.rows import Rows
 from megappo.engines.generations import Generation
-from megappo.userland.grades import Graded
+from megappo.userland.grades import Grade
 
 Ending = Literal["stop", "done", "turns", "length", "lost"]
 """Ended by a stop token; an episode by its environment or by rollout.max_turns; without room for another token or turn;
 by the loss of the environment."""
-UNSCORED = Graded([], {})
+UNSCORED = Grade([], {})
 """The grade of a sample without a reward function."""
 
 
@@ -72,7 +72,7 @@ class Sample:
     """One response to one prompt, or one episode.
 
     Attributes:
-        graded: filled by `Responses`; with an environment, the sum of its rewards is the first score.
+        grade: filled by `Responses`; with an environment, the sum of its rewards is the first score.
         parts: sums of the numbers that the environment reported beside its rewards, by name; None of a response.
         lost: how the environment was lost; "" if it was not.
         is_masked: not trained on.
@@ -84,7 +84,7 @@ class Sample:
     ending: Ending
     parts: Mapping[str, float] | None = None
     lost: str = ""
-    graded: Graded = UNSCORED
+    grade: Grade = UNSCORED
     is_masked: bool = False
 
     @property

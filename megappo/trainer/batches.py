@@ -91,7 +91,7 @@ class SampledBatches:
     def _with_baselines(self, rows: Rows, greedy: Responses) -> Rows:
         """Add `baselines`: the shaped score of the greedy response to each row's prompt."""
         exchange = self._rollouts.exchange
-        greedy.grade()
+        greedy.fill_grades()
         indices = torch.tensor([one.prompt_index for one in greedy.samples], dtype=torch.int64)
         lengths = torch.tensor([one.num_policy_tokens for one in greedy.samples], dtype=torch.int64)
         scores = self._row_builder.scores(greedy.samples, exchange.all_gather(score_counts(greedy.samples)))

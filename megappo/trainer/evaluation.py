@@ -35,7 +35,7 @@ def evaluate(rollouts: Rollouts, datasets: Datasets, observer: Observer | NullOb
         responses = rollouts.sample(prompts, own.n, params, f"evaluate {name}", task=name)
         parts = _metric_parts(responses, own.val_pass_threshold, has_spread=len(prompts) > 1)
         shown = _shown(rollouts, responses, name, task)
-        has_answers = any(one.graded.answer is not None for one in responses.samples)
+        has_answers = any(one.grade.answer is not None for one in responses.samples)
         shared = rollouts.exchange.all_gather((parts, shown, has_answers))
         parts_by_rank, shown_by_rank, have_answers = zip(*shared, strict=True)
         for metric, value in reduce_ranks(parts_by_rank).items():
@@ -61,7 +61,7 @@ def _metric_parts(responses: Responses, pass_threshold: float, *, has_spread: bo
         all_scores += scores
         for one in group:
             lengths = {"response_length/mean": one.num_policy_tokens}
-            by_response.append(lengths | {"truncated_frac": one.is_truncated} | named_parts(one.graded.parts))
+            by_response.append(lengths | {"truncated_frac": one.is_truncated} | named_parts(one.grade.parts))
     score = spread("score", torch.tensor(all_scores, dtype=torch.float64))
     metrics = {name: Metric.of(*part) for name, part in score.items()}
     metrics |= named_metrics([*by_response, *by_prompt], dtype=torch.float64)
@@ -72,7 +72,7 @@ def _metric_parts(responses: Responses, pass_threshold: float, *, has_spread: bo
 
 
 def _scores_and_answers(group: Sequence[Sample]) -> tuple[list[float], list[str | None]]:
-    return [math.fsum(one.graded.scores) for one in group], [one.graded.answer for one in group]
+    return [math.fsum(one.grade.scores) for one in group], [one.grade.answer for one in group]
 
 
 def _shown(rollouts: Rollouts, responses: Responses, name: str, task: Task) -> list[tuple[int, dict[str, Any]]]:

@@ -1,6 +1,6 @@
 """The grade of a response: what reward functions returned for it, checked, and combined over several functions.
 
-From a returned value to a token's reward: value -> `Graded` -> score (the sum of its scores and step scores) -> shaped
+From a returned value to a token's reward: value -> `Grade` -> score (the sum of its scores and step scores) -> shaped
 score (`ppo.reward_shaping`) -> the reward of the response's last token (`ppo.advantages`).
 """
 
@@ -24,7 +24,7 @@ Step = tuple[int, float]
 """The number of a response's characters up to the end of a step, and the step's score."""
 
 
-class Graded(NamedTuple):
+class Grade(NamedTuple):
     """The result of reward functions for a response.
 
     Attributes:
@@ -50,10 +50,10 @@ class Graded(NamedTuple):
         return [math.fsum([outcome, *(score for _, score in steps)]) for outcome, steps in both]
 
 
-FAILED = Graded([], {}, failed=True)
+FAILED = Grade([], {}, failed=True)
 
 
-def grades_of(values: Any, responses: Sequence[str], weight: float) -> list[Graded]:
+def grades_of(values: Any, responses: Sequence[str], weight: float) -> list[Grade]:
     """Return the grades of responses that one call of a function gave, each with the same number of scores.
 
     Args:
@@ -66,7 +66,7 @@ def grades_of(values: Any, responses: Sequence[str], weight: float) -> list[Grad
         raise CallError(f"returned {values!r:.80}; expected a list of {len(responses)} numbers")
     if len(values) != len(responses):
         raise CallError(f"returned {len(values)} values for {len(responses)} responses; expected one each")
-    grades: list[Graded] = []
+    grades: list[Grade] = []
     for i, (value, response) in enumerate(zip(values, responses, strict=True)):
         try:
             grades.append(_grade(value, len(response), weight))
@@ -77,7 +77,7 @@ def grades_of(values: Any, responses: Sequence[str], weight: float) -> list[Grad
     return grades
 
 
-def _grade(value: Any, num_characters: int, weight: float) -> Graded:
+def _grade(value: Any, num_characters: int, weight: float) -> Grade:
     fields = value if isinstance(value, dict) else {SCORE: value}
     score = fields.get(SCORE)
     scores = [_number(one, SCORE, weight) for one in (score if isinstance(score, list) else [score])]
@@ -89,9 +89,9 @@ def _grade(value: Any, num_characters: int, weight: float) -> Graded:
     steps = [_steps(fields[STEP_SCORES], num_characters, weight)] if STEP_SCORES in fields else ()
     if steps and len(scores) > 1:
         raise ValueError(f"expected one score beside {STEP_SCORES}, found {len(scores)}")
-    graded = Graded(scores, _parts(fields), _answer(fields.get(ANSWER)), False, loss_weight, steps)
-    _number(math.fsum(graded.totals), "the sum of its scores")
-    return graded
+    grade = Grade(scores, _parts(fields), _answer(fields.get(ANSWER)), False, loss_weight, steps)
+    _number(math.fsum(grade.totals), "the sum of its scores")
+    return grade
 
 
 def _number(value: Any, name: str, weight: float = 1.0) -> float:
@@ -141,7 +141,7 @@ def _steps(steps: Any, num_characters: int, weight: float) -> list[Step]:
     return checked
 
 
-def combined(rows: Sequence[Sequence[Graded]], names: Sequence[str]) -> list[Graded]:
+def combined(rows: Sequence[Sequence[Grade]], names: Sequence[str]) -> list[Grade]:
     """Return one grade for each response, of those that several functions gave.
 
     Args:
@@ -152,22 +152,22 @@ def combined(rows: Sequence[Sequence[Graded]], names: Sequence[str]) -> list[Gra
         return [only for [only] in rows]
     counts: Counter[str] = Counter()
     for of_function in zip(*rows, strict=True):
-        counts.update({name for graded in of_function for name in graded.parts})
+        counts.update({name for grade in of_function for name in grade.parts})
     return [FAILED if any(one.failed for one in of_row) else _together(of_row, names, counts) for of_row in rows]
 
 
-def _together(grades: Sequence[Graded], names: Sequence[str], counts: Counter[str]) -> Graded:
+def _together(grades: Sequence[Grade], names: Sequence[str], counts: Counter[str]) -> Grade:
     """Return the grade of a response by all functions. A part that several functions have gets the function's name."""
     parts = {}
-    for function, graded in zip(names, grades, strict=True):
-        for name, part in graded.parts.items():
+    for function, grade in zip(names, grades, strict=True):
+        for name, part in grade.parts.items():
             parts[name if counts[name] == 1 else f"{function}/{name}"] = part
-    weights = [graded.loss_weight for graded in grades if graded.loss_weight is not None]
-    steps = [of_score for graded in grades for of_score in graded.steps or [()] * len(graded.scores)]
-    return Graded(
-        scores=[score for graded in grades for score in graded.scores],
+    weights = [grade.loss_weight for grade in grades if grade.loss_weight is not None]
+    steps = [of_score for grade in grades for of_score in grade.steps or [()] * len(grade.scores)]
+    return Grade(
+        scores=[score for grade in grades for score in grade.scores],
         parts=parts,
-        answer=next((graded.answer for graded in grades if graded.answer is not None), None),
+        answer=next((grade.answer for grade in grades if grade.answer is not None), None),
         loss_weight=math.prod(weights) if weights else None,
         steps=steps if any(steps) else (),
     )

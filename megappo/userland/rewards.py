@@ -20,7 +20,7 @@ from typing import Any
 from megappo.config.schema import Reward
 from megappo.errors import ActionableError
 from megappo.runtime.heartbeat import heartbeat
-from megappo.userland.grades import FAILED, Graded, combined, grades_of
+from megappo.userland.grades import FAILED, Grade, combined, grades_of
 from megappo.userland.signatures import CallMode, Row
 from megappo.userland.spec import WAITING, parse_spec
 from megappo.userland.worker_process import GRACE_SECONDS, CallError, WorkerPool, WorkerProcess
@@ -49,7 +49,7 @@ class PendingRow:
     """
 
     row: Row
-    outcome: Graded | CallError | None = None
+    outcome: Grade | CallError | None = None
 
 
 @dataclass(eq=False)
@@ -131,7 +131,7 @@ class RewardPool(WorkerPool):
         self.check()
         return Scoring(self)
 
-    def score(self, rows: Sequence[Row]) -> list[Graded]:
+    def score(self, rows: Sequence[Row]) -> list[Grade]:
         """Return the grades of responses, in order.
 
         Raises:
@@ -222,8 +222,8 @@ class RewardPool(WorkerPool):
                 values = await worker.result(replies[i], self.timeout_seconds, grace_seconds)
                 values = values if queue.mode == "list" else [values]
                 grades = grades_of(values, [one.row.response for one in called], queue.weight)
-                for one, graded in zip(called, grades, strict=True):
-                    one.outcome = graded
+                for one, grade in zip(called, grades, strict=True):
+                    one.outcome = grade
             except CallError as error:
                 if worker.is_up:
                     worker = await self._handle(worker, queue, called, error)
@@ -304,7 +304,7 @@ class Scoring:
             self._pool.put_batches(self._pending)
         self._is_complete = True
 
-    def results(self) -> list[Graded]:
+    def results(self) -> list[Grade]:
         """Wait for the grades of all rows and return them in order. A row for which a function failed has no scores.
 
         Raises:
@@ -323,7 +323,7 @@ class Scoring:
                 self.num_errors += not failure.is_late
         return self._grades(self._pending)
 
-    def known(self, indices: range) -> list[Graded] | None:
+    def known(self, indices: range) -> list[Grade] | None:
         """Return the grades of some rows if all are there by now.
 
         Raises:
@@ -335,11 +335,11 @@ class Scoring:
             return None
         return self._grades(pending)
 
-    def _grades(self, pending: Sequence[Sequence[PendingRow]]) -> list[Graded]:
+    def _grades(self, pending: Sequence[Sequence[PendingRow]]) -> list[Grade]:
         return combined([[_grade_or_failed(one.outcome) for one in of_row] for of_row in pending], self._pool.names)
 
 
-def _grade_or_failed(outcome: Graded | CallError | None) -> Graded:
+def _grade_or_failed(outcome: Grade | CallError | None) -> Grade:
     return FAILED if isinstance(outcome, CallError) else outcome
 
 

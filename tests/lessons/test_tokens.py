@@ -20,7 +20,7 @@ from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
 from megappo.rollouts.responses import Responses
 from megappo.rollouts.row_builder import RowBuilder
-from megappo.userland.grades import Graded
+from megappo.userland.grades import Grade
 from megappo.userland.signatures import Row
 
 MERGES = [("l", "l"), ("ll", "o"), ("h", "e"), ("he", "llo")]
@@ -57,8 +57,8 @@ class Rewards:
     def add(self, rows: Sequence[Row]) -> None:
         assert [(row.prompt, row.response) for row in rows] == [("ol", "hello")] * 2
 
-    def results(self) -> list[Graded]:
-        return [Graded([1.0], {}), Graded([0.0], {})]
+    def results(self) -> list[Grade]:
+        return [Grade([1.0], {}), Grade([0.0], {})]
 
 
 def hf_log_probs(model: torch.nn.Module, response: list[int], temperature: float) -> torch.Tensor:

@@ -20,7 +20,7 @@ from megappo.observe.metrics import Metric
 from megappo.rollouts.group_selection import GroupQuota, choose_groups
 from megappo.rollouts.responses import Responses
 from megappo.rollouts.sampler import EngineUsage, store_counter
-from megappo.userland.grades import Graded
+from megappo.userland.grades import Grade
 from megappo.userland.rewards import PendingRow, RewardError, Scoring
 from megappo.userland.signatures import Row
 
@@ -59,9 +59,9 @@ def choose(rank: int, world_size: int) -> None:
             keys = [(i, j) for i in reversed(mine) for j in range(N)]
             samples = [sample_of(i, j, [prompts[i].index, j], [-1.0, None]) for i, j in keys]
             of_round = scores[prompts[0].index // 100]
-            graded = [Graded([of_round[one.prompt_index][one.sample_index]], {}) for one in samples]
+            grades = [Grade([of_round[one.prompt_index][one.sample_index]], {}) for one in samples]
             counts = {"errors": Metric.of(1, "sum")} if rank else {}
-            return ScoredResponses(prompts, samples, graded, EngineUsage(1.0, 2.0, 3, rank, len(samples)), counts)
+            return ScoredResponses(prompts, samples, grades, EngineUsage(1.0, 2.0, 3, rank, len(samples)), counts)
 
         order = []
         phase = partial(noted, order)
@@ -84,13 +84,13 @@ def choose(rank: int, world_size: int) -> None:
             "filter_groups/surplus_groups": max(0, len(expected) - SIZE),
         }
         assert chosen.num_dropped_tokens == N * (SIZE * rounds - SIZE)
-        chosen.grade()
+        chosen.fill_grades()
         found = [one for of_rank in exchange.all_gather(chosen.samples) for one in of_rank]
         assert len(found) == N * SIZE
         for written in found:
             number, i = taken[written.prompt_index]
             assert written.tokens == [100 * number + i, written.sample_index]
-            assert written.graded.scores == [scores[number][i][written.sample_index]]
+            assert written.grade.scores == [scores[number][i][written.sample_index]]
         if rank:
             assert chosen.failure_metrics()["errors"].value == rounds, "of what was dropped, too"
 
@@ -104,14 +104,14 @@ def choose_by_part(rank: int, world_size: int) -> None:
     samples = [sample_of(i // 2, i % 2, [1], [-1.0]) for i in range(4)]
 
     def chosen(of_samples: list[dict], metric: str) -> list[int]:
-        graded = [
-            Graded([float(i)], of_sample) if of_sample else Graded([], {}, failed=True)
+        grades = [
+            Grade([float(i)], of_sample) if of_sample else Grade([], {}, failed=True)
             for i, of_sample in enumerate(of_samples)
         ]
         prompts = [Prompt(i, [1], "", None) for i in range(2)]
         filters = FilterGroups(enable=True, metric=metric, max_num_gen_batches=1)
         found = choose_groups(
-            lambda prompts, num_groups: ScoredResponses(prompts, list(map(replace, samples)), graded),
+            lambda prompts, num_groups: ScoredResponses(prompts, list(map(replace, samples)), grades),
             lambda: prompts,
             Exchange(dist.group.WORLD),
             1,
@@ -165,7 +165,7 @@ def known(rank: int, world_size: int) -> None:
 
         def settle(row: int, score: float, scoring: Scoring = scoring) -> None:
             for function, pending in enumerate(scoring._pending[row]):
-                pending.outcome = Graded([score], {"acc": score} if function else {})
+                pending.outcome = Grade([score], {"acc": score} if function else {})
 
         assert not quota.is_met()
         for row, score in ((0, 0.0), (1, 1.0), (2, 0.5)):
@@ -192,14 +192,14 @@ def choose_early(rank: int, world_size: int) -> None:
     """The engines have finished four of six prompts, in turn on two ranks; one token was written in vain."""
     finished = {0: [5, 1], 1: [3, 0]}[rank]
     samples = [sample_of(i, j, [i, j], [-1.0, None]) for i in finished for j in range(N)]
-    graded = [Graded([float(10 * one.prompt_index + one.sample_index)], {}) for one in samples]
+    grades = [Grade([float(10 * one.prompt_index + one.sample_index)], {}) for one in samples]
     prompts = [Prompt(100 + i, [1], "", None) for i in range(SIZE)]
     asked = []
 
     def sample(prompts: list[Prompt], num_groups: int) -> Responses:
         asked.append(num_groups)
         fresh = list(map(replace, samples))
-        return ScoredResponses(prompts, fresh, graded, EngineUsage(written_tokens=len(samples) + rank))
+        return ScoredResponses(prompts, fresh, grades, EngineUsage(written_tokens=len(samples) + rank))
 
     exchange = Exchange(dist.group.WORLD)
     choose = partial(choose_groups, sample, lambda: prompts, exchange, 3, nullcontext, over_samples=True)
@@ -209,7 +209,7 @@ def choose_early(rank: int, world_size: int) -> None:
     assert chosen.metrics == {"over_sampling/surplus_groups": 1} | counts and chosen.num_dropped_tokens == N + 1
     for one in chosen.samples:
         index = [0, 1, 3][one.prompt_index]
-        assert one.tokens[0] == index and one.graded.scores == [10 * index + one.sample_index]
+        assert one.tokens[0] == index and one.grade.scores == [10 * index + one.sample_index]
     assert len(chosen.samples) == (N if rank == 0 else 2 * N)
     chosen = choose(filters=FilterGroups(enable=True, max_num_gen_batches=1))
     assert [prompt.index for prompt in chosen.prompts] == [100, 101, 103]

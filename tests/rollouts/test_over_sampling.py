@@ -14,7 +14,7 @@ from megappo.engines.client import SamplingParams
 from megappo.rollouts.group_selection import GroupQuota
 from megappo.rollouts.sample_rows import Sample, Segment
 from megappo.rollouts.sampler import store_counter
-from megappo.userland.grades import Graded
+from megappo.userland.grades import Grade
 
 N = 2
 LONG, SHORT = 110, 4
@@ -113,7 +113,7 @@ def test_an_engine_that_is_done_first_counts_its_groups_whose_scores_come_later(
         def on_group(group) -> None:
             """The scores are known a second later."""
             since = time.monotonic()
-            differing = [replace(group[0], graded=Graded([score], {})) for score in (1.0, 2.0)]
+            differing = [replace(group[0], grade=Grade([score], {})) for score in (1.0, 2.0)]
             quota.add(differing, lambda: time.monotonic() > since + 1.0)
 
         take = store_counter(store, "prompts")

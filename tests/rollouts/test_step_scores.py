@@ -20,7 +20,7 @@ from megappo.data.prompts import Prompt
 from megappo.rollouts.group_selection import StepResponses
 from megappo.rollouts.row_builder import RowBuilder, completing_tokens, step_rewards
 from megappo.rollouts.sample_rows import Sample, Segment
-from megappo.userland.grades import Graded
+from megappo.userland.grades import Grade
 
 TEXTS = (
     "hello",
@@ -83,8 +83,8 @@ def test_a_step_that_an_environment_completes_ends_at_the_policys_last_token_bef
     written, observed, end = (tokenizer(text)["input_ids"] for text in ("\u4e2d1", "\u4e2d2", "3\u4e2d<eos>"))
     tokens = written + observed + end
     log_probs = [-1.0] * len(written) + [None] * len(observed) + [-1.0] * len(end)
-    graded = Graded([1.0], {}, steps=[[(1, 0.5), (2, 1.0), (3, 2.0), (4, 4.0), (5, 8.0), (6, 16.0)], [(3, 32.0)]])
-    rewards = step_rewards(replace(sample_of(0, 0, tokens, log_probs), graded=graded), tokenizer)
+    grade = Grade([1.0], {}, steps=[[(1, 0.5), (2, 1.0), (3, 2.0), (4, 4.0), (5, 8.0), (6, 16.0)], [(3, 32.0)]])
+    rewards = step_rewards(replace(sample_of(0, 0, tokens, log_probs), grade=grade), tokenizer)
     assert rewards == [0, 0, 0.5, 1 + 2 + 4 + 32, *[0] * len(observed), 8, 0, 0, 16, 0]
 
 
@@ -108,11 +108,11 @@ def add_extras(rank: int, world_size: int) -> None:
     segments.append(Segment([5], "", tokens[3:], [-1.0], [1.0], [2]))
     prompts = [Prompt(i, [5], "", None) for i in range(2)]
     samples = [Sample(rank, 0, segments, "done", {})][: rank < 2]
-    graded = [Graded([8.0, 1.0], {}, steps=[(), [(2, 0.5), (4, 0.25)]]), Graded([8.0, 1.0], {}, loss_weight=0.5)]
+    grades = [Grade([8.0, 1.0], {}, steps=[(), [(2, 0.5), (4, 0.25)]]), Grade([8.0, 1.0], {}, loss_weight=0.5)]
 
-    def fields_of(graded: list[Graded], **reward: object) -> dict[str, list]:
+    def fields_of(grades: list[Grade], **reward: object) -> dict[str, list]:
         """Return the fields of all rows, in the order of prompts, on every rank."""
-        responses = ScoredResponses(prompts, samples, graded)
+        responses = ScoredResponses(prompts, samples, grades)
         step = StepResponses([responses], [(0, 0), (0, 1)])
         rows = RowBuilder(make_config(2, **reward), 300, tokenizer, exchange).build(step)[0].rows
         fields = {name: values.tolist() for name, values in rows.fields.items()}
@@ -122,15 +122,15 @@ def add_extras(rank: int, world_size: int) -> None:
                 found.setdefault(name, []).extend(values)
         return found
 
-    found = fields_of(graded[rank : rank + 1])
+    found = fields_of(grades[rank : rank + 1])
     assert found["loss_weights"] == [1.0, 1.0, 0.5, 0.5]
     assert found["turn_rewards"] == [[0, 0.5, 7], [1.25, 0, 0], [0, 0, 7], [1, 0, 0]]
     assert found["scores"] == [9.75, 9.75, 9.0, 9.0]
-    none = fields_of([Graded([1.0], {}, steps=[[]])] * len(samples))
+    none = fields_of([Grade([1.0], {}, steps=[[]])] * len(samples))
     assert "loss_weights" not in none and none["turn_rewards"] == [[0, 0, 7], [1, 0, 0]] * 2
     message = r"reward.normalize batch changes the score of a response, not those of its steps, .* rewards.py:f gives"
     with pytest.raises(ConfigError, match=message):  # also on ranks without scores of steps
-        fields_of(graded[rank : rank + 1], normalize="batch")
+        fields_of(grades[rank : rank + 1], normalize="batch")
 
 
 def test_an_extra_of_one_rank_is_a_field_on_all():

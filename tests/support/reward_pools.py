@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megappo.userland.grades import Graded
+from megappo.userland.grades import Grade
 from megappo.userland.rewards import RewardPool, load_reward
 from megappo.userland.signatures import Row
 
@@ -39,7 +39,7 @@ def scores(pool: RewardPool, count: int = 3) -> list[list[float]]:
     return scores_of(pool.score(rows_of(*rows)))
 
 
-def scores_of(graded: Sequence[Graded]) -> list[list[float]]:
+def scores_of(grades: Sequence[Grade]) -> list[list[float]]:
     """Return the scores of responses that have no other parts."""
-    assert not any(one.parts for one in graded)
-    return [one.scores for one in graded]
+    assert not any(one.parts for one in grades)
+    return [one.scores for one in grades]

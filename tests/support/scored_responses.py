@@ -8,7 +8,7 @@ from megappo.rollouts.group_selection import StepResponses
 from megappo.rollouts.responses import Responses
 from megappo.rollouts.sample_rows import Sample
 from megappo.rollouts.sampler import EngineUsage
-from megappo.userland.grades import Graded
+from megappo.userland.grades import Grade
 
 
 class ScoredResponses(Responses):
@@ -18,14 +18,14 @@ class ScoredResponses(Responses):
         self,
         prompts: Sequence[Prompt],
         samples: list[Sample],
-        graded: list[Graded],
+        grades: list[Grade],
         usage: EngineUsage | None = None,
         failures: Mapping[str, Metric] | None = None,
     ):
         super().__init__(prompts, None, None)
         self.samples, self._is_graded = samples, True
-        for sample, one in zip(samples, graded, strict=True):
-            sample.graded = one
+        for sample, one in zip(samples, grades, strict=True):
+            sample.grade = one
         self.usage = usage or EngineUsage()
         self._failures = dict(failures or {})
 

@@ -27,7 +27,7 @@ from megappo.rollouts.rollouts import Rollouts
 from megappo.rollouts.row_builder import RowBuilder, check_tokens
 from megappo.rollouts.sample_rows import Sample, Segment
 from megappo.trainer.batches import SampledBatches
-from megappo.userland.grades import Graded
+from megappo.userland.grades import Grade
 from megappo.userland.rewards import RewardError
 from megappo.userland.signatures import Row
 
@@ -63,7 +63,7 @@ EXPECTED = {
 
 def scored(samples: list[Sample]) -> Responses:
     """Each by its first token."""
-    return ScoredResponses(PROMPTS, samples, [Graded([float(one.tokens[0])], {}) for one in samples])
+    return ScoredResponses(PROMPTS, samples, [Grade([float(one.tokens[0])], {}) for one in samples])
 
 
 def by_workers(pool: object, samples: list[Sample]) -> Responses:
@@ -170,9 +170,9 @@ class Scores:
     def add(self, rows: Sequence[Row]) -> None:
         self.texts += [row.response for row in rows]
 
-    def results(self) -> list[Graded]:
+    def results(self) -> list[Grade]:
         of_texts = [[float(number) for number in text.split()] for text in self.texts]
-        return [Graded(numbers, {"large": max(numbers)} if max(numbers) > 8 else {}) for numbers in of_texts]
+        return [Grade(numbers, {"large": max(numbers)} if max(numbers) > 8 else {}) for numbers in of_texts]
 
 
 class Tokenizer:

@@ -19,7 +19,7 @@ from megappo.rollouts.datasets import Datasets
 from megappo.rollouts.responses import Responses
 from megappo.rollouts.rollouts import Rollouts
 from megappo.trainer.evaluation import evaluate, prompt_statistics
-from megappo.userland.grades import Graded
+from megappo.userland.grades import Grade
 from megappo.userland.signatures import Row
 from megappo.userland.task_workers import TaskWorkers
 
@@ -75,11 +75,11 @@ class Answers:
         assert [row.label for row in rows] == [f"label {row.prompt}" for row in rows]
         self.rows += rows
 
-    def results(self) -> list[Graded]:
+    def results(self) -> list[Grade]:
         texts = [row.response for row in self.rows]
         answers = [None if text == "0" or self.kind == "silent" else text for text in texts]
         scores = [[float(text == "1"), 0.5 * (text == "3")] for text in texts]
-        return [Graded(of_one, {}, answer) for of_one, answer in zip(scores, answers, strict=True)]
+        return [Grade(of_one, {}, answer) for of_one, answer in zip(scores, answers, strict=True)]
 
 
 class Tokenizer:

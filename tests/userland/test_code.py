@@ -242,5 +242,5 @@ def test_nothing_is_run_where_it_cannot_be_protected():
 
 def test_by_name_with_options_as_rows_come():
     with load_reward("code", num_workers=2, timeout_seconds=60, options={"code": {"partial_credit": True}}) as pool:
-        graded = pool.score(rows_of(["p"] * 3, ["print(6)", "print(2 * int(input()))", "no"], [DOUBLE] * 3))
-    assert [(one.scores, one.parts) for one in graded] == [([n], {"passed_frac": n}) for n in (0.5, 1.0, 0.0)]
+        grades = pool.score(rows_of(["p"] * 3, ["print(6)", "print(2 * int(input()))", "no"], [DOUBLE] * 3))
+    assert [(one.scores, one.parts) for one in grades] == [([n], {"passed_frac": n}) for n in (0.5, 1.0, 0.0)]

@@ -190,10 +190,10 @@ def test_verls_data_and_function_work_as_they_are(tmp_path: Path):
     with load_reward(write_compute_score(tmp_path / "gsm8k.py"), num_workers=3, timeout_seconds=20) as pool:
         prompts = prompts_of(file, tmp_path, pool.takes)
         texts, labels, columns = zip(*((prompt.text, prompt.label, prompt.columns) for prompt in prompts), strict=True)
-        graded = pool.score(rows_of(texts, responses, labels, columns))
-    assert [one.scores for one in graded] == [[answers[kinds[i % len(kinds)]]] for i in range(200)]
-    parts = [{} if one.scores == [0.0] else {"acc": float(one.scores == [1.0])} for one in graded]
-    assert [one.parts for one in graded] == parts and {"acc": 1.0} in parts
+        grades = pool.score(rows_of(texts, responses, labels, columns))
+    assert [one.scores for one in grades] == [[answers[kinds[i % len(kinds)]]] for i in range(200)]
+    parts = [{} if one.scores == [0.0] else {"acc": float(one.scores == [1.0])} for one in grades]
+    assert [one.parts for one in grades] == parts and {"acc": 1.0} in parts
     assert columns[3] == {"data_source": "openai/gsm8k", "extra_info": record(3)["extra_info"]}
     assert texts[3] == f"user:{record(3)['prompt'][0]['content']}\nassistant:" and labels[3] == str(numbers[3])
 

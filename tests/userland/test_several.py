@@ -91,9 +91,9 @@ def test_what_they_take_is_what_any_takes(file):
 def test_other_numbers_of_a_dictionary_are_metrics_and_count_nothing(file):
     specs = {f"{file}:{name}": 2.0 for name in ("with_parts", "parts_of_some", "compute_score")}
     with load_reward(specs, num_workers=2, timeout_seconds=20) as pool:
-        graded = pool.score(rows_of(["x"] * 3, ["7", "78", ""], ["7"] * 3, COLUMNS))
-    assert [one.scores for one in graded] == [[2.0, 0.0, 2.0], [2.0, 0.0, 0.0], [2.0, 0.0, 0.0]]
-    assert [one.parts for one in graded] == [
+        grades = pool.score(rows_of(["x"] * 3, ["7", "78", ""], ["7"] * 3, COLUMNS))
+    assert [one.scores for one in grades] == [[2.0, 0.0, 2.0], [2.0, 0.0, 0.0], [2.0, 0.0, 0.0]]
+    assert [one.parts for one in grades] == [
         {"long": 0.0, "first": 7.0, "acc": 1.0},
         {"long": 1.0, "first": 7.0, "acc": 1.0},
         {"long": 0.0, "acc": 1.0},
@@ -107,8 +107,8 @@ def test_numbers_of_one_name_get_their_functions_names(tmp_path):
     )
     specs = {f"{tmp_path}/mine.py:{name}": 1.0 for name in ("first", "second")}
     with load_reward(specs, num_workers=1, timeout_seconds=20) as pool:
-        graded = pool.score(rows_of(["x"] * 2, ["7", ""], ["7"] * 2))
-    assert [one.parts for one in graded] == [
+        grades = pool.score(rows_of(["x"] * 2, ["7", ""], ["7"] * 2))
+    assert [one.parts for one in grades] == [
         {"first/acc": 1.0, "own": 5.0, "second/acc": 0.5},
         {"first/acc": 1.0, "own": 5.0},
     ]
@@ -126,11 +126,11 @@ def test_weights_of_losses_multiply_and_scores_of_steps_have_the_weight_of_their
     )
     specs = {f"{tmp_path}/mine.py:{name}": weight for name, weight in (("first", 2.0), ("third", 1), ("second", 0.5))}
     with load_reward(specs, num_workers=1, timeout_seconds=20) as pool:
-        graded = pool.score(rows_of(["x"] * 2, ["yes", ""], ["7"] * 2))
-    assert [one.scores for one in graded] == [[2.0, 5.0, 6.0, 1.0]] * 2
-    assert [one.totals for one in graded] == [[0.5, 5.0, 6.0, 1.5], [2.0, 5.0, 6.0, 1.0]]
-    assert [one.loss_weight for one in graded] == [1.5, 3.0] and [one.parts for one in graded] == [{"acc": 1.0}, {}]
-    assert [[list(map(list, steps)) for steps in one.steps] for one in graded] == [
+        grades = pool.score(rows_of(["x"] * 2, ["yes", ""], ["7"] * 2))
+    assert [one.scores for one in grades] == [[2.0, 5.0, 6.0, 1.0]] * 2
+    assert [one.totals for one in grades] == [[0.5, 5.0, 6.0, 1.5], [2.0, 5.0, 6.0, 1.0]]
+    assert [one.loss_weight for one in grades] == [1.5, 3.0] and [one.parts for one in grades] == [{"acc": 1.0}, {}]
+    assert [[list(map(list, steps)) for steps in one.steps] for one in grades] == [
         [[[2, 0.5], [3, -2.0]], [], [], [[1, 0.5]]],
         [],
     ]
@@ -238,5 +238,5 @@ def test_the_answer_is_of_the_first_function_that_finds_one(tmp_path, specs, res
     weights = {name if name in own else f"{tmp_path}/mine.py:{name}": 1.0 for name in specs}
     label = "B" if "multiple_choice" in specs else "7"
     with load_reward(weights, num_workers=1, timeout_seconds=20) as pool:
-        graded = pool.score(rows_of([""] * len(responses), responses, [label] * len(responses)))
-    assert [one.answer for one in graded] == answers
+        grades = pool.score(rows_of([""] * len(responses), responses, [label] * len(responses)))
+    assert [one.answer for one in grades] == answers

@@ -58,7 +58,7 @@ from megappo.trainer.models import Phases, architecture_of, build_models  # noqa
 from megappo.trainer.progress import Progress  # noqa: E402
 from megappo.trainer.run import Run  # noqa: E402
 from megappo.trainer.statistics import Utilisation  # noqa: E402
-from megappo.userland.grades import Graded  # noqa: E402
+from megappo.userland.grades import Grade  # noqa: E402
 from megappo.weights.export import Export  # noqa: E402
 
 WORLD_SIZE, STEPS, VOCABULARY = 4, 2, 61
@@ -177,10 +177,10 @@ class FixedResponses(Responses):
         super().__init__(prompts, None, None)
         self.num_scores = num_scores
 
-    def grade(self) -> None:
+    def fill_grades(self) -> None:
         for one in self.samples:
             scores = [sum(one.tokens) % 7 / 3 - 1, float(one.tokens[0] % 2)]
-            one.graded = Graded(scores[: self.num_scores], {})
+            one.grade = Grade(scores[: self.num_scores], {})
 
 
 class FixedRollouts(Rollouts):
