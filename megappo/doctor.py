@@ -34,9 +34,9 @@ TIMEOUT = timedelta(seconds=60)
 
 def packages() -> str:
     """Return the versions of the packages, each of which can be imported."""
-    found = platform.capabilities()
-    versions = ", ".join(f"{name} {found[name]}" for name in platform.PACKAGES)
-    is_missing = "not installed" in (found["torch"], found["megatron-core"], found["sglang"])
+    capabilities = platform.capabilities()
+    versions = ", ".join(f"{name} {capabilities[name]}" for name in platform.PACKAGES)
+    is_missing = "not installed" in (capabilities["torch"], capabilities["megatron-core"], capabilities["sglang"])
     if is_missing or any(map(platform.fault, platform.TRIED)):
         raise RuntimeError(versions)
     return versions
@@ -83,12 +83,12 @@ def attention() -> str:
     packed = torch.randn(3, 512, 4, 128, dtype=torch.bfloat16, device="cuda")
     bounds = torch.tensor([0, 300, 512], dtype=torch.int32, device="cuda")
     limits = {"cu_seqlens_q": bounds, "cu_seqlens_kv": bounds, "max_seqlen_q": 300, "max_seqlen_kv": 300}
-    found = DotProductAttention(4, 128, qkv_format="thd", attn_mask_type="padding_causal")(*packed, **limits)
+    output = DotProductAttention(4, 128, qkv_format="thd", attn_mask_type="padding_causal")(*packed, **limits)
     expected = []
     for sequence in packed.split([300, 212], dim=1):
         of_heads = F.scaled_dot_product_attention(*sequence.transpose(1, 2), is_causal=True)
         expected.append(of_heads.transpose(0, 1).flatten(1))
-    difference = (found.flatten(1) - torch.cat(expected)).abs().max().item()
+    difference = (output.flatten(1) - torch.cat(expected)).abs().max().item()
     if not difference < 0.05:  # NaN too
         raise RuntimeError(f"TransformerEngine's differs from torch's by {difference:.3g}")
     return f"TransformerEngine's equals torch's within {difference:.1g}"
@@ -134,10 +134,10 @@ def limits() -> str:
     """Return the free shared memory, and the files that a process may open: ranks raise theirs to the hard limit."""
     free_gib = shutil.disk_usage("/dev/shm").free / 2**30
     _, open_files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    found = f"{free_gib:.2f} GiB of /dev/shm are free, {open_files:,} files for a process"
+    state = f"{free_gib:.2f} GiB of /dev/shm are free, {open_files:,} files for a process"
     if free_gib < LEAST_SHARED_GIB or open_files < LEAST_OPEN_FILES:
-        raise RuntimeError(f"{found}: expected {LEAST_SHARED_GIB} GiB and {LEAST_OPEN_FILES:,} files")
-    return found
+        raise RuntimeError(f"{state}: expected {LEAST_SHARED_GIB} GiB and {LEAST_OPEN_FILES:,} files")
+    return state
 
 
 CHECKS: dict[str, tuple[Callable[[], str], str]] = {

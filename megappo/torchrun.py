@@ -50,8 +50,8 @@ def main() -> int:
     several_nodes = parse_min_max_nnodes(args.nnodes)[1] > 1
     if several_nodes and (args.standalone or args.max_restarts):
         remedy = "unset PET_NNODES and PET_MAX_RESTARTS, or start every node by launch/torchrun_node.sh"
-        found = f"--standalone and --max-restarts are for one node, and --nnodes is {args.nnodes}"
-        print(f"error: {found}: {remedy}", file=sys.stderr)
+        conflict = f"--standalone and --max-restarts are for one node, and --nnodes is {args.nnodes}"
+        print(f"error: {conflict}: {remedy}", file=sys.stderr)
         return 2
     platform.share_cores(args.nproc_per_node)
     platform.keep_freed_memory()

@@ -172,9 +172,9 @@ def shared_nccl_variables(plan: RunPlan) -> dict[str, str]:
 
 
 def _print_capabilities(plan: RunPlan) -> None:
-    found = platform.capabilities()
-    width = max(map(len, found))
-    print("\n".join(f"{name.ljust(width)}  {value}" for name, value in found.items()))
+    capabilities = platform.capabilities()
+    width = max(map(len, capabilities))
+    print("\n".join(f"{name.ljust(width)}  {value}" for name, value in capabilities.items()))
     has_te = platform.has_transformer_engine()
     table = switch_table(plan, Shapes(), on_gpu=platform.has_cuda(), has_te=has_te)
     print(f"what makes passes faster\n{table}", flush=True)

@@ -21,8 +21,8 @@ def fit_errors(architecture: Architecture, parallel: Parallel, key_of: KeyOf = "
     yield from _stage_errors(architecture, parallel, key_of)
     for dimension in ("expert", "expert_tensor"):
         if getattr(parallel, dimension) > 1 and not architecture.experts:
-            found = f"{key_of(dimension)} {getattr(parallel, dimension)}"
-            yield f"{found}: {file} is of a dense model, without experts: set it to 1"
+            setting = f"{key_of(dimension)} {getattr(parallel, dimension)}"
+            yield f"{setting}: {file} is of a dense model, without experts: set it to 1"
     if architecture.experts and parallel.tensor > 1 and not parallel.sequence:
         yield (
             f"{key_of('sequence')} must be true with {key_of('tensor')} {parallel.tensor}, as {file} is of a "
@@ -45,8 +45,8 @@ def divided_sizes(architecture: Architecture) -> Iterator[tuple[str, str, int]]:
             yield "tensor", " x ".join(written.shared_ffn), experts.shared_ffn_size
 
 
-def _indivisible(found: str, divided: str, size: int, num_ranks: int) -> str:
-    return f"{found} does not divide {divided}: {nearest_divisors(size, num_ranks)} would"
+def _indivisible(divisor: str, divided: str, size: int, num_ranks: int) -> str:
+    return f"{divisor} does not divide {divided}: {nearest_divisors(size, num_ranks)} would"
 
 
 def _stage_errors(architecture: Architecture, parallel: Parallel, key_of: KeyOf) -> Iterator[str]:
@@ -90,11 +90,11 @@ def adapter_errors(architecture: Architecture, lora: Lora, component: str) -> It
 
 def engine_fit_errors(architecture: Architecture, num_ranks: int) -> Iterator[str]:
     """Error of a model that SGLang cannot cut over so many ranks; it repeats key-value heads where there are fewer."""
-    heads, shared, found = architecture.num_heads, architecture.num_kv_heads, f"rollout.tensor_parallel {num_ranks}"
+    heads, shared, setting = architecture.num_heads, architecture.num_kv_heads, f"rollout.tensor_parallel {num_ranks}"
     if heads % num_ranks:
-        yield _indivisible(found, f"num_attention_heads {heads} of {architecture.file}", heads, num_ranks)
+        yield _indivisible(setting, f"num_attention_heads {heads} of {architecture.file}", heads, num_ranks)
     elif architecture.latent is None and shared % num_ranks and num_ranks % shared:
         yield (
-            f"{found} neither divides num_key_value_heads {shared} of {architecture.file} nor is a multiple of it: "
+            f"{setting} neither divides num_key_value_heads {shared} of {architecture.file} nor is a multiple of it: "
             "choose one that does"
         )

@@ -110,8 +110,8 @@ def end_tokens(folder: Path) -> list[int]:
         return []
     tokens = value if isinstance(value, list) else [value]
     if not all(type(token) is int and token >= 0 for token in tokens):
-        found = shorten(json.dumps(value))
-        raise TextFileError(f"cannot use {file}: eos_token_id: expected token id or list of them, found {found}")
+        written = shorten(json.dumps(value))
+        raise TextFileError(f"cannot use {file}: eos_token_id: expected token id or list of them, found {written}")
     return tokens
 
 
@@ -122,19 +122,23 @@ def read_weight_map(folder: Path) -> dict[str, str]:
         TextFileError: it cannot be read, or does not list files in its own folder.
     """
     file = folder / INDEX
-    found = read_json_file(file).get("weight_map")
-    if not isinstance(found, dict) or not found or any(Path(str(name)).name != name for name in found.values()):
+    weight_map = read_json_file(file).get("weight_map")
+    if (
+        not isinstance(weight_map, dict)
+        or not weight_map
+        or any(Path(str(name)).name != name for name in weight_map.values())
+    ):
         raise TextFileError(
             f"cannot use {file}: weight_map: expected object of names of files in its own folder, found "
-            f"{shorten(json.dumps(found))}: copy it again"
+            f"{shorten(json.dumps(weight_map))}: copy it again"
         )
-    return found
+    return weight_map
 
 
 def companions(folder: Path) -> list[Path]:
     """Files beside config and weights, for tokenizer and generation, as paths in the folder."""
-    found = sorted(path for pattern in COMPANIONS for path in folder.glob(pattern) if not path.is_dir())
-    return [path.relative_to(folder) for path in found if not NO_COMPANIONS.match(path.name)]
+    paths = sorted(path for pattern in COMPANIONS for path in folder.glob(pattern) if not path.is_dir())
+    return [path.relative_to(folder) for path in paths if not NO_COMPANIONS.match(path.name)]
 
 
 def check_companions(folder: Path) -> None:
@@ -168,21 +172,21 @@ def tensor_files(folder: Path) -> dict[str, str]:
     if lacking := [path.name for path in paths if not path.is_file() and not path.is_symlink()]:
         what = f"lacks {shorten(', '.join(lacking))}" if has_index else f"holds no {SINGLE} and no {INDEX}"
         raise TextFileError(f"{folder} {what}: complete the download; other weight formats are not read")
-    found: dict[str, str] = {}
+    file_of: dict[str, str] = {}
     for file in files:
-        _add(found, folder / file)
-    if lost := sorted(listed.keys() - found.keys()):
+        _add(file_of, folder / file)
+    if lost := sorted(listed.keys() - file_of.keys()):
         raise TextFileError(
             f"{folder / listed[lost[0]]} lacks {shorten(', '.join(lost))}, which {INDEX} lists: copy both from "
             "the same checkpoint"
         )
     for path in () if has_index else sorted(folder.glob("*.safetensors")):  # SGLang reads them all
         if path.name != SINGLE:
-            _add(dict(found), path)
-    return found
+            _add(dict(file_of), path)
+    return file_of
 
 
-def _add(found: dict[str, str], path: Path) -> None:
+def _add(file_of: dict[str, str], path: Path) -> None:
     """Add the tensors of a file to those found before; none may be in both."""
     _check_readable(path)
     try:
@@ -191,12 +195,12 @@ def _add(found: dict[str, str], path: Path) -> None:
     except SafetensorError as error:
         size = path.stat().st_size
         raise TextFileError(f"{path} ({size:,} bytes) is damaged or truncated ({error}): copy it again") from error
-    if again := sorted(found.keys() & names):
+    if again := sorted(file_of.keys() & names):
         raise TextFileError(
-            f"{path} holds {shorten(', '.join(again))}, as {found[again[0]]} does: remove the file that is not "
+            f"{path} holds {shorten(', '.join(again))}, as {file_of[again[0]]} does: remove the file that is not "
             "the model's"
         )
-    found.update(dict.fromkeys(names, path.name))
+    file_of.update(dict.fromkeys(names, path.name))
 
 
 def _check_readable(path: Path) -> None:

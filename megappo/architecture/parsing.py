@@ -107,12 +107,12 @@ def read_architecture(folder: str | Path, head: HeadKind = "policy") -> Architec
     """
     file = Path(folder) / CONFIG_FILE
     try:
-        found = read_json_file(file)
+        raw = read_json_file(file)
     except TextFileError as error:
         kind = other_kind(file.parent) if file.parent.is_dir() else None
         raise ConfigError(f"{folder} {kind}" if kind else str(error)) from error
     try:
-        return parse(found, file, head)
+        return parse(raw, file, head)
     except ValidationError as error:
         text = "; ".join(map(_wrong_value, error.errors()))
     except (TypeError, AttributeError) as error:  # of values that are computed with before
@@ -126,22 +126,22 @@ def _wrong_value(error: ErrorDetails) -> str:
     return f"{'.'.join(names)}: {error['msg']}, found {shorten(repr(error['input']))}"
 
 
-def parse(found: Mapping[str, Any], file: Path, head: HeadKind = "policy") -> Architecture:
+def parse(raw: Mapping[str, Any], file: Path, head: HeadKind = "policy") -> Architecture:
     """`read_architecture` of what `file` holds.
 
     Raises:
         ConfigError: as there.
         ValidationError, TypeError, AttributeError: a value has another type than is expected.
     """
-    named = str((found.get("architectures") or ["none"])[0])
+    named = str((raw.get("architectures") or ["none"])[0])
     name = language_model(named) if head == "value" else named
     if name not in FAMILIES:
         supported = ", ".join(FAMILIES)
         raise ConfigError(
             f"{file} is of architecture {shorten(named)}; this version trains {supported}: choose one of these"
         )
-    family, values = FAMILIES[name], {key: value for key, value in found.items() if value is not None}
-    if missing := ", ".join(_missing(found, values, family)):
+    family, values = FAMILIES[name], {key: value for key, value in raw.items() if value is not None}
+    if missing := ", ".join(_missing(raw, values, family)):
         raise ConfigError(f"{file} lacks {missing}: download it again")
     rope, conflicts = _rope_section(values)
     latent: dict[str, Any] = {size: values.get(key) for size, key in LATENT_SIZES.items()}
@@ -160,7 +160,7 @@ def parse(found: Mapping[str, Any], file: Path, head: HeadKind = "policy") -> Ar
         tied=values.get("tie_word_embeddings", False),  # Hugging Face's default
         sliding_window=values.get("sliding_window") or None if window_is_on else None,
         num_further_layers=values.get("num_nextn_predict_layers") or values.get("num_mtp_layers") or 0,
-        raw_config=found,
+        raw_config=raw,
         head=head,
     )
     errors = [f"{file}: {conflict}: correct it, or download it again" for conflict in conflicts]
@@ -175,9 +175,9 @@ def parse(found: Mapping[str, Any], file: Path, head: HeadKind = "policy") -> Ar
     return architecture
 
 
-def _missing(found: Mapping[str, Any], values: Mapping[str, Any], family: Family) -> Iterator[str]:
+def _missing(raw: Mapping[str, Any], values: Mapping[str, Any], family: Family) -> Iterator[str]:
     for key in _needed(values, family):
-        if key not in values and not (key == LATENT_SIZES["q_rank"] and key in found):
+        if key not in values and not (key == LATENT_SIZES["q_rank"] and key in raw):
             yield key
     if family.experts and not any(key in values for key in family.experts.count):
         yield family.experts.count[-1]
@@ -243,9 +243,9 @@ def _unsupported_routing(values: Mapping[str, Any], written: ExpertFormat, exper
         yield "topk_group"
 
 
-def _uncomputed(found: Mapping[str, Any], computed: Collection[str]) -> Iterator[str]:
+def _uncomputed(raw: Mapping[str, Any], computed: Collection[str]) -> Iterator[str]:
     """Keys whose values need something that is not computed; those in `computed` are read elsewhere."""
-    for key, value in found.items():
+    for key, value in raw.items():
         if key not in computed and not WITHOUT_EFFECT.search(key) and not _is_off(key, value):
             yield key
 

@@ -232,8 +232,8 @@ def _name_errors(config: Config) -> Iterator[str]:
 
 
 def _reward_errors(config: Config) -> Iterator[str]:
-    found = (training_task(config), *eval_sets(config).values())
-    functions = {function for one in found for function in one.reward.weights}
+    every_task = (training_task(config), *eval_sets(config).values())
+    functions = {function for one in every_task for function in one.reward.weights}
     for function in sorted(config.reward.options.keys() - functions):
         yield (
             f"reward.options are of {shorten(repr(function))}, which reward.function does not name: it names "

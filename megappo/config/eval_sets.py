@@ -61,12 +61,12 @@ def eval_sets(config: Config) -> dict[str, Task]:
     """Return the held-out data sets by the name under which each is reported."""
     for name in OF_EVALUATIONS:
         config = config.changed(f"rollout.{name}", getattr(config.rollout, f"val_{name}"))
-    found = {}
+    eval_tasks = {}
     for name, file in zip(config.data.val_names, config.data.val_files, strict=True):
-        found[name] = _task(config, EvalDataset(files=(file,)), "data", "data.val_files")
+        eval_tasks[name] = _task(config, EvalDataset(files=(file,)), "data", "data.val_files")
     for name, own in config.eval.datasets.items():
-        found[name] = _task(config, own, f"eval.datasets.{name}", f"eval.datasets.{name}.files")
-    return found
+        eval_tasks[name] = _task(config, own, f"eval.datasets.{name}", f"eval.datasets.{name}.files")
+    return eval_tasks
 
 
 def _task(config: Config, own: EvalDataset, section: str, key: str) -> Task:
@@ -125,7 +125,7 @@ def requests(config: Config) -> list[LongestRequest]:
     Source: SGLang 0.5.23, scheduler.py and tp_worker.py: a response gets at most limit - prompt - 2 tokens, and
     prompts of limit - 6 tokens or more are refused. All but the last token of an episode may be a prompt.
     """
-    found = []
+    longest = []
     for task in (training_task(config), *eval_sets(config).values()):
         prompt, response = task.data.max_prompt_length, task.rollout.max_response_length
         longest_prompt = prompt
@@ -134,8 +134,8 @@ def requests(config: Config) -> list[LongestRequest]:
             longest_prompt = prompt + response - 1
         lengths = f"prompts of {prompt} and responses of {response} tokens ({task.key})"
         context = max(prompt + response + 2, longest_prompt + 7)
-        found.append(LongestRequest(lengths, prompt + response, context))
-    return found
+        longest.append(LongestRequest(lengths, prompt + response, context))
+    return longest
 
 
 def longest_request(config: Config) -> LongestRequest:

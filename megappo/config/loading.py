@@ -144,6 +144,6 @@ def _schema_errors(error: ValidationError, sources: Sources) -> list[str]:
             path = path.rpartition(".")[0]
         reason = f" ({problem['msg']})" if kind == EXPLAINED else ""
         if path not in lines or reason:
-            values, found = known[declared(path)].values, shorten(show(problem["input"]))
-            lines[path] = f"{path}: expected {values}, found {found}{reason}"
+            values, written = known[declared(path)].values, shorten(show(problem["input"]))
+            lines[path] = f"{path}: expected {values}, found {written}{reason}"
     return [f"{sources.place_of(path)}: {line}" for path, line in lines.items()]

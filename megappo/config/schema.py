@@ -336,12 +336,12 @@ class Config(Section):
         """Critic and evaluation, if the run does without them, and the keys that decide: a line each."""
         if self.trainer.eval_only:
             return ()
-        found = []
+        lines = []
         if not self.has_critic:
-            found.append(f"critic: none (algorithm.adv_estimator {self.algorithm.adv_estimator})")
+            lines.append(f"critic: none (algorithm.adv_estimator {self.algorithm.adv_estimator})")
         if not self.evaluates:
-            found.append("evaluation: none (data.val_files, eval.datasets, trainer.eval_interval, trainer.rollout_only)")
-        return tuple(found)
+            lines.append("evaluation: none (data.val_files, eval.datasets, trainer.eval_interval, trainer.rollout_only)")
+        return tuple(lines)
 
     @property
     def proves_weights(self) -> bool:

@@ -219,9 +219,9 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     text = read_text(path, LARGEST_JSON)
     try:
-        found = json.loads(text)
+        content = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise TextFileError(f"it is not valid JSON ({error}): copy it again") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise TextFileError("it is not a JSON object: copy it again")
-    return found
+    return content

@@ -87,10 +87,10 @@ class Check:
             if fault.action == action:
                 is_known = fault.text in numbers or len(numbers) < MAX_FAULTS
                 numbers.setdefault(fault.text if is_known else OTHER_FAULTS, []).append(fault.number + 1)
-        for text, found in numbers.items():
-            places = f"{file.unit}{'s' if len(found) > 1 else ''} {', '.join(map(str, found[:MAX_NAMED]))}"
-            if len(found) > MAX_NAMED:
-                places += f" and {len(found) - MAX_NAMED:,} more"
+        for text, at in numbers.items():
+            places = f"{file.unit}{'s' if len(at) > 1 else ''} {', '.join(map(str, at[:MAX_NAMED]))}"
+            if len(at) > MAX_NAMED:
+                places += f" and {len(at) - MAX_NAMED:,} more"
             fields = f"; the file has: {shorten(', '.join(file.fields))}" if text.startswith("no field") else ""
             yield f"{key}: {file.path} {places}: {text}{fields}"
 

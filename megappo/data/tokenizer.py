@@ -66,10 +66,10 @@ def ids_by_file(text: str, tokenizer: "PreTrainedTokenizerBase", *, special: boo
 def _read(file: Path) -> "Tokenizer":
     from tokenizers import Tokenizer
 
-    found = Tokenizer.from_file(str(file))
-    found.no_truncation()
-    found.no_padding()
-    return found
+    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def showing_special(tokenizer: "PreTrainedTokenizerBase") -> "PreTrainedTokenizerBase":
@@ -122,14 +122,14 @@ def end_token_ids(folder: str, tokenizer: "PreTrainedTokenizerBase") -> list[int
     """
     own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     try:
-        found = [*end_tokens(Path(folder)), *own]
+        tokens = [*end_tokens(Path(folder)), *own]
     except TextFileError as error:
         raise ConfigError(f"model.path: {error}") from error
-    if not found:
+    if not tokens:
         raise ConfigError(
             f"model.path: neither the tokenizer nor generation_config.json in {folder} has eos_token_id: set it there"
         )
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(tokens))
 
 
 def stop_token_ids(folder: str, stop: Sequence[str], tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:

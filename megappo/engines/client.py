@@ -110,10 +110,10 @@ class EngineClient:
 
     def held_bytes(self) -> float:
         """Return the bytes of weights and KV cache on each of the engine's GPUs; 0 after a deferred fault."""
-        found = self._deferring(self.server_args)
-        if found is None:
+        server_info = self._deferring(self.server_args)
+        if server_info is None:
             return 0.0
-        usage = found["internal_states"][0]["memory_usage"]
+        usage = server_info["internal_states"][0]["memory_usage"]
         return (usage["weight"] + usage["kvcache"]) * 2**30
 
     def generate(self, prompts: Sequence[list[int]], params: SamplingParams) -> list[Generation]:
@@ -316,8 +316,8 @@ class EngineClient:
         try:
             return json.loads(data)
         except ValueError as error:
-            found = data[:500].decode(errors="replace")
-            raise EngineFault(f"{self.url}{path} did not answer with JSON ({error}): {found}") from error
+            beginning = data[:500].decode(errors="replace")
+            raise EngineFault(f"{self.url}{path} did not answer with JSON ({error}): {beginning}") from error
 
     def _refusal(self, path: str, status: int, reply: str, *, is_fault: bool = False) -> EngineError:
         # A request that is wrong itself would fail again after a restart.

@@ -158,10 +158,10 @@ class Footprint:
             return
         expected = self._awake - RETURNED * self._held_bytes
         deadline = time.monotonic() + ASLEEP_SECONDS
-        while (found := platform.bytes_of_others()) > expected:
+        while (held := platform.bytes_of_others()) > expected:
             if time.monotonic() > deadline:
                 print(  # this rank may have no observer
-                    f"WARNING: {platform.device()}: other processes hold {found / GIB:.1f} GiB {ASLEEP_SECONDS:g} s "
+                    f"WARNING: {platform.device()}: other processes hold {held / GIB:.1f} GiB {ASLEEP_SECONDS:g} s "
                     f"after the engine went to sleep, expected at most {expected / GIB:.1f}; the models may run out of "
                     "memory. End processes that are not of this run (nvidia-smi lists them), or lower "
                     "rollout.mem_fraction_static",

@@ -196,11 +196,11 @@ class ExternalEngine:
             )
         server_args = client.server_args()
         client.hang_seconds = float(server_args["watchdog_timeout"])
-        found, expected = server_args["tp_size"], self._rollout.tensor_parallel
-        if found != expected:
+        size, expected = server_args["tp_size"], self._rollout.tensor_parallel
+        if size != expected:
             raise EngineError(
-                f"rollout.engines: {self.url} has tensor parallelism {found}, rollout.tensor_parallel is {expected}: "
-                f"set it to {found}"
+                f"rollout.engines: {self.url} has tensor parallelism {size}, rollout.tensor_parallel is {expected}: "
+                f"set it to {size}"
             )
         return client
 

@@ -46,8 +46,8 @@ class ToolEnvironment:
     async def _result(self, call: Any) -> tuple[str, bool]:
         """Return a call's result as text, and whether it failed."""
         try:
-            found = await called(lambda: self.functions[call.name](**json.loads(call.parameters)))
-            return found if isinstance(found, str) else json.dumps(found), False
+            result = await called(lambda: self.functions[call.name](**json.loads(call.parameters)))
+            return result if isinstance(result, str) else json.dumps(result), False
         except Exception as error:
             return f"error: {named(error)}", True
 

@@ -116,14 +116,14 @@ def block_sizes(nbytes: int) -> list[int]:
 
 def _storages(engine: MegatronEngine) -> dict[TensorKind, list[UntypedStorage]]:
     """Each storage on the device once; one that serves several kinds under the first of them."""
-    found: dict[TensorKind, list[UntypedStorage]] = {}
+    by_kind: dict[TensorKind, list[UntypedStorage]] = {}
     seen: set[int] = set()
     for kind, tensors in _tensors(engine).items():
         storages = [tensor.untyped_storage() for tensor in tensors if tensor.device == platform.device()]
         new = {one._cdata: one for one in storages if one.nbytes() and one._cdata not in seen}
-        found[kind] = list(new.values())
+        by_kind[kind] = list(new.values())
         seen |= new.keys()
-    return found
+    return by_kind
 
 
 def _tensors(engine: MegatronEngine) -> dict[TensorKind, list[Tensor]]:

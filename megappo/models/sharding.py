@@ -45,12 +45,12 @@ def sharded_chunks(chunks: ModelChunks, groups: ComponentGroups) -> dict[str, di
     """
     metadata = sharding_metadata(groups)
     with groups.active():
-        found = {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(chunks)}
-    for state, chunk in zip(found.values(), chunks, strict=True):
+        states = {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(chunks)}
+    for state, chunk in zip(states.values(), chunks, strict=True):
         for name, parameter in chunk.named_parameters():
             if parameter.is_base:
                 del state[name]
-    return found
+    return states
 
 
 def sharded_optimizer(

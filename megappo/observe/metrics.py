@@ -63,8 +63,8 @@ class Reduction:
 
 
 def _histogram_part(values: torch.Tensor) -> torch.Tensor:
-    found = torch.bucketize(values, BUCKETS.to(values.device)).bincount(minlength=len(BUCKETS))
-    return torch.cat([torch.stack([values.sum(), values.square().sum()]), found.double()])
+    counts = torch.bucketize(values, BUCKETS.to(values.device)).bincount(minlength=len(BUCKETS))
+    return torch.cat([torch.stack([values.sum(), values.square().sum()]), counts.double()])
 
 
 def _add(parts: Sequence[Numbers]) -> Numbers:
@@ -164,7 +164,7 @@ def merge_metrics(several: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
     for metrics in several:
         for name, metric in metrics.items():
             parts[name].append(metric)
-    return {name: Metric.merged(found) for name, found in parts.items()}
+    return {name: Metric.merged(of_name) for name, of_name in parts.items()}
 
 
 def reduce_ranks(per_rank: Iterable[Mapping[str, Metric]]) -> dict[str, Any]:

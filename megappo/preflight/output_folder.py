@@ -96,13 +96,13 @@ def _other_evaluation(config: Config) -> Iterator[str]:
     weights = Path(own.trainer.eval_checkpoint or own.model.path)
     file = Path(own.trainer.output_dir, EVALUATION_FILE)
     try:
-        found = Path(json.loads(file.read_text())["weights"]) if file.exists() else weights
+        recorded = Path(json.loads(file.read_text())["weights"]) if file.exists() else weights
     except (ValueError, KeyError, TypeError):
         yield f"trainer.output_dir: {file} is not what an evaluation writes: remove it, or choose another one"
         return
-    if found.exists() and found.resolve() != weights.resolve():  # a run's folder may have been moved since
+    if recorded.exists() and recorded.resolve() != weights.resolve():  # a run's folder may have been moved since
         yield (
-            f"trainer.output_dir: {file} is of {found}, and would be overwritten with that of {weights}: choose "
+            f"trainer.output_dir: {file} is of {recorded}, and would be overwritten with that of {weights}: choose "
             "another one (tools/evaluate.py: --output)"
         )
 
@@ -110,13 +110,13 @@ def _other_evaluation(config: Config) -> Iterator[str]:
 def _wrong_models(config: Config, checkpoint: Path) -> Iterator[str]:
     """Yield an error if the checkpoint is of a run with other models."""
     try:
-        found = read_state(checkpoint).get("models")
+        models = read_state(checkpoint).get("models")
     except CheckpointError:  # the run takes the one before, or fails because there is none
         return
     wanted = trained_in_words(config)
-    if isinstance(found, str) and found != wanted:
+    if isinstance(models, str) and models != wanted:
         yield (
-            f"{checkpoint} holds {found}, but this run trains {wanted}: set algorithm.adv_estimator, "
+            f"{checkpoint} holds {models}, but this run trains {wanted}: set algorithm.adv_estimator, "
             "algorithm.shared_backbone, actor.lora and critic.lora as they were, or choose another trainer.output_dir"
         )
 
@@ -164,15 +164,15 @@ def _choice(config: Config) -> tuple[Path | None, list[str]]:
     Raises:
         CheckpointError: all are damaged, or there is only `latest`.
     """
-    found, problem = candidates(Path(config.trainer.output_dir) / CHECKPOINTS)
+    checkpoints, problem = candidates(Path(config.trainer.output_dir) / CHECKPOINTS)
     faults = [problem] if problem else []
-    for path in found:
+    for path in checkpoints:
         try:
             refuse_altered(path, STATE)
             return path, faults
         except CheckpointError as error:
             faults.append(str(error))
-    if found:
+    if checkpoints:
         raise CheckpointError("; ".join(faults))
     return None, faults
 

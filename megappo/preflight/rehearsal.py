@@ -68,7 +68,7 @@ def rehearse(config: Config, *, everything: bool) -> Findings:
         rewards = workers[TRAINING].rewards if TRAINING in workers else None
         waits_for_all = rewards is not None and rewards.waits_for_all
         findings.errors += late_scores_errors(config, waits_for_all=waits_for_all)
-        train, val = open_datasets(config, tokenizer, {name: found.takes for name, found in workers.items()})
+        train, val = open_datasets(config, tokenizer, {name: of_task.takes for name, of_task in workers.items()})
         datasets = val if train is None else {TRAINING: train} | val
         for dataset in datasets.values():
             _check_prompts(dataset, shared_vocabulary(config), findings, everything=everything)

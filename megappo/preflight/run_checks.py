@@ -65,11 +65,11 @@ def _gpu_errors(config: Config) -> Iterator[str]:
 
 
 def _user_code_errors(config: Config) -> Iterator[str]:
-    found = tasks(config).values()
-    for key, weights in {one.reward_key: one.reward.weights for one in found}.items():
+    every_task = tasks(config).values()
+    for key, weights in {one.reward_key: one.reward.weights for one in every_task}.items():
         for spec in weights:
             yield from _missing(spec, key, BUILTIN)
-    for key, rollout in {one.environment_key: one.rollout for one in found}.items():
+    for key, rollout in {one.environment_key: one.rollout for one in every_task}.items():
         for spec in filter(None, (rollout.environment, *rollout.tools)):
             yield from _missing(spec, key, {})
     for name in config.reward.pass_env if config.trainer.replay_rollouts is None else ():

@@ -74,8 +74,8 @@ def _run(command: Sequence[str], owners: Collection[int]) -> int:
     process = subprocess.Popen(command, preexec_fn=partial(_begin, os.getpid()))
     with open(os.devnull) as null:
         os.dup2(null.fileno(), 0)
-    while (found := signal.sigwaitinfo(AWAITED)).si_signo != signal.SIGTERM:
-        if found.si_signo == signal.SIGCONT and found.si_pid in owners:
+    while (info := signal.sigwaitinfo(AWAITED)).si_signo != signal.SIGTERM:
+        if info.si_signo == signal.SIGCONT and info.si_pid in owners:
             break
         pid, status = os.waitpid(-1, os.WNOHANG)
         while pid:  # it may be an orphan
@@ -119,11 +119,11 @@ def _descendants() -> list[int]:
     children: dict[int | None, list[int]] = {}
     for pid in pids:
         children.setdefault(_parent(pid), []).append(pid)
-    found, fresh = [], [os.getpid()]
+    descendants, fresh = [], [os.getpid()]
     while fresh:
         fresh = [child for pid in fresh for child in children.get(pid, [])]
-        found += fresh
-    return found
+        descendants += fresh
+    return descendants
 
 
 def _parent(pid: int) -> int | None:

@@ -260,9 +260,9 @@ class Nodes:
                 self._answered = time.monotonic()
                 time.sleep(BEAT_SECONDS)
                 self._store.add(f"beats/{self._node}", 1)
-                found = self._store.add(f"beats/{following}", 0)
-                if found != beats:
-                    beats, last_beat = found, time.monotonic()
+                count = self._store.add(f"beats/{following}", 0)
+                if count != beats:
+                    beats, last_beat = count, time.monotonic()
                 if self._store.check(["ended"]):
                     self._verdict = self._store.get("ended").decode()
                 elif time.monotonic() - last_beat > LOST_SECONDS:

@@ -105,9 +105,9 @@ def head_address(name: str) -> str:
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     if address == name or not ipaddress.ip_address(address).is_loopback:
         return address
-    for found in psutil.net_if_addrs().get(interface, ()):
-        if found.family == socket.AF_INET:
-            return found.address
+    for own in psutil.net_if_addrs().get(interface, ()):
+        if own.family == socket.AF_INET:
+            return own.address
     print(
         f"warning: {name} is {address} on this node, where other nodes cannot reach it: give --master-addr as an IP "
         "address, or set GLOO_SOCKET_IFNAME to the cluster's interface",

@@ -48,10 +48,10 @@ def is_near(host: str) -> bool:
     if "." not in host and ":" not in host:
         return True
     try:
-        found = {ipaddress.ip_address(info[4][0]) for info in socket.getaddrinfo(host, None)}
+        addresses = {ipaddress.ip_address(info[4][0]) for info in socket.getaddrinfo(host, None)}
     except OSError:  # only the proxy may know the name
         return False
-    return not any(address.is_global for address in found)
+    return not any(address.is_global for address in addresses)
 
 
 def visible_devices(variables: Mapping[str, str]) -> list[str] | None:

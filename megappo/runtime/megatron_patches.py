@@ -171,10 +171,10 @@ def _cuda_type_names() -> Iterator[None]:
     type_ = torch.Tensor.type
 
     def named(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        found = type_(self, *args, **kwargs)
-        if isinstance(found, str) and "cuda" not in found:
-            return found.replace("torch.", "torch.cuda.", 1)
-        return found
+        name = type_(self, *args, **kwargs)
+        if isinstance(name, str) and "cuda" not in name:
+            return name.replace("torch.", "torch.cuda.", 1)
+        return name
 
     torch.Tensor.type = named
     try:

@@ -156,8 +156,8 @@ def nvcc() -> str | None:
     have CUDA's headers beside it, which a wrapper in PATH may not."""
     if own := os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH"):
         return shutil.which(f"{own}/bin/nvcc")
-    found = shutil.which("nvcc")
-    on_path = Path(found).resolve().parents[1] if found else None
+    compiler = shutil.which("nvcc")
+    on_path = Path(compiler).resolve().parents[1] if compiler else None
     homes = filter(None, [on_path, Path("/usr/local/cuda"), _pip_toolkit()])
     toolkits = (home for home in homes if (home / "include" / "cuda_runtime.h").exists())
     return next(filter(None, (shutil.which(f"{home}/bin/nvcc") for home in toolkits)), None)
@@ -231,15 +231,15 @@ def capabilities() -> dict[str, str]:
     Returns:
         package -> version or "not installed", then device, backend, layer_spec and optimizer.
     """
-    found = {package: _version(package) or "not installed" for package in PACKAGES}
+    values = {package: _version(package) or "not installed" for package in PACKAGES}
     for package in TRIED:
         if why := fault(package):
-            found[package] += f", which cannot be imported: {why}"
-    found["device"] = torch.cuda.get_device_name(device()) if has_cuda() else "cpu"
-    found["backend"] = backend()
-    found["layer_spec"] = "transformer_engine" if has_transformer_engine() else "torch"
-    found["optimizer"] = _adam_source()
-    return found
+            values[package] += f", which cannot be imported: {why}"
+    values["device"] = torch.cuda.get_device_name(device()) if has_cuda() else "cpu"
+    values["backend"] = backend()
+    values["layer_spec"] = "transformer_engine" if has_transformer_engine() else "torch"
+    values["optimizer"] = _adam_source()
+    return values
 
 
 @functools.cache

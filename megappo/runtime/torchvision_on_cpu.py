@@ -27,12 +27,12 @@ def define_torchvision_operators() -> Any:
         What they live as long as; None where there is nothing to do: torch (which the dry run hides) or torchvision is
         absent; torchvision was imported already, or is built for this torch, whose operators nobody else may define.
     """
-    found = importlib.util.find_spec("torch") and importlib.util.find_spec("torchvision")
-    if found is None or "torchvision" in sys.modules:
+    spec = importlib.util.find_spec("torch") and importlib.util.find_spec("torchvision")
+    if spec is None or "torchvision" in sys.modules:
         return None
     import torch
 
-    own = (PathFinder.find_spec(name, found.submodule_search_locations) for name in LIBRARIES)
+    own = (PathFinder.find_spec(name, spec.submodule_search_locations) for name in LIBRARIES)
     if any(_loads(one.origin) for one in own if one is not None):
         return None
     library = torch.library.Library("torchvision", "DEF")

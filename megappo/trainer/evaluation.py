@@ -77,7 +77,7 @@ def _scores_and_answers(group: Sequence[Sample]) -> tuple[list[float], list[str 
 
 def _shown(rollouts: Rollouts, responses: Responses, name: str, task: Task) -> list[tuple[int, dict[str, Any]]]:
     """Return the first prompts of a data set, if they are among these, with their first response and all scores."""
-    found = []
+    records = []
     for index, group in responses.groups().items():
         if index >= rollouts.config.trainer.num_samples:
             continue
@@ -94,8 +94,8 @@ def _shown(rollouts: Rollouts, responses: Responses, name: str, task: Task) -> l
             shown["scores"] = scores
             if any(answer is not None for answer in answers):
                 shown["answers"] = answers
-        found.append((index, shown))
-    return found
+        records.append((index, shown))
+    return records
 
 
 def prompt_statistics(

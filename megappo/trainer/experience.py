@@ -64,8 +64,8 @@ def add_advantages(run: Run, step: int, batch: Batch, metrics: dict[str, Any]) -
     if config.has_values:
         added["returns"] = returns
     rows = trajectories.spread(**added)
-    found = row_metrics(exchange, rows, correction_metrics | shaping_metrics)
-    return _experience(run, step, replace(batch, rows=rows), metrics | found)
+    more = row_metrics(exchange, rows, correction_metrics | shaping_metrics)
+    return _experience(run, step, replace(batch, rows=rows), metrics | more)
 
 
 def _experience(run: Run, step: int, batch: Batch, metrics: dict[str, Any]) -> Experience:
@@ -79,14 +79,14 @@ def _experience(run: Run, step: int, batch: Batch, metrics: dict[str, Any]) -> E
         returns = of_tokens("returns")(rows).double()
         values["residual"] = (returns - of_tokens("values")(rows).double(), "variance")
         values["returns"] = (returns, "variance")
-    found = over_ranks(run.exchange, values)
-    num_tokens = metrics["rollout/trained_tokens"] = found["num_tokens"]
+    reduced = over_ranks(run.exchange, values)
+    num_tokens = metrics["rollout/trained_tokens"] = reduced["num_tokens"]
     if config.has_values:
-        explained = explained_variance(found["residual"], found["returns"]) if num_tokens > 1 else math.nan
+        explained = explained_variance(reduced["residual"], reduced["returns"]) if num_tokens > 1 else math.nan
         metrics["critic/vf_explained_var"] = explained
     if not num_tokens:
         return Experience(step, batch, metrics)
-    return Experience(step, batch, metrics, found.get("kl_penalty"), found["log_prob_diff"])
+    return Experience(step, batch, metrics, reduced.get("kl_penalty"), reduced["log_prob_diff"])
 
 
 def _kl_penalty(run: Run, rows: Rows) -> torch.Tensor:

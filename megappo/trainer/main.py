@@ -70,10 +70,10 @@ def build_run(plan: RunPlan, engine_handle: EngineHandle, cleanup: ExitStack) ->
         progress.restore(models)
     folder = config.trainer.record_rollouts
     record = None if folder is None else Record(Path(folder), config, exchange)
-    found = [progress.describe()]
+    progress_lines = [progress.describe()]
     if record is not None and config.trainer.rollout_only:
-        found = _resume_record(record, datasets.train, progress) or found
-    lines = [*found, *config.absences, *left_out, *(plan.decisions() if models.training else ())]
+        progress_lines = _resume_record(record, datasets.train, progress) or progress_lines
+    lines = [*progress_lines, *config.absences, *left_out, *(plan.decisions() if models.training else ())]
     observer = open_observer(config, lines, progress.resume_step, exchange.rank, cleanup)
     phase = Phases(models)
     engine_handle.wait_ready()

@@ -53,8 +53,8 @@ class Models:
         self.training = plan.training
         self.components = components
         self.offloads = offloads
-        found = {name: spec.forward for name, spec in plan.components.items()}
-        self.forwards = {name: forward for name, forward in found.items() if forward is not None}
+        forwards = {name: spec.forward for name, spec in plan.components.items()}
+        self.forwards = {name: forward for name, forward in forwards.items() if forward is not None}
 
     @property
     def actor(self) -> Component:
@@ -198,8 +198,8 @@ def build_models(plan: RunPlan, exchange: Exchange) -> Models:
 def architecture_of(spec: ComponentSpec) -> Architecture:
     """Return the architecture of a component, with its adapters. A value head may start from a reward model."""
     folder = spec.folder.value
-    found = critic_architecture(folder) if spec.head == "value" else read_architecture(folder, spec.head)
-    return found.with_lora(spec.lora)
+    architecture = critic_architecture(folder) if spec.head == "value" else read_architecture(folder, spec.head)
+    return architecture.with_lora(spec.lora)
 
 
 def build_engine(

@@ -51,7 +51,7 @@ class ActorLoss:
         old, shared = fields["old_log_probs"], self._shared | {"loss_weights": fields.get(LOSS_WEIGHTS)}
         if actor.target_kl is not None:
             self._policy_kl.append(policy_kl(log_probs, old, mask, **self._shared).double())
-        loss, found = policy_loss(
+        loss, loss_metrics = policy_loss(
             log_probs,
             old,
             fields["advantages"],
@@ -61,7 +61,7 @@ class ActorLoss:
             selected=fields[SELECTED].bool() if SELECTED in fields else None,
             **shared,
         )
-        found = {"pg_loss": loss, **found}
+        loss_metrics = {"pg_loss": loss, **loss_metrics}
         # Without a bonus the entropy is only a metric: keep it out of the backward pass.
         entropy = outputs["entropy"] if actor.entropy_coeff else outputs["entropy"].detach()
         terms = [entropy_loss(entropy, mask, actor, **shared)]
@@ -71,8 +71,8 @@ class ActorLoss:
             terms.append(kl_loss(log_probs, ref, mask, actor, old_log_probs=old, kl=full, **shared))
         for term, term_metrics in terms:
             loss = loss + term
-            found |= term_metrics
-        metrics = _prefixed("actor", found)
+            loss_metrics |= term_metrics
+        metrics = _prefixed("actor", loss_metrics)
         if config.algorithm.shared_backbone:
             term, value_metrics = _value_loss(config, outputs, rows, shared)
             loss = loss + config.algorithm.value_coef * term
@@ -104,8 +104,8 @@ def _value_loss(config: Config, outputs: Outputs, rows: Rows, shared: dict[str, 
 
 def _prefixed(component: str, metrics: Metrics) -> dict[str, OnDevice]:
     """Return the metrics under the component's name. A metric without a reduction is a sum."""
-    found = {}
+    prefixed = {}
     for name, metric in metrics.items():
         values, reduction = metric if isinstance(metric, tuple) else (metric, "sum")
-        found[f"{component}/{name}"] = OnDevice.of(values, reduction)
-    return found
+        prefixed[f"{component}/{name}"] = OnDevice.of(values, reduction)
+    return prefixed

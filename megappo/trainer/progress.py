@@ -220,10 +220,10 @@ class Progress:
             return None
         with RowsFile(path) as file:
             facts, batch = file.facts, file.batch(self.exchange)
-        for name, found in facts["num_mini_batches"].items():
-            if num_mini_batches[name] != found:
+        for name, saved in facts["num_mini_batches"].items():
+            if num_mini_batches[name] != saved:
                 raise CheckpointError(
-                    f"{self.checkpoint} is in the middle of step {facts['step']}, with {found} mini-batches an epoch "
+                    f"{self.checkpoint} is in the middle of step {facts['step']}, with {saved} mini-batches an epoch "
                     f"for the {name}, but this run has {num_mini_batches[name]}: set ppo_mini_batch_size as it was "
                     "until that step is finished"
                 )

@@ -35,12 +35,12 @@ def row_metrics(exchange: Exchange, rows: Rows, extra: Unreduced | None = None) 
     """Return the ROW_METRICS that the run has, and extra metrics, over the rows of all ranks."""
     values = dict(extra or {})
     for name, metric in ROW_METRICS.items():
-        found = metric.values(rows)
-        if found is None:
+        of_rows = metric.values(rows)
+        if of_rows is None:
             continue
-        columns = {name: found}
-        if found.dim() > 1:
-            columns = {f"{name}/{i}": column for i, column in enumerate(found.unbind(1))}
+        columns = {name: of_rows}
+        if of_rows.dim() > 1:
+            columns = {f"{name}/{i}": column for i, column in enumerate(of_rows.unbind(1))}
         for column, of_column in columns.items():
             if isinstance(metric.reductions, str):
                 values[column] = (of_column, metric.reductions)
@@ -77,14 +77,14 @@ def training_metrics(steps: list[dict[str, Metric]], name: str) -> dict[str, Any
     if not steps:
         return {}
     done = [metrics for metrics in steps if metrics]
-    found = {}
+    reduced = {}
     for key in done[0] if done else ():
         parts = [metrics[key] for metrics in done]
         if parts[0].reduction == "sum":  # a mean over each mini-batch
-            found[key] = sum(one.value for one in parts) / len(parts)
+            reduced[key] = sum(one.value for one in parts) / len(parts)
         else:
-            found[key] = Metric.merged(parts).value
-    return found | {f"{name}/num_optimizer_steps": len(done), f"{name}/skipped_steps": len(steps) - len(done)}
+            reduced[key] = Metric.merged(parts).value
+    return reduced | {f"{name}/num_optimizer_steps": len(done), f"{name}/skipped_steps": len(steps) - len(done)}
 
 
 class Utilisation:

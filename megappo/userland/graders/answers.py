@@ -112,8 +112,8 @@ def letter_in(response: str) -> str | None:
     if alone := ALONE.fullmatch(response):
         return alone["letter"]
     for announced in (ANSWER, OPTION):
-        if found := [match["letter"] for match in announced.finditer(response)]:
-            return found[-1]
+        if letters := [match["letter"] for match in announced.finditer(response)]:
+            return letters[-1]
     return None
 
 
@@ -151,10 +151,10 @@ def number_behind_mark(text: str) -> Fraction | None:
 
 def the_number(text: str) -> Fraction | None:
     """Return the number in a text; None where there is none, or several."""
-    found = list(NUMBER.finditer(text.translate(REWRITTEN).replace("{,}", ",").replace("**", "")))
-    if len(found) != 1 or len(found[0].group()) > MAX_DIGITS:
+    numbers = list(NUMBER.finditer(text.translate(REWRITTEN).replace("{,}", ",").replace("**", "")))
+    if len(numbers) != 1 or len(numbers[0].group()) > MAX_DIGITS:
         return None
-    sign, digits, exponent, divisor = found[0].group("sign", "digits", "exponent", "divisor")
+    sign, digits, exponent, divisor = numbers[0].group("sign", "digits", "exponent", "divisor")
     value = Fraction((sign or "") + digits.replace(",", "") + (exponent or ""))
     divisor = int(divisor or 1)
     return value / divisor if divisor else None
@@ -175,10 +175,10 @@ def math(solution_str: str, ground_truth: Any) -> dict[str, Any]:
         boxed; https://github.com/huggingface/Math-Verify
     """
     expected = math_label(ground_truth)
-    found = last_boxed(solution_str)
-    if found is None:
+    answer = last_boxed(solution_str)
+    if answer is None:
         return {"score": 0.0}
-    return {"score": _is_right(expected, found), "pred": plain_answer(found)}
+    return {"score": _is_right(expected, answer), "pred": plain_answer(answer)}
 
 
 def math_label(label: Any) -> str:
@@ -206,21 +206,21 @@ def last_boxed(text: str) -> str | None:
     return None
 
 
-def _is_right(expected: str, found: str) -> bool:
-    if plain_answer(found) == plain_answer(expected):
+def _is_right(expected: str, answer: str) -> bool:
+    if plain_answer(answer) == plain_answer(expected):
         return True
-    if len(found) > MAX_CHARACTERS or (UNFINISHED.search(found) and not UNFINISHED.search(expected)):
+    if len(answer) > MAX_CHARACTERS or (UNFINISHED.search(answer) and not UNFINISHED.search(expected)):
         return False
-    return _are_equivalent(expected, found)
+    return _are_equivalent(expected, answer)
 
 
 @lru_cache(maxsize=10_000)
-def _are_equivalent(expected: str, found: str) -> bool:
+def _are_equivalent(expected: str, answer: str) -> bool:
     # Imported here, as it takes seconds and other functions do without it.
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     targets = (LatexExtractionConfig(), ExprExtractionConfig())
-    readings = [parse(f"\\boxed{{{answer}}}", targets, parsing_timeout=TIMEOUT_SECONDS) for answer in (expected, found)]
+    readings = [parse(f"\\boxed{{{one}}}", targets, parsing_timeout=TIMEOUT_SECONDS) for one in (expected, answer)]
     return verify(*readings, timeout_seconds=TIMEOUT_SECONDS)
 
 

@@ -161,26 +161,26 @@ def _passes(outcome: Mapping[str, Any], test: Mapping[str, Any], expected: Any) 
         return _same_text(outcome["output"], expected)
     if "function" in test:
         try:
-            found = json.loads(outcome["output"])
+            result = json.loads(outcome["output"])
         except (ValueError, RecursionError):
             return False
-        return any(found in (one, [one]) or [found] == one for one in expected)
+        return any(result in (one, [one]) or [result] == one for one in expected)
     return True
 
 
-def _same_text(found: str, expected: str) -> bool:
+def _same_text(output: str, expected: str) -> bool:
     """Compare texts without spaces at the ends of lines and the last digits of decimal numbers."""
-    lines, wanted = ([line.split() for line in text.strip().splitlines()] for text in (found, expected))
+    lines, wanted = ([line.split() for line in text.strip().splitlines()] for text in (output, expected))
     return len(lines) == len(wanted) and all(
         len(line) == len(other) and all(map(_same_word, line, other)) for line, other in zip(lines, wanted, strict=True)
     )
 
 
-def _same_word(found: str, expected: str) -> bool:
-    if found == expected:
+def _same_word(word: str, expected: str) -> bool:
+    if word == expected:
         return True
     try:
-        return "." in expected and math.isclose(float(found), float(expected), rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+        return "." in expected and math.isclose(float(word), float(expected), rel_tol=TOLERANCE, abs_tol=TOLERANCE)
     except ValueError:
         return False
 

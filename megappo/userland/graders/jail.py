@@ -127,8 +127,8 @@ def answer(listener: int, num_created: int) -> int:
         asked = fcntl.ioctl(listener, NOTIF_RECV, bytes(NOTIFICATION.size))
         question, pid, _, call = NOTIFICATION.unpack(asked)
         is_thread = call == CLONE[_machine()[0]]
-        found, most = (len(os.listdir(f"/proc/{pid}/task")), MAX_THREADS) if is_thread else (num_created, MAX_CREATED)
-        refusal = 0 if found < most else -(errno.EAGAIN if is_thread else errno.ENOSPC)
+        count, most = (len(os.listdir(f"/proc/{pid}/task")), MAX_THREADS) if is_thread else (num_created, MAX_CREATED)
+        refusal = 0 if count < most else -(errno.EAGAIN if is_thread else errno.ENOSPC)
         fcntl.ioctl(listener, NOTIF_SEND, RESPONSE.pack(question, 0, refusal, 0 if refusal else CONTINUE))
     return int(not is_thread)
 

@@ -105,11 +105,11 @@ async def judge(
             answer = await _posted(f"{url.rstrip('/')}/chat/completions", body, api_key_env, seconds, retries)
         match answer:
             case {"choices": [{"message": {"content": str(text)}}, *_]}:
-                found = re.findall(score_pattern, text)
+                scores = re.findall(score_pattern, text)
             case _:
                 raise RuntimeError(f"{url} answered with something else than a chat completion: {_cut(answer)}")
-        if found:
-            return float(found[-1] if isinstance(found[-1], str) else found[-1][0])
+        if scores:
+            return float(scores[-1] if isinstance(scores[-1], str) else scores[-1][0])
     raise RuntimeError(f"the judge {model} at {url} gave no score ({score_pattern}): {_cut(text)}")
 
 
@@ -121,27 +121,27 @@ async def _posted(url: str, body: Mapping[str, Any], api_key_env: str, seconds: 
     """
     headers = {"Authorization": f"Bearer {_key(api_key_env)}"} if api_key_env else {}
     proxy = proxy_for(url)
-    found = ""
+    failure = ""
     for i in range(1 + retries):
         await asyncio.sleep(FIRST_PAUSE_SECONDS * 2 ** (i - 1) if i else 0)
         try:
             async with asyncio.timeout(seconds):
                 answer = await _client(proxy).post(url, json=body, headers=headers, timeout=None)
         except TimeoutError:
-            found = f"gave no answer in {seconds:g} seconds"
+            failure = f"gave no answer in {seconds:g} seconds"
             continue
         except httpx.TransportError as error:
-            found = f"does not answer ({type(error).__name__}: {error})"
+            failure = f"does not answer ({type(error).__name__}: {error})"
             continue
         if answer.status_code == httpx.codes.OK:
             return _parsed(answer, url)
-        found = f"refused (HTTP {answer.status_code}): {_cut(answer.text)}"
+        failure = f"refused (HTTP {answer.status_code}): {_cut(answer.text)}"
         if (
             answer.status_code < httpx.codes.INTERNAL_SERVER_ERROR
             and answer.status_code != httpx.codes.TOO_MANY_REQUESTS
         ):
             break
-    raise RuntimeError(f"{url} {found}{_through(proxy)}")
+    raise RuntimeError(f"{url} {failure}{_through(proxy)}")
 
 
 def _key(variable: str) -> str:
@@ -177,6 +177,6 @@ def _parsed(answer: httpx.Response, url: str) -> Any:
         raise RuntimeError(f"{url} answered with no JSON: {_cut(answer.text)}") from error
 
 
-def _cut(found: Any) -> str:
-    text = found if isinstance(found, str) else json.dumps(found)
+def _cut(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}... ({len(text)} characters)"

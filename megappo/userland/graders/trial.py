@@ -103,8 +103,8 @@ def _run_programs(asked: socket.socket) -> None:
     os._exit(0)
 
 
-def _write(found: dict[str, Any]) -> None:
-    print(json.dumps(found), flush=True)
+def _write(outcome: dict[str, Any]) -> None:
+    print(json.dumps(outcome), flush=True)
 
 
 def _outcome(runner: socket.socket, job: Mapping[str, Any], test: dict[str, Any], seconds: float) -> dict[str, Any]:
