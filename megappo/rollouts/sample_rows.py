@@ -136,34 +136,34 @@ def sample_rows(samples: Sequence[Sample], *, episodes: bool = False) -> Rows:
     Args:
         episodes: the run has an environment; the same on ranks without samples.
     """
-    owners: list[Sample] = []
+    sample_of_row: list[Sample] = []
     numbers: list[int] = []
     segments: list[Segment] = []
     for one in samples:
-        owners += [one] * len(one.segments)
+        sample_of_row += [one] * len(one.segments)
         numbers += range(len(one.segments))
         segments += one.segments
     lengths = integers(len(segment.tokens) for segment in segments)
     log_probs = list(chain.from_iterable(segment.log_probs for segment in segments))
     is_policy = padded(floats(log_prob is not None for log_prob in log_probs), lengths)
-    is_trained = floats(not one.is_masked for one in owners)
+    is_trained = floats(not one.is_masked for one in sample_of_row)
     fields = {
         "response_mask": is_policy * is_trained[:, None],
         "rollout_log_probs": padded(floats(log_prob or 0.0 for log_prob in log_probs), lengths),
-        "truncated": floats(one.is_truncated for one in owners),
+        "truncated": floats(one.is_truncated for one in sample_of_row),
     }
     if episodes:
         turns = floats(chain.from_iterable(segment.turns for segment in segments))
         rewards = floats(chain.from_iterable(segment.rewards for segment in segments))
-        fields["episodes"] = floats(one.sample_index for one in owners)
+        fields["episodes"] = floats(one.sample_index for one in sample_of_row)
         fields["segments"] = floats(numbers)
         fields["turns"] = padded(turns, lengths)
         fields["turn_rewards"] = padded(rewards, lengths)
     max_segments = max(numbers, default=0) + 1
-    ids = [one.sample_index * max_segments + number for one, number in zip(owners, numbers, strict=True)]
+    ids = [one.sample_index * max_segments + number for one, number in zip(sample_of_row, numbers, strict=True)]
     return Rows(
         ids=integers(ids),
-        prompt_ids=integers(one.prompt_index for one in owners),
+        prompt_ids=integers(one.prompt_index for one in sample_of_row),
         prompt_lengths=integers(len(segment.prompt) for segment in segments),
         response_lengths=lengths,
         input_ids=integers(chain.from_iterable(segment.context for segment in segments)),
