@@ -43,21 +43,21 @@ EVAL_INTERVAL = 10
 
 HAS_CRITIC = ReadIf(
     "algorithm.adv_estimator",
-    lambda run: run.has_critic,
+    lambda config: config.has_critic,
     "this run builds no critic",
     others=("algorithm.shared_backbone",),
     always=("value_clip", "huber_delta", "loss_agg_mode"),
 )
 HAS_REFERENCE = ReadIf(
     "algorithm.use_kl_in_reward",
-    lambda run: run.kl_kinds,
+    lambda config: config.kl_kinds,
     "{} and actor.use_kl_loss are false, so that no reference is built",
     others=("actor.use_kl_loss",),
 )
 HAS_KL_LOSS = ReadIf("actor.use_kl_loss")
 ONE_CLIP_RATIO = ReadIf(
     "actor.clip_ratio_low",
-    lambda run: run.actor.clip_ratio_low is None or run.actor.clip_ratio_high is None,
+    lambda config: config.actor.clip_ratio_low is None or config.actor.clip_ratio_high is None,
     "{} and actor.clip_ratio_high are set",
     others=("actor.clip_ratio_high",),
 )

@@ -43,31 +43,31 @@ _WITH_VALUES = ", ".join(name for name, method in ESTIMATORS.items() if method.n
 
 HAS_VALUES = ReadIf(
     "algorithm.adv_estimator",
-    lambda run: run.has_values,
+    lambda config: config.has_values,
     "{} {} does without values, which gae needs",
 )
 HAS_HELD_OUT = ReadIf(
     "data.val_files",
-    lambda run: run.held_out_names,
+    lambda config: config.held_out_names,
     "{} and eval.datasets are empty",
     others=("eval.datasets",),
 )
 SAMPLES = ReadIf(
     "trainer.replay_rollouts",
-    lambda run: not run.replays,
+    lambda config: not config.replays,
     "the groups of {} were chosen before",
 )
 SUMS_SCORES = ReadIf(
     "algorithm.adv_estimator",
-    lambda run: not run.algorithm.method.needs_score_components,
+    lambda config: not config.algorithm.method.needs_score_components,
     "{} {} takes the scores one by one, not their sum",
 )
-OWN_ENGINES = ReadIf("rollout.engines", lambda run: not run.rollout.engines, "{} run already")
-OFFERS_TOOLS = ReadIf("rollout.tools", lambda run: run.offers_tools, "{} is empty")
-PLAYS_EPISODES = ReadIf("rollout.environment", lambda run: run.plays_episodes)
-ADAPTS_KL = ReadIf("algorithm.kl_ctrl.type", lambda run: run.algorithm.kl_ctrl.type == "adaptive")
+OWN_ENGINES = ReadIf("rollout.engines", lambda config: not config.rollout.engines, "{} run already")
+OFFERS_TOOLS = ReadIf("rollout.tools", lambda config: config.offers_tools, "{} is empty")
+PLAYS_EPISODES = ReadIf("rollout.environment", lambda config: config.plays_episodes)
+ADAPTS_KL = ReadIf("algorithm.kl_ctrl.type", lambda config: config.algorithm.kl_ctrl.type == "adaptive")
 KL_IN_REWARD = ReadIf("algorithm.use_kl_in_reward")
-WEIGHTS_ROWS = ReadIf("algorithm.rollout_correction.level", lambda run: run.algorithm.rollout_correction.level != "none")
+WEIGHTS_ROWS = ReadIf("algorithm.rollout_correction.level", lambda config: config.algorithm.rollout_correction.level != "none")
 FILTERS = ReadIf("algorithm.filter_groups.enable")
 ONE_BACKBONE = ReadIf("algorithm.shared_backbone")
 

@@ -52,13 +52,13 @@ class Export:
 
     Args:
         chunks: unwrapped.
-        architecture: under the head that is exported: "policy" is the language model, without the value head that a
-            shared backbone has besides; "value" a critic; "policy_value" the whole of a shared backbone. A value head
-            is exported as `score.weight`, and `score.bias` if it has one.
+        architecture: with the head to export: "policy" exports the language model without a shared backbone's value
+            head, "value" a critic, "policy_value" all of a shared backbone. A value head is exported as `score.weight`,
+            and `score.bias` if it has one.
         full_tensor_ranks: the ranks that need full tensors, the same on every rank; None = all of the component's.
         by_stage: each of them needs only the tensors of its own pipeline stage, so that nothing is broadcast from stage
             to stage. Each bucket then holds tensors of one stage, `sender_index`, whose ranks gather it.
-        adapters: only these are exported; otherwise they are merged into the weights that they adapt.
+        adapters: export adapters alone; otherwise they are merged into the weights that they adapt.
     Attributes:
         tensors: in the order in which they are gathered. Tied embeddings come once, as the embedding.
         participates: this rank must call `gather`, for itself or for others.
