@@ -77,7 +77,7 @@ BUDGETS = {
     "runtime": 10_900,
     "sync": 5_100,
     "trainer": 15_800,
-    "userland": 20_900,
+    "userland": 20_950,
     "weights": 7_200,
 }
 """Room ("." for the modules beside the rooms) -> the most syntax nodes that its files may have, counted by `ast.walk`.

@@ -130,7 +130,10 @@ class CheckpointStore:
             in_background: a thread writes a copy; otherwise it is on the disk when this returns.
         Raises:
             CheckpointError, OtherRankError: as `finish`.
+            RuntimeError: a save is in progress: it would be written from this one's copies.
         """
+        if self.is_saving:
+            raise RuntimeError("finish the save in progress before another one begins")
         path = step_folder(self.folder, step, num_updates)
         partial = path.with_name(path.name + PARTIAL)
         text = json.dumps({"step": step} | state, indent=1)

@@ -11,7 +11,7 @@ from megappo.config.config_error import shorten, show
 from megappo.config.eval_sets import TRAINING, Task, context_errors, eval_sets, tasks, training_task
 from megappo.config.methods import TRANSPORTS
 from megappo.config.schema import Config
-from megappo.config.values import ReadIf, Section
+from megappo.config.values import LARGEST_PORT, ReadIf, Section
 
 ADDRESS = re.compile(r"https?://[^/@?#\s]+:\d{1,5}")
 DATASET_NAME = re.compile(r"[A-Za-z0-9_-]+")
@@ -189,7 +189,9 @@ def _engine_errors(config: Config) -> Iterator[str]:
     rollout = config.rollout
     if rollout.max_total_tokens is not None:
         yield from context_errors(config, "rollout.max_total_tokens", rollout.max_total_tokens)
-    if not all(map(ADDRESS.fullmatch, rollout.engines)) or len(set(rollout.engines)) < len(rollout.engines):
+    servers = {url.lower() for url in rollout.engines}
+    are_valid = all(ADDRESS.fullmatch(url) and 0 < int(url.rpartition(":")[2]) <= LARGEST_PORT for url in servers)
+    if not are_valid or len(servers) < len(rollout.engines):
         yield (
             "rollout.engines: expected different addresses such as http://10.0.0.7:30000: correct it, and put a key "
             "into the environment variable MEGAPPO_ENGINE_API_KEY"

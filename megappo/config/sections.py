@@ -23,6 +23,7 @@ from megappo.config.values import (
     Positive,
     PositiveFloat,
     PositiveFraction,
+    Processes,
     ReadIf,
     Rejection,
     Section,
@@ -188,7 +189,7 @@ class Rollout(Section):
     tools: FilePaths = key((), "FILE.py:FUNCTION or package.module:FUNCTION each, instead of an environment. The policy may call them until it writes a turn without a call; the chat template lists them, by a schema from signature and docstring; reward.function scores the whole conversation")
     tool_call_parser: str | None = key(None, "SGLang's name of the parser for the calls, such as qwen25 or llama3", read_if=OFFERS_TOOLS)
     max_turns: Positive = key(10, "environment: turns of the policy after which an episode is truncated; rollout.max_response_length limits its tokens, observations included", read_if=PLAYS_EPISODES)
-    num_environment_workers: Positive = key(1, "environment: worker processes per engine, each with any number of environments at once; reward.memory_limit_gib and reward.pass_env apply to them", read_if=PLAYS_EPISODES)
+    num_environment_workers: Processes = key(1, "environment: worker processes per engine, each with any number of environments at once; reward.memory_limit_gib and reward.pass_env apply to them", read_if=PLAYS_EPISODES)
     environment_timeout_seconds: PositiveFloat = key(60.0, "environment: timeout of a reset, step or close; an episode whose reset or step exceeds it is truncated and counted", read_if=PLAYS_EPISODES)
     sync: Sync = key(Sync(), "weight sync after each update")
 
@@ -208,7 +209,7 @@ class Reward(Section):
     method_key, methods = "length_penalty", LENGTH_PENALTIES
 
     function: FilePath | dict[FilePath, Float] | None = key("exact_match", "built-in name, or FILE.py:FUNCTION or package.module:FUNCTION of (prompts, responses, labels, **columns) -> list of scores, or of lists of them; verl's and TRL's signatures work, too. Several functions with weights, as {gsm8k: 1, my_rewards.py:brevity: 0.1}, score each response together; weight 0 drops one that base names. null = none: rollout.environment gives the rewards")
-    num_workers: Positive = key(1, "worker processes that run the function, per engine")
+    num_workers: Processes = key(1, "worker processes that run the function, per engine")
     timeout_seconds: PositiveFloat = key(60.0, "timeout of one call of the function, for one response or for the whole list")
     memory_limit_gib: PositiveFloat | None = key(16.0, "memory limit of each of these processes, and of each that it starts; null = none")
     pass_env: Texts = key((), "environment variables that the function gets although they are named like secrets, such as OPENAI_API_KEY")
@@ -277,10 +278,11 @@ class RolloutCorrection(Section):
                 )
         if self.reject_geometric and not self.reject_geometric[0] < 1 < self.reject_geometric[1]:
             yield f"{section}.reject_geometric {self.reject_geometric} must enclose 1: set such as [0.999, 1.001]"
-        if self.level != "none" and (self.threshold_lower or 0) >= self.threshold:
+        lower = self.threshold_lower or (1 / self.threshold if self.mode == "mask" else 0)
+        if self.level != "none" and lower >= self.threshold:
             yield (
-                f"{section}.threshold_lower {self.threshold_lower} must be below {section}.threshold {self.threshold}: "
-                "lower it"
+                f"{section}.threshold_lower {lower:g} must be below {section}.threshold {self.threshold}: lower it, or "
+                "raise threshold"
             )
 
 

@@ -72,6 +72,7 @@ Decay = Annotated[float, Field(ge=0, lt=1), NUMBER]
 Positive = Annotated[int, Field(ge=1), NUMBER]
 NonNegative = Annotated[int, Field(ge=0), NUMBER]
 TopK = Literal[-1] | Positive
+Processes = Annotated[int, Field(ge=1, le=4096), NUMBER]
 LARGEST_PORT = 65535
 Port = Annotated[int, Field(ge=0, le=LARGEST_PORT), NUMBER]
 MOST_RANKS = 100_000

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 
 from megappo.config.config_error import ConfigError
 from megappo.config.schema import Config, Parallel
+from megappo.config.values import LARGEST_PORT
 from megappo.placement.components import ComponentSpec, Setting, components_of
 from megappo.placement.layout import Layout, by_node, format_ranks, is_everywhere, parse_ranks, rank_ranges
 
@@ -86,6 +87,13 @@ def _engine_errors(config: Config, rollout: Layout, ranks_per_node: int) -> Iter
         yield (
             f"placement.rollout: the ranks {format_ranks(rollout.ranks)} do not suffice for {external} "
             "rollout.engines: name one for each, or fewer engines"
+        )
+    on_fullest_node = max(map(len, by_node(rollout.ranks, ranks_per_node)))
+    largest_port = LARGEST_PORT + 1 - max(1, on_fullest_node // rollout.tensor)
+    if config.rollout.port > largest_port:
+        yield (
+            f"rollout.port {config.rollout.port} is too high: each engine of a node takes one port more; lower it to "
+            f"{largest_port} or less"
         )
     for engine in range(rollout.data):
         ranks = rollout.block(0, engine)

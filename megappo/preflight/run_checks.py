@@ -82,6 +82,8 @@ def _missing(spec: str, key: str, builtin: Mapping[str, str]) -> Iterator[str]:
         parse_spec(spec, key, builtin)
     except ValueError as error:
         yield str(error)
+    except OSError as error:  # the name is too long, or a folder may not be entered
+        yield f"{key}: cannot read {shorten(spec)} ({error.strerror}): correct the path, or make it readable"
 
 
 def server_args_errors(names: Iterable[str]) -> Iterator[str]:

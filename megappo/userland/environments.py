@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import json
-import math
 from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -13,6 +12,7 @@ from megappo.config.schema import Reward
 from megappo.config.sections import Rollout
 from megappo.errors import ActionableError
 from megappo.runtime.heartbeat import heartbeat
+from megappo.userland.grades import LARGEST_FLOAT32
 from megappo.userland.signatures import PROMPTS
 from megappo.userland.spec import parse_spec
 from megappo.userland.worker_process import CallError, WorkerPool, WorkerProcess
@@ -119,7 +119,7 @@ def _turn(answer: Any, num_tokens: int) -> tuple[Messages, float | list[float], 
 
 def _number(reward: Any) -> float:
     number = 0.0 if reward is None else reward
-    if not isinstance(number, int | float) or not math.isfinite(number):
+    if not isinstance(number, int | float) or not abs(number) <= LARGEST_FLOAT32:
         expected = "a finite number, None for 0, or a list of one for each token of the turn"
         raise ValueError(f"the reward {reward!r:.80}; expected {expected}")
     return float(number)

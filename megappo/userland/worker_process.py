@@ -141,7 +141,7 @@ class WorkerProcess:
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         try:
-            while line := await reader.readline():
+            while (line := await reader.readline()).endswith(b"\n"):  # at the end of file it may return a part of one
                 self._receive(line)
         except ConnectionError:
             pass
@@ -301,8 +301,12 @@ class WorkerPool(AbstractContextManager):
         self.workers.add(worker)
         try:
             self.description = _DESCRIPTION.validate_python(await worker.load(self._load))
-        except ValidationError as error:
-            raise CallError("answered with something else than its signature") from error
+        except BaseException as error:
+            self.workers.discard(worker)
+            await worker.end()
+            if isinstance(error, ValidationError):
+                raise CallError("answered with something else than its signature") from error
+            raise
         return worker
 
     async def replace(self, worker: WorkerProcess) -> WorkerProcess:

@@ -116,8 +116,16 @@ CONTRADICTIONS = {
     "algorithm.use_kl_in_reward=false actor.use_kl_loss=true actor.kl_loss_type=full placement.ref=0-3": (
         "KL kind full (algorithm.kl_penalty or actor.kl_loss_type) needs the reference's logits where the actor's are"
     ),
+    "algorithm.rollout_correction={level: token, mode: mask, threshold: 1}": (
+        "algorithm.rollout_correction.threshold_lower 1 must be below algorithm.rollout_correction.threshold 1.0"
+    ),
+    "rollout.engines=[http://a:1, http://A:1]": "rollout.engines: expected different addresses such as",
+    "rollout.engines=[http://h:99999]": "rollout.engines: expected different addresses such as",
+    "rollout.engines=[http://h:0]": "rollout.engines: expected different addresses such as",
+    "rollout.port=65535": "rollout.port 65535 is too high: each engine of a node takes one port more; lower it to",
+    "rollout.port=65535 rollout.tensor_parallel=2": "rollout.port 65535 is too high: each engine of a node takes one",
     "algorithm.rollout_correction={level: token, mode: mask, threshold_lower: 3}": (
-        "algorithm.rollout_correction.threshold_lower 3.0 must be below algorithm.rollout_correction.threshold 2.0"
+        "algorithm.rollout_correction.threshold_lower 3 must be below algorithm.rollout_correction.threshold 2.0"
     ),
     "algorithm.rollout_correction.normalize=true": (
         "algorithm.rollout_correction.normalize true has no effect, as algorithm.rollout_correction.level is none"
@@ -386,6 +394,9 @@ FILES = {
     'trainer.output_dir="a\\0b"': "trainer.output_dir: no path holds a NUL, found 'a\\x00b': correct it",
     "model.path=circle": "model.path: cannot look at circle: Too many levels of symbolic links: correct the path",
     "data.train_files=pipe.jsonl": "data.train_files: no file pipe.jsonl (looked in /",
+    f"reward.function={'r' * 5000}.py:f": "reward.function: cannot read "
+    + "r" * 80
+    + "... (File name too long): correct",
     "reward.function=absent.py:score": "reward.function 'absent.py:score': no file absent.py",
     "reward.pass_env=[PATH, ABSENT_KEY]": "reward.pass_env names 'ABSENT_KEY', which is not set here: set it",
     "trainer.output_dir=train.jsonl": "trainer.output_dir: train.jsonl is a file: name a folder",

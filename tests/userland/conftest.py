@@ -179,6 +179,11 @@ class NotFinite(Counts):
         return "", float("nan"), True
 
 
+class TooLarge(Counts):
+    async def step(self, message):
+        return "", 10**400, True
+
+
 class NoBool(Counts):
     async def step(self, message):
         return "", 0.0, "no"

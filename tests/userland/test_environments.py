@@ -63,6 +63,7 @@ def test_plain_methods_have_threads_of_their_own(environments):
         ("NoText", "step returned the observation 3; expected a text"),
         ("NoNumber", "step returned the reward '1'; expected a finite number"),
         ("NotFinite", "step returned the reward nan; expected a finite number"),
+        ("TooLarge", "step returned the reward 1000.*; expected a finite number"),
         ("NoBool", "step returned .*'no'.; expected .* done is True or False"),
         ("TooManyRewards", "step returned 9 rewards for a turn of 2 tokens; expected as many, or one"),
     ],
