@@ -28,10 +28,9 @@ from megappo.config.schema import Config, Data
 from megappo.data.prompts import Prompt, PromptDataset
 from megappo.data.tokenizer import load_tokenizer
 from megappo.placement.components import shared_vocabulary
-from megappo.userland.environments import EnvironmentFault
+from megappo.userland.environments import EnvironmentFault, start_workers
 from megappo.userland.rewards import RewardError
 from megappo.userland.signatures import InputSpec
-from megappo.userland.task_workers import start_workers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

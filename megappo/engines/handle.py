@@ -20,7 +20,7 @@ from megappo.placement.run_plan import RunPlan
 from megappo.runtime import platform
 from megappo.runtime.heartbeat import heartbeat
 from megappo.runtime.listening import node_address
-from megappo.userland.task_workers import TaskWorkers, start_workers
+from megappo.userland.environments import TaskWorkers, start_workers
 
 GIB = 2**30
 RETURNED = 0.8

@@ -15,11 +15,10 @@ from megappo.data.prompts import Prompt, PromptDataset, open_datasets
 from megappo.data.tokenizer import load_tokenizer, stop_token_ids
 from megappo.placement.components import shared_vocabulary
 from megappo.userland import user_code
-from megappo.userland.environments import EnvironmentFault, EnvironmentPool, EpisodeLost, row_of
+from megappo.userland.environments import EnvironmentFault, EnvironmentPool, EpisodeLost, row_of, start_workers
 from megappo.userland.grades import Grade
 from megappo.userland.rewards import RewardError, RewardPool
 from megappo.userland.signatures import Row
-from megappo.userland.task_workers import start_workers
 
 SAMPLE = 1000
 """Number of records checked from a file's beginning on, and of records spread over all of it."""

@@ -16,7 +16,7 @@ from megappo.data.prompts import Prompt, PromptDataset, open_datasets, share
 from megappo.data.records import Write, unpacked
 from megappo.data.tokenizer import load_tokenizer, stop_token_ids
 from megappo.placement.components import shared_vocabulary
-from megappo.userland.task_workers import TaskWorkers
+from megappo.userland.environments import TaskWorkers
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from megappo.rollouts.sample_rows import Sample
 from megappo.rollouts.sampler import RolloutSession, store_counter
 from megappo.runtime.interruption import INTERRUPTION, Interrupted
 from megappo.runtime.listening import run_store
-from megappo.userland.task_workers import TaskWorkers
+from megappo.userland.environments import TaskWorkers
 
 NO_WORKERS = TaskWorkers()
 

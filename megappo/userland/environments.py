@@ -1,19 +1,26 @@
-"""Environments in worker processes, many in each: user code can neither hang nor crash the trainer."""
+"""Environments in worker processes, many in each: user code can neither hang nor crash the trainer.
+
+The workers of a task are those of its environment, which answers the responses, and of its reward function.
+"""
 
 import asyncio
 import itertools
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from megappo.config.eval_sets import Task
 from megappo.config.schema import Reward
 from megappo.config.sections import Rollout
 from megappo.errors import ActionableError
 from megappo.runtime.heartbeat import heartbeat
 from megappo.userland.grades import LARGEST_FLOAT32
-from megappo.userland.signatures import PROMPTS
+from megappo.userland.rewards import RewardPool
+from megappo.userland.signatures import NO_INPUT, PROMPTS, InputSpec
 from megappo.userland.spec import parse_spec
 from megappo.userland.worker_process import CallError, WorkerPool, WorkerProcess
 
@@ -223,3 +230,51 @@ def load_environments(rollout: Rollout, reward: Reward) -> EnvironmentPool:
         memory_limit_gib=reward.memory_limit_gib,
         pass_env=reward.pass_env,
     )
+
+
+@dataclass(frozen=True)
+class TaskWorkers:
+    """The workers of a task's reward function and of its environment, where it has them."""
+
+    rewards: RewardPool | None = None
+    environments: EnvironmentPool | None = None
+
+    @property
+    def takes(self) -> InputSpec:
+        """The fields of a record that both get."""
+        rewards = NO_INPUT if self.rewards is None else self.rewards.takes
+        return rewards if self.environments is None else rewards | self.environments.takes
+
+
+def start_workers(
+    tasks: Mapping[str, Task],
+    cleanup: ExitStack,
+    while_starting: Callable[[str], AbstractContextManager[Any]] = nullcontext,
+) -> dict[str, TaskWorkers]:
+    """Return the workers of each task by its name; tasks with the same function, or environment, share theirs.
+
+    Args:
+        while_starting: called with the config key of each worker pool; its context surrounds the start. If the context
+            swallows an error, the task gets no such pool.
+    Raises:
+        RewardError, EnvironmentFault: a file cannot be loaded.
+    """
+    started: dict[Hashable, Any] = {}
+
+    def shared(identity: Hashable, key: str, start: Callable[[], AbstractContextManager[Any]]) -> Any:
+        if identity not in started:
+            started[identity] = None
+            with while_starting(key):
+                started[identity] = cleanup.enter_context(start())
+        return started[identity]
+
+    workers = {}
+    for name, task in tasks.items():
+        rewards = environments = None
+        if functions := tuple(task.reward.weights.items()):
+            rewards = shared(functions, task.reward_key, partial(RewardPool, task.reward))
+        if task.rollout.has_environment:
+            identity = (task.rollout.environment, task.rollout.tools)
+            environments = shared(identity, task.environment_key, partial(load_environments, task.rollout, task.reward))
+        workers[name] = TaskWorkers(rewards, environments)
+    return workers

@@ -16,11 +16,11 @@ BUILTIN = {
     "multiple_choice": f"{ANSWERS}:multiple_choice",
     "gsm8k": f"{ANSWERS}:gsm8k",
     "math": f"{ANSWERS}:math",
-    "think_answer": f"{ANSWERS}:think_answer",
+    "think_answer": "megappo.userland.graders.formats:think_answer",
     "code": "megappo.userland.graders.code:code",
     "http": "megappo.userland.graders.remote:http",
     "judge": "megappo.userland.graders.remote:judge",
-    "repetition": f"{ANSWERS}:repetition",
+    "repetition": "megappo.userland.graders.formats:repetition",
 }
 """reward.function -> module:function. Beside a function NAME that grades by a label there is NAME_label, which raises
 ValueError if it cannot."""

@@ -36,7 +36,7 @@ POINTS: dict[str, dict[str, Point]] = {
         "an old one is half removed": Point("shutil:rmtree", rank=0),  # first: later ones clear up what a kill has left
         "save": Point("megappo.trainer.run:Run.save"),
         "a file is written, but not on the disk": Point("os:fsync"),
-        "between components": Point(f"{STORE}:_begin", call=2),
+        "between components": Point(f"{STORE}:_begin_writing", call=2),
         "before state.json": Point("megappo.trainer.progress:dump_config", rank=0),
         "before SHA256SUMS": Point(f"{STORE}:write_sums"),
         "before it gets its name": Point(f"{STORE}:sync", rank=0),

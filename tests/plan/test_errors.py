@@ -209,7 +209,7 @@ def test_several_scores_are_shown_and_one_is_refused_where_the_method_needs_seve
 
 
 def test_scores_of_steps_and_a_weight_are_shown_and_what_would_clip_their_sum_is_refused(plan, run_folder):
-    grade = "{'score': 1, 'step_scores': [[1, 0.5]], 'loss_weight': 2}"
+    grade = "{'score': 1, 'step_scores': [[1, 0.5]] if solution_str else [], 'loss_weight': 2}"
     (run_folder / "reward.py").write_text(f"def f(solution_str, ground_truth):\n    return {grade}\n")
     done = plan(run_folder, "run.yaml", "reward.function=reward.py:f")
     assert done.returncode == 0 and "reward.py:f: scored '2' for the first prompt, 1\n" in done.stdout

@@ -19,9 +19,9 @@ from megappo.rollouts.datasets import Datasets
 from megappo.rollouts.responses import Responses
 from megappo.rollouts.rollouts import Rollouts
 from megappo.trainer.evaluation import evaluate, prompt_statistics
+from megappo.userland.environments import TaskWorkers
 from megappo.userland.grades import Grade
 from megappo.userland.signatures import Row
-from megappo.userland.task_workers import TaskWorkers
 
 ANSWERS = [[1, 1, 2, 0], [2, 2, 2, 1], [1, 2, 0, 0], [0, 0, 0, 0], [3, 1, 1, 1]]
 """Tokens of the four responses to each prompt, in order, one token each; 0 is no answer, and 1 is right."""

@@ -6,7 +6,7 @@ import psutil
 
 from megappo.config.eval_sets import TRAINING, played_tasks
 from megappo.config.schema import Config
-from megappo.userland.task_workers import start_workers
+from megappo.userland.environments import start_workers
 
 
 def make_config(environments, **trainer: bool | int) -> Config:

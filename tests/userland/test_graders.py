@@ -20,9 +20,8 @@ from megappo.userland.graders.answers import (
     math,
     multiple_choice,
     regex_match,
-    repetition,
-    think_answer,
 )
+from megappo.userland.graders.formats import repetition, think_answer
 from megappo.userland.rewards import load_reward
 
 GRADED = [json.loads(line) for line in (Path(__file__).parent / "graded.jsonl").read_text().splitlines()]

@@ -12,6 +12,7 @@ from tiny_folders import build, hf_folder, load, read_config
 from tiny_shapes import MIXTURES
 
 from megappo.architecture.parsing import read_architecture
+from megappo.errors import ActionableError
 from megappo.placement.groups import ComponentGroups, build_groups
 from megappo.placement.layout import Layout
 from megappo.weights.load import load_hf
@@ -48,7 +49,7 @@ def refusals(rank: int, world_size: int, untied: Path, tied: Path) -> None:
         "lm_head.weight differs": rewrite(tied, {"lm_head.weight": torch.ones(91, 32)}),
     }
     for message, folder in cases.items():
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ActionableError, match=message):
             load(folder, groups)
     with pytest.raises(ValueError, match="nowhere"):
         load_hf(build(untied, groups), untied / "nowhere", read_architecture(untied), groups)
@@ -104,7 +105,7 @@ def fused_refusals(rank: int, world_size: int, fused: Path) -> None:
         ),
     }
     for message, folder in cases.items():
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ActionableError, match=message):
             load(folder, groups)
 
 

@@ -13,6 +13,7 @@ from spawn import run_ranks
 from tiny_folders import hf_folder, load
 
 from megappo.architecture.parsing import read_architecture
+from megappo.errors import ActionableError
 from megappo.models.gpt import ModelChunks
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
@@ -208,7 +209,9 @@ def further_layers(rank: int, world_size: int, folder: Path) -> None:
     chunks = load(folder, groups)
     exported = {name for bucket in Export(chunks, architecture, groups).buckets(8_000) for name, _ in bucket}
     assert exported == expected.keys()
-    with pytest.raises(ValueError, match="unknown model.layers.2.eh_proj.weight, model.layers.2.mlp.up_proj.weight"):
+    with pytest.raises(
+        ActionableError, match="unknown model.layers.2.eh_proj.weight, model.layers.2.mlp.up_proj.weight"
+    ):
         load_hf(chunks, folder, replace(architecture, num_further_layers=0), groups)
 
 

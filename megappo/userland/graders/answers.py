@@ -1,6 +1,6 @@
-"""Built-in reward functions that read a response: its answer, or its format alone.
+"""Built-in reward functions that read a response's answer.
 
-Those of an answer return the score with the answer that they have found. Beside a function NAME that grades by
+Each grades one response and returns the score with the answer that it has found. Beside a function NAME that grades by
 a label there is NAME_label, which returns the label's meaning and raises ValueError if it has none.
 """
 
@@ -20,8 +20,6 @@ ANSWER = re.compile(r"(?: \b answer | \\boxed )" + LETTER, re.VERBOSE | re.IGNOR
 OPTION = re.compile(r"\b (?: option | choice )" + LETTER, re.VERBOSE | re.IGNORECASE)
 ALONE = re.compile(r"[\s(\[*]{0,9}(?P<letter>[A-J])[\s)\].:*]*")
 MARK = "####"
-TAG = re.compile(r"</?(?:think|answer)>")
-WORDS_TOGETHER = 3
 NUMBER = re.compile(
     r"""
     (?<![\w^.,])                             # not a part of a word, of an exponent, of another number
@@ -236,28 +234,3 @@ def _as_text(label: Any) -> str:
         return label
     is_number = isinstance(label, int | float) and not isinstance(label, bool)
     return format(Decimal(str(label)), "f") if is_number else ""
-
-
-def think_answer(solution_str: str) -> bool:
-    """1.0 where a response is <think>...</think> <answer>...</answer>, neither empty, and each tag once; else 0.0.
-
-    The first tag may lack: chat templates write it into the prompt.
-
-    Source: DeepSeek-AI 2025, DeepSeek-R1, 2.2.2 (format rewards).
-    """
-    rest = solution_str.lstrip().removeprefix("<think>")
-    if TAG.findall(rest) != ["</think>", "<answer>", "</answer>"]:
-        return False
-    thought, between, answer, after = map(str.strip, TAG.split(rest))
-    return bool(thought and answer) and not between and not after
-
-
-def repetition(solution_str: str) -> float:
-    """Minus the share of a response's runs of 3 words that it has had already: 0.0, down to almost -1.0.
-
-    Source: Yeo et al. 2025, Demystifying Long Chain-of-Thought Reasoning in LLMs, in the form of open-r1's
-        repetition_penalty_reward.
-    """
-    words = solution_str.lower().split()
-    runs = [tuple(words[i : i + WORDS_TOGETHER]) for i in range(len(words) - WORDS_TOGETHER + 1)]
-    return len(set(runs)) / len(runs) - 1 if runs else 0.0
