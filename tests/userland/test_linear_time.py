@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megappo.userland.graders import answers, remote
+from megappo.userland.graders import answers, formats, remote
 from megappo.userland.graders.code import program_in
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,8 +60,8 @@ READERS = {
     "what is unfinished": answers.UNFINISHED.search,
     "gsm8k": answers.number_behind_mark,
     "numbers": answers.the_number,
-    "think_answer": answers.think_answer,
-    "repetition": answers.repetition,
+    "think_answer": formats.think_answer,
+    "repetition": formats.repetition,
     "judge": lambda text: re.findall(remote.SCORE, text),
     "configs": lambda text: LAST_NUMBER([text], [text], ["#### 1"]),
 }
