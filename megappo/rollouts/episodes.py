@@ -50,7 +50,8 @@ class Transcript:
 
     def _room_in(self, segment: Segment) -> int:
         after_prompt, total = self._limits
-        return min(after_prompt - len(segment.tokens), total - len(segment.context))
+        num_tokens = len(segment.tokens)
+        return min(after_prompt - num_tokens, total - len(segment.prompt) - num_tokens)
 
     def begin(self, observation: Observation) -> bool:
         """Add the environment's first observation to the prompt; return whether there is room for a turn.

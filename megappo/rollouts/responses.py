@@ -76,9 +76,9 @@ class Responses:
         """
         if self._is_graded:
             return
-        self._is_graded = True
         grades = [UNSCORED] * len(self.samples) if self._scoring is None else self._scoring.results()
         _fill(self.samples, grades)
+        self._is_graded = True
         if self._scoring is not None and self._scoring.failure:
             num_failed = sum(one.failed for one in grades)
             message = f"{num_failed} responses have score 0: {self._scoring.failure}"

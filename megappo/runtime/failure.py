@@ -58,19 +58,21 @@ def report(error: Exception, store: dist.Store, rank: int) -> int:
         is_consequence = error.is_consequence
     else:
         is_consequence = any(phrase in str(error) for phrase in LOST_RANK)
-    with suppress(dist.DistError), _stderr_closed():  # torch prints pages about a store that is gone, with node 0
-        is_first = not is_consequence and store.add("failure/count", 1) == 1
+    with suppress(dist.DistError):
+        with _stderr_closed():  # torch prints pages about a store that is gone, with node 0
+            is_first = not is_consequence and store.add("failure/count", 1) == 1
         if not is_first and (code := _reported_code(store)):
             return code
     if is_consequence and LAUNCHER in os.environ:
         return EXIT_LOST_RANK
     if is_consequence:
-        text = f"another rank exited without an error message ({error}): see torchrun's report"
+        message = f"error (rank {rank}): another rank exited without an error message ({error}): see torchrun's report"
+    elif isinstance(error, ActionableError):
+        message = error.report(rank)
     else:
-        text = _explained(error) or "".join(traceback.format_exception(error)).rstrip()
-    is_actionable = isinstance(error, ActionableError) and not is_consequence
+        message = f"error (rank {rank}): {_explained(error) or ''.join(traceback.format_exception(error)).rstrip()}"
     code = error.exit_code if isinstance(error, ActionableError) else 1
-    report_message(error.report(rank) if is_actionable else f"error (rank {rank}): {text}", store, code)
+    report_message(message, store, code)
     return code
 
 
@@ -104,11 +106,13 @@ def _stderr_closed() -> Iterator[None]:
 def _reported_code(store: dist.Store) -> int:
     """Return the exit code of the rank that has reported; 0 if none does in time."""
     deadline = time.monotonic() + REPORT_SECONDS
-    while not store.check([REPORTED]):
+    while True:
+        with _stderr_closed():  # not while it sleeps: other threads may have something to print
+            if store.check([REPORTED]):
+                return int(store.get(REPORTED))
         if time.monotonic() > deadline:
             return 0
         time.sleep(POLL_SECONDS)
-    return int(store.get(REPORTED))
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

@@ -79,9 +79,10 @@ def build_run(plan: RunPlan, engine_handle: EngineHandle, cleanup: ExitStack) ->
     engine_handle.wait_ready()
     rollouts = make_rollouts(plan, engine_handle, datasets, exchange, observer)
     engines.connect(models, rollouts, datasets, phase)
-    batches = SampledBatches(datasets, rollouts, engines.sleep, record, num_drawn=progress.num_drawn)
     if config.replays:
         batches = Replay(Path(config.trainer.replay_rollouts), config, datasets.vocab_size, exchange)
+    else:
+        batches = SampledBatches(datasets, rollouts, engines.sleep, record, num_drawn=progress.num_drawn)
     mfu = Utilisation(models, exchange)
     return Run(config, exchange, datasets, models, engines, rollouts, batches, progress, observer, phase, mfu)
 

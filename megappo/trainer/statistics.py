@@ -97,7 +97,7 @@ class Utilisation:
     """
 
     def __init__(self, models: Models, exchange: Exchange):
-        peaks = exchange.all_gather(peak_flops(models.config.model.dtype))
+        peaks = exchange.all_gather(peak_flops(models.config.model.dtype)) if models.training else []
         self._flops = {name: flops_of(architecture_of(models.specs[name])) for name in models.training}
         self.peaks = {}
         for name in models.training:
