@@ -210,8 +210,8 @@ def weights_summary(plan: RunPlan) -> str:
 def _world_size(config: Config) -> int:
     """Return the ranks of the plan: torchrun's if `all` leaves them open, else the fewest that the placement needs."""
     named = smallest_world(config)
-    of_launcher = os.environ.get("WORLD_SIZE")
-    if of_launcher and leaves_world_open(config):
+    of_launcher = os.environ.get("WORLD_SIZE", "")
+    if leaves_world_open(config) and of_launcher.isdecimal() and 1 <= int(of_launcher) <= MOST_RANKS:
         return int(of_launcher)
     if named is None:
         raise ConfigError("placement: every component is on 'all' ranks: set their number with --world-size N")

@@ -61,10 +61,10 @@ UNPICKLERS = ("megappo/checkpoint/metadata.py",)
 LONGEST_FILE, LONGEST_FUNCTION = 400, 50
 BUDGETS = {
     ".": 6_950,
-    "architecture": 8_950,
+    "architecture": 9_200,
     "batch": 6_600,
     "checkpoint": 7_600,
-    "config": 14_600,
+    "config": 14_700,
     "data": 8_900,
     "engines": 8_700,
     "estimate": 9_450,
@@ -72,13 +72,13 @@ BUDGETS = {
     "observe": 6_700,
     "placement": 9_250,
     "ppo": 9_950,
-    "preflight": 4_500,
+    "preflight": 4_550,
     "rollouts": 11_900,
     "runtime": 10_900,
     "sync": 5_100,
     "trainer": 15_800,
     "userland": 20_950,
-    "weights": 7_200,
+    "weights": 7_250,
 }
 """Room ("." for the modules beside the rooms) -> the most syntax nodes that its files may have, counted by `ast.walk`.
 Lower a budget when its room shrinks; raise it for a feature."""

@@ -102,7 +102,7 @@ def _chosen(file: RowsFile, args: argparse.Namespace) -> list[int]:
     """Return the numbers of the rows to show."""
     rows = [row for row, prompt in enumerate(file.table.prompt_ids.tolist()) if args.prompt in (None, prompt)]
     if not rows:
-        raise ActionableError(f"{file.path} has no response to a prompt {args.prompt}")
+        raise ActionableError(f"step {file.facts['step']} of {args.path} has no response to a prompt {args.prompt}")
     if args.order != "prompt":
         scores = file.field("scores").tolist()
         rows.sort(key=lambda row: scores[row], reverse=args.order == "best")

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,12 @@ def named_architecture(folder: Path) -> str | None:
     Raises:
         TextFileError: it cannot be read.
     """
-    named = read_json_file(folder / CONFIG_FILE).get("architectures")
+    return first_architecture(read_json_file(folder / CONFIG_FILE))
+
+
+def first_architecture(raw: Mapping[str, Any]) -> str | None:
+    """Return the first of `architectures`; None where there is none."""
+    named = raw.get("architectures")
     return str(named[0]) if isinstance(named, list) and named else None
 
 

@@ -17,7 +17,7 @@ from megappo.architecture.families import (
     HeadKind,
     language_model,
 )
-from megappo.architecture.model_folder import CONFIG_FILE, INDEX, SINGLE, other_kind, read_json_file
+from megappo.architecture.model_folder import CONFIG_FILE, INDEX, SINGLE, first_architecture, other_kind, read_json_file
 from megappo.config.config_error import ConfigError, shorten
 from megappo.config.sources import TextFileError
 
@@ -133,7 +133,7 @@ def parse(raw: Mapping[str, Any], file: Path, head: HeadKind = "policy") -> Arch
         ConfigError: as there.
         ValidationError, TypeError, AttributeError: a value has another type than is expected.
     """
-    named = str((raw.get("architectures") or ["none"])[0])
+    named = first_architecture(raw) or "none"
     name = language_model(named) if head == "value" else named
     if name not in FAMILIES:
         supported = ", ".join(FAMILIES)
@@ -163,6 +163,7 @@ def parse(raw: Mapping[str, Any], file: Path, head: HeadKind = "policy") -> Arch
         raw_config=raw,
         head=head,
     )
+    conflicts += _contradictions(architecture)
     errors = [f"{file}: {conflict}: correct it, or download it again" for conflict in conflicts]
     for key in _unsupported(values, architecture):
         found_value = f"{file} of this {named} has {key} = {shorten(repr(values[key]))}"
@@ -173,6 +174,24 @@ def parse(raw: Mapping[str, Any], file: Path, head: HeadKind = "policy") -> Arch
     if errors:
         raise ConfigError(*errors)
     return architecture
+
+
+def _contradictions(model: Architecture) -> Iterator[str]:
+    """Yield sizes that no model can have together."""
+    heads, shared, experts = model.num_heads, model.num_kv_heads, model.experts
+    size, name = model.head_size, "the size of a head"
+    if model.latent:
+        size, name = model.latent.rope_size, LATENT_SIZES["rope_size"]
+    elif heads % shared:
+        yield f"num_key_value_heads {shared} does not divide num_attention_heads {heads}"
+    if not model.latent and not model.head_dim and model.hidden_size % heads:
+        yield f"num_attention_heads {heads} does not divide hidden_size {model.hidden_size}, and head_dim is not set"
+    elif size % 2:
+        yield f"{name} is {size}, but rotary positions need an even one"
+    if experts and experts.top_k > experts.count:
+        yield f"num_experts_per_tok {experts.top_k} is more than the {experts.count} experts"
+    if experts and experts.groups and experts.count % experts.groups[0]:
+        yield f"n_group {experts.groups[0]} does not divide the {experts.count} experts"
 
 
 def _missing(raw: Mapping[str, Any], values: Mapping[str, Any], family: Family) -> Iterator[str]:
@@ -263,7 +282,12 @@ def _rope_section(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
     """Return the rotary positions of all sections of config.json, and what is wrong: keys with several values."""
     rope: dict[str, Any] = {}
     conflicts = []
-    for section in (values[name] for name in ROPE_SECTIONS if values.get(name)):
+    for name in ROPE_SECTIONS:
+        section = values.get(name) or {}
+        if not isinstance(section, dict):
+            raise TypeError(f"{name}: expected an object, found {shorten(repr(section))}")
+        if not section:
+            continue
         kind = section.get("rope_type") or section.get("type") or "default"
         for key, value in {**section, "rope_type": kind, "type": None}.items():
             if value is not None and rope.setdefault(key, value) != value:

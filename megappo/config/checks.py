@@ -13,7 +13,7 @@ from megappo.config.methods import TRANSPORTS
 from megappo.config.schema import Config
 from megappo.config.values import LARGEST_PORT, ReadIf, Section
 
-ADDRESS = re.compile(r"https?://[^/@?#\s]+:\d{1,5}")
+ADDRESS = re.compile(r"https?://(?:[\w.-]+|\[[\da-fA-F:.]+\]):\d{1,5}", re.ASCII)
 DATASET_NAME = re.compile(r"[A-Za-z0-9_-]+")
 """Name in eval.datasets: a part of keys and of metrics."""
 USUAL = {

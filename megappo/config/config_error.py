@@ -9,6 +9,8 @@ from megappo.errors import EXIT_CONFIG, ActionableError
 
 LONGEST_VALUE = 80
 """Characters of a wrong value that an error repeats."""
+LONGEST_ERROR = 1000
+"""Characters of an error; the middle of a longer one (it may repeat a path of thousands) is left out."""
 LARGEST_DIVISOR = 10**6
 """Advice names no larger one."""
 
@@ -32,7 +34,11 @@ class ConfigError(ActionableError, ValueError):
 
 
 def printable(text: str) -> str:
-    """Return the text on one line that any terminal shows as it is, with unprintable characters escaped."""
+    """Return the text on one line that any terminal shows as it is: unprintable characters are escaped, and the middle
+    of a long text is left out."""
+    if len(text) > LONGEST_ERROR:
+        end = LONGEST_ERROR // 2
+        text = f"{text[:end]} ... {text[-end:]}"
     return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
 
 

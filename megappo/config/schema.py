@@ -165,6 +165,12 @@ class Actor(Trained):
     def contradictions(self) -> Iterator[str]:
         if self.kl_loss_unbiased and self.use_kl_loss and self.kl_loss_type not in ("k1", "k3", "kl", "low_var_kl"):
             yield f"actor.kl_loss_unbiased true needs actor.kl_loss_type k1 or k3, found {self.kl_loss_type}: choose k3"
+        name = "clip_ratio" if self.clip_ratio_low is None else "clip_ratio_low"
+        low = getattr(self, name)
+        if self.policy_loss in ("clip", "gspo", "clip_cov") and low >= 1:
+            yield f"actor.{name} {low} must be below 1: lower it, as the ratio is clipped to 1 - {name}"
+        if self.policy_loss == "clip_cov" and self.clip_cov_lb >= self.clip_cov_ub:
+            yield f"actor.clip_cov_lb {self.clip_cov_lb} must be below actor.clip_cov_ub {self.clip_cov_ub}: lower it"
 
 
 class Critic(Trained):

@@ -31,11 +31,13 @@ class Chat:
         self._tokenizer = tokenizer
         self._config = config
         self._tools = list(tools) or None
-        if tools and "tools" not in (tokenizer.get_chat_template() if tokenizer.chat_template else ""):
+        is_read = bool(tokenizer.chat_template and (tools or config.chat_template_kwargs))
+        template = tokenizer.get_chat_template() if is_read else ""  # raises if several have no default
+        if tools and "tools" not in template:
             keys = "rollout.tools, or eval.datasets.NAME.tools"
             raise ConfigError(f"{keys}: the tokenizer's chat template lists no tools: use one that does")
         self._needs_messages = config.system_prompt is not None or bool(config.chat_template_kwargs)
-        _refuse_unread(tokenizer, config.chat_template_kwargs)
+        _refuse_unread(template, config.chat_template_kwargs)
 
     def content_of(self, prompt: Any) -> PromptContent:
         """Return a file's prompt as a text that goes to the model unchanged, or messages with the system prompt.
@@ -99,9 +101,8 @@ class Chat:
             raise ValueError(f"the chat template refuses the messages: {type(error).__name__}: {error}") from error
 
 
-def _refuse_unread(tokenizer: "PreTrainedTokenizerBase", given: dict[str, Any]) -> None:
+def _refuse_unread(template: str, given: dict[str, Any]) -> None:
     """Raise ConfigError for a variable that the template does not know: it would have no effect, without an error."""
-    template = tokenizer.get_chat_template() if tokenizer.chat_template else ""
     for name in given:
         if not re.search(rf"\b{re.escape(name)}\b", template):
             raise ConfigError(

@@ -192,8 +192,13 @@ def _replace(temporary: Path, target: Path) -> None:
     old = target.with_name(target.name + ".old")
     if old.exists():
         shutil.rmtree(old)
-    if target.exists():
-        target.rename(old)
-    temporary.rename(target)
+    try:
+        if target.exists():
+            target.rename(old)
+        temporary.rename(target)
+    except BaseException:
+        if old.exists() and not target.exists():
+            old.rename(target)
+        raise
     if old.exists():
         shutil.rmtree(old)

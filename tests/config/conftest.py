@@ -90,7 +90,7 @@ def check_refusal(line: str) -> None:
     """It starts with a place, ends with a remedy, and the line it points to is about one of the keys it names."""
     assert (place := PLACE.match(line)), line
     assert REMEDY.search(line[place.end() :]), line
-    assert line.isprintable()
+    assert line.isprintable() and len(line) < 1200
     if place["line"]:
         written = ["", *Path(place["file"]).read_text(errors="replace").split("\n")][int(place["line"])]
         dotted = re.findall(r"^[a-z_]+(?=:)|[a-z_]+(?:\.[a-z_]+)+", line[place.end() :])

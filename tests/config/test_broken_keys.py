@@ -122,6 +122,11 @@ CONTRADICTIONS = {
     "rollout.engines=[http://a:1, http://A:1]": "rollout.engines: expected different addresses such as",
     "rollout.engines=[http://h:99999]": "rollout.engines: expected different addresses such as",
     "rollout.engines=[http://h:0]": "rollout.engines: expected different addresses such as",
+    "rollout.engines=['http://a:30000:30001']": "rollout.engines: expected different addresses such as",
+    "rollout.engines=['http://[::1:30000']": "rollout.engines: expected different addresses such as",
+    "actor.clip_ratio=1": "actor.clip_ratio 1.0 must be below 1: lower it",
+    "actor.clip_ratio_low=1.5": "actor.clip_ratio_low 1.5 must be below 1: lower it",
+    "actor.policy_loss=clip_cov actor.clip_cov_lb=5": "actor.clip_cov_lb 5.0 must be below actor.clip_cov_ub 5.0",
     "rollout.port=65535": "rollout.port 65535 is too high: each engine of a node takes one port more; lower it to",
     "rollout.port=65535 rollout.tensor_parallel=2": "rollout.port 65535 is too high: each engine of a node takes one",
     "algorithm.rollout_correction={level: token, mode: mask, threshold_lower: 3}": (
