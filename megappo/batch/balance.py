@@ -50,8 +50,8 @@ def micro_batches(lengths: list[int], max_tokens: int, at_least: int = 1) -> lis
         at_least: number of bins, as far as there are rows; fewer where so many, once balanced, would break the bound.
 
     Returns:
-        Row positions of each bin, longest row first: attention processes neighbours of equal length together. At most
-        as many bins as first-fit-decreasing needs (11/9 of the optimum + 6/9), or `at_least`.
+        Row positions of each bin, longest row first. At most as many bins as first-fit-decreasing needs (11/9 of the
+        optimum + 6/9), or `at_least`.
 
     Raises:
         ValueError: a row longer than max_tokens, naming it.

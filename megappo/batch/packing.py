@@ -104,7 +104,7 @@ def pack(
     has_last = last_token_index >= 0  # [b]
     tensors = {
         "input_ids": tokens[held][None],
-        "position_ids": positions_within(starts, len(tokens))[held][None],
+        "position_ids": positions_in(torch.zeros_like(lengths), lengths)[held][None],
         "cu_seqlens": starts.to(torch.int32),
         "predictor_index": predictor_index[is_held],
         "targets": tokens[written[is_held]],
@@ -143,14 +143,3 @@ def held_positions(cu_seqlens: Tensor, size: int, rank: int) -> Tensor:
     chunks = cu_seqlens.diff().long() // granularity(size)
     starts = (cu_seqlens[:-1, None] + numbers * chunks[:, None]).flatten()
     return positions_in(starts, chunks.repeat_interleave(len(numbers)))
-
-
-def positions_within(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
-    """Return the position, [T] int64, of each token of the whole pack in its own sequence.
-
-    Args:
-        cu_seqlens: as in `held_positions`, int64.
-        num_tokens: T, its last element, which the host would wait for a GPU to read.
-    """
-    numbers = torch.arange(num_tokens, device=cu_seqlens.device)
-    return numbers - cu_seqlens[torch.searchsorted(cu_seqlens, numbers, right=True) - 1]

@@ -22,9 +22,15 @@ class SafeReader(FileSystemReader):
     """torch's reader without pickles: metadata may name only descriptions of tensors, and objects must be empty. It
     reads only the requested numbers of a stored tensor; torch's reader reads and holds all of them."""
 
+    def __init__(self, path: str | Path):
+        super().__init__(path)
+        self._metadata: Metadata | None = None
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The folder's metadata."""
-        return read_metadata(Path(self.path))
+        """The folder's metadata, read once: Megatron reads it twice in a load."""
+        if self._metadata is None:
+            self._metadata = read_metadata(Path(self.path))
+        return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read everything in the plan, file by file."""

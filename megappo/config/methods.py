@@ -1,8 +1,8 @@
 """Tables that extensions may add to: advantage estimators, policy losses, length penalties, transports of weights.
 
-One entry per method, in tables that extensions may add to until the config is read. The values of the config's keys,
-the checks for keys that nothing reads, and the work of a step follow from these entries. This module does not import
-torch: functions of this package are named here, and imported when they are called.
+One entry per method; extensions may add to them until the config is read. The values of the config's keys, the checks
+for keys that nothing reads, and the work of a step follow from these entries. This module does not import torch:
+functions of this package are named here, and imported when they are called.
 """
 
 from collections.abc import Callable

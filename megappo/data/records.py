@@ -238,7 +238,7 @@ one that cannot be read the ValueError that has the reason."""
 
 
 def open_records(path: str, names: Sequence[str] | None, unpack: Unpack | None = None) -> Records:
-    """Open a file with one of the `data_section.ENDINGS`.
+    """Open a file with one of the `sections.ENDINGS`.
 
     Args:
         names: the fields to read, None for all; parquet reads no others.

@@ -7,6 +7,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from megappo.config.config_error import printable
+
 ROLLOUTS_FOLDER = "rollouts"
 PRINTED_CHARACTERS = 400
 REPORTED_CHARACTERS = 20_000
@@ -56,8 +58,7 @@ def format_samples(step: int, samples: Sequence[Mapping[str, Any]]) -> str:
         dataset = f", {sample['dataset']}" if "dataset" in sample else ""
         lines.append(f"-- step {step}{dataset}, sample {number} of {len(samples)} " + "-" * 30)
         for name, text in _shown(sample, PRINTED_CHARACTERS).items():
-            printable = [character if character.isprintable() else repr(character)[1:-1] for character in text]
-            lines.append(f"   {name:<8} : {''.join(printable)}")
+            lines.append(f"   {name:<8} : {printable(text)}")
     return "\n".join(lines)
 
 

@@ -7,7 +7,8 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -21,7 +22,7 @@ from megappo.config.eval_sets import context_errors, eval_sets, longest_request,
 from megappo.config.schema import Config
 from megappo.config.sections import OTHER_KIND, ending
 from megappo.config.sources import TextFileError
-from megappo.placement.components import ComponentSpec, components_of
+from megappo.placement.components import ComponentSpec, Setting, components_of
 from megappo.placement.run_plan import RunPlan, plan_run
 from megappo.preflight.output_folder import resume_errors
 from megappo.userland.spec import BUILTIN, parse_spec
@@ -115,14 +116,16 @@ def known_names() -> frozenset[str]:
 def file_errors(config: Config) -> list[str]:
     """Return missing or unusable files, one line each, with the key, the path and the remedy."""
     errors: list[str] = []
+    by_folder: dict[Setting, list[ComponentSpec]] = defaultdict(list)
     for spec in components_of(config).values():
-        errors += _path_errors(*spec.folder, _model_folder(config, spec))
-    files = {} if config.trainer.eval_only else {"data.train_files": config.data.files}
+        by_folder[spec.folder].append(spec)
+    for setting, specs in by_folder.items():
+        errors += _path_errors(*setting, _model_folder(config, *setting, specs))
+    files = [] if config.trainer.eval_only else [("data.train_files", path) for path in config.data.files]
     for one in eval_sets(config).values():
-        files[one.key] = (*files.get(one.key, ()), *one.files)
-    for key, paths in files.items():
-        for path in paths:
-            errors += _path_errors(key, path, _data_file(key, Path(path)))
+        files += [(one.key, path) for path in one.files]
+    for key, path in files:
+        errors += _path_errors(key, path, _data_file(key, Path(path)))
     trainer = config.trainer
     folders = {"trainer.output_dir": trainer.output_dir, "trainer.record_rollouts": trainer.record_rollouts}
     for key, folder in folders.items():
@@ -144,8 +147,9 @@ def _path_errors(key: str, path: str, faults: Iterator[str]) -> Iterator[str]:
         yield f"{key}: cannot look at {shorten(path)}: {error.strerror}: correct the path or its permissions"
 
 
-def _model_folder(config: Config, spec: ComponentSpec) -> Iterator[str]:
-    key, folder = spec.folder.key, Path(spec.folder.value)
+def _model_folder(config: Config, key: str, path: str, specs: Sequence[ComponentSpec]) -> Iterator[str]:
+    """Yield the errors of a folder, and of the components that start from its weights."""
+    folder = Path(path)
     if not folder.is_dir():
         command = f"{Path(sys.prefix).name}/bin/hf download NAME --local-dir FOLDER"
         yield f"{key}: no folder {folder}{looked_in(folder)}: download the model ({command}) or correct the path"
@@ -160,12 +164,13 @@ def _model_folder(config: Config, spec: ComponentSpec) -> Iterator[str]:
             read(folder)
         except TextFileError as error:
             yield f"{key}: {error}"
-    try:
-        architecture = read_architecture(folder, head="value" if spec.head == "value" else "policy")
-    except ConfigError as faulty:
-        yield from (f"{key}: {error}" for error in faulty.errors)
-    else:
-        yield from _fit_errors(config, spec, architecture)
+    for spec in specs:
+        try:
+            architecture = read_architecture(folder, head="value" if spec.head == "value" else "policy")
+        except ConfigError as faulty:
+            yield from (f"{key}: {error}" for error in faulty.errors)
+        else:
+            yield from _fit_errors(config, spec, architecture)
 
 
 def _fit_errors(config: Config, spec: ComponentSpec, architecture: Architecture) -> Iterator[str]:

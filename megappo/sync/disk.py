@@ -60,12 +60,8 @@ class AdapterWriter(Sender):
             write_adapters(folder, views(bucket, flat), self.link.config.actor.lora, self.link.config.model.path)
 
 
-class AdapterReader(Receiver):
-    """Has an engine read the folder once it is complete."""
-
-    def __init__(self, link: Link, client: EngineClient):
-        self.folder = link.folder
-        self.client = client
+class AdapterReader(DiskReader):
+    """Has an engine read the adapters' folder once it is complete."""
 
     def close(self) -> None:
         self.client.load_adapter("/load_lora_adapter", {"lora_path": str(self.folder)})

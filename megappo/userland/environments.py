@@ -18,7 +18,7 @@ from megappo.config.schema import Reward
 from megappo.config.sections import Rollout
 from megappo.errors import ActionableError
 from megappo.runtime.heartbeat import heartbeat
-from megappo.userland.grades import LARGEST_FLOAT32
+from megappo.userland.grades import LARGEST_FLOAT32, MAX_NAME_CHARACTERS
 from megappo.userland.rewards import RewardPool
 from megappo.userland.signatures import NO_INPUT, PROMPTS, InputSpec
 from megappo.userland.spec import parse_spec
@@ -26,8 +26,6 @@ from megappo.userland.worker_process import CallError, WorkerPool, WorkerProcess
 
 FAILED_SECONDS = 5.0
 """Time that a failed run waits for environments to be closed."""
-MAX_NAME_CHARACTERS = 64
-"""Length at which the name of a number is cut."""
 Messages = list[dict[str, str]]
 
 

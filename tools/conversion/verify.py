@@ -64,7 +64,7 @@ def _compare(megatron: list[Path], args: argparse.Namespace, world: World) -> "C
     first = megatron[0] if megatron else args.input
     second = folders[1 - folders.index(first)]
     architecture = _architecture_of(second, args.hf_config)
-    with _opened(second, architecture) as source:
+    with HFFolder(second, architecture) as source:  # fused experts are split, as in an export
         named = _of_megatron(first, args, source, world) if megatron else _of_hf(first, args.hf_config)
         cast = {args.input: TORCH_DTYPES[args.dtype]} if args.dtype else {}
         comparison = Comparison(first, source, _used_names(source, architecture), cast)
@@ -129,11 +129,6 @@ def _architecture_of(folder: Path, config_folder: Path | None) -> Architecture |
     return None
 
 
-def _opened(folder: Path, architecture: Architecture | None) -> HFFolder:
-    """Open a Hugging Face folder; fused experts become one tensor for each matrix of each expert, as in an export."""
-    return HFFolder(folder, architecture) if architecture else HFFolder(folder)
-
-
 def _used_names(source: HFFolder, architecture: Architecture | None) -> list[str]:
     """Return the names of the tensors that a load reads."""
     return sorted(name for name in source.names() if not is_unused(name, architecture))
@@ -141,7 +136,7 @@ def _used_names(source: HFFolder, architecture: Architecture | None) -> list[str
 
 def _of_hf(folder: Path, config_folder: Path | None) -> Iterator[tuple[str, torch.Tensor]]:
     architecture = _architecture_of(folder, config_folder)
-    with _opened(folder, architecture) as source:
+    with HFFolder(folder, architecture) as source:
         for name in _used_names(source, architecture):
             yield name, source.read(name)
 
