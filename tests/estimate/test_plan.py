@@ -20,7 +20,6 @@ RECIPES = [
 ]
 """Configs of published models; the others create their own model."""
 TABLE = re.compile(r"^  together +([-\d., ]+)$", re.MULTILINE)
-MISFIT = "error: [^ ]+placement: this run does not fit "
 Plan = Callable[..., subprocess.CompletedProcess]
 
 

@@ -9,7 +9,6 @@ right.
 | one rank stopped, or sleeping forever | test_points.py, tests/run/test_endings.py |
 | NaN on one rank | test_points.py, tests/run/test_bad_input.py |
 | a worker of rewards or environments, or its keeper, stopped | tests/runtime/test_stopped_processes.py |
-| the launcher stopped | tests/launch/test_torchrun.py |
 | an engine that is killed or stopped | tests/run/test_engine_faults.py |
 | an engine that answers nonsense, or as another policy | test_engines.py |
 | an engine's port stolen | test_engines.py, tests/run/test_bad_input.py |

@@ -78,7 +78,7 @@ def call(check: Callable[..., None], *args: object) -> None:
 if __name__ == "__main__":
     install()
     megatron_setup.install()
-    kept = define_torchvision_operators()
+    define_torchvision_operators()
     platform.has_transformer_engine = lambda: True
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     module, function, *arguments = sys.argv[1:]

@@ -29,7 +29,7 @@ from megappo.runtime import megatron_setup, platform  # noqa: E402
 from megappo.runtime.torchvision_on_cpu import define_torchvision_operators  # noqa: E402
 
 megatron_setup.install()
-OPERATORS = define_torchvision_operators()  # live as long as this name
+define_torchvision_operators()
 
 from megappo.placement.groups import ComponentGroups, build_groups  # noqa: E402
 from megappo.placement.layout import Layout  # noqa: E402
