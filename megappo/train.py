@@ -79,16 +79,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     store = _join_store(rank)
     cleanup = ExitStack()
     code = 0
+    ending: Exception | None = None
     try:
         _run(args, store, rank, world_size, cleanup)
     except Interrupted as reason:
-        code = EXIT_AGAIN
+        code, ending = EXIT_AGAIN, reason
         if rank == 0:
             print(f"interrupted by {reason}: all is saved; started again, the run goes on", flush=True)
     except Exception as error:
-        code = report(error, store, rank)
+        code, ending = report(error, store, rank), error
     try:
-        cleanup.close()
+        _close(cleanup, ending)
     except Exception as error:
         if code:  # the run's own error comes first
             print(f"error (rank {rank}): during cleanup: {type(error).__name__}: {error}", file=sys.stderr)
@@ -99,6 +100,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _close(cleanup: ExitStack, ending: Exception | None) -> None:
+    """Close what the run has opened; the observer logs what ended it."""
+    if ending is None:
+        cleanup.close()
+    else:
+        cleanup.__exit__(type(ending), ending, ending.__traceback__)
 
 
 def _set_up_process(rank: int) -> None:

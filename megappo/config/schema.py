@@ -208,6 +208,7 @@ class Trainer(Section):
     max_bad_steps: NonNegative = key(3, "optimizer steps in a row that may be skipped because loss or gradients are not finite, with their rows kept in bad_steps/; one more ends the run")
     time_limit: PositiveFloat | None = key(None, "seconds that the job may take, from the start of its allocation; the run saves and ends before; null = SLURM's limit, else none")
     grace_seconds: NonNegativeFloat = key(120.0, "seconds before the limit at which the run begins to save; with async_save two saves must fit, as one may be running")
+    loggers: FilePaths = key(("tensorboard",), "trackers that get the run's metrics, samples, checkpoints and end")
     record_rollouts: FilePath | None = key(None, "folder for a file with each step's rollouts (tokens, log-probs, scores); tools/show_rollouts.py shows them")
     replay_rollouts: FilePath | None = key(None, "folder of such files to train on, instead of starting engines")
     rollout_only: StrictBool = key(False, "record rollouts of model.path's weights, without training")

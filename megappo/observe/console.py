@@ -5,10 +5,14 @@ import math
 import statistics
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import TextIO
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
 
 from tqdm import tqdm
+
+from megappo.observe.loggers import Logger, RunEnd
+from megappo.observe.samples import format_samples
 
 HEADER_INTERVAL = 20
 ETA_STEPS = 10
@@ -52,7 +56,7 @@ def escape_unprintable() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
-class Console:
+class Console(Logger):
     """Prints the lines; the bar goes to stderr, and only where that is a terminal, so logs stay clean."""
 
     def __init__(self, total_steps: int, out: TextIO | None = None, err: TextIO | None = None) -> None:
@@ -64,7 +68,7 @@ class Console:
         self._lines = 0
         self._bar: tqdm | None = None
 
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+    def on_step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Print a step's line, under a header every 20 lines; ends the progress bar."""
         if self._lines % HEADER_INTERVAL == 0:
             self._line("step", *COLUMNS, "eta")
@@ -76,6 +80,18 @@ class Console:
             value = values.get(metric)
             cells.append("-" if value is None else format(value, number_format))
         self._line(f"{step}/{self._total_steps}", *cells, self._eta(step, metrics))
+
+    def on_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Print the samples."""
+        self.text(format_samples(step, samples))
+
+    def on_checkpoint(self, step: int, path: Path) -> None:
+        """Print the checkpoint's path."""
+        self.text(f"checkpoint {path}")
+
+    def on_end(self, end: RunEnd) -> None:
+        """Take the progress bar away."""
+        self.close_bar()
 
     def _line(self, step: str, *cells: str) -> None:
         self.text("  ".join([step.rjust(self._step_width), *(cell.rjust(COLUMN_WIDTH) for cell in cells)]))

@@ -15,6 +15,7 @@ EVALUATIONS = "evaluations"
 """The evaluations of a run's checkpoints, by trainer.eval_only: a folder each."""
 EVALUATION_FILE = "evaluation.json"
 """Description of the evaluated model, and its metrics."""
+TENSORBOARD_FOLDER = "tensorboard"
 REPORT_FILE = "report.html"
 """Written at the end of a run, and removed when it goes on: where it is, a run has done everything."""
 _ROWS_FILE = re.compile(r"step_(\d{8,})\.safetensors")

@@ -1,4 +1,4 @@
-"""A step's metrics: reduced over ranks, and on disk, in metrics.jsonl and TensorBoard."""
+"""A step's metrics: reduced over ranks, and on disk, in metrics.jsonl."""
 
 import json
 import math
@@ -13,15 +13,12 @@ from typing import Any, NamedTuple
 
 import numpy
 import torch
-from tensorboard.compat.proto.summary_pb2 import Summary
-from torch.utils.tensorboard import SummaryWriter
 
 from megappo.config.config_error import ConfigError
 from megappo.moments import merged_moments, moments
+from megappo.observe.loggers import Logger, RunEnd, RunInfo
 
 METRICS_FILE = "metrics.jsonl"
-TENSORBOARD_FOLDER = "tensorboard"
-TENSORBOARD_SECONDS = 1
 
 _POSITIVE = 1e-6 * 1.25 ** torch.arange(125, dtype=torch.float64)
 BUCKETS = torch.cat([-_POSITIVE.flip(0), _POSITIVE, torch.tensor([sys.float_info.max], dtype=torch.float64)])
@@ -30,18 +27,9 @@ BUCKETS = torch.cat([-_POSITIVE.flip(0), _POSITIVE, torch.tensor([sys.float_info
 
 @dataclass(frozen=True)
 class Histogram:
-    """A metric for TensorBoard alone: the sum and the sum of squares of its values, and how many lie in each bucket."""
+    """A metric for trackers alone: the sum and the sum of squares of its values, and how many lie in each bucket."""
 
     numbers: tuple[float, ...]
-
-    def write(self, tensorboard: SummaryWriter, name: str, step: int) -> None:
-        """Add this to TensorBoard, unless it is empty."""
-        total, squares, *counts = self.numbers
-        filled = [index for index, count in enumerate(counts) if count]
-        if filled:
-            limits = BUCKETS.tolist()
-            low, high = limits[max(filled[0] - 1, 0)], limits[min(filled[-1], len(limits) - 2)]
-            tensorboard.add_histogram_raw(name, low, high, sum(counts), total, squares, limits, counts, step)
 
 
 Numbers = tuple[float, ...]
@@ -200,41 +188,35 @@ def _parse_step(line: str) -> dict[str, Any] | None:
     return metrics if isinstance(metrics, dict) and isinstance(metrics.get("step"), int) else None
 
 
-class MetricsWriter:
-    """Appends one line a step to metrics.jsonl, flushed at once, and the same values to TensorBoard, whose own thread
-    writes them within TENSORBOARD_SECONDS."""
+class MetricsFile(Logger):
+    """Appends one line a step to metrics.jsonl, flushed at once."""
 
-    def __init__(self, output_dir: str | Path, resume_step: int = 0) -> None:
-        """Open the files. Drop what earlier runs logged for `resume_step` and later, so that no step stands twice.
+    def on_start(self, run: RunInfo) -> None:
+        """Open the file. Drop what earlier runs logged for `resume_step` and later, so that no step stands twice.
 
         A run from step 0 on keeps an earlier one's metrics as metrics-DATE-TIME.jsonl, by the time of its last change.
+
+        Raises:
+            ConfigError: metrics.jsonl, which an earlier run left, cannot be read.
         """
-        path, events = Path(output_dir, METRICS_FILE), Path(output_dir, TENSORBOARD_FOLDER)
+        path = run.output_dir / METRICS_FILE
         path.parent.mkdir(parents=True, exist_ok=True)
-        if resume_step == 0 and path.exists():
+        if run.resume_step == 0 and path.exists():
             date = time.strftime("%Y%m%d-%H%M%S", time.localtime(path.stat().st_mtime))
             path.rename(path.with_stem(f"{path.stem}-{date}"))
-        _keep_steps_before(path, resume_step)
+        _keep_steps_before(path, run.resume_step)
         self._file = path.open("a", encoding="utf-8")
-        self._tensorboard = SummaryWriter(str(events), purge_step=resume_step, flush_secs=TENSORBOARD_SECONDS)
 
-    def write(self, step: int, metrics: Mapping[str, float | Histogram]) -> None:
-        """Write one step. NaN and infinity, which JSON lacks, become null in metrics.jsonl; histograms are only in
-        TensorBoard."""
+    def on_step(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Write one step. NaN and infinity, which JSON lacks, become null; histograms are left out."""
         values = {name: float(value) for name, value in metrics.items() if not isinstance(value, Histogram)}
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         self._file.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
         self._file.flush()
-        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        self._tensorboard.file_writer.add_summary(Summary(value=scalars), step)  # as add_scalar would, but all at once
-        for name, value in metrics.items():
-            if isinstance(value, Histogram):
-                value.write(self._tensorboard, name, step)
 
-    def close(self) -> None:
-        """Close both files; a second call does nothing."""
+    def on_end(self, end: RunEnd) -> None:
+        """Close the file."""
         self._file.close()
-        self._tensorboard.close()
 
 
 def _keep_steps_before(path: Path, resume_step: int) -> None:

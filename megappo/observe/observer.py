@@ -3,45 +3,71 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
-from megappo.config.schema import Config
 from megappo.observe.console import Console
 from megappo.observe.files import REPORT_FILE
-from megappo.observe.metrics import MetricsWriter
-from megappo.observe.report import summary, write_report
-from megappo.observe.samples import append_samples, drop_samples, format_samples
+from megappo.observe.loggers import Logger, RunEnd, RunInfo, describe, open_trackers
+from megappo.observe.metrics import MetricsFile
+from megappo.observe.report import Report, summary
+from megappo.observe.run_file import RunFile
+from megappo.observe.samples import SampleFiles
+
+FAILED_CALLS = "loggers/failed_calls"
+"""Metric: calls of trackers that raised since the run started. Only a run with such a call has it."""
 
 
 class Observer:
-    """Metrics, console, samples and the final report of one run, in its output folder."""
+    """Passes what happens in a run to its loggers, and ends them when the run ends.
 
-    def __init__(self, output_dir: str | Path, total_steps: int, resume_step: int = 0) -> None:
-        """Open the run's files.
+    A failure of the core loggers (console, metrics.jsonl, run.json, samples, report) is raised. A tracker that fails is
+    reported once and counted, and the run continues.
+    """
 
-        `resume_step` is the first step that will be logged now: 0 for a new run, k + 1 after a checkpoint of step k.
-        What an earlier run left for it and later steps is dropped; a new run keeps an earlier one's metrics, under
-        another name.
+    def __init__(self, run: RunInfo, trackers: Mapping[str, Logger] | None = None) -> None:
+        """Start the loggers.
 
+        Args:
+            trackers: by the names under which trainer.loggers has them.
         Raises:
             ConfigError: metrics.jsonl, which an earlier run left, cannot be read.
         """
-        self._output_dir = Path(output_dir)
-        (self._output_dir / REPORT_FILE).unlink(missing_ok=True)
-        drop_samples(output_dir, resume_step)
-        self._writer = MetricsWriter(output_dir, resume_step)
-        self._console = Console(total_steps)
+        self._run = run
+        self._console = Console(run.total_steps)
+        self._core: list[Logger] = [self._console, MetricsFile(), SampleFiles(), Report(), RunFile()]
+        self._trackers = dict(trackers or {})
+        self._failed_calls: dict[str, int] = {}
+        self._has_ended = False
+        self._call(lambda logger: logger.on_start(run))
+        for name in self._failed_calls:
+            del self._trackers[name]  # without a start there is nothing to log to
+
+    def _call(self, hook: Callable[[Logger], None]) -> None:
+        for logger in self._core:
+            hook(logger)
+        for name, tracker in self._trackers.items():
+            try:
+                hook(tracker)
+            except (Exception, SystemExit) as error:
+                self._failed_calls[name] = self._failed_calls.get(name, 0) + 1
+                if self._failed_calls[name] == 1:
+                    self.message(f"WARNING: the logger {name} failed, and the run continues: {describe(error)}")
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Log a step once; `timing_s/*` are this rank's, all else is of all ranks."""
-        self._console.step(step, metrics)
-        self._writer.write(step, metrics)  # last: TensorBoard's thread then takes the interpreter for a millisecond
+        if self._failed_calls:
+            metrics = {**metrics, FAILED_CALLS: sum(self._failed_calls.values())}
+        self._call(lambda logger: logger.on_step(step, metrics))
 
     def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Print and keep a few rollouts, each a mapping such as prompt, response, label, score."""
         if samples:
-            append_samples(self._output_dir, step, samples)
-            self._console.text(format_samples(step, samples))
+            self._call(lambda logger: logger.on_samples(step, samples))
+
+    def checkpoint(self, step: int, path: Path) -> None:
+        """Log a complete checkpoint of the weights after a step."""
+        self._call(lambda logger: logger.on_checkpoint(step, path))
 
     def message(self, text: str) -> None:
         """Print a line between steps: what the run is doing now."""
@@ -51,15 +77,22 @@ class Observer:
         """A progress bar of `total` items on a terminal; call the returned function with how many are done by now."""
         return self._console.progress(phase, total)
 
-    def finish(self) -> None:
-        """After the last step: write report.html and print where everything is and what the run achieved."""
-        report = write_report(self._output_dir)
-        self._console.text(summary(self._output_dir, report))
+    def end(self, end: RunEnd) -> None:
+        """End the loggers; a second call does nothing. After the last step: write report.html, and print where
+        everything is and what the run achieved."""
+        if self._has_ended:
+            return
+        self._has_ended = True
+        self._call(lambda logger: logger.on_end(end))
+        if end.status == "finished":
+            self.message(summary(self._run.output_dir, self._run.output_dir / REPORT_FILE))
 
-    def close(self) -> None:
-        """Close the files, whether the run ended well or not; a second call does nothing."""
-        self._console.close_bar()
-        self._writer.close()
+    def __enter__(self) -> "Observer":
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
+        """End the loggers of a run that this error ended."""
+        self.end(RunEnd.by(error))
 
 
 class NullObserver:
@@ -71,6 +104,9 @@ class NullObserver:
     def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Nothing."""
 
+    def checkpoint(self, step: int, path: Path) -> None:
+        """Nothing."""
+
     def message(self, text: str) -> None:
         """Nothing."""
 
@@ -78,25 +114,28 @@ class NullObserver:
         """A function that does nothing."""
         return lambda done: None
 
-    def finish(self) -> None:
+    def end(self, end: RunEnd) -> None:
         """Nothing."""
 
-    def close(self) -> None:
+    def __enter__(self) -> "NullObserver":
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
         """Nothing."""
 
 
 def open_observer(
-    config: Config, lines: Iterable[str], resume_step: int, rank: int, cleanup: ExitStack
+    run: RunInfo | None, trackers: Sequence[str], lines: Iterable[str], cleanup: ExitStack
 ) -> Observer | NullObserver:
     """Return the observer of a rank, after it has printed the lines that are not empty.
 
     Args:
-        resume_step: see `Observer`.
-        cleanup: closes the observer.
+        run: None on a rank that stays silent.
+        trackers: names, as in trainer.loggers.
+        cleanup: ends the observer, with the error that ends the run.
     """
-    trainer = config.trainer
-    observer = NullObserver() if rank else Observer(trainer.output_dir, trainer.total_steps, resume_step)
-    cleanup.callback(observer.close)
+    observer = NullObserver() if run is None else Observer(run, open_trackers(trackers))
+    cleanup.enter_context(observer)
     for line in filter(None, lines):
         observer.message(line)
     return observer

@@ -9,8 +9,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megappo.observe.console import format_seconds, held_out_score
-from megappo.observe.files import CHECKPOINTS, EVALUATION_FILE, HF_ACTOR, REPORT_FILE, has_exported
-from megappo.observe.metrics import METRICS_FILE, TENSORBOARD_FOLDER, read_metrics
+from megappo.observe.files import (
+    CHECKPOINTS,
+    EVALUATION_FILE,
+    HF_ACTOR,
+    REPORT_FILE,
+    TENSORBOARD_FOLDER,
+    has_exported,
+)
+from megappo.observe.loggers import Logger, RunEnd, RunInfo
+from megappo.observe.metrics import METRICS_FILE, read_metrics
 from megappo.observe.samples import ROLLOUTS_FOLDER, read_samples, sample_sections
 
 REWARD = "reward/score/mean"
@@ -56,6 +64,20 @@ class Estimate(NamedTuple):
 
 Points = dict[int, Estimate]
 """Step -> what was measured there."""
+
+
+class Report(Logger):
+    """Writes report.html when a run has finished; where it is, the run has done everything."""
+
+    def on_start(self, run: RunInfo) -> None:
+        """Remove the report of an earlier run."""
+        self._output_dir = run.output_dir
+        (run.output_dir / REPORT_FILE).unlink(missing_ok=True)
+
+    def on_end(self, end: RunEnd) -> None:
+        """Write the report of a finished run."""
+        if end.status == "finished":
+            write_report(self._output_dir)
 
 
 def summary(output_dir: str | Path, report: Path | None = None) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megappo.config.config_error import printable
+from megappo.observe.loggers import Logger, RunInfo
 
 ROLLOUTS_FOLDER = "rollouts"
 PRINTED_CHARACTERS = 400
@@ -20,6 +21,19 @@ MARKS = {
     False: '<span class="wrong" title="not passed">&#10007;</span>',
     None: "",
 }
+
+
+class SampleFiles(Logger):
+    """Keeps the samples of each evaluation in `rollouts/`."""
+
+    def on_start(self, run: RunInfo) -> None:
+        """Remove what an earlier run sampled for `resume_step` and later, so that no step stands twice."""
+        self._output_dir = run.output_dir
+        drop_samples(run.output_dir, run.resume_step)
+
+    def on_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Append the samples to the step's file."""
+        append_samples(self._output_dir, step, samples)
 
 
 def append_samples(output_dir: str | Path, step: int, samples: Sequence[Mapping[str, Any]]) -> Path:

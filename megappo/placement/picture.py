@@ -11,13 +11,20 @@ RANKS_SHOWN = 32
 NUMBER = re.compile(r"-?\d[\d,]*(\.\d+)?%?")
 
 
+def placement_lines(plan: RunPlan) -> dict[str, str]:
+    """Return, for each component and the engines, a line with its ranks and sizes."""
+    lines = {}
+    for name, layout in plan.layouts.items():
+        lines[name] = f"ranks {format_ranks(sorted(layout.ranks))}: {_component_sizes(name, layout)}"
+    return lines
+
+
 def placement_picture(plan: RunPlan) -> str:
     """Return each component's sizes, then a line per pipeline stage with the ranks of every data-parallel shard."""
     lines = []
     for name, layout in plan.layouts.items():
         is_engines = name == "rollout"
-        sizes = f"{layout.data} engine(s) of {layout.tensor} rank(s)" if is_engines else _sizes(layout)
-        lines.append(f"  {name}: {sizes}")
+        lines.append(f"  {name}: {_component_sizes(name, layout)}")
         for stage in range(layout.pipeline):
             head = f"stage {stage}  " if layout.pipeline > 1 else ""
             lines.append(f"    {head}{_blocks('engine ' if is_engines else 'dp', layout, stage)}")
@@ -53,6 +60,10 @@ def _cell(name: str, layout: Layout, rank: int) -> str:
         return f"e{place.data}" + " owner" * (place.tensor == 0)
     context = f" cp{place.context}" if layout.context > 1 else ""
     return f"dp{place.data}{context} tp{place.tensor} pp{place.stage}"
+
+
+def _component_sizes(name: str, layout: Layout) -> str:
+    return f"{layout.data} engine(s) of {layout.tensor} rank(s)" if name == "rollout" else _sizes(layout)
 
 
 def _sizes(layout: Layout) -> str:

@@ -22,6 +22,7 @@ from megappo.config.eval_sets import context_errors, eval_sets, longest_request,
 from megappo.config.schema import Config
 from megappo.config.sections import OTHER_KIND, ending
 from megappo.config.sources import TextFileError
+from megappo.observe.loggers import logger_errors
 from megappo.placement.components import ComponentSpec, Setting, components_of
 from megappo.placement.run_plan import RunPlan, plan_run
 from megappo.preflight.output_folder import resume_errors
@@ -53,6 +54,7 @@ def check_run(
     except ConfigError as error:
         errors += error.errors
     errors += [*file_errors(config), *server_args_errors(config.rollout.server_args), *_user_code_errors(config)]
+    errors += logger_errors(config.trainer.loggers)
     return plan, config.located(errors or resume_errors(config))  # which reads the output folder
 
 

@@ -13,10 +13,13 @@ from megappo.config.loading import changes_since, dump_config
 from megappo.config.schema import Config
 from megappo.data.prompts import PromptDataset
 from megappo.observe.files import CONFIG_FILE, EVALUATION_FILE
+from megappo.observe.loggers import RunEnd, RunInfo
 from megappo.observe.metrics import reduce_ranks
 from megappo.observe.observer import open_observer
+from megappo.observe.run_file import git_commit, run_id_of
+from megappo.placement.picture import placement_lines
 from megappo.placement.run_plan import RunPlan
-from megappo.runtime import megatron_setup
+from megappo.runtime import megatron_setup, platform
 
 megatron_setup.install()  # must come before the first import of megatron.core
 
@@ -74,7 +77,8 @@ def build_run(plan: RunPlan, engine_handle: EngineHandle, cleanup: ExitStack) ->
     if record is not None and config.trainer.rollout_only:
         progress_lines = _resume_record(record, datasets.train, progress) or progress_lines
     lines = [*progress_lines, *config.absences, *left_out, *(plan.decisions() if models.training else ())]
-    observer = open_observer(config, lines, progress.resume_step, exchange.rank, cleanup)
+    facts = run_info(plan, progress.resume_step) if exchange.rank == 0 else None
+    observer = open_observer(facts, config.trainer.loggers, lines, cleanup)
     phase = Phases(models)
     engine_handle.wait_ready()
     rollouts = make_rollouts(plan, engine_handle, datasets, exchange, observer)
@@ -85,6 +89,22 @@ def build_run(plan: RunPlan, engine_handle: EngineHandle, cleanup: ExitStack) ->
         batches = SampledBatches(datasets, rollouts, engines.sleep, record, num_drawn=progress.num_drawn)
     mfu = Utilisation(models, exchange)
     return Run(config, exchange, datasets, models, engines, rollouts, batches, progress, observer, phase, mfu)
+
+
+def run_info(plan: RunPlan, resume_step: int) -> RunInfo:
+    """Return the facts about a run that its loggers record."""
+    trainer = plan.config.trainer
+    output_dir = Path(trainer.output_dir)
+    return RunInfo(
+        output_dir=output_dir,
+        total_steps=trainer.total_steps,
+        resume_step=resume_step,
+        run_id=run_id_of(output_dir, resume_step),
+        config=plan.requested.model_dump(mode="json"),
+        commit=git_commit(Path(__file__).parent),
+        hardware={"ranks": f"{plan.world_size}, {plan.ranks_per_node} on each node", **platform.capabilities()},
+        placement=placement_lines(plan),
+    )
 
 
 def _needs_models(config: Config) -> bool:
@@ -141,4 +161,4 @@ def evaluate_only(run: Run) -> None:
     content = {"weights": str(weights.resolve()), "step": step, "metrics": metrics}
     file = Path(run.config.trainer.output_dir, EVALUATION_FILE)
     run.exchange.on_rank_0(lambda: write_durably(file, json.dumps(content, indent=1) + "\n"))
-    run.observer.finish()
+    run.observer.end(RunEnd())

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from megappo.batch.exchange import Exchange, OtherRankError
-from megappo.checkpoint.folders import CheckpointError
+from megappo.checkpoint.folders import CheckpointError, step_of
 from megappo.config.schema import Config
+from megappo.observe.loggers import RunEnd
 from megappo.observe.metrics import reduce_ranks
 from megappo.observe.observer import NullObserver, Observer
 from megappo.rollouts.datasets import Datasets
@@ -165,8 +166,8 @@ class Run:
         """
         if self.progress.store.is_saving:
             with self.phase("finish_save"), self._failing_save(may_fail):
-                self.progress.checkpoint = self.progress.store.finish()
-                self.observer.message(f"checkpoint {self.progress.checkpoint}")
+                self.progress.checkpoint = checkpoint = self.progress.store.finish()
+                self.observer.checkpoint(step_of(checkpoint), checkpoint)
 
     def finish_save_if_written(self) -> None:
         """Complete a checkpoint that all ranks have written."""
@@ -204,4 +205,4 @@ class Run:
             with self.phase("export"):
                 self.models.export_actor()
         self.exchange.all_gather(None)
-        self.observer.finish()
+        self.observer.end(RunEnd())

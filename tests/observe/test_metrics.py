@@ -7,7 +7,26 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megappo.observe.metrics import Metric, MetricsWriter, read_metrics
+from megappo.observe.loggers import RunEnd, RunInfo
+from megappo.observe.metrics import Metric, MetricsFile, read_metrics
+from megappo.observe.tensorboard_logger import TensorBoard
+
+
+class Both:
+    """metrics.jsonl and TensorBoard in one folder."""
+
+    def __init__(self, folder, resume_step=0):
+        self.loggers = [MetricsFile(), TensorBoard()]
+        for logger in self.loggers:
+            logger.on_start(RunInfo(folder, 10, resume_step))
+
+    def write(self, step, metrics):
+        for logger in self.loggers:
+            logger.on_step(step, metrics)
+
+    def close(self):
+        for logger in self.loggers:
+            logger.on_end(RunEnd())
 
 
 def lines(folder):
@@ -15,7 +34,7 @@ def lines(folder):
 
 
 def test_each_step_is_on_disk_before_the_writer_is_closed(tmp_path):
-    writer = MetricsWriter(tmp_path)
+    writer = Both(tmp_path)
     for step in (1, 2):
         writer.write(step, {"actor/pg_loss": 0.5})
         assert lines(tmp_path) == [{"step": done, "actor/pg_loss": 0.5} for done in range(1, step + 1)]
@@ -29,14 +48,14 @@ def test_each_step_is_on_disk_before_the_writer_is_closed(tmp_path):
 
 
 def test_resuming_drops_the_steps_that_will_be_written_again_and_a_cut_line(tmp_path):
-    writer = MetricsWriter(tmp_path)
+    writer = Both(tmp_path)
     for step in range(5):
         writer.write(step, {"x": float(step)})
     writer.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "x": 5.')
 
-    writer = MetricsWriter(tmp_path, resume_step=3)
+    writer = Both(tmp_path, resume_step=3)
     writer.write(3, {"x": 30.0})
     writer.close()
 
@@ -53,21 +72,21 @@ def test_resuming_drops_the_steps_that_will_be_written_again_and_a_cut_line(tmp_
 def test_a_new_run_keeps_the_metrics_of_the_one_before(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("whatever\nit was\n")
     os.utime(tmp_path / "metrics.jsonl", (0, 0))
-    MetricsWriter(tmp_path).close()
+    Both(tmp_path).close()
     assert read_metrics(tmp_path) == []
     [kept] = tmp_path.glob("metrics-19*-*.jsonl")
     assert kept.read_text() == "whatever\nit was\n"
 
 
 def test_nan_stays_readable_json(tmp_path):
-    writer = MetricsWriter(tmp_path)
+    writer = Both(tmp_path)
     writer.write(1, {"bad": math.nan, "good": 1})
     writer.close()
     assert lines(tmp_path) == [{"step": 1, "bad": None, "good": 1.0}]
 
 
 def test_a_histogram_of_no_value_is_left_out(tmp_path):
-    writer = MetricsWriter(tmp_path)
+    writer = Both(tmp_path)
     writer.write(1, {"a": 2.0, "none": Metric.of(torch.zeros(0), "histogram").value})
     writer.close()
     assert read_metrics(tmp_path) == [{"step": 1, "a": 2.0}]
@@ -76,7 +95,7 @@ def test_a_histogram_of_no_value_is_left_out(tmp_path):
 def test_a_histogram_of_several_parts_is_in_tensorboard_alone(tmp_path):
     values = torch.tensor([-2.0, 0.0, 0.0, 0.5, 3.0, 1e9])
     parts = [Metric.of(part, "histogram") for part in values.split(2)] + [Metric.of(values[:0], "histogram")]
-    writer = MetricsWriter(tmp_path)
+    writer = Both(tmp_path)
     writer.write(1, {"advantages": Metric.merged(parts).value, "good": 1.0})
     writer.close()
     assert lines(tmp_path) == [{"step": 1, "good": 1.0}]

@@ -6,6 +6,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from megappo.observe.console import COLUMNS, Console
+from megappo.observe.loggers import RunEnd, RunInfo
 from megappo.observe.observer import NullObserver, Observer
 from megappo.observe.report import summary
 from megappo.observe.samples import format_samples
@@ -20,6 +21,13 @@ STEP = {
 }
 
 
+INTERRUPTED = RunEnd("interrupted", "a signal")
+
+
+def observer_in(folder, total_steps, resume_step=0):
+    return Observer(RunInfo(folder, total_steps, resume_step))
+
+
 class Terminal(io.StringIO):
     def isatty(self):
         return True
@@ -29,7 +37,7 @@ def test_lines_are_aligned_and_the_header_comes_back_every_20():
     out = io.StringIO()
     console = Console(100, out=out, err=io.StringIO())
     for step in range(1, 42):
-        console.step(step, STEP | ({"val/sums/score/mean": 0.5} if step % 10 == 0 else {}))
+        console.on_step(step, STEP | ({"val/sums/score/mean": 0.5} if step % 10 == 0 else {}))
     rows = out.getvalue().splitlines()
     assert len({len(row) for row in rows}) == 1
     assert [number for number, row in enumerate(rows) if "reward" in row] == [0, 21, 42]
@@ -58,17 +66,17 @@ def test_samples_are_readable_and_cannot_break_the_terminal():
 
 
 def test_a_resumed_run_leaves_every_step_once(tmp_path, capsys):
-    observer = Observer(tmp_path, 4)
+    observer = observer_in(tmp_path, 4)
     for step in range(4):
         observer.log(step, STEP)
         observer.samples(step, [{"prompt": "p", "response": f"first {step}"}])
-    observer.close()
+    observer.end(INTERRUPTED)
 
-    observer = Observer(tmp_path, 4, resume_step=3)
+    observer = observer_in(tmp_path, 4, resume_step=3)
     observer.samples(3, [{"prompt": "p", "response": "second 3"}])
     observer.samples(3, [{"prompt": "q", "response": "second set"}])
-    observer.close()
-    observer.close()
+    observer.end(INTERRUPTED)
+    observer.end(INTERRUPTED)
 
     files = {path.name: path.read_text().splitlines() for path in (tmp_path / "rollouts").iterdir()}
     assert sorted(files) == [f"step_{step:08d}.jsonl" for step in range(4)]
@@ -77,11 +85,10 @@ def test_a_resumed_run_leaves_every_step_once(tmp_path, capsys):
 
 
 def test_the_report_is_there_only_while_a_run_has_ended(tmp_path, capsys):
-    observer = Observer(tmp_path, 4)
-    observer.finish()
-    observer.close()
+    observer = observer_in(tmp_path, 4)
+    observer.end(RunEnd())
     assert (tmp_path / "report.html").is_file()
-    Observer(tmp_path, 4, resume_step=3).close()
+    observer_in(tmp_path, 4, resume_step=3).end(INTERRUPTED)
     assert not (tmp_path / "report.html").exists()
 
 
@@ -95,7 +102,7 @@ def test_the_summary_lists_an_evaluation_and_what_the_run_itself_has_exported(tm
 
 
 def test_the_summary_and_the_report_compare_the_first_and_last_evaluation(tmp_path, capsys):
-    observer = Observer(tmp_path, 2)
+    observer = observer_in(tmp_path, 2)
     for step, (of_a, of_b) in {0: (0.2, 0.4), 1: (None, None), 2: (0.9, 1.0)}.items():
         metrics = STEP | {"reward/score/mean": 0.5 * step - 0.25} if step else {}
         for name, value in {"a": of_a, "b": of_b}.items() if of_a is not None else ():
@@ -103,8 +110,7 @@ def test_the_summary_and_the_report_compare_the_first_and_last_evaluation(tmp_pa
         observer.log(step, metrics)
     observer.samples(2, [{"response": "x"}])
     capsys.readouterr()
-    observer.finish()
-    observer.close()
+    observer.end(RunEnd())
 
     rows = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
     assert rows["held-out score"].strip() == "0.300 (step 0) -> 0.950 (step 2)"
@@ -126,7 +132,7 @@ def test_the_summary_and_the_report_compare_the_first_and_last_evaluation(tmp_pa
 
 
 def test_each_data_set_has_its_curve_its_numbers_and_its_responses(tmp_path, capsys):
-    observer = Observer(tmp_path, 2)
+    observer = observer_in(tmp_path, 2)
     numbers = {"score/mean": 0.25, "mean@4": 0.25, "mean@4/ci95": 0.5, "pass@1": 0.25, "pass@4": 0.5, "maj@4": 0.75}
     for step in (0, 2):
         of_sets = {f"val/aime_24/{name}": value for name, value in numbers.items()} | {"val/b/mean@1": 1.0}
@@ -137,8 +143,7 @@ def test_each_data_set_has_its_curve_its_numbers_and_its_responses(tmp_path, cap
     observer.samples(2, [{"dataset": "b", "prompt": "p", "response": "r\u2028\x85"}])
     printed = capsys.readouterr().out
     assert "-- step 2, aime_24, sample 1 of 2 ---" in printed and "passed" not in printed
-    observer.finish()
-    observer.close()
+    observer.end(RunEnd())
     rows = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
     assert rows["aime_24"].strip() == "mean@4 0.250 +- 0.500, pass@4 0.500, maj@4 0.750"
     assert rows["b"].strip() == "mean@1 1.000" and "steps" not in rows, "it has not trained"
@@ -159,10 +164,9 @@ def test_each_data_set_has_its_curve_its_numbers_and_its_responses(tmp_path, cap
 
 
 def test_a_run_without_evaluation_still_gets_its_report(tmp_path, capsys):
-    observer = Observer(tmp_path, 1)
+    observer = observer_in(tmp_path, 1)
     observer.log(1, {"timing_s/step": 1.0})
-    observer.finish()
-    observer.close()
+    observer.end(RunEnd())
     assert "held-out" not in capsys.readouterr().out
     assert (tmp_path / "report.html").read_text().count("Nothing was logged") == 2
 
@@ -178,8 +182,7 @@ def test_the_silent_observer_has_the_same_methods_and_leaves_nothing(tmp_path, c
     observer.samples(1, [{"response": "x"}])
     observer.message("text")
     observer.progress("rollout", 2)(1)
-    observer.finish()
-    observer.close()
+    observer.end(RunEnd())
     assert not (tmp_path / "run").exists()
     assert capsys.readouterr() == ("", "")
 
@@ -188,5 +191,5 @@ def test_the_silent_observer_has_the_same_methods_and_leaves_nothing(tmp_path, c
 def test_eta_format(seconds, text):
     out = io.StringIO()
     console = Console(2, out=out, err=io.StringIO())
-    console.step(1, {"timing_s/step": float(seconds)})
+    console.on_step(1, {"timing_s/step": float(seconds)})
     assert out.getvalue().split()[-1] == text

@@ -22,12 +22,15 @@ assert "memory/rollout_peak_gib" in before and after == {}, (before, after)
 """
 TENSORBOARD = """
 import resource, time
-from megappo.observe.metrics import MetricsWriter
-writer = MetricsWriter(FOLDER)
+from pathlib import Path
+from megappo.observe.loggers import RunInfo
+from megappo.observe.tensorboard_logger import TensorBoard
+tensorboard = TensorBoard()
+tensorboard.on_start(RunInfo(Path(FOLDER), total_steps=200))
 resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))  # as on a full disk
 try:
     for step in range(200):
-        writer._tensorboard.add_text("text", "x" * 1000, step)
+        tensorboard._writer.add_text("text", "x" * 1000, step)
         time.sleep(0.02)
 except OSError:
     pass

@@ -192,7 +192,7 @@ def test_engines_sleep_while_a_checkpoint_is_written(events, monkeypatch):
         batches=None,
         progress=SimpleNamespace(checkpoint=None, start_step=0, **save),
         observer=SimpleNamespace(
-            log=lambda step, metrics: events.append(f"step {step}"), message=lambda text: None, finish=lambda: None
+            log=lambda step, metrics: events.append(f"step {step}"), message=lambda text: None, end=lambda end: None
         ),
         phase=Phases(NO_MODELS),
         utilisation=None,

@@ -132,8 +132,8 @@ class Watched:
         run.evaluate = self.evaluate
         run.engines.first_sync = lambda: self.seen.append("sync" + " as loaded" * run.is_new)
         run.observer.log = lambda step, metrics: self.logged.update({step: metrics})
-        run.observer.message = lambda text: save is not None and self.ask_to_end(run.progress.step == save)
-        run.observer.finish = lambda: self.seen.append("finish")
+        run.observer.checkpoint = lambda step, path: save is not None and self.ask_to_end(run.progress.step == save)
+        run.observer.end = lambda end: self.seen.append("finish")
 
     def evaluate(self, step: int) -> dict[str, float]:
         self.seen.append(f"evaluate {step}")

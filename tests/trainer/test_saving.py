@@ -25,6 +25,7 @@ def failing_saves(rank: int, world_size: int, folder: Path) -> None:
     run = bench.build(Config.model_validate(bench.merged(bench.settings(folder), layout, changes)))
     lines = []
     run.observer.message = lines.append
+    run.observer.checkpoint = lambda step, path: lines.append(f"{step} {path}")
     for failing, size in ((3, 2000), (0, 2000)):
         if rank == failing:
             limit_files(size)
@@ -42,7 +43,7 @@ def failing_saves(rank: int, world_size: int, folder: Path) -> None:
     metrics = ppo_step(run, 1)
     run.save(may_fail=True)
     assert not run.progress.is_overdue and run.progress.is_saved and metrics
-    assert lines[2].endswith("checkpoints/step_00000001")
+    assert lines[2].startswith("1 /") and lines[2].endswith("checkpoints/step_00000001")
 
 
 def test_it_is_reported_counted_and_retried(tmp_path: Path) -> None:

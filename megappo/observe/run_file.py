@@ -1,0 +1,59 @@
+"""run.json: facts about a run, and how it has ended."""
+
+import json
+import subprocess
+import uuid
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megappo.observe.loggers import Logger, RunEnd, RunInfo
+
+RUN_FILE = "run.json"
+RUNNING = "running"
+"""The status of a run that has not ended; a kill leaves it, too."""
+
+
+class RunFile(Logger):
+    """Writes run.json: the fields of `RunInfo` except the config, which config.yaml has, then those of `RunEnd`."""
+
+    def on_start(self, run: RunInfo) -> None:
+        """Write the facts that are known at the start."""
+        self._path = run.output_dir / RUN_FILE
+        self._facts = {name: value for name, value in asdict(run).items() if name not in ("output_dir", "config")}
+        self._write({"status": RUNNING, "message": ""})
+
+    def on_end(self, end: RunEnd) -> None:
+        """Add how the run has ended."""
+        self._write(asdict(end))
+
+    def _write(self, end: dict[str, str]) -> None:
+        partial = self._path.with_suffix(".tmp")
+        partial.write_text(json.dumps(self._facts | end, indent=1) + "\n", "utf-8")
+        partial.replace(self._path)
+
+
+def read_run(output_dir: str | Path) -> dict[str, Any]:
+    """Return the content of run.json; {} if the folder has none, or a damaged one."""
+    try:
+        facts = json.loads(Path(output_dir, RUN_FILE).read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return facts if isinstance(facts, dict) else {}
+
+
+def run_id_of(output_dir: str | Path, resume_step: int) -> str:
+    """Return the id of the run that resumes at a step, or a new one for a run from the beginning."""
+    earlier = read_run(output_dir).get("run_id") if resume_step else None
+    return str(earlier or uuid.uuid4().hex[:8])
+
+
+def git_commit(folder: Path) -> str:
+    """Return the commit of the repository that holds a folder, with "-dirty" if files differ from it; "" if there is
+    no repository, or no git."""
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return ended.stdout.strip()
