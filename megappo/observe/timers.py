@@ -11,6 +11,7 @@ import psutil
 import torch
 
 from megappo.observe.metrics import Metric
+from megappo.observe.timeline import Interval
 from megappo.runtime.heartbeat import heartbeat
 
 GIB = 2**30
@@ -31,11 +32,13 @@ class Timers:
         self._memory = PhaseMemory()
         self._open: list[str] = []
         self._seconds: dict[str, float] = defaultdict(float)
+        self._intervals: list[Interval] = []
         self._step_start = time.perf_counter()
+        self._epoch = time.time() - self._step_start
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Time a block. On a GPU a phase ends when its kernels have run."""
+        """Time a block. On a GPU a phase ends when its kernels have run. A profiler's trace has it by its name."""
         self._open.append(phase)
         name = "/".join(self._open)
         if name == phase:
@@ -43,11 +46,14 @@ class Timers:
         heartbeat.enter(name)
         start = time.perf_counter()
         try:
-            yield
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
+            with torch.profiler.record_function(name):
+                yield
+                if torch.cuda.is_available():
+                    torch.cuda.synchronize()
         finally:
-            self._seconds[name] += time.perf_counter() - start
+            seconds = time.perf_counter() - start
+            self._seconds[name] += seconds
+            self._intervals.append(Interval(name, self._epoch + start, seconds))
             self._open.pop()
             heartbeat.enter(f"what follows {name}")
             if name == phase:
@@ -61,6 +67,7 @@ class Timers:
         """Begin the first step now and forget what was measured: the set-up is no part of it."""
         self._step_start = time.perf_counter()
         self._seconds.clear()
+        self._intervals.clear()
         self._memory.metrics()
 
     def memory(self) -> dict[str, Metric]:
@@ -80,6 +87,11 @@ class Timers:
         self._seconds.clear()
         timings |= {"timing_s/other": step_seconds - phases, "timing_s/step": step_seconds}
         return timings
+
+    def take_intervals(self) -> list[Interval]:
+        """Return the phases since the last call, in the order of their ends."""
+        intervals, self._intervals = self._intervals, []
+        return intervals
 
 
 class PhaseMemory:

@@ -17,6 +17,7 @@ from megappo.observe.loggers import RunEnd, RunInfo
 from megappo.observe.metrics import reduce_ranks
 from megappo.observe.observer import open_observer
 from megappo.observe.run_file import git_commit, run_id_of
+from megappo.observe.timeline import drop_phases
 from megappo.placement.picture import placement_lines
 from megappo.placement.run_plan import RunPlan
 from megappo.runtime import megatron_setup, platform
@@ -50,6 +51,7 @@ def execute(plan: RunPlan, engine_handle: EngineHandle, cleanup: ExitStack) -> N
     run = build_run(plan, engine_handle, cleanup)
     if run.exchange.rank == 0:  # not before: a folder that is refused stays as it was
         _write_config(plan.requested, run)
+        drop_phases(plan.config.trainer.output_dir, run.progress.resume_step)
     if plan.config.trainer.eval_only:
         evaluate_only(run)
     elif plan.config.trainer.rollout_only:

@@ -12,6 +12,7 @@ from megappo.config.schema import Config
 from megappo.observe.loggers import RunEnd
 from megappo.observe.metrics import reduce_ranks
 from megappo.observe.observer import NullObserver, Observer
+from megappo.observe.timeline import append_phases
 from megappo.rollouts.datasets import Datasets
 from megappo.rollouts.record import Replay
 from megappo.rollouts.rollouts import Rollouts, raise_if_interrupted
@@ -126,6 +127,8 @@ class Run:
         """
         saves = {"checkpoint/failed_saves": self.progress.failed_saves}
         self.observer.log(step, {**metrics, **self.phase.timers.lap(), **saves})
+        intervals = self.phase.timers.take_intervals()
+        append_phases(self.config.trainer.output_dir, self.exchange.rank, step, intervals)
         self.finish_save_if_written()
 
     def save_if_due(self, step: int) -> None:

@@ -14,6 +14,7 @@ from tiny_run import recorded
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megappo.config.loading import load_config
+from megappo.observe.timeline import read_timeline
 
 TOTAL_STEPS = 10
 STATISTICS = ("mean", "max", "min")
@@ -55,6 +56,20 @@ def test_the_phases_add_up_to_the_step(run):
         phases = [v for name, v in metrics.items() if name.startswith("timing_s/") and name != "timing_s/step"]
         assert sum(phases) == pytest.approx(metrics["timing_s/step"], rel=0.03)
         assert metrics["timing_s/other"] < 0.25 * metrics["timing_s/step"]  # little, were the machine idle
+
+
+def test_the_timeline_has_every_step_of_each_rank_once(run):
+    timeline, steps = read_timeline(run), logged(run)[1:]
+    assert list(timeline) == [metrics["step"] for metrics in steps]
+    for ranks, metrics in zip(timeline.values(), steps, strict=True):
+        assert len(ranks) == 2
+        starts = {name: start for name, start, _ in ranks[0]}
+        assert starts["rollout"] < starts["values"] < starts["update_actor"] < starts["sync"]
+        for phases in ranks.values():
+            assert {phase.name for phase in phases} >= set(PHASES)
+        for name in PHASES:
+            seconds = sum(phase.seconds for phase in ranks[0] if phase.name == name)
+            assert seconds == pytest.approx(metrics[f"timing_s/{name}"], abs=1e-4)
 
 
 def test_it_learns(run):

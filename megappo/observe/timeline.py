@@ -1,0 +1,101 @@
+"""Phases of all ranks over time. Every rank appends its own to a file; `megappo timeline RUN` makes one trace of them.
+
+A line of such a file is {"step": 3, "phases": [["rollout", 1764204000.25, 0.41], ...]}: the name of each phase, its
+start in seconds since 1970 by the clock of the rank's node, and its seconds.
+"""
+
+import argparse
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+TIMELINE_FOLDER = "timeline"
+TRACE_FILE = "timeline.json"
+
+
+class Interval(NamedTuple):
+    """A phase of a step on one rank; "outer/inner" is a phase inside another.
+
+    Attributes:
+        start: seconds since 1970.
+    """
+
+    name: str
+    start: float
+    seconds: float
+
+
+Timeline = dict[int, dict[int, list[Interval]]]
+"""Step -> rank -> its phases, in the order of their ends."""
+
+
+def append_phases(output_dir: str | Path, rank: int, step: int, intervals: Sequence[Interval]) -> None:
+    """Append a rank's phases of a step to its file.
+
+    A checkpoint written after a step counts in the next one, as in `timing_s/save`.
+    """
+    path = Path(output_dir, TIMELINE_FOLDER, f"rank_{rank:05d}.jsonl")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    phases = [[name, round(start, 6), round(seconds, 6)] for name, start, seconds in intervals]
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"step": step, "phases": phases}) + "\n")
+
+
+def drop_phases(output_dir: str | Path, resume_step: int) -> None:
+    """Remove what an earlier run, of any number of ranks, left of `resume_step` and later."""
+    for path in _files(output_dir):
+        kept = [json.dumps(line) + "\n" for line in _lines(path) if line["step"] < resume_step]
+        path.write_text("".join(kept), "utf-8")
+
+
+def read_timeline(output_dir: str | Path) -> Timeline:
+    """Return the phases of all ranks, without a last line of a rank that a kill cut short; {} without any."""
+    timeline: Timeline = defaultdict(dict)
+    for path in _files(output_dir):
+        rank = int(path.stem.removeprefix("rank_"))
+        for line in _lines(path):
+            timeline[line["step"]][rank] = [Interval(*phase) for phase in line["phases"]]
+    return dict(sorted(timeline.items()))
+
+
+def _files(output_dir: str | Path) -> list[Path]:
+    return sorted(Path(output_dir, TIMELINE_FOLDER).glob("rank_*.jsonl"))
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text("utf-8").split("\n")[:-1]]
+
+
+def trace_events(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    """Yield the events of a trace in Chrome's format: a process for each rank, times in microseconds."""
+    for rank in sorted(set().union(*timeline.values())):
+        yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
+    for step, ranks in timeline.items():
+        for rank, phases in ranks.items():
+            event = {"ph": "X", "pid": rank, "tid": 0, "args": {"step": step}}
+            for name, start, seconds in phases:
+                yield event | {"name": name, "ts": start * 1e6, "dur": seconds * 1e6}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write one trace of a run's ranks; return the process's exit code."""
+    description = "Write one trace of a run's phases on all ranks, for https://ui.perfetto.dev or chrome://tracing."
+    parser = argparse.ArgumentParser(prog="megappo timeline", description=description)
+    parser.add_argument("run", type=Path, help="output folder of a run")
+    parser.add_argument("--steps", nargs=2, type=int, metavar=("FIRST", "LAST"), help="these steps only")
+    args = parser.parse_args(arguments)
+    first, last = args.steps or (0, sys.maxsize)
+    timeline = {step: ranks for step, ranks in read_timeline(args.run).items() if first <= step <= last}
+    if not timeline:
+        parser.error(f"{args.run} has no {TIMELINE_FOLDER}/ of such steps: name the output folder of a run")
+    trace = args.run / TRACE_FILE
+    trace.write_text(json.dumps({"traceEvents": list(trace_events(timeline))}), "utf-8")
+    print(f"wrote {trace}, of {len(timeline)} steps: open it in https://ui.perfetto.dev")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
