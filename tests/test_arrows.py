@@ -77,7 +77,7 @@ BUDGETS = {
     "rollouts": 11_900,
     "runtime": 10_900,
     "sync": 5_100,
-    "trainer": 15_900,
+    "trainer": 15_950,
     "userland": 20_950,
     "weights": 7_250,
 }
