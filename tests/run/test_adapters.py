@@ -97,4 +97,4 @@ def test_a_checkpoint_is_evaluated_and_other_models_are_refused(adapted, config,
         assert program.wait() == 0, program.output
     with Program(folder / "2", config, f"trainer.output_dir={adapted}", "trainer.total_steps=6") as program:
         assert program.wait() == 2
-    assert "holds an actor with adapters of rank 4 and a critic with adapters of rank 4, but this run" in program.output
+    assert "holds actor with adapters of rank 4, critic with adapters of rank 4, but this run" in program.output

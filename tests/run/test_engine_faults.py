@@ -125,7 +125,11 @@ def once_the_engine_is_harmed(self, *arguments, **more):
 """
 WHEN = {
     "in the first sync": {"module": "sync.sync", "owner": "WeightSync", "method": "__call__", "call": 1},
-    "after a rollout": {"module": "trainer.inference", "owner": "InferenceEngines", "method": "sleep", "seconds": 5},
+    # The third rollout: engines also sleep once while the models are built.
+    "after a rollout": {
+        **{"module": "trainer.inference", "owner": "InferenceEngines", "method": "sleep"},
+        **{"call": 4, "seconds": 5},
+    },
     "in a sync": {"module": "sync.ipc", "owner": "HandleSender", "method": "send"},
     "before a probe": {"module": "trainer.inference", "owner": "Probe", "method": "__call__"},
     "in the first broadcast": {"module": "sync.broadcast", "owner": "BroadcastReceiver", "method": "open", "call": 1},

@@ -135,7 +135,10 @@ def test_trainer_and_engine_agree_about_every_token_of_five_turns(config: Path, 
         ("algorithm.gae_level=turn", "algorithm.mask_truncated=true", "rollout.max_response_length=96"),
         ("algorithm.adv_estimator=rloo", "algorithm.mask_truncated=true", "rollout.max_response_length=96"),
         ("algorithm.gae_level=turn", "algorithm.bootstrap_truncated=true", "rollout.max_turns=4"),
-        ("algorithm.shared_backbone=true", "placement={actor, critic: 0-1, rollout: 0-1}", "actor.parallel.tensor=1"),
+        (
+            *("algorithm.shared_backbone=true", "actor.parallel.tensor=1"),
+            *("placement={actor: 0-1, critic: 0-1, rollout: 0-1}",),
+        ),
     ],
 )
 def test_other_methods_and_layouts(config: Path, folder: Path, settings: list[str], method: tuple[str, ...]):

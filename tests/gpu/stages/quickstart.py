@@ -23,9 +23,8 @@ CONFIG = REPOSITORY / "configs" / "quickstart.yaml"
 
 def measure() -> dict:
     if not (DATA / "model").exists():
-        subprocess.run(
-            [sys.executable, "tools/make_quickstart.py", "--output", DATA, "--force"], cwd=REPOSITORY, check=True
-        )
+        make = [sys.executable, "tools/make_quickstart.py", "--output", DATA, "--force"]
+        subprocess.run(make, cwd=REPOSITORY, stdout=sys.stderr, check=True)  # stdout has the figures alone
     run = output_folder("quickstart")
     shutil.rmtree(run, ignore_errors=True)
     settings = [f"trainer.output_dir={run}", "trainer.export_hf=false", *(ON_GPU if CUDA else ())]
