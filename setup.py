@@ -22,7 +22,9 @@ setup(
     description="PPO for large language models on megatron-core, with SGLang rollouts",
     license="Apache-2.0",
     python_requires=">=3.11",
-    packages=find_packages(include=["megappo", "megappo.*"]),
+    packages=[*find_packages(include=["megappo", "megappo.*"]), "megappo_tools", "megappo_tools.conversion"],
+    package_dir={"megappo_tools": "tools"},  # the commands beside training
+    entry_points={"console_scripts": ["megappo = megappo.cli:main"]},
     install_requires=pins("requirements.txt"),
     extras_require={
         # sglang's metadata asks for CUDA packages: without CUDA, launch/setup.sh installs it with --no-deps

@@ -63,6 +63,7 @@ else
     remedy="to use the $gpus GPUs that are visible, run: bash launch/setup.sh gpu; to use the CPU, hide them:"
     remedy+=" CUDA_VISIBLE_DEVICES= bash launch/$name ..."
 fi
+python=${MEGAPPO_PYTHON:-$python}  # set by `megappo quickstart`
 if [[ ! -x $python ]]; then
     echo "$name: $python does not exist; $remedy" >&2
     exit 1

@@ -5,13 +5,10 @@
 set -euo pipefail
 
 if [[ $# -lt 1 || $1 == -h || $1 == --help ]]; then
-    echo "usage: [NPROC=n] bash launch/local.sh CONFIG [key=value ...]; all keys: .venv/bin/python -m megappo.plan --help" >&2
+    echo "usage: [NPROC=n] bash launch/local.sh CONFIG [key=value ...]; all keys: .venv/bin/megappo plan --keys" >&2
     exit $(($# < 1 ? 2 : 0))
 fi
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-# Report errors in config, data and reward function now, not after every rank has imported the program.
-echo "checking $1"
-"$python" -m megappo.plan --world-size "$nproc" "$@" > /dev/null
 # exec: a signal to this script reaches torchrun, which ends its own ranks.
-exec "$python" -m megappo.torchrun --standalone --nproc-per-node "$nproc" -m megappo.train "$@"
+exec "$python" -m megappo train --nproc "$nproc" "$@"

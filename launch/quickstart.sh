@@ -7,7 +7,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then
     echo "usage: bash launch/quickstart.sh [gpu] [key=value ...]"
-    echo "all keys, after a first run: .venv/bin/python -m megappo.plan --help"
+    echo "all keys, after a first run: .venv/bin/megappo plan --keys"
     exit
 fi
 # The config places everything on two ranks.
@@ -26,22 +26,25 @@ if [[ ${1:-} == gpu ]]; then
     fi
     # SGLang computes in 16 bits there, and the model's heads are too small for its faster attention.
     settings+=(model.dtype=bf16 rollout.sync.probe_tolerance=0.05 rollout.server_args.attention_backend=triton)
-    bash launch/setup.sh gpu
+    kind=gpu
 else
     venv=.venv
     export CUDA_VISIBLE_DEVICES=
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}  # with more, a model as small as this is slower
-    bash launch/setup.sh
+    kind=
 fi
+# `megappo quickstart` names its own Python, in which all is installed.
+python=${MEGAPPO_PYTHON:-$venv/bin/python}
+[[ -n ${MEGAPPO_PYTHON:-} ]] || bash launch/setup.sh $kind
 if [[ ! -d outputs/quickstart/model || ! -f outputs/quickstart/val.jsonl ]]; then
-    $venv/bin/python tools/make_quickstart.py --output outputs/quickstart --force
+    "$python" tools/make_quickstart.py --output outputs/quickstart --force
 fi
 # An interrupted run goes on; a finished one makes room for the next.
 run=outputs/quickstart/run
 if [[ -f $run/report.html && " $*" != *" trainer.output_dir="* ]]; then
     kept=$run-$(date -r "$run/report.html" +%Y%m%d-%H%M%S)
     # Report errors in the arguments before moving anything; without a finished run, local.sh reports them.
-    $venv/bin/python -m megappo.plan --world-size "$NPROC" configs/quickstart.yaml "${settings[@]}" "$@" "trainer.output_dir=$kept" > /dev/null
+    "$python" -m megappo plan --world-size "$NPROC" configs/quickstart.yaml "${settings[@]}" "$@" "trainer.output_dir=$kept" > /dev/null
     flock --nonblock --conflict-exit-code 75 "$run/.lock" mv "$run" "$kept" || {
         [[ $? -ne 75 ]] || echo "quickstart.sh: a run is at work in $run" >&2
         exit 1

@@ -14,6 +14,7 @@ if lacking := [name for name in NEEDED if find_spec(name) is None]:  # one line,
 
 # A command that was started without python -P: neither in it nor in what it starts may files of the working folder hide
 # what is installed. While `python -m NAME` looks for NAME, the arguments begin with -m.
-if sys.argv[:1] == ["-m"] and not sys.flags.safe_path and "megappo." in sys.orig_argv[-len(sys.argv)]:
+named = sys.orig_argv[-len(sys.argv)].removeprefix("-m") if sys.argv[:1] == ["-m"] else ""
+if named.split(".")[0] == "megappo" and not sys.flags.safe_path:
     del sys.path[0]
     os.environ["PYTHONSAFEPATH"] = "1"

@@ -1,10 +1,9 @@
-"""Check in about a minute that this machine can run megappo: .venv/bin/python -m megappo.doctor [CHECK ...]
+"""Check in about a minute that this machine can run megappo: megappo doctor [CHECK ...]
 
 Prints a line per check, and a remedy under each problem. Exits with 1 if there is a problem. Without a GPU, the same
 checks try what a CPU uses instead.
 """
 
-import argparse
 import os
 import resource
 import shutil
@@ -19,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.multiprocessing import spawn
 
+from megappo.arguments import doctor_arguments
 from megappo.config.schema import Rollout
 from megappo.engines.client import SamplingParams
 from megappo.engines.process import Engine
@@ -153,13 +153,10 @@ CHECKS: dict[str, tuple[Callable[[], str], str]] = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table; return 1 if there is a problem."""
-    parser = argparse.ArgumentParser(
-        ".venv/bin/python -m megappo.doctor", description="Check whether this machine can train."
-    )
-    parser.add_argument("checks", nargs="*", metavar="CHECK", help=f"some of {', '.join(CHECKS)} (default: all)")
-    names = parser.parse_args(arguments).checks or list(CHECKS)
+    names = doctor_arguments(arguments).checks or list(CHECKS)
     if unknown := set(names) - CHECKS.keys():
-        parser.error(f"no check {', '.join(unknown)}: expected some of {', '.join(CHECKS)}")
+        print(f"error: no check {', '.join(unknown)}: expected some of {', '.join(CHECKS)}", file=sys.stderr)
+        return 2
     num_wrong = 0
     for name in names:
         check, remedy = CHECKS[name]

@@ -1,7 +1,6 @@
 """Dry run without GPU or torchrun: what a config means, where everything would live, and everything that is wrong.
 
-    .venv/bin/python -m megappo.plan CONFIG [key=value ...] [--world-size N [--nodes N]] [--all]
-                                     [--gpu h100 [--suggest]]
+    megappo plan CONFIG [key=value ...] [--world-size N [--nodes N]] [--all] [--gpu h100 [--suggest]]
 
 If the config alone is right, it tries the tokenizer, prompts and reward functions. With --gpu it estimates the memory
 and seconds of each phase on GPUs of that type, and shows which fast paths are on there. Exits with 0 if the run could
@@ -16,16 +15,16 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from megappo.architecture.architecture import DTYPES
+from megappo.arguments import MOST_RANKS, plan_arguments
 from megappo.config.checks import config_warnings
 from megappo.config.config_error import ConfigError, counted, printable, show
-from megappo.config.describe import config_parser
+from megappo.config.describe import config_help
 from megappo.config.eval_sets import eval_sets, longest_row
 from megappo.config.loading import leaves, load_config
 from megappo.config.schema import Config
-from megappo.config.values import MOST_RANKS
 from megappo.estimate.fitting import fits, resolve_offload
-from megappo.estimate.gpu_memory import GPUS_PER_NODE, Cluster, MemoryEstimate
-from megappo.estimate.gpus import GIB, GPUS
+from megappo.estimate.gpu_memory import Cluster, MemoryEstimate
+from megappo.estimate.gpus import GIB, GPUS, GPUS_PER_NODE
 from megappo.estimate.placed_model import Shapes
 from megappo.estimate.seconds import TimeEstimate
 from megappo.estimate.suggest import suggestions
@@ -43,18 +42,18 @@ WIDTH = 120
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the plan; return the process's exit code."""
-    parser = _parser()
-    args = parser.parse_intermixed_args(arguments)
-    if args.suggest and not args.gpu:
-        parser.error(f"--suggest needs --gpu TYPE: of {', '.join(GPUS)}")
+    args = plan_arguments(arguments)
     escape_unprintable()
+    if args.keys is not None:
+        print(config_help(args.keys))
+        return 0
     try:
         config = load_config(args.config, args.overrides)
         _hide_torch()
         with config.locating():
             world_size = args.world_size or _world_size(config)
             if args.nodes and world_size % args.nodes:
-                parser.error(f"--nodes {args.nodes} does not divide the {world_size} ranks: each has as many")
+                raise ConfigError(f"--nodes {args.nodes} does not divide the {world_size} ranks: each has as many")
             errors = _check(config, world_size, args)
     except ConfigError as error:
         errors = list(error.errors)
@@ -216,32 +215,6 @@ def _world_size(config: Config) -> int:
     if named is None:
         raise ConfigError("placement: every component is on 'all' ranks: set their number with --world-size N")
     return named
-
-
-def num_ranks(text: str) -> int:
-    """Read a number of ranks or nodes."""
-    count = int(text)
-    if not 1 <= count <= MOST_RANKS:
-        raise argparse.ArgumentTypeError(f"expected a number of at least 1, at most {MOST_RANKS}, found {count}")
-    return count
-
-
-def _parser() -> argparse.ArgumentParser:
-    description = "Print what a config means, without GPU or torchrun, and everything that is wrong with it."
-    parser = config_parser(".venv/bin/python -m megappo.plan", description)
-    parser.add_argument(
-        "--world-size", type=num_ranks, metavar="N", help="ranks of the run (default: the fewest the placement names)"
-    )
-    parser.add_argument(
-        "--nodes",
-        type=num_ranks,
-        metavar="N",
-        help=f"nodes of the run (default: 1; of --gpu: as many as {GPUS_PER_NODE} GPUs on each make)",
-    )
-    parser.add_argument("--all", action="store_true", help="check every prompt (default: a sample of each file)")
-    parser.add_argument("--gpu", type=str.lower, choices=GPUS, help="estimate memory and seconds on GPUs of this type")
-    parser.add_argument("--suggest", action="store_true", help="with --gpu: layouts and offloads that fit, as YAML")
-    return parser
 
 
 def _hide_torch() -> None:

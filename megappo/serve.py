@@ -1,6 +1,6 @@
 """Serve a Hugging Face folder, such as a run's hf_actor, by stock SGLang over HTTP: on GPUs, or without any on a CPU.
 
-    .venv/bin/python -m megappo.serve HF_FOLDER [SGLang's own arguments]
+    megappo serve HF_FOLDER [SGLang's own arguments]
 
 It listens on 127.0.0.1:30000 by default, and computes in fp32 by default on a CPU. Ctrl-C ends it, with its processes
 and their shared memory.
@@ -13,23 +13,22 @@ from pathlib import Path
 from types import FrameType
 
 from megappo.architecture.model_folder import CONFIG_FILE, other_kind
+from megappo.arguments import serve_arguments
 from megappo.config.config_error import looked_in
 from megappo.engines import launch
 from megappo.engines.server_keeper import remove_traces
 from megappo.runtime import platform
 from megappo.runtime.keeper import ask_to_end
 
-USAGE = "usage: .venv/bin/python -m megappo.serve HF_FOLDER [SGLang's arguments; --help lists them]"
 CPU_ARGUMENTS = launch.CPU_ARGUMENTS | {"dtype": "float32"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until a signal, or until the server has ended; return 2 where the command is wrong."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    serve_arguments(arguments)
     if {"-h", "--help"} & set(arguments):
         return _serve(["--help"])
-    if not arguments or arguments[0].startswith("-"):
-        return _refuse(f"expected a folder first, found {arguments[0] if arguments else 'nothing'}; {USAGE}")
     folder, *rest = arguments
     fault = folder_fault(Path(folder)) or platform.unseen_gpus()
     return _refuse(fault) if fault else _serve(["--model-path", folder, *rest])

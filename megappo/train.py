@@ -27,8 +27,8 @@ if __name__ == "__main__":
 import torch
 import torch.distributed as dist
 
+from megappo.arguments import rank_arguments
 from megappo.config.config_error import ConfigError
-from megappo.config.describe import config_parser
 from megappo.config.loading import load_config
 from megappo.engines.handle import EngineHandle, start_engine
 from megappo.engines.launch import nccl_variables, socket_dir
@@ -59,14 +59,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Exit codes: 2 for a config that cannot work, 1 for a run that failed, 3 if another rank failed and the launcher
     reports it, 75 for a run that has saved and should be started again.
     """
-    description = "Train a language model by PPO: Megatron actor and critic, SGLang rollouts."
-    parser = config_parser("torchrun --nproc-per-node N -m megappo.train", description)
-    args = parser.parse_intermixed_args(arguments)
+    args = rank_arguments(arguments)
     escape_unprintable()
     if missing := [name for name in SET_BY_TORCHRUN if name not in os.environ]:
         print(
-            f"error: megappo.train runs under torchrun, which sets {', '.join(missing)}: start it with launch/local.sh "
-            "CONFIG, or under SLURM with launch/slurm.sbatch",
+            f"error: megappo.train runs under torchrun, which sets {', '.join(missing)}: start it with megappo "
+            "train CONFIG, or under SLURM with launch/slurm.sbatch",
             file=sys.stderr,
         )
         return EXIT_CONFIG

@@ -1,28 +1,27 @@
 """Print what is in a checkpoint, without loading it: names, shapes, dtypes, step.
 
-    .venv/bin/python tools/inspect_checkpoint.py FOLDER
+    megappo inspect FOLDER
 
 FOLDER is a run's output folder, its checkpoints/, one step_XXXXXXXX, one component of it (step_XXXXXXXX/actor), a
 folder that convert.py wrote, or a Hugging Face folder.
 """
 
-import argparse
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import prod
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from megappo.architecture.architecture import BY_SAFETENSORS, DTYPES
 from megappo.architecture.model_folder import named_architecture
+from megappo.arguments import inspect_arguments
 from megappo.checkpoint.checksums import refuse_altered
 from megappo.checkpoint.folders import STATE, CheckpointError, candidates, no_folder, read_state
 from megappo.checkpoint.metadata import METADATA, TensorInfo, components_of, is_component, read_component
 from megappo.config.sources import TextFileError
 from megappo.errors import ActionableError
+from megappo.table import resolved
 from megappo.weights.safetensors_io import INDEX, SINGLE, HFFolder
 
 BITS = re.compile(r"\d+")  # float8_e4m3fn, F8_E4M3, int64, U8: the first number of a dtype's name
@@ -126,13 +125,13 @@ def _table(entries: list[Entry]) -> Iterator[str]:
         yield f"  {name.ljust(width)}  {dtype.ljust(8)}  {[*shape]}"
 
 
-def main() -> int:
-    """Describe the folder given on the command line; return 2 if it cannot be read."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, metavar="FOLDER")
-    args = parser.parse_args()
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Describe the folder or the config given on the command line; return 2 if it cannot be read."""
+    args = inspect_arguments(arguments)
+    if args.path.suffix in (".yaml", ".yml"):
+        return resolved("megappo_tools.inspect_data:run")(args)
     try:
-        for line in describe(args.folder):
+        for line in describe(args.path):
             print(line)
     except BrokenPipeError:  # head has seen enough
         sys.stderr.close()

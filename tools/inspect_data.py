@@ -15,12 +15,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
+from megappo.arguments import inspect_arguments
 from megappo.config.config_error import ConfigError
 from megappo.config.eval_sets import TRAINING, eval_sets, training_task
 from megappo.config.loading import load_config
@@ -41,11 +39,15 @@ BAR = 40
 RULE = "-" * 80
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Print the prompts; return 1 if there are errors."""
-    args = _arguments()
+    return run(inspect_arguments(arguments))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the prompts of a config; return 1 if there are errors."""
     try:
-        config = load_config(args.config, args.overrides)
+        config = load_config(args.path, args.overrides)
         with config.locating():
             return _inspect(config, args)
     except BrokenPipeError:  # piped into head, for example
@@ -54,29 +56,6 @@ def main() -> int:
     except ConfigError as error:
         print(*(f"error: {line}" for line in error.errors), sep="\n", file=sys.stderr)
         return 1
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config", help="YAML file of a run")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys that win over the file")
-    parser.add_argument(
-        "--show",
-        type=_count,
-        default=3,
-        help="the first prompts of each file to show, besides its longest one (default: 3)",
-    )
-    parser.add_argument("--tokens", action="store_true", help="also show their tokens, ID='PIECE', special ones in []")
-    parser.add_argument(
-        "--records", type=_count, default=10_000, help="to look at, spread over each file; 0: all (default: 10000)"
-    )
-    return parser.parse_intermixed_args()
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"expected a number from 0 on, found {text!r}")
-    return int(text)
 
 
 def _inspect(config: Config, args: argparse.Namespace) -> int:

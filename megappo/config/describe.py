@@ -1,6 +1,5 @@
-"""Keys of the schema as text: for `--help` and for error messages."""
+"""Keys of the schema as text: for `megappo plan --keys` and for error messages."""
 
-import argparse
 import difflib
 import re
 import textwrap
@@ -11,13 +10,18 @@ from typing import Any, get_args, get_origin
 
 from pydantic_core import PydanticUndefined
 
-from megappo.config.config_error import show
+from megappo.config.config_error import ConfigError, show
 from megappo.config.schema import Config
 from megappo.config.values import Section
 
 WIDTH = 120
 INDENT = " " * 6
 WORDS = {"boolean": "true | false", "string": "text", "integer": "int", "number": "float", "null": "null"}
+INTRO = (
+    "CONFIG is a YAML file of these keys; key=value on the command line overrides one, such as "
+    "actor.optim.lr=1e-6. `base: OTHER.yaml` (a path or a list, relative to the file) in CONFIG takes over the "
+    "keys that OTHER.yaml sets. All other paths are relative to the current directory."
+)
 LIMITS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 
 
@@ -103,24 +107,18 @@ def describe(schema: dict[str, Any]) -> str:
     return WORDS[schema["type"]] + " and".join(limits)
 
 
-def config_parser(prog: str, description: str) -> argparse.ArgumentParser:
-    """Return the parser of a command that takes CONFIG [key=value ...]."""
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog=prog, description=description, epilog=config_help(), formatter_class=layout)
-    parser.add_argument("config", metavar="CONFIG", help="YAML file")
-    parser.add_argument("overrides", metavar="key=value", nargs="*", default=[], help="overrides of single keys")
-    return parser
+def config_help(word: str = "") -> str:
+    """Return the keys of the YAML with their values, defaults and meanings: all, or those with a word in their names.
 
-
-def config_help() -> str:
-    """Return every key of the YAML with its values, default and meaning."""
-    intro = (
-        "CONFIG is a YAML file of these keys; key=value on the command line overrides one, such as "
-        "actor.optim.lr=1e-6. `base: OTHER.yaml` (a path or a list, relative to the file) in CONFIG takes over the "
-        "keys that OTHER.yaml sets. All other paths are relative to the current directory."
-    )
-    lines = [textwrap.fill(intro, WIDTH)]
+    Raises:
+        ConfigError: no key has the word.
+    """
+    if word and not any(word in key.path for key in keys()):
+        raise ConfigError(f"no key has {word!r} in its name: {nearest_key(word)}")
+    lines = [] if word else [textwrap.fill(INTRO, WIDTH)]
     for key in keys():
+        if word not in key.path:
+            continue
         if "." not in key.path:
             lines.append(f"\n{key.path}: {key.meaning}")
             continue

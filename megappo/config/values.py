@@ -75,8 +75,6 @@ TopK = Literal[-1] | Positive
 Processes = Annotated[int, Field(ge=1, le=4096), NUMBER]
 LARGEST_PORT = 65535
 Port = Annotated[int, Field(ge=0, le=LARGEST_PORT), NUMBER]
-MOST_RANKS = 100_000
-"""Ranks of a run."""
 Ranks = Annotated[str, BeforeValidator(as_text)]
 
 FilePath = Annotated[str, AfterValidator(as_path)]

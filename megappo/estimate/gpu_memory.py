@@ -11,7 +11,7 @@ from megappo.config.config_error import ConfigError
 from megappo.config.eval_sets import longest_row
 from megappo.config.methods import GPU_BUCKET_BYTES
 from megappo.config.schema import Config
-from megappo.estimate.gpus import GIB
+from megappo.estimate.gpus import GIB, GPUS_PER_NODE
 from megappo.estimate.placed_model import PlacedModel, Shape, Shapes
 from megappo.placement.components import DeviceUse, build_order, uses_of
 from megappo.placement.layout import Layout
@@ -30,8 +30,6 @@ LAYER_BUFFERS = 3
 """Assumed: tensors of a layer's width, and of its MLP's, that an engine holds at a time."""
 FP32_LOGITS = 3
 """Copies of a batch's logits that sampling makes."""
-GPUS_PER_NODE = 8
-"""Default of `Cluster.gpus_per_node`."""
 START, ROLLOUT, SYNC, PROBE, SAVE = "start", "rollout", "sync", "probe", "save"
 
 Ledger = dict[str, float]

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 
 GIB = 2**30
+GPUS_PER_NODE = 8
+"""Default of `Cluster.gpus_per_node`."""
 
 
 @dataclass(frozen=True)

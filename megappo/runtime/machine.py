@@ -4,7 +4,9 @@ The standard library alone, since any process imports it."""
 import ipaddress
 import os
 import re
+import shutil
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -62,6 +64,15 @@ def visible_devices(variables: Mapping[str, str]) -> list[str] | None:
         return None
     names = [name.strip() for name in takewhile(DEVICE.fullmatch, named.split(","))]
     return names[:1] if "MIG-" in named else names
+
+
+def num_gpus() -> int:
+    """Return the number of GPUs that processes of this one would use, by CUDA_VISIBLE_DEVICES, else by nvidia-smi."""
+    named = visible_devices(os.environ)
+    if named is not None or not shutil.which("nvidia-smi"):
+        return len(named or ())
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
+    return sum(line.startswith("GPU ") for line in listed.splitlines())
 
 
 def share(cores: Sequence[int], rank: int, num_ranks: int) -> Sequence[int]:

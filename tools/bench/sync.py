@@ -28,7 +28,6 @@ from megappo.runtime.torchvision_on_cpu import define_torchvision_operators
 megatron_setup.install()
 define_torchvision_operators()
 
-from conversion.world import World  # noqa: E402
 from timed import Row, parser_of, report, seconds, write_llama  # noqa: E402
 
 from megappo.architecture.parsing import read_architecture  # noqa: E402
@@ -38,6 +37,7 @@ from megappo.placement.layout import Layout  # noqa: E402
 from megappo.placement.route import find_route  # noqa: E402
 from megappo.sync.build import build_sync  # noqa: E402
 from megappo.weights.load import load_hf  # noqa: E402
+from megappo_tools.conversion.world import World  # noqa: E402
 
 HIDDEN, VOCABULARY = 1024, 16384
 

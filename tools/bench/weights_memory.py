@@ -32,7 +32,6 @@ from megappo.runtime import megatron_setup
 
 megatron_setup.install()  # must come before the first import of megatron.core
 
-from conversion.world import World  # noqa: E402
 from peak_memory import MIB, PeakMemory  # noqa: E402
 
 from megappo.architecture.architecture import DTYPES, Architecture  # noqa: E402
@@ -44,6 +43,7 @@ from megappo.models.megatron_config import TORCH_DTYPES  # noqa: E402
 from megappo.weights.hf_folder import write_hf_folder  # noqa: E402
 from megappo.weights.load import load_hf  # noqa: E402
 from megappo.weights.safetensors_io import ShardedWriter  # noqa: E402
+from megappo_tools.conversion.world import World  # noqa: E402
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

@@ -6,8 +6,6 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
-from conversion.resharding import has_value_bias, head_of, reshard, save_model
-from conversion.world import UsageError, World, described
 from megappo.architecture import parameters
 from megappo.architecture.architecture import BY_SAFETENSORS, Architecture, dtype_name
 from megappo.architecture.families import HeadKind
@@ -20,6 +18,8 @@ from megappo.models.gpt import ModelChunks
 from megappo.weights.hf_folder import copy_companions, write_hf_files
 from megappo.weights.load import critic_architecture, has_value_head, load_hf
 from megappo.weights.safetensors_io import HFFolder
+from megappo_tools.conversion.resharding import has_value_bias, head_of, reshard, save_model
+from megappo_tools.conversion.world import UsageError, World, described
 
 
 def hf_to_megatron(args: argparse.Namespace, world: World) -> None:

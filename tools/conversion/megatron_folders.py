@@ -12,8 +12,6 @@ from megatron.core.dist_checkpointing.strategies.checkpointable import Checkpoin
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.api import CheckpointException  # not an Exception
 
-from conversion.differences import Pair, difference_of_parts
-from conversion.world import UsageError, World
 from megappo.architecture.model_folder import CONFIG_FILE
 from megappo.architecture.parsing import read_architecture
 from megappo.checkpoint.folders import CheckpointError
@@ -21,6 +19,8 @@ from megappo.checkpoint.metadata import EMBEDDING, ComponentInfo, read_component
 from megappo.checkpoint.safe_reading import SafeReader
 from megappo.checkpoint.sharded import reason
 from megappo.models.megatron_config import TORCH_DTYPES
+from megappo_tools.conversion.differences import Pair, difference_of_parts
+from megappo_tools.conversion.world import UsageError, World
 
 PART_BYTES = 64 * 2**20
 OVER_VOCABULARY = (EMBEDDING, "output_layer.weight")

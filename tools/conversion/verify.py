@@ -7,10 +7,6 @@ from pathlib import Path
 
 import torch
 
-from conversion.commands import load_from_megatron, open_megatron, refuse_step
-from conversion.differences import difference_of
-from conversion.megatron_folders import compare_megatron
-from conversion.world import World
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.families import FAMILIES, language_model
 from megappo.architecture.model_folder import CONFIG_FILE, named_architecture
@@ -22,6 +18,10 @@ from megappo.weights.export import Export
 from megappo.weights.hf_folder import critic_buckets
 from megappo.weights.load import has_value_head, is_unused, name_value_head
 from megappo.weights.safetensors_io import HFFolder
+from megappo_tools.conversion.commands import load_from_megatron, open_megatron, refuse_step
+from megappo_tools.conversion.differences import difference_of
+from megappo_tools.conversion.megatron_folders import compare_megatron
+from megappo_tools.conversion.world import World
 
 BUCKET_BYTES = 256 * 2**20
 

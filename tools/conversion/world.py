@@ -78,8 +78,7 @@ def _check_size(parallel: Parallel, size: int) -> None:
         experts = f" with --expert {parallel.expert}" if parallel.expert > 1 else ""
         raise UsageError(
             f"--tensor {parallel.tensor} x --pipeline {parallel.pipeline}{experts} needs {needed} processes, this run "
-            f"has {size}: start it with .venv/bin/python -m megappo.torchrun --nproc-per-node {needed} "
-            f"{sys.argv[0]} ..."
+            f"has {size}: start it with torchrun's --nproc-per-node {needed}, or without torchrun"
         )
 
 

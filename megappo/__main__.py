@@ -1,0 +1,8 @@
+"""`python -m megappo`, which is the command `megappo`."""
+
+import sys
+
+from megappo.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

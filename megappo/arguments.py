@@ -1,0 +1,147 @@
+"""Command lines of the commands. They import nothing heavy: a wrong command line ends at once."""
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from megappo.estimate.gpus import GPUS, GPUS_PER_NODE
+
+MOST_RANKS = 100_000
+"""Ranks of a run."""
+PLAN = """\
+examples:
+  megappo plan configs/quickstart.yaml trainer.seed=1
+  megappo plan configs/qwen2.5_7b_gsm8k_8gpu.yaml --gpu h100 --suggest
+  megappo plan --keys actor.optim"""
+TRAIN = """\
+example: megappo train configs/quickstart.yaml trainer.output_dir=outputs/mine actor.optim.lr=1e-6
+all keys: megappo plan --keys. Several nodes: launch/torchrun_node.sh, launch/slurm.sbatch."""
+EVALUATE = """\
+CHECKPOINT is a run's folder (its newest checkpoint), one of its checkpoints (step_XXXXXXXX), or a Hugging Face folder.
+CONFIG sets the held-out data (data.val_files, eval.datasets), the sampling and the ranks. Engines are started, nothing
+is trained, and the run does not change. evaluations/NAME gets metrics.jsonl, evaluation.json, rollouts/ and
+report.html, in place of those of the previous evaluation; its metrics are kept, with their date.
+
+example: megappo evaluate outputs/quickstart/run rollout.val_n=4 rollout.val_temperature=1"""
+INSPECT = """\
+examples:
+  megappo inspect outputs/quickstart/run           names, shapes and dtypes, read without loading them
+  megappo inspect configs/quickstart.yaml --show 1 prompts as the model gets them, lengths, labels"""
+SERVE = "usage: megappo serve MODEL [SGLang's arguments; megappo serve MODEL --help lists them]"
+
+
+def plan_arguments(words: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the arguments of `megappo plan`."""
+    parser = _parser("plan", "Print what a config means, without GPU or torchrun, and everything that is wrong.", PLAN)
+    _add_config(parser, is_required=False)
+    run = parser.add_argument_group("the run")
+    run.add_argument(
+        "--world-size", type=_count, metavar="N", help="ranks of the run (default: the fewest the placement names)"
+    )
+    on_gpus = f"with --gpu: as many as {GPUS_PER_NODE} GPUs on each make"
+    run.add_argument("--nodes", type=_count, metavar="N", help=f"nodes of the run (default: 1; {on_gpus})")
+    run.add_argument("--all", action="store_true", help="check every prompt (default: a sample of each file)")
+    gpus = parser.add_argument_group("estimates")
+    types = ", ".join(GPUS)
+    gpus.add_argument(
+        "--gpu", type=str.lower, choices=GPUS, metavar="TYPE", help=f"memory and seconds on GPUs of this type: {types}"
+    )
+    gpus.add_argument("--suggest", action="store_true", help="with --gpu: layouts and offloads that fit, as YAML")
+    other = parser.add_argument_group("instead of a plan")
+    other.add_argument(
+        "--keys", nargs="?", const="", metavar="WORD", help="list the config's keys, or those with WORD in their names"
+    )
+    args = parser.parse_intermixed_args(words)
+    if args.suggest and not args.gpu:
+        parser.error(f"--suggest needs --gpu TYPE: of {types}")
+    if args.config is None and args.keys is None:
+        parser.error("the following arguments are required: CONFIG")
+    return args
+
+
+def train_arguments(words: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the arguments of `megappo train`."""
+    parser = _parser("train", "Train on this node: check the config, then start one process per GPU.", TRAIN)
+    _add_config(parser)
+    _add_nproc(parser, "as many as GPUs are visible, else 2")
+    return parser.parse_intermixed_args(words)
+
+
+def rank_arguments(words: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the arguments of a rank."""
+    description = "Train a language model by PPO: Megatron actor and critic, SGLang rollouts."
+    parser = _parser("train", description, TRAIN, prog="torchrun --nproc-per-node N -m megappo.train")
+    _add_config(parser)
+    return parser.parse_intermixed_args(words)
+
+
+def evaluate_arguments(words: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the arguments of `megappo evaluate`; `config` is "" where none is named."""
+    parser = _parser("evaluate", "Evaluate a checkpoint or a model on a config's held-out data.", EVALUATE)
+    parser.add_argument("source", metavar="CHECKPOINT", type=Path, help="what to evaluate")
+    parser.add_argument("words", metavar="CONFIG key=value", nargs="*", help="YAML file (default: the run's own); keys")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="default: beside what is evaluated")
+    _add_nproc(parser, "as many as the placement names, else one per GPU")
+    args = parser.parse_intermixed_args(words)
+    has_config = bool(args.words) and "=" not in args.words[0]
+    args.config, args.overrides = args.words[0] if has_config else "", args.words[has_config:]
+    return args
+
+
+def inspect_arguments(words: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the arguments of `megappo inspect`."""
+    parser = _parser("inspect", "Show what is in a checkpoint or model folder, or the prompts of a config.", INSPECT)
+    parser.add_argument("path", type=Path, help="a run, checkpoint, component or Hugging Face folder, or a CONFIG.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of a config: keys that win over the file")
+    shown = "the first prompts of each file to show, besides its longest one (default: 3)"
+    parser.add_argument("--show", type=_number, default=3, metavar="N", help=shown)
+    parser.add_argument("--tokens", action="store_true", help="also show their tokens, ID='PIECE', special ones in []")
+    checked = "to check, spread over each file; 0: all (default: 10000)"
+    parser.add_argument("--records", type=_number, default=10_000, metavar="N", help=checked)
+    return parser.parse_intermixed_args(words)
+
+
+def doctor_arguments(words: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the arguments of `megappo doctor`."""
+    parser = _parser("doctor", "Check whether this machine can train.", "example: megappo doctor packages gpus")
+    parser.add_argument("checks", nargs="*", metavar="CHECK", help="packages, gpus, ... (default: all)")
+    return parser.parse_args(words)
+
+
+def serve_arguments(words: Sequence[str]) -> None:
+    """Refuse arguments without a model first; SGLang parses what follows it."""
+    if not words or words[0].startswith("-"):
+        asks_for_help = {"-h", "--help"} & set(words)
+        found = f"error: expected a model first, found {words[0] if words else 'nothing'}; "
+        parser = argparse.ArgumentParser(add_help=False)
+        parser.exit(0 if asks_for_help else 2, f"{'' if asks_for_help else found}{SERVE}\n")
+
+
+def _parser(name: str, description: str, epilog: str, prog: str = "") -> argparse.ArgumentParser:
+    layout = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(prog or f"megappo {name}", None, description, epilog, formatter_class=layout)
+
+
+def _add_config(parser: argparse.ArgumentParser, *, is_required: bool = True) -> None:
+    nargs = None if is_required else "?"
+    parser.add_argument("config", metavar="CONFIG", nargs=nargs, help="YAML file")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", default=[], help="overrides of single keys")
+
+
+def _add_nproc(parser: argparse.ArgumentParser, default: str) -> None:
+    chosen = os.environ.get("NPROC") or None
+    help_of_nproc = f"processes to start (default: the variable NPROC, else {default})"
+    parser.add_argument("--nproc", type=_count, default=chosen, metavar="N", help=help_of_nproc)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= MOST_RANKS:
+        raise argparse.ArgumentTypeError(f"expected a number of at least 1, at most {MOST_RANKS}, found {text}")
+    return int(text)
+
+
+def _number(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected a number from 0 on, found {text!r}")
+    return int(text)

@@ -1,0 +1,111 @@
+"""The command `megappo`: a table of commands, each a module with `main(arguments) -> exit code`.
+
+A command's arguments are checked before its module is imported, which may take seconds.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, NoReturn
+
+from megappo.table import Table, resolved
+
+TRAIN, MODELS, RESULTS = "Train", "Models and checkpoints", "Look into a run"
+EXAMPLE = "Example: megappo plan configs/quickstart.yaml. Each command has a --help of its own."
+KEYS = "megappo.config.describe:keys"
+TAKES_KEYS = ("train", "plan", "evaluate", "quickstart", "inspect")
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command.
+
+    Attributes:
+        module: has `main(arguments) -> exit code`.
+        arguments: "module:function" that parses the arguments, and exits where they are wrong or ask for help; "" if
+            `main` does so soon enough.
+    """
+
+    module: str
+    meaning: str
+    group: str
+    arguments: str = ""
+
+
+COMMANDS = Table(
+    "command",
+    {
+        "quickstart": Command("megappo_tools.quickstart", "train a small model on this machine, in a minute", TRAIN),
+        "plan": Command(
+            "megappo.plan",
+            "check a config, show what it means, estimate memory and time",
+            TRAIN,
+            "megappo.arguments:plan_arguments",
+        ),
+        "train": Command(
+            "megappo.local", "train on this node, one process per GPU", TRAIN, "megappo.arguments:train_arguments"
+        ),
+        "doctor": Command(
+            "megappo.doctor", "check that this machine can train", TRAIN, "megappo.arguments:doctor_arguments"
+        ),
+        "evaluate": Command(
+            "megappo_tools.evaluate",
+            "evaluate a checkpoint or a model on held-out data",
+            MODELS,
+            "megappo.arguments:evaluate_arguments",
+        ),
+        "convert": Command("megappo_tools.convert", "convert, compare and reshard weights", MODELS),
+        "serve": Command(
+            "megappo.serve", "serve a model by SGLang over HTTP", MODELS, "megappo.arguments:serve_arguments"
+        ),
+        "inspect": Command(
+            "megappo_tools.inspect_checkpoint",
+            "show a checkpoint, a model folder, or a config's prompts",
+            RESULTS,
+            "megappo.arguments:inspect_arguments",
+        ),
+    },
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code; 2 where there is no such command."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    os.environ["PYTHONSAFEPATH"] = "1"  # files of the working folder must not hide modules of what a command starts
+    if not words or words[0] not in COMMANDS:
+        return _help(words)
+    return run(*words)
+
+
+def run(name: str, *words: str) -> int:
+    """Run one of COMMANDS and return its exit code."""
+    command = COMMANDS[name]
+    if command.arguments:
+        resolved(command.arguments)(words)
+    return resolved(f"{command.module}:main")(words) or 0
+
+
+def _help(words: Sequence[str]) -> NoReturn:
+    """Show the commands, complete a command line for the shell, or name the unknown command."""
+    import typer
+
+    app = typer.Typer(help=f"PPO for large language models.\n\n{EXAMPLE}", no_args_is_help=True)
+    app.callback(context_settings={"help_option_names": ["-h", "--help"]})(lambda: None)
+    settings = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+    for name, command in COMMANDS.items():
+        completion = _keys if name in TAKES_KEYS else None
+
+        def start(words: Annotated[list[str] | None, typer.Argument(autocompletion=completion)] = None) -> None:
+            pass  # `main` runs it
+
+        app.command(name, help=command.meaning, rich_help_panel=command.group, context_settings=settings)(start)
+    app(list(words), prog_name="megappo")
+    raise SystemExit
+
+
+def _keys(incomplete: str) -> list[str]:
+    """Return the config keys that a word may become, to be completed by the shell."""
+    if not incomplete or "=" in incomplete:
+        return []  # the shell completes files
+    return [f"{key.path}=" for key in resolved(KEYS)() if key.path.startswith(incomplete) and key.section is None]

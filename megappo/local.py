@@ -1,0 +1,40 @@
+"""Train on this node: check the config, then replace this process by megappo.torchrun, which starts the ranks."""
+
+import contextlib
+import io
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+
+from megappo import plan
+from megappo.arguments import train_arguments
+from megappo.runtime.machine import PYTHON, for_python, num_gpus
+
+CPU_RANKS = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Start the ranks; return 2 for a config that cannot work."""
+    args = train_arguments(arguments)
+    return start(args.config, args.overrides, args.nproc or num_gpus() or CPU_RANKS)
+
+
+def start(config: str, overrides: Sequence[str], num_ranks: int) -> int:
+    """Check a config and start its ranks on this node in place of this process.
+
+    Errors in config, data and reward function are reported now, not after every rank has imported the program.
+    """
+    words = [config, *overrides]
+    print(f"checking {config}", flush=True)
+    with contextlib.redirect_stdout(io.StringIO()):
+        code = plan.main(["--world-size", str(num_ranks), *words])
+    if code:
+        return code
+    variables = for_python(os.environ) | {"PYTHONSAFEPATH": "1"}
+    variables.setdefault("MEGAPPO_COMMAND", shlex.join(["megappo", "train", "--nproc", str(num_ranks), *words]))
+    if num_gpus():  # tensor parallelism overlaps communication and computation only in this order of kernels
+        variables.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    launcher = ["-m", "megappo.torchrun", "--standalone", "--nproc-per-node", str(num_ranks)]
+    sys.stdout.flush()
+    os.execve(sys.executable, [*PYTHON, *launcher, "-m", "megappo.train", *words], variables)
