@@ -45,8 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = plan_arguments(arguments)
     escape_unprintable()
     if args.keys is not None:
-        print(config_help(args.keys))
-        return 0
+        return _list_keys(args.keys)
     try:
         config = load_config(args.config, args.overrides)
         _hide_torch()
@@ -64,6 +63,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     ready = f"nothing is wrong: ready for {counted(world_size, 'process')} of megappo.train"
     print(f"\n{already_finished(config) or ready}")
+    return 0
+
+
+def _list_keys(word: str) -> int:
+    try:
+        print(config_help(word))
+    except ConfigError as error:
+        print(error.report(0), file=sys.stderr)
+        return error.exit_code
     return 0
 
 

@@ -15,6 +15,7 @@ from policy_oracles import policy_loss
 
 from megappo.architecture.families import FAMILIES
 from megappo.batch.row_metrics import ROW_METRICS
+from megappo.cli import COMMANDS as OF_MEGAPPO
 from megappo.config.describe import keys
 from megappo.config.loading import load_config
 from megappo.config.methods import ESTIMATORS, LENGTH_PENALTIES, POLICY_LOSSES, TRANSPORTS
@@ -219,6 +220,8 @@ def script(command: list[str]) -> str | None:
         return command[1]
     if "pytest" in command:
         return None
+    if command[0].endswith("bin/megappo"):
+        return OF_MEGAPPO[command[1]].module.replace("megappo_tools", "tools").replace(".", "/") + ".py"
     own = [word for word in command[1:] if word.startswith(("megappo.", *OWN_FOLDERS))]
     return f"{own[0].replace('.', '/')}.py" if own and own[0].startswith("megappo.") else next(iter(own), None)
 
@@ -237,7 +240,7 @@ def test_commands_start_what_exists_with_configs_that_fit(page, command):
 
 def test_options_that_are_shown_exist():
     own = {"tools/convert.py", "tools/inspect_checkpoint.py", "megappo/plan.py"}
-    parsers = [ROOT / "megappo" / "plan.py", *(ROOT / "tools").rglob("*.py")]
+    parsers = [ROOT / "megappo" / "arguments.py", *(ROOT / "tools").rglob("*.py")]
     source = "".join(path.read_text("utf-8") for path in parsers)
     shown = {word for _, command in COMMANDS if script(command) in own for word in command if word.startswith("--")}
     assert "--hf-config" in shown

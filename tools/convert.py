@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from math import lcm
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from megappo.runtime.machine import PYTHON, for_python
 from megappo.table import resolved
 

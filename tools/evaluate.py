@@ -5,6 +5,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from megappo.architecture.model_folder import CONFIG_FILE
 from megappo.arguments import evaluate_arguments
 from megappo.checkpoint.folders import CheckpointError, candidates, checkpoints_in, is_checkpoint

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from megappo.architecture.architecture import BY_SAFETENSORS, DTYPES
 from megappo.architecture.model_folder import named_architecture
 from megappo.arguments import inspect_arguments

@@ -15,7 +15,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 from megappo.arguments import inspect_arguments

@@ -10,6 +10,9 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from megappo.runtime.machine import PACKAGE_ROOT, num_gpus
 

@@ -62,7 +62,7 @@ def server_arguments(settings: dict[str, Any]) -> Any:
     if "server_args" in settings:
         return ServerArgs(**settings["server_args"])
     parser = _Parser(
-        usage="megappo serve HF_FOLDER [SGLang's arguments]",
+        usage="megappo serve MODEL [SGLang's arguments]",
         description="Serves a Hugging Face folder by stock SGLang, whose arguments follow; --model-path is the folder.",
     )
     ServerArgs.add_cli_args(parser)

@@ -49,7 +49,7 @@ def resume_errors(config: Config) -> list[str]:
     if trainer.rollout_only:
         return [
             f"{checkpoint} exists, but trainer.rollout_only rolls out by model.path's weights: convert it "
-            "(tools/convert.py megatron-to-hf), name that as model.path, and choose another trainer.output_dir"
+            "(megappo convert megatron-to-hf), name that as model.path, and choose another trainer.output_dir"
         ]
     done, num_updates = position_of(checkpoint)
     begun = done + (num_updates != NOT_BEGUN)
@@ -103,7 +103,7 @@ def _other_evaluation(config: Config) -> Iterator[str]:
     if recorded.exists() and recorded.resolve() != weights.resolve():  # a run's folder may have been moved since
         yield (
             f"trainer.output_dir: {file} is of {recorded}, and would be overwritten with that of {weights}: choose "
-            "another one (tools/evaluate.py: --output)"
+            "another one (megappo evaluate: --output)"
         )
 
 

@@ -129,8 +129,8 @@ def refused(*arguments: object) -> str:
 
 @pytest.mark.slow  # beside it a refusal, of the same kind, of an argument
 def test_what_is_no_folder_of_a_model_is_refused(tmp_path):
-    assert "expected a folder first, found nothing" in refused()
-    assert "found --port; usage: .venv/bin/python -m megappo.serve HF_FOLDER" in refused("--port", 1)
+    assert "expected a model first, found nothing" in refused()
+    assert "found --port; usage: megappo serve MODEL" in refused("--port", 1)
     assert f"no folder {tmp_path}/none" in refused(tmp_path / "none")
     assert "it has no config.json" in refused(tmp_path)
     (tmp_path / "config.json").write_text("{}")
@@ -145,6 +145,6 @@ def test_a_taken_port_and_an_unknown_argument_are_refused_before_anything_is_loa
 
 
 def test_help_lists_sglangs_arguments():
-    result = subprocess.run([*COMMAND, "--help"], cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0 and "usage: .venv/bin/python -m megappo.serve HF_FOLDER" in result.stdout
+    result = subprocess.run([*COMMAND, "MODEL", "--help"], cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0 and "usage: megappo serve MODEL" in result.stdout
     assert "--host" in result.stdout and "--max-total-tokens" in result.stdout

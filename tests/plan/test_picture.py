@@ -128,10 +128,16 @@ def test_overrides_may_follow_the_option(plan, run_folder):
     assert done.returncode == 0 and "seed=7" in done.stdout
 
 
-def test_help_lists_the_keys(plan, run_folder):
-    done = plan(run_folder, "--help")
-    assert done.returncode == 0
-    assert "actor.optim.lr" in done.stdout and "--world-size" in done.stdout
+def test_keys_are_listed_by_a_word_in_their_names(plan, run_folder):
+    done = plan(run_folder, "--keys", "optim.lr")
+    names = {line.partition(":")[0].strip() for line in done.stdout.splitlines() if line.startswith("  actor.")}
+    assert done.returncode == 0 and names == {
+        "actor.optim.lr",
+        "actor.optim.lr_warmup_steps",
+        "actor.optim.lr_decay_style",
+    }
+    unknown = plan(run_folder, "--keys", "optim.learning")
+    assert unknown.returncode == 2 and "error: no key has 'optim.learning' in its name" in unknown.stderr
 
 
 def test_the_plan_imports_no_heavyweight():

@@ -51,14 +51,14 @@ def alone(*arguments: object) -> subprocess.CompletedProcess[str]:
 def test_help_needs_no_torchrun():
     result = alone("--help")
     assert result.returncode == 0 and not result.stderr
-    assert "actor.optim.lr" in result.stdout and "trainer.output_dir" in result.stdout
+    assert "CONFIG" in result.stdout and "megappo plan --keys" in result.stdout
 
 
 def test_without_torchrun_the_message_shows_how_to_start(config):
     result = alone(config)
     assert result.returncode == 2
     assert result.stderr.startswith("error: megappo.train runs under torchrun, which sets RANK, WORLD_SIZE, LOCAL_RANK")
-    assert result.stderr.endswith("start it with launch/local.sh CONFIG, or under SLURM with launch/slurm.sbatch\n")
+    assert result.stderr.endswith("start it with megappo train CONFIG, or under SLURM with launch/slurm.sbatch\n")
 
 
 def test_all_errors_of_a_config_at_once(config, folder):

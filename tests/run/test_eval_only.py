@@ -1,4 +1,4 @@
-"""Evaluate a checkpoint and a Hugging Face folder by tools/evaluate.py."""
+"""Evaluate a checkpoint and a Hugging Face folder by `megappo evaluate`."""
 
 import json
 import os
@@ -12,7 +12,6 @@ from commands import contents
 from commands import run as run_tool
 from program import REPOSITORY, Program, logged
 
-EVALUATE = REPOSITORY / "tools" / "evaluate.py"
 GAME = """
 class Game:
     columns = ("label",)
@@ -32,7 +31,10 @@ def evaluated(source: Path, config: Path, folder: Path, *arguments: str) -> dict
     """Run the evaluation and return its evaluation.json; the run's own files must not change."""
     before = {path: path.read_bytes() for path in source.parents[1].rglob("metrics.jsonl")}
     own = folder / "out" / "evaluations" / source.name
-    command, words = (sys.executable, EVALUATE), (source, config, f"--output={folder / 'out'}", *arguments)
+    command, words = (
+        (sys.executable, "-m", "megappo", "evaluate"),
+        (source, config, f"--output={folder / 'out'}", *arguments),
+    )
     with Program(folder / "program", *words, command=command) as program:
         assert program.wait() == 0, program.output
     assert {path: path.read_bytes() for path in before} == before
@@ -115,7 +117,7 @@ def test_servers_get_the_model_that_is_evaluated(config, run, folder):
 def test_what_is_no_model_is_refused(config, tmp_path, make, message):
     make(tmp_path / "source")
     before = contents(tmp_path)
-    done = run_tool(EVALUATE, tmp_path / "source", config)
+    done = run_tool(REPOSITORY / "tools" / "evaluate.py", tmp_path / "source", config)
     assert done.returncode == 2 and done.stdout == ""
     [line] = done.stderr.splitlines()
     assert line.startswith("error: ") and str(tmp_path / "source") in line and message in line

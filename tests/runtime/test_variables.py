@@ -150,7 +150,7 @@ def test_scripts_of_people_find_their_neighbours(tmp_path, monkeypatch):
         assert [one.scores for one in pool.score([Row("p", "r", "1", {})])] == [[0.25]]
 
 
-COMMANDS = ("serve", "doctor limits", "plan --help", "train no.yaml", "torchrun --help", "-P serve")
+COMMANDS = ("serve", "doctor limits", "plan --keys", "train no.yaml", "torchrun --help", "-P serve")
 
 
 @pytest.mark.parametrize("command", slow_ones(COMMANDS, COMMANDS[2:]))
@@ -196,7 +196,7 @@ def test_a_program_of_others_keeps_its_folder(tmp_path):
         (
             "train no.yaml",
             {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "head", "MASTER_PORT": "23456"},
-            ["which sets LOCAL_RANK, LOCAL_WORLD_SIZE: start it with launch/local.sh CONFIG"],
+            ["which sets LOCAL_RANK, LOCAL_WORLD_SIZE: start it with megappo train CONFIG"],
         ),
         pytest.param(
             "train no.yaml", {"SLURM_PROCID": "0"}, ["under SLURM with launch/slurm.sbatch"], marks=pytest.mark.slow

@@ -119,19 +119,18 @@ def test_an_interrupted_conversion(
 
 INTERRUPTED_IN_A_DESTRUCTOR = """
 import os, signal, sys, time
-sys.path.insert(0, "tools")
-import convert
+from megappo_tools.conversion import running
 
 class Ending:
     def __del__(self):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(1)
 
-convert._end_on_signals()
+running._end_on_signals()
 try:
     Ending()
     time.sleep(10)
-except convert.Interrupted:
+except running.Interrupted:
     print("interrupted")
 """
 
