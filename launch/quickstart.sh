@@ -41,8 +41,8 @@ if [[ ! -d outputs/quickstart/model || ! -f outputs/quickstart/val.jsonl ]]; the
 fi
 # An interrupted run goes on; a finished one makes room for the next.
 run=outputs/quickstart/run
-if [[ -f $run/report.html && " $*" != *" trainer.output_dir="* ]]; then
-    kept=$run-$(date -r "$run/report.html" +%Y%m%d-%H%M%S)
+if grep -qs '"status": "finished"' "$run/run.json" && [[ " $*" != *" trainer.output_dir="* ]]; then
+    kept=$run-$(date -r "$run/run.json" +%Y%m%d-%H%M%S)
     # Report errors in the arguments before moving anything; without a finished run, local.sh reports them.
     "$python" -m megappo plan --world-size "$NPROC" configs/quickstart.yaml "${settings[@]}" "$@" "trainer.output_dir=$kept" > /dev/null
     flock --nonblock --conflict-exit-code 75 "$run/.lock" mv "$run" "$kept" || {

@@ -65,6 +65,8 @@ COMMANDS = Table(
             RESULTS,
             "megappo.arguments:inspect_arguments",
         ),
+        "report": Command("megappo.observe.report_command", "write a run's report again", RESULTS),
+        "compare": Command("megappo.observe.compare_command", "write one page of several runs", RESULTS),
     },
 )
 

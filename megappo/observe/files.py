@@ -17,7 +17,7 @@ EVALUATION_FILE = "evaluation.json"
 """Description of the evaluated model, and its metrics."""
 TENSORBOARD_FOLDER = "tensorboard"
 REPORT_FILE = "report.html"
-"""Written at the end of a run, and removed when it goes on: where it is, a run has done everything."""
+"""Written while a run goes on, and at every end of it."""
 _ROWS_FILE = re.compile(r"step_(\d{8,})\.safetensors")
 
 

@@ -14,11 +14,9 @@ from typing import Any, NamedTuple
 import numpy
 import torch
 
-from megappo.config.config_error import ConfigError
 from megappo.moments import merged_moments, moments
 from megappo.observe.loggers import Logger, RunEnd, RunInfo
-
-METRICS_FILE = "metrics.jsonl"
+from megappo.observe.metrics_file import METRICS_FILE, read_metrics
 
 _POSITIVE = 1e-6 * 1.25 ** torch.arange(125, dtype=torch.float64)
 BUCKETS = torch.cat([-_POSITIVE.flip(0), _POSITIVE, torch.tensor([sys.float_info.max], dtype=torch.float64)])
@@ -158,34 +156,6 @@ def merge_metrics(several: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
 def reduce_ranks(per_rank: Iterable[Mapping[str, Metric]]) -> dict[str, Any]:
     """The values of metrics of which every rank has a part, or none. The mean of no value is NaN."""
     return {name: metric.value for name, metric in merge_metrics(per_rank).items()}
-
-
-def read_metrics(output_dir: str | Path) -> list[dict[str, Any]]:
-    """Return the steps logged so far, in file order; a last line cut short by a kill is left out.
-
-    Raises:
-        ConfigError: a line that is not the last is no JSON object with a `step`.
-    """
-    path = Path(output_dir) / METRICS_FILE
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
-    steps = []
-    for number, line in enumerate(lines, start=1):
-        if (metrics := _parse_step(line)) is not None:
-            steps.append(metrics)
-        elif number < len(lines):
-            raise ConfigError(
-                f"{path}, line {number}: expected one step's metrics as a JSON object with 'step', found "
-                f"{line[:60]!r}; delete the line or start in a new trainer.output_dir"
-            )
-    return steps
-
-
-def _parse_step(line: str) -> dict[str, Any] | None:
-    try:
-        metrics = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return metrics if isinstance(metrics, dict) and isinstance(metrics.get("step"), int) else None
 
 
 class MetricsFile(Logger):

@@ -21,8 +21,8 @@ FAILED_CALLS = "loggers/failed_calls"
 class Observer:
     """Passes what happens in a run to its loggers, and ends them when the run ends.
 
-    A failure of the core loggers (console, metrics.jsonl, run.json, samples, report) is raised. A tracker that fails is
-    reported once and counted, and the run continues.
+    A failure of the core loggers (console, metrics.jsonl, run.json, samples) is raised. A tracker that fails, or the
+    report, is reported once and counted, and the run continues.
     """
 
     def __init__(self, run: RunInfo, trackers: Mapping[str, Logger] | None = None) -> None:
@@ -35,8 +35,8 @@ class Observer:
         """
         self._run = run
         self._console = Console(run.total_steps)
-        self._core: list[Logger] = [self._console, MetricsFile(), SampleFiles(), Report(), RunFile()]
-        self._trackers = dict(trackers or {})
+        self._core: list[Logger] = [self._console, MetricsFile(), SampleFiles(), RunFile()]
+        self._trackers = {"report": Report(), **(trackers or {})}
         self._failed_calls: dict[str, int] = {}
         self._has_ended = False
         self._call(lambda logger: logger.on_start(run))

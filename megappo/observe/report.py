@@ -1,12 +1,11 @@
-"""The end of a run: a summary for the console and report.html, both read from metrics.jsonl."""
+"""A summary for the console and report.html, both from the files in a run's folder. Torch-free."""
 
-import html
 import math
 import re
-from collections import defaultdict
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from megappo.observe.console import format_seconds, held_out_score
 from megappo.observe.files import (
@@ -18,11 +17,12 @@ from megappo.observe.files import (
     has_exported,
 )
 from megappo.observe.loggers import Logger, RunEnd, RunInfo
-from megappo.observe.metrics import METRICS_FILE, read_metrics
-from megappo.observe.samples import ROLLOUTS_FOLDER, read_samples, sample_sections
+from megappo.observe.metrics_file import METRICS_FILE, read_metrics
+from megappo.observe.report_data import run_data
+from megappo.observe.report_page import page
+from megappo.observe.samples import ROLLOUTS_FOLDER
 
-REWARD = "reward/score/mean"
-MEAN = re.compile(r"val/(?P<dataset>.+)/mean@\d+")
+HELD_OUT = re.compile(r"val/(?P<dataset>.+)/mean@\d+")
 """The metric of a held-out data set's mean score over n responses per prompt."""
 OUTPUTS = {
     "evaluation": EVALUATION_FILE,
@@ -32,52 +32,39 @@ OUTPUTS = {
     "checkpoints": CHECKPOINTS,
     "HF actor": HF_ACTOR,
 }
-NOTHING = "<p>Nothing was logged.</p>"
-PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>{title}</title><style>
-:root {{ color-scheme: light dark }}
-body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 760px; margin: 2rem auto; padding: 0 1rem }}
-h1 {{ font-size: 1.3rem }} h2 {{ font-size: 1rem; margin: 2rem 0 .3rem }} pre {{ overflow-x: auto }}
-svg {{ width: 100%; height: 220px; border: solid #8888; border-width: 0 0 1px 1px }}
-.line {{ stroke: #0969da; fill: none; stroke-width: 2; vector-effect: non-scaling-stroke }}
-.band {{ fill: #0969da; opacity: .2 }}
-td {{ padding: .1rem .8rem .1rem 0 }}
-details {{ margin: .3rem 0 }} summary {{ cursor: pointer; overflow-wrap: anywhere }}
-details pre {{ white-space: pre-wrap; overflow-wrap: anywhere; border-left: 3px solid #8888; padding-left: .8rem }}
-.right {{ color: #1a7f37 }} .wrong {{ color: #cf222e }}
-</style></head><body><h1>{title}</h1>
-<pre>{summary}</pre>
-{sections}
-</body></html>
-"""
+REPORT_SECONDS = 30.0
+"""Least time between two reports of a run that goes on."""
+REPORT_SHARE = 0.01
+"""Most of a run's time that they may take."""
 
 Steps = Sequence[Mapping[str, Any]]
 
 
-class Estimate(NamedTuple):
-    """A number, and half the width of its 95 % confidence interval, 0 if it has none."""
-
-    value: float
-    half_width: float = 0.0
-
-
-Points = dict[int, Estimate]
+Points = dict[int, float]
 """Step -> what was measured there."""
 
 
 class Report(Logger):
-    """Writes report.html when a run has finished; where it is, the run has done everything."""
+    """Writes report.html while a run goes on, now and then, and at its end."""
 
     def on_start(self, run: RunInfo) -> None:
         """Remove the report of an earlier run."""
         self._output_dir = run.output_dir
+        self._due = time.monotonic() + REPORT_SECONDS
         (run.output_dir / REPORT_FILE).unlink(missing_ok=True)
 
-    def on_end(self, end: RunEnd) -> None:
-        """Write the report of a finished run."""
-        if end.status == "finished":
+    def on_step(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Write the report, if it is due: after `REPORT_SECONDS`, or more where it is so large that writing takes more
+        than `REPORT_SHARE` of the time."""
+        start = time.monotonic()
+        if start >= self._due:
             write_report(self._output_dir)
+            end = time.monotonic()
+            self._due = end + max(REPORT_SECONDS, (end - start) / REPORT_SHARE)
+
+    def on_end(self, end: RunEnd) -> None:
+        """Write the last report, with the status that run.json has by now."""
+        write_report(self._output_dir)
 
 
 def summary(output_dir: str | Path, report: Path | None = None) -> str:
@@ -91,7 +78,7 @@ def summary(output_dir: str | Path, report: Path | None = None) -> str:
     rows += _first_and_last("held-out score", _held_out(steps))
     evaluation = _last_evaluation(steps)
     rows += [(dataset, _in_words(evaluation, mean)) for dataset, mean in _datasets(evaluation).items()]
-    rows += _first_and_last("mean reward", _points(steps, REWARD))
+    rows += _first_and_last("mean reward", _points(steps, "reward/score/mean"))
     for name, path in OUTPUTS.items():
         if (folder / path).exists() and (path != HF_ACTOR or has_exported(folder)):
             rows.append((name, str(folder / path)))
@@ -102,52 +89,18 @@ def summary(output_dir: str | Path, report: Path | None = None) -> str:
 
 
 def write_report(output_dir: str | Path) -> Path:
-    """Write `report.html`, self-contained: curves of held-out scores and reward, the time of each phase, and a few
-    responses of the last evaluation."""
+    """Write `report.html`, one self-contained page, from the files in a run's folder.
+
+    Raises:
+        ConfigError: metrics.jsonl or config.yaml is damaged.
+    """
     folder = Path(output_dir)
-    steps = read_metrics(folder)
-    sections = {"Held-out score": line_chart(_held_out(steps))}
-    for dataset, mean in _datasets(_last_evaluation(steps)).items():
-        sections[f"Held out: {dataset}"] = line_chart(_points(steps, mean))
-    if _has_trained(steps):
-        sections["Mean reward of the training rollouts"] = line_chart(_points(steps, REWARD))
-        sections["Seconds of each phase"] = _phase_table(steps)
-    parts = [f"<h2>{html.escape(title)}</h2>\n{content}" for title, content in sections.items()]
-    parts += sample_sections(read_samples(folder))
-    title, text = html.escape(f"PPO run: {folder.resolve().name}"), html.escape(summary(folder))
     path = folder / REPORT_FILE
-    path.write_text(PAGE.format(title=title, summary=text, sections="\n".join(parts)), encoding="utf-8")
+    content = page(f"PPO run: {folder.resolve().name}", [run_data(folder)], summary(folder))
+    partial = path.with_suffix(".tmp")
+    partial.write_bytes(content)
+    partial.replace(path)
     return path
-
-
-def line_chart(points: Points) -> str:
-    """Return a curve over steps, with a band for the confidence intervals, as SVG in the units of its axes."""
-    if not points:
-        return NOTHING
-    lows = {step: value - half_width for step, (value, half_width) in points.items()}
-    highs = {step: value + half_width for step, (value, half_width) in points.items()}
-    first, last = min(points), max(points)
-    bottom, top = min(lows.values()), max(highs.values())
-    curve = [f"{step},{top - value:.6g}" for step, (value, _) in points.items()]  # SVG's y grows downwards
-    band = [f"{step},{top - high:.6g}" for step, high in highs.items()]
-    band += [f"{step},{top - low:.6g}" for step, low in reversed(lows.items())]
-    return (
-        f'<svg viewBox="{first} 0 {max(last - first, 1)} {top - bottom or 1:.6g}" preserveAspectRatio="none">'
-        f'<polygon class="band" points="{" ".join(band)}"/><polyline class="line" points="{" ".join(curve)}"/></svg>'
-        f"<p>Steps {first} to {last}; from {bottom:.4g} at the bottom to {top:.4g} at the top.</p>"
-    )
-
-
-def _phase_table(steps: Steps) -> str:
-    """Return the seconds of each phase in all steps."""
-    totals: dict[str, float] = defaultdict(float)
-    for metrics in steps:
-        for name, value in metrics.items():
-            phase = name.removeprefix("timing_s/")
-            if phase != name and phase != "step" and "/" not in phase:
-                totals[phase] += value
-    rows = [f"<tr><td>{phase}</td><td>{seconds:,.1f}</td></tr>" for phase, seconds in totals.items()]
-    return f"<table>{''.join(rows)}</table>"
 
 
 def _has_trained(steps: Steps) -> bool:
@@ -156,20 +109,16 @@ def _has_trained(steps: Steps) -> bool:
 
 
 def _points(steps: Steps, name: str) -> Points:
-    points = {}
-    for metrics in steps:
-        if metrics.get(name) is not None:
-            points[metrics["step"]] = Estimate(metrics[name], metrics.get(f"{name}/ci95") or 0.0)
-    return points
+    return {metrics["step"]: metrics[name] for metrics in steps if metrics.get(name) is not None}
 
 
 def _held_out(steps: Steps) -> Points:
     scores = {metrics["step"]: held_out_score(metrics) for metrics in steps}
-    return {step: Estimate(score) for step, score in scores.items() if score is not None}
+    return {step: score for step, score in scores.items() if score is not None}
 
 
 def _first_and_last(name: str, points: Points) -> list[tuple[str, str]]:
-    shown = [f"{points[step].value:.3f} (step {step})" for step in dict.fromkeys([*points][:1] + [*points][-1:])]
+    shown = [f"{points[step]:.3f} (step {step})" for step in dict.fromkeys([*points][:1] + [*points][-1:])]
     return [(name, " -> ".join(shown))] if shown else []
 
 
@@ -179,8 +128,8 @@ def _last_evaluation(steps: Steps) -> Mapping[str, Any]:
 
 
 def _datasets(metrics: Mapping[str, Any]) -> dict[str, str]:
-    """Return held-out data set -> its metric MEAN."""
-    matches = filter(None, map(MEAN.fullmatch, metrics))
+    """Return held-out data set -> its metric of HELD_OUT."""
+    matches = filter(None, map(HELD_OUT.fullmatch, metrics))
     return {match["dataset"]: match[0] for match in matches}
 
 

@@ -42,6 +42,11 @@ def read_run(output_dir: str | Path) -> dict[str, Any]:
     return facts if isinstance(facts, dict) else {}
 
 
+def has_finished(output_dir: str | Path) -> bool:
+    """Return whether the last run in a folder has done everything: its steps, its export and its last evaluation."""
+    return read_run(output_dir).get("status") == "finished"
+
+
 def run_id_of(output_dir: str | Path, resume_step: int) -> str:
     """Return the id of the run that resumes at a step, or a new one for a run from the beginning."""
     earlier = read_run(output_dir).get("run_id") if resume_step else None

@@ -1,9 +1,7 @@
-"""A few rollouts per evaluation, for people: printed, kept as jsonl, and shown in the report."""
+"""A few rollouts per evaluation, for people: printed, and kept as jsonl."""
 
-import html
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +10,8 @@ from megappo.observe.loggers import Logger, RunInfo
 
 ROLLOUTS_FOLDER = "rollouts"
 PRINTED_CHARACTERS = 400
-REPORTED_CHARACTERS = 20_000
-TITLE_CHARACTERS = 80
 NOT_SHOWN = ("dataset", "step", "passed")
 """Fields that are in the title of a rollout."""
-MARKS = {
-    True: '<span class="right" title="passed">&#10003;</span>',
-    False: '<span class="wrong" title="not passed">&#10007;</span>',
-    None: "",
-}
 
 
 class SampleFiles(Logger):
@@ -53,13 +44,6 @@ def drop_samples(output_dir: str | Path, resume_step: int) -> None:
             path.unlink()
 
 
-def read_samples(output_dir: str | Path) -> list[dict[str, Any]]:
-    """Return the samples of the last step that has any, without a last line that a kill cut short."""
-    files = _files(output_dir)
-    text = files[-1].read_text("utf-8") if files else ""
-    return [json.loads(line) for line in text.split("\n")[:-1]]  # splitlines would split in texts, at U+2028
-
-
 def _files(output_dir: str | Path) -> list[Path]:
     return sorted((Path(output_dir) / ROLLOUTS_FOLDER).glob("step_[0-9]*.jsonl"))
 
@@ -74,23 +58,6 @@ def format_samples(step: int, samples: Sequence[Mapping[str, Any]]) -> str:
         for name, text in _shown(sample, PRINTED_CHARACTERS).items():
             lines.append(f"   {name:<8} : {printable(text)}")
     return "\n".join(lines)
-
-
-def sample_sections(samples: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield HTML for each data set: for each prompt a line with whether the response passed, which opens to show
-    all."""
-    for dataset, of_set in groupby(samples, key=lambda sample: sample.get("dataset")):
-        shown = list(of_set)
-        title = f"Responses at step {shown[0].get('step')}" + (f": {dataset}" if dataset else "")
-        yield f"<h2>{html.escape(title)}</h2>\n" + "\n".join(map(_details, shown))
-
-
-def _details(sample: Mapping[str, Any]) -> str:
-    prompt = " ".join(str(sample.get("prompt", "")).split())
-    fields = _shown(sample, REPORTED_CHARACTERS)
-    parts = [f"{html.escape(name)}<pre>{html.escape(text)}</pre>" for name, text in fields.items()]
-    title = f"{MARKS[sample.get('passed')]} {html.escape(prompt[-TITLE_CHARACTERS:])}"
-    return f"<details><summary>{title}</summary>{''.join(parts)}</details>"
 
 
 def _shown(sample: Mapping[str, Any], limit: int) -> dict[str, str]:

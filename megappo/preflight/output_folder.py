@@ -24,7 +24,8 @@ from megappo.checkpoint.folders import (
 )
 from megappo.config.config_error import ConfigError, looked_in
 from megappo.config.schema import Config
-from megappo.observe.files import CHECKPOINTS, EVALUATION_FILE, EVALUATIONS, REPORT_FILE, has_exported, recorded_steps
+from megappo.observe.files import CHECKPOINTS, EVALUATION_FILE, EVALUATIONS, has_exported, recorded_steps
+from megappo.observe.run_file import has_finished
 from megappo.placement.components import trained_in_words
 
 LOCK = ".lock"
@@ -135,13 +136,14 @@ def _missing_rollouts(config: Config, begun: int) -> Iterator[str]:
 
 
 def already_finished(config: Config) -> str:
-    """Return a message if a run has nothing to do, else "": it has all steps, export and report, and no evaluation."""
+    """Return a message if a run has nothing to do, else "": it has all steps and its export, and has
+    ended well, and it evaluates nothing."""
     if config.trainer.eval_only:
         return ""
     folder, total = Path(config.trainer.output_dir), config.trainer.total_steps
     checkpoint, _ = _choice(config)
     exported = not config.trainer.export_hf or has_exported(folder)
-    if checkpoint is None or step_of(checkpoint) < total or not exported or not (folder / REPORT_FILE).is_file():
+    if checkpoint is None or step_of(checkpoint) < total or not exported or not has_finished(folder):
         return ""
     remedy = "raise trainer.total_steps to train on, or set another trainer.output_dir for a new run"
     return f"already finished: {folder} has all {total} steps; {remedy}"

@@ -8,7 +8,8 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megappo.observe.loggers import RunEnd, RunInfo
-from megappo.observe.metrics import Metric, MetricsFile, read_metrics
+from megappo.observe.metrics import Metric, MetricsFile
+from megappo.observe.metrics_file import read_metrics
 from megappo.observe.tensorboard_logger import TensorBoard
 
 

@@ -1,14 +1,15 @@
 import inspect
 import io
 import json
-import xml.etree.ElementTree as ElementTree
 
 import pytest
+from report_pages import content_of
 
 from megappo.observe.console import COLUMNS, Console
 from megappo.observe.loggers import RunEnd, RunInfo
 from megappo.observe.observer import NullObserver, Observer
 from megappo.observe.report import summary
+from megappo.observe.run_file import has_finished
 from megappo.observe.samples import format_samples
 
 STEP = {
@@ -84,12 +85,25 @@ def test_a_resumed_run_leaves_every_step_once(tmp_path, capsys):
     assert [json.loads(line)["response"] for line in files["step_00000002.jsonl"]] == ["first 2"]
 
 
-def test_the_report_is_there_only_while_a_run_has_ended(tmp_path, capsys):
+def test_the_report_of_every_end_shows_its_status(tmp_path, capsys):
+    for end in (INTERRUPTED, RunEnd("failed", "no </script> here"), RunEnd()):
+        observer = observer_in(tmp_path, 4)
+        assert not (tmp_path / "report.html").exists(), "an earlier report is removed at the start"
+        observer.end(end)
+        [run] = content_of(tmp_path / "report.html")["runs"]
+        assert (run["status"], run["message"]) == (end.status, end.message)
+        assert has_finished(tmp_path) == (end.status == "finished")
+
+
+def test_a_report_that_cannot_be_written_ends_no_run(tmp_path, capsys):
+    (tmp_path / "rollouts").mkdir()
+    (tmp_path / "rollouts" / "step_00000001.parquet").write_text("cut short")
     observer = observer_in(tmp_path, 4)
+    observer.log(1, STEP)
     observer.end(RunEnd())
-    assert (tmp_path / "report.html").is_file()
-    observer_in(tmp_path, 4, resume_step=3).end(INTERRUPTED)
-    assert not (tmp_path / "report.html").exists()
+    printed = capsys.readouterr().out
+    assert "WARNING: the logger report failed, and the run continues: " in printed
+    assert "mean reward  0.250" in printed and not (tmp_path / "report.html").exists()
 
 
 def test_the_summary_lists_an_evaluation_and_what_the_run_itself_has_exported(tmp_path):
@@ -119,16 +133,10 @@ def test_the_summary_and_the_report_compare_the_first_and_last_evaluation(tmp_pa
         assert rows[name].strip() == str(tmp_path / path)
     assert "checkpoints" not in rows
 
-    page = (tmp_path / "report.html").read_text()
-    assert "http" not in page, "the report is self-contained"
-    body = ElementTree.fromstring(page[page.index("<body>") : page.index("</html>")])
-    held_out, _, _, reward = body.iter("polyline")  # one of each data set between them
-    assert held_out.get("points") == "0,0.65 2,0" and reward.get("points") == "1,0.5 2,0"
-    ranges = [one.text for one in body.iter("p")]
-    assert ranges[0] == "Steps 0 to 2; from 0.3 at the bottom to 0.95 at the top."
-    assert ranges[3] == "Steps 1 to 2; from 0.25 at the bottom to 0.75 at the top."
-    rows = [[cell.text for cell in row] for row in body.iter("tr")]
-    assert rows == [["rollout", "3.0"], ["other", "1.0"]]
+    [run] = content_of(tmp_path / "report.html")["runs"]
+    assert run["steps"] == [0, 1, 2] and run["seconds"] == 4.0
+    assert run["metrics"]["val/a/mean@1"] == [0.2, None, 0.9]
+    assert run["metrics"]["reward/score/mean"] == [None, 0.25, 0.75]
 
 
 def test_each_data_set_has_its_curve_its_numbers_and_its_responses(tmp_path, capsys):
@@ -148,19 +156,12 @@ def test_each_data_set_has_its_curve_its_numbers_and_its_responses(tmp_path, cap
     assert rows["aime_24"].strip() == "mean@4 0.250 +- 0.500, pass@4 0.500, maj@4 0.750"
     assert rows["b"].strip() == "mean@1 1.000" and "steps" not in rows, "it has not trained"
 
-    page = (tmp_path / "report.html").read_text()
-    body = ElementTree.fromstring(page[page.index("<body>") : page.index("</html>")])
-    titles = [title.text for title in body.iter("h2")]
-    assert titles[1:] == [
-        f"{what}: {name}" for what in ("Held out", "Responses at step 2") for name in ("aime_24", "b")
-    ]
-    _, band, _ = [one.get("points") for one in body.iter("polygon")]
-    assert band == "0,0 2,0 2,1 0,1", "from -0.25 to 0.75"
-    first, second, other = [one for one in body.iter("details") if one.find("pre") is not None]
-    assert [one.find("summary/span").get("class") for one in (first, second)] == ["right", "wrong"]
-    assert other.find("summary/span") is None and [pre.text for pre in other.iter("pre")] == ["p", "r\u2028\x85"]
-    assert [pre.text for pre in second.iter("pre")] == ["1 < 2?", "<b>", "[1.0, 0.0]", "&"]
-    assert "10,000 more characters" in [pre.text for pre in first.iter("pre")][3]
+    [run] = content_of(tmp_path / "report.html")["runs"]
+    first, second, other = run["samples"]
+    assert (first["passed"], second["passed"]) == (True, False) and second["scores"] == [1.0, 0.0]
+    assert second["prompt"] == "1 < 2?" and second["label"] == "<b>" and second["response"] == "&"
+    assert other["response"] == "r\u2028\x85" and "passed" not in other
+    assert first["response"].endswith("x ... (22,000 more characters)")
 
 
 def test_a_run_without_evaluation_still_gets_its_report(tmp_path, capsys):
@@ -168,7 +169,7 @@ def test_a_run_without_evaluation_still_gets_its_report(tmp_path, capsys):
     observer.log(1, {"timing_s/step": 1.0})
     observer.end(RunEnd())
     assert "held-out" not in capsys.readouterr().out
-    assert (tmp_path / "report.html").read_text().count("Nothing was logged") == 2
+    assert content_of(tmp_path / "report.html")["runs"][0]["metrics"] == {"timing_s/step": [1.0]}
 
 
 def test_the_silent_observer_has_the_same_methods_and_leaves_nothing(tmp_path, capsys):

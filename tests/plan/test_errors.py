@@ -312,7 +312,7 @@ def test_what_is_in_the_output_folder(plan, run_folder):
     begun.rmdir()
     checkpoint(run_folder, "step_00000007")
     (run_folder / "out" / "hf_actor").mkdir()
-    (run_folder / "out" / "report.html").touch()
+    (run_folder / "out" / "run.json").write_text('{"status": "finished"}')
     done = plan(run_folder, *finished)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[-1].startswith("already finished: out has all 7 steps; raise trainer.total_steps")

@@ -144,6 +144,6 @@ def test_no_pickle_beside_the_model_was_read(run, config):
 
 
 def test_report_and_tensorboard_are_there(run):
-    assert "mean reward" in (run / "report.html").read_text()
+    assert "mean reward" in (run / "report.html").read_text()  # its summary
     events = EventAccumulator(str(run / "tensorboard")).Reload()
     assert [event.step for event in events.Scalars("reward/score/mean")] == list(range(1, TOTAL_STEPS + 1))

@@ -62,7 +62,7 @@ class Series:
 
     def begin(self, whole: Path, steps: int) -> None:
         """Set up the folder as if the undisturbed run had ended after so many steps, with a checkpoint of each."""
-        shutil.copytree(whole, self.out, ignore=shutil.ignore_patterns("hf_actor", "report.html"))
+        shutil.copytree(whole, self.out, ignore=shutil.ignore_patterns("hf_actor", "run.json"))
         for checkpoint in sorted((self.out / "checkpoints").glob("step_*"))[steps:]:
             shutil.rmtree(checkpoint)
         (self.out / "checkpoints" / "latest").write_text(f"step_{steps:08d}\n")

@@ -18,7 +18,7 @@ from megappo.config.loading import changes_since, load_config
 from megappo.config.schema import Config, Data
 from megappo.data.prompts import PromptDataset
 from megappo.data.tokenizer import end_token_ids, load_tokenizer
-from megappo.observe.metrics import read_metrics
+from megappo.observe.metrics_file import read_metrics
 from megappo.weights.load import critic_architecture
 from megappo.weights.safetensors_io import HFFolder
 

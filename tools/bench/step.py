@@ -39,7 +39,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers  # noqa: E402
 
 from megappo.architecture.parsing import read_architecture  # noqa: E402
 from megappo.estimate.placed_model import TRAINING, flops_of  # noqa: E402
-from megappo.observe.metrics import read_metrics  # noqa: E402
+from megappo.observe.metrics_file import read_metrics  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 RANKS = 2

@@ -10,7 +10,7 @@ import sys
 from common import CUDA, REPOSITORY, report, sized
 from runs import figures, output_folder, train
 
-from megappo.observe.metrics import read_metrics
+from megappo.observe.metrics_file import read_metrics
 
 STEPS, FURTHER_STEPS = sized((20, 2), (2, 1))
 DATA = REPOSITORY / "outputs" / "quickstart"

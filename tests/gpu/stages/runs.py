@@ -14,7 +14,7 @@ from program import ONE_RANK_EACH
 from megappo.config.loading import load_config
 from megappo.estimate.gpu_memory import Cluster, MemoryEstimate
 from megappo.estimate.gpus import GIB, find_gpu
-from megappo.observe.metrics import read_metrics
+from megappo.observe.metrics_file import read_metrics
 from megappo.placement.run_plan import plan_run
 
 FIGURES = re.compile(r"^(timing_s|memory|sync)/|/mfu$|^reward/score/mean$|/log_prob_diff/(mean|max)$|tokens_per_second")

@@ -16,7 +16,7 @@ from engines import VOCABULARY, model_folder
 from runs import engine_settings, figures, output_folder, planned_gib, train
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from megappo.observe.metrics import read_metrics
+from megappo.observe.metrics_file import read_metrics
 
 CONFIG = Path(__file__).with_name("whole_run.yaml")
 NUM_PROMPTS, PROMPT_WORDS = 256, sized(32, 4)

@@ -1,0 +1,36 @@
+"""`megappo report`: write a run's report again. Imports nothing heavy until the arguments are known to be right."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megappo.errors import ActionableError
+from megappo.observe.metrics_file import METRICS_FILE
+from megappo.table import resolved
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write report.html of a run again; return the process's exit code."""
+    parser = argparse.ArgumentParser(prog="megappo report", description="Write report.html of a run again.")
+    parser.add_argument("run", type=Path, metavar="RUN", help="output folder of a run")
+    args = parser.parse_args(arguments)
+    check_runs(parser, [args.run])
+    return write("megappo.observe.report:write_report", args.run)
+
+
+def check_runs(parser: argparse.ArgumentParser, folders: Sequence[Path]) -> None:
+    """End the process with a message unless these are the folders of runs."""
+    for folder in folders:
+        if not (folder / METRICS_FILE).is_file():
+            parser.error(f"{folder} has no {METRICS_FILE}: name the output folder of a run")
+
+
+def write(function: str, *arguments: object) -> int:
+    """Call a function that writes a file, and print the file or the error; return the exit code."""
+    try:
+        print(f"wrote {resolved(function)(*arguments)}")
+    except ActionableError as error:
+        print(error.report(0), file=sys.stderr)
+        return error.exit_code
+    return 0

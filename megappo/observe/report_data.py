@@ -1,0 +1,87 @@
+"""Content of a run's report, as JSON has it: facts, curves, responses and configuration. Torch-free."""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic_core import PydanticUndefined, to_jsonable_python
+
+from megappo.config.config_error import show
+from megappo.config.describe import declared, keys
+from megappo.config.loading import leaves, read_values
+from megappo.observe.files import CONFIG_FILE
+from megappo.observe.metrics_file import read_metrics
+from megappo.observe.report_samples import MOST_CHARACTERS, report_samples
+from megappo.observe.report_timeline import EXCHANGES, recent_timeline
+from megappo.observe.run_file import read_run
+
+LONGEST_CURVE = 1000
+"""Points of a curve; of a longer run several steps become one point."""
+OF_A_RUN = ("trainer.seed", "trainer.output_dir")
+"""Keys by which runs that are alike may differ."""
+FACTS: dict[str, Any] = {
+    **{"status": "", "message": "", "run_id": "", "commit": "", "total_steps": 0},
+    **{"hardware": {}, "placement": {}},
+}
+"""Content of run.json that is shown, and what stands for it where a run has none."""
+
+
+def run_data(folder: Path, most_characters: int = MOST_CHARACTERS) -> dict[str, Any]:
+    """Return the content of a run's report, from the files in its folder.
+
+    Args:
+        most_characters: of JSON that its responses may take.
+    Raises:
+        ConfigError: metrics.jsonl or config.yaml is damaged.
+    """
+    steps, facts, changed = read_metrics(folder), FACTS | read_run(folder), differences(folder)
+    name = folder.resolve().name
+    return {
+        **{fact: facts[fact] for fact in FACTS},
+        "name": name,
+        "alike": show([row for row in changed if row[0] not in OF_A_RUN]) if changed else name,
+        "seconds": math.fsum(metrics.get("timing_s/step") or 0.0 for metrics in steps),
+        **curves(steps),
+        "exchanges": EXCHANGES,
+        "timeline": recent_timeline(folder),
+        "health": [],
+        "samples": report_samples(folder, most_characters),
+        "differences": changed,
+    }
+
+
+def curves(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return `steps`, and `metrics`: name -> a value or None for each of them.
+
+    Where there are more steps than a curve has points, a point is the mean of several steps, of a maximum or minimum
+    the largest or smallest.
+    """
+    size = math.ceil(len(steps) / LONGEST_CURVE) or 1
+    bins = [steps[start : start + size] for start in range(0, len(steps), size)]
+    names = {name: None for metrics in steps for name in metrics if name != "step"}
+    table = {name: [_point(name, several) for several in bins] for name in names}
+    return {"steps": [several[-1]["step"] for several in bins], "metrics": table}
+
+
+def _point(name: str, steps: Sequence[Mapping[str, Any]]) -> float | None:
+    values = [metrics[name] for metrics in steps if metrics.get(name) is not None]
+    if not values:
+        return None
+    reduce = {"max": max, "min": min}.get(name.rpartition("/")[2], statistics.fmean)
+    return float(f"{reduce(values):.5g}")
+
+
+def differences(folder: Path) -> list[list[str]]:
+    """Return key, value and default of each config key that the run has set to something else."""
+    file = folder / CONFIG_FILE
+    defaults = {key.path: key.default for key in keys()}
+    rows = []
+    for path, value in leaves(read_values(file)) if file.is_file() else ():
+        default = defaults.get(declared(path), PydanticUndefined)
+        if default is PydanticUndefined:
+            rows.append([path, show(value), "none"])
+        elif value != to_jsonable_python(default):
+            rows.append([path, show(value), show(default)])
+    return rows

@@ -1,0 +1,189 @@
+"""The report in headless Chromium: every width and colour scheme, without an error, a request, or anything cut off."""
+
+import json
+import os
+import random
+import shutil
+import time
+
+import pytest
+from report_pages import kept, write_kept, write_run
+
+from megappo.observe.compare import write_comparison
+from megappo.observe.report import write_report
+
+CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not CHROMIUM, reason="no Chromium: install one, or name it in CHROMIUM"),
+]
+RUNS = "document.title='run'"
+HOSTILE = f"</script><script>{RUNS}</script><img src=http://a.example/x onerror={RUNS}>"
+LONG = "a-very-long-name-without-any-place-to-break-it/" * 4
+VIEWS = [(width, scheme) for width in (400, 1400) for scheme in ("light", "dark")]
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with playwright.sync_playwright() as started:
+        chromium = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """A run of 1,000 steps and 8 ranks, with hostile and long texts."""
+    run = write_run(tmp_path_factory.mktemp("large") / "run", 1000, num_ranks=8, model={"path": LONG + HOSTILE})
+    rows = [kept(1000, row, random.Random(row)) for row in range(32)]
+    rows[0] |= {"prompt": HOSTILE, "response": LONG, "texts": [HOSTILE, LONG, "\n", "c", "d"], "score": -1.0}
+    write_kept(run, 1000, rows)
+    with (run / "metrics.jsonl").open("a") as file:
+        steps = {"step": 1001, f"reward/part/{HOSTILE}": 1.0, f"val/{LONG}/mean@4": 0.5, "health/truncation": 1.0}
+        file.write(json.dumps(steps) + "\n")
+    return write_report(run)
+
+
+def opened(browser, path, width=1400, scheme="light"):
+    """Return a page on which everything has been drawn, and what went wrong until now."""
+    page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    wrong = []
+    page.on("console", lambda message: wrong.append(message.text))
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on("request", lambda request: wrong.append(request.url) if request.url != path.as_uri() else None)
+    page.on("dialog", lambda dialog: wrong.append(dialog.message))
+    page.goto(path.as_uri())
+    for y in range(0, page.evaluate("document.documentElement.scrollHeight"), 700):
+        page.evaluate(f"window.scrollTo(0, {y})")
+        page.wait_for_timeout(30)
+    page.evaluate("window.scrollTo(0, 0)")
+    return page, wrong
+
+
+@pytest.mark.parametrize(("width", "scheme"), VIEWS)
+def test_nothing_overflows_fails_or_is_requested(browser, large, width, scheme, tmp_path):
+    page, wrong = opened(browser, large, width, scheme)
+    assert wrong == []
+    assert page.title() == "PPO run: run"
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+    assert page.locator(".chart .uplot").count() == page.locator(".chart").count() == 9
+    wider = page.evaluate("""[...document.querySelectorAll("body *")].filter((one) =>
+        !one.closest(".scroll, nav, .u-wrap, pre") && one.getBoundingClientRect().right > innerWidth + 1
+    ).map((one) => one.className || one.tagName)""")
+    assert wider == []
+    page.screenshot(path=tmp_path / "page.png", full_page=True)
+    pixels = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert pixels == {"light": "rgb(246, 247, 249)", "dark": "rgb(15, 18, 22)"}[scheme]
+    page.close()
+
+
+def test_1000_steps_of_8_ranks_open_at_once(browser, large):
+    assert large.stat().st_size < 6_000_000
+    page = browser.new_page()
+    start = time.monotonic()
+    page.goto(large.as_uri())
+    page.wait_for_selector(".uplot")
+    assert time.monotonic() - start < 5
+    page.close()
+
+
+def test_the_figures_are_those_of_the_run(browser, tmp_path):
+    run = write_run(tmp_path / "run", 20)
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    page, _ = opened(browser, write_report(run))
+    cards = [card.inner_text().split("\n") for card in page.locator(".card").all()]
+    assert cards[0] == ["Steps", "20 of 20", "finished"]
+    first, last = steps[1]["reward/score/mean"], steps[-1]["reward/score/mean"]
+    assert cards[1] == ["Reward", f"{last:.3f}", f"at step 20, {first:.3f} at step 1"]
+    assert cards[2][:2] == ["Held out: sums@4", f"{steps[-1]['val/sums/mean@4']:.3f} \u00b1 0.020"]
+    legend = page.locator("figure[aria-label=Entropy] .legend").inner_text()
+    assert legend == f"actor {steps[-1]['actor/entropy']:.3g}"
+    assert page.locator(".lane").count() == 2
+    page.close()
+
+
+def test_who_waits_for_whom(browser, tmp_path):
+    """Rank 1 enters the exchange last and leaves it with the others: rank 0 waits 0.3 s for it, rank 2 0.1 s."""
+    run = write_run(tmp_path / "run", 4, num_ranks=3)
+    for rank, seconds in enumerate((0.5, 0.2, 0.3)):
+        line = {"step": 4, "phases": [["gather", 100 - seconds, seconds], ["update_actor", 100, rank + 1]]}
+        (run / "timeline" / f"rank_{rank:05d}.jsonl").write_text(json.dumps(line) + "\n")
+    page, _ = opened(browser, write_report(run))
+    rows = page.locator("#time table tbody tr").all_inner_texts()
+    assert [row.split("\t") for row in rows] == [
+        ["rank 0", "300 ms", "0 ms"],
+        ["rank 1", "0 ms", "400 ms"],
+        ["rank 2", "100 ms", "0 ms"],
+    ]
+    page.close()
+
+
+def test_responses_are_filtered_searched_and_read_by_keyboard(browser, tmp_path):
+    run = write_run(tmp_path / "run", 8)
+    for step, response in ((0, "wrong one"), (8, "right one")):
+        line = {"step": step, "dataset": "sums", "prompt": "4+4=", "response": response, "passed": step == 8}
+        (run / "rollouts" / f"step_{step:08d}.jsonl").write_text(json.dumps(line) + "\n")
+    page, wrong = opened(browser, write_report(run))
+    items, count = page.locator(".item"), page.locator("#responses .controls > span").last
+    assert count.inner_text() == "74 of 74"
+    page.keyboard.press("/")
+    page.keyboard.type("4+4=")
+    assert items.count() == 2 and count.inner_text() == "2 of 74"
+    page.get_by_role("button", name="wrong", exact=True).click()
+    assert items.count() == 1 and "wrong one" in page.locator(".detail").inner_text()
+    same = page.locator(".other").all_inner_texts()
+    assert [" ".join(text.split()) for text in same] == [
+        "\u2717 step 0 \u2013 wrong one",
+        "\u2713 step 8 \u2013 right one",
+    ]
+    page.locator("#search").fill("")
+    page.get_by_role("button", name="all", exact=True).click()
+    page.locator(".list").focus()
+    before = page.locator(".item[aria-selected=true]").inner_text()
+    page.keyboard.press("k")
+    page.keyboard.press("ArrowUp")
+    assert page.locator(".item[aria-selected=true]").inner_text() != before
+    page.locator("#search").fill("0+2=")
+    tokens = page.locator(".token")
+    assert tokens.count() == 5 and tokens.nth(0).get_attribute("style").startswith("background-color")
+    page.locator(".detail pre[tabindex]").focus()
+    for _ in range(3):
+        page.keyboard.press("ArrowRight")
+    assert "token 3 of 5" in page.locator(".detail").inner_text()
+    assert wrong == []
+    page.close()
+
+
+def test_all_charts_zoom_together_and_any_metric_can_be_found(browser, tmp_path):
+    page, wrong = opened(browser, write_report(write_run(tmp_path / "run", 40)))
+    page.locator("figure[aria-label=Reward]").focus()
+    page.keyboard.press("+")
+    ranges = page.evaluate("[...plots].map((plot) => [plot.scales.x.min, plot.scales.x.max])")
+    assert len(ranges) > 5 and all(one == [10, 30] for one in ranges)
+    page.keyboard.press("0")
+    assert page.evaluate("[...plots].every((plot) => plot.scales.x.min === 0 && plot.scales.x.max === 40)")
+    page.locator("#all-metrics input").fill("reward part 7")
+    page.wait_for_timeout(300)
+    assert page.locator("#all-metrics .controls").inner_text().split("\n")[-1].startswith("17 of ")
+    assert page.locator("#all-metrics figure").count() == 17
+    assert wrong == []
+    page.close()
+
+
+def test_seeds_are_a_band(browser, tmp_path):
+    runs = [write_run(tmp_path / f"seed{seed}", 10, seed=seed) for seed in range(3)]
+    runs.append(write_run(tmp_path / "other", 10, seed=7, actor={"optim": {"lr": 0.5}}))
+    rewards = []
+    for run in runs[:3]:
+        rewards.append(json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["reward/score/mean"])
+    page, wrong = opened(browser, write_comparison(runs, tmp_path / "page.html"))
+    legend = page.locator("figure[aria-label=Reward] .legend button")
+    assert [text.rpartition(" ")[0] for text in legend.all_inner_texts()] == ["seed0 and 2 more", "other"]
+    line = page.evaluate("linesOf(DATA.charts['Reward and responses'][0])[0]")
+    assert line["values"][-1] == pytest.approx(sum(rewards) / 3, rel=1e-4)
+    assert [limit[-1] for limit in line["band"]] == pytest.approx([min(rewards), max(rewards)], rel=1e-4)
+    page.get_by_role("button", name="Seeds as a band").click()
+    page.wait_for_timeout(300)
+    assert legend.count() == 4 and wrong == []
+    page.close()
