@@ -42,12 +42,13 @@ def plan_arguments(words: Sequence[str] | None) -> argparse.Namespace:
     on_gpus = f"with --gpu: as many as {GPUS_PER_NODE} GPUs on each make"
     run.add_argument("--nodes", type=_count, metavar="N", help=f"nodes of the run (default: 1; {on_gpus})")
     run.add_argument("--all", action="store_true", help="check every prompt (default: a sample of each file)")
-    gpus = parser.add_argument_group("estimates")
+    gpus = parser.add_argument_group("estimates, which need no weights and no data")
     types = ", ".join(GPUS)
     gpus.add_argument(
         "--gpu", type=str.lower, choices=GPUS, metavar="TYPE", help=f"memory and seconds on GPUs of this type: {types}"
     )
     gpus.add_argument("--suggest", action="store_true", help="with --gpu: layouts and offloads that fit, as YAML")
+    gpus.add_argument("--shape", metavar="NAME", help="a shape that ships in place of model.path, such as qwen2.5-7b")
     other = parser.add_argument_group("instead of a plan")
     other.add_argument(
         "--keys", nargs="?", const="", metavar="WORD", help="list the config's keys, or those with WORD in their names"

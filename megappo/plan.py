@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from megappo.architecture.architecture import DTYPES
+from megappo.architecture.model_folder import SHAPES, hub_id, shape_folder, shipped_shape
 from megappo.arguments import MOST_RANKS, plan_arguments
 from megappo.config.checks import config_warnings
 from megappo.config.config_error import ConfigError, counted, printable, show
@@ -47,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.keys is not None:
         return _list_keys(args.keys)
     try:
-        config = load_config(args.config, args.overrides)
+        config = load_config(args.config, [*args.overrides, *_shape_override(args.shape)])
         _hide_torch()
         with config.locating():
             world_size = args.world_size or _world_size(config)
@@ -64,6 +65,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ready = f"nothing is wrong: ready for {counted(world_size, 'process')} of megappo.train"
     print(f"\n{already_finished(config) or ready}")
     return 0
+
+
+def _shape_override(name: str | None) -> list[str]:
+    """Return the override that has a shape in place of a model."""
+    if name is None:
+        return []
+    shape = shipped_shape(name)
+    if shape is None:
+        known = ", ".join(sorted(folder.name for folder in SHAPES.iterdir()))
+        raise ConfigError(f"--shape: no shape {name}: expected one of {known}")
+    return [f"model.path={hub_id(shape)}"]
 
 
 def _list_keys(word: str) -> int:
@@ -89,6 +101,7 @@ def _check(config: Config, world_size: int, args: argparse.Namespace) -> list[st
         try:
             errors += config.located(_print_estimates(plan, args))
         except ConfigError as error:  # of a model's config.json, which may be among the errors already
+            print(f"\nno estimate: {error.errors[0]}")
             errors = errors or config.located(error.errors)
     if not errors and (busy := in_use(Path(config.trainer.output_dir))):
         errors = config.located([busy])
@@ -119,6 +132,10 @@ def _print_estimates(plan: RunPlan, args: argparse.Namespace) -> list[str]:
     """Print memory, seconds and layouts of a run on GPUs; return why it does not fit them."""
     gpu = GPUS[args.gpu]
     cluster = Cluster(gpu.memory, plan.ranks_per_node if args.nodes else GPUS_PER_NODE)
+    for folder in dict.fromkeys(spec.folder.value for spec in plan.components.values()):
+        shape = shape_folder(folder)
+        if shape != Path(folder):
+            print(f"\n{folder} is missing: the estimates take the shape {shape.name}, which ships with megappo")
     plan = resolve_offload(plan, cluster)
     memory = MemoryEstimate(plan, cluster)
     for line in plan.decisions():

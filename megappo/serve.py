@@ -15,6 +15,7 @@ from types import FrameType
 from megappo.architecture.model_folder import CONFIG_FILE, other_kind
 from megappo.arguments import serve_arguments
 from megappo.config.config_error import looked_in
+from megappo.config.hub import cached_model
 from megappo.engines import launch
 from megappo.engines.server_keeper import remove_traces
 from megappo.runtime import platform
@@ -29,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     serve_arguments(arguments)
     if {"-h", "--help"} & set(arguments):
         return _serve(["--help"])
-    folder, *rest = arguments
+    folder, *rest = cached_model(arguments[0]), *arguments[1:]
     fault = folder_fault(Path(folder)) or platform.unseen_gpus()
     return _refuse(fault) if fault else _serve(["--model-path", folder, *rest])
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from megappo.config.hub import cached_model
 from megappo.runtime.machine import PYTHON, for_python
 from megappo.table import resolved
 
@@ -69,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, description in COMMANDS.items():
         command = commands.add_parser(name, help=description, description=description)
-        command.add_argument("--input", type=Path, required=True, metavar="DIR", help="the folder to read")
+        command.add_argument("--input", type=_model, required=True, metavar="DIR", help="the folder to read")
         output = "the folder to compare with" if name == "verify" else "the folder to write"
         command.add_argument("--output", type=Path, required=True, metavar="DIR", help=output)
         command.add_argument("--tensor", type=int, default=1, help="tensor-parallel ranks (default 1)")
@@ -85,13 +86,20 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--force", action="store_true", help="replace an output folder that is not empty")
         if name in WITH_HF_CONFIG:
             command.add_argument(
-                "--hf-config", type=Path, metavar="DIR", help="the model's config.json and tokenizer, if not in --input"
+                "--hf-config",
+                type=_model,
+                metavar="DIR",
+                help="the model's config and tokenizer, if not in --input",
             )
         if name in WITH_DTYPE:
             command.add_argument("--dtype", choices=("fp32", "bf16"), help=WITH_DTYPE[name])
         if name in WITH_VALUE_MODEL:
             command.add_argument("--value-model", action="store_true", help=WITH_VALUE_MODEL[name])
     return parser
+
+
+def _model(text: str) -> Path:
+    return Path(cached_model(text))
 
 
 def layers(text: str) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from megappo.arguments import evaluate_arguments
 from megappo.checkpoint.folders import CheckpointError, candidates, checkpoints_in, is_checkpoint
 from megappo.checkpoint.metadata import is_component
 from megappo.config.config_error import ConfigError, looked_in
+from megappo.config.hub import cached_model
 from megappo.config.loading import load_config
 from megappo.local import start
 from megappo.placement.placing import smallest_world
@@ -22,7 +23,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Replace this process by the evaluation; return 2 for an invalid command."""
     args = evaluate_arguments(arguments)
     try:
-        weights, name, beside = _source(args.source)
+        source = Path(cached_model(str(args.source)))
+        weights, name, beside = _source(source)
+        if source != args.source:  # a model of the hub's cache
+            name, beside = args.source.name, Path("outputs")
         config = args.config or str(_config_of(args.source, beside))
         where = f"trainer.output_dir={json.dumps(str((args.output or beside) / 'evaluations' / name))}"
         overrides = [*args.overrides, "trainer.eval_only=true", where, weights]

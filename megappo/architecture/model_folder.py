@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 
 from megappo.architecture.architecture import DTYPES, Architecture
 from megappo.config.config_error import shorten
+from megappo.config.hub import HUB_ID
 from megappo.config.sources import TextFileError, read_json
 
 CONFIG_FILE = "config.json"
@@ -17,6 +19,8 @@ GENERATION_FILE = "generation_config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 GIT_LFS = b"version https://git-lfs"
+SHAPES = Path(__file__).parent / "shapes"
+"""Folders with the config.json of published models: for estimates without a download."""
 COMPANIONS = ("*", "additional_chat_templates/*", "custom_generate/*")
 """Places of the files that transformers reads (utils/hub.py and generation/utils.py of 5.19)."""
 NO_COMPANIONS = re.compile(
@@ -45,6 +49,34 @@ OTHER_FOLDERS = {
     "*.pt*": "holds weights as pickles, {}: save them as safetensors, or download those",
 }
 """File in a folder -> what the folder is instead of a model, and the remedy."""
+
+
+def shape_folder(folder: str | Path) -> Path:
+    """Return the folder with a model's config.json: the folder itself, or the shape that ships where it has none."""
+    return Path(folder) if (Path(folder) / CONFIG_FILE).is_file() else shipped_shape(folder) or Path(folder)
+
+
+def shipped_shape(name: str | Path) -> Path | None:
+    """Return the folder of the shape that ships by the last name of a path or hub id; None if there is none."""
+    last = Path(name).name.lower().removesuffix("-instruct").removesuffix("-chat")
+    return SHAPES / last if last and (SHAPES / last / CONFIG_FILE).is_file() else None
+
+
+def hub_id(shape: Path) -> str:
+    """Return the id on the hub of the model whose shape ships."""
+    return str(read_json_file(shape / CONFIG_FILE)["_name_or_path"])
+
+
+def download_command(path: str) -> str:
+    """Return the command that downloads the model which a path or a hub id stands for."""
+    shape = shipped_shape(path)
+    name = hub_id(shape) if shape else "NAME"
+    command = f"{Path(sys.prefix).name}/bin/hf download"
+    if path == name:
+        return f"{command} {name}"
+    if not shape and HUB_ID.fullmatch(path):
+        return f"{command} {path}, or {command} NAME --local-dir {path}"
+    return f"{command} {name} --local-dir {path if shape else 'FOLDER'}"
 
 
 def other_kind(folder: Path) -> str | None:

@@ -25,6 +25,7 @@ from megappo.config.values import (
     Float,
     Fraction,
     KLKind,
+    ModelPath,
     NonNegative,
     NonNegativeFloat,
     OneOf,
@@ -66,7 +67,7 @@ ONLY_EVALUATES = ReadIf("trainer.eval_only")
 
 
 class Model(Section):
-    path: FilePath = key(..., "Hugging Face folder (config.json, safetensors, tokenizer) that training starts from")
+    path: ModelPath = key(..., "Hugging Face folder (config.json, safetensors, tokenizer) that training starts from, or the id of a model in the local cache, such as Qwen/Qwen2.5-7B")
     dtype: Literal["fp32", "bf16"] = key("bf16", "parameter and activation type of every model; fp32 on a CPU")
     layer_spec: Literal["auto", "torch", "transformer_engine"] = key("auto", "transformer layers; auto = TransformerEngine's where it is installed with CUDA, else those of torch")
 
@@ -174,7 +175,7 @@ class Actor(Trained):
 
 
 class Critic(Trained):
-    model_path: FilePath | None = key(None, "Hugging Face folder of a language or reward model that the critic starts from; null = model.path")
+    model_path: ModelPath | None = key(None, "Hugging Face folder, or id in the local cache, of a language or reward model that the critic starts from; null = model.path")
     value_clip: PositiveFloat | None = key(0.5, "clip new values to old values +- this in the value loss; null = off")
     huber_delta: PositiveFloat | None = key(None, "Huber value loss: linear beyond this error; null = squared error")
     warmup_steps: NonNegative = key(0, "first PPO steps, in which only the critic trains")

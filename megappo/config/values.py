@@ -20,6 +20,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, PydanticCustomError
 from pydantic_core.core_schema import no_info_after_validator_function
 
+from megappo.config.hub import cached_model
 from megappo.config.methods import Method
 
 EXPLAINED = "explained"
@@ -79,6 +80,8 @@ Ranks = Annotated[str, BeforeValidator(as_text)]
 
 FilePath = Annotated[str, AfterValidator(as_path)]
 """A path, or a name that may begin with one, such as FILE.py:FUNCTION."""
+ModelPath = Annotated[str, AfterValidator(as_path), AfterValidator(cached_model)]
+"""A folder, or the id of a model in the local cache of the Hugging Face hub."""
 FilePaths = Annotated[tuple[FilePath, ...], LISTED]
 SomeFilePaths = Annotated[tuple[FilePath, ...], MinLen(1), LISTED]
 Texts = Annotated[tuple[str, ...], LISTED]

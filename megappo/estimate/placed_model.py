@@ -12,6 +12,7 @@ from math import prod
 
 from megappo.architecture.architecture import DTYPES, Architecture
 from megappo.architecture.families import HeadKind
+from megappo.architecture.model_folder import shape_folder
 from megappo.architecture.parameters import (
     LOGITS_AT_A_TIME,
     OUTPUT_LAYER,
@@ -112,8 +113,8 @@ class Shape:
 
 
 def read_shape(folder: str, head: HeadKind = "policy", lora: Lora | None = None) -> Shape:
-    """Return the shape of a folder's model with a head and adapters."""
-    return Shape(read_architecture(folder, head).with_lora(lora))
+    """Return the shape of a folder's model, or the one that ships where it is missing, with a head and adapters."""
+    return Shape(read_architecture(shape_folder(folder), head).with_lora(lora))
 
 
 class Shapes:

@@ -5,7 +5,6 @@ import difflib
 import importlib.util
 import os
 import re
-import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ from pathlib import Path
 
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.fit import adapter_errors, dense_stage_errors, engine_fit_errors, fit_errors
-from megappo.architecture.model_folder import check_companions, end_tokens, other_kind, tensor_files
+from megappo.architecture.model_folder import check_companions, download_command, end_tokens, other_kind, tensor_files
 from megappo.architecture.parsing import read_architecture
 from megappo.config.config_error import ConfigError, looked_in, shorten
 from megappo.config.eval_sets import context_errors, eval_sets, longest_request, tasks
@@ -153,8 +152,8 @@ def _model_folder(config: Config, key: str, path: str, specs: Sequence[Component
     """Yield the errors of a folder, and of the components that start from its weights."""
     folder = Path(path)
     if not folder.is_dir():
-        command = f"{Path(sys.prefix).name}/bin/hf download NAME --local-dir FOLDER"
-        yield f"{key}: no folder {folder}{looked_in(folder)}: download the model ({command}) or correct the path"
+        remedy = f"download the model ({download_command(path)}) or correct the path"
+        yield f"{key}: no folder {folder}{looked_in(folder)}: {remedy}"
         return
     if kind := other_kind(folder):
         yield f"{key}: {folder} {kind}"

@@ -1,0 +1,21 @@
+"""Models in the local cache of the Hugging Face hub, by their ids. The standard library alone."""
+
+import os
+import re
+from pathlib import Path
+
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+"""The id of a model, such as Qwen/Qwen2.5-7B. A relative path may look like one."""
+
+
+def cached_model(path: str) -> str:
+    """Return the folder in the local cache of the model whose id is given; any other path, or one that exists, as it
+    is."""
+    if not HUB_ID.fullmatch(path) or os.path.lexists(path):
+        return path
+    home = os.environ.get("HF_HOME") or "~/.cache/huggingface"
+    cache = os.environ.get("HF_HUB_CACHE") or f"{home}/hub"
+    model = Path(cache).expanduser() / f"models--{path.replace('/', '--')}"
+    revision = model / "refs" / "main"
+    snapshot = model / "snapshots" / (revision.read_text().strip() if revision.is_file() else "none")
+    return str(snapshot) if snapshot.is_dir() else path

@@ -1,0 +1,66 @@
+"""Plans of models that are not on this machine: shapes that ship, and the local cache of the Hugging Face hub."""
+
+import os
+from pathlib import Path
+
+import pytest
+from planning import REPOSITORY, start_plan
+
+from megappo.architecture.model_folder import SHAPES
+from megappo.estimate.placed_model import read_shape
+
+PARAMETERS = {
+    "deepseek-llm-7b": 6_910_365_696,
+    "llama-3.1-70b": 70_553_706_496,
+    "llama-3.1-8b": 8_030_261_248,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen3-30b-a3b": 30_532_122_624,
+}
+"""As the hub counts them in the models' safetensors."""
+
+
+def test_shapes_have_the_published_sizes():
+    assert {folder.name: read_shape(str(folder)).size for folder in SHAPES.iterdir()} == PARAMETERS
+
+
+def test_every_recipe_is_estimated_without_its_model(plan, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)  # without models/
+    recipes = [path for ending in ("gpu", "node") for path in (REPOSITORY / "configs").glob(f"*{ending}.yaml")]
+    assert len(recipes) == 7
+    for recipe in recipes:
+        done = plan(tmp_path, str(recipe), "--gpu", "h100")
+        assert "which ships with megappo" in done.stdout and "  it fits: " in done.stdout, (recipe, done.stderr)
+        assert "no folder models/" in done.stderr and "/bin/hf download " in done.stderr
+
+
+def test_a_shape_replaces_the_model(plan, run_folder):
+    arguments = ("run.yaml", "--gpu", "h100", "--shape")
+    done = plan(run_folder, *arguments, "qwen2.5-0.5b")
+    assert "Qwen/Qwen2.5-0.5B-Instruct is missing: the estimates take the shape qwen2.5-0.5b" in done.stdout
+    assert "bin/hf download Qwen/Qwen2.5-0.5B-Instruct) or correct the path" in done.stderr
+    unknown = plan(run_folder, *arguments, "qwen9")
+    assert unknown.stderr.startswith("error: --shape: no shape qwen9: expected one of deepseek-llm-7b, llama-3.1-70b")
+
+
+@pytest.fixture
+def cache(run_folder: Path, monkeypatch) -> Path:
+    """The run's model as the hub's client keeps it, under the id Own/Model."""
+    model = run_folder / "cache" / "models--Own--Model"
+    (model / "refs").mkdir(parents=True)
+    (model / "refs" / "main").write_text("0123abcd")
+    (model / "snapshots").mkdir()
+    (run_folder / "model").rename(model / "snapshots" / "0123abcd")
+    monkeypatch.setenv("HF_HUB_CACHE", str(run_folder / "cache"))
+    return model
+
+
+def test_a_model_of_the_local_cache_is_found_by_its_id(cache, run_folder):
+    done = start_plan(run_folder, "run.yaml", "model.path=Own/Model", **os.environ)
+    assert done.returncode == 0, done.stderr
+    assert str(cache / "snapshots" / "0123abcd") in done.stdout
+    other = start_plan(run_folder, "run.yaml", "model.path=Own/Other", **os.environ)
+    assert other.returncode == 2
+    assert "no folder Own/Other" in other.stderr and "bin/hf download Own/Other, or " in other.stderr
