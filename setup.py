@@ -24,9 +24,8 @@ setup(
     python_requires=">=3.11",
     packages=[*find_packages(include=["megappo", "megappo.*"]), "megappo_tools", "megappo_tools.conversion"],
     package_dir={"megappo_tools": "tools"},  # the commands beside training
-    package_data={"megappo.architecture": ["shapes/*/config.json"]},
+    package_data={"megappo.architecture": ["shapes/*/config.json"], "megappo.observe": ["page/*"]},
     entry_points={"console_scripts": ["megappo = megappo.cli:main"]},
-    package_data={"megappo.observe": ["page/*"]},
     install_requires=pins("requirements.txt"),
     extras_require={
         # sglang's metadata asks for CUDA packages: without CUDA, launch/setup.sh installs it with --no-deps
