@@ -26,15 +26,21 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher import api
 from torch.distributed.run import parse_args, parse_min_max_nnodes, run
 
+from megappo.errors import EXIT_CONFIG
 from megappo.runtime import platform
 from megappo.runtime.failure import report_failed_threads
 from megappo.runtime.launcher import Agent, OtherNodeError, StartAgain
 from megappo.runtime.listening import LOOPBACK, bind_stores, head_address, stay_on_this_node
+from megappo.table import resolved
 
 LOGGERS = ("multiprocessing.api", "multiprocessing.errors.error_handler", "agent.server.api")
 """Loggers that report each process they end, and the files they pass on."""
 GRACE_SECONDS = 5
 """Seconds that a rank of megappo.train may take to save and exit; others, which may have to clean up, torchrun's 30."""
+
+
+END_RUN = "megappo.preflight.abandoned_run:end_abandoned_run"
+"""Imported only once the ranks have ended: it reads configs."""
 
 
 def main() -> int:
@@ -55,6 +61,14 @@ def main() -> int:
         return 2
     platform.share_cores(args.nproc_per_node)
     platform.keep_freed_memory()
+    code = _run_ranks(args)
+    if code not in (0, EXIT_CONFIG) and args.training_script == "megappo.train" and args.node_rank == 0:
+        resolved(END_RUN)(args.training_script_args, code)
+    return code
+
+
+def _run_ranks(args: argparse.Namespace) -> int:
+    """Run the ranks to their end, and return the exit code."""
     try:
         run(args)
     except ChildFailedError as error:

@@ -32,6 +32,12 @@ FP32_LOGITS = 3
 """Copies of a batch's logits that sampling makes."""
 START, ROLLOUT, SYNC, PROBE, SAVE = "start", "rollout", "sync", "probe", "save"
 
+NOT_TORCH = (
+    *("engine weights", "KV cache", "CUDA graphs", "engine working memory"),
+    *("CUDA contexts", "NCCL communicators"),
+)
+"""Entries that torch's allocator in a rank does not hold."""
+
 Ledger = dict[str, float]
 """Entry -> bytes."""
 
@@ -160,6 +166,15 @@ class MemoryEstimate:
     def peak(self, rank_kind: RankKind) -> tuple[float, str]:
         """Return the most bytes that a GPU holds, and in which phase."""
         return max((sum(ledger.values()), phase) for phase, ledger in self.ledgers[rank_kind].items())
+
+    def allocated(self) -> dict[str, float]:
+        """Return phase -> bytes that torch's allocator should hold at most, on the rank that has most."""
+        held: dict[str, float] = {}
+        for ledgers in self.ledgers.values():
+            for phase, ledger in ledgers.items():
+                of_torch = sum(size for entry, size in ledger.items() if entry not in NOT_TORCH)
+                held[phase] = max(held.get(phase, 0.0), of_torch)
+        return held
 
     def passes(self, phase: str) -> dict[str, DeviceUse]:
         """Return the models that a phase runs: an update if the use has gradients, else a forward pass."""

@@ -26,6 +26,7 @@ class RunInfo:
         commit: git commit of megappo's code, with "-dirty" if files differ from it; "" outside a repository.
         hardware: what the run computes on, and the versions of its libraries.
         placement: component -> its ranks and layout.
+        planned_gib: phase -> estimate of `memory/<phase>_peak_gib`; empty on a CPU.
     """
 
     output_dir: Path
@@ -36,6 +37,7 @@ class RunInfo:
     commit: str = ""
     hardware: Mapping[str, str] = field(default_factory=dict)
     placement: Mapping[str, str] = field(default_factory=dict)
+    planned_gib: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ def write_report(output_dir: str | Path) -> Path:
     """
     folder = Path(output_dir)
     path = folder / REPORT_FILE
-    content = page(f"PPO run: {folder.resolve().name}", [run_data(folder)], summary(folder))
+    content = page("/".join(folder.resolve().parts[-2:]), [run_data(folder)], summary(folder))
     partial = path.with_suffix(".tmp")
     partial.write_bytes(content)
     partial.replace(path)

@@ -23,7 +23,7 @@ OF_A_RUN = ("trainer.seed", "trainer.output_dir")
 """Keys by which runs that are alike may differ."""
 FACTS: dict[str, Any] = {
     **{"status": "", "message": "", "run_id": "", "commit": "", "total_steps": 0},
-    **{"hardware": {}, "placement": {}},
+    **{"hardware": {}, "placement": {}, "planned_gib": {}},
 }
 """Content of run.json that is shown, and what stands for it where a run has none."""
 

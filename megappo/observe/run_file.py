@@ -19,18 +19,25 @@ class RunFile(Logger):
 
     def on_start(self, run: RunInfo) -> None:
         """Write the facts that are known at the start."""
-        self._path = run.output_dir / RUN_FILE
-        self._facts = {name: value for name, value in asdict(run).items() if name not in ("output_dir", "config")}
-        self._write({"status": RUNNING, "message": ""})
+        self._output_dir = run.output_dir
+        facts = {name: value for name, value in asdict(run).items() if name not in ("output_dir", "config")}
+        _write(run.output_dir, facts | {"status": RUNNING, "message": ""})
 
     def on_end(self, end: RunEnd) -> None:
         """Add how the run has ended."""
-        self._write(asdict(end))
+        write_end(self._output_dir, end)
 
-    def _write(self, end: dict[str, str]) -> None:
-        partial = self._path.with_suffix(".tmp")
-        partial.write_text(json.dumps(self._facts | end, indent=1) + "\n", "utf-8")
-        partial.replace(self._path)
+
+def write_end(output_dir: Path, end: RunEnd) -> None:
+    """Add how a run has ended to its run.json."""
+    _write(output_dir, read_run(output_dir) | asdict(end))
+
+
+def _write(output_dir: Path, facts: dict[str, Any]) -> None:
+    path = output_dir / RUN_FILE
+    partial = path.with_suffix(".tmp")
+    partial.write_text(json.dumps(facts, indent=1) + "\n", "utf-8")
+    partial.replace(path)
 
 
 def read_run(output_dir: str | Path) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from megappo.checkpoint.folders import write_durably
 from megappo.config.loading import changes_since, dump_config
 from megappo.config.schema import Config
 from megappo.data.prompts import PromptDataset
+from megappo.estimate.gpu_memory import Cluster, MemoryEstimate
+from megappo.estimate.gpus import GIB
 from megappo.observe.files import CONFIG_FILE, EVALUATION_FILE
 from megappo.observe.loggers import RunEnd, RunInfo
 from megappo.observe.metrics import reduce_ranks
@@ -106,7 +108,16 @@ def run_info(plan: RunPlan, resume_step: int) -> RunInfo:
         commit=git_commit(Path(__file__).parent),
         hardware={"ranks": f"{plan.world_size}, {plan.ranks_per_node} on each node", **platform.capabilities()},
         placement=placement_lines(plan),
+        planned_gib=planned_gib(plan, platform.gpu_bytes()),
     )
+
+
+def planned_gib(plan: RunPlan, gpu_bytes: float | None) -> dict[str, float]:
+    """Return phase -> GiB that torch's allocator should hold; {} on a CPU, and for a run that trains nothing."""
+    if gpu_bytes is None or not plan.training:
+        return {}
+    estimate = MemoryEstimate(plan, Cluster(gpu_bytes))
+    return {phase: nbytes / GIB for phase, nbytes in estimate.allocated().items()}
 
 
 def _needs_models(config: Config) -> bool:

@@ -62,6 +62,15 @@ def test_engines_elsewhere_take_none_of_the_gpus():
     assert [_has_room(MemoryEstimate(plan, own.cluster)) for plan in full] == [False, True]
 
 
+def test_what_torch_allocates_does_not_depend_on_engines() -> None:
+    own, elsewhere = estimate(), estimate("rollout.engines=[http://a:1]")
+    assert own.allocated() == elsewhere.allocated()
+    contexts, kind = 0.7 * GIB, elsewhere.fullest
+    of_nccl = elsewhere.ledgers[kind]["save"]["NCCL communicators"]
+    for phase, held in elsewhere.allocated().items():
+        assert sum(elsewhere.ledgers[kind][phase].values()) == pytest.approx(held + contexts + of_nccl)
+
+
 def test_an_engine_takes_no_more_than_its_tokens() -> None:
     whole, limited = estimate(), estimate("rollout.max_total_tokens=100000")
     assert limited.engine.cache_tokens == 100_000 < whole.engine.cache_tokens

@@ -52,7 +52,7 @@ def test_hostile_texts_stay_texts(tmp_path):
     path = write_report(run)
     tags = Tags(path.read_text("utf-8")).found
     assert [tag for tag, _, _ in tags] == usual
-    assert [text for tag, _, text in tags if tag == "title"] == ["PPO run: <b>run &amp; 'co'"]
+    assert [text for tag, _, text in tags if tag == "title"] == [f"{tmp_path.name}/<b>run &amp; 'co'"]
     [shown] = content_of(path)["runs"]
     assert (shown["status"], shown["message"], shown["hardware"]) == (HOSTILE, HOSTILE, {HOSTILE: HOSTILE})
     assert shown["metrics"][HOSTILE] == [None] * 4 + [1.0]

@@ -7,6 +7,7 @@ from socket import AF_INET
 import psutil
 import pytest
 from program import Program, logged
+from report_pages import content_of
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -68,6 +69,8 @@ def test_ctrl_c_in_a_step_during_which_all_listen_on_loopback_alone(config, fold
     assert f" engine(s) start, logs in {folder / 'run' / 'engines'}\n" in program.output
     assert program.output.splitlines()[-1] == "ended by SIGINT"
     assert "Traceback" not in program.output and not errors(program.output)
+    [report] = content_of(folder / "run" / "report.html")["runs"]
+    assert (report["status"], report["message"]) == ("interrupted", "ended by SIGINT") and report["steps"][-1] >= 2
 
 
 @pytest.mark.slow  # tests/launch has the signals, and tests/rollout an engine whose start is cut short

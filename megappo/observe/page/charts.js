@@ -272,7 +272,7 @@ function chartSections() {
   };
   const bands = seedsAsBand ? el("button", { type: "button", "aria-pressed": "true", click: press }, "Seeds as a band") : null;
   const reset = el("button", { type: "button", click: () => zoomTo(STEPS[0], STEPS.at(-1)) }, "Reset zoom");
-  const hint = el("span.small", {}, "Drag to zoom all charts, double-click to reset. In a chart: ", el("kbd", {}, "+"), " ", el("kbd", {}, "-"), " ", el("kbd", {}, "\u2190"), " ", el("kbd", {}, "\u2192"), " ", el("kbd", {}, "0"));
+  const hint = el("span.small.keys", {}, "Drag to zoom all charts, double-click to reset. In a chart: ", el("kbd", {}, "+"), " ", el("kbd", {}, "-"), " ", el("kbd", {}, "\u2190"), " ", el("kbd", {}, "\u2192"), " ", el("kbd", {}, "0"));
   return section("Charts", el("div.controls", {}, smoothingControl(), reset, bands, hint), holder);
 }
 

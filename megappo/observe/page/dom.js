@@ -21,7 +21,7 @@ function el(name, attributes = {}, ...children) {
 
 function section(title, ...content) {
   const id = title.toLowerCase().replace(/[^a-z]+/g, "-");
-  return el("section", { id, "aria-label": title }, el("h2", {}, title), ...content);
+  return el("section", { id, "aria-label": title }, el("h2", {}, title), ...content.flat().filter(Boolean));
 }
 
 function table(headings, rows) {

@@ -14,7 +14,7 @@ function change(run, title, metric) {
   const [first, last] = [values.findIndex((value) => value != null), values.findLastIndex((value) => value != null)];
   if (first < 0) return [];
   const width = run.metrics[`${metric}/ci95`]?.[last];
-  const detail = `at step ${run.steps[last]}` + (first < last ? `, ${values[first].toFixed(3)} at step ${run.steps[first]}` : "");
+  const detail = first < last ? `${values[first].toFixed(3)} at step ${run.steps[first]}` : `at step ${run.steps[last]}`;
   return [{ title, value: values[last].toFixed(3), spread: width ? `± ${width.toFixed(3)}` : null, detail }];
 }
 
@@ -29,6 +29,7 @@ function figures(run) {
     const median = [...times].sort((a, b) => a - b)[Math.floor(times.length / 2)];
     found.push({ title: "Training time", value: duration(run.seconds), detail: `${seconds(median)} a step (median)` });
   }
+  if (run.differences.length) found.push({ title: "Config", value: `${run.differences.length} keys`, detail: "differ from the defaults" });
   if (run.hardware.device) found.push({ title: "Hardware", value: run.hardware.device, detail: `ranks: ${run.hardware.ranks ?? "?"}` });
   const [commit, state] = run.commit.split("-");
   if (commit) found.push({ title: "Commit", value: commit.slice(0, 10), detail: state ? "with changes" : "no changes" });

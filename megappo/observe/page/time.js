@@ -107,11 +107,21 @@ function timeline(run) {
     rows.length > 1 ? [el("h3.group", {}, `Waiting in a step, mean of the last ${steps.length}`), table(["", "waits for others", "others wait for it"], rows)] : null);
 }
 
+/** The peak memory of each phase beside the estimate of `megappo plan`. */
+function memoryTable(run) {
+  const rows = Object.entries(run.planned_gib).map(([phase, planned]) => {
+    const measured = run.metrics[`memory/${phase}_peak_gib`]?.filter((value) => value != null);
+    return measured?.length ? [phase, `${format(Math.max(...measured))} GiB`, `${format(planned)} GiB`] : null;
+  }).filter(Boolean);
+  if (!rows.length) return null;
+  return [el("p"), el("div.box", {}, el("h3", {}, "Peak memory of phases"), table(["", "measured", "planned"], rows))];
+}
+
 function timeSection() {
   const trained = RUNS.filter((run) => run.phases.length);
   if (!trained.length) return null;
-  if (RUNS.length > 1) return section("Time", phaseTable());
+  if (RUNS.length > 1) return section("Time", el("div.box", {}, phaseTable()));
   const [run] = RUNS;
   const help = "Seconds of a step. The phases add up to the step; a step with an evaluation or a checkpoint takes longer.";
-  return section("Time", chartBox("Phases over steps", help, phaseLines(run), { tall: true }), el("p"), timeline(run));
+  return section("Time", chartBox("Phases over steps", help, phaseLines(run), { tall: true }), el("p"), timeline(run), memoryTable(run));
 }

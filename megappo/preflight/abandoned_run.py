@@ -1,0 +1,38 @@
+"""The end of a run whose ranks were ended before they could log it: by Ctrl-C, or because they were killed."""
+
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megappo.config.sources import Sources
+from megappo.observe.loggers import RunEnd
+from megappo.observe.report import write_report
+from megappo.observe.run_file import RUNNING, read_run, write_end
+from megappo.preflight.output_folder import in_use
+
+
+def end_abandoned_run(words: Sequence[str], code: int) -> None:
+    """Log the end of a run in run.json and its report, unless the run has done so, or another one has its folder.
+
+    Args:
+        words: arguments of megappo.train.
+        code: the launcher's exit code: 128 + n after signal n.
+    """
+    try:
+        sources = Sources()
+        sources.read_file(Path(words[0]))
+        for override in words[1:]:
+            sources.read_override(override)
+        folder = Path(sources.values["trainer"]["output_dir"])
+        if read_run(folder).get("status") == RUNNING and not in_use(folder):
+            write_end(folder, _end(code))
+            write_report(folder)
+    except Exception as error:  # the run has ended for a reason of its own, which must stay its exit code
+        print(f"WARNING: the report of the run was not written: {type(error).__name__}: {error}", file=sys.stderr)
+
+
+def _end(code: int) -> RunEnd:
+    if code > 128:
+        return RunEnd("interrupted", f"ended by {signal.Signals(code - 128).name}")
+    return RunEnd("failed", f"a rank ended without an error message (exit code {code}): see the run's output")
