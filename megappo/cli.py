@@ -65,6 +65,8 @@ COMMANDS = Table(
             RESULTS,
             "megappo.arguments:inspect_arguments",
         ),
+        "samples": Command("megappo.observe.show_samples", "show a run's responses, with their scores", RESULTS),
+        "timeline": Command("megappo.observe.timeline", "write one trace of the phases of all ranks", RESULTS),
         "report": Command("megappo.observe.report_command", "write a run's report again", RESULTS),
         "compare": Command("megappo.observe.compare_command", "write one page of several runs", RESULTS),
     },

@@ -81,7 +81,8 @@ def nearest_key(path: str) -> str:
     close = [f"{section}.{one}".lstrip(".") for one in difflib.get_close_matches(name, siblings, 2)]
     same_name = [key for key in known if key.endswith(f".{name}")]
     nested = [key for key in same_name if key.startswith(path.partition(".")[0] + ".")]
-    if meant := nested or close or same_name:
+    longer = [key for key in close if key.endswith(f"_{name}")]
+    if meant := longer or nested or close or same_name:
         return f"did you mean {' or '.join(meant[:2])}?"
     return f"{section or 'the top level'} has {', '.join(siblings)}"
 

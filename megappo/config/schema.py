@@ -63,6 +63,7 @@ ONE_CLIP_RATIO = ReadIf(
     others=("actor.clip_ratio_high",),
 )
 DELETES_CHECKPOINTS, SAVES_BETWEEN = ReadIf("trainer.keep_checkpoints"), ReadIf("trainer.save_interval")
+PROFILES = ReadIf("trainer.profile.steps")
 ONLY_EVALUATES = ReadIf("trainer.eval_only")
 
 
@@ -194,6 +195,11 @@ class Placement(Section):
     rollout: Ranks = key("all", "ranks whose GPUs the SGLang engines use, the actor's or others")
 
 
+class Profile(Section):
+    steps: tuple[Positive, ...] = key((), "steps in which torch's profiler writes a trace to output_dir/profile, and on a GPU a snapshot of its memory; they take longer than others")
+    ranks: tuple[NonNegative, ...] = key((0,), "ranks that are profiled", read_if=PROFILES)
+
+
 class Trainer(Section):
     output_dir: FilePath = key(..., "folder for config.yaml, metrics.jsonl, tensorboard/, checkpoints/, rollouts/")
     total_steps: Positive = key(100, "PPO steps")
@@ -210,8 +216,10 @@ class Trainer(Section):
     time_limit: PositiveFloat | None = key(None, "seconds that the job may take, from the start of its allocation; the run saves and ends before; null = SLURM's limit, else none")
     grace_seconds: NonNegativeFloat = key(120.0, "seconds before the limit at which the run begins to save; with async_save two saves must fit, as one may be running")
     loggers: FilePaths = key(("tensorboard",), "trackers that get the run's metrics, samples, checkpoints and end")
+    keep_rollouts: NonNegative | None = key(None, "keep up to 64 rows of training rollouts of step 1, of every so many steps and of the last one in rollouts/step_XXXXXXXX.parquet: texts, scores, and each token's log-probs, value and advantage; 0 = off; null = with each evaluation, or every 10 steps without evaluations")
     record_rollouts: FilePath | None = key(None, "folder for a file with each step's rollouts (tokens, log-probs, scores); tools/show_rollouts.py shows them")
     replay_rollouts: FilePath | None = key(None, "folder of such files to train on, instead of starting engines")
+    profile: Profile = key(Profile(), "where the time of a step goes, operator by operator")
     rollout_only: StrictBool = key(False, "record rollouts of model.path's weights, without training")
     eval_only: StrictBool = key(False, "evaluate once and train nothing: output_dir's newest checkpoint, or model.path if there is none")
     eval_checkpoint: FilePath | None = key(None, "eval_only: checkpoint to evaluate instead of output_dir's newest, a folder step_XXXXXXXX of any run of the same model", read_if=ONLY_EVALUATES)
@@ -227,6 +235,8 @@ class Trainer(Section):
             yield "trainer.rollout_only without trainer.record_rollouts keeps nothing: name a folder for the rollouts"
         if self.record_rollouts and (self.eval_only or self.replay_rollouts):
             yield "trainer.record_rollouts needs rollouts, without trainer.eval_only and trainer.replay_rollouts: drop it"
+        if late := [step for step in self.profile.steps if step > self.total_steps]:
+            yield f"trainer.profile.steps {late[0]} is after trainer.total_steps {self.total_steps}: choose another"
         if self.time_limit is not None and self.time_limit <= self.grace_seconds:
             yield (
                 f"trainer.time_limit {self.time_limit:g} is not above trainer.grace_seconds {self.grace_seconds:g}, so "

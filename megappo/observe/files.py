@@ -11,6 +11,8 @@ CONFIG_FILE = "config.yaml"
 HF_ACTOR = "hf_actor"
 """The trained actor as a Hugging Face folder, written at the end of a run; see `has_exported`."""
 
+ROLLOUTS_FOLDER = "rollouts"
+"""The samples of evaluations, step_XXXXXXXX.jsonl, and the kept rollouts of training, step_XXXXXXXX.parquet."""
 EVALUATIONS = "evaluations"
 """The evaluations of a run's checkpoints, by trainer.eval_only: a folder each."""
 EVALUATION_FILE = "evaluation.json"
@@ -32,6 +34,11 @@ def has_exported(folder: Path) -> bool:
 def rows_file(folder: Path, step: int) -> Path:
     """Return the path of a step's rows in a folder of recorded rollouts."""
     return folder / f"step_{step:08d}.safetensors"
+
+
+def kept_file(output_dir: Path, step: int) -> Path:
+    """Return the path of the rollouts that a run kept of a step."""
+    return Path(output_dir, ROLLOUTS_FOLDER, f"step_{step:08d}.parquet")
 
 
 def recorded_steps(folder: Path) -> list[int]:

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from megappo.config.config_error import printable
+from megappo.observe.files import ROLLOUTS_FOLDER
 from megappo.observe.loggers import Logger, RunInfo
 
-ROLLOUTS_FOLDER = "rollouts"
 PRINTED_CHARACTERS = 400
 NOT_SHOWN = ("dataset", "step", "passed")
 """Fields that are in the title of a rollout."""
@@ -37,15 +37,16 @@ def append_samples(output_dir: str | Path, step: int, samples: Sequence[Mapping[
     return path
 
 
-def drop_samples(output_dir: str | Path, resume_step: int) -> None:
+def drop_samples(output_dir: str | Path, resume_step: int, ending: str = "jsonl") -> None:
     """Remove what an earlier run sampled at `resume_step` and later, so that no step stands twice."""
-    for path in _files(output_dir):
+    for path in sample_files(output_dir, ending):
         if int(path.stem.removeprefix("step_")) >= resume_step:
             path.unlink()
 
 
-def _files(output_dir: str | Path) -> list[Path]:
-    return sorted((Path(output_dir) / ROLLOUTS_FOLDER).glob("step_[0-9]*.jsonl"))
+def sample_files(output_dir: str | Path, ending: str = "jsonl") -> list[Path]:
+    """Return the files of a run's samples, jsonl, or of its kept rollouts, parquet; a file a step, in their order."""
+    return sorted((Path(output_dir) / ROLLOUTS_FOLDER).glob(f"step_[0-9]*.{ending}"))
 
 
 def format_samples(step: int, samples: Sequence[Mapping[str, Any]]) -> str:

@@ -125,6 +125,10 @@ def plan_run(config: Config, world_size: int, ranks_per_node: int | None = None)
         raise ConfigError(*errors, *error.errors) from None
     plan = RunPlan(config, config, world_size, ranks_per_node, components, layouts)
     errors += plan.route.errors(on_gpus=False)
+    if absent := [rank for rank in config.trainer.profile.ranks if rank >= world_size]:
+        errors.append(
+            f"trainer.profile.ranks {absent[0]} is not below the number of ranks, {world_size}: choose another"
+        )
     if errors:
         raise ConfigError(*errors)
     return plan

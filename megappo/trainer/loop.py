@@ -6,6 +6,7 @@ Steps are counted from 1; step 0 is the model before training.
 from typing import Any
 
 from megappo.engines.restarts import EngineLost
+from megappo.observe.profile import profiled
 from megappo.runtime.interruption import Interrupted
 from megappo.trainer.experience import add_advantages
 from megappo.trainer.run import Run
@@ -26,7 +27,8 @@ def train(run: Run) -> None:
     try:
         for step in range(run.progress.start_step + 1, run.config.trainer.total_steps + 1):
             run.check_interrupted()
-            metrics = ppo_step(run, step)
+            with profiled(run.config.trainer, step, run.exchange.rank):
+                metrics = ppo_step(run, step)
             run.log(step, metrics)
             run.save_if_due(step)
     except (Interrupted, EngineLost):
@@ -55,6 +57,7 @@ def ppo_step(run: Run, step: int) -> dict[str, Any]:
             batch = models.gather(shards, log_probs | values | ref_log_probs | others, batch)
         with phase("advantages"):
             experience = add_advantages(run, step, batch, metrics)
+        run.keep_rollouts(experience, responses)
         run.begin_updates(experience)
     with phase("scatter_fields"):
         models.scatter_fields(shards, experience.batch, step)

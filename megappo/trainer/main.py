@@ -19,6 +19,7 @@ from megappo.observe.loggers import RunEnd, RunInfo
 from megappo.observe.metrics import reduce_ranks
 from megappo.observe.observer import open_observer
 from megappo.observe.run_file import git_commit, run_id_of
+from megappo.observe.samples import drop_samples
 from megappo.observe.timeline import drop_phases
 from megappo.placement.picture import placement_lines
 from megappo.placement.run_plan import RunPlan
@@ -53,7 +54,10 @@ def execute(plan: RunPlan, engine_handle: EngineHandle, cleanup: ExitStack) -> N
     run = build_run(plan, engine_handle, cleanup)
     if run.exchange.rank == 0:  # not before: a folder that is refused stays as it was
         _write_config(plan.requested, run)
-        drop_phases(plan.config.trainer.output_dir, run.progress.resume_step)
+        progress, output_dir = run.progress, plan.config.trainer.output_dir
+        drop_phases(output_dir, progress.resume_step)
+        is_in_step = progress.experience is not None  # whose rollouts have been kept
+        drop_samples(output_dir, progress.resume_step + is_in_step, "parquet")
     if plan.config.trainer.eval_only:
         evaluate_only(run)
     elif plan.config.trainer.rollout_only:

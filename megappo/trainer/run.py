@@ -4,16 +4,19 @@ import gc
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megappo.batch.exchange import Exchange, OtherRankError
 from megappo.checkpoint.folders import CheckpointError, step_of
-from megappo.config.schema import Config
+from megappo.config.schema import EVAL_INTERVAL, Config
 from megappo.observe.loggers import RunEnd
 from megappo.observe.metrics import reduce_ranks
 from megappo.observe.observer import NullObserver, Observer
 from megappo.observe.timeline import append_phases
 from megappo.rollouts.datasets import Datasets
+from megappo.rollouts.group_selection import StepResponses
+from megappo.rollouts.kept import keep_rollouts
 from megappo.rollouts.record import Replay
 from megappo.rollouts.rollouts import Rollouts, raise_if_interrupted
 from megappo.runtime.interruption import INTERRUPTION, deadline
@@ -86,6 +89,16 @@ class Run:
         for name, shard in shards.items():
             shard.num_updates = experience.num_updates.get(name, 0)
         return experience, shards
+
+    def keep_rollouts(self, experience: Experience, responses: StepResponses | None) -> None:
+        """Keep the first rows of a step in the output folder, if they are due."""
+        settings, step = self.config.trainer, experience.step
+        interval = settings.keep_rollouts
+        if interval is None:
+            interval = self.config.eval_interval or EVAL_INTERVAL
+        if self.is_due(step, interval) or (interval and step == 1):
+            with self.phase("keep_rollouts"):
+                keep_rollouts(Path(settings.output_dir), step, experience.batch, responses, self.rollouts)
 
     def begin_updates(self, experience: Experience) -> None:
         """Check that the engines sampled as the actor would. From here on an interrupted step is resumed."""

@@ -148,6 +148,8 @@ CONTRADICTIONS = {
         "actor.kl_loss_unbiased true and algorithm.preset nemo_rl both correct the KL's gradient: drop one"
     ),
     "trainer.rollout_only=true": "trainer.rollout_only without trainer.record_rollouts keeps nothing: name a folder",
+    "trainer.profile.steps=[3,200]": "trainer.profile.steps 200 is after trainer.total_steps 100: choose another",
+    "trainer.profile.ranks=[1]": "trainer.profile.ranks [1] has no effect, as trainer.profile.steps is [",
     "trainer.replay_rollouts=rec trainer.eval_interval=3": (
         "trainer.replay_rollouts starts no engines, which the evaluation on data.val_files needs: set"
     ),

@@ -1,18 +1,22 @@
 """A short run from beginning to end, killed and terminated on its way (see `run`)."""
 
+import gzip
 import itertools
 import json
 import math
+import re
 import statistics
 from pathlib import Path
 
 import pytest
 import torch
 from program import logged
+from pyarrow import parquet
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_run import recorded
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megappo.batch.rows_file import RowsFile
 from megappo.config.loading import load_config
 from megappo.observe.timeline import read_timeline
 
@@ -70,6 +74,48 @@ def test_the_timeline_has_every_step_of_each_rank_once(run):
         for name in PHASES:
             seconds = sum(phase.seconds for phase in ranks[0] if phase.name == name)
             assert seconds == pytest.approx(metrics[f"timing_s/{name}"], abs=1e-4)
+
+
+def test_a_profile_has_the_operators_of_a_step_within_its_phases(run):
+    [path] = (run / "profile").iterdir()
+    assert path.name == "step_00000010_rank_00001.json.gz"
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    spans = {}
+    for event in events:
+        if event.get("ph") == "X":
+            spans.setdefault(event["name"], []).append((event["ts"], event["ts"] + event["dur"]))
+    assert spans.keys() >= set(PHASES)
+    [(start, end)] = spans["update_critic"]
+    products = [span for name in ("aten::mm", "aten::addmm") for span in spans.get(name, [])]
+    assert any(start <= begin < finish <= end for begin, finish in products)
+    assert max(finish for _, finish in products) <= spans["sync"][0][1], "evaluations compute in the engine"
+
+
+def test_rollouts_are_kept_of_the_first_step_and_with_each_evaluation(run, config):
+    """The first half of the step's rows, which are in the record, too."""
+    files = sorted((run / "rollouts").glob("*.parquet"))
+    assert [path.stem for path in files] == ["step_00000001", "step_00000005", "step_00000010"]
+    tokenizer = AutoTokenizer.from_pretrained(config.parent / "model")
+    for path, metrics in zip(files, (logged(run)[step] for step in (1, 5, 10)), strict=True):
+        rows = parquet.read_table(path).to_pylist(maps_as_pydicts="strict")
+        with RowsFile(run / "record" / f"{path.stem}.safetensors") as file:
+            recorded_rows = file.rows(0, 64)
+        scores, log_probs = recorded_rows.fields["scores"], recorded_rows.fields["rollout_log_probs"]
+        assert [row["score"] for row in rows] == scores.tolist()
+        for row, sequence, length in zip(rows, recorded_rows.sequences, recorded_rows.prompt_lengths, strict=True):
+            assert row["tokens"] == sequence[length:].tolist()
+            assert row["prompt"] == tokenizer.decode(sequence[:length])
+            assert row["score"] == pytest.approx(row["response"].count("7") / max(1, len(row["response"])))
+            assert row["response"] == re.sub("<unk>|<pad>|<eos>", "", "".join(row["texts"]))
+            left, right = row["prompt"].removesuffix("=").split("+")
+            assert int(row["label"]) == int(left) + int(right)
+        for number, row in enumerate(rows):
+            assert row["rollout_log_probs"] == log_probs[number, : len(row["tokens"])].tolist()
+            assert row["old_log_probs"] == pytest.approx(row["rollout_log_probs"], abs=1e-3)
+        for name in ("values", "advantages", "returns"):
+            numbers = [number for row in rows for number in row[name]]
+            assert metrics[f"{name}/min"] <= min(numbers) < max(numbers) <= metrics[f"{name}/max"]
+            assert statistics.fmean(numbers) == pytest.approx(metrics[f"{name}/mean"], abs=0.5)
 
 
 def test_it_learns(run):

@@ -17,6 +17,7 @@ from bombs import bombs
 from program import REPOSITORY, Program, logged
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+PROFILE = "trainer.profile={steps: [10], ranks: [1]}"
 PICKLES = ("pytorch_model.bin", "training_args.bin", "optimizer.pt", "scheduler.pt")
 """Files that may be in a model's folder and are never read."""
 REWARD = '''
@@ -108,7 +109,7 @@ def has_saved(run: Path, step: int) -> bool:
 
 
 def recorded(run: Path, config: Path) -> list[str]:
-    """Return the recorded run's overrides: an evaluation set with its own settings."""
+    """Return the recorded run's overrides: an evaluation set with its own settings, and a profile of the last step."""
     folder = config.parent
     settings = {
         "files": str(folder / "held_out.jsonl"),
@@ -120,7 +121,7 @@ def recorded(run: Path, config: Path) -> list[str]:
         "prompt_key": "label",
     }
     evaluation = f"eval.datasets={json.dumps({'sums': settings})}"
-    return [f"trainer.output_dir={run}", f"trainer.record_rollouts={run / 'record'}", evaluation]
+    return [f"trainer.output_dir={run}", f"trainer.record_rollouts={run / 'record'}", evaluation, PROFILE]
 
 
 def run_killing_all(folder: Path, config: Path, run: Path) -> None:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from spawn import run_ranks
 
 from megappo.batch.exchange import Exchange
-from megappo.config.schema import Config
+from megappo.config.schema import Config, Profile
 from megappo.engines.client import EngineClient, EngineError, EngineFault
 from megappo.engines.handle import EngineHandle, Footprint
 from megappo.engines.restarts import EngineRestarts
@@ -70,7 +70,7 @@ def engines(events: list[str], *, sleeps: bool = True) -> InferenceEngines:
         events.append("probe")
         return {}
 
-    exchange = SimpleNamespace(all_gather=lambda value: events.append("barrier") or [value])
+    exchange = SimpleNamespace(rank=0, all_gather=lambda value: events.append("barrier") or [value])
     own = SimpleNamespace(stop=lambda: events.append("stop"), restart=lambda: events.append("restart"))
     own.number, own.part_of, own.client = 0, None, Recorder(events)
     restarts = EngineRestarts(own, exchange, print, limit=3)
@@ -173,10 +173,10 @@ def test_engines_that_a_run_starts_have_loaded_the_first_weights_of_a_new_actor(
     assert InferenceEngines(plan, EngineHandle(), None, is_new=is_new).as_loaded == as_loaded
 
 
-def test_engines_sleep_while_a_checkpoint_is_written(events, monkeypatch):
+def test_engines_sleep_while_a_checkpoint_is_written(events, monkeypatch, tmp_path):
     steps = {"total_steps": 3, "save_interval": 2, "async_save": True, "time_limit": None, "grace_seconds": 0.0}
     config = SimpleNamespace(
-        trainer=SimpleNamespace(**steps, export_hf=False),
+        trainer=SimpleNamespace(**steps, export_hf=False, output_dir=str(tmp_path), profile=Profile()),
         eval_interval=0,
     )
     found = engines(events)

@@ -131,7 +131,7 @@ def settings(folder: Path) -> dict:
             "sync": {"probe_tolerance": 100.0},
         },
         "data": {"train_files": ["fixed"], "train_batch_size": PROMPTS, "max_prompt_length": LONGEST_PROMPT},
-        "trainer": {"output_dir": str(folder), "total_steps": STEPS, "export_hf": False},
+        "trainer": {"output_dir": str(folder), "total_steps": STEPS, "export_hf": False, "keep_rollouts": 0},
     }
 
 

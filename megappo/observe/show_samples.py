@@ -1,0 +1,77 @@
+"""Show a run's responses: those to held-out prompts, and the training rollouts that it kept."""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megappo.observe.samples import sample_files
+
+COLUMNS = ["step", "dataset", "prompt", "response", "label", "score", "parts", "passed", "finish_reason"]
+"""Columns of kept rollouts that are shown."""
+TEXTS = ("prompt", "response", "label")
+TRAINING = "training"
+"""The name under which kept rollouts are shown, as held-out data sets are under theirs."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print responses of one step; return the process's exit code."""
+    parser = argparse.ArgumentParser(prog="megappo samples", description=__doc__)
+    parser.add_argument("run", type=Path, help="output folder of a run")
+    parser.add_argument("--step", type=int, help="a step that has responses (default: the newest)")
+    parser.add_argument("--dataset", help=f"a held-out data set, or {TRAINING} (default: all)")
+    passed = parser.add_mutually_exclusive_group()
+    passed.add_argument("--right", dest="passed", action="store_true", default=None, help="only those that passed")
+    passed.add_argument("--wrong", dest="passed", action="store_false", default=None, help="only those that did not")
+    parser.add_argument("--search", default="", metavar="TEXT", help="only those with this text, in prompt or response")
+    parser.add_argument("--num", type=int, default=10, help="responses to show at most (default: 10)")
+    args = parser.parse_args(arguments)
+    files = [*sample_files(args.run), *sample_files(args.run, "parquet")]
+    steps = sorted({_step_of(path) for path in files})
+    if not steps:
+        parser.error(f"{args.run} has no responses in rollouts/: name the output folder of a run")
+    step = steps[-1] if args.step is None else args.step
+    if step not in steps:
+        parser.error(f"{args.run} has no responses of step {step}, but of {', '.join(map(str, steps))}")
+    every = [sample for path in files if _step_of(path) == step for sample in _read(path)]
+    chosen = [sample for sample in every if _is_chosen(sample, args)]
+    print("\n\n".join("\n".join(_lines(sample)) for sample in chosen[: args.num]))
+    shown = min(args.num, len(chosen))
+    print(f"\nstep {step} (of {', '.join(map(str, steps))}): {shown} shown of {len(chosen)} chosen of {len(every)}")
+    return 0
+
+
+def _step_of(path: Path) -> int:
+    return int(path.stem.removeprefix("step_"))
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    if path.suffix == ".parquet":
+        from pyarrow import parquet  # not above: a wrong argument is refused at once
+
+        rows = parquet.read_table(path, columns=COLUMNS).to_pylist(maps_as_pydicts="strict")
+        return [row | {"dataset": row["dataset"] or TRAINING} for row in rows]
+    return [json.loads(line) for line in path.read_text("utf-8").split("\n")[:-1]]
+
+
+def _is_chosen(sample: Mapping[str, Any], args: argparse.Namespace) -> bool:
+    if args.dataset not in (None, sample["dataset"]) or args.passed not in (None, sample["passed"]):
+        return False
+    return args.search in f"{sample['prompt']}\n{sample['response']}"
+
+
+def _lines(sample: Mapping[str, Any]) -> Iterator[str]:
+    outcome = {True: ", passed", False: ", not passed", None: ""}[sample["passed"]]
+    ending = f", ended by {sample['finish_reason']}" if "finish_reason" in sample else ""
+    parts = "".join(f", {name} {number:g}" for name, number in sample.get("parts", {}).items())
+    yield f"-- {sample['dataset']}, score {sample['score']:g}{outcome}{ending}{parts}"
+    for name in TEXTS:
+        for number, line in enumerate(str(sample[name]).splitlines() or [""]):
+            text = "".join(character if character.isprintable() else repr(character)[1:-1] for character in line)
+            yield f"   {'' if number else name:<9} {text}".rstrip()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

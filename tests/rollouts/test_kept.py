@@ -1,0 +1,126 @@
+"""Kept rollouts: the Parquet file of a step, and the command that shows it."""
+
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from engine_handles import restarts_of
+from pyarrow import parquet
+from samples_of import sample_of
+from scored_responses import ScoredResponses, step_of
+from spawn import run_ranks
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedTokenizerFast
+
+from megappo.batch.exchange import Exchange
+from megappo.config.schema import Config
+from megappo.data.prompts import Prompt
+from megappo.data.tokenizer import load_tokenizer, token_texts
+from megappo.engines.handle import EngineHandle
+from megappo.observe.files import kept_file
+from megappo.observe.observer import NullObserver
+from megappo.observe.show_samples import main
+from megappo.rollouts.datasets import Datasets
+from megappo.rollouts.kept import KEPT_ROWS, keep_rollouts
+from megappo.rollouts.rollouts import Rollouts
+from megappo.rollouts.row_builder import RowBuilder
+from megappo.userland.grades import Grade
+
+NUM_PROMPTS = 40
+"""With two responses each, more than KEPT_ROWS."""
+
+
+class Messages(NullObserver):
+    def __init__(self):
+        self.texts = []
+
+    def message(self, text: str) -> None:
+        self.texts.append(text)
+
+
+def keep(rank: int, world_size: int, model: str, folder: str) -> None:
+    """Each rank has every second prompt's responses; those of even prompts are episodes that a limit ended."""
+    tokenizer = load_tokenizer(model)
+    config = Config.model_validate(
+        {
+            "model": {"path": model},
+            "data": {"train_files": ["f"], "train_batch_size": NUM_PROMPTS},
+            "trainer": {"output_dir": folder},
+            "rollout": {"n": 2, "max_response_length": 4},
+            "algorithm": {"adv_estimator": "gae"},
+        }
+    )
+    exchange = Exchange(dist.group.WORLD)
+    prompts = [Prompt(index, tokenizer.encode(f"{index}="), "", index) for index in range(NUM_PROMPTS)]
+    samples, grades = [], []
+    for index in range(rank, NUM_PROMPTS, world_size):
+        for order in (1, 0):
+            tokens = tokenizer.encode(f"{index}{'+' * order}")
+            ending = "length" if order else "stop"
+            samples.append(sample_of(index, order, tokens, [-0.5] * len(tokens), ending, prompt=prompts[index].tokens))
+            grades.append(Grade([1.0 - order], {"pluses": float(order)}))
+    datasets, restarts = Datasets(tokenizer, (), 30, None, {}), restarts_of(EngineHandle(rank), exchange)
+    rollouts = Rollouts(config, datasets, restarts, exchange, Messages(), workers={}, num_engines=1)
+    step = step_of(ScoredResponses(prompts, samples, grades))
+    batch, _ = RowBuilder(config, 30, tokenizer, exchange).build(step)
+    keep_rollouts(Path(folder), 7, batch, step, rollouts)
+    keep_rollouts(Path(folder), 8, batch, None, rollouts)
+    keep_rollouts(Path(folder, "rollouts", "step_00000008.parquet"), 9, batch, step, rollouts)  # no folder
+    assert [text[:50] for text in rollouts.observer.texts] == ["WARNING: the rollouts of step 9 are not kept: [Err"][
+        rank:
+    ]
+
+
+def test_a_file_has_the_first_rows_of_all_ranks_with_what_each_is_known_by(config, tmp_path, capsys):
+    model = config.parent / "model"
+    run_ranks(2, keep, str(model), str(tmp_path))
+    rows = parquet.read_table(kept_file(tmp_path, 7)).to_pylist(maps_as_pydicts="strict")
+    assert len(rows) == KEPT_ROWS < 2 * NUM_PROMPTS
+    for number, row in enumerate(rows):
+        index, order = divmod(number, 2)
+        response = f"{index}{'+' * order}"
+        expected = {
+            "step": 7,
+            "dataset": None,
+            "prompt": f"{index}=",
+            "response": response,
+            "label": str(index),
+            "score": 1.0 - order,
+            "parts": {"pluses": order},
+            "passed": not order,
+            "finish_reason": "length" if order else "stop",
+            "texts": list(response),
+            "rollout_log_probs": [-0.5] * len(response),
+            "response_mask": [1] * len(response),
+            "advantages": None,
+        }
+        assert {name: row[name] for name in expected} == expected
+        assert len(row["tokens"]) == len(response)
+
+    [replayed, *_] = parquet.read_table(kept_file(tmp_path, 8)).to_pylist(maps_as_pydicts="strict")
+    assert (replayed["label"], replayed["parts"], replayed["finish_reason"]) == (None, {}, "stop")
+
+    assert main([str(tmp_path), "--step", "7", "--wrong", "--search", "13", "--dataset", "training"]) == 0
+    assert capsys.readouterr().out == (
+        "-- training, score 0, not passed, ended by length, pluses 1\n"
+        "   prompt    13=\n"
+        "   response  13+\n"
+        "   label     13\n"
+        "\n"
+        "step 7 (of 7, 8): 1 shown of 1 chosen of 64\n"
+    )
+    with pytest.raises(SystemExit, match="2"):
+        main([str(tmp_path), "--step", "9"])
+    assert "has no responses of step 9, but of 7, 8" in capsys.readouterr().err
+
+
+def test_the_texts_of_tokens_join_to_the_text(config):
+    tokenizer = load_tokenizer(str(config.parent / "model"))
+    assert token_texts(tokenizer.encode("12+3=15"), tokenizer) == list("12+3=15")
+
+    backend = Tokenizer(BPE(vocab={byte: number for number, byte in enumerate(ByteLevel.alphabet())}, merges=[]))
+    backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    by_bytes = PreTrainedTokenizerFast(tokenizer_object=backend)
+    assert token_texts(by_bytes.encode("a \u00e9"), by_bytes) == ["a", " ", "", "\u00e9"]
