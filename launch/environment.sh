@@ -47,6 +47,7 @@ check_driver() {
 }
 
 name=$(basename "$0")
+source "$(dirname "${BASH_SOURCE[0]}")/waiting.sh"
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 gpus=$(num_gpus)
 if [[ $gpus -eq 0 && ! ${CUDA_VISIBLE_DEVICES--1} =~ ^(-1|none|void|NoDevFiles)?$ ]]; then

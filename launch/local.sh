@@ -10,5 +10,6 @@ if [[ $# -lt 1 || $1 == -h || $1 == --help ]]; then
 fi
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
+remember ${NPROC:+NPROC="$NPROC"} bash launch/local.sh "$@"
 # exec: a signal to this script reaches torchrun, which ends its own ranks.
 exec "$python" -m megappo train --nproc "$nproc" "$@"

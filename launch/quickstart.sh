@@ -10,6 +10,8 @@ if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then
     echo "all keys, after a first run: .venv/bin/megappo plan --keys"
     exit
 fi
+source launch/waiting.sh
+remember bash launch/quickstart.sh "$@"
 # The config places everything on two ranks.
 export NPROC=${NPROC:-2}
 settings=()
@@ -44,7 +46,8 @@ run=outputs/quickstart/run
 if grep -qs '"status": "finished"' "$run/run.json" && [[ " $*" != *" trainer.output_dir="* ]]; then
     kept=$run-$(date -r "$run/run.json" +%Y%m%d-%H%M%S)
     # Report errors in the arguments before moving anything; without a finished run, local.sh reports them.
-    "$python" -m megappo plan --world-size "$NPROC" configs/quickstart.yaml "${settings[@]}" "$@" "trainer.output_dir=$kept" > /dev/null
+    check() { "$python" -m megappo plan --world-size "$NPROC" configs/quickstart.yaml "$@" > /dev/null; }
+    waiting "checking configs/quickstart.yaml" check "${settings[@]}" "$@" "trainer.output_dir=$kept"
     flock --nonblock --conflict-exit-code 75 "$run/.lock" mv "$run" "$kept" || {
         [[ $? -ne 75 ]] || echo "quickstart.sh: a run is at work in $run" >&2
         exit 1

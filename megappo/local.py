@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from megappo import plan
 from megappo.arguments import train_arguments
 from megappo.runtime.machine import PYTHON, for_python, num_gpus
+from megappo.runtime.status import STATUS
 
 CPU_RANKS = 2
 
@@ -27,8 +28,10 @@ def start(config: str, overrides: Sequence[str], num_ranks: int) -> int:
     """
     words = [config, *overrides]
     print(f"checking {config}", flush=True)
+    STATUS.start("config check")
     with contextlib.redirect_stdout(io.StringIO()):
         code = plan.main(["--world-size", str(num_ranks), *words])
+    STATUS.stop()
     if code:
         return code
     variables = for_python(os.environ) | {"PYTHONSAFEPATH": "1"}

@@ -9,11 +9,14 @@ usage: .venv/bin/python -m megappo.torchrun TORCHRUN_ARGUMENTS
 import argparse
 import logging
 import os
+import shlex
 import sys
 
 from megappo.runtime.interruption import EXIT_AGAIN, EXIT_LOST_RANK, end_at_once
+from megappo.runtime.status import STATUS
 
 if __name__ == "__main__":
+    STATUS.start("imports of the launcher", writes_heartbeats=False)
     end_at_once()  # importing torch takes seconds, and other nodes may be waited for
     # torch reads it as it is imported; a store that is gone would be pages of warnings.
     has_log_level = "TORCH_CPP_LOG_LEVEL" in os.environ
@@ -35,6 +38,10 @@ from megappo.table import resolved
 
 LOGGERS = ("multiprocessing.api", "multiprocessing.errors.error_handler", "agent.server.api")
 """Loggers that report each process they end, and the files they pass on."""
+ENDING_OF = "megappo.preflight.ending:ending_of"
+"""Imported at the end of a run that has not finished."""
+COMMAND = "MEGAPPO_COMMAND"
+"""Environment variable: the command that started the run, as its user wrote it."""
 GRACE_SECONDS = 5
 """Seconds that a rank of megappo.train may take to save and exit; others, which may have to clean up, torchrun's 30."""
 
@@ -73,16 +80,18 @@ def _run_ranks(args: argparse.Namespace) -> int:
         run(args)
     except ChildFailedError as error:
         code = next(iter(error.failures.values())).exitcode
+        if code != EXIT_CONFIG:
+            _print_ending(args, "")
         return code if code > 0 and code != EXIT_LOST_RANK else 1
     except SignalException as error:
-        print(f"ended by {error.sigval.name}", file=sys.stderr)
+        _print_ending(args, error.sigval.name)
         return 128 + error.sigval
-    except StartAgain as reason:
-        if str(reason):
-            print(reason, file=sys.stderr)
+    except StartAgain as error:
+        _print_ending(args, str(error), is_saved=True)
         return EXIT_AGAIN
     except OtherNodeError as error:
         print(f"error: {error}", file=sys.stderr)
+        _print_ending(args, "")
         return 1
     except (DistError, RendezvousError, OSError) as error:
         print(f"error: {_place(args)}: rendezvous failed: {_cause(error)}", file=sys.stderr)
@@ -108,6 +117,28 @@ def prepared(args: argparse.Namespace) -> argparse.Namespace:
     return args
 
 
+def _print_ending(args: argparse.Namespace, signal: str, *, is_saved: bool = False) -> None:
+    """Print the last line of a run that has not finished: what happened, what is lost, and the command that resumes it.
+
+    Args:
+        signal: name of the one that ended this launcher; "" if none did.
+        is_saved: the ranks have saved what they had.
+    """
+    is_run = args.training_script == "megappo.train" and args.node_rank == 0
+    ending = resolved(ENDING_OF)(args.training_script_args) if is_run else None
+    if ending is None:
+        saved = ": started again, the run goes on" if is_saved else ""
+        if signal:
+            print(f"ended by {signal}{saved}", file=sys.stderr)
+        return
+    reason = signal or (ending.reason or "a signal" if is_saved else "")
+    if not reason and not ending.has_trained:
+        return  # the error has been reported, and nothing is lost
+    what = f"ended by {reason}" if reason else "the run failed"
+    command = os.environ.get(COMMAND) or shlex.join([sys.executable, "-m", "megappo.torchrun", *sys.argv[1:]])
+    print(f"{what}: {ending.account}. To resume: {command}", file=sys.stderr)
+
+
 def _place(args: argparse.Namespace) -> str:
     head = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port}"
     return f"node {args.node_rank} of {args.nnodes}, head {head},"
@@ -124,6 +155,7 @@ if __name__ == "__main__":
     if not has_log_level:
         del os.environ["TORCH_CPP_LOG_LEVEL"]  # the ranks' warnings may be about anything
     code = main()
+    STATUS.stop()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # threads that talk to the store would abort an interpreter that ends its own way

@@ -13,8 +13,9 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
-from megappo.runtime.interruption import EXIT_AGAIN, INTERRUPTION, Interrupted
+from megappo.runtime.interruption import EXIT_AGAIN, INTERRUPTION, LAUNCHER, Interrupted
 from megappo.runtime.keeper import die_with
+from megappo.runtime.status import STATUS, share_terminal
 
 if __name__ == "__main__":
     # A rank that imports or waits in a collective runs no Python code: let Ctrl-C end it at once. Its children end
@@ -23,6 +24,10 @@ if __name__ == "__main__":
     if "WORLD_SIZE" in os.environ:
         die_with(os.getppid())  # torchrun
         INTERRUPTION.listen()
+    if os.environ.get("RANK") == "0":
+        STATUS.start("imports")
+    else:
+        share_terminal()
 
 import torch
 import torch.distributed as dist
@@ -36,13 +41,14 @@ from megappo.errors import EXIT_CONFIG
 from megappo.estimate.fitting import resolve_offload
 from megappo.estimate.gpu_memory import Cluster
 from megappo.estimate.placed_model import Shapes
-from megappo.estimate.tables import switch_table
+from megappo.estimate.tables import switch_summary
 from megappo.observe.console import escape_unprintable
 from megappo.placement.run_plan import RunPlan
 from megappo.preflight.output_folder import already_finished, evaluation_of, lock
 from megappo.preflight.run_checks import check_run
 from megappo.runtime import megatron_setup, platform
 from megappo.runtime.failure import report, report_failed_threads
+from megappo.runtime.heartbeat import heartbeat
 from megappo.runtime.listening import stay_on_this_node
 from megappo.runtime.machine import bind
 from megappo.runtime.watchdog import Watchdog
@@ -73,6 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"error: {unseen}", file=sys.stderr)
         return EXIT_CONFIG
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    STATUS.end_step(heartbeat.phase, heartbeat.since)
     _set_up_process(rank)
     store = _join_store(rank)
     cleanup = ExitStack()
@@ -82,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _run(args, store, rank, world_size, cleanup)
     except Interrupted as reason:
         code, ending = EXIT_AGAIN, reason
-        if rank == 0:
+        if rank == 0 and LAUNCHER not in os.environ:  # which prints it
             print(f"interrupted by {reason}: all is saved; started again, the run goes on", flush=True)
     except Exception as error:
         code, ending = report(error, store, rank), error
@@ -93,6 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"error (rank {rank}): during cleanup: {type(error).__name__}: {error}", file=sys.stderr)
         else:
             code = report(error, store, rank)
+    STATUS.stop()
     # Exit without waiting for other ranks, which may be gone. After a successful run, too: threads of the process
     # groups can abort an interpreter that exits normally.
     sys.stdout.flush()
@@ -133,11 +141,12 @@ def _join_store(rank: int) -> dist.Store:
 
 def _run(args: argparse.Namespace, store: dist.Store, rank: int, world_size: int, cleanup: ExitStack) -> None:
     # A file of trainer.extensions may import megatron.core.
-    config = load_config(args.config, args.overrides, before_extensions=megatron_setup.install)
-    if config.trainer.eval_only:
-        INTERRUPTION.never_saves()
-    ranks_per_node = int(os.environ["LOCAL_WORLD_SIZE"])
-    plan, errors = check_run(config, world_size, ranks_per_node, on_gpus=platform.has_cuda())
+    with STATUS.step("config check"):
+        config = load_config(args.config, args.overrides, before_extensions=megatron_setup.install)
+        if config.trainer.eval_only:
+            INTERRUPTION.never_saves()
+        ranks_per_node = int(os.environ["LOCAL_WORLD_SIZE"])
+        plan, errors = check_run(config, world_size, ranks_per_node, on_gpus=platform.has_cuda())
     if plan is None or errors:
         raise ConfigError(*errors)
     with config.locating():
@@ -164,10 +173,11 @@ def _train(plan: RunPlan, store: dist.Store, rank: int, cleanup: ExitStack) -> N
     engine_handle = EngineHandle()
     if not config.replays:
         engine_handle = start_engine(plan, rank, store, cleanup)
-    with platform.gc_disabled():
+    with STATUS.step("imports of Megatron"), platform.gc_disabled():
         execute = resolved(EXECUTE)
     timeout = timedelta(seconds=config.trainer.process_group_timeout_seconds)
-    dist.init_process_group(platform.backend(), store=store, rank=rank, world_size=plan.world_size, timeout=timeout)
+    with STATUS.step("process group"):
+        dist.init_process_group(platform.backend(), store=store, rank=rank, world_size=plan.world_size, timeout=timeout)
     Watchdog(store, rank, plan.world_size, config.hang_timeout_seconds)
     execute(plan, engine_handle, cleanup)
 
@@ -179,12 +189,10 @@ def shared_nccl_variables(plan: RunPlan) -> dict[str, str]:
 
 
 def _print_capabilities(plan: RunPlan) -> None:
-    capabilities = platform.capabilities()
-    width = max(map(len, capabilities))
-    print("\n".join(f"{name.ljust(width)}  {value}" for name, value in capabilities.items()))
+    found = [f"{name} {value}" for name, value in platform.capabilities().items() if value != platform.NOT_INSTALLED]
+    STATUS.print(", ".join(found))
     has_te = platform.has_transformer_engine()
-    table = switch_table(plan, Shapes(), on_gpu=platform.has_cuda(), has_te=has_te)
-    print(f"what makes passes faster\n{table}", flush=True)
+    STATUS.print(switch_summary(plan, Shapes(), on_gpu=platform.has_cuda(), has_te=has_te))
 
 
 if __name__ == "__main__":

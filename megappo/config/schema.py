@@ -35,12 +35,15 @@ from megappo.config.values import (
     ReadIf,
     Section,
     TensorKind,
+    Texts,
     key,
 )
 
 _OWN_AVERAGING = ", ".join(name for name, method in POLICY_LOSSES.items() if method.loss_agg_mode)
 EVAL_INTERVAL = 10
 """Value of trainer.eval_interval where it is null and there is something to evaluate on."""
+CONSOLE_FIELDS = ("reward", "val", "ref_kl", "ppo_kl", "entropy", "clipfrac", "vf_ev", "length", "tok/s", "step_s")
+"""Default of trainer.console_fields: `observe.console.COLUMNS` has their metrics."""
 
 HAS_CRITIC = ReadIf(
     "algorithm.adv_estimator",
@@ -211,7 +214,9 @@ class Trainer(Section):
     eval_interval: NonNegative | None = key(None, "evaluate on data.val_files and eval.datasets every so many steps, before the first and at the end; 0 = off; null = 10 if there are any")
     resume: Literal["auto", "never"] = key("auto", "auto: go on from output_dir's newest checkpoint; never: refuse a folder that has one")
     export_hf: StrictBool = key(True, "write the actor as a Hugging Face folder (hf_actor/) at the end")
-    num_samples: NonNegative = key(4, "prompts of each held-out data set whose responses are printed and kept per evaluation", read_if=HAS_HELD_OUT)
+    num_samples: NonNegative = key(4, "prompts of each held-out data set whose responses are kept per evaluation", read_if=HAS_HELD_OUT)
+    print_samples: NonNegative = key(2, "kept responses that are printed at the start of each evaluation, of its first data set; 0 = none", read_if=HAS_HELD_OUT)
+    console_fields: Texts = key(CONSOLE_FIELDS, "columns of the line that is printed after each step: these, or any metric by its name (docs/metrics.md)")
     max_bad_steps: NonNegative = key(3, "optimizer steps in a row that may be skipped because loss or gradients are not finite, with their rows kept in bad_steps/; one more ends the run")
     time_limit: PositiveFloat | None = key(None, "seconds that the job may take, from the start of its allocation; the run saves and ends before; null = SLURM's limit, else none")
     grace_seconds: NonNegativeFloat = key(120.0, "seconds before the limit at which the run begins to save; with async_save two saves must fit, as one may be running")

@@ -60,6 +60,22 @@ def switch_table(plan: RunPlan, shapes: Shapes, *, on_gpu: bool, has_te: bool) -
     Args:
         has_te: TransformerEngine is installed.
     """
+    rows = []
+    for decision, names in sorted(_decided(plan, shapes, on_gpu, has_te).items()):
+        rows.append([decision.name, "on" if decision.is_on else "off", ", ".join(names), decision.reason])
+    return aligned(rows)
+
+
+def switch_summary(plan: RunPlan, shapes: Shapes, *, on_gpu: bool, has_te: bool) -> str:
+    """Return how many of the switches are on, in a line; arguments as for `switch_table`."""
+    found = _decided(plan, shapes, on_gpu, has_te)
+    num_off = len({decision.name for decision in found if not decision.is_on})
+    num_switches = len({decision.name for decision in found})
+    return f"performance: {num_switches - num_off} of {num_switches} features on; plan --gpu TYPE explains them"
+
+
+def _decided(plan: RunPlan, shapes: Shapes, on_gpu: bool, has_te: bool) -> dict[Decision, list[str]]:
+    """Return the components for which each switch is decided so."""
     found: dict[Decision, list[str]] = {}
     for name, spec in plan.components.items():
         setting = SwitchContext(
@@ -73,10 +89,7 @@ def switch_table(plan: RunPlan, shapes: Shapes, *, on_gpu: bool, has_te: bool) -
         )
         for decision in decisions(setting):
             found.setdefault(decision, []).append(name)
-    rows = []
-    for decision, names in sorted(found.items()):
-        rows.append([decision.name, "on" if decision.is_on else "off", ", ".join(names), decision.reason])
-    return aligned(rows)
+    return found
 
 
 def memory_errors(estimate: MemoryEstimate, gpu: GPU) -> Iterator[str]:

@@ -169,8 +169,8 @@ class MegatronEngine:
         """Every micro-batch, and the function for its output."""
         context = self.groups.collection.cp
         share = {"context": context.size(), "context_rank": context.rank(), "is_pinned": self._is_pinned}
-        for part, on_output in parts:
-            heartbeat.beat()
+        for i, (part, on_output) in enumerate(parts):
+            heartbeat.count(i, len(parts), "micro-batches")
             packed = pack(rows.select(part), self._multiple, platform.device(), **share)
             yield packed, partial(on_output, packed)
 

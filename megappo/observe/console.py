@@ -1,22 +1,22 @@
-"""A run's output while it trains: one aligned line per step, and a progress bar on a terminal."""
+"""A run's output while it trains: one aligned line per step, and a few responses at each evaluation."""
 
 import io
-import math
 import statistics
 import sys
+import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
-from tqdm import tqdm
-
-from megappo.observe.loggers import Logger, RunEnd
+from megappo.config.schema import CONSOLE_FIELDS, EVAL_INTERVAL
+from megappo.observe.loggers import Logger, RunInfo
 from megappo.observe.samples import format_samples
+from megappo.runtime.status import STATUS, format_seconds
 
-HEADER_INTERVAL = 20
+HEADER_INTERVAL = 40
 ETA_STEPS = 10
-"""The last steps whose mean time estimates the remaining ones."""
+"""The last steps whose median time estimates the remaining ones."""
 
 
 def held_out_score(metrics: Mapping[str, float | None]) -> float | None:
@@ -32,22 +32,32 @@ def held_out_score(metrics: Mapping[str, float | None]) -> float | None:
     return statistics.fmean(scores) if scores else None
 
 
+class Column(NamedTuple):
+    """A column of the lines: the metric that it shows, and its format."""
+
+    metric: str
+    number_format: str
+
+
+HELD_OUT = "val"
 KL_PENALTY = "reward/kl_penalty/mean"
 COLUMNS = {
-    "reward": ("reward/score/mean", ".3f"),
-    "val": ("val", ".3f"),
-    "ref_kl": (KL_PENALTY, "z.4f"),
-    "ppo_kl": ("actor/ppo_kl", "z.4f"),
-    "entropy": ("actor/entropy", ".3f"),
-    "clipfrac": ("actor/pg_clipfrac", ".3f"),
-    "vf_ev": ("critic/vf_explained_var", ".3f"),
-    "length": ("rollout/response_length/mean", ".1f"),
-    "tok/s": ("rollout/tokens_per_second", ".0f"),
-    "step_s": ("timing_s/step", ".1f"),
+    "reward": Column("reward/score/mean", ".3f"),
+    "val": Column(HELD_OUT, ".3f"),
+    "ref_kl": Column(KL_PENALTY, "z.4f"),
+    "ppo_kl": Column("actor/ppo_kl", "z.4f"),
+    "entropy": Column("actor/entropy", ".3f"),
+    "clipfrac": Column("actor/pg_clipfrac", ".3f"),
+    "vf_ev": Column("critic/vf_explained_var", ".3f"),
+    "length": Column("rollout/response_length/mean", ".1f"),
+    "tok/s": Column("rollout/tokens_per_second", ".0f"),
+    "step_s": Column("timing_s/step", ".1f"),
 }
-"""Title -> the metric that the column shows, and its format."""
+"""Title -> column. Any other title of trainer.console_fields is a metric's name."""
+OTHER_FORMAT = ".4g"
 COLUMN_WIDTH = 8
-"""Characters of a number, or of its title."""
+"""Least characters of a column; a longer number is written in scientific form."""
+UNHEALTHY = "bold red"
 
 
 def escape_unprintable() -> None:
@@ -56,77 +66,104 @@ def escape_unprintable() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
-class Console(Logger):
-    """Prints the lines; the bar goes to stderr, and only where that is a terminal, so logs stay clean."""
+class RemainingTime:
+    """Estimates the time until the last step: of steps by the median of the last ones, of evaluations and saves by the
+    last one, so that a step with an evaluation does not change it.
 
-    def __init__(self, total_steps: int, out: TextIO | None = None, err: TextIO | None = None) -> None:
-        self._total_steps = total_steps
-        self._out = out or sys.stdout
-        self._err = err or sys.stderr
-        self._step_width = max(len("step"), 2 * len(str(total_steps)) + 1)
-        self._step_seconds: deque[float] = deque(maxlen=ETA_STEPS)
-        self._lines = 0
-        self._bar: tqdm | None = None
+    Args:
+        intervals: phase of a step ("evaluate", "save") -> it happens every so many steps, and after the last.
+    """
+
+    def __init__(self, total_steps: int, intervals: Mapping[str, int]):
+        self._total_steps, self._intervals = total_steps, intervals
+        self._plain_seconds: deque[float] = deque(maxlen=ETA_STEPS)
+        self._phase_seconds: dict[str, float] = {}
+
+    def add(self, metrics: Mapping[str, float]) -> None:
+        """Take the times of a step."""
+        if "timing_s/step" not in metrics:
+            return
+        plain = metrics["timing_s/step"]
+        for phase in self._intervals:
+            seconds = metrics.get(f"timing_s/{phase}", 0.0)
+            plain -= seconds
+            if seconds:
+                self._phase_seconds[phase] = seconds
+        self._plain_seconds.append(plain)
+
+    def after(self, step: int) -> float | None:
+        """Return the seconds from the end of a step to that of the last one; None while no step has been timed."""
+        if not self._plain_seconds:
+            return None
+        num_steps = self._total_steps - step
+        total = num_steps * statistics.median(self._plain_seconds)
+        for phase, seconds in self._phase_seconds.items():
+            interval = self._intervals[phase]
+            num_times = -(-self._total_steps // interval) - step // interval if num_steps else 0
+            total += num_times * seconds
+        return total
+
+
+class Console(Logger):
+    """Prints the lines, and passes the estimate of the remaining time to the display of the process."""
+
+    def __init__(self, out: TextIO | None = None) -> None:
+        self._out = out
+        self._num_lines = 0
+        self._sampled_step: int | None = None
+
+    def on_start(self, run: RunInfo) -> None:
+        """Choose the columns and the number of samples."""
+        trainer = run.config.get("trainer", {})
+        self._total_steps, self._num_samples = run.total_steps, trainer.get("print_samples", 2)
+        titles = trainer.get("console_fields", CONSOLE_FIELDS)
+        self._columns = {title: COLUMNS.get(title, Column(title, OTHER_FORMAT)) for title in titles}
+        self._step_width = max(len("step"), 2 * len(str(run.total_steps)) + 1)
+        eval_interval = trainer.get("eval_interval") or EVAL_INTERVAL
+        save_interval = trainer.get("save_interval") or run.total_steps
+        self._remaining = RemainingTime(run.total_steps, {"evaluate": eval_interval, "save": save_interval})
 
     def on_step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Print a step's line, under a header every 20 lines; ends the progress bar."""
-        if self._lines % HEADER_INTERVAL == 0:
-            self._line("step", *COLUMNS, "eta")
-        self._lines += 1
+        """Print a step's line, under a header every `HEADER_INTERVAL` lines."""
+        STATUS.end_start()
+        if self._num_lines % HEADER_INTERVAL == 0:
+            self._line("step", *self._columns, "eta")
+        self._num_lines += 1
         # A run with the KL in its loss alone has the distance to the reference as actor/kl_loss.
-        values = {"val": held_out_score(metrics), KL_PENALTY: metrics.get("actor/kl_loss"), **metrics}
+        values = {HELD_OUT: held_out_score(metrics), KL_PENALTY: metrics.get("actor/kl_loss"), **metrics}
         cells = []
-        for metric, number_format in COLUMNS.values():
-            value = values.get(metric)
-            cells.append("-" if value is None else format(value, number_format))
-        self._line(f"{step}/{self._total_steps}", *cells, self._eta(step, metrics))
+        for metric, number_format in self._columns.values():
+            cells.append(format_number(values.get(metric), number_format))
+        self._remaining.add(metrics)
+        seconds = self._remaining.after(step)
+        STATUS.ends_at = None if seconds is None else time.monotonic() + seconds
+        eta = "-" if seconds is None else format_seconds(seconds)
+        self._line(f"{step}/{self._total_steps}", *cells, eta)
 
     def on_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Print the samples."""
-        self.text(format_samples(step, samples))
+        """Print the first samples of an evaluation, of its first data set."""
+        STATUS.end_start()
+        if step != self._sampled_step and self._num_samples:
+            self._sampled_step = step
+            self.text(format_samples(samples[: self._num_samples]))
 
     def on_checkpoint(self, step: int, path: Path) -> None:
         """Print the checkpoint's path."""
         self.text(f"checkpoint {path}")
 
-    def on_end(self, end: RunEnd) -> None:
-        """Take the progress bar away."""
-        self.close_bar()
-
-    def _line(self, step: str, *cells: str) -> None:
-        self.text("  ".join([step.rjust(self._step_width), *(cell.rjust(COLUMN_WIDTH) for cell in cells)]))
-
     def text(self, text: str) -> None:
         """Print a text of any number of lines."""
-        self.close_bar()
-        print(text, file=self._out, flush=True)
+        STATUS.print(text, self._out)
 
-    def progress(self, phase: str, total: int) -> Callable[[int], None]:
-        """Start the bar of a phase of `total` items; the returned function moves it to so many."""
-        self.close_bar()
-        bar = tqdm(total=total, desc=phase, file=self._err, leave=False, dynamic_ncols=True, disable=None)
-        self._bar = bar
-
-        def move(done: int) -> None:
-            bar.update(done - bar.n)
-
-        return move
-
-    def close_bar(self) -> None:
-        """Take the bar away, if there is one."""
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
-
-    def _eta(self, step: int, metrics: Mapping[str, float]) -> str:
-        if "timing_s/step" in metrics:
-            self._step_seconds.append(metrics["timing_s/step"])
-        if not self._step_seconds:
-            return "-"
-        return format_seconds(statistics.fmean(self._step_seconds) * (self._total_steps - step))
+    def _line(self, step: str, *cells: str) -> None:
+        widths = [max(COLUMN_WIDTH, len(title)) for title in (*self._columns, "eta")]
+        padded = [cell.rjust(width) for cell, width in zip(cells, widths, strict=True)]
+        self.text("  ".join([step.rjust(self._step_width), *padded]))
 
 
-def format_seconds(seconds: float) -> str:
-    """Seconds as H:MM:SS."""
-    minutes, rest = divmod(math.ceil(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+def format_number(value: object, number_format: str) -> str:
+    """Return a number as a cell: in scientific form where it is wide, "-" where there is none."""
+    if not isinstance(value, int | float):
+        return "-"
+    text = format(value, number_format)
+    return text if len(text) <= COLUMN_WIDTH else format(value, ".1e")

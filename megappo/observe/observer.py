@@ -34,7 +34,7 @@ class Observer:
             ConfigError: metrics.jsonl, which an earlier run left, cannot be read.
         """
         self._run = run
-        self._console = Console(run.total_steps)
+        self._console = Console()
         self._core: list[Logger] = [self._console, MetricsFile(), SampleFiles(), RunFile()]
         self._trackers = {"report": Report(), **(trackers or {})}
         self._failed_calls: dict[str, int] = {}
@@ -73,10 +73,6 @@ class Observer:
         """Print a line between steps: what the run is doing now."""
         self._console.text(text)
 
-    def progress(self, phase: str, total: int) -> Callable[[int], None]:
-        """A progress bar of `total` items on a terminal; call the returned function with how many are done by now."""
-        return self._console.progress(phase, total)
-
     def end(self, end: RunEnd) -> None:
         """End the loggers; a second call does nothing. After the last step: write report.html, and print where
         everything is and what the run achieved."""
@@ -109,10 +105,6 @@ class NullObserver:
 
     def message(self, text: str) -> None:
         """Nothing."""
-
-    def progress(self, phase: str, total: int) -> Callable[[int], None]:
-        """A function that does nothing."""
-        return lambda done: None
 
     def end(self, end: RunEnd) -> None:
         """Nothing."""

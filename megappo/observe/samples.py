@@ -9,9 +9,9 @@ from megappo.config.config_error import printable
 from megappo.observe.files import ROLLOUTS_FOLDER
 from megappo.observe.loggers import Logger, RunInfo
 
-PRINTED_CHARACTERS = 400
-NOT_SHOWN = ("dataset", "step", "passed")
-"""Fields that are in the title of a rollout."""
+FACTS = ("label", "score")
+"""Fields that are printed after prompt and response."""
+LINE_CHARACTERS = 120
 
 
 class SampleFiles(Logger):
@@ -49,24 +49,25 @@ def sample_files(output_dir: str | Path, ending: str = "jsonl") -> list[Path]:
     return sorted((Path(output_dir) / ROLLOUTS_FOLDER).glob(f"step_[0-9]*.{ending}"))
 
 
-def format_samples(step: int, samples: Sequence[Mapping[str, Any]]) -> str:
-    """Return samples as indented text: a rule per sample, then a line per field; unprintables escaped, long texts
-    cut."""
-    lines = []
-    for number, sample in enumerate(samples, start=1):
-        dataset = f", {sample['dataset']}" if "dataset" in sample else ""
-        lines.append(f"-- step {step}{dataset}, sample {number} of {len(samples)} " + "-" * 30)
-        for name, text in _shown(sample, PRINTED_CHARACTERS).items():
-            lines.append(f"   {name:<8} : {printable(text)}")
-    return "\n".join(lines)
+def format_samples(samples: Sequence[Mapping[str, Any]]) -> str:
+    """Return samples as text, unprintables escaped: as many on a line as fit, else prompt, response and score on a line
+    each, cut where they are longer."""
+    lines = [""]
+    for sample in samples:
+        prompt, response = (printable(str(sample.get(name, ""))) for name in ("prompt", "response"))
+        facts = [f"{name} {printable(str(sample[name]))}" for name in FACTS if sample.get(name) is not None]
+        result = f"({', '.join(facts)})" if facts else ""
+        text = f"  {prompt} -> {response} {result}".rstrip()
+        if len(lines[-1]) + len(text) <= LINE_CHARACTERS:
+            lines[-1] += text
+        elif len(text) <= LINE_CHARACTERS:
+            lines.append(text)
+        else:
+            lines += [f"  {_fitting(part)}" for part in (prompt, f"-> {response}", result)] + [""]
+    return "\n".join(filter(None, lines))
 
 
-def _shown(sample: Mapping[str, Any], limit: int) -> dict[str, str]:
-    """Return the fields of a sample as texts of at most `limit` characters."""
-    texts = {}
-    for name, value in sample.items():
-        if name not in NOT_SHOWN:
-            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-            more = f" ... ({len(text) - limit:,} more characters)" if len(text) > limit else ""
-            texts[name] = text[:limit] + more
-    return texts
+def _fitting(text: str) -> str:
+    """Return a text cut to a line: start and end of a response show more than its middle."""
+    half = (LINE_CHARACTERS - 10) // 2
+    return text if len(text) <= LINE_CHARACTERS - 2 else f"{text[:half]} ... {text[-half:]}"

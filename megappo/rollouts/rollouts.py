@@ -22,6 +22,7 @@ from megappo.rollouts.group_selection import GroupQuota
 from megappo.rollouts.responses import Responses
 from megappo.rollouts.sample_rows import Sample
 from megappo.rollouts.sampler import RolloutSession, store_counter
+from megappo.runtime.heartbeat import heartbeat
 from megappo.runtime.interruption import INTERRUPTION, Interrupted
 from megappo.runtime.listening import run_store
 from megappo.userland.environments import TaskWorkers
@@ -48,12 +49,11 @@ class Rollouts:
         datasets: Datasets,
         restarts: EngineRestarts,
         exchange: Exchange,
-        observer: Observer | NullObserver,
         *,
         workers: Mapping[str, TaskWorkers],
         num_engines: int,
     ):
-        self.config, self.exchange, self.observer = config, exchange, observer
+        self.config, self.exchange = config, exchange
         self.restarts, self.num_engines = restarts, num_engines
         self._workers = workers
         tokenizer = datasets.tokenizer
@@ -78,7 +78,6 @@ class Rollouts:
         prompts: Sequence[Prompt],
         n: int,
         params: SamplingParams,
-        label: str,
         *,
         task: str = TRAINING,
         quota: GroupQuota | None = None,
@@ -88,7 +87,6 @@ class Rollouts:
         Prompts that a failed engine left unanswered are sampled again after its restart.
 
         Args:
-            label: names the progress bar.
             task: its environment and reward function are used.
             quota: sampling ends when it is met, and the remaining prompts get no responses.
         Raises:
@@ -96,7 +94,7 @@ class Rollouts:
             EngineError: an engine refused a request, or failed too often.
         """
         responses = self.new_responses(prompts, task)
-        on_group = self._group_handler(responses, quota, label)
+        on_group = self._group_handler(responses, quota, n)
         remaining = [(i, prompt.tokens) for i, prompt in enumerate(prompts)]
         while remaining:
             take, fault = self.new_counter(), None
@@ -125,16 +123,21 @@ class Rollouts:
         return responses
 
     def _group_handler(
-        self, responses: Responses, quota: GroupQuota | None, label: str
+        self, responses: Responses, quota: GroupQuota | None, n: int
     ) -> Callable[[Sequence[Sample]], None]:
-        count_finished = self.new_counter()
-        progress = self.observer.progress(label, len(responses.prompts)) if self.client is not None else None
+        count_finished, total = self.new_counter(), n * len(responses.prompts)
+        num_here = num_tokens = 0
 
         def on_group(group: Sequence[Sample]) -> None:
+            nonlocal num_here, num_tokens
             positions = responses.add(group)
             if quota is not None:
                 quota.add(group, partial(responses.fill_if_scored, positions))
-            progress(count_finished(1) + 1)
+            num_finished = n * (count_finished(1) + 1)
+            num_here += len(group)
+            num_tokens += sum(one.num_policy_tokens for one in group)
+            # The other engines' tokens are taken to be as many per response as this one's.
+            heartbeat.count(num_finished, total, "responses", num_tokens * num_finished / num_here)
 
         return on_group
 
@@ -173,7 +176,7 @@ def make_rollouts(
     """Return the rollouts of a run, and with them what restarts its engines."""
     restarts = EngineRestarts(engine_handle, exchange, observer.message, plan.config.rollout.max_engine_restarts)
     num_engines, workers = plan.layouts["rollout"].data, engine_handle.workers
-    return Rollouts(plan.config, datasets, restarts, exchange, observer, workers=workers, num_engines=num_engines)
+    return Rollouts(plan.config, datasets, restarts, exchange, workers=workers, num_engines=num_engines)
 
 
 def raise_if_interrupted(exchange: Exchange) -> None:

@@ -1,7 +1,18 @@
-"""Heartbeats of a process: a watchdog sees by them that the run makes progress."""
+"""Heartbeats of a process: by them a watchdog sees that it makes progress, and the display what it is doing."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
+
+
+class PhaseCount(NamedTuple):
+    """Progress within a phase: `done` of `total` units, such as responses; `tokens` written so far, 0 if unknown."""
+
+    done: int
+    total: int
+    unit: str
+    tokens: float = 0.0
 
 
 class Heartbeat:
@@ -10,12 +21,19 @@ class Heartbeat:
     Attributes:
         num_beats: heartbeats so far. Two threads at once may count as one.
         phase: where in a step the process is.
+        since: when it entered the phase, by `time.monotonic`.
+        step: the step that it trains, in words; "" before training.
+        part: where in the phase it is, such as "mini-batch 2 of 8"; "" if the phase has no parts.
+        counted: progress within that part; None while nothing is counted.
         num_phases: number of phases entered or left so far: the same on every rank that has come as far.
     """
 
     def __init__(self) -> None:
         self.num_beats = 0
         self.phase = "the set-up"
+        self.since = time.monotonic()
+        self.step = self.part = ""
+        self.counted: PhaseCount | None = None
         self.num_phases = 0
         self._waits: set[object] = set()
 
@@ -28,9 +46,15 @@ class Heartbeat:
         """Note progress in work that may take long."""
         self.num_beats += 1
 
+    def count(self, done: int, total: int, unit: str, tokens: float = 0.0) -> None:
+        """Note progress within the phase; see `PhaseCount`."""
+        self.counted = PhaseCount(done, total, unit, tokens)
+        self.beat()
+
     def enter(self, phase: str) -> None:
         """Note where in a step the process is from now on."""
-        self.phase = phase
+        self.phase, self.part, self.counted = phase, "", None
+        self.since = time.monotonic()
         self.num_phases += 1
         self.beat()
 

@@ -30,6 +30,7 @@ from megappo.runtime.interruption import (
     LAUNCHER_STARTED,
     ending_signals,
 )
+from megappo.runtime.status import STATUS
 
 BEAT_SECONDS = 2.0
 LOST_SECONDS = 30.0
@@ -43,7 +44,7 @@ class OtherNodeError(RuntimeError):
 
 
 class StartAgain(RuntimeError):
-    """All ranks have saved what they had, before the run's end."""
+    """All ranks have saved what they had, before the run's end. The message is the signal's name, or ""."""
 
 
 class Agent(LocalElasticAgent):
@@ -81,7 +82,7 @@ class Agent(LocalElasticAgent):
             raise
         codes = self._codes().values()
         if EXIT_AGAIN in codes and not result.is_failed():
-            raise StartAgain(f"ended by {self._stopped_by}: started again, the run goes on" if self._stopped_by else "")
+            raise StartAgain(self._stopped_by)
         if result.is_failed():
             if self._stopped_by and EXIT_UNSAVED in codes:
                 self._leave(f"ended by {self._stopped_by}")
@@ -99,6 +100,7 @@ class Agent(LocalElasticAgent):
         signal.set_wakeup_fd(-1)  # from here on there are ranks to be ended
         held_back = {interruption.SIGNAL} if self.ranks_can_save else set()
         signal.pthread_sigmask(signal.SIG_BLOCK, held_back)  # as the ranks have it, until they can handle it
+        STATUS.stop()  # from here on rank 0 shows what the run does
         pids = super()._start_workers(worker_group)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, held_back)
         if self._stopped_by:

@@ -22,6 +22,7 @@ PACKAGES = ("torch", "megatron-core", "transformer-engine", "apex", "sglang", "f
 TRIED = {"transformer-engine": "transformer_engine.pytorch.fp8", "apex": "apex.optimizers"}
 """Packages that megatron-core does without where they cannot be imported, and the module it imports of each."""
 
+NOT_INSTALLED = "not installed"
 ENGINE_CORES = "MEGAPPO_ENGINE_CORES"
 """Environment variable: the cores of a node without GPUs, which its engines share while the trainer's ranks wait."""
 NVIDIA_SMI_SECONDS = 60.0
@@ -231,7 +232,7 @@ def capabilities() -> dict[str, str]:
     Returns:
         package -> version or "not installed", then device, backend, layer_spec and optimizer.
     """
-    values = {package: _version(package) or "not installed" for package in PACKAGES}
+    values = {package: _version(package) or NOT_INSTALLED for package in PACKAGES}
     for package in TRIED:
         if why := fault(package):
             values[package] += f", which cannot be imported: {why}"

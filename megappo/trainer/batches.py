@@ -59,7 +59,7 @@ class SampledBatches:
         )
         with phase("rollout"):
             if self._config.algorithm.method.needs_greedy_baseline:
-                responses.greedy = self._rollouts.sample(responses.prompts, 1, self._rollouts.greedy, "baselines")
+                responses.greedy = self._rollouts.sample(responses.prompts, 1, self._rollouts.greedy)
             self._sleep()
         return responses
 
@@ -86,7 +86,7 @@ class SampledBatches:
         quota = None
         if self._config.data.gen_batch_size is not None:
             quota = GroupQuota(num_groups, filters.metric if filters.enable else None, rollouts.new_counter())
-        return rollouts.sample(prompts, self._config.rollout.n, rollouts.training, "rollout", quota=quota)
+        return rollouts.sample(prompts, self._config.rollout.n, rollouts.training, quota=quota)
 
     def _with_baselines(self, rows: Rows, greedy: Responses) -> Rows:
         """Add `baselines`: the shaped score of the greedy response to each row's prompt."""

@@ -19,6 +19,7 @@ from megappo.rollouts.datasets import Datasets
 from megappo.rollouts.responses import Responses, episode_metrics, named_metrics, named_parts
 from megappo.rollouts.rollouts import Rollouts
 from megappo.rollouts.sample_rows import Sample
+from megappo.runtime.heartbeat import heartbeat
 from megappo.trainer.statistics import spread
 
 
@@ -32,7 +33,8 @@ def evaluate(rollouts: Rollouts, datasets: Datasets, observer: Observer | NullOb
         prompts = datasets.held_out(name, rollouts.exchange)
         own = task.rollout
         params = rollouts.params(own.max_response_length, own.temperature, own.top_p, own.top_k)
-        responses = rollouts.sample(prompts, own.n, params, f"evaluate {name}", task=name)
+        heartbeat.part = name
+        responses = rollouts.sample(prompts, own.n, params, task=name)
         parts = _metric_parts(responses, own.val_pass_threshold, has_spread=len(prompts) > 1)
         shown = _shown(rollouts, responses, name, task)
         has_answers = any(one.grade.answer is not None for one in responses.samples)

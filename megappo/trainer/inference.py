@@ -15,6 +15,7 @@ from megappo.rollouts.datasets import Datasets
 from megappo.rollouts.rollouts import Rollouts
 from megappo.rollouts.sample_rows import response_sample, sample_rows
 from megappo.runtime import platform
+from megappo.runtime.status import STATUS
 from megappo.sync.build import build_sync, engine_sleeps
 from megappo.sync.proof import check_log_probs, check_probe, verified_sync
 from megappo.sync.sync import SyncStats
@@ -116,7 +117,8 @@ class InferenceEngines:
 
     def start(self) -> None:
         """Wait until all engines serve, then put those that share GPUs with models to sleep."""
-        client, held_bytes = self.engine_handle.wait_ready(), 0.0
+        with STATUS.step("engine start"):
+            client, held_bytes = self.engine_handle.wait_ready(), 0.0
         if client is not None:
             with deferring_faults(client):
                 if self.as_loaded and self.plan.config.proves_weights:
@@ -161,8 +163,9 @@ class InferenceEngines:
 
     def first_sync(self) -> None:
         """Sync for the first time, and prove that all of the engines' weights are the actor's."""
-        self._wake(self._prove if self.plan.config.proves_weights else self._send)
-        self.probe()
+        with STATUS.step("first weight sync"):
+            self._wake(self._prove if self.plan.config.proves_weights else self._send)
+            self.probe()
 
     def check_rollouts(self, difference: float) -> dict[str, int]:
         """Check that the engines' log-probs of the rollouts are the actor's; see `check_log_probs`."""

@@ -22,7 +22,9 @@ def train(run: Run) -> None:
     with run.phase("sync"):
         run.engines.first_sync()
     if run.is_new and run.config.eval_interval:
-        run.observer.log(0, run.evaluate(0))
+        with run.phase("evaluate"):
+            metrics = run.evaluate(0)
+        run.observer.log(0, metrics)
     run.begin_training()
     try:
         for step in range(run.progress.start_step + 1, run.config.trainer.total_steps + 1):

@@ -24,6 +24,7 @@ from megappo.observe.timeline import drop_phases
 from megappo.placement.picture import placement_lines
 from megappo.placement.run_plan import RunPlan
 from megappo.runtime import megatron_setup, platform
+from megappo.runtime.status import STATUS
 
 megatron_setup.install()  # must come before the first import of megatron.core
 
@@ -69,16 +70,20 @@ def execute(plan: RunPlan, engine_handle: EngineHandle, cleanup: ExitStack) -> N
 def build_run(plan: RunPlan, engine_handle: EngineHandle, cleanup: ExitStack) -> Run:
     """Build the parts of a run on this rank; all ranks together. Arguments as for `execute`."""
     exchange, config = Exchange(dist.group.WORLD), plan.config
-    progress = Progress(plan.requested, exchange)
-    datasets = load_datasets(config, engine_handle.workers, exchange)
-    left_out = datasets.check(exchange)
+    with STATUS.step("checkpoint check"):
+        progress = Progress(plan.requested, exchange)
+    with STATUS.step("prompts"):
+        datasets = load_datasets(config, engine_handle.workers, exchange)
+        left_out = datasets.check(exchange)
     engines, models = NoEngines(), Models(replace(plan, components={}), {}, {})
     if _needs_models(config):
         if not config.replays:
             engines = InferenceEngines(plan, engine_handle, exchange, is_new=progress.checkpoint is None)
             engines.start()
-        models = build_models(plan, exchange)
-        progress.restore(models)
+        with STATUS.step("models"):
+            models = build_models(plan, exchange)
+        with STATUS.step("checkpoint"):
+            progress.restore(models)
     folder = config.trainer.record_rollouts
     record = None if folder is None else Record(Path(folder), config, exchange)
     progress_lines = [progress.describe()]
@@ -88,7 +93,8 @@ def build_run(plan: RunPlan, engine_handle: EngineHandle, cleanup: ExitStack) ->
     facts = run_info(plan, progress.resume_step) if exchange.rank == 0 else None
     observer = open_observer(facts, config.trainer.loggers, lines, cleanup)
     phase = Phases(models)
-    engine_handle.wait_ready()
+    with STATUS.step("engine start"):
+        engine_handle.wait_ready()
     rollouts = make_rollouts(plan, engine_handle, datasets, exchange, observer)
     engines.connect(models, rollouts, datasets, phase)
     if config.replays:
@@ -173,7 +179,8 @@ def evaluate_only(run: Run) -> None:
     with run.phase("sync"):
         run.engines.first_sync()
     step, weights = run.progress.step, run.progress.checkpoint or Path(run.config.model.path)
-    metrics = run.evaluate(step)
+    with run.phase("evaluate"):
+        metrics = run.evaluate(step)
     run.observer.log(step, metrics)
     content = {"weights": str(weights.resolve()), "step": step, "metrics": metrics}
     file = Path(run.config.trainer.output_dir, EVALUATION_FILE)

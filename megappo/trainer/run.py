@@ -19,6 +19,7 @@ from megappo.rollouts.group_selection import StepResponses
 from megappo.rollouts.kept import keep_rollouts
 from megappo.rollouts.record import Replay
 from megappo.rollouts.rollouts import Rollouts, raise_if_interrupted
+from megappo.runtime.heartbeat import heartbeat
 from megappo.runtime.interruption import INTERRUPTION, deadline
 from megappo.trainer.batches import SampledBatches
 from megappo.trainer.evaluation import evaluate
@@ -65,10 +66,15 @@ class Run:
     def begin_training(self) -> None:
         """Begin the first step: from here on a signal or the time limit ends the run with a checkpoint."""
         settings = self.config.trainer
+        self._note_step(self.progress.start_step + 1)
         gc.collect()
         gc.freeze()  # saves collect garbage, and need not search what was built before training
         self.phase.timers.restart()
         INTERRUPTION.begin_saving(deadline(settings.time_limit, settings.grace_seconds))
+
+    def _note_step(self, step: int) -> None:
+        total = self.config.trainer.total_steps
+        heartbeat.step = f"step {step}/{total}" if step <= total else ""
 
     def check_interrupted(self) -> None:
         """Agree with all ranks whether to stop.
@@ -142,6 +148,7 @@ class Run:
         self.observer.log(step, {**metrics, **self.phase.timers.lap(), **saves})
         intervals = self.phase.timers.take_intervals()
         append_phases(self.config.trainer.output_dir, self.exchange.rank, step, intervals)
+        self._note_step(step + 1)
         self.finish_save_if_written()
 
     def save_if_due(self, step: int) -> None:

@@ -16,6 +16,7 @@ from megappo.batch.rows_file import write_rows
 from megappo.config.schema import Actor, Config
 from megappo.models.train_engine import ELSEWHERE, LossFn, TrainedEngine
 from megappo.runtime import platform
+from megappo.runtime.heartbeat import heartbeat
 from megappo.runtime.interruption import INTERRUPTION
 from megappo.trainer.component_batch import ComponentBatch
 from megappo.trainer.objectives import SELECTED, ActorLoss, conventions, critic_loss
@@ -51,6 +52,7 @@ def _mini_batches(
     parts = batch.mini_batches(counts_empty_rows=conventions(config).counts_empty_rows)
     while batch.num_updates < ppo_epochs * len(parts) and not engine.anywhere(bool(INTERRUPTION.reason)):
         batch.num_updates += 1
+        heartbeat.part = f"mini-batch {batch.num_updates} of {ppo_epochs * len(parts)}"
         yield parts[(batch.num_updates - 1) % len(parts)]
 
 

@@ -42,7 +42,7 @@ def test_the_same_weights_after_four_endings_at_random_points(seed: int, series:
             code = program.wait(60)
             print(f"{how}: exit code {code}, {len(logged(series.out)) if metrics.exists() else 0} steps")
             assert code != 2 and "Traceback" not in program.output, program.output
-        if how in ("SIGTERM", "SIGUSR1") and code == 75 and "all is saved" in program.output:
+        if how in ("SIGTERM", "SIGUSR1") and code == 75 and "nothing is lost" in program.output:
             newest = json.loads((series.out / "checkpoints" / series.latest / "state.json").read_text())
             assert newest["step"] >= len(logged(series.out)), "every finished step is saved"
     series.finish(whole)

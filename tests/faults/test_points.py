@@ -71,7 +71,7 @@ def test_asked_to_save_and_end(fault: str, series: Series, whole):
     for point in named(*FOR_SIGNALS):
         before = series.latest
         output = series.harm(point, fault)
-        assert "all is saved; started again, the run goes on" in output
+        assert "; nothing is lost. To resume: " in output
         assert series.latest > before, "nothing that was done is done again"
     series.finish(whole)
 
@@ -80,7 +80,7 @@ def test_ended_by_ctrl_c(series: Series, whole):
     """At once, without a save."""
     series.begin(whole, 2)
     for point in named(*FOR_SIGNALS):
-        assert series.harm(point, "SIGINT").endswith("ended by SIGINT\n")
+        assert series.harm(point, "SIGINT").splitlines()[-1].startswith("ended by SIGINT: resumes ")
     series.finish(whole)
 
 

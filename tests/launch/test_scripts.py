@@ -51,7 +51,7 @@ def test_help_comes_before_anything_is_installed(tmp_path):
 def copy_script(name: str, repository: Path) -> Path:
     """The script in another repository, beside what it sources."""
     copy = repository / "launch" / name
-    for path in (copy, repository / "launch" / "environment.sh"):
+    for path in (copy, *(repository / "launch" / name for name in ("environment.sh", "waiting.sh"))):
         executable(path, (ROOT / "launch" / path.name).read_text())
     return copy
 

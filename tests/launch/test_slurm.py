@@ -94,13 +94,13 @@ def test_a_job_is_requeued_before_its_limit_and_goes_on(slurm, repository, confi
     words = ("algorithm.adv_estimator=slowly", "trainer.extensions=slowly.py", "trainer.grace_seconds=120")
     job = Job(slurm, repository, config, run, *words, minutes=3)
     job.wait_until(lambda: "requeueing job" in job.output)
-    assert "interrupted by the time limit: all is saved" in job.output
+    assert "ended by the time limit: resumes " in job.output and "; nothing is lost" in job.output
     saved = int(latest(job.out)[5:13])
     assert not reached(job.out, 10) and saved >= logged(job.out)[-1]["step"], job.output
     job.wait_until(lambda: "going on after step" in job.output and reached(job.out, saved + 1))
     assert f" from {job.out}/checkpoints/step_{saved:08d}" in job.output
     slurm.run("scancel", "--batch", "--signal=USR1", job.number)
-    job.wait_until(lambda: "interrupted by a signal: all is saved" in job.output)
+    job.wait_until(lambda: job.output.count("; nothing is lost. To resume: sbatch ") == 2)
     job.wait_until(job.has_ended, 2 * LIFE_SECONDS)
     assert job.state == "COMPLETED", job.output
     assert not [line for line in job.output.splitlines() if line.startswith("error")], job.output

@@ -1,16 +1,12 @@
 import inspect
-import io
 import json
 
-import pytest
 from report_pages import content_of
 
-from megappo.observe.console import COLUMNS, Console
 from megappo.observe.loggers import RunEnd, RunInfo
 from megappo.observe.observer import NullObserver, Observer
 from megappo.observe.report import summary
 from megappo.observe.run_file import has_finished
-from megappo.observe.samples import format_samples
 
 STEP = {
     "reward/score/mean": 0.25,
@@ -27,43 +23,6 @@ INTERRUPTED = RunEnd("interrupted", "a signal")
 
 def observer_in(folder, total_steps, resume_step=0):
     return Observer(RunInfo(folder, total_steps, resume_step))
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def test_lines_are_aligned_and_the_header_comes_back_every_20():
-    out = io.StringIO()
-    console = Console(100, out=out, err=io.StringIO())
-    for step in range(1, 42):
-        console.on_step(step, STEP | ({"val/sums/score/mean": 0.5} if step % 10 == 0 else {}))
-    rows = out.getvalue().splitlines()
-    assert len({len(row) for row in rows}) == 1
-    assert [number for number, row in enumerate(rows) if "reward" in row] == [0, 21, 42]
-    cells = dict(zip(rows[0].split(), rows[10].split(), strict=True))
-    assert cells["step"] == "10/100" and cells["val"] == "0.500" and cells["tok/s"] == "1235"
-    assert cells["ppo_kl"] == "-" and cells["eta"] == "0:03:00"
-    assert len(cells) == len(COLUMNS) + 2
-
-
-def test_the_bar_needs_a_terminal():
-    log, terminal = io.StringIO(), Terminal()
-    for err in (log, terminal):
-        console = Console(1, out=io.StringIO(), err=err)
-        update = console.progress("rollout", 4)
-        update(3)
-        console.close_bar()
-    assert log.getvalue() == ""
-    assert "rollout" in terminal.getvalue()
-
-
-def test_samples_are_readable_and_cannot_break_the_terminal():
-    text = format_samples(3, [{"prompt": "1+1=", "response": "2\n\x1b[31m", "score": 1.0}, {"response": "x" * 1000}])
-    assert "step 3, sample 1 of 2" in text
-    assert "response : 2\\n\\x1b[31m" in text and "\x1b" not in text
-    assert "600 more characters" in text
 
 
 def test_a_resumed_run_leaves_every_step_once(tmp_path, capsys):
@@ -150,7 +109,7 @@ def test_each_data_set_has_its_curve_its_numbers_and_its_responses(tmp_path, cap
     observer.samples(2, [passed, sample | {"response": "&", "passed": False}])
     observer.samples(2, [{"dataset": "b", "prompt": "p", "response": "r\u2028\x85"}])
     printed = capsys.readouterr().out
-    assert "-- step 2, aime_24, sample 1 of 2 ---" in printed and "passed" not in printed
+    assert "1 < 2? -> &" in printed and "passed" not in printed
     observer.end(RunEnd())
     rows = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
     assert rows["aime_24"].strip() == "mean@4 0.250 +- 0.500, pass@4 0.500, maj@4 0.750"
@@ -182,15 +141,6 @@ def test_the_silent_observer_has_the_same_methods_and_leaves_nothing(tmp_path, c
     observer.log(1, STEP)
     observer.samples(1, [{"response": "x"}])
     observer.message("text")
-    observer.progress("rollout", 2)(1)
     observer.end(RunEnd())
     assert not (tmp_path / "run").exists()
     assert capsys.readouterr() == ("", "")
-
-
-@pytest.mark.parametrize("seconds, text", [(0, "0:00:00"), (59.2, "0:01:00"), (3661, "1:01:01"), (360000, "100:00:00")])
-def test_eta_format(seconds, text):
-    out = io.StringIO()
-    console = Console(2, out=out, err=io.StringIO())
-    console.on_step(1, {"timing_s/step": float(seconds)})
-    assert out.getvalue().split()[-1] == text

@@ -105,7 +105,7 @@ def test_terminating_one_node_ends_both_with_all_saved(start, alone, folder, ter
     nodes[0].wait_until(lambda: reached(folder / "out", 4))
     nodes[terminated].process.terminate()
     assert codes(nodes, 60) == [75, 75], outputs(nodes)
-    assert "interrupted by a signal: all is saved" in nodes[0].output
+    assert "; nothing is lost. To resume: " in nodes[0].output
     assert "error" not in outputs(nodes)
     assert not reached(folder / "out", 10)
     assert codes(start("second")) == [0, 0]

@@ -19,7 +19,6 @@ from megappo.config.schema import Config
 from megappo.data.prompts import Prompt, share
 from megappo.engines.client import EngineError
 from megappo.engines.handle import EngineHandle
-from megappo.observe.observer import NullObserver
 from megappo.observe.timers import Timers
 from megappo.rollouts.datasets import Datasets
 from megappo.rollouts.responses import Responses
@@ -105,7 +104,7 @@ def collect(rank: int, world_size: int) -> None:
     config = make_config(adv_estimator="remax")
     exchange = Exchange(dist.group.WORLD)
     datasets, restarts = replace(DATASETS, train=Train()), restarts_of(EngineHandle(rank), exchange)
-    rollouts = FewSampled(config, datasets, restarts, exchange, NullObserver(), workers={}, num_engines=3)
+    rollouts = FewSampled(config, datasets, restarts, exchange, workers={}, num_engines=3)
     batches, timers = SampledBatches(datasets, rollouts, sleep=lambda: None), Timers()
     batch, metrics = batches.score(1, batches.sample(1, timers), timers)
     assert batch.owners == ((), (0, 1), (2, 3)) and batch.rows.ids.tolist() == list(batch.owners[rank])

@@ -51,7 +51,7 @@ CONFIG = Config.model_validate(
 class FewSampled(Rollouts):
     """Its engines have written already."""
 
-    def sample(self, prompts: Sequence[Prompt], n: int, params: SamplingParams, label: str, *, task: str) -> Responses:
+    def sample(self, prompts: Sequence[Prompt], n: int, params: SamplingParams, *, task: str) -> Responses:
         self.requests = [*getattr(self, "requests", []), (n, params)]
         responses = self.new_responses(prompts, task)
         mine = [(i, j) for i in OF_RANKS[self.exchange.rank] for j in reversed(range(n))]
@@ -111,7 +111,7 @@ def evaluate_on(rank: int, world_size: int) -> None:
     restarts = restarts_of(EngineHandle(rank) if rank else EngineHandle(), Exchange(dist.group.WORLD))
     datasets = Datasets(Tokenizer(), (1,), 30, None, {"greedy": Held(), "own": Held()})
     exchange, observer = Exchange(dist.group.WORLD), Shown()
-    rollouts = FewSampled(CONFIG, datasets, restarts, exchange, observer, workers=workers, num_engines=2)
+    rollouts = FewSampled(CONFIG, datasets, restarts, exchange, workers=workers, num_engines=2)
     metrics = evaluate(rollouts, datasets, observer, 7)
     greedy, sampled = SamplingParams(1024, 0.0, stop_token_ids=(1,)), SamplingParams(3, 0.5, 0.9, 5, (1,))
     assert rollouts.requests == [(1, greedy), (4, sampled)]

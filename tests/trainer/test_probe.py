@@ -14,7 +14,6 @@ from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
 from megappo.engines.client import EngineError, Generation
 from megappo.engines.handle import EngineHandle
-from megappo.observe.observer import NullObserver
 from megappo.placement.layout import Layout
 from megappo.rollouts.datasets import Datasets
 from megappo.rollouts.rollouts import Rollouts
@@ -73,7 +72,7 @@ def probe_with_one_stale_engine(rank: int, world_size: int) -> None:
     policy = Policy()
     actor = Component("actor", Layout((0, 1)), policy if rank < 2 else None, exchange)
     restarts, datasets = restarts_of(own, exchange, warnings.append), Datasets(None, (), 30, None, {})
-    rollouts = Rollouts(config, datasets, restarts, exchange, NullObserver(), workers={}, num_engines=3)
+    rollouts = Rollouts(config, datasets, restarts, exchange, workers={}, num_engines=3)
     probe = Probe(rollouts, Prompts(), actor)
     policy.difference = 0.09
     found = probe()

@@ -15,7 +15,6 @@ from megappo.data.prompts import Prompt
 from megappo.engines.client import EngineClient, EngineError, EngineFault
 from megappo.engines.handle import EngineHandle
 from megappo.engines.restarts import EngineLost, EngineRestarts
-from megappo.observe.observer import NullObserver
 from megappo.rollouts.datasets import Datasets
 from megappo.rollouts.rollouts import Rollouts
 from megappo.runtime.listening import run_store
@@ -56,13 +55,13 @@ def sample_with_faults(rank: int, world_size: int) -> None:
         exchange, datasets = Exchange(dist.group.WORLD), Datasets(None, (), 30, None, {})
         own.wait_ready()
         config, restarts = Config.model_validate(CONFIG), restarts_of(own, exchange)
-        rollouts = Rollouts(config, datasets, restarts, exchange, NullObserver(), workers={}, num_engines=2)
+        rollouts = Rollouts(config, datasets, restarts, exchange, workers={}, num_engines=2)
         rollouts.restarts.give_weights = lambda: given.append(engine.num_restarts)
         for count, failing in enumerate(("no list", "no list" if rank == 2 else "")):
             server.failure = failing
             if count == 1:  # the well engine must not have taken all prompts before the other one gets any
                 server.before = partial(store.set, "sent", "") if rank == 2 else partial(store.wait, ["sent"])
-            samples = rollouts.sample(PROMPTS, 2, rollouts.training, "rollout").samples
+            samples = rollouts.sample(PROMPTS, 2, rollouts.training).samples
             found = [(one.prompt_index, one.sample_index) for part in exchange.all_gather(samples) for one in part]
             assert sorted(found) == [(i, order) for i in range(len(PROMPTS)) for order in range(2)]
             assert rollouts.restarts.take_count() == (2, 1)[count]

@@ -210,7 +210,7 @@ def build(config: Config) -> Run:
     models = build_models(RunPlan(config, config, world_size, world_size, components, layouts), exchange)
     datasets = Datasets(None, (), VOCABULARY, FixedPrompts(), {})
     restarts = EngineRestarts(EngineHandle(), exchange, observer.message, limit=0)
-    rollouts = FixedRollouts(config, datasets, restarts, exchange, observer, workers={}, num_engines=1)
+    rollouts = FixedRollouts(config, datasets, restarts, exchange, workers={}, num_engines=1)
     engines = NoEngines()
     batches = SampledBatches(datasets, rollouts, engines.sleep)
     progress, utilisation = Progress(config, exchange), Utilisation(models, exchange)

@@ -1,0 +1,105 @@
+"""The lines of a run: columns, numbers, the remaining time, and responses."""
+
+import io
+
+from program import REPOSITORY
+
+from megappo.config.loading import load_config
+from megappo.observe.console import COLUMNS, Console, RemainingTime, format_number
+from megappo.observe.loggers import RunInfo
+from megappo.observe.samples import LINE_CHARACTERS, format_samples
+from megappo.runtime.status import format_seconds
+
+STEP = {
+    "reward/score/mean": 0.25,
+    "actor/entropy": 1.5,
+    "actor/grad_norm": 123456789.0,
+    "rollout/tokens_per_second": 1234.6,
+    "timing_s/step": 2.0,
+}
+
+
+def printed(folder, steps, total_steps=100, **trainer):
+    """Return the lines that a console prints for steps."""
+    out = io.StringIO()
+    console = Console(out)
+    console.on_start(RunInfo(folder, total_steps, config={"trainer": trainer}))
+    for step, metrics in steps.items():
+        console.on_step(step, metrics)
+    return out.getvalue().splitlines()
+
+
+def test_lines_are_aligned_and_the_header_comes_back_every_40(tmp_path):
+    steps = {step: STEP | ({"val/sums/score/mean": 0.5} if step % 10 == 0 else {}) for step in range(1, 82)}
+    rows = printed(tmp_path, steps)
+    assert len({len(row) for row in rows}) == 1
+    assert [number for number, row in enumerate(rows) if "reward" in row] == [0, 41, 82]
+    cells = dict(zip(rows[0].split(), rows[10].split(), strict=True))
+    assert cells["step"] == "10/100" and cells["val"] == "0.500" and cells["tok/s"] == "1235"
+    assert cells["ppo_kl"] == "-" and cells["eta"] == "0:03:00"
+    assert len(cells) == len(COLUMNS) + 2
+
+
+def test_the_default_columns_are_those_that_the_console_knows():
+    config = load_config(REPOSITORY / "configs" / "quickstart.yaml")
+    assert list(config.trainer.console_fields) == list(COLUMNS)
+
+
+def test_columns_are_chosen_by_title_or_by_metric(tmp_path):
+    header, row = printed(tmp_path, {7: STEP}, console_fields=["entropy", "actor/grad_norm", "critic/lr"])
+    assert header.split() == ["step", "entropy", "actor/grad_norm", "critic/lr", "eta"]
+    assert row.split() == ["7/100", "1.500", "1.2e+08", "-", "0:03:06"]
+    assert len(header) == len(row)
+
+
+def test_wide_numbers_are_in_scientific_form():
+    values = {"0.250": 0.25, "-1.2e+06": -1234567.0, "9999.000": 9999.0, "1.0e+04": 10000.0, "nan": float("nan")}
+    assert {format_number(value, ".3f"): value for value in values.values()}.keys() == values.keys()
+
+
+def test_the_remaining_time_does_not_jump_after_an_evaluation():
+    """100 steps of 2 s, an evaluation of 30 s after every 10th and a save of 4 s before every 21st."""
+    remaining = RemainingTime(100, {"evaluate": 10, "save": 20})
+    estimates = {}
+    for step in range(1, 101):
+        evaluate = 30.0 if step % 10 == 0 else 0.0
+        save = 4.0 if step % 20 == 1 and step > 1 else 0.0
+        remaining.add({"timing_s/step": 2 + evaluate + save, "timing_s/evaluate": evaluate, "timing_s/save": save})
+        estimates[step] = remaining.after(step)
+    for step in range(21, 101):
+        expected = 2 * (100 - step) + 30 * (10 - step // 10) + 4 * (5 - step // 20)
+        assert estimates[step] == expected, step
+
+
+def test_a_first_step_that_compiles_does_not_count_for_the_rest():
+    remaining = RemainingTime(10, {})
+    assert remaining.after(0) is None
+    for seconds in (300.0, 1.0, 1.0):
+        remaining.add({"timing_s/step": seconds})
+    assert remaining.after(3) == 7.0
+
+
+def test_times_are_written_as_hours_minutes_and_seconds():
+    times = {0: "0:00:00", 59.2: "0:01:00", 3661: "1:01:01", 360000: "100:00:00"}
+    assert {seconds: format_seconds(seconds) for seconds in times} == times
+
+
+def test_samples_share_lines_where_they_fit_and_cannot_break_the_terminal():
+    short = [{"prompt": f"{i}+1=", "response": "2\n\x1b[31m", "label": "3", "score": 0.0} for i in range(3)]
+    first, second = format_samples(short).splitlines()
+    assert first.startswith("  0+1= -> 2\\n\\x1b[31m (label 3, score 0.0)  1+1= -> 2")
+    assert second.startswith("  2+1= -> ")
+    long = {"prompt": "why? " * 100, "response": "x" * 500 + "so: 4", "score": 1.0}
+    lines = format_samples([short[0], long]).splitlines()
+    assert len(lines) == 4 and max(map(len, lines)) <= LINE_CHARACTERS
+    assert lines[2].startswith("  -> xxx") and lines[2].endswith("xso: 4") and lines[3] == "  (score 1.0)"
+
+
+def test_the_first_samples_of_an_evaluation_are_printed_once(tmp_path):
+    out = io.StringIO()
+    console = Console(out)
+    console.on_start(RunInfo(tmp_path, 4))
+    for step in (0, 2):
+        for dataset in "ab":
+            console.on_samples(step, [{"prompt": f"{dataset}{i}", "response": str(step)} for i in range(4)])
+    assert out.getvalue().splitlines() == ["  a0 -> 0  a1 -> 0", "  a0 -> 2  a1 -> 2"]

@@ -1,0 +1,46 @@
+"""The last line of a run that has not finished."""
+
+import json
+
+import pytest
+
+from megappo.preflight.ending import ending_of
+
+
+@pytest.fixture
+def arguments(tmp_path):
+    config = tmp_path / "run.yaml"
+    config.write_text("trainer: {output_dir: elsewhere}\n")
+    (tmp_path / "run").mkdir()
+    return [str(config), f"trainer.output_dir={tmp_path / 'run'}", "rollout.n=4"]
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "checkpoints", "account"),
+    [
+        (0, (), "before the first step; nothing is lost"),
+        (1, (), "no checkpoint yet; 1 step lost"),
+        (49, ("step_00000020", "step_00000040"), "resumes after step 40; 9 steps lost"),
+        (40, ("step_00000040",), "resumes after step 40; nothing is lost"),
+        (40, ("step_00000040_0003",), "resumes in the middle of step 41; nothing is lost"),
+    ],
+)
+def test_what_is_lost(arguments, tmp_path, num_steps, checkpoints, account):
+    lines = [json.dumps({"step": step}) for step in range(num_steps + 1)]
+    (tmp_path / "run" / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    for name in checkpoints:
+        (tmp_path / "run" / "checkpoints" / name).mkdir(parents=True)
+    ending = ending_of(arguments)
+    assert ending.account == account
+    assert ending.has_trained == (num_steps > 0)
+
+
+def test_the_reason_is_the_one_that_the_run_has_noted(arguments, tmp_path):
+    for status, reason in (("interrupted", "the time limit"), ("running", "")):
+        (tmp_path / "run" / "run.json").write_text(json.dumps({"status": status, "message": "the time limit"}))
+        assert ending_of(arguments).reason == reason
+
+
+@pytest.mark.parametrize("words", [(), ("none.yaml",), ("run.yaml", "trainer.eval_only=true")])
+def test_a_run_that_trains_nothing_loses_nothing(arguments, tmp_path, words):
+    assert ending_of([str(tmp_path / word) if word.endswith("yaml") else word for word in words]) is None
