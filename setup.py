@@ -24,7 +24,11 @@ setup(
     python_requires=">=3.11",
     packages=[*find_packages(include=["megappo", "megappo.*"]), "megappo_tools", "megappo_tools.conversion"],
     package_dir={"megappo_tools": "tools"},  # the commands beside training
-    package_data={"megappo.architecture": ["shapes/*/config.json"], "megappo.observe": ["page/*"]},
+    package_data={
+        "megappo.architecture": ["shapes/*/config.json"],
+        "megappo.config": ["*.yaml"],
+        "megappo.observe": ["page/*"],
+    },
     entry_points={"console_scripts": ["megappo = megappo.cli:main"]},
     install_requires=pins("requirements.txt"),
     extras_require={

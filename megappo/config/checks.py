@@ -33,7 +33,7 @@ def config_errors(config: Config) -> list[str]:
     """Return every contradiction, one line each, with the keys, their values and the remedy."""
     errors = [
         *_section_errors(config),
-        *_unread_errors(config, config),
+        *_unread_errors(config),
         *_group_errors(config),
         *_model_errors(config),
         *_run_errors(config),
@@ -76,23 +76,36 @@ def _section_errors(section: Section) -> Iterator[str]:
             yield from _section_errors(value)
 
 
-def _unread_errors(config: Config, section: Section, path: str = "", above: tuple[ReadIf, ...] = ()) -> Iterator[str]:
-    """Yield an error for each key of a section that is not at its default and that nothing reads.
+def _unread_errors(config: Config) -> Iterator[str]:
+    for key, value, reason in unread_keys(config):
+        yield f"{key} {shorten(show(value))} {reason}"
+
+
+def unread_keys(config: Config) -> Iterator[tuple[str, object, str]]:
+    """Yield each key that is not at its default and that nothing reads, its value, and the reason with its remedy.
 
     A base may hold keys of a method that the file above it, or the command line, does not choose.
     """
+    yield from _unread(config, config, "", ())
+
+
+def _unread(
+    config: Config, section: Section, path: str, above: tuple[ReadIf, ...], is_optional: bool = False
+) -> Iterator[tuple[str, object, str]]:
+    """Yield the unread keys of a section; of one that is null by default, those that were written."""
     for name, field in type(section).model_fields.items():
         key, value = path + name, getattr(section, name)
         own = tuple(item for item in field.metadata if isinstance(item, ReadIf))
         conditions = (*above, *_method_conditions(section, path, name), *own)
-        if isinstance(value, Section) and field.default is not None:
-            yield from _unread_errors(config, value, f"{key}.", conditions)
-        elif value != field.default:
+        is_set = name in section.model_fields_set if is_optional else value != field.default
+        if isinstance(value, Section) and (field.default is not None or value.model_fields_set):
+            yield from _unread(config, value, f"{key}.", conditions, is_optional or field.default is None)
+        elif is_set:
             unmet = next((one for one in conditions if _is_unread(config, key, one)), None)
             if unmet is not None:
                 switch = unmet.switch
                 reason = unmet.reason.format(switch, show(attrgetter(switch)(config)).strip('"'))
-                yield f"{key} {shorten(show(value))} has no effect, as {reason}: drop it, or change {switch}"
+                yield key, value, f"has no effect, as {reason}: drop it, or change {switch}"
 
 
 def _is_unread(config: Config, key: str, condition: ReadIf) -> bool:

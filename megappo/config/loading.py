@@ -7,6 +7,7 @@ trainer.output_dir, reward files) are relative to the directory the program is s
 import functools
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,14 @@ from pydantic import ValidationError
 
 from megappo.config.config_error import ConfigError, shorten, show
 from megappo.config.describe import declared, keys, nearest_key
+from megappo.config.elsewhere import key_advice, value_advice
 from megappo.config.schema import Config
 from megappo.config.sources import FILE_PATHS, Sources
 from megappo.config.values import EXPLAINED
 from megappo.user_modules import home_of, share_all
 
+MISSPELT = 0.95
+"""Likeness from which a key is rather a misspelt one of ours than another system's."""
 REQUIRED_SECTIONS = tuple(name for name, field in Config.model_fields.items() if field.is_required())
 
 
@@ -135,15 +139,26 @@ def _schema_errors(error: ValidationError, sources: Sources) -> list[str]:
     for problem in error.errors(include_url=False, include_context=False):
         path, kind = ".".join(map(str, problem["loc"])), problem["type"]
         if kind == "extra_forbidden" or not path:  # a key that is no text has no path
-            lines[path] = f"{path}: unknown key; {nearest_key(path)}"
+            lines |= _unknown_keys(path, problem["input"])
             continue
         if kind == "missing" and declared(path) in known:  # a list too short misses an item, not a key
             lines[path] = f"{path}: must be set ({known[declared(path)].meaning})"
             continue
         while declared(path) not in known:  # pydantic goes on into list items and union members
             path = path.rpartition(".")[0]
-        reason = f" ({problem['msg']})" if kind == EXPLAINED else ""
+        reason = f" ({problem['msg']})" if kind == EXPLAINED else value_advice(path, problem["input"])
         if path not in lines or reason:
             values, written = known[declared(path)].values, shorten(show(problem["input"]))
             lines[path] = f"{path}: expected {values}, found {written}{reason}"
     return [f"{sources.place_of(path)}: {line}" for path, line in lines.items()]
+
+
+def _unknown_keys(path: str, value: object) -> dict[str, str]:
+    """Return an error about an unknown key, or about each key below it that is another system's."""
+    sections = {key.path for key in keys() if key.section}
+    below = leaves({path: value}) if path else ()
+    known = [key.path for key in keys()]
+    advice = {key: "" if get_close_matches(key, known, 1, MISSPELT) else key_advice(key, sections) for key, _ in below}
+    if not any(advice.values()):
+        return {path: f"{path}: unknown key; {nearest_key(path)}"}
+    return {key: f"{key}: unknown key; {text or nearest_key(key)}" for key, text in advice.items()}

@@ -77,8 +77,8 @@ CONTRADICTIONS = {
         "reference is built: drop it"
     ),
     "algorithm.use_kl_in_reward=false ref.parallel.tensor=2": (
-        'ref.parallel {"tensor": 2, "context": 1, "pipeline": 1, "virtual_pipeline": 1, "pipeline_spli... has no '
-        "effect, as algorithm.use_kl_in_reward and actor.use_kl_loss are false"
+        "ref.parallel.tensor 2 has no effect, as algorithm.use_kl_in_reward and actor.use_kl_loss are false, so that "
+        "no reference is built: drop it"
     ),
     "algorithm.adv_estimator=grpo": (
         "algorithm.adv_estimator grpo compares the responses to a prompt: rollout.n must be at least 2, found 1"

@@ -14,7 +14,8 @@ from megappo.config.values import ReadIf
 GRPO = "algorithm.adv_estimator=grpo rollout.n=4"
 UNREAD = {
     f"{GRPO} critic.optim.lr=1e-5": "critic.optim.lr 1e-05 has no effect, as this run builds no critic: drop it, or",
-    f"{GRPO} critic.lora.rank=16": 'critic.lora {"rank": 16, "alpha": 32.0, "target_modules": "all-linear"} has no',
+    f"{GRPO} critic.lora.rank=8": "critic.lora.rank 8 has no effect, as this run builds no critic: drop it, or change",
+    f"{GRPO} critic.lora.rank=16": "critic.lora.rank 16 has no effect, as this run builds no critic",
     f"{GRPO} critic.parallel.tensor=2": "critic.parallel.tensor 2 has no effect, as this run builds no critic",
     f"{GRPO} critic.ppo_epochs=2": "critic.ppo_epochs 2 has no effect, as this run builds no critic",
     f"{GRPO} critic.value_clip=0.2": "critic.value_clip 0.2 has no effect, as algorithm.adv_estimator grpo does",

@@ -1,0 +1,103 @@
+"""Keys of verl, TRL and OpenRLHF with ours beside them (elsewhere.yaml): for `megappo import`, for errors about unknown
+keys and values, and for docs/coming_from.md."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+TABLE = Path(__file__).with_name("elsewhere.yaml")
+BELOW = ".*"
+"""Ending of a row for all keys below one."""
+OLD_PREFIX = "actor_rollout_ref."
+"""verl's section around the ones that it shares with this project."""
+
+
+@dataclass(frozen=True)
+class TheirKey:
+    """A key of another system; elsewhere.yaml describes the fields."""
+
+    key: str = ""
+    values: Mapping[Any, Any] = field(default_factory=dict)
+    others: bool = False
+    computed: str = ""
+    note: str = ""
+    missing: str = ""
+
+    def remedy(self, name: str) -> str:
+        """Return what to do with a key of this row, to follow an error.
+
+        Args:
+            name: of the key, with its system.
+        """
+        if self.missing or self.note:
+            kind = "has no counterpart" if self.missing else "is not needed"
+            return f"{name} {kind} ({self.missing or self.note}): drop it"
+        return f"write {self.key} for {name}" + (f" ({self.computed})" if self.computed else "")
+
+
+@dataclass(frozen=True)
+class System:
+    """Another system; elsewhere.yaml describes the other fields.
+
+    Attributes:
+        program: regular expression of the word of a command before the flags of its training; "" if its settings are
+            `key=value`.
+        aliases: older names of its keys.
+    """
+
+    title: str
+    rows: Mapping[str, TheirKey]
+    formulas: Mapping[str, str]
+    defaults: Mapping[str, Mapping[str, Any]]
+    method: str = "''"
+    program: str = ""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+
+    def find(self, key: str) -> tuple[str, TheirKey | None]:
+        """Return the name under which the table has a key, or one above it with .*, and its row, if any."""
+        if key in self.rows:
+            return key, self.rows[key]
+        above = key
+        while above:
+            above = above.rpartition(".")[0]
+            if above + BELOW in self.rows:
+                return above + BELOW, self.rows[above + BELOW]
+        return key, None
+
+
+@cache
+def systems() -> dict[str, System]:
+    """Return the other systems by the name that `megappo import` takes."""
+    table = yaml.safe_load(TABLE.read_text("utf-8"))
+    for fields in table.values():
+        rows = fields["rows"].items()
+        fields["rows"] = {key: TheirKey(row) if isinstance(row, str) else TheirKey(**row) for key, row in rows}
+    return {name: System(**fields) for name, fields in table.items()}
+
+
+def key_advice(key: str, sections: Collection[str]) -> str:
+    """Return what a key that is none of ours is elsewhere; "" if no system has it.
+
+    Args:
+        sections: our sections. A key in them that a system names by .* alone is rather a misspelt one.
+    """
+    for system in systems().values():
+        for name in (key, OLD_PREFIX + key, system.aliases.get(key, key)):
+            found, row = system.find(name)
+            if row is not None and found.removesuffix(BELOW).removeprefix(OLD_PREFIX) not in sections:
+                return row.remedy(f"{system.title}'s {name}")
+    return ""
+
+
+def value_advice(key: str, value: object) -> str:
+    """Return what a wrong value of one of our keys is elsewhere, to follow an error; "" if no system has it."""
+    for system in systems().values():
+        for row in system.rows.values():
+            if row.key == key and isinstance(value, str) and value in row.values:
+                ours = "the default" if row.values[value] is None else row.values[value]
+                return f" ({system.title}'s {value} is {ours} here)"
+    return ""

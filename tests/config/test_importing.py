@@ -1,0 +1,274 @@
+"""Scripts of verl, TRL and OpenRLHF become configs that the dry run accepts, or that name what is missing."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megappo import importer, plan
+from megappo.config.config_error import ConfigError
+from megappo.config.describe import keys
+from megappo.config.elsewhere import BELOW, systems
+from megappo.config.importing import Translation
+from megappo.config.loading import load_config
+from megappo.config.script_settings import read_settings
+from megappo.placement.placing import smallest_world
+from megappo.preflight.run_checks import check_run
+from megappo_tools import coming_from
+
+SCRIPTS = Path(__file__).parent / "scripts"
+ALL = sorted(path.relative_to(SCRIPTS) for path in SCRIPTS.rglob("*.*"))
+NEEDS_FILES = ("model.path: ", "critic.model_path: ", "data.", "reward.function", "trainer.loggers", "trainer.eval_")
+"""Beginnings of errors about what lies on the machine of the script's author, or is missing from the script."""
+EXPECTED = {
+    "verl/ppo_gsm8k.sh": {
+        "data.train_files": "~/data/gsm8k/train.parquet",
+        "data.too_long": "skip",
+        "actor.offload": ["optimizer", "weights"],
+        "actor.max_tokens_per_micro_batch": 8 * (512 + 256),
+        "critic.max_tokens_per_micro_batch": 16 * (512 + 256),
+        "critic.ppo_mini_batch_size": 128,
+        "critic.warmup_steps": 2,
+        "placement.actor, critic, rollout": "0-7",
+        "reward.function": "gsm8k",
+        "algorithm.preset": "verl",
+        "algorithm.use_kl_in_reward": False,
+        "trainer.output_dir": "outputs/gsm8k/ppo",
+        "trainer.eval_interval": 5,
+    },
+    "verl/ppo_mixed.sh": {
+        "data.train_files": ["~/data/gsm8k/train.parquet", "~/data/math/train.parquet"],
+        "actor.parallel.context": 2,
+        "actor.max_tokens_per_micro_batch": 48000,
+        "actor.optim.lr_warmup_steps": 0.1 * 100 * 1024 / 256,
+        "algorithm.kl_ctrl.type": "adaptive",
+        "placement.actor, critic, rollout": "0-7",
+        "trainer.total_steps": 100,
+    },
+    "verl/ppo_megatron.sh": {
+        "actor.parallel.tensor": 2,
+        "actor.parallel.pipeline": 2,
+        "actor.parallel.sequence": True,
+        "actor.recompute": "full",
+        "actor.offload": ["weights", "gradients", "optimizer"],
+        "critic.parallel.tensor": 2,
+        "trainer.output_dir": "~/runs/megatron",
+    },
+    "verl/ppo_reward_file.sh": {
+        "reward.function": "rewards/mine.py:score",
+        "data.prompt_key": "question",
+        "actor.ppo_epochs": 2,
+        "critic.ppo_epochs": 2,
+        "actor.optim.clip_grad": 0.5,
+        "rollout.sleep": "never",
+        "rollout.server_args.disable_cuda_graph": True,
+        "trainer.save_interval": 0,
+        "trainer.keep_checkpoints": 2,
+    },
+    "verl/ppo_small.sh": {"model.path": "model", "reward.function": "mine.py:compute_score"},
+    "verl/grpo_gsm8k.sh": {
+        "actor.kl_loss_type": "low_var_kl",
+        "ref.offload": ["weights"],
+        "rollout.n": 5,
+        "trainer.loggers": ["wandb"],
+    },
+    "verl/grpo_dapo_moe.sh": {
+        "data.max_prompt_length": 2048,
+        "rollout.max_response_length": 8192,
+        "data.too_long": "truncate_left",
+        "actor.max_tokens_per_micro_batch": 10240,
+        "actor.parallel.expert": 8,
+        "reward.length_penalty": "overlong",
+        "reward.overlong_buffer": 4096,
+        "algorithm.filter_groups.enable": True,
+        "placement.actor, critic, rollout": "0-15",
+        "trainer.output_dir": "$OUTPUT/run",
+    },
+    "verl/grpo_lora.sh": {"actor.lora.rank": 64, "actor.lora.alpha": 32, "data.shuffle": False},
+    "verl/gspo.sh": {"actor.policy_loss": "gspo", "actor.clip_ratio_low": 3e-4, "rollout.n": 16},
+    "verl/rloo.sh": {"algorithm.adv_estimator": "rloo", "algorithm.use_kl_in_reward": True},
+    "trl/ppo.sh": {
+        "model.path": "my/sft",
+        "data.train_batch_size": 4 * 16 * 4,
+        "actor.ppo_mini_batch_size": 128,
+        "trainer.total_steps": 1000000 // 256,
+        "trainer.eval_interval": 100,
+        "rollout.temperature": 0.7,
+        "actor.ppo_epochs": 4,
+        "critic.optim.lr": 3e-6,
+    },
+    "trl/grpo.sh": {
+        "reward.function": {"math": 1.0, "my_lib.rewards:brief": 0.1},
+        "data.train_batch_size": 8 * 2 // 4,
+        "rollout.n": 4,
+        "actor.loss_agg_mode": "seq-mean-token-sum-norm",
+        "actor.use_kl_loss": True,
+        "actor.kl_loss_coef": 0.04,
+        "actor.lora.target_modules": ["q_proj", "v_proj"],
+        "trainer.total_steps": 100,
+    },
+    "trl/grpo.py": {
+        "model.path": "Qwen/Qwen2-0.5B-Instruct",
+        "actor.lora.rank": 8,
+        "actor.clip_ratio_high": 0.28,
+        "trainer.save_interval": 0,
+    },
+    "openrlhf/ppo.sh": {
+        "placement.actor": "0-1",
+        "placement.critic": "2-3",
+        "placement.rollout": "4-7",
+        "reward.function": "rewards/reward_func.py:reward_func",
+        "reward.normalize": "running",
+        "data.max_prompt_length": 1024,
+        "trainer.total_steps": 97,
+        "actor.optim.min_lr": 5e-8,
+        "critic.offload": ["optimizer"],
+    },
+    "openrlhf/reinforce_baseline.sh": {
+        "algorithm.adv_estimator": "reinforce_plus_plus_baseline",
+        "actor.ppo_mini_batch_size": 128,
+        "actor.use_kl_loss": True,
+        "algorithm.use_kl_in_reward": False,
+        "actor.clip_ratio_high": 0.27,
+        "algorithm.rollout_correction.mode": "mask",
+        "trainer.output_dir": "$OUTPUT/exp",
+        "trainer.loggers": ["wandb"],
+    },
+    "openrlhf/old_flags.sh": {
+        "model.path": "meta-llama/Llama-3.2-1B",
+        "algorithm.adv_estimator": "grpo",
+        "actor.ppo_mini_batch_size": 16,
+        "placement.rollout": "0-1",
+    },
+}
+MISSING = {
+    "verl/ppo_gsm8k.sh": ("trainer.total_epochs=15",),
+    "verl/ppo_mixed.sh": ("reward_model.enable=true", "reward.function"),
+    "verl/rloo.sh": (),
+    "verl/ppo_small.sh": (),
+    "trl/ppo.sh": ("dataset_name=trl-lib/tldr", "reward_model_path=my/reward", "missing_eos_penalty=1.0"),
+    "openrlhf/reinforce_baseline.sh": ("train.agent_func_path=agent.py", "reward.function"),
+    "openrlhf/old_flags.sh": ("train.num_episodes=2",),
+}
+
+
+def translation_of(script: str) -> Translation:
+    system = systems()[script.partition("/")[0]]
+    return Translation(system, read_settings(SCRIPTS / script, system))
+
+
+def test_each_script_has_an_expectation() -> None:
+    assert sorted(map(str, ALL)) == sorted(EXPECTED)
+
+
+@pytest.mark.parametrize("script", EXPECTED)
+def test_settings_are_translated(script: str) -> None:
+    translation = translation_of(script)
+    assert {key: translation.values.get(key) for key in EXPECTED[script]} == EXPECTED[script]
+    missing = [setting for settings in translation.missing.values() for setting in settings]
+    assert set(MISSING.get(script, ())) <= set(missing)
+    for key, value in translation.theirs.items():  # nothing is dropped silently
+        settings = [
+            one for lists in (translation.missing, translation.unneeded) for ones in lists.values() for one in ones
+        ]
+        is_used = any(key in origin.split(", ") for origin in translation.origins.values())
+        assert is_used or any(one.startswith(key) for one in settings), (key, value)
+
+
+@pytest.mark.parametrize("script", map(str, ALL))
+def test_the_dry_run_names_only_what_the_script_leaves_open(script: str, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert importer.main([script.partition("/")[0], str(SCRIPTS / script), "--output", "run.yaml"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.endswith("megappo plan run.yaml\n")
+    try:
+        config = load_config("run.yaml")
+    except ConfigError as error:
+        assert all("$" in line or "must be set" in line for line in error.errors), error
+        return
+    world_size = smallest_world(config)
+    assert world_size
+    errors = [line.split(": ", 1)[1] for line in check_run(config, world_size)[1]]
+    assert [line for line in errors if not line.startswith(NEEDS_FILES)] == []
+
+
+def test_the_dry_run_accepts_a_complete_script(run_folder, capsys) -> None:
+    """Data, model and reward function of the script exist here; the fields of verl's records do, too."""
+    rewards = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n"
+    record = '{"prompt": "1+1=", "reward_model": {"ground_truth": "2"}, "data_source": "sums"}\n'
+    for name in ("train.jsonl", "val.jsonl"):
+        Path(name).write_text(record * 64)
+    Path("mine.py").write_text(rewards)
+    assert importer.main(["verl", str(SCRIPTS / "verl" / "ppo_small.sh"), "--output", "imported.yaml"]) == 0
+    capsys.readouterr()
+    code = plan.main(["imported.yaml"])
+    assert (code, "error" in capsys.readouterr().err) == (0, False)
+
+
+def test_the_script_is_not_run(tmp_path) -> None:
+    """No command of it is started, in `$()` neither."""
+    script = tmp_path / "run.sh"
+    script.write_text(
+        f"touch {tmp_path}/ran\nX=$(touch {tmp_path}/ran; echo 3)\npython main_ppo actor_rollout_ref.rollout.n=$X\n"
+    )
+    command = [sys.executable, "-m", "megappo.importer", "verl", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert "n: $OUTPUT" in done.stdout and not (tmp_path / "ran").exists()
+
+
+def test_what_is_no_script_is_refused(tmp_path, capsys) -> None:
+    for name, text, message in (("a.sh", "echo\n", "found no settings of verl"), ("b.py", "def (", "invalid syntax")):
+        (tmp_path / name).write_text(text)
+        assert importer.main(["verl", str(tmp_path / name)]) == 2
+        assert message in capsys.readouterr().err
+    assert importer.main(["trl", str(tmp_path / "none.sh")]) == 2
+    assert "No such file" in capsys.readouterr().err
+
+
+def test_the_table_names_keys_that_exist() -> None:
+    known = {key.path for key in keys()} | {"placement", "trainer.loggers"}
+    for system in systems().values():
+        named = [row.key for row in system.rows.values() if row.key]
+        named += [key.replace(", critic, rollout", "") for key in system.formulas if key[0] != "_"]
+        named += [key for defaults in system.defaults.values() for key in defaults]
+        assert [key for key in named if key not in known and not key.startswith("rollout.server_args.")] == []
+        assert [name for name in system.aliases.values() if system.find(name)[1] is None] == []
+        assert [name for name in system.rows if BELOW in name and not name.endswith(BELOW)] == []
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("actor_rollout_ref.model.path=m", "unknown key; write model.path for verl's actor_rollout_ref.model.path"),
+        ("trainer.save_freq=5", "unknown key; write trainer.save_interval for verl's trainer.save_freq"),
+        ("trainer.total_epochs=5", "no counterpart (set trainer.total_steps to epochs x prompts / data.train_batch"),
+        ("trainer.balance_batch=true", "trainer.balance_batch is not needed (ranks are always balanced by cost): drop"),
+        ("trainer.logger=[console]", "unknown key; did you mean trainer.loggers?"),
+        ("rollout.gpu_memory_utilization=0.4", "write rollout.mem_fraction_static for verl's actor_rollout_ref.rollo"),
+        ("learning_rate=1e-6", "write actor.optim.lr for TRL's learning_rate"),
+        ("pretrain=m", "write model.path for OpenRLHF's actor.model_name_or_path"),
+        ("algorithm.adv_estimator=ppo", 'found "ppo" (verl\'s ppo is gae here)'),
+        ("algorithm.adv_estimator=group_norm", "(OpenRLHF's group_norm is grpo here)"),
+        ("actor.policy_loss=vanilla", "(verl's vanilla is the default here)"),
+        ("actor.ppo_epoch=2", "actor.ppo_epoch: unknown key; did you mean actor.ppo_epochs?"),
+        ("trainer.total_step=2", "did you mean trainer.total_steps?"),
+    ],
+)
+def test_an_error_answers_a_key_of_another_system(refusals, override: str, message: str) -> None:
+    (error,) = refusals(override)
+    assert message in error
+
+
+def test_each_of_a_systems_keys_is_answered(refusals) -> None:
+    errors = refusals("actor_rollout_ref.rollout.n=2", "actor_rollout_ref.actor.optim.lr=1e-6", "critic.model.path=m")
+    assert sorted(error.split(" ", 3)[2] for error in errors) == [
+        "actor_rollout_ref.actor.optim.lr:",
+        "actor_rollout_ref.rollout.n:",
+        "critic.model.path:",
+    ]
+
+
+def test_the_page_has_the_table_of_today() -> None:
+    text = coming_from.PAGE.read_text("utf-8")
+    assert coming_from.page(text) == text, "run tools/coming_from.py"

@@ -1,0 +1,62 @@
+"""Write the tables of docs/coming_from.md from megappo/config/elsewhere.yaml.
+
+usage: .venv/bin/python tools/coming_from.py
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from megappo.config.config_error import show
+from megappo.config.elsewhere import BELOW, System, TheirKey, systems
+
+PAGE = Path(__file__).parents[1] / "docs" / "coming_from.md"
+MARK = "<!-- Below this line: tools/coming_from.py -->\n"
+
+
+def cell(keys: list[str]) -> str:
+    """Return keys as code, those of one section together: `a.{b,c}`."""
+    sections: dict[str, list[str]] = {}
+    for key in keys:
+        section, _, name = key.removesuffix(BELOW).rpartition(".")
+        sections.setdefault(f"{section}." if section else "", []).append(name + BELOW * key.endswith(BELOW))
+    parts = []
+    for section, names in sections.items():
+        several = "{" + ",".join(names) + "}" if len(names) > 1 and section else ""
+        parts += [f"`{section}{several}`"] if several else [f"`{section}{name}`" for name in names]
+    return ", ".join(parts)
+
+
+def group_of(key: str, row: TheirKey) -> tuple[str, str, str]:
+    """Return what rows on one line have in common: the remark, their section and ours."""
+    if row.note or row.missing:
+        return row.missing or "not needed; `megappo import` gives the reason", "", ""
+    translated = {theirs: ours for theirs, ours in row.values.items() if ours not in (None, theirs)}
+    pairs = [f"{show(theirs)} -> {show(ours)}".replace('"', "") for theirs, ours in translated.items()]
+    remark = row.computed or ", ".join(pairs)
+    section = row.key.rpartition(".")[0]
+    return remark, "" if remark else key.rpartition(".")[0], section if remark else section.partition(".")[0]
+
+
+def lines(system: System) -> Iterator[str]:
+    """Yield the lines of a system's table."""
+    groups: dict[tuple[str, str, str], list[str]] = {}
+    for key, row in system.rows.items():
+        groups.setdefault(group_of(key, row), []).append(key)
+    yield from ("", f"## {system.title}", f"| {system.title} | here | remark |", "| --- | --- | --- |")
+    for (remark, _, _), keys in groups.items():
+        ours = list(dict.fromkeys(system.rows[key].key for key in keys if not system.rows[key].missing))
+        yield f"| {cell(keys)} | {cell(list(filter(None, ours)))} | {remark} |"
+    for method, values in system.defaults.items():
+        settings = ", ".join(f"`{key}={'null' if value is None else value}`" for key, value in values.items())
+        name = f" with {method}" if method else ""
+        yield f"| not set{name} | {settings} | {system.title}'s default, which differs |".replace("=False", "=false")
+
+
+def page(text: str) -> str:
+    """Return the page with the tables of today below its mark."""
+    tables = [line for system in systems().values() for line in lines(system)]
+    return text.partition(MARK)[0] + MARK + "\n".join(tables) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text("utf-8")), "utf-8")
