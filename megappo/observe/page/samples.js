@@ -18,6 +18,8 @@ const mark = (sample) => {
   return right == null ? el("span", {}, "·") : el(`span.${right ? "good" : "bad"}`, { title: right ? "right" : "wrong" }, right ? "✓" : "✗");
 };
 const oneLine = (text) => String(text ?? "").replace(/\s+/g, " ").slice(0, 200);
+/** The end of a prompt, as the beginnings are often alike. */
+const promptEnd = (sample) => String(sample.prompt ?? "").replace(/\s+/g, " ").slice(-60) || "(empty prompt)";
 const setName = (sample) => sample.dataset ?? "training";
 const promptKey = (sample) => `${setName(sample)}\n${sample.prompt}`;
 
@@ -115,7 +117,7 @@ function samplesSection() {
     count.textContent = `${found.length} of ${SAMPLES.length}`;
     const items = found.slice(0, 300).map((sample) => {
       const where = `${RUNS.length > 1 ? `${RUNS[sample.run].name} · ` : ""}${sample.step}`;
-      const item = el("button.item", { type: "button", role: "option", tabindex: -1, click: () => choose(sample) }, mark(sample), el("span", {}, oneLine(sample.prompt) || "(empty prompt)"), el("span.small.soft", { title: "step" }, where));
+      const item = el("button.item", { type: "button", role: "option", tabindex: -1, click: () => choose(sample) }, mark(sample), el("span", {}, promptEnd(sample), " ", el("span.soft", {}, oneLine(sample.response))), el("span.small.soft", { title: "step" }, where));
       item.sample = sample;
       return item;
     });
