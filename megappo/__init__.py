@@ -2,8 +2,11 @@
 
 import os
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 
+PUBLIC = {"load_config": "megappo.config.loading:load_config", "Trainer": "megappo.train:RunContext"}
+"""Name -> "module:name", imported when the name is used."""
 NEEDED = ("httpx", "psutil", "pydantic", "safetensors", "torch", "transformers", "yaml")
 
 if lacking := [name for name in NEEDED if find_spec(name) is None]:  # one line, where an import would be a traceback
@@ -18,3 +21,11 @@ named = sys.orig_argv[-len(sys.argv)].removeprefix("-m") if sys.argv[:1] == ["-m
 if named.split(".")[0] == "megappo" and not sys.flags.safe_path:
     del sys.path[0]
     os.environ["PYTHONSAFEPATH"] = "1"
+
+
+def __getattr__(name: str) -> object:
+    """Import one of PUBLIC."""
+    if name not in PUBLIC:
+        raise AttributeError(f"module 'megappo' has no attribute {name!r}")
+    module, _, inside = PUBLIC[name].partition(":")
+    return getattr(import_module(module), inside)

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from megappo.runtime.interruption import EXIT_AGAIN, INTERRUPTION, LAUNCHER, Interrupted
 from megappo.runtime.keeper import die_with
@@ -35,6 +36,7 @@ import torch.distributed as dist
 from megappo.arguments import rank_arguments
 from megappo.config.config_error import ConfigError
 from megappo.config.loading import load_config
+from megappo.config.schema import Config
 from megappo.engines.handle import EngineHandle, start_engine
 from megappo.engines.launch import nccl_variables, socket_dir
 from megappo.errors import EXIT_CONFIG
@@ -54,9 +56,13 @@ from megappo.runtime.machine import bind
 from megappo.runtime.watchdog import Watchdog
 from megappo.table import resolved
 
+if TYPE_CHECKING:
+    from megappo.trainer.run import Run
+
 SET_BY_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 EXECUTE = "megappo.trainer.main:execute"
 """Imported only by a run that has something to do: megatron-core and transformers take seconds on every rank."""
+BUILD = "megappo.trainer.main:build_run"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -108,6 +114,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os._exit(code)
 
 
+class RunContext:
+    """A run on this rank, `megappo.Trainer`: for a program that torchrun starts and that holds the loop itself.
+
+    As a context manager it starts the engine, builds the models and yields a `megappo.trainer.run.Run`; all ranks
+    together.
+
+    Raises:
+        ConfigError: the config cannot work.
+    """
+
+    def __init__(self, config: Config):
+        self.config = config
+        self._cleanup = ExitStack()
+
+    def __enter__(self) -> "Run":
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        die_with(os.getppid())  # torchrun
+        _set_up_process(rank)
+        store = _join_store(rank)
+        with ExitStack() as stack:  # closed if anything below fails
+            run = _train(_checked(self.config, world_size), store, rank, stack, BUILD)
+            if run is None:
+                raise ConfigError("trainer.output_dir holds a finished run: name another folder")
+            self._cleanup = stack.pop_all()
+        return run
+
+    def __exit__(self, *ending: Any) -> None:
+        self._cleanup.__exit__(*ending)
+        STATUS.stop()
+
+
 def _close(cleanup: ExitStack, ending: Exception | None) -> None:
     """Close what the run has opened; the observer logs what ended it."""
     if ending is None:
@@ -145,15 +182,26 @@ def _run(args: argparse.Namespace, store: dist.Store, rank: int, world_size: int
         config = load_config(args.config, args.overrides, before_extensions=megatron_setup.install)
         if config.trainer.eval_only:
             INTERRUPTION.never_saves()
-        ranks_per_node = int(os.environ["LOCAL_WORLD_SIZE"])
-        plan, errors = check_run(config, world_size, ranks_per_node, on_gpus=platform.has_cuda())
+        plan = _checked(config, world_size)
+    _train(plan, store, rank, cleanup)
+
+
+def _checked(config: Config, world_size: int) -> RunPlan:
+    ranks_per_node = int(os.environ["LOCAL_WORLD_SIZE"])
+    plan, errors = check_run(config, world_size, ranks_per_node, on_gpus=platform.has_cuda())
     if plan is None or errors:
         raise ConfigError(*errors)
-    with config.locating():
-        _train(plan, store, rank, cleanup)
+    return plan
 
 
-def _train(plan: RunPlan, store: dist.Store, rank: int, cleanup: ExitStack) -> None:
+def _train(plan: RunPlan, store: dist.Store, rank: int, cleanup: ExitStack, function: str = EXECUTE) -> Any:
+    """Start this rank's engine, join the other ranks, and return what a function of the run returns; None if there is
+    nothing to do."""
+    with plan.config.locating():
+        return _execute(plan, store, rank, cleanup, function)
+
+
+def _execute(plan: RunPlan, store: dist.Store, rank: int, cleanup: ExitStack, function: str) -> Any:
     config, gpu_bytes = plan.config, platform.gpu_bytes()
     if rank == 0:  # before the ranks meet, so that no other error can come first
         finished = already_finished(config)
@@ -164,7 +212,7 @@ def _train(plan: RunPlan, store: dist.Store, rank: int, cleanup: ExitStack) -> N
             _print_capabilities(plan)
         store.set("finished", finished)
     if store.get("finished"):  # waits for rank 0: other nodes may see another content of the folder
-        return
+        return None
     if config.trainer.eval_only:
         plan = replace(plan, requested=evaluation_of(plan.requested), config=evaluation_of(config))
     plan = resolve_offload(plan, Cluster(gpu_bytes) if gpu_bytes else None)
@@ -174,12 +222,12 @@ def _train(plan: RunPlan, store: dist.Store, rank: int, cleanup: ExitStack) -> N
     if not config.replays:
         engine_handle = start_engine(plan, rank, store, cleanup)
     with STATUS.step("imports of Megatron"), platform.gc_disabled():
-        execute = resolved(EXECUTE)
+        execute = resolved(function)
     timeout = timedelta(seconds=config.trainer.process_group_timeout_seconds)
     with STATUS.step("process group"):
         dist.init_process_group(platform.backend(), store=store, rank=rank, world_size=plan.world_size, timeout=timeout)
     Watchdog(store, rank, plan.world_size, config.hang_timeout_seconds)
-    execute(plan, engine_handle, cleanup)
+    return execute(plan, engine_handle, cleanup)
 
 
 def shared_nccl_variables(plan: RunPlan) -> dict[str, str]:

@@ -34,7 +34,8 @@ def memory_table(estimate: MemoryEstimate) -> str:
 
 
 def _ranks(estimate: MemoryEstimate, rank_kind: RankKind) -> str:
-    return f"ranks {shorten(format_ranks(estimate.rank_kinds[rank_kind]))}"
+    ranks = estimate.rank_kinds[rank_kind]
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shorten(format_ranks(ranks))}"
 
 
 def time_table(estimate: TimeEstimate) -> str:
@@ -45,8 +46,14 @@ def time_table(estimate: TimeEstimate) -> str:
         rows.append([phase, written_seconds(seconds), f"{seconds / estimate.step:.0%}", mfu])
     rows.append(["together", written_seconds(estimate.step), "", ""])
     steps = estimate.config.trainer.total_steps
-    hours = steps * estimate.step / 3600
-    return f"{aligned(rows)}\n  {steps:,} steps: {hours:,.1f} hours, without evaluations and saves"
+    return f"{aligned(rows)}\n  {steps:,} steps: {_duration(steps * estimate.step)}, without evaluations and saves"
+
+
+def _duration(seconds: float) -> str:
+    for unit, size in (("hours", 3600), ("minutes", 60)):
+        if seconds >= size:
+            return f"{seconds / size:,.1f} {unit}"
+    return f"{seconds:.1f} seconds"
 
 
 def written_seconds(seconds: float) -> str:

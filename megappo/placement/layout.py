@@ -55,15 +55,15 @@ class Layout:
         if not count or count % size:
             raise ValueError(
                 f"tensor {self.tensor} x context {self.context} x pipeline {self.pipeline} = {size} does not divide "
-                f"{count}, the number of ranks {format_ranks(self.ranks)}: name a multiple of {size} ranks, or make it "
-                f"{nearest_divisors(count, size)}"
+                f"{count}, the number of ranks {format_ranks(self.ranks)}: name a multiple of {size} ranks, or make "
+                f"tensor x context x pipeline {nearest_divisors(count, size)}"
             )
         stage, experts = count // self.pipeline, self.expert_run
         if stage % experts:
             raise ValueError(
                 f"expert {self.expert} x expert_tensor {self.expert_tensor} = {experts} does not divide {stage}, the "
-                f"ranks of a stage (tensor {self.tensor} x context {self.context} x data {self.data}): make it "
-                f"{nearest_divisors(stage, experts)}"
+                f"ranks of a stage (tensor {self.tensor} x context {self.context} x data {self.data}): make "
+                f"expert x expert_tensor {nearest_divisors(stage, experts)}"
             )
 
     @property

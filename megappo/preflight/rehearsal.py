@@ -113,7 +113,7 @@ def _try_rewards(config: Config, rewards: RewardPool, prompt: Prompt, findings: 
     grade = _score(rewards, prompt, response)
     scores = " + ".join(f"{score:g}" for score in grade.scores)
     given = f", given {', '.join(prompt.columns)}" if prompt.columns else ""
-    findings.checked.append(f"{rewards.spec}: scored {response!r:.40} for the first prompt{given}, {scores}")
+    findings.checked.append(f"{rewards.spec}: the response {response!r:.40} to the first prompt scores {scores}{given}")
     more = grade.parts | {"loss_weight": grade.loss_weight, "step_scores": grade.steps}
     findings.checked += [f"{rewards.spec}: returned {name} {value!s:.80}" for name, value in more.items() if value]
     if is_training:

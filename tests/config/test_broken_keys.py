@@ -336,12 +336,12 @@ PLACEMENTS = {
     ),
     "placement.critic=0-2 critic.parallel.tensor=2": (
         "placement.critic with critic.parallel: tensor 2 x context 1 x pipeline 1 = 2 does not divide 3, "
-        "the number of ranks 0-2: name a multiple of 2 ranks, or make it 1 or 3"
+        "the number of ranks 0-2: name a multiple of 2 ranks, or make tensor x context x pipeline 1 or 3"
     ),
     "actor.parallel.pipeline=3": (
         "placement.actor with actor.parallel: tensor 1 x context 1 x pipeline 3 = 3 does not divide 4, "
         "the number of ranks 0-3: "
-        "name a multiple of 3 ranks, or make it 2 or 4"
+        "name a multiple of 3 ranks, or make tensor x context x pipeline 2 or 4"
     ),
     "placement.ref=0-2 actor.parallel.tensor=2": (
         "placement.ref with actor.parallel: tensor 2 x context 1 x pipeline 1 = 2 does not divide 3, "
@@ -349,7 +349,8 @@ PLACEMENTS = {
     ),
     "placement.rollout=0-2 rollout.tensor_parallel=2": (
         "placement.rollout with rollout.tensor_parallel: tensor 2 x context 1 x "
-        "pipeline 1 = 2 does not divide 3, the number of ranks 0-2: name a multiple of 2 ranks, or make it 1 or 3"
+        "pipeline 1 = 2 does not divide 3, the number of ranks 0-2: name a multiple of 2 ranks, "
+        "or make tensor x context x pipeline 1 or 3"
     ),
     "placement.rollout=0,2 rollout.tensor_parallel=2": (
         "placement.rollout: engine 0 of rollout.tensor_parallel 2 would get ranks 0,2: "
@@ -362,7 +363,7 @@ PLACEMENTS = {
     "placement.critic=3 critic.parallel.tensor=2": (
         "placement.critic with critic.parallel: tensor 2 x context 1 x pipeline 1 = 2 does not divide 1, "
         "the number of ranks 3: "
-        "name a multiple of 2 ranks, or make it 1"
+        "name a multiple of 2 ranks, or make tensor x context x pipeline 1"
     ),
     "placement.actor,critic,rollout=1-3": (
         "placement: ranks 0 of this run's 4 belong to no component: place one there, or start fewer processes"

@@ -196,11 +196,11 @@ EXPERTS = {
 MIXTURES = {
     "actor.parallel.expert=3": (
         "placement.actor with actor.parallel: expert 3 x expert_tensor 1 = 3 does not divide 4, the ranks of a stage "
-        "(tensor 1 x context 1 x data 4): make it 2 or 4"
+        "(tensor 1 x context 1 x data 4): make expert x expert_tensor 2 or 4"
     ),
     "actor.parallel={expert: 2, expert_tensor: 6}": (
         "placement.actor with actor.parallel: expert 2 x expert_tensor 6 = 12 does not divide 4, the ranks of a stage "
-        "(tensor 1 x context 1 x data 4): make it 4"
+        "(tensor 1 x context 1 x data 4): make expert x expert_tensor 4"
     ),
     "actor.parallel.expert_tensor=4": (
         "actor.parallel.expert_tensor 4 does not divide moe_intermediate_size 18 of model/config.json: 3 or 6 would"

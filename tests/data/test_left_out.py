@@ -141,7 +141,7 @@ def test_plan_reports_what_a_run_would_leave_out(folder):
     done = plan_here(folder, "run.yaml", *keys, "data.on_bad_row=skip", "data.too_long=skip")
     assert errors_of(done) == []
     assert f"  left out: data.train_files: train.jsonl lines 3, 6: {LONG}\n" in done.stdout
-    assert "  exact_match: scored '4' for the first prompt, 1" in done.stdout
+    assert "  exact_match: the response '4' to the first prompt scores 1" in done.stdout
 
 
 def test_compressed_lines_are_read_as_they_are(folder):

@@ -158,12 +158,12 @@ def test_context_ranks_count_towards_the_product_and_the_experts():
     assert _errors(wrong, 6) == [
         "placement.actor with actor.parallel: tensor 2 x context 2 x pipeline 2 = 8 does not divide 6, "
         "the number of ranks 0-5: "
-        "name a multiple of 8 ranks, or make it 6"
+        "name a multiple of 8 ranks, or make tensor x context x pipeline 6"
     ]
     wrong = make(actor={"parallel": {"context": 2, "expert": 3}}, placement={"rollout": "0"})
     assert _errors(wrong, 4) == [
         "placement.actor with actor.parallel: expert 3 x expert_tensor 1 = 3 does not divide 4, the ranks of a stage "
-        "(tensor 1 x context 2 x data 2): make it 2 or 4"
+        "(tensor 1 x context 2 x data 2): make expert x expert_tensor 2 or 4"
     ]
 
 

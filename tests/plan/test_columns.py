@@ -29,7 +29,8 @@ def test_verls_parquet_and_function_work_as_they_are(plan, run_folder, gsm8k):
     assert done.returncode == 0
     assert "  prompts of train.parquet: all 200\n" in done.stdout
     assert (
-        "  gsm8k.py:compute_score: scored '82' for the first prompt, given data_source, extra_info, 0\n" in done.stdout
+        "  gsm8k.py:compute_score: the response '82' to the first prompt scores 0, given data_source, extra_info\n"
+        in done.stdout
     )
 
 

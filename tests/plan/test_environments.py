@@ -34,7 +34,8 @@ def test_a_data_set_is_played_while_training_has_single_responses(plan, run_fold
     assert errors_of(done) == []
     assert re.search(r"^  game( +[\d.-]+){5}  none +mine.py:Own$", done.stdout, re.M)
     assert re.search(r"^  train( +[\d.-]+){5}  exact_match  none$", done.stdout, re.M)
-    assert "  exact_match: scored '2' for the first prompt, 1\n  mine.py:Own: reset for the first" in done.stdout
+    scored = "  exact_match: the response '2' to the first prompt scores 1\n"
+    assert f"{scored}  mine.py:Own: reset for the first" in done.stdout
 
 
 def test_what_is_tried_without_training_is_what_the_data_sets_name(plan, run_folder):
@@ -46,7 +47,7 @@ def test_what_is_tried_without_training_is_what_the_data_sets_name(plan, run_fol
     done = plan(run_folder, "run.yaml", *of_training, "trainer.eval_only=true", *GAME, single)
     assert errors_of(done) == []
     assert "mine.py:Own: reset for the first prompt" in done.stdout
-    assert "exact_match: scored '1' for the first prompt, 1" in done.stdout
+    assert "exact_match: the response '1' to the first prompt scores 1" in done.stdout
 
 
 def test_errors_in_the_environment_of_a_data_set_name_its_keys(plan, run_folder):

@@ -84,7 +84,7 @@ def test_the_plan_lists_what_it_has_checked_and_what_not(plan, run_folder):
     assert lines[lines.index("checked") + 1 :] == [
         "tokenizer of model",
         "prompts of train.jsonl: all 300",
-        "exact_match: scored '2' for the first prompt, 1",
+        "exact_match: the response '2' to the first prompt scores 1",
         "not checked: weights, memory, engines",
         "",
         "nothing is wrong: ready for 4 processes of megappo.train",
@@ -199,7 +199,8 @@ GDPO = ("algorithm.adv_estimator=gdpo", "algorithm.use_kl_in_reward=false", "rew
 def test_several_scores_are_shown_and_one_is_refused_where_the_method_needs_several(plan, run_folder):
     (run_folder / "reward.py").write_text("def f(p, r, l):\n    return [[0.5, -1]] * 2\n")
     done = plan(run_folder, "run.yaml", *GDPO)
-    assert done.returncode == 0 and "  reward.py:f: scored '2' for the first prompt, 0.5 + -1\n" in done.stdout
+    assert done.returncode == 0
+    assert "  reward.py:f: the response '2' to the first prompt scores 0.5 + -1\n" in done.stdout
     (run_folder / "reward.py").write_text("def f(p, r, l):\n    return [0.5] * 2\n")
     [error] = errors_of(plan(run_folder, "run.yaml", *GDPO))
     assert error == (
@@ -212,7 +213,7 @@ def test_scores_of_steps_and_a_weight_are_shown_and_what_would_clip_their_sum_is
     grade = "{'score': 1, 'step_scores': [[1, 0.5]] if solution_str else [], 'loss_weight': 2}"
     (run_folder / "reward.py").write_text(f"def f(solution_str, ground_truth):\n    return {grade}\n")
     done = plan(run_folder, "run.yaml", "reward.function=reward.py:f")
-    assert done.returncode == 0 and "reward.py:f: scored '2' for the first prompt, 1\n" in done.stdout
+    assert done.returncode == 0 and "reward.py:f: the response '2' to the first prompt scores 1\n" in done.stdout
     assert "  reward.py:f: returned loss_weight 2.0\n  reward.py:f: returned step_scores [[(1, 0.5)]]\n" in done.stdout
     [error] = errors_of(plan(run_folder, "run.yaml", "reward.function=reward.py:f", "reward.clip=5"))
     assert error == (

@@ -200,7 +200,7 @@ def test_plan_tries_them_together(tmp_path, file):
     both = f"reward.function={{exact_match: 1, {file}:short: 0.1}}"
     done = plan_here(tmp_path, "run.yaml", both)
     assert errors_of(done) == []
-    assert f"  exact_match + {file}:short: scored '2' for the first prompt, 1 + -0.1\n" in done.stdout
+    assert f"  exact_match + {file}:short: the response '2' to the first prompt scores 1 + -0.1\n" in done.stdout
     errors = errors_of(plan_here(tmp_path, "run.yaml", "reward.function={absent: 1, nowhere.py:f: 0.1}"))
     assert [error.partition(": ")[2][:37] for error in errors] == [
         "reward.function 'absent': expected ex",
