@@ -2,6 +2,8 @@
 
 EXIT_CONFIG = 2
 """Exit code of a rank whose config cannot work."""
+EXIT_UNHEALTHY = 5
+"""Exit code of a run that trainer.stop_on ended, with everything saved."""
 
 
 class ActionableError(Exception):

@@ -29,7 +29,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher import api
 from torch.distributed.run import parse_args, parse_min_max_nnodes, run
 
-from megappo.errors import EXIT_CONFIG
+from megappo.errors import EXIT_CONFIG, EXIT_UNHEALTHY
 from megappo.runtime import platform
 from megappo.runtime.failure import report_failed_threads
 from megappo.runtime.launcher import Agent, OtherNodeError, StartAgain
@@ -81,7 +81,7 @@ def _run_ranks(args: argparse.Namespace) -> int:
     except ChildFailedError as error:
         code = next(iter(error.failures.values())).exitcode
         if code != EXIT_CONFIG:
-            _print_ending(args, "")
+            _print_ending(args, "", is_saved=code == EXIT_UNHEALTHY)
         return code if code > 0 and code != EXIT_LOST_RANK else 1
     except SignalException as error:
         _print_ending(args, error.sigval.name)

@@ -21,6 +21,7 @@ from megappo.config.loading import load_config
 from megappo.config.methods import ESTIMATORS, LENGTH_PENALTIES, POLICY_LOSSES, TRANSPORTS
 from megappo.config.schema import Actor, Algorithm, Config, Critic
 from megappo.config.values import Aggregation, KLKind, Rejection
+from megappo.observe.health import RULES
 from megappo.placement.components import components_of
 from megappo.placement.placing import smallest_world
 from megappo.placement.run_plan import plan_run
@@ -104,6 +105,22 @@ def phases() -> set[str]:
     assert {"actor", "critic", "ref"} <= components.keys()
     of_forward = {spec.forward.phase for spec in components.values() if spec.forward}
     return {*found, *of_forward, *(f"update_{name}" for name, spec in components.items() if spec.training)}
+
+
+def health_table() -> list[str]:
+    """Return the rows of the table of health rules in docs/metrics.md."""
+    rows = ["| rule | holds if | what to do |", "| --- | --- | --- |"]
+    for name, rule in RULES.items():
+        page, _, anchor = rule.page.removeprefix("docs/").partition("#")
+        remedy = re.sub(r"[a-z]+\.(\w+\.)*\w+(=[\w.]+)?", r"`\g<0>`", rule.remedy)
+        meaning = re.sub(r"[a-z]+\.\w+", r"`\g<0>`", rule.meaning)
+        rows.append(f"| `{name}` | {meaning} | {remedy}: [{anchor.replace('-', ' ')}]({page}#{anchor}) |")
+    return rows
+
+
+def test_the_table_of_health_rules_is_the_one_that_runs():
+    section = PAGES["docs/metrics.md"].partition("\n## Health\n")[2].partition("\n## ")[0]
+    assert [line for line in section.splitlines() if line.startswith("|")] == health_table()
 
 
 def rooms() -> set[str]:

@@ -9,6 +9,8 @@ from megappo.table import Table
 RowValues = Callable[[Any], Any]
 """Maps `Rows` to a tensor [n] of any length or [n, K]; None where the run has no such values."""
 SPREAD = ("mean", "max", "min")
+LOOP_TOKENS, GRAM_SIZE = 256, 4
+"""Last tokens of a response that are searched for a loop, and tokens of the n-grams that repeat in it."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +51,49 @@ def log_prob_diff(rows: Any) -> Any:
     return (rows.fields["old_log_probs"] - rows.fields["rollout_log_probs"]).abs()[rows.response_mask.bool()]
 
 
+def equal_groups(rows: Any) -> Any:
+    """Return 1 for each prompt whose responses all have the same score, else 0, [n]; None where each has one."""
+    is_first = rows.fields["segments"] == 0 if "segments" in rows.fields else slice(None)
+    scores = rows.fields["scores"][is_first]
+    prompts, group = rows.prompt_ids[is_first].unique(return_inverse=True)
+    if len(prompts) == len(scores):
+        return None
+    highest, lowest = (
+        scores.new_zeros(len(prompts)).scatter_reduce(0, group, scores, kind, include_self=False)
+        for kind in ("amax", "amin")
+    )
+    return (highest == lowest).float()
+
+
+def repeats(rows: Any) -> Any:
+    """Return 1 for each response that ends in a loop, else 0, [n]; None where the tokens are on other ranks.
+
+    It does if most of the n-grams among its last LOOP_TOKENS tokens are there more than once. N-grams with a token of
+    an environment do not count.
+
+    Source: Welleck et al. 2020, Neural Text Generation with Unlikelihood Training, section 6 (seq-rep-4).
+    """
+    if not len(rows.input_ids):
+        return None
+    found = []
+    turns = rows.fields.get("turns")
+    for row, (tokens, length) in enumerate(zip(rows.sequences, rows.response_lengths.tolist(), strict=True)):
+        start = max(0, length - LOOP_TOKENS)
+        response = tokens[len(tokens) - length + start :].tolist()
+        if turns is not None:
+            is_own = turns[row, start:length].tolist()
+            response = [token if own else None for token, own in zip(response, is_own, strict=True)]
+        grams = list(zip(*(response[offset:] for offset in range(GRAM_SIZE)), strict=False))
+        own_grams = [gram for gram in grams if None not in gram]
+        found.append(len(set(own_grams)) < len(own_grams) / 2)
+    return rows.response_lengths.new_tensor(found)
+
+
 ROW_METRICS = Table(
     "metric",
     {
-        "reward/score": RowMetric(of_rows("scores")),
+        "reward/score": RowMetric(of_rows("scores"), (*SPREAD, "std")),
+        "reward/equal_groups_frac": RowMetric(equal_groups, "mean"),
         "reward/score_component": RowMetric(of_rows("score_components")),
         "reward/loss_weight": RowMetric(of_rows("loss_weights")),
         "reward/shaped": RowMetric(of_rows("shaped_scores")),
@@ -60,6 +101,7 @@ ROW_METRICS = Table(
         "reward/kl_penalty": RowMetric(of_tokens("kl_penalty")),
         "rollout/response_length": RowMetric(lambda rows: rows.response_lengths.float()),
         "rollout/truncated_frac": RowMetric(of_rows("truncated"), "mean"),
+        "rollout/repetition_frac": RowMetric(repeats, "mean"),
         "rollout/masked_frac": RowMetric(lambda rows: ~rows.response_mask.bool().any(dim=1), "mean"),
         "rollout/log_prob_diff": RowMetric(log_prob_diff),
         "advantages": RowMetric(of_tokens("advantages"), (*SPREAD, "histogram")),

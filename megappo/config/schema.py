@@ -24,6 +24,7 @@ from megappo.config.values import (
     FilePaths,
     Float,
     Fraction,
+    HealthRule,
     KLKind,
     ModelPath,
     NonNegative,
@@ -217,6 +218,7 @@ class Trainer(Section):
     num_samples: NonNegative = key(4, "prompts of each held-out data set whose responses are kept per evaluation", read_if=HAS_HELD_OUT)
     print_samples: NonNegative = key(2, "kept responses that are printed at the start of each evaluation, of its first data set; 0 = none", read_if=HAS_HELD_OUT)
     console_fields: Texts = key(CONSOLE_FIELDS, "columns of the line that is printed after each step: these, or any metric by its name (docs/metrics.md)")
+    stop_on: Annotated[tuple[HealthRule, ...], LISTED] = key((), "rules of docs/metrics.md#health that end the run, with everything saved and exit code 5, in the step in which one begins to hold; the others are reported")
     max_bad_steps: NonNegative = key(3, "optimizer steps in a row that may be skipped because loss or gradients are not finite, with their rows kept in bad_steps/; one more ends the run")
     time_limit: PositiveFloat | None = key(None, "seconds that the job may take, from the start of its allocation; the run saves and ends before; null = SLURM's limit, else none")
     grace_seconds: NonNegativeFloat = key(120.0, "seconds before the limit at which the run begins to save; with async_save two saves must fit, as one may be running")

@@ -97,6 +97,25 @@ _OfSums = Literal["seq_sum_k1", "seq_sum_k2", "seq_sum_k3"]
 _OfOthers = Literal["seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3"]
 Rejection = Literal[_OfTokens, _OfSums, _OfOthers]
 """A divergence between engine and trainer, of each token or over a response."""
+HealthRule = Literal[
+    "no_reward_signal",
+    "equal_groups",
+    "truncation",
+    "repetition",
+    "entropy_collapse",
+    "entropy_explosion",
+    "reference_kl",
+    "update_kl",
+    "clip_fraction",
+    "ratio",
+    "explained_variance",
+    "gradient_norm",
+    "value_loss",
+    "log_prob_diff",
+    "reward_failures",
+    "staleness",
+]
+"""Names of `observe.health.RULES`."""
 TooLong = Literal["error", "skip", "truncate_left"]
 
 

@@ -1,7 +1,7 @@
 """Prompts as the model sees them: texts unchanged, chat messages rendered by the tokenizer's template."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megappo.config.config_error import ConfigError
@@ -99,6 +99,27 @@ class Chat:
             return self._tokenizer.apply_chat_template(messages, tools=self._tools, tokenize=False, **given)
         except Exception as error:  # templates refuse messages with jinja2's own exceptions
             raise ValueError(f"the chat template refuses the messages: {type(error).__name__}: {error}") from error
+
+
+def chat_end_warnings(tokenizer: "PreTrainedTokenizerBase", ends: Collection[int]) -> list[str]:
+    """Return a warning if no token of `ends` ends an assistant's message in the chat template: a model that ends its
+    messages as the template does would write on."""
+    if not tokenizer.chat_template:
+        return []
+    answer = "An answer"
+    messages = [{"role": "user", "content": "A question"}, {"role": "assistant", "content": answer}]
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+    except Exception:  # several templates without a default, or one that refuses such messages
+        return []
+    tail = tokenizer.encode(text.rpartition(answer)[2], add_special_tokens=False)
+    if not tail or set(tail) & set(ends):
+        return []
+    written, known = tokenizer.decode(tail[:1]), tokenizer.convert_ids_to_tokens(list(ends))
+    return [
+        f"the chat template ends a message with {written!r}, and responses end with {' or '.join(known)}: a model that "
+        f"writes chat messages will not stop; if prompts are chat messages, set rollout.stop=[{written!r}]"
+    ]
 
 
 def _refuse_unread(template: str, given: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from megappo.config.schema import CONSOLE_FIELDS, EVAL_INTERVAL
+from megappo.observe.health import Finding
 from megappo.observe.loggers import Logger, RunInfo
 from megappo.observe.samples import format_samples
 from megappo.runtime.status import STATUS, format_seconds
@@ -139,6 +140,10 @@ class Console(Logger):
         STATUS.ends_at = None if seconds is None else time.monotonic() + seconds
         eta = "-" if seconds is None else format_seconds(seconds)
         self._line(f"{step}/{self._total_steps}", *cells, eta)
+
+    def on_finding(self, finding: Finding) -> None:
+        """Print the finding."""
+        self.text(str(finding))
 
     def on_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Print the first samples of an evaluation, of its first data set."""

@@ -1,4 +1,4 @@
-"""Loggers: everything that records a run, behind five hooks. Torch-free.
+"""Loggers: everything that records a run, behind six hooks. Torch-free.
 
 The console, metrics.jsonl, run.json, the samples and the report are loggers; `trainer.loggers` adds trackers.
 """
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from megappo.errors import ActionableError
+from megappo.observe.health import Finding, Unhealthy
 from megappo.runtime.interruption import Interrupted
 from megappo.table import Table, resolved
 
@@ -56,7 +57,7 @@ class RunEnd:
         """Return the end of a run that this error ended; None: nothing went wrong."""
         if error is None:
             return cls()
-        if isinstance(error, Interrupted):
+        if isinstance(error, Interrupted | Unhealthy):
             return cls("interrupted", str(error))
         return cls("failed", describe(error))
 
@@ -74,6 +75,9 @@ class Logger:
 
     def on_step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Log the metrics of a step, over all ranks: numbers, and `Histogram`s. Step 0 is the model before training."""
+
+    def on_finding(self, finding: Finding) -> None:
+        """Report that a rule of the run's health begins to hold, or is over, after the step's `on_step`."""
 
     def on_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Log responses to held-out prompts: mappings with dataset, prompt, response, label, score and passed."""

@@ -78,6 +78,7 @@ REDUCTIONS = {
     # Half the width of the 95 % confidence interval of the mean, by the central limit theorem.
     "ci95": Reduction(moments, merged_moments, _half_width),
     "variance": Reduction(moments, merged_moments, _variance),
+    "std": Reduction(moments, merged_moments, lambda *parts: math.sqrt(_variance(*parts))),
     # Effective sample size of weights as a share of their number: (sum w)^2 / (n sum w^2); 0 where all are 0.
     "ess": Reduction(
         lambda weights: torch.stack([weights.sum(), weights.square().sum(), weights.new_tensor(len(weights))]),

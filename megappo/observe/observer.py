@@ -2,14 +2,17 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from operator import methodcaller
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from megappo.observe.console import Console
 from megappo.observe.files import REPORT_FILE
+from megappo.observe.health import Examples, Health
 from megappo.observe.loggers import Logger, RunEnd, RunInfo, describe, open_trackers
 from megappo.observe.metrics import MetricsFile
+from megappo.observe.metrics_file import read_metrics
 from megappo.observe.report import Report, summary
 from megappo.observe.run_file import RunFile
 from megappo.observe.samples import SampleFiles
@@ -40,6 +43,7 @@ class Observer:
         self._failed_calls: dict[str, int] = {}
         self._has_ended = False
         self._call(lambda logger: logger.on_start(run))
+        self._health = Health(run.config, read_metrics(run.output_dir))
         for name in self._failed_calls:
             del self._trackers[name]  # without a start there is nothing to log to
 
@@ -54,11 +58,25 @@ class Observer:
                 if self._failed_calls[name] == 1:
                     self.message(f"WARNING: the logger {name} failed, and the run continues: {describe(error)}")
 
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Log a step once; `timing_s/*` are this rank's, all else is of all ranks."""
+    @property
+    def stop_reason(self) -> str:
+        """Return why trainer.stop_on ends the run; "" if it does not."""
+        return self._health.stop_reason
+
+    def log(self, step: int, metrics: Mapping[str, Any], examples: Examples = tuple) -> None:
+        """Log a step once, and the findings of the run's health.
+
+        Args:
+            metrics: `timing_s/*` are this rank's, all else is of all ranks.
+            examples: called if a rule begins to hold that responses help to understand.
+        """
+        held, findings = self._health.check(step, metrics, examples)
+        metrics = {**metrics, **held}
         if self._failed_calls:
             metrics = {**metrics, FAILED_CALLS: sum(self._failed_calls.values())}
         self._call(lambda logger: logger.on_step(step, metrics))
+        for finding in findings:
+            self._call(methodcaller("on_finding", finding))
 
     def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Print and keep a few rollouts, each a mapping such as prompt, response, label, score."""
@@ -94,7 +112,9 @@ class Observer:
 class NullObserver:
     """The observer of the ranks that stay silent; same methods as Observer."""
 
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+    stop_reason = ""
+
+    def log(self, step: int, metrics: Mapping[str, Any], examples: Examples = tuple) -> None:
         """Nothing."""
 
     def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:

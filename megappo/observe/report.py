@@ -16,6 +16,7 @@ from megappo.observe.files import (
     TENSORBOARD_FOLDER,
     has_exported,
 )
+from megappo.observe.health import held_steps
 from megappo.observe.loggers import Logger, RunEnd, RunInfo
 from megappo.observe.metrics_file import METRICS_FILE, read_metrics
 from megappo.observe.report_data import run_data
@@ -79,6 +80,8 @@ def summary(output_dir: str | Path, report: Path | None = None) -> str:
     evaluation = _last_evaluation(steps)
     rows += [(dataset, _in_words(evaluation, mean)) for dataset, mean in _datasets(evaluation).items()]
     rows += _first_and_last("mean reward", _points(steps, "reward/score/mean"))
+    held = [f"{rule} in {len(found)} steps" for rule, found in held_steps(steps).items() if found]
+    rows += [("unhealthy", ", ".join(held))] if held else []
     for name, path in OUTPUTS.items():
         if (folder / path).exists() and (path != HF_ACTOR or has_exported(folder)):
             rows.append((name, str(folder / path)))

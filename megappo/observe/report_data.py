@@ -12,6 +12,7 @@ from megappo.config.config_error import show
 from megappo.config.describe import declared, keys
 from megappo.config.loading import leaves, read_values
 from megappo.observe.files import CONFIG_FILE
+from megappo.observe.health import RULES, held_steps
 from megappo.observe.metrics_file import read_metrics
 from megappo.observe.report_samples import MOST_CHARACTERS, report_samples
 from megappo.observe.report_timeline import EXCHANGES, recent_timeline
@@ -46,10 +47,16 @@ def run_data(folder: Path, most_characters: int = MOST_CHARACTERS) -> dict[str, 
         **curves(steps),
         "exchanges": EXCHANGES,
         "timeline": recent_timeline(folder),
-        "health": [],
+        "health": [rule_summary(name, held) for name, held in held_steps(steps).items()],
         "samples": report_samples(folder, most_characters),
         "differences": changed,
     }
+
+
+def rule_summary(name: str, steps: list[int]) -> dict[str, Any]:
+    """Return a health rule in words, and the steps in which it held."""
+    rule = RULES[name]
+    return {"name": name, "meaning": rule.meaning, "remedy": rule.remedy, "page": rule.page, "steps": steps}
 
 
 def curves(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from megappo.config.checks import late_scores_errors, metric_errors, num_scores_
 from megappo.config.config_error import ConfigError
 from megappo.config.eval_sets import TRAINING, played_tasks
 from megappo.config.schema import Config
+from megappo.data.chat import chat_end_warnings
 from megappo.data.prompts import Prompt, PromptDataset, open_datasets
 from megappo.data.tokenizer import load_tokenizer, stop_token_ids
 from megappo.placement.components import shared_vocabulary
@@ -20,6 +21,8 @@ from megappo.userland.grades import Grade
 from megappo.userland.rewards import RewardError, RewardPool
 from megappo.userland.signatures import Row
 
+ANSWER_FORMS = ("{}", "={}", "#### {}", "\\boxed{{{}}}", "<answer>{}</answer>")
+"""Forms of the right answer in which a reward function may expect it."""
 SAMPLE = 1000
 """Number of records checked from a file's beginning on, and of records spread over all of it."""
 
@@ -60,7 +63,8 @@ def rehearse(config: Config, *, everything: bool) -> Findings:
         tokenizer = load_tokenizer(config.model.path)
         findings.checked.append(f"tokenizer of {config.model.path}")
         with findings.noting():
-            stop_token_ids(config.model.path, config.rollout.stop, tokenizer)
+            ends = stop_token_ids(config.model.path, config.rollout.stop, tokenizer)
+            findings.warnings += chat_end_warnings(tokenizer, ends)
         single = config.changed("reward.num_workers", 1).changed("rollout.num_environment_workers", 1)
         tasks = played_tasks(single.changed("reward.on_error", "raise"))
         workers = start_workers(tasks, cleanup, findings.noting)
@@ -128,6 +132,25 @@ def _try_rewards(config: Config, rewards: RewardPool, prompt: Prompt, findings: 
         except RewardError as error:
             first, *_ = str(error).splitlines()
             findings.warnings.append(f"for an empty response, which models write, the {first}")
+    if is_training and response and not config.rollout.has_environment and not findings.errors:
+        findings.warnings += _equal_warnings(rewards, prompt, response)
+
+
+def _equal_warnings(rewards: RewardPool, prompt: Prompt, label: str) -> list[str]:
+    """Return a warning if right answers in several forms, and wrong ones, all have the same score."""
+    responses = [form.format(label) for form in ANSWER_FORMS] + ["0", "I do not know."]
+    rows = [Row(prompt.text, response, prompt.label, prompt.columns) for response in responses]
+    try:
+        scores = {sum(grade.scores) for grade in rewards.score(rows)}
+    except RewardError:  # it wants another form
+        return []
+    if len(scores) > 1:
+        return []
+    return [
+        f"{rewards.spec}: every response tried for the first prompt has score {scores.pop():g}: "
+        f"{', '.join(map(repr, responses))}: check that it finds the answer in a response; where all scores are equal, "
+        "nothing can be learned"
+    ]
 
 
 def _score(rewards: RewardPool, prompt: Prompt, response: str) -> Grade:

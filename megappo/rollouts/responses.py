@@ -105,11 +105,13 @@ class Responses:
         }
 
     def failure_metrics(self) -> dict[str, Metric]:
-        """Count samples for which a function failed, or exceeded its time, where neither ends the run."""
+        """Count graded samples for which a function failed, or exceeded its time, where neither ends the run."""
         if self._scoring is None or self._rewards.on_error == "raise":
             return {}
         counts = {"errors": self._scoring.num_errors, "timeouts": self._scoring.num_timeouts}
-        return {name: Metric((count,), "sum") for name, count in counts.items()}
+        num_failed = sum(one.grade.failed for one in self.samples)
+        share = {"failed_frac": Metric((num_failed, len(self.samples)), "mean")}
+        return share | {name: Metric((count,), "sum") for name, count in counts.items()}
 
 
 def _fill(samples: Sequence[Sample], grades: Sequence[Grade]) -> None:

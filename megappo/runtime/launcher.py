@@ -19,7 +19,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from megappo.errors import EXIT_CONFIG
+from megappo.errors import EXIT_CONFIG, EXIT_UNHEALTHY
 from megappo.runtime import interruption
 from megappo.runtime.interruption import (
     ASKING,
@@ -131,7 +131,7 @@ class Agent(LocalElasticAgent):
         self._ended = {local: code for local, code in codes.items() if code}
         if self._ended:
             self._pcontext.close(signal.SIGTERM, self._shutdown_timeout)  # torchrun would give them 30 s
-            if self._stopped_by or {EXIT_CONFIG, EXIT_AGAIN} & set(codes.values()):
+            if self._stopped_by or {EXIT_CONFIG, EXIT_AGAIN, EXIT_UNHEALTHY} & set(codes.values()):
                 self._remaining_restarts = 0  # the run is to end, or will not work the next time either
         elif None in codes.values():
             if self._nodes is not None and (verdict := self._nodes.verdict()):

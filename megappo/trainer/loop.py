@@ -6,6 +6,7 @@ Steps are counted from 1; step 0 is the model before training.
 from typing import Any
 
 from megappo.engines.restarts import EngineLost
+from megappo.observe.health import Unhealthy
 from megappo.observe.profile import profiled
 from megappo.runtime.interruption import Interrupted
 from megappo.trainer.experience import add_advantages
@@ -18,6 +19,7 @@ def train(run: Run) -> None:
     Raises:
         Interrupted: a signal to any rank, or the time limit, stops the run. Everything is saved.
         EngineLost: an engine failed too often. Everything is saved.
+        Unhealthy: a rule of trainer.stop_on began to hold. Everything is saved.
     """
     with run.phase("sync"):
         run.engines.first_sync()
@@ -33,7 +35,7 @@ def train(run: Run) -> None:
                 metrics = ppo_step(run, step)
             run.log(step, metrics)
             run.save_if_due(step)
-    except (Interrupted, EngineLost):
+    except (Interrupted, EngineLost, Unhealthy):
         run.save_if_needed()
         raise
     run.finish()

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from megappo.batch.exchange import Exchange, OtherRankError
+from megappo.batch.rows import Rows
 from megappo.checkpoint.folders import CheckpointError, step_of
 from megappo.config.schema import EVAL_INTERVAL, Config
+from megappo.observe.health import Unhealthy
 from megappo.observe.loggers import RunEnd
 from megappo.observe.metrics import reduce_ranks
 from megappo.observe.observer import NullObserver, Observer
@@ -28,6 +30,9 @@ from megappo.trainer.models import Models, Phases, Shards
 from megappo.trainer.progress import Experience, Progress
 from megappo.trainer.statistics import Utilisation, merge_optimizer_steps, training_metrics
 
+NUM_SHOWN = 3
+"""Responses beside a finding of a run's health."""
+
 
 @dataclass
 class Run:
@@ -36,6 +41,7 @@ class Run:
     Attributes:
         rollouts: samples from the engines, if the run has any.
         batches: yields each step's scored rows.
+        shown: the first rows of the last trained step on this rank.
     """
 
     config: Config
@@ -49,6 +55,7 @@ class Run:
     observer: Observer | NullObserver
     phase: Phases
     utilisation: Utilisation
+    shown: Rows | None = None
 
     def __post_init__(self) -> None:
         # A reward function may end the run: complete a checkpoint that is on the disk by then.
@@ -81,8 +88,13 @@ class Run:
 
         Raises:
             Interrupted: on all ranks, if any has a reason to stop.
+            Unhealthy: on all ranks, if rank 0 has found what trainer.stop_on names.
         """
         raise_if_interrupted(self.exchange)
+        if self.config.trainer.stop_on:
+            reason, *_ = self.exchange.all_gather(self.observer.stop_reason)
+            if reason:
+                raise Unhealthy(reason)
 
     def resume_step(self) -> tuple[Experience | None, Shards]:
         """Return the experience of the step that the run was interrupted in, and its rows at the models, if any."""
@@ -124,6 +136,8 @@ class Run:
             local[name] = (shard.num_updates, shard.optimizer_steps, seconds)
         updates, memory = zip(*self.exchange.all_gather((local, self.phase.memory())), strict=True)
         metrics = experience.metrics | reduce_ranks(memory)
+        rows = experience.batch.rows
+        self.shown = rows.select(range(min(len(rows), NUM_SHOWN)))
         is_interrupted = False
         for name in trained:
             counts, steps, seconds = zip(*(of_rank[name] for of_rank in updates), strict=True)
@@ -145,11 +159,21 @@ class Run:
         A step's `timing_s/save` is that of the checkpoint between the step before and this one.
         """
         saves = {"checkpoint/failed_saves": self.progress.failed_saves}
-        self.observer.log(step, {**metrics, **self.phase.timers.lap(), **saves})
+        self.observer.log(step, {**metrics, **self.phase.timers.lap(), **saves}, self.responses)
         intervals = self.phase.timers.take_intervals()
         append_phases(self.config.trainer.output_dir, self.exchange.rank, step, intervals)
         self._note_step(step + 1)
         self.finish_save_if_written()
+
+    def responses(self) -> list[dict[str, Any]]:
+        """Return the prompts, responses and scores of the rows in `shown`."""
+        records = []
+        if self.shown is not None:
+            decode = self.rollouts.tokenizer.decode
+            lengths, scores = self.shown.prompt_lengths.tolist(), self.shown.fields["scores"].tolist()
+            for tokens, length, score in zip(self.shown.sequences, lengths, scores, strict=True):
+                records.append({"prompt": decode(tokens[:length]), "response": decode(tokens[length:]), "score": score})
+        return records
 
     def save_if_due(self, step: int) -> None:
         """Save every trainer.save_interval steps, after the last step, and after a save that failed."""

@@ -133,11 +133,12 @@ def test_a_run_without_evaluation_still_gets_its_report(tmp_path, capsys):
 
 def test_the_silent_observer_has_the_same_methods_and_leaves_nothing(tmp_path, capsys):
     def interface(cls):
-        functions = {name: f for name, f in vars(cls).items() if not name.startswith("_")}
+        functions = {name: f for name, f in vars(cls).items() if not name.startswith("_") and callable(f)}
         return {name: inspect.signature(function) for name, function in functions.items()}
 
     assert interface(NullObserver) == interface(Observer)
     observer = NullObserver()
+    assert observer.stop_reason == ""
     observer.log(1, STEP)
     observer.samples(1, [{"response": "x"}])
     observer.message("text")

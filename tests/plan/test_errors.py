@@ -142,7 +142,11 @@ def test_a_rollout_that_ends_by_its_scores_needs_them_before_it_has_ended(plan, 
 
 @pytest.mark.parametrize(
     ("found", "names"),
-    [("{'score': 1, 'acc': 1}", "score, acc"), ("1.0", "score"), ("{'score': 1, 'pred': '7'}", "score")],
+    [
+        ("{'score': len(solution_str), 'acc': 1}", "score, acc"),
+        ("1.0 * len(solution_str)", "score"),
+        ("{'score': len(solution_str), 'pred': '7'}", "score"),
+    ],
 )
 def test_groups_are_not_filtered_by_what_no_function_returns(plan, run_folder, found, names):
     (run_folder / "reward.py").write_text(f"def f(solution_str, ground_truth):\n    return {found}\n")
@@ -191,6 +195,27 @@ def test_a_function_that_fails_on_empty_responses_is_warned_of(plan, run_folder)
     assert done.returncode == 0 and f"warning: for an empty response, which models write, the {raised}\n" in done.stderr
     kept_on = plan(run_folder, "run.yaml", "reward.function=reward.py:f", "reward.on_error=zero")
     assert kept_on.returncode == 0 and "empty response" not in kept_on.stderr
+
+
+@pytest.mark.parametrize(
+    ("score", "is_warned"), [("0.0", True), ("float(one == '#### 2')", False), ("len(one) / 8", False)]
+)
+def test_a_reward_that_scores_right_and_wrong_answers_alike_is_warned_of(plan, run_folder, score, is_warned):
+    (run_folder / "reward.py").write_text(f"def f(p, r, l):\n    return [{score} for one in r]\n")
+    done = plan(run_folder, "run.yaml", "reward.function=reward.py:f")
+    warned = "warning: reward.py:f: every response tried for the first prompt has score 0: '2', '=2', '#### 2', "
+    assert done.returncode == 0 and (warned in done.stderr) == is_warned
+
+
+@pytest.mark.parametrize(
+    ("end", "is_warned"), [("<im_end>", True), ("</s>", False), ("", False)], ids=["other", "end", "none"]
+)
+def test_a_chat_template_whose_messages_end_otherwise_is_warned_of(plan, run_folder, end, is_warned):
+    template = "{% for one in messages %}{{ one.content + '" + end + "' }}{% endfor %}"
+    (run_folder / "model" / "chat_template.jinja").write_text(template)
+    done = plan(run_folder, "run.yaml")
+    assert done.returncode == 0, done.stderr
+    assert ("warning: the chat template ends a message with " in done.stderr) == is_warned
 
 
 GDPO = ("algorithm.adv_estimator=gdpo", "algorithm.use_kl_in_reward=false", "reward.function=reward.py:f")

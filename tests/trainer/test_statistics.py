@@ -78,6 +78,7 @@ def check_rows(rank: int, world_size: int) -> None:
     assert sum(histogram.numbers[2:]) == 5
     assert found == pytest.approx(
         plain_statistics("reward/score", fields["scores"].tolist())
+        | {"reward/score/std": statistics.stdev(fields["scores"].tolist())}
         | plain_statistics("reward/score_component/0", [score - 2.0 for score in fields["scores"].tolist()])
         | plain_statistics("reward/score_component/1", [2.0])
         | plain_statistics("rollout/response_length", rows.response_lengths.tolist())
@@ -91,6 +92,40 @@ def check_rows(rank: int, world_size: int) -> None:
 
 def test_metrics_of_rows_are_of_all_ranks_response_tokens_and_one_registration_adds_one() -> None:
     run_ranks(3, check_rows)
+
+
+def check_groups(rank: int, world_size: int) -> None:
+    prompts, scores = torch.tensor([4, 4, 4, 7, 7, 9]), torch.tensor([1.0, 1.0, 1.0, 0.0, 0.5, 3.0])
+    lengths = torch.ones(6, dtype=torch.int64)
+    rows = Rows(torch.arange(6), prompts, lengths, lengths, NO_TOKENS, {"scores": scores})
+    share = row_metrics(Exchange(dist.group.WORLD), rows.select([[0, 1, 2], [3, 4, 5], []][rank]))
+    assert share["reward/equal_groups_frac"] == pytest.approx(2 / 3)
+    alone = row_metrics(Exchange(dist.group.WORLD), rows.select([[0], [3], [5]][rank]))
+    assert "reward/equal_groups_frac" not in alone
+
+
+def test_groups_of_equal_scores_are_counted_where_prompts_have_several_responses() -> None:
+    run_ranks(3, check_groups)
+
+
+def repetition_of(responses: list[list[int]], turns: list[list[int]] | None = None) -> list[float]:
+    lengths = torch.tensor([len(response) for response in responses])
+    tokens = torch.tensor([token for response in responses for token in (1, 1, 1, 1, *response)])
+    fields = {}
+    if turns is not None:
+        width = int(lengths.max())
+        fields["turns"] = torch.tensor([[*row, *[0] * (width - len(row))] for row in turns]).float()
+    ids = torch.arange(len(responses))
+    rows = Rows(ids, ids, torch.full_like(ids, 4), lengths, tokens, fields)
+    return ROW_METRICS["rollout/repetition_frac"].values(rows).tolist()
+
+
+def test_responses_that_end_in_a_loop_are_found() -> None:
+    text = list(range(100, 400))
+    loop = text[:100] + [5, 6, 7] * 100
+    assert repetition_of([text, loop, [9] * 20, [1, 2], [], [3, 4] * 3, loop + text]) == [0, 1, 1, 0, 0, 0, 0]
+    played = [9] * 8 + [5, 6] * 8
+    assert repetition_of([played, played], [[1] * 8 + [0] * 16, [0] * 8 + [1, 0] * 8]) == [1, 0]
 
 
 def step(grad_norm: float, lr: float, loss: float, ratio: float, ratios: list[float]) -> OptimizerStep:

@@ -1,0 +1,310 @@
+"""Health of a run: rules that the metrics of each step are checked against. Torch-free.
+
+A rule that begins to hold is one finding, with its remedy. It is counted in the metrics, and changes nothing unless
+trainer.stop_on names it: the run then ends as after a signal.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megappo.config.config_error import printable
+from megappo.errors import EXIT_UNHEALTHY, ActionableError
+from megappo.observe.health_conditions import (
+    GRADIENT_NORMS,
+    SPREAD,
+    Condition,
+    History,
+    all_scores_equal,
+    entropy_collapsed,
+    gradient_jumped,
+    groups_equal,
+    grown,
+    outside,
+    value_loss_large,
+    values_useless,
+)
+from megappo.table import Table
+
+PREFIX = "health/"
+"""The metric of a rule is health/<rule>: 1 in the steps in which it holds, 0 in the others that have its metrics."""
+QUIET_STEPS = 10
+"""A rule is over once it has not held for so many steps, and is reported again only after that."""
+
+Examples = Callable[[], Sequence[Mapping[str, Any]]]
+"""Returns a few responses of the step: mappings with prompt, response and score."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A condition under which a run is unhealthy.
+
+    Attributes:
+        metrics: those that it reads. It is checked in the steps that have one of them.
+        figures: returns the figures for `message` where the rule holds, else ().
+        meaning: the condition in words, for docs/metrics.md.
+        message: a format string of the figures.
+        remedy: what to do, a sentence without its full stop.
+        page: page and section of the documentation about it.
+        shows_responses: a finding has a few responses of the step.
+        applies: returns whether the rule makes sense for a config, nested as in YAML.
+    """
+
+    metrics: tuple[str, ...]
+    figures: Condition
+    meaning: str
+    message: str
+    remedy: str
+    page: str
+    shows_responses: bool = False
+    applies: Callable[[Mapping[str, Any]], bool] = field(default=lambda config: True)
+
+
+LOWER_LR = "Lower actor.optim.lr or actor.ppo_epochs"
+
+RULES: Table[Rule] = Table(
+    "health rule",
+    {
+        "no_reward_signal": Rule(
+            ("reward/score/mean", "reward/score/max", "reward/score/min"),
+            all_scores_equal,
+            "all scores of 5 steps are the same number",
+            "every response of the last 5 steps has score {0:g}, so nothing can be learned",
+            "Compare responses and labels with what reward.function expects; start from a model that is sometimes "
+            "right",
+            "docs/rewards.md#return-values",
+            shows_responses=True,
+        ),
+        "equal_groups": Rule(
+            ("reward/equal_groups_frac",),
+            groups_equal,
+            "for more than 90 % of the prompts of 5 steps, all responses have the same score",
+            "{0:.0%} of the prompts have responses of equal score, from whose comparison nothing can be learned",
+            "Choose prompts of another difficulty, raise rollout.n, or set algorithm.filter_groups.enable=true",
+            "docs/data.md#dynamic-sampling",
+            shows_responses=True,
+        ),
+        "truncation": Rule(
+            ("rollout/truncated_frac", "episode/length_frac"),
+            outside("episode/length_frac", "rollout/truncated_frac", high=0.3),
+            "more than 30 % of the responses of 3 steps reach rollout.max_response_length; episodes that run out of "
+            "turns do not count",
+            "{0:.0%} of the responses are cut off before they end",
+            "Raise rollout.max_response_length; if the responses never end, start from a model that writes the "
+            "tokenizer's end token, or name one in rollout.stop",
+            "docs/data.md#special-tokens",
+            shows_responses=True,
+        ),
+        "repetition": Rule(
+            ("rollout/repetition_frac",),
+            outside("rollout/repetition_frac", high=0.2),
+            "more than 20 % of the responses of 3 steps end in a loop",
+            "{0:.0%} of the responses repeat themselves",
+            "Lower actor.optim.lr, or raise algorithm.kl_ctrl.kl_coef; check that the reward does not pay for length",
+            "docs/rewards.md#built-in-functions",
+            shows_responses=True,
+        ),
+        "entropy_collapse": Rule(
+            ("actor/entropy", SPREAD),
+            entropy_collapsed,
+            "entropy below 3 % of its first value while the task is unsolved",
+            "the policy's entropy has collapsed to {0:.3g}, from {1:.3g}, while the scores still differ",
+            "Lower actor.optim.lr, set actor.entropy_coeff=0.001, or raise actor.clip_ratio_high",
+            "docs/methods.md#policy-losses",
+            shows_responses=True,
+        ),
+        "entropy_explosion": Rule(
+            ("actor/entropy",),
+            grown("actor/entropy", 3, least=1.0),
+            "entropy above 1 and above 3 times its first value",
+            "the policy's entropy has risen to {0:.3g}, from {1:.3g}: its responses become noise",
+            "Lower actor.entropy_coeff or actor.optim.lr",
+            "docs/methods.md#policy-losses",
+            shows_responses=True,
+        ),
+        "reference_kl": Rule(
+            ("reward/kl_penalty/mean", "actor/kl_loss"),
+            outside("reward/kl_penalty/mean", "actor/kl_loss", high=1.0),
+            "KL to the reference above 1 per token",
+            "the policy is {0:.3g} nats per token away from the reference",
+            "Raise algorithm.kl_ctrl.kl_coef (or actor.kl_loss_coef), or lower actor.optim.lr",
+            "docs/methods.md#kl-to-the-reference",
+        ),
+        "update_kl": Rule(
+            ("actor/ppo_kl",),
+            outside("actor/ppo_kl", high=0.1),
+            "a step moves the policy by a KL above 0.1 per token",
+            "a step moves the policy by a KL of {0:.3g} per token",
+            f"{LOWER_LR}, or set actor.target_kl=0.02",
+            "docs/methods.md#policy-losses",
+        ),
+        "clip_fraction": Rule(
+            ("actor/pg_clipfrac",),
+            outside("actor/pg_clipfrac", high=0.3),
+            "the ratios of more than 30 % of the tokens are clipped (gspo clips more by design, and is not checked)",
+            "the ratios of {0:.0%} of the tokens are clipped",
+            LOWER_LR,
+            "docs/methods.md#policy-losses",
+            applies=lambda config: config.get("actor", {}).get("policy_loss") != "gspo",
+        ),
+        "ratio": Rule(
+            ("actor/ratio",),
+            outside("actor/ratio", low=0.9, high=1.1),
+            "the mean ratio of new to old probabilities is more than 0.1 away from 1",
+            "the mean ratio of new to old probabilities is {0:.3g}, far from 1",
+            LOWER_LR,
+            "docs/methods.md#policy-losses",
+        ),
+        "explained_variance": Rule(
+            ("critic/vf_explained_var", SPREAD),
+            values_useless,
+            "over 5 steps the critic explains less than -0.2 of the variance of the returns, or 0.4 less than its "
+            "best, while the task is unsolved",
+            "the critic explains {0:.2f} of the variance of the returns; its best was {1:.2f}",
+            "Lower critic.optim.lr if critic/grad_norm is large, else raise it; set critic.warmup_steps",
+            "docs/methods.md#values",
+        ),
+        "gradient_norm": Rule(
+            (*GRADIENT_NORMS, SPREAD),
+            gradient_jumped,
+            "a gradient norm is above 10 times the median of the 10 (at first 5) steps before, while the task is "
+            "unsolved",
+            "a gradient norm has jumped to {0:.3g}, {1:.0f} times its median",
+            "Lower optim.lr, add optim.lr_warmup_steps, or lower optim.clip_grad of the actor or critic",
+            "docs/troubleshooting.md#training",
+        ),
+        "value_loss": Rule(
+            ("critic/vf_loss", SPREAD),
+            value_loss_large,
+            "the value loss of 5 steps is above 10 times the variance of the scores",
+            "the value loss is {0:.0f} times the variance of the scores, which the critic should explain",
+            "Lower critic.optim.lr, set reward.normalize=running, or set critic.warmup_steps",
+            "docs/methods.md#values",
+        ),
+        "log_prob_diff": Rule(
+            ("rollout/log_prob_diff/mean",),
+            grown("rollout/log_prob_diff/mean", 3, least=0.01),
+            "trainer and engine disagree about the log-probs of the rollouts by more than 0.01, and more than 3 times "
+            "as much as in the first steps",
+            "trainer and engine disagree by {0:.3g} per token, {1:.3g} in the first steps",
+            "Check rollout.server_args and rollout.sync; set algorithm.rollout_correction.level=token",
+            "docs/methods.md#when-engine-and-trainer-disagree",
+        ),
+        "reward_failures": Rule(
+            ("reward/failed_frac",),
+            outside("reward/failed_frac", high=0.05, num_steps=2),
+            "a reward function fails, or takes too long, for more than 5 % of the responses of 2 steps",
+            "the reward function fails for {0:.0%} of the responses, whose score is 0",
+            "Fix the errors that the log names, or set reward.on_error=raise",
+            "docs/rewards.md#how-functions-run",
+            shows_responses=True,
+        ),
+        "staleness": Rule(
+            ("rollout_is/ess",),
+            outside("rollout_is/ess", low=0.8),
+            "the effective sample size of the weights pi_trainer / pi_engine is below 80 % of the tokens (with "
+            "algorithm.rollout_correction)",
+            "the rollouts are of another policy than the actor: their effective sample size is {0:.0%}",
+            "Sync or record the rollouts again, or set algorithm.rollout_correction.level=token",
+            "docs/methods.md#when-engine-and-trainer-disagree",
+        ),
+    },
+)
+"""By the rest of their metric's name, health/<rule>; trainer.stop_on names them."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A rule that begins to hold, or that is over.
+
+    Attributes:
+        samples: responses of the step, as `Examples` returns them; empty where they do not help.
+    """
+
+    rule: str
+    step: int
+    message: str
+    remedy: str = ""
+    samples: Sequence[Mapping[str, Any]] = ()
+
+    @property
+    def is_over(self) -> bool:
+        """True if the rule no longer holds."""
+        return not self.remedy
+
+    def __str__(self) -> str:
+        """Return the finding as one line, and one more for each response."""
+        if self.is_over:
+            return f"healthy again ({self.rule}): {self.message}"
+        lines = [f"unhealthy ({self.rule}): {self.message}. {self.remedy}: {RULES[self.rule].page}"]
+        for sample in self.samples:
+            prompt, response = (json.dumps(sample[name], ensure_ascii=False) for name in ("prompt", "response"))
+            lines.append(printable(f"  score {sample['score']:g}: {prompt:.60} -> {response:.100}"))
+        return "\n".join(lines)
+
+
+class Unhealthy(ActionableError):
+    """A rule of trainer.stop_on ends a run, with everything saved; raised on all ranks."""
+
+    exit_code = EXIT_UNHEALTHY
+
+    def report(self, rank: int) -> str:
+        return f"stopped by {self}: all is saved"
+
+
+class Health:
+    """Checks the rules after each step.
+
+    Args:
+        config: all keys of the run, nested as in YAML.
+        steps: metrics of the earlier steps of a run that is resumed.
+    Attributes:
+        stop_reason: the first rule of trainer.stop_on that began to hold since this process started; "" before.
+    """
+
+    def __init__(self, config: Mapping[str, Any], steps: Sequence[Mapping[str, Any]] = ()):
+        self.stop_reason = ""
+        self._stop_on = config.get("trainer", {}).get("stop_on", ())
+        self._rules = {name: rule for name, rule in RULES.items() if rule.applies(config)}
+        self._history = History({name for rule in self._rules.values() for name in rule.metrics})
+        self._last_held: dict[str, int] = {}
+        for metrics in steps[:-QUIET_STEPS]:
+            self._history.add(metrics)
+        for metrics in steps[-QUIET_STEPS:]:
+            self.check(metrics["step"], metrics)
+        self.stop_reason = ""
+
+    def check(
+        self, step: int, metrics: Mapping[str, Any], examples: Examples = tuple
+    ) -> tuple[dict[str, float], list[Finding]]:
+        """Return `health/<rule>` of a step, and the rules that begin to hold or are over with it."""
+        self._history.add(metrics)
+        held, findings = {}, []
+        for name, rule in self._rules.items():
+            if not any(metric in metrics for metric in rule.metrics):
+                continue
+            figures = rule.figures(self._history)
+            held[PREFIX + name] = float(bool(figures))
+            last_held = self._last_held.get(name)
+            if figures:
+                self._last_held[name] = step
+            if figures and last_held is None:
+                samples = examples() if rule.shows_responses else ()
+                findings.append(Finding(name, step, rule.message.format(*figures), rule.remedy, samples))
+                if name in self._stop_on and not self.stop_reason:
+                    self.stop_reason = f"trainer.stop_on ({name} at step {step})"
+            elif not figures and last_held is not None and step - last_held >= QUIET_STEPS:
+                del self._last_held[name]
+                findings.append(Finding(name, step, f"has not held since step {last_held}"))
+        return held, findings
+
+
+def held_steps(steps: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
+    """Return the steps in which each rule held, of the rules that were checked in any of a run's steps."""
+    held = {}
+    for name in RULES:
+        checked = [metrics for metrics in steps if PREFIX + name in metrics]
+        if checked:
+            held[name] = [metrics["step"] for metrics in checked if metrics[PREFIX + name]]
+    return held

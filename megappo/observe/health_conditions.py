@@ -1,0 +1,121 @@
+"""Conditions of the rules of `observe.health`: functions of a run's metrics so far, over its last steps. Torch-free.
+
+A condition returns the figures of the rule's message where it holds, else (). Its thresholds are beyond what healthy
+runs reach, so that a rule that holds is worth a line; docs/metrics.md has narrower ranges.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from statistics import fmean, median
+from typing import Any
+
+NUM_FIRST = 3
+"""Steps at the start of a run that later ones are compared with."""
+SPREAD = "reward/score/std"
+GRADIENT_NORMS = ("actor/grad_norm", "critic/grad_norm")
+
+Figures = tuple[float, ...]
+
+
+class History:
+    """Values of some metrics, step by step; NaN where a step has none. NaN is neither above nor below anything."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._series: dict[str, list[float]] = {name: [] for name in names}
+
+    def add(self, metrics: Mapping[str, Any]) -> None:
+        """Add a step. In metrics.jsonl a value that is not finite is None."""
+        for name, series in self._series.items():
+            value = metrics.get(name)
+            series.append(math.nan if value is None else value)
+
+    def last(self, name: str, num_steps: int) -> list[float]:
+        """Return the values of the last steps; [NaN] before there are as many."""
+        values = self._series[name][-num_steps:]
+        return values if len(values) == num_steps else [math.nan]
+
+    def mean(self, name: str, num_steps: int = 3) -> float:
+        """Return the mean over the last steps."""
+        return fmean(self.last(name, num_steps))
+
+    def known(self, name: str) -> list[float]:
+        """Return the finite values of all steps."""
+        return list(filter(math.isfinite, self._series[name]))
+
+    def first(self, name: str) -> float:
+        """Return the mean of the first NUM_FIRST values."""
+        values = self.known(name)[:NUM_FIRST]
+        return fmean(values) if len(values) == NUM_FIRST else math.nan
+
+
+Condition = Callable[[History], Figures]
+
+
+def outside(*names: str, low: float = -math.inf, high: float = math.inf, num_steps: int = 3) -> Condition:
+    """Return a condition: the mean over the last steps is below `low` or above `high`, of the first of these metrics
+    that the run has."""
+
+    def figures(history: History) -> Figures:
+        means = [history.mean(name, num_steps) for name in names]
+        mean = next((mean for mean in means if not math.isnan(mean)), math.nan)
+        return (mean,) if mean < low or mean > high else ()
+
+    return figures
+
+
+def grown(name: str, factor: float, least: float) -> Condition:
+    """Return a condition: the mean over the last steps is above `least`, and above `factor` times the first."""
+
+    def figures(history: History) -> Figures:
+        now, first = history.mean(name), history.first(name)
+        return (now, first) if now > factor * first and now > least else ()
+
+    return figures
+
+
+def scores_vary(history: History) -> bool:
+    """Return whether the task is unsolved: scores differ nearly as much as in the first steps.
+
+    Where most scores have become equal, a policy without entropy and a critic that explains nothing may be right.
+    """
+    return history.mean(SPREAD) > 0.6 * history.first(SPREAD)
+
+
+def all_scores_equal(history: History) -> Figures:
+    lowest, highest = min(history.last("reward/score/min", 5)), max(history.last("reward/score/max", 5))
+    return (highest,) if lowest == highest else ()
+
+
+def groups_equal(history: History) -> Figures:
+    """Hold unless all scores are equal, which is a rule of its own."""
+    share = history.mean("reward/equal_groups_frac", 5)
+    return (share,) if share > 0.9 and not all_scores_equal(history) else ()
+
+
+def entropy_collapsed(history: History) -> Figures:
+    now, first = history.mean("actor/entropy"), history.first("actor/entropy")
+    return (now, first) if now < 0.03 * first and scores_vary(history) else ()
+
+
+def values_useless(history: History) -> Figures:
+    """Hold where the critic explains less than nothing, or 0.4 less than it once did."""
+    explained = history.mean("critic/vf_explained_var", 5)
+    if math.isnan(explained) or not scores_vary(history):
+        return ()
+    best = median(sorted(history.known("critic/vf_explained_var"))[-3:])
+    return (explained, best) if explained < max(-0.2, best - 0.4) else ()
+
+
+def gradient_jumped(history: History) -> Figures:
+    """Hold in an unsolved task alone: the whitened advantages of a few wrong responses have large gradients."""
+    for name in GRADIENT_NORMS:
+        *before, now = history.known(name)[-11:] or [math.nan]
+        if len(before) >= 5 and now > 10 * median(before) > 0 and scores_vary(history):
+            return (now, now / median(before))
+    return ()
+
+
+def value_loss_large(history: History) -> Figures:
+    variance = fmean(spread**2 for spread in history.last(SPREAD, 5))
+    ratio = history.mean("critic/vf_loss", 5) / (variance or math.nan)
+    return (ratio,) if ratio > 10 else ()

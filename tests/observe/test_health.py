@@ -1,0 +1,175 @@
+"""Conditions of the health rules on series of metrics, and what a run reports of them."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from megappo.config.values import HealthRule
+from megappo.observe.health import QUIET_STEPS, RULES, Health, held_steps
+
+HEALTHY = json.loads(Path(__file__).with_name("healthy_runs.json").read_text())
+"""Run -> metric -> values of its steps: the quickstart, calculator and grid as they are shipped."""
+VARIED = {"reward/score/max": 1.0, "reward/score/min": 0.0, "reward/score/std": 0.5, "reward/score/mean": 0.5}
+
+
+def check(series: Mapping[str, Sequence[float | None]], config: Mapping[str, Any] | None = None) -> dict[str, int]:
+    """Return rule -> first step in which it holds, of steps from 1 with these metrics."""
+    health, first = Health(config or {}), {}
+    for step, values in enumerate(zip(*series.values(), strict=True), 1):
+        _, findings = health.check(step, dict(zip(series, values, strict=True)))
+        for finding in findings:
+            first.setdefault(finding.rule, step)
+    return first
+
+
+def steady(num_steps: int, **changes: Sequence[float]) -> dict[str, list[float]]:
+    """Return scores that differ in each step, beside other metrics."""
+    return {name: [value] * num_steps for name, value in VARIED.items()} | changes
+
+
+def test_the_config_names_the_rules():
+    assert get_args(HealthRule) == tuple(RULES)
+
+
+@pytest.mark.parametrize("run", HEALTHY)
+def test_no_rule_holds_in_a_healthy_run(run):
+    series = HEALTHY[run]
+    assert {"actor/entropy", "critic/vf_explained_var", "rollout/truncated_frac", "reward/score/std"} <= {*series}
+    assert check(series) == {}
+
+
+NAN = math.nan
+CASES = [
+    ("truncation", {"rollout/truncated_frac": [0.99] * 3}, 3),
+    ("truncation", {"rollout/truncated_frac": [0.2, 0.3, 0.4]}, None),
+    ("truncation", {"rollout/truncated_frac": [0.9, 0.9, None, 0.9, 0.9, NAN, 0.9, 0.9]}, None),
+    ("truncation", {"rollout/truncated_frac": [0.9] * 3, "episode/length_frac": [0.5] * 3}, 3),
+    ("truncation", {"rollout/truncated_frac": [0.9] * 9, "episode/length_frac": [0.0] * 9}, None),
+    ("repetition", {"rollout/repetition_frac": [0.0, 0.3, 0.4]}, 3),
+    ("repetition", {"rollout/repetition_frac": [0.1] * 9}, None),
+    ("equal_groups", {"reward/equal_groups_frac": [0.95] * 6}, 5),
+    ("equal_groups", {"reward/equal_groups_frac": [0.95, 0.95, 0.95, 0.95, 0.6]}, None),
+    ("entropy_collapse", {"actor/entropy": [1.0, 0.9, 0.8, 0.2, 0.02, 0.01, 0.02]}, 7),
+    ("entropy_collapse", {"actor/entropy": [1.0, 0.9, 0.8, 0.2, 0.1, 0.05, 0.05]}, None),
+    ("entropy_explosion", {"actor/entropy": [0.3, 0.3, 0.3, 0.5, 1.2, 1.4, 1.5]}, 6),
+    ("entropy_explosion", {"actor/entropy": [0.01, 0.01, 0.01, 0.5, 0.6, 0.7]}, None),
+    ("entropy_explosion", {"actor/entropy": [2.8] * 9}, None),
+    ("reference_kl", {"reward/kl_penalty/mean": [0.0, 0.9, 1.5, 2.0]}, 4),
+    ("reference_kl", {"actor/kl_loss": [3.0, 3.0, 3.0]}, 3),
+    ("reference_kl", {"reward/kl_penalty/mean": [0.0, 0.3, 0.5, 0.9]}, None),
+    ("update_kl", {"actor/ppo_kl": [0.2, 0.1, 0.3]}, 3),
+    ("update_kl", {"actor/ppo_kl": [0.05] * 9}, None),
+    ("clip_fraction", {"actor/pg_clipfrac": [0.5] * 3}, 3),
+    ("clip_fraction", {"actor/pg_clipfrac": [0.2] * 9}, None),
+    ("ratio", {"actor/ratio": [1.3] * 3}, 3),
+    ("ratio", {"actor/ratio": [0.6] * 3}, 3),
+    ("ratio", {"actor/ratio": [0.95] * 9}, None),
+    ("explained_variance", {"critic/vf_explained_var": [-0.5] * 5}, 5),
+    ("explained_variance", {"critic/vf_explained_var": [0.6, 0.7, 0.7, 0.2, 0.1, 0.1, 0.1, 0.1]}, 7),
+    ("explained_variance", {"critic/vf_explained_var": [-0.1, 0.0, 0.3, 0.5, 0.4, 0.5, 0.3, 0.4]}, None),
+    ("gradient_norm", {"actor/grad_norm": [1.0, 2.0, 1.0, 2.0, 1.0, 30.0]}, 6),
+    ("gradient_norm", {"critic/grad_norm": [1.0] * 12 + [11.0]}, 13),
+    ("gradient_norm", {"actor/grad_norm": [1.0, 2.0, 1.0, 2.0, 1.0, 9.0, 8.0]}, None),
+    ("value_loss", {"critic/vf_loss": [5.0] * 5}, 5),
+    ("value_loss", {"critic/vf_loss": [3.0, 1.0, 0.5, 0.2, 0.2, 0.2]}, None),
+    ("log_prob_diff", {"rollout/log_prob_diff/mean": [0.008, 0.008, 0.008, 0.05, 0.06, 0.07]}, 5),
+    ("log_prob_diff", {"rollout/log_prob_diff/mean": [1e-7, 1e-7, 1e-7, 1e-5, 1e-5, 1e-5]}, None),
+    ("log_prob_diff", {"rollout/log_prob_diff/mean": [0.02] * 9}, None),
+    ("reward_failures", {"reward/failed_frac": [0.0, 0.1, 0.2]}, 3),
+    ("reward_failures", {"reward/failed_frac": [0.0, 0.01, 0.0]}, None),
+    ("staleness", {"rollout_is/ess": [0.9, 0.7, 0.7]}, 3),
+    ("staleness", {"rollout_is/ess": [0.95] * 9}, None),
+]
+
+
+@pytest.mark.parametrize(("rule", "series", "step"), CASES)
+def test_a_rule_holds_from_a_step_on(rule, series, step):
+    num_steps = max(map(len, series.values()))
+    assert check(steady(num_steps, **series)) == ({} if step is None else {rule: step})
+
+
+def test_every_rule_has_a_case():
+    assert {rule for rule, _, step in CASES if step} == RULES.keys() - {"no_reward_signal"}
+
+
+def test_equal_scores_are_one_finding():
+    series = {f"reward/score/{kind}": [0.0] * 6 for kind in ("mean", "max", "min", "std")}
+    assert check(series | {"reward/equal_groups_frac": [1.0] * 6}) == {"no_reward_signal": 5}
+    assert check(series | {"reward/score/max": [0.0, 0.0, 0.0, 1.0, 0.0, 0.0]}) == {}
+
+
+def test_a_solved_task_may_end_without_entropy_and_explained_variance():
+    solved = steady(12, **{"reward/score/std": [0.5] * 3 + [0.1] * 9})
+    entropy, explained = [1.0] * 3 + [0.001] * 9, [0.7] * 3 + [-5.0] * 9
+    norms = [1.0] * 11 + [40.0]
+    assert (
+        check(solved | {"actor/entropy": entropy, "critic/vf_explained_var": explained, "actor/grad_norm": norms}) == {}
+    )
+
+
+def test_gspo_may_clip_half_of_the_tokens():
+    assert check({"actor/pg_clipfrac": [0.5] * 9}, {"actor": {"policy_loss": "gspo"}}) == {}
+
+
+def truncated(step: int) -> dict[str, float]:
+    return {"step": step, "rollout/truncated_frac": 0.9 if step <= 5 else 0.0}
+
+
+def test_a_rule_is_counted_in_each_step_and_reported_when_it_begins_and_is_over():
+    health, findings, logged = Health({}), {}, []
+    for step in range(1, 30):
+        held, found = health.check(step, truncated(step))
+        logged.append(truncated(step) | held)
+        findings |= {finding.step: finding for finding in found}
+    last = max(step["step"] for step in logged if step["health/truncation"])
+    assert {step: finding.is_over for step, finding in findings.items()} == {3: False, last + QUIET_STEPS: True}
+    assert held_steps(logged) == {"truncation": list(range(3, last + 1))}
+    assert str(findings[3]).startswith(
+        "unhealthy (truncation): 90% of the responses are cut off before they end. Raise "
+    )
+    assert str(findings[last + QUIET_STEPS]) == f"healthy again (truncation): has not held since step {last}"
+
+
+def test_responses_are_fetched_once_and_shown_on_one_line_each():
+    fetched = []
+
+    def examples():
+        fetched.append(1)
+        return [{"prompt": "1+1=\n", "response": "7" * 500 + "\x1b", "score": 0.5}]
+
+    health = Health({})
+    findings = [found for step in range(1, 6) for found in health.check(step, truncated(step), examples)[1]]
+    [finding] = findings
+    _, line = str(finding).split("\n")
+    assert fetched == [1] and line.startswith('  score 0.5: "1+1=\\n" -> "777') and len(line) < 200
+
+
+@pytest.mark.parametrize("num_before", [4, 12, 25])
+def test_a_resumed_run_reports_nothing_twice(num_before):
+    whole, findings, logged = Health({}), [], []
+    for step in range(1, 30):
+        if step == num_before + 1:
+            whole = Health({}, logged)
+        held, found = whole.check(step, truncated(step))
+        logged.append(json.loads(json.dumps(truncated(step) | held)))
+        findings += [(finding.step, finding.is_over) for finding in found]
+    assert findings == [(3, False), (16, True)]
+
+
+def test_only_a_rule_of_stop_on_gives_a_reason_to_stop_when_it_begins_to_hold():
+    reasons = {}
+    for rule in ("truncation", "repetition"):
+        health = Health({"trainer": {"stop_on": [rule]}})
+        logged = []
+        for step in range(1, 5):
+            held, _ = health.check(step, truncated(step))
+            logged.append(truncated(step) | held)
+        reasons[rule] = health.stop_reason
+    assert reasons["repetition"] == "" and reasons["truncation"] == "trainer.stop_on (truncation at step 3)"
+    resumed = Health({"trainer": {"stop_on": ["truncation"]}}, logged)
+    resumed.check(5, truncated(5))
+    assert resumed.stop_reason == "", "it held before the run was resumed"
