@@ -55,6 +55,16 @@ def test_the_engine_samples_from_the_weights_being_trained(run):
         assert metrics["rollout/log_prob_diff/mean"] < 1e-4
 
 
+def test_an_unhealthy_run_is_reported_once_although_it_was_resumed(run):
+    """The random model rarely ends its responses."""
+    steps = logged(run)[1:]
+    assert [metrics["health/truncation"] for metrics in steps] == [0, 0] + [1] * (TOTAL_STEPS - 2)
+    outputs = [(run.parent / part / "output.txt").read_text() for part in ("1", "2", "3")]
+    [finding] = re.findall(r"^unhealthy \(truncation\): .*\n((?:  score .*\n)*)", "".join(outputs), re.M)
+    assert len(finding.splitlines()) == 3
+    assert "truncation in 8 steps" in outputs[-1]
+
+
 def test_the_phases_add_up_to_the_step(run):
     for metrics in logged(run)[1:]:
         phases = [v for name, v in metrics.items() if name.startswith("timing_s/") and name != "timing_s/step"]
