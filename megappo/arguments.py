@@ -13,6 +13,7 @@ PLAN = """\
 examples:
   megappo plan configs/quickstart.yaml trainer.seed=1
   megappo plan configs/qwen2.5_7b_gsm8k_8gpu.yaml --gpu h100 --suggest
+  megappo plan --init Qwen/Qwen2.5-7B --gpu h100 --gpus 8 > my_run.yaml
   megappo plan --keys actor.optim"""
 TRAIN = """\
 example: megappo train configs/quickstart.yaml trainer.output_dir=outputs/mine actor.optim.lr=1e-6
@@ -53,10 +54,14 @@ def plan_arguments(words: Sequence[str] | None) -> argparse.Namespace:
     other.add_argument(
         "--keys", nargs="?", const="", metavar="WORD", help="list the config's keys, or those with WORD in their names"
     )
+    other.add_argument("--init", metavar="MODEL", help="print a commented config for a model, with --gpu and --gpus")
+    other.add_argument("--gpus", type=_count, metavar="N", help="with --init: GPUs of the run")
     args = parser.parse_intermixed_args(words)
     if args.suggest and not args.gpu:
         parser.error(f"--suggest needs --gpu TYPE: of {types}")
-    if args.config is None and args.keys is None:
+    if args.init and not (args.gpu and args.gpus):
+        parser.error("--init needs --gpu TYPE and --gpus N, such as --gpu h100 --gpus 8")
+    if args.config is None and args.keys is None and not args.init:
         parser.error("the following arguments are required: CONFIG")
     return args
 

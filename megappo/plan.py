@@ -30,6 +30,7 @@ from megappo.estimate.placed_model import Shapes
 from megappo.estimate.seconds import TimeEstimate
 from megappo.estimate.suggest import suggestions
 from megappo.estimate.tables import memory_errors, memory_table, switch_table, time_table
+from megappo.first_config import first_config
 from megappo.observe.console import escape_unprintable
 from megappo.placement.picture import aligned, placement_picture, rank_table
 from megappo.placement.placing import leaves_world_open, smallest_world
@@ -45,8 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the plan; return the process's exit code."""
     args = plan_arguments(arguments)
     escape_unprintable()
-    if args.keys is not None:
-        return _list_keys(args.keys)
+    if args.keys is not None or args.init:
+        return _print_instead(args)
     try:
         config = load_config(args.config, [*args.overrides, *_shape_override(args.shape)])
         _hide_torch()
@@ -78,9 +79,13 @@ def _shape_override(name: str | None) -> list[str]:
     return [f"model.path={hub_id(shape)}"]
 
 
-def _list_keys(word: str) -> int:
+def _print_instead(args: argparse.Namespace) -> int:
+    """Print the keys, or a config for a model, in place of a plan."""
     try:
-        print(config_help(word))
+        if args.init:
+            print(first_config(args.init, GPUS[args.gpu], args.gpus))
+        else:
+            print(config_help(args.keys))
     except ConfigError as error:
         print(error.report(0), file=sys.stderr)
         return error.exit_code

@@ -30,11 +30,11 @@ COMMANDS = {
     "megatron-to-hf": ("a Megatron folder, or step_X/actor, step_X/critic, to a Hugging Face folder"),
     "verify": (
         "compare two folders to the bit, Hugging Face's or Megatron's; a Megatron one is loaded to be compared with a "
-        "Hugging Face one, and two of them are read side by side, a few MiB at a time",
+        "Hugging Face one, and two of them are read side by side, a few MiB at a time"
     ),
     "reshard": (
         "rewrite a Megatron folder, or a whole step_X with its optimizer states, in files cut for another layout. "
-        "Checkpoints load in any layout as they are: this only spares every rank reading parts of many files",
+        "Checkpoints load in any layout as they are: this only spares every rank reading parts of many files"
     ),
 }
 WITH_HF_CONFIG = ("megatron-to-hf", "verify", "reshard")

@@ -27,6 +27,14 @@ RECOMPUTE = ("none", "full")
 def suggestions(plan: RunPlan, cluster: Cluster, gpu: GPU) -> str:
     """Return at most SHOWN configs with every component on all ranks, in one layout, as YAML to paste: all keys that
     differ from the config, and each layout and offload."""
+    best = fitting_runs(plan, cluster, gpu)[:SHOWN]
+    texts = [_text(number, plan, one) for number, one in enumerate(best, 1)]
+    return "\n".join(texts) or "  none: take more or larger GPUs, shorter rows or smaller micro-batches"
+
+
+def fitting_runs(plan: RunPlan, cluster: Cluster, gpu: GPU) -> list[TimeEstimate]:
+    """Return the estimates of all configs with every component on all ranks, in one layout, that fit, the fastest
+    first."""
     policy = cluster.shapes.at(plan.config.model.path).architecture
     tensors = [size for size in _powers(cluster.gpus_per_node) if not any(engine_fit_errors(policy, size))]
     fitting = []
@@ -34,9 +42,7 @@ def suggestions(plan: RunPlan, cluster: Cluster, gpu: GPU) -> str:
         config = _everywhere(plan, layout, recompute).changed("rollout.tensor_parallel", tensor)
         estimate = _tried(config, plan.world_size, cluster, gpu)
         fitting += [estimate] if estimate else []
-    best = sorted(fitting, key=lambda one: one.step)[:SHOWN]
-    texts = [_text(number, plan, one) for number, one in enumerate(best, 1)]
-    return "\n".join(texts) or "  none: take more or larger GPUs, shorter rows or smaller micro-batches"
+    return sorted(fitting, key=lambda one: one.step)
 
 
 def _everywhere(plan: RunPlan, layout: Parallel, recompute: str) -> Config:

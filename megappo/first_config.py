@@ -1,0 +1,65 @@
+"""A commented config for a model on GPUs of a type: `megappo plan --init`."""
+
+import textwrap
+from operator import attrgetter
+from typing import Any
+
+import yaml
+
+from megappo.config.config_error import ConfigError
+from megappo.config.describe import keys
+from megappo.config.schema import Config
+from megappo.estimate.gpu_memory import Cluster
+from megappo.estimate.gpus import GPU, GPUS_PER_NODE
+from megappo.estimate.suggest import fitting_runs
+from megappo.placement.run_plan import plan_run
+
+OF_MODELS = ("parallel", "offload", "recompute", "optim.lr", "ppo_mini_batch_size", "max_tokens_per_micro_batch")
+SHOWN = (
+    "model.path",
+    *(f"{model}.{key}" for model in ("actor", "critic") for key in OF_MODELS),
+    *("rollout.n", "rollout.max_response_length", "rollout.tensor_parallel", "rollout.mem_fraction_static"),
+    *("data.train_files", "data.val_files", "data.prompt_key", "data.label_key"),
+    *("data.train_batch_size", "data.max_prompt_length", "reward.function"),
+    *("trainer.output_dir", "trainer.total_steps", "trainer.save_interval"),
+)
+"""Keys to touch first."""
+
+
+def first_config(model: str, gpu: GPU, num_gpus: int) -> str:
+    """Return the YAML of a run in the layout that fits and is the fastest by estimate.
+
+    Args:
+        model: a folder, a hub id, or a shape that ships.
+    Raises:
+        ConfigError: the model's sizes are unknown, or no layout of it fits.
+    """
+    name = model.rstrip("/").rpartition("/")[2].lower()
+    files = {"train_files": "data/train.jsonl", "val_files": "data/val.jsonl"}
+    values = {"model": {"path": model}, "data": files, "trainer": {"output_dir": f"outputs/{name}"}}
+    plan = plan_run(Config.model_validate(values), num_gpus, min(num_gpus, GPUS_PER_NODE))
+    found = fitting_runs(plan, Cluster(gpu.memory, min(num_gpus, GPUS_PER_NODE)), gpu)
+    if not found:
+        raise ConfigError(f"--init: no layout of {model} fits {num_gpus} {gpu.name}: take more or larger GPUs")
+    config, meanings = found[0].config, {key.path: key.meaning for key in keys()}
+    lines = [f"# {model} on {num_gpus} {gpu.name}, in the layout that is the fastest by estimate."]
+    lines += ["# All keys: megappo plan --keys", "placement:", f"  actor, critic, ref, rollout: 0-{num_gpus - 1}"]
+    written = ""
+    for path in SHOWN:
+        section, *within, name = path.split(".")
+        if section != written:
+            written = section
+            lines.append(f"{section}:")
+        lines += textwrap.wrap(meanings[path], 100, initial_indent="  # ", subsequent_indent="  # ")
+        text = f"{name}: {_value(config, path)}"
+        lines.append(f"  {within[0]}: {{{text}}}" if within else f"  {text}")
+    return "\n".join(lines)
+
+
+def _value(config: Config, path: str) -> str:
+    """Return a key's value in YAML's flow style; of a section, the keys that differ from their defaults."""
+    value = attrgetter(path)(config)
+    shown: Any = value.model_dump(mode="json", exclude_defaults=True) if hasattr(value, "model_dump") else value
+    if isinstance(shown, tuple):
+        shown = list(shown)
+    return yaml.safe_dump(shown, default_flow_style=True, width=1000).removesuffix("\n...\n").strip()
