@@ -69,9 +69,12 @@ def test_nothing_overflows_fails_or_is_requested(browser, large, width, scheme, 
     assert page.evaluate("document.documentElement.scrollWidth") == width
     assert page.locator(".chart .uplot").count() == page.locator(".chart").count() == 9
     wider = page.evaluate("""[...document.querySelectorAll("body *")].filter((one) =>
-        !one.closest(".scroll, nav, .u-wrap, pre") && one.getBoundingClientRect().right > innerWidth + 1
+        !one.closest(".scroll, nav, .u-wrap, pre, .item span, .other span") &&
+        one.getBoundingClientRect().right > innerWidth + 1
     ).map((one) => one.className || one.tagName)""")
     assert wider == []
+    finding = page.locator(".finding.now").inner_text()
+    assert finding.startswith("truncation") and "Raise rollout.max_response_length" in finding
     page.screenshot(path=tmp_path / "page.png", full_page=True)
     pixels = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert pixels == {"light": "rgb(246, 247, 249)", "dark": "rgb(15, 18, 22)"}[scheme]

@@ -12,12 +12,14 @@ import pytest
 import torch
 from program import logged
 from pyarrow import parquet
+from report_pages import content_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_run import recorded
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megappo.batch.rows_file import RowsFile
 from megappo.config.loading import load_config
+from megappo.observe.run_file import git_commit
 from megappo.observe.timeline import read_timeline
 
 TOTAL_STEPS = 10
@@ -201,5 +203,12 @@ def test_no_pickle_beside_the_model_was_read(run, config):
 
 def test_report_and_tensorboard_are_there(run):
     assert "mean reward" in (run / "report.html").read_text()  # its summary
+    [report] = content_of(run / "report.html")["runs"]
+    assert report["status"] == "finished" and report["steps"] == list(range(TOTAL_STEPS + 1))
+    assert report["commit"] == git_commit(Path(__file__).parent)
+    last = report["timeline"][str(TOTAL_STEPS)]
+    assert len(last) > 1 and all("rollout" in [phase for phase, _, _ in spans] for spans in last.values())
+    kept = [sample for sample in report["samples"] if "texts" in sample]
+    assert kept and all(len(sample["advantages"]) == len(sample["texts"]) for sample in kept)
     events = EventAccumulator(str(run / "tensorboard")).Reload()
     assert [event.step for event in events.Scalars("reward/score/mean")] == list(range(1, TOTAL_STEPS + 1))
