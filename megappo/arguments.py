@@ -2,8 +2,10 @@
 
 import argparse
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from megappo.estimate.gpus import GPUS, GPUS_PER_NODE
 
@@ -124,9 +126,17 @@ def serve_arguments(words: Sequence[str]) -> None:
         parser.exit(0 if asks_for_help else 2, f"{'' if asks_for_help else found}{SERVE}\n")
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser that knows how keys are written elsewhere."""
+
+    def error(self, message: str) -> NoReturn:
+        dashed = re.search(r"--([a-z_]+\.[\w.,]+=\S*)", message)
+        super().error(f"{message}; keys have no dashes here: write {dashed[1]}" if dashed else message)
+
+
 def _parser(name: str, description: str, epilog: str, prog: str = "") -> argparse.ArgumentParser:
     layout = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(prog or f"megappo {name}", None, description, epilog, formatter_class=layout)
+    return _Parser(prog or f"megappo {name}", None, description, epilog, formatter_class=layout)
 
 
 def _add_config(parser: argparse.ArgumentParser, *, is_required: bool = True) -> None:

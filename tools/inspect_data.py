@@ -7,6 +7,7 @@ Starts the reward function's process, to find the fields that it reads, but no m
 """
 
 import argparse
+import math
 import os
 import statistics
 import sys
@@ -174,7 +175,7 @@ def _lengths(lengths: Sequence[int], data: Data) -> Iterator[str]:
         return
     yield (
         f"tokens: {lengths[0]} to {lengths[-1]}, median {statistics.median_low(lengths)}, 95 % have at most "
-        f"{lengths[int(0.95 * (len(lengths) - 1))]}; data.max_prompt_length {data.max_prompt_length}"
+        f"{lengths[math.ceil(0.95 * len(lengths)) - 1]}; data.max_prompt_length {data.max_prompt_length}"
     )
     width = max(1, -(-(lengths[-1] + 1 - lengths[0]) // BINS))
     bins = Counter((length - lengths[0]) // width for length in lengths)

@@ -37,6 +37,8 @@ OTHER_FOLDERS = {
     "hf_actor": "is the output folder of a run: name {}",
     "step_*": "holds training checkpoints, {}: name the run's hf_actor, or convert one's actor (megappo convert)",
     "state.json": "is a training checkpoint: name the run's hf_actor, or convert its actor (megappo convert)",
+    "*.distcp": "is a component of a training checkpoint: name the run's hf_actor, or convert it (megappo convert)",
+    "checkpoints/step_*": "is the output folder of a run: convert one's actor, {}/actor (megappo convert)",
     ".metadata": "is a Megatron checkpoint: convert it with megappo convert megatron-to-hf",
     "latest_checkpointed_iteration.txt": "holds Megatron checkpoints: convert one to the Hugging Face format",
     "zero_to_fp32.py": "is a DeepSpeed checkpoint: convert it to safetensors with {}",

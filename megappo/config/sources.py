@@ -176,6 +176,8 @@ def _reporting(source: str) -> Iterator[None]:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         problem = " ".join(str(getattr(error, "problem", None) or error).split())
+        if "<block end>" in problem:
+            problem = "the line is indented otherwise than those above it"
         place = f"{source}:{mark.line + 1}" if mark and source != COMMAND_LINE else source
         remedy = "correct it, or quote what is text"
         raise ConfigError(f"{place}: not valid YAML: {problem}; {remedy}") from error

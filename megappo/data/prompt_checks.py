@@ -26,6 +26,8 @@ from megappo.userland.spec import parse_spec
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+MOST_LENGTHS = 3
+"""Lengths of too long prompts up to which each is an error of its own."""
 RECORDS_AT_ONCE = 1000
 COMPARED = 100
 """Records of a file whose tokens are decoded, and compared with those that tokenizer.json gives."""
@@ -152,12 +154,14 @@ class PromptChecker:
             if number < COMPARED or not self._is_short(entry.text):
                 unsure[number] = entry
         tokenised = tokens_of(list(unsure.values()), self._tokenizer)
+        lengths = {len(tokens) for tokens in tokenised if len(tokens) > limit}
+        longest = f" (the longest has {max(lengths)})" if len(lengths) > MOST_LENGTHS else ""
         for (number, entry), tokens in zip(unsure.items(), tokenised, strict=True):
             if not tokens:
                 self._note_bad_row(check, number, ["the prompt is empty: it has no token"])
                 continue
             if len(tokens) > limit:
-                check.note(number, too_long, [self._too_long(len(tokens))])
+                check.note(number, too_long, [self._too_long(len(tokens), longest)])
             if len(tokens) <= limit or too_long == "truncate_left":
                 check.note(number, "error", self._unknown_tokens(tokens[-limit:]))
             if number < COMPARED:
@@ -188,11 +192,13 @@ class PromptChecker:
                 f"config.json is {self._vocab_size}): drop it, or use the tokenizer that belongs to the model"
             )
 
-    def _too_long(self, num_tokens: int) -> str:
+    def _too_long(self, num_tokens: int, longest: str) -> str:
+        """Return the fault of a prompt; many prompts have the same, with the length of the longest."""
         limit = f"{self._fields.section}.max_prompt_length {self._config.max_prompt_length}"
         if self._config.too_long != "error":
             return f"the prompt has more tokens than {limit}"  # the same for all, which are counted together
-        return f"the prompt has {num_tokens} tokens, more than {limit}: raise it, drop this, or set data.too_long"
+        count = "more tokens" if longest else f"{num_tokens} tokens, more"
+        return f"the prompt has {count} than {limit}{longest}: raise it, drop this, or set data.too_long"
 
 
 def loses_text(text: str, tokens: Sequence[int], tokenizer: "PreTrainedTokenizerBase") -> bool:

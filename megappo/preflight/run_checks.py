@@ -33,6 +33,7 @@ RESERVED |= {"tp_size", "random_seed", "nnodes", "node_rank", "dist_init_addr", 
 RESERVED |= {"incremental_streaming_output"}
 RESERVED |= {"enable_lora", "max_lora_rank", "lora_target_modules", "lora_paths", "max_loras_per_batch"}
 RESERVED |= {"lora_strict_loading", "enable_weights_cpu_backup"}
+PARSERS = Path("srt", "function_call", "function_call_parser.py")
 FIELDS = "srt/arg_groups/fields"
 """SGLang's folder with the classes that declare the fields of ServerArgs."""
 
@@ -53,7 +54,7 @@ def check_run(
     except ConfigError as error:
         errors += error.errors
     errors += [*file_errors(config), *server_args_errors(config.rollout.server_args), *_user_code_errors(config)]
-    errors += logger_errors(config.trainer.loggers)
+    errors += [*logger_errors(config.trainer.loggers), *_parser_errors(config)]
     return plan, config.located(errors or resume_errors(config))  # which reads the output folder
 
 
@@ -98,6 +99,23 @@ def server_args_errors(names: Iterable[str]) -> Iterator[str]:
             near = difflib.get_close_matches(name, known, n=1)
             advice = f"did you mean {near[0]}?" if near else "remove it"
             yield f"rollout.server_args: SGLang does not know {name}: {advice}"
+
+
+def _parser_errors(config: Config) -> Iterator[str]:
+    """Yield an error for a rollout.tool_call_parser that SGLang does not have."""
+    parser, known = config.rollout.tool_call_parser, _known_parsers()
+    if parser is not None and known and parser not in known:
+        yield f"rollout.tool_call_parser: SGLang has no {shorten(parser)}: choose {', '.join(known)}"
+
+
+@cache
+def _known_parsers() -> tuple[str, ...]:
+    """Return the names of the installed SGLang's parsers for tool calls, read as `known_names` are."""
+    spec = importlib.util.find_spec("sglang")
+    if spec is None or spec.origin is None:
+        return ()
+    source = (Path(spec.origin).parent / PARSERS).read_text()
+    return tuple(re.findall(r'^        "(\w+)": \w+Detector,', source, re.M))
 
 
 @cache

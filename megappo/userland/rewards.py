@@ -35,6 +35,9 @@ MAX_LATE_ALONE = 3
 MAX_SHOWN = 200
 """Characters of a text in a message."""
 
+LIMIT_SIGNS = ("ended its process", "MemoryError", "allocate memory")
+"""Parts of messages about failures that a limit of memory may cause."""
+
 
 class RewardError(ActionableError, RuntimeError):
     """A reward function failed; the message names it and the remedy. The workers have ended."""
@@ -240,6 +243,14 @@ class RewardPool(WorkerPool):
         arguments = {"function": queue.index, "rows": sent}
         return worker.begin("score", arguments, self.timeout_seconds)
 
+    def _remedy(self, failure: CallError) -> str:
+        """Return what to do about a failure; limits are named where one may be its cause."""
+        has_met_limit = failure.is_late or any(sign in str(failure) for sign in LIMIT_SIGNS)
+        limits = f"reward.timeout_seconds={self.timeout_seconds:g}, reward.memory_limit_gib={self.memory_limit_gib}"
+        change = f"change its limits ({limits}), or " if has_met_limit else "or "
+        hides = "which gives such responses 0: not if every call fails, as it would hide that"
+        return f"fix it, {change}set reward.on_error to zero, {hides}"
+
     async def _handle(
         self, worker: WorkerProcess, queue: FunctionQueue, rows: Sequence[PendingRow], failure: CallError
     ) -> WorkerProcess:
@@ -247,11 +258,7 @@ class RewardPool(WorkerPool):
         if self._error is not None:
             return worker
         if self.on_error == "raise":
-            limits = f"reward.timeout_seconds={self.timeout_seconds:g}, reward.memory_limit_gib={self.memory_limit_gib}"
-            remedy = (
-                f"fix it, change its limits ({limits}), or set reward.on_error to zero, which gives such responses 0"
-            )
-            self._fail(RewardError(f"{described(queue.spec, failure, rows)}\n{remedy}"))
+            self._fail(RewardError(f"{described(queue.spec, failure, rows)}\n{self._remedy(failure)}"))
             return worker
         if not worker.is_up:
             worker = await self.replace(worker)

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -339,3 +340,31 @@ def test_a_critic_may_start_from_a_reward_model_an_actor_may_not(run_folder, ref
     accepted("model.path=language", "critic.model_path=model")
     (error,) = refusals("critic.model_path=language")
     assert "model/config.json is of architecture Qwen2ForSequenceClassification; this version trains" in error
+
+
+CHECKPOINTS = {
+    "actor/common.pt actor/__0_0.distcp": (
+        "actor",
+        "is a component of a training checkpoint: name the run's hf_actor",
+    ),
+    "run/checkpoints/step_00000020/state.json": (
+        "run",
+        "is the output folder of a run: convert one's actor, run",
+    ),
+    "step_00000020/state.json": ("step_00000020", "is a training checkpoint: name the run's hf_actor, or convert its"),
+}
+
+
+@pytest.mark.parametrize(("files", "path", "message"), [(files, *rest) for files, rest in CHECKPOINTS.items()])
+def test_a_checkpoint_as_model_is_no_download_to_complete(refusals, files, path, message):
+    for file in map(Path, files.split()):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    errors = refusals(f"model.path={path}")
+    assert any(message in error for error in errors) and not any("download" in error for error in errors)
+
+
+def test_a_parser_that_sglang_lacks_is_refused_before_workers_start(refusals, run_folder):
+    (run_folder / "tools.py").write_text("def add(a: int):\n    pass\n")
+    (error,) = refusals("rollout.tools=tools.py:add", "rollout.tool_call_parser=qwen52")
+    assert "rollout.tool_call_parser: SGLang has no qwen52: choose " in error and "qwen25" in error

@@ -16,6 +16,7 @@ DOCUMENTS = {
     "# nothing\n": "bad.yaml:1: expected sections such as `model:`",
     "- 1\n": "bad.yaml:1: expected sections such as `model:`",
     "just text\n": "bad.yaml:1: expected sections such as `model:`",
+    "actor:\n    clip_ratio: 0.1\n  ppo_epochs: 2\n": "bad.yaml:3: not valid YAML: the line is indented otherwise than",
     "model: {path: m\n": "bad.yaml:2: not valid YAML: expected ',' or '}'",
     "a: \tb: c\n": "bad.yaml:1: not valid YAML: ",
     "actor:\n\tclip_ratio: 1\n": "bad.yaml:2: not valid YAML: found character",

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megappo import importer, plan
+from megappo.arguments import plan_arguments, train_arguments
 from megappo.config.config_error import ConfigError
 from megappo.config.describe import keys
 from megappo.config.elsewhere import BELOW, systems
@@ -272,3 +273,10 @@ def test_each_of_a_systems_keys_is_answered(refusals) -> None:
 def test_the_page_has_the_table_of_today() -> None:
     text = coming_from.PAGE.read_text("utf-8")
     assert coming_from.page(text) == text, "run tools/coming_from.py"
+
+
+@pytest.mark.parametrize("parse", [plan_arguments, train_arguments])
+def test_a_key_with_dashes_is_answered_with_the_key(parse, capsys) -> None:
+    with pytest.raises(SystemExit):
+        parse(["run.yaml", "--actor.optim.lr=1e-6"])
+    assert capsys.readouterr().err.endswith("keys have no dashes here: write actor.optim.lr=1e-6\n")

@@ -113,8 +113,18 @@ def test_errors_in_tokenizer_data_and_reward_are_reported_together_and_soon(plan
         "error: data.train_batch_size 320 takes 320 prompts of data.train_files, which has 300, so that a step would "
         "hold some twice: lower it, or name more files",
         "error: reward.function: reward function reward.py:f raised IndexError: list index out of range (File "
-        f'"{run_folder}/reward.py", line 2, in f): fix it, change its limits (reward.timeout_seconds=60, '
-        "reward.memory_limit_gib=16.0), or set reward.on_error to zero, which gives such responses 0",
+        f'"{run_folder}/reward.py", line 2, in f): fix it, or set reward.on_error to zero, which gives such '
+        "responses 0: not if every call fails, as it would hide that",
+    ]
+
+
+def test_many_prompts_that_are_too_long_are_one_error_with_the_longest(plan, run_folder):
+    lines = [f'{{"prompt": "{"1" * length}", "label": "2"}}\n' for length in range(4, 26)]
+    (run_folder / "train.jsonl").write_text("".join(lines))
+    keys = ("data.max_prompt_length=3", "data.val_files=[]", "trainer.eval_interval=null", "--all")
+    assert errors_of(plan(run_folder, "run.yaml", *keys)) == [
+        "error: data.train_files: train.jsonl lines 1, 2, 3 and 19 more: the prompt has more tokens than "
+        "data.max_prompt_length 3 (the longest has 25): raise it, drop this, or set data.too_long"
     ]
 
 

@@ -58,7 +58,7 @@ def test_errors_are_reported_with_the_exit_code(folder):
         "the prompt has {} tokens, more than data.max_prompt_length 24: raise it, drop this, or set data.too_long"
     )
     assert lines[1:3] == [f"  wrong: data.val_files: val.jsonl line {n}: {too_long.format(n)}" for n in (25, 28)]
-    assert "  tokens: 1 to 28, median 13, 95 % have at most 25; data.max_prompt_length 24" in lines
+    assert "  tokens: 1 to 28, median 13, 95 % have at most 28; data.max_prompt_length 24" in lines
     assert [line for line in lines if line.startswith("record ")] == [
         "record 1: 1 tokens, label 1",
         "record 4: 4 tokens, label 4",

@@ -84,7 +84,7 @@ def test_an_error_that_is_raised_names_the_row(tmp_path: Path, body: str, named:
     pool = load(tmp_path, body)
     with pytest.raises(RewardError, match="returned .*\nit was scoring " + named) as caught:
         scored(pool.begin(), rows("well", "nonsense"))
-    assert str(caught.value).splitlines()[-1].startswith("fix it, change its limits")
+    assert str(caught.value).splitlines()[-1].startswith("fix it, or set reward.on_error to zero")
 
 
 def test_what_is_known_so_far_is_an_error_once_the_function_has_failed(tmp_path: Path):
