@@ -126,7 +126,7 @@ def serve_arguments(words: Sequence[str]) -> None:
         parser.exit(0 if asks_for_help else 2, f"{'' if asks_for_help else found}{SERVE}\n")
 
 
-class _Parser(argparse.ArgumentParser):
+class _CommandLine(argparse.ArgumentParser):
     """A parser that knows how keys are written elsewhere."""
 
     def error(self, message: str) -> NoReturn:
@@ -136,7 +136,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser(name: str, description: str, epilog: str, prog: str = "") -> argparse.ArgumentParser:
     layout = argparse.RawDescriptionHelpFormatter
-    return _Parser(prog or f"megappo {name}", None, description, epilog, formatter_class=layout)
+    return _CommandLine(prog or f"megappo {name}", None, description, epilog, formatter_class=layout)
 
 
 def _add_config(parser: argparse.ArgumentParser, *, is_required: bool = True) -> None:
