@@ -73,6 +73,20 @@ home_of = functools.cache(Home)
 """Return the `Home` of an absolute folder, the same at each call."""
 
 
+@functools.cache
+def import_file(path: str) -> ModuleType:
+    """Import a Python file, once, with the modules of its folder in place of another's.
+
+    Args:
+        path: absolute.
+    """
+    if not path.endswith(".py") or not os.path.isfile(path):
+        raise ImportError(f"no Python file {path}")
+    home = home_of(os.path.dirname(path))
+    home.enter()
+    return home.load(path)
+
+
 def share_all() -> None:
     """Leave all folders' modules importable, for imports inside functions. Of several modules of one name the first
     folder's counts; one that is in sys.modules otherwise stays."""

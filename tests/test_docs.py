@@ -22,6 +22,7 @@ from megappo.config.methods import ESTIMATORS, LENGTH_PENALTIES, POLICY_LOSSES, 
 from megappo.config.schema import Actor, Algorithm, Config, Critic
 from megappo.config.values import Aggregation, KLKind, Rejection
 from megappo.observe.health import RULES
+from megappo.observe.loggers import LOGGERS
 from megappo.placement.components import components_of
 from megappo.placement.placing import smallest_world
 from megappo.placement.run_plan import plan_run
@@ -150,6 +151,7 @@ def undescribed(page: str, names: set[str]) -> list[str]:
         ("docs/configuration.md", set(Config.model_fields) - {"ref"}),
         ("docs/converting.md", set(FAMILIES)),
         ("docs/metrics.md", metric_names() | phases()),
+        ("docs/metrics.md", set(LOGGERS)),
         ("docs/design.md", rooms()),
         ("docs/design.md", phases() - {"evaluate", "save", "export"}),
     ],

@@ -4,7 +4,6 @@ Relative paths in a `base:` are relative to the file that names them. All other 
 trainer.output_dir, reward files) are relative to the directory the program is started in.
 """
 
-import functools
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
@@ -20,7 +19,7 @@ from megappo.config.elsewhere import key_advice, value_advice
 from megappo.config.schema import Config
 from megappo.config.sources import FILE_PATHS, Sources
 from megappo.config.values import EXPLAINED
-from megappo.user_modules import home_of, share_all
+from megappo.user_modules import import_file, share_all
 
 MISSPELT = 0.95
 """Likeness from which a key is rather a misspelt one of ours than another system's."""
@@ -110,7 +109,7 @@ def run_extensions(values: Mapping[str, Any], before: Callable[[], None] | None 
     for file in files:
         path = str(Path(file).resolve())
         try:
-            _run(path)
+            import_file(path)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # SystemExit too, and exceptions that libraries keep from `except Exception`
@@ -120,16 +119,6 @@ def run_extensions(values: Mapping[str, Any], before: Callable[[], None] | None 
             errors.append(f"trainer.extensions: {file} raised {shorten(text)}{where}: correct the file")
     share_all()
     return errors
-
-
-@functools.cache
-def _run(path: str) -> None:
-    """Import a file, with the modules of its folder in place of another's."""
-    if not path.endswith(".py") or not Path(path).is_file():
-        raise ImportError(f"no Python file {path}")
-    home = home_of(str(Path(path).parent))
-    home.enter()
-    home.load(path)
 
 
 def _schema_errors(error: ValidationError, sources: Sources) -> list[str]:

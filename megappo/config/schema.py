@@ -222,7 +222,7 @@ class Trainer(Section):
     max_bad_steps: NonNegative = key(3, "optimizer steps in a row that may be skipped because loss or gradients are not finite, with their rows kept in bad_steps/; one more ends the run")
     time_limit: PositiveFloat | None = key(None, "seconds that the job may take, from the start of its allocation; the run saves and ends before; null = SLURM's limit, else none")
     grace_seconds: NonNegativeFloat = key(120.0, "seconds before the limit at which the run begins to save; with async_save two saves must fit, as one may be running")
-    loggers: FilePaths = key(("tensorboard",), "trackers that get the run's metrics, samples, checkpoints and end")
+    loggers: FilePaths = key(("tensorboard",), "trackers that get metrics, samples, checkpoints and the end of the run: tensorboard, wandb, mlflow, swanlab, trackio, FILE.py:CLASS")
     keep_rollouts: NonNegative | None = key(None, "keep up to 64 rows of training rollouts of step 1, of every so many steps and of the last one in rollouts/step_XXXXXXXX.parquet: texts, scores, and each token's log-probs, value and advantage; 0 = off; null = with each evaluation, or every 10 steps without evaluations")
     record_rollouts: FilePath | None = key(None, "folder for a file with each step's rollouts (tokens, log-probs, scores); tools/show_rollouts.py shows them")
     replay_rollouts: FilePath | None = key(None, "folder of such files to train on, instead of starting engines")

@@ -3,16 +3,23 @@
 The console, metrics.jsonl, run.json, the samples and the report are loggers; `trainer.loggers` adds trackers.
 """
 
+import difflib
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from megappo.config.config_error import shorten
 from megappo.errors import ActionableError
 from megappo.observe.health import Finding, Unhealthy
 from megappo.runtime.interruption import Interrupted
 from megappo.table import Table, resolved
+from megappo.user_modules import import_file, share_all
+
+PROJECT = "megappo"
+"""Project or experiment of a tracker, unless its environment variable names another."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +46,16 @@ class RunInfo:
     hardware: Mapping[str, str] = field(default_factory=dict)
     placement: Mapping[str, str] = field(default_factory=dict)
     planned_gib: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The output folder's name."""
+        return self.output_dir.resolve().name
+
+    def facts(self) -> dict[str, Any]:
+        """Return the config with everything else about the run, as a section `run`."""
+        others = {name: value for name, value in vars(self).items() if name != "config"}
+        return {**self.config, "run": others | {"output_dir": str(self.output_dir)}}
 
 
 @dataclass(frozen=True)
@@ -94,30 +111,56 @@ class Tracker(NamedTuple):
 
     Attributes:
         make: creates it.
-        package: module that it imports; "" for none that megappo does not need itself.
-        install: the package's name for pip.
+        package: the package that it needs, by the name of its module and for pip; "" for one of megappo's own.
     """
 
     make: Callable[[], Logger] | str
     package: str = ""
-    install: str = ""
 
 
-LOGGERS = Table("logger", {"tensorboard": Tracker("megappo.observe.tensorboard_logger:TensorBoard")})
-"""Value of trainer.loggers -> tracker."""
+LOGGERS = Table(
+    "logger",
+    {
+        "tensorboard": Tracker("megappo.observe.tensorboard_logger:TensorBoard"),
+        "wandb": Tracker("megappo.observe.wandb_tracker:Wandb", "wandb"),
+        "mlflow": Tracker("megappo.observe.mlflow_tracker:MLflow", "mlflow"),
+        "swanlab": Tracker("megappo.observe.swanlab_tracker:SwanLab", "swanlab"),
+        "trackio": Tracker("megappo.observe.trackio_tracker:Trackio", "trackio"),
+    },
+)
+"""Value of trainer.loggers -> tracker; FILE.py:CLASS is a value, too."""
 
 
-def open_trackers(names: Sequence[str]) -> dict[str, Logger]:
-    """Create the trackers that trainer.loggers names, by name."""
-    return {name: resolved(LOGGERS[name].make)() for name in names}
+def make_tracker(name: str) -> Logger:
+    """Create a tracker that trainer.loggers names."""
+    return resolved(LOGGERS[name].make if name in LOGGERS else _own_class(name))()
 
 
-def logger_errors(names: Sequence[str]) -> list[str]:
-    """Return the errors of trainer.loggers, one line each: unknown names, and packages that are not installed."""
-    errors = []
+def _own_class(name: str) -> type[Logger]:
+    """Return the class of a value FILE.py:CLASS."""
+    file, _, attribute = name.rpartition(":")
+    found = getattr(import_file(str(Path(file).resolve())), attribute)
+    share_all()
+    if not issubclass(found, Logger):
+        raise TypeError(f"{attribute} is no subclass of {Logger.__module__}.Logger")
+    return found
+
+
+def logger_errors(names: Sequence[str]) -> Iterator[str]:
+    """Yield the errors of trainer.loggers, one line each: unknown names, missing packages, files that fail."""
     for name in names:
-        if name not in LOGGERS:
-            errors.append(f"trainer.loggers: unknown logger {name!r}: name any of {', '.join(LOGGERS)}")
-        elif (package := LOGGERS[name].package) and importlib.util.find_spec(package) is None:
-            errors.append(f"trainer.loggers: {name} needs the package {package}: pip install {LOGGERS[name].install}")
-    return errors
+        if name in LOGGERS:
+            package = LOGGERS[name].package
+            spec = importlib.util.find_spec(package) if package else None
+            if package and (spec is None or spec.origin is None):  # W&B leaves a folder `wandb` where it runs
+                command = f"{Path(sys.prefix).name}/bin/python -m pip install {package}"
+                yield f"trainer.loggers: {name} needs the package {package}, which is not installed: {command}"
+        elif ".py:" not in name:
+            near = difflib.get_close_matches(name, LOGGERS, n=1)
+            advice = f"did you mean {near[0]}?" if near else f"name {', '.join(LOGGERS)} or FILE.py:CLASS"
+            yield f"trainer.loggers: there is no logger {shorten(repr(name))}: {advice}"
+        else:
+            try:
+                _own_class(name)
+            except (Exception, SystemExit) as error:
+                yield f"trainer.loggers: {name}: {shorten(describe(error))}: correct the file"

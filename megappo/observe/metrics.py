@@ -29,6 +29,22 @@ class Histogram:
 
     numbers: tuple[float, ...]
 
+    def bins(self) -> tuple[list[int], list[float]]:
+        """Return the counts of the n buckets from the first with a value to the last, and their n + 1 limits; nothing
+        without a value."""
+        counts = [int(count) for count in self.numbers[2:]]
+        filled = [index for index, count in enumerate(counts) if count]
+        if not filled:
+            return [], []
+        first, last = filled[0], filled[-1]
+        limits = [-sys.float_info.max, *BUCKETS.tolist()]
+        return counts[first : last + 1], limits[first : last + 2]
+
+
+def only_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics that are numbers, without the histograms."""
+    return {name: float(value) for name, value in metrics.items() if not isinstance(value, Histogram)}
+
 
 Numbers = tuple[float, ...]
 
@@ -180,8 +196,7 @@ class MetricsFile(Logger):
 
     def on_step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Write one step. NaN and infinity, which JSON lacks, become null; histograms are left out."""
-        values = {name: float(value) for name, value in metrics.items() if not isinstance(value, Histogram)}
-        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        finite = {name: value if math.isfinite(value) else None for name, value in only_numbers(metrics).items()}
         self._file.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
         self._file.flush()
 

@@ -10,7 +10,7 @@ from typing import Any
 from megappo.observe.console import Console
 from megappo.observe.files import REPORT_FILE
 from megappo.observe.health import Examples, Health
-from megappo.observe.loggers import Logger, RunEnd, RunInfo, describe, open_trackers
+from megappo.observe.loggers import Logger, RunEnd, RunInfo, describe, make_tracker
 from megappo.observe.metrics import MetricsFile
 from megappo.observe.metrics_file import read_metrics
 from megappo.observe.report import Report, summary
@@ -146,7 +146,7 @@ def open_observer(
         trackers: names, as in trainer.loggers.
         cleanup: ends the observer, with the error that ends the run.
     """
-    observer = NullObserver() if run is None else Observer(run, open_trackers(trackers))
+    observer = NullObserver() if run is None else Observer(run, {name: make_tracker(name) for name in trackers})
     cleanup.enter_context(observer)
     for line in filter(None, lines):
         observer.message(line)

@@ -71,3 +71,19 @@ def _fitting(text: str) -> str:
     """Return a text cut to a line: start and end of a response show more than its middle."""
     half = (LINE_CHARACTERS - 10) // 2
     return text if len(text) <= LINE_CHARACTERS - 2 else f"{text[:half]} ... {text[-half:]}"
+
+
+def sample_key(sample: Mapping[str, Any]) -> str:
+    """Return the name under which trackers have the samples of this one's data set."""
+    return f"val/{sample.get('dataset', 'all')}/samples"
+
+
+def sample_table(samples: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Return names of columns, and a row of texts for each sample; "" where it lacks a column."""
+    columns = list(dict.fromkeys(name for sample in samples for name in sample))
+    return columns, [[str(sample.get(name, "")) for name in columns] for sample in samples]
+
+
+def sample_text(sample: Mapping[str, Any]) -> str:
+    """Return the fields of a sample, a line or more each."""
+    return "\n".join(f"{name}: {value}" for name, value in sample.items())

@@ -8,7 +8,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from megappo.observe.files import TENSORBOARD_FOLDER
 from megappo.observe.loggers import Logger, RunEnd, RunInfo
-from megappo.observe.metrics import BUCKETS, Histogram
+from megappo.observe.metrics import BUCKETS, Histogram, only_numbers
 
 FLUSH_SECONDS = 1
 
@@ -23,8 +23,7 @@ class TensorBoard(Logger):
 
     def on_step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Write a step's numbers and histograms."""
-        numbers = {name: value for name, value in metrics.items() if not isinstance(value, Histogram)}
-        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
+        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in only_numbers(metrics).items()]
         self._writer.file_writer.add_summary(Summary(value=scalars), step)  # as add_scalar would, but all at once
         for name, value in metrics.items():
             if isinstance(value, Histogram):

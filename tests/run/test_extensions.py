@@ -101,6 +101,14 @@ def family_folder(folder: Path, like: Path) -> Path:
     return folder
 
 
+def own_logger(folder: Path) -> Path:
+    """Write the logger of docs/extending.md into a file."""
+    page = (REPOSITORY / "docs" / "extending.md").read_text("utf-8")
+    file = folder / "best.py"
+    file.write_text(page.split("```python\n# best.py\n")[1].split("```")[0])
+    return file
+
+
 def plan(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "megappo.plan", *map(str, arguments)]
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
@@ -134,6 +142,7 @@ def test_each_takes_part_in_a_run(config, folder):
         "algorithm.use_kl_in_reward=false",
         "rollout.sync.transport=noted",
         "trainer.total_steps=2",
+        f"trainer.loggers=[{own_logger(folder)}:Best]",
         f"trainer.output_dir={run}",
     )
     planned = plan(config, *overrides)
@@ -156,6 +165,9 @@ def test_each_takes_part_in_a_run(config, folder):
         assert metrics["actor/pg_loss"] < -0.25, "tanh(1) x 0, minus the clip ratio"
         assert abs(metrics["judge/values/mean"]) > 0
         assert metrics["timing_s/judge"] > 0
+    rewards = {line["reward/score/mean"]: line["step"] for line in steps}
+    best = max(rewards)
+    assert (run / "best.txt").read_text() == f"finished: reward {best:.3f} in step {rewards[best]}"
     assert set((run / "noted").read_text().split()) == {"made"}
     exported = json.loads((run / "hf_actor" / "config.json").read_text())
     assert exported["architectures"] == ["InternLM3ForCausalLM"]
