@@ -15,9 +15,12 @@ SMALL = {
     "exchange": ["--ranks", "2", "4", "--rows", "4", "--repeats", "1"],
     "rewards": ["--rows", "200", "--repeats", "1"],
 }
+FAST = ("gae", "rewards")
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(
+    "name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SMALL if name not in FAST)]
+)
 def test_a_benchmark_reports_its_rows(name: str, tmp_path: Path) -> None:
     arguments = [*SMALL[name], "--json", tmp_path / "rows.json"]
     result = run(BENCHMARKS / f"{name}.py", *arguments, torchrun=True, launched=name == "gae")
@@ -34,7 +37,7 @@ def test_a_resume_reads_the_checkpoint_once_over_all_ranks(tmp_path: Path) -> No
     assert size > 100 and read == pytest.approx(size, rel=0.1)
 
 
-@pytest.mark.parametrize("name", ["gae", "update"])
+@pytest.mark.parametrize("name", ["gae", pytest.param("update", marks=pytest.mark.slow)])
 def test_a_benchmark_outside_torchrun_shows_how_to_start_it(name: str) -> None:
     result = run(BENCHMARKS / f"{name}.py", torchrun=True)
     assert result.returncode == 1 and "start it under megappo.torchrun" in result.stderr
