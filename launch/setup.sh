@@ -27,6 +27,8 @@ unset PIP_CONSTRAINT
 # Else pip looks itself up as well.
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 
+source launch/waiting.sh
+
 log() { echo "setup: $*"; }
 
 fail() {
@@ -46,8 +48,19 @@ find_python() {
         "or name one: PYTHON=/path/to/python3.11 bash launch/setup.sh"
 }
 
+run_logged() { "$@" >>"$log" 2>&1; }
+
+# pip fetches all packages, then installs them.
+describe_wait() {
+    local fetched installed all
+    fetched=$(grep -c '^Collecting ' "$log" 2>/dev/null) || true
+    installed=$(compgen -G "$venv/lib/python*/site-packages/*.dist-info" | wc -l)
+    all=$(cat requirements.txt "requirements-$kind.txt" requirements-dev.txt | grep -c '^[a-z].*==')
+    echo "setup: $1 ($fetched of $all fetched, $installed installed)"
+}
+
 pip_install() {
-    "$venv/bin/python" -m pip install --progress-bar off --no-compile "$@" >>"$log" 2>&1 || {
+    waiting packages run_logged "$venv/bin/python" -m pip install --progress-bar off --no-compile "$@" || {
         tail -n 15 "$log" >&2
         fail "pip failed, see above and $log. Check the network, pip's configuration and the free disk (3 GB), then run again:" \
             "what is installed already stays"
@@ -57,7 +70,7 @@ pip_install() {
 compile_all() {
     log "compiling them to bytecode"
     # On all cores, where pip would use one. Packages hold a few files for other Pythons, whose errors do not matter.
-    "$venv/bin/python" -m compileall -q -j 0 "$venv/lib" >>"$log" 2>&1 || true
+    waiting bytecode run_logged "$venv/bin/python" -m compileall -q -j 0 "$venv/lib" || true
 }
 
 # The version that this kind's requirements pin.

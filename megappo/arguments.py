@@ -45,6 +45,7 @@ def plan_arguments(words: Sequence[str] | None) -> argparse.Namespace:
     on_gpus = f"with --gpu: as many as {GPUS_PER_NODE} GPUs on each make"
     run.add_argument("--nodes", type=_count, metavar="N", help=f"nodes of the run (default: 1; {on_gpus})")
     run.add_argument("--all", action="store_true", help="check every prompt (default: a sample of each file)")
+    run.add_argument("--all-keys", action="store_true", help="print also the keys that have their default values")
     gpus = parser.add_argument_group("estimates, which need no weights and no data")
     types = ", ".join(GPUS)
     gpus.add_argument(

@@ -8,6 +8,8 @@ start, with 2 after printing every error, one line each.
 """
 
 import argparse
+import contextlib
+import io
 import os
 import sys
 import textwrap
@@ -48,6 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     escape_unprintable()
     if args.keys is not None or args.init:
         return _print_instead(args)
+    shown = io.StringIO()
     try:
         config = load_config(args.config, [*args.overrides, *_shape_override(args.shape)])
         _hide_torch()
@@ -55,12 +58,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             world_size = args.world_size or _world_size(config)
             if args.nodes and world_size % args.nodes:
                 raise ConfigError(f"--nodes {args.nodes} does not divide the {world_size} ranks: each has as many")
-            errors = _check(config, world_size, args)
+            with contextlib.redirect_stdout(shown):
+                errors = _check(config, world_size, args)
     except ConfigError as error:
         errors = list(error.errors)
-    sys.stdout.flush()
-    for line in errors:
-        print(f"error: {line}", file=sys.stderr)
+    for line in errors:  # before the plan, which is longer than a screen
+        print(f"error: {line}", file=sys.stderr, flush=True)
+    print(shown.getvalue(), end="", flush=True)
     if errors:
         return 2
     ready = f"nothing is wrong: ready for {counted(world_size, 'process')} of megappo.train"
@@ -94,7 +98,8 @@ def _print_instead(args: argparse.Namespace) -> int:
 
 def _check(config: Config, world_size: int, args: argparse.Namespace) -> list[str]:
     """Print every part of the plan that can be made, and warnings; return the errors."""
-    print(f"plan of {printable(args.config)} on {counted(world_size, 'rank')}\n\n{config_summary(config)}")
+    print(f"plan of {printable(args.config)} on {counted(world_size, 'rank')}\n")
+    print(config_summary(config, all_keys=args.all_keys))
     plan, errors = check_run(config, world_size, world_size // (args.nodes or 1), on_gpus=bool(args.gpu))
     _warn([*config_warnings(config), *(() if errors else resume_warnings(config))])
     if plan is None:
@@ -166,11 +171,11 @@ def _unchecked(config: Config) -> str:
     return (unknown if config.rollout.server_args and not known_names() else "") + "weights, memory, engines"
 
 
-def config_summary(config: Config) -> str:
-    """Return every key's value, a paragraph per section."""
+def config_summary(config: Config, *, all_keys: bool) -> str:
+    """Return the keys that differ from their defaults, or all, with their values, a paragraph per section."""
     wrapper = textwrap.TextWrapper(WIDTH, subsequent_indent=" " * 13, break_long_words=False, break_on_hyphens=False)
-    lines = ["config"]
-    for name, section in config.model_dump(mode="json").items():
+    lines = ["config" if all_keys else "config, where it differs from the defaults (--all-keys: all of it)"]
+    for name, section in config.model_dump(mode="json", exclude_defaults=not all_keys).items():
         values = "  ".join(f"{key}={show(value)}" for key, value in leaves(section))
         lines.append(wrapper.fill(f"  {name:<9}  {values}"))
     return "\n".join(lines)

@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from megappo.config.hub import cached_model
 from megappo.runtime.machine import PYTHON, for_python
+from megappo.runtime.status import STATUS
 from megappo.table import resolved
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the machine's memory is larger, and its GPUs may be training
@@ -60,7 +61,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if num_processes > 1 and "WORLD_SIZE" not in os.environ:
         launcher = ["-m", "megappo.torchrun", "--standalone", "--nproc-per-node", str(num_processes)]
         os.execve(sys.executable, [*PYTHON, *launcher, "-m", MODULE, *words], for_python(os.environ))
-    return resolved("megappo_tools.conversion.running:execute")(args)
+    if os.environ.get("RANK", "0") == "0":
+        STATUS.start("imports")
+    try:
+        return resolved("megappo_tools.conversion.running:execute")(args)
+    finally:
+        STATUS.stop()
 
 
 def _parser() -> argparse.ArgumentParser:

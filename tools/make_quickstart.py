@@ -22,8 +22,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from megappo.runtime.heartbeat import heartbeat
+from megappo.runtime.status import STATUS
 from megappo.runtime.torchvision_on_cpu import define_torchvision_operators
 
+if __name__ == "__main__":
+    STATUS.start("imports")
 define_torchvision_operators()  # importing a model of transformers needs them
 
 import torch  # noqa: E402
@@ -142,6 +146,7 @@ def supervise(
     """
     optimizer = torch.optim.Adam(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.99))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    heartbeat.enter("supervised training")
     for step, (tokens, labels) in enumerate(itertools.islice(batches, num_steps), start=1):
         loss = model(input_ids=tokens, labels=labels, use_cache=False).loss
         optimizer.zero_grad()
@@ -149,8 +154,7 @@ def supervise(
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        if step % 100 == 0:
-            print(f"supervised step {step}/{num_steps}  loss {loss.item():.3f}", flush=True)
+        heartbeat.count(step, num_steps, f"steps, loss {loss.item():.3f}")
 
 
 def lr_factor(step: int, num_steps: int = STEPS) -> float:
@@ -254,3 +258,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    STATUS.stop()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from megappo.config.schema import CONSOLE_FIELDS, EVAL_INTERVAL
-from megappo.observe.health import Finding
+from megappo.observe.health import PREFIX, RULES, Finding
 from megappo.observe.loggers import Logger, RunInfo
 from megappo.observe.samples import format_samples
 from megappo.runtime.status import STATUS, format_seconds
@@ -133,8 +133,10 @@ class Console(Logger):
         # A run with the KL in its loss alone has the distance to the reference as actor/kl_loss.
         values = {HELD_OUT: held_out_score(metrics), KL_PENALTY: metrics.get("actor/kl_loss"), **metrics}
         cells = []
-        for metric, number_format in self._columns.values():
-            cells.append(format_number(values.get(metric), number_format))
+        unhealthy = _unhealthy_metrics(metrics)
+        for title, (metric, number_format) in self._columns.items():
+            cell = format_number(values.get(metric), number_format).rjust(max(COLUMN_WIDTH, len(title)))
+            cells.append(STATUS.styled(cell, UNHEALTHY) if metric in unhealthy else cell)
         self._remaining.add(metrics)
         seconds = self._remaining.after(step)
         STATUS.ends_at = None if seconds is None else time.monotonic() + seconds
@@ -142,8 +144,9 @@ class Console(Logger):
         self._line(f"{step}/{self._total_steps}", *cells, eta)
 
     def on_finding(self, finding: Finding) -> None:
-        """Print the finding."""
-        self.text(str(finding))
+        """Print the finding, and responses that show it."""
+        first, *samples = str(finding).splitlines()
+        self.text("\n".join([first if finding.is_over else STATUS.styled(first, UNHEALTHY), *samples]))
 
     def on_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Print the first samples of an evaluation, of its first data set."""
@@ -161,9 +164,17 @@ class Console(Logger):
         STATUS.print(text, self._out)
 
     def _line(self, step: str, *cells: str) -> None:
-        widths = [max(COLUMN_WIDTH, len(title)) for title in (*self._columns, "eta")]
-        padded = [cell.rjust(width) for cell, width in zip(cells, widths, strict=True)]
+        padded = [cell.rjust(COLUMN_WIDTH) for cell in cells]
         self.text("  ".join([step.rjust(self._step_width), *padded]))
+
+
+def _unhealthy_metrics(metrics: Mapping[str, Any]) -> set[str]:
+    """Return the metrics that the rules read which hold in a step."""
+    found: set[str] = set()
+    for name, rule in RULES.items():
+        if metrics.get(f"{PREFIX}{name}"):
+            found.update(rule.metrics)
+    return found
 
 
 def format_number(value: object, number_format: str) -> str:

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any
 
 from megappo.observe.console import Console
-from megappo.observe.files import REPORT_FILE
+from megappo.observe.files import HF_ACTOR, REPORT_FILE
 from megappo.observe.health import Examples, Health
 from megappo.observe.loggers import Logger, RunEnd, RunInfo, describe, make_tracker
 from megappo.observe.metrics import MetricsFile
@@ -100,6 +100,8 @@ class Observer:
         self._call(lambda logger: logger.on_end(end))
         if end.status == "finished":
             self.message(summary(self._run.output_dir, self._run.output_dir / REPORT_FILE))
+            model = self._run.output_dir / HF_ACTOR
+            self.message("finished" + (f"; to try the model: megappo serve {model}" if model.is_dir() else ""))
 
     def __enter__(self) -> "Observer":
         return self

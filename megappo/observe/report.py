@@ -25,14 +25,8 @@ from megappo.observe.samples import ROLLOUTS_FOLDER
 
 HELD_OUT = re.compile(r"val/(?P<dataset>.+)/mean@\d+")
 """The metric of a held-out data set's mean score over n responses per prompt."""
-OUTPUTS = {
-    "evaluation": EVALUATION_FILE,
-    "metrics": METRICS_FILE,
-    "tensorboard": TENSORBOARD_FOLDER,
-    "samples": ROLLOUTS_FOLDER,
-    "checkpoints": CHECKPOINTS,
-    "HF actor": HF_ACTOR,
-}
+RECORDS = (METRICS_FILE, TENSORBOARD_FOLDER, ROLLOUTS_FOLDER, CHECKPOINTS)
+OUTPUTS = {"evaluation": EVALUATION_FILE, "HF actor": HF_ACTOR}
 REPORT_SECONDS = 30.0
 """Least time between two reports of a run that goes on."""
 REPORT_SHARE = 0.01
@@ -82,6 +76,8 @@ def summary(output_dir: str | Path, report: Path | None = None) -> str:
     rows += _first_and_last("mean reward", _points(steps, "reward/score/mean"))
     held = [f"{rule} in {len(found)} steps" for rule, found in held_steps(steps).items() if found]
     rows += [("unhealthy", ", ".join(held))] if held else []
+    if files := [path for path in RECORDS if (folder / path).exists()]:
+        rows.append(("files", f"{folder}: {', '.join(files)}"))
     for name, path in OUTPUTS.items():
         if (folder / path).exists() and (path != HF_ACTOR or has_exported(folder)):
             rows.append((name, str(folder / path)))

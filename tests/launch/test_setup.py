@@ -119,7 +119,8 @@ def set_up(tmp_path: Path, python: Path, indexes: tuple[Index, Index]) -> Callab
     configured, pytorch = indexes
     repository = tmp_path / "repository"
     (repository / "launch").mkdir(parents=True)
-    (repository / "launch" / "setup.sh").write_text((ROOT / "launch" / "setup.sh").read_text())
+    for name in ("setup.sh", "waiting.sh"):
+        (repository / "launch" / name).write_text((ROOT / "launch" / name).read_text())
     (repository / "setup.py").touch()
     (repository / "backend.py").write_text(BACKEND)
     make_wheel(repository, "megappo", "1.0", {})

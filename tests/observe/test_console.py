@@ -1,14 +1,16 @@
 """The lines of a run: columns, numbers, the remaining time, and responses."""
 
 import io
+import re
 
 from program import REPOSITORY
+from rich.console import Console as Terminal
 
 from megappo.config.loading import load_config
 from megappo.observe.console import COLUMNS, Console, RemainingTime, format_number
 from megappo.observe.loggers import RunInfo
 from megappo.observe.samples import LINE_CHARACTERS, format_samples
-from megappo.runtime.status import format_seconds
+from megappo.runtime.status import STATUS, format_seconds
 
 STEP = {
     "reward/score/mean": 0.25,
@@ -103,3 +105,13 @@ def test_the_first_samples_of_an_evaluation_are_printed_once(tmp_path):
         for dataset in "ab":
             console.on_samples(step, [{"prompt": f"{dataset}{i}", "response": str(step)} for i in range(4)])
     assert out.getvalue().splitlines() == ["  a0 -> 0  a1 -> 0", "  a0 -> 2  a1 -> 2"]
+
+
+def test_a_terminal_shows_unhealthy_numbers_in_colour_and_a_log_does_not(tmp_path, monkeypatch):
+    """The cells of the metrics that a rule reads which holds in the step."""
+    steps = {7: STEP | {"health/no_reward_signal": 1.0, "health/entropy_collapse": 0.0}}
+    plain = printed(tmp_path, steps)
+    monkeypatch.setattr(STATUS, "_terminal", Terminal(force_terminal=True, color_system="standard"))
+    header, row = printed(tmp_path, steps)
+    assert header == plain[0] and re.sub(r"\x1b\[[\d;]*m", "", row) == plain[1]
+    assert re.findall(r"\x1b\[1;31m *([^\x1b]*)\x1b\[0m", row) == ["0.250"]

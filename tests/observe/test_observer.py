@@ -85,11 +85,13 @@ def test_the_summary_and_the_report_compare_the_first_and_last_evaluation(tmp_pa
     capsys.readouterr()
     observer.end(RunEnd())
 
-    rows = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert last == "finished"
+    rows = dict(line.split("  ", 1) for line in lines)
     assert rows["held-out score"].strip() == "0.300 (step 0) -> 0.950 (step 2)"
     assert rows["mean reward"].strip() == "0.250 (step 1) -> 0.750 (step 2)"
-    for name, path in {"metrics": "metrics.jsonl", "samples": "rollouts", "report": "report.html"}.items():
-        assert rows[name].strip() == str(tmp_path / path)
+    assert rows["files"].strip() == f"{tmp_path}: metrics.jsonl, rollouts"
+    assert rows["report"].strip() == str(tmp_path / "report.html")
     assert "checkpoints" not in rows
 
     [run] = content_of(tmp_path / "report.html")["runs"]
@@ -111,7 +113,7 @@ def test_each_data_set_has_its_curve_its_numbers_and_its_responses(tmp_path, cap
     printed = capsys.readouterr().out
     assert "1 < 2? -> &" in printed and "passed" not in printed
     observer.end(RunEnd())
-    rows = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
+    rows = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines()[:-1])
     assert rows["aime_24"].strip() == "mean@4 0.250 +- 0.500, pass@4 0.500, maj@4 0.750"
     assert rows["b"].strip() == "mean@1 1.000" and "steps" not in rows, "it has not trained"
 

@@ -53,7 +53,7 @@ def megatron_to_hf(args: argparse.Namespace, world: World) -> None:
     if wanted != "policy":
         shapes[parameters.VALUE_BIAS] = (1,)
     total = sum(map(prod, shapes.values()))
-    with world.staged(args.output) as folder, world.bar("writing", total, " parameters") as bar:
+    with world.staged(args.output) as folder, world.bar("writing", total, "parameters") as bar:
         exported = source.architecture.with_head(wanted)
         write_hf_files(chunks, exported, world.groups, source.config_folder, folder, progress=bar.update)
     world.log(f"wrote {args.output}: {described(shapes, args.dtype or source.dtype)}")
@@ -66,7 +66,7 @@ def reshard_folder(args: argparse.Namespace, world: World) -> None:
         raise UsageError(f"{args.input} is neither a converted model nor a training checkpoint (step_XXXXXXXX)")
     sources = [open_megatron(folder, args.hf_config) for folder in components or [args.input]]
     sums: dict[str, str] = {}
-    with world.staged(args.output) as folder, world.bar("resharding", len(sources), " components") as bar:
+    with world.staged(args.output) as folder, world.bar("resharding", len(sources), "components") as bar:
         for source in sources:
             target = folder / source.folder.name if components else folder
             world.together(lambda target=target: target.mkdir(exist_ok=True))
@@ -139,7 +139,7 @@ def load_from_hf(folder: Path, architecture: Architecture, dtype: str, world: Wo
         if architecture.head == "value" and not has_value_head(source):
             world.log(f"{folder} has no value head: a new one is drawn")
     num_parameters = sum(1 for chunk in chunks for _ in chunk.parameters())
-    with world.bar("reading", num_parameters, " tensors") as bar:
+    with world.bar("reading", num_parameters, "tensors") as bar:
         world.together(lambda: load_hf(chunks, folder, architecture, world.groups, progress=lambda name: bar.update()))
     return chunks
 

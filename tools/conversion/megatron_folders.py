@@ -59,7 +59,7 @@ def compare_megatron(args: argparse.Namespace, world: World) -> MegatronComparis
         ]
     )
     rows = _rows_of_vocabulary(args, folders, common)
-    with world.bar("comparing", sum(prod(first[name].shape) for name in common), " elements") as bar:
+    with world.bar("comparing", sum(prod(first[name].shape) for name in common), "elements") as bar:
         for name in common:
             difference = _difference(name, args, folders, rows)
             comparison.lines += [f"{name}: {difference}"] if difference else []

@@ -69,7 +69,7 @@ def _compare(megatron: list[Path], args: argparse.Namespace, world: World) -> "C
         cast = {args.input: TORCH_DTYPES[args.dtype]} if args.dtype else {}
         comparison = Comparison(first, source, _used_names(source, architecture), cast)
         total = sum(prod(source.shape(name)) for name in comparison.missing)
-        with world.bar("comparing", total, " parameters") as bar:
+        with world.bar("comparing", total, "parameters") as bar:
             for name, tensor in named:
                 if world.rank == 0:
                     comparison.add(name, tensor)

@@ -6,14 +6,12 @@ import ctypes
 import os
 import shutil
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from math import lcm
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from tqdm import tqdm
 
 from megappo.architecture.architecture import DTYPES, Architecture
 from megappo.architecture.fit import fit_errors
@@ -23,6 +21,7 @@ from megappo.models.gpt import ModelChunks, build_model
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
 from megappo.runtime import platform
+from megappo.runtime.heartbeat import heartbeat
 from megappo.weights.hf_folder import staged, temporary_folder
 
 ENDING = (signal.SIGINT, signal.SIGTERM)
@@ -151,10 +150,23 @@ class World:
         if self.rank == 0:
             print(line, flush=True)
 
-    def bar(self, what: str, total: int, unit: str) -> tqdm:
-        """Return a progress bar, shown if standard error is a terminal."""
-        hidden = self.rank != 0 or not sys.stderr.isatty()
-        return tqdm(total=total, desc=what, unit=unit, unit_scale=True, disable=hidden, leave=False, file=sys.stderr)
+    @contextlib.contextmanager
+    def bar(self, what: str, total: int, unit: str) -> Iterator["Bar"]:
+        """Show a part of the conversion and its progress, on the first rank."""
+        heartbeat.enter(what)
+        yield Bar(total, unit)
+
+
+class Bar:
+    """Progress of a part of a conversion."""
+
+    def __init__(self, total: int, unit: str):
+        self._done, self._total, self._unit = 0, total, unit
+
+    def update(self, count: int = 1) -> None:
+        """Note that so many more are done."""
+        self._done += count
+        heartbeat.count(self._done, self._total, self._unit)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,102 @@
+"""The display of a process: on a terminal a line that other ranks' output does not break, in a log a line
+for each 10 seconds of silence."""
+
+import os
+import pty
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+from program import REPOSITORY
+
+RANK_0 = """
+import subprocess, sys, time
+from megappo.runtime import status
+from megappo.runtime.heartbeat import heartbeat
+from megappo.runtime.status import STATUS
+status.HEARTBEAT_SECONDS = 1.0
+STATUS.start("imports")
+with STATUS.step("engine start"):
+    time.sleep(0.1)
+heartbeat.enter("update_actor")
+heartbeat.step, heartbeat.part = "step 3/9", "mini-batch 2 of 8"
+heartbeat.count(128, 256, "responses", tokens=4000)
+STATUS.ends_at = time.monotonic() + 3600
+time.sleep(1.2)
+print("WARNING (rank 0): a line", file=sys.stderr)
+subprocess.run([sys.executable, "-c", sys.argv[1]])
+time.sleep(1.2)
+STATUS.stop()
+print("the end")
+"""
+RANK_1 = """
+from megappo.runtime.status import share_terminal
+share_terminal()
+print("WARNING (rank 1): another line")
+"""
+LINE = r"step 3/9: update actor, mini-batch 2 of 8, 128 of 256 responses, [\d,]+ tokens/s, \d s, about "
+LINE += r"(1:00:00|0:59:5\d) left"
+
+
+def on_terminal(command: list[str], **settings: object) -> tuple[str, float, int]:
+    """Return what a command writes to a terminal, its longest silence in seconds, and its exit code."""
+    master, slave = pty.openpty()
+    with subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, cwd=REPOSITORY, **settings) as process:
+        os.close(slave)
+        written, longest, last = b"", 0.0, time.monotonic()
+        while True:
+            try:
+                written += os.read(master, 65536)
+            except OSError:  # all processes have closed it
+                break
+            longest, last = max(longest, time.monotonic() - last), time.monotonic()
+    os.close(master)
+    return written.decode(errors="replace"), longest, process.returncode
+
+
+def screen(written: str) -> list[str]:
+    """Return the lines that a wide terminal shows: a carriage return leads to a line's start, \\x1b[2K clears it."""
+    lines = []
+    for line in written.split("\n"):
+        shown = ""
+        for part in re.split(r"(\x1b\[2K)", line):
+            if part == "\x1b[2K":
+                shown = ""
+                continue
+            for text in filter(None, part.split("\r")):
+                shown = text + shown[len(text) :] if "\r" in part else shown + text
+        lines.append(shown)
+    return [line for line in lines if line]
+
+
+def test_a_line_on_a_terminal_that_the_output_of_all_ranks_leaves_whole():
+    written, longest, code = on_terminal([sys.executable, "-c", RANK_0, RANK_1], env=os.environ | {"COLUMNS": "150"})
+    assert code == 0 and longest < 2.0
+    assert re.search(LINE, written)
+    step, *rest = screen(written)
+    assert re.fullmatch(r"  engine start +0\.1 s", step)
+    assert rest == ["WARNING (rank 0): a line", "WARNING (rank 1): another line", "the end"]
+
+
+def test_a_log_has_a_line_for_each_silence():
+    done = subprocess.run([sys.executable, "-c", RANK_0, RANK_1], cwd=REPOSITORY, capture_output=True, text=True)
+    lines = done.stdout.splitlines()
+    assert lines[-1] == "the end" and "\x1b" not in done.stdout
+    heartbeats = [line for line in lines if re.fullmatch(rf"\d\d:\d\d:\d\d  {LINE}", line)]
+    assert len(heartbeats) == 2
+
+
+@pytest.mark.slow  # the suite has the same line in a process that trains nothing
+@pytest.mark.timeout(600)
+def test_the_longest_silence_of_a_run_an_evaluation_and_a_conversion(config, tmp_path):
+    run, megappo = tmp_path / "run", [sys.executable, "-m", "megappo"]
+    for command in (
+        ["train", "--nproc", "2", str(config), f"trainer.output_dir={run}"],
+        ["evaluate", str(run)],
+        ["convert", "hf-to-megatron", "--input", str(run / "hf_actor"), "--output", str(tmp_path / "converted")],
+    ):
+        written, longest, code = on_terminal([*megappo, *command], env=os.environ | {"OMP_NUM_THREADS": "1"})
+        assert code == 0, written
+        assert longest < 2.0, command
