@@ -61,7 +61,8 @@ def test_a_step_trains_on_the_prompts_that_are_finished_first(config: Path, fold
         unfinished, surplus = (metrics[f"over_sampling/{what}_groups"] for what in ("unfinished", "surplus"))
         assert 8 < unfinished <= DRAWN - TAKEN and 0 <= surplus == DRAWN - TAKEN - unfinished
         in_vain = metrics["over_sampling/dropped_tokens"]
-        assert 0 < in_vain < found["written"]
+        # None where the engine had answered everything that it was given when there were enough.
+        assert N * surplus <= in_vain < found["written"]
         greedy_tokens = metrics["rollout/num_tokens"] - found["written"] - in_vain
         assert TAKEN <= greedy_tokens <= 20 * TAKEN
         assert metrics["rollout/engine_restarts"] == 0
