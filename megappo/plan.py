@@ -212,7 +212,7 @@ def batch_summary(plan: RunPlan) -> str:
     for name, split in plan.batch_splits.items():
         fewest, most = split.shard_trajectories
         per_shard = f"{fewest:,}" if fewest == most else f"{fewest:,} to {most:,}"
-        counts = [split.shards, split.mini_batches, split.epochs, split.optimizer_steps, split.trajectories]
+        counts = [plan.layouts[name].data, split.mini_batches, split.epochs, split.optimizer_steps, split.trajectories]
         columns.append((name, *map("{:,}".format, counts), per_shard, *map("{:,}".format, split.micro_batches)))
     for name, training in plan.training.items():
         steps.append(f"{name} {training.optimizer_steps(plan.config):,}")

@@ -1,9 +1,9 @@
 """Row exchange between ranks: each row goes only where it is needed, and only its own tokens travel."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,8 @@ from megappo.batch.rows import NO_TOKENS, Rows, is_within, padded, taken
 from megappo.errors import ActionableError
 from megappo.placement.layout import Layout
 
+K = TypeVar("K")
+V = TypeVar("V")
 RankRows = tuple[tuple[int, ...], ...]
 """Row numbers at each world rank, in the order in which the rank keeps them."""
 
@@ -115,6 +117,13 @@ class Exchange:
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self.group)
         return values
+
+    def merge(self, own: Mapping[K, V]) -> dict[K, V]:
+        """Return the entries of every rank's mapping, on every rank; of a key that several have, the last rank's."""
+        merged: dict[K, V] = {}
+        for of_rank in self.all_gather(dict(own)):
+            merged |= of_rank
+        return merged
 
     def raise_together(self, error: BaseException | None) -> None:
         """Raise on every rank when any rank has an error, so that none waits for one that left."""

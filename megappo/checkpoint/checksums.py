@@ -33,9 +33,8 @@ def write_sums(checkpoint: Path, exchange: "Exchange", known: Mapping[str, str])
     Raises:
         OSError, OtherRankError: a file cannot be read, or SHA256SUMS not written.
     """
-    sums: dict[str, str] = {}
-    for known_there in exchange.all_gather(dict(known)):
-        sums |= {Path(path).relative_to(checkpoint).as_posix(): digest for path, digest in known_there.items()}
+    all_known = exchange.merge(known)
+    sums = {Path(path).relative_to(checkpoint).as_posix(): digest for path, digest in all_known.items()}
 
     def write() -> None:
         for name in files_of(checkpoint):

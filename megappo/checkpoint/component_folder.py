@@ -10,7 +10,7 @@ from megappo.architecture.parameters import is_adapter, padded_vocab_size
 from megappo.checkpoint.folders import CheckpointError
 from megappo.checkpoint.metadata import EMBEDDING, EXTRA_STATE, OPTIMIZER_PREFIX, ComponentInfo
 from megappo.checkpoint.sharded import load_sharded
-from megappo.config.config_error import shorten
+from megappo.config.config_error import listed
 from megappo.models.gpt import ModelChunks
 from megappo.models.sharding import sharded_chunks
 from megappo.placement.groups import ComponentGroups
@@ -63,13 +63,9 @@ def load_component(state: dict[str, Any], groups: ComponentGroups, folder: Path,
     unknown = {name for name in extra if EXTRA_STATE not in name and not (ignored and name.startswith(ignored))}
     missing = {name for name in absent if EXTRA_STATE not in name}
     if unknown or missing:
-        found = f"missing {_listed(missing)}; unknown {_listed(unknown)}"
+        found = f"missing {listed(sorted(missing))}; unknown {listed(sorted(unknown))}"
         raise CheckpointError(
             f"{folder} does not hold the tensors that config.json describes: {found}: name the config.json the "
             "checkpoint was made with"
         )
     return loaded
-
-
-def _listed(names: set[str]) -> str:
-    return shorten(", ".join(sorted(names)) or "none")

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megappo.config.config_error import shorten
+from megappo.config.config_error import listed
 from megappo.errors import ActionableError
 
 LATEST = "latest"
@@ -102,7 +102,7 @@ def no_folder(folder: Path) -> str:
     """Return an error message that names the folders that exist where `folder` should be."""
     parent = next(path for path in folder.resolve().parents if path.is_dir())
     found = sorted(path.name for path in parent.iterdir() if path.is_dir())
-    return f"no folder {folder}; {parent} has {shorten(', '.join(found) or 'none')}"
+    return f"no folder {folder}; {parent} has {listed(found)}"
 
 
 def sync(path: Path) -> None:

@@ -1,6 +1,7 @@
 """The error of a run that cannot start as configured, and the texts that such errors are made of."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 from pydantic import BaseModel
@@ -45,6 +46,11 @@ def printable(text: str) -> str:
 def shorten(text: str) -> str:
     """Return the text as an error repeats it."""
     return text if len(text) <= LONGEST_VALUE else text[:LONGEST_VALUE] + "..."
+
+
+def listed(names: Iterable[str]) -> str:
+    """Return names as an error lists them; "none" for none."""
+    return shorten(", ".join(names) or "none")
 
 
 def show(value: object) -> str:

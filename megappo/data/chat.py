@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from megappo.config.config_error import ConfigError
 from megappo.config.schema import Data
+from megappo.userland.signatures import is_message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -61,7 +62,7 @@ class Chat:
                     "meaning: set data.apply_chat_template, or drop them"
                 )
             return prompt
-        if not (isinstance(prompt, list) and prompt and all(map(_is_message, prompt))):
+        if not (isinstance(prompt, list) and prompt and all(map(is_message, prompt))):
             raise ValueError(
                 f"expected a string or a list of {{'role': str, 'content': str}}, found {repr(prompt)[:80]}"
             )
@@ -130,7 +131,3 @@ def _refuse_unread(template: str, given: dict[str, Any]) -> None:
                 f"data.chat_template_kwargs: the tokenizer's chat template reads no {name!r}: correct the name, or "
                 "drop it"
             )
-
-
-def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))

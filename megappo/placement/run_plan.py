@@ -22,7 +22,6 @@ class BatchSplit:
     """One component's split of a step's trajectories into mini-batches and micro-batches.
 
     Attributes:
-        shards: data-parallel shards.
         mini_batches: per epoch; 1 for a component that only computes log-probs.
         epochs: passes over the trajectories; 0 for a component that is not trained.
         trajectories: in one mini-batch, over all shards.
@@ -31,7 +30,6 @@ class BatchSplit:
         micro_batches: of one mini-batch, per shard: if all rows are shortest, and longest.
     """
 
-    shards: int
     mini_batches: int
     epochs: int
     trajectories: int
@@ -86,7 +84,6 @@ class RunPlan:
             if_shortest = _ceil(fewest * SHORTEST_ROW, max_tokens.value)
             if_longest = _ceil(most, max_tokens.value // longest_row(config))
             splits[name] = BatchSplit(
-                shards=layout.data,
                 mini_batches=config.data.train_batch_size // mini_batch,
                 epochs=spec.training.settings.ppo_epochs if spec.training else 0,
                 trajectories=trajectories,

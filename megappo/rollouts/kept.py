@@ -40,9 +40,7 @@ def keep_rollouts(
     kept = range(min(KEPT_ROWS, len(batch.table)))
     names = {*TOKEN_FIELDS, "scores", "truncated", "episodes"} & batch.rows.fields.keys()
     rows = exchange.move(batch, (tuple(kept), *[()] * (exchange.world_size - 1)), sorted(names)).rows
-    facts: Facts = {}
-    for of_rank in exchange.all_gather(_facts(responses, set(batch.table.prompt_ids[kept].tolist()))):
-        facts |= of_rank
+    facts = exchange.merge(_facts(responses, set(batch.table.prompt_ids[kept].tolist())))
     if exchange.rank:
         return
     labels = [] if responses is None else [prompt.label for prompt in responses.prompts]

@@ -104,9 +104,7 @@ class SampledBatches:
             max_response_length=self._config.rollout.max_response_length,
             process_group=exchange.group,
         )
-        baselines = {}
-        for part in exchange.all_gather(dict(zip(indices.tolist(), shaped.tolist(), strict=True))):
-            baselines |= part
+        baselines = exchange.merge(dict(zip(indices.tolist(), shaped.tolist(), strict=True)))
         values = torch.tensor([baselines[prompt] for prompt in rows.prompt_ids.tolist()], dtype=torch.float32)
         return replace(rows, fields=rows.fields | {"baselines": values})
 

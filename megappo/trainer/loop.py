@@ -23,7 +23,7 @@ def train(run: Run) -> None:
     """
     with run.phase("sync"):
         run.engines.first_sync()
-    if run.is_new and run.config.eval_interval:
+    if run.progress.is_new and run.config.eval_interval:
         with run.phase("evaluate"):
             metrics = run.evaluate(0)
         run.observer.log(0, metrics)

@@ -78,7 +78,7 @@ def build_run(plan: RunPlan, engine_handle: EngineHandle, cleanup: ExitStack) ->
     engines, models = NoEngines(), Models(replace(plan, components={}), {}, {})
     if _needs_models(config):
         if not config.replays:
-            engines = InferenceEngines(plan, engine_handle, exchange, is_new=progress.checkpoint is None)
+            engines = InferenceEngines(plan, engine_handle, exchange, is_new=progress.is_new)
             engines.start()
         with STATUS.step("models"):
             models = build_models(plan, exchange)

@@ -147,6 +147,11 @@ class Progress:
         self.step, self.experience = experience.step, None
 
     @property
+    def is_new(self) -> bool:
+        """True if the run starts without a checkpoint: not even one in the middle of step 1."""
+        return self.checkpoint is None
+
+    @property
     def resume_step(self) -> int:
         """The step that a resumed run begins with; 0 in a new run."""
         return self.start_step + 1 if self.start_step or self.experience is not None else 0
@@ -173,15 +178,12 @@ class Progress:
         self.is_overdue = False
         trained = [(name, engine) for name, engine in models.trained.items() if engine is not None]
         local = {name: [engine.scheduler.num_steps, engine.skipped_in_a_row] for name, engine in trained}
-        optimizer_steps = {}
-        for of_rank in self.exchange.all_gather(local):
-            optimizer_steps |= of_rank
         state = {
             "prompts_drawn": self.num_drawn,
             "kl": self.kl.state_dict(),
             "reward_moments": self.reward_moments.state_dict(),
             "models": trained_in_words(self.config),
-            "optimizer_steps": optimizer_steps,
+            "optimizer_steps": self.exchange.merge(local),
         }
         self.store.begin(
             step,

@@ -61,11 +61,6 @@ class Run:
         # A reward function may end the run: complete a checkpoint that is on the disk by then.
         self.phase.before["reward"] = self.finish_save_if_written
 
-    @property
-    def is_new(self) -> bool:
-        """True if the run starts without a checkpoint: not even one in the middle of step 1."""
-        return self.progress.checkpoint is None
-
     def evaluate(self, step: int) -> dict[str, Any]:
         """Return `val/<dataset>/*` of every held-out prompt, and log a few samples."""
         return evaluate(self.rollouts, self.datasets, self.observer, step)

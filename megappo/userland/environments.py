@@ -20,7 +20,7 @@ from megappo.errors import ActionableError
 from megappo.runtime.heartbeat import heartbeat
 from megappo.userland.grades import LARGEST_FLOAT32, MAX_NAME_CHARACTERS
 from megappo.userland.rewards import RewardPool
-from megappo.userland.signatures import NO_INPUT, PROMPTS, InputSpec
+from megappo.userland.signatures import NO_INPUT, PROMPTS, InputSpec, is_message
 from megappo.userland.spec import parse_spec
 from megappo.userland.worker_process import CallError, WorkerPool, WorkerProcess
 
@@ -91,7 +91,7 @@ def _messages(observation: Any) -> Messages:
     if isinstance(observation, str):
         observation = {"role": "user", "content": observation}
     messages = [observation] if isinstance(observation, dict) else observation
-    if not isinstance(messages, list) or not all(map(_is_message, messages)):
+    if not isinstance(messages, list) or not all(map(is_message, messages)):
         expected = "a text, None, or messages {'role': str, 'content': str}"
         raise ValueError(f"the observation {observation!a:.200}; expected {expected}")
     try:
@@ -99,10 +99,6 @@ def _messages(observation: Any) -> Messages:
     except UnicodeEncodeError as error:  # half of a character
         raise ValueError(f"the observation {observation!a:.200}, which is no text: {error}") from error
     return messages
-
-
-def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
 
 
 def _turn(answer: Any, num_tokens: int) -> tuple[Messages, float | list[float], bool, dict[str, float]]:

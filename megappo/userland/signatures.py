@@ -188,6 +188,11 @@ class RewardFunction:
         return name in self.parameters or (self.takes_any and name not in self.form.if_named)
 
 
+def is_message(value: Any) -> bool:
+    """Return whether a value is a chat message: a role and a text."""
+    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
+
+
 def recognise(function: Callable[..., Any], options: Mapping[str, Any], home: Home | None) -> RewardFunction:
     """Return a function with its form. One without the parameters of a form may take prompts, responses and labels by
     position.

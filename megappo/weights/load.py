@@ -24,7 +24,7 @@ from megappo.architecture.parameters import (
     is_adapter,
 )
 from megappo.architecture.parsing import read_architecture
-from megappo.config.config_error import shorten
+from megappo.config.config_error import listed
 from megappo.errors import ActionableError
 from megappo.models.gpt import ModelChunks
 from megappo.placement.groups import ComponentGroups
@@ -116,7 +116,7 @@ def _check_source(source: HFFolder, architecture: Architecture, table: Mapping[s
     if missing or unused:
         raise ActionableError(
             f"{source.folder} does not hold the tensors its config.json describes: missing "
-            f"{shorten(', '.join(missing) or 'none')}; unknown {shorten(', '.join(unused) or 'none')}; check its "
+            f"{listed(missing)}; unknown {listed(unused)}; check its "
             "architecture and num_hidden_layers, and that the folder is complete"
         )
     for name in sorted(found & expected.keys()):

@@ -190,7 +190,7 @@ def test_engines_sleep_while_a_checkpoint_is_written(events, monkeypatch, tmp_pa
         engines=found,
         rollouts=None,
         batches=None,
-        progress=SimpleNamespace(checkpoint=None, start_step=0, **save),
+        progress=SimpleNamespace(checkpoint=None, is_new=True, start_step=0, **save),
         observer=SimpleNamespace(
             log=lambda step, metrics: events.append(f"step {step}"), message=lambda text: None, end=lambda end: None
         ),
