@@ -175,6 +175,7 @@ def test_engines_that_a_run_starts_have_loaded_the_first_weights_of_a_new_actor(
 
 def test_engines_sleep_while_a_checkpoint_is_written(events, monkeypatch, tmp_path):
     steps = {"total_steps": 3, "save_interval": 2, "async_save": True, "time_limit": None, "grace_seconds": 0.0}
+    steps["stop_on"] = ()
     config = SimpleNamespace(
         trainer=SimpleNamespace(**steps, export_hf=False, output_dir=str(tmp_path), profile=Profile()),
         eval_interval=0,
@@ -192,7 +193,9 @@ def test_engines_sleep_while_a_checkpoint_is_written(events, monkeypatch, tmp_pa
         batches=None,
         progress=SimpleNamespace(checkpoint=None, is_new=True, start_step=0, **save),
         observer=SimpleNamespace(
-            log=lambda step, metrics: events.append(f"step {step}"), message=lambda text: None, end=lambda end: None
+            log=lambda step, metrics, examples=(): events.append(f"step {step}"),
+            message=lambda text: None,
+            end=lambda end: None,
         ),
         phase=Phases(NO_MODELS),
         utilisation=None,
