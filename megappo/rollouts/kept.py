@@ -52,7 +52,7 @@ def keep_rollouts(
         parquet.write_table(table, partial, compression="zstd")
         partial.replace(path)  # the report, which may read meanwhile, never finds half a file
     except OSError as error:
-        rollouts.observer.message(f"WARNING: the rollouts of step {step} are not kept: {error}")
+        print(f"WARNING: the rollouts of step {step} are not kept: {error}", flush=True)
 
 
 def _facts(responses: StepResponses | None, prompts: set[int]) -> Facts:
