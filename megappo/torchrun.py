@@ -11,6 +11,7 @@ import logging
 import os
 import shlex
 import sys
+import time
 
 from megappo.runtime.interruption import EXIT_AGAIN, EXIT_LOST_RANK, end_at_once
 from megappo.runtime.status import STATUS
@@ -44,8 +45,7 @@ COMMAND = "MEGAPPO_COMMAND"
 """Environment variable: the command that started the run, as its user wrote it."""
 GRACE_SECONDS = 5
 """Seconds that a rank of megappo.train may take to save and exit; others, which may have to clean up, torchrun's 30."""
-
-
+STARTED = time.time()
 END_RUN = "megappo.preflight.abandoned_run:end_abandoned_run"
 """Imported only once the ranks have ended: it reads configs."""
 
@@ -125,7 +125,7 @@ def _print_ending(args: argparse.Namespace, signal: str, *, is_saved: bool = Fal
         is_saved: the ranks have saved what they had.
     """
     is_run = args.training_script == "megappo.train" and args.node_rank == 0
-    ending = resolved(ENDING_OF)(args.training_script_args) if is_run else None
+    ending = resolved(ENDING_OF)(args.training_script_args, STARTED) if is_run else None
     if ending is None:
         saved = ": started again, the run goes on" if is_saved else ""
         if signal:

@@ -3,8 +3,11 @@
 usage: .venv/bin/python tools/coming_from.py
 """
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from megappo.config.config_error import show
 from megappo.config.elsewhere import BELOW, System, TheirKey, systems

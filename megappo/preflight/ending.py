@@ -10,7 +10,7 @@ from megappo.config.config_error import ConfigError, counted
 from megappo.config.sources import Sources
 from megappo.observe.files import CHECKPOINTS
 from megappo.observe.metrics_file import read_metrics
-from megappo.observe.run_file import read_run
+from megappo.observe.run_file import RUN_FILE, read_run
 
 
 class Ending(NamedTuple):
@@ -19,7 +19,7 @@ class Ending(NamedTuple):
     Attributes:
         account: where the run resumes, and what is lost.
         reason: why it was interrupted; "" if it was not, or has not noted it.
-        has_trained: it has finished a step, or saved one.
+        has_trained: it has begun, and has finished or saved a step, now or earlier.
     """
 
     account: str
@@ -27,10 +27,13 @@ class Ending(NamedTuple):
     has_trained: bool
 
 
-def ending_of(arguments: Sequence[str]) -> Ending | None:
+def ending_of(arguments: Sequence[str], started: float) -> Ending | None:
     """Return the end of the run with these arguments of megappo.train, from the files in its folder.
 
-    None for a run that trains nothing, or whose config cannot be read.
+    Args:
+        started: seconds since 1970 when the ranks were started. A run that was refused has written no run.json since.
+    Returns:
+        None for a run that trains nothing, or whose config cannot be read.
     """
     configs = [word for word in arguments if "=" not in word]
     if not configs:
@@ -52,7 +55,9 @@ def ending_of(arguments: Sequence[str]) -> Ending | None:
     checkpoints = checkpoints_in(folder / CHECKPOINTS)
     run = read_run(folder)
     reason = run["message"] if run.get("status") == "interrupted" else ""
-    return Ending(_account(checkpoints, num_done), reason, bool(num_done or checkpoints))
+    file = folder / RUN_FILE
+    has_begun = file.is_file() and file.stat().st_mtime >= started
+    return Ending(_account(checkpoints, num_done), reason, has_begun and bool(num_done or checkpoints))
 
 
 def _account(checkpoints: Sequence[Path], num_done: int) -> str:

@@ -21,7 +21,10 @@ from megappo.userland.grades import Grade
 from megappo.userland.rewards import RewardError, RewardPool
 from megappo.userland.signatures import Row
 
-ANSWER_FORMS = ("{}", "={}", "#### {}", "\\boxed{{{}}}", "<answer>{}</answer>")
+ANSWER_FORMS = (
+    *("{}", "={}", "#### {}", "\\boxed{{{}}}", "<answer>{}</answer>"),
+    "<think>A thought.</think> <answer>{}</answer>",
+)
 """Forms of the right answer in which a reward function may expect it."""
 SAMPLE = 1000
 """Number of records checked from a file's beginning on, and of records spread over all of it."""

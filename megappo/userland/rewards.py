@@ -35,7 +35,7 @@ MAX_LATE_ALONE = 3
 MAX_SHOWN = 200
 """Characters of a text in a message."""
 
-LIMIT_SIGNS = ("ended its process", "MemoryError", "allocate memory")
+LIMIT_SIGNS = ("ended its process", "MemoryError", "allocate memory", "CalledProcessError")
 """Parts of messages about failures that a limit of memory may cause."""
 
 

@@ -175,7 +175,7 @@ ACCEPTED = {
 @pytest.mark.parametrize(("text", "shown"), ACCEPTED.items(), ids=range(len(ACCEPTED)))
 def test_what_is_read_as_it_is_meant(run_folder, accepted, text, shown):
     (run_folder / "good.yaml").write_text(text)
-    printed = accepted(config="good.yaml")
+    printed = accepted("--all-keys", config="good.yaml")
     assert shown in printed
 
 

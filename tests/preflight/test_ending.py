@@ -30,17 +30,21 @@ def test_what_is_lost(arguments, tmp_path, num_steps, checkpoints, account):
     (tmp_path / "run" / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     for name in checkpoints:
         (tmp_path / "run" / "checkpoints" / name).mkdir(parents=True)
-    ending = ending_of(arguments)
+    assert not ending_of(arguments, started=0).has_trained, "without a run.json it has not begun"
+    run_file = tmp_path / "run" / "run.json"
+    run_file.write_text("{}")
+    ending = ending_of(arguments, started=0)
     assert ending.account == account
     assert ending.has_trained == (num_steps > 0)
+    assert not ending_of(arguments, run_file.stat().st_mtime + 1).has_trained, "that run.json is an earlier run's"
 
 
 def test_the_reason_is_the_one_that_the_run_has_noted(arguments, tmp_path):
     for status, reason in (("interrupted", "the time limit"), ("running", "")):
         (tmp_path / "run" / "run.json").write_text(json.dumps({"status": status, "message": "the time limit"}))
-        assert ending_of(arguments).reason == reason
+        assert ending_of(arguments, 0).reason == reason
 
 
 @pytest.mark.parametrize("words", [(), ("none.yaml",), ("run.yaml", "trainer.eval_only=true")])
 def test_a_run_that_trains_nothing_loses_nothing(arguments, tmp_path, words):
-    assert ending_of([str(tmp_path / word) if word.endswith("yaml") else word for word in words]) is None
+    assert ending_of([str(tmp_path / word) if word.endswith("yaml") else word for word in words], 0) is None

@@ -129,6 +129,7 @@ def test_the_faults_show_nearly_all_rules():
     assert STOPPED.union(*(rules for _, rules in FAULTS.values())) == RULES.keys() - {"ratio"}
 
 
+@pytest.mark.slow  # the rules' conditions and the agreement of the ranks have fast tests
 def test_a_run_without_a_reward_signal_stops_where_stop_on_names_it(config, folder):
     """Nothing is lost, and the run continues if it is started again."""
     stops = ("trainer.stop_on=[no_reward_signal,staleness]", f"reward.function={folder}/reward.py:zero")

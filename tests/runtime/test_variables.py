@@ -121,10 +121,10 @@ def test_the_working_folder_hides_nothing_of_a_command(tmp_path):
     """The dry run, its worker of the reward function, the trial of a program, and a process that the function spawns,
     in a folder with files that are called as modules are; the reward function's own is one of them."""
     write_run(hide(tmp_path))
-    text = "def grade(prompts, responses, labels):\n    import random, json, copy\n    return [0.5] * len(labels)\n"
+    text = "def grade(responses):\n    import random, json, copy\n    return [len(one) / 9 for one in responses]\n"
     (tmp_path / "math.py").write_text(text)
     done = start_plan(tmp_path, "run.yaml", "reward.function=math.py:grade")
-    assert errors_of(done) == [] and "math.py:grade: scored" in done.stdout
+    assert errors_of(done) == [] and "math.py:grade: the response" in done.stdout
 
 
 def test_nor_of_the_trial_of_a_program(tmp_path, monkeypatch):

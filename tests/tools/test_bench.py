@@ -29,6 +29,7 @@ def test_a_benchmark_reports_its_rows(name: str, tmp_path: Path) -> None:
     assert rows and all(row["ratio"] > 0 and f"| {row['name']} |" in result.stdout for row in rows)
 
 
+@pytest.mark.slow
 def test_a_resume_reads_the_checkpoint_once_over_all_ranks(tmp_path: Path) -> None:
     arguments = ["--resume", "--megabytes", "128", "--repeats", "1"]
     result = run(BENCHMARKS / "checkpoint.py", *arguments, torchrun=True, ranks=2)
