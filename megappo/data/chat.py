@@ -114,8 +114,7 @@ def chat_end_warnings(tokenizer: "PreTrainedTokenizerBase", ends: Collection[int
     except Exception:  # several templates without a default, or one that refuses such messages
         return []
     tail = tokenizer.encode(text.rpartition(answer)[2], add_special_tokens=False)
-    is_unknown = tail[:1] == [tokenizer.unk_token_id]  # the tokenizer lacks the template's words: another check warns
-    if not tail or is_unknown or set(tail) & set(ends):
+    if not tail or set(tail) & set(ends):
         return []
     written, known = tokenizer.decode(tail[:1]), tokenizer.convert_ids_to_tokens(list(ends))
     return [

@@ -1,5 +1,6 @@
 """The dry run of data and reward functions as other programs have them."""
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -22,9 +23,14 @@ def gsm8k(run_folder: Path) -> tuple[str, ...]:
     return "run.yaml", "data.train_files=train.parquet", "data.max_prompt_length=240", *lengths, function, label
 
 
+def about_data(done: subprocess.CompletedProcess[str]) -> list[str]:
+    """Return errors and warnings, but for that of a chat template whose end of messages the tokenizer lacks."""
+    return [line for line in errors_of(done) if not line.startswith("warning: the chat template ends a message with")]
+
+
 def test_verls_parquet_and_function_work_as_they_are(plan, run_folder, gsm8k):
     done = plan(run_folder, *gsm8k)
-    [warning] = errors_of(done)  # of a tokenizer that knows digits alone
+    [warning] = about_data(done)  # of a tokenizer that knows digits alone
     assert "train.parquet rows 1, 2, 3 and 97 more: the tokenizer loses at least half of the prompt's" in warning
     assert done.returncode == 0
     assert "  prompts of train.parquet: all 200\n" in done.stdout
@@ -38,7 +44,7 @@ def test_fields_that_the_data_lack_are_reported_before_a_run(plan, run_folder, g
     (run_folder / "mine.py").write_text("def f(prompts, responses, difficulty):\n    open('called', 'w')\n")
     has = "the file has: data_source, prompt, ability, reward_model, extra_info"
     missing = {"reward_model.truth": "data.label_key", "difficulty": "reward.function"}
-    assert errors_of(plan(run_folder, *gsm8k, "reward.function=mine.py:f", "data.label_key=reward_model.truth")) == [
+    assert about_data(plan(run_folder, *gsm8k, "reward.function=mine.py:f", "data.label_key=reward_model.truth")) == [
         f"error: data.train_files: train.parquet rows 1, 2, 3 and 197 more: no field {name!r}: correct {key}, or add "
         f"it (data.on_bad_row=skip leaves such out); {has}"
         for name, key in missing.items()
@@ -48,6 +54,6 @@ def test_fields_that_the_data_lack_are_reported_before_a_run(plan, run_folder, g
 
 def test_a_wrong_signature_is_reported_together_with_errors_in_the_data(plan, run_folder, gsm8k):
     (run_folder / "mine.py").write_text("def f(answer):\n    return 1.0\n")
-    form, label = errors_of(plan(run_folder, *gsm8k, "reward.function=mine.py:f", "data.label_key=answer"))
+    form, label = about_data(plan(run_folder, *gsm8k, "reward.function=mine.py:f", "data.label_key=answer"))
     assert form.startswith("error: reward.function: reward function mine.py:f takes (answer); expected f(prompts, ")
     assert "train.parquet rows 1, 2, 3 and 197 more: no field 'answer': correct data.label_key" in label
