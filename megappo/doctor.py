@@ -36,7 +36,8 @@ def packages() -> str:
     """Return the versions of the packages, each of which can be imported."""
     capabilities = platform.capabilities()
     versions = ", ".join(f"{name} {capabilities[name]}" for name in platform.PACKAGES)
-    is_missing = "not installed" in (capabilities["torch"], capabilities["megatron-core"], capabilities["sglang"])
+    needed = [capabilities[name] for name in ("torch", "megatron-core", "sglang")]
+    is_missing = platform.NOT_INSTALLED in needed
     if is_missing or any(map(platform.fault, platform.TRIED)):
         raise RuntimeError(versions)
     return versions

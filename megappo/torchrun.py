@@ -69,8 +69,8 @@ def main() -> int:
     platform.share_cores(args.nproc_per_node)
     platform.keep_freed_memory()
     code = _run_ranks(args)
-    if code not in (0, EXIT_CONFIG) and args.training_script == "megappo.train" and args.node_rank == 0:
-        resolved(END_RUN)(args.training_script_args, code)
+    if code not in (0, EXIT_CONFIG) and _heads_run(args):
+        resolved(END_RUN)(args.training_script_args, STARTED, code)
     return code
 
 
@@ -117,6 +117,11 @@ def prepared(args: argparse.Namespace) -> argparse.Namespace:
     return args
 
 
+def _heads_run(args: argparse.Namespace) -> bool:
+    """Return whether this is the launcher of a run on its head node."""
+    return args.training_script == "megappo.train" and args.node_rank == 0
+
+
 def _print_ending(args: argparse.Namespace, signal: str, *, is_saved: bool = False) -> None:
     """Print the last line of a run that has not finished: what happened, what is lost, and the command that resumes it.
 
@@ -124,8 +129,7 @@ def _print_ending(args: argparse.Namespace, signal: str, *, is_saved: bool = Fal
         signal: name of the one that ended this launcher; "" if none did.
         is_saved: the ranks have saved what they had.
     """
-    is_run = args.training_script == "megappo.train" and args.node_rank == 0
-    ending = resolved(ENDING_OF)(args.training_script_args, STARTED) if is_run else None
+    ending = resolved(ENDING_OF)(args.training_script_args, STARTED) if _heads_run(args) else None
     if ending is None:
         saved = ": started again, the run goes on" if is_saved else ""
         if signal:

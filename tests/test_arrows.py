@@ -90,7 +90,7 @@ BUDGETS = {
     "observe": 16_850,
     "placement": 9_350,
     "ppo": 9_950,
-    "preflight": 5_550,
+    "preflight": 5_600,
     "rollouts": 12_950,
     "runtime": 12_250,
     "sync": 5_100,

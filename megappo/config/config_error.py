@@ -40,6 +40,11 @@ def printable(text: str) -> str:
     if len(text) > LONGEST_ERROR:
         end = LONGEST_ERROR // 2
         text = f"{text[:end]} ... {text[-end:]}"
+    return escaped(text)
+
+
+def escaped(text: str) -> str:
+    """Return the text with its unprintable characters escaped."""
     return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
 
 

@@ -145,12 +145,11 @@ def config_help(word: str = "") -> str:
     Raises:
         ConfigError: no key has the word.
     """
-    if word and not any(word in key.path for key in keys()):
+    chosen = [key for key in keys() if word in key.path]
+    if not chosen:
         raise ConfigError(f"no key has {word!r} in its name: {nearest_key(word)}")
     lines = [] if word else [textwrap.fill(INTRO, WIDTH)]
-    for key in keys():
-        if word not in key.path:
-            continue
+    for key in chosen:
         if "." not in key.path:
             lines.append(f"\n{key.path}: {key.meaning}")
             continue

@@ -12,6 +12,7 @@ from megappo.config.checks import unread_keys
 from megappo.config.config_error import show
 from megappo.config.describe import keys
 from megappo.config.elsewhere import System
+from megappo.config.loading import nested
 from megappo.config.schema import Config
 
 OFF = (None, False, "", 0)
@@ -120,18 +121,6 @@ class Translation:
             del self.values[key]
             if self.origins.get(key, self._default) != self._default:
                 self.unneeded.setdefault(reason.partition(": ")[0], []).append(self.origins[key])
-
-
-def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return dotted keys and their values as nested sections."""
-    sections: dict[str, Any] = {}
-    for key, value in values.items():
-        *names, last = key.split(".")
-        section = sections
-        for name in names:
-            section = section.setdefault(name, {})
-        section[last] = value
-    return sections
 
 
 def as_yaml(translation: Translation, script: str) -> str:

@@ -5,7 +5,7 @@ trainer.output_dir, reward files) are relative to the directory the program is s
 """
 
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -60,14 +60,16 @@ def dump_config(config: Config) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
 
 
-def read_values(file: Path) -> dict[str, Any]:
-    """Return the values that a YAML file and its bases hold, unchecked.
+def read_values(file: Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
+    """Return the values that a YAML file, its bases and overrides hold, unchecked.
 
     Raises:
         ConfigError: the file cannot be read, or is not YAML.
     """
     sources = Sources()
     sources.read_file(file)
+    for override in overrides:
+        sources.read_override(override)
     return sources.values
 
 
@@ -89,6 +91,18 @@ def leaves(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, obj
             yield from leaves(value, f"{prefix}{name}.")
         else:
             yield prefix + name, value
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return dotted keys and their values as nested sections: what `leaves` takes apart."""
+    sections: dict[str, Any] = {}
+    for key, value in values.items():
+        *names, last = key.split(".")
+        section = sections
+        for name in names:
+            section = section.setdefault(name, {})
+        section[last] = value
+    return sections
 
 
 def run_extensions(values: Mapping[str, Any], before: Callable[[], None] | None = None) -> list[str]:

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from itertools import product
 from math import lcm
 from textwrap import indent
-from typing import Any
 
 import yaml
 
 from megappo.architecture.fit import engine_fit_errors, fit_errors
 from megappo.config.config_error import ConfigError
+from megappo.config.loading import nested
 from megappo.config.schema import Config, Parallel
 from megappo.estimate.fitting import differences, fits, resolve_offload
 from megappo.estimate.gpu_memory import Cluster, MemoryEstimate
@@ -84,17 +84,10 @@ def _tried(config: Config, world_size: int, cluster: Cluster, gpu: GPU) -> TimeE
 
 def _text(number: int, plan: RunPlan, found: TimeEstimate) -> str:
     keys = differences(found.config, plan.requested, _everywhere(plan, Parallel(), "none"))
-    nested: dict[str, Any] = {}
-    for key, value in keys.items():
-        *sections, name = key.split(".")
-        section = nested
-        for part in sections:
-            section = section.setdefault(part, {})
-        section[name] = value
     most, phase = found.memory.peak(found.memory.fullest)
     title = (
         f"  # {number}: {written_seconds(found.step)} s a step; the fullest GPU holds {most / GIB:.1f} of "
         f"{found.gpu.memory / GIB:.1f} GiB, in {phase}\n"
     )
-    text = yaml.safe_dump(nested, sort_keys=False, default_flow_style=None, width=200)
+    text = yaml.safe_dump(nested(keys), sort_keys=False, default_flow_style=None, width=200)
     return title + indent(text.rstrip(), "  ")

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from megappo.observe.metrics_file import read_metrics
 from megappo.observe.report import summary
 from megappo.observe.report_data import run_data
 from megappo.observe.report_page import page
@@ -18,8 +19,9 @@ def write_comparison(folders: Sequence[Path], output: Path) -> Path:
     names = short_names(folders)
     runs, summaries = [], []
     for folder, name in zip(folders, names, strict=True):
-        runs.append(run_data(folder, MOST_CHARACTERS // len(folders)) | {"name": name})
-        summaries.append(f"{name}\n{summary(folder)}")
+        steps = read_metrics(folder)
+        runs.append(run_data(folder, steps, MOST_CHARACTERS // len(folders)) | {"name": name})
+        summaries.append(f"{name}\n{summary(folder, steps)}")
     output.write_bytes(page(f"Comparison of {len(folders)} runs", runs, "\n\n".join(summaries)))
     return output
 

@@ -1,7 +1,9 @@
 """Names in a run's output folder, and in one of recorded rollouts, that several parts of the program look for."""
 
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 from megappo.config.loading import read_values
 
@@ -39,6 +41,11 @@ def rows_file(folder: Path, step: int) -> Path:
 def kept_file(output_dir: Path, step: int) -> Path:
     """Return the path of the rollouts that a run kept of a step."""
     return Path(output_dir, ROLLOUTS_FOLDER, f"step_{step:08d}.parquet")
+
+
+def json_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the objects in a file of JSON lines, without a last line that a kill cut short."""
+    return [json.loads(line) for line in path.read_text("utf-8").split("\n")[:-1]]  # splitlines splits in texts, too
 
 
 def recorded_steps(folder: Path) -> list[int]:

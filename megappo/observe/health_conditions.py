@@ -6,6 +6,7 @@ runs reach, so that a rule that holds is worth a line; docs/metrics.md has narro
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
 from statistics import fmean, median
 from typing import Any
 
@@ -44,7 +45,7 @@ class History:
 
     def first(self, name: str) -> float:
         """Return the mean of the first NUM_FIRST values."""
-        values = self.known(name)[:NUM_FIRST]
+        values = list(islice(filter(math.isfinite, self._series[name]), NUM_FIRST))
         return fmean(values) if len(values) == NUM_FIRST else math.nan
 
 

@@ -99,8 +99,9 @@ class Observer:
         self._has_ended = True
         self._call(lambda logger: logger.on_end(end))
         if end.status == "finished":
-            self.message(summary(self._run.output_dir, self._run.output_dir / REPORT_FILE))
-            model = self._run.output_dir / HF_ACTOR
+            folder = self._run.output_dir
+            self.message(summary(folder, read_metrics(folder), folder / REPORT_FILE))
+            model = folder / HF_ACTOR
             self.message("finished" + (f"; to try the model: megappo serve {model}" if model.is_dir() else ""))
 
     def __enter__(self) -> "Observer":

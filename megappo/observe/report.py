@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megappo.observe.console import format_seconds, held_out_score
+from megappo.observe.console import held_out_score
 from megappo.observe.files import (
     CHECKPOINTS,
     EVALUATION_FILE,
     HF_ACTOR,
     REPORT_FILE,
+    ROLLOUTS_FOLDER,
     TENSORBOARD_FOLDER,
     has_exported,
 )
@@ -21,7 +22,8 @@ from megappo.observe.loggers import Logger, RunEnd, RunInfo
 from megappo.observe.metrics_file import METRICS_FILE, read_metrics
 from megappo.observe.report_data import run_data
 from megappo.observe.report_page import page
-from megappo.observe.samples import ROLLOUTS_FOLDER
+from megappo.observe.report_samples import MOST_CHARACTERS
+from megappo.runtime.status import format_seconds
 
 HELD_OUT = re.compile(r"val/(?P<dataset>.+)/mean@\d+")
 """The metric of a held-out data set's mean score over n responses per prompt."""
@@ -33,8 +35,6 @@ REPORT_SHARE = 0.01
 """Most of a run's time that they may take."""
 
 Steps = Sequence[Mapping[str, Any]]
-
-
 Points = dict[int, float]
 """Step -> what was measured there."""
 
@@ -62,10 +62,12 @@ class Report(Logger):
         write_report(self._output_dir)
 
 
-def summary(output_dir: str | Path, report: Path | None = None) -> str:
-    """Return steps, time, held-out score and reward before and after, and where the run's files are."""
-    folder = Path(output_dir)
-    steps = read_metrics(folder)
+def summary(folder: Path, steps: Steps, report: Path | None = None) -> str:
+    """Return steps, time, held-out score and reward before and after, and where the run's files are.
+
+    Args:
+        steps: content of the run's metrics.jsonl.
+    """
     rows = []
     if _has_trained(steps):
         seconds = math.fsum(metrics.get("timing_s/step") or 0.0 for metrics in steps)
@@ -94,8 +96,9 @@ def write_report(output_dir: str | Path) -> Path:
         ConfigError: metrics.jsonl or config.yaml is damaged.
     """
     folder = Path(output_dir)
-    path = folder / REPORT_FILE
-    content = page("/".join(folder.resolve().parts[-2:]), [run_data(folder)], summary(folder))
+    path, steps = folder / REPORT_FILE, read_metrics(folder)
+    data = run_data(folder, steps, MOST_CHARACTERS)
+    content = page("/".join(folder.resolve().parts[-2:]), [data], summary(folder, steps))
     partial = path.with_suffix(".tmp")
     partial.write_bytes(content)
     partial.replace(path)

@@ -13,8 +13,7 @@ from megappo.config.describe import declared, keys
 from megappo.config.loading import leaves, read_values
 from megappo.observe.files import CONFIG_FILE
 from megappo.observe.health import RULES, held_steps
-from megappo.observe.metrics_file import read_metrics
-from megappo.observe.report_samples import MOST_CHARACTERS, report_samples
+from megappo.observe.report_samples import report_samples
 from megappo.observe.report_timeline import EXCHANGES, recent_timeline
 from megappo.observe.run_file import read_run
 
@@ -29,15 +28,16 @@ FACTS: dict[str, Any] = {
 """Content of run.json that is shown, and what stands for it where a run has none."""
 
 
-def run_data(folder: Path, most_characters: int = MOST_CHARACTERS) -> dict[str, Any]:
+def run_data(folder: Path, steps: Sequence[Mapping[str, Any]], most_characters: int) -> dict[str, Any]:
     """Return the content of a run's report, from the files in its folder.
 
     Args:
+        steps: content of its metrics.jsonl.
         most_characters: of JSON that its responses may take.
     Raises:
-        ConfigError: metrics.jsonl or config.yaml is damaged.
+        ConfigError: config.yaml is damaged.
     """
-    steps, facts, changed = read_metrics(folder), FACTS | read_run(folder), differences(folder)
+    facts, changed = FACTS | read_run(folder), differences(folder)
     name = folder.resolve().name
     return {
         **{fact: facts[fact] for fact in FACTS},

@@ -7,7 +7,8 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from megappo.observe.samples import ROLLOUTS_FOLDER
+from megappo.observe.files import json_lines
+from megappo.observe.samples import sample_files, step_of
 
 ROWS_PER_STEP = 24
 LONGEST_TEXT = 8_000
@@ -19,13 +20,15 @@ MOST_CHARACTERS = 2_500_000
 NUMBERS = ("old_log_probs", "rollout_log_probs", "ref_log_probs", "values", "advantages", "returns")
 
 
-def report_samples(folder: Path, most_characters: int = MOST_CHARACTERS) -> list[dict[str, Any]]:
+def report_samples(folder: Path, most_characters: int) -> list[dict[str, Any]]:
     """Return responses of as many steps as fit into a page: of the last step, the first, then the others from the last
     one back."""
-    files = sorted((folder / ROLLOUTS_FOLDER).glob("step_[0-9]*.*"), key=_step)
+    files = sorted([*sample_files(folder), *sample_files(folder, "parquet")], key=step_of)
     shown: list[dict[str, Any]] = []
     remaining = most_characters
     for path in dict.fromkeys([*files[-1:], *files[:1], *reversed(files)]):
+        if remaining < 0:
+            break
         for sample in _kept(path) if path.suffix == ".parquet" else _held_out(path):
             remaining -= len(json.dumps(sample))
             if remaining < 0:
@@ -34,24 +37,19 @@ def report_samples(folder: Path, most_characters: int = MOST_CHARACTERS) -> list
     return sorted(shown, key=lambda sample: sample["step"])
 
 
-def _step(path: Path) -> int:
-    return int(path.stem.removeprefix("step_"))
-
-
 def _held_out(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the responses of an evaluation, without a last line that a kill cut short."""
-    if path.suffix != ".jsonl":
-        return
-    for line in path.read_text("utf-8").split("\n")[:-1]:  # splitlines would split in texts, at U+2028
-        yield {name: _shortened(value) for name, value in json.loads(line).items()}
+    """Yield the responses of an evaluation."""
+    for sample in json_lines(path):
+        yield {name: _shortened(value) for name, value in sample.items()}
 
 
 def _kept(path: Path) -> Iterator[dict[str, Any]]:
     """Yield kept rollouts of a step: those with the lowest scores, and the first ones."""
-    scores = pq.read_table(path, columns=["score"])["score"].to_pylist()
+    table = pq.read_table(path)
+    scores = table["score"].to_pylist()
     lowest = sorted(range(len(scores)), key=lambda row: scores[row])[: ROWS_PER_STEP // 3]
     first = [row for row in range(len(scores)) if row not in lowest][: ROWS_PER_STEP - len(lowest)]
-    for row in pq.read_table(path).take(sorted([*lowest, *first])).to_pylist():
+    for row in table.take(sorted([*lowest, *first])).to_pylist():
         row = {name: _shortened(value) for name, value in row.items() if value is not None and name != "tokens"}
         row["parts"] = dict(row.get("parts", ()))
         for name in NUMBERS:

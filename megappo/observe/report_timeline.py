@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megappo.observe.timeline import TIMELINE_FOLDER
+from megappo.observe.timeline import rank_files
 
 NUM_STEPS, NUM_RANKS = 40, 64
 """Most steps and ranks that are shown."""
@@ -22,10 +22,9 @@ Span = tuple[str, float, float]
 def recent_timeline(folder: Path) -> dict[int, dict[int, list[Span]]]:
     """Return step -> rank -> its outermost phases; {} for a run that has recorded none."""
     timeline: dict[int, dict[int, list[Span]]] = defaultdict(dict)
-    files = sorted((folder / TIMELINE_FOLDER).glob("rank_*.jsonl"))
+    files = list(rank_files(folder).items())
     stride = -(-len(files) // NUM_RANKS)
-    for path in files[:: stride or 1]:
-        rank = int(path.stem.removeprefix("rank_"))
+    for rank, path in files[:: stride or 1]:
         for line in _last_lines(path):
             timeline[line["step"]][rank] = [span for span in line["phases"] if "/" not in span[0]]
     steps = sorted(timeline)[-NUM_STEPS:]

@@ -20,7 +20,7 @@ class RunFile(Logger):
     def on_start(self, run: RunInfo) -> None:
         """Write the facts that are known at the start."""
         self._output_dir = run.output_dir
-        facts = {name: value for name, value in asdict(run).items() if name not in ("output_dir", "config")}
+        facts = {name: value for name, value in vars(run).items() if name not in ("output_dir", "config")}
         _write(run.output_dir, facts | {"status": RUNNING, "message": ""})
 
     def on_end(self, end: RunEnd) -> None:

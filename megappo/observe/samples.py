@@ -23,30 +23,29 @@ class SampleFiles(Logger):
         drop_samples(run.output_dir, run.resume_step)
 
     def on_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Append the samples to the step's file."""
-        append_samples(self._output_dir, step, samples)
-
-
-def append_samples(output_dir: str | Path, step: int, samples: Sequence[Mapping[str, Any]]) -> Path:
-    """Append samples, one JSON object a line, to `rollouts/step_XXXXXXXX.jsonl` and return that path."""
-    path = Path(output_dir) / ROLLOUTS_FOLDER / f"step_{step:08d}.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        for sample in samples:
-            file.write(json.dumps({"step": step, **sample}, ensure_ascii=False) + "\n")
-    return path
+        """Append the samples, one JSON object a line, to `rollouts/step_XXXXXXXX.jsonl`."""
+        path = self._output_dir / ROLLOUTS_FOLDER / f"step_{step:08d}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            for sample in samples:
+                file.write(json.dumps({"step": step, **sample}, ensure_ascii=False) + "\n")
 
 
 def drop_samples(output_dir: str | Path, resume_step: int, ending: str = "jsonl") -> None:
     """Remove what an earlier run sampled at `resume_step` and later, so that no step stands twice."""
     for path in sample_files(output_dir, ending):
-        if int(path.stem.removeprefix("step_")) >= resume_step:
+        if step_of(path) >= resume_step:
             path.unlink()
 
 
 def sample_files(output_dir: str | Path, ending: str = "jsonl") -> list[Path]:
     """Return the files of a run's samples, jsonl, or of its kept rollouts, parquet; a file a step, in their order."""
     return sorted((Path(output_dir) / ROLLOUTS_FOLDER).glob(f"step_[0-9]*.{ending}"))
+
+
+def step_of(path: Path) -> int:
+    """Return the step of one of `sample_files`."""
+    return int(path.stem.removeprefix("step_"))
 
 
 def format_samples(samples: Sequence[Mapping[str, Any]]) -> str:

@@ -1,13 +1,14 @@
 """Show a run's responses: those to held-out prompts, and the training rollouts that it kept."""
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megappo.observe.samples import sample_files
+from megappo.config.config_error import escaped
+from megappo.observe.files import json_lines
+from megappo.observe.samples import sample_files, step_of
 
 COLUMNS = ["step", "dataset", "prompt", "response", "label", "score", "parts", "passed", "finish_reason"]
 """Columns of kept rollouts that are shown."""
@@ -29,22 +30,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--num", type=int, default=10, help="responses to show at most (default: 10)")
     args = parser.parse_args(arguments)
     files = [*sample_files(args.run), *sample_files(args.run, "parquet")]
-    steps = sorted({_step_of(path) for path in files})
+    steps = sorted({step_of(path) for path in files})
     if not steps:
         parser.error(f"{args.run} has no responses in rollouts/: name the output folder of a run")
     step = steps[-1] if args.step is None else args.step
     if step not in steps:
         parser.error(f"{args.run} has no responses of step {step}, but of {', '.join(map(str, steps))}")
-    every = [sample for path in files if _step_of(path) == step for sample in _read(path)]
+    every = [sample for path in files if step_of(path) == step for sample in _read(path)]
     chosen = [sample for sample in every if _is_chosen(sample, args)]
     print("\n\n".join("\n".join(_lines(sample)) for sample in chosen[: args.num]))
     shown = min(args.num, len(chosen))
     print(f"\nstep {step} (of {', '.join(map(str, steps))}): {shown} shown of {len(chosen)} chosen of {len(every)}")
     return 0
-
-
-def _step_of(path: Path) -> int:
-    return int(path.stem.removeprefix("step_"))
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
@@ -53,7 +50,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
 
         rows = parquet.read_table(path, columns=COLUMNS).to_pylist(maps_as_pydicts="strict")
         return [row | {"dataset": row["dataset"] or TRAINING} for row in rows]
-    return [json.loads(line) for line in path.read_text("utf-8").split("\n")[:-1]]
+    return json_lines(path)
 
 
 def _is_chosen(sample: Mapping[str, Any], args: argparse.Namespace) -> bool:
@@ -69,8 +66,7 @@ def _lines(sample: Mapping[str, Any]) -> Iterator[str]:
     yield f"-- {sample['dataset']}, score {sample['score']:g}{outcome}{ending}{parts}"
     for name in TEXTS:
         for number, line in enumerate(str(sample[name]).splitlines() or [""]):
-            text = "".join(character if character.isprintable() else repr(character)[1:-1] for character in line)
-            yield f"   {'' if number else name:<9} {text}".rstrip()
+            yield f"   {'' if number else name:<9} {escaped(line)}".rstrip()
 
 
 if __name__ == "__main__":

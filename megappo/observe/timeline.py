@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megappo.observe.files import json_lines
+
 TIMELINE_FOLDER = "timeline"
 TRACE_FILE = "timeline.json"
 
@@ -46,27 +48,24 @@ def append_phases(output_dir: str | Path, rank: int, step: int, intervals: Seque
 
 def drop_phases(output_dir: str | Path, resume_step: int) -> None:
     """Remove what an earlier run, of any number of ranks, left of `resume_step` and later."""
-    for path in _files(output_dir):
-        kept = [json.dumps(line) + "\n" for line in _lines(path) if line["step"] < resume_step]
+    for path in rank_files(output_dir).values():
+        kept = [json.dumps(line) + "\n" for line in json_lines(path) if line["step"] < resume_step]
         path.write_text("".join(kept), "utf-8")
 
 
 def read_timeline(output_dir: str | Path) -> Timeline:
     """Return the phases of all ranks, without a last line of a rank that a kill cut short; {} without any."""
     timeline: Timeline = defaultdict(dict)
-    for path in _files(output_dir):
-        rank = int(path.stem.removeprefix("rank_"))
-        for line in _lines(path):
+    for rank, path in rank_files(output_dir).items():
+        for line in json_lines(path):
             timeline[line["step"]][rank] = [Interval(*phase) for phase in line["phases"]]
     return dict(sorted(timeline.items()))
 
 
-def _files(output_dir: str | Path) -> list[Path]:
-    return sorted(Path(output_dir, TIMELINE_FOLDER).glob("rank_*.jsonl"))
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text("utf-8").split("\n")[:-1]]
+def rank_files(output_dir: str | Path) -> dict[int, Path]:
+    """Return rank -> its file, in the order of the ranks."""
+    files = sorted(Path(output_dir, TIMELINE_FOLDER).glob("rank_*.jsonl"))
+    return {int(path.stem.removeprefix("rank_")): path for path in files}
 
 
 def trace_events(timeline: Timeline) -> Iterator[dict[str, Any]]:

@@ -12,7 +12,7 @@ import torch
 
 from megappo.observe.metrics import Metric
 from megappo.observe.timeline import Interval
-from megappo.runtime.heartbeat import heartbeat
+from megappo.runtime.heartbeat import AFTER, heartbeat
 
 GIB = 2**30
 SAMPLE_SECONDS = 0.1
@@ -55,7 +55,7 @@ class Timers:
             self._seconds[name] += seconds
             self._intervals.append(Interval(name, self._epoch + start, seconds))
             self._open.pop()
-            heartbeat.enter(f"what follows {name}")
+            heartbeat.enter(AFTER + name)
             if name == phase:
                 self._memory.stop()
 

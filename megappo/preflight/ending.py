@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from megappo.checkpoint.folders import NOT_BEGUN, checkpoints_in, position_of
 from megappo.config.config_error import ConfigError, counted
-from megappo.config.sources import Sources
+from megappo.config.loading import read_values
 from megappo.observe.files import CHECKPOINTS
 from megappo.observe.metrics_file import read_metrics
 from megappo.observe.run_file import RUN_FILE, read_run
@@ -35,29 +35,40 @@ def ending_of(arguments: Sequence[str], started: float) -> Ending | None:
     Returns:
         None for a run that trains nothing, or whose config cannot be read.
     """
-    configs = [word for word in arguments if "=" not in word]
-    if not configs:
-        return None
-    sources = Sources(configs[0])
     try:
-        sources.read_file(Path(configs[0]))
-        for word in arguments:
-            if "=" in word:
-                sources.read_override(word)
+        folder = run_folder(arguments)
+        steps = [] if folder is None else read_metrics(folder)
     except ConfigError:
         return None
-    trainer = sources.values.get("trainer")
-    if not isinstance(trainer, dict) or "output_dir" not in trainer or trainer.get("eval_only"):
+    if folder is None:
         return None
-    folder = Path(str(trainer["output_dir"]))
-    steps = read_metrics(folder)
     num_done = steps[-1]["step"] if steps else 0
     checkpoints = checkpoints_in(folder / CHECKPOINTS)
     run = read_run(folder)
     reason = run["message"] if run.get("status") == "interrupted" else ""
+    has_trained = has_begun(folder, started) and bool(num_done or checkpoints)
+    return Ending(_account(checkpoints, num_done), reason, has_trained)
+
+
+def run_folder(arguments: Sequence[str]) -> Path | None:
+    """Return the output folder of the run with these arguments of megappo.train; None for one that trains nothing.
+
+    Raises:
+        ConfigError: the config cannot be read.
+    """
+    configs = [word for word in arguments if "=" not in word]
+    if not configs:
+        return None
+    trainer = read_values(Path(configs[0]), [word for word in arguments if "=" in word]).get("trainer")
+    if not isinstance(trainer, dict) or "output_dir" not in trainer or trainer.get("eval_only"):
+        return None
+    return Path(str(trainer["output_dir"])).expanduser()
+
+
+def has_begun(folder: Path, started: float) -> bool:
+    """Return whether the run in a folder has written its run.json since `started`: one that is refused does not."""
     file = folder / RUN_FILE
-    has_begun = file.is_file() and file.stat().st_mtime >= started
-    return Ending(_account(checkpoints, num_done), reason, has_begun and bool(num_done or checkpoints))
+    return file.is_file() and file.stat().st_mtime >= started
 
 
 def _account(checkpoints: Sequence[Path], num_done: int) -> str:

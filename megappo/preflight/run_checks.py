@@ -108,13 +108,19 @@ def _parser_errors(config: Config) -> Iterator[str]:
         yield f"rollout.tool_call_parser: SGLang has no {shorten(parser)}: choose {', '.join(known)}"
 
 
+def _sglang_folder() -> Path | None:
+    """Return the folder of the installed SGLang's source; None where SGLang is not installed."""
+    spec = importlib.util.find_spec("sglang")
+    return None if spec is None or spec.origin is None else Path(spec.origin).parent
+
+
 @cache
 def _known_parsers() -> tuple[str, ...]:
     """Return the names of the installed SGLang's parsers for tool calls, read as `known_names` are."""
-    spec = importlib.util.find_spec("sglang")
-    if spec is None or spec.origin is None:
+    sglang = _sglang_folder()
+    if sglang is None:
         return ()
-    source = (Path(spec.origin).parent / PARSERS).read_text()
+    source = (sglang / PARSERS).read_text()
     return tuple(re.findall(r'^        "(\w+)": \w+Detector,', source, re.M))
 
 
@@ -124,11 +130,10 @@ def known_names() -> frozenset[str]:
 
     They are read from its source, as importing it takes seconds.
     """
-    spec = importlib.util.find_spec("sglang")
-    if spec is None or spec.origin is None:
+    sglang = _sglang_folder()
+    if sglang is None:
         return frozenset()
-    folder = Path(spec.origin).parent / FIELDS
-    source = "\n".join(file.read_text() for file in folder.glob("[a-z]*.py"))
+    source = "\n".join(file.read_text() for file in (sglang / FIELDS).glob("[a-z]*.py"))
     return frozenset(re.findall(r"^    (\w+): \w", source, re.M))
 
 

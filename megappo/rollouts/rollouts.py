@@ -126,18 +126,17 @@ class Rollouts:
         self, responses: Responses, quota: GroupQuota | None, n: int
     ) -> Callable[[Sequence[Sample]], None]:
         count_finished, total = self.new_counter(), n * len(responses.prompts)
-        num_here = num_tokens = 0
+        num_tokens = 0
 
         def on_group(group: Sequence[Sample]) -> None:
-            nonlocal num_here, num_tokens
+            nonlocal num_tokens
             positions = responses.add(group)
             if quota is not None:
                 quota.add(group, partial(responses.fill_if_scored, positions))
             num_finished = n * (count_finished(1) + 1)
-            num_here += len(group)
             num_tokens += sum(one.num_policy_tokens for one in group)
             # The other engines' tokens are taken to be as many per response as this one's.
-            heartbeat.count(num_finished, total, "responses", num_tokens * num_finished / num_here)
+            heartbeat.count(num_finished, total, "responses", num_tokens * num_finished / positions.stop)
 
         return on_group
 

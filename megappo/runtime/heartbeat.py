@@ -5,6 +5,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+AFTER = "what follows "
+"""Precedes a phase's name between that phase and the next."""
+
 
 class PhaseCount(NamedTuple):
     """Progress within a phase: `done` of `total` units, such as responses; `tokens` written so far, 0 if unknown."""

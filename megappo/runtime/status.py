@@ -18,7 +18,7 @@ from rich.color import ColorSystem
 from rich.console import Console as Terminal
 from rich.style import Style
 
-from megappo.runtime.heartbeat import heartbeat
+from megappo.runtime.heartbeat import AFTER, heartbeat
 
 REFRESH_SECONDS = 0.5
 HEARTBEAT_SECONDS = 10.0
@@ -26,8 +26,6 @@ HEARTBEAT_SECONDS = 10.0
 LEAST_SECONDS = 0.05
 """Parts of the start that take less are not listed."""
 CLEAR_LINE = "\r\x1b[2K"
-AFTER = "what follows "
-"""Precedes a phase's name in the heartbeat between that phase and the next."""
 
 
 class TerminalStream(io.TextIOWrapper):
@@ -166,7 +164,7 @@ STATUS = Status()
 """The display of this process."""
 
 
-def describe_progress(ends_at: float | None = None) -> str:
+def describe_progress(ends_at: float | None) -> str:
     """Describe what this process is doing: step, phase, part of the phase, progress and seconds in it.
 
     Args:

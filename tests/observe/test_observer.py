@@ -4,6 +4,7 @@ import json
 from report_pages import content_of
 
 from megappo.observe.loggers import RunEnd, RunInfo
+from megappo.observe.metrics_file import read_metrics
 from megappo.observe.observer import NullObserver, Observer
 from megappo.observe.report import summary
 from megappo.observe.run_file import has_finished
@@ -71,7 +72,7 @@ def test_the_summary_lists_an_evaluation_and_what_the_run_itself_has_exported(tm
     expected = [f"evaluation  {tmp_path}/evaluation.json", f"HF actor    {tmp_path}/hf_actor"]
     for exports in ("true", "false"):  # false: it went on from an end that did
         (tmp_path / "config.yaml").write_text(f"trainer: {{export_hf: {exports}}}\n")
-        assert summary(tmp_path).splitlines() == expected[: 1 + (exports == "true")]
+        assert summary(tmp_path, read_metrics(tmp_path)).splitlines() == expected[: 1 + (exports == "true")]
 
 
 def test_the_summary_and_the_report_compare_the_first_and_last_evaluation(tmp_path, capsys):
