@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from megappo.observe.run_file import RUNNING, read_run
+from megappo.preflight.abandoned_run import end_abandoned_run
 from megappo.preflight.ending import ending_of
 
 
@@ -48,3 +50,19 @@ def test_the_reason_is_the_one_that_the_run_has_noted(arguments, tmp_path):
 @pytest.mark.parametrize("words", [(), ("none.yaml",), ("run.yaml", "trainer.eval_only=true")])
 def test_a_run_that_trains_nothing_loses_nothing(arguments, tmp_path, words):
     assert ending_of([str(tmp_path / word) if word.endswith("yaml") else word for word in words], 0) is None
+
+
+def test_a_folder_below_the_home_folder_is_found(arguments, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert ending_of([arguments[0], "trainer.output_dir=~/run"], 0).account == "no checkpoint yet; 1 step lost"
+
+
+@pytest.mark.parametrize(("code", "status"), [(137, "interrupted"), (255, "failed")])
+def test_a_killed_run_is_ended_and_an_earlier_one_left_alone(arguments, tmp_path, code, status):
+    run_file = tmp_path / "run" / "run.json"
+    run_file.write_text(json.dumps({"status": RUNNING}))
+    end_abandoned_run(arguments, run_file.stat().st_mtime + 1, code)
+    assert read_run(tmp_path / "run")["status"] == RUNNING, "a run that was refused has not written it"
+    end_abandoned_run(arguments, 0, code)
+    assert read_run(tmp_path / "run")["status"] == status
