@@ -22,8 +22,9 @@ class Game:
     def step(self, message):
         self.turns += 1
         tokens = len(message["token_ids"])
-        return "8=8=", tokens, self.turns == 3, {"tokens": tokens}
+        return "8=8=8=8=", tokens, self.turns == 3, {"tokens": tokens}
 """
+OBSERVATION = "8=8=8=8="  # so long that the policy, which writes any token, does not write it by chance
 pytestmark = pytest.mark.timeout(600)
 
 
@@ -59,7 +60,7 @@ def test_a_checkpoint_is_evaluated_as_the_run_did(config, run, folder):
     """
     (folder / "game.py").write_text(GAME)
     game = {"files": str(config.parent / "held_out.jsonl"), "environment": f"{folder / 'game.py'}:Game"}
-    game |= {"reward": "none", "n": 4, "temperature": 10.0, "max_response_length": 18}
+    game |= {"reward": "none", "n": 4, "temperature": 10.0, "max_response_length": 22}
     checkpoint, words = run / "checkpoints" / "step_00000010", f"eval.datasets.game={json.dumps(game)}"
     found, own = evaluated(checkpoint, config, folder, words), folder / "out" / "evaluations" / checkpoint.name
     played = {name: value for name, value in found["metrics"].items() if name.startswith("val/game/")}
@@ -73,7 +74,8 @@ def test_a_checkpoint_is_evaluated_as_the_run_did(config, run, folder):
     texts = [one["response"] for one in shown if one["dataset"] == "held_out"]
     assert texts and set(texts) <= {"7" * n for n in range(1, 7)}
     games = [one for one in shown if one["dataset"] == "game"]
-    assert len(games) == 8 and all(one["score"] > 0 for one in games if "8=8=" in one["response"])
+    assert len(games) == 8
+    assert [one for one in games if OBSERVATION in one["response"] and one["score"] <= 0] == []
 
 
 @pytest.mark.slow  # the checkpoint's has all but the other weights
