@@ -22,7 +22,10 @@ setup(
     description="PPO for large language models on megatron-core, with SGLang rollouts",
     license="Apache-2.0",
     python_requires=">=3.11",
-    packages=[*find_packages(include=["megappo", "megappo.*"]), "megappo_tools", "megappo_tools.conversion"],
+    packages=[
+        *find_packages(include=["megappo", "megappo.*"]),
+        *("megappo_tools", "megappo_tools.conversion", "megappo_tools.importing"),
+    ],
     package_dir={"megappo_tools": "tools"},  # the commands beside training
     package_data={
         "megappo.architecture": ["shapes/*/config.json"],

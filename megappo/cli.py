@@ -67,7 +67,7 @@ COMMANDS = Table(
         ),
         "samples": Command("megappo.observe.show_samples", "show a run's responses, with their scores", RESULTS),
         "timeline": Command("megappo.observe.timeline", "write one trace of the phases of all ranks", RESULTS),
-        "import": Command("megappo.importer", "translate a script of verl, TRL or OpenRLHF into a config", TRAIN),
+        "import": Command("megappo_tools.importer", "translate a script of verl, TRL or OpenRLHF into a config", TRAIN),
         "report": Command("megappo.observe.report_command", "write a run's report again", RESULTS),
         "compare": Command("megappo.observe.compare_command", "write one page of several runs", RESULTS),
     },

@@ -4,11 +4,10 @@ import textwrap
 from operator import attrgetter
 from typing import Any
 
-import yaml
-
 from megappo.config.config_error import ConfigError
-from megappo.config.describe import keys
+from megappo.config.describe import keys, yaml_lines
 from megappo.config.schema import Config
+from megappo.config.values import Section
 from megappo.estimate.gpu_memory import Cluster
 from megappo.estimate.gpus import GPU, GPUS_PER_NODE
 from megappo.estimate.suggest import fitting_runs
@@ -44,22 +43,16 @@ def first_config(model: str, gpu: GPU, num_gpus: int) -> str:
     config, meanings = found[0].config, {key.path: key.meaning for key in keys()}
     lines = [f"# {model} on {num_gpus} {gpu.name}, in the layout that is the fastest by estimate."]
     lines += ["# All keys: megappo plan --keys", "placement:", f"  actor, critic, ref, rollout: 0-{num_gpus - 1}"]
-    written = ""
-    for path in SHOWN:
-        section, *within, name = path.split(".")
-        if section != written:
-            written = section
-            lines.append(f"{section}:")
-        lines += textwrap.wrap(meanings[path], 100, initial_indent="  # ", subsequent_indent="  # ")
-        text = f"{name}: {_value(config, path)}"
-        lines.append(f"  {within[0]}: {{{text}}}" if within else f"  {text}")
+    for path, line in yaml_lines({path: _value(config, path) for path in SHOWN}):
+        indent = " " * (len(line) - len(line.lstrip())) + "# "
+        lines += textwrap.wrap(meanings[path], 100, initial_indent=indent, subsequent_indent=indent) if path else []
+        lines.append(line)
     return "\n".join(lines)
 
 
-def _value(config: Config, path: str) -> str:
-    """Return a key's value in YAML's flow style; of a section, the keys that differ from their defaults."""
+def _value(config: Config, path: str) -> Any:
+    """Return a key's value for YAML; of a section, the keys that differ from their defaults."""
     value = attrgetter(path)(config)
-    shown: Any = value.model_dump(mode="json", exclude_defaults=True) if hasattr(value, "model_dump") else value
-    if isinstance(shown, tuple):
-        shown = list(shown)
-    return yaml.safe_dump(shown, default_flow_style=True, width=1000).removesuffix("\n...\n").strip()
+    if isinstance(value, Section):
+        return value.model_dump(mode="json", exclude_defaults=True)
+    return list(value) if isinstance(value, tuple) else value

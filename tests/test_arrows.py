@@ -16,9 +16,7 @@ MIDDLE = frozenset(
 )
 BOTTOM = frozenset({"architecture", "config", "table", "runtime", "moments", "user_modules", "errors"})
 APART = frozenset({"weights", "engines", "checkpoint"})
-ENTRIES = frozenset(
-    {"train", "plan", "serve", "doctor", "torchrun", "local", "cli", "importer", "__main__", "first_config"}
-)
+ENTRIES = frozenset({"train", "plan", "serve", "doctor", "torchrun", "local", "cli", "__main__", "first_config"})
 STARTING = frozenset({"arguments", "local", "plan"})
 """Modules of a command that parses arguments and starts ranks."""
 FROM_TOOLS = BOTTOM | STARTING | {"batch", "weights", "checkpoint", "models", "placement", "data", "observe"}
@@ -78,11 +76,11 @@ UNPICKLERS = ("megappo/checkpoint/metadata.py",)
 """It reads a pickle that may name nothing but descriptions of tensors."""
 LONGEST_FILE, LONGEST_FUNCTION = 400, 50
 BUDGETS = {
-    ".": 10_750,
+    ".": 10_400,
     "architecture": 9_450,
     "batch": 6_950,
     "checkpoint": 7_600,
-    "config": 19_400,
+    "config": 16_450,
     "data": 9_200,
     "engines": 8_700,
     "estimate": 9_750,

@@ -4,6 +4,7 @@ keys and values, and for docs/coming_from.md."""
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,15 @@ class TheirKey:
     note: str = ""
     missing: str = ""
 
+    @property
+    def is_renamed(self) -> bool:
+        """True if a setting alone gives the value of our key."""
+        return bool(self.key) and not (self.computed or self.note or self.missing)
+
+    def translated(self, value: Any) -> Any:
+        """Return our value for one of theirs, where the row has values; None if it is our default, or has none."""
+        return next((ours for theirs, ours in self.values.items() if theirs == value), value if self.others else None)
+
     def remedy(self, name: str) -> str:
         """Return what to do with a key of this row, to follow an error.
 
@@ -44,8 +54,7 @@ class System:
     """Another system; elsewhere.yaml describes the other fields.
 
     Attributes:
-        program: regular expression of the word of a command before the flags of its training; "" if its settings are
-            `key=value`.
+        program: regular expression of the word of a command before the settings of its training.
         aliases: older names of its keys.
     """
 
@@ -53,20 +62,16 @@ class System:
     rows: Mapping[str, TheirKey]
     formulas: Mapping[str, str]
     defaults: Mapping[str, Mapping[str, Any]]
+    program: str
     method: str = "''"
-    program: str = ""
     aliases: Mapping[str, str] = field(default_factory=dict)
 
     def find(self, key: str) -> tuple[str, TheirKey | None]:
         """Return the name under which the table has a key, or one above it with .*, and its row, if any."""
-        if key in self.rows:
-            return key, self.rows[key]
-        above = key
-        while above:
-            above = above.rpartition(".")[0]
-            if above + BELOW in self.rows:
-                return above + BELOW, self.rows[above + BELOW]
-        return key, None
+        sections = list(accumulate(key.split(".")[:-1], "{}.{}".format))
+        names = [key, *(section + BELOW for section in reversed(sections))]
+        found = next(filter(self.rows.__contains__, names), key)
+        return found, self.rows.get(found)
 
 
 @cache

@@ -6,7 +6,8 @@ from pathlib import Path
 import jsonschema
 import yaml
 
-from megappo.config.describe import json_schema, keys
+from megappo.config.describe import keys
+from megappo_tools.make_schema import json_schema
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SCHEMA = json.loads((CONFIGS / "schema.json").read_text())

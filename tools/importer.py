@@ -13,8 +13,8 @@ from pathlib import Path
 
 from megappo.config.config_error import ConfigError, counted
 from megappo.config.elsewhere import systems
-from megappo.config.importing import Translation, as_yaml
-from megappo.config.script_settings import read_settings
+from megappo_tools.importing.script_settings import read_settings
+from megappo_tools.importing.translation import Translation, as_yaml
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

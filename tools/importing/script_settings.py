@@ -4,23 +4,30 @@ Python file with TRL's config classes."""
 import ast
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
+from itertools import takewhile
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import yaml
-from jinja2 import Environment
+from jinja2 import StrictUndefined, TemplateError
+from jinja2.sandbox import SandboxedEnvironment
 
 from megappo.config.config_error import ConfigError
 from megappo.config.elsewhere import System
 from megappo.config.sources import LARGEST_FILE, TextFileError, read_text
 
-_STATEMENT = re.compile(r"^[ \t]*(?:export[ \t]+)?(?:(\w+)=(?:\(([^)]*)\)|(.*))|(.+))$", re.MULTILINE)
+_IN_PARENTHESES = r"(?:[^()]|\((?:[^()]|\([^()]*\))*\))*"
+_STATEMENT = re.compile(rf"^[ \t]*(?:export[ \t]+)?(?:(\w+)=(?:\(({_IN_PARENTHESES})\)|(.*))|(.+))$", re.MULTILINE)
 _COMMENT = re.compile(r"(?:^|(?<=\s))#.*$", re.MULTILINE)
-_ARITHMETIC = re.compile(r"\$\(\((.*?)\)\)(?!\))")
+_ARITHMETIC = re.compile(rf"\$\(\(({_IN_PARENTHESES})\)\)")
 _COMMAND = re.compile(r"\$\([^()]*\)|`[^`]*`")
-_VARIABLE = re.compile(r"\$\{(\w+)(?:\[@\])?(?::?-([^{}]*))?\}|\$(\w+)")
-_OVERRIDE = re.compile(r"[+]*([A-Za-z_]\w*(?:\.[\w-]+)+)=(.*)", re.DOTALL)
+_DEFAULT = re.compile(r"\$\{(\w+):?-([^{}]*)\}")
+_ARRAY = re.compile(r'("?)\$\{(\w+)\[@\]\}\1')
+_SETTING = re.compile(r"(?:--(?=[A-Za-z])|\+*(?=[\w.-]+\.[\w-]+=))([\w.-]+)(?:=(.*))?", re.DOTALL)
+_NO_ARGUMENT = re.compile(r"[|&;]+|[\d&]?>.*|\$[@*]")
+"""Words that end a command, or stand for the script's own arguments."""
 DEEPEST = 20
 """Variables within variables that are followed."""
 TRL_CLASSES = ("GRPOConfig", "PPOConfig", "GRPOTrainer", "PPOTrainer", "LoraConfig")
@@ -64,35 +71,27 @@ def _literal(node: ast.expr, path: Path) -> Any:
 
 
 def _of_shell(text: str, system: System) -> dict[str, Any]:
-    """Return the flags behind a system's program, with those of a launcher before it that have a row; or overrides."""
+    """Return the settings behind a system's program, and those of a launcher before it that have a row."""
     settings: dict[str, Any] = {}
-    program = system.program
     for words in _commands(text):
-        starts = [number for number, word in enumerate(words) if program and re.search(program, word)]
-        if starts:
-            launcher = _flags(words[: starts[0]])
+        start = next((number for number, word in enumerate(words) if re.search(system.program, word)), None)
+        if start is not None:
+            launcher = _settings(words[:start])
             settings |= {key: value for key, value in launcher.items() if key in system.rows}
-            settings |= _flags(words[starts[0] + 1 :])
-        elif not program:
-            matches = filter(None, map(_OVERRIDE.fullmatch, words))
-            settings |= {match[1]: _value(match[2]) for match in matches}
+            settings |= _settings(takewhile(lambda word: not _NO_ARGUMENT.fullmatch(word), words[start + 1 :]))
     return settings
 
 
-def _flags(words: Sequence[str]) -> dict[str, Any]:
-    """Return the settings of the form `--key value ...`, `--key=value` or `--key`, which is true."""
-    settings: dict[str, Any] = {}
-    name = ""
+def _settings(words: Iterable[str]) -> dict[str, Any]:
+    """Return settings of the form `--key value ...`, `--key=value`, `a.key=value`, or `--key`, which is true."""
+    found: dict[str, list[Any]] = {}
+    values: list[Any] = []
     for word in words:
-        if re.match("--[a-z]", word):
-            name, equals, value = word[2:].partition("=")
-            settings[name] = _value(value) if equals else True
-        elif name and settings[name] is True:
-            settings[name] = _value(word.rstrip(","))
-        elif name:
-            before = settings[name]
-            settings[name] = [*(before if isinstance(before, list) else [before]), _value(word.rstrip(","))]
-    return settings
+        if match := _SETTING.fullmatch(word):
+            values = found[match[1]] = [] if match[2] is None else [_value(match[2])]
+        else:
+            values.append(_value(word.rstrip(",")))
+    return {key: values if len(values) > 1 else next(iter(values), True) for key, values in found.items()}
 
 
 def _value(text: str) -> Any:
@@ -112,30 +111,26 @@ def _commands(text: str) -> Iterator[list[str]]:
         except ValueError:  # a quotation over several lines
             continue
         if name:
-            variables[name] = _expanded(" ".join(array.split()), variables) if array else " ".join(words)
+            variables[name] = _expanded(" ".join(array.split()) or " ".join(words), variables)
         else:
             yield words
 
 
-def _expanded(text: str, variables: Mapping[str, str]) -> str:
+def _expanded(text: str, variables: dict[str, str]) -> str:
     """Return a text with the values of its variables and its arithmetic."""
-    text = re.sub(r'"(\$\{\w+\[@\]\})"', r"\1", text)
+    text = _ARRAY.sub(r"${\2}", text)
     for _ in range(DEEPEST):
-        text = _VARIABLE.sub(lambda match: _variable(match, variables), _COMMAND.sub("$OUTPUT", text))
+        defaults = dict(_DEFAULT.findall(text))
+        text = _DEFAULT.sub(r"${\1}", _COMMAND.sub("$OUTPUT", text))
+        text = Template(text).safe_substitute(defaults | variables)
     return _ARITHMETIC.sub(lambda match: _number(match, variables), text)
 
 
-def _variable(match: re.Match[str], variables: Mapping[str, str]) -> str:
-    name = match[1] or match[3]
-    return variables.get(name, f"${name}" if match[2] is None else match[2])
-
-
-def _number(match: re.Match[str], variables: Mapping[str, str]) -> str:
+def _number(match: re.Match[str], variables: dict[str, str]) -> str:
     """Return the value of `$((a * b))`, in which names are variables; the text as it is if it has none."""
-    numbers = re.sub(r"[A-Za-z_]\w*", lambda name: variables.get(name[0], name[0]), match[1])
-    if not re.fullmatch(r"(?:[\d\s+\-%/()]|\*(?!\*))+", numbers):
-        return match[0]
+    numbers = {name: _value(text) for name, text in variables.items()}
+    environment = SandboxedEnvironment(undefined=StrictUndefined)
     try:
-        return str(Environment().compile_expression(numbers.replace("/", "//"))())
-    except (ArithmeticError, ValueError, TypeError):
+        return str(environment.compile_expression(match[1].replace("/", "//"), undefined_to_none=False)(numbers))
+    except (TemplateError, ArithmeticError, TypeError):
         return match[0]
