@@ -60,7 +60,7 @@ def test_a_checkpoint_is_evaluated_as_the_run_did(config, run, folder):
     """
     (folder / "game.py").write_text(GAME)
     game = {"files": str(config.parent / "held_out.jsonl"), "environment": f"{folder / 'game.py'}:Game"}
-    game |= {"reward": "none", "n": 4, "temperature": 10.0, "max_response_length": 22}
+    game |= {"reward": "none", "n": 4, "temperature": 10.0, "max_response_length": 18}
     checkpoint, words = run / "checkpoints" / "step_00000010", f"eval.datasets.game={json.dumps(game)}"
     found, own = evaluated(checkpoint, config, folder, words), folder / "out" / "evaluations" / checkpoint.name
     played = {name: value for name, value in found["metrics"].items() if name.startswith("val/game/")}
