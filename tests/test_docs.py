@@ -6,11 +6,11 @@ import re
 import shlex
 import textwrap
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Literal, get_args, get_origin
 
 import pytest
 import torch
+from page_blocks import BLOCKS, PAGES, ROOT, RUN
 from policy_oracles import policy_loss
 
 from megappo.architecture.families import FAMILIES
@@ -31,11 +31,6 @@ from megappo.ppo.corrections import rollout_is_weights
 from megappo.ppo.losses import entropy_loss, kl_loss, value_loss
 from megappo.userland.spec import BUILTIN
 
-ROOT = Path(__file__).resolve().parents[1]
-PAGES = {
-    str(path.relative_to(ROOT)): path.read_text("utf-8")
-    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
-}
 OF_EVERY_PAGE = pytest.mark.parametrize("page", PAGES)
 KEYS = {key.path for key in keys()} | {"eval.datasets.NAME"}
 OF_OTHERS = "docs/coming_from.md"
@@ -43,20 +38,24 @@ OF_OTHERS = "docs/coming_from.md"
 OWN_FOLDERS = ("megappo/", "tests/", "tools/", "launch/", "configs/", "docs/")
 
 
-def code_blocks(text: str) -> list[str]:
-    return re.findall(r"^ *```\w*\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL)
+LANGUAGES = {"bash", "text", "python", "yaml", "json"}
+COMMAND = re.compile(r"([A-Z_]+=\S* )*(bash|sbatch|srun|source|docker|megappo|hf|\.venv|torchrun|python|pip|curl)\b ?")
+
+
+def code_blocks(page: str) -> list[str]:
+    return [block.text for block in BLOCKS[page]]
 
 
 def code_spans(text: str) -> list[str]:
     return re.findall(r"`([^`\n]+)`", re.sub(r"^ *```.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL))
 
 
-def commands(text: str) -> Iterator[list[str]]:
+def commands(page: str) -> Iterator[list[str]]:
     """The words of every command shown, without variables before it, comments and what it is piped to."""
-    for line in "\n".join(code_blocks(text)).replace("\\\n", " ").splitlines():
-        line = line.strip().removeprefix("$ ")
-        if re.match(r"([A-Z_]+=\S* )*(bash|sbatch|\.venv|torchrun|python)", line):
-            words = shlex.split(line.split(" | ")[0], comments=True)
+    shown = [block.text for block in BLOCKS[page] if block.language == "bash"]
+    for line in "\n".join(shown).replace("\\\n", " ").splitlines():
+        if COMMAND.match(line):
+            words = shlex.split(re.split(r" [|>] ", line)[0], comments=True)
             yield list(itertools.dropwhile(lambda word: re.fullmatch(r"[A-Z_]+=.*", word), words))
 
 
@@ -131,7 +130,7 @@ def rooms() -> set[str]:
 
 def mentioned(page: str) -> str:
     """All code of a page: what a name must stand in to be described."""
-    return " ".join([*code_spans(PAGES[page]), *code_blocks(PAGES[page])])
+    return " ".join([*code_spans(PAGES[page]), *code_blocks(page)])
 
 
 def undescribed(page: str, names: set[str]) -> list[str]:
@@ -164,7 +163,7 @@ def test_what_exists_is_described(page, names):
 def test_the_extension_that_is_shown_is_the_one_that_runs():
     tree = ast.parse((ROOT / "tests" / "run" / "test_extensions.py").read_text("utf-8"))
     text = next(node.value for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "EXTENSION")
-    assert code_blocks(PAGES["docs/extending.md"])[0].strip() == f"# mine.py\n{text.value.strip()}"
+    assert code_blocks("docs/extending.md")[0].strip() == f"# mine.py\n{text.value.strip()}"
 
 
 def test_the_algorithm_that_is_shown_is_the_one_that_runs():
@@ -174,12 +173,38 @@ def test_the_algorithm_that_is_shown_is_the_one_that_runs():
     ]
     lines = source.splitlines()[step.lineno - 1 : step.end_lineno]
     assert len(lines) <= 40
-    assert code_blocks(PAGES["docs/algorithm.md"])[0] == textwrap.dedent("\n".join(lines)) + "\n"
+    assert code_blocks("docs/algorithm.md")[0] == textwrap.dedent("\n".join(lines)) + "\n"
 
 
 def test_the_readme_stays_what_a_newcomer_reads():
-    assert len(PAGES["README.md"].splitlines()) <= 170
-    assert [page for page in PAGES if page.startswith("docs/") and f"({page})" not in PAGES["README.md"]] == []
+    readme = PAGES["README.md"]
+    assert len(readme.splitlines()) <= 150
+    assert [page for page in PAGES if page.startswith("docs/") and not re.search(rf"\({page}[)#]", readme)] == []
+    assert readme.index("docs/images/report.png") < readme.index("## Quickstart") < readme.index("**Status.**")
+
+
+@OF_EVERY_PAGE
+def test_pages_are_read_in_one_go(page):
+    assert len(PAGES[page].splitlines()) <= 250
+
+
+@OF_EVERY_PAGE
+def test_blocks_name_their_language_and_commands_are_in_blocks_of_commands(page):
+    assert {block.language for block in BLOCKS[page]} <= LANGUAGES
+    for block in BLOCKS[page]:
+        lines = block.text.splitlines()
+        assert [line for line in lines if line.startswith("$ ")] == []
+        assert block.language != "text" or [line for line in lines if COMMAND.match(line)] == []
+
+
+@OF_EVERY_PAGE
+def test_blocks_of_commands_are_run_or_name_what_they_need(page):
+    """tests/run/test_pages.py runs those of RUN; a test without GPU and network cannot run the others."""
+    for block in BLOCKS[page]:
+        comments = [line for line in block.text.splitlines() if line.startswith("# Needs ")]
+        assert block.language != "bash" or comments == [block.needs] * bool(block.needs), block.text
+    placeholders = [word for block in RUN[page] for word in re.findall(r"\b[A-Z]{4,}\b(?!=)|\[key", block.text)]
+    assert placeholders == []
 
 
 @OF_EVERY_PAGE
@@ -218,14 +243,18 @@ def test_named_keys_exist(page):
     sections = tuple(f"{name}." for name in Config.model_fields)
     text = re.sub(r"^\| [^|]+ \|", "", PAGES[page], flags=re.MULTILINE) if page == OF_OTHERS else PAGES[page]
     words = [word for span in code_spans(text) for word in re.split(r",? (?!\w+[,}])", span)]
-    words += [word for command in commands(PAGES[page]) for word in command]
+    words += [word for command in commands(page) for word in command]
     named = {key for word in words for key in braces(re.split(r"[=:]", word)[0]) if key.startswith(sections)}
     named = {key for key in named if not key.startswith("rollout.server_args.")}  # SGLang's
     assert sorted(key for key in named if key not in KEYS) == []
 
 
+REGISTERS = "trainer.extensions="
+"""A key that registers names for the whole process; tests/run/test_pages.py runs what is shown with it."""
 SHOWN_OVERRIDES = sorted(
-    {span for text in PAGES.values() for span in code_spans(text) if re.fullmatch(r"(\w+\.[\w.]+=\S+ ?)+", span)}
+    span
+    for span in {span for text in PAGES.values() for span in code_spans(text)}
+    if re.fullmatch(r"(\w+\.[\w.]+=\S+ ?)+", span) and not span.startswith(REGISTERS)
 )
 
 
@@ -234,7 +263,7 @@ def test_overrides_that_are_shown_load(overrides):
     load_config(ROOT / "configs" / "quickstart.yaml", overrides.split())
 
 
-COMMANDS = [(page, command) for page, text in PAGES.items() for command in commands(text)]
+COMMANDS = [(page, command) for page in PAGES for command in commands(page)]
 
 
 def script(command: list[str]) -> str | None:
@@ -243,7 +272,7 @@ def script(command: list[str]) -> str | None:
         return command[1]
     if "pytest" in command:
         return None
-    if command[0].endswith("bin/megappo"):
+    if command[0] == "megappo":
         return OF_MEGAPPO[command[1]].module.replace("megappo_tools", "tools").replace(".", "/") + ".py"
     own = [word for word in command[1:] if word.startswith(("megappo.", *OWN_FOLDERS))]
     return f"{own[0].replace('.', '/')}.py" if own and own[0].startswith("megappo.") else next(iter(own), None)
@@ -255,6 +284,8 @@ def script(command: list[str]) -> str | None:
 def test_commands_start_what_exists_with_configs_that_fit(page, command):
     started = script(command)
     assert started is None or (ROOT / started).is_file(), f"{page} starts {started}"
+    if any(word.startswith(REGISTERS) for word in command):
+        return
     configs = [word for word in command if word.startswith("configs/")]
     for path in ["configs/quickstart.yaml"] if started == "launch/quickstart.sh" else configs:
         config = load_config(ROOT / path, [word for word in command if re.match(r"[a-z_]+\.[a-z_.]+=", word)])

@@ -30,14 +30,14 @@ def cell(keys: list[str]) -> str:
 
 
 def group_of(key: str, row: TheirKey) -> tuple[str, str, str]:
-    """Return what rows on one line have in common: the remark, their section and ours."""
+    """Return what rows on one line have in common: the remark, or, without one, their section and ours."""
     if row.note or row.missing:
         return row.missing or "not needed; `megappo import` gives the reason", "", ""
     translated = {theirs: ours for theirs, ours in row.values.items() if ours not in (None, theirs)}
     pairs = [f"{show(theirs)} -> {show(ours)}".replace('"', "") for theirs, ours in translated.items()]
-    remark = row.computed or ", ".join(pairs)
-    section = row.key.rpartition(".")[0]
-    return remark, "" if remark else key.rpartition(".")[0], section if remark else section.partition(".")[0]
+    if row.computed or pairs:
+        return row.computed or ", ".join(pairs), "", ""
+    return "", key.rpartition(".")[0], row.key.partition(".")[0]
 
 
 def lines(system: System) -> Iterator[str]:
