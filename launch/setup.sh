@@ -68,7 +68,6 @@ pip_install() {
 }
 
 compile_all() {
-    log "compiling them to bytecode"
     # On all cores, where pip would use one. Packages hold a few files for other Pythons, whose errors do not matter.
     waiting bytecode run_logged "$venv/bin/python" -m compileall -q -j 0 "$venv/lib" || true
 }

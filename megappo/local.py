@@ -27,7 +27,6 @@ def start(config: str, overrides: Sequence[str], num_ranks: int) -> int:
     Errors in config, data and reward function are reported now, not after every rank has imported the program.
     """
     words = [config, *overrides]
-    print(f"checking {config}", flush=True)
     STATUS.start("config check")
     with contextlib.redirect_stdout(io.StringIO()):
         code = plan.main(["--world-size", str(num_ranks), *words])

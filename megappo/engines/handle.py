@@ -93,8 +93,6 @@ def start_engine(plan: RunPlan, rank: int, store: Store, cleanup: ExitStack) -> 
     engine.start()
     if node > 0:
         return EngineHandle(engine=engine, part_of=number)
-    if number == 0:  # the first line of a run that may print nothing else for a while
-        print(f"{layout.data} engine(s) start, logs in {engine.log_path.parent}", flush=True)
     return EngineHandle(number, engine, start_workers(played_tasks(config), cleanup))
 
 

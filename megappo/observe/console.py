@@ -15,7 +15,7 @@ from megappo.observe.loggers import Logger, RunInfo
 from megappo.observe.samples import format_samples
 from megappo.runtime.status import STATUS, format_seconds
 
-HEADER_INTERVAL = 40
+HEADER_INTERVAL = 64
 ETA_STEPS = 10
 """The last steps whose median time estimates the remaining ones."""
 
@@ -112,6 +112,7 @@ class Console(Logger):
         self._out = out
         self._num_lines = 0
         self._sampled_step: int | None = None
+        self._samples = ""
 
     def on_start(self, run: RunInfo) -> None:
         """Choose the columns and the number of samples."""
@@ -133,7 +134,7 @@ class Console(Logger):
         # A run with the KL in its loss alone has the distance to the reference as actor/kl_loss.
         values = {HELD_OUT: held_out_score(metrics), KL_PENALTY: metrics.get("actor/kl_loss"), **metrics}
         cells = []
-        unhealthy = _unhealthy_metrics(metrics)
+        unhealthy = {read for name, rule in RULES.items() if metrics.get(PREFIX + name) for read in rule.metrics}
         for title, (metric, number_format) in self._columns.items():
             cell = format_number(values.get(metric), number_format).rjust(max(COLUMN_WIDTH, len(title)))
             cells.append(STATUS.styled(cell, UNHEALTHY) if metric in unhealthy else cell)
@@ -149,11 +150,14 @@ class Console(Logger):
         self.text("\n".join([first if finding.is_over else STATUS.styled(first, UNHEALTHY), *samples]))
 
     def on_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Print the first samples of an evaluation, of its first data set."""
+        """Print the first samples of an evaluation, of its first data set, unless all are as the last time."""
         STATUS.end_start()
-        if step != self._sampled_step and self._num_samples:
-            self._sampled_step = step
-            self.text(format_samples(samples[: self._num_samples]))
+        if step == self._sampled_step or not self._num_samples:
+            return
+        self._sampled_step, last = step, self._samples
+        self._samples = format_samples(samples[: self._num_samples])
+        if self._samples != last:
+            self.text(self._samples)
 
     def on_checkpoint(self, step: int, path: Path) -> None:
         """Print the checkpoint's path."""
@@ -166,15 +170,6 @@ class Console(Logger):
     def _line(self, step: str, *cells: str) -> None:
         padded = [cell.rjust(COLUMN_WIDTH) for cell in cells]
         self.text("  ".join([step.rjust(self._step_width), *padded]))
-
-
-def _unhealthy_metrics(metrics: Mapping[str, Any]) -> set[str]:
-    """Return the metrics that the rules read which hold in a step."""
-    found: set[str] = set()
-    for name, rule in RULES.items():
-        if metrics.get(f"{PREFIX}{name}"):
-            found.update(rule.metrics)
-    return found
 
 
 def format_number(value: object, number_format: str) -> str:

@@ -160,7 +160,7 @@ RULES: Table[Rule] = Table(
             ("critic/vf_explained_var", SPREAD),
             values_useless,
             "over 5 steps the critic explains less than -0.2 of the variance of the returns, or 0.4 less than its "
-            "best, while the task is unsolved",
+            "best, and does not rise, while the task is unsolved",
             "the critic explains {0:.2f} of the variance of the returns; its best was {1:.2f}",
             "Lower critic.optim.lr if critic/grad_norm is large, else raise it; set critic.warmup_steps",
             "docs/methods.md#values",
@@ -168,8 +168,8 @@ RULES: Table[Rule] = Table(
         "gradient_norm": Rule(
             (*GRADIENT_NORMS, SPREAD),
             gradient_jumped,
-            "a gradient norm is above 10 times the median of the 10 (at first 5) steps before, while the task is "
-            "unsolved",
+            "a gradient norm is above 10 times the median of the 10 (at first 5) steps before, in 2 steps one after "
+            "the other, while the task is unsolved",
             "a gradient norm has jumped to {0:.3g}, {1:.0f} times its median",
             "Lower optim.lr, add optim.lr_warmup_steps, or lower optim.clip_grad of the actor or critic",
             "docs/troubleshooting.md#training",
@@ -177,7 +177,7 @@ RULES: Table[Rule] = Table(
         "value_loss": Rule(
             ("critic/vf_loss", SPREAD),
             value_loss_large,
-            "the value loss of 5 steps is above 10 times the variance of the scores",
+            "the value loss of 5 steps is above 10 times the variance of the scores, and does not fall",
             "the value loss is {0:.0f} times the variance of the scores, which the critic should explain",
             "Lower critic.optim.lr, set reward.normalize=running, or set critic.warmup_steps",
             "docs/methods.md#values",

@@ -31,9 +31,9 @@ class History:
             series.append(math.nan if value is None else value)
 
     def last(self, name: str, num_steps: int) -> list[float]:
-        """Return the values of the last steps; [NaN] before there are as many."""
+        """Return the values of the last steps; NaN before there are as many."""
         values = self._series[name][-num_steps:]
-        return values if len(values) == num_steps else [math.nan]
+        return values if len(values) == num_steps else [math.nan] * num_steps
 
     def mean(self, name: str, num_steps: int = 3) -> float:
         """Return the mean over the last steps."""
@@ -99,24 +99,29 @@ def entropy_collapsed(history: History) -> Figures:
 
 
 def values_useless(history: History) -> Figures:
-    """Hold where the critic explains less than nothing, or 0.4 less than it once did."""
-    explained = history.mean("critic/vf_explained_var", 5)
-    if math.isnan(explained) or not scores_vary(history):
+    """Hold where the critic explains less than nothing, or 0.4 less than it once did, and does not improve: that of a
+    new critic is far below 0 at first."""
+    last = history.last("critic/vf_explained_var", 5)
+    if not last[-1] <= last[0] or not scores_vary(history):
         return ()
-    best = median(sorted(history.known("critic/vf_explained_var"))[-3:])
+    explained, best = fmean(last), median(sorted(history.known("critic/vf_explained_var"))[-3:])
     return (explained, best) if explained < max(-0.2, best - 0.4) else ()
 
 
 def gradient_jumped(history: History) -> Figures:
-    """Hold in an unsolved task alone: the whitened advantages of a few wrong responses have large gradients."""
+    """Hold in an unsolved task alone: the whitened advantages of a few wrong responses have large gradients. One step
+    is no jump: it is clipped, and healthy runs have it."""
     for name in GRADIENT_NORMS:
-        *before, now = history.known(name)[-11:] or [math.nan]
+        norms = history.known(name)[-12:]
+        before, now = norms[:-2], min(norms[-2:], default=math.nan)
         if len(before) >= 5 and now > 10 * median(before) > 0 and scores_vary(history):
             return (now, now / median(before))
     return ()
 
 
 def value_loss_large(history: History) -> Figures:
+    """Hold unless the loss falls: that of a new critic is large at first."""
+    last = history.last("critic/vf_loss", 5)
     variance = fmean(spread**2 for spread in history.last(SPREAD, 5))
-    ratio = history.mean("critic/vf_loss", 5) / (variance or math.nan)
-    return (ratio,) if ratio > 10 else ()
+    ratio = fmean(last) / (variance or math.nan)
+    return (ratio,) if ratio > 10 and last[-1] >= last[0] else ()

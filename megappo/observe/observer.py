@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any
 
 from megappo.observe.console import Console
-from megappo.observe.files import HF_ACTOR, REPORT_FILE
+from megappo.observe.files import HF_ACTOR, REPORT_FILE, has_exported
 from megappo.observe.health import Examples, Health
 from megappo.observe.loggers import Logger, RunEnd, RunInfo, describe, make_tracker
 from megappo.observe.metrics import MetricsFile
@@ -101,8 +101,8 @@ class Observer:
         if end.status == "finished":
             folder = self._run.output_dir
             self.message(summary(folder, read_metrics(folder), folder / REPORT_FILE))
-            model = folder / HF_ACTOR
-            self.message("finished" + (f"; to try the model: megappo serve {model}" if model.is_dir() else ""))
+            served = f"; to try the model: megappo serve {folder / HF_ACTOR}" if has_exported(folder) else ""
+            self.message(f"finished{served}")
 
     def __enter__(self) -> "Observer":
         return self

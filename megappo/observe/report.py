@@ -67,6 +67,7 @@ def summary(folder: Path, steps: Steps, report: Path | None = None) -> str:
 
     Args:
         steps: content of the run's metrics.jsonl.
+        report: the one that the end of a run names; the command after it names the exported actor.
     """
     rows = []
     if _has_trained(steps):
@@ -81,7 +82,7 @@ def summary(folder: Path, steps: Steps, report: Path | None = None) -> str:
     if files := [path for path in RECORDS if (folder / path).exists()]:
         rows.append(("files", f"{folder}: {', '.join(files)}"))
     for name, path in OUTPUTS.items():
-        if (folder / path).exists() and (path != HF_ACTOR or has_exported(folder)):
+        if (folder / path).exists() and (path != HF_ACTOR or (report is None and has_exported(folder))):
             rows.append((name, str(folder / path)))
     if report is not None:
         rows.append(("report", str(report)))

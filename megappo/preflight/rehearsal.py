@@ -22,7 +22,7 @@ from megappo.userland.rewards import RewardError, RewardPool
 from megappo.userland.signatures import Row
 
 ANSWER_FORMS = (
-    *("{}", "={}", "#### {}", "\\boxed{{{}}}", "<answer>{}</answer>"),
+    *("={}", "#### {}", "\\boxed{{{}}}", "<answer>{}</answer>"),
     "<think>A thought.</think> <answer>{}</answer>",
 )
 """Forms of the right answer in which a reward function may expect it."""
@@ -129,29 +129,33 @@ def _try_rewards(config: Config, rewards: RewardPool, prompt: Prompt, findings: 
         findings.errors += step_scores_errors(config) if any(grade.steps) else []
         if not config.rollout.has_environment:  # which may return further numbers
             findings.errors += metric_errors(config, grade.parts)
+    tried = {response: sum(grade.scores)}
     if config.reward.on_error == "raise":
         try:
-            _score(rewards, prompt, "")
+            tried[""] = sum(_score(rewards, prompt, "").scores)
         except RewardError as error:
             first, *_ = str(error).splitlines()
             findings.warnings.append(f"for an empty response, which models write, the {first}")
     if is_training and response and not config.rollout.has_environment and not findings.errors:
-        findings.warnings += _equal_warnings(rewards, prompt, response)
+        findings.warnings += _equal_warnings(rewards, prompt, response, tried)
 
 
-def _equal_warnings(rewards: RewardPool, prompt: Prompt, label: str) -> list[str]:
-    """Return a warning if right answers in several forms, and wrong ones, all have the same score."""
-    responses = [form.format(label) for form in ANSWER_FORMS] + ["0", "I do not know."]
-    rows = [Row(prompt.text, response, prompt.label, prompt.columns) for response in responses]
-    try:
-        scores = {sum(grade.scores) for grade in rewards.score(rows)}
-    except RewardError:  # it wants another form
-        return []
-    if len(scores) > 1:
+def _equal_warnings(rewards: RewardPool, prompt: Prompt, label: str, tried: dict[str, float]) -> list[str]:
+    """Return a warning if right answers in several forms, and wrong ones, all have the same score. Most functions
+    distinguish the responses that were tried already, and are not called again."""
+    responses = [*(form.format(label) for form in ANSWER_FORMS), "0", "I do not know."]
+    if len({*tried.values()}) == 1:
+        rows = [Row(prompt.text, response, prompt.label, prompt.columns) for response in responses]
+        try:
+            grades = rewards.score(rows)
+        except RewardError:  # it wants another form
+            return []
+        tried |= zip(responses, (sum(grade.scores) for grade in grades), strict=True)
+    if len({*tried.values()}) > 1:
         return []
     return [
-        f"{rewards.spec}: every response tried for the first prompt has score {scores.pop():g}: "
-        f"{', '.join(map(repr, responses))}: check that it finds the answer in a response; where all scores are equal, "
+        f"{rewards.spec}: every response tried for the first prompt has score {tried[label]:g}: "
+        f"{', '.join(map(repr, tried))}: check that it finds the answer in a response; where all scores are equal, "
         "nothing can be learned"
     ]
 

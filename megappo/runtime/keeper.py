@@ -3,7 +3,8 @@
 The keeper runs the command. When that ends, or the owner is gone, whatever ended it, or SIGTERM arrives, the keeper
 ends every process that descends from it: also one that has a session of its own, or whose parent ended before it, as
 the kernel makes the keeper its parent then. What the kernel sends it when the owner is gone is SIGCONT, so that it
-does all this although it was stopped. The standard library alone, so it is there at once and takes little memory.
+does all this although it was stopped. It imports psutil and the standard library alone, so it is there at once and
+takes little memory.
 """
 
 import ctypes
@@ -15,7 +16,8 @@ import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
+
+import psutil
 
 AWAITED = {signal.SIGTERM, signal.SIGCHLD, signal.SIGCONT}
 POLL_SECONDS = 0.02
@@ -65,7 +67,7 @@ def ask_to_end(process: subprocess.Popen) -> None:
 
 
 def _run(command: Sequence[str], owners: Collection[int]) -> int:
-    """The command's end, or that of its owner.
+    """Run the command until it ends, its owner is gone or SIGTERM arrives; return its exit code.
 
     Args:
         owners: the senders whose SIGCONT means that the owner is gone; one from others, such as Slurm, is ignored.
@@ -94,11 +96,11 @@ def _begin(keeper: int) -> None:
 def _end_descendants() -> None:
     deadline = time.monotonic() + KILL_TIMEOUT_SECONDS
     while _has_children() and time.monotonic() < deadline:
-        for pid in _descendants():
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+        for process in _descendants():
+            with suppress(psutil.Error):  # it has ended, or is another user's
+                process.kill()
         time.sleep(POLL_SECONDS)
-    if left := _descendants():
+    if left := [process.pid for process in _descendants()]:
         print(f"error: processes {left} could not be ended within {KILL_TIMEOUT_SECONDS:g} s", file=sys.stderr)
 
 
@@ -113,27 +115,9 @@ def _has_children() -> bool:
     return True
 
 
-def _descendants() -> list[int]:
-    """Living processes that descend from this one."""
-    pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
-    children: dict[int | None, list[int]] = {}
-    for pid in pids:
-        children.setdefault(_parent(pid), []).append(pid)
-    descendants, fresh = [], [os.getpid()]
-    while fresh:
-        fresh = [child for pid in fresh for child in children.get(pid, [])]
-        descendants += fresh
-    return descendants
-
-
-def _parent(pid: int) -> int | None:
-    """The parent of a process; None for one that has ended."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:
-        return None
-    state, parent = stat.rsplit(")", 1)[1].split()[:2]  # the name before may hold anything
-    return None if state in "ZX" else int(parent)
+def _descendants() -> list[psutil.Process]:
+    """Return the processes that descend from this one."""
+    return psutil.Process().children(recursive=True)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from megappo.errors import EXIT_CONFIG, EXIT_UNHEALTHY
 from megappo.runtime import interruption
+from megappo.runtime.failure import name_ranks
 from megappo.runtime.interruption import (
     ASKING,
     EXIT_AGAIN,
@@ -76,21 +77,19 @@ class Agent(LocalElasticAgent):
         """
         try:
             result = super().run(role)
+            codes = self._codes().values()
+            if result.is_failed() and self._stopped_by and EXIT_UNSAVED in codes:
+                raise _ended_by(signal.Signals[self._stopped_by])
         except (SignalException, OtherNodeError) as error:
             self._report_stuck()
-            self._leave(f"ended by {error.sigval.name}" if isinstance(error, SignalException) else str(error))
+            self._leave(str(error))
             raise
-        codes = self._codes().values()
-        if EXIT_AGAIN in codes and not result.is_failed():
-            raise StartAgain(self._stopped_by)
         if result.is_failed():
-            if self._stopped_by and EXIT_UNSAVED in codes:
-                self._leave(f"ended by {self._stopped_by}")
-                raise SignalException(f"ended by {self._stopped_by}", signal.Signals[self._stopped_by])
             self._report()
-            own = [local for local, code in self._ended.items() if code != EXIT_LOST_RANK] or list(self._ended)
-            first = {self._worker_group.workers[local].global_rank for local in own}
+            first = {self._rank(local) for local in self._failed() or self._ended}
             result.failures = {rank: failure for rank, failure in result.failures.items() if rank in first}
+        elif EXIT_AGAIN in codes:
+            raise StartAgain(self._stopped_by)
         return result
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -106,11 +105,9 @@ class Agent(LocalElasticAgent):
         if self._stopped_by:
             self._ask_to_save()
         if worker_group.group_world_size > 1 and self._nodes is None:
-            ranks = [worker.global_rank for worker in worker_group.workers]
-            span = f"ranks {ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}"
-            node = worker_group.group_rank
-            name = f"node {node} ({socket.gethostname()}, {span})"
-            self._nodes = Nodes(worker_group.store, node, worker_group.group_world_size, name)
+            ranks = name_ranks([worker.global_rank for worker in worker_group.workers])
+            name = f"node {worker_group.group_rank} ({socket.gethostname()}, {ranks})"
+            self._nodes = Nodes(worker_group.store, worker_group.group_rank, worker_group.group_world_size, name)
         return pids
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
@@ -120,20 +117,21 @@ class Agent(LocalElasticAgent):
         super()._restart_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        codes = self._codes()
-        if EXIT_AGAIN in codes.values() and set(codes.values()) <= {0, EXIT_AGAIN, None}:
+        by_rank = self._codes()
+        codes = set(by_rank.values())
+        if EXIT_AGAIN in codes and codes <= {0, EXIT_AGAIN, None}:
             self._first_saved = min(self._first_saved, time.monotonic())
-            if None not in codes.values():
+            if None not in codes:
                 ranks = [worker.global_rank for worker in worker_group.workers]
                 return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks))
             if time.monotonic() - self._first_saved < self._shutdown_timeout:
                 return RunResult(state=WorkerState.HEALTHY)
-        self._ended = {local: code for local, code in codes.items() if code}
+        self._ended = {local: code for local, code in by_rank.items() if code}
         if self._ended:
             self._pcontext.close(signal.SIGTERM, self._shutdown_timeout)  # torchrun would give them 30 s
-            if self._stopped_by or {EXIT_CONFIG, EXIT_AGAIN, EXIT_UNHEALTHY} & set(codes.values()):
+            if self._stopped_by or {EXIT_CONFIG, EXIT_AGAIN, EXIT_UNHEALTHY} & codes:
                 self._remaining_restarts = 0  # the run is to end, or will not work the next time either
-        elif None in codes.values():
+        elif None in codes:
             if self._nodes is not None and (verdict := self._nodes.verdict()):
                 raise OtherNodeError(verdict)
             return RunResult(state=WorkerState.HEALTHY)
@@ -142,22 +140,18 @@ class Agent(LocalElasticAgent):
     def _report(self) -> None:
         """Report the ranks that failed without an error message."""
         self._report_stuck()
-        own = {local: code for local, code in self._ended.items() if code != EXIT_LOST_RANK}
-        if not own:
+        failed, reason = self._failed(), ""
+        if not failed:
             verdict = self._nodes.wait_for_verdict() if self._nodes is not None else ""
             rank = self._named(next(iter(self._ended)))
-            verdict = verdict or f"{rank} lost the connection to another rank, and none has reported why"
-            print(f"error: {verdict}", file=sys.stderr)
-            self._leave(verdict)
-            return
-        accounts = []
-        for local, code in own.items():
-            how = f"failed ({code})" if code > 0 else f"was ended by {_name(-code)}"
-            accounts.append(f"{self._named(local)} {how}")
+            reason = verdict or f"{rank} lost the connection to another rank, and none has reported why"
+            print(f"error: {reason}", file=sys.stderr)
+        for local, code in failed.items():
             if code < 0:
                 hint = ": perhaps the machine was out of memory (see dmesg)" if code == -signal.SIGKILL else ""
-                print(f"error: {accounts[-1]}{hint}", file=sys.stderr)
-        self._leave(accounts[0])
+                print(f"error: {self._named(local)} {_how(code)}{hint}", file=sys.stderr)
+            reason = reason or f"{self._named(local)} {_how(code)}"
+        self._leave(reason)
 
     def _report_stuck(self) -> None:
         for local, code in self._codes().items():
@@ -172,6 +166,10 @@ class Agent(LocalElasticAgent):
         if self._nodes is not None:
             self._nodes.leave(reason)
 
+    def _failed(self) -> dict[int, int]:
+        """Return the exit codes of the ranks that failed by themselves, by local rank."""
+        return {local: code for local, code in self._ended.items() if code != EXIT_LOST_RANK}
+
     def _processes(self) -> dict[int, Any]:
         """Return the ranks' processes by local rank."""
         handlers = self._pcontext.subprocess_handlers if self._pcontext is not None else {}
@@ -181,14 +179,16 @@ class Agent(LocalElasticAgent):
         """Return the exit codes of the ranks that have ended, by local rank; None of the others."""
         return {local: process.poll() for local, process in self._processes().items()}
 
+    def _rank(self, local: int) -> int:
+        return self._worker_group.workers[local].global_rank
+
     def _named(self, local: int) -> str:
-        rank = self._worker_group.workers[local].global_rank
-        return f"rank {rank} (pid {self._processes()[local].pid}, {socket.gethostname()})"
+        return f"rank {self._rank(local)} (pid {self._processes()[local].pid}, {socket.gethostname()})"
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.ranks_can_save and number in ASKING:
             if not self._stopped_by:
-                self._stopped_by = _name(number)
+                self._stopped_by = signal.Signals(number).name
                 self._ask_to_save()
                 return
             # Slurm may send the one in several ways; and once a rank has saved, all have, and end by themselves.
@@ -196,15 +196,27 @@ class Agent(LocalElasticAgent):
                 return
         for other in ending_signals():
             signal.signal(other, signal.SIG_IGN)  # a second one would interrupt the ending of the ranks
-        raise SignalException(f"signal {number}", signal.Signals(number))
+        raise _ended_by(signal.Signals(number))
 
     def _ask_to_save(self) -> None:
         for process in self._processes().values():
             process.send_signal(interruption.SIGNAL)  # not to one that has ended
 
 
+def _ended_by(number: signal.Signals) -> SignalException:
+    return SignalException(f"ended by {number.name}", number)
+
+
 def _name(number: int) -> str:
     return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+
+
+def _how(code: int) -> str:
+    return f"failed ({code})" if code > 0 else f"was ended by {_name(-code)}"
+
+
+def _lost(node: str) -> str:
+    return f"{node} has not answered for {LOST_SECONDS:g} s: it was killed or cut off"
 
 
 class Nodes:
@@ -226,7 +238,7 @@ class Nodes:
     def verdict(self) -> str:
         """Return why the run cannot go on because of another node; "" while nothing is known."""
         if not self._verdict and time.monotonic() - self._answered > LOST_SECONDS:
-            return f"{self._head} has not answered for {LOST_SECONDS:g} s: it was killed or cut off"
+            return _lost(self._head)
         return self._verdict
 
     def wait_for_verdict(self) -> str:
@@ -268,7 +280,6 @@ class Nodes:
                 if self._store.check(["ended"]):
                     self._verdict = self._store.get("ended").decode()
                 elif time.monotonic() - last_beat > LOST_SECONDS:
-                    lost = f"{name} has not answered for {LOST_SECONDS:g} s: it was killed or cut off"
-                    self._verdict = self._store.compare_set("ended", "", lost).decode()
+                    self._verdict = self._store.compare_set("ended", "", _lost(name)).decode()
         except DistError:
             self._verdict = f"{self._head} has ended or cannot be reached"

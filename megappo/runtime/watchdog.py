@@ -8,6 +8,7 @@ all ranks, by raising the sum, and prints them. This takes no collective.
 
 import json
 import os
+import re
 import socket
 import sys
 import textwrap
@@ -26,10 +27,10 @@ from megappo.runtime.heartbeat import heartbeat
 POLL_SECONDS = 10.0
 ANSWER_SECONDS = 5.0
 """Time to wait for answers after the last rank must have seen the request."""
-HEARTBEATS, ANSWERS = "watchdog/heartbeats", "watchdog/answers"
+HEARTBEATS = "watchdog/heartbeats"
 REQUEST = 2**40
 """Added to the sum of heartbeats, which stays far below it, by each rank that requests stacks."""
-WAITING_CODE = ("torch/distributed/", "torch/cuda/", "megatron/")
+WAITING_CODE = re.compile("/((torch/distributed|torch/cuda|megatron)/.*)")
 """Code in which a thread waits for other ranks, or for its GPU, which waits for them."""
 
 
@@ -52,9 +53,8 @@ class Watchdog:
         with suppress(dist.DistError):  # the store's node is gone, which the launchers report
             is_first = self._wait_for_request()
             self._store.set(f"watchdog/state/{self._rank}", json.dumps(rank_state()))
-            num_answers = self._store.add(ANSWERS, 1)
             if is_first:
-                self._end_run(num_answers)
+                self._end_run()
 
     def _wait_for_request(self) -> bool:
         """Add heartbeats until a rank requests stacks; return whether this rank was the first."""
@@ -70,15 +70,15 @@ class Watchdog:
                 return self._store.add(HEARTBEATS, REQUEST) < 2 * REQUEST
         return False
 
-    def _end_run(self, num_answers: int) -> None:
+    def _end_run(self) -> None:
         """Report the states of all ranks and exit; the launcher ends the other ranks."""
+        answers = [f"watchdog/state/{rank}" for rank in range(self._world_size)]
         deadline = time.monotonic() + self._poll_seconds + ANSWER_SECONDS
-        while num_answers < self._world_size and time.monotonic() < deadline:
+        while not self._store.check(answers) and time.monotonic() < deadline:
             time.sleep(ANSWER_SECONDS / 50)
-            num_answers = self._store.add(ANSWERS, 0)
         states, names = [], []
-        for rank in range(self._world_size):
-            text = self._read(f"watchdog/state/{rank}")
+        for rank, answer in enumerate(answers):
+            text = self._read(answer)
             states.append(RankState(*json.loads(text)) if text else None)
             names.append(self._read(f"watchdog/name/{rank}") or f"rank {rank}")
         report_message(describe_hang(states, names, self._seconds), self._store, 1)
@@ -113,11 +113,9 @@ def rank_state() -> RankState:
         frame = frames[thread]
         # On a GPU a native thread of autograd may be the one that waits.
         stacks.append(f"{names.get(thread, 'a native thread')}:\n{''.join(traceback.format_stack(frame))}")
-        path = frame.f_code.co_filename
-        start = max(path.rfind(f"/{folder}") for folder in WAITING_CODE)
-        if start >= 0:
-            calls.append(f"{frame.f_code.co_name} ({path[start + 1 :]} line {frame.f_lineno})")
-    return RankState(calls[0] if calls else "", heartbeat.num_phases, heartbeat.phase, "".join(stacks))
+        if found := WAITING_CODE.search(frame.f_code.co_filename):
+            calls.append(f"{frame.f_code.co_name} ({found[1]} line {frame.f_lineno})")
+    return RankState(next(iter(calls), ""), heartbeat.num_phases, heartbeat.phase, "".join(stacks))
 
 
 def describe_hang(states: Sequence[RankState | None], names: Sequence[str], seconds: float) -> str:

@@ -4,6 +4,8 @@ with bitwise the same numbers as an undisturbed run.
 The runs train on recorded rollouts, without engines: test_engines.py has the points that need them.
 """
 
+import re
+
 import pytest
 from commands import tensors_of
 from faults import Point, Series
@@ -80,7 +82,9 @@ def test_ended_by_ctrl_c(series: Series, whole):
     """At once, without a save."""
     series.begin(whole, 2)
     for point in named(*FOR_SIGNALS):
-        assert series.harm(point, "SIGINT").splitlines()[-1].startswith("ended by SIGINT: resumes ")
+        last = series.harm(point, "SIGINT").splitlines()[-1]
+        place, lost = r"(after step \d+|in the middle of step \d+)", r"(nothing is|\d steps?) lost"
+        assert re.fullmatch(rf"ended by SIGINT: resumes {place}; {lost}\. To resume: .* -m megappo\.train .*", last)
     series.finish(whole)
 
 

@@ -190,13 +190,16 @@ exit 2
 """A stand-in for the interpreter whose dry run warns, and refuses a seed."""
 
 
-def test_train_starts_no_rank_of_what_the_dry_run_refuses(tmp_path):
+def test_train_shows_the_warnings_of_the_dry_run_and_starts_no_rank_of_what_it_refuses(tmp_path):
     variables = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     words = ["train", "--nproc", "3", "configs/quickstart.yaml", f"trainer.output_dir={tmp_path}/run"]
-    refused = run([sys.executable, "-m", "megappo", *words, "rollout.temprature=1"], ROOT, **variables)
-    assert (refused.returncode, refused.stdout) == (2, "checking configs/quickstart.yaml\n")
-    [line] = refused.stderr.splitlines()
-    assert line.startswith("error: command line: rollout.temprature: unknown key; did you mean rollout.temperature")
+    words += ["actor.use_kl_loss=true", f"model.path={tmp_path}/nowhere"]
+    refused = run([sys.executable, "-m", "megappo", *words], ROOT, **variables)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    warning, *errors = refused.stderr.splitlines()
+    assert warning.startswith("warning: actor.use_kl_loss true is unusual: ")
+    assert errors[0].startswith("error: configs/quickstart.yaml:8: placement: ranks 2 of this run's 3 belong to no ")
+    assert all(line.startswith("error: ") for line in errors)
 
 
 NODE = {"NODE_RANK": "1", "NNODES": "2", "MASTER_ADDR": "head", "CUDA_VISIBLE_DEVICES": ""}

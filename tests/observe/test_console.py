@@ -31,11 +31,11 @@ def printed(folder, steps, total_steps=100, **trainer):
     return out.getvalue().splitlines()
 
 
-def test_lines_are_aligned_and_the_header_comes_back_every_40(tmp_path):
+def test_lines_are_aligned_and_the_header_comes_back_every_64(tmp_path):
     steps = {step: STEP | ({"val/sums/score/mean": 0.5} if step % 10 == 0 else {}) for step in range(1, 82)}
     rows = printed(tmp_path, steps)
     assert len({len(row) for row in rows}) == 1
-    assert [number for number, row in enumerate(rows) if "reward" in row] == [0, 41, 82]
+    assert [number for number, row in enumerate(rows) if "reward" in row] == [0, 65]
     cells = dict(zip(rows[0].split(), rows[10].split(), strict=True))
     assert cells["step"] == "10/100" and cells["val"] == "0.500" and cells["tok/s"] == "1235"
     assert cells["ppo_kl"] == "-" and cells["eta"] == "0:03:00"
@@ -97,13 +97,14 @@ def test_samples_share_lines_where_they_fit_and_cannot_break_the_terminal():
     assert lines[2].startswith("  -> xxx") and lines[2].endswith("xso: 4") and lines[3] == "  (score 1.0)"
 
 
-def test_the_first_samples_of_an_evaluation_are_printed_once(tmp_path):
+def test_the_first_samples_of_an_evaluation_are_printed_once_and_again_if_they_change(tmp_path):
     out = io.StringIO()
     console = Console(out)
     console.on_start(RunInfo(tmp_path, 4))
-    for step in (0, 2):
+    for step in (0, 2, 3):
         for dataset in "ab":
-            console.on_samples(step, [{"prompt": f"{dataset}{i}", "response": str(step)} for i in range(4)])
+            response = str(min(step, 2))
+            console.on_samples(step, [{"prompt": f"{dataset}{i}", "response": response} for i in range(4)])
     assert out.getvalue().splitlines() == ["  a0 -> 0  a1 -> 0", "  a0 -> 2  a1 -> 2"]
 
 

@@ -213,7 +213,7 @@ def test_a_function_that_fails_on_empty_responses_is_warned_of(plan, run_folder)
 def test_a_reward_that_scores_right_and_wrong_answers_alike_is_warned_of(plan, run_folder, score, is_warned):
     (run_folder / "reward.py").write_text(f"def f(p, r, l):\n    return [{score} for one in r]\n")
     done = plan(run_folder, "run.yaml", "reward.function=reward.py:f")
-    warned = "warning: reward.py:f: every response tried for the first prompt has score 0: '2', '=2', '#### 2', "
+    warned = "warning: reward.py:f: every response tried for the first prompt has score 0: '2', '', '=2', '#### 2', "
     assert done.returncode == 0 and (warned in done.stderr) == is_warned
 
 

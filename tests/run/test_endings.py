@@ -67,7 +67,6 @@ def test_ctrl_c_in_a_step_during_which_all_listen_on_loopback_alone(config, fold
         assert program.listening.keys() == {"127.0.0.1"}, program.listening
         program.signal_group(signal.SIGINT)
         assert program.wait(20) == 128 + signal.SIGINT
-    assert f" engine(s) start, logs in {folder / 'run' / 'engines'}\n" in program.output
     last = program.output.splitlines()[-1]
     assert re.match("ended by SIGINT: no checkpoint yet; [23] steps lost. To resume: .* -m megappo.torchrun ", last)
     assert "Traceback" not in program.output and not errors(program.output)

@@ -20,6 +20,10 @@ def fails_for_some(prompts, responses, labels):
     return [float(int(label) % 2) / (int(label) % 3 > 0) for label in labels]
 
 
+def far_from_zero(prompts, responses, labels):
+    return [20 + response.count("7") / max(1, len(response)) for response in responses]
+
+
 calls = 0
 
 
@@ -92,15 +96,15 @@ FAULTS = {
         (f"{REWARD}:fails_for_some", "reward.on_error=zero", "actor.optim.lr=0.1"),
         {"reward_failures", "equal_groups", "update_kl", "reference_kl", "repetition"},
     ),
-    "many large steps on the same rollouts": (
-        ("actor.optim.lr=0.05", "actor.ppo_epochs=4"),
-        {"clip_fraction", "update_kl"},
+    "many large steps on the same rollouts, and scores that the critic learns too slowly": (
+        ("actor.optim.lr=0.05", "actor.ppo_epochs=4", f"{REWARD}:far_from_zero", "critic.optim.lr=1e-6"),
+        {"clip_fraction", "update_kl", "value_loss"},
     ),
     "an entropy bonus that is too large": (
         ("model.path={peaked}", "actor.entropy_coeff=1", "actor.optim.lr=2e-3"),
         {"entropy_explosion"},
     ),
-    "a critic that diverges": (("critic.optim.lr=0.9",), {"explained_variance", "value_loss"}),
+    "a critic that diverges": (("critic.optim.lr=0.9",), {"explained_variance"}),
     "rewards that grow suddenly": ((f"{REWARD}:grows_suddenly",), {"gradient_norm"}),
     "engines that get no weights": (
         (

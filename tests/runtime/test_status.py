@@ -40,19 +40,22 @@ LINE = r"step 3/9: update actor, mini-batch 2 of 8, 128 of 256 responses, [\d,]+
 LINE += r"(1:00:00|0:59:5\d) left"
 
 
-def on_terminal(command: list[str], **settings: object) -> tuple[str, float, int]:
-    """Return what a command writes to a terminal, its longest silence in seconds, and its exit code."""
-    master, slave = pty.openpty()
-    with subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, cwd=REPOSITORY, **settings) as process:
-        os.close(slave)
+def watched(command: list[str], *, terminal: bool = True, **settings: object) -> tuple[str, float, int]:
+    """Return what a command writes to a terminal, or to a pipe, its longest silence in seconds, and its exit code."""
+    reader, writer = pty.openpty() if terminal else os.pipe()
+    with subprocess.Popen(command, stdin=0, stdout=writer, stderr=writer, cwd=REPOSITORY, **settings) as process:
+        os.close(writer)
         written, longest, last = b"", 0.0, time.monotonic()
         while True:
             try:
-                written += os.read(master, 65536)
-            except OSError:  # all processes have closed it
-                break
+                part = os.read(reader, 65536)
+            except OSError:  # all processes have closed the terminal
+                part = b""
             longest, last = max(longest, time.monotonic() - last), time.monotonic()
-    os.close(master)
+            written += part
+            if not part:
+                break
+    os.close(reader)
     return written.decode(errors="replace"), longest, process.returncode
 
 
@@ -72,7 +75,7 @@ def screen(written: str) -> list[str]:
 
 
 def test_a_line_on_a_terminal_that_the_output_of_all_ranks_leaves_whole():
-    written, longest, code = on_terminal([sys.executable, "-c", RANK_0, RANK_1], env=os.environ | {"COLUMNS": "150"})
+    written, longest, code = watched([sys.executable, "-c", RANK_0, RANK_1], env=os.environ | {"COLUMNS": "150"})
     assert code == 0 and longest < 2.0
     assert re.search(LINE, written)
     step, *rest = screen(written)
@@ -88,15 +91,29 @@ def test_a_log_has_a_line_for_each_silence():
     assert len(heartbeats) == 2
 
 
-@pytest.mark.slow  # the suite has the same line in a process that trains nothing
-@pytest.mark.timeout(600)
-def test_the_longest_silence_of_a_run_an_evaluation_and_a_conversion(config, tmp_path):
-    run, megappo = tmp_path / "run", [sys.executable, "-m", "megappo"]
-    for command in (
-        ["train", "--nproc", "2", str(config), f"trainer.output_dir={run}"],
-        ["evaluate", str(run)],
-        ["convert", "hf-to-megatron", "--input", str(run / "hf_actor"), "--output", str(tmp_path / "converted")],
-    ):
-        written, longest, code = on_terminal([*megappo, *command], env=os.environ | {"OMP_NUM_THREADS": "1"})
+@pytest.mark.slow  # the suite has the same lines of a process that trains nothing
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("terminal", "num_steps", "most_seconds"), [(True, 12, 2.0), (False, 60, 12.0)])
+def test_the_longest_silence_of_the_quickstart_an_evaluation_and_a_conversion(
+    tmp_path, terminal, num_steps, most_seconds
+):
+    made, run, megappo = tmp_path / "made", tmp_path / "run", [sys.executable, "-m", "megappo"]
+    data = [f"model.path={made}/model", f"data.train_files={made}/train.jsonl", f"data.val_files={made}/val.jsonl"]
+    settings = [*data, f"trainer.output_dir={run}", f"trainer.total_steps={num_steps}"]
+    silences, printed = {}, ""
+    for name, command in {
+        "preparation": [sys.executable, "tools/make_quickstart.py", "--output", str(made)],
+        "quickstart": [*megappo, "train", "--nproc", "2", "configs/quickstart.yaml", *settings],
+        "evaluation": [*megappo, "evaluate", str(run)],
+        "conversion": [*megappo, "convert", "hf-to-megatron", "--input", f"{run}/hf_actor", "--output", f"{run}/mcore"],
+    }.items():
+        variables = os.environ | {"OMP_NUM_THREADS": "1"}
+        written, silences[name], code = watched(command, terminal=terminal, env=variables)
         assert code == 0, written
-        assert longest < 2.0, command
+        if name in ("preparation", "quickstart"):
+            printed += written
+    print(silences)
+    assert max(silences.values()) <= most_seconds, silences
+    if not terminal:
+        lines = [line for line in printed.splitlines() if not re.match(r"\d\d:\d\d:\d\d  ", line)]
+        assert len(lines) <= 80, "beside a line of heartbeat every ten seconds, and those of the set-up"
