@@ -89,7 +89,8 @@ def evaluate_arguments(words: Sequence[str] | None) -> argparse.Namespace:
     """Parse the arguments of `megappo evaluate`; `config` is "" where none is named."""
     parser = _parser("evaluate", "Evaluate a checkpoint or a model on a config's held-out data.", EVALUATE)
     parser.add_argument("source", metavar="CHECKPOINT", type=Path, help="what to evaluate")
-    parser.add_argument("words", metavar="CONFIG key=value", nargs="*", help="YAML file (default: the run's own); keys")
+    keys = "YAML file (default: the run's own); keys"
+    parser.add_argument("words", metavar="CONFIG key=value", nargs="*", default=[], help=keys)
     parser.add_argument("--output", type=Path, metavar="DIR", help="default: beside what is evaluated")
     _add_nproc(parser, "as many as the placement names, else one per GPU")
     args = parser.parse_intermixed_args(words)
@@ -102,7 +103,8 @@ def inspect_arguments(words: Sequence[str] | None) -> argparse.Namespace:
     """Parse the arguments of `megappo inspect`."""
     parser = _parser("inspect", "Show what is in a checkpoint or model folder, or the prompts of a config.", INSPECT)
     parser.add_argument("path", type=Path, help="a run, checkpoint, component or Hugging Face folder, or a CONFIG.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of a config: keys that win over the file")
+    keys = "of a config: keys that win over the file"
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=keys)
     shown = "the first prompts of each file to show, besides its longest one (default: 3)"
     parser.add_argument("--show", type=_number, default=3, metavar="N", help=shown)
     parser.add_argument("--tokens", action="store_true", help="also show their tokens, ID='PIECE', special ones in []")
@@ -131,8 +133,9 @@ class _CommandLine(argparse.ArgumentParser):
     """A parser that knows how keys are written elsewhere."""
 
     def error(self, message: str) -> NoReturn:
-        dashed = re.search(r"--([a-z_]+\.[\w.,]+=\S*)", message)
-        super().error(f"{message}; keys have no dashes here: write {dashed[1]}" if dashed else message)
+        dashed = re.search(r"--([a-z_]+\.[\w.,]+)[= ](\S+)", message)
+        advice = f"; keys have no dashes here: write {dashed[1]}={dashed[2]}" if dashed else ""
+        super().error(message + advice)
 
 
 def _parser(name: str, description: str, epilog: str, prog: str = "") -> argparse.ArgumentParser:

@@ -56,6 +56,7 @@ def test_a_commands_help_fits_a_screen_and_imports_nothing_heavy(name):
     ("words", "message"),
     [
         (("plan",), "the following arguments are required: CONFIG"),
+        (("evaluate",), "the following arguments are required: CHECKPOINT\n"),
         (("plan", "c.yaml", "--gpu", "h1000"), "invalid choice: 'h1000'"),
         (("plan", "--init", "m", "--gpu", "h100"), "--init needs --gpu TYPE and --gpus N"),
         (("train", "c.yaml", "--nproc", "0"), "expected a number of at least 1, at most 100000, found 0"),

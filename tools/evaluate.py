@@ -60,7 +60,7 @@ def _source(folder: Path) -> tuple[str, str, Path]:
     if is_component(folder):
         remedy = "name the checkpoint that it is in, or convert it by megappo convert megatron-to-hf"
         raise ConfigError(f"{folder} is a Megatron folder by itself: {remedy}")
-    folder = folder.resolve()
+    given, folder = folder, folder.resolve()
     if (folder / CONFIG_FILE).is_file():
         return f"model.path={json.dumps(str(folder))}", folder.name, folder.parent
     if is_checkpoint(folder):
@@ -69,7 +69,7 @@ def _source(folder: Path) -> tuple[str, str, Path]:
         found, _ = candidates(folder / "checkpoints")
         return _source(found[0])
     raise ConfigError(
-        f"{folder} is neither a run's folder with checkpoints/, nor a checkpoint (step_XXXXXXXX with state.json), nor "
+        f"{given} is neither a run's folder with checkpoints/, nor a checkpoint (step_XXXXXXXX with state.json), nor "
         f"a Hugging Face folder with {CONFIG_FILE}: name one of these"
     )
 

@@ -2,13 +2,15 @@
 keys and values, and for docs/coming_from.md."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from megappo.config.config_error import show
 
 TABLE = Path(__file__).with_name("elsewhere.yaml")
 BELOW = ".*"
@@ -37,16 +39,23 @@ class TheirKey:
         """Return our value for one of theirs, where the row has values; None if it is our default, or has none."""
         return next((ours for theirs, ours in self.values.items() if theirs == value), value if self.others else None)
 
-    def remedy(self, name: str) -> str:
-        """Return what to do with a key of this row, to follow an error.
+    def remedy(self, name: str, value: Any) -> str:
+        """Return what to do with a setting of this row, to follow an error.
 
         Args:
-            name: of the key, with its system.
+            name: of its key, with its system.
         """
         if self.missing or self.note:
             kind = "has no counterpart" if self.missing else "is not needed"
             return f"{name} {kind} ({self.missing or self.note}): drop it"
-        return f"write {self.key} for {name}" + (f" ({self.computed})" if self.computed else "")
+        if self.computed:
+            return f"write {self.key} for {name} ({self.computed})"
+        ours = self.translated(value) if self.values else value
+        if ours is None and value in list(self.values):
+            return f"{name} {show(value)} is the default here: drop it"
+        return (
+            f"write {self.key}{'' if ours is None else f'={ours if isinstance(ours, str) else show(ours)}'} for {name}"
+        )
 
 
 @dataclass(frozen=True)
@@ -71,7 +80,10 @@ class System:
         sections = list(accumulate(key.split(".")[:-1], "{}.{}".format))
         names = [key, *(section + BELOW for section in reversed(sections))]
         found = next(filter(self.rows.__contains__, names), key)
-        return found, self.rows.get(found)
+        row = self.rows.get(found)
+        if row is not None and row.is_renamed:
+            row = replace(row, key=row.key + key.removeprefix(found.removesuffix(BELOW)))
+        return found, row
 
 
 @cache
@@ -84,18 +96,19 @@ def systems() -> dict[str, System]:
     return {name: System(**fields) for name, fields in table.items()}
 
 
-def key_advice(key: str, sections: Collection[str]) -> str:
-    """Return what a key that is none of ours is elsewhere; "" if no system has it.
+def key_advice(key: str, value: Any, sections: Collection[str]) -> tuple[str, str]:
+    """Return the system that has a key that is none of ours, and what to do; twice "" if none has it.
 
     Args:
         sections: our sections. A key in them that a system names by .* alone is rather a misspelt one.
     """
-    for system in systems().values():
+    for command, system in systems().items():
         for name in (key, OLD_PREFIX + key, system.aliases.get(key, key)):
             found, row = system.find(name)
-            if row is not None and found.removesuffix(BELOW).removeprefix(OLD_PREFIX) not in sections:
-                return row.remedy(f"{system.title}'s {name}")
-    return ""
+            above = found.removesuffix(BELOW).removeprefix(name.removesuffix(key))
+            if row is not None and above not in sections:
+                return command, row.remedy(f"{system.title}'s {name}", value)
+    return "", ""
 
 
 def value_advice(key: str, value: object) -> str:

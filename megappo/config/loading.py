@@ -5,6 +5,7 @@ trainer.output_dir, reward files) are relative to the directory the program is s
 """
 
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -23,6 +24,8 @@ from megappo.user_modules import import_file, share_all
 
 MISSPELT = 0.95
 """Likeness from which a key is rather a misspelt one of ours than another system's."""
+FOREIGN = 5
+"""Keys of another system from which a script was probably copied."""
 REQUIRED_SECTIONS = tuple(name for name, field in Config.model_fields.items() if field.is_required())
 
 
@@ -39,10 +42,7 @@ def load_config(
     Raises:
         ConfigError: with everything wrong in overrides, key names and values; or the first file that is not YAML.
     """
-    sources = Sources(str(path))
-    sources.read_file(Path(path))
-    for override in overrides:
-        sources.read_override(override)
+    sources = _read(Path(path), overrides)
     errors = [*sources.errors, *map(sources.located, run_extensions(sources.values, before_extensions))]
     keys.cache_clear()  # an extension may have added values to choose from
     try:
@@ -66,11 +66,15 @@ def read_values(file: Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
     Raises:
         ConfigError: the file cannot be read, or is not YAML.
     """
-    sources = Sources()
-    sources.read_file(file)
+    return _read(file, overrides).values
+
+
+def _read(path: Path, overrides: Iterable[str]) -> Sources:
+    sources = Sources(str(path))
+    sources.read_file(path)
     for override in overrides:
         sources.read_override(override)
-    return sources.values
+    return sources
 
 
 def changes_since(file: Path, config: Config) -> list[str]:
@@ -139,10 +143,11 @@ def _schema_errors(error: ValidationError, sources: Sources) -> list[str]:
     """Return one line per wrong key; pydantic may report several for one value of a union or list."""
     known = {key.path: key for key in keys()}
     lines: dict[str, str] = {}
+    systems: Counter[str] = Counter()
     for problem in error.errors(include_url=False, include_context=False):
         path, kind = ".".join(map(str, problem["loc"])), problem["type"]
         if kind == "extra_forbidden" or not path:  # a key that is no text has no path
-            lines |= _unknown_keys(path, problem["input"])
+            lines |= _unknown_keys(path, problem["input"], systems)
             continue
         if kind == "missing" and declared(path) in known:  # a list too short misses an item, not a key
             lines[path] = f"{path}: must be set ({known[declared(path)].meaning})"
@@ -153,15 +158,25 @@ def _schema_errors(error: ValidationError, sources: Sources) -> list[str]:
         if path not in lines or reason:
             values, written = known[declared(path)].values, shorten(show(problem["input"]))
             lines[path] = f"{path}: expected {values}, found {written}{reason}"
-    return [f"{sources.place_of(path)}: {line}" for path, line in lines.items()]
+    errors = [f"{sources.place_of(path)}: {line}" for path, line in lines.items()]
+    for system, count in systems.items():
+        if system and count >= FOREIGN:
+            errors.append(
+                f"{sources.file}: {count} keys are of {system}: write ours, or translate the script: megappo import "
+                f"{system} SCRIPT"
+            )
+    return errors
 
 
-def _unknown_keys(path: str, value: object) -> dict[str, str]:
-    """Return an error about an unknown key, or about each key below it that is another system's."""
+def _unknown_keys(path: str, value: object, systems: Counter[str]) -> dict[str, str]:
+    """Return an error about an unknown key, or about each key below it that is another system's; count those."""
     sections = {key.path for key in keys() if key.section}
-    below = leaves({path: value}) if path else ()
     known = [key.path for key in keys()]
-    advice = {key: "" if get_close_matches(key, known, 1, MISSPELT) else key_advice(key, sections) for key, _ in below}
+    advice = {}
+    for key, written in leaves({path: value}) if path else ():
+        is_misspelt = get_close_matches(key, known, 1, MISSPELT)
+        system, advice[key] = ("", "") if is_misspelt else key_advice(key, written, sections)
+        systems[system] += 1
     if not any(advice.values()):
         return {path: f"{path}: unknown key; {nearest_key(path)}"}
     return {key: f"{key}: unknown key; {text or nearest_key(key)}" for key, text in advice.items()}

@@ -23,6 +23,15 @@ LARGEST_FILE = 256 * 2**10
 """Bytes of a config; one with every key has 5 KiB."""
 COMMAND_LINE = "command line"
 FILE_PATHS = TypeAdapter(FilePaths)
+UNCLOSED = "is not closed"
+YAML_PROBLEMS = {
+    "<block end>": "the line is indented otherwise than those above it",
+    "mapping values are not allowed": "a key is below or behind a value: the indentation is wrong, or a text has `: `",
+    r"'\t' that cannot start": "a tab cannot indent: use spaces",
+    "expected ',' or": UNCLOSED,
+    "unexpected end of stream": UNCLOSED,
+}
+"""Part of PyYAML's message -> what is wrong."""
 _TAG = "tag:yaml.org,2002:"
 _KEYS = re.compile(r"^[a-z_]+(?=:)|[a-z_]+(?:\.[\w-]+)+")
 """Possible keys in the text of an error: a section only at its start, as its name may be a word like any other."""
@@ -105,9 +114,13 @@ class Sources:
         """Read one `key=value` of the command line, the value written as in YAML."""
         key, equals, value = text.partition("=")
         names = key.strip().split(".")
-        if not equals or not key.isprintable() or not all(names):
-            example = "expected key=value, such as trainer.total_steps=10"
-            self.errors.append(f"{COMMAND_LINE}: {shorten(repr(text))}: {example}")
+        advice = ""
+        if text.startswith(("+", "~")):  # Hydra's signs for a key that a config lacks, or should lose
+            advice = f"keys have no + or ~ here: write {text.lstrip('+~')}"
+        elif not equals or not key.isprintable() or not all(names):
+            advice = "expected key=value, such as trainer.total_steps=10"
+        if advice:
+            self.errors.append(f"{COMMAND_LINE}: {shorten(repr(text))}: {advice}")
             return
         try:
             with _reporting(COMMAND_LINE):
@@ -152,8 +165,9 @@ class Sources:
         return any(self.places.get(other, default).source > own.source for other in others)
 
     def located(self, error: str) -> str:
-        """Return the error behind the place of the first key it names that was written, else behind the file."""
-        for key in _KEYS.findall(error):
+        """Return the error behind the place of the key to correct, else of the first that was written, else file."""
+        named = _KEYS.findall(error)
+        for key in sorted(named, key=lambda key: f"correct {key}" not in error):
             of_table = key.rpartition(".")[0] if key.startswith("eval.datasets.") else ""
             for name in (key, of_table):  # for eval.datasets.NAME.n the place of NAME
                 if name in self.places:
@@ -176,8 +190,10 @@ def _reporting(source: str) -> Iterator[None]:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         problem = " ".join(str(getattr(error, "problem", None) or error).split())
-        if "<block end>" in problem:
-            problem = "the line is indented otherwise than those above it"
+        problem = next((meaning for words, meaning in YAML_PROBLEMS.items() if words in problem), problem)
+        start = getattr(error, "context_mark", None)
+        if start and problem == UNCLOSED:
+            mark, problem = start, f"{start.buffer[start.pointer]} {UNCLOSED}"
         place = f"{source}:{mark.line + 1}" if mark and source != COMMAND_LINE else source
         remedy = "correct it, or quote what is text"
         raise ConfigError(f"{place}: not valid YAML: {problem}; {remedy}") from error

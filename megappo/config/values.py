@@ -54,11 +54,6 @@ def as_list(value: object) -> object:
     return (value,) if isinstance(value, str) else value
 
 
-def as_text(value: object) -> object:
-    """Take a rank, which YAML reads as a number, for text."""
-    return str(value) if isinstance(value, int) else value
-
-
 NUMBER, LISTED = BeforeValidator(as_number), BeforeValidator(as_list)
 
 Float = Annotated[float, NUMBER]
@@ -76,7 +71,7 @@ TopK = Literal[-1] | Positive
 Processes = Annotated[int, Field(ge=1, le=4096), NUMBER]
 LARGEST_PORT = 65535
 Port = Annotated[int, Field(ge=0, le=LARGEST_PORT), NUMBER]
-Ranks = Annotated[str, BeforeValidator(as_text)]
+Ranks = Annotated[str, Field(coerce_numbers_to_str=True)]  # YAML reads a rank as a number
 
 FilePath = Annotated[str, AfterValidator(as_path)]
 """A path, or a name that may begin with one, such as FILE.py:FUNCTION."""

@@ -35,6 +35,7 @@ class Prompt:
         text: the prompt as the model sees it; chat messages are rendered by the chat template.
         label: for the reward function, as the file has it.
         columns: further fields for it, by name.
+        place: file and line, for messages.
     """
 
     index: int
@@ -42,6 +43,7 @@ class Prompt:
     text: str
     label: Any
     columns: dict[str, Any] = field(default_factory=dict)
+    place: str = ""
 
 
 class PromptDataset:
@@ -203,12 +205,18 @@ class PromptDataset:
         if len(tokens) > limit and self.config.too_long == "truncate_left":
             tokens = tokens[-limit:]
             text = self._tokenizer.decode(tokens)
-        return Prompt(index, tokens, text, entry.label, entry.columns)
+        file, number = self._located(index)
+        return Prompt(index, tokens, text, entry.label, entry.columns, f"{file.path} {file.unit} {number + 1}")
 
     def _entry(self, index: int) -> PromptEntry:
-        file = bisect.bisect_right(self._starts, index) - 1
-        [record] = self.files[file].at([index - self._starts[file]])
+        file, number = self._located(index)
+        [record] = file.at([number])
         return entry_of(record, self._fields, self._chat)
+
+    def _located(self, index: int) -> tuple[Records, int]:
+        """Return the file of a prompt, and the number of its record there, from 0."""
+        file = bisect.bisect_right(self._starts, index) - 1
+        return self.files[file], index - self._starts[file]
 
 
 def open_datasets(

@@ -5,6 +5,7 @@ It is made in the environment's worker processes, from `rollout.tools` and `roll
 
 import asyncio
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -67,6 +68,7 @@ def tool_environment(functions: Sequence[tuple[str, str]], parser: str) -> type[
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
     from transformers.utils import get_json_schema
 
+    logging.getLogger("sglang.srt.function_call").setLevel(logging.ERROR)  # calls that cannot be read are counted
     known = FunctionCallParser.ToolCallParserEnum
     if parser not in known:
         raise BadFunction(f"cannot parse calls by {parser!r}: rollout.tool_call_parser is one of {', '.join(known)}")

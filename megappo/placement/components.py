@@ -218,14 +218,17 @@ def _frozen(actor: ComponentSpec) -> ComponentSpec:
     return replace(actor, forward=forward, training=None, reference=None, offload=Setting("", ()))
 
 
-def trained_in_words(config: Config) -> str:
-    """Describe the models in a run's checkpoints: a run with other models cannot resume from them."""
-    models = []
+def models_in_words(config: Config) -> dict[str, str]:
+    """Describe the models in a run's checkpoints, for an evaluation the actor: no others can be loaded from them."""
+    models = {}
     for name, spec in components_of(config).items():
-        if spec.training is not None:
+        if spec.training is not None or config.trainer.eval_only:
+            model = read_architecture(spec.folder.value, head="value")
             head = " with a value head" if spec.head == "policy_value" else ""
-            models.append(f"{name}{head}" + (f" with adapters of rank {spec.lora.rank}" if spec.lora else ""))
-    return ", ".join(models)
+            adapters = f" with adapters of rank {spec.lora.rank}" if spec.lora else ""
+            size = f"{model.num_layers} layers of {model.hidden_size}, vocabulary {model.vocab_size}"
+            models[name] = f"{name}{head}{adapters} ({model.name}, {size})"
+    return models
 
 
 def shared_vocabulary(config: Config) -> int:

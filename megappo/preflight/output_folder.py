@@ -26,7 +26,7 @@ from megappo.config.config_error import ConfigError, looked_in
 from megappo.config.schema import Config
 from megappo.observe.files import CHECKPOINTS, EVALUATION_FILE, EVALUATIONS, has_exported, recorded_steps
 from megappo.observe.run_file import has_finished
-from megappo.placement.components import trained_in_words
+from megappo.placement.components import models_in_words
 
 LOCK = ".lock"
 """Name of a file that the run of a folder has locked: the kernel releases it however the run ends."""
@@ -37,7 +37,9 @@ def resume_errors(config: Config) -> list[str]:
     trainer = config.trainer
     try:
         if trainer.eval_only:
-            return [*_unfit_to_evaluate(trainer.eval_checkpoint), *_other_evaluation(config)]
+            errors = [*_unfit_to_evaluate(trainer.eval_checkpoint), *_other_evaluation(config)]
+            weights = evaluation_of(config).trainer.eval_checkpoint
+            return errors if errors or weights is None else list(_wrong_models(config, Path(weights)))
         checkpoint, _ = _choice(config)
     except CheckpointError as error:
         return [str(error)]
@@ -111,15 +113,18 @@ def _other_evaluation(config: Config) -> Iterator[str]:
 def _wrong_models(config: Config, checkpoint: Path) -> Iterator[str]:
     """Yield an error if the checkpoint is of a run with other models."""
     try:
-        models = read_state(checkpoint).get("models")
+        saved = read_state(checkpoint).get("models")
     except CheckpointError:  # the run takes the one before, or fails because there is none
         return
-    wanted = trained_in_words(config)
-    if isinstance(models, str) and models != wanted:
-        yield (
-            f"{checkpoint} holds {models}, but this run trains {wanted}: set algorithm.adv_estimator, "
-            "algorithm.shared_backbone, actor.lora and critic.lora as they were, or choose another trainer.output_dir"
-        )
+    wanted = models_in_words(config)
+    if not isinstance(saved, dict) or saved == wanted or (config.trainer.eval_only and saved | wanted == saved):
+        return
+    holds, has = (", ".join(map(str, models.values())) for models in (saved, wanted))
+    yield (
+        f"{checkpoint} holds {holds}, but this run has {has}: set model.path, critic.model_path, "
+        "algorithm.adv_estimator, algorithm.shared_backbone, actor.lora and critic.lora as they were, or choose "
+        "another trainer.output_dir"
+    )
 
 
 def _missing_rollouts(config: Config, begun: int) -> Iterator[str]:

@@ -233,7 +233,7 @@ def _data_file(key: str, path: Path) -> Iterator[str]:
 
 def _output_folder(key: str, path: Path) -> Iterator[str]:
     """Check that the folder can be written to, or created."""
-    there = next(parent for parent in (path, *path.absolute().parents) if os.path.lexists(parent))
+    there = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
     if not there.is_dir():
         yield f"{key}: {there} is a file: name a folder"
         return
@@ -243,4 +243,5 @@ def _output_folder(key: str, path: Path) -> Iterator[str]:
                 with suppress(FileNotFoundError):
                     (there / name).lstat()  # names may be too long
     except OSError as error:
-        yield f"{key}: cannot write in {there} ({error.strerror}): name a folder that you may write to"
+        reason = f"{error.strerror}{looked_in(there)}"
+        yield f"{key}: cannot write in {there} ({reason}): name a folder that you may write to"

@@ -49,8 +49,7 @@ class Responses:
         rows = []
         for sample, text in zip(samples, texts, strict=True):
             prompt = self.prompts[sample.prompt_index]
-            name = f"record {prompt.index + 1}"
-            rows.append(Row(prompt.text, text, prompt.label, prompt.columns, name))
+            rows.append(Row(prompt.text, text, prompt.label, prompt.columns, prompt.place))
         self._scoring.add(rows)
         return positions
 

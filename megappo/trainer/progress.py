@@ -18,7 +18,7 @@ from megappo.config.schema import Config
 from megappo.observe.files import CHECKPOINTS, CONFIG_FILE
 from megappo.observe.metrics import Histogram, Metric
 from megappo.observe.metrics_file import METRICS_FILE
-from megappo.placement.components import trained_in_words
+from megappo.placement.components import models_in_words
 from megappo.ppo.kl import KLController
 from megappo.ppo.reward_shaping import RunningMoments
 from megappo.trainer.models import Models
@@ -74,6 +74,7 @@ class Progress:
 
     def __init__(self, config: Config, exchange: Exchange):
         self.config = config
+        self._models = models_in_words(config)
         self.output_dir = Path(config.trainer.output_dir)
         trainer = config.trainer
         self.store = CheckpointStore(
@@ -182,7 +183,7 @@ class Progress:
             "prompts_drawn": self.num_drawn,
             "kl": self.kl.state_dict(),
             "reward_moments": self.reward_moments.state_dict(),
-            "models": trained_in_words(self.config),
+            "models": self._models,
             "optimizer_steps": self.exchange.merge(local),
         }
         self.store.begin(

@@ -73,7 +73,7 @@ def grades_of(values: Any, responses: Sequence[str], weight: float) -> list[Grad
             if len(grades[i].scores) != len(grades[0].scores):
                 raise ValueError(f"expected {len(grades[0].scores)} scores, as many as for the first response")
         except ValueError as error:
-            raise CallError(f"returned {value!r:.80} (value {i}): {error}") from error
+            raise CallError(f"returned {value!r:.80} (value {i}): {error}", index=i) from error
     return grades
 
 

@@ -13,6 +13,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from typing import Any
@@ -258,6 +259,7 @@ class RewardPool(WorkerPool):
         if self._error is not None:
             return worker
         if self.on_error == "raise":
+            failure.index = await self._culprit(worker, queue, rows, failure)
             self._fail(RewardError(f"{described(queue.spec, failure, rows)}\n{self._remedy(failure)}"))
             return worker
         if not worker.is_up:
@@ -273,6 +275,25 @@ class RewardPool(WorkerPool):
                 row.outcome = failure
             num_late += num_late == i and isinstance(row.outcome, CallError) and row.outcome.is_late
         return worker
+
+    async def _culprit(
+        self, worker: WorkerProcess, queue: FunctionQueue, rows: Sequence[PendingRow], failure: CallError
+    ) -> int | None:
+        """Return the number of the first row for which a call alone fails in the same way; None if none is found."""
+        first_line = str(failure).partition("\n")[0]
+        if failure.index is not None or failure.is_late or len(rows) == 1:
+            return failure.index
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.timeout_seconds):
+                for index, row in enumerate(rows):
+                    try:
+                        await worker.result(self._call(worker, queue, [row]), self.timeout_seconds)
+                    except CallError as alone:
+                        if not worker.is_up:
+                            return None
+                        if str(alone).partition("\n")[0] == first_line:
+                            return index
+        return None
 
     def _fail(self, error: RewardError) -> None:
         """End the run's scoring: whatever waits for a grade gets the first error."""
@@ -351,9 +372,10 @@ def _grade_or_failed(outcome: Grade | CallError | None) -> Grade:
 
 
 def described(spec: str, failure: CallError, rows: Sequence[PendingRow]) -> str:
-    """Return a message about a function's failure; of the rows it shows the first."""
-    row = rows[0].row
-    count = f"{len(rows)} responses, of which the first is" if len(rows) > 1 else "response"
+    """Return a message about a function's failure; of the rows it shows the one to blame, else the first."""
+    row = rows[failure.index or 0].row
+    is_known = len(rows) == 1 or failure.index is not None
+    count = "response" if is_known else f"{len(rows)} responses, of which the first is"
     record = f" ({row.name})" if row.name else ""
     where = f"{count} {_shortened(row.response)} to prompt {_shortened(row.prompt)}{record}"
     return f"reward function {spec} {failure}\nit was scoring {where}"

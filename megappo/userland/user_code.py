@@ -6,6 +6,7 @@ import os
 import resource
 import traceback
 from collections.abc import Callable
+from itertools import dropwhile
 from typing import Any
 
 from megappo.user_modules import Home, home_of
@@ -27,13 +28,19 @@ def describe(error: BaseException) -> str:
         return str(error)
     limits = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (limits[1], limits[1]))  # the error's frames may hold all that is allowed
-    frames = [cut(frame, MAX_FRAME_CHARACTERS) for frame in traceback.format_tb(error.__traceback__, -MAX_FRAMES)]
-    lines = [f"raised {named(error)}", *(frame.rstrip() for frame in frames)]
+    frames = list(dropwhile(_is_of_worker, traceback.extract_tb(error.__traceback__)))[-MAX_FRAMES:]
+    shown = [cut(frame, MAX_FRAME_CHARACTERS).rstrip() for frame in traceback.format_list(frames)]
+    lines = [f"raised {named(error)}", *shown]
     if cause := error.__cause__ or (None if error.__suppress_context__ else error.__context__):
         lines.append(f"It came of {named(cause)}")
     traceback.clear_frames(error.__traceback__)
     resource.setrlimit(resource.RLIMIT_DATA, limits)
     return "\n".join(lines)
+
+
+def _is_of_worker(frame: traceback.FrameSummary) -> bool:
+    """Return whether a frame of a traceback is that of the worker, which calls user code."""
+    return os.path.dirname(frame.filename) == os.path.dirname(__file__)
 
 
 def limit_memory(num_bytes: int) -> None:

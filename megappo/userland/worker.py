@@ -12,6 +12,7 @@ import asyncio
 import atexit
 import inspect
 import json
+import logging
 import os
 import socket
 import sys
@@ -119,6 +120,8 @@ def own_connection() -> socket.socket:
 
 
 def main() -> None:
+    source = "user code, %(name)s: %(message)s"  # of what libraries print; user code may configure its own
+    logging.lastResort.setFormatter(logging.Formatter(source))
     Worker().run(own_connection())
     atexit._run_exitfuncs()
     sys.stdout.flush()

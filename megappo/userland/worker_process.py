@@ -42,11 +42,13 @@ class CallError(Exception):
 
     Attributes:
         is_late: the call took longer than it may.
+        index: number of the row that is to blame; None: unknown.
     """
 
-    def __init__(self, reason: str, *, is_late: bool = False):
+    def __init__(self, reason: str, *, is_late: bool = False, index: int | None = None):
         super().__init__(reason)
         self.is_late = is_late
+        self.index = index
 
 
 class WorkerProcess:

@@ -489,6 +489,13 @@ def test_an_error_names_the_first_key_that_was_set(run_folder, refusals):
     ]
 
 
+def test_an_error_about_a_missing_field_is_where_its_key_was_written(refusals):
+    errors = refusals("data.label_key=answer")
+    assert [error.partition(": no field 'answer'")[0] for error in errors] == [
+        f"command line: data.{split}_files: {split}.jsonl lines 1, 2, 3 and 253 more" for split in ("train", "val")
+    ]
+
+
 def test_the_first_of_two_keys_is_named_by_whoever_wrote_it_last(run_folder, refusals):
     (run_folder / "bad.yaml").write_text("base: run.yaml\nplacement:\n  critic: 0-2\ncritic: {parallel: {tensor: 2}}\n")
     (error,) = refusals(config="bad.yaml")

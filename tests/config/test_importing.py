@@ -241,14 +241,21 @@ def test_the_table_names_keys_that_exist() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("actor_rollout_ref.model.path=m", "unknown key; write model.path for verl's actor_rollout_ref.model.path"),
-        ("trainer.save_freq=5", "unknown key; write trainer.save_interval for verl's trainer.save_freq"),
+        ("actor_rollout_ref.model.path=m", "unknown key; write model.path=m for verl's actor_rollout_ref.model.path"),
+        ("trainer.save_freq=5", "unknown key; write trainer.save_interval=5 for verl's trainer.save_freq"),
         ("trainer.total_epochs=5", "no counterpart (set trainer.total_steps to epochs x prompts / data.train_batch"),
         ("trainer.balance_batch=true", "trainer.balance_batch is not needed (ranks are always balanced by cost): drop"),
         ("trainer.logger=[console]", "unknown key; did you mean trainer.loggers?"),
-        ("rollout.gpu_memory_utilization=0.4", "write rollout.mem_fraction_static for verl's actor_rollout_ref.rollo"),
+        ("trainer.save_freq=-1", "unknown key; write trainer.save_interval=0 for verl's trainer.save_freq"),
+        ("data.truncation=error", 'unknown key; verl\'s data.truncation "error" is the default here: drop it'),
+        ("data.truncation=right", "unknown key; write data.too_long for verl's data.truncation"),
+        (
+            "actor_rollout_ref.rollout.dtype=bf16",
+            "verl's actor_rollout_ref.rollout.dtype is not needed (engines choose",
+        ),
+        ("rollout.gpu_memory_utilization=0.4", "write rollout.mem_fraction_static=0.4 for verl's actor_rollout_ref.ro"),
         ("learning_rate=1e-6", "write actor.optim.lr for TRL's learning_rate"),
-        ("pretrain=m", "write model.path for OpenRLHF's actor.model_name_or_path"),
+        ("pretrain=m", "write model.path=m for OpenRLHF's actor.model_name_or_path"),
         ("algorithm.adv_estimator=ppo", 'found "ppo" (verl\'s ppo is gae here)'),
         ("algorithm.adv_estimator=group_norm", "(OpenRLHF's group_norm is grpo here)"),
         ("actor.policy_loss=vanilla", "(verl's vanilla is the default here)"),
@@ -270,13 +277,21 @@ def test_each_of_a_systems_keys_is_answered(refusals) -> None:
     ]
 
 
+def test_a_whole_script_on_the_command_line_is_pointed_to_the_importer(refusals) -> None:
+    script = (SCRIPTS / "verl" / "ppo_small.sh").read_text()
+    *errors, last = refusals(*[word for word in script.split() if "=" in word])
+    assert len(errors) == 12 and all("verl's" in error or "did you mean trainer.loggers?" in error for error in errors)
+    assert last == "run.yaml: 11 keys are of verl: write ours, or translate the script: megappo import verl SCRIPT"
+
+
 def test_the_page_has_the_table_of_today() -> None:
     text = coming_from.PAGE.read_text("utf-8")
     assert coming_from.page(text) == text, "run tools/coming_from.py"
 
 
 @pytest.mark.parametrize("parse", [plan_arguments, train_arguments])
-def test_a_key_with_dashes_is_answered_with_the_key(parse, capsys) -> None:
+@pytest.mark.parametrize("words", [["--actor.optim.lr=1e-6"], ["--actor.optim.lr", "1e-6"]])
+def test_a_key_with_dashes_is_answered_with_the_key(parse, words, capsys) -> None:
     with pytest.raises(SystemExit):
-        parse(["run.yaml", "--actor.optim.lr=1e-6"])
+        parse(["run.yaml", *words])
     assert capsys.readouterr().err.endswith("keys have no dashes here: write actor.optim.lr=1e-6\n")

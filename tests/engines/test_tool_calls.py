@@ -44,7 +44,7 @@ def call(name: str, **arguments) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-def test_calls_are_made_until_there_are_none(tmp_path):
+def test_calls_are_made_until_there_are_none(tmp_path, capfd):
     turns = {
         call("add", a=2, b=3): (["5"], 1, 0),
         f"two: {call('add', a=2)}\n{call('add', a=3)}": (["3", "4"], 2, 0),
@@ -70,6 +70,7 @@ def test_calls_are_made_until_there_are_none(tmp_path):
             assert all(one["content"].startswith(text) for one, text in zip(messages, texts, strict=True)), messages
             assert {one["role"] for one in messages} <= {"tool"} and reward == 0 and done == (not texts)
             assert counts == {"tool_calls": calls, "tool_errors": errors}
+    assert "Failed to parse" not in capfd.readouterr().err, "a call that cannot be read is counted, not printed"
 
 
 @pytest.mark.parametrize(

@@ -113,3 +113,5 @@ def test_an_unknown_logger_is_an_error():
     assert list(logger_errors(["tensorboard"])) == []
     [error] = logger_errors(["tensorbord"])
     assert error == "trainer.loggers: there is no logger 'tensorbord': did you mean tensorboard?"
+    (console,) = logger_errors(["console"])
+    assert console == "trainer.loggers: there is no logger 'console': drop it, as each step is printed"

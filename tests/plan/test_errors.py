@@ -338,9 +338,9 @@ def test_what_is_in_the_output_folder(plan, run_folder):
     finished = ("run.yaml", "trainer.total_steps=7")
     assert plan(run_folder, *finished).stdout.splitlines()[-1].startswith("nothing is wrong")  # export and report
     state = run_folder / "out" / "checkpoints" / "step_00000007" / "state.json"
-    state.write_text('{"step": 7, "models": "a critic alone"}')
+    state.write_text('{"step": 7, "models": {"critic": "a critic alone"}}')
     [line] = errors_of(plan(run_folder, *finished))
-    assert "step_00000007 holds a critic alone, but this run trains actor, critic: set" in line
+    assert "step_00000007 holds a critic alone, but this run has actor (Qwen2ForCausalLM, " in line
     state.unlink()
     begun = checkpoint(run_folder, "step_00000007_0003")
     done = plan(run_folder, *finished)

@@ -170,6 +170,22 @@ def test_checkpoints_that_are_all_damaged(config, run, folder):
     assert (folder / "run" / "metrics.jsonl").read_text() == (run / "metrics.jsonl").read_text()
 
 
+def test_a_checkpoint_of_another_model(config, run, folder):
+    """It is refused before any rank starts."""
+    shutil.copytree(run, folder / "run")
+    other = shutil.copytree(config.parent / "model", folder / "other")
+    described = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(described | {"num_hidden_layers": 6}))
+    wrong = (f"model.path={other}", "trainer.total_steps=20")
+    [line] = refused(folder, config, *wrong, environment=without("megatron", folder))
+    layers, size = described["num_hidden_layers"], described["hidden_size"]
+    name = described["architectures"][0]
+    assert line.startswith(
+        f"error: command line: {folder}/run/checkpoints/step_00000010 holds actor ({name}, {layers} "
+    )
+    assert f", but this run has actor ({name}, 6 layers of {size}, " in line and ": set model.path, " in line
+
+
 @pytest.mark.slow  # tests/plan has it, of the check that both make
 def test_fewer_steps_than_the_checkpoint_has(config, run, folder):
     shutil.copytree(run, folder / "run")

@@ -54,4 +54,4 @@ def test_each_rows_fields_reach_its_score(config: Path, folder: Path):
     assert (metrics["val/held_out/errors"], metrics["val/held_out/timeouts"]) == (1, 0)
     assert metrics["reward/errors"] == 4 * taken.count(3)
     assert "1 responses have score 0: reward function " in program.output, program.output
-    assert "raised AssertionError" in program.output and "(record 4)" in program.output
+    assert "raised AssertionError" in program.output and "parquet row 4)" in program.output

@@ -121,7 +121,7 @@ def test_a_reward_function_that_returns_too_few_values(config, folder):
         assert program.wait(90) == 1
     first, where, remedy = program.output.splitlines()[-3:]
     assert first == f"error (rank 0): reward function {reward} returned 1 values for 8 responses; expected one each"
-    assert where.startswith("it was scoring 8 responses, of which the first is ") and "(record " in where
+    assert where.startswith("it was scoring 8 responses, of which the first is ") and "train.jsonl line " in where
     assert remedy.startswith("fix it, or set reward.on_error to zero, ")
 
 

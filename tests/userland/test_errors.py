@@ -1,5 +1,6 @@
 """Failures of some rows that leave the others alone, and the rows that an error names."""
 
+import re
 import time
 from pathlib import Path
 
@@ -53,6 +54,8 @@ import os, time
 def f(responses, labels):
     if "hangs" in labels: time.sleep(54321)
     if "dies" in labels: os._exit(3)
+    if "raises" in labels: raise KeyError("no such answer")
+    if "wrong" in labels: return [None if label == "wrong" else 1.0 for label in labels]
     if "nonsense" in labels: return [float("nan")] * len(labels)
     return [float(response) + 100 * (len(labels) == 1) for response in responses]
 """
@@ -78,13 +81,23 @@ def test_a_function_of_lists_that_fails_for_all_rows_is_given_up(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("body", "named"), [(HARMFUL, "response '1'"), (LISTS, "2 responses, of which the first is '0'")]
+    ("body", "harm", "named"),
+    [
+        (HARMFUL, "nonsense", "response '1' to prompt 'p1' (record 11)"),
+        (HARMFUL, "raises", "response '1' to prompt 'p1' (record 11)"),
+        (LISTS, "nonsense", "response '0' to prompt 'p0' (record 10)"),
+        (LISTS, "raises", "response '1' to prompt 'p1' (record 11)"),
+        (LISTS, "wrong", "response '1' to prompt 'p1' (record 11)"),
+        (LISTS, "dies", "2 responses, of which the first is '0'"),
+    ],
 )
-def test_an_error_that_is_raised_names_the_row(tmp_path: Path, body: str, named: str):
+def test_an_error_that_is_raised_names_the_row(tmp_path: Path, body: str, harm: str, named: str):
+    """Name it for several rows in one call, too, if it fails alone in the same way; the worker's frames are left out."""
     pool = load(tmp_path, body)
-    with pytest.raises(RewardError, match="returned .*\nit was scoring " + named) as caught:
-        scored(pool.begin(), rows("well", "nonsense"))
-    assert str(caught.value).splitlines()[-1].startswith("fix it, or set reward.on_error to zero")
+    with pytest.raises(RewardError, match=rf"\nit was scoring {re.escape(named)}") as caught:
+        scored(pool.begin(), rows("well", harm))
+    assert "worker.py" not in str(caught.value)
+    assert str(caught.value).splitlines()[-1].endswith("not if every call fails, as it would hide that")
 
 
 def test_what_is_known_so_far_is_an_error_once_the_function_has_failed(tmp_path: Path):

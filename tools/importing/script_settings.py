@@ -19,11 +19,13 @@ from megappo.config.elsewhere import System
 from megappo.config.sources import LARGEST_FILE, TextFileError, read_text
 
 _IN_PARENTHESES = r"(?:[^()]|\((?:[^()]|\([^()]*\))*\))*"
-_STATEMENT = re.compile(rf"^[ \t]*(?:export[ \t]+)?(?:(\w+)=(?:\(({_IN_PARENTHESES})\)|(.*))|(.+))$", re.MULTILINE)
+_TEXT = r"""(?:\\.|"(?:\\.|[^"\\])*"|'[^']*'|.)"""
+_PREFIX = r"^[ \t]*(?:export[ \t]+)?(?:\w+=[\w./:,-]*[ \t]+(?=\S))*"
+_STATEMENT = re.compile(rf"{_PREFIX}(?:(\w+)=(?:\(({_IN_PARENTHESES})\)|({_TEXT}*))|({_TEXT}+))$", re.MULTILINE)
 _COMMENT = re.compile(r"(?:^|(?<=\s))#.*$", re.MULTILINE)
 _ARITHMETIC = re.compile(rf"\$\(\(({_IN_PARENTHESES})\)\)")
 _COMMAND = re.compile(r"\$\([^()]*\)|`[^`]*`")
-_DEFAULT = re.compile(r"\$\{(\w+):?-([^{}]*)\}")
+_DEFAULT = re.compile(r"\$\{(\w+):?-((?:[^{}]|\$\{\w+\})*)\}")
 _ARRAY = re.compile(r'("?)\$\{(\w+)\[@\]\}\1')
 _SETTING = re.compile(r"(?:--(?=[A-Za-z])|\+*(?=[\w.-]+\.[\w-]+=))([\w.-]+)(?:=(.*))?", re.DOTALL)
 _NO_ARGUMENT = re.compile(r"[|&;]+|[\d&]?>.*|\$[@*]")
@@ -88,7 +90,8 @@ def _settings(words: Iterable[str]) -> dict[str, Any]:
     values: list[Any] = []
     for word in words:
         if match := _SETTING.fullmatch(word):
-            values = found[match[1]] = [] if match[2] is None else [_value(match[2])]
+            values = []
+            found[match[1]] = values if match[2] is None else [_value(match[2])]
         else:
             values.append(_value(word.rstrip(",")))
     return {key: values if len(values) > 1 else next(iter(values), True) for key, values in found.items()}
@@ -104,7 +107,7 @@ def _value(text: str) -> Any:
 
 def _commands(text: str) -> Iterator[list[str]]:
     """Yield the words of each command of a shell script, with the variables that it sets before them."""
-    variables = {"HOME": "~"}
+    variables = {"HOME": "~", "PWD": "."}
     for name, array, value, command in _STATEMENT.findall(_COMMENT.sub("", text.replace("\\\n", " "))):
         try:
             words = shlex.split(_expanded(value or command, variables))
@@ -121,7 +124,7 @@ def _expanded(text: str, variables: dict[str, str]) -> str:
     text = _ARRAY.sub(r"${\2}", text)
     for _ in range(DEEPEST):
         defaults = dict(_DEFAULT.findall(text))
-        text = _DEFAULT.sub(r"${\1}", _COMMAND.sub("$OUTPUT", text))
+        text = _DEFAULT.sub(r"${\1}", _COMMAND.sub("$OUTPUT", text.replace("$(pwd)", "$PWD")))
         text = Template(text).safe_substitute(defaults | variables)
     return _ARITHMETIC.sub(lambda match: _number(match, variables), text)
 

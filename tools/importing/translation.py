@@ -54,10 +54,10 @@ class Translation:
 
     def _rename(self, key: str, value: Any) -> None:
         """Translate a setting that has one of our keys for itself."""
-        found, row = self.system.find(key)
+        _, row = self.system.find(key)
         if row is None or not row.is_renamed:
             return
-        ours = row.key + key.removeprefix(found.removesuffix(".*"))
+        ours = row.key
         if row.values:
             value = row.translated(value)
             if value is None:
