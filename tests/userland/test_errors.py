@@ -92,7 +92,7 @@ def test_a_function_of_lists_that_fails_for_all_rows_is_given_up(tmp_path: Path)
     ],
 )
 def test_an_error_that_is_raised_names_the_row(tmp_path: Path, body: str, harm: str, named: str):
-    """Name it for several rows in one call, too, if it fails alone in the same way; the worker's frames are left out."""
+    """Name it for several rows in one call, too, if it fails alone in the same way. The worker has no frames in it."""
     pool = load(tmp_path, body)
     with pytest.raises(RewardError, match=rf"\nit was scoring {re.escape(named)}") as caught:
         scored(pool.begin(), rows("well", harm))
