@@ -8,22 +8,6 @@ export PYTHONSAFEPATH=1
 PYTHONPATH=$(tr ':' '\n' <<<"${PYTHONPATH-}" | sed '/^$/d' | paste -sd :)
 [[ -n $PYTHONPATH ]] && export PYTHONPATH || unset PYTHONPATH
 
-# As visible_devices of megappo/runtime/machine.py.
-num_gpus() {
-    if [[ -z ${CUDA_VISIBLE_DEVICES+set} ]]; then
-        { nvidia-smi -L 2>/dev/null || true; } | grep -c '^GPU ' || true
-        return
-    fi
-    local devices device count=0
-    IFS=, read -ra devices <<<"${CUDA_VISIBLE_DEVICES//[[:space:]]/}"
-    for device in "${devices[@]}"; do
-        [[ $device =~ ^([0-9]+|(GPU|MIG)-.+)$ ]] || break
-        count=$((count + 1))
-        [[ $device != MIG-* ]] || break
-    done
-    echo "$count"
-}
-
 refuse() {
     echo "$name: $*" >&2
     exit 2
@@ -47,8 +31,9 @@ check_driver() {
 }
 
 name=$(basename "$0")
-source "$(dirname "${BASH_SOURCE[0]}")/waiting.sh"
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+source "$repository/launch/gpus.sh"
+source "$repository/launch/waiting.sh"
 gpus=$(num_gpus)
 if [[ $gpus -eq 0 && ! ${CUDA_VISIBLE_DEVICES--1} =~ ^(-1|none|void|NoDevFiles)?$ ]]; then
     echo "$name: CUDA_VISIBLE_DEVICES='$CUDA_VISIBLE_DEVICES' names no GPU: using the CPU" >&2

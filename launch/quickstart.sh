@@ -10,6 +10,7 @@ if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then
     echo "all keys, after a first run: .venv/bin/megappo plan --keys"
     exit
 fi
+source launch/gpus.sh
 source launch/waiting.sh
 remember bash launch/quickstart.sh "$@"
 # The config places everything on two ranks.
@@ -18,12 +19,12 @@ settings=()
 if [[ ${1:-} == gpu ]]; then
     shift
     venv=.venv-gpu
-    gpus=$({ nvidia-smi -L 2>/dev/null || true; } | grep -c '^GPU ' || true)
+    gpus=$(num_gpus)
     if [[ $gpus -eq 1 ]]; then
         NPROC=1
         settings=(placement.actor,critic=0 actor.parallel.tensor=1 critic.parallel.pipeline=1)
     elif [[ $gpus -lt $NPROC ]]; then
-        echo "quickstart.sh: expected $NPROC GPUs, nvidia-smi finds $gpus; on the CPU: bash launch/quickstart.sh" >&2
+        echo "quickstart.sh: expected $NPROC visible GPUs, found $gpus; on the CPU: bash launch/quickstart.sh" >&2
         exit 1
     fi
     # SGLang computes in 16 bits there, and the model's heads are too small for its faster attention.

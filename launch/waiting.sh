@@ -18,7 +18,8 @@ waiting() {
 
 show_wait() {
     local started=$SECONDS last=$SECONDS text
-    while sleep 1 &>/dev/null && kill -0 $$ 2>/dev/null; do
+    # Until the script has ended, whether its parent has noticed or not.
+    while sleep 1 &>/dev/null && grep -qs '^State:.*[^Z] (' "/proc/$$/status"; do
         text="$(describe_wait "$1"), $((SECONDS - started)) s"
         if [[ -t 1 ]]; then
             printf '\r\e[2K%s\r' "${text:0:${COLUMNS:-80}}"  # at the line's start, where the command may print

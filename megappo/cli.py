@@ -4,12 +4,15 @@ A command's arguments are checked before its module is imported, which may take 
 """
 
 import os
+import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Annotated, NoReturn
+from typing import Annotated, NamedTuple, NoReturn
 
-from megappo.table import Table, resolved
+from megappo import arguments
+from megappo.errors import own_command
+from megappo.runtime.interruption import COMMAND
+from megappo.table import resolved
 
 TRAIN, MODELS, RESULTS = "Train", "Models and checkpoints", "Look into a run"
 EXAMPLE = "Example: megappo plan configs/quickstart.yaml. Each command has a --help of its own."
@@ -17,78 +20,50 @@ KEYS = "megappo.config.describe:keys"
 TAKES_KEYS = ("train", "plan", "evaluate", "quickstart", "inspect")
 
 
-@dataclass(frozen=True)
-class Command:
+class Command(NamedTuple):
     """A command.
 
     Attributes:
-        module: has `main(arguments) -> exit code`.
-        arguments: "module:function" that parses the arguments, and exits where they are wrong or ask for help; "" if
-            `main` does so soon enough.
+        module: has `main(arguments) -> exit code`. Where importing it takes long, `megappo.arguments` has a function
+            NAME_arguments, which ends the process if the arguments are wrong or ask for help.
     """
 
     module: str
     meaning: str
     group: str
-    arguments: str = ""
 
 
-COMMANDS = Table(
-    "command",
-    {
-        "quickstart": Command("megappo_tools.quickstart", "train a small model on this machine, in a minute", TRAIN),
-        "plan": Command(
-            "megappo.plan",
-            "check a config, show what it means, estimate memory and time",
-            TRAIN,
-            "megappo.arguments:plan_arguments",
-        ),
-        "train": Command(
-            "megappo.local", "train on this node, one process per GPU", TRAIN, "megappo.arguments:train_arguments"
-        ),
-        "doctor": Command(
-            "megappo.doctor", "check that this machine can train", TRAIN, "megappo.arguments:doctor_arguments"
-        ),
-        "evaluate": Command(
-            "megappo_tools.evaluate",
-            "evaluate a checkpoint or a model on held-out data",
-            MODELS,
-            "megappo.arguments:evaluate_arguments",
-        ),
-        "convert": Command("megappo_tools.convert", "convert, compare and reshard weights", MODELS),
-        "serve": Command(
-            "megappo.serve", "serve a model by SGLang over HTTP", MODELS, "megappo.arguments:serve_arguments"
-        ),
-        "inspect": Command(
-            "megappo_tools.inspect_checkpoint",
-            "show a checkpoint, a model folder, or a config's prompts",
-            RESULTS,
-            "megappo.arguments:inspect_arguments",
-        ),
-        "samples": Command("megappo.observe.show_samples", "show a run's responses, with their scores", RESULTS),
-        "timeline": Command("megappo.observe.timeline", "write one trace of the phases of all ranks", RESULTS),
-        "import": Command("megappo_tools.importer", "translate a script of verl, TRL or OpenRLHF into a config", TRAIN),
-        "report": Command("megappo.observe.report_command", "write a run's report again", RESULTS),
-        "compare": Command("megappo.observe.compare_command", "write one page of several runs", RESULTS),
-    },
-)
+COMMANDS = {
+    "quickstart": Command("megappo_tools.quickstart", "train a small model on this machine, in a minute", TRAIN),
+    "plan": Command("megappo.plan", "check a config, show what it means, estimate memory and time", TRAIN),
+    "train": Command("megappo.local", "train on this node, one process per GPU", TRAIN),
+    "doctor": Command("megappo.doctor", "check that this machine can train", TRAIN),
+    "evaluate": Command("megappo_tools.evaluate", "evaluate a checkpoint or a model on held-out data", MODELS),
+    "convert": Command("megappo_tools.convert", "convert, compare and reshard weights", MODELS),
+    "serve": Command("megappo.serve", "serve a model by SGLang over HTTP", MODELS),
+    "inspect": Command(
+        "megappo_tools.inspect_checkpoint", "show a checkpoint, a model folder, or a config's prompts", RESULTS
+    ),
+    "samples": Command("megappo.observe.show_samples", "show a run's responses, with their scores", RESULTS),
+    "timeline": Command("megappo.observe.timeline", "write one trace of the phases of all ranks", RESULTS),
+    "import": Command("megappo_tools.importer", "translate a script of verl, TRL or OpenRLHF into a config", TRAIN),
+    "report": Command("megappo.observe.report_command", "write a run's report again", RESULTS),
+    "compare": Command("megappo.observe.compare_command", "write one page of several runs", RESULTS),
+}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main() -> int:
     """Run a command and return its exit code; 2 where there is no such command."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    words = sys.argv[1:]
     os.environ["PYTHONSAFEPATH"] = "1"  # files of the working folder must not hide modules of what a command starts
+    nproc = [f"NPROC={os.environ['NPROC']}"] if os.environ.get("NPROC") else []
+    os.environ.setdefault(COMMAND, shlex.join([*nproc, own_command("megappo"), *words]))
     if not words or words[0] not in COMMANDS:
-        return _help(words)
-    return run(*words)
-
-
-def run(name: str, *words: str) -> int:
-    """Run one of COMMANDS and return its exit code."""
-    command = COMMANDS[name]
-    if command.arguments:
-        resolved(command.arguments)(words)
-    return resolved(f"{command.module}:main")(words) or 0
+        _help(words)
+    name, *rest = words
+    if check := getattr(arguments, f"{name}_arguments", None):
+        check(rest)
+    return resolved(f"{COMMANDS[name].module}:main")(rest)
 
 
 def _help(words: Sequence[str]) -> NoReturn:

@@ -1,4 +1,7 @@
-"""Base class of errors that people can act on. The standard library alone."""
+"""Base class of errors that people can act on, and the commands that they name. The standard library alone."""
+
+import sys
+from pathlib import Path
 
 EXIT_CONFIG = 2
 """Exit code of a rank whose config cannot work."""
@@ -20,3 +23,12 @@ class ActionableError(Exception):
     def report(self, rank: int) -> str:
         """Return the lines to print when the error ends this rank of a run."""
         return f"error (rank {rank}): {self}"
+
+
+def own_command(name: str) -> str:
+    """Return how to call a program of this Python's environment from the working folder, or its name alone where the
+    environment lacks it."""
+    program, here = Path(sys.executable).with_name(name), Path.cwd()
+    if not program.exists():
+        return name
+    return str(program.relative_to(here) if program.is_relative_to(here) else program)

@@ -3,7 +3,6 @@
 import contextlib
 import io
 import os
-import shlex
 import sys
 from collections.abc import Sequence
 
@@ -34,7 +33,6 @@ def start(config: str, overrides: Sequence[str], num_ranks: int) -> int:
     if code:
         return code
     variables = for_python(os.environ) | {"PYTHONSAFEPATH": "1"}
-    variables.setdefault("MEGAPPO_COMMAND", shlex.join(["megappo", "train", "--nproc", str(num_ranks), *words]))
     if num_gpus():  # tensor parallelism overlaps communication and computation only in this order of kernels
         variables.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     launcher = ["-m", "megappo.torchrun", "--standalone", "--nproc-per-node", str(num_ranks)]

@@ -13,7 +13,7 @@ import shlex
 import sys
 import time
 
-from megappo.runtime.interruption import EXIT_AGAIN, EXIT_LOST_RANK, end_at_once
+from megappo.runtime.interruption import COMMAND, EXIT_AGAIN, EXIT_LOST_RANK, end_at_once
 from megappo.runtime.status import STATUS
 
 if __name__ == "__main__":
@@ -39,15 +39,11 @@ from megappo.table import resolved
 
 LOGGERS = ("multiprocessing.api", "multiprocessing.errors.error_handler", "agent.server.api")
 """Loggers that report each process they end, and the files they pass on."""
-ENDING_OF = "megappo.preflight.ending:ending_of"
-"""Imported at the end of a run that has not finished."""
-COMMAND = "MEGAPPO_COMMAND"
-"""Environment variable: the command that started the run, as its user wrote it."""
+ENDING_OF, END_RUN = "megappo.preflight.ending:ending_of", "megappo.preflight.ending:end_abandoned_run"
+"""Imported at the end of a run that has not finished: they read configs."""
 GRACE_SECONDS = 5
 """Seconds that a rank of megappo.train may take to save and exit; others, which may have to clean up, torchrun's 30."""
 STARTED = time.time()
-END_RUN = "megappo.preflight.abandoned_run:end_abandoned_run"
-"""Imported only once the ranks have ended: it reads configs."""
 
 
 def main() -> int:

@@ -59,10 +59,12 @@ from megappo.table import resolved
 if TYPE_CHECKING:
     from megappo.trainer.run import Run
 
-SET_BY_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 EXECUTE = "megappo.trainer.main:execute"
 """Imported only by a run that has something to do: megatron-core and transformers take seconds on every rank."""
 BUILD = "megappo.trainer.main:build_run"
+ONLY_RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+"""Variables that torchrun sets, as a run of one process has them."""
+SET_BY_TORCHRUN = (*ONLY_RANK, "MASTER_ADDR", "MASTER_PORT")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -73,18 +75,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     args = rank_arguments(arguments)
     escape_unprintable()
-    if missing := [name for name in SET_BY_TORCHRUN if name not in os.environ]:
-        print(
-            f"error: megappo.train runs under torchrun, which sets {', '.join(missing)}: start it with megappo "
-            "train CONFIG, or under SLURM with launch/slurm.sbatch",
-            file=sys.stderr,
-        )
+    if fault := _environment_fault():
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"error: {fault}", file=sys.stderr)
         return EXIT_CONFIG
-    if unseen := platform.unseen_gpus():
-        if os.environ["LOCAL_RANK"] == "0":
-            print(f"error: {unseen}", file=sys.stderr)
-        return EXIT_CONFIG
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
     STATUS.end_step(heartbeat.phase, heartbeat.since)
     _set_up_process(rank)
     store = _join_store(rank)
@@ -92,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     code = 0
     ending: Exception | None = None
     try:
-        _run(args, store, rank, world_size, cleanup)
+        _run(args, store, rank, cleanup)
     except Interrupted as reason:
         code, ending = EXIT_AGAIN, reason
         if rank == 0 and LAUNCHER not in os.environ:  # which prints it
@@ -100,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         code, ending = report(error, store, rank), error
     try:
-        _close(cleanup, ending)
+        cleanup.__exit__(type(ending) if ending else None, ending, None)  # the observer logs what ended the run
     except Exception as error:
         if code:  # the run's own error comes first
             print(f"error (rank {rank}): during cleanup: {type(error).__name__}: {error}", file=sys.stderr)
@@ -114,11 +109,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os._exit(code)
 
 
+def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a run's config, as `config.loading.load_config` does, in a process that trains: the files of
+    trainer.extensions may import megatron.core."""
+    return load_config(path, overrides, before_extensions=megatron_setup.install)
+
+
 class RunContext:
-    """A run on this rank, `megappo.Trainer`: for a program that torchrun starts and that holds the loop itself.
+    """A run on this rank, `megappo.Trainer`: for a program that holds the loop itself.
 
     As a context manager it starts the engine, builds the models and yields a `megappo.trainer.run.Run`; all ranks
-    together.
+    together. A program that torchrun did not start is a run of one rank.
 
     Raises:
         ConfigError: the config cannot work.
@@ -129,12 +130,18 @@ class RunContext:
         self._cleanup = ExitStack()
 
     def __enter__(self) -> "Run":
-        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        die_with(os.getppid())  # torchrun
+        if not any(name in os.environ for name in SET_BY_TORCHRUN):
+            os.environ.update(ONLY_RANK)
+            store: dist.Store = dist.HashStore()
+        elif fault := _environment_fault():
+            raise ConfigError(fault)
+        else:
+            die_with(os.getppid())  # torchrun
+            store = _join_store(int(os.environ["RANK"]))
+        rank = int(os.environ["RANK"])
         _set_up_process(rank)
-        store = _join_store(rank)
         with ExitStack() as stack:  # closed if anything below fails
-            run = _train(_checked(self.config, world_size), store, rank, stack, BUILD)
+            run = _execute(_checked(self.config), store, rank, stack, BUILD)
             if run is None:
                 raise ConfigError("trainer.output_dir holds a finished run: name another folder")
             self._cleanup = stack.pop_all()
@@ -145,12 +152,15 @@ class RunContext:
         STATUS.stop()
 
 
-def _close(cleanup: ExitStack, ending: Exception | None) -> None:
-    """Close what the run has opened; the observer logs what ended it."""
-    if ending is None:
-        cleanup.close()
-    else:
-        cleanup.__exit__(type(ending), ending, ending.__traceback__)
+def _environment_fault() -> str:
+    """Return why this process can be no rank; "" if it can."""
+    missing = [name for name in SET_BY_TORCHRUN if name not in os.environ]
+    if not missing:
+        return platform.unseen_gpus()
+    return (
+        f"megappo.train runs under torchrun, which sets {', '.join(missing)}: start it with megappo train CONFIG, or "
+        "under SLURM with launch/slurm.sbatch"
+    )
 
 
 def _set_up_process(rank: int) -> None:
@@ -176,58 +186,58 @@ def _join_store(rank: int) -> dist.Store:
     return dist.PrefixStore(f"start/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def _run(args: argparse.Namespace, store: dist.Store, rank: int, world_size: int, cleanup: ExitStack) -> None:
-    # A file of trainer.extensions may import megatron.core.
+def _run(args: argparse.Namespace, store: dist.Store, rank: int, cleanup: ExitStack) -> None:
     with STATUS.step("config check"):
-        config = load_config(args.config, args.overrides, before_extensions=megatron_setup.install)
+        config = load_run_config(args.config, args.overrides)
         if config.trainer.eval_only:
             INTERRUPTION.never_saves()
-        plan = _checked(config, world_size)
-    _train(plan, store, rank, cleanup)
+        plan = _checked(config)
+    _execute(plan, store, rank, cleanup, EXECUTE)
 
 
-def _checked(config: Config, world_size: int) -> RunPlan:
-    ranks_per_node = int(os.environ["LOCAL_WORLD_SIZE"])
+def _checked(config: Config) -> RunPlan:
+    world_size, ranks_per_node = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
     plan, errors = check_run(config, world_size, ranks_per_node, on_gpus=platform.has_cuda())
     if plan is None or errors:
         raise ConfigError(*errors)
     return plan
 
 
-def _train(plan: RunPlan, store: dist.Store, rank: int, cleanup: ExitStack, function: str = EXECUTE) -> Any:
+def _execute(plan: RunPlan, store: dist.Store, rank: int, cleanup: ExitStack, function: str) -> Any:
     """Start this rank's engine, join the other ranks, and return what a function of the run returns; None if there is
     nothing to do."""
-    with plan.config.locating():
-        return _execute(plan, store, rank, cleanup, function)
-
-
-def _execute(plan: RunPlan, store: dist.Store, rank: int, cleanup: ExitStack, function: str) -> Any:
     config, gpu_bytes = plan.config, platform.gpu_bytes()
-    if rank == 0:  # before the ranks meet, so that no other error can come first
-        finished = already_finished(config)
-        if finished:
-            print(finished, flush=True)
-        else:
-            cleanup.enter_context(lock(Path(config.trainer.output_dir)))
-            _print_capabilities(plan)
-        store.set("finished", finished)
-    if store.get("finished"):  # waits for rank 0: other nodes may see another content of the folder
-        return None
-    if config.trainer.eval_only:
-        plan = replace(plan, requested=evaluation_of(plan.requested), config=evaluation_of(config))
-    plan = resolve_offload(plan, Cluster(gpu_bytes) if gpu_bytes else None)
-    for name, value in shared_nccl_variables(plan).items():
-        os.environ.setdefault(name, value)  # the engine inherits the environment
-    engine_handle = EngineHandle()
-    if not config.replays:
-        engine_handle = start_engine(plan, rank, store, cleanup)
-    with STATUS.step("imports of Megatron"), platform.gc_disabled():
-        execute = resolved(function)
-    timeout = timedelta(seconds=config.trainer.process_group_timeout_seconds)
-    with STATUS.step("process group"):
-        dist.init_process_group(platform.backend(), store=store, rank=rank, world_size=plan.world_size, timeout=timeout)
-    Watchdog(store, rank, plan.world_size, config.hang_timeout_seconds)
-    return execute(plan, engine_handle, cleanup)
+    with config.locating():
+        if rank == 0:  # before the ranks meet, so that no other error can come first
+            store.set("finished", _occupy_folder(plan, cleanup))
+        if store.get("finished"):  # waits for rank 0: other nodes may see another content of the folder
+            return None
+        if config.trainer.eval_only:
+            plan = replace(plan, requested=evaluation_of(plan.requested), config=evaluation_of(config))
+        plan = resolve_offload(plan, Cluster(gpu_bytes) if gpu_bytes else None)
+        for name, value in shared_nccl_variables(plan).items():
+            os.environ.setdefault(name, value)  # the engine inherits the environment
+        engine_handle = EngineHandle() if config.replays else start_engine(plan, rank, store, cleanup)
+        with STATUS.step("imports of Megatron"), platform.gc_disabled():
+            execute = resolved(function)
+        timeout = timedelta(seconds=config.trainer.process_group_timeout_seconds)
+        with STATUS.step("process group"):
+            dist.init_process_group(
+                platform.backend(), store=store, rank=rank, world_size=plan.world_size, timeout=timeout
+            )
+        Watchdog(store, rank, plan.world_size, config.hang_timeout_seconds)
+        return execute(plan, engine_handle, cleanup)
+
+
+def _occupy_folder(plan: RunPlan, cleanup: ExitStack) -> str:
+    """Lock the output folder on rank 0; return and print a message if the folder holds a finished run, else ""."""
+    finished = already_finished(plan.config)
+    if finished:
+        print(finished, flush=True)
+    else:
+        cleanup.enter_context(lock(Path(plan.config.trainer.output_dir)))
+        _print_capabilities(plan)
+    return finished
 
 
 def shared_nccl_variables(plan: RunPlan) -> dict[str, str]:

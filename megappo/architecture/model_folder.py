@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from megappo.architecture.architecture import DTYPES, Architecture
 from megappo.config.config_error import shorten
 from megappo.config.hub import HUB_ID
 from megappo.config.sources import TextFileError, read_json
+from megappo.errors import own_command
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
@@ -73,7 +73,7 @@ def download_command(path: str) -> str:
     """Return the command that downloads the model which a path or a hub id stands for."""
     shape = shipped_shape(path)
     name = hub_id(shape) if shape else "NAME"
-    command = f"{Path(sys.prefix).name}/bin/hf download"
+    command = f"{own_command('hf')} download"
     if path == name:
         return f"{command} {name}"
     if not shape and HUB_ID.fullmatch(path):

@@ -5,14 +5,13 @@ The console, metrics.jsonl, run.json, the samples and the report are loggers; `t
 
 import difflib
 import importlib.util
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from megappo.config.config_error import shorten
-from megappo.errors import ActionableError
+from megappo.errors import ActionableError, own_command
 from megappo.observe.health import Finding, Unhealthy
 from megappo.runtime.interruption import Interrupted
 from megappo.table import Table, resolved
@@ -153,7 +152,7 @@ def logger_errors(names: Sequence[str]) -> Iterator[str]:
             package = LOGGERS[name].package
             spec = importlib.util.find_spec(package) if package else None
             if package and (spec is None or spec.origin is None):  # W&B leaves a folder `wandb` where it runs
-                command = f"{Path(sys.prefix).name}/bin/python -m pip install {package}"
+                command = f"{own_command('python')} -m pip install {package}"
                 yield f"trainer.loggers: {name} needs the package {package}, which is not installed: {command}"
         elif ".py:" not in name:
             near = difflib.get_close_matches(name, LOGGERS, n=1)

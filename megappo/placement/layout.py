@@ -175,7 +175,8 @@ def parse_ranks(text: str, world_size: int) -> tuple[int, ...]:
     if most >= world_size:
         raise ValueError(
             f"{shorten(repr(text))} names rank {most}, but this run has {counted(world_size, 'rank')}, numbered from "
-            f"0: start {most + 1} processes or more (NPROC={most + 1} with launch/local.sh), or name lower ranks"
+            f"0: start {most + 1} processes or more (megappo train --nproc {most + 1}, or torchrun --nproc-per-node "
+            f"{most + 1}), or name lower ranks"
         )
     ranks = [rank for first, last in ranges for rank in range(first, last + 1)]
     if len(set(ranks)) < len(ranks):

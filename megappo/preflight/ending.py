@@ -1,6 +1,8 @@
-"""Account of a run that has ended before its last step: where it resumes, what is lost, and the command that resumes
-it."""
+"""The end of a run before its last step, as its launcher sees it: where it resumes and what is lost; and its log where
+the ranks were ended before they could write it, by Ctrl-C or because they were killed."""
 
+import signal
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -9,8 +11,11 @@ from megappo.checkpoint.folders import NOT_BEGUN, checkpoints_in, position_of
 from megappo.config.config_error import ConfigError, counted
 from megappo.config.loading import read_values
 from megappo.observe.files import CHECKPOINTS
+from megappo.observe.loggers import RunEnd
 from megappo.observe.metrics_file import read_metrics
-from megappo.observe.run_file import RUN_FILE, read_run
+from megappo.observe.report import write_report
+from megappo.observe.run_file import RUN_FILE, RUNNING, read_run, write_end
+from megappo.preflight.output_folder import in_use
 
 
 class Ending(NamedTuple):
@@ -36,7 +41,7 @@ def ending_of(arguments: Sequence[str], started: float) -> Ending | None:
         None for a run that trains nothing, or whose config cannot be read.
     """
     try:
-        folder = run_folder(arguments)
+        folder = _run_folder(arguments)
         steps = [] if folder is None else read_metrics(folder)
     except ConfigError:
         return None
@@ -46,11 +51,35 @@ def ending_of(arguments: Sequence[str], started: float) -> Ending | None:
     checkpoints = checkpoints_in(folder / CHECKPOINTS)
     run = read_run(folder)
     reason = run["message"] if run.get("status") == "interrupted" else ""
-    has_trained = has_begun(folder, started) and bool(num_done or checkpoints)
+    has_trained = _has_begun(folder, started) and bool(num_done or checkpoints)
     return Ending(_account(checkpoints, num_done), reason, has_trained)
 
 
-def run_folder(arguments: Sequence[str]) -> Path | None:
+def end_abandoned_run(arguments: Sequence[str], started: float, code: int) -> None:
+    """Log the end of a run in run.json and its report, unless the run has done so, or another one has its folder.
+
+    Args:
+        arguments, started: as for `ending_of`.
+        code: the launcher's exit code: 128 + n after signal n.
+    """
+    try:
+        folder = _run_folder(arguments)
+        if folder is None or not _has_begun(folder, started):
+            return
+        if read_run(folder).get("status") == RUNNING and not in_use(folder):
+            write_end(folder, _end(code))
+            write_report(folder)
+    except Exception as error:  # the run has ended for a reason of its own, which must stay its exit code
+        print(f"WARNING: the report of the run was not written: {type(error).__name__}: {error}", file=sys.stderr)
+
+
+def _end(code: int) -> RunEnd:
+    if code - 128 in set(signal.Signals):
+        return RunEnd("interrupted", f"ended by {signal.Signals(code - 128).name}")
+    return RunEnd("failed", f"a rank ended without an error message (exit code {code}): see the run's output")
+
+
+def _run_folder(arguments: Sequence[str]) -> Path | None:
     """Return the output folder of the run with these arguments of megappo.train; None for one that trains nothing.
 
     Raises:
@@ -65,7 +94,7 @@ def run_folder(arguments: Sequence[str]) -> Path | None:
     return Path(str(trainer["output_dir"])).expanduser()
 
 
-def has_begun(folder: Path, started: float) -> bool:
+def _has_begun(folder: Path, started: float) -> bool:
     """Return whether the run in a folder has written its run.json since `started`: one that is refused does not."""
     file = folder / RUN_FILE
     return file.is_file() and file.stat().st_mtime >= started

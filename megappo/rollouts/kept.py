@@ -1,13 +1,15 @@
 """Kept rollouts: the first rows of a step with their texts and all that was computed for them, in a Parquet file."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pyarrow
 from pyarrow import parquet
 
-from megappo.batch.exchange import Batch, Exchange
-from megappo.batch.rows import Rows, is_within
+from megappo.batch.exchange import Batch
+from megappo.batch.rows import Rows
+from megappo.checkpoint.folders import put_durably
 from megappo.data.tokenizer import token_texts
 from megappo.observe.files import kept_file
 from megappo.rollouts.group_selection import StepResponses
@@ -15,12 +17,22 @@ from megappo.rollouts.rollouts import Rollouts
 
 KEPT_ROWS = 64
 """Rows of a step that are kept at most: those of the first prompts that it drew."""
-TOKEN_FIELDS = {
-    "response_mask": pyarrow.int8(),
-    **dict.fromkeys(("rollout_log_probs", "old_log_probs", "ref_log_probs"), pyarrow.float32()),
-    **dict.fromkeys(("values", "advantages", "returns"), pyarrow.float32()),
-}
-"""Fields with a number per response token that are kept -> their type."""
+PER_TOKEN = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "values", "advantages", "returns")
+"""Fields with a number per response token that are kept, where the run has them."""
+SCHEMA = pyarrow.schema(
+    {
+        "step": pyarrow.int64(),
+        **dict.fromkeys(("dataset", "prompt", "response", "label"), pyarrow.string()),
+        "score": pyarrow.float64(),
+        "parts": pyarrow.map_(pyarrow.string(), pyarrow.float64()),
+        "passed": pyarrow.bool_(),
+        "finish_reason": pyarrow.string(),
+        "tokens": pyarrow.list_(pyarrow.int64()),
+        "texts": pyarrow.list_(pyarrow.string()),
+        "response_mask": pyarrow.list_(pyarrow.int8()),
+        **dict.fromkeys(PER_TOKEN, pyarrow.list_(pyarrow.float32())),
+    }
+)
 Facts = dict[tuple[int, int], tuple[dict[str, float], str]]
 """(prompt_index, sample_index) -> what functions and environments returned beside the score, and how it ended."""
 
@@ -36,21 +48,19 @@ def keep_rollouts(
         batch: rows with their advantages, at their owners.
         responses: None where the rows were recorded, so that there are neither labels nor parts.
     """
-    exchange: Exchange = rollouts.exchange
+    exchange = rollouts.exchange
     kept = range(min(KEPT_ROWS, len(batch.table)))
-    names = {*TOKEN_FIELDS, "scores", "truncated", "episodes"} & batch.rows.fields.keys()
+    names = {*PER_TOKEN, "response_mask", "scores", "truncated", "episodes"} & batch.rows.fields.keys()
     rows = exchange.move(batch, (tuple(kept), *[()] * (exchange.world_size - 1)), sorted(names)).rows
     facts = exchange.merge(_facts(responses, set(batch.table.prompt_ids[kept].tolist())))
     if exchange.rank:
         return
     labels = [] if responses is None else [prompt.label for prompt in responses.prompts]
-    table = _table(step, rows, labels, facts, rollouts)
+    table = pyarrow.Table.from_pylist(list(_records(step, rows, labels, facts, rollouts)), SCHEMA)
     path = kept_file(output_dir, step)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".tmp")
-        parquet.write_table(table, partial, compression="zstd")
-        partial.replace(path)  # the report, which may read meanwhile, never finds half a file
+        put_durably(path, lambda partial: parquet.write_table(table, partial, compression="zstd"))
     except OSError as error:
         print(f"WARNING: the rollouts of step {step} are not kept: {error}", flush=True)
 
@@ -64,39 +74,26 @@ def _facts(responses: StepResponses | None, prompts: set[int]) -> Facts:
     }
 
 
-def _table(step: int, rows: Rows, labels: list[Any], facts: Facts, rollouts: Rollouts) -> pyarrow.Table:
-    prompts, tokens = [], []
-    for sequence, length in zip(rows.sequences, rows.prompt_lengths.tolist(), strict=True):
-        prompts.append(sequence[:length].tolist())
-        tokens.append(sequence[length:].tolist())
-    decode, prompt_ids = rollouts.tokenizer.batch_decode, rows.prompt_ids.tolist()
-    facts_of_rows = []
-    for row, prompt in enumerate(prompt_ids):
-        default = "length" if rows.fields["truncated"][row] else "stop"
-        number = rows.fields["episodes"][row] if "episodes" in rows.fields else row - prompt_ids.index(prompt)
-        facts_of_rows.append(facts.get((prompt, int(number)), ({}, default)))
-    scores = rows.fields["scores"].double().tolist()
-    threshold = rollouts.config.rollout.val_pass_threshold
-    mask = is_within(rows.response_lengths, rows.max_response_length)
-    offsets = pyarrow.array([0, *rows.response_lengths.cumsum(0).tolist()], pyarrow.int32())
-    columns = {
-        "step": pyarrow.array([step] * len(rows), pyarrow.int64()),
-        "dataset": pyarrow.nulls(len(rows), pyarrow.string()),
-        "prompt": decode(prompts),
-        "response": decode(tokens, skip_special_tokens=True),
-        "label": pyarrow.array([str(labels[prompt]) if labels else None for prompt in prompt_ids], pyarrow.string()),
-        "score": scores,
-        "parts": pyarrow.array(
-            [parts for parts, _ in facts_of_rows], pyarrow.map_(pyarrow.string(), pyarrow.float64())
-        ),
-        "passed": [score >= threshold for score in scores],
-        "finish_reason": [ending for _, ending in facts_of_rows],
-        "tokens": tokens,
-        "texts": [token_texts(of_row, rollouts.tokenizer) for of_row in tokens],
-    }
-    for name, kind in TOKEN_FIELDS.items():
-        columns[name] = pyarrow.nulls(len(rows), pyarrow.list_(kind))
-        if name in rows.fields:
-            numbers = pyarrow.array(rows.fields[name][mask].numpy()).cast(kind)
-            columns[name] = pyarrow.ListArray.from_arrays(offsets, numbers)
-    return pyarrow.table(columns)
+def _records(step: int, rows: Rows, labels: list[Any], facts: Facts, rollouts: Rollouts) -> Iterator[dict[str, Any]]:
+    """Yield what is kept of each row, by the names of SCHEMA."""
+    fields, tokenizer = rows.fields, rollouts.tokenizer
+    prompt_ids, scores = rows.prompt_ids.tolist(), fields["scores"].tolist()
+    for row, (prompt, sequence) in enumerate(zip(prompt_ids, rows.sequences, strict=True)):
+        prompt_tokens, tokens = sequence.tensor_split([int(rows.prompt_lengths[row])])
+        number = int(fields["episodes"][row]) if "episodes" in fields else row - prompt_ids.index(prompt)
+        default = "length" if fields["truncated"][row] else "stop"
+        parts, ending = facts.get((prompt, number), ({}, default))
+        per_token = {name: fields[name][row, : len(tokens)].numpy() for name in PER_TOKEN if name in fields}
+        yield per_token | {
+            "step": step,
+            "prompt": tokenizer.decode(prompt_tokens),
+            "response": tokenizer.decode(tokens, skip_special_tokens=True),
+            "label": str(labels[prompt]) if labels else None,
+            "score": scores[row],
+            "parts": parts,
+            "passed": scores[row] >= rollouts.config.rollout.val_pass_threshold,
+            "finish_reason": ending,
+            "tokens": tokens.tolist(),
+            "texts": token_texts(tokens.tolist(), tokenizer),
+            "response_mask": rows.response_mask[row, : len(tokens)].numpy(),
+        }

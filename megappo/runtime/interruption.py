@@ -26,6 +26,8 @@ EXIT_UNSAVED = 4
 """Exit code of a rank that a signal stopped before there was anything to save: the run would restart from nothing."""
 EXIT_AGAIN = 75
 """Exit code of a run that has saved what it had before its last step: start it again (EX_TEMPFAIL of sysexits.h)."""
+COMMAND = "MEGAPPO_COMMAND"
+"""Environment variable: the command that started the run, as its user wrote it."""
 LAUNCHER = "MEGAPPO_LAUNCHER"
 """Environment variable: the pid of a launcher that reports how ranks ended that could not report it themselves."""
 LAUNCHER_STARTED = "MEGAPPO_LAUNCHER_STARTED"

@@ -197,8 +197,10 @@ def has_transformer_engine() -> bool:
 
 
 def has_varlen_attn() -> bool:
-    """Return whether torch's attention of packs takes groups of heads; older versions do not."""
-    from torch.nn.attention.varlen import varlen_attn  # takes seconds, and few need it
+    """Return whether torch's attention of packs, for GPUs, takes groups of heads; older versions do not."""
+    if not has_cuda():
+        return False
+    from torch.nn.attention.varlen import varlen_attn  # imports torch's compiler, which takes seconds
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
 

@@ -24,9 +24,7 @@ def train(run: Run) -> None:
     with run.phase("sync"):
         run.engines.first_sync()
     if run.progress.is_new and run.config.eval_interval:
-        with run.phase("evaluate"):
-            metrics = run.evaluate(0)
-        run.observer.log(0, metrics)
+        run.observer.log(0, run.evaluate(0))
     run.begin_training()
     try:
         for step in range(run.progress.start_step + 1, run.config.trainer.total_steps + 1):
@@ -75,7 +73,6 @@ def ppo_step(run: Run, step: int) -> dict[str, Any]:
     with phase("sync"):
         metrics |= run.engines.sync(changed=models.is_trained("actor", step))
     if run.is_due(step, run.config.eval_interval):
-        with phase("evaluate"):
-            metrics |= run.evaluate(step)
+        metrics |= run.evaluate(step)  # phase "evaluate"
     run.progress.finish(experience)
     return metrics

@@ -17,7 +17,7 @@ from megappo.estimate.gpus import GIB
 from megappo.observe.files import CONFIG_FILE, EVALUATION_FILE
 from megappo.observe.loggers import RunEnd, RunInfo
 from megappo.observe.metrics import reduce_ranks
-from megappo.observe.observer import open_observer
+from megappo.observe.observer import Observer, open_observer
 from megappo.observe.run_file import git_commit, run_id_of
 from megappo.observe.samples import drop_samples
 from megappo.observe.timeline import drop_phases
@@ -53,12 +53,6 @@ def execute(plan: RunPlan, engine_handle: EngineHandle, cleanup: ExitStack) -> N
         cleanup: closes what must be closed however the run ends.
     """
     run = build_run(plan, engine_handle, cleanup)
-    if run.exchange.rank == 0:  # not before: a folder that is refused stays as it was
-        _write_config(plan.requested, run)
-        progress, output_dir = run.progress, plan.config.trainer.output_dir
-        drop_phases(output_dir, progress.resume_step)
-        is_in_step = progress.experience is not None  # whose rollouts have been kept
-        drop_samples(output_dir, progress.resume_step + is_in_step, "parquet")
     if plan.config.trainer.eval_only:
         evaluate_only(run)
     elif plan.config.trainer.rollout_only:
@@ -102,13 +96,17 @@ def build_run(plan: RunPlan, engine_handle: EngineHandle, cleanup: ExitStack) ->
     else:
         batches = SampledBatches(datasets, rollouts, engines.sleep, record, num_drawn=progress.num_drawn)
     mfu = Utilisation(models, exchange)
+    if exchange.rank == 0:  # not before: a folder that is refused stays as it was
+        _begin_folder(plan.requested, progress, observer)
     return Run(config, exchange, datasets, models, engines, rollouts, batches, progress, observer, phase, mfu)
 
 
 def run_info(plan: RunPlan, resume_step: int) -> RunInfo:
     """Return the facts about a run that its loggers record."""
-    trainer = plan.config.trainer
-    output_dir = Path(trainer.output_dir)
+    trainer, gpu_bytes = plan.config.trainer, platform.gpu_bytes()
+    output_dir, planned = Path(trainer.output_dir), {}
+    if gpu_bytes is not None and plan.training:
+        planned = MemoryEstimate(plan, Cluster(gpu_bytes)).allocated()
     return RunInfo(
         output_dir=output_dir,
         total_steps=trainer.total_steps,
@@ -118,16 +116,8 @@ def run_info(plan: RunPlan, resume_step: int) -> RunInfo:
         commit=git_commit(Path(__file__).parent),
         hardware={"ranks": f"{plan.world_size}, {plan.ranks_per_node} on each node", **platform.capabilities()},
         placement=placement_lines(plan),
-        planned_gib=planned_gib(plan, platform.gpu_bytes()),
+        planned_gib={phase: nbytes / GIB for phase, nbytes in planned.items()},
     )
-
-
-def planned_gib(plan: RunPlan, gpu_bytes: float | None) -> dict[str, float]:
-    """Return phase -> GiB that torch's allocator should hold; {} on a CPU, and for a run that trains nothing."""
-    if gpu_bytes is None or not plan.training:
-        return {}
-    estimate = MemoryEstimate(plan, Cluster(gpu_bytes))
-    return {phase: nbytes / GIB for phase, nbytes in estimate.allocated().items()}
 
 
 def _needs_models(config: Config) -> bool:
@@ -149,12 +139,17 @@ def _resume_record(record: Record, prompts: PromptDataset, progress: Progress) -
     return lines
 
 
-def _write_config(config: Config, run: Run) -> None:
-    """Write the resolved config beside the results, and report what has changed since the checkpoint's."""
-    if run.progress.checkpoint is not None and not config.trainer.eval_only:
-        for change in changes_since(run.progress.checkpoint / CONFIG_FILE, config):
-            run.observer.message(f"changed since then: {change}")
-    write_durably(Path(config.trainer.output_dir, CONFIG_FILE), dump_config(config))
+def _begin_folder(config: Config, progress: Progress, observer: Observer) -> None:
+    """Write the resolved config beside the results, report what has changed since the checkpoint's, and remove what an
+    earlier run left of the steps to come."""
+    output_dir = Path(config.trainer.output_dir)
+    if progress.checkpoint is not None and not config.trainer.eval_only:
+        for change in changes_since(progress.checkpoint / CONFIG_FILE, config):
+            observer.message(f"changed since then: {change}")
+    write_durably(output_dir / CONFIG_FILE, dump_config(config))
+    drop_phases(output_dir, progress.resume_step)
+    is_in_step = progress.experience is not None  # whose rollouts have been kept
+    drop_samples(output_dir, progress.resume_step + is_in_step, "parquet")
 
 
 def rollout_only(run: Run) -> None:
@@ -179,8 +174,7 @@ def evaluate_only(run: Run) -> None:
     with run.phase("sync"):
         run.engines.first_sync()
     step, weights = run.progress.step, run.progress.checkpoint or Path(run.config.model.path)
-    with run.phase("evaluate"):
-        metrics = run.evaluate(step)
+    metrics = run.evaluate(step)
     run.observer.log(step, metrics)
     content = {"weights": str(weights.resolve()), "step": step, "metrics": metrics}
     file = Path(run.config.trainer.output_dir, EVALUATION_FILE)

@@ -63,7 +63,8 @@ class Run:
 
     def evaluate(self, step: int) -> dict[str, Any]:
         """Return `val/<dataset>/*` of every held-out prompt, and log a few samples."""
-        return evaluate(self.rollouts, self.datasets, self.observer, step)
+        with self.phase("evaluate"):
+            return evaluate(self.rollouts, self.datasets, self.observer, step)
 
     def begin_training(self) -> None:
         """Begin the first step: from here on a signal or the time limit ends the run with a checkpoint."""

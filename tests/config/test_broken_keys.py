@@ -327,7 +327,7 @@ CONTRADICTIONS = {
 PLACEMENTS = {
     "placement.rollout=4": (
         "placement.rollout: '4' names rank 4, but this run has 4 ranks, numbered from 0: "
-        "start 5 processes or more (NPROC=5 with launch/local.sh), or name lower ranks"
+        "start 5 processes or more (megappo train --nproc 5, or torchrun --nproc-per-node 5), or name lower ranks"
     ),
     "placement.critic=3-1": "placement.critic: '3-1': the range 3-1 runs backwards: write 1-3",
     "placement.rollout=0-2,2": "placement.rollout: '0-2,2' names a rank twice: name it once",

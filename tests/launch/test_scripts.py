@@ -51,7 +51,7 @@ def test_help_comes_before_anything_is_installed(tmp_path):
 def copy_script(name: str, repository: Path) -> Path:
     """The script in another repository, beside what it sources."""
     copy = repository / "launch" / name
-    for path in (copy, *(repository / "launch" / name for name in ("environment.sh", "waiting.sh"))):
+    for path in (copy, *(repository / "launch" / name for name in ("environment.sh", "gpus.sh", "waiting.sh"))):
         executable(path, (ROOT / "launch" / path.name).read_text())
     return copy
 
@@ -136,15 +136,18 @@ def test_megappo_quickstart_runs_the_script_in_its_own_python(tmp_path):
 def test_the_quickstart_refuses_too_few_gpus_before_the_set_up(tmp_path):
     result = quickstart(tmp_path, 0, "gpu")
     assert result.returncode == 1 and not result.stdout
-    assert "expected 2 GPUs, nvidia-smi finds 0" in result.stderr
+    assert "expected 2 visible GPUs, found 0" in result.stderr
 
 
-@pytest.mark.parametrize(("gpus", "nproc"), [(1, "1"), (2, "2")])
-def test_the_quickstart_on_gpus_trains_in_16_bits_on_one_or_two(tmp_path, gpus, nproc):
-    words = quickstart(tmp_path, gpus, "gpu").stdout.splitlines()
+@pytest.mark.parametrize(("visible", "nproc"), [(None, "2"), ("5", "1"), ("0,1,2", "2")])
+def test_the_quickstart_on_gpus_trains_in_16_bits_on_one_or_two(tmp_path, monkeypatch, visible, nproc):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    words = quickstart(tmp_path, 8, "gpu").stdout.splitlines()
     assert words[words.index("--nproc") + 1] == nproc
     assert "model.dtype=bf16" in words
-    assert ("actor.parallel.tensor=1" in words) == (gpus == 1)
+    assert ("actor.parallel.tensor=1" in words) == (nproc == "1")
 
 
 HEAD = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "here"}
@@ -314,6 +317,7 @@ def slurm(
     srun = 'while [[ $1 == -* ]]; do echo "srun $1"; shift; done; SLURM_NODEID=1 "$@"'
     executable(tmp_path / "bin" / "srun", srun)
     executable(tmp_path / ".venv-gpu" / "bin" / "python", python)
+    executable(tmp_path / "launch" / "waiting.sh", (ROOT / "launch" / "waiting.sh").read_text())
     variables = {
         "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
         "SLURM_SUBMIT_DIR": str(tmp_path),

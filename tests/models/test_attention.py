@@ -70,7 +70,7 @@ def test_a_share_of_a_sequence_takes_a_kernel_that_keeps_no_scores(
     monkeypatch.setattr(bias, "can_use_flash_attention", flash_takes)
     monkeypatch.setattr(bias, "can_use_efficient_attention", efficient_takes)
     mask = bias.causal_lower_right(32, END)  # made here: it cannot be where operators are noted
-    monkeypatch.setattr(packed_attention, "causal_lower_right", lambda *size: mask)
+    monkeypatch.setattr(bias, "causal_lower_right", lambda *size: mask)
     names = attend(dtype, groups, value_size, chunk=32)
     assert kernel in names and not {"bmm", "ones"} & {*names}
 

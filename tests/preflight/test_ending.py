@@ -5,8 +5,7 @@ import json
 import pytest
 
 from megappo.observe.run_file import RUNNING, read_run
-from megappo.preflight.abandoned_run import end_abandoned_run
-from megappo.preflight.ending import ending_of
+from megappo.preflight.ending import end_abandoned_run, ending_of
 
 
 @pytest.fixture

@@ -42,7 +42,7 @@ def test_visible_devices_are_those_that_cuda_sees(named, devices):
 
 
 def test_the_launch_scripts_count_the_same():
-    script = (ROOT / "launch" / "environment.sh").read_text()
+    script = (ROOT / "launch" / "gpus.sh").read_text()
     count = script[script.index("num_gpus() {") : script.index("\n}\n") + 3] + "num_gpus"
     for named, devices in DEVICES.items():
         if named is not None:
