@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
+from ports import free_port
+from waiting import wait_until
 
 from megappo.config.schema import Rollout
 from megappo.engines import launch
@@ -50,13 +52,6 @@ def session_pids(leader: int) -> list[int]:
     """Processes of a session that still run (zombies do not)."""
     found = subprocess.run(["ps", "-o", "pid=,stat=", "-s", str(leader)], capture_output=True, text=True).stdout
     return [int(line.split()[0]) for line in found.splitlines() if not line.split()[1].startswith("Z")]
-
-
-def wait_until(condition, seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the condition was not met in time"
-        time.sleep(0.1)
 
 
 def test_a_taken_port_is_refused_at_once(checkpoint, tmp_path):
@@ -139,9 +134,9 @@ def test_an_idle_engine_leaves_the_cores_to_the_trainer(engine):
     assert cpu_seconds() - before < 0.3
 
 
+@pytest.mark.slow  # tests/sync/test_weight_update.py has an engine of two processes on one node
 def test_an_engine_of_two_nodes_serves_on_the_first(checkpoint, tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as guard:
-        meeting = f"127.0.0.1:{guard.getsockname()[1]}"
+    meeting = f"127.0.0.1:{free_port()}"
     parts = [
         build(
             checkpoint,

@@ -15,6 +15,7 @@ import httpx
 import psutil
 import pytest
 import torch
+from ports import free_port
 from program import REPOSITORY
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -42,11 +43,6 @@ def home() -> Iterator[Path]:
     """A temporary folder for the command: sockets lie in it, whose names may have 107 bytes."""
     with tempfile.TemporaryDirectory(prefix="serve-") as folder:
         yield Path(folder)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 @pytest.fixture
@@ -127,7 +123,7 @@ def refused(*arguments: object) -> str:
     return line
 
 
-@pytest.mark.slow  # beside it a refusal, of the same kind, of an argument
+@pytest.mark.slow  # the next test has a refusal of the same kind
 def test_what_is_no_folder_of_a_model_is_refused(tmp_path):
     assert "expected a model first, found nothing" in refused()
     assert "found --port; usage: megappo serve MODEL" in refused("--port", 1)
@@ -137,14 +133,23 @@ def test_what_is_no_folder_of_a_model_is_refused(tmp_path):
     assert "it has no *.safetensors" in refused(tmp_path)
 
 
-def test_a_taken_port_and_an_unknown_argument_are_refused_before_anything_is_loaded(folder):
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-        assert f"cannot listen on 127.0.0.1:{port} (Address already in use)" in refused(folder, "--port", port)
+@pytest.mark.slow  # SGLang's parser, which the next test but one starts
+def test_an_unknown_argument_is_refused_before_anything_is_loaded(folder):
     assert "unrecognized arguments: --no-such-flag" in refused(folder, "--no-such-flag")
 
 
-def test_help_lists_sglangs_arguments():
-    result = subprocess.run([*COMMAND, "MODEL", "--help"], cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0 and "usage: megappo serve MODEL" in result.stdout
-    assert "--host" in result.stdout and "--max-total-tokens" in result.stdout
+def test_a_taken_port_is_refused_before_anything_is_loaded(folder):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert f"cannot listen on 127.0.0.1:{port} (Address already in use)" in refused(folder, "--port", port)
+
+
+def test_the_short_help_shows_how_to_list_sglangs_arguments():
+    short, full = (
+        subprocess.run([*COMMAND, *words, "--help"], cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+        for words in ((), ("MODEL",))
+    )
+    assert short.returncode == full.returncode == 0
+    assert "usage: megappo serve MODEL [SGLang's arguments; megappo serve MODEL --help lists them]" in short.stderr
+    assert "usage: megappo serve MODEL" in full.stdout
+    assert "--host" in full.stdout and "--max-total-tokens" in full.stdout

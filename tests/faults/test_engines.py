@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from commands import assert_equal, tensors_of
 from faults import ON_RECORD, UPDATES, Point, Series
+from ports import free_port
 from program import logged, trained_on
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -113,8 +114,7 @@ def steal(port: int) -> socket.socket:
 
 def test_an_engine_that_is_killed_and_its_port_stolen(config, folder):
     """The run ends with an error about the port. Restarted when the port is free, it resumes."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     series = Series(folder, config, f"rollout.port={port}", *SAVING, "trainer.total_steps=2")
     with ThreadPoolExecutor(1) as thread:
         thief = thread.submit(steal, port)

@@ -16,6 +16,8 @@ from typing import Any
 
 import psutil
 import pytest
+from ports import free_port
+from waiting import wait_until
 
 from megappo.runtime import platform
 from megappo.runtime.interruption import LAUNCHER_STARTED
@@ -40,7 +42,10 @@ def generate():
     from megappo.runtime.heartbeat import heartbeat
     with heartbeat.waiting(): time.sleep(5)
 def save():
-    signal.signal(signal.SIGUSR1, lambda *_: (time.sleep(0.7 * (rank + 1)), os._exit(75)))
+    def end(*_):
+        while not os.path.exists(f"{__file__}.{rank}"): time.sleep(0.05)
+        os._exit(75)
+    signal.signal(signal.SIGUSR1, end)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
 def evaluate():
     from megappo.runtime.interruption import INTERRUPTION
@@ -130,13 +135,6 @@ class Launcher:
         return code
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Callable[..., Launcher]]:
     """Starts launchers, and sees to it that nothing of them is left."""
@@ -155,11 +153,6 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Launcher]]:
 
 
 ONE_NODE = ("--standalone", "--nproc-per-node", "2", "--shutdown-timeout", "1")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def node(number: int, port: int) -> tuple[str, ...]:
@@ -262,39 +255,44 @@ def test_a_signal_to_the_launcher(launch, number):
     assert launcher.lines == [f"ended by {number.name}"]
 
 
-def test_further_signals_while_the_ranks_save_what_the_first_asked_for(launch):
+def test_further_signals_while_the_ranks_save_what_the_first_asked_for(launch, tmp_path):
     """As Slurm may send them: SIGUSR1 in two ways, SIGTERM as soon as the launcher of another node has ended."""
     launcher = launch(*ONE_NODE, "all=save", can_save=True)
     first, second = launcher.wait_for_ranks()
-    wait_until(lambda: handles_usr1(first) and handles_usr1(second))
+    wait_until(lambda: has_signal("SigCgt", first) and has_signal("SigCgt", second))
     launcher.process.send_signal(signal.SIGUSR1)
     time.sleep(0.2)
     launcher.process.send_signal(signal.SIGUSR1)
+    (tmp_path / "rank.py.0").touch()
     wait_until(lambda: not first.is_running() or first.status() == psutil.STATUS_ZOMBIE)
     time.sleep(0.3)  # for the launcher to see it
     launcher.process.send_signal(signal.SIGTERM)
-    assert second.is_running() and launcher.wait() == 75
+    time.sleep(0.3)
+    assert second.is_running()
+    (tmp_path / "rank.py.1").touch()
+    assert launcher.wait() == 75
     assert launcher.lines == ["ended by SIGUSR1: started again, the run goes on"]
 
 
 def test_ranks_that_have_saved_nothing_are_not_to_be_restarted(launch):
     launcher = launch(*ONE_NODE, "all=evaluate", can_save=True)
     ranks = launcher.wait_for_ranks()
-    wait_until(lambda: all(map(handles_usr1, ranks)))
+    wait_until(lambda: all(has_signal("SigCgt", rank) for rank in ranks))
     launcher.process.send_signal(signal.SIGTERM)
     assert launcher.wait() == 128 + signal.SIGTERM
     assert launcher.lines == ["ended by SIGTERM"]
 
 
-def handles_usr1(process: psutil.Process) -> bool:
-    [caught] = re.findall(r"SigCgt:\s+(\w+)", Path(f"/proc/{process.pid}/status").read_text())
-    return bool(int(caught, 16) >> (signal.SIGUSR1 - 1) & 1)
+def has_signal(mask: str, process: psutil.Process) -> bool:
+    """Return True if SIGUSR1 is in a mask of a process: SigCgt of handled signals, SigIgn of ignored ones."""
+    [found] = re.findall(rf"{mask}:\s+(\w+)", Path(f"/proc/{process.pid}/status").read_text())
+    return bool(int(found, 16) >> (signal.SIGUSR1 - 1) & 1)
 
 
 def test_ctrl_c_twice(launch):
     launcher = launch(*ONE_NODE, "1=ignore")
-    launcher.wait_for_ranks()
-    time.sleep(1)  # for rank 1 to ignore it
+    ignoring = launcher.wait_for_ranks()[1]
+    wait_until(lambda: has_signal("SigIgn", ignoring))
     launcher.process.send_signal(signal.SIGINT)
     time.sleep(0.3)
     launcher.process.send_signal(signal.SIGINT)
@@ -358,6 +356,7 @@ def test_ranks_may_open_as_many_files_as_the_hard_limit_allows():
     assert printed("megappo.torchrun", *options, "bash", "-c", "ulimit -n").strip() == str(hard)
 
 
+@slow
 def test_ranks_of_plain_torchrun_may_too(tmp_path):
     extension = tmp_path / "limits.py"
     extension.write_text("import resource\nprint('limits', *resource.getrlimit(resource.RLIMIT_NOFILE), flush=True)\n")
@@ -395,7 +394,7 @@ os.write(1, f"{faults} {os.environ['MALLOC_MMAP_MAX_']}".encode())
 may each leave too little for the next, as something small is put into a part of it."""
 
 
-@pytest.mark.parametrize("given", [None, "1000"])
+@pytest.mark.parametrize("given", [None, pytest.param("1000", marks=slow)])
 def test_ranks_reuse_memory_that_they_have_freed(given, tmp_path, monkeypatch):
     monkeypatch.delenv("MALLOC_MMAP_MAX_", raising=False)
     if given is not None:

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from ports import free_port
 from program import ONE_RANK_EACH, Program, logged
 
 from megappo.engines.process import API_KEY
@@ -62,8 +62,7 @@ def test_a_crash(transport, config, folder):
 @pytest.mark.slow  # tests/rollouts has its requests, test_transports.py weights by broadcast
 def test_an_engine_that_somebody_else_started(config, folder):
     """It gets its weights by broadcast, and the run never ends it, not even when it fails."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     serve = [sys.executable, "-m", "megappo.serve", config.parent / "model", "--max-total-tokens", "4096"]
     command = [*serve, "--port", port, "--api-key", "its key"]
     with subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}) as server:

@@ -4,11 +4,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
+from waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 DETACH = """
@@ -39,19 +39,18 @@ def announced(process: subprocess.Popen) -> list[int]:
 def descendants(pid: int, detached: list[int]) -> list[int]:
     """The pids of all that descends from a process, once the detached ones, whose parents may still end, are among
     its keeper's children."""
-    deadline = time.monotonic() + 5
-    while True:
-        found = [child.pid for child in psutil.Process(pid).children(recursive=True)]
-        if set(detached) < set(found):
-            return found
-        assert time.monotonic() < deadline, f"of {detached} only {found} descend from {pid}"
+    found: list[int] = []
+
+    def are_complete() -> bool:
+        found[:] = [child.pid for child in psutil.Process(pid).children(recursive=True)]
+        return set(detached) < set(found)
+
+    wait_until(are_complete)
+    return found
 
 
 def wait_until_gone(pids: list[int]) -> None:
-    deadline = time.monotonic() + 5
-    while any(map(psutil.pid_exists, pids)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not any(map(psutil.pid_exists, pids))
+    wait_until(lambda: not any(map(psutil.pid_exists, pids)))
 
 
 @pytest.mark.parametrize(

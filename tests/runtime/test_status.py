@@ -13,6 +13,7 @@ from program import REPOSITORY
 
 RANK_0 = """
 import subprocess, sys, time
+other = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdin=subprocess.PIPE)
 from megappo.runtime import status
 from megappo.runtime.heartbeat import heartbeat
 from megappo.runtime.status import STATUS
@@ -26,13 +27,15 @@ heartbeat.count(128, 256, "responses", tokens=4000)
 STATUS.ends_at = time.monotonic() + 3600
 time.sleep(1.2)
 print("WARNING (rank 0): a line", file=sys.stderr)
-subprocess.run([sys.executable, "-c", sys.argv[1]])
+other.communicate()
 time.sleep(1.2)
 STATUS.stop()
 print("the end")
 """
 RANK_1 = """
+import sys
 from megappo.runtime.status import share_terminal
+sys.stdin.read()
 share_terminal()
 print("WARNING (rank 1): another line")
 """

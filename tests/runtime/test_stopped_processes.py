@@ -20,14 +20,15 @@ from megappo.userland.signatures import Row
 
 ROOT = Path(__file__).resolve().parents[2]
 USER_CODE = """
-import subprocess, time
+import os, subprocess, time
 
 def start():
     subprocess.Popen(["sleep", "54321"], start_new_session=True)
 
 def f(prompts, responses, labels):
     start()
-    time.sleep(float(labels[0]))
+    while not os.path.exists(labels[0]):
+        time.sleep(0.01)
     return [0.0] * len(labels)
 
 class Env:
@@ -81,21 +82,23 @@ def test_a_reward_function(user_code: Path, kind: str, moment: str):
     with all_gone():
         before = descendants()
         with load_reward(f"{user_code}:f", num_workers=1, timeout_seconds=1.5) as pool:
-            pool.score([Row("p", "r", 0, {})])
+            done, go = Row("p", "r", str(user_code), {}), user_code.with_name("go")
+            pool.score([done])
             started = [process for process in descendants() if process not in before]
             assert len(started) == 3, "a keeper, a worker, and what it has started"
             scoring = pool.begin()
             if moment == "at work":
-                scoring.add([Row("p", "r", 0.5, {})])
+                scoring.add([Row("p", "r", str(go), {})])
                 scoring.end()
                 time.sleep(0.2)
             stop(started, kind)
+            go.touch()
             begun = time.monotonic()
             if kind == "worker":
                 with pytest.raises(RewardError, match="took longer than 1.5 seconds"):
-                    scoring.results() if moment == "at work" else pool.score([Row("p", "r", 0, {})])
+                    scoring.results() if moment == "at work" else pool.score([done])
             else:
-                assert pool.score([Row("p", "r", 0, {})])[0].scores == [0.0], "its worker works on"
+                assert pool.score([done])[0].scores == [0.0], "its worker works on"
             assert time.monotonic() - begun < 5
         assert time.monotonic() - begun < 10
 

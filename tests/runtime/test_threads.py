@@ -46,7 +46,8 @@ class Store(dist.HashStore):
         raise ValueError("no such number")
 
 watchdog = Watchdog(Store(), 0, 1, 0.1)
-time.sleep(0.5)
+while not FAILED:
+    time.sleep(0.02)
 """
 OURS = """
 import threading

@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import runpy
-import socket
 import subprocess
 import sys
 import tempfile
@@ -14,6 +13,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import torch
+from ports import free_port
 from safetensors.torch import load_file
 from spawn import START_METHOD
 
@@ -53,7 +53,7 @@ def run(
 def _run_in_forks(tool: Path, arguments: list[str], num_ranks: int) -> Result:
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder, name) for name in ("stdout", "stderr")]
-        context, port = multiprocessing.get_context(START_METHOD), _free_port()
+        context, port = multiprocessing.get_context(START_METHOD), free_port()
         ranks = [
             context.Process(target=_main, args=(tool, arguments, outputs, rank, num_ranks, port))
             for rank in range(num_ranks)
@@ -77,11 +77,6 @@ def _code_of(ranks: list[BaseProcess]) -> int:
         if failed := [process.exitcode for process in ranks if process.exitcode]:
             return failed[0]
     return next((process.exitcode for process in ranks if process.exitcode), 0)  # it may have ended since
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def _main(tool: Path, arguments: list[str], outputs: list[Path], rank: int, num_ranks: int, port: int) -> None:

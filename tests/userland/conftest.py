@@ -135,7 +135,8 @@ class ClosesSlowly(Counts):
         await asyncio.sleep(100)
 
     def close(self):
-        time.sleep(2)
+        while not os.path.exists(os.environ["CLOSED"] + " may be"):
+            time.sleep(0.01)
         with open(os.environ["CLOSED"], "a") as file:
             file.write("x")
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 from reward_pools import load, rows_of, score, scores_of
+from waiting import wait_until
 
 from megappo.userland.rewards import RewardError, load_reward
 
@@ -135,7 +136,7 @@ def test_a_worker_that_does_not_read_ends_with_the_timeout(tmp_path: Path):
     stop = "subprocess.Popen(['sh', '-c', f'sleep 0.3; kill -STOP {os.getpid()}'])\nreturn [0.0] * len(labels)"
     pool = load(tmp_path, function(stop), timeout_seconds=1)
     score(pool)
-    time.sleep(0.8)
+    wait_until(lambda: any(one.status() == psutil.STATUS_STOPPED for one in psutil.Process().children(recursive=True)))
     start = time.monotonic()
     with pytest.raises(RewardError, match="took longer than 1 seconds and was stopped"):
         pool.score(rows_of(["p" * 10_000_000], ["r"], [0]))
@@ -287,10 +288,7 @@ def of_this_test(program: str = "") -> list[int]:
 
 
 def wait_for(count: int, program: str = "") -> None:
-    deadline = time.monotonic() + 5
-    while len(of_this_test(program)) != count and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert len(of_this_test(program)) == count
+    wait_until(lambda: len(of_this_test(program)) == count)
 
 
 @pytest.mark.parametrize("ending", LEAVES.values(), ids=LEAVES)
