@@ -18,6 +18,9 @@ export CUDA_VISIBLE_DEVICES=
 ours="megappo tests tools configs docs/site.py setup.py"  # and not what users keep here
 .venv/bin/python -m ruff check $ours
 .venv/bin/python -m ruff format --check --quiet $ours
-.venv/bin/python -m mypy
-# Tests wait (for processes to start) more than they compute: two at a time, those that share a costly fixture together.
-exec .venv/bin/python -m pytest --numprocesses 2 --dist loadgroup "$@"
+# Types are checked beside the tests, which wait (for processes to start) more than they compute.
+.venv/bin/python -m mypy & types=$!
+trap 'kill "$types" 2>/dev/null || true' EXIT
+# Two at a time, those that share a costly fixture together.
+.venv/bin/python -m pytest --numprocesses 2 --dist loadgroup "$@"
+wait "$types" || { echo "error: mypy failed; its output is above" >&2; exit 1; }

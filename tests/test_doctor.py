@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from slow import slow_ones
 
 from megappo import doctor
 from megappo.runtime import platform
@@ -83,7 +84,7 @@ FAULTS: dict[str, tuple[str, Callable[[Patch], None], str, str]] = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", slow_ones(FAULTS, ("no such interface",)))  # it starts processes
 def test_a_fault_is_reported_with_its_remedy(fault, monkeypatch, capsys):
     check, break_it, found, remedy = FAULTS[fault]
     break_it(monkeypatch)

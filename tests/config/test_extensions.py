@@ -13,6 +13,10 @@ REGISTERS = """
 from megappo.config.methods import ESTIMATORS, Estimator
 ESTIMATORS.register({name!r}, Estimator("own:estimate", compares_responses=True))
 """
+LOSS = """
+from megappo.config.methods import POLICY_LOSSES, PolicyLoss
+POLICY_LOSSES.register("squashed", PolicyLoss("own:squashed", ("clip_ratio",)))
+"""
 
 
 def config_file(folder: Path, *extensions: Path) -> Path:
@@ -28,16 +32,19 @@ def config_file(folder: Path, *extensions: Path) -> Path:
 def test_what_an_extension_registers_is_a_value_of_its_key(tmp_path):
     """In a process of its own, as tables are for the whole process; read twice, as a launcher's check and a run do."""
     extension = tmp_path / "mine.py"
-    extension.write_text(REGISTERS.format(name="own"))
+    extension.write_text(REGISTERS.format(name="own") + LOSS)
     code = "import sys; from megappo.config.loading import load_config as load\n"
     code += "from megappo.config.describe import config_help; config_help()\n"  # as a command's parser does first
     code += "for _ in range(2): assert load(sys.argv[1]).algorithm.adv_estimator == 'own'\n"
-    code += "try: load(sys.argv[1], ['algorithm.adv_estimator=owm'])\nexcept Exception as error: print(error)"
+    code += "try: load(sys.argv[1], ['algorithm.adv_estimator=owm'])\nexcept Exception as error: print(error)\n"
+    code += "from megappo.config.checks import config_errors\n"
+    code += "print(*config_errors(load(sys.argv[1], ['actor.policy_loss=squashed', 'actor.clip_ratio_c=2'])))"
     done = subprocess.run(
         [sys.executable, "-c", code, config_file(tmp_path, extension)], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     assert " | own, found" in done.stdout
+    assert "actor.clip_ratio_c 2.0 has no effect, as actor.policy_loss squashed does not read it" in done.stdout
 
 
 @pytest.mark.parametrize(

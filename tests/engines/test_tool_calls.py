@@ -4,6 +4,7 @@ import asyncio
 import json
 
 import pytest
+from slow import slow_ones
 
 from megappo.userland.environments import EnvironmentFault, EnvironmentPool
 
@@ -73,16 +74,17 @@ def test_calls_are_made_until_there_are_none(tmp_path, capfd):
     assert "Failed to parse" not in capfd.readouterr().err, "a call that cannot be read is counted, not printed"
 
 
-@pytest.mark.parametrize(
-    ("name", "parser", "message"),
-    [
-        ("no_docstring", "qwen25", "have no JSON schema .*no_docstring because it has no docstring"),
-        ("add", "qwen", None),
-        ("add", "qwen99", "cannot parse calls by 'qwen99': rollout.tool_call_parser is one of .*qwen25"),
-        ("absent", "qwen25", "does not exist: the file defines add, fails, no_docstring"),
-    ],
-)
-def test_errors_are_reported_at_the_start(tmp_path, name, parser, message):
+MESSAGES = {
+    ("add", "qwen99"): "cannot parse calls by 'qwen99': rollout.tool_call_parser is one of .*qwen25",
+    ("no_docstring", "qwen25"): "have no JSON schema .*no_docstring because it has no docstring",
+    ("absent", "qwen25"): "does not exist: the file defines add, fails, no_docstring",
+    ("add", "qwen"): None,
+}
+
+
+@pytest.mark.parametrize("case", slow_ones(MESSAGES, list(MESSAGES)[1:]))  # each starts a worker
+def test_errors_are_reported_at_the_start(tmp_path, case):
+    (name, parser), message = case, MESSAGES[case]
     if message is None:
         pool_of(tmp_path, name, parser=parser).close()
         return

@@ -214,6 +214,7 @@ def test_the_cpu_environment_has_transformer_engines_python_apart(tmp_path, inde
     assert "transformer_engine" not in installed(tmp_path, ".venv"), "ordinary runs could import it"
 
 
+@pytest.mark.slow  # the test above has an index with CPU builds, the first one the choice
 def test_the_cpu_build_that_pip_finds_wins(tmp_path, indexes, set_up):
     configured, pytorch = indexes
     configured.add_torch("cpu", cuda="13.0")

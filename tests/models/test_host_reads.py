@@ -55,6 +55,11 @@ Dense layers of torch's read the lengths of a pack once for all of them. Latent 
 kernel. Where a mixture copies counts to the host on a stream of its own, on a GPU alone, that comes on top."""
 
 
+FAMILIES = pytest.mark.parametrize(
+    "families", [DENSE, pytest.param(MIXTURES, marks=pytest.mark.slow)], ids=["dense", "mixtures"]
+)
+
+
 def rows_with_all_fields() -> Rows:
     rows = make_rows(VOCAB_SIZE)
     ones = torch.ones_like(rows.fields["values"])
@@ -131,21 +136,24 @@ def check_torch(rank: int, world_size: int, root: Path, at_most: dict[str, int])
     check_layers(root, at_most, outputs_too=False)
 
 
-@pytest.mark.parametrize("families", [DENSE, pytest.param(MIXTURES, marks=pytest.mark.slow)], ids=["dense", "mixtures"])
+@FAMILIES
 def test_layers_of_torchs_read_no_more_often_than_stated(families: dict, tmp_path: Path) -> None:
     at_most = {family: IN_TORCH[family] for family in families}
     run_ranks(1, check_torch, make_models(tmp_path, families), at_most)
 
 
-def check_transformer_engine(root: str) -> None:
+def check_transformer_engine(root: str, *families: str) -> None:
     from transformer_engine_computed import compute
 
     compute()
-    check_layers(Path(root), IN_TRANSFORMER_ENGINE, outputs_too=True)
+    at_most = {family: IN_TRANSFORMER_ENGINE[family] for family in families}
+    check_layers(Path(root), at_most, outputs_too=True)
 
 
-def test_dense_layers_of_transformer_engines_never_read_and_mixtures_no_more_often_than_stated(tmp_path: Path) -> None:
-    call(check_transformer_engine, make_models(tmp_path, IN_TRANSFORMER_ENGINE))
+@pytest.mark.xdist_group("transformer_engine")
+@FAMILIES
+def test_layers_of_transformer_engines_read_no_more_often_than_stated(families: dict, tmp_path: Path) -> None:
+    call(check_transformer_engine, make_models(tmp_path, families), *families)
 
 
 STAGES = {

@@ -4,6 +4,7 @@ every family's weights, its Adam's state is saved and resumed, its attention tak
 from pathlib import Path
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 from commands import assert_equal
@@ -35,6 +36,8 @@ from megappo.weights.load import load_hf
 
 MODELS = dict.fromkeys(("llama", "qwen2", "qwen3"), TWO_LAYERS) | MIXTURES
 HEADS: tuple[HeadKind, ...] = ("policy", "value", "policy_value")
+
+pytestmark = pytest.mark.xdist_group("transformer_engine")  # they share its process
 
 
 def on_gpu(architecture: Architecture, switches: frozenset[str]) -> set[str]:

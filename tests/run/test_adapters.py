@@ -1,18 +1,14 @@
 """Whole runs that train adapters (LoRA): engines get these alone, and what is written at the end holds them."""
 
-import json
 from pathlib import Path
 
 import pytest
-import torch
+from exported_adapters import LORA, check_merged, exported_adapters
 from program import ONE_RANK_EACH, Program, logged
-from safetensors.torch import load_file
 
-RANK, ALPHA = 4, 8.0
-LORA = (f"actor.lora.rank={RANK}", f"actor.lora.alpha={ALPHA}", f"critic.lora.rank={RANK}", "model.layer_spec=torch")
 OTHERS = ("trainer.total_steps=4", "trainer.save_interval=2", "trainer.eval_interval=0")
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]  # test_python.py trains adapters, too
 
 
 @pytest.fixture(scope="module")
@@ -25,36 +21,17 @@ def adapted(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-def test_engines_get_adapters_alone_and_agree_with_the_actor(adapted):
-    adapters = load_file(adapted / "hf_actor" / "adapter" / "adapter_model.safetensors")
+def test_engines_get_adapters_alone_and_agree_with_the_actor(adapted, config):
+    num_bytes = sum(tensor.nbytes for tensor in exported_adapters(adapted / "hf_actor").values())
     steps = logged(adapted)
     assert [metrics["step"] for metrics in steps] == [1, 2, 3, 4]
     for metrics in steps:
-        assert metrics["sync/bytes"] == sum(tensor.nbytes for tensor in adapters.values())
+        assert metrics["sync/bytes"] == num_bytes
         assert metrics["sync/log_prob_diff/max"] < 1e-4 and metrics["rollout/log_prob_diff/mean"] < 1e-4
         assert metrics["actor/grad_norm"] > 0 and metrics["critic/grad_norm"] > 0
+    check_merged(adapted / "hf_actor", config.parent / "model")
 
 
-def test_the_exported_model_is_that_with_the_adapters_added(adapted, config):
-    base = load_file(config.parent / "model" / "model.safetensors")
-    merged = load_file(adapted / "hf_actor" / "model.safetensors")
-    adapters = load_file(adapted / "hf_actor" / "adapter" / "adapter_model.safetensors")
-    settings = json.loads((adapted / "hf_actor" / "adapter" / "adapter_config.json").read_text())
-    assert (settings["r"], settings["lora_alpha"], settings["peft_type"]) == (RANK, ALPHA, "LORA")
-    assert settings["base_model_name_or_path"] == str(config.parent / "model") and merged.keys() == base.keys()
-    num_adapted = 0
-    for name, weight in base.items():
-        prefix = f"base_model.model.{name.removesuffix('.weight')}"
-        if f"{prefix}.lora_A.weight" in adapters:
-            num_adapted += 1
-            product = adapters[f"{prefix}.lora_B.weight"] @ adapters[f"{prefix}.lora_A.weight"]
-            assert product.abs().max() > 1e-3, f"{name}: nothing was trained"
-            weight = weight + ALPHA / RANK * product
-        torch.testing.assert_close(merged[name], weight, rtol=0, atol=1e-6)
-    assert 2 * num_adapted == len(adapters)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["auto", "disk"])
 def test_an_engine_elsewhere_gets_adapters_through_a_folder(transport, adapted, config, folder):
     layout = (*ONE_RANK_EACH, "placement.rollout=1", f"rollout.sync.transport={transport}")
@@ -66,7 +43,6 @@ def test_an_engine_elsewhere_gets_adapters_through_a_folder(transport, adapted, 
         assert found["sync/log_prob_diff/max"] < 1e-4 and found["rollout/log_prob_diff/mean"] < 1e-4
 
 
-@pytest.mark.slow
 def test_a_run_goes_on_from_its_adapters_as_if_it_had_not_ended(adapted, config, folder):
     """The resumed run trains on the recorded rollouts of the uninterrupted one."""
     run, replay = folder / "run", f"trainer.replay_rollouts={adapted / 'record'}"
@@ -87,7 +63,6 @@ def test_a_run_goes_on_from_its_adapters_as_if_it_had_not_ended(adapted, config,
             assert found[key] == expected[key], f"{key} of step {found['step']}"
 
 
-@pytest.mark.slow
 def test_a_checkpoint_is_evaluated_and_other_models_are_refused(adapted, config, folder):
     options = (
         f"trainer.output_dir={folder / 'evaluation'}",

@@ -107,6 +107,7 @@ def test_rewards_whose_loss_overflows(config, folder):
     assert "no weight was changed by it" in line and "lower optim.lr" in line
 
 
+@pytest.mark.slow  # tests/data has the messages; an error found before the model is loaded is above
 def test_a_malformed_line_of_the_data(config, folder):
     data = folder / "bad.jsonl"
     data.write_text('{"prompt": "1+1=", "label": "2"}\n{"prompt": "1+2=", "label":\n')
@@ -146,6 +147,7 @@ def test_sglang_is_not_installed(config, folder):
     assert line.startswith("error (rank 0): SGLang, which writes rollouts, is not installed: run launch/setup.sh")
 
 
+@pytest.mark.slow  # tests/plan has it, of the check that both make
 def test_resume_never_refuses_a_folder_with_a_checkpoint_and_leaves_it_alone(config, run, folder):
     shutil.copytree(run, folder / "run")
     lines = refused(folder, config, "trainer.resume=never", "trainer.total_steps=20")

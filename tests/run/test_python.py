@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+from exported_adapters import LORA, check_merged, exported_adapters
 from program import ONE_RANK_EACH, REPOSITORY, Program, logged
 
 from megappo.config.loading import load_config
@@ -16,7 +17,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.mark.parametrize(("launcher", "settings"), [pytest.param(LAUNCHER, (), id="torchrun"), ALONE])
-def test_ppo_by_hand_trains(config, folder, launcher, settings):
+def test_ppo_by_hand_trains_adapters_which_engines_get_alone(config, folder, launcher, settings):
     assert len(BY_HAND.splitlines()) <= 75
     script, extension, out = folder / "my_ppo.py", folder / "extension.py", folder / "out"
     script.write_text(BY_HAND)
@@ -25,15 +26,17 @@ def test_ppo_by_hand_trains(config, folder, launcher, settings):
     for file in old:  # of an earlier run, which left no checkpoint
         file.parent.mkdir(parents=True)
         file.write_text('{"step": 7, "phases": []}\n')
-    words = [config, f"trainer.output_dir={out}", "trainer.total_steps=2", "trainer.eval_interval=0", *settings]
+    words = [config, f"trainer.output_dir={out}", "trainer.total_steps=2", "trainer.eval_interval=0", *LORA, *settings]
     words.append(f"trainer.extensions=[{extension}]")
     with Program(folder / "program", *words, command=(sys.executable, *launcher, script)) as program:
         assert program.wait() == 0, program.output
     steps = logged(out)
     assert [step["step"] for step in steps] == [1, 2]
+    exported = out / "hf_actor"
+    num_bytes = sum(tensor.nbytes for tensor in exported_adapters(exported).values())
     # The second step's sync compares the engine with an actor whose weights the loss above has changed.
-    assert all(step["sync/bytes"] > 0 for step in steps)
-    assert (out / "hf_actor" / "model.safetensors").is_file()
+    assert all(step["sync/bytes"] == num_bytes for step in steps)
+    check_merged(exported, config.parent / "model")
     assert load_config(out / "config.yaml").trainer.total_steps == 2
     assert '"step": 7' not in old[0].read_text() and not old[1].exists()
 

@@ -133,6 +133,7 @@ def test_a_run_goes_on_through_steps_with_hardly_a_token_or_none(config, run, fo
     assert steps[0]["reward/kl_coef"] == steps[1]["reward/kl_coef"], "without a token there is no KL to adapt it to"
 
 
+@pytest.mark.slow  # tests/rollouts/test_record.py has what does not fit
 def test_records_that_do_not_fit_are_refused(config, run, folder):
     replay = (f"trainer.output_dir={folder / 'out'}", f"trainer.replay_rollouts={run / 'record'}")
     others = ("trainer.eval_interval=0", "rollout.temperature=0.5", "algorithm.adv_estimator=remax")

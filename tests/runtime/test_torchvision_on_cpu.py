@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import safetensors
+from slow import slow_ones
 
 BEGIN = """
 import sys
@@ -25,7 +26,7 @@ def test_the_installed_one_can_be_imported_by_transformers() -> None:
     python("define_torchvision_operators(); define_torchvision_operators()\nfrom transformers import LlamaForCausalLM")
 
 
-@pytest.mark.parametrize("name", ["_C.so", "_C_stable.so"])
+@pytest.mark.parametrize("name", slow_ones(("_C.so", "_C_stable.so"), ("_C_stable.so",)))
 def test_operators_of_a_torchvision_that_loads_are_left_to_it(name: str, tmp_path: Path) -> None:
     package = tmp_path / "torchvision"
     package.mkdir()

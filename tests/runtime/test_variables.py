@@ -153,7 +153,7 @@ def test_scripts_of_people_find_their_neighbours(tmp_path, monkeypatch):
 COMMANDS = ("serve", "doctor limits", "plan --keys", "train no.yaml", "torchrun --help", "-P serve")
 
 
-@pytest.mark.parametrize("command", slow_ones(COMMANDS, COMMANDS[2:]))
+@pytest.mark.parametrize("command", slow_ones(COMMANDS, COMMANDS[1:]))
 def test_commands_start_in_any_folder(tmp_path, command):
     hide(tmp_path)
     name, *words = command.removeprefix("-P ").split()

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from unittest.mock import patch
 
@@ -69,7 +70,14 @@ def start_plan(folder: Path, *arguments: str, **environment: str) -> subprocess.
 
 
 def plan_here(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    """Run the command in this process, which has already done its slow imports."""
+    """Run the dry run in this process."""
+    return run_here(main, folder, *arguments, **environment)
+
+
+def run_here(
+    command: Callable[[Sequence[str]], int], folder: Path, *arguments: str, **environment: str
+) -> subprocess.CompletedProcess:
+    """Run a command in this process, which has already done its slow imports."""
     out, err = io.StringIO(), io.StringIO()
     variables = {name: value for name, value in os.environ.items() if name != "WORLD_SIZE"} | environment
     with (
@@ -79,7 +87,7 @@ def plan_here(folder: Path, *arguments: str, **environment: str) -> subprocess.C
         contextlib.redirect_stderr(err),
     ):
         try:
-            code = main(arguments)
+            code = command(arguments)
         except SystemExit as end:
             code = end.code
     return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())

@@ -24,6 +24,7 @@ OF_ENGINES = re.compile(f"{OF_CLOCKS}|^val/|^rollout/(log_prob_diff/warnings|eng
 
 ONE_RANK_EACH = ("placement.actor=0", "placement.critic=0", "actor.parallel.tensor=1", "critic.parallel.pipeline=1")
 """Settings of the quickstart and the tiny run that place actor and critic on the first rank, unsharded."""
+ENDLESS = ("trainer.total_steps=100000", "trainer.eval_interval=0", "trainer.save_interval=0")
 
 
 class Program:

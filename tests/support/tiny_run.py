@@ -126,20 +126,30 @@ def recorded(run: Path, config: Path) -> list[str]:
 
 def run_killing_all(folder: Path, config: Path, run: Path) -> None:
     with Program(folder / "1", config, *recorded(run, config)) as program:
-        program.wait_until(lambda: reached(run, 4) and has_saved(run, 3))
+        program.wait_until(lambda: reached(run, 7) and has_saved(run, 6))
         while not any((run / "checkpoints").glob("step_????????.partial")):  # a save takes a fraction of a second
             assert program.process.poll() is None, program.output
             time.sleep(0.001)
         for process in (*program.ranks, program.process):
             process.send_signal(signal.SIGKILL)
         assert program.wait(60) == 128 + signal.SIGKILL
-    assert "step_00000003" <= latest(run) < "step_00000010"
+    assert "step_00000006" <= latest(run) < "step_00000010"
+
+
+def damage_the_newest_checkpoint(run: Path) -> None:
+    """Change one bit of it; remove the file that names it, too."""
+    checkpoints = run / "checkpoints"
+    file = sorted((checkpoints / latest(run) / "critic").glob("*.distcp"))[-1]
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.write_bytes(content)
+    (checkpoints / "latest").unlink()
 
 
 def run_until_asked_to_end(folder: Path, config: Path, run: Path) -> None:
-    with Program(folder / "2", config, *recorded(run, config)) as program:
+    with Program(folder / "2", config, *recorded(run, config), "trainer.num_samples=7") as program:
         program.wait_until(lambda: "going on after step" in program.output)
-        step = int(latest(run)[5:13]) + 1
+        step = int(re.search("going on after step ([0-9]+)", program.output)[1]) + 1
         while not reached(run, step):  # fast polls: a SIGTERM during the next updates would interrupt that step
             assert program.process.poll() is None, program.output
             time.sleep(0.001)
@@ -156,6 +166,10 @@ def run_until_asked_to_end(folder: Path, config: Path, run: Path) -> None:
 def run_to_the_end(folder: Path, config: Path, run: Path) -> None:
     before = latest(run)
     with Program(folder / "3", config, *recorded(run, config)) as program:
+        program.wait_until(lambda: "torch " in program.output)
+        (folder / "holder").write_text(str(program.ranks[0].pid))
+        with Program(folder / "refused", config, *recorded(run, config)) as second:
+            assert second.wait(60) == 2, second.output
         assert program.wait() == 0, program.output
         assert f"going on after step {int(before[5:13])}" in program.output
         assert f" from {run}/checkpoints/{before}" in program.output
@@ -166,13 +180,16 @@ def run_to_the_end(folder: Path, config: Path, run: Path) -> None:
 def run(config: Path) -> Iterator[Path]:
     """Return the output folder of a run of 10 steps, whose rollouts are in record/.
 
-    It saves every 3 steps, was killed in the save after the 6th, and terminated by SIGTERM after one more step.
+    It saves every 3 steps and was killed in the save after the 9th. Resumed from the 3rd, as the checkpoint of the 6th
+    was damaged, it was terminated by SIGTERM after one more step. Another run in its folder was refused.
     """
     folder = Path(tempfile.mkdtemp(prefix="run-"))
     run = folder / "run"
     try:
-        for part in (run_killing_all, run_until_asked_to_end, run_to_the_end):
-            part(folder, config, run)
+        run_killing_all(folder, config, run)
+        damage_the_newest_checkpoint(run)
+        run_until_asked_to_end(folder, config, run)
+        run_to_the_end(folder, config, run)
         yield run
     finally:
         shutil.rmtree(folder)

@@ -1,12 +1,15 @@
 """TransformerEngine's own Python code, as pinned for GPUs, on a CPU: only its compiled extension is replaced."""
 
 import enum
+import functools
 import importlib
 import importlib.util
+import json
 import os
 import runpy
 import subprocess
 import sys
+import tempfile
 import types
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
@@ -67,12 +70,36 @@ def install() -> None:
     layers.__init__ = asks_for_cuda(layers.__init__)
 
 
+@functools.cache
+def server() -> subprocess.Popen[str]:
+    """Return a process that has TransformerEngine, for the whole test run; it ends with this one."""
+    return subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
 def call(check: Callable[..., None], *args: object) -> None:
-    """Call a top-level function of a test module in a process that has TransformerEngine and one rank."""
-    file = sys.modules[check.__module__].__file__
-    command = [sys.executable, __file__, str(file), check.__name__, *map(str, args)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr[-6000:]
+    """Call a top-level function of a test module in a fork of a process that has TransformerEngine, with one rank."""
+    words = [str(sys.modules[check.__module__].__file__), check.__name__, *map(str, args)]
+    print(json.dumps(words), file=server().stdin, flush=True)
+    error = json.loads(server().stdout.readline())
+    assert not error, error[-6000:]
+
+
+def serve() -> None:
+    """Answer each line of the standard input, a call, by a line: "" or the error output of the fork that made it."""
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        with tempfile.TemporaryFile("w+") as output:
+            fork = os.fork()
+            if not fork:
+                os.dup2(output.fileno(), 2)
+                dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+                file, function, *arguments = json.loads(line)
+                runpy.run_path(file)[function](*arguments)
+                os._exit(0)
+            failed = os.waitpid(fork, 0)[1] != 0
+            output.seek(0)
+            print(json.dumps(output.read() or "it ended" if failed else ""), file=replies, flush=True)
 
 
 if __name__ == "__main__":
@@ -80,6 +107,5 @@ if __name__ == "__main__":
     megatron_setup.install()
     define_torchvision_operators()
     platform.has_transformer_engine = lambda: True
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    module, function, *arguments = sys.argv[1:]
-    runpy.run_path(module)[function](*arguments)
+    importlib.import_module("megappo.trainer.main")
+    serve()

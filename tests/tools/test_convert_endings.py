@@ -56,7 +56,8 @@ def failed_once(done: Result, message: str, target: Path) -> None:
     assert contents(target.parent) == {"target/precious": b"kept"}
 
 
-@pytest.mark.parametrize("command", slow_ones(COMMANDS, ("reshard", "megatron-to-hf")))  # the next test has one of them
+@pytest.mark.slow  # the next test has one of them, over several ranks
+@pytest.mark.parametrize("command", COMMANDS)
 def test_a_full_disk(sources: dict[str, Path], target: Path, command: str) -> None:
     arguments = ("--input", sources[command], "--output", target, "--force")
     done = run(CONVERT, command, *arguments, before=limit_file_size)
@@ -102,7 +103,7 @@ def ended(
     ("command", "number"),
     [
         ("hf-to-megatron", signal.SIGINT),
-        ("megatron-to-hf", signal.SIGTERM),
+        pytest.param("megatron-to-hf", signal.SIGTERM, marks=pytest.mark.slow),
         pytest.param("hf-to-megatron", signal.SIGTERM, marks=pytest.mark.slow),
         pytest.param("megatron-to-hf", signal.SIGINT, marks=pytest.mark.slow),
         pytest.param("reshard", signal.SIGINT, marks=pytest.mark.slow),

@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from planning import REPOSITORY, write_run
+from planning import REPOSITORY, run_here, write_run
+
+from megappo_tools.inspect_data import main
 
 
 @pytest.fixture
@@ -19,12 +21,12 @@ def folder(tmp_path: Path) -> Path:
 
 
 def inspect(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, REPOSITORY / "tools" / "inspect_data.py", "run.yaml", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    return run_here(main, folder, "run.yaml", *arguments)
 
 
 def test_prompts_their_lengths_and_tokens(folder):
-    done = inspect(folder, "--show", "1", "--tokens")
+    command = [sys.executable, REPOSITORY / "tools" / "inspect_data.py", "run.yaml", "--show", "1", "--tokens"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == [
         "data.train_files: train.jsonl: 300 records, 300 inspected",

@@ -1,4 +1,4 @@
-"""The quickstart's generator: its arithmetic, its split, and one real run of the script."""
+"""The quickstart's generator: its arithmetic, its split, what it writes, and one real run of the script."""
 
 import importlib.util
 import json
@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from unittest.mock import patch
 
 import pytest
 from safetensors.torch import load_file
@@ -28,12 +29,12 @@ def maker() -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory) -> tuple[Path, str]:
-    """Return (folder, standard output) of one whole run."""
-    folder = tmp_path_factory.mktemp("made") / "quickstart"
-    result = run_script("--output", folder)
-    assert result.returncode == 0, result.stderr
-    return folder, result.stdout
+def made(maker, tmp_path_factory) -> Path:
+    """Return the folder, with a model of hardly any training."""
+    folder = tmp_path_factory.mktemp("made")
+    with patch.object(maker, "STEPS", 2):
+        maker.build(folder, seed=0)
+    return folder
 
 
 def read(file: Path) -> list[dict[str, str]]:
@@ -70,7 +71,7 @@ def test_the_split_depends_on_the_seed_alone(maker):
 
 
 def test_held_out_questions_are_new_and_labels_right(made):
-    train, val = (read(made[0] / name) for name in ("train.jsonl", "val.jsonl"))
+    train, val = (read(made / name) for name in ("train.jsonl", "val.jsonl"))
     assert len(train) + len(val) == 90 * 90
     assert 300 < len(val) <= 400
     assert not {frozenset(numbers(record)) for record in train} & {frozenset(numbers(record)) for record in val}
@@ -78,7 +79,7 @@ def test_held_out_questions_are_new_and_labels_right(made):
 
 
 def test_the_tokenizer_loads_and_round_trips(made):
-    tokenizer = AutoTokenizer.from_pretrained(made[0] / "model")
+    tokenizer = AutoTokenizer.from_pretrained(made / "model")
     assert len(tokenizer) == 16
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (0, 1)
     tokens = tokenizer("37+45=")["input_ids"]
@@ -88,16 +89,19 @@ def test_the_tokenizer_loads_and_round_trips(made):
 
 
 def test_the_checkpoint_is_a_small_fp32_qwen2(made):
-    folder = made[0] / "model"
+    folder = made / "model"
     config = json.loads((folder / "config.json").read_text())
     assert config["architectures"] == ["Qwen2ForCausalLM"]
     assert all(config[key] % 2 == 0 for key in ("vocab_size", "num_hidden_layers", "num_key_value_heads"))
     assert {str(tensor.dtype) for tensor in load_file(folder / "model.safetensors").values()} == {"torch.float32"}
 
 
-def test_held_out_accuracy_leaves_ppo_its_work(made):
+@pytest.mark.slow  # supervised training for half a minute
+def test_held_out_accuracy_leaves_ppo_its_work(tmp_path):
     """Sampling finds right answers, yet they are not the most likely ones; the script's own figure is checked, too."""
-    folder, stdout = made
+    folder = tmp_path / "quickstart"
+    result = run_script("--output", folder)
+    assert result.returncode == 0, result.stderr
     val = read(folder / "val.jsonl")
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
@@ -111,7 +115,7 @@ def test_held_out_accuracy_leaves_ppo_its_work(made):
 
     greedy = share(sample=False)
     assert 0.15 < greedy < 0.45
-    assert f"{greedy:.1%} greedy" in stdout
+    assert f"{greedy:.1%} greedy" in result.stdout
     assert share(sample=True) > 0.25
 
 

@@ -1,0 +1,33 @@
+"""Settings of a run that trains adapters (LoRA), and what its export must hold."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+RANK, ALPHA = 4, 8.0
+LORA = (f"actor.lora.rank={RANK}", f"actor.lora.alpha={ALPHA}", f"critic.lora.rank={RANK}", "model.layer_spec=torch")
+
+
+def exported_adapters(exported: Path) -> dict[str, torch.Tensor]:
+    return load_file(exported / "adapter" / "adapter_model.safetensors")
+
+
+def check_merged(exported: Path, base: Path) -> None:
+    """Check that the exported model is that of `base` with the adapters added, and that each of them was trained."""
+    weights, merged = (load_file(folder / "model.safetensors") for folder in (base, exported))
+    adapters = exported_adapters(exported)
+    settings = json.loads((exported / "adapter" / "adapter_config.json").read_text())
+    assert (settings["r"], settings["lora_alpha"], settings["peft_type"]) == (RANK, ALPHA, "LORA")
+    assert settings["base_model_name_or_path"] == str(base) and merged.keys() == weights.keys()
+    num_adapted = 0
+    for name, weight in weights.items():
+        prefix = f"base_model.model.{name.removesuffix('.weight')}"
+        if f"{prefix}.lora_A.weight" in adapters:
+            num_adapted += 1
+            product = adapters[f"{prefix}.lora_B.weight"] @ adapters[f"{prefix}.lora_A.weight"]
+            assert product.abs().max() > 1e-3, f"{name}: nothing was trained"
+            weight = weight + ALPHA / RANK * product
+        torch.testing.assert_close(merged[name], weight, rtol=0, atol=1e-6)
+    assert 2 * num_adapted == len(adapters)
