@@ -76,10 +76,18 @@ def test_it_generates_the_same_after_sleep_and_flush(client):
     assert [g.tokens for g in client.generate(PROMPTS, params)] == [g.tokens for g in before]
 
 
+def wait_until_it_writes(client: EngineClient) -> None:
+    """Wait until the engine refuses to flush its cache."""
+    with pytest.raises(EngineError, match="refused"):
+        while True:
+            client.post("/flush_cache?timeout=0", {})
+            time.sleep(0.01)
+
+
 def test_it_sleeps_once_what_it_writes_is_written(client):
     with ThreadPoolExecutor(1) as threads:
         writing = threads.submit(client.generate, PROMPTS * 16, SamplingParams(100))
-        time.sleep(0.2)
+        wait_until_it_writes(client)
         client.sleep()
         assert writing.done(), "it slept while a request ran"
         client.wake(WEIGHTS)
@@ -91,7 +99,7 @@ def test_an_engine_that_stays_busy_refuses_to_sleep(client, monkeypatch):
     monkeypatch.setattr("megappo.engines.client.IDLE_SECONDS", 0.1)
     with ThreadPoolExecutor(1) as threads:
         writing = threads.submit(client.generate, PROMPTS * 16, SamplingParams(100))
-        time.sleep(0.2)
+        wait_until_it_writes(client)
         with pytest.raises(EngineError, match="flush_cache.* refused .*waiting for idle state"):
             client.sleep()
         writing.result()

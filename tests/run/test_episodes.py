@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-from itertools import pairwise
 from pathlib import Path
 
 import commands
@@ -43,15 +42,15 @@ def settings(config: Path, folder: Path) -> list[str]:
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(model)
     records = [{"prompt": [{"role": "user", "content": f"{i}"}], "label": None, "size": i % 3} for i in range(10, 42)]
-    for name in ("train", "val"):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    for name, part in (("train", records), ("val", records[:8])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in part))
     (folder / "environment.py").write_text(ENVIRONMENT)
     return [
         *(f"model.path={model}", f"rollout.environment={folder / 'environment.py'}:Sevens", "reward.function=null"),
         *("rollout.max_response_length=128", "data.max_prompt_length=64", "rollout.n=2", "data.train_batch_size=16"),
         *(f"data.train_files={folder / 'train.jsonl'}", f"data.val_files={folder / 'val.jsonl'}"),
         *(f"trainer.output_dir={folder / 'out'}", f"trainer.record_rollouts={folder / 'record'}"),
-        *("trainer.total_steps=3", "trainer.eval_interval=3", "actor.max_tokens_per_micro_batch=1024"),
+        *("trainer.total_steps=2", "trainer.eval_interval=2", "actor.max_tokens_per_micro_batch=1024"),
         "critic.max_tokens_per_micro_batch=1024",
     ]
 
@@ -71,14 +70,13 @@ def test_trainer_and_engine_agree_about_every_token_of_five_turns(config: Path, 
     with Program(folder / "program", config, *settings, adaptive, f"eval.datasets={json.dumps(datasets)}") as program:
         assert program.wait() == 0, program.output
     steps = [metrics for metrics in logged(folder / "out") if metrics["step"]]
-    assert len(steps) == 3
-    for before, after in pairwise(steps):
-        error = min(max(before["reward/kl_penalty/mean"] / 0.1 - 1, -0.2), 0.2)
-        changed = after["reward/kl_coef"] / before["reward/kl_coef"] - 1
-        assert changed == pytest.approx(error * 32 / 64), "episodes count, not their segments"
+    assert len(steps) == 2
+    error = min(max(steps[0]["reward/kl_penalty/mean"] / 0.1 - 1, -0.2), 0.2)
+    changed = steps[1]["reward/kl_coef"] / steps[0]["reward/kl_coef"] - 1
+    assert changed == pytest.approx(error * 32 / 64), "episodes count, not their segments"
     for metrics in steps:
         assert 0 < metrics["rollout/log_prob_diff/max"] < 1e-4
-        assert 4 < metrics["episode/turns"] <= 5 and 1.5 < metrics["episode/segments"] < 4.5
+        assert 4 < metrics["episode/turns"] <= 5 and 1.5 < metrics["episode/segments"] <= metrics["episode/turns"]
         assert metrics["episode/done_frac"] + metrics["episode/length_frac"] == 1
     last = steps[-1]
     assert 0 <= last["val/val/score/mean"] <= 5
