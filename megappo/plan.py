@@ -153,7 +153,7 @@ def _print_estimates(plan: RunPlan, args: argparse.Namespace) -> list[str]:
     nodes = f"for nodes of {counted(cluster.gpus_per_node, 'GPU')}"
     print(f"\nGiB on each {gpu.name} of {gpu.memory / GIB:.1f}, estimated {nodes}\n{memory_table(memory)}")
     if fits(memory):
-        most, phase = memory.peak(memory.fullest)
+        most, phase = memory.fullest.peak
         print(f"  it fits: {(gpu.memory - most) / GIB:.1f} GiB stay free of every GPU at least, in {phase}")
     kernels = "torch's layers" if plan.config.model.layer_spec == "torch" else "TransformerEngine, which set-up builds"
     table = switch_table(plan, cluster.shapes, on_gpu=True, has_te=True)

@@ -83,7 +83,7 @@ BUDGETS = {
     "config": 16_850,
     "data": 9_250,
     "engines": 8_700,
-    "estimate": 9_750,
+    "estimate": 9_550,
     "models": 13_400,
     "observe": 16_900,
     "placement": 9_450,

@@ -40,7 +40,7 @@ def resolve_offload(plan: RunPlan, cluster: Cluster | None) -> RunPlan:
 
 def fits(estimate: MemoryEstimate) -> bool:
     """Return whether every GPU has SPARE free in every phase, and the engines have room for one row at least."""
-    most, _ = estimate.peak(estimate.fullest)
+    most, _ = estimate.fullest.peak
     return most <= (1 - SPARE) * estimate.cluster.gpu_bytes and _has_room(estimate)
 
 
@@ -68,8 +68,12 @@ def remedies(plan: RunPlan, cluster: Cluster) -> dict[str, object] | None:
 
 def differences(config: Config, *others: Config) -> dict[str, object]:
     """Return the keys whose values are not those of all others, and their values."""
-    values, *rest = (dict(leaves(one.model_dump(mode="json"))) for one in (config, *others))
-    return {key: value for key, value in values.items() if any(other[key] != value for other in rest)}
+    values = [dict(leaves(one.model_dump(mode="json"))) for one in others]
+    found: dict[str, object] = {}
+    for key, value in leaves(config.model_dump(mode="json")):
+        if any(other[key] != value for other in values):
+            found[key] = value
+    return found
 
 
 def _fitting(plan: RunPlan, changes: Iterable[Change], cluster: Cluster) -> RunPlan | None:
@@ -78,11 +82,13 @@ def _fitting(plan: RunPlan, changes: Iterable[Change], cluster: Cluster) -> RunP
     def fit(chosen: list[Change]) -> bool:
         return fits(MemoryEstimate(_change(plan, chosen), cluster))
 
-    needed, remaining = list[Change](), list(changes)
+    needed: list[Change] = []
+    remaining = iter(changes)
     while not fit(needed):
-        if not remaining:
+        change = next(remaining, None)
+        if change is None:
             return None
-        needed.append(remaining.pop(0))
+        needed.append(change)
     for change in reversed(needed[:-1]):  # the last one is needed
         fewer = [one for one in needed if one is not change]
         needed = fewer if fit(fewer) else needed
@@ -90,7 +96,8 @@ def _fitting(plan: RunPlan, changes: Iterable[Change], cluster: Cluster) -> RunP
 
 
 def _changes(plan: RunPlan) -> Iterator[Change]:
-    rollout, row = plan.config.rollout, longest_row(plan.config)
+    rollout = plan.config.rollout
+    row = longest_row(plan.config)
     if rollout.sleep == "never":
         yield "rollout.sleep", "always"
     yield from _offloads(plan)
@@ -113,12 +120,14 @@ def _offloads(plan: RunPlan) -> Iterator[Change]:
     actor_last = sorted(trained, key=lambda name: name == "actor")
     order = (("gradients", trained), ("weights", frozen), ("optimizer", actor_last), ("weights", actor_last))
     for kind, names in order:
-        keys = [plan.components[name].offload.key for name in names]
-        yield from ((key, kind) for key in keys if key)
+        for name in names:
+            if key := plan.components[name].offload.key:
+                yield key, kind
 
 
 def _change(plan: RunPlan, changes: Iterable[Change]) -> RunPlan:
-    config, offloads = plan.config, {spec.offload.key: spec.offload.value for spec in plan.components.values()}
+    config = plan.config
+    offloads = dict(spec.offload for spec in plan.components.values())
     for key, value in changes:
         if key in offloads:
             value = offloads[key] = tuple(dict.fromkeys((*offloads[key], value)))

@@ -2,18 +2,19 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from megappo.architecture.architecture import DTYPES
+from megappo.architecture.architecture import DTYPES, Architecture
 from megappo.architecture.fit import fit_errors
 from megappo.config.config_error import ConfigError
 from megappo.config.eval_sets import longest_row
 from megappo.config.methods import GPU_BUCKET_BYTES
 from megappo.config.schema import Config
 from megappo.estimate.gpus import GIB, GPUS_PER_NODE
-from megappo.estimate.placed_model import PlacedModel, Shape, Shapes
-from megappo.placement.components import DeviceUse, build_order, uses_of
+from megappo.estimate.placed_model import PlacedModel, Shapes
+from megappo.placement.components import build_order, uses_of
 from megappo.placement.layout import Layout
 from megappo.placement.run_plan import RunPlan
 
@@ -57,46 +58,77 @@ class Cluster:
     shapes: Shapes = field(default_factory=Shapes)
 
 
-class EngineMemory:
+class EngineMemory(NamedTuple):
     """Bytes of one SGLang engine on each of its GPUs.
 
-    Args:
-        policy: the model that it serves.
-        free_bytes: free memory of a GPU when the engine starts, before any model is built.
     Attributes:
         weights: the policy's, sharded over the engine's GPUs.
-        cache: keys and values, which fill the rest of SGLang's share of `free_bytes`.
-        cache_per_token: bytes of a token in the cache.
+        cache_per_token: keys and values of a token.
         cache_tokens: tokens that the cache can hold; below 0 if the weights alone are too large.
         graphs: CUDA graphs of decoding.
         working: a layer's activations for a chunk of prompts, and logits to sample from.
     """
 
-    def __init__(self, config: Config, policy: Shape, free_bytes: float):
-        rollout, architecture, nbytes = config.rollout, policy.architecture, DTYPES[config.model.dtype].nbytes
-        experts, latent = architecture.experts, architecture.latent
-        self.weights = policy.size * nbytes / rollout.tensor_parallel
-        if latent:  # each GPU caches the whole latent vector
-            cached: float = latent.kv_rank + latent.rope_size
-        else:  # keys and values, whose heads are repeated if there are fewer than GPUs
-            cached = 2 * max(architecture.num_kv_heads / rollout.tensor_parallel, 1) * architecture.head_size
-        self.cache_per_token = nbytes * architecture.num_layers * cached
-        room = (rollout.mem_fraction_static * free_bytes - self.weights) / self.cache_per_token
-        self.cache_tokens = min(room, rollout.max_total_tokens or room)
-        self.cache = max(self.cache_tokens, 0) * self.cache_per_token
-        self.graphs = rollout.max_running_requests * GRAPH_BYTES
-        widest = max(architecture.ffn_size, experts.top_k * experts.ffn_size if experts else 0)
-        layer = LAYER_BUFFERS * (architecture.hidden_size + widest / rollout.tensor_parallel)
-        sampled = rollout.max_running_requests * architecture.vocab_size * 4 * FP32_LOGITS
-        self.working = sampled + PREFILL_CHUNK * nbytes * layer
+    weights: float
+    cache_per_token: float
+    cache_tokens: float
+    graphs: float
+    working: float
+
+    @property
+    def cache(self) -> float:
+        """Keys and values of all tokens."""
+        return max(self.cache_tokens, 0) * self.cache_per_token
+
+
+def engine_memory(config: Config, policy: Architecture, num_parameters: int, free_bytes: float) -> EngineMemory:
+    """Return the memory of an engine, whose cache fills the rest of SGLang's share of `free_bytes`.
+
+    Args:
+        policy: the model that it serves.
+        free_bytes: free memory of a GPU when the engine starts, before any model is built.
+    """
+    rollout = config.rollout
+    nbytes = DTYPES[config.model.dtype].nbytes
+    tensor = config.rollout.tensor_parallel
+    weights = num_parameters * nbytes / tensor
+    if policy.latent:  # each GPU caches the whole latent vector
+        cached: float = policy.latent.kv_rank + policy.latent.rope_size
+    else:  # keys and values, whose heads are repeated if there are fewer than GPUs
+        cached = 2 * max(policy.num_kv_heads / tensor, 1) * policy.head_size
+    cache_per_token = nbytes * policy.num_layers * cached
+    room = (rollout.mem_fraction_static * free_bytes - weights) / cache_per_token
+    of_experts = policy.experts.top_k * policy.experts.ffn_size if policy.experts else 0
+    layer_width = policy.hidden_size + max(policy.ffn_size, of_experts) / tensor
+    logits = rollout.max_running_requests * policy.vocab_size * 4 * FP32_LOGITS
+    return EngineMemory(
+        weights=weights,
+        cache_per_token=cache_per_token,
+        cache_tokens=min(room, rollout.max_total_tokens or room),
+        graphs=rollout.max_running_requests * GRAPH_BYTES,
+        working=logits + PREFILL_CHUNK * nbytes * LAYER_BUFFERS * layer_width,
+    )
 
 
 @dataclass(frozen=True)
 class RankKind:
-    """Ranks that hold the same: the pipeline stage of each model that is there, and an engine or none."""
+    """Ranks that hold the same.
 
-    stages: tuple[tuple[str, int], ...]
+    Attributes:
+        stages: model -> number of its pipeline stage that is there.
+        has_engine: an engine is there.
+        ledgers: phase -> memory of a GPU of such a rank.
+    """
+
+    ranks: list[int]
+    stages: Mapping[str, int]
     has_engine: bool
+    ledgers: Mapping[str, Ledger]
+
+    @property
+    def peak(self) -> tuple[float, str]:
+        """The most bytes that a GPU holds, and the phase with the most."""
+        return max((sum(ledger.values()), phase) for phase, ledger in self.ledgers.items())
 
 
 class MemoryEstimate:
@@ -106,30 +138,39 @@ class MemoryEstimate:
         plan: without an undecided offload.
     Attributes:
         models: the run's models on their ranks, by name.
+        engine: one of the run's engines.
+        bucket_bytes: weights that an engine receives at a time; num_buckets: in a sync.
+        uses: phase -> model -> its use.
+        passes: the same for the phases that run models: an update if the use has gradients, else a forward pass.
         phases: the start, then those of a step in their order.
-        rank_kinds: each kind of rank, with its ranks.
-        ledgers: kind of rank -> phase -> memory of a GPU of such a rank.
+        rank_kinds: each kind of rank; fullest: the one with the highest peak.
     Raises:
         ConfigError: a model's config.json is wrong, or its layout does not fit the model.
     """
 
     def __init__(self, plan: RunPlan, cluster: Cluster):
-        self.plan, self.config, self.cluster = plan, plan.config, cluster
+        self.plan = plan
+        self.config = plan.config
+        self.cluster = cluster
         self._check_fit()
-        splits, dtype = plan.batch_splits, plan.config.model.dtype
-        self.models: dict[str, PlacedModel] = {}
+        dtype = plan.config.model.dtype
+        self.models = dict[str, PlacedModel]()
         for name, spec in plan.components.items():
-            self.models[name] = PlacedModel(spec, plan.layouts[name], cluster.shapes.of(spec), splits[name], dtype)
+            shape = cluster.shapes.of(spec)
+            self.models[name] = PlacedModel(spec, plan.layouts[name], shape, plan.batch_splits[name], dtype)
         policy = cluster.shapes.at(plan.config.model.path)
-        self.engine = EngineMemory(plan.config, policy, cluster.gpu_bytes - CONTEXT_BYTES - ENGINE_CONTEXT_BYTES)
-        self.policy_bytes = policy.size * DTYPES[dtype].nbytes
+        free_bytes = cluster.gpu_bytes - CONTEXT_BYTES - ENGINE_CONTEXT_BYTES
+        self.engine = engine_memory(plan.config, policy.architecture, policy.size, free_bytes)
+        self._policy_bytes = policy.size * DTYPES[dtype].nbytes
+        self.bucket_bytes = plan.config.rollout.sync.bucket_bytes or GPU_BUCKET_BYTES
+        self.num_buckets = math.ceil(self._policy_bytes / self.bucket_bytes)
         self.uses = uses_of(plan.components)
         forward = [spec.forward.phase for spec in plan.components.values() if spec.forward]
-        self.phases = [START, ROLLOUT, *forward, *(f"update_{name}" for name in plan.training), SYNC, PROBE, SAVE]
+        updates = [f"update_{name}" for name in plan.training]
+        self.passes = {phase: self.uses[phase] for phase in forward + updates}
+        self.phases = [START, ROLLOUT, *self.passes, SYNC, PROBE, SAVE]
         self.rank_kinds = self._rank_kinds()
-        self.ledgers: dict[RankKind, dict[str, Ledger]] = {}
-        for rank_kind in self.rank_kinds:
-            self.ledgers[rank_kind] = {phase: dict(self._entries(rank_kind, phase)) for phase in self.phases}
+        self.fullest = max(self.rank_kinds, key=lambda kind: kind.peak)
 
     def _check_fit(self) -> None:
         errors: list[str] = []
@@ -139,117 +180,107 @@ class MemoryEstimate:
         if errors:
             raise ConfigError(*errors)
 
-    def _rank_kinds(self) -> dict[RankKind, list[int]]:
-        rank_kinds = defaultdict[RankKind, list[int]](list)
+    def _rank_kinds(self) -> list[RankKind]:
+        layouts = dict(self.plan.layouts)
+        engine_ranks = () if self.config.rollout.engines else layouts["rollout"].ranks
+        del layouts["rollout"]
+        found = defaultdict[tuple, list[int]](list)
         for rank in range(self.plan.world_size):
-            coordinates = {name: layout.coordinates(rank) for name, layout in self.plan.layouts.items()}
-            has_engine = coordinates.pop("rollout") is not None and not self.config.rollout.engines
-            stages = tuple((name, found.stage) for name, found in coordinates.items() if found is not None)
-            rank_kinds[RankKind(stages, has_engine)].append(rank)
-        return dict(rank_kinds)
+            places = {name: layout.coordinates(rank) for name, layout in layouts.items()}
+            stages = tuple((name, place.stage) for name, place in places.items() if place)
+            found[stages, rank in engine_ranks].append(rank)
+        kinds = []
+        for (stages, has_engine), ranks in found.items():
+            ledgers = {phase: self._ledger(dict(stages), has_engine, phase) for phase in self.phases}
+            kinds.append(RankKind(ranks, dict(stages), has_engine, ledgers))
+        return kinds
 
-    @property
-    def bucket_bytes(self) -> int:
-        """Bytes of weights that an engine receives at a time."""
-        return self.config.rollout.sync.bucket_bytes or GPU_BUCKET_BYTES
-
-    @property
-    def num_buckets(self) -> int:
-        """Buckets of a sync."""
-        return math.ceil(self.policy_bytes / self.bucket_bytes)
-
-    @property
-    def fullest(self) -> RankKind:
-        """The kind of rank with the highest peak."""
-        return max(self.rank_kinds, key=self.peak)
-
-    def peak(self, rank_kind: RankKind) -> tuple[float, str]:
-        """Return the most bytes that a GPU holds, and in which phase."""
-        return max((sum(ledger.values()), phase) for phase, ledger in self.ledgers[rank_kind].items())
-
-    def allocated(self) -> dict[str, float]:
+    def allocated(self) -> Ledger:
         """Return phase -> bytes that torch's allocator should hold at most, on the rank that has most."""
-        held: dict[str, float] = {}
-        for ledgers in self.ledgers.values():
-            for phase, ledger in ledgers.items():
+        held = dict.fromkeys(self.phases, 0.0)
+        for kind in self.rank_kinds:
+            for phase, ledger in kind.ledgers.items():
                 of_torch = sum(size for entry, size in ledger.items() if entry not in NOT_TORCH)
-                held[phase] = max(held.get(phase, 0.0), of_torch)
+                held[phase] = max(held[phase], of_torch)
         return held
-
-    def passes(self, phase: str) -> dict[str, DeviceUse]:
-        """Return the models that a phase runs: an update if the use has gradients, else a forward pass."""
-        return {} if phase in (START, ROLLOUT, SYNC, PROBE, SAVE) else self.uses[phase]
 
     def host(self) -> Ledger:
         """Return the host memory of the node that holds most."""
+        gpus_per_node = self.cluster.gpus_per_node
         nodes = defaultdict[int, Ledger](lambda: defaultdict(float))
-        for rank_kind, ranks in self.rank_kinds.items():
-            asleep = sum(sum(self.models[name].copied(stage).values()) for name, stage in rank_kind.stages)
-            for rank in ranks:
-                node = nodes[rank // self.cluster.gpus_per_node]
-                node["processes"] += PROCESS_BYTES + rank_kind.has_engine * ENGINE_PROCESS_BYTES
+        for kind in self.rank_kinds:
+            asleep = sum(sum(self.models[name].copied(stage).values()) for name, stage in kind.stages.items())
+            for rank in kind.ranks:
+                node = nodes[rank // gpus_per_node]
+                node["processes"] += PROCESS_BYTES + kind.has_engine * ENGINE_PROCESS_BYTES
                 node["offloaded states"] += asleep
         # A save in the background keeps all copies; else one model's are freed before the next one's are made.
         combined = sum if self.config.trainer.async_save else max
-        saves = [model.saved(self.cluster.gpus_per_node) for model in self.models.values()]
+        saves = [model.saved(gpus_per_node) for model in self.models.values()]
         for number, node in nodes.items():
             node["checkpoint copies"] = combined([saved.get(number, 0.0) for saved in saves])
         fullest = max(nodes, key=lambda number: sum(nodes[number].values()))
         return dict(nodes[fullest])
 
-    def _entries(self, rank_kind: RankKind, phase: str) -> Iterator[tuple[str, float]]:
-        yield from (self._building(rank_kind).items() if phase == START else self._model_entries(rank_kind, phase))
-        if rank_kind.has_engine:
-            yield from self._engine_entries(rank_kind, phase)
-        num_buckets = 2 if "actor" in dict(rank_kind.stages) else int(rank_kind.has_engine)
+    def _ledger(self, stages: Mapping[str, int], has_engine: bool, phase: str) -> Ledger:
+        ledger = self._building(stages) if phase == START else self._model_entries(stages, phase)
+        if has_engine:
+            ledger |= self._engine_entries(phase, stays_awake=not stages or self.config.rollout.sleep == "never")
+        num_buckets = 2 if "actor" in stages else int(has_engine)
         if phase == SYNC and num_buckets:  # the actor's ranks gather a bucket while they send the one before
-            yield "sync buckets", min(num_buckets * self.bucket_bytes, self.policy_bytes)
+            ledger["sync buckets"] = min(num_buckets * self.bucket_bytes, self._policy_bytes)
         # Each stage of the actor sends to engines with GPUs of their own in a group of its own.
-        sync_groups = self.models["actor"].layout.pipeline if rank_kind.has_engine and not rank_kind.stages else 1
-        communicators = sum(_communicators(self.models[name].layout) for name, _ in rank_kind.stages) + sync_groups
-        yield "CUDA contexts", CONTEXT_BYTES + rank_kind.has_engine * ENGINE_CONTEXT_BYTES
-        yield "NCCL communicators", communicators * COMMUNICATOR_BYTES
+        sync_groups = self.models["actor"].layout.pipeline if has_engine and not stages else 1
+        communicators = sum(_communicators(self.models[name].layout) for name in stages) + sync_groups
+        ledger["CUDA contexts"] = CONTEXT_BYTES + has_engine * ENGINE_CONTEXT_BYTES
+        ledger["NCCL communicators"] = communicators * COMMUNICATOR_BYTES
+        return ledger
 
-    def _building(self, rank_kind: RankKind) -> Ledger:
+    def _building(self, stages: Mapping[str, int]) -> Ledger:
         """Return the fullest moment of building: each model is built whole, then offloaded before the next one."""
-        stages = dict(rank_kind.stages)
         resident: Ledger = {}
         moments: list[Ledger] = [{}]
-        for name in filter(stages.__contains__, build_order(self.plan.components)):
+        for name in build_order(self.plan.components):
+            if name not in stages:
+                continue
             model = self.models[name]
             states = model.states(stages[name])
-            moments.append(resident | {f"{name} {kind}": size for kind, size in states.items()})
+            built = {f"{name} {kind}": size for kind, size in states.items()}
+            moments.append(resident | built)
             if model.settings and model.settings.optim.distributed:  # Megatron copies the weights into its buffer
-                copied = {f"{name} weights, copied": states["gradients"] * model.nbytes / DTYPES["fp32"].nbytes}
-                kept = {f"{name} {kind}": states[kind] for kind in ("weights", "gradients")}
-                moments.append(resident | kept | copied)
+                copy = states["gradients"] * model.nbytes / DTYPES["fp32"].nbytes
+                without_optimizer = {entry: size for entry, size in built.items() if entry != f"{name} optimizer"}
+                moments.append(resident | without_optimizer | {f"{name} weights, copied": copy})
             staying = states.keys() - set(model.spec.offload.value)
-            resident |= {f"{name} {kind}": size for kind, size in states.items() if kind in staying}
+            resident |= {f"{name} {kind}": states[kind] for kind in states if kind in staying}
         return max(moments, key=lambda held: sum(held.values()))
 
-    def _model_entries(self, rank_kind: RankKind, phase: str) -> Iterator[tuple[str, float]]:
+    def _model_entries(self, stages: Mapping[str, int], phase: str) -> Ledger:
         uses = self.uses.get(SYNC if phase == PROBE else phase, {})
         response_share = self.config.rollout.max_response_length / longest_row(self.config)
-        for name, stage in rank_kind.stages:
-            model, use = self.models[name], uses.get(name, {})
+        ledger: Ledger = {}
+        for name, stage in stages.items():
+            model = self.models[name]
+            use = uses.get(name, {})
             for kind, size in model.states(stage).items():
                 if kind in use or kind not in model.spec.offload.value:
-                    yield f"{name} {kind}", size
-            if name in self.passes(phase):
+                    ledger[f"{name} {kind}"] = size
+            if name in self.passes.get(phase, ()):
                 trains = "gradients" in use
-                yield f"{name} activations", model.activations(stage, trains=trains)
+                ledger[f"{name} activations"] = model.activations(stage, trains=trains)
                 if stage == model.layout.pipeline - 1 and model.spec.head != "value":
-                    yield f"{name} head", model.head(response_share, trains=trains)
+                    ledger[f"{name} head"] = model.head(response_share, trains=trains)
+        return ledger
 
-    def _engine_entries(self, rank_kind: RankKind, phase: str) -> Iterator[tuple[str, float]]:
-        """Yield the memory of an engine, which sleeps while models on its GPUs are trained or saved."""
-        stays_awake = not rank_kind.stages or self.config.rollout.sleep == "never"
+    def _engine_entries(self, phase: str, *, stays_awake: bool) -> Ledger:
+        """Return the memory of an engine, which sleeps while models on its GPUs are trained or saved."""
+        engine = self.engine
+        ledger = dict[str, float]()
         if stays_awake or phase in (ROLLOUT, SYNC, PROBE):
-            yield "engine weights", self.engine.weights
+            ledger["engine weights"] = engine.weights
         if stays_awake or phase in (ROLLOUT, PROBE):
-            yield "KV cache", self.engine.cache
-            yield "CUDA graphs", self.engine.graphs
-            yield "engine working memory", self.engine.working
+            ledger |= {"KV cache": engine.cache, "CUDA graphs": engine.graphs, "engine working memory": engine.working}
+        return ledger
 
 
 def _communicators(layout: Layout) -> int:

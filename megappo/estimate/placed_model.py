@@ -60,10 +60,11 @@ class Flops:
 
     def forward(self, rows: Iterable[tuple[int, int]]) -> float:
         """Return the operations for rows, each given as (tokens, tokens that the head reads)."""
-        return sum(
-            tokens * self.per_token + tokens * (tokens + 1) / 2 * self.per_pair + outputs * self.per_output
-            for tokens, outputs in rows
-        )
+        flops = 0.0
+        for tokens, outputs in rows:
+            pairs = tokens * (tokens + 1) / 2
+            flops += tokens * self.per_token + pairs * self.per_pair + outputs * self.per_output
+        return flops
 
 
 def flops_of(architecture: Architecture) -> Flops:
@@ -74,20 +75,24 @@ def flops_of(architecture: Architecture) -> Flops:
     Source: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
     equation 3, with half of attention and by the model's own matrices; Chowdhery et al. 2022 (PaLM), appendix B.
     """
-    layers, head, chosen = 0.0, 0.0, architecture.experts.top_k if architecture.experts else 0
+    layers = head = 0.0
+    chosen = architecture.experts.top_k if architecture.experts else 0
     for parameter in list_parameters(architecture, num_experts=1):  # all of a layer are alike
         if len(parameter.shard_shape) < 2:  # norms, biases
             continue
         flops = 2 * prod(parameter.shard_shape)
-        if parameter.layer is not None:
-            layers += flops * (chosen if parameter.hf_tensors[0].expert is not None else 1)
+        if parameter.hf_tensors[0].expert is not None:
+            layers += flops * chosen
+        elif parameter.layer is not None:
+            layers += flops
         elif parameter.names[0].startswith((OUTPUT_LAYER, SECOND_HEAD)):  # the embedding is only looked up
             head += flops
-    heads, latent = architecture.num_heads, architecture.latent
-    keys = latent.plain_size + latent.rope_size if latent else architecture.head_size
-    values = latent.v_size if latent else architecture.head_size
-    training = TRAINING if architecture.lora is None else TRAINING_ADAPTERS
-    return Flops(layers, 2 * architecture.num_layers * heads * (keys + values), head, training)
+    latent = architecture.latent
+    keys_and_values = 2 * architecture.head_size
+    if latent:
+        keys_and_values = latent.plain_size + latent.rope_size + latent.v_size
+    attention = 2 * architecture.num_layers * architecture.num_heads * keys_and_values
+    return Flops(layers, attention, head, TRAINING if architecture.lora is None else TRAINING_ADAPTERS)
 
 
 class Shape:
@@ -166,7 +171,8 @@ class PlacedModel:
         """Return the bytes that a rank keeps from step to step."""
         size = self.shape.stages(self.parallel)[stage]
         trained = self.shape.stages(self.parallel, trained=True)[stage]
-        return state_bytes(size, trained, self.layout, self.dtype, self.settings.optim if self.settings else None)
+        optim = self.settings.optim if self.settings else None
+        return state_bytes(size, trained, self.layout, self.dtype, optim)
 
     def copied(self, stage: int) -> dict[TensorKind, float]:
         """Return the part of the states that is offloaded to pinned host memory; gradients are freed instead."""
@@ -179,12 +185,18 @@ class PlacedModel:
         With full recomputation only the input of each layer is kept, and one layer at a time is computed again;
         selective recomputation gains nothing where attention keeps no scores.
         """
-        stages = stage_of_layers(self.shape.architecture, self.parallel)
-        layers = [self.tokens * self._layer_bytes(layer) for layer, at in enumerate(stages) if at == stage]
-        in_flight, largest = self._in_flight(stage) if trains else 0, max(layers, default=0.0)
+        architecture = self.shape.architecture
+        layers = []
+        for layer, its_stage in enumerate(stage_of_layers(architecture, self.parallel)):
+            if its_stage == stage:
+                layers.append(self.tokens * self._layer_bytes(layer))
+        largest = max(layers, default=0.0)
+        if not trains:
+            return largest
+        in_flight = self._in_flight(stage)
         if self.settings is not None and self.settings.recompute == "full":
-            inputs = self.tokens * self.nbytes * self.shape.architecture.hidden_size / self._sharing
-            return in_flight * len(layers) * inputs + largest
+            layer_input = self.tokens * self.nbytes * architecture.hidden_size / self._sharing
+            return in_flight * len(layers) * layer_input + largest
         return max(in_flight * sum(layers), largest)
 
     def _layer_bytes(self, layer: int) -> float:
@@ -198,10 +210,11 @@ class PlacedModel:
         Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4,
         without attention's scores and dropout, for gated MLPs and fewer key-value heads.
         """
-        architecture, parallel = self.shape.architecture, self.parallel
-        hidden, heads = architecture.hidden_size, architecture.num_heads
-        latent, experts = architecture.latent, architecture.experts
-        between = 4 * hidden  # what lies between the cut matrices
+        architecture = self.shape.architecture
+        heads = architecture.num_heads
+        latent = architecture.latent
+        experts = architecture.experts
+        between = 4 * architecture.hidden_size  # what lies between the cut matrices
         if latent:
             between += (latent.q_rank or 0) + latent.kv_rank
             cut = 2 * heads * (latent.plain_size + latent.rope_size + latent.v_size)
@@ -211,10 +224,11 @@ class PlacedModel:
         if layer < architecture.num_dense_layers:
             cut += 3 * architecture.ffn_size
         elif experts:
-            between += experts.top_k * (2 * hidden * parallel.expert_tensor + 3 * experts.ffn_size)
+            in_and_out = 2 * architecture.hidden_size * self.parallel.expert_tensor
+            between += experts.top_k * (in_and_out + 3 * experts.ffn_size)
             cut += 3 * (experts.shared_ffn_size or 0)
-        normalisers = 4 * heads / parallel.tensor  # attention's: fp32
-        return self.nbytes * (between / self._sharing + cut / parallel.tensor) + normalisers
+        normalisers = 4 * heads / self.parallel.tensor  # attention's: fp32
+        return self.nbytes * (between / self._sharing + cut / self.parallel.tensor) + normalisers
 
     @property
     def _sharing(self) -> int:
@@ -227,10 +241,12 @@ class PlacedModel:
         Source: Narayanan et al. 2021, section 2.2: one forward, one backward; Korthikanti et al. 2022, section 4.2.3,
         for several chunks on a stage, of which the first stage keeps 1 + (p - 1) / (p v) times as much.
         """
-        stages, chunks, most = self.layout.pipeline, self.layout.virtual_pipeline, self.split.micro_batches[1]
-        if chunks == 1:
-            return min(stages - stage, most)
-        return min((2 * (stages - stage - 1) + (chunks - 1) * stages + 1) / chunks, most)
+        stages = self.layout.pipeline
+        chunks = self.layout.virtual_pipeline
+        kept: float = stages - stage
+        if chunks > 1:
+            kept = (2 * (kept - 1) + (chunks - 1) * stages + 1) / chunks
+        return min(kept, self.split.micro_batches[1])
 
     def head(self, response_share: float, *, trains: bool) -> float:
         """Return the bytes of a pass through a policy's head: hidden states of all tokens and a copy of those that
@@ -240,22 +256,28 @@ class PlacedModel:
         Args:
             response_share: share of a row's tokens that predict a response.
         """
-        hidden, tokens = self.shape.architecture.hidden_size, self.tokens
-        predicting, tensor = tokens * response_share, self.parallel.tensor
+        hidden = self.shape.architecture.hidden_size
+        predicting = self.tokens * response_share
+        tensor = self.parallel.tensor
         words = padded_vocab_size(self.shape.architecture.vocab_size, tensor) / tensor
-        kept = (tokens + predicting) * self.nbytes * (2 if trains else 1) + predicting * 4 * trains
+        states = hidden * (self.tokens + predicting) * self.nbytes
         logits = min(predicting * words, LOGITS_AT_A_TIME["cuda"]) * 4 * FP32_COPIES
-        makes_grad = trains and self.spec.lora is None and self.layout.data * self.parallel.context > 1
-        return hidden * kept + logits + hidden * words * self.nbytes * makes_grad
+        if not trains:
+            return states + logits
+        nbytes = 2 * states + hidden * predicting * 4 + logits
+        if self.spec.lora is None and self.layout.data * self.parallel.context > 1:
+            nbytes += hidden * words * self.nbytes
+        return nbytes
 
     def saved(self, gpus_per_node: int) -> dict[int, float]:
         """Return node -> bytes that a save copies there; none of a model that is not trained."""
         nodes: dict[int, float] = defaultdict(float)
         if self.settings is None:
             return nodes
-        for ranks, size in zip(self.layout.stages, self.shape.stages(self.parallel, trained=True), strict=True):
-            numbers = size.dense * self.layout.tensor + size.experts * self.layout.expert * self.layout.expert_tensor
-            each = (STATE_BYTES_PER_PARAMETER + self.nbytes) * numbers / len(ranks)
+        layout = self.layout
+        for ranks, size in zip(layout.stages, self.shape.stages(self.parallel, trained=True), strict=True):
+            parameters = size.dense * layout.tensor + size.experts * layout.expert_run
+            each = (STATE_BYTES_PER_PARAMETER + self.nbytes) * parameters / len(ranks)
             for rank in ranks:
                 nodes[rank // gpus_per_node] += each
         return nodes
@@ -278,8 +300,10 @@ def state_bytes(
     nbytes = DTYPES[dtype].nbytes
     states: dict[TensorKind, float] = {"weights": nbytes * sum(size)}
     if optim is not None:
-        dense, experts = (layout.data * layout.context, layout.expert_replicas) if optim.distributed else (1, 1)
         per_parameter = 8 if nbytes == 4 else 12
-        states["gradients"] = 4 * sum(trained)
-        states["optimizer"] = per_parameter * (trained.dense / dense + trained.experts / experts)
+        parameters: float = sum(trained)
+        states["gradients"] = 4 * parameters
+        if optim.distributed:
+            parameters = trained.dense / (layout.data * layout.context) + trained.experts / layout.expert_replicas
+        states["optimizer"] = per_parameter * parameters
     return states

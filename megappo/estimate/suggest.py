@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from itertools import product
 from math import lcm
+from operator import attrgetter
 from textwrap import indent
 
 import yaml
@@ -27,8 +28,9 @@ RECOMPUTE = ("none", "full")
 def suggestions(plan: RunPlan, cluster: Cluster, gpu: GPU) -> str:
     """Return at most SHOWN configs with every component on all ranks, in one layout, as YAML to paste: all keys that
     differ from the config, and each layout and offload."""
-    best = fitting_runs(plan, cluster, gpu)[:SHOWN]
-    texts = [_text(number, plan, one) for number, one in enumerate(best, 1)]
+    texts = []
+    for number, found in enumerate(fitting_runs(plan, cluster, gpu)[:SHOWN], 1):
+        texts.append(_text(number, plan, found))
     return "\n".join(texts) or "  none: take more or larger GPUs, shorter rows or smaller micro-batches"
 
 
@@ -40,9 +42,14 @@ def fitting_runs(plan: RunPlan, cluster: Cluster, gpu: GPU) -> list[TimeEstimate
     fitting = []
     for layout, tensor, recompute in product(_layouts(plan, cluster), tensors, RECOMPUTE):
         config = _everywhere(plan, layout, recompute).changed("rollout.tensor_parallel", tensor)
-        estimate = _tried(config, plan.world_size, cluster, gpu)
-        fitting += [estimate] if estimate else []
-    return sorted(fitting, key=lambda one: one.step)
+        try:
+            candidate = resolve_offload(plan_run(config, plan.world_size), cluster)
+            memory = MemoryEstimate(candidate, cluster)
+        except ConfigError:  # such as fewer trajectories than data-parallel shards
+            continue
+        if fits(memory):
+            fitting.append(TimeEstimate(memory, gpu))
+    return sorted(fitting, key=attrgetter("step"))
 
 
 def _everywhere(plan: RunPlan, layout: Parallel, recompute: str) -> Config:
@@ -60,8 +67,8 @@ def _layouts(plan: RunPlan, cluster: Cluster) -> Iterator[Parallel]:
     """Yield the layouts that all models fit in: tensor parallelism within a node, experts over a stage's ranks."""
     architectures = [cluster.shapes.of(spec).architecture for spec in plan.components.values()]
     experts = max(architecture.num_experts for architecture in architectures)
-    sizes = _powers(cluster.gpus_per_node), _powers(MOST_STAGES), _powers(max(experts, 1))
-    for tensor, pipeline, expert in product(*sizes):
+    tensors = _powers(cluster.gpus_per_node)
+    for tensor, pipeline, expert in product(tensors, _powers(MOST_STAGES), _powers(max(experts, 1))):
         parallel = Parallel(tensor=tensor, pipeline=pipeline, expert=expert, sequence=tensor > 1)
         errors = [error for architecture in architectures for error in fit_errors(architecture, parallel)]
         if not errors and plan.world_size % (pipeline * lcm(tensor, expert)) == 0:
@@ -72,22 +79,10 @@ def _powers(most: int) -> list[int]:
     return [2**power for power in range(most.bit_length())]
 
 
-def _tried(config: Config, world_size: int, cluster: Cluster, gpu: GPU) -> TimeEstimate | None:
-    """Return the estimate of a config; None if it has no plan or does not fit."""
-    try:
-        plan = plan_run(config, world_size)
-        memory = MemoryEstimate(resolve_offload(plan, cluster), cluster)
-    except ConfigError:  # such as fewer trajectories than data-parallel shards
-        return None
-    return TimeEstimate(memory, gpu) if fits(memory) else None
-
-
 def _text(number: int, plan: RunPlan, found: TimeEstimate) -> str:
     keys = differences(found.config, plan.requested, _everywhere(plan, Parallel(), "none"))
-    most, phase = found.memory.peak(found.memory.fullest)
-    title = (
-        f"  # {number}: {written_seconds(found.step)} s a step; the fullest GPU holds {most / GIB:.1f} of "
-        f"{found.gpu.memory / GIB:.1f} GiB, in {phase}\n"
-    )
+    most, phase = found.memory.fullest.peak
+    held = f"{most / GIB:.1f} of {found.gpu.memory / GIB:.1f} GiB, in {phase}"
+    title = f"  # {number}: {written_seconds(found.step)} s a step; the fullest GPU holds {held}\n"
     text = yaml.safe_dump(nested(keys), sort_keys=False, default_flow_style=None, width=200)
     return title + indent(text.rstrip(), "  ")

@@ -1,6 +1,9 @@
 """Print estimates as tables."""
 
+from collections import defaultdict
 from collections.abc import Iterator
+from itertools import chain
+from operator import itemgetter
 
 from megappo.architecture.switches import Decision, SwitchContext, decisions
 from megappo.config.config_error import shorten, show
@@ -16,25 +19,27 @@ from megappo.placement.run_plan import RunPlan
 
 def memory_table(estimate: MemoryEstimate) -> str:
     """Return the memory of the fullest GPU in each phase, the peaks of the others, and the memory of the host."""
-    fullest, host = estimate.fullest, estimate.host()
-    ledgers, free = estimate.ledgers[fullest], estimate.cluster.gpu_bytes
-    rows = [["", *ledgers]]
-    for entry in dict.fromkeys(entry for ledger in ledgers.values() for entry in ledger):
-        rows.append([entry, *(_gib(ledger[entry]) if entry in ledger else "" for ledger in ledgers.values())])
-    sums = [sum(ledger.values()) for ledger in ledgers.values()]
-    rows += [["together", *map(_gib, sums)], ["free", *(_gib(free - size) for size in sums)]]
-    lines = [f"  on {_ranks(estimate, fullest)}, the fullest", aligned(rows)]
+    fullest = estimate.fullest
+    ledgers = fullest.ledgers.values()
+    rows = [["", *fullest.ledgers]]
+    for entry in dict.fromkeys(chain.from_iterable(ledgers)):
+        rows.append([entry, *(_gib(ledger[entry]) if entry in ledger else "" for ledger in ledgers)])
+    sums = [sum(ledger.values()) for ledger in ledgers]
+    rows.append(["together", *map(_gib, sums)])
+    rows.append(["free", *(_gib(estimate.cluster.gpu_bytes - size) for size in sums)])
+    lines = [f"  on {_ranks(fullest)}, the fullest", aligned(rows)]
     for rank_kind in estimate.rank_kinds:
-        if rank_kind != fullest:
-            most, phase = estimate.peak(rank_kind)
-            lines.append(f"  on {_ranks(estimate, rank_kind)}: {_gib(most)} at most, in {phase}")
+        if rank_kind is not fullest:
+            most, phase = rank_kind.peak
+            lines.append(f"  on {_ranks(rank_kind)}: {_gib(most)} at most, in {phase}")
+    host = estimate.host()
     parts = ", ".join(f"{entry} {_gib(size)}" for entry, size in host.items() if size)
     lines.append(f"  host memory of the fullest node, about {_gib(sum(host.values()))} GiB ({parts})")
     return "\n".join(lines)
 
 
-def _ranks(estimate: MemoryEstimate, rank_kind: RankKind) -> str:
-    ranks = estimate.rank_kinds[rank_kind]
+def _ranks(rank_kind: RankKind) -> str:
+    ranks = rank_kind.ranks
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {shorten(format_ranks(ranks))}"
 
 
@@ -75,17 +80,17 @@ def switch_table(plan: RunPlan, shapes: Shapes, *, on_gpu: bool, has_te: bool) -
 
 def switch_summary(plan: RunPlan, shapes: Shapes, *, on_gpu: bool, has_te: bool) -> str:
     """Return how many of the switches are on, in a line; arguments as for `switch_table`."""
-    found = _decided(plan, shapes, on_gpu, has_te)
-    num_off = len({decision.name for decision in found if not decision.is_on})
-    num_switches = len({decision.name for decision in found})
-    return f"performance: {num_switches - num_off} of {num_switches} features on; plan --gpu TYPE explains them"
+    decided = _decided(plan, shapes, on_gpu, has_te)
+    switches = {decision.name for decision in decided}
+    off = {decision.name for decision in decided if not decision.is_on}
+    return f"performance: {len(switches - off)} of {len(switches)} features on; plan --gpu TYPE explains them"
 
 
 def _decided(plan: RunPlan, shapes: Shapes, on_gpu: bool, has_te: bool) -> dict[Decision, list[str]]:
     """Return the components for which each switch is decided so."""
-    found: dict[Decision, list[str]] = {}
+    found = defaultdict[Decision, list[str]](list)
     for name, spec in plan.components.items():
-        setting = SwitchContext(
+        context = SwitchContext(
             shapes.of(spec).architecture,
             spec.parallel.value,
             data=plan.layouts[name].data,
@@ -94,8 +99,8 @@ def _decided(plan: RunPlan, shapes: Shapes, on_gpu: bool, has_te: bool) -> dict[
             on_gpu=on_gpu,
             has_te=has_te and plan.config.model.layer_spec != "torch",
         )
-        for decision in decisions(setting):
-            found.setdefault(decision, []).append(name)
+        for decision in decisions(context):
+            found[decision].append(name)
     return found
 
 
@@ -103,21 +108,24 @@ def memory_errors(estimate: MemoryEstimate, gpu: GPU) -> Iterator[str]:
     """Yield why a run does not fit, and the remedy; nothing where it fits."""
     if fits(estimate):
         return
-    rank_kind = estimate.fullest
-    most, phase = estimate.peak(rank_kind)
-    if most > (1 - SPARE) * estimate.cluster.gpu_bytes:
-        entries = sorted(estimate.ledgers[rank_kind][phase].items(), key=lambda entry: -entry[1])
+    fullest = estimate.fullest
+    gpu_bytes = estimate.cluster.gpu_bytes
+    most, phase = fullest.peak
+    if most > (1 - SPARE) * gpu_bytes:
+        entries = sorted(fullest.ledgers[phase].items(), key=itemgetter(1), reverse=True)
         largest = ", ".join(f"{entry} {_gib(size)}" for entry, size in entries[:3])
-        found = f"{_ranks(estimate, rank_kind)}: {_gib(most)} GiB in {phase} ({largest})"
+        found = f"{_ranks(fullest)}: {_gib(most)} GiB in {phase} ({largest})"
     else:
         found = f"the engines have room for {max(estimate.engine.cache_tokens, 0):,.0f} tokens, fewer than one row's"
     helpful = remedies(estimate.plan, estimate.cluster)
     if helpful is None:
-        advice = "no offload and no smaller micro-batch would do: take another layout (--suggest looks for some), or "
-        advice += "more or larger GPUs"
+        advice = (
+            "no offload and no smaller micro-batch would do: take another layout (--suggest looks for some), or more "
+            "or larger GPUs"
+        )
     else:
         advice = "it would fit with " + " ".join(f"'{key}={_override(value)}'" for key, value in helpful.items())
-    room = f"{gpu.name} GPUs of {_gib(estimate.cluster.gpu_bytes)} GiB, of which {SPARE:.0%} should stay free"
+    room = f"{gpu.name} GPUs of {_gib(gpu_bytes)} GiB, of which {SPARE:.0%} should stay free"
     yield f"placement: this run does not fit {room}: {found}: {advice}"
 
 

@@ -66,9 +66,9 @@ def test_what_torch_allocates_does_not_depend_on_engines() -> None:
     own, elsewhere = estimate(), estimate("rollout.engines=[http://a:1]")
     assert own.allocated() == elsewhere.allocated()
     contexts, kind = 0.7 * GIB, elsewhere.fullest
-    of_nccl = elsewhere.ledgers[kind]["save"]["NCCL communicators"]
+    of_nccl = kind.ledgers["save"]["NCCL communicators"]
     for phase, held in elsewhere.allocated().items():
-        assert sum(elsewhere.ledgers[kind][phase].values()) == pytest.approx(held + contexts + of_nccl)
+        assert sum(kind.ledgers[phase].values()) == pytest.approx(held + contexts + of_nccl)
 
 
 def test_an_engine_takes_no_more_than_its_tokens() -> None:
@@ -120,7 +120,7 @@ def test_a_sync_takes_round_trips_and_two_buckets_at_most() -> None:
     assert small.num_buckets == -(-2 * sum(size) // 2**29) and whole.num_buckets == 1
     seconds = [TimeEstimate(one, GPUS["h100"]).seconds["sync"] for one in (small, large)]
     assert seconds[0] - seconds[1] == pytest.approx((small.num_buckets - large.num_buckets) * BUCKET_SECONDS)
-    taken = [one.ledgers[one.fullest]["sync"]["sync buckets"] for one in (small, large, whole)]
+    taken = [one.fullest.ledgers["sync"]["sync buckets"] for one in (small, large, whole)]
     assert taken == [2**30, 2**32, 2 * sum(size)]
 
 
@@ -157,9 +157,9 @@ def test_a_start_holds_one_model_whole_and_of_those_before_what_stays(overrides:
     memory = estimate_of(load_config(BOTH_7B, overrides), 8)
     rank_kind = memory.fullest
     states = {}
-    for name, stage in rank_kind.stages:
+    for name, stage in rank_kind.stages.items():
         states |= {f"{name} {kind}": size for kind, size in memory.models[name].states(stage).items()}
-    started = memory.ledgers[rank_kind][START]
+    started = rank_kind.ledgers[START]
     found = {entry: size for entry, size in started.items() if entry.split()[0] in memory.models}
     assert found == {entry: states[entry] for entry in held}
     assert started.keys() - held == {"CUDA contexts", "NCCL communicators"}, "the engine sleeps"
@@ -170,8 +170,8 @@ def test_a_start_of_everything_at_once_would_not_fit() -> None:
     memory = estimate_of(load_config(BOTH_7B), 8)
     rank_kind = memory.fullest
     engine = memory.engine.weights + memory.engine.cache + memory.engine.graphs + memory.engine.working
-    at_once = engine + sum(sum(memory.models[name].states(stage).values()) for name, stage in rank_kind.stages)
-    assert sum(memory.ledgers[rank_kind][START].values()) < 45 * GIB < 100 * GIB < at_once
+    at_once = engine + sum(sum(memory.models[name].states(stage).values()) for name, stage in rank_kind.stages.items())
+    assert sum(rank_kind.ledgers[START].values()) < 45 * GIB < 100 * GIB < at_once
 
 
 def test_a_start_that_does_not_fit_is_refused() -> None:
@@ -182,10 +182,10 @@ def test_a_start_that_does_not_fit_is_refused() -> None:
     method = ["algorithm.adv_estimator=grpo", "rollout.n=2", "actor.parallel={tensor: 1, sequence: false}"]
     config = load_config(BOTH_7B, [*few, *alone, *short, *method])
     memory = estimate_of(config, 64)
-    size, phase = memory.peak(memory.fullest)
-    ledger = memory.ledgers[memory.fullest][START]
+    size, phase = memory.fullest.peak
+    ledger = memory.fullest.ledgers[START]
     assert phase == START and ledger["actor weights, copied"] == ledger["actor weights"]
-    others = max(sum(one.values()) for name, one in memory.ledgers[memory.fullest].items() if name != START)
+    others = max(sum(one.values()) for name, one in memory.fullest.ledgers.items() if name != START)
     between = Cluster((size + others) / 2 / (1 - SPARE))
     assert others < size and not fits(MemoryEstimate(memory.plan, between))
 
@@ -215,8 +215,8 @@ def test_an_engine_that_stays_awake_counts_in_every_phase() -> None:
     asleep, awake = (estimate_of(load_config(SMALL, [f"rollout.sleep={sleep}"]), 1) for sleep in ("auto", "never"))
     engine = awake.engine.weights + awake.engine.cache + awake.engine.graphs + awake.engine.working
     more = {}
-    for phase, ledger in awake.ledgers[awake.fullest].items():
-        more[phase] = sum(ledger.values()) - sum(asleep.ledgers[asleep.fullest][phase].values())
+    for phase, ledger in awake.fullest.ledgers.items():
+        more[phase] = sum(ledger.values()) - sum(asleep.fullest.ledgers[phase].values())
     expected = (
         dict.fromkeys(awake.phases, 0.0) | dict.fromkeys(ASLEEP, engine) | {"sync": engine - awake.engine.weights}
     )

@@ -35,9 +35,8 @@ def test_published_models_take_the_planned_bytes(recipe: str, tmp_path: Path) ->
     with contextlib.chdir(published_folders(tmp_path)):
         config = load_config(REPOSITORY / "configs" / f"{recipe}.yaml", ["actor.offload=[weights,gradients,optimizer]"])
         memory = MemoryEstimate(plan_run(config, RECIPES[recipe]), Cluster(79.1 * GIB))
-        models = [
-            memory.models[name].copied(stage) for rank_kind in memory.rank_kinds for name, stage in rank_kind.stages
-        ]
+        stages = [place for rank_kind in memory.rank_kinds for place in rank_kind.stages.items()]
+        models = [memory.models[name].copied(stage) for name, stage in stages]
         planned = [int(size) for copied in models for size in copied.values()]
     taken = [sum(map(rounded_up, block_sizes(size))) for size in planned]
     assert taken == planned

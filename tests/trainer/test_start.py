@@ -74,8 +74,8 @@ def is_nan(storage: torch.UntypedStorage) -> bool:
 def planned_bytes(config: Config, phase: str = START) -> float:
     """Return the planned bytes of this rank's models in a phase."""
     memory = MemoryEstimate(plan_run(config, dist.get_world_size()), Cluster(2**40))
-    (rank_kind,) = (rank_kind for rank_kind, ranks in memory.rank_kinds.items() if dist.get_rank() in ranks)
-    entries = memory.ledgers[rank_kind][phase].items()
+    (rank_kind,) = (kind for kind in memory.rank_kinds if dist.get_rank() in kind.ranks)
+    entries = rank_kind.ledgers[phase].items()
     return sum(size for name, size in entries if name.split()[0] in memory.models)
 
 

@@ -53,8 +53,8 @@ def planned_gib(config: Path, settings: Iterable[str], device_name: str) -> dict
     if gpu is None:
         return {}
     loaded = load_config(config, [*ONE_RANK_EACH, *settings])
-    (ledgers,) = MemoryEstimate(plan_run(loaded, 1), Cluster(gpu.memory)).ledgers.values()
+    (rank_kind,) = MemoryEstimate(plan_run(loaded, 1), Cluster(gpu.memory)).rank_kinds
     return {
         phase: sum(size for row, size in ledger.items() if not row.startswith(ENGINE_ROWS)) / GIB
-        for phase, ledger in ledgers.items()
+        for phase, ledger in rank_kind.ledgers.items()
     }
