@@ -131,7 +131,8 @@ def _settings(config: Config, name: str) -> dict[str, Any]:
 
 
 def _actor(config: Config) -> ComponentSpec:
-    actor, algorithm = config.actor, config.algorithm
+    actor = config.actor
+    algorithm = config.algorithm
     fields = {"log_probs": "old_log_probs"}
     if algorithm.use_kl_in_reward and algorithm.kl_penalty == "full":
         fields["full_kl"] = "full_kl"

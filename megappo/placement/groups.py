@@ -20,7 +20,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 from torch.distributed import distributed_c10d
 
-from megappo.placement.layout import Layout
+from megappo.placement.layout import Layout, Ranks
 from megappo.runtime import platform
 
 # Field of the collection -> dimensions its ranks span, outside the experts, then what it is in parallel_state: the
@@ -58,7 +58,6 @@ GLOBALS = {
     for name in names
 }
 
-Ranks = tuple[int, ...]
 Groups = dict[Ranks, dist.ProcessGroup | None]
 """The group of each set of ranks; None if this rank is not in it."""
 RngState = tuple[dict[str, torch.Tensor], torch.Tensor]
@@ -115,7 +114,8 @@ class ComponentGroups:
         torch has no public way to do this, hence its private names (torch is pinned, a test covers this).
         """
         self._require_member()
-        group, outer = self.collection.intra_dist_opt, dist.group.WORLD
+        group = self.collection.intra_dist_opt
+        outer = dist.group.WORLD
         if group is outer:
             yield
             return
@@ -234,7 +234,8 @@ def _globals(layout: Layout, collection: ProcessGroupCollection, own: dict[str, 
 def _fresh_rng_state(groups: ComponentGroups, seed: int) -> RngState:
     """Return the component's random streams, seeded as in Megatron: separate for pipeline stages and tensor ranks."""
     before = _rng_state()
-    tensor_rank, stage = groups.collection.tp.rank(), groups.collection.pp.rank()
+    tensor_rank = groups.collection.tp.rank()
+    stage = groups.collection.pp.rank()
     model_parallel_cuda_manual_seed(
         seed + 100 * stage,
         tp_rank=tensor_rank,

@@ -18,6 +18,10 @@ and gradients; and, to be divided by the square of the hidden size, of starting 
 12 GB/s and 165 GFLOPS of a core, 2 ms a layer; 3.35 TB/s and 400 TFLOPS of an H100, 1 ms a layer."""
 
 
+Ranks = tuple[int, ...]
+"""Global ranks."""
+
+
 class Coordinates(NamedTuple):
     """Place of a rank in a component: data-parallel shard, ranks in the context- and tensor-parallel groups, stage."""
 
@@ -42,7 +46,7 @@ class Layout:
     Source: Megatron-core's default rank order "tp-cp-ep-dp-pp", and the same with other sizes for experts.
     """
 
-    ranks: tuple[int, ...]
+    ranks: Ranks
     tensor: int = 1
     pipeline: int = 1
     expert: int = 1
@@ -51,14 +55,16 @@ class Layout:
     context: int = 1
 
     def __post_init__(self) -> None:
-        count, size = len(self.ranks), self.tensor * self.context * self.pipeline
+        count = len(self.ranks)
+        size = self.tensor * self.context * self.pipeline
         if not count or count % size:
             raise ValueError(
                 f"tensor {self.tensor} x context {self.context} x pipeline {self.pipeline} = {size} does not divide "
                 f"{count}, the number of ranks {format_ranks(self.ranks)}: name a multiple of {size} ranks, or make "
                 f"tensor x context x pipeline {nearest_divisors(count, size)}"
             )
-        stage, experts = count // self.pipeline, self.expert_run
+        stage = count // self.pipeline
+        experts = self.expert_run
         if stage % experts:
             raise ValueError(
                 f"expert {self.expert} x expert_tensor {self.expert_tensor} = {experts} does not divide {stage}, the "
@@ -112,12 +118,12 @@ class Layout:
         return Coordinates(data=data, context=context, tensor=tensor, stage=stage)
 
     @property
-    def stages(self) -> tuple[tuple[int, ...], ...]:
+    def stages(self) -> tuple[Ranks, ...]:
         """Global ranks of each pipeline stage."""
         size = len(self.ranks) // self.pipeline
         return tuple(self.ranks[start : start + size] for start in range(0, len(self.ranks), size))
 
-    def block(self, stage: int, shard: int) -> tuple[int, ...]:
+    def block(self, stage: int, shard: int) -> Ranks:
         """Return the global ranks of one pipeline stage of one data-parallel shard."""
         size = self.tensor * self.context
         start = (stage * self.data + shard) * size
@@ -128,7 +134,7 @@ class Layout:
         coordinates = self.coordinates(rank)
         return None if coordinates is None else coordinates.data
 
-    def shard_ranks(self, shard: int) -> tuple[int, ...]:
+    def shard_ranks(self, shard: int) -> Ranks:
         """Return the global ranks that hold the rows of one data-parallel shard."""
         return tuple(rank for stage in range(self.pipeline) for rank in self.block(stage, shard))
 
@@ -153,7 +159,8 @@ class Layout:
         These are the ranks that gather it, and all that share a group with a participant. The others are data-parallel
         replicas.
         """
-        found, joining = frozenset[int](), frozenset(full_tensor_ranks)
+        found = frozenset[int]()
+        joining = frozenset(full_tensor_ranks)
         while found != joining:
             found = joining
             joining = self.sharing(found, self.tensor)
@@ -162,7 +169,7 @@ class Layout:
         return found
 
 
-def parse_ranks(text: str, world_size: int) -> tuple[int, ...]:
+def parse_ranks(text: str, world_size: int) -> Ranks:
     """Read ranks written as `all`, `5`, `0-7` (inclusive) or `0-3,6`, in ascending order.
 
     Raises:
@@ -200,7 +207,8 @@ def rank_ranges(text: str) -> list[tuple[int, int]]:
         match = RANGE.fullmatch(part)
         if match is None:
             raise ValueError(f"{shorten(repr(text))} is not a list of ranks: write 'all', '0-7', '0,2' or '0-3,6'")
-        first, last = int(match[1]), int(match[2] or match[1])
+        first = int(match[1])
+        last = int(match[2] or match[1])
         if first > last:
             raise ValueError(f"{shorten(repr(text))}: the range {part.strip()} runs backwards: write {last}-{first}")
         ranges.append((first, last))
@@ -218,6 +226,6 @@ def format_ranks(ranks: Iterable[int]) -> str:
     return ",".join("-".join(map(str, run)) for run in runs)
 
 
-def by_node(ranks: Sequence[int], ranks_per_node: int) -> tuple[tuple[int, ...], ...]:
+def by_node(ranks: Sequence[int], ranks_per_node: int) -> tuple[Ranks, ...]:
     """Group ascending ranks by node: torchrun numbers them node by node, and starts as many on each."""
     return tuple(tuple(part) for _, part in groupby(ranks, key=lambda rank: rank // ranks_per_node))

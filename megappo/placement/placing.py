@@ -15,15 +15,18 @@ def smallest_world(config: Config) -> int | None:
     Raises:
         ConfigError: a placement is not a list of ranks.
     """
-    last_ranks, errors = [], []
+    world_size = 0
+    errors = []
     for key, text in _rank_texts(config).items():
+        if is_everywhere(text):
+            continue
         try:
-            last_ranks += [] if is_everywhere(text) else [last for _, last in rank_ranges(text)]
+            world_size = max(world_size, *(last + 1 for _, last in rank_ranges(text)))
         except ValueError as error:
             errors.append(f"{key}: {error}")
     if errors:
         raise ConfigError(*errors)
-    return max(last_ranks) + 1 if last_ranks else None
+    return world_size or None
 
 
 def leaves_world_open(config: Config) -> bool:
@@ -49,26 +52,22 @@ def place(
         ConfigError: with every error in the placement.
     """
     external = len(config.rollout.engines)
+    rollout = config.placement.rollout
     engines = Parallel(tensor=1 if external else config.rollout.tensor_parallel)
     placed = {name: (spec.ranks, spec.parallel) for name, spec in components.items()}
-    placed["rollout"] = (
-        Setting("placement.rollout", config.placement.rollout),
-        Setting("rollout.tensor_parallel", engines),
-    )
+    placed["rollout"] = Setting("placement.rollout", rollout), Setting("rollout.tensor_parallel", engines)
     layouts: dict[str, Layout] = {}
     errors: list[str] = []
-    for name, ((key, text), (parallel_key, parallel)) in placed.items():
+    for name, (text, parallel) in placed.items():
+        at = text.key
         try:
-            ranks = parse_ranks(text, world_size)
+            ranks = parse_ranks(text.value, world_size)
+            if name == "rollout" and external:
+                ranks = ranks[:external]
+            at = f"{text.key} with {parallel.key}"
+            layouts[name] = Layout(ranks, **parallel.value.model_dump(exclude={"pipeline_split", "sequence"}))
         except ValueError as error:
-            errors.append(f"{key}: {error}")
-            continue
-        if name == "rollout" and external:
-            ranks = ranks[:external]
-        try:
-            layouts[name] = Layout(ranks, **parallel.model_dump(exclude={"pipeline_split", "sequence"}))
-        except ValueError as error:
-            errors.append(f"{key} with {parallel_key}: {error}")
+            errors.append(f"{at}: {error}")
     errors = list(dict.fromkeys(errors))  # components with the same keys have the same errors
     if "rollout" in layouts:
         errors += _engine_errors(config, layouts["rollout"], ranks_per_node)
@@ -124,7 +123,8 @@ def _batch_errors(
         if name == "rollout":
             continue
         key, prompts = components[name].mini_batch_prompts(config)
-        rows, shards = prompts * config.rollout.n, layout.data
+        rows = prompts * config.rollout.n
+        shards = layout.data
         if rows < shards:
             yield (
                 f"{key} {prompts} x rollout.n {config.rollout.n} = {rows} trajectories are fewer "

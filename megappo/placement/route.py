@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from megappo.config.methods import TRANSPORTS, Transport
 from megappo.config.schema import Config
-from megappo.placement.layout import Layout, by_node, format_ranks
+from megappo.placement.layout import Layout, Ranks, by_node, format_ranks
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class EngineRoute:
 
     transport: str
     entry: Transport
-    ranks: tuple[int, ...]
+    ranks: Ranks
     frees_memory: bool
     is_external: bool
     spans_nodes: bool
@@ -34,7 +34,7 @@ class EngineRoute:
         return self.ranks[0]
 
     @property
-    def required_actor_ranks(self) -> tuple[int, ...]:
+    def required_actor_ranks(self) -> Ranks:
         """Ranks that must be the actor's if the transport has no sender: they pass the weights to the engine."""
         return self.ranks if self.spans_nodes and self.entry.each_rank else self.ranks[:1]
 
@@ -53,17 +53,17 @@ class SyncRoute:
         adapters: only adapters are sent; engines have the other weights from model.path.
     """
 
-    stages: tuple[tuple[int, ...], ...]
+    stages: tuple[Ranks, ...]
     engines: tuple[EngineRoute, ...]
     adapters: bool = False
 
     @property
-    def actor(self) -> tuple[int, ...]:
+    def actor(self) -> Ranks:
         """The actor's ranks."""
         return tuple(rank for stage in self.stages for rank in stage)
 
     @property
-    def senders(self) -> tuple[int, ...]:
+    def senders(self) -> Ranks:
         """The actor's ranks that send weights to engines whose owners do not.
 
         Each stage has one: its first rank that is not on a GPU that a transport excludes. One rank sends everything if
@@ -75,7 +75,7 @@ class SyncRoute:
             return tuple(stage[0] for stage in allowed)
         return (next((rank for rank in self.actor if rank not in excluded), self.actor[0]),)
 
-    def endpoint_ranks(self, engine: EngineRoute, *, on_gpus: bool) -> tuple[int, ...]:
+    def endpoint_ranks(self, engine: EngineRoute, *, on_gpus: bool) -> Ranks:
         """Return the engine's ranks that have an endpoint of its transport; the first owns the engine."""
         is_apart = on_gpus or engine.spans_nodes  # on a CPU ranks of one node share their memory
         at_each = is_apart and engine.entry.each_rank and set(engine.ranks) <= set(self.actor)
@@ -116,7 +116,8 @@ class SyncRoute:
 
     def errors(self, *, on_gpus: bool) -> Iterator[str]:
         """Yield each engine that the weights cannot reach."""
-        actor, sender = format_ranks(self.actor), self.senders[0]
+        actor = format_ranks(self.actor)
+        sender = self.senders[0]
         for name, numbers in self.transports.items():
             required = [rank for number in numbers for rank in self.engines[number].required_actor_ranks]
             elsewhere = [rank for rank in required if rank not in self.actor]
@@ -137,9 +138,11 @@ class SyncRoute:
 def find_route(config: Config, layouts: Mapping[str, Layout], ranks_per_node: int) -> SyncRoute:
     """Return the route to each engine: by rollout.sync.transport, or with auto, or if that one cannot send adapters
     alone, by the first transport of the table that reaches the engine."""
-    rollout, is_external = layouts["rollout"], bool(config.rollout.engines)
+    rollout = layouts["rollout"]
+    is_external = bool(config.rollout.engines)
     models = {rank for name, layout in layouts.items() if name != "rollout" for rank in layout.ranks}
-    has_adapters, may_sleep = config.actor.lora is not None, config.rollout.sleep != "never"
+    has_adapters = config.actor.lora is not None
+    may_sleep = config.rollout.sleep != "never"
     entries = {name: entry.adapters if has_adapters else entry for name, entry in TRANSPORTS.items()}
     engines = []
     for number in range(rollout.data):

@@ -76,11 +76,16 @@ class RunPlan:
     @cached_property
     def batch_splits(self) -> dict[str, BatchSplit]:
         """Each component's split of a step's trajectories, by name."""
-        splits, config = {}, self.config
+        splits = {}
+        config = self.config
         for name, spec in self.components.items():
-            mini_batch, layout, max_tokens = spec.mini_batch_prompts(config).value, self.layouts[name], spec.max_tokens
-            trajectories, group = mini_batch * config.rollout.n, layout.micro_batch_group
-            fewest, most = trajectories // layout.data, _ceil(trajectories, layout.data)
+            mini_batch = spec.mini_batch_prompts(config).value
+            layout = self.layouts[name]
+            max_tokens = spec.max_tokens
+            trajectories = mini_batch * config.rollout.n
+            group = layout.micro_batch_group
+            fewest = trajectories // layout.data
+            most = _ceil(trajectories, layout.data)
             if_shortest = _ceil(fewest * SHORTEST_ROW, max_tokens.value)
             if_longest = _ceil(most, max_tokens.value // longest_row(config))
             splits[name] = BatchSplit(
@@ -114,7 +119,8 @@ def plan_run(config: Config, world_size: int, ranks_per_node: int | None = None)
     Raises:
         ConfigError: with every contradiction between keys, placement, layouts, batch and engines.
     """
-    components, ranks_per_node = components_of(config), ranks_per_node or world_size
+    components = components_of(config)
+    ranks_per_node = ranks_per_node or world_size
     errors = [*_component_errors(config, components), *config_errors(config)]
     try:
         layouts = place(config, components, world_size, ranks_per_node)
@@ -142,7 +148,8 @@ def _component_errors(config: Config, components: Mapping[str, ComponentSpec]) -
 
 
 def _batch_errors(config: Config, spec: ComponentSpec) -> Iterator[str]:
-    prompts, (key, size) = config.data.train_batch_size, spec.mini_batch_prompts(config)
+    prompts = config.data.train_batch_size
+    (key, size) = spec.mini_batch_prompts(config)
     if prompts % size:
         yield f"{key} {size} does not divide data.train_batch_size {prompts}: {nearest_divisors(prompts, size)} would"
     key, max_tokens = spec.max_tokens
@@ -171,7 +178,9 @@ def _parallel_errors(key: str, parallel: Parallel) -> Iterator[str]:
 
 
 def _optimizer_errors(config: Config, training: Training) -> Iterator[str]:
-    key, optim, steps = f"{training.key}.optim", training.settings.optim, training.optimizer_steps(config)
+    key = f"{training.key}.optim"
+    optim = training.settings.optim
+    steps = training.optimizer_steps(config)
     if optim.min_lr > optim.lr:
         yield f"{key}.min_lr {optim.min_lr} is above {key}.lr {optim.lr}: lower it"
     if optim.min_lr and optim.lr_decay_style == "constant":
