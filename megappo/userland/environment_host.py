@@ -1,19 +1,20 @@
 """The environments of a worker process. Uses the standard library alone."""
 
 import asyncio
-import concurrent.futures
 import inspect
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
 from megappo.userland.signatures import InputSpec
-from megappo.userland.user_code import BadFunction, load, named
+from megappo.userland.user_code import BadFunction, JsonObject, load, named
 
 METHODS = ("reset", "step")
 STACK_BYTES = 2**20
 """Stack of a thread: all of it counts as memory of the process."""
+THREADS = ThreadPoolExecutor(max_workers=10_000, thread_name_prefix="environment-call")
 
 
 class EnvironmentHost:
@@ -40,19 +41,20 @@ class EnvironmentHost:
         self._environments: dict[int, asyncio.Future] = {}
         self._calls: dict[int, asyncio.Task | None] = {}
 
-    async def reset(self, number: int, row: dict[str, Any]) -> Any:
+    async def reset(self, number: int, row: JsonObject) -> Any:
         """Make an environment and begin its episode."""
         self._environments[number] = in_thread(self._make)
         return await self._call(number, "reset", row)
 
-    async def step(self, number: int, message: dict[str, Any]) -> Any:
+    async def step(self, number: int, message: JsonObject) -> Any:
         """Return what the environment's step returns."""
         return await self._call(number, "step", message)
 
     async def close(self, number: int) -> None:
         """Close an environment, also one that is still being made. Its call in progress, which nobody waits for any
         more, is cancelled."""
-        made, call = self._environments.pop(number), self._calls.pop(number)
+        made = self._environments.pop(number)
+        call = self._calls.pop(number)
         call.cancel()
         await asyncio.wait([call], timeout=self._seconds / 2)  # one that goes on leaves time to close
         environment = await made
@@ -67,7 +69,8 @@ class EnvironmentHost:
 
 def _inputs(make: Callable[[], Any]) -> InputSpec:
     """Return the `columns` that a class names, all that there are if it names none, and its `tools`."""
-    columns, tools = getattr(make, "columns", None), tuple(getattr(make, "tools", ()))
+    columns = getattr(make, "columns", None)
+    tools = tuple(getattr(make, "tools", ()))
     if columns is None:
         return InputSpec(optional=None, raw_prompts=True, tools=tools)
     if isinstance(columns, str):
@@ -85,16 +88,16 @@ async def called(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def in_thread(function: Callable[..., Any], *arguments: Any) -> asyncio.Future:
-    """Call a plain function in a thread of its own; `asyncio.to_thread` has too few for those that hang."""
-    done: concurrent.futures.Future = concurrent.futures.Future()
-    done.set_running_or_notify_cancel()  # so that nobody cancels it before the thread has set its result
+    """Call a plain function in a thread; `asyncio.to_thread` has too few for those that hang."""
+    return asyncio.get_running_loop().run_in_executor(THREADS, _result, function, arguments)
 
-    def run() -> None:
-        try:
-            done.set_result(function(*arguments))
-        except BaseException as error:
-            can_be_raised = isinstance(error, Exception) and not isinstance(error, StopIteration)  # by a future
-            done.set_exception(error if can_be_raised else RuntimeError(named(error)))
 
-    threading.Thread(target=run, name="environment-call", daemon=True).start()
-    return asyncio.wrap_future(done)
+def _result(function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+    try:
+        return function(*arguments)
+    except Exception as error:
+        if isinstance(error, StopIteration):  # no future raises it
+            raise RuntimeError(named(error)) from None
+        raise
+    except BaseException as error:  # it would end the event loop
+        raise RuntimeError(named(error)) from None

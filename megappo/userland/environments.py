@@ -18,10 +18,11 @@ from megappo.config.schema import Reward
 from megappo.config.sections import Rollout
 from megappo.errors import ActionableError
 from megappo.runtime.heartbeat import heartbeat
-from megappo.userland.grades import LARGEST_FLOAT32, MAX_NAME_CHARACTERS
+from megappo.userland.grades import MAX_NAME_CHARACTERS, fits_float32
 from megappo.userland.rewards import RewardPool
 from megappo.userland.signatures import NO_INPUT, PROMPTS, InputSpec, is_message
 from megappo.userland.spec import parse_spec
+from megappo.userland.user_code import JsonObject
 from megappo.userland.worker_process import CallError, WorkerPool, WorkerProcess
 
 FAILED_SECONDS = 5.0
@@ -37,7 +38,7 @@ class EpisodeLost(Exception):
     """An environment took too long, or its process ended. Its episode cannot go on, the others do."""
 
 
-def row_of(columns: Mapping[str, Any], label: Any) -> dict[str, Any]:
+def row_of(columns: JsonObject, label: Any) -> JsonObject:
     """Return the fields of a prompt's record that an environment is reset with."""
     own = {name: value for name, value in columns.items() if name != PROMPTS}
     return own | {"prompt": columns[PROMPTS], "label": label}
@@ -47,9 +48,11 @@ class Environment:
     """The environment of one episode."""
 
     def __init__(self, pool: "EnvironmentPool", worker: WorkerProcess, number: int):
-        self._pool, self._worker, self._number = pool, worker, number
+        self._pool = pool
+        self._worker = worker
+        self._number = number
 
-    async def reset(self, row: Mapping[str, Any]) -> Messages:
+    async def reset(self, row: JsonObject) -> Messages:
         """Begin; return the environment's first messages, after the prompt.
 
         Raises: as in `step`.
@@ -60,7 +63,7 @@ class Environment:
         except ValueError as error:
             raise self._pool.fault(f"reset returned {error}") from error
 
-    async def step(self, message: Mapping[str, Any]) -> tuple[Messages, float | list[float], bool, dict[str, float]]:
+    async def step(self, message: JsonObject) -> tuple[Messages, float | list[float], bool, dict[str, float]]:
         """Return the environment's answer to the policy's message, the reward of the turn (or of each token), whether
         the episode ends, and further numbers by name.
 
@@ -74,7 +77,7 @@ class Environment:
         except ValueError as error:
             raise self._pool.fault(f"step returned {error}") from error
 
-    async def _call(self, method: str, arguments: Mapping[str, Any]) -> Any:
+    async def _call(self, method: str, arguments: JsonObject) -> Any:
         call = self._worker.call(method, {"number": self._number, **arguments}, self._pool.timeout_seconds)
         try:
             return await self._pool.in_thread(call)
@@ -105,7 +108,7 @@ def _turn(answer: Any, num_tokens: int) -> tuple[Messages, float | list[float], 
     """Return what a step returned, checked."""
     match answer:
         case [observation, reward, bool(done)]:
-            numbers: dict[str, Any] = {}
+            numbers: JsonObject = {}
         case [observation, reward, bool(done), dict(numbers)]:
             pass
         case _:
@@ -120,7 +123,7 @@ def _turn(answer: Any, num_tokens: int) -> tuple[Messages, float | list[float], 
 
 def _number(reward: Any) -> float:
     number = 0.0 if reward is None else reward
-    if not isinstance(number, int | float) or not abs(number) <= LARGEST_FLOAT32:
+    if not fits_float32(number):
         expected = "a finite number, None for 0, or a list of one for each token of the turn"
         raise ValueError(f"the reward {reward!r:.80}; expected {expected}")
     return float(number)
@@ -210,7 +213,8 @@ def load_environments(rollout: Rollout, reward: Reward) -> EnvironmentPool:
     """
     if rollout.environment is not None:
         environment = parse_spec(rollout.environment, "rollout.environment", {})
-        spec, code = rollout.environment, [environment.source, environment.name]
+        spec = rollout.environment
+        code = [environment.source, environment.name]
     else:
         tools = [parse_spec(tool, "rollout.tools", {}) for tool in rollout.tools]
         functions = [(tool.source, tool.name) for tool in tools]

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
+from megappo.userland.user_code import JsonObject
 from megappo.userland.worker_process import CallError
 
 LARGEST_FLOAT32 = 3.4028234663852886e38
@@ -94,15 +95,19 @@ def _grade(value: Any, num_characters: int, weight: float) -> Grade:
     return grade
 
 
+def fits_float32(value: Any) -> bool:
+    """Return whether a value is a number, finite as a float32; it may be an int beyond all floats."""
+    return isinstance(value, int | float) and abs(value) <= LARGEST_FLOAT32
+
+
 def _number(value: Any, name: str, weight: float = 1.0) -> float:
-    is_number = isinstance(value, int | float) and abs(value) <= LARGEST_FLOAT32  # also for an int beyond all floats
-    number = weight * value if is_number else value
-    if not is_number or abs(number) > LARGEST_FLOAT32:
+    number = weight * value if fits_float32(value) else value
+    if not fits_float32(number):
         raise ValueError(f"expected a finite number that fits into a float32 as {name}, found {number!r:.80}")
     return number
 
 
-def _parts(fields: dict[str, Any]) -> dict[str, float]:
+def _parts(fields: JsonObject) -> dict[str, float]:
     parts = {}
     for name, value in fields.items():
         if name in (SCORE, ANSWER, LOSS_WEIGHT, STEP_SCORES) or not isinstance(value, int | float):

@@ -55,6 +55,11 @@ class PendingRow:
     row: Row
     outcome: Grade | CallError | None = None
 
+    @property
+    def grade(self) -> Grade:
+        """The grade of a row that no longer waits."""
+        return FAILED if isinstance(self.outcome, CallError) else self.outcome
+
 
 @dataclass(eq=False)
 class FunctionQueue:
@@ -111,10 +116,9 @@ class RewardPool(WorkerPool):
         self.on_error = reward.on_error
         names = [one.name for one in specs.values()]
         self.names = [name if names.count(name) == 1 else spec for spec, name in zip(specs, names, strict=True)]
-        self.queues = [
-            FunctionQueue(index, spec, reward.weights[spec], mode, reward.batch_size)
-            for index, (spec, mode) in enumerate(zip(specs, self.description.modes, strict=True))
-        ]
+        self.queues: list[FunctionQueue] = []
+        for spec, mode in zip(specs, self.description.modes, strict=True):
+            self.queues.append(FunctionQueue(len(self.queues), spec, reward.weights[spec], mode, reward.batch_size))
         self.waits_for_all = any(queue.waits_for_all for queue in self.queues)
         self._batches: deque[tuple[FunctionQueue, Sequence[PendingRow]]] = deque()
         self._has_work = asyncio.Event()
@@ -200,9 +204,10 @@ class RewardPool(WorkerPool):
                 else:
                     self._has_work.clear()
                     await self._has_work.wait()
+        except CallError as error:
+            self._fail(self.fault(str(error)))
         except Exception as error:
-            is_known = isinstance(error, CallError)
-            self._fail(self.fault(str(error) if is_known else f"could not be run ({type(error).__name__}: {error})"))
+            self._fail(self.fault(f"could not be run ({type(error).__name__}: {error})"))
 
     def _next(self) -> tuple[FunctionQueue, Sequence[PendingRow]] | None:
         if self._batches:
@@ -234,14 +239,14 @@ class RewardPool(WorkerPool):
                     continue
                 rest = list(chain.from_iterable(calls[i + 1 :]))
                 if queue.mode == "one_async":  # they were in progress, too
-                    called, rest = [*called, *rest], []
+                    called = [*called, *rest]
+                    rest = []
                 queue.rows.extendleft(reversed(rest))
                 return await self._handle(worker, queue, called, error)
         return worker
 
     def _call(self, worker: WorkerProcess, queue: FunctionQueue, rows: Sequence[PendingRow]) -> asyncio.Future:
-        sent = [one.row[:4] for one in rows]  # without their names
-        arguments = {"function": queue.index, "rows": sent}
+        arguments = {"function": queue.index, "rows": [one.row[:4] for one in rows]}  # without their names
         return worker.begin("score", arguments, self.timeout_seconds)
 
     def _remedy(self, failure: CallError) -> str:
@@ -267,13 +272,14 @@ class RewardPool(WorkerPool):
         if len(rows) == 1:
             rows[0].outcome = failure
             return worker
-        num_late = 0
+        is_hopeless = True
         for i, row in enumerate(rows):
-            if num_late < MAX_LATE_ALONE:
-                worker = await self._score(worker, queue, [row])
-            else:
-                row.outcome = failure
-            num_late += num_late == i and isinstance(row.outcome, CallError) and row.outcome.is_late
+            if is_hopeless and i == MAX_LATE_ALONE:
+                for late in rows[i:]:
+                    late.outcome = failure
+                break
+            worker = await self._score(worker, queue, [row])
+            is_hopeless = is_hopeless and isinstance(row.outcome, CallError) and row.outcome.is_late
         return worker
 
     async def _culprit(
@@ -343,12 +349,13 @@ class Scoring:
             for pending in chain.from_iterable(self._pending):
                 self._pool.wait(pending)
         self.num_errors = self.num_timeouts = 0
-        for of_row in reversed(self._pending):
-            failures = [(i, one.outcome) for i, one in enumerate(of_row) if isinstance(one.outcome, CallError)]
-            for function, failure in failures[:1]:
-                self.failure = described(self._pool.queues[function].spec, failure, of_row[:1])
-                self.num_timeouts += failure.is_late
-                self.num_errors += not failure.is_late
+        for of_row in reversed(self._pending):  # the last message is that of the first row
+            for queue, one in zip(self._pool.queues, of_row, strict=True):
+                if isinstance(one.outcome, CallError):
+                    self.failure = described(queue.spec, one.outcome, of_row[:1])
+                    self.num_timeouts += one.outcome.is_late
+                    self.num_errors += not one.outcome.is_late
+                    break
         return self._grades(self._pending)
 
     def known(self, indices: range) -> list[Grade] | None:
@@ -364,11 +371,8 @@ class Scoring:
         return self._grades(pending)
 
     def _grades(self, pending: Sequence[Sequence[PendingRow]]) -> list[Grade]:
-        return combined([[_grade_or_failed(one.outcome) for one in of_row] for of_row in pending], self._pool.names)
-
-
-def _grade_or_failed(outcome: Grade | CallError | None) -> Grade:
-    return FAILED if isinstance(outcome, CallError) else outcome
+        grades = [[one.grade for one in of_row] for of_row in pending]
+        return combined(grades, self._pool.names)
 
 
 def described(spec: str, failure: CallError, rows: Sequence[PendingRow]) -> str:

@@ -11,7 +11,7 @@ from operator import or_
 from typing import Any, Literal, NamedTuple
 
 from megappo.user_modules import Home
-from megappo.userland.user_code import BadFunction, home, load
+from megappo.userland.user_code import BadFunction, JsonObject, home, load
 
 PROMPTS = "prompts"
 """The column with the prompt as the file has it, if the function takes that."""
@@ -38,7 +38,7 @@ class InputSpec:
     optional: tuple[str, ...] | None = ()
     raw_prompts: bool = False
     by_environment: tuple[str, ...] = ()
-    tools: tuple[dict[str, Any], ...] = ()
+    tools: tuple[JsonObject, ...] = ()
 
     def __or__(self, other: "InputSpec") -> "InputSpec":
         """Return the fields that either gets."""
@@ -67,7 +67,7 @@ class Row(NamedTuple):
     prompt: str
     response: str
     label: Any
-    columns: Mapping[str, Any]
+    columns: JsonObject
     name: str = ""
 
     @property
@@ -139,7 +139,7 @@ class RewardFunction:
     form: Form
     parameters: Mapping[str, bool]
     takes_any: bool
-    options: Mapping[str, Any]
+    options: JsonObject
     home: Home | None
 
     @cached_property
@@ -181,7 +181,8 @@ class RewardFunction:
 
     def _gets(self, column: str) -> bool:
         """Return whether it takes a column; rows have those of other functions, too."""
-        needed, optional = self.inputs.needed, self.inputs.optional
+        needed = self.inputs.needed
+        optional = self.inputs.optional
         return column not in self.options and (optional is None or column in (*needed, *optional))
 
     def _accepts(self, name: str) -> bool:
@@ -193,7 +194,7 @@ def is_message(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
 
 
-def recognise(function: Callable[..., Any], options: Mapping[str, Any], home: Home | None) -> RewardFunction:
+def recognise(function: Callable[..., Any], options: JsonObject, home: Home | None) -> RewardFunction:
     """Return a function with its form. One without the parameters of a form may take prompts, responses and labels by
     position.
 
@@ -229,7 +230,7 @@ class RewardHost:
         description: the inputs of all functions together, and the mode of each.
     """
 
-    def __init__(self, functions: Sequence[tuple[str, str, Mapping[str, Any]]]):
+    def __init__(self, functions: Sequence[tuple[str, str, JsonObject]]):
         self._functions = [_load_function(*one, is_alone=len(functions) == 1) for one in functions]
         inputs = reduce(or_, [one.inputs for one in self._functions])
         self.description = {"inputs": asdict(inputs), "modes": [one.mode for one in self._functions]}
@@ -241,7 +242,7 @@ class RewardHost:
         return called.call_async(given) if called.is_async else partial(called.call, given)
 
 
-def _load_function(source: str, name: str, options: Mapping[str, Any], *, is_alone: bool) -> RewardFunction:
+def _load_function(source: str, name: str, options: JsonObject, *, is_alone: bool) -> RewardFunction:
     try:
         return recognise(load(source, name), options, home(source))
     except BadFunction as error:

@@ -18,6 +18,10 @@ SPARE_BYTES = 2**26
 """Beyond the memory limit, to report that it was reached."""
 
 
+JsonObject = dict[str, Any]
+"""Anything by name: what JSON and keyword arguments hold."""
+
+
 class BadFunction(Exception):
     """User code cannot be used, or returned something wrong. The message follows the name of the code."""
 

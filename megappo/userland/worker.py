@@ -22,7 +22,7 @@ from typing import Any
 
 from megappo.userland.environment_host import EnvironmentHost
 from megappo.userland.signatures import RewardHost
-from megappo.userland.user_code import BadFunction, describe, limit_memory
+from megappo.userland.user_code import BadFunction, JsonObject, describe, limit_memory
 
 HOSTS = {"rewards": RewardHost, "environments": EnvironmentHost}
 MAX_REQUEST_BYTES = 2**62
@@ -67,7 +67,7 @@ class Worker:
                 self._plain.put_nowait((request["call"], work))
         self._plain.put_nowait(None)
 
-    def _work(self, method: str, arguments: dict[str, Any]) -> Any:
+    def _work(self, method: str, arguments: JsonObject) -> Any:
         """Return a coroutine, or a function to call in the main thread."""
         if method == "load":
             return partial(self._load, **arguments)

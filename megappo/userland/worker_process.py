@@ -20,6 +20,7 @@ from megappo.runtime.heartbeat import heartbeat
 from megappo.runtime.keeper import KILL_TIMEOUT_SECONDS, ask_to_end
 from megappo.runtime.machine import PYTHON, for_python, unbound
 from megappo.userland.signatures import CallMode, InputSpec
+from megappo.userland.user_code import JsonObject
 
 MAX_BYTES = 2**26
 """Longest line that user code may have written."""
@@ -72,11 +73,11 @@ class WorkerProcess:
         self._memory_bytes = None if memory_limit_gib is None else int(memory_limit_gib * 2**30)
         self._writer: asyncio.StreamWriter | None = None
         self._numbers = itertools.count()
-        self._replies: dict[int, asyncio.Future[dict[str, Any] | None]] = {}
+        self._replies: dict[int, asyncio.Future[JsonObject | None]] = {}
         self._fault = ""
         self.is_up = True
 
-    async def load(self, arguments: Mapping[str, Any]) -> Any:
+    async def load(self, arguments: JsonObject) -> Any:
         """Return the host's description of the code that it has loaded.
 
         Raises:
@@ -87,7 +88,7 @@ class WorkerProcess:
         arguments = {"memory_bytes": self._memory_bytes, **arguments}
         return await self.call("load", arguments, START_TIMEOUT_SECONDS)
 
-    async def call(self, method: str, arguments: Mapping[str, Any], seconds: float) -> Any:
+    async def call(self, method: str, arguments: JsonObject, seconds: float) -> Any:
         """Return the result of a method of the host that is a coroutine.
 
         Raises:
@@ -95,7 +96,7 @@ class WorkerProcess:
         """
         return await self.result(self.begin(method, arguments, seconds), seconds, GRACE_SECONDS)
 
-    def begin(self, method: str, arguments: Mapping[str, Any], seconds: float) -> asyncio.Future:
+    def begin(self, method: str, arguments: JsonObject, seconds: float) -> asyncio.Future:
         """Send a call, whose reply `result` waits for. Calls of plain functions are run in their order."""
         number = next(self._numbers)
         reply = self._replies[number] = asyncio.get_running_loop().create_future()
@@ -241,15 +242,18 @@ class WorkerPool(AbstractContextManager):
         self,
         spec: str,
         host: str,
-        arguments: Mapping[str, Any],
+        arguments: JsonObject,
         *,
         num_workers: int,
         timeout_seconds: float,
         memory_limit_gib: float | None = None,
         pass_env: Collection[str] = (),
     ):
-        self.spec, self.num_workers, self.timeout_seconds = spec, num_workers, timeout_seconds
-        self.memory_limit_gib, self._pass_env = memory_limit_gib, pass_env
+        self.spec = spec
+        self.num_workers = num_workers
+        self.timeout_seconds = timeout_seconds
+        self.memory_limit_gib = memory_limit_gib
+        self._pass_env = pass_env
         self._load = {"host": host, **arguments}
         self.workers: set[WorkerProcess] = set()
         self.is_closed = False

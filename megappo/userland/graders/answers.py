@@ -10,6 +10,8 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
+from megappo.userland.user_code import JsonObject
+
 LETTER = r"""
     (?: \s+ (?: is | was ) )? [\s:]{0,9} (?: (?:option|choice) \s )?      # "answer is: option"
     [\s:*"'$({\[\\]{0,9} (?: (?:text|math) [a-z]{0,2} \{ \(? )?            # **(  $\text{(
@@ -48,7 +50,7 @@ MAX_CHARACTERS = 1000
 """Longest answer that is parsed; a longer one must equal the label's text."""
 
 
-def exact_match(solution_str: str, ground_truth: Any) -> dict[str, Any]:
+def exact_match(solution_str: str, ground_truth: Any) -> JsonObject:
     """1.0 where the stripped response equals the stripped label, else 0.0.
 
     Raises:
@@ -84,7 +86,7 @@ def regex_match_label(label: Any) -> re.Pattern[str]:
         raise ValueError(f"regex_match needs regular expressions as labels, found {label!r:.80}: {error}") from error
 
 
-def multiple_choice(solution_str: str, ground_truth: Any) -> dict[str, Any]:
+def multiple_choice(solution_str: str, ground_truth: Any) -> JsonObject:
     """1.0 where the letter that a response gives as its answer is the label, else 0.0.
 
     Args:
@@ -115,7 +117,7 @@ def letter_in(response: str) -> str | None:
     return None
 
 
-def gsm8k(solution_str: str, ground_truth: Any) -> dict[str, Any]:
+def gsm8k(solution_str: str, ground_truth: Any) -> JsonObject:
     """1.0 where the line behind a response's last #### holds one number, and it is the label's, else 0.0.
 
     Numbers are compared by value, without their units: "$1,200.00", "1200 dollars" and "1.2e3" are the same. A line of
@@ -158,7 +160,7 @@ def the_number(text: str) -> Fraction | None:
     return value / divisor if divisor else None
 
 
-def math(solution_str: str, ground_truth: Any) -> dict[str, Any]:
+def math(solution_str: str, ground_truth: Any) -> JsonObject:
     """1.0 where a response's last boxed answer is equivalent to the label, else 0.0.
 
     Two answers are equivalent if their texts differ in spaces alone, or if math-verify finds it, as for 1/2, \\frac12

@@ -7,10 +7,11 @@ import os
 import subprocess
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from megappo.runtime.machine import PACKAGE_ROOT, PYTHON
+from megappo.userland.user_code import JsonObject
 
 FENCE = "```"
 ENDING_SECONDS = 20.0
@@ -71,10 +72,12 @@ def code(
 def program_in(response: str) -> str:
     """Return the last block of a response that is tagged as Python, else its last without a tag, else all of it."""
     of_tag: dict[str, str] = {}
-    tag, block = None, list[str]()
+    tag = None
+    block = list[str]()
     for line in [*response.split("\n"), FENCE]:  # a last block without an end has one, too
         if tag is None:
-            tag, block = _opened(line), []
+            tag = _opened(line)
+            block = []
         elif (end := line.rstrip()).endswith(FENCE):
             of_tag["py" if tag.startswith("py") else tag] = "\n".join([*block, end.rstrip("`")])
             tag = None
@@ -94,7 +97,7 @@ def _opened(line: str) -> str | None:
     return words[0].lower() if words else ""
 
 
-def trials_of(label: Any) -> tuple[list[dict[str, Any]], list[Any]]:
+def trials_of(label: Any) -> tuple[list[JsonObject], list[Any]]:
     """Return the tests for `trial`, and what each expects: an output, a list of results that count as right, or None
     if the test decides itself.
 
@@ -135,16 +138,19 @@ def code_label(label: Any) -> None:
             raise ValueError(f"code needs tests as label, {LABELS}; {text!r:.80} asserts nothing")
 
 
-def _tried(job: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _tried(job: JsonObject) -> list[JsonObject]:
     """Return the outcome of each test, as `trial` writes them."""
     environment = {"PATH": os.defpath, "PYTHONPATH": str(PACKAGE_ROOT), "OMP_NUM_THREADS": "1", "LANG": "C.UTF-8"}
     command = [*PYTHON, "-s", "-m", "megappo.userland.graders.trial"]
-    text, seconds = json.dumps(job).encode(), job["total_seconds"] + ENDING_SECONDS
+    text = json.dumps(job).encode()
+    seconds = job["total_seconds"] + ENDING_SECONDS
     try:
         done = subprocess.run(command, input=text, env=environment, capture_output=True, timeout=seconds)
-        written, errors = done.stdout, done.stderr
+        written = done.stdout
+        errors = done.stderr
     except subprocess.TimeoutExpired as error:
-        written, errors = error.stdout or b"", b"it took too long"
+        written = error.stdout or b""
+        errors = b"it took too long"
     begun, *outcomes = [json.loads(line) for line in written.split(b"\n")[:-1]] or [None]
     if begun is None:
         raise RuntimeError(f"programs cannot be tried: {errors[-1000:].decode(errors='replace')}")
@@ -154,7 +160,7 @@ def _tried(job: Mapping[str, Any]) -> list[dict[str, Any]]:
     return outcomes + [{"status": None}] * (len(job["tests"]) - len(outcomes))  # without time, or ended by a program
 
 
-def _passes(outcome: Mapping[str, Any], test: Mapping[str, Any], expected: Any) -> bool:
+def _passes(outcome: JsonObject, test: JsonObject, expected: Any) -> bool:
     if outcome["status"] != 0:
         return False
     if "stdin" in test:

@@ -180,7 +180,8 @@ def _allow(rules: int, path: str, rights: int) -> None:
 
 
 def _drop_capabilities() -> None:
-    header, none = struct.pack("=Ii", 0x20080522, 0), struct.pack("=6I", *[0] * 6)
+    header = struct.pack("=Ii", 0x20080522, 0)
+    none = struct.pack("=6I", *[0] * 6)
     _check(_libc.capset(header, none), "capset")
 
 

@@ -65,7 +65,8 @@ class Peer:
     """
 
     def __init__(self, connection: socket.socket, do: Callable[..., Any]):
-        self._file, self._do = connection.makefile("rwb"), do
+        self._file = connection.makefile("rwb")
+        self._do = do
         sys.set_int_max_str_digits(0)  # JSON has numbers as digits
         self._shared: dict[int, Any] = {}  # objects of this process that the other has a Remote of
         self._remotes: dict[int, Remote] = {}

@@ -154,7 +154,9 @@ def _run(child: Callable[[], None], seconds: float, listener: int | None = None)
     waiting = select.poll()
     for descriptor in filter(None, (ended, listener)):
         waiting.register(descriptor, select.POLLIN)
-    deadline, ready, num_files = time.monotonic() + seconds, dict[int, int](), 0
+    deadline = time.monotonic() + seconds
+    ready = dict[int, int]()
+    num_files = 0
     while ended not in ready and (left := deadline - time.monotonic()) > 0:
         ready = dict(waiting.poll(1000 * left))
         if listener in ready:
@@ -173,7 +175,8 @@ def _child(descriptors: Sequence[int], program: Program, work: Callable[[], None
         os.dup2(descriptor, number)
     os.closerange(RESULT + 1, min(os.sysconf("SC_OPEN_MAX"), 2**16))
     sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
-    written, status = sys.stdout, 1
+    written = sys.stdout
+    status = 1
     limits = {"memory_bytes": program.memory_bytes, "cpu_seconds": int(program.seconds) + 1, "file_bytes": FILE_BYTES}
     try:
         if program.is_protected:
