@@ -20,6 +20,7 @@ from megappo.engines.generations import (
     stream_body,
 )
 from megappo.runtime.heartbeat import heartbeat
+from megappo.userland.user_code import JsonObject
 
 ENDING_SECONDS = 3.0
 """Limit for a crashed engine to end after its connections break."""
@@ -104,7 +105,7 @@ class EngineClient:
         self._deferring(self._check_alive)
         self._deferring(self._request, "GET", "/health")
 
-    def server_args(self) -> dict[str, Any]:
+    def server_args(self) -> JsonObject:
         """Return the server's arguments, by SGLang's names."""
         return self._request("GET", "/server_info")
 
@@ -154,7 +155,7 @@ class EngineClient:
         self.post("/end_weight_update", {})
         self.flush_cache()
 
-    def load_adapter(self, path: str, body: dict[str, Any]) -> None:
+    def load_adapter(self, path: str, body: JsonObject) -> None:
         """Give the engine an adapter, in place of the one before, for all generations from now on.
 
         SGLang numbers adapters, so what is cached from the one before is not found any more.
@@ -188,7 +189,8 @@ class EngineClient:
     ) -> AsyncIterator[tuple[int, Generation]]:
         """Yield each prompt's position and its response as soon as that is finished; a caller that does not want all of
         them closes the iterator. Many requests may run at a time over `http` from `open_async`."""
-        path, missing = "/generate", set(range(len(prompts)))
+        path = "/generate"
+        missing = set(range(len(prompts)))
         try:
             with heartbeat.waiting():
                 async with http.stream("POST", path, json=stream_body(prompts, params, self.adapter)) as response:
@@ -253,10 +255,11 @@ class EngineClient:
 
     def take_fault(self) -> EngineFault | None:
         """Return the deferred fault, if there is one, and forget it."""
-        fault, self._fault = self._fault, None
+        fault = self._fault
+        self._fault = None
         return fault
 
-    def post(self, path: str, body: dict[str, Any], timeout: float | None = None) -> Any:
+    def post(self, path: str, body: JsonObject, timeout: float | None = None) -> Any:
         """Send any request of SGLang's HTTP API; return the reply's JSON, or None.
 
         Args:
@@ -276,7 +279,7 @@ class EngineClient:
             self._fault = fault
             return None
 
-    def _request(self, method: str, path: str, body: dict[str, Any] | None = None, timeout: float | None = None) -> Any:
+    def _request(self, method: str, path: str, body: JsonObject | None = None, timeout: float | None = None) -> Any:
         limit = timeout or self.hang_seconds
         try:
             with heartbeat.waiting():  # nobody watches the engine meanwhile, and all other ranks may wait

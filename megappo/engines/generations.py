@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megappo.errors import ActionableError
+from megappo.userland.user_code import JsonObject
 
 FINISH_REASONS = ("stop", "length")
 
@@ -45,7 +46,7 @@ class Generation:
     num_cached: int = 0
 
 
-def generate_body(prompts: Sequence[list[int]], params: SamplingParams, adapter: str | None = None) -> dict[str, Any]:
+def generate_body(prompts: Sequence[list[int]], params: SamplingParams, adapter: str | None = None) -> JsonObject:
     """Return the body of a request for one response to each prompt, in SGLang's spelling.
 
     Args:
@@ -62,7 +63,7 @@ def generate_body(prompts: Sequence[list[int]], params: SamplingParams, adapter:
     return body | ({"lora_path": adapter} if adapter else {})
 
 
-def stream_body(prompts: Sequence[list[int]], params: SamplingParams, adapter: str | None = None) -> dict[str, Any]:
+def stream_body(prompts: Sequence[list[int]], params: SamplingParams, adapter: str | None = None) -> JsonObject:
     """Return the body for a stream of which only the first tokens and whole responses are sent."""
     body = generate_body(prompts, params, adapter)
     body["sampling_params"]["stream_interval"] = params.max_response_length + 1
@@ -78,7 +79,8 @@ def checked(reply: Any, *, may_abort: bool = False) -> Generation:
         EngineError: the reply holds none. EngineFault: by the engine's fault.
     """
     with expecting_response(reply):
-        tokens, meta = reply["output_ids"], reply["meta_info"]
+        tokens = reply["output_ids"]
+        meta = reply["meta_info"]
         end = meta["finish_reason"]
         if may_abort and end["type"] == "abort":
             return Generation(tokens, [], "abort")

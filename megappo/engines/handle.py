@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from torch.distributed import Store
 
@@ -21,6 +20,7 @@ from megappo.runtime import platform
 from megappo.runtime.heartbeat import heartbeat
 from megappo.runtime.listening import node_address
 from megappo.userland.environments import TaskWorkers, start_workers
+from megappo.userland.user_code import JsonObject
 
 GIB = 2**30
 RETURNED = 0.8
@@ -72,7 +72,8 @@ def start_engine(plan: RunPlan, rank: int, store: Store, cleanup: ExitStack) -> 
     Args:
         store: torchrun's, through which those parts find each other.
     """
-    config, layout = plan.config, plan.layouts["rollout"]
+    config = plan.config
+    layout = plan.layouts["rollout"]
     number = layout.shard_of(rank)
     if number is None:
         return EngineHandle()
@@ -97,7 +98,7 @@ def start_engine(plan: RunPlan, rank: int, store: Store, cleanup: ExitStack) -> 
 
 
 def _engine(
-    config: Config, layout: Layout, number: int, ranks: Sequence[int], node: int, node_arguments: dict[str, Any]
+    config: Config, layout: Layout, number: int, ranks: Sequence[int], node: int, node_arguments: JsonObject
 ) -> Engine:
     """Return the part of an engine on its node number `node`, for these ranks."""
     per_node = _ranks_per_node()

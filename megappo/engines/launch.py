@@ -6,9 +6,8 @@ import socket
 import subprocess
 import sysconfig
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from megappo.architecture.architecture import DTYPES
 from megappo.config.schema import Lora, Rollout
@@ -16,6 +15,7 @@ from megappo.engines.client import EngineError
 from megappo.engines.server_keeper import LOADS_PREFIX, SHARED_MEMORY, remove_traces
 from megappo.runtime import platform
 from megappo.runtime.machine import PYTHON, for_python, usable
+from megappo.userland.user_code import JsonObject
 
 HOST = "127.0.0.1"
 CPU_ARGUMENTS = {
@@ -51,7 +51,7 @@ MODELS = "megappo.engines.sglang_models"
 
 def server_arguments(
     model_path: str | Path, rollout: Rollout, dtype: str, *, on_gpu: bool, seed: int, lora: Lora | None = None
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return SGLang's ServerArgs by name, without host, port and key.
 
     Args:
@@ -87,7 +87,7 @@ def server_arguments(
 
 
 def start_keeper(
-    settings: dict[str, Any], temporary: Path, environment: dict[str, str], output: IO[str] | None = None
+    settings: JsonObject, temporary: Path, environment: dict[str, str], output: IO[str] | None = None
 ) -> subprocess.Popen:
     """Start a keeper in a session of its own, which starts the server with these settings.
 
@@ -150,7 +150,7 @@ def inherited_environment(temporary: Path) -> dict[str, str]:
     }
 
 
-def nccl_variables(server_args: Mapping[str, Any]) -> dict[str, str]:
+def nccl_variables(server_args: JsonObject) -> dict[str, str]:
     """Return NCCL's variables as SGLang sets unset ones: a group with the trainer fails unless both have the same.
 
     Args:
@@ -185,7 +185,8 @@ def _with_cpu_threads(
     if "OMP_WAIT_POLICY" not in variables:
         variables.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
     if tensor_parallel > 1:
-        size, cores = num_threads or 1, sorted(usable())
+        size = num_threads or 1
+        cores = sorted(usable())
         shares = []
         for rank in range(index * tensor_parallel, (index + 1) * tensor_parallel):
             own = [cores[i % len(cores)] for i in range(rank * size, (rank + 1) * size)]

@@ -9,9 +9,8 @@ import os
 import secrets
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from megappo.config.schema import Lora, Rollout
 from megappo.engines import launch
@@ -21,6 +20,7 @@ from megappo.runtime import platform
 from megappo.runtime.heartbeat import heartbeat
 from megappo.runtime.keeper import ask_to_end
 from megappo.runtime.machine import unbound
+from megappo.userland.user_code import JsonObject
 
 LOG_TAIL_LINES = 25
 POLL_SECONDS = 0.2
@@ -58,7 +58,7 @@ class Engine:
         gpu_ids: Sequence[str],
         log_path: Path,
         seed: int,
-        node_arguments: Mapping[str, Any] | None = None,
+        node_arguments: JsonObject | None = None,
         num_threads: int | None = None,
         lora: Lora | None = None,
     ):
@@ -96,14 +96,15 @@ class Engine:
         Raises:
             EngineError: the process ended (with the end of its log), or rollout.start_timeout_seconds passed.
         """
-        timeout, limit = self._rollout.request_timeout_seconds, self._rollout.start_timeout_seconds
+        timeout = self._rollout.request_timeout_seconds
+        limit = self._rollout.start_timeout_seconds
         hang_seconds = float(self._rollout.server_args.get("watchdog_timeout", HANG_SECONDS))
         client = EngineClient(self.url, self._api_key, timeout, self.check_alive, hang_seconds)
         if not _wait_serving(client, self._started + limit, self.check_alive):
             self.stop()
             raise EngineError(
-                f"the SGLang engine did not start within {limit:g} s: raise rollout.start_timeout_seconds, or see why "
-                f"in {self.log_path}, which ends:\n{self._log_tail()}"
+                f"the SGLang engine did not start within {limit:g} s: raise rollout.start_timeout_seconds, or see why; "
+                f"{self._log_end()}"
             )
         self._guard.close()
         if self._arguments.get("node_rank", 0) == 0:  # the other nodes' parts answer nothing but questions for health
@@ -129,7 +130,12 @@ class Engine:
             raise EngineError("the SGLang engine is not running: it was not started, or was stopped")
         code = self._process.poll()
         if code is not None:
-            raise EngineFault(f"the SGLang engine ended (exit code {code}); {self.log_path} ends:\n{self._log_tail()}")
+            raise EngineFault(f"the SGLang engine ended (exit code {code}); {self._log_end()}")
+
+    def explain(self, fault: EngineFault) -> str:
+        """Return a fault with the end of the log: a fault that a client has found does not name its cause."""
+        message = str(fault)
+        return message if str(self.log_path) in message else f"{message}; {self._log_end()}"
 
     def stop(self) -> None:
         """End the engine's processes, and only those; may be called at any time, and again."""
@@ -142,7 +148,7 @@ class Engine:
         remove_traces(self._temporary)  # where the keeper was killed
         atexit.unregister(self.stop)
 
-    def _start(self, arguments: dict[str, Any]) -> None:
+    def _start(self, arguments: JsonObject) -> None:
         launch.remove_stale_traces()
         self._guard = launch.reserve_port(self.port)
         self.port = self._guard.getsockname()[1]
@@ -164,9 +170,9 @@ class Engine:
         self._started = time.monotonic()
         atexit.register(self.stop)
 
-    def _log_tail(self) -> str:
+    def _log_end(self) -> str:
         lines = self.log_path.read_text(errors="replace").splitlines()
-        return "\n".join(lines[-LOG_TAIL_LINES:])
+        return "\n".join([f"{self.log_path} ends:", *lines[-LOG_TAIL_LINES:]])
 
 
 class ExternalEngine:
@@ -196,13 +202,18 @@ class ExternalEngine:
             )
         server_args = client.server_args()
         client.hang_seconds = float(server_args["watchdog_timeout"])
-        size, expected = server_args["tp_size"], self._rollout.tensor_parallel
+        size = server_args["tp_size"]
+        expected = self._rollout.tensor_parallel
         if size != expected:
             raise EngineError(
                 f"rollout.engines: {self.url} has tensor parallelism {size}, rollout.tensor_parallel is {expected}: "
                 f"set it to {size}"
             )
         return client
+
+    def explain(self, fault: EngineFault) -> str:
+        """Return a fault: whoever started the server has its log."""
+        return str(fault)
 
     def stop(self) -> None:
         """Do nothing: whoever started the server ends it."""

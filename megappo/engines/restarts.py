@@ -35,7 +35,8 @@ class EngineRestarts:
 
     def take_count(self) -> int:
         """Return how often engines, of all ranks, were restarted since the last call."""
-        count, self._count = self._count, 0
+        count = self._count
+        self._count = 0
         return count
 
     def restart_after_rollout(self, fault: EngineFault | None) -> bool:
@@ -53,19 +54,21 @@ class EngineRestarts:
 
     def restart_failed(self, fault: EngineFault | None) -> bool:
         """Restart the engines that failed outside a rollout; as `restart_after_rollout`."""
-        mine, lost, number = None, "", self.engine_handle.number
+        number = self.engine_handle.number
+        warning = lost = ""
         if fault is not None:
+            reason = self.engine_handle.engine.explain(fault)
             times = f"{self._in_a_row + 1} of {self.limit} times in a row; rollout.max_engine_restarts"
-            mine = (number, f"WARNING: engine {number} has failed ({times}): {fault}")
+            warning = f"WARNING: engine {number} has failed ({times}): {reason}"
             if self._in_a_row == self.limit:
                 tried = f"\nengine {number} has been restarted {self.limit} times (rollout.max_engine_restarts)"
-                lost = f"{fault}{tried if self.limit else ''}"
-        failures, losses = zip(*self.exchange.all_gather((mine, lost)), strict=True)
+                lost = f"{reason}{tried if self.limit else ''}"
+        numbers, warnings, losses = zip(*self.exchange.all_gather((number, warning, lost)), strict=True)
         _raise_together(lost, losses)
-        failed = dict(filter(None, failures))
+        failed = [number for number, warning in zip(numbers, warnings, strict=True) if warning]
         if not failed:
             return False
-        for text in failed.values():
+        for text in filter(None, warnings):
             self.warn(text)
         # All parts stop before the first starts, which would otherwise connect to an old one.
         is_mine = stop_engines(self.engine_handle, failed)

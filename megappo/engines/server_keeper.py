@@ -20,7 +20,8 @@ LOADS_PREFIX = "sglang_loads_"
 
 def main() -> int:
     """Serve until the server ends; return its exit code, or 128 + n when signal n ended it."""
-    owner, folder = int(sys.argv[1]), Path(sys.argv[2])
+    owner = int(sys.argv[1])
+    folder = Path(sys.argv[2])
     try:
         return keep(owner, [*PYTHON, "-m", "megappo.engines.server"])
     finally:

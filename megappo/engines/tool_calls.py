@@ -12,7 +12,7 @@ from typing import Any
 from megappo.engines import sglang_patches
 from megappo.user_modules import share_all
 from megappo.userland.environment_host import called
-from megappo.userland.user_code import BadFunction, load, named
+from megappo.userland.user_code import BadFunction, JsonObject, load, named
 
 UNREADABLE = "error: the call cannot be read: it must be JSON that names one of the functions"
 
@@ -28,13 +28,13 @@ class ToolEnvironment:
 
     columns: tuple[str, ...] = ()
     functions: Mapping[str, Callable[..., Any]]
-    tools: Sequence[Mapping[str, Any]]
+    tools: Sequence[JsonObject]
     new_parser: Callable[[], Any]
 
-    async def reset(self, row: Mapping[str, Any]) -> None:
+    async def reset(self, row: JsonObject) -> None:
         """Do nothing: the chat template describes the tools."""
 
-    async def step(self, message: Mapping[str, Any]) -> tuple[Any, float, bool, dict[str, int]]:
+    async def step(self, message: JsonObject) -> tuple[Any, float, bool, dict[str, int]]:
         """Return the results of the calls, each a message; the result of a call that fails is its error."""
         parser = self.new_parser()
         if not parser.has_tool_call(message["content"]):

@@ -17,7 +17,7 @@ from waiting import wait_until
 
 from megappo.config.schema import Rollout
 from megappo.engines import launch
-from megappo.engines.client import EngineError, SamplingParams
+from megappo.engines.client import EngineError, EngineFault, SamplingParams
 from megappo.engines.process import Engine
 
 OWNER = """
@@ -108,6 +108,12 @@ def test_a_start_that_takes_too_long_ends_with_the_remedy(checkpoint, tmp_path):
     with pytest.raises(EngineError, match=r"within 0.5 s: raise rollout.start_timeout_seconds"):
         engine.wait_ready()
     wait_until(lambda: not session_pids(leader))
+    engine.log_path.write_text("".join(f"line {i}\n" for i in range(100)))
+    explained = engine.explain(EngineFault("it does not answer"))
+    assert (
+        explained.startswith(f"it does not answer; {engine.log_path} ends:\nline 75\n") and explained[-7:] == "line 99"
+    )
+    assert engine.explain(EngineFault(explained)) == explained, "once"
 
 
 def test_the_key_is_not_visible_to_other_users(engine):

@@ -19,6 +19,7 @@ from megappo.rollouts.datasets import Datasets
 from megappo.rollouts.rollouts import Rollouts
 from megappo.runtime.listening import run_store
 
+EXPLAINING = SimpleNamespace(explain=str)
 CONFIG = {
     "model": {"path": "m"},
     "data": {"train_files": ["f"], "train_batch_size": 50},
@@ -37,6 +38,9 @@ class Engine:
 
     def wait_ready(self) -> EngineClient:
         return self.server.client()
+
+    def explain(self, fault: EngineFault) -> str:
+        return str(fault)
 
     def stop(self) -> None:
         pass
@@ -75,7 +79,8 @@ def test_prompts_without_an_answer_are_sent_again():
 
 def recorded_restarts(limit: int, events: list[str]) -> EngineRestarts:
     alone = SimpleNamespace(all_gather=lambda value: [value])
-    own = SimpleNamespace(number=4, part_of=None, stop=lambda: None, restart=lambda: events.append("restart"))
+    own = SimpleNamespace(number=4, part_of=None, engine=EXPLAINING, stop=lambda: None)
+    own.restart = lambda: events.append("restart")
     return EngineRestarts(own, alone, events.append, limit)
 
 
@@ -107,7 +112,7 @@ def restart_of_parts(rank: int, world_size: int) -> None:
         events.append("meet")
         return exchange.all_gather(value)
 
-    own = SimpleNamespace(number=(0, None, 1)[rank], part_of=(None, 0, None)[rank])
+    own = SimpleNamespace(number=(0, None, 1)[rank], part_of=(None, 0, None)[rank], engine=EXPLAINING)
     own.stop, own.restart = (lambda: events.append("stop")), (lambda: events.append("restart"))
     found = EngineRestarts(own, SimpleNamespace(all_gather=all_gather), print, 3)
     assert found.restart_after_rollout(EngineFault("it ended") if rank == 0 else None)
@@ -122,7 +127,8 @@ def test_all_parts_of_an_engine_are_restarted_with_it():
 
 def lose(rank: int, world_size: int) -> None:
     """Engine 1 is lost, and then engine 0 does not start."""
-    own = SimpleNamespace(number=rank, part_of=None, stop=lambda: None, restart=does_not_start)
+    own = SimpleNamespace(number=rank, part_of=None, engine=EXPLAINING)
+    own.stop, own.restart = (lambda: None), does_not_start
     found = EngineRestarts(own, Exchange(dist.group.WORLD), print, limit=1 - rank)
     for lost in (1, 0):
         with pytest.raises(EngineLost, match="^(it ended|no start)$") as caught:
