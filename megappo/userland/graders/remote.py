@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 
 from megappo.runtime.machine import proxy_for
-from megappo.userland.user_code import JsonObject, cut
+from megappo.userland.user_code import JsonObject
 
 FIRST_PAUSE_SECONDS = 0.5
 """Before the second try; each further pause is twice as long."""
@@ -66,7 +66,7 @@ async def http(
         case {"scores": list(scores)} if len(scores) == len(responses):
             return scores
     expected = f"{{'scores': [...]}} with {len(responses)} of them"
-    raise RuntimeError(f"{url} answered with {_shown(answer)}; expected {expected}")
+    raise RuntimeError(f"{url} answered with {_cut(answer)}; expected {expected}")
 
 
 async def judge(
@@ -107,10 +107,10 @@ async def judge(
             case {"choices": [{"message": {"content": str(text)}}, *_]}:
                 scores = re.findall(score_pattern, text)
             case _:
-                raise RuntimeError(f"{url} answered with something else than a chat completion: {_shown(answer)}")
+                raise RuntimeError(f"{url} answered with something else than a chat completion: {_cut(answer)}")
         if scores:
             return float(scores[-1] if isinstance(scores[-1], str) else scores[-1][0])
-    raise RuntimeError(f"the judge {model} at {url} gave no score ({score_pattern}): {_shown(text)}")
+    raise RuntimeError(f"the judge {model} at {url} gave no score ({score_pattern}): {_cut(text)}")
 
 
 async def _posted(url: str, body: JsonObject, api_key_env: str, seconds: float, retries: int) -> Any:
@@ -135,7 +135,7 @@ async def _posted(url: str, body: JsonObject, api_key_env: str, seconds: float, 
             continue
         if answer.status_code == httpx.codes.OK:
             return _parsed(answer, url)
-        failure = f"refused (HTTP {answer.status_code}): {_shown(answer.text)}"
+        failure = f"refused (HTTP {answer.status_code}): {_cut(answer.text)}"
         if (
             answer.status_code < httpx.codes.INTERNAL_SERVER_ERROR
             and answer.status_code != httpx.codes.TOO_MANY_REQUESTS
@@ -174,8 +174,9 @@ def _parsed(answer: httpx.Response, url: str) -> Any:
     try:
         return answer.json()
     except ValueError as error:
-        raise RuntimeError(f"{url} answered with no JSON: {_shown(answer.text)}") from error
+        raise RuntimeError(f"{url} answered with no JSON: {_cut(answer.text)}") from error
 
 
-def _shown(value: Any) -> str:
-    return cut(value if isinstance(value, str) else json.dumps(value), MAX_SHOWN)
+def _cut(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}... ({len(text)} characters)"
