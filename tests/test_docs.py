@@ -7,6 +7,7 @@ import shlex
 import textwrap
 from collections.abc import Iterator
 from typing import Literal, get_args, get_origin
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -151,6 +152,7 @@ def undescribed(page: str, names: set[str]) -> list[str]:
         ("docs/converting.md", set(FAMILIES)),
         ("docs/metrics.md", metric_names() | phases()),
         ("docs/metrics.md", set(LOGGERS)),
+        ("docs/troubleshooting.md", set(RULES)),
         ("docs/design.md", rooms()),
         ("docs/design.md", phases() - {"evaluate", "save", "export"}),
     ],
@@ -181,6 +183,17 @@ def test_the_readme_stays_what_a_newcomer_reads():
     assert len(readme.splitlines()) <= 150
     assert [page for page in PAGES if page.startswith("docs/") and not re.search(rf"\({page}[)#]", readme)] == []
     assert readme.index("docs/images/report.png") < readme.index("## Quickstart") < readme.index("**Status.**")
+
+
+def test_pictures_are_readable_in_dark_mode_and_load_nothing():
+    pictures = sorted((ROOT / "docs" / "images").glob("*.svg"))
+    assert [picture.name for picture in pictures if f"images/{picture.name})" not in PAGES["docs/concepts.md"]] == []
+    for picture in pictures:
+        text = picture.read_text("utf-8")
+        width, height = map(float, ElementTree.fromstring(text).attrib["viewBox"].split()[2:])
+        assert "prefers-color-scheme: dark" in text and not re.search(r"(href|src)=|@import|url\(http", text)
+        places = [(float(x), float(y)) for x, y in re.findall(r'<text[^>]* x="([\d.]+)" y="([\d.]+)"', text)]
+        assert places and all(0 < x < width and 0 < y < height for x, y in places)
 
 
 @OF_EVERY_PAGE
