@@ -73,7 +73,7 @@ class Reader:
 
 @pytest.fixture(scope="module")
 def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
-    """A reader who has run the quickstart, with the files that the pages show; `.venv` is this environment."""
+    """A reader with the files of the pages who has followed two blocks of the README; `.venv` is this environment."""
     folder = tmp_path_factory.mktemp("clone")
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -84,7 +84,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
     for block in (block for blocks in BLOCKS.values() for block in blocks if block.file):
         (folder / block.file).write_text(block.text)
     reader = Reader(folder)
-    reader.follow(RUN["README.md"][:1])
+    reader.follow(RUN["README.md"][:2])  # the runs that other pages name
     yield reader
     reader.close()
 
