@@ -9,6 +9,8 @@ from megappo.table import Table
 RowValues = Callable[[Any], Any]
 """Maps `Rows` to a tensor [n] of any length or [n, K]; None where the run has no such values."""
 SPREAD = ("mean", "max", "min")
+HISTOGRAM = "histogram"
+"""A reduction that is made in some steps only, for its size."""
 LOOP_TOKENS, GRAM_SIZE = 256, 4
 """Last tokens of a response that are searched for a loop, and tokens of the n-grams that repeat in it."""
 
@@ -92,22 +94,22 @@ def repeats(rows: Any) -> Any:
 ROW_METRICS = Table(
     "metric",
     {
-        "reward/score": RowMetric(of_rows("scores"), (*SPREAD, "std")),
+        "reward/score": RowMetric(of_rows("scores"), (*SPREAD, "std", HISTOGRAM)),
         "reward/equal_groups_frac": RowMetric(equal_groups, "mean"),
         "reward/score_component": RowMetric(of_rows("score_components")),
         "reward/loss_weight": RowMetric(of_rows("loss_weights")),
         "reward/shaped": RowMetric(of_rows("shaped_scores")),
         "reward/baseline": RowMetric(of_rows("baselines")),
         "reward/kl_penalty": RowMetric(of_tokens("kl_penalty")),
-        "rollout/response_length": RowMetric(lambda rows: rows.response_lengths.float()),
+        "rollout/response_length": RowMetric(lambda rows: rows.response_lengths.float(), (*SPREAD, HISTOGRAM)),
         "rollout/truncated_frac": RowMetric(of_rows("truncated"), "mean"),
         "rollout/repetition_frac": RowMetric(repeats, "mean"),
         "rollout/masked_frac": RowMetric(lambda rows: ~rows.response_mask.bool().any(dim=1), "mean"),
         "rollout/log_prob_diff": RowMetric(log_prob_diff),
-        "advantages": RowMetric(of_tokens("advantages"), (*SPREAD, "histogram")),
+        "advantages": RowMetric(of_tokens("advantages"), (*SPREAD, HISTOGRAM)),
         "advantages/clipped": RowMetric(of_tokens("clipped_advantages")),
-        "returns": RowMetric(of_tokens("returns")),
-        "values": RowMetric(of_tokens("values")),
+        "returns": RowMetric(of_tokens("returns"), (*SPREAD, HISTOGRAM)),
+        "values": RowMetric(of_tokens("values"), (*SPREAD, HISTOGRAM)),
     },
 )
 """Name -> metric of a step's rows with their advantages."""

@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megappo.checkpoint.folders import STATE, CheckpointError, sync
+from megappo.checkpoint.folders import STATE, CheckpointError
+from megappo.runtime.durable_files import sync
 from megappo.runtime.heartbeat import heartbeat
 
 if TYPE_CHECKING:

@@ -1,13 +1,10 @@
-"""The checkpoints in a run's folder, by their names and state.json, and files that survive a power failure.
+"""The checkpoints in a run's folder, by their names and state.json.
 
 Without torch: the dry run reads them too.
 """
 
-import errno
 import json
-import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -103,29 +100,3 @@ def no_folder(folder: Path) -> str:
     parent = next(path for path in folder.resolve().parents if path.is_dir())
     found = sorted(path.name for path in parent.iterdir() if path.is_dir())
     return f"no folder {folder}; {parent} has {listed(found)}"
-
-
-def sync(path: Path) -> None:
-    """Have the disk hold what was written to a file, or which names a folder has."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # some network file systems have no such call for folders
-            raise
-    finally:
-        os.close(descriptor)
-
-
-def write_durably(path: Path, text: str) -> None:
-    """Put a text in a file's place, all of it or nothing."""
-    put_durably(path, lambda partial: partial.write_text(text, "utf-8"))
-
-
-def put_durably(path: Path, write: Callable[[Path], object]) -> None:
-    """Put what `write` writes into the path it is given in a file's place, all of it or nothing."""
-    partial = path.with_name(path.name + ".tmp")
-    write(partial)
-    sync(partial)
-    os.replace(partial, path)
-    sync(path.parent)

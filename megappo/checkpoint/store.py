@@ -35,11 +35,10 @@ from megappo.checkpoint.folders import (
     position_of,
     read_state,
     step_folder,
-    sync,
-    write_durably,
 )
 from megappo.checkpoint.sharded import HostCopies, Writing, begin_sharded, load_sharded, reason
 from megappo.models.train_engine import TrainedEngine
+from megappo.runtime.durable_files import sync, write_durably
 
 
 @dataclass(frozen=True)

@@ -21,4 +21,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = args.output.absolute().parent
     if not folder.is_dir():
         parser.error(f"--output: there is no folder {folder}: create it, or choose another one")
-    return write("megappo.observe.compare:write_comparison", args.runs, args.output)
+    return write("megappo.observe.report:write_comparison", args.runs, args.output)

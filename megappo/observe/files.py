@@ -1,17 +1,20 @@
 """Names in a run's output folder, and in one of recorded rollouts, that several parts of the program look for."""
 
 import json
+import os
 import re
+import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megappo.config.loading import read_values
+from megappo.runtime.durable_files import write_durably
 
 CHECKPOINTS = "checkpoints"
 CONFIG_FILE = "config.yaml"
 """The resolved config, in a run's folder and in each checkpoint."""
 HF_ACTOR = "hf_actor"
-"""The trained actor as a Hugging Face folder, written at the end of a run; see `has_exported`."""
+"""The trained actor as a Hugging Face folder, written at the end of a run; see `run_file.has_exported`."""
 
 ROLLOUTS_FOLDER = "rollouts"
 """The samples of evaluations, step_XXXXXXXX.jsonl, and the kept rollouts of training, step_XXXXXXXX.parquet."""
@@ -25,14 +28,6 @@ REPORT_FILE = "report.html"
 _ROWS_FILE = re.compile(r"step_(\d{8,})\.safetensors")
 
 
-def has_exported(folder: Path) -> bool:
-    """Return whether a finished run exported its actor. A run that resumes without trainer.export_hf leaves an older
-    export as it is."""
-    config = folder / CONFIG_FILE
-    values = read_values(config) if config.is_file() else {}
-    return (folder / HF_ACTOR).is_dir() and (values.get("trainer") or {}).get("export_hf", True)
-
-
 def rows_file(folder: Path, step: int) -> Path:
     """Return the path of a step's rows in a folder of recorded rollouts."""
     return folder / f"step_{step:08d}.safetensors"
@@ -43,9 +38,30 @@ def kept_file(output_dir: Path, step: int) -> Path:
     return Path(output_dir, ROLLOUTS_FOLDER, f"step_{step:08d}.parquet")
 
 
-def json_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the objects in a file of JSON lines, without a last line that a kill cut short."""
-    return [json.loads(line) for line in path.read_text("utf-8").split("\n")[:-1]]  # splitlines splits in texts, too
+def json_lines(path: Path, last_bytes: int | None = None) -> list[dict[str, Any]]:
+    """Return the objects in a file of JSON lines, without a last line that a kill cut short.
+
+    Args:
+        last_bytes: read only the whole lines among the last so many bytes; None: all.
+    """
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        start = 0 if last_bytes is None else max(size - last_bytes, 0)
+        file.seek(start)
+        lines = file.read().split(b"\n")[:-1]
+    return [json.loads(line) for line in lines[start > 0 :]]
+
+
+def write_json_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    """Put objects in a file's place, one a line."""
+    write_durably(path, "".join(json.dumps(line) + "\n" for line in lines))
+
+
+def keep_earlier(path: Path) -> None:
+    """Rename a file or folder of an earlier run, if there is one, to NAME-DATE-TIME, by the time of its last change."""
+    if path.exists():
+        date = time.strftime("%Y%m%d-%H%M%S", time.localtime(path.stat().st_mtime))
+        path.rename(path.with_stem(f"{path.stem}-{date}"))
 
 
 def recorded_steps(folder: Path) -> list[int]:

@@ -5,6 +5,7 @@ The console, metrics.jsonl, run.json, the samples and the report are loggers; `t
 
 import difflib
 import importlib.util
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,34 @@ PROJECT = "megappo"
 """Project or experiment of a tracker, unless its environment variable names another."""
 
 
+_POSITIVE = [1e-6 * 1.25**power for power in range(125)]
+BUCKETS = [*(-limit for limit in reversed(_POSITIVE)), *_POSITIVE, sys.float_info.max]
+"""Upper limits of a histogram's buckets, the same for all, so that histograms add up."""
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """A metric for trackers alone: the sum and the sum of squares of its values, and how many lie in each bucket."""
+
+    numbers: tuple[float, ...]
+
+    def bins(self) -> tuple[list[int], list[float]]:
+        """Return the counts of the n buckets from the first with a value to the last, and their n + 1 limits; nothing
+        without a value."""
+        counts = [int(count) for count in self.numbers[2:]]
+        filled = [index for index, count in enumerate(counts) if count]
+        if not filled:
+            return [], []
+        first, last = filled[0], filled[-1]
+        limits = [-sys.float_info.max, *BUCKETS]
+        return counts[first : last + 1], limits[first : last + 2]
+
+
+def only_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics that are numbers, without the histograms."""
+    return {name: float(value) for name, value in metrics.items() if not isinstance(value, Histogram)}
+
+
 @dataclass(frozen=True)
 class RunInfo:
     """Facts about a run that are known when it starts.
@@ -28,6 +57,7 @@ class RunInfo:
     Attributes:
         total_steps: PPO steps of the whole run.
         resume_step: first step that will be logged now: 0 for a new run, k + 1 after a checkpoint of step k.
+        logged_step: last step that earlier processes of this run have logged; -1 in a new run.
         run_id: the same whenever the run resumes; another one if it starts from the beginning.
         config: all keys, nested as in YAML.
         commit: git commit of megappo's code, with "-dirty" if files differ from it; "" outside a repository.
@@ -39,6 +69,7 @@ class RunInfo:
     output_dir: Path
     total_steps: int
     resume_step: int = 0
+    logged_step: int = -1
     run_id: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)
     commit: str = ""
@@ -96,7 +127,8 @@ class Logger:
         """Report that a rule of the run's health begins to hold, or is over, after the step's `on_step`."""
 
     def on_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Log responses to held-out prompts: mappings with dataset, prompt, response, label, score and passed."""
+        """Log responses to held-out prompts: mappings with dataset, prompt, response, label, score and passed. Trackers
+        get the rollouts that a step keeps, too; their dataset is "training"."""
 
     def on_checkpoint(self, step: int, path: Path) -> None:
         """Note a complete checkpoint of the weights after a step."""
@@ -133,6 +165,12 @@ LOGGERS = Table(
 def make_tracker(name: str) -> Logger:
     """Create a tracker that trainer.loggers names."""
     return resolved(LOGGERS[name].make if name in LOGGERS else _own_class(name))()
+
+
+def replaces_steps(name: str) -> bool:
+    """Return whether a tracker takes a step that is trained again in the place of the one that it has: a package cannot
+    take back what it has sent."""
+    return name not in LOGGERS or not LOGGERS[name].package
 
 
 def _own_class(name: str) -> type[Logger]:

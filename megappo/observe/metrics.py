@@ -1,50 +1,17 @@
-"""A step's metrics: reduced over ranks, and on disk, in metrics.jsonl."""
+"""A step's metrics, reduced over micro-batches, steps and ranks."""
 
-import json
 import math
-import sys
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy
 import torch
 
 from megappo.moments import merged_moments, moments
-from megappo.observe.loggers import Logger, RunEnd, RunInfo
-from megappo.observe.metrics_file import METRICS_FILE, read_metrics
-
-_POSITIVE = 1e-6 * 1.25 ** torch.arange(125, dtype=torch.float64)
-BUCKETS = torch.cat([-_POSITIVE.flip(0), _POSITIVE, torch.tensor([sys.float_info.max], dtype=torch.float64)])
-"""Upper limits of a histogram's buckets, the same for all, so that histograms add up."""
-
-
-@dataclass(frozen=True)
-class Histogram:
-    """A metric for trackers alone: the sum and the sum of squares of its values, and how many lie in each bucket."""
-
-    numbers: tuple[float, ...]
-
-    def bins(self) -> tuple[list[int], list[float]]:
-        """Return the counts of the n buckets from the first with a value to the last, and their n + 1 limits; nothing
-        without a value."""
-        counts = [int(count) for count in self.numbers[2:]]
-        filled = [index for index, count in enumerate(counts) if count]
-        if not filled:
-            return [], []
-        first, last = filled[0], filled[-1]
-        limits = [-sys.float_info.max, *BUCKETS.tolist()]
-        return counts[first : last + 1], limits[first : last + 2]
-
-
-def only_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics that are numbers, without the histograms."""
-    return {name: float(value) for name, value in metrics.items() if not isinstance(value, Histogram)}
-
+from megappo.observe.loggers import BUCKETS, Histogram
 
 Numbers = tuple[float, ...]
 
@@ -65,8 +32,10 @@ class Reduction:
 
 
 def _histogram_part(values: torch.Tensor) -> torch.Tensor:
-    counts = torch.bucketize(values, BUCKETS.to(values.device)).bincount(minlength=len(BUCKETS))
-    return torch.cat([torch.stack([values.sum(), values.square().sum()]), counts.double()])
+    """NaN stands for no value, as a tensor of another shape would need the device to be synchronised."""
+    buckets = torch.bucketize(values, torch.tensor(BUCKETS, dtype=values.dtype, device=values.device))
+    counts = values.new_zeros(len(BUCKETS) + 1).index_add_(0, buckets, torch.ones_like(values))
+    return torch.cat([torch.stack([values.nansum(), values.square().nansum()]), counts[:-1]])
 
 
 def _add(parts: Sequence[Numbers]) -> Numbers:
@@ -173,40 +142,3 @@ def merge_metrics(several: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
 def reduce_ranks(per_rank: Iterable[Mapping[str, Metric]]) -> dict[str, Any]:
     """The values of metrics of which every rank has a part, or none. The mean of no value is NaN."""
     return {name: metric.value for name, metric in merge_metrics(per_rank).items()}
-
-
-class MetricsFile(Logger):
-    """Appends one line a step to metrics.jsonl, flushed at once."""
-
-    def on_start(self, run: RunInfo) -> None:
-        """Open the file. Drop what earlier runs logged for `resume_step` and later, so that no step stands twice.
-
-        A run from step 0 on keeps an earlier one's metrics as metrics-DATE-TIME.jsonl, by the time of its last change.
-
-        Raises:
-            ConfigError: metrics.jsonl, which an earlier run left, cannot be read.
-        """
-        path = run.output_dir / METRICS_FILE
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if run.resume_step == 0 and path.exists():
-            date = time.strftime("%Y%m%d-%H%M%S", time.localtime(path.stat().st_mtime))
-            path.rename(path.with_stem(f"{path.stem}-{date}"))
-        _keep_steps_before(path, run.resume_step)
-        self._file = path.open("a", encoding="utf-8")
-
-    def on_step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Write one step. NaN and infinity, which JSON lacks, become null; histograms are left out."""
-        finite = {name: value if math.isfinite(value) else None for name, value in only_numbers(metrics).items()}
-        self._file.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
-        self._file.flush()
-
-    def on_end(self, end: RunEnd) -> None:
-        """Close the file."""
-        self._file.close()
-
-
-def _keep_steps_before(path: Path, resume_step: int) -> None:
-    kept = [metrics for metrics in read_metrics(path.parent) if metrics["step"] < resume_step]
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(json.dumps(metrics) + "\n" for metrics in kept), encoding="utf-8")
-    temporary.replace(path)

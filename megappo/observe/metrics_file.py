@@ -1,12 +1,45 @@
-"""Reading of metrics.jsonl. Torch-free."""
+"""metrics.jsonl: a line for each step of a run. Torch-free."""
 
 import json
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megappo.config.config_error import ConfigError
+from megappo.observe.files import keep_earlier, write_json_lines
+from megappo.observe.loggers import Logger, RunEnd, RunInfo, only_numbers
 
 METRICS_FILE = "metrics.jsonl"
+
+
+class MetricsFile(Logger):
+    """Appends one line a step to metrics.jsonl, flushed at once."""
+
+    def on_start(self, run: RunInfo) -> None:
+        """Open the file. Drop what earlier runs logged for `resume_step` and later, so that no step stands twice; a run
+        from step 0 on keeps an earlier one's metrics under another name.
+
+        Raises:
+            ConfigError: metrics.jsonl, which an earlier run left, cannot be read.
+        """
+        path = run.output_dir / METRICS_FILE
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not run.resume_step:
+            keep_earlier(path)
+        earlier = read_metrics(run.output_dir)
+        write_json_lines(path, (metrics for metrics in earlier if metrics["step"] < run.resume_step))
+        self._file = path.open("a", encoding="utf-8")
+
+    def on_step(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Write one step. NaN and infinity, which JSON lacks, become null; histograms are left out."""
+        finite = {name: value if math.isfinite(value) else None for name, value in only_numbers(metrics).items()}
+        self._file.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def on_end(self, end: RunEnd) -> None:
+        """Close the file."""
+        self._file.close()
 
 
 def read_metrics(output_dir: str | Path) -> list[dict[str, Any]]:

@@ -9,8 +9,7 @@ from typing import Any
 import mlflow
 
 from megappo.config.loading import leaves
-from megappo.observe.loggers import PROJECT, Logger, RunEnd, RunInfo
-from megappo.observe.metrics import only_numbers
+from megappo.observe.loggers import PROJECT, Logger, RunEnd, RunInfo, only_numbers
 from megappo.observe.samples import sample_key
 
 RUN_TAG = "megappo.run_id"

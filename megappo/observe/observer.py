@@ -8,17 +8,19 @@ from types import TracebackType
 from typing import Any
 
 from megappo.observe.console import Console
-from megappo.observe.files import HF_ACTOR, REPORT_FILE, has_exported
+from megappo.observe.files import HF_ACTOR, REPORT_FILE, kept_file
 from megappo.observe.health import Examples, Health
-from megappo.observe.loggers import Logger, RunEnd, RunInfo, describe, make_tracker
-from megappo.observe.metrics import MetricsFile
-from megappo.observe.metrics_file import read_metrics
-from megappo.observe.report import Report, summary
-from megappo.observe.run_file import RunFile
-from megappo.observe.samples import SampleFiles
+from megappo.observe.loggers import Logger, RunEnd, RunInfo, describe, make_tracker, replaces_steps
+from megappo.observe.metrics_file import MetricsFile, read_metrics
+from megappo.observe.report import Report
+from megappo.observe.run_file import RunFile, has_exported
+from megappo.observe.run_summary import summary
+from megappo.observe.samples import SampleFiles, read_samples
 
 FAILED_CALLS = "loggers/failed_calls"
 """Metric: calls of trackers that raised since the run started. Only a run with such a call has it."""
+NUM_ROLLOUTS = 16
+"""Kept rollouts of a step that trackers get."""
 
 
 class Observer:
@@ -47,10 +49,17 @@ class Observer:
         for name in self._failed_calls:
             del self._trackers[name]  # without a start there is nothing to log to
 
-    def _call(self, hook: Callable[[Logger], None]) -> None:
+    def _call(self, hook: Callable[[Logger], None], step: int | None = None) -> None:
+        """Call a hook of all loggers; one that logs a step, only of trackers that have not logged it already."""
         for logger in self._core:
             hook(logger)
+        self._call_trackers(hook, step)
+
+    def _call_trackers(self, hook: Callable[[Logger], None], step: int | None) -> None:
+        has_logged = step is not None and step <= self._run.logged_step
         for name, tracker in self._trackers.items():
+            if has_logged and not replaces_steps(name):
+                continue
             try:
                 hook(tracker)
             except (Exception, SystemExit) as error:
@@ -64,7 +73,7 @@ class Observer:
         return self._health.stop_reason
 
     def log(self, step: int, metrics: Mapping[str, Any], examples: Examples = tuple) -> None:
-        """Log a step once, and the findings of the run's health.
+        """Log a step once, the rollouts that were kept of it, and the findings of the run's health.
 
         Args:
             metrics: `timing_s/*` are this rank's, all else is of all ranks.
@@ -74,14 +83,17 @@ class Observer:
         metrics = {**metrics, **held}
         if self._failed_calls:
             metrics = {**metrics, FAILED_CALLS: sum(self._failed_calls.values())}
-        self._call(lambda logger: logger.on_step(step, metrics))
+        self._call(lambda logger: logger.on_step(step, metrics), step)
+        kept = kept_file(self._run.output_dir, step)
+        if kept.is_file():
+            self._call_trackers(lambda tracker: tracker.on_samples(step, read_samples(kept)[:NUM_ROLLOUTS]), step)
         for finding in findings:
             self._call(methodcaller("on_finding", finding))
 
     def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Print and keep a few rollouts, each a mapping such as prompt, response, label, score."""
         if samples:
-            self._call(lambda logger: logger.on_samples(step, samples))
+            self._call(lambda logger: logger.on_samples(step, samples), step)
 
     def checkpoint(self, step: int, path: Path) -> None:
         """Log a complete checkpoint of the weights after a step."""

@@ -1,42 +1,35 @@
-"""A summary for the console and report.html, both from the files in a run's folder. Torch-free."""
+"""report.html: one self-contained page of a run, or of several in comparison, from the files in their folders.
+Torch-free."""
 
-import math
-import re
+import base64
+import hashlib
+import html
+import json
+import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from string import Template
 from typing import Any
 
-from megappo.observe.console import held_out_score
-from megappo.observe.files import (
-    CHECKPOINTS,
-    EVALUATION_FILE,
-    HF_ACTOR,
-    REPORT_FILE,
-    ROLLOUTS_FOLDER,
-    TENSORBOARD_FOLDER,
-    has_exported,
-)
-from megappo.observe.health import held_steps
-from megappo.observe.loggers import Logger, RunEnd, RunInfo
-from megappo.observe.metrics_file import METRICS_FILE, read_metrics
-from megappo.observe.report_data import run_data
-from megappo.observe.report_page import page
-from megappo.observe.report_samples import MOST_CHARACTERS
-from megappo.runtime.status import format_seconds
+import yaml
 
-HELD_OUT = re.compile(r"val/(?P<dataset>.+)/mean@\d+")
-"""The metric of a held-out data set's mean score over n responses per prompt."""
-RECORDS = (METRICS_FILE, TENSORBOARD_FOLDER, ROLLOUTS_FOLDER, CHECKPOINTS)
-OUTPUTS = {"evaluation": EVALUATION_FILE, "HF actor": HF_ACTOR}
+from megappo.observe.files import REPORT_FILE
+from megappo.observe.loggers import Logger, RunEnd, RunInfo
+from megappo.observe.metrics_file import read_metrics
+from megappo.observe.report_data import run_data
+from megappo.observe.report_samples import MOST_CHARACTERS
+from megappo.observe.run_summary import summary
+from megappo.runtime.durable_files import put_durably
+
 REPORT_SECONDS = 30.0
 """Least time between two reports of a run that goes on."""
 REPORT_SHARE = 0.01
 """Most of a run's time that they may take."""
-
-Steps = Sequence[Mapping[str, Any]]
-Points = dict[int, float]
-"""Step -> what was measured there."""
+ASSETS = Path(__file__).parent / "page"
+LIBRARY, LIBRARY_STYLE = "uPlot.iife.min.js", "uPlot.min.css"
+"""uPlot 1.6.32, under the MIT licence of uPlot.LICENSE."""
+SCRIPTS = ("dom.js", "charts.js", "time.js", "samples.js", "main.js")
 
 
 class Report(Logger):
@@ -62,87 +55,78 @@ class Report(Logger):
         write_report(self._output_dir)
 
 
-def summary(folder: Path, steps: Steps, report: Path | None = None) -> str:
-    """Return steps, time, held-out score and reward before and after, and where the run's files are.
-
-    Args:
-        steps: content of the run's metrics.jsonl.
-        report: the one that the end of a run names; the command after it names the exported actor.
-    """
-    rows = []
-    if _has_trained(steps):
-        seconds = math.fsum(metrics.get("timing_s/step") or 0.0 for metrics in steps)
-        rows.append(("steps", f"{steps[-1]['step']}, {format_seconds(seconds)} h:mm:ss"))
-    rows += _first_and_last("held-out score", _held_out(steps))
-    evaluation = _last_evaluation(steps)
-    rows += [(dataset, _in_words(evaluation, mean)) for dataset, mean in _datasets(evaluation).items()]
-    rows += _first_and_last("mean reward", _points(steps, "reward/score/mean"))
-    held = [f"{rule} in {len(found)} steps" for rule, found in held_steps(steps).items() if found]
-    rows += [("unhealthy", ", ".join(held))] if held else []
-    if files := [path for path in RECORDS if (folder / path).exists()]:
-        rows.append(("files", f"{folder}: {', '.join(files)}"))
-    for name, path in OUTPUTS.items():
-        if (folder / path).exists() and (path != HF_ACTOR or (report is None and has_exported(folder))):
-            rows.append((name, str(folder / path)))
-    if report is not None:
-        rows.append(("report", str(report)))
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows)
-
-
 def write_report(output_dir: str | Path) -> Path:
-    """Write `report.html`, one self-contained page, from the files in a run's folder.
+    """Write `report.html` from the files in a run's folder.
 
     Raises:
         ConfigError: metrics.jsonl or config.yaml is damaged.
     """
     folder = Path(output_dir)
-    path, steps = folder / REPORT_FILE, read_metrics(folder)
-    data = run_data(folder, steps, MOST_CHARACTERS)
-    content = page("/".join(folder.resolve().parts[-2:]), [data], summary(folder, steps))
-    partial = path.with_suffix(".tmp")
-    partial.write_bytes(content)
-    partial.replace(path)
+    return _write_page(folder / REPORT_FILE, "/".join(folder.resolve().parts[-2:]), [folder])
+
+
+def write_comparison(folders: Sequence[Path], output: Path) -> Path:
+    """Write one page of several runs, overlaid; those that differ by their seed alone are a band.
+
+    Raises:
+        ConfigError: a run's metrics.jsonl or config.yaml is damaged.
+    """
+    return _write_page(output, f"Comparison of {len(folders)} runs", folders)
+
+
+def _write_page(path: Path, title: str, folders: Sequence[Path]) -> Path:
+    runs, summaries = [], []
+    for name, folder in zip(short_names(folders), folders, strict=True):
+        steps = read_metrics(folder)
+        runs.append(run_data(name, folder, steps, MOST_CHARACTERS // len(folders)))
+        summaries.append(f"{name}\n{summary(folder, steps)}")
+    content = page(title, runs, "\n\n".join(summaries))
+    put_durably(path, lambda partial: partial.write_bytes(content))
     return path
 
 
-def _has_trained(steps: Steps) -> bool:
-    """Return whether a step was trained, rather than only an evaluation run."""
-    return any("timing_s/step" in metrics for metrics in steps)
+def short_names(folders: Sequence[Path]) -> list[str]:
+    """Return the paths below the folder that all are in: many runs are in folders of one name."""
+    paths = [folder.resolve() for folder in folders]
+    shared = os.path.commonpath([path.parent for path in paths])
+    return [os.path.relpath(path, shared) for path in paths]
 
 
-def _points(steps: Steps, name: str) -> Points:
-    return {metrics["step"]: metrics[name] for metrics in steps if metrics.get(name) is not None}
+def page(title: str, runs: Sequence[dict[str, Any]], summary: str) -> bytes:
+    """Return the page, in UTF-8.
+
+    Nothing of a run can run as code: its texts are JSON, from which the script makes text nodes, and the policy in the
+    page's head allows only its own scripts, by their checksums, and no request.
+
+    Args:
+        runs: as `run_data` returns them.
+        summary: shown where there is no JavaScript.
+    """
+    library, script = _asset(LIBRARY), "\n".join(map(_asset, SCRIPTS))
+    style = _asset(LIBRARY_STYLE) + _asset("page.css")
+    scripts = f"script-src {_checksum(library)} {_checksum(script)}"
+    data = {"title": title, "written": time.strftime("%Y-%m-%d %H:%M"), "charts": charts(), "runs": runs}
+    text = Template(_asset("page.html")).substitute(
+        policy=f"default-src 'none'; {scripts}; style-src {_checksum(style)}",
+        title=html.escape(title),
+        style=style,
+        summary=html.escape(summary),
+        data=json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
+        library=library,
+        script=script,
+    )
+    return text.encode("utf-8", "backslashreplace")  # a lone surrogate of a response becomes its JSON escape
 
 
-def _held_out(steps: Steps) -> Points:
-    scores = {metrics["step"]: held_out_score(metrics) for metrics in steps}
-    return {step: score for step, score in scores.items() if score is not None}
+def charts() -> dict[str, list[dict[str, Any]]]:
+    """Return the charts of charts.yaml, by group."""
+    return yaml.safe_load(_asset("charts.yaml"))
 
 
-def _first_and_last(name: str, points: Points) -> list[tuple[str, str]]:
-    shown = [f"{points[step]:.3f} (step {step})" for step in dict.fromkeys([*points][:1] + [*points][-1:])]
-    return [(name, " -> ".join(shown))] if shown else []
+def _asset(name: str) -> str:
+    return (ASSETS / name).read_text("utf-8")
 
 
-def _last_evaluation(steps: Steps) -> Mapping[str, Any]:
-    """Return the metrics of the last step with an evaluation; {} if there is none."""
-    return next((metrics for metrics in reversed(steps) if _datasets(metrics)), {})
-
-
-def _datasets(metrics: Mapping[str, Any]) -> dict[str, str]:
-    """Return held-out data set -> its metric of HELD_OUT."""
-    matches = filter(None, map(HELD_OUT.fullmatch, metrics))
-    return {match["dataset"]: match[0] for match in matches}
-
-
-def _in_words(metrics: Mapping[str, Any], mean: str) -> str:
-    """Return a data set's mean@n, pass@n and maj@n."""
-    numbers = []
-    for kind in ("mean", "pass", "maj"):
-        name = mean.replace("/mean@", f"/{kind}@")
-        if metrics.get(name) is not None:
-            half_width = metrics.get(f"{name}/ci95")
-            interval = f" +- {half_width:.3f}" if half_width else ""
-            numbers.append(f"{name.rpartition('/')[2]} {metrics[name]:.3f}{interval}")
-    return ", ".join(numbers)
+def _checksum(text: str) -> str:
+    """Return the checksum of a script or style as a content security policy has it."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -14,11 +14,17 @@ from megappo.config.loading import leaves, read_values
 from megappo.observe.files import CONFIG_FILE
 from megappo.observe.health import RULES, held_steps
 from megappo.observe.report_samples import report_samples
-from megappo.observe.report_timeline import EXCHANGES, recent_timeline
 from megappo.observe.run_file import read_run
+from megappo.observe.timeline import Interval, read_timeline
 
 LONGEST_CURVE = 1000
 """Points of a curve; of a longer run several steps become one point."""
+NUM_STEPS, NUM_RANKS = 40, 64
+"""Most steps and ranks of the timeline."""
+TAIL_BYTES = 2**16
+"""Bytes at the end of a rank's file that are read for it."""
+EXCHANGES = ("scatter", "gather", "advantages", "scatter_fields", "gather_metrics")
+"""Phases in which all ranks exchange rows or numbers: those that arrive early wait in them for the last."""
 OF_A_RUN = ("trainer.seed", "trainer.output_dir")
 """Keys by which runs that are alike may differ."""
 FACTS: dict[str, Any] = {
@@ -28,17 +34,17 @@ FACTS: dict[str, Any] = {
 """Content of run.json that is shown, and what stands for it where a run has none."""
 
 
-def run_data(folder: Path, steps: Sequence[Mapping[str, Any]], most_characters: int) -> dict[str, Any]:
+def run_data(name: str, folder: Path, steps: Sequence[Mapping[str, Any]], most_characters: int) -> dict[str, Any]:
     """Return the content of a run's report, from the files in its folder.
 
     Args:
+        name: under which the page shows the run.
         steps: content of its metrics.jsonl.
         most_characters: of JSON that its responses may take.
     Raises:
         ConfigError: config.yaml is damaged.
     """
     facts, changed = FACTS | read_run(folder), differences(folder)
-    name = folder.resolve().name
     return {
         **{fact: facts[fact] for fact in FACTS},
         "name": name,
@@ -78,6 +84,21 @@ def _point(name: str, steps: Sequence[Mapping[str, Any]]) -> float | None:
         return None
     reduce = {"max": max, "min": min}.get(name.rpartition("/")[2], statistics.fmean)
     return float(f"{reduce(values):.5g}")
+
+
+def recent_timeline(folder: Path) -> dict[int, dict[int, list[Interval]]]:
+    """Return step -> rank -> its outermost phases, from the start of the first one on; {} if the run recorded none."""
+    timeline = read_timeline(folder, NUM_RANKS, TAIL_BYTES)
+    recent = {step: timeline[step] for step in list(timeline)[-NUM_STEPS:]}
+    first = math.inf
+    for ranks in recent.values():
+        for rank, phases in ranks.items():
+            ranks[rank] = [phase for phase in phases if "/" not in phase.name]
+            first = min([first, *(phase.start for phase in ranks[rank])])
+    for ranks in recent.values():
+        for rank, phases in ranks.items():
+            ranks[rank] = [Interval(name, round(start - first, 4), round(s, 4)) for name, start, s in phases]
+    return recent
 
 
 def differences(folder: Path) -> list[list[str]]:

@@ -7,7 +7,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from megappo.config.loading import read_values
+from megappo.observe.files import CONFIG_FILE, HF_ACTOR
 from megappo.observe.loggers import Logger, RunEnd, RunInfo
+from megappo.observe.metrics_file import read_metrics
+from megappo.runtime.durable_files import write_durably
 
 RUN_FILE = "run.json"
 RUNNING = "running"
@@ -34,10 +38,7 @@ def write_end(output_dir: Path, end: RunEnd) -> None:
 
 
 def _write(output_dir: Path, facts: dict[str, Any]) -> None:
-    path = output_dir / RUN_FILE
-    partial = path.with_suffix(".tmp")
-    partial.write_text(json.dumps(facts, indent=1) + "\n", "utf-8")
-    partial.replace(path)
+    write_durably(output_dir / RUN_FILE, json.dumps(facts, indent=1) + "\n")
 
 
 def read_run(output_dir: str | Path) -> dict[str, Any]:
@@ -54,10 +55,26 @@ def has_finished(output_dir: str | Path) -> bool:
     return read_run(output_dir).get("status") == "finished"
 
 
+def has_exported(folder: Path) -> bool:
+    """Return whether a finished run exported its actor. A run that resumes without trainer.export_hf leaves an older
+    export as it is."""
+    config = folder / CONFIG_FILE
+    values = read_values(config) if config.is_file() else {}
+    return (folder / HF_ACTOR).is_dir() and (values.get("trainer") or {}).get("export_hf", True)
+
+
 def run_id_of(output_dir: str | Path, resume_step: int) -> str:
     """Return the id of the run that resumes at a step, or a new one for a run from the beginning."""
     earlier = read_run(output_dir).get("run_id") if resume_step else None
     return str(earlier or uuid.uuid4().hex[:8])
+
+
+def logged_step_of(output_dir: str | Path, resume_step: int) -> int:
+    """Return the last step that earlier processes of the run have logged; -1 for a run from the beginning."""
+    if not resume_step:
+        return -1
+    steps = [metrics["step"] for metrics in read_metrics(output_dir)]
+    return max(read_run(output_dir).get("logged_step", -1), *steps, -1)
 
 
 def git_commit(folder: Path) -> str:

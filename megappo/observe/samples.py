@@ -6,9 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from megappo.config.config_error import printable
-from megappo.observe.files import ROLLOUTS_FOLDER
+from megappo.observe.files import ROLLOUTS_FOLDER, json_lines
 from megappo.observe.loggers import Logger, RunInfo
 
+TRAINING = "training"
+"""The data set of kept rollouts, as held-out data sets have their names."""
+COLUMNS = ["step", "dataset", "prompt", "response", "label", "score", "parts", "passed", "finish_reason"]
+"""Columns of kept rollouts that are shown."""
 FACTS = ("label", "score")
 """Fields that are printed after prompt and response."""
 LINE_CHARACTERS = 120
@@ -43,6 +47,16 @@ def sample_files(output_dir: str | Path, ending: str = "jsonl") -> list[Path]:
     return sorted((Path(output_dir) / ROLLOUTS_FOLDER).glob(f"step_[0-9]*.{ending}"))
 
 
+def read_samples(path: Path) -> list[dict[str, Any]]:
+    """Return the samples of one of `sample_files`; of kept rollouts without the numbers of their tokens."""
+    if path.suffix == ".jsonl":
+        return json_lines(path)
+    from pyarrow import parquet  # not above: a command refuses a wrong argument at once
+
+    rows = parquet.read_table(path, columns=COLUMNS).to_pylist(maps_as_pydicts="strict")
+    return [row | {"dataset": row["dataset"] or TRAINING} for row in rows]
+
+
 def step_of(path: Path) -> int:
     """Return the step of one of `sample_files`."""
     return int(path.stem.removeprefix("step_"))
@@ -74,7 +88,8 @@ def _fitting(text: str) -> str:
 
 def sample_key(sample: Mapping[str, Any]) -> str:
     """Return the name under which trackers have the samples of this one's data set."""
-    return f"val/{sample.get('dataset', 'all')}/samples"
+    dataset = sample.get("dataset", "all")
+    return f"{dataset}/samples" if dataset == TRAINING else f"val/{dataset}/samples"
 
 
 def sample_table(samples: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:

@@ -7,14 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from megappo.config.config_error import escaped
-from megappo.observe.files import json_lines
-from megappo.observe.samples import sample_files, step_of
+from megappo.observe.samples import TRAINING, read_samples, sample_files, step_of
 
-COLUMNS = ["step", "dataset", "prompt", "response", "label", "score", "parts", "passed", "finish_reason"]
-"""Columns of kept rollouts that are shown."""
 TEXTS = ("prompt", "response", "label")
-TRAINING = "training"
-"""The name under which kept rollouts are shown, as held-out data sets are under theirs."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,21 +31,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     step = steps[-1] if args.step is None else args.step
     if step not in steps:
         parser.error(f"{args.run} has no responses of step {step}, but of {', '.join(map(str, steps))}")
-    every = [sample for path in files if step_of(path) == step for sample in _read(path)]
+    every = [sample for path in files if step_of(path) == step for sample in read_samples(path)]
     chosen = [sample for sample in every if _is_chosen(sample, args)]
     print("\n\n".join("\n".join(_lines(sample)) for sample in chosen[: args.num]))
     shown = min(args.num, len(chosen))
     print(f"\nstep {step} (of {', '.join(map(str, steps))}): {shown} shown of {len(chosen)} chosen of {len(every)}")
     return 0
-
-
-def _read(path: Path) -> list[dict[str, Any]]:
-    if path.suffix == ".parquet":
-        from pyarrow import parquet  # not above: a wrong argument is refused at once
-
-        rows = parquet.read_table(path, columns=COLUMNS).to_pylist(maps_as_pydicts="strict")
-        return [row | {"dataset": row["dataset"] or TRAINING} for row in rows]
-    return json_lines(path)
 
 
 def _is_chosen(sample: Mapping[str, Any], args: argparse.Namespace) -> bool:

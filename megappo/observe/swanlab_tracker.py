@@ -6,8 +6,7 @@ from typing import Any
 
 import swanlab
 
-from megappo.observe.loggers import PROJECT, Logger, RunEnd, RunInfo
-from megappo.observe.metrics import only_numbers
+from megappo.observe.loggers import PROJECT, Logger, RunEnd, RunInfo, only_numbers
 from megappo.observe.samples import sample_key, sample_text
 
 STATES = {"finished": "success", "interrupted": "aborted", "failed": "crashed"}

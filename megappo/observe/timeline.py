@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megappo.observe.files import json_lines
+from megappo.observe.files import json_lines, write_json_lines
 
 TIMELINE_FOLDER = "timeline"
 TRACE_FILE = "timeline.json"
@@ -48,24 +48,29 @@ def append_phases(output_dir: str | Path, rank: int, step: int, intervals: Seque
 
 def drop_phases(output_dir: str | Path, resume_step: int) -> None:
     """Remove what an earlier run, of any number of ranks, left of `resume_step` and later."""
-    for path in rank_files(output_dir).values():
-        kept = [json.dumps(line) + "\n" for line in json_lines(path) if line["step"] < resume_step]
-        path.write_text("".join(kept), "utf-8")
+    for path in _rank_files(output_dir):
+        write_json_lines(path, (line for line in json_lines(path) if line["step"] < resume_step))
 
 
-def read_timeline(output_dir: str | Path) -> Timeline:
-    """Return the phases of all ranks, without a last line of a rank that a kill cut short; {} without any."""
+def read_timeline(output_dir: str | Path, most_ranks: int = sys.maxsize, last_bytes: int | None = None) -> Timeline:
+    """Return the phases of all ranks, without a last line of a rank that a kill cut short; {} without any.
+
+    Args:
+        most_ranks: of more ranks, every second, third, ... is read.
+        last_bytes: read the last steps alone, in so many bytes of a rank's file.
+    """
     timeline: Timeline = defaultdict(dict)
-    for rank, path in rank_files(output_dir).items():
-        for line in json_lines(path):
+    files = _rank_files(output_dir)
+    stride = -(-len(files) // most_ranks) or 1
+    for path in files[::stride]:
+        rank = int(path.stem.removeprefix("rank_"))
+        for line in json_lines(path, last_bytes):
             timeline[line["step"]][rank] = [Interval(*phase) for phase in line["phases"]]
     return dict(sorted(timeline.items()))
 
 
-def rank_files(output_dir: str | Path) -> dict[int, Path]:
-    """Return rank -> its file, in the order of the ranks."""
-    files = sorted(Path(output_dir, TIMELINE_FOLDER).glob("rank_*.jsonl"))
-    return {int(path.stem.removeprefix("rank_")): path for path in files}
+def _rank_files(output_dir: str | Path) -> list[Path]:
+    return sorted(Path(output_dir, TIMELINE_FOLDER).glob("rank_*.jsonl"))
 
 
 def trace_events(timeline: Timeline) -> Iterator[dict[str, Any]]:

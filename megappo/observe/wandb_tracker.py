@@ -8,8 +8,7 @@ from typing import Any
 
 import wandb
 
-from megappo.observe.loggers import PROJECT, Logger, RunEnd, RunInfo
-from megappo.observe.metrics import Histogram
+from megappo.observe.loggers import PROJECT, Histogram, Logger, RunEnd, RunInfo
 from megappo.observe.samples import sample_key, sample_table
 
 

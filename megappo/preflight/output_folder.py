@@ -24,8 +24,8 @@ from megappo.checkpoint.folders import (
 )
 from megappo.config.config_error import ConfigError, looked_in
 from megappo.config.schema import Config
-from megappo.observe.files import CHECKPOINTS, EVALUATION_FILE, EVALUATIONS, has_exported, recorded_steps
-from megappo.observe.run_file import has_finished
+from megappo.observe.files import CHECKPOINTS, EVALUATION_FILE, EVALUATIONS, recorded_steps
+from megappo.observe.run_file import has_exported, has_finished
 from megappo.placement.components import models_in_words
 
 LOCK = ".lock"

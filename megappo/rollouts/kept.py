@@ -9,11 +9,11 @@ from pyarrow import parquet
 
 from megappo.batch.exchange import Batch
 from megappo.batch.rows import Rows
-from megappo.checkpoint.folders import put_durably
 from megappo.data.tokenizer import token_texts
 from megappo.observe.files import kept_file
 from megappo.rollouts.group_selection import StepResponses
 from megappo.rollouts.rollouts import Rollouts
+from megappo.runtime.durable_files import put_durably
 
 KEPT_ROWS = 64
 """Rows of a step that are kept at most: those of the first prompts that it drew."""

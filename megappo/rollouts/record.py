@@ -10,13 +10,13 @@ from typing import Any
 
 from megappo.batch.exchange import Batch, Exchange
 from megappo.batch.rows_file import RowsFile, write_rows
-from megappo.checkpoint.folders import put_durably
 from megappo.config.checks import step_scores_errors
 from megappo.config.config_error import ConfigError, show
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt, PromptDataset
 from megappo.errors import ActionableError
 from megappo.observe.files import rows_file
+from megappo.runtime.durable_files import put_durably
 from megappo.userland.spec import BUILTIN, parse_spec
 
 SAMPLING_KEYS = (

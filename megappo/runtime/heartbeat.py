@@ -49,6 +49,11 @@ class Heartbeat:
         """Note progress in work that may take long."""
         self.num_beats += 1
 
+    def begin(self, part: str) -> None:
+        """Note where in the phase the process is from now on."""
+        self.part, self.counted = part, None
+        self.beat()
+
     def count(self, done: int, total: int, unit: str, tokens: float = 0.0) -> None:
         """Note progress within the phase; see `PhaseCount`."""
         self.counted = PhaseCount(done, total, unit, tokens)
@@ -56,10 +61,9 @@ class Heartbeat:
 
     def enter(self, phase: str) -> None:
         """Note where in a step the process is from now on."""
-        self.phase, self.part, self.counted = phase, "", None
-        self.since = time.monotonic()
+        self.phase, self.since = phase, time.monotonic()
         self.num_phases += 1
-        self.beat()
+        self.begin("")
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

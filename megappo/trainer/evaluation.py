@@ -33,7 +33,7 @@ def evaluate(rollouts: Rollouts, datasets: Datasets, observer: Observer | NullOb
         prompts = datasets.held_out(name, rollouts.exchange)
         own = task.rollout
         params = rollouts.params(own.max_response_length, own.temperature, own.top_p, own.top_k)
-        heartbeat.part = name
+        heartbeat.begin(name)
         responses = rollouts.sample(prompts, own.n, params, task=name)
         parts = _metric_parts(responses, own.val_pass_threshold, has_spread=len(prompts) > 1)
         shown = _shown(rollouts, responses, name, task)

@@ -64,7 +64,7 @@ def add_advantages(run: Run, step: int, batch: Batch, metrics: dict[str, Any]) -
     if config.has_values:
         added["returns"] = returns
     rows = trajectories.spread(**added)
-    more = row_metrics(exchange, rows, correction_metrics | shaping_metrics)
+    more = row_metrics(exchange, rows, step, correction_metrics | shaping_metrics)
     return _experience(run, step, replace(batch, rows=rows), metrics | more)
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megappo.batch.exchange import Exchange
-from megappo.checkpoint.folders import write_durably
 from megappo.config.loading import changes_since, dump_config
 from megappo.config.schema import Config
 from megappo.data.prompts import PromptDataset
@@ -18,12 +17,13 @@ from megappo.observe.files import CONFIG_FILE, EVALUATION_FILE
 from megappo.observe.loggers import RunEnd, RunInfo
 from megappo.observe.metrics import reduce_ranks
 from megappo.observe.observer import Observer, open_observer
-from megappo.observe.run_file import git_commit, run_id_of
+from megappo.observe.run_file import git_commit, logged_step_of, run_id_of
 from megappo.observe.samples import drop_samples
 from megappo.observe.timeline import drop_phases
 from megappo.placement.picture import placement_lines
 from megappo.placement.run_plan import RunPlan
 from megappo.runtime import megatron_setup, platform
+from megappo.runtime.durable_files import write_durably
 from megappo.runtime.status import STATUS
 
 megatron_setup.install()  # must come before the first import of megatron.core
@@ -111,6 +111,7 @@ def run_info(plan: RunPlan, resume_step: int) -> RunInfo:
         output_dir=output_dir,
         total_steps=trainer.total_steps,
         resume_step=resume_step,
+        logged_step=logged_step_of(output_dir, resume_step),
         run_id=run_id_of(output_dir, resume_step),
         config=plan.requested.model_dump(mode="json"),
         commit=git_commit(Path(__file__).parent),
@@ -163,7 +164,7 @@ def rollout_only(run: Run) -> None:
         run.check_interrupted()
         responses = run.batches.sample(step, run.phase)
         batch, metrics = run.batches.score(step, responses, run.phase)
-        metrics |= row_metrics(run.exchange, batch.rows)
+        metrics |= row_metrics(run.exchange, batch.rows, step)
         metrics |= reduce_ranks(run.exchange.all_gather(run.phase.memory()))
         run.log(step, metrics)
     run.finish()

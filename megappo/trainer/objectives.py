@@ -1,5 +1,6 @@
 """PPO's losses as the train engine calls them: from a micro-batch's outputs to its part of the mini-batch's loss."""
 
+import math
 from typing import Any
 
 import torch
@@ -61,7 +62,8 @@ class ActorLoss:
             selected=fields[SELECTED].bool() if SELECTED in fields else None,
             **shared,
         )
-        loss_metrics = {"pg_loss": loss, **loss_metrics}
+        log_ratios = (log_probs.detach() - old).masked_fill(mask == 0, math.nan)
+        loss_metrics = {"pg_loss": loss, **loss_metrics, "log_ratio/histogram": (log_ratios, "histogram")}
         # Without a bonus the entropy is only a metric: keep it out of the backward pass.
         entropy = outputs["entropy"] if actor.entropy_coeff else outputs["entropy"].detach()
         terms = [entropy_loss(entropy, mask, actor, **shared)]

@@ -16,7 +16,8 @@ from megappo.checkpoint.store import CheckpointStore
 from megappo.config.loading import dump_config
 from megappo.config.schema import Config
 from megappo.observe.files import CHECKPOINTS, CONFIG_FILE
-from megappo.observe.metrics import Histogram, Metric
+from megappo.observe.loggers import Histogram
+from megappo.observe.metrics import Metric
 from megappo.observe.metrics_file import METRICS_FILE
 from megappo.placement.components import models_in_words
 from megappo.ppo.kl import KLController

@@ -8,7 +8,7 @@ import torch
 
 from megappo.architecture.architecture import DTYPES
 from megappo.batch.exchange import Exchange
-from megappo.batch.row_metrics import ROW_METRICS, SPREAD
+from megappo.batch.row_metrics import HISTOGRAM, ROW_METRICS, SPREAD
 from megappo.batch.rows import Rows
 from megappo.estimate.gpus import find_gpu
 from megappo.estimate.placed_model import flops_of
@@ -23,6 +23,9 @@ from megappo.trainer.models import Models, architecture_of
 MEASURED_SIDE, NUM_MEASUREMENTS = 512, 10
 """Size of the square matrices whose product measures a device without a data sheet, and the number of measurements, of
 which the fastest counts."""
+HISTOGRAM_INTERVAL = 10
+"""Steps between histograms of a step's rows: of a histogram ranks exchange 250 numbers, of another metric one to four.
+"""
 
 
 def over_ranks(exchange: Exchange, values: Unreduced) -> dict[str, Any]:
@@ -31,8 +34,12 @@ def over_ranks(exchange: Exchange, values: Unreduced) -> dict[str, Any]:
     return reduce_ranks(exchange.all_gather(parts))
 
 
-def row_metrics(exchange: Exchange, rows: Rows, extra: Unreduced | None = None) -> dict[str, Any]:
-    """Return the ROW_METRICS that the run has, and extra metrics, over the rows of all ranks."""
+def row_metrics(exchange: Exchange, rows: Rows, step: int, extra: Unreduced | None = None) -> dict[str, Any]:
+    """Return the ROW_METRICS that the run has, and extra metrics, over the rows of all ranks.
+
+    Histograms are those of the first step and of every `HISTOGRAM_INTERVAL`-th.
+    """
+    has_histograms = step == 1 or step % HISTOGRAM_INTERVAL == 0
     values = dict(extra or {})
     for name, metric in ROW_METRICS.items():
         of_rows = metric.values(rows)
@@ -45,11 +52,12 @@ def row_metrics(exchange: Exchange, rows: Rows, extra: Unreduced | None = None) 
             if isinstance(metric.reductions, str):
                 values[column] = (of_column, metric.reductions)
             else:
-                values |= spread(column, of_column, metric.reductions)
+                reductions = [name for name in metric.reductions if has_histograms or name != HISTOGRAM]
+                values |= spread(column, of_column, reductions)
     return over_ranks(exchange, values)
 
 
-def spread(name: str, values: torch.Tensor, reductions: tuple[str, ...] = SPREAD) -> Unreduced:
+def spread(name: str, values: torch.Tensor, reductions: Sequence[str] = SPREAD) -> Unreduced:
     """Return values [n] by the names of their metrics `<name>/{mean,max,min}`; n may be 0 on a rank."""
     return {f"{name}/{reduction}": (values, reduction) for reduction in reductions}
 

@@ -52,7 +52,7 @@ def _mini_batches(
     parts = batch.mini_batches(counts_empty_rows=conventions(config).counts_empty_rows)
     while batch.num_updates < ppo_epochs * len(parts) and not engine.anywhere(bool(INTERRUPTION.reason)):
         batch.num_updates += 1
-        heartbeat.part = f"mini-batch {batch.num_updates} of {ppo_epochs * len(parts)}"
+        heartbeat.begin(f"mini-batch {batch.num_updates} of {ppo_epochs * len(parts)}")
         yield parts[(batch.num_updates - 1) % len(parts)]
 
 

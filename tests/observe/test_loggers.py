@@ -6,9 +6,9 @@ from contextlib import ExitStack
 import pytest
 
 from megappo.errors import ActionableError
-from megappo.observe.loggers import Logger, RunEnd, RunInfo, logger_errors
+from megappo.observe.loggers import LOGGERS, Logger, RunEnd, RunInfo, Tracker, logger_errors
 from megappo.observe.observer import Observer
-from megappo.observe.run_file import read_run, run_id_of
+from megappo.observe.run_file import logged_step_of, read_run, run_id_of
 from megappo.runtime.interruption import Interrupted
 
 
@@ -107,6 +107,25 @@ def test_a_resumed_run_keeps_its_id_and_a_new_one_gets_another(tmp_path):
     assert run_id_of(tmp_path, 3) == "abc" != run_id_of(tmp_path, 0)
     (tmp_path / "run.json").write_text("[")
     assert read_run(tmp_path) == {}
+
+
+def test_a_step_that_is_trained_again_is_logged_again_only_where_it_replaces_the_first(tmp_path, monkeypatch):
+    def log(resume_step, steps, is_killed):
+        trackers = {"service": Recorded(), "own.py:Own": Recorded()}
+        run = RunInfo(tmp_path, 9, resume_step, logged_step_of(tmp_path, resume_step))
+        observer = Observer(run, trackers)
+        for step in steps:
+            observer.log(step, {"x": 1.0})
+        if not is_killed:
+            observer.end(RunEnd("interrupted"))
+        return [[call[1] for call in tracker.calls if call[0] == "step"] for tracker in trackers.values()]
+
+    monkeypatch.setitem(LOGGERS, "service", Tracker(Recorded, "a_package"))
+    assert log(0, [1, 2, 3, 4, 5], is_killed=False) == [[1, 2, 3, 4, 5]] * 2
+    assert log(3, [3], is_killed=True) == [[], [3]]
+    assert log(3, [3, 4, 5, 6], is_killed=True) == [[6], [3, 4, 5, 6]]
+    assert log(6, [6, 7], is_killed=False) == [[7], [6, 7]]
+    assert log(0, [1, 2], is_killed=False) == [[1, 2]] * 2
 
 
 def test_an_unknown_logger_is_an_error():

@@ -8,8 +8,8 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megappo.observe.loggers import RunEnd, RunInfo
-from megappo.observe.metrics import Metric, MetricsFile
-from megappo.observe.metrics_file import read_metrics
+from megappo.observe.metrics import Metric
+from megappo.observe.metrics_file import MetricsFile, read_metrics
 from megappo.observe.tensorboard_logger import TensorBoard
 
 
@@ -37,13 +37,13 @@ def lines(folder):
 def test_each_step_is_on_disk_before_the_writer_is_closed(tmp_path):
     writer = Both(tmp_path)
     for step in (1, 2):
-        writer.write(step, {"actor/pg_loss": 0.5})
-        assert lines(tmp_path) == [{"step": done, "actor/pg_loss": 0.5} for done in range(1, step + 1)]
+        writer.write(step, {"actor/entropy": 0.5})
+        assert lines(tmp_path) == [{"step": done, "actor/entropy": 0.5} for done in range(1, step + 1)]
     events, end = EventAccumulator(str(tmp_path / "tensorboard")), time.monotonic() + 30
     found: list[int] = []
     while found != [1, 2] and time.monotonic() < end:
         time.sleep(0.1)
-        found = [event.step for event in events.Reload().Scalars("actor/pg_loss")]
+        found = [event.step for event in events.Reload().Scalars("actor/entropy")]
     assert found == [1, 2]
     writer.close()
 

@@ -6,8 +6,8 @@ from report_pages import content_of
 from megappo.observe.loggers import RunEnd, RunInfo
 from megappo.observe.metrics_file import read_metrics
 from megappo.observe.observer import NullObserver, Observer
-from megappo.observe.report import summary
 from megappo.observe.run_file import has_finished
+from megappo.observe.run_summary import summary
 
 STEP = {
     "reward/score/mean": 0.25,

@@ -15,10 +15,8 @@ import pytest
 import yaml
 from report_pages import PHASES, Tags, content_of, kept, write_kept, write_run
 
-import megappo.observe.report_page
 from megappo.observe import compare_command, report_command
-from megappo.observe.compare import short_names
-from megappo.observe.report import write_report
+from megappo.observe.report import ASSETS, short_names, write_report
 from megappo.observe.report_data import curves
 
 LIBRARY_CHECKSUM = "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f"
@@ -61,17 +59,15 @@ def test_hostile_texts_stay_texts(tmp_path):
 
 
 def test_the_scripts_never_parse_texts_as_html():
-    folder = Path(megappo.observe.report_page.__file__).parent / "page"
-    for path in folder.glob("*.js"):
+    for path in ASSETS.glob("*.js"):
         if path.name != "uPlot.iife.min.js":
             source = path.read_text("utf-8")
             assert not re.search(r"(inner|outer|Adjacent)HTML|document\.write|eval\(|Function\(", source)
 
 
 def test_the_library_is_the_pinned_one():
-    folder = Path(megappo.observe.report_page.__file__).parent / "page"
-    library = (folder / "uPlot.iife.min.js").read_bytes()
-    assert b"(v1.6.32)" in library[:100] and b"MIT License" in (folder / "uPlot.LICENSE").read_bytes()
+    library = (ASSETS / "uPlot.iife.min.js").read_bytes()
+    assert b"(v1.6.32)" in library[:100] and b"MIT License" in (ASSETS / "uPlot.LICENSE").read_bytes()
     assert hashlib.sha256(library).hexdigest() == LIBRARY_CHECKSUM
 
 

@@ -9,8 +9,7 @@ import time
 import pytest
 from report_pages import kept, write_kept, write_run
 
-from megappo.observe.compare import write_comparison
-from megappo.observe.report import write_report
+from megappo.observe.report import write_comparison, write_report
 
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
 playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")

@@ -17,12 +17,13 @@ import torch
 from megappo.observe.loggers import LOGGERS, RunEnd, RunInfo, logger_errors, make_tracker
 from megappo.observe.metrics import Metric
 from megappo.observe.observer import Observer
+from megappo.observe.run_file import logged_step_of
 
 RUN_ID = "ab12cd34"
 SAMPLE = {"dataset": "sums", "prompt": "1+1=", "label": "2", "score": 1.0, "passed": True}
 CONFIG = {"actor": {"optim": {"lr": 1e-6}}, "data": {"train_files": ["a.jsonl"]}}
-REWARD = {1: [0.25], 2: [0.5], 3: [0.75, 0.75], 4: [1.0]}
-"""Step -> what is logged there: by the resumed run, too, in step 3."""
+REWARD = {1: [0.25], 2: [0.5], 3: [0.75], 4: [1.0]}
+"""Step -> what is logged there: once in step 3, which the resumed run trains again."""
 Logged = dict[str, dict[int, list]]
 
 
@@ -30,7 +31,10 @@ def log_twice(name: str, folder: Path) -> None:
     histogram = Metric.of(torch.tensor([-1.0, 0.5, 2.0]), "histogram").value
 
     def log(resume_step: int, steps: list[int], end: RunEnd) -> None:
-        run = RunInfo(folder, 4, resume_step, RUN_ID, CONFIG, "0123", {"device": "cpu"}, {"actor": "ranks 0-1"})
+        logged_step = logged_step_of(folder, resume_step)
+        run = RunInfo(
+            folder, 4, resume_step, logged_step, RUN_ID, CONFIG, "0123", {"device": "cpu"}, {"actor": "ranks 0-1"}
+        )
         observer = Observer(run, {name: make_tracker(name)})
         for step in steps:
             metrics = {"reward/score/mean": step / 4, "val/sums/mean@4": 0.5, "critic/vf_loss": math.nan}

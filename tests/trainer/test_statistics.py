@@ -69,13 +69,21 @@ def check_rows(rank: int, world_size: int) -> None:
     rows = make_rows()
     ROW_METRICS.register("values/first", RowMetric(first_values_of, ("min", "sum", "histogram")))
     ROW_METRICS.register("absent", RowMetric(lambda rows: None))
-    found = row_metrics(Exchange(dist.group.WORLD), rows.select([[0, 1, 2], [], [3, 4]][rank]))
+    found = row_metrics(Exchange(dist.group.WORLD), rows.select([[0, 1, 2], [], [3, 4]][rank]), 1)
     fields = rows.fields
     difference = (fields["old_log_probs"] - fields["rollout_log_probs"]).abs()
     first = fields["values"][:, 0].tolist()
-    histogram = found.pop("values/first/histogram")
-    assert histogram.numbers[:2] == pytest.approx((sum(first), sum(x * x for x in first)))
-    assert sum(histogram.numbers[2:]) == 5
+    distributions = {
+        "values/first": first,
+        "reward/score": fields["scores"].tolist(),
+        "rollout/response_length": rows.response_lengths.tolist(),
+        "returns": of_tokens(rows, fields["returns"]),
+        "values": of_tokens(rows, fields["values"]),
+    }
+    for name, values in distributions.items():
+        histogram = found.pop(f"{name}/histogram")
+        assert histogram.numbers[:2] == pytest.approx((sum(values), sum(x * x for x in values)))
+        assert sum(histogram.numbers[2:]) == len(values)
     assert found == pytest.approx(
         plain_statistics("reward/score", fields["scores"].tolist())
         | {"reward/score/std": statistics.stdev(fields["scores"].tolist())}
@@ -88,6 +96,8 @@ def check_rows(rank: int, world_size: int) -> None:
         | plain_statistics("values", of_tokens(rows, fields["values"]))
         | {"values/first/min": min(first), "values/first/sum": sum(first)}
     )
+    second = row_metrics(Exchange(dist.group.WORLD), rows.select([[0, 1, 2], [], [3, 4]][rank]), 2)
+    assert second == pytest.approx(found), "histograms are made in some steps only"
 
 
 def test_metrics_of_rows_are_of_all_ranks_response_tokens_and_one_registration_adds_one() -> None:
@@ -98,9 +108,9 @@ def check_groups(rank: int, world_size: int) -> None:
     prompts, scores = torch.tensor([4, 4, 4, 7, 7, 9]), torch.tensor([1.0, 1.0, 1.0, 0.0, 0.5, 3.0])
     lengths = torch.ones(6, dtype=torch.int64)
     rows = Rows(torch.arange(6), prompts, lengths, lengths, NO_TOKENS, {"scores": scores})
-    share = row_metrics(Exchange(dist.group.WORLD), rows.select([[0, 1, 2], [3, 4, 5], []][rank]))
+    share = row_metrics(Exchange(dist.group.WORLD), rows.select([[0, 1, 2], [3, 4, 5], []][rank]), 1)
     assert share["reward/equal_groups_frac"] == pytest.approx(2 / 3)
-    alone = row_metrics(Exchange(dist.group.WORLD), rows.select([[0], [3], [5]][rank]))
+    alone = row_metrics(Exchange(dist.group.WORLD), rows.select([[0], [3], [5]][rank]), 1)
     assert "reward/equal_groups_frac" not in alone
 
 

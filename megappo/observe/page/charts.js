@@ -255,15 +255,16 @@ function smoothingControl() {
 
 function chartGroups() {
   for (const plot of [...plots]) if (!plot.root.isConnected) forget(plot);
-  return Object.entries(DATA.charts).map(([group, charts]) => {
-    const boxes = charts.map((chart) => [chart, linesOf(chart)]).filter(([, lines]) => lines.length);
+  return Object.entries(DATA.charts).map(([group, all]) => {
+    const boxes = all.map((chart) => [chart, linesOf(chart)]).filter(([, lines]) => lines.length);
     if (!boxes.length) return null;
-    return [el("div.group", {}, group), el("div.charts", {}, boxes.map(([chart, lines]) => chartBox(chart.title, chart.help, lines)))];
-  }).flat(Infinity).filter(Boolean);
+    const charts = el("div.charts", {}, boxes.map(([chart, lines]) => chartBox(chart.title, chart.help, lines)));
+    return el(boxes.length > 2 ? "div" : "div.few", {}, el("div.group", {}, group), charts);
+  }).filter(Boolean);
 }
 
 function chartSections() {
-  const holder = el("div", {}, chartGroups());
+  const holder = el("div.groups", {}, chartGroups());
   const press = (event) => {
     seedsAsBand = !seedsAsBand;
     event.currentTarget.setAttribute("aria-pressed", String(seedsAsBand));

@@ -1,0 +1,77 @@
+"""The result of a run in a few lines: on the console at its end, and in its report without JavaScript. Torch-free."""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megappo.observe.console import held_out_score
+from megappo.observe.files import CHECKPOINTS, EVALUATION_FILE, HF_ACTOR, ROLLOUTS_FOLDER, TENSORBOARD_FOLDER
+from megappo.observe.health import held_steps
+from megappo.observe.metrics_file import METRICS_FILE
+from megappo.observe.run_file import has_exported
+from megappo.runtime.status import format_seconds
+
+REWARD = "reward/score/mean"
+HELD_OUT = re.compile(r"val/(?P<dataset>.+)/mean@\d+")
+"""The metric of a held-out data set's mean score over n responses per prompt."""
+RECORDS = (METRICS_FILE, TENSORBOARD_FOLDER, ROLLOUTS_FOLDER, CHECKPOINTS)
+
+Steps = Sequence[Mapping[str, Any]]
+Rows = list[tuple[str, str]]
+"""Names and what is shown beside them."""
+
+
+def summary(folder: Path, steps: Steps, report: Path | None = None) -> str:
+    """Return steps, time, held-out score and reward before and after, and where the run's files are.
+
+    Args:
+        steps: content of the run's metrics.jsonl.
+        report: the one that the end of a run names; the command after it names the exported actor.
+    """
+    rows: Rows = []
+    if any("timing_s/step" in metrics for metrics in steps):  # else it has only been evaluated
+        seconds = math.fsum(metrics.get("timing_s/step") or 0.0 for metrics in steps)
+        rows.append(("steps", f"{steps[-1]['step']}, {format_seconds(seconds)} h:mm:ss"))
+    rows += _first_and_last("held-out score", steps, list(map(held_out_score, steps)))
+    rows += _last_evaluation(steps)
+    rows += _first_and_last("mean reward", steps, [metrics.get(REWARD) for metrics in steps])
+    if held := [f"{rule} in {len(found)} steps" for rule, found in held_steps(steps).items() if found]:
+        rows.append(("unhealthy", ", ".join(held)))
+    if files := [path for path in RECORDS if (folder / path).exists()]:
+        rows.append(("files", f"{folder}: {', '.join(files)}"))
+    if (folder / EVALUATION_FILE).exists():
+        rows.append(("evaluation", str(folder / EVALUATION_FILE)))
+    if report is None and has_exported(folder):
+        rows.append(("HF actor", str(folder / HF_ACTOR)))
+    if report is not None:
+        rows.append(("report", str(report)))
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows)
+
+
+def _first_and_last(name: str, steps: Steps, values: Sequence[float | None]) -> Rows:
+    """Return a row of the first and the last of the steps' values, if there is any."""
+    known = [(metrics["step"], value) for metrics, value in zip(steps, values, strict=True) if value is not None]
+    ends = known[:1] + known[1:][-1:]
+    return [(name, " -> ".join(f"{value:.3f} (step {step})" for step, value in ends))] if ends else []
+
+
+def _last_evaluation(steps: Steps) -> Rows:
+    """Return a row for each data set of the last evaluation: its mean@n, pass@n and maj@n."""
+    for metrics in reversed(steps):
+        if found := [match for match in map(HELD_OUT.fullmatch, metrics) if match]:
+            return [(match["dataset"], _in_words(metrics, match[0])) for match in found]
+    return []
+
+
+def _in_words(metrics: Mapping[str, Any], mean: str) -> str:
+    numbers = []
+    for kind in ("mean", "pass", "maj"):
+        name = mean.replace("/mean@", f"/{kind}@")
+        if metrics.get(name) is not None:
+            half_width = metrics.get(f"{name}/ci95")
+            interval = f" +- {half_width:.3f}" if half_width else ""
+            numbers.append(f"{name.rpartition('/')[2]} {metrics[name]:.3f}{interval}")
+    return ", ".join(numbers)
