@@ -3,7 +3,7 @@
 import signal
 
 import pytest
-from program import ENDLESS, Program, logged
+from program import ENDLESS, Program, has_logged, logged
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -60,7 +60,7 @@ def test_sigterm_while_the_engine_starts(config, folder):
 @pytest.mark.slow  # tests/launch/test_torchrun.py has a killed launcher of a node
 def test_the_ranks_end_with_a_killed_torchrun(config, folder):
     with Program(folder, config, f"trainer.output_dir={folder / 'run'}", *ENDLESS) as program:
-        program.wait_until(lambda: " 1/100000" in program.output)
+        program.wait_until(lambda: has_logged(folder / "run", 1))
         assert len(program.ranks) == 2
         program.process.kill()
         assert program.wait(20) == 128 + signal.SIGKILL
@@ -73,7 +73,7 @@ def test_a_reward_function_that_raises(config, folder):
     arguments = (f"reward.function={reward}", f"trainer.output_dir={folder / 'run'}")
     # With plain torchrun: its report, which comes last, must repeat the message.
     with Program(folder, config, *arguments, launcher="torch.distributed.run") as program:
-        program.wait_until(lambda: " 1/10" in program.output)
+        program.wait_until(lambda: has_logged(folder / "run", 1))
         assert program.wait(60) == 1
     assert errors(program.output) == [f"error (rank 0): reward function {reward} raised KeyError: 'no such answer'"]
     message = program.output[program.output.index("error (rank 0)") :]

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 from ports import free_port
-from program import ONE_RANK_EACH, Program, logged
+from program import ONE_RANK_EACH, Program, has_logged, logged
 
 from megappo.engines.process import API_KEY
 
@@ -31,7 +31,7 @@ def harmed(folder: Path, config: Path, *arguments: str, harm: Callable[[psutil.P
     """Return the steps of a run whose first engine is harmed in the third rollout."""
     run = folder / "run"
     with Program(folder, config, f"trainer.output_dir={run}", *ONE_BY_ONE, *arguments) as program:
-        program.wait_until(lambda: " 2/4" in program.output)
+        program.wait_until(lambda: has_logged(run, 2))
         harm(program.ranks[0])
         assert program.wait() == 0, program.output
     assert "WARNING: engine 0 has failed (1 of 3 times in a row; rollout.max_engine_restarts)" in program.output
@@ -70,7 +70,7 @@ def test_an_engine_that_somebody_else_started(config, folder):
         arguments = (f"trainer.output_dir={run}", f"rollout.engines=[{url}]", *ONE_BY_ONE)
         try:
             with Program(folder, config, *arguments, environment={API_KEY: "its key"}) as program:
-                program.wait_until(lambda: " 2/4" in program.output)
+                program.wait_until(lambda: has_logged(run, 2))
                 assert server.poll() is None and not (run / "engines").exists()
                 kill_scheduler(psutil.Process(server.pid))
                 assert program.wait() == 1

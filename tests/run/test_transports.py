@@ -8,7 +8,7 @@ from socket import AF_INET
 
 import psutil
 import pytest
-from program import ENDLESS, ONE_RANK_EACH, Program, logged
+from program import ENDLESS, ONE_RANK_EACH, Program, has_logged, logged
 from report_pages import content_of
 
 OTHERS = ("trainer.save_interval=0", "trainer.export_hf=false", "critic.warmup_steps=1")
@@ -49,7 +49,7 @@ def test_an_engine_here_and_one_elsewhere_follow_the_actor_until_ctrl_c(config: 
     permitted = subprocess.run([*named, "true"], capture_output=True).returncode == 0
     arguments = (config, f"trainer.output_dir={run}", *ENDLESS, *OTHERS, *ways)
     with Program(folder, *arguments, prefix=named if permitted else ()) as program:
-        program.wait_until(lambda: " 4/100000" in program.output)
+        program.wait_until(lambda: has_logged(run, 4))
         assert program.listening.keys() == {"127.0.0.1"}, program.listening
         program.signal_group(signal.SIGINT)
         assert program.wait(20) == 128 + signal.SIGINT

@@ -181,6 +181,11 @@ def logged(run: Path) -> list[dict]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
+def has_logged(run: Path, step: int) -> bool:
+    """Return whether a run has logged a step."""
+    return (run / "metrics.jsonl").exists() and any(metrics["step"] >= step for metrics in logged(run))
+
+
 def trained_on(run: Path) -> list[dict]:
     """Return each step's metrics without those of clocks and engines."""
     steps = [metrics for metrics in logged(run) if metrics["step"]]

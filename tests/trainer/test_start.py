@@ -36,7 +36,7 @@ CASES = [
     ("one rank", BUILT_LAST, "everything"),
     ("actor tp2, critic pp2", WITH_REFERENCE, "everything"),
     ("actor dp2, critic elsewhere tp2 sp", WITH_REFERENCE, "everything"),
-    ("tp2 dp2 sp", {"model": {"dtype": "bf16"}}, "everything"),
+    ("tp2 dp2 sp", WITH_REFERENCE | {"model": {"dtype": "bf16"}}, "everything"),
 ]
 SHOWN = (0, 3, 5)
 
