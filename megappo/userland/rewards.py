@@ -286,9 +286,9 @@ class RewardPool(WorkerPool):
         self, worker: WorkerProcess, queue: FunctionQueue, rows: Sequence[PendingRow], failure: CallError
     ) -> int | None:
         """Return the number of the first row for which a call alone fails in the same way; None if none is found."""
-        first_line = str(failure).partition("\n")[0]
-        if failure.index is not None or failure.is_late or len(rows) == 1:
+        if not failure.has_raised or len(rows) == 1:
             return failure.index
+        first_line = str(failure).partition("\n")[0]
         with suppress(TimeoutError):
             async with asyncio.timeout(self.timeout_seconds):
                 for index, row in enumerate(rows):

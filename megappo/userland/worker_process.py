@@ -43,12 +43,14 @@ class CallError(Exception):
 
     Attributes:
         is_late: the call took longer than it may.
+        has_raised: the code raised an error, and its worker can be called again.
         index: number of the row that is to blame; None: unknown.
     """
 
-    def __init__(self, reason: str, *, is_late: bool = False, index: int | None = None):
+    def __init__(self, reason: str, *, is_late: bool = False, has_raised: bool = False, index: int | None = None):
         super().__init__(reason)
         self.is_late = is_late
+        self.has_raised = has_raised
         self.index = index
 
 
@@ -122,7 +124,7 @@ class WorkerProcess:
         if answer is None:
             raise CallError(self._fault or f"ended its process ({await asyncio.to_thread(self._exit)})")
         if "error" in answer:
-            raise CallError(str(answer["error"]))
+            raise CallError(str(answer["error"]), has_raised=True)
         if "late" in answer:
             raise CallError(f"took longer than {seconds:g} seconds", is_late=True)
         return answer.get("result")
