@@ -285,8 +285,10 @@ class RewardPool(WorkerPool):
     async def _culprit(
         self, worker: WorkerProcess, queue: FunctionQueue, rows: Sequence[PendingRow], failure: CallError
     ) -> int | None:
-        """Return the number of the first row for which a call alone fails in the same way; None if none is found."""
-        if not failure.has_raised or len(rows) == 1:
+        """Return the number of the first row for which a call alone fails in the same way; None if none is found.
+
+        A function that waits for a server is not called again: each call would cost the server work."""
+        if not failure.has_raised or queue.spec in WAITING or len(rows) == 1:
             return failure.index
         first_line = str(failure).partition("\n")[0]
         with suppress(TimeoutError):
