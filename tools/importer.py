@@ -11,6 +11,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from megappo.config.config_error import ConfigError, counted
 from megappo.config.elsewhere import systems
 from megappo_tools.importing.script_settings import read_settings

@@ -285,9 +285,8 @@ class RewardPool(WorkerPool):
     async def _culprit(
         self, worker: WorkerProcess, queue: FunctionQueue, rows: Sequence[PendingRow], failure: CallError
     ) -> int | None:
-        """Return the number of the first row for which a call alone fails in the same way; None if none is found.
-
-        A function that waits for a server is not called again: each call would cost the server work."""
+        """Return the number of the first row for which a call alone fails in the same way; None if none is found, or
+        for a function that waits for a server, which is not called again."""
         if not failure.has_raised or queue.spec in WAITING or len(rows) == 1:
             return failure.index
         first_line = str(failure).partition("\n")[0]

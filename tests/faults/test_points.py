@@ -32,7 +32,7 @@ POINTS: dict[str, dict[str, Point]] = {
         "update_actor": Point(f"{STEP}:TrainedEngine.train_batch", call=5),
         "gather_metrics": Point("megappo.trainer.progress:Experience.add"),
         "the step is done": Point("megappo.trainer.progress:Progress.finish", after=True),
-        "the step is being logged": Point("megappo.observe.metrics:MetricsFile.on_step", rank=0, after=True),
+        "the step is being logged": Point("megappo.observe.metrics_file:MetricsFile.on_step", rank=0, after=True),
     },
     "in a save": {
         "an old one is half removed": Point("shutil:rmtree", rank=0),  # first: later ones clear up what a kill has left

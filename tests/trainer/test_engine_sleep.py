@@ -73,6 +73,7 @@ def engines(events: list[str], *, sleeps: bool = True) -> InferenceEngines:
     exchange = SimpleNamespace(rank=0, all_gather=lambda value: events.append("barrier") or [value])
     own = SimpleNamespace(stop=lambda: events.append("stop"), restart=lambda: events.append("restart"))
     own.number, own.part_of, own.client = 0, None, Recorder(events)
+    own.engine = SimpleNamespace(explain=str)
     restarts = EngineRestarts(own, exchange, print, limit=3)
     found = InferenceEngines(plan_run(CONFIG, 1), own, exchange, is_new=True)
     found.sleeps, found.phase, found.restarts, found.probe = sleeps, Phases(NO_MODELS), restarts, probe

@@ -12,6 +12,7 @@ from spawn import run_ranks
 from megappo.checkpoint.folders import CheckpointError
 from megappo.config.schema import Config
 from megappo.models.train_engine import TrainedEngine
+from megappo.observe.loggers import Histogram
 from megappo.runtime import interruption
 from megappo.runtime.interruption import INTERRUPTION, Interrupted, deadline
 from megappo.trainer import update
@@ -33,8 +34,8 @@ def config_of(bench: ModuleType, folder: Path, layout: str, method: str, output:
 
 
 def numbers_of(bench: ModuleType, run: Run, metrics: dict[str, object]) -> dict[str, object]:
-    """Metrics of a step, and all weights."""
-    found = untimed(bench, metrics)
+    """Metrics of a step, and all weights. Rounding moves numbers from one bucket of a histogram to the next."""
+    found = {name: value for name, value in untimed(bench, metrics).items() if not isinstance(value, Histogram)}
     for name, engine in run.models.trained.items():
         if engine is not None:
             export = Export(engine.chunks, architecture_of(run.models.specs[name]), engine.groups)

@@ -9,11 +9,11 @@ import pytest
 import torch
 from recorder import recorder_in
 from spawn import run_ranks
+from torch.nn.attention import bias as attention_bias
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from megappo.config.schema import Config
-from megappo.models import packed_attention
 from megappo.observe.metrics import reduce_ranks
 from megappo.trainer.loop import ppo_step
 from megappo.trainer.models import architecture_of
@@ -108,8 +108,8 @@ def numbers_of(bench: ModuleType, run: Run) -> dict[str, object]:
     """Return the numbers of two watched steps, each with a checkpoint after it."""
     found: dict[str, object] = {}
     for step in (1, 2):
-        bias = unwatched(packed_attention.causal_lower_right)
-        with patch.object(packed_attention, "causal_lower_right", bias), Watch(run):
+        bias = unwatched(attention_bias.causal_lower_right)
+        with patch.object(attention_bias, "causal_lower_right", bias), Watch(run):
             metrics = ppo_step(run, step)
             run.save()
         ours = {name: value for name, value in metrics.items() if not bench.OF_TIME.search(name)}

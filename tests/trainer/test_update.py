@@ -24,6 +24,7 @@ from tiny_models import hf_folder
 
 from megappo.architecture.parsing import read_architecture
 from megappo.batch.exchange import Batch, Exchange
+from megappo.observe.loggers import Histogram
 from megappo.placement.components import components_of
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
@@ -74,7 +75,9 @@ def update(component: Component, batch: Batch, method: str | None) -> dict[str, 
     scattered.scatter_fields(batch, fields)
     (update_critic if kind == "critic" else update_actor)(scattered, config)
     steps = component.exchange.all_gather(scattered.optimizer_steps)
-    return training_metrics(merge_optimizer_steps(steps, component.name), component.name)
+    metrics = training_metrics(merge_optimizer_steps(steps, component.name), component.name)
+    # Rounding moves numbers from one bucket to the next.
+    return {name: value for name, value in metrics.items() if not isinstance(value, Histogram)}
 
 
 def check_updates(
