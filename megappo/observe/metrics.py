@@ -4,6 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -31,9 +32,15 @@ class Reduction:
     value: Callable[..., float | Histogram] = lambda number: number
 
 
+@cache
+def _limits(device: torch.device) -> torch.Tensor:
+    """BUCKETS on a device: copying them there at each use would synchronise it."""
+    return torch.tensor(BUCKETS, dtype=torch.float64, device=device)
+
+
 def _histogram_part(values: torch.Tensor) -> torch.Tensor:
     """NaN stands for no value, as a tensor of another shape would need the device to be synchronised."""
-    buckets = torch.bucketize(values, torch.tensor(BUCKETS, dtype=values.dtype, device=values.device))
+    buckets = torch.bucketize(values, _limits(values.device))
     counts = values.new_zeros(len(BUCKETS) + 1).index_add_(0, buckets, torch.ones_like(values))
     return torch.cat([torch.stack([values.nansum(), values.square().nansum()]), counts[:-1]])
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import cache
 from operator import methodcaller
 from pathlib import Path
 from types import TracebackType
@@ -86,7 +87,9 @@ class Observer:
         self._call(lambda logger: logger.on_step(step, metrics), step)
         kept = kept_file(self._run.output_dir, step)
         if kept.is_file():
-            self._call_trackers(lambda tracker: tracker.on_samples(step, read_samples(kept)[:NUM_ROLLOUTS]), step)
+            # Read once for all trackers, within their calls: a fault must not end the run.
+            read = cache(lambda: read_samples(kept)[:NUM_ROLLOUTS])
+            self._call_trackers(lambda tracker: tracker.on_samples(step, read()), step)
         for finding in findings:
             self._call(methodcaller("on_finding", finding))
 
@@ -147,7 +150,7 @@ class NullObserver:
     def __enter__(self) -> "NullObserver":
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *ending: object) -> None:
         """Nothing."""
 
 
