@@ -38,6 +38,7 @@ def config_errors(config: Config) -> list[str]:
         *_model_errors(config),
         *_run_errors(config),
         *_engine_errors(config),
+        *_ahead_errors(config),
         *_adapter_errors(config),
         *_name_errors(config),
         *_reward_errors(config),
@@ -211,6 +212,30 @@ def _engine_errors(config: Config) -> Iterator[str]:
         )
 
 
+def _ahead_errors(config: Config) -> Iterator[str]:
+    """Yield what does not go together with sampling while the models train."""
+    if not config.rollout.max_staleness:
+        return
+    ahead = f"rollout.max_staleness {config.rollout.max_staleness}"
+    if config.data.gen_batch_size is not None:
+        yield (
+            f"data.gen_batch_size {config.data.gen_batch_size} drops unfinished responses, but {ahead} trains on them "
+            "in a later step: drop data.gen_batch_size"
+        )
+    if config.algorithm.method.needs_greedy_baseline:
+        yield (
+            f"algorithm.adv_estimator {config.algorithm.adv_estimator} samples greedy responses in each step, which "
+            f"{ahead} does not wait for: choose another estimator, or set rollout.max_staleness to 0"
+        )
+    if config.trainer.rollout_only:
+        yield f"trainer.rollout_only trains no weights that {ahead} could run ahead of: set it to 0"
+    if config.actor.lora is not None and config.rollout.on_sync == "continue":
+        yield (
+            f"{ahead} with actor.lora: an engine does not take an adapter while it uses the one before: set "
+            "rollout.on_sync to finish"
+        )
+
+
 def _adapter_errors(config: Config) -> Iterator[str]:
     """Yield what engines do not support of the actor's adapters.
 
@@ -333,12 +358,14 @@ def step_scores_errors(config: Config) -> list[str]:
 
 
 def late_scores_errors(config: Config, *, waits_for_all: bool) -> list[str]:
-    """Return an error if a rollout is to end by its scores, and the function gives them when all is written."""
+    """Return an error if responses are chosen by their scores, and the function gives them when all is written."""
     over_samples = config.data.gen_batch_size is not None and config.algorithm.filter_groups.enable
-    if not over_samples or not waits_for_all:
+    if not waits_for_all or not (over_samples or config.rollout.max_staleness):
         return []
+    needing = f"data.gen_batch_size {config.data.gen_batch_size} ends a rollout by the scores of the responses so far"
+    if config.rollout.max_staleness:
+        needing = f"rollout.max_staleness {config.rollout.max_staleness} trains on responses as soon as they are scored"
     return [
-        f"data.gen_batch_size {config.data.gen_batch_size} ends a rollout by the scores of the responses written so "
-        f"far, but reward.function {config.reward.function} is called when all are written: set reward.batch_size, "
-        "such as 1"
+        f"{needing}, but reward.function {config.reward.function} is called when all are written: set "
+        "reward.batch_size, such as 1"
     ]

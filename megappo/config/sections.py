@@ -71,6 +71,8 @@ KL_IN_REWARD = ReadIf("algorithm.use_kl_in_reward")
 WEIGHTS_ROWS = ReadIf("algorithm.rollout_correction.level", lambda config: config.algorithm.rollout_correction.level != "none")
 FILTERS = ReadIf("algorithm.filter_groups.enable")
 ONE_BACKBONE = ReadIf("algorithm.shared_backbone")
+RUNS_AHEAD = ReadIf("rollout.max_staleness")
+GOES_ON_AT_SYNC = ReadIf("rollout.on_sync", lambda config: config.rollout.on_sync == "continue")
 
 Bounds = tuple[PositiveFloat, PositiveFloat]
 
@@ -192,6 +194,9 @@ class Rollout(Section):
     num_environment_workers: Processes = key(1, "environment: worker processes per engine, each with any number of environments at once; reward.memory_limit_gib and reward.pass_env apply to them", read_if=PLAYS_EPISODES)
     environment_timeout_seconds: PositiveFloat = key(60.0, "environment: timeout of a reset, step or close; an episode whose reset or step exceeds it is truncated and counted", read_if=PLAYS_EPISODES)
     sync: Sync = key(Sync(), "weight sync after each update")
+    max_staleness: NonNegative = key(0, "training steps by which sampling may run ahead: the engines sample while the models train, and no response is older than this when it is trained; 0 = sample, then train", read_if=SAMPLES)
+    on_sync: Literal["continue", "finish"] = key("continue", "responses in progress at a weight sync: continue = pause, and go on with the new weights; finish = complete them first", read_if=RUNS_AHEAD)
+    recompute_cache: StrictBool = key(True, "compute the keys and values of paused responses again with the new weights; false = keep those of the old ones", read_if=(RUNS_AHEAD, GOES_ON_AT_SYNC))
 
     @property
     def has_environment(self) -> bool:

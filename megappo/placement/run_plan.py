@@ -9,7 +9,7 @@ from megappo.config.config_error import ConfigError, counted, nearest_divisors, 
 from megappo.config.eval_sets import longest_row
 from megappo.config.schema import Config, Parallel
 from megappo.placement.components import AUTO, ComponentSpec, Training, components_of
-from megappo.placement.layout import Layout
+from megappo.placement.layout import Layout, format_ranks
 from megappo.placement.placing import place
 from megappo.placement.route import SyncRoute, find_route
 
@@ -128,6 +128,13 @@ def plan_run(config: Config, world_size: int, ranks_per_node: int | None = None)
         raise ConfigError(*errors, *error.errors) from None
     plan = RunPlan(config, config, world_size, ranks_per_node, components, layouts)
     errors += plan.route.errors(on_gpus=False)
+    asleep = [rank for engine in plan.route.engines if engine.frees_memory for rank in engine.ranks]
+    if config.rollout.max_staleness and asleep:
+        errors.append(
+            f"rollout.max_staleness {config.rollout.max_staleness} has the engines sample while the models train, but "
+            f"those on the GPUs of ranks {format_ranks(asleep)} sleep then: give placement.rollout ranks of its own, "
+            "or set rollout.sleep to never"
+        )
     if absent := [rank for rank in config.trainer.profile.ranks if rank >= world_size]:
         errors.append(
             f"trainer.profile.ranks {absent[0]} is not below the number of ranks, {world_size}: choose another"
