@@ -24,7 +24,7 @@ from megappo.config.config_error import ConfigError, counted, printable, show
 from megappo.config.describe import config_help
 from megappo.config.eval_sets import eval_sets, longest_row
 from megappo.config.loading import leaves, load_config
-from megappo.config.schema import Config
+from megappo.config.schema import Config, Parallel
 from megappo.estimate.fitting import fits, resolve_offload
 from megappo.estimate.gpu_memory import Cluster, MemoryEstimate
 from megappo.estimate.gpus import GIB, GPUS, GPUS_PER_NODE
@@ -231,13 +231,14 @@ def batch_summary(plan: RunPlan) -> str:
 
 
 def weights_summary(plan: RunPlan) -> str:
-    """Return the parameters of each model, and their bytes on the rank that holds most of them."""
-    rows = [["", "parameters", "bytes on a rank, at most"]]
+    """Return the parameters of each model, those that are trained, and the bytes on the rank that holds most."""
+    rows = [["", "parameters", "trained", "bytes on a rank, at most"]]
     shapes = Shapes()
     for name, spec in plan.components.items():
         shape = shapes.of(spec)
         most = max(map(sum, shape.stages(spec.parallel.value)))
-        rows.append([name, f"{shape.size:,}", f"{most * DTYPES[plan.config.model.dtype].nbytes:,}"])
+        trained = sum(shape.stages(Parallel(), trained=True)[0]) if spec.training else 0
+        rows.append([name, f"{shape.size:,}", f"{trained:,}", f"{most * DTYPES[plan.config.model.dtype].nbytes:,}"])
     return aligned(rows)
 
 

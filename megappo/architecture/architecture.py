@@ -10,6 +10,7 @@ from pydantic.dataclasses import dataclass
 
 from megappo.architecture.families import LANGUAGE_MODEL, REWARD_MODELS, Family, HeadKind
 from megappo.config.schema import Lora
+from megappo.config.values import ParameterGroup
 
 _LABELS = ("id2label", "label2id")
 CHECKED = ConfigDict(strict=True, allow_inf_nan=False)
@@ -109,6 +110,7 @@ class Architecture:
         head: what reads the last hidden states.
         value_bias: a value head has a bias.
         lora: the adapters beside the matrices, which are trained instead of these.
+        frozen: groups of parameters that are not trained.
         raw_config: all of config.json, to be written again.
     """
 
@@ -135,6 +137,7 @@ class Architecture:
     head: HeadKind = "policy"
     value_bias: bool = False
     lora: Lora | None = None
+    frozen: tuple[ParameterGroup, ...] = ()
 
     @property
     def is_reward_model(self) -> bool:
@@ -168,6 +171,10 @@ class Architecture:
     def with_lora(self, lora: Lora | None) -> Self:
         """The same model with these adapters; None = without any."""
         return replace(self, lora=lora)
+
+    def with_frozen(self, frozen: tuple[ParameterGroup, ...]) -> Self:
+        """The same model, of which these groups of parameters are not trained."""
+        return replace(self, frozen=frozen)
 
     def predicts_further(self, tensor: str) -> bool:
         """Return whether a tensor is in the layers after the last one (DeepSeek-V3's multi-token prediction)."""

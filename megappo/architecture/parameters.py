@@ -11,11 +11,13 @@ from typing import NamedTuple
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.families import ExpertFormat
 from megappo.config.schema import Lora, Parallel
+from megappo.config.values import ParameterGroup
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
 VALUE_HEAD = "score.weight"
 VALUE_BIAS = "score.bias"
+EMBEDDING_WEIGHT = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer"
 SECOND_HEAD = "value_head"
 ROUTER_BIAS = "router.expert_bias"
@@ -23,6 +25,10 @@ ADAPTER = "_adapter"
 """Ends the name of a module with adapters, after the name of the linear layer that it adapts."""
 LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
 """End the names of adapters as PEFT writes them, after the name of the matrix without ".weight"."""
+FREEZABLE: dict[ParameterGroup, str] = {"embedding": "embedding.", "attention": ".self_attention.", "mlp": ".mlp."}
+"""Group of parameters -> a part of their names in every family."""
+FUSED_NORMS = ("self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight")
+"""The norms before attention and MLP by their names in TransformerEngine's layers; they belong to no group."""
 LOGITS_AT_A_TIME = {"cpu": 2**21, "cuda": 2**25}
 """Logits that a policy's head computes at a time, on each kind of device: on a CPU as many as its caches hold."""
 
@@ -192,10 +198,13 @@ def adapted_modules(architecture: Architecture) -> set[str]:
 
 
 def is_trained(name: str, architecture: Architecture) -> bool:
-    """Return whether a Megatron parameter is trained where its model is: all are, or with adapters only these and a
-    value head."""
+    """Return whether a Megatron parameter is trained where its model is: all are but frozen groups, or with adapters
+    only these and a value head."""
+    if architecture.lora is None:
+        is_frozen = any(FREEZABLE[group] in name for group in architecture.frozen)
+        return not is_frozen or name.endswith(FUSED_NORMS)
     is_value_head = name.startswith(SECOND_HEAD) or (architecture.head == "value" and name.startswith(OUTPUT_LAYER))
-    return architecture.lora is None or is_adapter(name) or is_value_head
+    return is_adapter(name) or is_value_head
 
 
 def by_name(parameters: Iterable[Parameter]) -> dict[str, Parameter]:

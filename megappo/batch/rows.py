@@ -63,6 +63,11 @@ class Rows:
         return self.prompt_lengths + self.response_lengths
 
     @property
+    def old_log_probs(self) -> Tensor:
+        """Log-probs with which the policy loss compares, [B, R]: the trainer's, or the engine's without these."""
+        return self.fields["old_log_probs" if "old_log_probs" in self.fields else "rollout_log_probs"]
+
+    @property
     def sequences(self) -> tuple[Tensor, ...]:
         """The tokens of each row, [prompt + response]."""
         return self.input_ids.split(self.lengths.tolist())

@@ -35,6 +35,7 @@ def config_errors(config: Config) -> list[str]:
         *_section_errors(config),
         *_unread_errors(config),
         *_group_errors(config),
+        *_old_log_probs_errors(config),
         *_model_errors(config),
         *_run_errors(config),
         *_engine_errors(config),
@@ -143,6 +144,29 @@ def _group_errors(config: Config) -> Iterator[str]:
         )
     if algorithm.gae_level == "turn" and not config.rollout.has_environment:
         yield "algorithm.gae_level turn needs several turns: name a rollout.environment or rollout.tools, or set token"
+
+
+def _old_log_probs_errors(config: Config) -> Iterator[str]:
+    """Yield what needs other old log-probs than algorithm.old_log_probs names."""
+    algorithm, actor = config.algorithm, config.actor
+    if algorithm.old_log_probs == "trainer":
+        if actor.method.needs_engine_log_probs:
+            yield (
+                f"actor.policy_loss {actor.policy_loss} weights tokens by the ratio to the engine's log-probs, but "
+                "algorithm.old_log_probs is trainer: set it to engine"
+            )
+        return
+    needing = (
+        ("algorithm.kl_penalty full", algorithm.use_kl_in_reward and algorithm.kl_penalty == "full", "choose k3"),
+        ("algorithm.shared_backbone true", algorithm.shared_backbone, "set it to false"),
+        ("rollout.sync.probe_interval 0", not config.rollout.sync.probe_interval and not config.replays, "set it to 1"),
+    )
+    for key, needs_pass, remedy in needing:
+        if needs_pass:
+            yield (
+                f"{key} needs the actor's forward pass over the rollouts, which algorithm.old_log_probs engine leaves "
+                f"out: {remedy}, or set algorithm.old_log_probs to trainer"
+            )
 
 
 def _model_errors(config: Config) -> Iterator[str]:

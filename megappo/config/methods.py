@@ -58,10 +58,12 @@ class PolicyLoss(Method):
         loss_agg_mode: the averaging that belongs to the method, for a config that sets none.
         selection: a function as `megappo.ppo.covariance.select_for_clip_cov` that selects tokens of the whole
             mini-batch for special treatment by the loss. It takes a forward pass of its own.
+        needs_engine_log_probs: it is defined by the ratio to the log-probs that sampled (algorithm.old_log_probs).
     """
 
     loss_agg_mode: str | None = None
     selection: Function | None = None
+    needs_engine_log_probs: bool = False
 
     @property
     def select(self) -> Callable[..., Any] | None:
@@ -129,6 +131,7 @@ POLICY_LOSSES = Table(
         "dppo_tv": PolicyLoss(f"{LOSSES}:dppo_tv", (*CLIP_RANGE, "clip_ratio_c")),
         "dppo_kl": PolicyLoss(f"{LOSSES}:dppo_kl", (*CLIP_RANGE, "clip_ratio_c")),
         "dro": PolicyLoss(f"{LOSSES}:dro", ("dro_beta",)),
+        "dis": PolicyLoss(f"{LOSSES}:dis", CLIP_RANGE, needs_engine_log_probs=True),
     },
 )
 """Losses by actor.policy_loss."""

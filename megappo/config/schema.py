@@ -30,6 +30,7 @@ from megappo.config.values import (
     NonNegative,
     NonNegativeFloat,
     OneOf,
+    ParameterGroup,
     Positive,
     PositiveFloat,
     Ranks,
@@ -184,6 +185,11 @@ class Critic(Trained):
     value_clip: PositiveFloat | None = key(0.5, "clip new values to old values +- this in the value loss; null = off")
     huber_delta: PositiveFloat | None = key(None, "Huber value loss: linear beyond this error; null = squared error")
     warmup_steps: NonNegative = key(0, "first PPO steps, in which only the critic trains")
+    freeze: Annotated[tuple[ParameterGroup, ...], LISTED] = key((), "parameters that stay as they were loaded: embedding, attention, mlp (with experts and their router); they have no gradients and no optimizer state. The norms before them and the value head are always trained")
+
+    def contradictions(self) -> Iterator[str]:
+        if self.freeze and self.lora is not None:
+            yield f"critic.freeze {', '.join(self.freeze)} has no effect on critic.lora, which trains adapters: drop one"
 
 
 class Ref(Section):

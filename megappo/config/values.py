@@ -84,6 +84,7 @@ Texts = Annotated[tuple[str, ...], LISTED]
 Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 AdaptedModule = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ADAPTED_MODULES: tuple[AdaptedModule, ...] = get_args(AdaptedModule)
+ParameterGroup = Literal["embedding", "attention", "mlp"]
 TensorKind = Literal["weights", "gradients", "optimizer"]
 KLKind = Literal["k1", "abs", "k2", "k3", "k1+", "k3+", "full", "kl", "mse", "low_var_kl"]
 """The last three are verl's names for k1, k2 and k3."""

@@ -18,6 +18,7 @@ from megappo.architecture.parameters import (
     OUTPUT_LAYER,
     SECOND_HEAD,
     StageSize,
+    is_trained,
     list_parameters,
     padded_vocab_size,
     stage_of_layers,
@@ -25,7 +26,7 @@ from megappo.architecture.parameters import (
 )
 from megappo.architecture.parsing import read_architecture
 from megappo.config.schema import Lora, Optim, Parallel, Trained
-from megappo.config.values import TensorKind
+from megappo.config.values import ParameterGroup, TensorKind
 from megappo.placement.components import ComponentSpec
 from megappo.placement.layout import Layout
 from megappo.placement.run_plan import BatchSplit
@@ -56,7 +57,7 @@ class Flops:
     per_token: float
     per_pair: float
     per_output: float
-    training: int = TRAINING
+    training: float = TRAINING
 
     def forward(self, rows: Iterable[tuple[int, int]]) -> float:
         """Return the operations for rows, each given as (tokens, tokens that the head reads)."""
@@ -75,16 +76,17 @@ def flops_of(architecture: Architecture) -> Flops:
     Source: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
     equation 3, with half of attention and by the model's own matrices; Chowdhery et al. 2022 (PaLM), appendix B.
     """
-    layers = head = 0.0
+    layers = trained = head = 0.0
     chosen = architecture.experts.top_k if architecture.experts else 0
     for parameter in list_parameters(architecture, num_experts=1):  # all of a layer are alike
         if len(parameter.shard_shape) < 2:  # norms, biases
             continue
         flops = 2 * prod(parameter.shard_shape)
         if parameter.hf_tensors[0].expert is not None:
-            layers += flops * chosen
-        elif parameter.layer is not None:
+            flops *= chosen
+        if parameter.layer is not None:
             layers += flops
+            trained += flops * is_trained(parameter.names[0], architecture)
         elif parameter.names[0].startswith((OUTPUT_LAYER, SECOND_HEAD)):  # the embedding is only looked up
             head += flops
     latent = architecture.latent
@@ -92,7 +94,8 @@ def flops_of(architecture: Architecture) -> Flops:
     if latent:
         keys_and_values = latent.plain_size + latent.rope_size + latent.v_size
     attention = 2 * architecture.num_layers * architecture.num_heads * keys_and_values
-    return Flops(layers, attention, head, TRAINING if architecture.lora is None else TRAINING_ADAPTERS)
+    training = TRAINING_ADAPTERS if architecture.lora else TRAINING - 1 + trained / layers
+    return Flops(layers, attention, head, training)
 
 
 class Shape:
@@ -117,9 +120,12 @@ class Shape:
         return self.stages(Parallel())[0].experts / self.size
 
 
-def read_shape(folder: str, head: HeadKind = "policy", lora: Lora | None = None) -> Shape:
-    """Return the shape of a folder's model, or the one that ships where it is missing, with a head and adapters."""
-    return Shape(read_architecture(shape_folder(folder), head).with_lora(lora))
+def read_shape(
+    folder: str, head: HeadKind = "policy", lora: Lora | None = None, frozen: tuple[ParameterGroup, ...] = ()
+) -> Shape:
+    """Return the shape of a folder's model, or the one that ships where it is missing, with a head, adapters and frozen
+    parameters."""
+    return Shape(read_architecture(shape_folder(folder), head).with_lora(lora).with_frozen(frozen))
 
 
 class Shapes:
@@ -130,7 +136,7 @@ class Shapes:
 
     def of(self, spec: ComponentSpec) -> Shape:
         """Return the shape of a component."""
-        return self.at(spec.folder.value, spec.head, spec.lora)
+        return self.at(spec.folder.value, spec.head, spec.lora, spec.frozen)
 
 
 @dataclass(frozen=True)
@@ -275,9 +281,11 @@ class PlacedModel:
         if self.settings is None:
             return nodes
         layout = self.layout
-        for ranks, size in zip(layout.stages, self.shape.stages(self.parallel, trained=True), strict=True):
-            parameters = size.dense * layout.tensor + size.experts * layout.expert_run
-            each = (STATE_BYTES_PER_PARAMETER + self.nbytes) * parameters / len(ranks)
+        trained = self.shape.stages(self.parallel, trained=True)
+        written = trained if self.spec.lora else self.shape.stages(self.parallel)  # adapters are saved alone
+        for ranks, *sizes in zip(layout.stages, trained, written, strict=True):
+            states, weights = (size.dense * layout.tensor + size.experts * layout.expert_run for size in sizes)
+            each = (STATE_BYTES_PER_PARAMETER * states + self.nbytes * weights) / len(ranks)
             for rank in ranks:
                 nodes[rank // gpus_per_node] += each
         return nodes

@@ -8,7 +8,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 
 from megappo.architecture.architecture import Architecture
-from megappo.architecture.parameters import by_name, is_trained, list_parameters
+from megappo.architecture.parameters import EMBEDDING_WEIGHT, by_name, is_trained, list_parameters
 from megappo.architecture.switches import SwitchContext, decide
 from megappo.config.schema import Model, Parallel
 from megappo.models.heads import ValueHead, add_value_head, return_hidden_states, with_plain_strides
@@ -40,7 +40,7 @@ def build_model(
             tied; "policy_value" has both, the ValueHead as `value_head` (see `add_value_head`).
         groups: the component's groups, built for the layout of `parallel`; this rank is a member.
         recompute: "none", "selective" or "full".
-        trained: False freezes every parameter; else those that adapters stand beside are.
+        trained: False freezes every parameter; else those that adapters stand beside, and `architecture.frozen`.
     Raises:
         ConfigError: the model does not fit the layout.
     """
@@ -65,8 +65,9 @@ def build_model(
                 # Megatron does so with expert parallelism only. Without, it would not sum the gradients of experts over
                 # tensor-parallel ranks, each of which sends its own tokens to its own copy.
                 parameter.allreduce = False
-            parameter.is_base = not is_trained(name, architecture)
-            parameter.requires_grad_(trained and not parameter.is_base)
+            changes = is_trained(name, architecture)
+            parameter.is_base = architecture.lora is not None and not changes  # checkpoints lack it
+            parameter.requires_grad_(trained and changes)
         if "gradient_accumulation_fusion" in config.switches:
             _fuse_gradient_accumulation(chunk)
         with router_bias_kept(chunk):
@@ -114,6 +115,9 @@ def _chunk(
         add_value_head(gpt, architecture.value_bias)
     if architecture.lora is not None:
         add_adapters(gpt, architecture.lora, by_name(list_parameters(architecture, tensor=layout.tensor)))
+    if gpt.pre_process and config.recompute_granularity == "full" and not is_trained(EMBEDDING_WEIGHT, architecture):
+        # A layer that is computed again has gradients only where its input requires one.
+        gpt.embedding.register_forward_hook(lambda embedding, inputs, output: output.requires_grad_())
     return gpt
 
 

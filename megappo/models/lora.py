@@ -129,6 +129,3 @@ def add_adapters(gpt: GPTModel, lora: Lora, table: Mapping[str, Parameter]) -> N
                 parent, _, name = path.rpartition(".")
                 layer.get_submodule(parent).add_module(name + ADAPTER, adapter)
                 linear.register_forward_hook(adapter.add)
-    if gpt.pre_process and gpt.config.recompute_granularity == "full":
-        # A layer that is computed again has gradients only where its input requires one.
-        gpt.embedding.register_forward_hook(lambda embedding, inputs, output: output.requires_grad_())

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from megappo.architecture.families import HeadKind
 from megappo.architecture.parsing import read_architecture
 from megappo.config.schema import Config, Lora, Trained
-from megappo.config.values import TensorKind
+from megappo.config.values import ParameterGroup, TensorKind
 from megappo.table import Table
 
 AUTO = "auto"
@@ -29,8 +29,8 @@ LOAD: DeviceUse = {"weights": True, "optimizer": True}
 SAVE: DeviceUse = {"weights": False, "optimizer": False}
 TRAIN: DeviceUse = {"weights": True, "gradients": True, "optimizer": True}
 NOTHING: DeviceUse = {}
-OPTIONAL_PHASES = ("values", "ref_log_probs", "update_critic")
-"""Phases that runs without a critic, or without a reference policy, do not have."""
+OPTIONAL_PHASES = ("old_log_probs", "values", "ref_log_probs", "update_critic")
+"""Phases that runs without that forward pass, without a critic, or without a reference policy, do not have."""
 
 
 class Setting(NamedTuple):
@@ -96,6 +96,7 @@ class ComponentSpec:
         forward: its forward pass in each step; None if it has none of its own.
         training: None for a frozen model.
         lora: its adapters, which are trained instead of its weights.
+        frozen: groups of its parameters that are not trained.
         reference: the component whose logits its head compares with its own; that one is built first.
         offload: kinds of tensors that are offloaded to the host while no phase needs them; "auto" until
             `estimate.fitting` decides.
@@ -109,6 +110,7 @@ class ComponentSpec:
     forward: ForwardPass | None
     training: Training | None = None
     lora: Lora | None = None
+    frozen: tuple[ParameterGroup, ...] = ()
     reference: str | None = None
     offload: Setting = Setting("", ())
 
@@ -141,7 +143,7 @@ def _actor(config: Config) -> ComponentSpec:
         **_settings(config, "actor"),
         folder=setting(config, "model.path"),
         head="policy_value" if algorithm.shared_backbone else "policy",
-        forward=ForwardPass("old_log_probs", fields),
+        forward=ForwardPass("old_log_probs", fields) if algorithm.old_log_probs == "trainer" else None,
         training=Training(
             "actor",
             actor,
@@ -156,7 +158,8 @@ def _actor(config: Config) -> ComponentSpec:
 
 def _actor_fields(config: Config) -> tuple[str, ...]:
     """Return the fields that the actor's loss reads."""
-    fields = ["old_log_probs", "advantages"]
+    old = {"trainer": "old_log_probs", "engine": "rollout_log_probs"}
+    fields = [old[config.algorithm.old_log_probs], "advantages"]
     if config.actor.use_kl_loss and config.actor.kl_loss_type != "full":
         fields.append("ref_log_probs")
     if config.algorithm.rollout_correction.is_on:
@@ -174,6 +177,7 @@ def _critic(config: Config) -> ComponentSpec | None:
         forward=ForwardPass("values", _values(config)),
         training=Training("critic", config.critic, VALUE_FIELDS),
         lora=config.critic.lora,
+        frozen=config.critic.freeze,
     )
 
 
@@ -227,8 +231,9 @@ def models_in_words(config: Config) -> dict[str, str]:
             model = read_architecture(spec.folder.value, head="value")
             head = " with a value head" if spec.head == "policy_value" else ""
             adapters = f" with adapters of rank {spec.lora.rank}" if spec.lora else ""
+            frozen = f" with frozen {' and '.join(sorted(spec.frozen))}" if spec.frozen else ""
             size = f"{model.num_layers} layers of {model.hidden_size}, vocabulary {model.vocab_size}"
-            models[name] = f"{name}{head}{adapters} ({model.name}, {size})"
+            models[name] = f"{name}{head}{adapters}{frozen} ({model.name}, {size})"
     return models
 
 

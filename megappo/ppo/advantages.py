@@ -87,7 +87,8 @@ def gae(
 
     Raises:
         FloatingPointError: a reward or value on a token with mask 1, or a bootstrap value, is not finite.
-    Source: Schulman et al. 2016, eq. 16; masked tokens as in verl's compute_gae_advantage_return.
+    Source: Schulman et al. 2016, eq. 16; masked tokens as in verl's compute_gae_advantage_return, and as in SAO's
+        skip-observation GAE (Hou et al. 2026, arXiv 2607.07508, eqs. 4 and 5).
     """
     # On a GPU float64, which TF32 and autocast do not affect.
     dtype = torch.float32 if values.device.type == "cpu" else torch.float64

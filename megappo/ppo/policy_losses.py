@@ -2,7 +2,7 @@
 
 Each loss takes (`PolicyInputs`, the actor section of the config) and returns (loss, metrics), both divided by counts of
 the whole mini-batch (`Normaliser`); `megappo.config.methods.POLICY_LOSSES` registers it. Ratios belong to a token
-(clip, cispo, sapo, gpg), to a sequence (gspo, gmpo), or give way to a divergence (dppo_tv, dppo_kl, dro).
+(clip, cispo, sapo, gpg, dis), to a sequence (gspo, gmpo), or give way to a divergence (dppo_tv, dppo_kl, dro).
 `covariance` has those that treat some tokens separately.
 """
 
@@ -289,6 +289,27 @@ def dro(inputs: PolicyInputs, config: PolicyConfig) -> Result:
     """
     loss = 0.5 * config.dro_beta * inputs.log_ratios.square() - inputs.log_probs * inputs.advantages
     return inputs.result(inputs.weighted(loss), config, ratios=inputs.ratios())
+
+
+def dis(inputs: PolicyInputs, config: PolicyConfig) -> Result:
+    """SAO's double-sided importance sampling: REINFORCE weighted by the ratio to the policy that sampled.
+
+    The loss is -ratio, detached, x A x log_prob where 1 - clip_ratio_low < ratio < 1 + clip_ratio_high, for either sign
+    of A; 0 at the other tokens. old_log_probs are the engine's (algorithm.old_log_probs engine).
+
+    Args and Returns: as `clip`; clip_ratio_c is not read. In the paper clip_ratio_low and clip_ratio_high are 0.3 and
+    5.0 for mathematics with tools, 0.8 and 3.0 for coding. A ratio on a bound is left out, as in eq. 3; HUD's example
+    keeps it. Tokens left out, whose fraction is pg_clipfrac, still count in the averaging, as in twinkle and a plug-in
+    of slime: the update weakens as they grow. HUD divides by the tokens that are kept. The ratio is detached, as in
+    twinkle and EasyDeL. TorchTrade and slime's plug-in differentiate -ratio x A instead, which has the same gradient.
+    Source: Hou et al. 2026 (Single-Rollout Asynchronous Optimization, arXiv 2607.07508), section 3.1, eqs. 1 to 3; the
+        same in GLM-5 (arXiv 2602.15763), eqs. 3 to 5.
+    """
+    low, high = clip_range(config)
+    ratios = inputs.ratios().detach()
+    kept = (ratios > 1.0 - low) & (ratios < 1.0 + high)
+    loss = torch.where(kept, -ratios * inputs.advantages * inputs.log_probs, 0.0)
+    return inputs.result(inputs.weighted(loss), config, ratios=ratios, clipped=~kept)
 
 
 def _log_probs(inputs: PolicyInputs) -> tuple[Tensor, Tensor]:

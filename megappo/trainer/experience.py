@@ -21,6 +21,7 @@ from megappo.ppo.advantages import (
 from megappo.ppo.corrections import rollout_is_weights
 from megappo.ppo.estimators import reinforce_plus_plus
 from megappo.ppo.kl import kl_estimate
+from megappo.ppo.reductions import Unreduced
 from megappo.ppo.reward_shaping import shape_scores
 from megappo.trainer.objectives import conventions
 from megappo.trainer.progress import Experience
@@ -39,13 +40,15 @@ def add_advantages(run: Run, step: int, batch: Batch, metrics: dict[str, Any]) -
         metrics: of the step so far.
     """
     config, exchange = run.config, run.exchange
-    rows, correction = batch.rows, config.algorithm.rollout_correction
-    fields = dict(rows.fields)
-    weights, correction_metrics = rollout_is_weights(
-        fields["old_log_probs"], fields["rollout_log_probs"], rows.response_mask, correction, group=exchange.group
-    )
-    if correction.is_on:
-        fields["rollout_is_weights"] = weights
+    rows, fields = batch.rows, dict(batch.rows.fields)
+    correction_metrics: Unreduced = {}
+    if config.algorithm.old_log_probs == "trainer":
+        correction = config.algorithm.rollout_correction
+        weights, correction_metrics = rollout_is_weights(
+            fields["old_log_probs"], fields["rollout_log_probs"], rows.response_mask, correction, group=exchange.group
+        )
+        if correction.is_on:
+            fields["rollout_is_weights"] = weights
     if config.algorithm.use_kl_in_reward:
         fields["kl_penalty"] = _kl_penalty(run, rows)
     trajectories = Trajectories(replace(rows, fields=fields))
@@ -71,7 +74,9 @@ def add_advantages(run: Run, step: int, batch: Batch, metrics: dict[str, Any]) -
 def _experience(run: Run, step: int, batch: Batch, metrics: dict[str, Any]) -> Experience:
     """Return a step's experience, with the statistics of its rows that the run itself reads."""
     config, rows = run.config, batch.rows
-    values = {"log_prob_diff": (log_prob_diff(rows), "mean"), "num_tokens": (rows.response_mask, "sum")}
+    values: Unreduced = {"num_tokens": (rows.response_mask, "sum")}
+    if config.algorithm.old_log_probs == "trainer":
+        values["log_prob_diff"] = (log_prob_diff(rows), "mean")
     if config.algorithm.use_kl_in_reward:
         values["kl_penalty"] = (of_tokens("kl_penalty")(rows), "mean")
         metrics["reward/kl_coef"] = run.progress.kl.value
@@ -86,7 +91,7 @@ def _experience(run: Run, step: int, batch: Batch, metrics: dict[str, Any]) -> E
         metrics["critic/vf_explained_var"] = explained
     if not num_tokens:
         return Experience(step, batch, metrics)
-    return Experience(step, batch, metrics, reduced.get("kl_penalty"), reduced["log_prob_diff"])
+    return Experience(step, batch, metrics, reduced.get("kl_penalty"), reduced.get("log_prob_diff"))
 
 
 def _kl_penalty(run: Run, rows: Rows) -> torch.Tensor:
@@ -94,7 +99,7 @@ def _kl_penalty(run: Run, rows: Rows) -> torch.Tensor:
     kind, fields = run.config.algorithm.kl_penalty, rows.fields
     if kind == "full":
         return fields["full_kl"]
-    return kl_estimate(fields["old_log_probs"], fields["ref_log_probs"], kind, conventions=conventions(run.config))
+    return kl_estimate(rows.old_log_probs, fields["ref_log_probs"], kind, conventions=conventions(run.config))
 
 
 def _advantages(run: Run, rows: Rows, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -127,6 +132,7 @@ def _estimate(run: Run, rows: Rows, rewards: torch.Tensor) -> tuple[torch.Tensor
     algorithm, mask = run.config.algorithm, rows.response_mask
     inputs = {  # `estimate` passes on those that the estimator has as parameters
         **rows.fields,  # the critic's `values` for gae
+        "old_log_probs": rows.old_log_probs,
         **{key: getattr(algorithm, key) for key in algorithm.method.reads},
         "token_level_rewards": rewards,
         "response_mask": mask,

@@ -167,8 +167,10 @@ class InferenceEngines:
             self._wake(self._prove if self.plan.config.proves_weights else self._send)
             self.probe()
 
-    def check_rollouts(self, difference: float) -> dict[str, int]:
-        """Check that the engines' log-probs of the rollouts are the actor's; see `check_log_probs`."""
+    def check_rollouts(self, difference: float | None) -> dict[str, int]:
+        """Check that the engines' log-probs of the rollouts are the actor's, if known; see `check_log_probs`."""
+        if difference is None:
+            return {}
         warnings = check_log_probs("the rollouts", difference, self.probe.config, self.restarts.warn)
         return {"rollout/log_prob_diff/warnings": warnings}
 

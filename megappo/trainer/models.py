@@ -196,10 +196,13 @@ def build_models(plan: RunPlan, exchange: Exchange) -> Models:
 
 
 def architecture_of(spec: ComponentSpec) -> Architecture:
-    """Return the architecture of a component, with its adapters. A value head may start from a reward model."""
+    """Return the architecture of a component, with its adapters and frozen parameters.
+
+    A value head may start from a reward model.
+    """
     folder = spec.folder.value
     architecture = critic_architecture(folder) if spec.head == "value" else read_architecture(folder, spec.head)
-    return architecture.with_lora(spec.lora)
+    return architecture.with_lora(spec.lora).with_frozen(spec.frozen)
 
 
 def build_engine(

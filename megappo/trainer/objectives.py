@@ -49,7 +49,7 @@ class ActorLoss:
     def __call__(self, outputs: Outputs, rows: Rows) -> LossPart:
         config, actor, log_probs = self.config, self.config.actor, outputs["log_probs"]
         mask, fields = rows.response_mask, rows.fields
-        old, shared = fields["old_log_probs"], self._shared | {"loss_weights": fields.get(LOSS_WEIGHTS)}
+        old, shared = rows.old_log_probs, self._shared | {"loss_weights": fields.get(LOSS_WEIGHTS)}
         if actor.target_kl is not None:
             self._policy_kl.append(policy_kl(log_probs, old, mask, **self._shared).double())
         loss, loss_metrics = policy_loss(

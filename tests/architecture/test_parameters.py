@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 from tiny_folders import SHAPE
-from tiny_shapes import DEEPSEEK_V3
+from tiny_shapes import DEEPSEEK_V3, MIXTURES
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megappo.architecture.architecture import Architecture
-from megappo.architecture.parameters import Parameter, by_name, hf_shapes, list_parameters, stage_sizes
+from megappo.architecture.parameters import Parameter, by_name, hf_shapes, is_trained, list_parameters, stage_sizes
 from megappo.architecture.parsing import parse
 from megappo.config.schema import Parallel
 
@@ -59,6 +59,21 @@ def test_transformer_engines_fused_norms_have_the_same_pieces() -> None:
         prefix = f"decoder.layers.{layer}."
         assert of[f"{prefix}self_attention.linear_qkv.layer_norm_weight"] == of[f"{prefix}input_layernorm.weight"]
         assert of[f"{prefix}mlp.linear_fc1.layer_norm_weight"] == of[f"{prefix}pre_mlp_layernorm.weight"]
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "qwen2_moe", "deepseek_v3"])
+def test_groups_to_freeze_are_hugging_faces_modules_under_either_layer_spec(model_type: str) -> None:
+    name = {"qwen2_moe": "Qwen2MoeForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM"}.get(model_type)
+    shape = AutoConfig.for_model(model_type, **SHAPE | MIXTURES.get(model_type, {})).to_dict()
+    named = name or f"{model_type.capitalize()}ForCausalLM"
+    whole = parse(shape | {"architectures": [named]}, Path("config.json")).with_head("value")
+    modules = {"embedding": ".embed_tokens.", "attention": ".self_attn.", "mlp": ".mlp."}
+    for group, module in modules.items():
+        frozen = whole.with_frozen((group,))
+        for parameter in list_parameters(frozen):
+            is_in_group = module in parameter.hf_tensors[0].name
+            assert {is_trained(one, frozen) for one in parameter.names} == {not is_in_group}, parameter.names
+    assert all(is_trained(one, whole) for parameter in list_parameters(whole) for one in parameter.names)
 
 
 def test_shards_of_tensor_parallelism() -> None:

@@ -15,6 +15,19 @@ CONTRADICTIONS = {
     "trainer.process_group_timeout_seconds=600 trainer.hang_timeout_seconds=600": (
         "trainer.hang_timeout_seconds 600 must be below trainer.process_group_timeout_seconds 600, which would"
     ),
+    "actor.policy_loss=dis": (
+        "actor.policy_loss dis weights tokens by the ratio to the engine's log-probs, but algorithm.old_log_probs is "
+        "trainer: set it to engine"
+    ),
+    "algorithm.old_log_probs=engine algorithm.kl_penalty=full": (
+        "algorithm.kl_penalty full needs the actor's forward pass over the rollouts, which algorithm.old_log_probs "
+        "engine leaves out: choose k3, or set algorithm.old_log_probs to trainer"
+    ),
+    "algorithm.old_log_probs=engine algorithm.shared_backbone=true": "algorithm.shared_backbone true needs the actor's",
+    "algorithm.old_log_probs=engine rollout.sync.probe_interval=0": "rollout.sync.probe_interval 0 needs the actor's",
+    "critic.freeze=[attention, mlp] critic.lora.rank=4 model.layer_spec=torch": (
+        "critic.freeze attention, mlp has no effect on critic.lora, which trains adapters: drop one"
+    ),
     "critic.lora.rank=4": "critic.lora needs model.layer_spec torch, found auto: set it, as the inputs",
     "actor.ppo_mini_batch_size=100": (
         "actor.ppo_mini_batch_size 100 does not divide data.train_batch_size 256: 64 or 128 would"

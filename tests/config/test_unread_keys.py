@@ -21,6 +21,7 @@ UNREAD = {
     f"{GRPO} critic.value_clip=0.2": "critic.value_clip 0.2 has no effect, as algorithm.adv_estimator grpo does",
     f"{GRPO} critic.loss_agg_mode=token-sum": 'critic.loss_agg_mode "token-sum" has no effect, as algorithm.adv_est',
     "algorithm.shared_backbone=true critic.offload=[weights]": 'critic.offload ["weights"] has no effect, as this run',
+    "algorithm.shared_backbone=true critic.freeze=attention": 'critic.freeze ["attention"] has no effect, as this run',
     "algorithm.use_kl_in_reward=false ref.offload=[weights]": 'ref.offload ["weights"] has no effect, as algorithm.use',
     "algorithm.kl_ctrl.target_kl=0.05": "algorithm.kl_ctrl.target_kl 0.05 has no effect, as algorithm.kl_ctrl.type is",
     "algorithm.kl_ctrl.horizon=500": "algorithm.kl_ctrl.horizon 500 has no effect, as algorithm.kl_ctrl.type is fixed",
@@ -34,6 +35,12 @@ UNREAD = {
     "data.val_files=[] trainer.num_samples=10": "trainer.num_samples 10 has no effect, as data.val_files and",
     "actor.clip_ratio=0.3 actor.clip_ratio_low=0.2 actor.clip_ratio_high=0.28": (
         "actor.clip_ratio 0.3 has no effect, as actor.clip_ratio_low and actor.clip_ratio_high are set: drop it"
+    ),
+    "algorithm.old_log_probs=engine algorithm.rollout_correction.level=token": (
+        'algorithm.rollout_correction.level "token" has no effect, as algorithm.old_log_probs is engine: drop it, or'
+    ),
+    "algorithm.old_log_probs=engine algorithm.rollout_correction.veto_threshold=1e-4": (
+        "algorithm.rollout_correction.veto_threshold 0.0001 has no effect, as algorithm.old_log_probs is engine"
     ),
     "rollout.num_environment_workers=4": "rollout.num_environment_workers 4 has no effect, as rollout.environment is",
     "rollout.engines=[http://a:1] rollout.max_total_tokens=9000": "rollout.max_total_tokens 9000 has no effect, as",

@@ -41,6 +41,15 @@ def test_values_take_one_number_per_token(tmp_path: Path) -> None:
     assert flops_of(architecture).per_output == 2 * architecture.hidden_size
 
 
+def test_frozen_matrices_cost_no_gradient_of_their_own(tmp_path: Path) -> None:
+    """Forward pass, gradient of the input, and of the matrix where it is trained: of the MLP's three alone."""
+    architecture = read_architecture(hf_folder(tmp_path, "qwen2"))
+    hidden, kv = architecture.hidden_size, architecture.num_kv_heads * architecture.head_size
+    attention, mlp = 2 * hidden * (hidden + kv), 3 * hidden * architecture.ffn_size
+    training = flops_of(architecture.with_frozen(("attention",))).training
+    assert training == pytest.approx(2 + mlp / (attention + mlp)) and flops_of(architecture).training == TRAINING
+
+
 @pytest.mark.parametrize(
     ("hidden", "layers", "heads", "vocabulary", "batch", "gpus", "seconds", "mfu"),
     [

@@ -13,6 +13,7 @@ from tiny_shapes import MIXTURES, SHAPE
 from megappo.architecture.parameters import StageSize, stage_sizes
 from megappo.architecture.parsing import read_architecture
 from megappo.config.schema import Lora, Model, Optim, Parallel
+from megappo.config.values import ParameterGroup
 from megappo.estimate.placed_model import state_bytes
 from megappo.models.gpt import build_model
 from megappo.models.heads import value_head
@@ -34,6 +35,7 @@ class Case(NamedTuple):
     distributed: bool
     dtype: str = "bf16"
     lora: Lora | None = None
+    frozen: tuple[ParameterGroup, ...] = ()
 
 
 CASES = [
@@ -51,6 +53,10 @@ CASES = [
     Case("qwen3_moe", {"tensor": 2, "expert": 2, "expert_tensor": 2}, True),
     Case("deepseek_v3", {"expert": 2}, True),
     Case("deepseek_v3", {"tensor": 2, "pipeline": 2}, True),
+    Case("qwen2", {"pipeline": 2}, True, frozen=("attention",)),
+    Case("qwen2", {"tensor": 2}, False, "fp32", frozen=("embedding", "mlp")),
+    Case("qwen3_moe", {"expert": 2}, True, frozen=("attention",)),
+    Case("deepseek_v3", {"tensor": 2, "pipeline": 2}, True, frozen=("embedding", "attention", "mlp")),
 ]
 
 
@@ -82,7 +88,9 @@ def check_bytes(rank: int, world_size: int, folder: Path) -> None:
     layouts = {str(i): Layout(tuple(range(4)), **case.sizes) for i, case in enumerate(CASES)}
     groups = build_groups(layouts, seed=0)
     for case, (name, layout) in zip(CASES, layouts.items(), strict=True):
-        architecture = read_architecture(folder / case.model_type, "value").with_lora(case.lora)
+        architecture = (
+            read_architecture(folder / case.model_type, "value").with_lora(case.lora).with_frozen(case.frozen)
+        )
         parallel = Parallel(**case.sizes, sequence=layout.tensor > 1)
         model = Model(path=".", dtype=case.dtype)
         chunks = build_model(architecture, model, parallel, groups[name], recompute="none", trained=True)

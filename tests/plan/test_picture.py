@@ -47,13 +47,15 @@ def test_weights_are_as_many_as_hugging_faces(plan, run_folder):
     critic = actor - counts["lm_head.weight"] + HF_CONFIG["hidden_size"]
     layer = sum(count for name, count in counts.items() if name.startswith("model.layers.0."))
     largest_stage = counts["model.embed_tokens.weight"] + 2 * layer
-    lines = [" ".join(line.split()) for line in plan(run_folder, "run.yaml").stdout.splitlines()]
+    frozen = sum(count for name, count in counts.items() if ".self_attn." in name)
+    planned = plan(run_folder, "run.yaml", "critic.freeze=attention").stdout
+    lines = [" ".join(line.split()) for line in planned.splitlines()]
     start = lines.index("weights, in fp32")
     assert lines[start + 1 : start + 5] == [
-        "parameters bytes on a rank, at most",
-        f"actor {actor:,} {4 * ((actor - norms) // 2 + norms):,}",
-        f"critic {critic:,} {4 * largest_stage:,}",
-        f"ref {actor:,} {4 * ((actor - norms) // 2 + norms):,}",
+        "parameters trained bytes on a rank, at most",
+        f"actor {actor:,} {actor:,} {4 * ((actor - norms) // 2 + norms):,}",
+        f"critic {critic:,} {critic - frozen:,} {4 * largest_stage:,}",
+        f"ref {actor:,} 0 {4 * ((actor - norms) // 2 + norms):,}",
     ]
 
 

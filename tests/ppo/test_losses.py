@@ -106,6 +106,35 @@ def test_other_losses_hand_computed(name, advantage, loss, gradients):
         torch.testing.assert_close(log_probs.grad, torch.tensor([gradients]), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("advantage", [2.0, -2.0])
+@pytest.mark.parametrize(("low", "high"), [(0.3, 5.0), (0.8, 3.0)])
+def test_dis_weights_within_the_papers_bounds_and_leaves_out_what_lies_outside(advantage, low, high):
+    """Its bounds for mathematics with tools, and for coding. The gradient is that of ratio x A, by autograd."""
+    ratios = [1 - 1.01 * low, 1 - 0.99 * low, 1.0, 1 + 0.99 * high, 1 + 1.01 * high, 100.0]
+    kept = [0.0, 1.0, 1.0, 1.0, 0.0, 0.0]
+    old = torch.tensor([[-1.0, -0.5, -3.0, -4.0, -5.0, -6.0]])
+    log_probs = (old + torch.tensor([ratios]).log()).requires_grad_()
+    config = Actor(policy_loss="dis", clip_ratio_low=low, clip_ratio_high=high)
+    loss, metrics = policy_loss(log_probs, old, torch.full((1, 6), advantage), torch.ones(1, 6), config)
+    (gradient,) = torch.autograd.grad(loss, log_probs)
+    surrogate = -((log_probs - old).exp() * advantage * torch.tensor([kept])).sum() / 6
+    (expected,) = torch.autograd.grad(surrogate, log_probs)
+    torch.testing.assert_close(gradient, expected)
+    terms = [-r * advantage * float(x) * k for r, x, k in zip(ratios, log_probs[0].detach(), kept, strict=True)]
+    assert float(loss.detach()) == pytest.approx(sum(terms) / 6, rel=1e-5)
+    assert float(metrics["pg_clipfrac"]) == pytest.approx(3 / 6)
+
+
+def test_a_ratio_on_a_bound_of_dis_is_left_out():
+    """The interval of equation 3 is open. exp(0) is 1 exactly."""
+    config = Actor(policy_loss="dis", clip_ratio_low=0.5, clip_ratio_high=1.0)
+    for ratio, clipped in ((0.5, 1.0), (2.0, 1.0), (1.0, 0.0)):
+        old = torch.zeros(1, 1, dtype=torch.float64)
+        log_probs = torch.full((1, 1), math.log(ratio), dtype=torch.float64)
+        _, metrics = policy_loss(log_probs, old, torch.ones(1, 1), torch.ones(1, 1), config)
+        assert float(log_probs.exp()) == ratio and float(metrics["pg_clipfrac"]) == clipped
+
+
 @EVERY
 @pytest.mark.parametrize("mode", [None, *AGGREGATIONS])
 def test_a_rows_weight_scales_its_gradient_and_no_metric_but_the_loss(name: str, mode: str | None):

@@ -161,8 +161,10 @@ def hf_train(
     *,
     weighted: bool = False,
     lora: Lora | None = None,
+    frozen: Sequence[str] = (),
 ) -> dict:
-    """Return the outputs before some Adam steps, and the gradient norms and trained parameters after them."""
+    """Return the outputs before some Adam steps, and the gradient norms and parameters after them: with adapters those
+    that are trained; else all, of which those with a part of `frozen` in their names are not."""
     oracle = Oracle(
         hf_model(folder),
         hf_value_head(folder) if HEADS[kind] != "policy" else None,
@@ -173,6 +175,9 @@ def hf_train(
     named = oracle.parameters()
     if lora is not None:
         named = adapt(oracle.model, lora) | {name: one for name, one in named.items() if name == "score.weight"}
+    for name, parameter in named.items():
+        if any(part in name for part in frozen):
+            parameter.requires_grad_(False)
     decayed = [parameter for parameter in named.values() if parameter.dim() > 1]
     others = [parameter for parameter in named.values() if parameter.dim() == 1]
     groups = [{"params": decayed, "weight_decay": OPTIM.weight_decay}, {"params": others, "weight_decay": 0.0}]

@@ -224,6 +224,18 @@ def dro_row(row, config: Actor, limit: float, chosen) -> list[Token]:
     ]
 
 
+def dis_row(row, config: Actor, limit: float, chosen) -> list[Token]:
+    low, high = bounds(config)
+    tokens = []
+    for log_prob, log_ratio, a, weight in row:
+        ratio = math.exp(clamp(log_ratio, -limit, limit))
+        if 1 - low < ratio < 1 + high:
+            tokens.append(weigh(Token(-ratio * a * log_prob, -ratio * a, ratio), weight))
+        else:
+            tokens.append(Token(0.0, 0.0, ratio, clipped=True))
+    return tokens
+
+
 def weigh(token: Token, weight: float) -> Token:
     token.loss, token.slope = token.loss * weight, token.slope * weight
     return token
@@ -241,6 +253,7 @@ ROWS = {
     "dppo_tv": dppo_tv_row,
     "dppo_kl": dppo_kl_row,
     "dro": dro_row,
+    "dis": dis_row,
 }
 assert set(ROWS) == set(POLICY_LOSSES)
 

@@ -17,6 +17,7 @@ from megappo.architecture.parsing import read_architecture
 from megappo.batch.exchange import Batch, Exchange
 from megappo.batch.rows import Rows
 from megappo.config.schema import Actor, Config, Critic, Lora, Model, Optim, Parallel
+from megappo.config.values import ParameterGroup
 from megappo.models.gpt import ModelChunks, build_model
 from megappo.models.heads import output_weight, policy_head, policy_value_head, value_head
 from megappo.models.megatron_engine import Head, MegatronEngine
@@ -53,6 +54,7 @@ class Case:
     dtype: str = "fp32"
     switches: frozenset[str] = frozenset()
     lora: Lora | None = None
+    frozen: tuple[ParameterGroup, ...] = ()
 
     @property
     def parallel(self) -> Parallel:
@@ -136,7 +138,7 @@ def make_engine(
     Forward passes also report values at the end of the rows, and only a "full_kl" engine's the KL to the reference;
     every engine's training steps do.
     """
-    architecture = read_architecture(folder, HEADS[kind]).with_lora(case.lora)
+    architecture = read_architecture(folder, HEADS[kind]).with_lora(case.lora).with_frozen(case.frozen)
     chunks = build_model(
         architecture,
         Model(path=str(folder), dtype=case.dtype),

@@ -63,6 +63,7 @@ METHODS = {
     "reinforce++ baseline of slime": {"adv_estimator": "reinforce_plus_plus_baseline", "preset": "slime"},
     "dr. grpo of miles": {"adv_estimator": "grpo", "norm_adv_by_std_in_grpo": False, "preset": "miles"},
     "rloo of verl": {"adv_estimator": "rloo", "preset": "verl"},
+    "engine's log-probs": {"old_log_probs": "engine"},
     "corrected": {"rollout_correction": {"level": "token", "threshold": 1.1}},
 }
 
@@ -126,7 +127,9 @@ def plain_penalty(rows: Rows, row: int, config: Config) -> list[float]:
     """The KL of each token, with its coefficient."""
     if not config.algorithm.use_kl_in_reward:
         return [0.0] * LENGTHS[row]
-    old, ref = (values_of(rows, name, row) for name in ("old_log_probs", "ref_log_probs"))
+    is_engines = config.algorithm.old_log_probs == "engine"
+    names = ("rollout_log_probs" if is_engines else "old_log_probs", "ref_log_probs")
+    old, ref = (values_of(rows, name, row) for name in names)
     kl = {
         "k1": [a - b for a, b in zip(old, ref, strict=True)],
         "k2": [(a - b) ** 2 / 2 for a, b in zip(old, ref, strict=True)],
@@ -234,10 +237,14 @@ def check(rank: int, world_size: int) -> None:
         kl = KLController(config.algorithm.kl_ctrl)
         progress = SimpleNamespace(kl=kl, reward_moments=RunningMoments())
         run = SimpleNamespace(config=config, exchange=exchange, progress=progress)
-        kept = {key: x for key, x in owned.fields.items() if key != "bootstrap_values" or "decoupled" in name}
+        is_engines = config.algorithm.old_log_probs == "engine"
+        absent = {"bootstrap_values"} if "decoupled" not in name else set()
+        absent |= {"old_log_probs", "full_kl"} if is_engines else set()
+        kept = {key: x for key, x in owned.fields.items() if key not in absent}
         result = add_advantages(run, 1, replace(batch, rows=replace(owned, fields=kept)), {})
         rows, metrics = result.batch.rows, result.metrics
-        assert metrics["rollout/log_prob_diff/mean"] == result.log_prob_diff
+        assert metrics.get("rollout/log_prob_diff/mean") == result.log_prob_diff
+        assert (result.log_prob_diff is None) == ("rollout_is/mean" not in metrics) == is_engines
         assert metrics.get("reward/kl_penalty/mean") == result.kl_penalty
         advantages, returns = plain(every, config)
         for i, row in enumerate(owned.ids.tolist()):
@@ -302,7 +309,7 @@ def degenerate(rank: int, world_size: int) -> None:
         assert result.metrics["rollout/trained_tokens"] == num_tokens
         assert result.metrics["rollout/masked_frac"] == pytest.approx(1 - len(left.sum(1).nonzero()) / len(SAMPLED))
         assert (result.kl_penalty is None) == (num_tokens == 0 or not config.algorithm.use_kl_in_reward)
-        assert math.isfinite(result.log_prob_diff)
+        assert math.isfinite(result.log_prob_diff or 0.0)
         if config.has_values:
             assert math.isnan(result.metrics["critic/vf_explained_var"]) == (num_tokens < 2)
         for field in ("advantages", "returns") if config.has_values else ("advantages",):

@@ -26,7 +26,9 @@ const promptKey = (sample) => `${setName(sample)}\n${sample.prompt}`;
 /** Numbers of each token to colour it by, or undefined. */
 function numbersOf(sample, kind) {
   const differences = (a, b, map) => a && b && a.map((value, i) => (value == null || b[i] == null ? null : map(value - b[i])));
-  if (kind === "ratio") return differences(sample.old_log_probs, sample.ref_log_probs, Math.exp);
+  const old = sample.old_log_probs ?? sample.rollout_log_probs;  // a run may leave out the pass for the former
+  if (kind === "ratio") return differences(old, sample.ref_log_probs, Math.exp);
+  if (kind === "old_log_probs") return old;
   if (kind === "diff") return differences(sample.old_log_probs, sample.rollout_log_probs, (value) => value);
   return sample[kind] ?? undefined;
 }
