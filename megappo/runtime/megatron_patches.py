@@ -131,6 +131,25 @@ def gather_uneven_parts() -> None:
     mappings._reduce_scatter_along_first_dim = scatter_any
 
 
+def skip_collectives_of_one_rank() -> None:
+    """Leave the distributed optimizer's buffers alone where one rank holds them whole.
+
+    gloo would copy each onto itself, which takes 21 % of an update of 110M parameters. No setting skips them.
+    """
+    from megatron.core.distributed import param_and_grad_buffer
+
+    def unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
+        def call(output: torch.Tensor, input_: torch.Tensor, *args: Any, group: Any, **kwargs: Any) -> Any:
+            if group.size() == 1 and output.data_ptr() == input_.data_ptr():
+                return None
+            return collective(output, input_, *args, group=group, **kwargs)
+
+        return call
+
+    for name in ("dist_all_gather_func", "dist_reduce_scatter_func"):
+        setattr(param_and_grad_buffer, name, unless_alone(getattr(param_and_grad_buffer, name)))
+
+
 def name_cpu_tensors_as_cuda() -> None:
     """Let `Tensor.type()` name CPU tensors as if they were on a GPU, inside the optimizers alone.
 

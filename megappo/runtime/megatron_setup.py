@@ -49,6 +49,7 @@ def install() -> None:
         megatron_patches.use_cpu_random_state()
         megatron_patches.read_token_counts_without_stream()
         megatron_patches.gather_uneven_parts()
+        megatron_patches.skip_collectives_of_one_rank()
         megatron_patches.name_cpu_tensors_as_cuda()
     megatron_patches.define_missing_names()
     megatron_patches.save_and_resume_torch_adamw()
