@@ -112,6 +112,10 @@ class PromptDataset:
             indices.append(self.kept[self._parts[part][self._orders[part][place]]])
         return indices
 
+    def drawn(self, positions: Sequence[int]) -> list[Prompt]:
+        """Return the prompts at these positions in the order in which prompts are drawn."""
+        return self.at([self.indices(position)[0] for position in positions])
+
     def batch_errors(self) -> list[str]:
         """Return errors for a step that takes more prompts than there are."""
         key = "data.train_batch_size" if self.config.gen_batch_size is None else "data.gen_batch_size"

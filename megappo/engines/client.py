@@ -192,14 +192,13 @@ class EngineClient:
         path = "/generate"
         missing = set(range(len(prompts)))
         try:
-            with heartbeat.waiting():
-                async with http.stream("POST", path, json=stream_body(prompts, params, self.adapter)) as response:
-                    if response.status_code != 200:
-                        await response.aread()
-                        self._checked(path, response)
-                    async for data in _events(response):
-                        if finished := self._finished(path, data, missing):
-                            yield finished
+            async with http.stream("POST", path, json=stream_body(prompts, params, self.adapter)) as response:
+                if response.status_code != 200:
+                    await response.aread()
+                    self._checked(path, response)
+                async for data in _events(response):
+                    if finished := self._finished(path, data, missing):
+                        yield finished
         except httpx.TransportError as error:
             raise await asyncio.to_thread(self._unreachable, path, error) from error
         if missing:

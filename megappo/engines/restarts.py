@@ -22,6 +22,7 @@ class EngineRestarts:
         limit: rollout.max_engine_restarts.
     Attributes:
         give_weights: called when restarted engines serve with model.path's weights.
+        on_restart: called when this rank's engine has been restarted and has the weights.
     """
 
     def __init__(self, engine_handle: EngineHandle, exchange: Exchange, warn: Callable[[str], object], limit: int):
@@ -30,6 +31,7 @@ class EngineRestarts:
         self.warn = warn
         self.limit = limit
         self.give_weights: Callable[[], object] = lambda: None
+        self.on_restart: Callable[[], object] = lambda: None
         self._in_a_row = 0  # restarts of this rank's engine since its last rollout without a fault
         self._count = 0
 
@@ -83,6 +85,8 @@ class EngineRestarts:
         self._in_a_row += fault is not None
         self._count += len(failed)
         self.give_weights()
+        if is_mine:
+            self.on_restart()
         return True
 
 

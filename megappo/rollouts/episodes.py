@@ -7,7 +7,7 @@ new text as its prompt. A prompt that is plain text has no template: observation
 """
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megappo.config.schema import Config
@@ -123,21 +123,23 @@ class EpisodeRunner:
     """Plays episodes from some prompts, in the environments of a pool.
 
     Args:
+        prompts: by their indices.
+        longest_prompt: most tokens of a prompt.
         tokenizer: serves one thread at a time.
         max_response_length: tokens of a segment after its prompt.
     """
 
     def __init__(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[Prompt] | Mapping[int, Prompt],
         environments: EnvironmentPool,
         config: Config,
         tokenizer: "PreTrainedTokenizerBase",
         max_response_length: int,
+        longest_prompt: int,
     ):
         self._prompts, self._environments, self._tokenizer = prompts, environments, tokenizer
-        longest = max([config.data.max_prompt_length, *(len(prompt.tokens) for prompt in prompts)])
-        self._limits = (max_response_length, longest + max_response_length)
+        self._limits = (max_response_length, longest_prompt + max_response_length)
         self._chat = Chat(tokenizer, config.data, environments.takes.tools)
         self._max_turns = config.rollout.max_turns
 

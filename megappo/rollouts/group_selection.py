@@ -7,6 +7,8 @@ Source: Yu et al. 2025, DAPO, section 3.2; the config keys and rounds are verl's
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from megappo.batch.exchange import Exchange
 from megappo.config.sections import FilterGroups
@@ -14,7 +16,7 @@ from megappo.data.prompts import Prompt
 from megappo.observe.metrics import Metric, merge_metrics
 from megappo.rollouts.responses import Responses
 from megappo.rollouts.sample_rows import Sample
-from megappo.rollouts.sampler import EARLY_STOP_POLL_SECONDS
+from megappo.rollouts.sampler import EARLY_STOP_POLL_SECONDS, EngineUsage
 from megappo.runtime.heartbeat import heartbeat
 from megappo.userland.grades import Grade
 from megappo.userland.rewards import RewardError
@@ -60,53 +62,65 @@ class GroupQuota:
                 time.sleep(EARLY_STOP_POLL_SECONDS)
 
 
-class StepResponses:
-    """The groups of responses that a step trains on, from one or several rounds of sampling.
+class Scored(Protocol):
+    """Responses of this rank that are scored, or are being scored."""
 
-    Args:
-        rounds: this rank's responses of each round.
-        groups: the chosen groups, the same on all ranks; from now on `prompt_index` is an index into them.
+    def fill_grades(self) -> None:
+        """Wait for the scores and fill in the samples' grades."""
+
+    def failure_metrics(self) -> dict[str, Metric]:
+        """Count samples for which a function failed, where that does not end the run."""
+
+
+@dataclass
+class StepResponses:
+    """The groups of responses that a step trains on.
+
     Attributes:
-        prompts, samples: of the chosen groups; this rank's samples.
+        prompts: one for each group, the same on all ranks.
+        samples: this rank's; `prompt_index` is an index into `prompts`.
+        parts: what this rank's samples are a part of.
+        usages: work of this rank's engine for them.
         num_dropped_tokens: tokens of other responses, on all ranks.
-        metrics: counts of groups and of draws.
+        metrics: the same on all ranks, such as counts of groups and of draws.
         greedy: a greedy response to each prompt, where the estimator needs them.
     """
 
-    def __init__(self, rounds: Sequence[Responses], groups: Sequence[GroupKey]):
-        self._rounds = rounds
-        self.prompts = [rounds[number].prompts[index] for number, index in groups]
-        self.num_dropped_tokens = 0
-        self.metrics: dict[str, int] = {}
-        self.greedy: Responses | None = None
-        self.samples: list[Sample] = []
-        places = {group: place for place, group in enumerate(groups)}
-        for number, responses in enumerate(rounds):
-            for sample in responses.samples:
-                place = places.get((number, sample.prompt_index))
-                if place is not None:
-                    sample.prompt_index = place
-                    self.samples.append(sample)
-
-    def count_dropped_tokens(self, exchange: Exchange) -> None:
-        """Count the tokens that engines wrote for other responses; all ranks together."""
-        num_written = sum(one.usage.written_tokens for one in self._rounds)
-        num_kept = sum(one.num_policy_tokens for one in self.samples)
-        self.num_dropped_tokens = sum(exchange.all_gather(num_written - num_kept))
+    prompts: Sequence[Prompt]
+    samples: list[Sample]
+    parts: Sequence[Scored]
+    usages: Sequence[EngineUsage]
+    num_dropped_tokens: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    greedy: Responses | None = None
 
     def fill_grades(self) -> None:
-        """Wait for the scores of all rounds and fill in the samples' grades."""
-        for one in self._rounds:
+        """Wait for the scores of all parts and fill in the samples' grades."""
+        for one in self.parts:
             one.fill_grades()
 
     def failure_metrics(self) -> dict[str, Metric]:
-        """As of `Responses`, for all samples of all rounds."""
-        return merge_metrics(one.failure_metrics() for one in self._rounds)
+        """As of `Scored`, for all samples of all parts."""
+        return merge_metrics(one.failure_metrics() for one in self.parts)
 
     def engine_metrics(self) -> dict[str, Metric]:
-        """As of `Responses`, for all rounds and greedy responses."""
-        greedy = [] if self.greedy is None else [self.greedy]
-        return merge_metrics(one.engine_metrics() for one in [*self._rounds, *greedy])
+        """This rank's part of the metrics of all engines, greedy responses included."""
+        greedy = [] if self.greedy is None else [self.greedy.usage]
+        return merge_metrics(usage.metrics() for usage in [*self.usages, *greedy])
+
+
+def chosen_of(rounds: Sequence[Responses], groups: Sequence[GroupKey]) -> StepResponses:
+    """Return the responses of the chosen groups, the same on all ranks, from all rounds of sampling."""
+    prompts = [rounds[number].prompts[index] for number, index in groups]
+    places = {group: place for place, group in enumerate(groups)}
+    samples: list[Sample] = []
+    for number, responses in enumerate(rounds):
+        for sample in responses.samples:
+            place = places.get((number, sample.prompt_index))
+            if place is not None:
+                sample.prompt_index = place
+                samples.append(sample)
+    return StepResponses(prompts, samples, rounds, [one.usage for one in rounds])
 
 
 def choose_groups(
@@ -141,7 +155,7 @@ def choose_groups(
         for index in sorted(finished):
             (counted if index in counting else others).append((len(rounds), index))
         rounds.append(responses)
-    chosen = StepResponses(rounds, (counted + others)[:num_groups])
+    chosen = chosen_of(rounds, (counted + others)[:num_groups])
     surplus = max(0, len(counted) - num_groups)
     if filters.enable:
         chosen.metrics |= {
@@ -151,7 +165,7 @@ def choose_groups(
             "filter_groups/surplus_groups": surplus,
         }
     if filters.enable or over_samples:
-        chosen.count_dropped_tokens(exchange)
+        chosen.num_dropped_tokens = sum(exchange.all_gather(_num_dropped_tokens(chosen)))
     if over_samples:
         num_finished = len(counted) + len(others)
         chosen.metrics["over_sampling/unfinished_groups"] = sum(len(one.prompts) for one in rounds) - num_finished
@@ -159,6 +173,12 @@ def choose_groups(
         if not filters.enable:
             chosen.metrics["over_sampling/surplus_groups"] = surplus
     return chosen
+
+
+def _num_dropped_tokens(chosen: StepResponses) -> int:
+    """Return how many tokens this rank's engine wrote for other responses."""
+    num_written = sum(usage.written_tokens for usage in chosen.usages)
+    return num_written - sum(one.num_policy_tokens for one in chosen.samples)
 
 
 def differ(group: Sequence[Sample], metric: str) -> bool:

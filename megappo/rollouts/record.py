@@ -40,9 +40,7 @@ class Record:
     def __init__(self, folder: Path, config: Config, exchange: Exchange):
         self.folder = folder
         self._config, self._exchange = config, exchange
-        # Now, as workers have loaded these files: later edits belong to the next run.
-        self._reward_file = _digest(spec for spec in config.reward.weights if spec not in BUILTIN)
-        self._environment_file = _digest(filter(None, (config.rollout.environment, *config.rollout.tools)))
+        self._rollout_settings = rollout_settings(config)
 
     def write(self, step: int, batch: Batch, prompts: Sequence[Prompt], num_tokens: int, num_drawn: int) -> None:
         """Write a step's rows over what an earlier run left; all ranks together.
@@ -110,14 +108,7 @@ class Record:
 
     def _settings(self, step: int) -> dict[str, Any]:
         """Return everything that a step's rollouts depend on, except its prompts."""
-        data, filters = self._config.data, self._config.algorithm.filter_groups
-        return _values(self._config, SAMPLING_KEYS + EPISODE_KEYS + OTHER_KEYS) | {
-            "weights_step": 0 if self._config.trainer.rollout_only else step - 1,
-            "filter_groups": filters.model_dump() if filters.enable else None,
-            "cut_to_tokens": data.max_prompt_length if data.too_long == "truncate_left" else None,
-            "reward_file": self._reward_file,
-            "environment_file": self._environment_file,
-        }
+        return self._rollout_settings | {"weights_step": 0 if self._config.trainer.rollout_only else step - 1}
 
 
 class Replay:
@@ -126,8 +117,10 @@ class Replay:
     Args:
         vocab_size: tokens below it are known to every model.
     Attributes:
-        num_drawn: prompts that the steps so far have drawn, as of `SampledBatches`.
+        num_drawn, pending: as of `SampledBatches`.
     """
+
+    pending: Sequence[int] = ()
 
     def __init__(self, folder: Path, config: Config, vocab_size: int, exchange: Exchange):
         self.num_drawn = 0
@@ -160,6 +153,9 @@ class Replay:
                 )
             return batch, {"rollout/num_tokens": file.facts["num_tokens"]}
 
+    def forget_saved(self, step: int) -> None:
+        """Do nothing: the record stays."""
+
     def _errors(self, file: RowsFile) -> list[str]:
         config, facts = self._config, file.facts
         if "settings" not in facts:
@@ -182,6 +178,20 @@ class Replay:
                 needed = f"which algorithm.adv_estimator {config.algorithm.adv_estimator} needs"
                 errors.append(f"has no {field}, {needed}: record the rollouts of a run with that estimator")
         return errors
+
+
+def rollout_settings(config: Config) -> dict[str, Any]:
+    """Return everything that rollouts depend on, except prompts and trained weights.
+
+    Call it at the start of a run, when workers load the users' files: later edits belong to the next run.
+    """
+    data, filters = config.data, config.algorithm.filter_groups
+    return _values(config, SAMPLING_KEYS + EPISODE_KEYS + OTHER_KEYS) | {
+        "filter_groups": filters.model_dump() if filters.enable else None,
+        "cut_to_tokens": data.max_prompt_length if data.too_long == "truncate_left" else None,
+        "reward_file": _digest(spec for spec in config.reward.weights if spec not in BUILTIN),
+        "environment_file": _digest(filter(None, (config.rollout.environment, *config.rollout.tools))),
+    }
 
 
 def _digest(specs: Iterable[str]) -> str:

@@ -93,16 +93,6 @@ class Responses:
             group.sort(key=lambda one: one.sample_index)
         return groups
 
-    def engine_metrics(self) -> dict[str, Metric]:
-        """This rank's part of the metrics of all engines; empty if its engine finished nothing."""
-        usage = self.usage
-        if not usage.prompt_tokens:
-            return {}
-        return {
-            "rollout/running_requests": Metric((usage.sequence_seconds, usage.seconds), "mean"),
-            "rollout/cached_prompt_frac": Metric((usage.cached_tokens, usage.prompt_tokens), "mean"),
-        }
-
     def failure_metrics(self) -> dict[str, Metric]:
         """Count graded samples for which a function failed, or exceeded its time, where neither ends the run."""
         if self._scoring is None or self._rewards.on_error == "raise":

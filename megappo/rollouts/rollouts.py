@@ -2,7 +2,10 @@
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+
+from torch.distributed import Store
 
 from megappo.batch.exchange import Exchange
 from megappo.config.checks import late_scores_errors
@@ -21,7 +24,7 @@ from megappo.rollouts.episodes import EpisodeRunner
 from megappo.rollouts.group_selection import GroupQuota
 from megappo.rollouts.responses import Responses
 from megappo.rollouts.sample_rows import Sample
-from megappo.rollouts.sampler import RolloutSession, store_counter
+from megappo.rollouts.sampler import RolloutSession, SharedPrompts, store_counter
 from megappo.runtime.heartbeat import heartbeat
 from megappo.runtime.interruption import INTERRUPTION, Interrupted
 from megappo.runtime.listening import run_store
@@ -40,6 +43,7 @@ class Rollouts:
         num_engines: engines of all ranks.
     Attributes:
         tokenizer: decodes responses; a copy of its own, as a tokenizer serves one thread at a time.
+        hold: while `sample` runs, nothing else sends the engines requests.
         training, greedy: how responses for training, and for greedy baselines, are sampled.
     """
 
@@ -65,6 +69,7 @@ class Rollouts:
         self.params = partial(SamplingParams, stop_token_ids=datasets.stop_token_ids)
         self.training = self.params(rollout.max_response_length, rollout.temperature, rollout.top_p, rollout.top_k)
         self.greedy = self.params(rollout.max_response_length, temperature=0.0)
+        self.hold: Callable[[], AbstractContextManager[None]] = nullcontext
         self._store = run_store()
         self._num_counters = 0
 
@@ -93,23 +98,30 @@ class Rollouts:
             Interrupted: a rank is to end; the responses so far are lost.
             EngineError: an engine refused a request, or failed too often.
         """
+        with self.hold():
+            return self._sample(prompts, n, params, task, quota)
+
+    def _sample(
+        self, prompts: Sequence[Prompt], n: int, params: SamplingParams, task: str, quota: GroupQuota | None
+    ) -> Responses:
         responses = self.new_responses(prompts, task)
         on_group = self._group_handler(responses, quota, n)
+        longest = max([self.config.data.max_prompt_length, *(len(prompt.tokens) for prompt in prompts)])
         remaining = [(i, prompt.tokens) for i, prompt in enumerate(prompts)]
         while remaining:
-            take, fault = self.new_counter(), None
+            source, fault = SharedPrompts(remaining, self.new_counter()), None
             if self.client is not None:
                 session = RolloutSession(
-                    *(remaining, n, params, self.client, take),
-                    num_engines=self.num_engines,
+                    *(source, n, params, self.client),
                     max_running_requests=self.config.rollout.max_running_requests,
+                    most_open=n * (len(remaining) // self.num_engines),
                     usage=responses.usage,
                     on_group=on_group,
-                    runner=self._episode_runner(prompts, params, task),
+                    runner=self.episode_runner(prompts, params, task, longest),
                 )
-                fault = session.run(self._is_interrupted, None if quota is None else quota.is_met)
+                fault = session.run(self.is_interrupted, None if quota is None else quota.is_met)
                 if quota is not None:
-                    quota.wait_counted(self._is_interrupted)
+                    quota.wait_counted(self.is_interrupted)
             raise_if_interrupted(self.exchange)
             if not self.restarts.restart_after_rollout(fault):
                 break
@@ -144,21 +156,43 @@ class Rollouts:
         """Return an empty collection of responses, scored by the task's reward function."""
         return Responses(prompts, self._workers_of(task).rewards, self.tokenizer)
 
-    def new_counter(self) -> Callable[[int], int]:
-        """Return a `store_counter` that is the same on all ranks, if all ranks call this together."""
-        self._num_counters += 1
-        return store_counter(self._store, f"rollouts/{self._num_counters}")
+    def new_counter(self, store: Store | None = None) -> Callable[[int], int]:
+        """Return a `store_counter` that is the same on all ranks, if all ranks call this together.
 
-    def _episode_runner(self, prompts: Sequence[Prompt], params: SamplingParams, task: str) -> EpisodeRunner | None:
+        Args:
+            store: another connection to the run's store, for another thread.
+        """
+        self._num_counters += 1
+        return store_counter(store or self._store, f"rollouts/{self._num_counters}")
+
+    def episode_runner(
+        self,
+        prompts: Sequence[Prompt] | Mapping[int, Prompt],
+        params: SamplingParams,
+        task: str = TRAINING,
+        longest_prompt: int | None = None,
+    ) -> EpisodeRunner | None:
+        """Return what plays episodes from these prompts; None if the task has no environment.
+
+        Args:
+            longest_prompt: most tokens of a prompt; None: data.max_prompt_length.
+        """
         environments = self._workers_of(task).environments
         if environments is None:
             return None
-        return EpisodeRunner(prompts, environments, self.config, self.tokenizer, params.max_response_length)
+        lengths = params.max_response_length, longest_prompt or self.config.data.max_prompt_length
+        return EpisodeRunner(prompts, environments, self.config, self.tokenizer, *lengths)
+
+    def for_thread(self) -> "Rollouts":
+        """Return a copy for another thread, with a tokenizer of its own."""
+        other = copy.copy(self)
+        other.tokenizer = copy.deepcopy(self.tokenizer)
+        return other
 
     def _workers_of(self, task: str) -> TaskWorkers:
         return self._workers.get(task, NO_WORKERS)
 
-    def _is_interrupted(self) -> bool:
+    def is_interrupted(self) -> bool:
         """Return whether any rank that owns an engine is to end."""
         if INTERRUPTION.reason:
             self._store.set("interrupted", INTERRUPTION.reason)

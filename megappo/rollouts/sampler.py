@@ -4,22 +4,25 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, asdict, dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
 from megappo.engines.client import EngineClient
 from megappo.engines.generations import EngineFault, Generation, SamplingParams
+from megappo.observe.metrics import Metric
 from megappo.rollouts.episodes import EpisodeRunner
 from megappo.rollouts.sample_rows import Sample, response_sample
+from megappo.runtime.heartbeat import heartbeat
 
 GATHERING_SECONDS = 0.005
 """Delay between a finished response and the request that takes its place: responses that the same batch of the engine
 finishes are replaced by one request."""
 INTERRUPT_POLL_SECONDS = 0.5
 EARLY_STOP_POLL_SECONDS = 0.1
+HOLD_POLL_SECONDS = 0.05
 EPISODES_PER_SLOT = 4
 """Open episodes per sequence that an engine decodes at once: most of them may be waiting for their environments."""
 IndexedPrompts = Sequence[tuple[int, list[int]]]
@@ -34,6 +37,7 @@ class EngineUsage:
         seconds: since the first request. sequence_seconds: the seconds of all sequences, added up.
         prompt_tokens: of finished sequences. cached_tokens: those of them that the engine had in its cache.
         written_tokens: of all sequences, also of aborted ones.
+        idle_seconds: those of `seconds` without a sequence.
     """
 
     seconds: float = 0.0
@@ -41,6 +45,20 @@ class EngineUsage:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     written_tokens: int = 0
+    idle_seconds: float = 0.0
+
+    def since(self, earlier: "EngineUsage") -> "EngineUsage":
+        """Return the work after an earlier copy."""
+        return EngineUsage(**{name: value - getattr(earlier, name) for name, value in asdict(self).items()})
+
+    def metrics(self) -> dict[str, Metric]:
+        """This rank's part of the metrics of all engines; empty if its engine finished nothing."""
+        if not self.prompt_tokens:
+            return {}
+        return {
+            "rollout/running_requests": Metric((self.sequence_seconds, self.seconds), "mean"),
+            "rollout/cached_prompt_frac": Metric((self.cached_tokens, self.prompt_tokens), "mean"),
+        }
 
 
 def store_counter(store: dist.Store, key: str) -> Callable[[int], int]:
@@ -48,43 +66,84 @@ def store_counter(store: dist.Store, key: str) -> Callable[[int], int]:
     return lambda count: store.add(key, count) - count
 
 
-@dataclass
-class RolloutSession:
-    """Sampling of n responses to each prompt that this process's engine takes from the shared counter.
+def first_error(error: BaseException) -> BaseException:
+    """Return the first error of a group of tasks that ended together."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
-    Every process that owns an engine opens a session at the same time, with the same prompts and a shared counter.
-    Together they sample each response once, in no particular order.
+
+class PromptSource(Protocol):
+    """Gives each engine the prompts that it samples responses to next."""
+
+    async def take(self, most: int) -> IndexedPrompts:
+        """Return the next prompts, at least one and at most so many; none once there are no more."""
+
+    @property
+    def is_held(self) -> bool:
+        """True while the engine is to get no further request."""
+
+
+@dataclass(frozen=True)
+class SharedPrompts:
+    """Some prompts, each of which goes to one engine.
 
     Args:
-        take: a `store_counter` of the prompts that have been taken, shared by all engines.
-        num_engines: engines of all processes. max_running_requests: sequences that each engine decodes at once.
+        counter: a `store_counter` of the prompts that have been taken, shared by all engines.
+    """
+
+    prompts: IndexedPrompts
+    counter: Callable[[int], int]
+    is_held = False
+
+    async def take(self, most: int) -> IndexedPrompts:
+        first = self.counter(most)
+        return self.prompts[first : first + most]
+
+
+@dataclass
+class RolloutSession:
+    """Sampling of n responses to each prompt that this process's engine takes from a source.
+
+    Every process that owns an engine opens a session at the same time. Together they sample each response once, in no
+    particular order.
+
+    Args:
+        max_running_requests: sequences that the engine decodes at once.
+        most_open: responses, or episodes, in progress at once; None: as many as keep the engine busy.
         usage: this session's work is added to it.
         on_group: receives all samples of a prompt as soon as the last of them is finished.
         runner: plays episodes instead of sampling single responses. It may raise errors of the environment.
     """
 
-    prompts: IndexedPrompts
+    source: PromptSource
     n: int
     params: SamplingParams
     client: EngineClient
-    take: Callable[[int], int]
     _: KW_ONLY
-    num_engines: int
     max_running_requests: int
+    most_open: int | None = None
     usage: EngineUsage
     on_group: Callable[[Sequence[Sample]], object]
     runner: EpisodeRunner | None = None
 
     def __post_init__(self) -> None:
-        share = self.n * (len(self.prompts) // self.num_engines)
         limit = self.max_running_requests * (1 if self.runner is None else EPISODES_PER_SLOT)
-        self._num_free = max(self.n, min(limit, share))  # further responses that may begin
+        most_open = limit if self.most_open is None else min(limit, self.most_open)
+        self._num_free = max(self.n, most_open)  # further responses that may begin
         self._has_room = asyncio.Event()
         self._slots = asyncio.Semaphore(self.max_running_requests)  # turns of episodes that the engine decodes at once
         self._num_running, self._since = 0, time.perf_counter()
         self._stopping = False
 
     def run(
+        self, is_interrupted: Callable[[], bool] = lambda: False, early_stop: Callable[[], bool] | None = None
+    ) -> EngineFault | None:
+        """As `run_async`, in an event loop of its own."""
+        with heartbeat.waiting():
+            return asyncio.run(self.run_async(is_interrupted, early_stop))
+
+    async def run_async(
         self, is_interrupted: Callable[[], bool] = lambda: False, early_stop: Callable[[], bool] | None = None
     ) -> EngineFault | None:
         """Sample until all prompts are taken and this engine's are answered; return its fault if it fails.
@@ -96,11 +155,9 @@ class RolloutSession:
             EngineError: the engine refused a request, or exceeded the time limit of one.
         """
         try:
-            asyncio.run(self._run(is_interrupted, early_stop))
+            await self._run(is_interrupted, early_stop)
         except ExceptionGroup as group:
-            error: BaseException = group
-            while isinstance(error, BaseExceptionGroup):
-                error = error.exceptions[0]
+            error = first_error(group)
             if not isinstance(error, EngineFault):
                 raise error from None
             return error
@@ -125,17 +182,15 @@ class RolloutSession:
         """Request as many prompts as there is room for until all prompts are taken; then wait for the responses."""
         async with asyncio.TaskGroup() as requests:
             while not self._stopping:
-                count = self._num_free // self.n
-                first = self.take(count)
-                taken = self.prompts[first : first + count]
+                taken = await self.source.take(self._num_free // self.n)
+                if not taken:
+                    return
                 self._num_free -= self.n * len(taken)
                 if self.runner is not None:
                     for index, _ in taken:
                         requests.create_task(self._play(http, self.runner, index))
-                elif taken:
+                else:
                     requests.create_task(self._answer(http, taken))
-                if len(taken) < count:
-                    return
                 while self._num_free < self.n:
                     self._has_room.clear()
                     await self._has_room.wait()
@@ -175,6 +230,8 @@ class RolloutSession:
         async with self._slots:
             if self._stopping:
                 await _wait_for_cancellation()
+            while self.source.is_held:
+                await asyncio.sleep(HOLD_POLL_SECONDS)
             self._add_running(1)
             try:
                 async with contextlib.aclosing(self.client.generate_async(http, [context], params)) as responses:
@@ -198,10 +255,21 @@ class RolloutSession:
         self._num_free += 1
         self._has_room.set()
 
+    @property
+    def is_idle(self) -> bool:
+        """True while the engine decodes nothing for this session."""
+        return self._num_running == 0
+
+    def count_time(self) -> None:
+        """Add the time since the last change to the usage."""
+        self._add_running(0)
+
     def _add_running(self, count: int) -> None:
         """Change the number of sequences that the engine decodes, and account for the time since the last change."""
         now = time.perf_counter()
         self.usage.seconds += now - self._since
+        if self.is_idle:
+            self.usage.idle_seconds += now - self._since
         self.usage.sequence_seconds += self._num_running * (now - self._since)
         self._num_running, self._since = self._num_running + count, now
 

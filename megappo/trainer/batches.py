@@ -1,4 +1,4 @@
-"""A step's scored rows from the engines; `rollouts.record.Replay` reads them from a file."""
+"""A step's scored rows, sampled by the engines in the step; `rollouts.record.Replay` reads them from a file."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -29,7 +29,10 @@ class SampledBatches:
         num_drawn: prompts that earlier steps have drawn.
     Attributes:
         num_drawn: prompts that have been drawn so far.
+        pending: positions, in the order of drawing, of those that no step has trained on or left out yet.
     """
+
+    pending: Sequence[int] = ()
 
     def __init__(
         self,
@@ -78,7 +81,14 @@ class SampledBatches:
         if self._record is not None:
             with phase("record"):
                 self._record.write(step, batch, responses.prompts, num_tokens, self.num_drawn)
-        return batch, metrics | {"rollout/tokens_per_second": num_tokens / phase.seconds("rollout")}
+        return batch, metrics | {"rollout/tokens_per_second": num_tokens / self._sampling_seconds(phase)}
+
+    def _sampling_seconds(self, phase: Phases) -> float:
+        """Return how long the engines took for the step's responses."""
+        return phase.seconds("rollout")
+
+    def forget_saved(self, step: int) -> None:
+        """Do nothing: a checkpoint after this step needs no response that is finished."""
 
     def _sample_round(self, prompts: Sequence[Prompt], num_groups: int) -> Responses:
         """Sample responses to a draw of prompts, of which `num_groups` groups are needed."""

@@ -25,7 +25,7 @@ from megappo.ppo.reward_shaping import RunningMoments
 from megappo.trainer.models import Models
 
 EXPERIENCE_FILE = "in_flight.safetensors"
-STATE_KEYS = ("prompts_drawn", "kl", "reward_moments", "models", "optimizer_steps")
+STATE_KEYS = ("prompts_drawn", "prompts_pending", "kl", "reward_moments", "models", "optimizer_steps")
 """Content of a checkpoint's state.json besides the step; `optimizer_steps` are, for each component, its optimizer steps
 so far, and how many of the last ones were skipped in a row."""
 
@@ -68,6 +68,7 @@ class Progress:
         step: the last finished step.
         experience: the next step, if its rows have their advantages.
         num_drawn: prompts that the steps so far have drawn, including that one.
+        pending: positions of those that no step has trained on yet.
         is_overdue: the last save failed.
         failed_saves: number of failed saves in this process.
         kl: controller of the KL coefficient.
@@ -87,6 +88,7 @@ class Progress:
         self.start_step = self.step = 0
         self.experience = None
         self.num_drawn = 0
+        self.pending: Sequence[int] = ()
         self.is_overdue, self.failed_saves = False, 0
         self.kl = KLController(config.algorithm.kl_ctrl)
         self.reward_moments = RunningMoments()
@@ -123,7 +125,7 @@ class Progress:
         self.kl.load_state_dict(state["kl"])
         self.reward_moments.load_state_dict(state["reward_moments"])
         self.start_step = self.step = state["step"]
-        self.num_drawn = state["prompts_drawn"]
+        self.num_drawn, self.pending = state["prompts_drawn"], state["prompts_pending"]
         self.experience = self._read_experience(models.num_mini_batches())
 
     def _restore_models(self, models: Models, optimizer_steps: dict[str, list[int]]) -> None:
@@ -183,6 +185,7 @@ class Progress:
         local = {name: [engine.scheduler.num_steps, engine.skipped_in_a_row] for name, engine in trained}
         state = {
             "prompts_drawn": self.num_drawn,
+            "prompts_pending": list(self.pending),
             "kl": self.kl.state_dict(),
             "reward_moments": self.reward_moments.state_dict(),
             "models": self._models,

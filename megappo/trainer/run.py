@@ -117,7 +117,8 @@ class Run:
     def begin_updates(self, experience: Experience) -> None:
         """Check that the engines sampled as the actor would. From here on an interrupted step is resumed."""
         experience.metrics |= self.engines.check_rollouts(experience.log_prob_diff)
-        self.progress.experience, self.progress.num_drawn = experience, self.batches.num_drawn
+        self.progress.experience = experience
+        self.progress.num_drawn, self.progress.pending = self.batches.num_drawn, self.batches.pending
 
     def end_updates(self, experience: Experience, shards: Shards) -> dict[str, Any]:
         """Return the step's metrics so far, with those of the updates on all ranks. All ranks wait for the slowest.
@@ -211,6 +212,7 @@ class Run:
             with self.phase("finish_save"), self._failing_save(may_fail):
                 self.progress.checkpoint = checkpoint = self.progress.store.finish()
                 self.observer.checkpoint(step_of(checkpoint), checkpoint)
+                self.batches.forget_saved(step_of(checkpoint))
 
     def finish_save_if_written(self) -> None:
         """Complete a checkpoint that all ranks have written."""

@@ -17,7 +17,6 @@ from megappo.config.eval_sets import Task
 from megappo.config.schema import Reward
 from megappo.config.sections import Rollout
 from megappo.errors import ActionableError
-from megappo.runtime.heartbeat import heartbeat
 from megappo.userland.grades import MAX_NAME_CHARACTERS, fits_float32
 from megappo.userland.rewards import RewardPool
 from megappo.userland.signatures import NO_INPUT, PROMPTS, InputSpec, is_message
@@ -156,8 +155,7 @@ class EnvironmentPool(WorkerPool):
     async def in_thread(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Return the result of a coroutine that the pool's thread runs, with time limits of its own, to any other
         event loop."""
-        with heartbeat.waiting():
-            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
 
     @asynccontextmanager
     async def environment(self) -> AsyncIterator[Environment]:

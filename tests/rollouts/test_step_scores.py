@@ -17,7 +17,7 @@ from megappo.batch.exchange import Exchange
 from megappo.config.config_error import ConfigError
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
-from megappo.rollouts.group_selection import StepResponses
+from megappo.rollouts.group_selection import chosen_of
 from megappo.rollouts.row_builder import RowBuilder, completing_tokens, step_rewards
 from megappo.rollouts.sample_rows import Sample, Segment
 from megappo.userland.grades import Grade
@@ -113,7 +113,7 @@ def add_extras(rank: int, world_size: int) -> None:
     def fields_of(grades: list[Grade], **reward: object) -> dict[str, list]:
         """Return the fields of all rows, in the order of prompts, on every rank."""
         responses = ScoredResponses(prompts, samples, grades)
-        step = StepResponses([responses], [(0, 0), (0, 1)])
+        step = chosen_of([responses], [(0, 0), (0, 1)])
         rows = RowBuilder(make_config(2, **reward), 300, tokenizer, exchange).build(step)[0].rows
         fields = {name: values.tolist() for name, values in rows.fields.items()}
         found: dict[str, list] = {}

@@ -3,9 +3,10 @@
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from megappo.engines.client import EngineFault
+from megappo.engines.client import EngineClient, EngineFault
+from megappo.engines.generations import SamplingParams
 from megappo.rollouts.sample_rows import Sample
-from megappo.rollouts.sampler import EngineUsage, RolloutSession
+from megappo.rollouts.sampler import EngineUsage, IndexedPrompts, RolloutSession, SharedPrompts
 
 
 class Sampled(NamedTuple):
@@ -15,12 +16,18 @@ class Sampled(NamedTuple):
 
 
 def sample(
-    *arguments: Any,
+    prompts: IndexedPrompts,
+    n: int,
+    params: SamplingParams,
+    client: EngineClient,
+    take: Callable[[int], int],
+    *,
+    num_engines: int,
     on_group: Callable[[Sequence[Sample]], object] = lambda group: None,
     early_stop: Callable[[], bool] | None = None,
     **settings: Any,
 ) -> Sampled:
-    """Return everything that a session samples."""
+    """Return everything that a session samples, one of `num_engines` that share the prompts."""
     samples: list[Sample] = []
     usage = EngineUsage()
 
@@ -28,6 +35,7 @@ def sample(
         samples.extend(group)
         on_group(group)
 
-    session = RolloutSession(*arguments, usage=usage, on_group=add, **settings)
+    source, most_open = SharedPrompts(prompts, take), n * (len(prompts) // num_engines)
+    session = RolloutSession(source, n, params, client, most_open=most_open, usage=usage, on_group=add, **settings)
     fault = session.run(early_stop=early_stop)
     return Sampled(samples, usage, fault)

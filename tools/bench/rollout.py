@@ -45,7 +45,7 @@ from megappo.engines.client import EngineClient, SamplingParams  # noqa: E402
 from megappo.engines.generations import generate_body  # noqa: E402
 from megappo.engines.process import Engine  # noqa: E402
 from megappo.rollouts.sample_rows import Sample  # noqa: E402
-from megappo.rollouts.sampler import EngineUsage, RolloutSession, store_counter  # noqa: E402
+from megappo.rollouts.sampler import EngineUsage, RolloutSession, SharedPrompts, store_counter  # noqa: E402
 
 VOCABULARY, HIDDEN, PARAMETERS = 4096, 256, 10e6
 LONGEST = 32
@@ -65,13 +65,12 @@ class Ours:
         def rank(client: EngineClient) -> list[Sample]:
             samples: list[Sample] = []
             session = RolloutSession(
-                self.prompts,
+                SharedPrompts(self.prompts, take),
                 1,
                 self.params,
                 client,
-                take,
-                num_engines=len(self.clients),
                 max_running_requests=ROLLOUT.max_running_requests,
+                most_open=len(self.prompts) // len(self.clients),
                 usage=EngineUsage(),
                 on_group=samples.extend,
             )

@@ -1,0 +1,294 @@
+"""Sampling ahead of training: on each rank that owns an engine a thread samples and scores without a break.
+
+Prompts are numbered in the order in which they are drawn. All ranks admit them together, and each engine takes the next
+one when it has room. The main thread reads what is finished, and holds the engine while it needs it alone.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from threading import Thread
+
+from torch.distributed import Store
+
+from megappo.config.schema import Config
+from megappo.data.prompts import Prompt
+from megappo.engines.generations import EngineFault
+from megappo.rollouts.group_selection import differ
+from megappo.rollouts.journal import FinishedGroup, Journal
+from megappo.rollouts.responses import Responses
+from megappo.rollouts.rollouts import Rollouts
+from megappo.rollouts.sample_rows import Sample
+from megappo.rollouts.sampler import EngineUsage, IndexedPrompts, RolloutSession, first_error
+from megappo.runtime.heartbeat import heartbeat
+
+POLL_SECONDS = 0.05
+
+
+class SharedCounts:
+    """Counts that the engines of all ranks share, in the run's store.
+
+    Args:
+        store: a connection that no other thread uses.
+        first_order: `FinishedGroup.order` of the next finished group.
+    """
+
+    def __init__(self, store: Store, first_order: int = 0):
+        self._store, self._first_order = store, first_order
+
+    def take(self, count: int) -> int:
+        """Take the next so many admitted prompts; return how many were taken before."""
+        return self._store.add("ahead/taken", count) - count
+
+    def add_order(self) -> int:
+        """Return the next `FinishedGroup.order`."""
+        return self._first_order + self._store.add("ahead/order", 1) - 1
+
+    def add_begun(self, version: int, count: int) -> None:
+        """Count groups that are begun with the weights of a version; with -1 one that was lost."""
+        self._store.add(f"ahead/begun/{version}", count)
+
+    def add_finished(self, version: int) -> None:
+        """Count a group that has been finished."""
+        self._store.add(f"ahead/finished/{version}", 1)
+
+    def finished(self, versions: Iterable[int]) -> Counter[int]:
+        """Return how many groups of each version have been finished."""
+        return Counter({version: self._store.add(f"ahead/finished/{version}", 0) for version in versions})
+
+    def begun(self, versions: Iterable[int]) -> Counter[int]:
+        """Return how many groups of each version have been begun."""
+        return Counter({version: self._store.add(f"ahead/begun/{version}", 0) for version in versions})
+
+
+def has_enough(
+    finished: Mapping[int, int], unfinished: Mapping[int, int], step: int, batch_size: int, max_staleness: int
+) -> bool:
+    """Return whether a step can train on `batch_size` finished groups, those of the oldest weights first, and leave
+    later steps so few of each age that none becomes too old.
+
+    Groups of version v can be trained on until step v + 1 + max_staleness. So after this step at most as many of
+    version v or older may remain as the steps until then take.
+
+    Args:
+        finished, unfinished: number of groups by the version of the weights with which they were begun.
+    """
+    if sum(finished.values()) < batch_size:
+        return False
+    num_finished = num_unfinished = 0
+    for version in sorted(finished.keys() | unfinished.keys()):
+        num_finished += finished.get(version, 0)
+        num_unfinished += unfinished.get(version, 0)
+        num_left = num_unfinished + max(0, num_finished - batch_size)
+        if num_left > batch_size * max(0, version + 1 + max_staleness - step):
+            return False
+    return True
+
+
+class AheadSampler:
+    """Samples and scores the prompts that this rank's engine takes of those admitted. A `PromptSource`.
+
+    The attributes belong to the main thread, with the exceptions below.
+
+    Args:
+        rollouts: a copy for this thread.
+        shared: over a connection of this thread.
+        journal: keeps finished groups.
+    Attributes:
+        version: steps that the engines' weights have been trained for.
+        fault: of the engine, for the main thread to restart it. Written by this thread, as are the next three.
+        error: ended the thread; the main thread raises it.
+        groups: finished groups by the position of their prompt.
+        usage: the engine's work so far.
+    """
+
+    def __init__(self, rollouts: Rollouts, shared: "SharedCounts", journal: Journal, version: int):
+        self.version = version
+        self.fault: EngineFault | None = None
+        self.error: BaseException | None = None
+        self.groups: dict[int, FinishedGroup] = {}
+        self.usage = EngineUsage()
+        self._rollouts, self._shared, self._journal = rollouts, shared, journal
+        self._prompts: dict[int, Prompt] = {}
+        self._admitted: list[int] = []
+        self._reserved: list[int] = []  # places in `_admitted`, or after its end, that this engine has taken
+        self._again: list[int] = []  # positions whose responses a failed engine has lost
+        self._begun: dict[int, int] = {}  # position -> version, until the group is finished
+        self._scoring: dict[int, Responses] = {}
+        self._holds = self._restarts = 0
+        self._is_closing = False
+        self._session: RolloutSession | None = None
+        self._thread = Thread(target=self._serve, name="sampling-ahead", daemon=True)
+
+    @property
+    def config(self) -> Config:
+        return self._rollouts.config
+
+    def start(self) -> None:
+        """Begin to sample."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread; what is in progress is lost."""
+        self._is_closing = True
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def admit(self, prompts: Mapping[int, Prompt]) -> None:
+        """Admit prompts, by their positions; every engine gets the same ones in the same order."""
+        self._prompts |= prompts
+        self._admitted += prompts
+
+    def add(self, group: FinishedGroup) -> None:
+        """Add a group that an earlier process has finished."""
+        self.groups[group.position] = group
+
+    def unfinished(self) -> Counter[int]:
+        """Return how many of this rank's groups are begun and not finished, by version."""
+        return Counter(list(self._begun.values()))
+
+    def num_equal(self) -> int:
+        """Return how many groups this rank has that algorithm.filter_groups leaves out."""
+        return sum(not group.counts for group in list(self.groups.values()))
+
+    def usage_since(self, earlier: EngineUsage) -> tuple[EngineUsage, EngineUsage]:
+        """Return the engine's work since an earlier copy of its usage, and a copy of now."""
+        now = replace(self.usage)
+        return now.since(earlier), now
+
+    def forget(self, positions: set[int]) -> list[FinishedGroup]:
+        """Return this rank's groups at these positions and forget them."""
+        for position in positions:
+            self._prompts.pop(position, None)
+        return [self.groups.pop(position) for position in sorted(positions & self.groups.keys())]
+
+    @contextmanager
+    def held(self, *, until_idle: bool = False) -> Iterator[None]:
+        """Send the engine no further requests inside.
+
+        Args:
+            until_idle: wait first until it has answered those that it has.
+        """
+        self._holds += 1
+        try:
+            with heartbeat.waiting():
+                while until_idle and not self._is_idle():
+                    time.sleep(POLL_SECONDS)
+            yield
+        finally:
+            self._holds -= 1
+
+    def resume(self) -> None:
+        """Go on after a restart of the engine."""
+        self._restarts += 1
+        self.fault = None
+
+    @property
+    def is_held(self) -> bool:
+        """True while the engine is to get no further request."""
+        return self._holds > 0
+
+    async def take(self, most: int) -> IndexedPrompts:
+        """Return the next prompts, as soon as there are any; none once the thread is to end."""
+        while not self._is_closing:
+            positions = [] if self.is_held else self._next(most)
+            if positions:
+                self._begun |= dict.fromkeys(positions, self.version)
+                self._shared.add_begun(self.version, len(positions))
+                return [(position, self._prompts[position].tokens) for position in positions]
+            await asyncio.sleep(POLL_SECONDS)
+        return []
+
+    def _next(self, most: int) -> list[int]:
+        """Take positions of admitted prompts: an even share of those that wait, so that no engine takes them all."""
+        if self._again:
+            taken, self._again = self._again[:most], self._again[most:]
+            return taken
+        num_admitted = len(self._admitted)
+        if not self._reserved:
+            num_waiting = num_admitted - self._shared.take(0)
+            if num_waiting <= 0:
+                return []
+            count = min(most, max(1, num_waiting // self._rollouts.num_engines))
+            first = self._shared.take(count)
+            self._reserved += range(first, first + count)
+        places = [place for place in self._reserved if place < num_admitted][:most]
+        self._reserved = self._reserved[len(places) :]
+        return [self._admitted[place] for place in places]
+
+    def _is_idle(self) -> bool:
+        has_ended = self.fault is not None or self.error is not None
+        return has_ended or self._session is None or self._session.is_idle
+
+    def _serve(self) -> None:
+        try:
+            asyncio.run(self._sample())
+        except BaseException as error:
+            self.error = first_error(error)
+
+    async def _sample(self) -> None:
+        """Sample until the thread is to end; after a fault wait for the engine's restart."""
+        async with asyncio.TaskGroup() as tasks:
+            collecting = tasks.create_task(self._collect())
+            while not self._is_closing:
+                restarts = self._restarts
+                self._session = session = self._new_session()
+                fault = await session.run_async(lambda: self._is_closing)
+                self._session = None
+                self._requeue()
+                if restarts == self._restarts:  # else the engine has been restarted since
+                    self.fault = fault
+                while self.fault is not None and not self._is_closing:
+                    await asyncio.sleep(POLL_SECONDS)
+            collecting.cancel()
+
+    def _requeue(self) -> None:
+        """Have the groups sampled again that are begun and not written."""
+        for position in sorted(self._begun.keys() - self._scoring.keys()):
+            self._shared.add_begun(self._begun.pop(position), -1)
+            self._again.append(position)
+
+    def _new_session(self) -> RolloutSession:
+        rollouts = self._rollouts
+        return RolloutSession(
+            *(self, self.config.rollout.n, rollouts.training, rollouts.client),
+            max_running_requests=self.config.rollout.max_running_requests,
+            usage=self.usage,
+            on_group=self._score,
+            runner=rollouts.episode_runner(self._prompts, rollouts.training),
+        )
+
+    def _score(self, samples: list[Sample]) -> None:
+        """Begin to score all responses to a prompt."""
+        position = samples[0].prompt_index
+        for one in samples:
+            one.prompt_index = 0
+        responses = self._rollouts.new_responses([self._prompts[position]])
+        responses.add(samples)
+        responses.end()
+        self._scoring[position] = responses
+
+    async def _collect(self) -> None:
+        """Move groups that have been scored to `groups`, until cancelled."""
+        while True:
+            for position, responses in list(self._scoring.items()):
+                if responses.fill_if_scored(range(len(responses.samples))):
+                    self._finish(position, responses)
+            if self._session is not None:
+                self._session.count_time()
+            await asyncio.sleep(POLL_SECONDS)
+
+    def _finish(self, position: int, responses: Responses) -> None:
+        responses.fill_grades()
+        filters = self.config.algorithm.filter_groups
+        counts = not filters.enable or differ(responses.samples, filters.metric)
+        samples, failures = responses.samples, responses.failure_metrics()
+        version, order = self._begun[position], self._shared.add_order()
+        group = FinishedGroup(position, version, order, counts, samples, failures)
+        self._journal.write(group)
+        self.groups[position] = group
+        del self._scoring[position], self._begun[position]
+        self._shared.add_finished(version)

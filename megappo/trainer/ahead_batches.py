@@ -1,0 +1,280 @@
+"""Steps whose responses were sampled while the models trained on those of earlier steps."""
+
+import time
+from collections import Counter
+from contextlib import ExitStack
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import NamedTuple
+
+from megappo.data.prompts import Prompt, share
+from megappo.rollouts.ahead import POLL_SECONDS, AheadSampler, SharedCounts, has_enough
+from megappo.rollouts.datasets import Datasets
+from megappo.rollouts.group_selection import StepResponses
+from megappo.rollouts.journal import FinishedGroup, Journal
+from megappo.rollouts.record import Record, rollout_settings
+from megappo.rollouts.rollouts import Rollouts, raise_if_interrupted
+from megappo.rollouts.sample_rows import Sample
+from megappo.rollouts.sampler import EngineUsage
+from megappo.runtime.heartbeat import heartbeat
+from megappo.runtime.listening import run_store
+from megappo.trainer.batches import SampledBatches
+from megappo.trainer.inference import InferenceEngines
+from megappo.trainer.models import Phases
+from megappo.trainer.progress import Progress
+
+
+class GroupFacts(NamedTuple):
+    """Facts about a finished group that all ranks have. A step trains on groups in this order.
+
+    Attributes:
+        is_equal: algorithm.filter_groups leaves it out, unless there are too few others.
+        version, order, position: as of `FinishedGroup`.
+    """
+
+    is_equal: bool
+    version: int
+    order: int
+    position: int
+
+
+class AheadBatches(SampledBatches):
+    """Rows of groups that the engines have finished; they go on sampling meanwhile. All ranks call it together.
+
+    As many prompts may be drawn and not trained on as 1 + rollout.max_staleness steps take. A step trains on the groups
+    of the oldest weights first, in the order in which they were finished, and waits until those that it leaves can be
+    trained on before they are too old: see `has_enough`.
+
+    Args:
+        engines: their weights are synced after each step.
+        progress: of the checkpoint that the run resumes from.
+        cleanup: ends the sampling however the run ends.
+    Attributes:
+        prompts: drawn, and not trained on or left out yet, by position.
+
+    Source: the limit is AReaL's (Fu et al. 2025, arXiv 2505.24298, eq. 3). There, responses that are too old when they
+    are finished are possible; here none is, and none is dropped.
+    """
+
+    def __init__(
+        self,
+        datasets: Datasets,
+        rollouts: Rollouts,
+        engines: InferenceEngines,
+        record: Record | None,
+        progress: Progress,
+        cleanup: ExitStack,
+    ):
+        super().__init__(datasets, rollouts, lambda: None, record, num_drawn=progress.num_drawn)
+        self.prompts: dict[int, Prompt] = {}
+        self._exchange, self._engines, self._progress, self._cleanup = rollouts.exchange, engines, progress, cleanup
+        self._size, self._max_staleness = self._config.data.train_batch_size, self._config.rollout.max_staleness
+        self._journal = Journal(
+            Path(self._config.trainer.output_dir),
+            rollouts.restarts.engine_handle.number,
+            rollouts.num_engines,
+            rollout_settings(self._config),
+        )
+        self._sampler: AheadSampler | None = None
+        self._is_begun = False
+        self._restored: dict[int, FinishedGroup] = {}  # this rank's groups of an earlier process, until admitted
+        self._restored_versions: dict[int, int] = {}  # all ranks', by position
+        self._earlier_choices: dict[int, list[int]] = {}
+        self._ready = Counter[int]()  # by version: restored groups that are admitted, minus groups that were removed
+        self._facts: list[GroupFacts] = []
+        self._num_waiting = self._num_wakes = self._num_draws = 0
+        self._since, self._seconds, self._usage = time.perf_counter(), 0.0, EngineUsage()
+
+    @property
+    def pending(self) -> list[int]:
+        """Positions of `prompts`."""
+        return sorted(self.prompts)
+
+    def sample(self, step: int, phase: Phases) -> StepResponses:
+        """Return this rank's responses of the groups that a step trains on, as soon as there are enough."""
+        started = time.perf_counter()
+        with phase("rollout"):
+            if not self._is_begun:
+                self._begin(step)
+            if self._sampler is not None:
+                self._sampler.version = step - 1
+            self._num_draws, chosen = 0, []
+            while not chosen:
+                self._admit(step)
+                self._wait(step)
+                raise_if_interrupted(self._exchange)
+                self._num_wakes = self._wake(0)  # here no rank adds to it
+                fault = None if self._sampler is None else self._sampler.fault
+                if not self._rollouts.restarts.restart_after_rollout(fault):
+                    chosen = self._choose(step)
+        return self._take(step, chosen, time.perf_counter() - started)
+
+    def forget_saved(self, step: int) -> None:
+        """Delete what no run needs that resumes from a checkpoint after this step."""
+        self._journal.forget(step - self._max_staleness)
+        if self._exchange.rank == 0:
+            self._journal.forget_choices(step)
+
+    def _begin(self, step: int) -> None:
+        """Begin to sample, with the groups that an earlier process has left."""
+        rollouts, exchange, journal = self._rollouts, self._exchange, self._journal
+        if self._progress.is_new:
+            journal.forget()
+            exchange.on_rank_0(lambda: journal.forget_choices(self._config.trainer.total_steps))
+        pending, num_drawn = set(self._progress.pending), self.num_drawn
+        for position, group in journal.read().items():
+            if position in pending or position >= num_drawn:
+                self._restored[position] = group
+        self._earlier_choices = exchange.on_rank_0(journal.read_choices)
+        facts = {position: (group.version, group.order) for position, group in self._restored.items()}
+        facts = exchange.merge(facts)
+        self._restored_versions = {position: version for position, (version, _) in facts.items()}
+        first_order = 1 + max((order for _, order in facts.values()), default=-1)
+        self._shared = SharedCounts(run_store(), first_order)
+        self._wake = rollouts.new_counter()
+        if rollouts.client is not None:
+            shared = SharedCounts(run_store().clone(), first_order)
+            self._sampler = sampler = AheadSampler(rollouts.for_thread(), shared, journal, step - 1)
+            rollouts.restarts.on_restart, rollouts.hold = sampler.resume, sampler.held
+            if self._config.rollout.on_sync == "finish":
+                self._engines.hold = partial(sampler.held, until_idle=True)
+            self._cleanup.callback(sampler.close)
+            sampler.start()
+        positions = list(self._progress.pending)
+        mine = self._prompts.drawn(share(positions, exchange.rank, exchange.world_size))
+        self._add(dict(zip(positions, chain.from_iterable(exchange.all_gather(mine)), strict=True)))
+        self._is_begun = True
+
+    def _admit(self, step: int) -> None:
+        """Draw as many prompts as may be drawn; fewer while the models are slower than the engines, as they would only
+        become older."""
+        trainer, filters = self._config.trainer, self._config.algorithm.filter_groups
+        lookahead = 1 if self._num_waiting >= self._size else self._max_staleness
+        num_steps = min(1 + lookahead, trainer.total_steps - step + 1)
+        most = max(self._size - 1, (num_steps - 1) * self._size)
+        num_equal = sum(facts.is_equal for facts in self._facts)
+        last_chosen = max(self._earlier_choices.get(step, [-1]))
+        while len(self.prompts) - num_equal <= most or self.num_drawn <= last_chosen:
+            if filters.enable and self._num_draws == filters.max_num_gen_batches:
+                return  # equal groups fill up the step
+            first = self.num_drawn
+            self._add(dict(enumerate(self._draw(), first)))
+            self._num_draws += 1
+
+    def _add(self, prompts: dict[int, Prompt]) -> None:
+        """Admit prompts, by position, except those whose responses an earlier process has finished."""
+        self.prompts |= prompts
+        finished = prompts.keys() & self._restored_versions.keys()
+        self._ready.update(self._restored_versions[position] for position in finished)
+        if self._sampler is None:
+            return
+        for position in finished & self._restored.keys():
+            self._sampler.add(self._restored.pop(position))
+        self._sampler.admit({position: prompt for position, prompt in prompts.items() if position not in finished})
+
+    def _wait(self, step: int) -> None:
+        """Wait, on ranks with an engine, until a step has enough groups, or all ranks have something to act on."""
+        sampler = self._sampler
+        if sampler is None:
+            return
+        num_equal = sampler.num_equal()
+        with heartbeat.waiting():
+            while not self._rollouts.is_interrupted() and self._wake(0) == self._num_wakes:
+                if sampler.error is not None:
+                    raise sampler.error
+                if sampler.fault is not None or sampler.num_equal() > num_equal:
+                    self._wake(1)
+                    return
+                finished, unfinished = self._counts(step)
+                heartbeat.count(min(finished.total(), self._size), self._size, "prompts")
+                if self._has_enough(step, finished, unfinished):
+                    return
+                time.sleep(POLL_SECONDS)
+
+    def _counts(self, step: int) -> tuple[Counter[int], Counter[int]]:
+        """Return how many groups of all ranks that a step can train on are finished, and begun only, by version."""
+        versions = {*range(max(0, step - 1 - self._max_staleness), step), *self._ready}
+        finished = self._shared.finished(versions)
+        unfinished = self._shared.begun(versions)
+        unfinished.subtract(finished)
+        finished.update(self._ready)
+        if not self._takes_equal:
+            finished.subtract(facts.version for facts in self._facts if facts.is_equal)
+        return finished, unfinished
+
+    def _has_enough(self, step: int, finished: Counter[int], unfinished: Counter[int]) -> bool:
+        return has_enough(finished, unfinished, step, self._size, self._max_staleness)
+
+    @property
+    def _takes_equal(self) -> bool:
+        """True if groups that algorithm.filter_groups leaves out fill up the step."""
+        filters = self._config.algorithm.filter_groups
+        return filters.enable and self._num_draws >= filters.max_num_gen_batches
+
+    def _choose(self, step: int) -> list[GroupFacts]:
+        """Return the groups that the step trains on; none if there are not enough."""
+        mine: list[GroupFacts] = []
+        unfinished = Counter[int]()
+        if self._sampler is not None:
+            unfinished = self._sampler.unfinished()  # first, so that no group is missed
+            for group in list(self._sampler.groups.values()):
+                mine.append(GroupFacts(not group.counts, group.version, group.order, group.position))
+        facts, counts = zip(*self._exchange.all_gather((mine, unfinished)), strict=True)
+        self._facts = sorted(chain.from_iterable(facts))
+        earlier = set(self._earlier_choices.get(step, ()))
+        again = [facts for facts in self._facts if facts.position in earlier]
+        if earlier and len(again) == len(earlier):
+            return again
+        usable = [facts for facts in self._facts if self._takes_equal or not facts.is_equal]
+        finished = Counter(facts.version for facts in usable)
+        if not self._has_enough(step, finished, sum(counts, Counter())):
+            return []
+        return usable[: self._size]
+
+    def _take(self, step: int, chosen: list[GroupFacts], waited: float) -> StepResponses:
+        """Return the chosen groups, by position; forget them, and those that are left out."""
+        trained = sorted(facts.position for facts in chosen)
+        if self._exchange.rank == 0:
+            self._journal.write_choice(step, trained)
+        left_out = [facts for facts in self._facts if facts.is_equal and facts.position not in trained]
+        removed = [*chosen, *left_out]
+        self._ready.subtract(facts.version for facts in removed)
+        self._num_waiting, self._facts = len(self._facts) - len(removed), []
+        prompts = [self.prompts[position] for position in trained]
+        for facts in removed:
+            del self.prompts[facts.position]
+        groups, usage, idle_frac = [], EngineUsage(), None
+        if self._sampler is not None:
+            groups = self._sampler.forget({facts.position for facts in removed})
+            usage, self._usage = self._sampler.usage_since(self._usage)
+            idle_frac = usage.idle_seconds / usage.seconds
+        parts = [group for group in groups if group.position in trained]
+        samples = list(chain.from_iterable(_placed(group, trained.index(group.position)) for group in parts))
+        num_dropped = sum(one.num_policy_tokens for group in groups for one in group.samples if group not in parts)
+        idle_fracs, nums_dropped = zip(*self._exchange.all_gather((idle_frac, num_dropped)), strict=True)
+        known = [one for one in idle_fracs if one is not None]
+        now = time.perf_counter()
+        self._since, self._seconds = now, now - self._since
+        metrics = {
+            "rollout/queue": self._num_waiting,
+            "timing/engines_idle_frac": sum(known) / len(known),
+            "timing/trainers_idle_frac": waited / self._seconds,
+        }
+        if self._config.algorithm.filter_groups.enable:
+            num_kept = sum(facts.is_equal for facts in chosen)
+            metrics["filter_groups/num_gen_batches"] = self._num_draws
+            metrics["filter_groups/equal_groups"] = len(left_out) + num_kept
+            metrics["filter_groups/equal_groups_kept"] = num_kept
+        return StepResponses(prompts, samples, parts, [usage], sum(nums_dropped), metrics)
+
+    def _sampling_seconds(self, phase: Phases) -> float:
+        """Return the time since the responses of the step before: the engines have sampled all the while."""
+        return self._seconds
+
+
+def _placed(group: FinishedGroup, place: int) -> list[Sample]:
+    """Return a group's samples, as those of the prompt at this place of a step."""
+    for sample in group.samples:
+        sample.prompt_index = place
+    return group.samples
