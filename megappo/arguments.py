@@ -110,7 +110,12 @@ def inspect_arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", action="store_true", help="also show their tokens, ID='PIECE', special ones in []")
     checked = "to check, spread over each file; 0: all (default: 10000)"
     parser.add_argument("--records", type=_number, default=10_000, metavar="N", help=checked)
-    return parser.parse_intermixed_args(words)
+    args = parser.parse_intermixed_args(words)
+    if not args.path.exists():
+        parent = next(path for path in args.path.absolute().parents if path.is_dir())
+        found = ", ".join(sorted(path.name for path in parent.iterdir() if path.is_dir()))
+        parser.exit(2, f"error: no folder {args.path}; {parent} has {found or 'none'}\n")
+    return args
 
 
 def doctor_arguments(words: Sequence[str] | None) -> argparse.Namespace:

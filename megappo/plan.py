@@ -66,6 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {line}", file=sys.stderr, flush=True)
     print(shown.getvalue(), end="", flush=True)
     if errors:
+        if shown.getvalue():
+            print(f"\nnot ready: {counted(len(errors), 'error')}, above the plan")
         return 2
     ready = f"nothing is wrong: ready for {counted(world_size, 'process')} of megappo.train"
     print(f"\n{already_finished(config) or ready}")

@@ -69,6 +69,20 @@ def test_a_wrong_command_line_is_refused_before_anything_heavy_is_imported(words
     assert done.returncode == 2 and message in done.stderr and heavy_imports(done) == []
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("serve", "Own/Absent"), "trainer.output_dir; a model of the hub: "),
+        (("evaluate", "absent"), ": name a run, a checkpoint, or a Hugging Face folder\n"),
+        (("inspect", "absent"), f"error: no folder absent; {REPOSITORY} has "),
+        (("samples", "absent"), f"no folder absent (looked in {REPOSITORY}): name the output folder of a run"),
+    ],
+)
+def test_a_missing_folder_is_named_without_importing_torch(words, message):
+    done = megappo(*words)
+    assert done.returncode == 2 and message in done.stderr and "torch" not in heavy_imports(done)
+
+
 def test_an_unknown_command_is_named():
     done = megappo("trian")
     assert done.returncode == 2 and "No such command 'trian'" in done.stderr

@@ -7,11 +7,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from megappo.architecture.model_folder import CONFIG_FILE
+from megappo.architecture.model_folder import CONFIG_FILE, no_model
 from megappo.arguments import evaluate_arguments
-from megappo.checkpoint.folders import CheckpointError, candidates, checkpoints_in, is_checkpoint
-from megappo.checkpoint.metadata import is_component
-from megappo.config.config_error import ConfigError, looked_in
+from megappo.checkpoint.folders import CheckpointError, candidates, checkpoints_in, is_checkpoint, is_component
+from megappo.config.config_error import ConfigError
 from megappo.config.hub import cached_model
 from megappo.config.loading import load_config
 from megappo.local import start
@@ -56,7 +55,7 @@ def _source(folder: Path) -> tuple[str, str, Path]:
         CheckpointError: a run's `latest` names none of its checkpoints.
     """
     if not folder.is_dir():
-        raise ConfigError(f"no folder {folder}{looked_in(folder)}: name a checkpoint, or a Hugging Face folder")
+        raise ConfigError(no_model(folder, "a run, a checkpoint, or a Hugging Face folder"))
     if is_component(folder):
         remedy = "name the checkpoint that it is in, or convert it by megappo convert megatron-to-hf"
         raise ConfigError(f"{folder} is a Megatron folder by itself: {remedy}")

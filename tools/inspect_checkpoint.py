@@ -19,8 +19,17 @@ from megappo.architecture.architecture import BY_SAFETENSORS, DTYPES
 from megappo.architecture.model_folder import named_architecture
 from megappo.arguments import inspect_arguments
 from megappo.checkpoint.checksums import refuse_altered
-from megappo.checkpoint.folders import STATE, CheckpointError, candidates, no_folder, read_state
-from megappo.checkpoint.metadata import METADATA, TensorInfo, components_of, is_component, read_component
+from megappo.checkpoint.folders import (
+    METADATA,
+    STATE,
+    CheckpointError,
+    candidates,
+    components_of,
+    is_component,
+    no_folder,
+    read_state,
+)
+from megappo.checkpoint.metadata import TensorInfo, read_component
 from megappo.config.sources import TextFileError
 from megappo.errors import ActionableError
 from megappo.table import resolved

@@ -9,7 +9,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from megappo.architecture.architecture import DTYPES, Architecture
-from megappo.config.config_error import shorten
+from megappo.config.config_error import looked_in, shorten
 from megappo.config.hub import HUB_ID
 from megappo.config.sources import TextFileError, read_json
 from megappo.errors import own_command
@@ -79,6 +79,12 @@ def download_command(path: str) -> str:
     if not shape and HUB_ID.fullmatch(path):
         return f"{command} {path}, or {command} NAME --local-dir {path}"
     return f"{command} {name} --local-dir {path if shape else 'FOLDER'}"
+
+
+def no_model(folder: Path, wanted: str) -> str:
+    """Return the error of a command for a folder that is missing; its name may be the id of a model of the hub."""
+    download = f"; a model of the hub: {own_command('hf')} download {folder}" if HUB_ID.fullmatch(str(folder)) else ""
+    return f"no folder {folder}{looked_in(folder)}: name {wanted}{download}"
 
 
 def other_kind(folder: Path) -> str | None:

@@ -13,6 +13,8 @@ from megappo.errors import ActionableError
 
 LATEST = "latest"
 STATE = "state.json"
+METADATA = ".metadata"
+"""Lists the tensors of a component."""
 PARTIAL = ".partial"
 """Ends the name of a checkpoint that is being written, or removed."""
 NOT_BEGUN = -1
@@ -49,6 +51,18 @@ def checkpoints_in(folder: Path) -> list[Path]:
 def is_checkpoint(folder: Path) -> bool:
     """Return whether a folder is a checkpoint, by its names."""
     return _NAME.fullmatch(folder.resolve().name) is not None and (folder / STATE).is_file()
+
+
+def is_component(folder: Path) -> bool:
+    """Return whether a folder is a component of a checkpoint, or a converted model."""
+    return (folder / "metadata.json").is_file() or (folder / METADATA).is_file()
+
+
+def components_of(folder: Path) -> list[Path]:
+    """Folders of the components in a training checkpoint, step_XXXXXXXX; none in a component's own folder."""
+    if is_component(folder) or not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if is_component(path))
 
 
 def candidates(folder: Path) -> tuple[list[Path], str]:

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
-from megappo.checkpoint.folders import CheckpointError
+from megappo.checkpoint.folders import METADATA, CheckpointError
 
-METADATA = ".metadata"
 OPTIMIZER_PREFIX = "optimizer."
 EMBEDDING = "embedding.word_embeddings.weight"
 EXTRA_STATE = "._extra_state"  # objects of modules that have nothing to keep
@@ -56,18 +55,6 @@ class ComponentInfo:
     def model(self) -> dict[str, TensorInfo]:
         """The model's tensors, without the optimizer's."""
         return {name: info for name, info in self.tensors.items() if not name.startswith(OPTIMIZER_PREFIX)}
-
-
-def is_component(folder: Path) -> bool:
-    """Return whether a folder is a component of a checkpoint, or a converted model."""
-    return (folder / "metadata.json").is_file() or (folder / METADATA).is_file()
-
-
-def components_of(folder: Path) -> list[Path]:
-    """Folders of the components in a training checkpoint, step_XXXXXXXX; none in a component's own folder."""
-    if is_component(folder) or not folder.is_dir():
-        return []
-    return sorted(path for path in folder.iterdir() if is_component(path))
 
 
 def read_component(folder: Path) -> ComponentInfo:

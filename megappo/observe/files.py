@@ -28,6 +28,20 @@ REPORT_FILE = "report.html"
 _ROWS_FILE = re.compile(r"step_(\d{8,})\.safetensors")
 
 
+def no_run(folder: Path, missing: str) -> str:
+    """Return the error of a command for a folder that is not a run's, with the nearest that is.
+
+    Args:
+        missing: file or folder in the output folder of a run.
+    """
+    if not folder.is_dir():
+        return f"no folder {folder} (looked in {Path.cwd()}): name the output folder of a run"
+    near = [path.parent for path in sorted(folder.glob(f"*/{missing}"))]
+    near += [path for path in folder.absolute().parents if (path / missing).exists()]
+    advice = f"did you mean {near[0]}?" if near else "name the output folder of a run"
+    return f"{folder} has no {missing}: {advice}"
+
+
 def rows_file(folder: Path, step: int) -> Path:
     """Return the path of a step's rows in a folder of recorded rollouts."""
     return folder / f"step_{step:08d}.safetensors"

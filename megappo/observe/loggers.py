@@ -196,6 +196,7 @@ def logger_errors(names: Sequence[str]) -> Iterator[str]:
             near = difflib.get_close_matches(name, LOGGERS, n=1)
             advice = f"did you mean {near[0]}?" if near else f"name {', '.join(LOGGERS)} or FILE.py:CLASS"
             advice = "drop it, as each step is printed" if name == "console" else advice
+            advice = f"write a list, [{name}]" if "," in name else advice
             yield f"trainer.loggers: there is no logger {shorten(repr(name))}: {advice}"
         else:
             try:

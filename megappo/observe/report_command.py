@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megappo.errors import ActionableError
+from megappo.observe.files import no_run
 from megappo.observe.metrics_file import METRICS_FILE
 from megappo.table import resolved
 
@@ -23,7 +24,7 @@ def check_runs(parser: argparse.ArgumentParser, folders: Sequence[Path]) -> None
     """End the process with a message unless these are the folders of runs."""
     for folder in folders:
         if not (folder / METRICS_FILE).is_file():
-            parser.error(f"{folder} has no {METRICS_FILE}: name the output folder of a run")
+            parser.error(no_run(folder, METRICS_FILE))
 
 
 def write(function: str, *arguments: object) -> int:

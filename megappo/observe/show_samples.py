@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megappo.config.config_error import escaped
+from megappo.observe.files import ROLLOUTS_FOLDER, no_run
 from megappo.observe.samples import TRAINING, read_samples, sample_files, step_of
 
 TEXTS = ("prompt", "response", "label")
@@ -27,7 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     files = [*sample_files(args.run), *sample_files(args.run, "parquet")]
     steps = sorted({step_of(path) for path in files})
     if not steps:
-        parser.error(f"{args.run} has no responses in rollouts/: name the output folder of a run")
+        is_run = (args.run / ROLLOUTS_FOLDER).is_dir()
+        parser.error(f"{args.run} has no responses yet" if is_run else no_run(args.run, ROLLOUTS_FOLDER))
     step = steps[-1] if args.step is None else args.step
     if step not in steps:
         parser.error(f"{args.run} has no responses of step {step}, but of {', '.join(map(str, steps))}")

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megappo.observe.files import json_lines, write_json_lines
+from megappo.observe.files import json_lines, no_run, write_json_lines
 
 TIMELINE_FOLDER = "timeline"
 TRACE_FILE = "timeline.json"
@@ -91,10 +91,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("run", type=Path, help="output folder of a run")
     parser.add_argument("--steps", nargs=2, type=int, metavar=("FIRST", "LAST"), help="these steps only")
     args = parser.parse_args(arguments)
+    every = read_timeline(args.run)
+    if not every:
+        parser.error(no_run(args.run, TIMELINE_FOLDER))
     first, last = args.steps or (0, sys.maxsize)
-    timeline = {step: ranks for step, ranks in read_timeline(args.run).items() if first <= step <= last}
+    timeline = {step: ranks for step, ranks in every.items() if first <= step <= last}
     if not timeline:
-        parser.error(f"{args.run} has no {TIMELINE_FOLDER}/ of such steps: name the output folder of a run")
+        parser.error(f"--steps {first} {last}: {args.run} has the steps {min(every)} to {max(every)}")
     trace = args.run / TRACE_FILE
     trace.write_text(json.dumps({"traceEvents": list(trace_events(timeline))}), "utf-8")
     print(f"wrote {trace}, of {len(timeline)} steps: open it in https://ui.perfetto.dev")

@@ -111,7 +111,7 @@ def _idle_errors(layouts: Mapping[str, Layout], world_size: int) -> Iterator[str
     if idle:
         yield (
             f"placement: ranks {format_ranks(idle)} of this run's {world_size} belong to no component: place one "
-            "there, or start fewer processes (NPROC with launch/local.sh)"
+            "there, or start fewer processes (--nproc of megappo train, NPROC of the launch scripts)"
         )
 
 

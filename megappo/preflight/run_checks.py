@@ -224,7 +224,8 @@ def _data_file(key: str, path: Path) -> Iterator[str]:
     elif not ending(path.name):
         yield f"{key}: {path} {OTHER_KIND}"
     elif not path.is_file():  # nor a pipe, which would be waited for
-        yield f"{key}: no file {path}{looked_in(path)}: create it or correct the path"
+        remedy = "write several as a list, [A,B]" if "," in str(path) else "create it or correct the path"
+        yield f"{key}: no file {path}{looked_in(path)}: {remedy}"
     elif not path.stat().st_size:
         yield f"{key}: {path} is empty: put prompts in it"
     elif not os.access(path, os.R_OK):

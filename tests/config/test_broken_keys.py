@@ -387,7 +387,7 @@ PLACEMENTS = {
     ),
     "placement.actor,critic,rollout=0-1": (
         "placement: ranks 2-3 of this run's 4 belong to no component: "
-        "place one there, or start fewer processes (NPROC with launch/local.sh)"
+        "place one there, or start fewer processes (--nproc of megappo train"
     ),
     "actor.ppo_mini_batch_size=2": (
         "actor.ppo_mini_batch_size 2 x rollout.n 1 = 2 trajectories are fewer than the actor's 4 data-parallel shards "

@@ -134,3 +134,5 @@ def test_an_unknown_logger_is_an_error():
     assert error == "trainer.loggers: there is no logger 'tensorbord': did you mean tensorboard?"
     (console,) = logger_errors(["console"])
     assert console == "trainer.loggers: there is no logger 'console': drop it, as each step is printed"
+    [text] = logger_errors(["wandb,tensorboard"])
+    assert text == "trainer.loggers: there is no logger 'wandb,tensorboard': write a list, [wandb,tensorboard]"

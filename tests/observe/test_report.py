@@ -147,11 +147,14 @@ def test_names_are_as_short_as_they_may_be():
 
 
 def test_the_commands_refuse_what_is_no_run(tmp_path, capsys):
-    run = write_run(tmp_path / "run", 2)
+    run, empty = write_run(tmp_path / "run", 2), tmp_path / "empty" / "folder"
+    empty.mkdir(parents=True)
     for main, arguments, error in [
-        (report_command.main, [tmp_path], f"{tmp_path} has no metrics.jsonl: name the output folder of a run"),
+        (report_command.main, [tmp_path], f"{tmp_path} has no metrics.jsonl: did you mean {run}?"),
+        (report_command.main, [run / "timeline"], f"timeline has no metrics.jsonl: did you mean {run}?"),
+        (report_command.main, [empty], f"{empty} has no metrics.jsonl: name the output folder"),
         (compare_command.main, [run], "expected two runs or more; for one: megappo report RUN"),
-        (compare_command.main, [run, tmp_path / "x"], f"{tmp_path / 'x'} has no metrics.jsonl"),
+        (compare_command.main, [run, tmp_path / "x"], f"no folder {tmp_path / 'x'} "),
         (
             compare_command.main,
             [run, run, "--output", tmp_path / "y" / "z.html"],

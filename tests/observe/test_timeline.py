@@ -43,4 +43,8 @@ def test_a_resumed_run_leaves_every_step_once_whatever_its_ranks(tmp_path):
 def test_a_folder_without_a_timeline_is_named(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         main([str(tmp_path)])
-    assert f"{tmp_path} has no timeline/" in capsys.readouterr().err
+    assert f"{tmp_path} has no timeline: " in capsys.readouterr().err
+    append_phases(tmp_path, 0, 3, [ROLLOUT])
+    with pytest.raises(SystemExit, match="2"):
+        main([str(tmp_path), "--steps", "4", "9"])
+    assert f"--steps 4 9: {tmp_path} has the steps 3 to 3" in capsys.readouterr().err

@@ -28,6 +28,7 @@ def test_every_error_is_printed_and_the_exit_code_is_2(run_folder):
         ("run.yaml:6", "data.train_files:"),
     ]
     assert "Traceback" not in done.stderr and "nothing is wrong" not in done.stdout
+    assert done.stdout.splitlines()[-1] == "not ready: 4 errors, above the plan"
 
 
 def test_errors_of_the_file_end_the_plan(plan, run_folder):

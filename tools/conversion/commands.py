@@ -13,7 +13,8 @@ from megappo.architecture.model_folder import CONFIG_FILE
 from megappo.architecture.parsing import read_architecture
 from megappo.checkpoint.checksums import write_sums
 from megappo.checkpoint.component_folder import load_model
-from megappo.checkpoint.metadata import EMBEDDING, ComponentInfo, components_of, is_component, read_component
+from megappo.checkpoint.folders import components_of, is_component
+from megappo.checkpoint.metadata import EMBEDDING, ComponentInfo, read_component
 from megappo.models.gpt import ModelChunks
 from megappo.weights.hf_folder import copy_companions, write_hf_files
 from megappo.weights.load import critic_architecture, has_value_head, load_hf

@@ -12,7 +12,7 @@ from megappo.architecture.families import FAMILIES, language_model
 from megappo.architecture.model_folder import CONFIG_FILE, named_architecture
 from megappo.architecture.parameters import EMBEDDING, LM_HEAD, VALUE_BIAS
 from megappo.architecture.parsing import read_architecture
-from megappo.checkpoint.metadata import components_of, is_component
+from megappo.checkpoint.folders import components_of, is_component
 from megappo.models.megatron_config import TORCH_DTYPES
 from megappo.weights.export import Export
 from megappo.weights.hf_folder import critic_buckets
