@@ -11,6 +11,8 @@ from megappo.estimate.gpus import GPUS, GPUS_PER_NODE
 
 MOST_RANKS = 100_000
 """Ranks of a run."""
+CHECKS = ("packages", "gpus", "collectives", "attention", "engine", "limits")
+"""Checks of the doctor, in their order."""
 PLAN = """\
 examples:
   megappo plan configs/quickstart.yaml trainer.seed=1
@@ -54,9 +56,8 @@ def plan_arguments(words: Sequence[str] | None) -> argparse.Namespace:
     gpus.add_argument("--suggest", action="store_true", help="with --gpu: layouts and offloads that fit, as YAML")
     gpus.add_argument("--shape", metavar="NAME", help="a shape that ships in place of model.path, such as qwen2.5-7b")
     other = parser.add_argument_group("instead of a plan")
-    other.add_argument(
-        "--keys", nargs="?", const="", metavar="WORD", help="list the config's keys, or those with WORD in their names"
-    )
+    listed = "list the config's keys, or those with WORD in their names, or else in their meanings"
+    other.add_argument("--keys", nargs="?", const="", metavar="WORD", help=listed)
     other.add_argument("--init", metavar="MODEL", help="print a commented config for a model, with --gpu and --gpus")
     other.add_argument("--gpus", type=_count, metavar="N", help="with --init: GPUs of the run")
     args = parser.parse_intermixed_args(words)
@@ -121,8 +122,11 @@ def inspect_arguments(words: Sequence[str] | None) -> argparse.Namespace:
 def doctor_arguments(words: Sequence[str] | None) -> argparse.Namespace:
     """Parse the arguments of `megappo doctor`."""
     parser = _parser("doctor", "Check whether this machine can train.", "example: megappo doctor packages gpus")
-    parser.add_argument("checks", nargs="*", metavar="CHECK", help="packages, gpus, ... (default: all)")
-    return parser.parse_args(words)
+    parser.add_argument("checks", nargs="*", metavar="CHECK", help=f"{', '.join(CHECKS)} (default: all)")
+    args = parser.parse_args(words)
+    if unknown := [name for name in args.checks if name not in CHECKS]:
+        parser.exit(2, f"error: no check {', '.join(unknown)}: expected some of {', '.join(CHECKS)}\n")
+    return args
 
 
 def serve_arguments(words: Sequence[str]) -> None:

@@ -4,10 +4,13 @@ import textwrap
 from operator import attrgetter
 from typing import Any
 
+from megappo.architecture.model_folder import CONFIG_FILE, SHAPES, shape_folder
 from megappo.config.config_error import ConfigError
 from megappo.config.describe import keys, yaml_lines
+from megappo.config.hub import HUB_ID
 from megappo.config.schema import Config
 from megappo.config.values import Section
+from megappo.errors import own_command
 from megappo.estimate.gpu_memory import Cluster
 from megappo.estimate.gpus import GPU, GPUS_PER_NODE
 from megappo.estimate.suggest import fitting_runs
@@ -36,14 +39,20 @@ def first_config(model: str, gpu: GPU, num_gpus: int) -> str:
     name = model.rstrip("/").rpartition("/")[2].lower()
     files = {"train_files": "data/train.jsonl", "val_files": "data/val.jsonl"}
     values = {"model": {"path": model}, "data": files, "trainer": {"output_dir": f"outputs/{name}"}}
-    plan = plan_run(Config.model_validate(values), num_gpus, min(num_gpus, GPUS_PER_NODE))
+    config = Config.model_validate(values)
+    if not (shape_folder(config.model.path) / CONFIG_FILE).is_file():
+        shapes = ", ".join(sorted(folder.name for folder in SHAPES.iterdir()))
+        download = f"download it ({own_command('hf')} download {model} {CONFIG_FILE})"
+        remedy = download if HUB_ID.fullmatch(model) else "name a folder that has one"
+        raise ConfigError(f"--init: {model} has no {CONFIG_FILE} here: {remedy}, or one of the shapes {shapes}")
+    plan = plan_run(config, num_gpus, min(num_gpus, GPUS_PER_NODE))
     found = fitting_runs(plan, Cluster(gpu.memory, min(num_gpus, GPUS_PER_NODE)), gpu)
     if not found:
         raise ConfigError(f"--init: no layout of {model} fits {num_gpus} {gpu.name}: take more or larger GPUs")
-    config, meanings = found[0].config, {key.path: key.meaning for key in keys()}
+    fastest, meanings = found[0].config, {key.path: key.meaning for key in keys()}
     lines = [f"# {model} on {num_gpus} {gpu.name}, in the layout that is the fastest by estimate."]
     lines += ["# All keys: megappo plan --keys", "placement:", f"  actor, critic, ref, rollout: 0-{num_gpus - 1}"]
-    for path, line in yaml_lines({path: _value(config, path) for path in SHOWN}):
+    for path, line in yaml_lines({path: _value(fastest, path) for path in SHOWN}):
         indent = " " * (len(line) - len(line.lstrip())) + "# "
         lines += textwrap.wrap(meanings[path], 100, initial_indent=indent, subsequent_indent=indent) if path else []
         lines.append(line)

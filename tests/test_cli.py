@@ -61,6 +61,7 @@ def test_a_commands_help_fits_a_screen_and_imports_nothing_heavy(name):
         (("plan", "--init", "m", "--gpu", "h100"), "--init needs --gpu TYPE and --gpus N"),
         (("train", "c.yaml", "--nproc", "0"), "expected a number of at least 1, at most 100000, found 0"),
         (("convert", "hf-to-megatron"), "the following arguments are required: --input, --output"),
+        (("doctor", "gpu"), "error: no check gpu: expected some of packages, gpus, "),
         (("serve",), "error: expected a model first, found nothing; usage: megappo serve MODEL"),
     ],
 )
@@ -106,6 +107,9 @@ def test_init_writes_a_config_that_fits(tmp_path):
     assert "  # GPUs per SGLang engine" in done.stdout
     planned = megappo("plan", str(file), "--gpu", "h100")
     assert "  it fits: " in planned.stdout and "does not fit" not in planned.stderr
+    absent = megappo("plan", "--init", "Own/Absent", "--gpu", "h100", "--gpus", "8")
+    assert absent.returncode == 2
+    assert "hf download Own/Absent config.json), or one of the shapes deepseek-llm-7b, " in absent.stderr
     few = megappo("plan", "--init", "llama-3.1-70b", "--gpu", "h100", "--gpus", "2")
     assert few.returncode == 2 and "--init: no layout of llama-3.1-70b fits 2 h100: take more" in few.stderr
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from slow import slow_ones
 
-from megappo import doctor
+from megappo import arguments, doctor
 from megappo.runtime import platform
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,6 +29,7 @@ def test_nothing_is_wrong_with_this_machine():
     assert result.returncode == 0, result.stdout + result.stderr
     *lines, last = result.stdout.splitlines()
     assert [line.split()[:2] for line in lines] == [[name, "ok"] for name in doctor.CHECKS]
+    assert list(doctor.CHECKS) == list(arguments.CHECKS)
     assert last == "nothing is wrong"
 
 

@@ -124,14 +124,15 @@ def yaml_lines(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def config_help(word: str = "") -> str:
-    """Return the keys of the YAML with their values, defaults and meanings: all, or those with a word in their names.
+    """Return the keys of the YAML with their values, defaults and meanings: all, or those with a word in their names;
+    if there are none, those with it in their meanings.
 
     Raises:
         ConfigError: no key has the word.
     """
-    chosen = [key for key in keys() if word in key.path]
+    chosen = [key for key in keys() if word in key.path] or [key for key in keys() if word in key.meaning]
     if not chosen:
-        raise ConfigError(f"no key has {word!r} in its name: {nearest_key(word)}")
+        raise ConfigError(f"no key has {word!r} in its name or meaning: {nearest_key(word)}")
     lines = [] if word else [textwrap.fill(INTRO, WIDTH)]
     for key in chosen:
         if "." not in key.path:

@@ -138,8 +138,10 @@ def test_keys_are_listed_by_a_word_in_their_names(plan, run_folder):
         "actor.optim.lr_warmup_steps",
         "actor.optim.lr_decay_style",
     }
+    by_meaning = plan(run_folder, "--keys", "learning rate")
+    assert "  actor.optim.lr: float > 0" in by_meaning.stdout and "rollout.n" not in by_meaning.stdout
     unknown = plan(run_folder, "--keys", "optim.learning")
-    assert unknown.returncode == 2 and "error: no key has 'optim.learning' in its name" in unknown.stderr
+    assert unknown.returncode == 2 and "error: no key has 'optim.learning' in its name or meaning" in unknown.stderr
 
 
 def test_the_plan_imports_no_heavyweight():
