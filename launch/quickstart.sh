@@ -36,6 +36,13 @@ else
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}  # with more, a model as small as this is slower
     kind=
 fi
+# Before the minutes that the set-up takes.
+for word in "$@"; do
+    if [[ $word != [a-z]*=* ]]; then
+        echo "quickstart.sh: found $word, expected key=value, such as trainer.total_steps=10" >&2
+        exit 2
+    fi
+done
 # `megappo quickstart` names its own Python, in which all is installed.
 python=${MEGAPPO_PYTHON:-$venv/bin/python}
 [[ -n ${MEGAPPO_PYTHON:-} ]] || bash launch/setup.sh $kind

@@ -133,6 +133,13 @@ def test_megappo_quickstart_runs_the_script_in_its_own_python(tmp_path):
     assert result.stdout.splitlines()[-7:] == [f"own {word}" for word in words]
 
 
+@pytest.mark.parametrize("word", ["--trainer.seed=1", "cpu", "trainer.seed"])
+def test_the_quickstart_refuses_what_is_no_setting_before_the_set_up(tmp_path, word):
+    result = quickstart(tmp_path, 0, "trainer.seed=1", word)
+    assert result.returncode == 2 and not result.stdout
+    assert f"found {word}, expected key=value, such as trainer.total_steps=10" in result.stderr
+
+
 def test_the_quickstart_refuses_too_few_gpus_before_the_set_up(tmp_path):
     result = quickstart(tmp_path, 0, "gpu")
     assert result.returncode == 1 and not result.stdout
