@@ -53,6 +53,7 @@ run_logged() { "$@" >>"$log" 2>&1; }
 # pip fetches all packages, then installs them.
 describe_wait() {
     local fetched installed all
+    [[ $1 == packages ]] || { echo "setup: $1" && return; }
     fetched=$(grep -c '^Collecting ' "$log" 2>/dev/null) || true
     installed=$(compgen -G "$venv/lib/python*/site-packages/*.dist-info" | wc -l)
     all=$(cat requirements.txt "requirements-$kind.txt" requirements-dev.txt | grep -c '^[a-z].*==')
