@@ -11,12 +11,14 @@ import yaml
 from planning import REPOSITORY, plan_here
 from published_models import published_folders
 
+from megappo.config.loading import load_config
 from megappo.config.schema import Config
 from megappo.placement.components import COMPONENTS, ComponentSpec, Setting
 
-CONFIGS = {path.name: yaml.safe_load(path.read_text()) for path in (REPOSITORY / "configs").glob("*.yaml")}
 RECIPES = [
-    name for name, values in CONFIGS.items() if not values.get("model", {}).get("path", "").startswith("outputs/")
+    path.name
+    for path in (REPOSITORY / "configs").glob("*.yaml")
+    if not load_config(path).model.path.startswith("outputs/")
 ]
 """Configs of published models; the others create their own model."""
 TABLE = re.compile(r"^  together +([-\d., ]+)$", re.MULTILINE)

@@ -342,6 +342,8 @@ def test_what_is_in_the_output_folder(plan, run_folder):
     state.write_text('{"step": 7, "models": {"critic": "a critic alone"}}')
     [line] = errors_of(plan(run_folder, *finished))
     assert "step_00000007 holds a critic alone, but this run has actor (Qwen2ForCausalLM, " in line
+    [line] = errors_of(plan(run_folder, *finished, "critic.freeze=[mlp, attention]"))
+    assert "critic with frozen attention and mlp (Qwen2ForCausalLM, " in line and "critic.freeze as they were" in line
     state.unlink()
     begun = checkpoint(run_folder, "step_00000007_0003")
     done = plan(run_folder, *finished)

@@ -1,8 +1,10 @@
 """The benchmarks that take seconds run at small sizes, print their rows and write them."""
 
+import importlib.util
 import json
 import re
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from commands import run
@@ -27,6 +29,19 @@ def test_a_benchmark_reports_its_rows(name: str, tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert rows and all(row["ratio"] > 0 and f"| {row['name']} |" in result.stdout for row in rows)
+
+
+def test_learning_is_compared_in_a_table_and_a_plot() -> None:
+    spec = importlib.util.spec_from_file_location("learning", BENCHMARKS / "learning.py")
+    learning = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(learning)
+    scores = {("clip", 0): [90.0, 94.0], ("clip", 4): [70.0, 70.0], ("dis", 0): [91.0, 91.0], ("dis", 4): [88.0, 90.0]}
+    rows = learning.table(scores, ["clip", "dis"], [0, 4]).splitlines()
+    assert rows[2:] == ["| 0 | 92.0 +- 2.0 | 91.0 +- 0.0 |", "| 4 | 70.0 +- 0.0 | 89.0 +- 1.0 |"]
+    drawn = ElementTree.fromstring(learning.plot(scores, ["clip", "dis"], [0, 4]))
+    names = [element.tag.rpartition("}")[2] for element in drawn]
+    assert names.count("circle") == 8 and names.count("polyline") == 2
+    assert learning.held_out({"val/sums/score/mean": 0.5, "val/sums/score/max": 1.0, "reward/score/mean": 0.1}) == [0.5]
 
 
 @pytest.mark.slow
