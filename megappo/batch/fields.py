@@ -27,6 +27,9 @@ FIELDS: Table[Field] = Table(
     {
         "response_mask": Field(True, "the rollout", "1 on tokens that the policy wrote, 0 on an environment's"),
         "rollout_log_probs": Field(True, "the rollout", "the engine's log-probs of the policy's tokens"),
+        "staleness": Field(
+            True, "the rollout", "training steps between the weights that wrote the token and its step's"
+        ),
         "scores": Field(False, "the rollout", "the reward function's score of the response"),
         "score_components": Field(
             False, "the rollout", "the terms of the scores, where the reward function returns several", True

@@ -1,5 +1,6 @@
 """Metrics of a step's rows. Torch-free to import, so that extensions can register theirs at any time."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -47,10 +48,33 @@ def of_tokens(field: str) -> RowValues:
 
 
 def log_prob_diff(rows: Any) -> Any:
-    """Return |old_log_probs - rollout_log_probs| of each token that the policy wrote; None without a trainer."""
+    """Return |old_log_probs - rollout_log_probs| of each token that the policy wrote; None without a trainer.
+
+    Where the engines sample ahead of training, only rows count that were written wholly by the weights of the step;
+    None without any.
+    """
     if "old_log_probs" not in rows.fields:
         return None
-    return (rows.fields["old_log_probs"] - rows.fields["rollout_log_probs"]).abs()[rows.response_mask.bool()]
+    compared = rows.response_mask.bool()
+    if "staleness" in rows.fields:
+        compared = compared & ~rows.fields["staleness"].any(dim=1, keepdim=True)
+        if not compared.any():
+            return None
+    return (rows.fields["old_log_probs"] - rows.fields["rollout_log_probs"]).abs()[compared]
+
+
+def oldest_tokens(rows: Any) -> Any:
+    """Return the staleness of the oldest token of each row, [n]."""
+    return rows.fields["staleness"].amax(dim=1) if "staleness" in rows.fields else None
+
+
+def mixed_versions(rows: Any) -> Any:
+    """Return 1 for each row that weights of several versions wrote, else 0, [n]."""
+    if "staleness" not in rows.fields:
+        return None
+    is_policy, ages = rows.response_mask.bool(), rows.fields["staleness"]
+    newest, oldest = ages.masked_fill(~is_policy, math.inf), ages.masked_fill(~is_policy, -math.inf)
+    return (newest.amin(dim=1) < oldest.amax(dim=1)).float()
 
 
 def equal_groups(rows: Any) -> Any:
@@ -106,6 +130,9 @@ ROW_METRICS = Table(
         "rollout/repetition_frac": RowMetric(repeats, "mean"),
         "rollout/masked_frac": RowMetric(lambda rows: ~rows.response_mask.bool().any(dim=1), "mean"),
         "rollout/log_prob_diff": RowMetric(log_prob_diff),
+        "rollout/staleness": RowMetric(of_tokens("staleness"), ("mean", "max", HISTOGRAM)),
+        "rollout/response_staleness": RowMetric(oldest_tokens, ("mean", "max", HISTOGRAM)),
+        "rollout/mixed_versions_frac": RowMetric(mixed_versions, "mean"),
         "advantages": RowMetric(of_tokens("advantages"), (*SPREAD, HISTOGRAM)),
         "advantages/clipped": RowMetric(of_tokens("clipped_advantages")),
         "returns": RowMetric(of_tokens("returns"), (*SPREAD, HISTOGRAM)),

@@ -10,10 +10,12 @@ from typing import Any, NoReturn
 import httpx
 
 from megappo.engines.generations import (
+    INCOMPLETE,
     EngineError,
     EngineFault,
     Generation,
     SamplingParams,
+    WeightVersion,
     checked,
     expecting_response,
     generate_body,
@@ -61,11 +63,14 @@ class EngineClient:
         hang_seconds: limit for any other request; see also `watch`.
     Attributes:
         adapter: name that every generation requests once an adapter has been loaded; an unknown one is refused.
+        version: of the weights of an engine that samples ahead of training; see `taking_weights`.
     Raises:
         EngineError: (every method) the server does not answer or refuses; the message holds its reply.
     """
 
     adapter: str | None = None
+    version: WeightVersion | None = None
+    _is_paused = False
     _fault: EngineFault | None = None
     _defers_faults = False
     _aborts = False
@@ -119,10 +124,11 @@ class EngineClient:
 
     def generate(self, prompts: Sequence[list[int]], params: SamplingParams) -> list[Generation]:
         """Return one response to each prompt (token ids), in order, from one request."""
-        replies = self.post("/generate", generate_body(prompts, params, self.adapter))
+        version = self.version
+        replies = self.post("/generate", generate_body(prompts, params, self.adapter, version))
         if not isinstance(replies, list) or len(replies) != len(prompts):
             raise EngineFault(f"expected {len(prompts)} responses from the engine, got {str(replies)[:500]}")
-        return [checked(reply) for reply in replies]
+        return [checked(reply, version=version) for reply in replies]
 
     def sleep(self) -> None:
         """Free the GPU memory of weights, caches and CUDA graphs (on a CPU they stay). After `wake`, send the weights
@@ -135,11 +141,13 @@ class EngineClient:
         self.post("/resume_memory_occupation", {"tags": list(memory)})
 
     def flush_cache(self) -> None:
-        """Forget all cached keys and values once the engine is idle; it refuses after IDLE_SECONDS at most.
+        """Forget all cached keys and values once the engine is idle or paused; it refuses after IDLE_SECONDS at most.
 
         The answer to the last request arrives before the scheduler has put its batch away.
         """
-        self.post(f"/flush_cache?timeout={min(IDLE_SECONDS, self.hang_seconds / 2):g}", {})
+        # With a timeout SGLang waits for paused requests, too (managers/scheduler_components/flush_wrapper.py).
+        limit = 0.0 if self._is_paused else min(IDLE_SECONDS, self.hang_seconds / 2)
+        self.post(f"/flush_cache?timeout={limit:g}", {})
 
     def freeze_garbage(self) -> None:
         """Exclude all present objects of its processes from garbage collection, as SGLang does after its warm-up: on a
@@ -151,9 +159,19 @@ class EngineClient:
         self.post("/begin_weight_update", {})
 
     def end_weight_update(self) -> None:
-        """Close the weight update, and forget what is cached from the old weights."""
+        """Close the weight update, and forget what is cached from the old weights unless requests still use it."""
         self.post("/end_weight_update", {})
-        self.flush_cache()
+        if not self.keeps_cache:
+            self.flush_cache()
+
+    @property
+    def keeps_cache(self) -> bool:
+        """True if the engine keeps what it has cached from other versions of its weights."""
+        return self.version is not None and self.version.keeps_cache
+
+    def name_weights(self, version: str) -> None:
+        """Name the version of the weights: tokens from now on are of this version."""
+        self.post("/update_weight_version", {"new_version": version, "abort_all_requests": False})
 
     def load_adapter(self, path: str, body: JsonObject) -> None:
         """Give the engine an adapter, in place of the one before, for all generations from now on.
@@ -189,22 +207,25 @@ class EngineClient:
     ) -> AsyncIterator[tuple[int, Generation]]:
         """Yield each prompt's position and its response as soon as that is finished; a caller that does not want all of
         them closes the iterator. Many requests may run at a time over `http` from `open_async`."""
-        path = "/generate"
+        path, version = "/generate", self.version
         missing = set(range(len(prompts)))
         try:
-            async with http.stream("POST", path, json=stream_body(prompts, params, self.adapter)) as response:
+            body = stream_body(prompts, params, self.adapter, version)
+            async with http.stream("POST", path, json=body) as response:
                 if response.status_code != 200:
                     await response.aread()
                     self._checked(path, response)
                 async for data in _events(response):
-                    if finished := self._finished(path, data, missing):
+                    if finished := self._finished(path, data, missing, version):
                         yield finished
         except httpx.TransportError as error:
             raise await asyncio.to_thread(self._unreachable, path, error) from error
         if missing:
             raise EngineFault(f"expected {len(prompts)} responses from the engine, got {len(prompts) - len(missing)}")
 
-    def _finished(self, path: str, data: bytes, missing: set[int]) -> tuple[int, Generation] | None:
+    def _finished(
+        self, path: str, data: bytes, missing: set[int], version: WeightVersion | None
+    ) -> tuple[int, Generation] | None:
         """Return the position and the response of an event; None where the sequence has only begun."""
         event = self._parsed(path, data)
         with expecting_response(event):
@@ -212,7 +233,7 @@ class EngineClient:
                 raise self._refusal(path, event["error"]["code"], data.decode())
             if not event["meta_info"]["finish_reason"]:
                 return None
-            generation = checked(event, may_abort=self._aborts)
+            generation = checked(event, may_abort=self._aborts, version=version)
             missing.remove(event["index"])
         return event["index"], generation
 
@@ -351,3 +372,27 @@ def deferring_faults(client: EngineClient | None) -> Iterator[None]:
         yield
     finally:
         client._defers_faults = False
+
+
+@contextlib.contextmanager
+def taking_weights(client: EngineClient | None, version: WeightVersion) -> Iterator[None]:
+    """Inside, an engine takes weights while its requests, and new ones, are paused; afterwards they resume with these.
+
+    The tokens that requests have so far are processed again, unless the cache is kept. After an error requests resume,
+    too, as nothing may wait for them forever, but their responses are refused. Without a client it does nothing.
+    """
+    if client is None:
+        yield
+        return
+    if client.version is None and version.keeps_cache:
+        client.flush_cache()  # a run before may have used the server, and the same versions
+    client.post("/pause_generation", {"mode": "in_place" if version.keeps_cache else "retract"})
+    client._is_paused, client.version = True, version
+    name = INCOMPLETE
+    try:
+        yield
+        name = str(version.number)
+    finally:
+        client.name_weights(name)
+        client.post("/continue_generation", {})
+        client._is_paused = False

@@ -10,6 +10,8 @@ from megappo.errors import ActionableError
 from megappo.userland.user_code import JsonObject
 
 FINISH_REASONS = ("stop", "length")
+INCOMPLETE = "incomplete"
+"""SGLang's version of weights that are part old, part new: `checked` refuses what they write."""
 
 
 class EngineError(ActionableError, RuntimeError):
@@ -32,25 +34,46 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
+class WeightVersion:
+    """Version of the weights of an engine that samples ahead of training.
+
+    Attributes:
+        number: training steps that the weights have had.
+        keeps_cache: keys and values that other versions have cached stay in the engine, apart from this version's.
+    """
+
+    number: int
+    keeps_cache: bool = False
+
+
+@dataclass(frozen=True)
 class Generation:
     """One response.
 
     tokens include the stop token; an aborted response has its tokens so far, without log_probs. log_probs[t] is log
     p(tokens[t] | all before), after temperature, over the whole vocabulary even where top_p or top_k cut it. num_cached
-    tokens of the prompt needed no computing.
+    tokens of the prompt needed no computing. versions[t] is the version of the weights that wrote tokens[t]; empty
+    where the engine does not sample ahead of training.
     """
 
     tokens: list[int]
     log_probs: list[float]
     finish_reason: Literal["stop", "length", "abort"]
     num_cached: int = 0
+    versions: Sequence[int] = ()
 
 
-def generate_body(prompts: Sequence[list[int]], params: SamplingParams, adapter: str | None = None) -> JsonObject:
+def generate_body(
+    prompts: Sequence[list[int]],
+    params: SamplingParams,
+    adapter: str | None = None,
+    version: WeightVersion | None = None,
+) -> JsonObject:
     """Return the body of a request for one response to each prompt, in SGLang's spelling.
 
     Args:
         adapter: name of the adapter that is added to the engine's model.
+        version: of the engine's weights.
     """
     sampling = {
         "max_new_tokens": params.max_response_length,
@@ -60,21 +83,31 @@ def generate_body(prompts: Sequence[list[int]], params: SamplingParams, adapter:
         "stop_token_ids": list(params.stop_token_ids),
     }
     body = {"input_ids": list(prompts), "sampling_params": sampling, "return_logprob": True}
-    return body | ({"lora_path": adapter} if adapter else {})
+    if adapter:
+        body["lora_path"] = adapter
+    if version is not None and version.keeps_cache:
+        body["extra_key"] = str(version.number)  # SGLang finds cached keys and values by it, besides the tokens
+    return body
 
 
-def stream_body(prompts: Sequence[list[int]], params: SamplingParams, adapter: str | None = None) -> JsonObject:
+def stream_body(
+    prompts: Sequence[list[int]],
+    params: SamplingParams,
+    adapter: str | None = None,
+    version: WeightVersion | None = None,
+) -> JsonObject:
     """Return the body for a stream of which only the first tokens and whole responses are sent."""
-    body = generate_body(prompts, params, adapter)
+    body = generate_body(prompts, params, adapter, version)
     body["sampling_params"]["stream_interval"] = params.max_response_length + 1
     return body | {"stream": True}
 
 
-def checked(reply: Any, *, may_abort: bool = False) -> Generation:
+def checked(reply: Any, *, may_abort: bool = False, version: WeightVersion | None = None) -> Generation:
     """Return the response in one reply.
 
     Args:
         may_abort: the request may have been aborted.
+        version: of the engine's weights when the request was sent.
     Raises:
         EngineError: the reply holds none. EngineFault: by the engine's fault.
     """
@@ -96,7 +129,23 @@ def checked(reply: Any, *, may_abort: bool = False) -> Generation:
             raise EngineFault(f"the engine's tokens {tokens} and those of its log-probs {entries} differ")
         if any(value is None or not math.isfinite(value) for value in log_probs):
             raise EngineFault(f"the engine returned a log-prob that is no number: {log_probs}; are its weights finite?")
-        return Generation(tokens, log_probs, end["type"], meta.get("cached_tokens", 0))
+        versions = [] if version is None else _token_versions(meta["weight_versions"], count, version)
+        return Generation(tokens, log_probs, end["type"], meta.get("cached_tokens", 0), versions)
+
+
+def _token_versions(spans: Sequence[JsonObject], num_tokens: int, requested: WeightVersion) -> list[int]:
+    """Return the version of the weights that wrote each token, from SGLang's spans of a response."""
+    versions: list[int] = []
+    for span in spans:
+        if span["start"] != len(versions):
+            raise EngineFault(f"expected spans of weight versions without gaps, got {spans}")
+        versions += [int(span["version"])] * (span["end"] - span["start"])
+    if len(versions) != num_tokens:
+        raise EngineFault(f"expected weight versions of all {num_tokens} tokens, got {spans}")
+    if requested.keeps_cache and versions:
+        # The weights may have changed before the first token, but after keys and values of the prompt were computed.
+        versions[0] = min(versions[0], requested.number)
+    return versions
 
 
 @contextlib.contextmanager
@@ -104,5 +153,5 @@ def expecting_response(reply: Any) -> Iterator[None]:
     """Turn errors about the reply's structure into the engine's fault."""
     try:
         yield
-    except (LookupError, TypeError) as error:
+    except (LookupError, TypeError, ValueError) as error:
         raise EngineFault(f"the engine's reply is no response ({error!r}): {str(reply)[:500]}") from error

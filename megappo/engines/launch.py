@@ -39,6 +39,8 @@ NODES_VARIABLES = {"SGLANG_USE_MESSAGE_QUEUE_BROADCASTER": "false"}
 TORCHRUN_PREFIXES = ("MASTER_", "TORCHELASTIC_", "RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_SIZE")
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 TRACES_PREFIX = "megappo-engine-"
+PROBE_SLOTS = 4
+"""Requests that run beside those of rollouts, which run at all times: the probe of a weight sync need not wait."""
 SPIN_COUNT = "3000"
 """GOMP_SPINCOUNT: how often a thread of libgomp looks for work before it sleeps. On two idle cores an engine of a 110M
 model writes 150 tokens/s with one thread; with two 160 at 1,000 looks, 198 at 2,000, 212 at 3,000, 221 at 6,000 and
@@ -64,7 +66,7 @@ def server_arguments(
         "tp_size": rollout.tensor_parallel,
         "skip_tokenizer_init": True,  # token ids in, token ids out
         "incremental_streaming_output": False,  # the last event of a response holds all of it
-        "max_running_requests": rollout.max_running_requests,
+        "max_running_requests": rollout.max_running_requests + (PROBE_SLOTS if rollout.max_staleness else 0),
         "log_level": "warning",
     }
     if on_gpu:

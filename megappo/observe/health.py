@@ -206,7 +206,7 @@ RULES: Table[Rule] = Table(
             "the effective sample size of the weights pi_trainer / pi_engine is below 80 % of the tokens (with "
             "algorithm.rollout_correction)",
             "the rollouts are of another policy than the actor: their effective sample size is {0:.0%}",
-            "Sync or record the rollouts again, or set algorithm.rollout_correction.level=token",
+            "Lower rollout.max_staleness, record the rollouts again, or set algorithm.rollout_correction.level=token",
             "docs/methods.md#when-engine-and-trainer-disagree",
         ),
     },

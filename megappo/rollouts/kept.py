@@ -17,7 +17,7 @@ from megappo.runtime.durable_files import put_durably
 
 KEPT_ROWS = 64
 """Rows of a step that are kept at most: those of the first prompts that it drew."""
-PER_TOKEN = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "values", "advantages", "returns")
+PER_TOKEN = ("rollout_log_probs", "staleness", "old_log_probs", "ref_log_probs", "values", "advantages", "returns")
 """Fields with a number per response token that are kept, where the run has them."""
 SCHEMA = pyarrow.schema(
     {

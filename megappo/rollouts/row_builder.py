@@ -39,9 +39,11 @@ class RowBuilder:
         self._tokenizer, self._exchange = tokenizer, exchange
         self._score_counts: set[int] = set()
 
-    def build(self, responses: StepResponses) -> tuple[Batch, dict[str, float]]:
+    def build(self, responses: StepResponses, step: int | None = None) -> tuple[Batch, dict[str, float]]:
         """Wait for the scores of a step's responses; return its rows and metrics.
 
+        Args:
+            step: see `sample_rows`.
         Raises:
             RewardError: a function failed, and reward.on_error is raise; or see `scores`.
             ConfigError: see `scores`; the critic does not know a token; or the estimator does not support step scores.
@@ -52,7 +54,7 @@ class RowBuilder:
         responses.fill_grades()
         if config.algorithm.mask_truncated:
             mask_truncated(samples, compared=config.compares_responses)
-        rows = sample_rows(samples, episodes=config.rollout.has_environment)
+        rows = sample_rows(samples, episodes=config.rollout.has_environment, step=step)
         greedy = [] if responses.greedy is None else responses.greedy.samples
         num_tokens = sum(one.num_policy_tokens for one in [*samples, *greedy])
         rewards = responses.failure_metrics() | extra_metrics(samples)

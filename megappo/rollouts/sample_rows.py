@@ -30,6 +30,8 @@ class Segment:
         text: of the prompt and all tokens, in an episode.
         log_probs: None at tokens that an environment wrote.
         rewards, turns: per token, in an episode; turns count from 1 and are 0 at tokens of the environment.
+        versions: of the weights that wrote each token, if the engines sample ahead of training; None at tokens that an
+            environment wrote.
     """
 
     prompt: list[int]
@@ -38,6 +40,7 @@ class Segment:
     log_probs: list[float | None] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     turns: list[int] = field(default_factory=list)
+    versions: list[int | None] = field(default_factory=list)
 
     @property
     def context(self) -> list[int]:
@@ -46,11 +49,12 @@ class Segment:
 
     def write(self, generation: Generation, text: str, turn: int) -> None:
         """Append a turn of the policy."""
-        self._append(generation.tokens, text, generation.log_probs, turn)
+        self._append(generation.tokens, text, generation.log_probs, generation.versions, turn)
 
     def observe(self, tokens: list[int], text: str) -> None:
         """Append an observation of the environment."""
-        self._append(tokens, text, [None] * len(tokens), 0)
+        unwritten = [None] * len(tokens)
+        self._append(tokens, text, unwritten, unwritten, 0)
 
     def reward(self, reward: float | Sequence[float]) -> None:
         """Set the reward of the latest turn: one number for its last token, or one per token."""
@@ -59,12 +63,20 @@ class Segment:
         else:
             self.rewards[-1] = reward
 
-    def _append(self, tokens: list[int], text: str, log_probs: Sequence[float | None], turn: int) -> None:
+    def _append(
+        self,
+        tokens: list[int],
+        text: str,
+        log_probs: Sequence[float | None],
+        versions: Sequence[int | None],
+        turn: int,
+    ) -> None:
         self.tokens += tokens
         self.text += text
         self.log_probs += log_probs
         self.rewards += [0.0] * len(tokens)
         self.turns += [turn] * len(tokens)
+        self.versions += versions
 
 
 @dataclass
@@ -115,7 +127,7 @@ class Sample:
 
 def response_sample(prompt_index: int, sample_index: int, prompt: list[int], response: Generation) -> Sample:
     """Return an engine's response to a prompt as a sample."""
-    segment = Segment(prompt, tokens=response.tokens, log_probs=response.log_probs)
+    segment = Segment(prompt, tokens=response.tokens, log_probs=response.log_probs, versions=list(response.versions))
     return Sample(prompt_index, sample_index, [segment], response.finish_reason)
 
 
@@ -130,11 +142,12 @@ def mask_truncated(samples: Sequence[Sample], *, compared: bool) -> None:
         one.is_masked = one.is_truncated or num_complete[one.prompt_index] <= compared
 
 
-def sample_rows(samples: Sequence[Sample], *, episodes: bool = False) -> Rows:
+def sample_rows(samples: Sequence[Sample], *, episodes: bool = False, step: int | None = None) -> Rows:
     """Return a row for each segment, without scores.
 
     Args:
         episodes: the run has an environment; the same on ranks without samples.
+        step: trains on the rows; None where the engines do not sample ahead of training.
     """
     sample_of_row: list[Sample] = []
     numbers: list[int] = []
@@ -159,6 +172,10 @@ def sample_rows(samples: Sequence[Sample], *, episodes: bool = False) -> Rows:
         fields["segments"] = floats(numbers)
         fields["turns"] = padded(turns, lengths)
         fields["turn_rewards"] = padded(rewards, lengths)
+    if step is not None:
+        versions = chain.from_iterable(segment.versions for segment in segments)
+        ages = floats(0 if version is None else step - 1 - version for version in versions)
+        fields["staleness"] = padded(ages, lengths)
     max_segments = max(numbers, default=0) + 1
     ids = [one.sample_index * max_segments + number for one, number in zip(sample_of_row, numbers, strict=True)]
     return Rows(

@@ -44,8 +44,8 @@ class DiskReader(Receiver):
         self.client = client
 
     def close(self) -> None:
-        # SGLang treats this as a whole update, and flushes cached keys and values.
-        body = {"model_path": str(self.folder)}
+        # SGLang treats this as a whole update.
+        body = {"model_path": str(self.folder), "flush_cache": not self.client.keeps_cache}
         self.client.post("/update_weights_from_disk", body, timeout=self.client.timeout)
 
 

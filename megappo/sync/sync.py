@@ -65,16 +65,19 @@ class WeightSync:
                 updates stay open: they must not be used further.
         """
         started = time.perf_counter()
-        tensors = self.tensors
-        if self._sent and self.engines_keep:
-            tensors = [tensor for tensor in tensors if changed and not tensor.is_frozen]
-        if tensors:
+        if tensors := self.pending(changed=changed):
             self._send(tensors)
             self.barrier()
             for receiver in self.receivers:
                 receiver.close()
             self._sent = True
         return SyncStats(num_bytes(tensors), time.perf_counter() - started)
+
+    def pending(self, *, changed: bool) -> Sequence[TensorSpec]:
+        """Return the tensors that a call would send now, the same on every rank."""
+        if self._sent and self.engines_keep:
+            return [tensor for tensor in self.tensors if changed and not tensor.is_frozen]
+        return self.tensors
 
     def forget(self) -> None:
         """Send everything the next time, whatever the engines have."""

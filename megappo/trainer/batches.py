@@ -70,7 +70,7 @@ class SampledBatches:
         """Wait for the scores of a step's responses; return each row on the rank that owns it, and metrics. Scoring
         began in `sample`."""
         with phase("reward"):
-            batch, metrics = self._row_builder.build(responses)
+            batch, metrics = self._row_builder.build(responses, step if self._config.rollout.max_staleness else None)
             if responses.greedy is not None:
                 batch = replace(batch, rows=self._with_baselines(batch.rows, responses.greedy))
         num_tokens = metrics["rollout/num_tokens"] + responses.num_dropped_tokens

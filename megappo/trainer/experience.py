@@ -75,8 +75,9 @@ def _experience(run: Run, step: int, batch: Batch, metrics: dict[str, Any]) -> E
     """Return a step's experience, with the statistics of its rows that the run itself reads."""
     config, rows = run.config, batch.rows
     values: Unreduced = {"num_tokens": (rows.response_mask, "sum")}
-    if config.algorithm.old_log_probs == "trainer":
-        values["log_prob_diff"] = (log_prob_diff(rows), "mean")
+    differences = log_prob_diff(rows)
+    if differences is not None:
+        values["log_prob_diff"] = (differences, "mean")
     if config.algorithm.use_kl_in_reward:
         values["kl_penalty"] = (of_tokens("kl_penalty")(rows), "mean")
         metrics["reward/kl_coef"] = run.progress.kl.value

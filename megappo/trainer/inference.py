@@ -1,13 +1,14 @@
 """Engines and weight sync together: engines sleep, wake, take the actor's weights, and are probed afterwards."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 
 from megappo.batch.exchange import Batch, Exchange
 from megappo.data.prompts import Prompt, PromptDataset
-from megappo.engines.client import WEIGHTS, WORKING_MEMORY, EngineClient, deferring_faults
-from megappo.engines.generations import EngineFault, Generation
+from megappo.engines.client import WEIGHTS, WORKING_MEMORY, EngineClient, deferring_faults, taking_weights
+from megappo.engines.generations import EngineFault, Generation, WeightVersion
 from megappo.engines.handle import EngineHandle, Footprint
 from megappo.engines.restarts import stop_engines
 from megappo.placement.run_plan import RunPlan
@@ -101,6 +102,8 @@ class InferenceEngines:
         loaded: checksums of the weights that this rank's engine has loaded; see `verified_sync`.
         footprint: of the engine on this rank's GPU.
         sent: stats of the last sync.
+        version: training steps that the engines' weights have had.
+        hold: in a run that samples ahead of training, entered on every rank while the engines take weights.
     """
 
     def __init__(self, plan: RunPlan, engine_handle: EngineHandle, exchange: Exchange, *, is_new: bool):
@@ -109,6 +112,8 @@ class InferenceEngines:
         self.sleeps = engine_handle.number is not None and engine_sleeps(plan.route, engine_handle.number)
         self.asleep = False
         self.loaded, self.footprint, self.sent = (), Footprint(0), SyncStats()
+        self.version = 0
+        self.hold: Callable[[], AbstractContextManager[object]] = nullcontext
 
     @property
     def client(self) -> EngineClient | None:
@@ -148,21 +153,23 @@ class InferenceEngines:
         self.weight_sync = self.make_sync()
         self.restarts.give_weights = self.give_weights
 
-    def sync(self, *, changed: bool = True) -> dict[str, float]:
-        """Wake the engines with the actor's weights.
+    def sync(self, step: int, *, changed: bool = True) -> dict[str, float]:
+        """Wake the engines with the actor's weights after a step.
 
         Args:
             changed: the actor may have been trained since the last call.
         Returns:
             `sync/{bytes,seconds,gib_per_second}`, by the slowest rank's clock; and the probe's metrics.
         """
+        self.version = step
         self.wake(changed=changed)
         num_bytes, seconds = self.sent.bytes, max(self.exchange.all_gather(self.sent.seconds))
         metrics = {"sync/bytes": num_bytes, "sync/seconds": seconds}
         return metrics | {"sync/gib_per_second": num_bytes / 2**30 / seconds} | self.probe()
 
-    def first_sync(self) -> None:
-        """Sync for the first time, and prove that all of the engines' weights are the actor's."""
+    def first_sync(self, step: int) -> None:
+        """Sync for the first time, after this step, and prove that all of the engines' weights are the actor's."""
+        self.version = step
         with STATUS.step("first weight sync"):
             self._wake(self._prove if self.plan.config.proves_weights else self._send)
             self.probe()
@@ -249,12 +256,29 @@ class InferenceEngines:
     def _prove(self) -> None:
         self.weight_sync.forget()  # the proof corrupts frozen weights as well
         barrier = partial(self.exchange.all_gather, None)
-        with deferring_faults(self.client):
+        with deferring_faults(self.client), self._taking_weights():
             verified_sync(self.weight_sync, self.client, barrier=barrier, as_loaded=self.as_loaded, loaded=self.loaded)
 
     def _send(self, *, changed: bool = True) -> None:
-        with deferring_faults(self.client):
+        with deferring_faults(self.client), self._taking_weights(changed=changed):
             self.sent = self.weight_sync(changed=changed)
+
+    @contextmanager
+    def _taking_weights(self, *, changed: bool = True) -> Iterator[None]:
+        """Inside, the engines take weights, if there are any to send. Engines that sample ahead of training pause."""
+        rollout = self.plan.config.rollout
+        if not rollout.max_staleness:
+            yield
+            return
+        version = WeightVersion(self.version, keeps_cache=not rollout.recompute_cache)
+        if self.weight_sync.pending(changed=changed):
+            with self.hold(), taking_weights(self.client, version):
+                yield
+        else:
+            yield
+            if self.client is not None:
+                self.client.version = version
+                self.client.name_weights(str(version.number))
 
     def _has_failed(self) -> bool:
         """Return whether this rank's engine has failed, in a request or between requests."""

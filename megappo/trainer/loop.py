@@ -22,7 +22,7 @@ def train(run: Run) -> None:
         Unhealthy: a rule of trainer.stop_on began to hold. Everything is saved.
     """
     with run.phase("sync"):
-        run.engines.first_sync()
+        run.engines.first_sync(run.progress.start_step)
     if run.progress.is_new and run.config.eval_interval:
         run.observer.log(0, run.evaluate(0))
     run.begin_training()
@@ -71,7 +71,7 @@ def ppo_step(run: Run, step: int) -> dict[str, Any]:
     with phase("gather_metrics"):
         metrics = run.end_updates(experience, shards)
     with phase("sync"):
-        metrics |= run.engines.sync(changed=models.is_trained("actor", step))
+        metrics |= run.engines.sync(step, changed=models.is_trained("actor", step))
     if run.is_due(step, run.config.eval_interval):
         metrics |= run.evaluate(step)  # phase "evaluate"
     run.progress.finish(experience)

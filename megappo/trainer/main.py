@@ -175,9 +175,9 @@ def rollout_only(run: Run) -> None:
 
 def evaluate_only(run: Run) -> None:
     """Evaluate a checkpoint, or the model of model.path, once; write evaluation.json beside metrics and report."""
-    with run.phase("sync"):
-        run.engines.first_sync()
     step, weights = run.progress.step, run.progress.checkpoint or Path(run.config.model.path)
+    with run.phase("sync"):
+        run.engines.first_sync(step)
     metrics = run.evaluate(step)
     run.observer.log(step, metrics)
     content = {"weights": str(weights.resolve()), "step": step, "metrics": metrics}

@@ -38,8 +38,8 @@ class Experience:
         batch: rows at their owners, with all fields that losses read.
         metrics: of the step until its advantages.
         kl_penalty: mean of the KL to the reference over the tokens; None without a penalty in the rewards or a token.
-        log_prob_diff: mean of |old_log_probs - rollout_log_probs| over the tokens; 0 without a token, None without the
-            trainer's log-probs. Not saved.
+        log_prob_diff: mean of |old_log_probs - rollout_log_probs| over the tokens; 0 without a token, None without
+            tokens to compare. Not saved.
         num_updates: component -> mini-batches of all epochs that it has been trained on.
         optimizer_steps: component -> metrics of its optimizer steps.
     """

@@ -1,5 +1,6 @@
 """The order in which engines sleep, wake and take the weights, seen by a recording client."""
 
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -88,7 +89,7 @@ def test_an_engine_wakes_for_its_weights_first_and_only_then_for_its_caches(even
     found.sleep()
     assert events == ["flush_cache", "release_memory_occupation", "barrier"]
     events.clear()
-    assert found.sync()["sync/bytes"] == 8
+    assert found.sync(1)["sync/bytes"] == 8
     ready = ["empty_cache", "barrier"]  # what any rank keeps free, the engine cannot have
     nobody_failed = "barrier"
     waking = [*ready, WAKING[0], nobody_failed, WAKING[1], *ready, WAKING[2], nobody_failed]
@@ -98,7 +99,7 @@ def test_an_engine_wakes_for_its_weights_first_and_only_then_for_its_caches(even
 def test_an_engine_that_does_not_sleep_gets_no_request(events):
     found = engines(events, sleeps=False)
     found.sleep()
-    found.sync()
+    found.sync(1)
     assert [line for line in events if line not in ("empty_cache", "barrier")] == ["weights", "probe"]
 
 
@@ -126,7 +127,7 @@ def test_an_engine_that_fails_outside_a_rollout_is_restarted(events, fails, expe
     found = engines(events)
     found.client.fails = fails
     found.sleep()
-    assert found.sync()["sync/bytes"] == 8
+    assert found.sync(1)["sync/bytes"] == 8
     requests = [line for line in events if line not in ("empty_cache", "barrier", "flush_cache")]
     assert requests[-len(expected) - 1 :] == [*expected, "probe"]
     assert found.restarts.take_count() == 1
@@ -140,12 +141,59 @@ def test_an_engine_that_fails_outside_a_rollout_is_restarted(events, fails, expe
 def test_an_engine_that_fails_in_the_first_sync_is_restarted_and_the_sync_proven_then(events, fails):
     found = engines(events)
     found.client.fails = fails
-    found.first_sync()
+    found.first_sync(0)
     requests = [line for line in events if line not in ("empty_cache", "barrier")]
     [failed] = [number for number, line in enumerate(requests) if line.endswith("fails")]
     checksum, reset = "weights_checker checksum", "weights_checker reset_tensors"
     proof = (checksum, "weights", checksum)
     assert requests[failed + 1 :] == [*RESTART, "weights", "probe", "forget", checksum, reset, *proof, "probe"]
+
+
+def sampling_ahead(events: list[str], **rollout: object) -> InferenceEngines:
+    settings = {"placement": {"actor": "0", "critic": "0", "rollout": "1"}, "rollout": {"max_staleness": 2, **rollout}}
+    found = engines(events, sleeps=False)
+    found.plan = plan_run(Config.model_validate(CONFIG.model_dump(exclude_unset=True) | settings), 2)
+    found.weight_sync.pending = lambda *, changed: changed
+
+    @contextmanager
+    def hold():
+        events.append("hold")
+        yield
+        events.append("let go")
+
+    found.hold = hold
+    return found
+
+
+def requests_of(events: list[str]) -> list[str]:
+    return [line for line in events if line not in ("empty_cache", "barrier")]
+
+
+def taken(mode: str, weights: str = "weights") -> list[str]:
+    """The requests of a sync while the engine samples; its version is that of step 5."""
+    after = [] if weights.endswith("fails") else ["update_weight_version 5 False", "continue_generation"]
+    return ["hold", f"pause_generation {mode}", weights, *after, "let go"]
+
+
+@pytest.mark.parametrize(("recompute", "mode"), [(True, "retract"), (False, "in_place")])
+def test_an_engine_that_samples_ahead_pauses_while_it_takes_weights(events, recompute, mode):
+    found = sampling_ahead(events, recompute_cache=recompute)
+    found.sync(4)
+    assert ("flush_cache" in events) == (mode == "in_place"), "a server may have the cache of a run before"
+    events.clear()
+    found.sync(5)
+    assert requests_of(events) == [*taken(mode), "probe"]
+    events.clear()
+    found.wake()
+    assert requests_of(events) == ["weights", "update_weight_version 5 False"], "nothing is sent"
+
+
+def test_an_engine_that_fails_while_it_is_paused_is_restarted(events):
+    found = sampling_ahead(events)
+    found.client.fails = "weights"
+    found.sync(5)
+    again = taken("retract")
+    assert requests_of(events) == [*taken("retract", "weights fails"), *RESTART, *again, "probe", *again, "probe"]
 
 
 def fall_asleep(rank: int, world_size: int) -> None:
@@ -201,7 +249,7 @@ def test_engines_sleep_while_a_checkpoint_is_written(events, monkeypatch, tmp_pa
         phase=Phases(NO_MODELS),
         utilisation=None,
     )
-    run.engines.first_sync = lambda: None
+    run.engines.first_sync = lambda step: None
     monkeypatch.setattr("megappo.trainer.loop.ppo_step", lambda run, step: {"rollout/num_tokens": 1})
     train(run)
     asleep = ["flush_cache", "release_memory_occupation", "save"]
@@ -292,7 +340,7 @@ def first_sync_of(events: list[str], loaded: Checksums, client: Checked, synced:
     made.engine_handle.client, made.asleep, made.loaded = client, True, loaded
     client.synced = synced
     events.clear()
-    made.first_sync()
+    made.first_sync(0)
 
 
 def test_the_first_sync_wakes_an_engine_and_proves_it_by_what_it_had_loaded(events, on_a_gpu):

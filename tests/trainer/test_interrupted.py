@@ -131,7 +131,7 @@ class Watched:
     def __init__(self, run: Run, evaluation: int | None = None, save: int | None = None):
         self.run, self.seen, self.logged, self.evaluation = run, [], {}, evaluation
         run.evaluate = self.evaluate
-        run.engines.first_sync = lambda: self.seen.append("sync" + " as loaded" * run.progress.is_new)
+        run.engines.first_sync = lambda step: self.seen.append("sync" + " as loaded" * run.progress.is_new)
         run.observer.log = lambda step, metrics, examples=(): self.logged.update({step: metrics})
         run.observer.checkpoint = lambda step, path: save is not None and self.ask_to_end(run.progress.step == save)
         run.observer.end = lambda end: self.seen.append("finish")

@@ -104,6 +104,30 @@ def test_metrics_of_rows_are_of_all_ranks_response_tokens_and_one_registration_a
     run_ranks(3, check_rows)
 
 
+def check_staleness(rank: int, world_size: int) -> None:
+    """Weights of the step wrote the first and the fourth of five rows alone."""
+    rows = make_rows()
+    ages = torch.tensor([[0, 0, 0, 0], [2, 0, 1, 1], [1, 0, 0, 0], [0, 0, 0, 0], [3, 3, 0, 0]]).float()
+    rows.fields["staleness"] = ages
+    exchange, own = Exchange(dist.group.WORLD), [[0, 1, 2], [], [3, 4]][rank]
+    found = row_metrics(exchange, rows.select(own), 1)
+    for name, values in (("staleness", of_tokens(rows, ages)), ("response_staleness", [0.0, 2.0, 1.0, 0.0, 3.0])):
+        assert found[f"rollout/{name}/mean"] == pytest.approx(sum(values) / len(values))
+        assert found[f"rollout/{name}/max"] == 3.0
+        assert sum(found[f"rollout/{name}/histogram"].numbers[2:]) == len(values)
+    assert found["rollout/mixed_versions_frac"] == pytest.approx(1 / 5)
+    difference = (rows.fields["old_log_probs"] - rows.fields["rollout_log_probs"]).abs()
+    fresh = difference[0, :2].tolist() + difference[3].tolist()
+    expected = plain_statistics("rollout/log_prob_diff", fresh)
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
+    rows.fields["staleness"] = ages + 1
+    assert not {*expected} & row_metrics(exchange, rows.select(own), 1).keys(), "no token proves the weights"
+
+
+def test_the_age_of_tokens_is_a_metric_and_those_of_older_weights_do_not_prove_the_newest() -> None:
+    run_ranks(3, check_staleness)
+
+
 def check_groups(rank: int, world_size: int) -> None:
     prompts, scores = torch.tensor([4, 4, 4, 7, 7, 9]), torch.tensor([1.0, 1.0, 1.0, 0.0, 0.5, 3.0])
     lengths = torch.ones(6, dtype=torch.int64)
