@@ -3,6 +3,7 @@
 import argparse
 import os
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -18,7 +19,10 @@ examples:
   megappo plan configs/quickstart.yaml trainer.seed=1
   megappo plan configs/qwen2.5_7b_gsm8k_8gpu.yaml --gpu h100 --suggest
   megappo plan --init Qwen/Qwen2.5-7B --gpu h100 --gpus 8 > my_run.yaml
-  megappo plan --keys actor.optim"""
+  megappo plan --keys actor.optim
+
+The exit code is 0 if the run could start here, else 2: a model or data that is missing is an error, although --gpu
+estimates without them."""
 TRAIN = """\
 example: megappo train configs/quickstart.yaml trainer.output_dir=outputs/mine actor.optim.lr=1e-6
 all keys: megappo plan --keys. Several nodes: launch/torchrun_node.sh, launch/slurm.sbatch."""
@@ -131,11 +135,13 @@ def doctor_arguments(words: Sequence[str] | None) -> argparse.Namespace:
 
 def serve_arguments(words: Sequence[str]) -> None:
     """Refuse arguments without a model first; SGLang parses what follows it."""
-    if not words or words[0].startswith("-"):
-        asks_for_help = {"-h", "--help"} & set(words)
-        found = f"error: expected a model first, found {words[0] if words else 'nothing'}; "
-        parser = argparse.ArgumentParser(add_help=False)
-        parser.exit(0 if asks_for_help else 2, f"{'' if asks_for_help else found}{SERVE}\n")
+    if words and not words[0].startswith("-"):
+        return
+    if {"-h", "--help"} & set(words):
+        print(SERVE)
+        sys.exit()
+    print(f"error: expected a model first, found {words[0] if words else 'nothing'}; {SERVE}", file=sys.stderr)
+    sys.exit(2)
 
 
 class _CommandLine(argparse.ArgumentParser):

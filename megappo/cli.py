@@ -4,7 +4,9 @@ A command's arguments are checked before its module is imported, which may take 
 """
 
 import os
+import select
 import shlex
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Annotated, NamedTuple, NoReturn
@@ -53,8 +55,31 @@ COMMANDS = {
 
 
 def main() -> int:
-    """Run a command and return its exit code; 2 where there is no such command."""
-    words = sys.argv[1:]
+    """Run a command and return its exit code; 2 where there is no such command.
+
+    A reader of the output that has left, such as `head`, ends the command as it ends a program in C.
+    """
+    try:
+        try:
+            return _run(sys.argv[1:])
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        if not _reader_has_left():
+            raise  # of another pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes it once more
+        return 128 + signal.SIGPIPE
+
+
+def _reader_has_left() -> bool:
+    """Return whether nobody reads this process's output any more."""
+    poll = select.poll()
+    for stream in (sys.stdout, sys.stderr):
+        poll.register(stream.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def _run(words: Sequence[str]) -> int:
     os.environ["PYTHONSAFEPATH"] = "1"  # files of the working folder must not hide modules of what a command starts
     nproc = [f"NPROC={os.environ['NPROC']}"] if os.environ.get("NPROC") else []
     os.environ.setdefault(COMMAND, shlex.join([*nproc, own_command("megappo"), *words]))

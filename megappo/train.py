@@ -122,7 +122,8 @@ class RunContext:
     together. A program that torchrun did not start is a run of one rank.
 
     Raises:
-        ConfigError: the config cannot work.
+        ConfigError: the config cannot work. Another config can be tried.
+        RuntimeError: this process has had a run.
     """
 
     def __init__(self, config: Config):
@@ -130,17 +131,20 @@ class RunContext:
         self._cleanup = ExitStack()
 
     def __enter__(self) -> "Run":
-        if not any(name in os.environ for name in SET_BY_TORCHRUN):
-            os.environ.update(ONLY_RANK)
-            store: dist.Store = dist.HashStore()
-        elif fault := _environment_fault():
-            raise ConfigError(fault)
-        else:
-            die_with(os.getppid())  # torchrun
-            store = _join_store(int(os.environ["RANK"]))
-        rank = int(os.environ["RANK"])
-        _set_up_process(rank)
+        if dist.is_initialized():  # Megatron keeps the groups and random states of a run in globals
+            raise RuntimeError("this process has had a run, or a process group: start another process for each run")
         with ExitStack() as stack:  # closed if anything below fails
+            if not any(name in os.environ for name in SET_BY_TORCHRUN):
+                os.environ.update(ONLY_RANK)
+                stack.callback(lambda: [os.environ.pop(name) for name in ONLY_RANK])
+                store: dist.Store = dist.HashStore()
+            elif fault := _environment_fault():
+                raise ConfigError(fault)
+            else:
+                die_with(os.getppid())  # torchrun
+                store = _join_store(int(os.environ["RANK"]))
+            rank = int(os.environ["RANK"])
+            _set_up_process(rank)
             run = _execute(_checked(self.config), store, rank, stack, BUILD)
             if run is None:
                 raise ConfigError("trainer.output_dir holds a finished run: name another folder")

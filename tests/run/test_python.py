@@ -11,6 +11,24 @@ from megappo.config.loading import load_config
 
 PAGE = (REPOSITORY / "docs" / "python.md").read_text("utf-8")
 BY_HAND = PAGE.split("```python\n")[1].split("```")[0]
+REFUSED = """
+import sys
+import megappo
+from megappo.config.config_error import ConfigError
+
+try:
+    with megappo.Trainer(megappo.load_config(sys.argv[1], [*sys.argv[2:], "model.path=/missing"])):
+        pass
+except ConfigError as error:
+    print("refused:", error)
+"""
+AGAIN = """
+try:
+    with megappo.Trainer(megappo.load_config(sys.argv[1], sys.argv[2:])):
+        pass
+except RuntimeError as error:
+    print("again:", error)
+"""
 LAUNCHER = ("-m", "megappo.torchrun", "--standalone", "--nproc-per-node", "2")
 ALONE = pytest.param((), ONE_RANK_EACH, marks=pytest.mark.slow, id="alone")
 pytestmark = pytest.mark.timeout(300)
@@ -20,7 +38,7 @@ pytestmark = pytest.mark.timeout(300)
 def test_ppo_by_hand_trains_adapters_which_engines_get_alone(config, folder, launcher, settings):
     assert len(BY_HAND.splitlines()) <= 75
     script, extension, out = folder / "my_ppo.py", folder / "extension.py", folder / "out"
-    script.write_text(BY_HAND)
+    script.write_text(REFUSED + BY_HAND + AGAIN)
     extension.write_text("import megatron.core\n")
     old = [out / "timeline" / "rank_00001.jsonl", out / "rollouts" / "step_00000001.parquet"]
     for file in old:  # of an earlier run, which left no checkpoint
@@ -30,6 +48,8 @@ def test_ppo_by_hand_trains_adapters_which_engines_get_alone(config, folder, lau
     words.append(f"trainer.extensions=[{extension}]")
     with Program(folder / "program", *words, command=(sys.executable, *launcher, script)) as program:
         assert program.wait() == 0, program.output
+        assert "refused: model.path: no folder /missing" in program.output
+        assert "again: this process has had a run, or a process group: start another process" in program.output
     steps = logged(out)
     assert [step["step"] for step in steps] == [1, 2]
     exported = out / "hf_actor"
