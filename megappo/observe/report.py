@@ -8,6 +8,7 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -20,12 +21,12 @@ from megappo.observe.metrics_file import read_metrics
 from megappo.observe.report_data import run_data
 from megappo.observe.report_samples import MOST_CHARACTERS
 from megappo.observe.run_summary import summary
-from megappo.runtime.durable_files import put_durably
+from megappo.runtime.durable_files import put_whole
 
 REPORT_SECONDS = 30.0
 """Least time between two reports of a run that goes on."""
-REPORT_SHARE = 0.01
-"""Most of a run's time that they may take."""
+REPORT_SHARE = 0.005
+"""Share of a run's time that those after the first take at most."""
 ASSETS = Path(__file__).parent / "page"
 LIBRARY, LIBRARY_STYLE = "uPlot.iife.min.js", "uPlot.min.css"
 """uPlot 1.6.32, under the MIT licence of uPlot.LICENSE."""
@@ -81,7 +82,7 @@ def _write_page(path: Path, title: str, folders: Sequence[Path]) -> Path:
         runs.append(run_data(name, folder, steps, MOST_CHARACTERS // len(folders)))
         summaries.append(f"{name}\n{summary(folder, steps)}")
     content = page(title, runs, "\n\n".join(summaries))
-    put_durably(path, lambda partial: partial.write_bytes(content))
+    put_whole(path, lambda partial: partial.write_bytes(content))
     return path
 
 
@@ -118,6 +119,7 @@ def page(title: str, runs: Sequence[dict[str, Any]], summary: str) -> bytes:
     return text.encode("utf-8", "backslashreplace")  # a lone surrogate of a response becomes its JSON escape
 
 
+@cache
 def charts() -> dict[str, list[dict[str, Any]]]:
     """Return the charts of charts.yaml, by group."""
     return yaml.safe_load(_asset("charts.yaml"))

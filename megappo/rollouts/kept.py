@@ -13,7 +13,7 @@ from megappo.data.tokenizer import token_texts
 from megappo.observe.files import kept_file
 from megappo.rollouts.group_selection import StepResponses
 from megappo.rollouts.rollouts import Rollouts
-from megappo.runtime.durable_files import put_durably
+from megappo.runtime.durable_files import put_whole
 
 KEPT_ROWS = 64
 """Rows of a step that are kept at most: those of the first prompts that it drew."""
@@ -60,7 +60,7 @@ def keep_rollouts(
     path = kept_file(output_dir, step)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        put_durably(path, lambda partial: parquet.write_table(table, partial, compression="zstd"))
+        put_whole(path, lambda partial: parquet.write_table(table, partial, compression="zstd"))
     except OSError as error:
         print(f"WARNING: the rollouts of step {step} are not kept: {error}", flush=True)
 

@@ -48,7 +48,7 @@ def test_ppo_by_hand_trains_adapters_which_engines_get_alone(config, folder, lau
     words.append(f"trainer.extensions=[{extension}]")
     with Program(folder / "program", *words, command=(sys.executable, *launcher, script)) as program:
         assert program.wait() == 0, program.output
-        assert "refused: model.path: no folder /missing" in program.output
+        assert "refused: command line: model.path: no folder /missing" in program.output
         assert "again: this process has had a run, or a process group: start another process" in program.output
     steps = logged(out)
     assert [step["step"] for step in steps] == [1, 2]

@@ -27,7 +27,7 @@ from megappo.observe.loggers import RunEnd, RunInfo
 from megappo.observe.metrics import BUCKETS, Histogram
 from megappo.observe.metrics_file import read_metrics
 from megappo.observe.observer import Observer
-from megappo.observe.report import REPORT_SECONDS, write_report
+from megappo.observe.report import REPORT_SECONDS, REPORT_SHARE, write_report
 from megappo.observe.tensorboard_logger import TensorBoard
 from megappo.observe.timeline import append_phases, read_timeline
 from megappo.observe.timers import SAMPLE_SECONDS, PhaseMemory, Timers
@@ -95,7 +95,7 @@ def costs(run: Path, steps: Steps, step_seconds: float) -> dict[str, float]:
         "memory": sampled * step_seconds / SAMPLE_SECONDS,
         "timeline": appended / len(timeline),
         "loggers and health": logged / len(steps),
-        "report": reported * step_seconds / REPORT_SECONDS,
+        "report": step_seconds * min(reported / REPORT_SECONDS, REPORT_SHARE),
         "kept rollouts": of_run["keep_rollouts"] / of_run["step"] * step_seconds,
     }
 
