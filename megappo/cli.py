@@ -3,6 +3,7 @@
 A command's arguments are checked before its module is imported, which may take seconds.
 """
 
+import gc
 import os
 import select
 import shlex
@@ -64,6 +65,7 @@ def main() -> int:
             return _run(sys.argv[1:])
         finally:
             sys.stdout.flush()
+            gc.freeze()  # or an interpreter that ends looks through all objects of torch, which takes a second
     except BrokenPipeError:
         if not _reader_has_left():
             raise  # of another pipe
