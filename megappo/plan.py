@@ -13,7 +13,7 @@ import io
 import os
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from megappo.architecture.architecture import DTYPES
@@ -26,7 +26,7 @@ from megappo.config.eval_sets import eval_sets, longest_row
 from megappo.config.loading import leaves, load_config
 from megappo.config.schema import Config, Parallel
 from megappo.estimate.fitting import fits, resolve_offload
-from megappo.estimate.gpu_memory import Cluster, MemoryEstimate
+from megappo.estimate.gpu_memory import Cluster, MemoryEstimate, queue_bytes
 from megappo.estimate.gpus import GIB, GPUS, GPUS_PER_NODE
 from megappo.estimate.placed_model import Shapes
 from megappo.estimate.seconds import TimeEstimate
@@ -226,10 +226,22 @@ def batch_summary(plan: RunPlan) -> str:
         f"  at most {row:,} tokens each ({lengths}): {trajectories * row:,} tokens at worst",
         f"  {num_engines} engine(s): about {drawn * rollout.n / num_engines:,.4g} trajectories each, "
         f"{rollout.max_running_requests:,} at once",
+        *_queue_summary(plan),
         aligned(list(zip(*columns, strict=True))),
         f"  whole run: {plan.config.trainer.total_steps:,} steps; optimizer steps: {', '.join(steps)}",
     ]
     return "\n".join(lines)
+
+
+def _queue_summary(plan: RunPlan) -> Iterator[str]:
+    """Yield the size of the queue of responses where the engines run ahead."""
+    config, num_engines = plan.config, plan.layouts["rollout"].data
+    if batches := config.rollout.max_staleness:
+        most = queue_bytes(config) / num_engines / GIB
+        yield (
+            f"  up to {1 + batches} batches of prompts are started and not trained: at most {most:,.2f} GiB of host "
+            "memory for each engine"
+        )
 
 
 def weights_summary(plan: RunPlan) -> str:

@@ -90,7 +90,7 @@ def metric_names() -> set[str]:
 
 def literal_metrics() -> Iterator[str]:
     """Names that the source writes as they are; of a statistic without its kind, of a timer the phase alone."""
-    name = re.compile(r"(actor|critic|reward|rollout|advantages|sync|timing_s|memory)/[a-z_/]*[a-z_]")
+    name = re.compile(r"(actor|critic|reward|rollout|advantages|sync|timing|timing_s|memory)/[a-z_/]*[a-z_]")
     for path in sorted((ROOT / "megappo").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if isinstance(node, ast.Constant) and name.fullmatch(str(node.value)):

@@ -23,6 +23,9 @@ CONTEXT_BYTES, ENGINE_CONTEXT_BYTES, COMMUNICATOR_BYTES = 0.7 * GIB, 1.2 * GIB, 
 communicator."""
 PROCESS_BYTES, ENGINE_PROCESS_BYTES = 5 * GIB, 6 * GIB
 """Assumed: host memory of a rank and of an engine's process for a GPU, including libraries."""
+QUEUED_TOKEN_BYTES = 100
+"""Host memory of a token of a response that waits for training: Python's objects of its number, log-prob, reward, turn
+and version, and its text."""
 PREFILL_CHUNK = 8192
 """Tokens of prompts that an engine computes at a time, on GPUs of 80 GB and more."""
 GRAPH_BYTES = 2 * 2**20
@@ -108,6 +111,17 @@ def engine_memory(config: Config, policy: Architecture, num_parameters: int, fre
         graphs=rollout.max_running_requests * GRAPH_BYTES,
         working=logits + PREFILL_CHUNK * nbytes * LAYER_BUFFERS * layer_width,
     )
+
+
+def queue_bytes(config: Config) -> float:
+    """Return the host memory that responses need at most, over all owners of engines, until they are trained.
+
+    With rollout.max_staleness k the prompts of 1 + k batches have been started and not trained; 0 without it.
+    """
+    if not config.rollout.max_staleness:
+        return 0.0
+    num_responses = (1 + config.rollout.max_staleness) * config.data.train_batch_size * config.rollout.n
+    return num_responses * longest_row(config) * QUEUED_TOKEN_BYTES
 
 
 @dataclass(frozen=True)
@@ -214,6 +228,9 @@ class MemoryEstimate:
                 node = nodes[rank // gpus_per_node]
                 node["processes"] += PROCESS_BYTES + kind.has_engine * ENGINE_PROCESS_BYTES
                 node["offloaded states"] += asleep
+        for engine in self.plan.route.engines:
+            queued = queue_bytes(self.config) / len(self.plan.route.engines)
+            nodes[engine.owner // gpus_per_node]["queued responses"] += queued
         # A save in the background keeps all copies; else one model's are freed before the next one's are made.
         combined = sum if self.config.trainer.async_save else max
         saves = [model.saved(gpus_per_node) for model in self.models.values()]

@@ -1,10 +1,13 @@
 """Estimate the seconds of each phase of a step: work and bytes over the share of its data sheet that a GPU reaches.
 
 The estimate compares layouts, and shows where a step's time goes. It assumes that every row has the maximum length,
-that experts and data-parallel ranks have equal shares, and that nothing overlaps.
+that experts and data-parallel ranks have equal shares, and that nothing overlaps, except rollouts with training where
+engines on GPUs of their own run ahead (`rollout.max_staleness`).
 """
 
 from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
 
 from megappo.architecture.architecture import DTYPES
 from megappo.config.eval_sets import longest_row
@@ -26,11 +29,31 @@ three buckets took 45 ms."""
 BETWEEN_STEPS = (SAVE, "export")
 
 
+class Overlap(NamedTuple):
+    """A step in which the engines sample while the models train, in seconds; both sides wait for the weight sync.
+
+    Attributes:
+        trainers: work of the models.
+        trainers_wait: until a batch is complete, before they begin.
+        engines_wait: without a prompt that may be started.
+    """
+
+    trainers: float
+    trainers_wait: float
+    engines_wait: float
+    sync: float
+
+    @property
+    def step(self) -> float:
+        """Seconds of the slower side, and of the sync."""
+        return self.trainers + self.trainers_wait + self.sync
+
+
 class TimeEstimate:
     """The seconds of a run on a type of GPU.
 
     Attributes:
-        seconds: phase -> seconds of a step, in the step's order.
+        seconds: phase -> seconds of a step, in the step's order; "rollout" is that of one batch alone.
         mfu: phase that computes -> the models' own work over what their ranks could do meanwhile.
     """
 
@@ -55,7 +78,34 @@ class TimeEstimate:
     @property
     def step(self) -> float:
         """Seconds of a step. Phases of models on separate ranks add up, too, though they run at once."""
-        return sum(self.seconds.values())
+        return self.overlap.step if self.overlap else sum(self.seconds.values())
+
+    @cached_property
+    def overlap(self) -> Overlap | None:
+        """The two sides of a step; None if they take turns, as they do in effect on GPUs that they share.
+
+        Prompts of k = rollout.max_staleness batches are in progress while the models train, and of one more while they
+        wait for the oldest batch. `on_sync: finish` completes them before each sync, so that a step's batch is alone.
+        """
+        rollout = self.config.rollout
+        if not rollout.max_staleness or not self.is_apart:
+            return None
+        behind, ahead = (rollout.max_staleness, 1) if rollout.on_sync == "continue" else (1, 0)
+        trainers = sum(self.seconds.values()) - self.seconds[ROLLOUT] - self.seconds[SYNC]
+        sampled = trainers / self._rollout(behind)  # share of a batch
+        return Overlap(
+            trainers,
+            trainers_wait=max(1 - sampled, 0) * self._rollout(behind + ahead),
+            engines_wait=max(trainers - self.seconds[ROLLOUT], 0),
+            sync=self.seconds[SYNC],
+        )
+
+    @property
+    def is_apart(self) -> bool:
+        """True if no engine is on a GPU of a model."""
+        layouts = self.memory.plan.layouts
+        models = {rank for name, layout in layouts.items() if name != ROLLOUT for rank in layout.ranks}
+        return bool(self.config.rollout.engines) or models.isdisjoint(layouts[ROLLOUT].ranks)
 
     def _add_passes(self, phase: str, models: Sequence[PlacedModel]) -> None:
         """Add a phase's forward passes: a model's, and those of the reference that its head compares itself with.
@@ -128,23 +178,53 @@ class TimeEstimate:
         is_one_node = ranks[0] // gpus_per_node == ranks[-1] // gpus_per_node
         return self.gpu.link if is_one_node else self.gpu.network
 
-    def _rollout(self) -> float:
-        """Return the seconds of the prompts' pass and of decoding: in turns of as many sequences as an engine holds at
-        once, each of which reads weights and cache."""
-        engine = self.memory.engine
+    def _rollout(self, batches: int = 1) -> float:
+        """Return the seconds of a batch's prompts' pass and of decoding: in turns of as many sequences as an engine
+        holds at once, each of which reads weights and cache.
+
+        Args:
+            batches: as many are in progress at once.
+        """
         rollout = self.config.rollout
-        prompt = self.config.data.max_prompt_length
+        sequences = self._rows / self.memory.plan.layouts[ROLLOUT].data
+        at_once = min(batches * sequences, self.most_at_once)
+        decoding = sequences / at_once * rollout.max_response_length * self.decoding_step(at_once)
+        return decoding + sequences * self.prompt_pass
+
+    @property
+    def most_at_once(self) -> float:
+        """Sequences that an engine decodes at once at most, by rollout.max_running_requests and its cache."""
+        return min(self.config.rollout.max_running_requests, max(self.memory.engine.cache_tokens / self.context, 1.0))
+
+    @property
+    def context(self) -> float:
+        """Mean tokens of a sequence in progress."""
+        return self.config.data.max_prompt_length + self.config.rollout.max_response_length / 2
+
+    @property
+    def prompt_pass(self) -> float:
+        """Seconds of an engine for a prompt."""
         policy = self.memory.cluster.shapes.at(self.config.model.path)
-        reached = self._reached * rollout.tensor_parallel
-        context = prompt + rollout.max_response_length / 2
-        sequences = self._rows / self.memory.plan.layouts["rollout"].data
-        at_once = min(sequences, rollout.max_running_requests, max(engine.cache_tokens / context, 1.0))
-        read = engine.weights * _touched(policy, at_once) + at_once * context * engine.cache_per_token
+        return policy.flops.forward([(self.config.data.max_prompt_length, 1)]) / self._engine_reached
+
+    def decoding_step(self, at_once: float, context: float | None = None) -> float:
+        """Return the seconds in which an engine decodes a token of each of some sequences.
+
+        Args:
+            context: mean tokens of a sequence; None = `self.context`.
+        """
+        engine = self.memory.engine
+        policy = self.memory.cluster.shapes.at(self.config.model.path)
+        cached = at_once * (context or self.context) * engine.cache_per_token
+        read = engine.weights * _touched(policy, at_once) + cached
         reading = read / (self.gpu.memory_bandwidth * MEMORY_SHARE)
-        computing = at_once * policy.flops.forward([(1, 1)]) / reached
-        step = max(reading, computing) + policy.architecture.num_layers * LAUNCH_SECONDS
-        decoding = sequences / at_once * rollout.max_response_length * step
-        return decoding + sequences * policy.flops.forward([(prompt, 1)]) / reached
+        computing = at_once * policy.flops.forward([(1, 1)]) / self._engine_reached
+        return max(reading, computing) + policy.architecture.num_layers * LAUNCH_SECONDS
+
+    @property
+    def _engine_reached(self) -> float:
+        """Operations per second of an engine."""
+        return self._reached * self.config.rollout.tensor_parallel
 
     def _moved(self, rank_kind: RankKind) -> float:
         """Return the bytes that a rank moves in a step between its GPU and the host: a state that changes on the GPU

@@ -1,20 +1,25 @@
 """Print estimates as tables."""
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from operator import itemgetter
 
 from megappo.architecture.switches import Decision, SwitchContext, decisions
 from megappo.config.config_error import shorten, show
 from megappo.estimate.fitting import SPARE, fits, remedies
-from megappo.estimate.gpu_memory import MemoryEstimate, RankKind
+from megappo.estimate.gpu_memory import ROLLOUT, SYNC, MemoryEstimate, RankKind
 from megappo.estimate.gpus import GIB, GPU
 from megappo.estimate.placed_model import Shapes
 from megappo.estimate.seconds import TimeEstimate
 from megappo.placement.layout import format_ranks
 from megappo.placement.picture import aligned
 from megappo.placement.run_plan import RunPlan
+
+LANE_WIDTH = 100
+"""Characters of a step's picture."""
+UNEVEN = 0.05
+"""Share of a step that one side may wait for the other without advice."""
 
 
 def memory_table(estimate: MemoryEstimate) -> str:
@@ -44,14 +49,47 @@ def _ranks(rank_kind: RankKind) -> str:
 
 
 def time_table(estimate: TimeEstimate) -> str:
-    """Return the seconds of each phase, its share of the step, and the MFU of phases that compute."""
+    """Return the seconds of each phase, its share of the step, and the MFU of phases that compute; and the two sides of
+    a step in which the engines run ahead."""
     rows = [["", "seconds", "share", "MFU"]]
     for phase, seconds in estimate.seconds.items():
         mfu = f"{estimate.mfu[phase]:.0%}" if phase in estimate.mfu else ""
         rows.append([phase, written_seconds(seconds), f"{seconds / estimate.step:.0%}", mfu])
-    rows.append(["together", written_seconds(estimate.step), "", ""])
+    rows.append(["overlapped" if estimate.overlap else "together", written_seconds(estimate.step), "", ""])
     steps = estimate.config.trainer.total_steps
-    return f"{aligned(rows)}\n  {steps:,} steps: {_duration(steps * estimate.step)}, without evaluations and saves"
+    duration = f"  {steps:,} steps: {_duration(steps * estimate.step)}, without evaluations and saves"
+    return "\n".join([aligned(rows), *_timeline(estimate), duration])
+
+
+def _timeline(estimate: TimeEstimate) -> Iterator[str]:
+    """Yield the lines of a step's picture, a lane for each side, and which side waits for the other."""
+    overlap = estimate.overlap
+    if overlap is None:
+        if estimate.config.rollout.max_staleness:
+            yield "  engines and models share GPUs: the phases count as if they took turns"
+        return
+    phases = dict(estimate.seconds)
+    sync = {SYNC: phases.pop(SYNC)}
+    del phases[ROLLOUT]
+    sampling = overlap.step - overlap.engines_wait - overlap.sync
+    yield f"  engines   {_lane({ROLLOUT: sampling, '': overlap.engines_wait} | sync, overlap.step)}"
+    yield f"  trainers  {_lane({'': overlap.trainers_wait} | phases | sync, overlap.step)}"
+    waits = {"engines": (overlap.engines_wait, "models"), "trainers": (overlap.trainers_wait, "engines")}
+    side, (seconds, other) = max(waits.items(), key=itemgetter(1))
+    share = seconds / overlap.step
+    advice = f": give the {other} more of the GPUs" if share > UNEVEN else ""
+    yield f"  the {side} wait for {share:.0%} of the step{advice}"
+
+
+def _lane(blocks: Mapping[str, float], step: float) -> str:
+    """Return blocks of seconds after each other, each as long as its share of the step; "" is a wait."""
+    lane, end = "|", 0.0
+    for name, seconds in blocks.items():
+        end += seconds
+        width = round(end / step * LANE_WIDTH) - len(lane)
+        if width > 0:
+            lane += name[:width].ljust(width, "-" if name else ".") + "|"
+    return lane
 
 
 def _duration(seconds: float) -> str:

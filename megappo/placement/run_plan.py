@@ -101,6 +101,16 @@ class RunPlan:
         """Return the plan with a config that places everything on the same ranks."""
         return replace(self, config=config, components=components_of(config))
 
+    def sleep_errors(self) -> Iterator[str]:
+        """Yield why engines cannot sample while the models train. Such a plan has estimates and suggestions."""
+        asleep = [rank for engine in self.route.engines if engine.frees_memory for rank in engine.ranks]
+        if self.config.rollout.max_staleness and asleep:
+            yield (
+                f"rollout.max_staleness {self.config.rollout.max_staleness} has the engines sample while the models "
+                f"train, but those on the GPUs of ranks {format_ranks(asleep)} sleep then: give placement.rollout "
+                "ranks of its own, or set rollout.sleep to never"
+            )
+
     def decisions(self) -> Iterator[str]:
         """Yield the value that each `auto` has become, a line each."""
         if self.requested.rollout.sleep == AUTO:
@@ -128,13 +138,6 @@ def plan_run(config: Config, world_size: int, ranks_per_node: int | None = None)
         raise ConfigError(*errors, *error.errors) from None
     plan = RunPlan(config, config, world_size, ranks_per_node, components, layouts)
     errors += plan.route.errors(on_gpus=False)
-    asleep = [rank for engine in plan.route.engines if engine.frees_memory for rank in engine.ranks]
-    if config.rollout.max_staleness and asleep:
-        errors.append(
-            f"rollout.max_staleness {config.rollout.max_staleness} has the engines sample while the models train, but "
-            f"those on the GPUs of ranks {format_ranks(asleep)} sleep then: give placement.rollout ranks of its own, "
-            "or set rollout.sleep to never"
-        )
     if absent := [rank for rank in config.trainer.profile.ranks if rank >= world_size]:
         errors.append(
             f"trainer.profile.ranks {absent[0]} is not below the number of ranks, {world_size}: choose another"

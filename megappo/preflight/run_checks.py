@@ -51,6 +51,7 @@ def check_run(
     plan, errors = None, list(_gpu_errors(config) if on_gpus else ())
     try:
         plan = plan_run(config, world_size, ranks_per_node)
+        errors += plan.sleep_errors()
     except ConfigError as error:
         errors += error.errors
     errors += [*file_errors(config), *server_args_errors(config.rollout.server_args), *_user_code_errors(config)]

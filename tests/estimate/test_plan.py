@@ -117,7 +117,7 @@ def test_thousands_of_ranks(plan: Plan) -> None:
 
 def suggested(done: subprocess.CompletedProcess) -> list[tuple[dict, float]]:
     """Return the suggested YAML, and GiB of the fullest GPU."""
-    text = done.stdout.partition("layouts that fit, the fastest by estimate first\n")[2]
+    text = done.stdout.partition("layouts that fit, the fastest by estimate first\n")[2].partition("\n\n")[0]
     _, *parts = re.split(r"(?m)^  # \d: .* the fullest GPU holds ([\d.]+) of .*$", text)
     return [(yaml.safe_load(text), float(gib)) for gib, text in zip(parts[::2], parts[1::2], strict=True)]
 
