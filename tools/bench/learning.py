@@ -27,9 +27,10 @@ METHODS = {
     ),
 }
 """Method -> its keys."""
-PLACEMENT = (
+FIXED = (
     *("placement.actor=0", "placement.critic=0", "placement.rollout=1"),
-    *("actor.parallel.tensor=1", "critic.parallel.pipeline=1"),
+    *("actor.parallel.tensor=1", "critic.parallel.pipeline=1", "reward.batch_size=1"),
+    *("trainer.save_interval=0", "trainer.export_hf=false"),
 )
 COLOURS = ("#4269d0", "#ef8e3b", "#3ca951", "#a463f2")
 WIDTH, HEIGHT, MARGIN = 560, 320, 48
@@ -63,12 +64,11 @@ def main() -> None:
 
 def final_score(task: str, folder: Path, keys: Sequence[str]) -> float:
     """Make a run, unless it is finished, and return the mean of its last held-out scores."""
-    fixed = (f"trainer.output_dir={folder}", "trainer.save_interval=0", "trainer.export_hf=false", *PLACEMENT)
     config = REPOSITORY / "configs" / f"{task}.yaml"
     log = folder.with_suffix(".log")
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as output:
-        command = [sys.executable, "-m", "megappo", "train", config, *fixed, *keys]
+        command = [sys.executable, "-m", "megappo", "train", config, f"trainer.output_dir={folder}", *FIXED, *keys]
         if subprocess.run(command, cwd=REPOSITORY, stdout=output, stderr=subprocess.STDOUT).returncode:
             raise SystemExit(f"the run failed: see {log}")
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
