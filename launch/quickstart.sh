@@ -49,7 +49,7 @@ python=${MEGAPPO_PYTHON:-$venv/bin/python}
 if [[ ! -d outputs/quickstart/model || ! -f outputs/quickstart/val.jsonl ]]; then
     "$python" tools/make_quickstart.py --output outputs/quickstart --force
 fi
-# An interrupted run goes on; a finished one makes room for the next.
+# An interrupted run resumes; a finished one makes room for the next.
 run=outputs/quickstart/run
 if grep -qs '"status": "finished"' "$run/run.json" && [[ " $*" != *" trainer.output_dir="* ]]; then
     kept=$run-$(date -r "$run/run.json" +%Y%m%d-%H%M%S)

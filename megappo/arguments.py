@@ -30,7 +30,7 @@ EVALUATE = """\
 CHECKPOINT is a run's folder (its newest checkpoint), one of its checkpoints (step_XXXXXXXX), or a Hugging Face folder.
 CONFIG sets the held-out data (data.val_files, eval.datasets), the sampling and the ranks. Engines are started, nothing
 is trained, and the run does not change. evaluations/NAME gets metrics.jsonl, evaluation.json, rollouts/ and
-report.html, in place of those of the previous evaluation; its metrics are kept, with their date.
+report.html, in place of those of the previous evaluation, whose metrics are kept under a name with their date.
 
 example: megappo evaluate outputs/quickstart/run rollout.val_n=4 rollout.val_temperature=1"""
 INSPECT = """\
@@ -48,10 +48,10 @@ def plan_arguments(words: Sequence[str] | None) -> argparse.Namespace:
     run.add_argument(
         "--world-size", type=_count, metavar="N", help="ranks of the run (default: the fewest the placement names)"
     )
-    on_gpus = f"with --gpu: as many as {GPUS_PER_NODE} GPUs on each make"
+    on_gpus = f"with --gpu: enough for {GPUS_PER_NODE} GPUs on each"
     run.add_argument("--nodes", type=_count, metavar="N", help=f"nodes of the run (default: 1; {on_gpus})")
     run.add_argument("--all", action="store_true", help="check every prompt (default: a sample of each file)")
-    run.add_argument("--all-keys", action="store_true", help="print also the keys that have their default values")
+    run.add_argument("--all-keys", action="store_true", help="also print keys that have their default values")
     gpus = parser.add_argument_group("estimates, which need no weights and no data")
     types = ", ".join(GPUS)
     gpus.add_argument(
@@ -78,7 +78,7 @@ def train_arguments(words: Sequence[str] | None) -> argparse.Namespace:
     """Parse the arguments of `megappo train`."""
     parser = _parser("train", "Train on this node: check the config, then start one process per GPU.", TRAIN)
     _add_config(parser)
-    _add_nproc(parser, "as many as GPUs are visible, else 2")
+    _add_nproc(parser, "one per visible GPU, else 2")
     return parser.parse_intermixed_args(words)
 
 
@@ -108,7 +108,7 @@ def inspect_arguments(words: Sequence[str] | None) -> argparse.Namespace:
     """Parse the arguments of `megappo inspect`."""
     parser = _parser("inspect", "Show what is in a checkpoint or model folder, or the prompts of a config.", INSPECT)
     parser.add_argument("path", type=Path, help="a run, checkpoint, component or Hugging Face folder, or a CONFIG.yaml")
-    keys = "of a config: keys that win over the file"
+    keys = "of a config: keys that override the file"
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=keys)
     shown = "the first prompts of each file to show, besides its longest one (default: 3)"
     parser.add_argument("--show", type=_number, default=3, metavar="N", help=shown)
@@ -178,5 +178,5 @@ def _count(text: str) -> int:
 
 def _number(text: str) -> int:
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"expected a number from 0 on, found {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a number of 0 or more, found {text!r}")
     return int(text)

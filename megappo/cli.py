@@ -17,7 +17,7 @@ from megappo.errors import own_command
 from megappo.runtime.interruption import COMMAND
 from megappo.table import resolved
 
-TRAIN, MODELS, RESULTS = "Train", "Models and checkpoints", "Look into a run"
+TRAIN, MODELS, RESULTS = "Train", "Models and checkpoints", "Inspect a run"
 EXAMPLE = "Example: megappo plan configs/quickstart.yaml. Each command has a --help of its own."
 KEYS = "megappo.config.describe:keys"
 TAKES_KEYS = ("train", "plan", "evaluate", "quickstart", "inspect")

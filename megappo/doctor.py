@@ -143,7 +143,7 @@ def limits() -> str:
 
 CHECKS: dict[str, tuple[Callable[[], str], str]] = {
     "packages": (packages, "bash launch/setup.sh, on GPUs: bash launch/setup.sh gpu"),
-    "gpus": (gpus, "look at nvidia-smi; in a container, docker run --gpus all"),
+    "gpus": (gpus, "run nvidia-smi; in a container, docker run --gpus all"),
     "collectives": (collectives, "read the log of NCCL_DEBUG=INFO; unset NCCL_* and GLOO_*; see /dev/shm"),
     "attention": (attention, "build TransformerEngine again, see docs/clusters.md, or set model.layer_spec=torch"),
     "engine": (engine, "read SGLang's error above, and docs/troubleshooting.md; not installed: bash launch/setup.sh"),

@@ -156,12 +156,13 @@ def _print_estimates(plan: RunPlan, args: argparse.Namespace) -> list[str]:
     print(f"\nGiB on each {gpu.name} of {gpu.memory / GIB:.1f}, estimated {nodes}\n{memory_table(memory)}")
     if fits(memory):
         most, phase = memory.fullest.peak
-        print(f"  it fits: {(gpu.memory - most) / GIB:.1f} GiB stay free of every GPU at least, in {phase}")
+        free = f"at least {(gpu.memory - most) / GIB:.1f} GiB stay free on every GPU"
+        print(f"  it fits: {free}; the fullest phase is {phase}")
     kernels = "torch's layers" if plan.config.model.layer_spec == "torch" else "TransformerEngine, which set-up builds"
     table = switch_table(plan, cluster.shapes, on_gpu=True, has_te=True)
-    print(f"\nwhat makes passes faster there, with {kernels}\n{table}")
+    print(f"\nfast paths on these GPUs, with {kernels}\n{table}")
     seconds = time_table(TimeEstimate(memory, gpu))
-    print(f"\nseconds of a step in which every row is as long as may be, estimated\n{seconds}")
+    print(f"\nestimated seconds of a step in which every row has the maximum length\n{seconds}")
     if args.suggest:
         print(f"\nlayouts that fit, the fastest by estimate first\n{suggestions(plan, cluster, gpu)}")
     return list(memory_errors(memory, gpu))
@@ -268,8 +269,8 @@ def _world_size(config: Config) -> int:
 
 
 def _hide_torch() -> None:
-    """transformers would import torch, which takes seconds, wherever it can: a tokenizer needs none. Where it has been
-    imported already, by a file of trainer.extensions, it stays."""
+    """Keep transformers from importing torch, which takes seconds: a tokenizer does not need it. A torch that a file of
+    trainer.extensions has imported stays."""
     if "torch" not in sys.modules:
         sys.modules["torch"] = None  # type: ignore[assignment]
         os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # that it found none

@@ -32,7 +32,7 @@ class Table(dict[str, Entry]):
 
 
 def resolved(function: Function) -> Callable[..., Any]:
-    """The function that an entry names: "module:function", of a module that the table must not import, or itself."""
+    """Return an entry's function: itself, or that of "module:function", a module that the table must not import."""
     if callable(function):
         return function
     module, _, name = function.partition(":")

@@ -47,8 +47,8 @@ STARTED = time.time()
 
 
 def main() -> int:
-    """Run torchrun; its exit code: the first failed rank's, 75 when the ranks have saved all and are to be started
-    again, or 128 + n when signal n ended torchrun."""
+    """Run torchrun and return its exit code: the first failed rank's, 75 when the ranks have saved all and are to be
+    started again, or 128 + n when signal n ended torchrun."""
     for name in LOGGERS:
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     report_failed_threads("launcher")
@@ -96,7 +96,7 @@ def _run_ranks(args: argparse.Namespace) -> int:
 
 
 def prepared(args: argparse.Namespace) -> argparse.Namespace:
-    """torchrun's arguments, with what this program wants where the user wants nothing."""
+    """Return torchrun's arguments, with this program's defaults where the user sets nothing."""
     if args.standalone or parse_min_max_nnodes(args.nnodes)[1] == 1:
         args.local_addr = args.local_addr or LOOPBACK
         stay_on_this_node()
@@ -127,7 +127,7 @@ def _print_ending(args: argparse.Namespace, signal: str, *, is_saved: bool = Fal
     """
     ending = resolved(ENDING_OF)(args.training_script_args, STARTED) if _heads_run(args) else None
     if ending is None:
-        saved = ": started again, the run goes on" if is_saved else ""
+        saved = ": start it again to resume" if is_saved else ""
         if signal:
             print(f"ended by {signal}{saved}", file=sys.stderr)
         return
@@ -145,7 +145,7 @@ def _place(args: argparse.Namespace) -> str:
 
 
 def _cause(error: BaseException) -> str:
-    """The first line of the error that is at the bottom of this one."""
+    """Return the first line of the error that caused this one."""
     while error.__cause__ is not None:
         error = error.__cause__
     return str(error).partition("\n")[0]

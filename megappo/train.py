@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Interrupted as reason:
         code, ending = EXIT_AGAIN, reason
         if rank == 0 and LAUNCHER not in os.environ:  # which prints it
-            print(f"interrupted by {reason}: all is saved; started again, the run goes on", flush=True)
+            print(f"interrupted by {reason}: everything is saved; start it again to resume", flush=True)
     except Exception as error:
         code, ending = report(error, store, rank), error
     try:

@@ -141,7 +141,7 @@ class Architecture:
 
     @property
     def is_reward_model(self) -> bool:
-        """The folder is a reward model's, or a critic's."""
+        """True if the folder is a reward model's, or a critic's."""
         return self.named.endswith(REWARD_MODELS)
 
     @property
@@ -161,15 +161,15 @@ class Architecture:
 
     @property
     def ties_output(self) -> bool:
-        """The output layer is the embedding; a value head never is."""
+        """True if the output layer is the embedding; a value head never is."""
         return self.tied and self.head != "value"
 
     def with_head(self, head: HeadKind) -> Self:
-        """The same model under another head."""
+        """Return the same model under another head."""
         return replace(self, head=head)
 
     def with_lora(self, lora: Lora | None) -> Self:
-        """The same model with these adapters; None = without any."""
+        """Return the same model with these adapters; None = without any."""
         return replace(self, lora=lora)
 
     def with_frozen(self, frozen: tuple[ParameterGroup, ...]) -> Self:
@@ -182,7 +182,7 @@ class Architecture:
         return tensor.startswith(tuple(f"model.layers.{layer}." for layer in further))
 
     def hf_config(self) -> dict[str, Any]:
-        """config.json of the model as it is exported: with a value head, transformers gives one number per token."""
+        """Return config.json of the exported model: with a value head, transformers gives one number per token."""
         if self.head == "policy":
             return {**self.raw_config, "architectures": [self.name]}
         kept = {key: value for key, value in self.raw_config.items() if key not in _LABELS}

@@ -12,7 +12,7 @@ KeyOf = Callable[[str], str]
 
 
 def fit_errors(architecture: Architecture, parallel: Parallel, key_of: KeyOf = "parallel.{}".format) -> Iterator[str]:
-    """Errors of a layout, itself without contradictions, that the model cannot have."""
+    """Yield the errors of a layout, itself without contradictions, that does not fit the model."""
     file = architecture.file
     for dimension, name, size in divided_sizes(architecture):
         num_ranks = getattr(parallel, dimension)
@@ -66,8 +66,8 @@ def _stage_errors(architecture: Architecture, parallel: Parallel, key_of: KeyOf)
 
 
 def dense_stage_errors(architecture: Architecture, parallel: Parallel, component: str) -> Iterator[str]:
-    """Error of an optimizer that must be sharded: a rank without experts, whose whole Adam for experts would have no
-    number of steps to save."""
+    """Yield the error of an optimizer that must be sharded: a rank without experts, whose whole Adam for experts would
+    have no number of steps to save."""
     split, dense = parallel.pipeline_split, architecture.num_dense_layers
     first = split[0] if split else architecture.num_layers // parallel.pipeline
     if architecture.experts and parallel.pipeline > 1 and first <= dense:
@@ -78,7 +78,7 @@ def dense_stage_errors(architecture: Architecture, parallel: Parallel, component
 
 
 def adapter_errors(architecture: Architecture, lora: Lora, component: str) -> Iterator[str]:
-    """Error of adapters that the model has no place for: experts and latent attention take none."""
+    """Yield the error of adapters that the model has no place for: experts and latent attention take none."""
     there = adapted_modules(architecture)
     if lacking := ", ".join(name for name in lora.modules if name not in there):
         remaining = ", ".join(name for name in lora.modules if name in there)
@@ -89,7 +89,8 @@ def adapter_errors(architecture: Architecture, lora: Lora, component: str) -> It
 
 
 def engine_fit_errors(architecture: Architecture, num_ranks: int) -> Iterator[str]:
-    """Error of a model that SGLang cannot cut over so many ranks; it repeats key-value heads where there are fewer."""
+    """Yield the error of a model that SGLang cannot cut over so many ranks. SGLang repeats key-value heads where there
+    are fewer."""
     heads, shared, setting = architecture.num_heads, architecture.num_kv_heads, f"rollout.tensor_parallel {num_ranks}"
     if heads % num_ranks:
         yield _indivisible(setting, f"num_attention_heads {heads} of {architecture.file}", heads, num_ranks)

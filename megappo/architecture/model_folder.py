@@ -182,7 +182,7 @@ def read_weight_map(folder: Path) -> dict[str, str]:
 
 
 def companions(folder: Path) -> list[Path]:
-    """Files beside config and weights, for tokenizer and generation, as paths in the folder."""
+    """Return the files beside config and weights, for tokenizer and generation, as paths in the folder."""
     paths = sorted(path for pattern in COMPANIONS for path in folder.glob(pattern) if not path.is_dir())
     return [path.relative_to(folder) for path in paths if not NO_COMPANIONS.match(path.name)]
 
@@ -198,7 +198,7 @@ def check_companions(folder: Path) -> None:
 
 
 def tensor_files(folder: Path) -> dict[str, str]:
-    """The file of each tensor that transformers and SGLang load from a folder, from the files' headers.
+    """Return the file of each tensor that transformers and SGLang load from a folder, from the files' headers.
 
     As in transformers, all tensors of a shard count, whether the index lists them or not.
 

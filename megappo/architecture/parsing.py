@@ -98,7 +98,7 @@ ROPE_SECTIONS = ("rope_parameters", "rope_scaling")
 
 
 def read_architecture(folder: str | Path, head: HeadKind = "policy") -> Architecture:
-    """The model of a Hugging Face folder, to be given a head.
+    """Return the architecture of a Hugging Face folder's model, under a head.
 
     Args:
         head: "value" also takes a reward model's folder, which differs in its head from the language model's.
@@ -127,7 +127,7 @@ def _wrong_value(error: ErrorDetails) -> str:
 
 
 def parse(raw: Mapping[str, Any], file: Path, head: HeadKind = "policy") -> Architecture:
-    """`read_architecture` of what `file` holds.
+    """Parse the content of config.json, as `read_architecture` does.
 
     Raises:
         ConfigError: as there.
@@ -203,7 +203,7 @@ def _missing(raw: Mapping[str, Any], values: Mapping[str, Any], family: Family) 
 
 
 def _needed(values: Mapping[str, Any], family: Family) -> list[str]:
-    """Keys without which a model of the family is not described."""
+    """Return the keys without which a model of the family is not described."""
     keys = list(SIZES.values())
     if family.experts:
         keys += family.experts.keys
@@ -234,7 +234,7 @@ def _experts(values: Mapping[str, Any], experts: ExpertFormat) -> Experts:
 
 
 def _unsupported(values: Mapping[str, Any], architecture: Architecture) -> Iterator[str]:
-    """Keys of config.json with values that are not computed here."""
+    """Yield the keys of config.json whose values are not supported."""
     family = architecture.family
     only = {**ONLY, "qkv_bias": (family.qkv_bias,), "use_qk_norm": (family.qk_layernorm,)}
     only |= ONLY_OF_EXPERTS if family.experts else {}
@@ -263,7 +263,7 @@ def _unsupported_routing(values: Mapping[str, Any], written: ExpertFormat, exper
 
 
 def _uncomputed(raw: Mapping[str, Any], computed: Collection[str]) -> Iterator[str]:
-    """Keys whose values need something that is not computed; those in `computed` are read elsewhere."""
+    """Yield the keys whose values need something that is not computed; those in `computed` are read elsewhere."""
     for key, value in raw.items():
         if key not in computed and not WITHOUT_EFFECT.search(key) and not _is_off(key, value):
             yield key
@@ -299,7 +299,7 @@ def _rope_section(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
 
 
 def _unsupported_rope(rope: Mapping[str, Any], family: Family) -> Iterator[str]:
-    """Why rotary positions are not computed."""
+    """Yield why rotary positions are not supported."""
     scalings, kind = family.rope_scalings, rope["rope_type"]
     is_lacking = any(name not in rope for name in scalings.get(kind, ()))
     if kind not in scalings or is_lacking or any(_uncomputed(rope, ROPE_KEYS.split())):

@@ -290,8 +290,8 @@ def _name_errors(config: Config) -> Iterator[str]:
     for name in config.eval.datasets:
         if not DATASET_NAME.fullmatch(name) or name in names:
             yield (
-                f"eval.datasets: {shorten(repr(name))} is no name, or that of one of data.val_files: write another one "
-                "with letters, digits, _ and - alone"
+                f"eval.datasets: {shorten(repr(name))} is not a valid name, or is taken by one of data.val_files: "
+                "choose another, of letters, digits, _ and - alone"
             )
 
 
@@ -300,8 +300,8 @@ def _reward_errors(config: Config) -> Iterator[str]:
     functions = {function for one in every_task for function in one.reward.weights}
     for function in sorted(config.reward.options.keys() - functions):
         yield (
-            f"reward.options are of {shorten(repr(function))}, which reward.function does not name: it names "
-            f"{', '.join(sorted(functions))}"
+            f"reward.options names {shorten(repr(function))}, but reward.function does not (it names "
+            f"{', '.join(sorted(functions))}): correct the name, or drop it"
         )
     if config.rollout.environment is not None:
         for shaping in _shapings(config):

@@ -22,8 +22,8 @@ INDENT = " " * 6
 WORDS = {"boolean": "true | false", "string": "text", "integer": "int", "number": "float", "null": "null"}
 INTRO = (
     "CONFIG is a YAML file of these keys; key=value on the command line overrides one, such as "
-    "actor.optim.lr=1e-6. `base: OTHER.yaml` (a path or a list, relative to the file) in CONFIG takes over the "
-    "keys that OTHER.yaml sets. All other paths are relative to the current directory."
+    "actor.optim.lr=1e-6. `base: OTHER.yaml` (a path or a list, relative to the file) in CONFIG inherits the "
+    "keys of OTHER.yaml. All other paths are relative to the current directory."
 )
 LIMITS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 

@@ -97,10 +97,10 @@ def systems() -> dict[str, System]:
 
 
 def key_advice(key: str, value: Any, sections: Collection[str]) -> tuple[str, str]:
-    """Return the system that has a key that is none of ours, and what to do; twice "" if none has it.
+    """Return the system that has a key which is not ours, and what to do; "" for both if none has it.
 
     Args:
-        sections: our sections. A key in them that a system names by .* alone is rather a misspelt one.
+        sections: our sections. A key in one of them that a system covers by .* alone is more likely misspelt.
     """
     for command, system in systems().items():
         for name in (key, OLD_PREFIX + key, system.aliases.get(key, key)):
@@ -112,7 +112,7 @@ def key_advice(key: str, value: Any, sections: Collection[str]) -> tuple[str, st
 
 
 def value_advice(key: str, value: object) -> str:
-    """Return what a wrong value of one of our keys is elsewhere, to follow an error; "" if no system has it."""
+    """Return our value for another system's value of one of our keys, to follow an error; "" if no system has it."""
     for system in systems().values():
         for row in system.rows.values():
             if row.key == key and isinstance(value, str) and value in row.values:

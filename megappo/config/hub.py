@@ -9,8 +9,8 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 
 
 def cached_model(path: str) -> str:
-    """Return the folder in the local cache of the model whose id is given; any other path, or one that exists, as it
-    is."""
+    """Return the folder in the local cache of the model with this id; any other path, or one that exists, is returned
+    unchanged."""
     if not HUB_ID.fullmatch(path) or os.path.lexists(path):
         return path
     home = os.environ.get("HF_HOME") or "~/.cache/huggingface"

@@ -23,7 +23,7 @@ from megappo.config.values import EXPLAINED
 from megappo.user_modules import import_file, share_all
 
 MISSPELT = 0.95
-"""Likeness from which a key is rather a misspelt one of ours than another system's."""
+"""Similarity above which a key is taken for a misspelt one of ours, not for another system's."""
 FOREIGN = 5
 """Keys of another system from which a script was probably copied."""
 REQUIRED_SECTIONS = tuple(name for name, field in Config.model_fields.items() if field.is_required())
@@ -146,13 +146,13 @@ def _schema_errors(error: ValidationError, sources: Sources) -> list[str]:
     systems: Counter[str] = Counter()
     for problem in error.errors(include_url=False, include_context=False):
         path, kind = ".".join(map(str, problem["loc"])), problem["type"]
-        if kind == "extra_forbidden" or not path:  # a key that is no text has no path
+        if kind == "extra_forbidden" or not path:  # a key that is not text has no path
             lines |= _unknown_keys(path, problem["input"], systems)
             continue
         if kind == "missing" and declared(path) in known:  # a list too short misses an item, not a key
             lines[path] = f"{path}: must be set ({known[declared(path)].meaning})"
             continue
-        while declared(path) not in known:  # pydantic goes on into list items and union members
+        while declared(path) not in known:  # pydantic's path leads into list items and union members
             path = path.rpartition(".")[0]
         reason = f" ({problem['msg']})" if kind == EXPLAINED else value_advice(path, problem["input"])
         if path not in lines or reason:

@@ -38,7 +38,7 @@ ENDINGS = (".jsonl", ".jsonl.gz", ".parquet")
 OTHER_KIND = f"is neither {', '.join(ENDINGS[:-1])} nor {ENDINGS[-1]}: convert it"
 """Follows the name of a file with another ending."""
 NONE = "none"
-"""As an environment or a reward function of a data set: it has none, whatever training has."""
+"""Value of a data set's `environment` or `reward`: it has none, even if training has one."""
 _WHITENING = ", ".join(name for name, method in ESTIMATORS.items() if method.whitens)
 _WITH_VALUES = ", ".join(name for name, method in ESTIMATORS.items() if method.needs_values)
 
@@ -63,7 +63,7 @@ SUMS_SCORES = ReadIf(
     lambda config: not config.algorithm.method.needs_score_components,
     "{} {} takes the scores one by one, not their sum",
 )
-OWN_ENGINES = ReadIf("rollout.engines", lambda config: not config.rollout.engines, "{} run already")
+OWN_ENGINES = ReadIf("rollout.engines", lambda config: not config.rollout.engines, "{} are already running")
 OFFERS_TOOLS = ReadIf("rollout.tools", lambda config: config.offers_tools, "{} is empty")
 PLAYS_EPISODES = ReadIf("rollout.environment", lambda config: config.plays_episodes)
 ADAPTS_KL = ReadIf("algorithm.kl_ctrl.type", lambda config: config.algorithm.kl_ctrl.type == "adaptive")
@@ -73,7 +73,7 @@ FILTERS = ReadIf("algorithm.filter_groups.enable")
 ONE_BACKBONE = ReadIf("algorithm.shared_backbone")
 OLD_FROM_TRAINER = ReadIf("algorithm.old_log_probs", lambda config: config.algorithm.old_log_probs == "trainer")
 RUNS_AHEAD = ReadIf("rollout.max_staleness")
-GOES_ON_AT_SYNC = ReadIf("rollout.on_sync", lambda config: config.rollout.on_sync == "continue")
+CONTINUES_AT_SYNC = ReadIf("rollout.on_sync", lambda config: config.rollout.on_sync == "continue")
 
 Bounds = tuple[PositiveFloat, PositiveFloat]
 
@@ -93,7 +93,7 @@ class Data(Section):
     val_files: FilePaths = key((), "jsonl, jsonl.gz or parquet files of held-out prompts; each is reported under its name")
     train_batch_size: Positive = key(256, "prompts per step, at most as many as train_files hold")
     gen_batch_size: Positive | None = key(None, "prompts drawn at a time, at least train_batch_size. A step's rollout ends as soon as train_batch_size of them have all their responses (with algorithm.filter_groups: as soon as enough of them have scores that differ), and the unfinished responses are dropped; null = train_batch_size, and wait for all", read_if=SAMPLES)
-    prompt_key: str = key("prompt", "field with the prompt: a string, or chat messages for the tokenizer's template; a dotted name leads into objects")
+    prompt_key: str = key("prompt", "field with the prompt: a string, or chat messages for the tokenizer's template; a dotted name is a path into objects")
     label_key: str = key("label", "field passed to the reward function as the right answer; may be dotted, as reward_model.ground_truth")
     apply_chat_template: StrictBool = key(False, "treat a prompt that is a string as a user's message and apply the chat template; false = pass it to the model as it is")
     system_prompt: str | None = key(None, "system message for chat messages that have none; null = none")
@@ -102,7 +102,7 @@ class Data(Section):
     too_long: TooLong = key("error", "a prompt longer than max_prompt_length: error = an error that names its line; skip = leave it out; truncate_left = keep its last tokens, without those that the template puts first. The start of the run reports how many were left out or cut")
     on_bad_row: Literal["error", "skip"] = key("error", "a malformed record, or one without a required field: error = an error that names its line; skip = leave it out and count it")
     shuffle: StrictBool = key(True, "a new order each epoch, from trainer.seed")
-    order_by: str | None = key(None, "field with a number, such as a difficulty, by which each epoch ascends, or descends with a - before the name; shuffle then applies among equal ones; null = none")
+    order_by: str | None = key(None, "field with a number, such as a difficulty, by which each epoch is sorted, ascending, or descending with a - before the name; shuffle then applies among equal values; null = none")
 
     @property
     def draw_size(self) -> int:
@@ -196,8 +196,8 @@ class Rollout(Section):
     environment_timeout_seconds: PositiveFloat = key(60.0, "environment: timeout of a reset, step or close; an episode whose reset or step exceeds it is truncated and counted", read_if=PLAYS_EPISODES)
     sync: Sync = key(Sync(), "weight sync after each update")
     max_staleness: NonNegative = key(0, "training steps by which sampling may run ahead: the engines sample while the models train, and no response is older than this when it is trained; 0 = sample, then train", read_if=SAMPLES)
-    on_sync: Literal["continue", "finish"] = key("continue", "responses in progress at a weight sync: continue = pause, and go on with the new weights; finish = complete them first", read_if=RUNS_AHEAD)
-    recompute_cache: StrictBool = key(True, "compute the keys and values of paused responses again with the new weights; false = keep those of the old ones", read_if=(RUNS_AHEAD, GOES_ON_AT_SYNC))
+    on_sync: Literal["continue", "finish"] = key("continue", "responses in progress at a weight sync: continue = pause them, then continue with the new weights; finish = complete them first", read_if=RUNS_AHEAD)
+    recompute_cache: StrictBool = key(True, "compute the keys and values of paused responses again with the new weights; false = keep those of the old ones", read_if=(RUNS_AHEAD, CONTINUES_AT_SYNC))
 
     @property
     def has_environment(self) -> bool:

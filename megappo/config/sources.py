@@ -25,8 +25,8 @@ COMMAND_LINE = "command line"
 FILE_PATHS = TypeAdapter(FilePaths)
 UNCLOSED = "is not closed"
 YAML_PROBLEMS = {
-    "<block end>": "the line is indented otherwise than those above it",
-    "mapping values are not allowed": "a key is below or behind a value: the indentation is wrong, or a text has `: `",
+    "<block end>": "the line is not indented like those above it",
+    "mapping values are not allowed": "a key follows a value: the indentation is wrong, or a text contains `: `",
     r"'\t' that cannot start": "a tab cannot indent: use spaces",
     "expected ',' or": UNCLOSED,
     "unexpected end of stream": UNCLOSED,
@@ -46,7 +46,7 @@ class Place(NamedTuple):
 
 
 class _Loader(yaml.SafeLoader):
-    """A loader that takes dates for text, and refuses tags."""
+    """Loader that reads dates as text and refuses tags."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.peek_event()
@@ -165,7 +165,7 @@ class Sources:
         return any(self.places.get(other, default).source > own.source for other in others)
 
     def located(self, error: str) -> str:
-        """Return the error behind the place of the key to correct, else of the first that was written, else file."""
+        """Return the error after the place of the key to correct, else of the first written key, else the file."""
         named = _KEYS.findall(error)
         for key in sorted(named, key=lambda key: f"correct {key}" not in error):
             of_table = key.rpartition(".")[0] if key.startswith("eval.datasets.") else ""
@@ -184,7 +184,7 @@ def _bases(value: object, place: str) -> tuple[str, ...]:
 
 @contextmanager
 def _reporting(source: str) -> Iterator[None]:
-    """Report text that is no YAML as a ConfigError."""
+    """Raise a ConfigError for text that is not YAML."""
     try:
         yield
     except (yaml.YAMLError, ValueError, RecursionError) as error:

@@ -50,7 +50,7 @@ def as_number(value: object) -> object:
 
 
 def as_list(value: object) -> object:
-    """Take a single string for a list of one."""
+    """Treat a single string as a list of one."""
     return (value,) if isinstance(value, str) else value
 
 

@@ -67,7 +67,8 @@ class EngineHandle:
 def start_engine(plan: RunPlan, rank: int, store: Store, cleanup: ExitStack) -> EngineHandle:
     """Start this rank's SGLang engine, if it is to own one, and its workers, without waiting for the engine.
 
-    Engines of rollout.engines run already. Of an engine on several nodes, the first rank on each node starts a part.
+    Engines of rollout.engines are already running. Of an engine on several nodes, the first rank on each node starts a
+    part.
 
     Args:
         store: torchrun's, through which those parts find each other.

@@ -43,7 +43,7 @@ class Engine:
         seed: seeds SGLang's sampling; must differ between engines.
         node_arguments: SGLang's arguments for this node's part of an engine on several nodes; empty for a whole engine.
         num_threads: of each of its ranks on a CPU; None = OMP_NUM_THREADS, or one.
-        lora: of the adapters that it will get; None = it gets whole models.
+        lora: settings of the adapters that it will receive; None = it receives whole models.
     Raises:
         EngineError: SGLang is not installed.
     """
@@ -107,7 +107,7 @@ class Engine:
                 f"{self._log_end()}"
             )
         self._guard.close()
-        if self._arguments.get("node_rank", 0) == 0:  # the other nodes' parts answer nothing but questions for health
+        if self._arguments.get("node_rank", 0) == 0:  # the other nodes' parts answer health checks only
             client.freeze_garbage()
         return client
 

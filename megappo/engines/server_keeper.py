@@ -1,7 +1,7 @@
 """Between an engine's server and its owner: `python -m megappo.engines.server_keeper OWNER_PID FOLDER`.
 
 Runs the server as `megappo.runtime.keeper` runs a command, and removes what its processes leave: shared memory and the
-temporary folder. Standard input goes on to the server. It imports the standard library alone, so it starts at once and
+temporary folder. The server gets its standard input. It imports the standard library alone, so it starts at once and
 takes little memory.
 """
 

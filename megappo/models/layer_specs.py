@@ -48,7 +48,7 @@ def layer_spec(config: TransformerConfig, has_te: bool, stage: int, chunk: int) 
     active.
 
     Args:
-        has_te: whether the layers are TransformerEngine's.
+        has_te: the layers are TransformerEngine's.
         stage, chunk: pipeline rank and the chunk's index on it, which give the number of layers.
     """
     decoder = get_gpt_decoder_block_spec(

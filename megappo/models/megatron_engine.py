@@ -53,14 +53,14 @@ class MegatronEngine:
 
     @property
     def is_output(self) -> bool:
-        """This rank reports the results of its data-parallel shard."""
+        """True if this rank reports the results of its data-parallel shard."""
         collection = self.groups.collection
         first = collection.tp.rank() == collection.cp.rank() == 0
         return first and collection.pp.rank() == collection.pp.size() - 1
 
     @torch.no_grad()
     def forward(self, rows: Rows) -> Outputs:
-        """The head's outputs for `rows` ([b, R] or [b] each, CPU) on the last stage; {} on other stages."""
+        """Return the head's outputs for `rows` ([b, R] or [b] each, CPU) on the last stage; {} on other stages."""
         bins = self._bins(rows)
         for chunk in self.wrapped_chunks:
             chunk.eval()
@@ -85,7 +85,7 @@ class MegatronEngine:
             return self._output(packed, wrapped)[0], output_weight(chunk)
 
     def total(self, part: float) -> float:
-        """The sum of every data-parallel shard's part of a metric, the same on every rank of the component.
+        """Return the sum of every data-parallel shard's part of a metric, the same on every rank of the component.
 
         Args:
             part: counts where `is_output`. All ranks of the component call together.
@@ -102,7 +102,7 @@ class MegatronEngine:
         return float(total)
 
     def _outputs(self, head: Head, packed: PackedBatch, output: Tensor, non_loss_data: bool = False) -> Outputs:
-        """A head's outputs for all tokens of the micro-batch, the same on every context-parallel rank.
+        """Return a head's outputs for all tokens of the micro-batch, the same on every context-parallel rank.
 
         Each has its share of the tokens and 0 elsewhere. All compute the same loss from the sum, so the gradient is
         passed on as it is: a rank's own share of it counts.
@@ -136,7 +136,7 @@ class MegatronEngine:
         return results[: len(bins)]
 
     def _num_idle(self, num_bins: int) -> int:
-        """Micro-batches without effect that this shard must add.
+        """Return the number of micro-batches without effect that this shard must add.
 
         Shards that share experts must run equally many micro-batches, as the tokens of all go to the experts of all. An
         interleaved schedule runs them in groups.
@@ -166,7 +166,7 @@ class MegatronEngine:
     def _packs(
         self, rows: Rows, parts: Sequence[tuple[Sequence[int], OnOutput]]
     ) -> Iterator[tuple[PackedBatch, OnOutput]]:
-        """Every micro-batch, and the function for its output."""
+        """Yield every micro-batch with the function for its output."""
         context = self.groups.collection.cp
         share = {"context": context.size(), "context_rank": context.rank(), "is_pinned": self._is_pinned}
         for i, (part, on_output) in enumerate(parts):

@@ -137,7 +137,7 @@ class PackedAttention(torch.nn.Module):
 
 
 def whole_pack(share: Tensor, cu_seqlens: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Every token's values, in the pack's order; each rank's gradient for them goes back to who holds the token.
+    """Return every token's values, in the pack's order; their gradients go back to the rank that holds the token.
 
     Args:
         share: [T / size, ...], of the tokens that this rank holds.

@@ -115,7 +115,7 @@ class TrainedEngine(MegatronEngine):
         """Return the parts of the loss that are not finite, on all ranks of the component; "" if all are.
 
         An infinite or undefined loss may have a finite gradient, so the gradient's norm does not show it. Only the last
-        stage has a loss, and each data-parallel shard only its own: the others would go on into the update.
+        stage has a loss, and each data-parallel shard only its own: the others would continue into the update.
         """
         sums = {name: metric.value for name, metric in metrics.items() if metric.reduction == "sum"}
         broken = [f"{name} {value}" for name, value in sums.items() if not math.isfinite(value)]

@@ -1,5 +1,5 @@
-"""Log-probs, entropy and KL of distributions over a sharded vocabulary, from hidden states: there never are logits of
-more than a block of words, in either direction."""
+"""Log-probs, entropy and KL of distributions over a sharded vocabulary, from hidden states, without ever holding the
+logits of more than a block of words, in either direction."""
 
 from typing import Any, NamedTuple
 

@@ -62,7 +62,7 @@ UNHEALTHY = "bold red"
 
 
 def escape_unprintable() -> None:
-    """From now on stdout escapes what its encoding lacks, as stderr does: nothing that is printed may end a run."""
+    """Have stdout escape what its encoding lacks, as stderr does, so that no print ends a run."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 

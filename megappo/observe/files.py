@@ -24,7 +24,7 @@ EVALUATION_FILE = "evaluation.json"
 """Description of the evaluated model, and its metrics."""
 TENSORBOARD_FOLDER = "tensorboard"
 REPORT_FILE = "report.html"
-"""Written while a run goes on, and at every end of it."""
+"""Written while a run trains, and whenever it ends."""
 _ROWS_FILE = re.compile(r"step_(\d{8,})\.safetensors")
 
 

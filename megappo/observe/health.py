@@ -80,7 +80,7 @@ RULES: Table[Rule] = Table(
             ("reward/equal_groups_frac",),
             groups_equal,
             "for more than 90 % of the prompts of 5 steps, all responses have the same score",
-            "{0:.0%} of the prompts have responses of equal score, from whose comparison nothing can be learned",
+            "all responses to {0:.0%} of the prompts have equal scores, so comparing them teaches nothing",
             "Choose prompts of another difficulty, raise rollout.n, or set algorithm.filter_groups.enable=true",
             "docs/data.md#dynamic-sampling",
             shows_responses=True,
@@ -205,7 +205,7 @@ RULES: Table[Rule] = Table(
             outside("rollout_is/ess", low=0.8),
             "the effective sample size of the weights pi_trainer / pi_engine is below 80 % of the tokens (with "
             "algorithm.rollout_correction)",
-            "the rollouts are of another policy than the actor: their effective sample size is {0:.0%}",
+            "the rollouts come from a policy other than the actor: their effective sample size is {0:.0%}",
             "Lower rollout.max_staleness, record the rollouts again, or set algorithm.rollout_correction.level=token",
             "docs/methods.md#when-engine-and-trainer-disagree",
         ),
@@ -250,7 +250,7 @@ class Unhealthy(ActionableError):
     exit_code = EXIT_UNHEALTHY
 
     def report(self, rank: int) -> str:
-        return f"stopped by {self}: all is saved"
+        return f"stopped by {self}: everything is saved"
 
 
 class Health:

@@ -99,8 +99,8 @@ def entropy_collapsed(history: History) -> Figures:
 
 
 def values_useless(history: History) -> Figures:
-    """Hold where the critic explains less than nothing, or 0.4 less than it once did, and does not improve: that of a
-    new critic is far below 0 at first."""
+    """Hold where the critic explains less than nothing, or 0.4 less than it once did, and does not improve: a new
+    critic explains far less than nothing at first."""
     last = history.last("critic/vf_explained_var", 5)
     if not last[-1] <= last[0] or not scores_vary(history):
         return ()
@@ -120,7 +120,7 @@ def gradient_jumped(history: History) -> Figures:
 
 
 def value_loss_large(history: History) -> Figures:
-    """Hold unless the loss falls: that of a new critic is large at first."""
+    """Hold unless the loss falls: a new critic's is large at first."""
     last = history.last("critic/vf_loss", 5)
     variance = fmean(spread**2 for spread in history.last(SPREAD, 5))
     ratio = fmean(last) / (variance or math.nan)

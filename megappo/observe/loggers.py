@@ -168,8 +168,7 @@ def make_tracker(name: str) -> Logger:
 
 
 def replaces_steps(name: str) -> bool:
-    """Return whether a tracker takes a step that is trained again in the place of the one that it has: a package cannot
-    take back what it has sent."""
+    """Return whether a tracker can replace a step that is trained again: a package cannot take back what it sent."""
     return name not in LOGGERS or not LOGGERS[name].package
 
 
@@ -179,7 +178,7 @@ def _own_class(name: str) -> type[Logger]:
     found = getattr(import_file(str(Path(file).resolve())), attribute)
     share_all()
     if not issubclass(found, Logger):
-        raise TypeError(f"{attribute} is no subclass of {Logger.__module__}.Logger")
+        raise TypeError(f"{attribute} is not a subclass of {Logger.__module__}.Logger")
     return found
 
 

@@ -34,12 +34,12 @@ class Reduction:
 
 @cache
 def _limits(device: torch.device) -> torch.Tensor:
-    """BUCKETS on a device: copying them there at each use would synchronise it."""
+    """Return BUCKETS on a device: copying them there at each use would synchronise it."""
     return torch.tensor(BUCKETS, dtype=torch.float64, device=device)
 
 
 def _histogram_part(values: torch.Tensor) -> torch.Tensor:
-    """NaN stands for no value, as a tensor of another shape would need the device to be synchronised."""
+    """Return sum, sum of squares and counts. NaN counts as no value: to drop it would synchronise the device."""
     buckets = torch.bucketize(values, _limits(values.device))
     counts = values.new_zeros(len(BUCKETS) + 1).index_add_(0, buckets, torch.ones_like(values))
     return torch.cat([torch.stack([values.nansum(), values.square().nansum()]), counts[:-1]])
@@ -50,7 +50,7 @@ def _add(parts: Sequence[Numbers]) -> Numbers:
 
 
 def _variance(count: float, mean: float, squares: float) -> float:
-    """With ddof 1."""
+    """Return the variance with ddof 1."""
     return squares / (count - 1) if count > 1 else math.nan
 
 
@@ -128,7 +128,7 @@ class Metric(NamedTuple):
 
 
 def on_host(several: Sequence[Mapping[str, OnDevice]]) -> list[dict[str, Metric]]:
-    """The same as plain numbers, by one copy."""
+    """Return the metrics as plain numbers, by one copy from the device."""
     parts = [one.part for metrics in several for one in metrics.values()]
     numbers = iter(torch.cat(parts).tolist() if parts else ())
     return [
@@ -138,7 +138,7 @@ def on_host(several: Sequence[Mapping[str, OnDevice]]) -> list[dict[str, Metric]
 
 
 def merge_metrics(several: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """Each name's parts as one, over the micro-batches, ranks or steps that have it."""
+    """Merge each name's parts, over the micro-batches, ranks or steps that have it."""
     parts: dict[str, list[Metric]] = defaultdict(list)
     for metrics in several:
         for name, metric in metrics.items():
@@ -147,5 +147,5 @@ def merge_metrics(several: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
 
 
 def reduce_ranks(per_rank: Iterable[Mapping[str, Metric]]) -> dict[str, Any]:
-    """The values of metrics of which every rank has a part, or none. The mean of no value is NaN."""
+    """Return the values of metrics, of which every rank has a part, or none has. The mean of no value is NaN."""
     return {name: metric.value for name, metric in merge_metrics(per_rank).items()}

@@ -46,7 +46,7 @@ def read_metrics(output_dir: str | Path) -> list[dict[str, Any]]:
     """Return the steps logged so far, in file order; a last line cut short by a kill is left out.
 
     Raises:
-        ConfigError: a line that is not the last is no JSON object with a `step`.
+        ConfigError: a line that is not the last is not a JSON object with a `step`.
     """
     path = Path(output_dir) / METRICS_FILE
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []

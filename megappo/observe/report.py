@@ -1,4 +1,4 @@
-"""report.html: one self-contained page of a run, or of several in comparison, from the files in their folders.
+"""report.html: one self-contained page of a run, or of several for comparison, from the files in their folders.
 Torch-free."""
 
 import base64
@@ -24,9 +24,9 @@ from megappo.observe.run_summary import summary
 from megappo.runtime.durable_files import put_whole
 
 REPORT_SECONDS = 30.0
-"""Least time between two reports of a run that goes on."""
+"""Least time between two reports while a run trains."""
 REPORT_SHARE = 0.005
-"""Share of a run's time that those after the first take at most."""
+"""Most of a run's time that reports after the first may take."""
 ASSETS = Path(__file__).parent / "page"
 LIBRARY, LIBRARY_STYLE = "uPlot.iife.min.js", "uPlot.min.css"
 """uPlot 1.6.32, under the MIT licence of uPlot.LICENSE."""
@@ -34,7 +34,7 @@ SCRIPTS = ("dom.js", "charts.js", "time.js", "samples.js", "main.js")
 
 
 class Report(Logger):
-    """Writes report.html while a run goes on, now and then, and at its end."""
+    """Writes report.html from time to time while a run trains, and at its end."""
 
     def on_start(self, run: RunInfo) -> None:
         """Remove the report of an earlier run."""

@@ -1,4 +1,4 @@
-"""run.json: facts about a run, and how it has ended."""
+"""run.json: facts about a run, and how it ended."""
 
 import json
 import subprocess
@@ -28,12 +28,12 @@ class RunFile(Logger):
         _write(run.output_dir, facts | {"status": RUNNING, "message": ""})
 
     def on_end(self, end: RunEnd) -> None:
-        """Add how the run has ended."""
+        """Add how the run ended."""
         write_end(self._output_dir, end)
 
 
 def write_end(output_dir: Path, end: RunEnd) -> None:
-    """Add how a run has ended to its run.json."""
+    """Add how a run ended to its run.json."""
     _write(output_dir, read_run(output_dir) | asdict(end))
 
 

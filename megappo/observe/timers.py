@@ -71,7 +71,7 @@ class Timers:
         self._memory.metrics()
 
     def memory(self) -> dict[str, Metric]:
-        """`memory/*` in GiB, peaks since the last call: of an open phase, too, so far."""
+        """Return `memory/*` in GiB: peaks since the last call, including those of an open phase so far."""
         return self._memory.metrics()
 
     def lap(self) -> dict[str, float]:

@@ -141,8 +141,8 @@ def _missing_rollouts(config: Config, begun: int) -> Iterator[str]:
 
 
 def already_finished(config: Config) -> str:
-    """Return a message if a run has nothing to do, else "": it has all steps and its export, and has
-    ended well, and it evaluates nothing."""
+    """Return a message if a run has nothing to do, else "": it has all steps and its export, ended
+    well, and evaluates nothing."""
     if config.trainer.eval_only:
         return ""
     folder, total = Path(config.trainer.output_dir), config.trainer.total_steps
@@ -161,7 +161,7 @@ def resume_warnings(config: Config) -> Iterator[str]:
     except CheckpointError:  # among the errors
         return
     if checkpoint and faults and config.trainer.eval_checkpoint is None:
-        yield f"{'; '.join(faults)}: the run goes on from {checkpoint}, the newest whole one"
+        yield f"{'; '.join(faults)}: the run resumes from {checkpoint}, the newest intact one"
 
 
 def _choice(config: Config) -> tuple[Path | None, list[str]]:

@@ -45,8 +45,8 @@ class Record:
     def write(self, step: int, batch: Batch, prompts: Sequence[Prompt], num_tokens: int, num_drawn: int) -> None:
         """Write a step's rows over what an earlier run left; all ranks together.
 
-        Of the prompts' records only labels are kept, to be shown: other fields may be large, and the prompts' indices
-        lead to them.
+        Only the labels of the prompts' records are kept, to be shown: other fields may be large, and the prompts'
+        indices lead to them.
 
         Args:
             num_drawn: prompts that the steps so far have drawn.
@@ -170,8 +170,8 @@ class Replay:
             errors += [f"has scores of steps: {error}" for error in step_scores_errors(config)]
         if config.compares_responses and not facts["compared"]:
             errors.append(
-                "may have prompts of whose responses algorithm.mask_truncated has left one alone, but this run compares"
-                " them: record the rollouts of a run that does"
+                "may have prompts with a single response, as algorithm.mask_truncated has masked the others, but this "
+                "run compares responses: record the rollouts of a run that does"
             )
         for field, need in ESTIMATOR_FIELDS.items():
             if getattr(config.algorithm.method, need) and field not in file.names:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-AFTER = "what follows "
+AFTER = "the part after "
 """Precedes a phase's name between that phase and the next."""
 
 

@@ -63,16 +63,16 @@ class Interruption:
         self._deadline = deadline
 
     def never_saves(self) -> None:
-        """A run that a signal stops now would restart from nothing, so its exit code does not request a restart."""
+        """Request no restart by the exit code: a run that a signal stops now would restart from nothing."""
         self._exit_code = EXIT_UNSAVED
 
     def end_saving(self) -> None:
-        """The signal ends this rank at once again."""
+        """Let the signal end this rank at once again."""
         self._has_something_to_save = False
 
     @property
     def reason(self) -> str:
-        """Return why this rank should stop; "" if it should go on."""
+        """Return why this rank should stop; "" if it should continue."""
         if not self._reason and time.time() > self._deadline:
             self._reason = "the time limit"
         return self._reason
@@ -84,11 +84,11 @@ class Interruption:
 
 
 INTERRUPTION = Interruption()
-"""This process's."""
+"""The interruption of this process."""
 
 
 def deadline(time_limit: float | None, grace: float) -> float:
-    """When a run should begin to save, in seconds since the epoch; infinite without a limit.
+    """Return when a run should begin to save, in seconds since the epoch; infinite without a limit.
 
     Args:
         time_limit: seconds that the job may take, from its allocation's start on: SLURM_JOB_START_TIME where that is

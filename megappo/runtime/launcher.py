@@ -236,7 +236,7 @@ class Nodes:
         threading.Thread(target=self._watch, name="nodes", daemon=True).start()
 
     def verdict(self) -> str:
-        """Return why the run cannot go on because of another node; "" while nothing is known."""
+        """Return why the run cannot continue because of another node; "" while nothing is known."""
         if not self._verdict and time.monotonic() - self._answered > LOST_SECONDS:
             return _lost(self._head)
         return self._verdict

@@ -21,7 +21,7 @@ BACKLOG = 4096
 
 
 def listener(host: str, port: int) -> socket.socket:
-    """A socket that listens on one of the addresses of `host`, which is this machine; port 0 = any free one.
+    """Return a socket that listens on one of the addresses of `host`, which is this machine; port 0 = any free one.
 
     Raises:
         OSError: the port is taken, or the host is another machine.
@@ -36,7 +36,7 @@ def listener(host: str, port: int) -> socket.socket:
 
 
 def run_store() -> Store:
-    """torchrun's, by which the run's ranks met; torch has no public way to it."""
+    """Return torchrun's store, through which the run's ranks met; torch gives no public access to it."""
     return distributed_c10d._get_default_store()
 
 
@@ -81,14 +81,14 @@ def stay_on_this_node() -> None:
 
 
 def own_address(peer: str) -> str:
-    """This machine's address as `peer` (a host) sees it."""
+    """Return this machine's address as `peer` (a host) sees it."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((peer, 9))  # sends nothing
         return probe.getsockname()[0]
 
 
 def node_address() -> str:
-    """This rank's node's address for all ranks: that of torchrun's rendezvous is reached by all, and reaches all."""
+    """Return the address of this rank's node for all ranks: all reach that of torchrun's rendezvous, and it reaches all."""
     if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
         return LOOPBACK
     master = os.environ["MASTER_ADDR"]
@@ -96,7 +96,7 @@ def node_address() -> str:
 
 
 def head_address(name: str) -> str:
-    """The address of this node, the head of several, whose name for all of them is `name`.
+    """Return the address of this node, the head of several, which all of them call `name`.
 
     Debian maps a machine's own name to 127.0.1.1, where no other node reaches it: then the address of the interface
     that GLOO_SOCKET_IFNAME names.

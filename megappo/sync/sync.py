@@ -164,5 +164,5 @@ def check_finite(bucket: Bucket, flat: torch.Tensor) -> None:
         if not all_finite(tensor):
             raise FloatingPointError(
                 f"weight sync: {name} holds values that are not finite: the actor's weights are corrupt, or were "
-                "damaged on the way; go on from a checkpoint before this step"
+                "damaged on the way; resume from a checkpoint before this step"
             )

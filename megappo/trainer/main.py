@@ -137,7 +137,7 @@ def _resume_record(record: Record, prompts: PromptDataset, progress: Progress) -
     progress.start_step, progress.num_drawn, changed = record.valid_steps(prompts)
     step, lines = progress.start_step, []
     if step:
-        lines.append(f"continuing after step {step}, the last of {record.folder} that this run would write alike")
+        lines.append(f"continuing after step {step}, the last one in {record.folder} with the same settings")
     if changed:
         lines.append(f"writing step {step + 1} of {record.folder} again: {' and '.join(changed)} changed")
     return lines

@@ -228,7 +228,7 @@ class Run:
                 raise
             self.progress.is_overdue = True
             self.progress.failed_saves += 1
-            self.observer.message(f"WARNING: {error}: it is tried again")
+            self.observer.message(f"WARNING: {error}: the save is retried after the next step")
 
     def save_if_needed(self) -> None:
         """Save what the newest checkpoint lacks. The engines are stopped: they are no longer needed."""

@@ -24,8 +24,7 @@ MEASURED_SIDE, NUM_MEASUREMENTS = 512, 10
 """Size of the square matrices whose product measures a device without a data sheet, and the number of measurements, of
 which the fastest counts."""
 HISTOGRAM_INTERVAL = 10
-"""Steps between histograms of a step's rows: of a histogram ranks exchange 250 numbers, of another metric one to four.
-"""
+"""Steps between histograms of rows: ranks exchange 250 numbers per histogram, and one to four per other metric."""
 
 
 def over_ranks(exchange: Exchange, values: Unreduced) -> dict[str, Any]:

@@ -56,7 +56,7 @@ class EnvironmentHost:
         made = self._environments.pop(number)
         call = self._calls.pop(number)
         call.cancel()
-        await asyncio.wait([call], timeout=self._seconds / 2)  # one that goes on leaves time to close
+        await asyncio.wait([call], timeout=self._seconds / 2)  # one that continues leaves time to close
         environment = await made
         if hasattr(environment, "close"):
             await called(environment.close)

@@ -34,7 +34,7 @@ class EnvironmentFault(ActionableError, RuntimeError):
 
 
 class EpisodeLost(Exception):
-    """An environment took too long, or its process ended. Its episode cannot go on, the others do."""
+    """An environment took too long, or its process ended. Its episode cannot continue; the others do."""
 
 
 def row_of(columns: JsonObject, label: Any) -> JsonObject:
@@ -87,7 +87,7 @@ class Environment:
 
 
 def _messages(observation: Any) -> Messages:
-    """Return an observation as messages: None is none, a text one of the user's."""
+    """Return an observation as messages: none for None, one of the user's for a text."""
     if observation is None:
         return []
     if isinstance(observation, str):
@@ -159,7 +159,7 @@ class EnvironmentPool(WorkerPool):
 
     @asynccontextmanager
     async def environment(self) -> AsyncIterator[Environment]:
-        """A new environment, in the worker that has fewest."""
+        """Open a new environment in the worker with the fewest."""
         worker = await self.in_thread(self._free_worker())
         number = next(self._numbers)
         try:

@@ -254,7 +254,7 @@ class RewardPool(WorkerPool):
         has_met_limit = failure.is_late or any(sign in str(failure) for sign in LIMIT_SIGNS)
         limits = f"reward.timeout_seconds={self.timeout_seconds:g}, reward.memory_limit_gib={self.memory_limit_gib}"
         change = f"change its limits ({limits}), or " if has_met_limit else "or "
-        hides = "which gives such responses 0: not if every call fails, as it would hide that"
+        hides = "which gives such responses 0: not if every call fails, which would hide the cause"
         return f"fix it, {change}set reward.on_error to zero, {hides}"
 
     async def _handle(

@@ -36,7 +36,7 @@ def describe(error: BaseException) -> str:
     shown = [cut(frame, MAX_FRAME_CHARACTERS).rstrip() for frame in traceback.format_list(frames)]
     lines = [f"raised {named(error)}", *shown]
     if cause := error.__cause__ or (None if error.__suppress_context__ else error.__context__):
-        lines.append(f"It came of {named(cause)}")
+        lines.append(f"caused by {named(cause)}")
     traceback.clear_frames(error.__traceback__)
     resource.setrlimit(resource.RLIMIT_DATA, limits)
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Worker processes for user code, seen from their owner, which believes nothing of what they send."""
+"""Worker processes for user code, seen from their owner, which trusts nothing that they send."""
 
 import asyncio
 import itertools
@@ -28,7 +28,7 @@ MAX_BYTES = 2**26
 START_TIMEOUT_SECONDS = 120.0
 """Time that a worker may take to import user code."""
 GRACE_SECONDS = 5.0
-"""Beyond the time limit of a coroutine, for the worker to report that it is over: one that does not is blocked."""
+"""Time after a coroutine's limit in which the worker reports that it is over; a worker that does not is blocked."""
 EXIT_SECONDS = 2.0
 """Time that a worker may take to exit once it or its owner has closed the connection."""
 SECRETS = re.compile(
@@ -166,7 +166,7 @@ class WorkerProcess:
 
     def _distrust(self, received: str) -> None:
         remedy = "does it write to a descriptor that it has not opened?"
-        self._fault = f"sent something else than its results to the trainer: {received}; {remedy}"
+        self._fault = f"sent something other than its results to the trainer: {received}; {remedy}"
         self._hang_up()
 
     def _hang_up(self) -> None:
@@ -313,7 +313,7 @@ class WorkerPool(AbstractContextManager):
             self.workers.discard(worker)
             await worker.end()
             if isinstance(error, ValidationError):
-                raise CallError("answered with something else than its signature") from error
+                raise CallError("answered with something other than its signature") from error
             raise
         return worker
 

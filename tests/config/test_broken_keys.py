@@ -67,7 +67,7 @@ CONTRADICTIONS = {
         'algorithm.filter_groups.metric "acc" has no effect, as algorithm.filter_groups.enable is false: drop it'
     ),
     "reward.options={mine.py:f: {limit: 3}}": (
-        "reward.options are of 'mine.py:f', which reward.function does not name: it names exact_match"
+        "reward.options names 'mine.py:f', but reward.function does not (it names exact_match)"
     ),
     "ref.parallel.sequence=true": "ref.parallel.sequence needs ref.parallel.tensor > 1",
     "actor.optim.min_lr=1e-3 actor.optim.lr_decay_style=linear": (
@@ -233,10 +233,10 @@ CONTRADICTIONS = {
         "rollout.sync.transport ipc reaches no server of rollout.engines: set it to auto"
     ),
     "rollout.engines=[http://a:1] rollout.sleep=auto": (
-        'rollout.sleep "auto" has no effect, as rollout.engines run already: drop it'
+        'rollout.sleep "auto" has no effect, as rollout.engines are already running: drop it'
     ),
     "rollout.engines=[http://a:1] rollout.mem_fraction_static=0.9": (
-        "rollout.mem_fraction_static 0.9 has no effect, as rollout.engines run already: drop it"
+        "rollout.mem_fraction_static 0.9 has no effect, as rollout.engines are already running: drop it"
     ),
     "rollout.engines=[http://a:1, http://a:2] placement.rollout=0": (
         "placement.rollout: the ranks 0 do not suffice for 2 rollout.engines: name one for each"
@@ -266,9 +266,9 @@ CONTRADICTIONS = {
     "data.val_files=[] trainer.eval_interval=10": (
         "trainer.eval_interval needs data.val_files or eval.datasets, found none: name some, or drop it"
     ),
-    "eval.datasets={a.b: {files: val.jsonl}}": "eval.datasets: 'a.b' is no name, or that of one of",
+    "eval.datasets={a.b: {files: val.jsonl}}": "eval.datasets: 'a.b' is not a valid name, or is taken by one of",
     "eval.datasets={val: {files: val.jsonl}}": (
-        "eval.datasets: 'val' is no name, or that of one of data.val_files: write another one with letters, digits"
+        "eval.datasets: 'val' is not a valid name, or is taken by one of data.val_files: choose another"
     ),
     "eval.datasets={a: {files: val.jsonl, n: 4}}": (
         "eval.datasets.a.n 4 requests the same response to each prompt of a as many times, with temperature 0 and "

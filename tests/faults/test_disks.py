@@ -88,7 +88,7 @@ def test_a_disk_of_checkpoints_alone_that_takes_no_more(harm: str, series: Serie
         promised = series.latest
         assert program.wait() == 1, program.output
     [warning, *_] = [line for line in program.output.splitlines() if line.startswith("WARNING")]
-    assert message in warning and warning.endswith("it is tried again")
+    assert message in warning and warning.endswith("the save is retried after the next step")
     assert "error (rank " in program.output and "Traceback" not in program.output
     assert series.latest == promised
     again_after(series, lambda: mended(checkpoints))

@@ -97,7 +97,7 @@ def test_a_job_is_requeued_before_its_limit_and_goes_on(slurm, repository, confi
     assert "ended by the time limit: resumes " in job.output and "; nothing is lost" in job.output
     saved = int(latest(job.out)[5:13])
     assert not reached(job.out, 10) and saved >= logged(job.out)[-1]["step"], job.output
-    job.wait_until(lambda: "going on after step" in job.output and reached(job.out, saved + 1))
+    job.wait_until(lambda: "resuming after step" in job.output and reached(job.out, saved + 1))
     assert f" from {job.out}/checkpoints/step_{saved:08d}" in job.output
     slurm.run("scancel", "--batch", "--signal=USR1", job.number)
     job.wait_until(lambda: job.output.count("; nothing is lost. To resume: sbatch ") == 2)
@@ -123,5 +123,5 @@ def test_a_cable_that_is_pulled_ends_the_job_which_can_be_submitted_again(slurm,
     saved = int(latest(job.out)[5:13])
     again = Job(slurm, repository, config, run)
     again.wait_until(again.has_ended)
-    assert again.state == "COMPLETED" and f"going on after step {saved} " in again.output, again.output
+    assert again.state == "COMPLETED" and f"resuming after step {saved} " in again.output, again.output
     check_trained(again.out, run)

@@ -271,7 +271,7 @@ def test_further_signals_while_the_ranks_save_what_the_first_asked_for(launch, t
     assert second.is_running()
     (tmp_path / "rank.py.1").touch()
     assert launcher.wait() == 75
-    assert launcher.lines == ["ended by SIGUSR1: started again, the run goes on"]
+    assert launcher.lines == ["ended by SIGUSR1: start it again to resume"]
 
 
 def test_ranks_that_have_saved_nothing_are_not_to_be_restarted(launch):

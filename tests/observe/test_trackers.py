@@ -184,7 +184,7 @@ class Other:
     ("name", "text", "error"),
     [
         ("Sound", OWN, ""),
-        ("Other", OWN, "Other is no subclass of megappo.observe.loggers.Logger"),
+        ("Other", OWN, "Other is not a subclass of megappo.observe.loggers.Logger"),
         ("Missing", OWN, "has no attribute 'Missing'"),
         ("Sound", "import no_such_module", "No module named 'no_such_module'"),
         ("Sound", None, "no Python file"),

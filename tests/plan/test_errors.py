@@ -115,7 +115,7 @@ def test_errors_in_tokenizer_data_and_reward_are_reported_together_and_soon(plan
         "hold some twice: lower it, or name more files",
         "error: reward.function: reward function reward.py:f raised IndexError: list index out of range (File "
         f'"{run_folder}/reward.py", line 2, in f): fix it, or set reward.on_error to zero, which gives such '
-        "responses 0: not if every call fails, as it would hide that",
+        "responses 0: not if every call fails, which would hide the cause",
     ]
 
 
@@ -392,7 +392,7 @@ def test_a_flipped_bit_leads_to_the_checkpoint_before(plan, run_folder, name, fi
     assert done.returncode == 0, "step 1 is the last, and all of it is there"
     [line] = done.stderr.splitlines()
     assert line.startswith("warning: out/checkpoints/step_00000002") and "altered" in line
-    assert line.endswith(": the run goes on from out/checkpoints/step_00000001, the newest whole one")
+    assert line.endswith(": the run resumes from out/checkpoints/step_00000001, the newest intact one")
     flip(before / "state.json", 3)
     [error] = errors_of(plan(run_folder, "run.yaml"))
     assert "step_00000001 is damaged: state.json is altered or cut off" in error and "use another checkpoint" in error
@@ -416,7 +416,7 @@ def test_a_lost_pointer_is_reported_with_the_checkpoint_that_is_used(plan, run_f
     assert done.returncode == 0
     [line] = done.stderr.splitlines()
     assert line.startswith(f"warning: out/checkpoints/{message}")
-    assert line.endswith(": the run goes on from out/checkpoints/step_00000002, the newest whole one")
+    assert line.endswith(": the run resumes from out/checkpoints/step_00000002, the newest intact one")
 
 
 def test_a_folder_that_a_run_has(plan, run_folder):

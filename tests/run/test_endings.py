@@ -125,5 +125,5 @@ def test_a_killed_rank_with_a_restart_left(config, folder):
     [line] = errors(program.output)
     assert line.startswith("error: rank 0 (pid ") and "was ended by SIGKILL" in line
     assert "starting all ranks again; --max-restarts leaves 0 more" in program.output
-    assert f"going on after step 2 from {run}/checkpoints/" in program.output or "after step 4" in program.output
+    assert f"resuming after step 2 from {run}/checkpoints/" in program.output or "after step 4" in program.output
     assert [metrics["step"] for metrics in logged(run)][-1] == 6

@@ -145,5 +145,5 @@ def test_a_run_without_a_reward_signal_stops_where_stop_on_names_it(config, fold
     assert len(shown.splitlines()) == 3 and "unhealthy (truncation)" in output
     assert "every response of the last 5 steps has score 0" in output
     reason = "trainer.stop_on (no_reward_signal at step 5)"
-    assert f"stopped by {reason}: all is saved\n" in output and "error" not in output
+    assert f"stopped by {reason}: everything is saved\n" in output and "error" not in output
     assert output.splitlines()[-1].startswith(f"ended by {reason}: resumes after step 5; nothing is lost. To resume: ")

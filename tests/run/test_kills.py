@@ -32,7 +32,7 @@ class Series:
 
     def note(self, program: Program) -> None:
         """Check after a run's end that it had resumed from the last save, and remember what it has saved."""
-        going_on = re.search(r"^going on after step (\d+) from", program.output, re.MULTILINE)
+        going_on = re.search(r"^resuming after step (\d+) from", program.output, re.MULTILINE)
         if going_on:
             assert int(going_on[1]) >= self.saved, program.output
         assert "damaged" not in program.output and "starting from the beginning" not in program.output or not self.saved

@@ -30,7 +30,7 @@ def test_a_run_resumes_from_the_newest_intact_checkpoint(run):
     damaged, intact = re.fullmatch(".*; (.*) is damaged: critic/__.*; resuming from (.*)", warning).groups()
     assert warning.startswith(f"WARNING: {checkpoints}/latest cannot be read (No such file or directory); {damaged}")
     steps = [int(path.removeprefix(f"{checkpoints}/step_")) for path in (damaged, intact)]
-    assert steps in ([6, 3], [9, 6]) and f"going on after step {steps[1]} from {intact}" in output
+    assert steps in ([6, 3], [9, 6]) and f"resuming after step {steps[1]} from {intact}" in output
     assert "changed since then: trainer.num_samples: 8 -> 7" in output
 
 

@@ -47,7 +47,7 @@ def test_where_a_process_is(monkeypatch):
         place = watchdog.submit(rank_state).result()
         assert (place.phase, place.num_phases, place.call) == ("sync/open", 2, "")
         assert place.stacks.startswith("MainThread:\n") and "test_where_a_process_is" in place.stacks
-    assert (beats.phase, beats.num_phases, beats.num_beats) == ("what follows sync", 4, 4)
+    assert (beats.phase, beats.num_phases, beats.num_beats) == ("the part after sync", 4, 4)
     with beats.waiting():
         assert beats.is_waiting
     assert not beats.is_waiting

@@ -148,8 +148,8 @@ def damage_the_newest_checkpoint(run: Path) -> None:
 
 def run_until_asked_to_end(folder: Path, config: Path, run: Path) -> None:
     with Program(folder / "2", config, *recorded(run, config), "trainer.num_samples=7") as program:
-        program.wait_until(lambda: "going on after step" in program.output)
-        step = int(re.search("going on after step ([0-9]+)", program.output)[1]) + 1
+        program.wait_until(lambda: "resuming after step" in program.output)
+        step = int(re.search("resuming after step ([0-9]+)", program.output)[1]) + 1
         while not reached(run, step):  # fast polls: a SIGTERM during the next updates would interrupt that step
             assert program.process.poll() is None, program.output
             time.sleep(0.001)
@@ -171,7 +171,7 @@ def run_to_the_end(folder: Path, config: Path, run: Path) -> None:
         with Program(folder / "refused", config, *recorded(run, config)) as second:
             assert second.wait(60) == 2, second.output
         assert program.wait() == 0, program.output
-        assert f"going on after step {int(before[5:13])}" in program.output
+        assert f"resuming after step {int(before[5:13])}" in program.output
         assert f" from {run}/checkpoints/{before}" in program.output
         assert "Warning" not in program.output
 

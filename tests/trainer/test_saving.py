@@ -38,7 +38,7 @@ def failing_saves(rank: int, world_size: int, folder: Path) -> None:
         limit_files(resource.RLIM_INFINITY)
         run.exchange.all_gather(None)
     assert run.progress.failed_saves == 2 and len(lines) == 2
-    assert all(line.startswith("WARNING: ") and "it is tried again" in line for line in lines)
+    assert all(line.startswith("WARNING: ") and "the save is retried after the next step" in line for line in lines)
     assert "cannot save critic to " in lines[0] and "cannot save actor to " in lines[1]
     metrics = ppo_step(run, 1)
     run.save(may_fail=True)

@@ -84,7 +84,7 @@ FORGED = {
     "steps of characters": ("{'score': 1, 'step_scores': ['12']}", "ascending ends from 1 to 2, .*, found '12'"),
     "a failure": ("{'failed': True}", "expected a finite number .* as score, found None"),
 }
-DISTRUSTED = "sent something else than its results to the trainer: "
+DISTRUSTED = "sent something other than its results to the trainer: "
 SENDS = {
     "garbage": (write(line("b'garbage' * 20")), DISTRUSTED + "b'garbagegarbage"),
     "a line of many MB": (
@@ -170,7 +170,7 @@ ENDS = {
         "class Bad(Exception):\n    def __str__(self): raise KeyError(1)\nraise Bad",
         r"raised Bad: \(its message cannot be read: KeyError\)",
     ),
-    "its origin": ("try: {}[7]\nexcept KeyError as e: raise ValueError('no') from e", "It came of KeyError: 7"),
+    "its origin": ("try: {}[7]\nexcept KeyError as e: raise ValueError('no') from e", "caused by KeyError: 7"),
 }
 
 
@@ -333,7 +333,7 @@ def test_detached_processes_end_with_a_killed_owner(tmp_path: Path, ending: sign
 
 def test_garbage_while_the_file_is_imported_is_reported(tmp_path: Path):
     (tmp_path / "reward.py").write_text("import os, stat\n" + write(line("b'garbage'"), "") + "\ndef f(): ...\n")
-    with pytest.raises(RewardError, match="sent something else than its results"):
+    with pytest.raises(RewardError, match="sent something other than its results"):
         load_reward(f"{tmp_path}/reward.py:f", num_workers=1, timeout_seconds=20)
 
 
@@ -351,7 +351,7 @@ DESCRIPTIONS = (
 def test_a_forged_signature_is_not_believed(tmp_path: Path, answer: str):
     forged = f'{{"call": 0, "result": {answer}}}'.encode()
     body = "import os, stat, time\n" + write(line(f"{forged!r}")) + "\ndef f(): ...\n"
-    with pytest.raises(RewardError, match="answered with something else than its signature"):
+    with pytest.raises(RewardError, match="answered with something other than its signature"):
         load(tmp_path, body)
 
 

@@ -227,5 +227,5 @@ def test_a_judge_without_a_score_gets_another_request_and_costs_its_row_alone(se
 
 
 def test_an_answer_that_is_no_chat_completion_is_reported(server: Server):
-    with pytest.raises(RewardError, match="answered with something else than a chat completion: {}"):
+    with pytest.raises(RewardError, match="answered with something other than a chat completion: {}"):
         scores(load("judge", server, model="m"))

@@ -88,7 +88,7 @@ def program_in(response: str) -> str:
 
 def _opened(line: str) -> str | None:
     """Return the tag of the block that begins with a line; None if no block does. Such a line ends with backquotes and
-    maybe a tag, or begins with these and goes on. No regular expression does this in linear time."""
+    maybe a tag, or begins with these and continues. No regular expression does this in linear time."""
     before, fence, rest = line.partition(FENCE)
     after = rest.lstrip("`")
     words = after.split()

@@ -72,12 +72,12 @@ HIDDEN = "clone3 435 435, openat2 437 437"
 ASKED = """
     clone 56 220 0 0x10000 != 0, open 2 - 1 0x400040 != 0, openat 257 56 2 0x400040 != 0, mkdir 83 -, mkdirat 258 34
 """
-"""A thread, O_CREAT or O_TMPFILE, folders."""
+"""Calls that `answer` decides: they start a thread, create a file (O_CREAT, O_TMPFILE) or a folder."""
 LOAD, JUMP_EQUAL, JUMP_FROM, AND, RETURN = 0x20, 0x15, 0x35, 0x54, 0x06
 NUMBER_AT, MACHINE_AT, ARGUMENTS_AT = 0, 4, 16
 ALWAYS = ("0", "0", "==", "0")
 OTHER_NUMBERS = ((JUMP_FROM, 0, 1, 0x40000000), (RETURN, 0, 0, REFUSE))
-"""The same calls have others, too."""
+"""Refuse the other numbers that the same calls have (x32)."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -86,7 +86,7 @@ class Unprotected(Exception):
 
 
 def confine(folder: str, *, memory_bytes: int, cpu_seconds: int, file_bytes: int) -> None:
-    """Let this process, which has one thread, have no more than that, for the rest of its life.
+    """Confine this process, which has one thread, for the rest of its life.
 
     Args:
         folder: the files that it may read and write; of all others it may read those of READABLE and of Python.
@@ -140,7 +140,7 @@ def _machine() -> tuple[int, int]:
 
 
 def limit(*, memory_bytes: int, cpu_seconds: int, file_bytes: int) -> None:
-    """The part of `confine` that is no protection."""
+    """Set the resource limits of `confine`, which alone do not confine."""
     limits = {
         resource.RLIMIT_AS: memory_bytes,
         resource.RLIMIT_CPU: cpu_seconds,
@@ -187,7 +187,7 @@ def _drop_capabilities() -> None:
 
 def _filter_calls(instructions: Sequence[tuple[int, int, int, int]], flags: int) -> int:
     """Run a program of the kernel's packet filter before each call from now on: operation, instructions to skip if so,
-    if not, operand. The descriptor that the flags ask for."""
+    if not, operand. Return the descriptor that the flags request."""
     column, machine = _machine()
     whole = [(LOAD, 0, 0, MACHINE_AT), (JUMP_EQUAL, 1, 0, machine), (RETURN, 0, 0, KILL), (LOAD, 0, 0, NUMBER_AT)]
     whole += [*instructions, (RETURN, 0, 0, ALLOW)]

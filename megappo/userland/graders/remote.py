@@ -1,4 +1,4 @@
-"""Scores of servers: of one that scores, over HTTP, or of a language model that judges, over an OpenAI-style API."""
+"""Scores from servers: a scoring server over HTTP, or a language model as a judge over an OpenAI-style API."""
 
 import asyncio
 import json
@@ -107,7 +107,7 @@ async def judge(
             case {"choices": [{"message": {"content": str(text)}}, *_]}:
                 scores = re.findall(score_pattern, text)
             case _:
-                raise RuntimeError(f"{url} answered with something else than a chat completion: {_cut(answer)}")
+                raise RuntimeError(f"{url} answered with something other than a chat completion: {_cut(answer)}")
         if scores:
             return float(scores[-1] if isinstance(scores[-1], str) else scores[-1][0])
     raise RuntimeError(f"the judge {model} at {url} gave no score ({score_pattern}): {_cut(text)}")

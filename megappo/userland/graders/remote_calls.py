@@ -124,7 +124,7 @@ class Peer:
         return self._decoded(json.loads(line))
 
     def _encoded(self, value: Any) -> Any:
-        """A value as JSON; what JSON does not have, as a list of its kind and its content."""
+        """Return a value as JSON; what JSON lacks becomes a list of its kind and its content."""
         if hasattr(type(value), "tolist"):  # NumPy's numbers and arrays
             value = value.tolist()
         if value is None or isinstance(value, bool | int | float | str):
