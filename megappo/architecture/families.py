@@ -147,7 +147,7 @@ FAMILIES = Table(
 
 
 def language_model(architecture: str) -> str:
-    """The architecture with a language model's head: a critic's, or a reward model's, differs in its head alone."""
+    """Return the architecture with a language model's head; a critic's or reward model's differs in its head only."""
     for ending in REWARD_MODELS:
         if architecture.endswith(ending):
             return architecture.removesuffix(ending) + LANGUAGE_MODEL

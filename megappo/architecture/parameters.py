@@ -169,7 +169,7 @@ class Parameter:
 def list_parameters(
     architecture: Architecture, *, tensor: int = 1, expert_tensor: int = 1, num_experts: int | None = None
 ) -> list[Parameter]:
-    """Every parameter of the model under its head, and routers' biases, in the order of the tables.
+    """Return every parameter of the model under its head, and routers' biases, in the order of the tables.
 
     Args:
         tensor: tensor-parallel ranks, for which the vocabulary is padded.
@@ -192,7 +192,7 @@ def is_adapter(name: str) -> bool:
 
 
 def adapted_modules(architecture: Architecture) -> set[str]:
-    """Names, without their beginnings, of the matrices that can have adapters."""
+    """Return the last names of the matrices that can have adapters."""
     table = _adapted_table(architecture, is_dense=architecture.num_dense_layers > 0)
     return {line["hf"].split(".")[-2] for line in LINE.finditer(table)}
 
@@ -208,17 +208,17 @@ def is_trained(name: str, architecture: Architecture) -> bool:
 
 
 def by_name(parameters: Iterable[Parameter]) -> dict[str, Parameter]:
-    """Parameters by their names under either layer spec."""
+    """Return the parameters by their names under either layer spec."""
     return {name: parameter for parameter in parameters for name in parameter.names}
 
 
 def hf_tensors_of(parameters: Iterable[Parameter]) -> dict[str, HFTensor]:
-    """Every Hugging Face tensor of the model by name, once, in the order of the tables."""
+    """Return every Hugging Face tensor of the model by name, once, in the order of the tables."""
     return {hf.name: hf for parameter in parameters for hf in parameter.hf_tensors}
 
 
 def hf_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the model's Hugging Face tensors; a tied head, being the embedding, is not among them."""
+    """Return names and shapes of the model's Hugging Face tensors, without a tied head, which is the embedding."""
     return {name: hf.shape for name, hf in hf_tensors_of(list_parameters(architecture)).items()}
 
 
@@ -230,7 +230,7 @@ class StageSize(NamedTuple):
 
 
 def stage_sizes(architecture: Architecture, parallel: Parallel, *, trained: bool = False) -> list[StageSize]:
-    """Sizes of each pipeline stage; the model fits the layout.
+    """Return the sizes of each pipeline stage; the model fits the layout.
 
     Args:
         trained: count trained parameters only (see `is_trained`).
@@ -256,14 +256,14 @@ def stage_sizes(architecture: Architecture, parallel: Parallel, *, trained: bool
 
 
 def stage_of_layers(architecture: Architecture, parallel: Parallel) -> list[int]:
-    """The pipeline stage of each layer; the model fits the layout."""
+    """Return the pipeline stage of each layer; the model fits the layout."""
     chunks = parallel.num_chunks
     split = parallel.pipeline_split or (architecture.num_layers // chunks,) * chunks
     return [chunk % parallel.pipeline for chunk, layers in enumerate(split) for _ in range(layers)]
 
 
 def padded_vocab_size(vocab_size: int, tensor: int) -> int:
-    """The next multiple of `tensor`; rows from vocab_size on are padding."""
+    """Return the next multiple of `tensor`; rows from vocab_size on are padding."""
     return -(-vocab_size // tensor) * tensor
 
 
@@ -320,7 +320,7 @@ def _output_table(architecture: Architecture) -> str:
 
 
 def _sizes(architecture: Architecture) -> dict[str, int]:
-    """Sizes by their names in the tables."""
+    """Return the sizes by their names in the tables."""
     experts, latent, lora = architecture.experts, architecture.latent, architecture.lora
     heads, kv_heads, head = architecture.num_heads, architecture.num_kv_heads, architecture.head_size
     sizes = {"one": 1, "hidden": architecture.hidden_size, "vocab": architecture.vocab_size}

@@ -50,16 +50,16 @@ class Trajectories:
         return replace(self.rows, fields=self.rows.fields | fields)
 
     def _join(self, values: Tensor) -> Tensor:
-        """[B, R] -> [E, W]. The tokens of an episode follow each other in its rows."""
+        """Join [B, R] to [E, W]. The tokens of an episode follow each other in its rows."""
         return padded(values[self._is_token], self._lengths, self._width)
 
     def _cut(self, values: Tensor) -> Tensor:
-        """[E, W] -> [B, R]."""
+        """Cut [E, W] to [B, R]."""
         flat = values[is_within(self._lengths, self._width)]
         return values.new_zeros(self._is_token.shape).masked_scatter_(self._is_token, flat)
 
     def _repeat(self, values: Tensor) -> Tensor:
-        """[E] -> [B], 0 for rows that are left out."""
+        """Repeat [E] as [B], 0 for rows that are left out."""
         repeated = values.new_zeros(len(self.rows))
         repeated[self._is_kept] = values[self._trajectories[self._is_kept]]
         return repeated

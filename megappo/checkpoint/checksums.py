@@ -111,7 +111,7 @@ def altered(checkpoint: Path, sums: Mapping[str, str], names: Iterable[str]) -> 
 
 
 def read_sums(checkpoint: Path) -> dict[str, str]:
-    """File name -> its sum.
+    """Return file name -> its sum.
 
     Raises:
         CheckpointError: SHA256SUMS is missing or damaged.

@@ -58,10 +58,10 @@ class ComponentInfo:
 
 
 def read_component(folder: Path) -> ComponentInfo:
-    """The contents of a component's folder.
+    """Return the contents of a component's folder.
 
     Raises:
-        CheckpointError: it is no such folder, its metadata is damaged or names anything but tensors, or a file that
+        CheckpointError: it is not such a folder, its metadata is damaged or names anything but tensors, or a file that
             the metadata names is missing or too short.
     """
     metadata = read_metadata(folder)
@@ -75,7 +75,7 @@ def read_component(folder: Path) -> ComponentInfo:
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """A component's metadata as torch has it.
+    """Return a component's metadata as torch has it.
 
     Raises:
         CheckpointError: as `read_component`.

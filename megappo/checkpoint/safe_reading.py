@@ -27,7 +27,7 @@ class SafeReader(FileSystemReader):
         self._metadata: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The folder's metadata, read once: Megatron reads it twice in a load."""
+        """Return the folder's metadata, which is read once: Megatron reads it twice in a load."""
         if self._metadata is None:
             self._metadata = read_metadata(Path(self.path))
         return self._metadata
@@ -91,7 +91,7 @@ class SafeCommon(TorchCommonLoadStrategy):
     """Megatron's reader of unsharded state, with `weights_only`, which Megatron leaves to an environment variable."""
 
     def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
-        """Learning-rate schedule and optimizer settings."""
+        """Return learning-rate schedule and optimizer settings."""
         return torch.load(Path(checkpoint_dir, COMMON_STATE_FNAME), map_location="cpu", weights_only=True)
 
 

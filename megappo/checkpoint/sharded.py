@@ -69,7 +69,7 @@ class HostCopies:
         return self._kept[name].copy_(tensor.detach())
 
     def _cut(self, nbytes: int) -> torch.Tensor:
-        """So many bytes, a storage of their own: of a view, torch.save writes all that it is a view of."""
+        """Return so many bytes with a storage of their own: of a view, torch.save would write the whole storage."""
         taken = -(-nbytes // ALIGNMENT) * ALIGNMENT
         number = next((i for i, rest in enumerate(self._rests) if len(rest) >= taken), len(self._rests))
         if number == len(self._rests):

@@ -114,15 +114,17 @@ def encode(texts: Sequence[str], tokenizer: "PreTrainedTokenizerBase", *, specia
     return tokens
 
 
-def token_texts(tokens: Sequence[int], tokenizer: "PreTrainedTokenizerBase") -> list[str]:
+def token_texts(
+    tokens: Sequence[int], tokenizer: "PreTrainedTokenizerBase", *, skip_special_tokens: bool = False
+) -> list[str]:
     """Return the part of a text that each of its tokens adds; "" for one whose character a later token completes."""
     from tokenizers.decoders import DecodeStream
 
-    stream = DecodeStream(skip_special_tokens=False)
+    stream = DecodeStream(skip_special_tokens=skip_special_tokens)
     try:
         return [stream.step(tokenizer.backend_tokenizer, token) or "" for token in tokens]
     except Exception:  # a decoder whose texts do not grow token by token, or no tokenizer.json
-        return [tokenizer.decode([token]) for token in tokens]
+        return [tokenizer.decode([token], skip_special_tokens=skip_special_tokens) for token in tokens]
 
 
 def end_token_ids(folder: str, tokenizer: "PreTrainedTokenizerBase") -> list[int]:

@@ -219,7 +219,7 @@ class ExternalEngine:
         """Do nothing: whoever started the server ends it."""
 
     def restart(self) -> None:
-        """Refuse.
+        """Refuse to restart it.
 
         Raises:
             EngineError: always.

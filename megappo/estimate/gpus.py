@@ -31,7 +31,7 @@ class GPU:
 
 
 def _gpu(name: str, gib: float, tflops: float, fp32_tflops: float, *bandwidths: float) -> GPU:
-    """In GiB, 1e12 operations and 1e9 bytes."""
+    """Return a GPU from GiB, 1e12 operations and 1e9 bytes."""
     memory, link, network, host = (1e9 * bandwidth for bandwidth in bandwidths)
     return GPU(name, gib * GIB, tflops * 1e12, fp32_tflops * 1e12, memory, link, network, host)
 
@@ -58,8 +58,8 @@ Source: NVIDIA's data sheets of each, dense rates (without sparsity); memory as 
 
 
 def find_gpu(device_name: str) -> GPU | None:
-    """The type of a device, by the name that CUDA gives it, such as "NVIDIA H100 80GB HBM3"; None where unknown, as the
-    slower forms for PCIe are."""
+    """Return the type of a device by CUDA's name for it, such as "NVIDIA H100 80GB HBM3"; None where it is unknown, as
+    the slower forms for PCIe are."""
     words = device_name.lower().replace("geforce ", "").replace("rtx ", "rtx").replace("-", " ").split()
     names = [name for name in GPUS if name in words]
     if not names or {"pcie", "nvl"} & set(words):

@@ -27,7 +27,7 @@ def policy_head(
     temperature: float,
     reference: Callable[[PackedBatch], LogitFactors] | None = None,
 ) -> Head:
-    """`log_probs` of the response tokens and `entropy` of their distributions, at the sampling temperature (nats).
+    """Return a head: `log_probs` of response tokens and `entropy` of their distributions, at the temperature (nats).
 
     Args:
         weight: this rank's shard of the output layer's, [V/tp, H]; called in each pass, as the weight may move.
@@ -59,7 +59,7 @@ def policy_head(
 
 
 def value_head(*, bootstrap: bool = False) -> Head:
-    """`values`: the critic's estimate of the return before each response token, from output [1, T, 1].
+    """Return a head with `values`: the estimate of the return before each response token, from output [1, T, 1].
 
     Args:
         bootstrap: adds `bootstrap_values` [b], the estimate after each row's last token: of what would have come had
@@ -77,7 +77,7 @@ def value_head(*, bootstrap: bool = False) -> Head:
 
 
 def policy_value_head(policy: Head, value: Head, model: GPTModel) -> Head:
-    """The outputs of both heads of a model with a shared backbone.
+    """Return a head with the outputs of both heads of a model with a shared backbone.
 
     Args:
         policy: reads the model's hidden states. value: reads its values.
@@ -108,14 +108,14 @@ def return_hidden_states(gpt: GPTModel) -> None:
 
 
 def output_weight(gpt: GPTModel) -> Tensor:
-    """This rank's shard of a last stage's output weight, [V/tp, H]: the embedding's where they are tied."""
+    """Return this rank's shard of a last stage's output weight, [V/tp, H]: the embedding's where they are tied."""
     if gpt.share_embeddings_and_output_weights:
         return gpt.shared_embedding_or_output_weight()
     return gpt.output_layer.weight
 
 
 def with_plain_strides(hidden: Tensor) -> Tensor:
-    """Hidden states [T, 1, H], contiguous, with the strides (H, H, 1); so is the gradient that comes back.
+    """Return hidden states [T, 1, H], contiguous, with the strides (H, H, 1); so is the gradient that comes back.
 
     Megatron transposes [1, T, H] behind the embedding and, in the backward pass, before the head. The result has the
     strides (H, T x H, 1), which count as contiguous and spread through the layers; torch then multiplies by weights

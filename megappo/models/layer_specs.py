@@ -86,7 +86,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 def swiglu(gate_and_up: Tensor) -> Tensor:
-    """silu(gate) * up, an MLP's activation: [..., 2 x size] -> [..., size].
+    """Return silu(gate) * up, an MLP's activation: [..., 2 x size] -> [..., size].
 
     It keeps `gate_and_up` alone for the backward pass; torch's operations would keep silu(gate), too.
     """

@@ -52,7 +52,7 @@ class LowRank(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
-        """As Megatron's layers give it."""
+        """Return the state as Megatron's layers return it."""
         cut = {"a": 1} if self.cuts_input else {"b": 0}
         state = self.state_dict(prefix="", keep_vars=True)
         groups = {"tp_group": self.tp_group, "dp_cp_group": (metadata or {})["dp_cp_group"]}

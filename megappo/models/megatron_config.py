@@ -27,7 +27,7 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 def transformer_config(
     architecture: Architecture, model: Model, parallel: Parallel, recompute: str, switches: frozenset[str]
 ) -> TransformerConfig:
-    """Megatron's description of the layers, in one layout.
+    """Return Megatron's description of the layers, in one layout.
 
     Args:
         parallel: without contradictions between its own keys.
@@ -91,7 +91,7 @@ def _initialization_arguments() -> dict[str, Any]:
 
 
 def _leave(weight: Tensor) -> Tensor:
-    """An initialization that initializes nothing."""
+    """Leave a weight as it is: an initialization that initializes nothing."""
     return weight
 
 
@@ -131,7 +131,7 @@ def _latent_arguments(latent: LatentAttention, rope: Rope) -> dict[str, Any]:
 
 
 def _expert_arguments(architecture: Architecture, parallel: Parallel) -> dict[str, Any]:
-    """TransformerConfig's arguments of a mixture of experts; none of a dense model.
+    """Return TransformerConfig's arguments of a mixture of experts; none of a dense model.
 
     The router softmaxes over all experts and keeps the largest probabilities, or (the same as dividing these by their
     sum) softmaxes over the largest logits. Nothing is added to the loss and no token is dropped. With a router's bias
@@ -166,7 +166,7 @@ def _expert_arguments(architecture: Architecture, parallel: Parallel) -> dict[st
 
 
 def _pipeline_arguments(parallel: Parallel) -> dict[str, Any]:
-    """TransformerConfig's arguments of pipeline stages."""
+    """Return TransformerConfig's arguments of pipeline stages."""
     interleaved = parallel.virtual_pipeline > 1
     return {
         "pipeline_model_parallel_size": parallel.pipeline,
@@ -184,7 +184,7 @@ def _pipeline_arguments(parallel: Parallel) -> dict[str, Any]:
 
 
 def _pipeline_layout(parallel: Parallel) -> list[list[str]] | None:
-    """The modules of every chunk of every stage, where the config gives their numbers of layers."""
+    """Return the modules of every chunk of every stage, where the config gives their numbers of layers."""
     if parallel.pipeline_split is None or parallel.pipeline == 1:
         return None
     chunks = [["decoder"] * layers for layers in parallel.pipeline_split]
@@ -194,7 +194,7 @@ def _pipeline_layout(parallel: Parallel) -> list[list[str]] | None:
 
 
 def gpt_arguments(architecture: Architecture, tensor: int) -> dict[str, Any]:
-    """GPTModel's keyword arguments besides the TransformerConfig: vocabulary, positions, tied embeddings.
+    """Return GPTModel's keyword arguments besides the TransformerConfig: vocabulary, positions, tied embeddings.
 
     Args:
         tensor: tensor-parallel ranks, into which the vocabulary is padded to divide.

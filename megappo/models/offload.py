@@ -98,7 +98,7 @@ class _Memory:
             content.copy_(kept, non_blocking=True)
 
     def _parts(self) -> Iterable[tuple[Tensor, Tensor]]:
-        """Each part of the copy, and its bytes in the storage."""
+        """Yield each part of the copy, and its bytes in the storage."""
         if not self.copy:
             return ()
         content = torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(self.storage)
@@ -115,7 +115,7 @@ def block_sizes(nbytes: int) -> list[int]:
 
 
 def _storages(engine: MegatronEngine) -> dict[TensorKind, list[UntypedStorage]]:
-    """Each storage on the device once; one that serves several kinds under the first of them."""
+    """Return each storage on the device once; one that serves several kinds under the first of them."""
     by_kind: dict[TensorKind, list[UntypedStorage]] = {}
     seen: set[int] = set()
     for kind, tensors in _tensors(engine).items():

@@ -91,7 +91,8 @@ def clipped_step(optimizer: ChainedOptimizer) -> float:
 
 
 def lr_scheduler(optimizer: object, optim: Optim, total_optimizer_steps: int) -> OptimizerParamScheduler:
-    """Linear warm-up from 0, then the configured decay; it applies the groups' wd_mult (0 for biases and norms)."""
+    """Return a schedule: linear warm-up from 0, then the configured decay. It applies the groups' wd_mult (0 for biases
+    and norms)."""
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0 if optim.lr_warmup_steps else optim.lr,

@@ -70,7 +70,7 @@ class PackedAttention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         **unused: Any,
     ) -> Tensor:
-        """Attend.
+        """Attend within each sequence.
 
         Args:
             query: [T, heads, D], the tokens held here of all sequences, one after the other.

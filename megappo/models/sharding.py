@@ -28,7 +28,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def sharding_metadata(groups: ComponentGroups) -> dict[str, Any]:
-    """The `metadata` of `sharded_state_dict`, for checkpoints that load into any other layout."""
+    """Return the `metadata` of `sharded_state_dict`, for checkpoints that load into any other layout."""
     return {
         "distrib_optim_sharding_type": "fully_reshardable",
         "chained_optim_avoid_prefix": True,
@@ -38,7 +38,7 @@ def sharding_metadata(groups: ComponentGroups) -> dict[str, Any]:
 
 
 def sharded_chunks(chunks: ModelChunks, groups: ComponentGroups) -> dict[str, dict[str, Any]]:
-    """The model as dist_checkpointing takes it, with layers numbered over the whole model.
+    """Return the model as dist_checkpointing takes it, with layers numbered over the whole model.
 
     It is made of the unwrapped modules: the wrappers' own methods disagree about the prefix "module.". A model with
     adapters gives what is trained: the rest is in its folder.
@@ -56,7 +56,7 @@ def sharded_chunks(chunks: ModelChunks, groups: ComponentGroups) -> dict[str, di
 def sharded_optimizer(
     optimizer: ChainedOptimizer, model: dict[str, dict[str, Any]], groups: ComponentGroups, is_loading: bool
 ) -> dict[str, Any]:
-    """The optimizer of `sharded_chunks` as dist_checkpointing takes it. The component's groups are active."""
+    """Return the optimizer of `sharded_chunks` as dist_checkpointing takes it. The component's groups are active."""
     state = optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=sharding_metadata(groups))
     for part in [state] if len(optimizer.chained_optimizers) == 1 else state.values():
         if not part.get("param_state", True):  # all on other ranks, or of no parameters: Megatron would warn
@@ -96,7 +96,7 @@ def _own_boxes(of_parameter: Sharded, name: str, own: Tensor, start: int) -> lis
 
 
 def _boxes_of(stored: ShardedTensor, own: Tensor, start: int) -> Iterator[ShardedTensor]:
-    """Boxes of a stored tensor that lie in this rank's range: `own` holds the numbers from `start` on."""
+    """Yield the boxes of a stored tensor that lie in this rank's range: `own` holds the numbers from `start` on."""
     if not stored.data.is_contiguous():
         raise NotImplementedError(f"{stored.key} is stored in another order of its numbers than the parameter's")
     first = stored.data.storage_offset()

@@ -134,7 +134,7 @@ class TrainedEngine(MegatronEngine):
         return {self.scheduler.num_steps, *(int(counter["step"]) for counter in counters)}
 
     def sharded_state_dict(self, is_loading: bool) -> dict[str, Any]:
-        """Model, optimizer and schedule as dist_checkpointing takes them; loads into any other layout."""
+        """Return model, optimizer and schedule as dist_checkpointing takes them; loads into any other layout."""
         model = sharded_chunks(self.chunks, self.groups)
         with self.groups.active():
             optimizer = sharded_optimizer(self.optimizer, model, self.groups, is_loading)
@@ -174,10 +174,10 @@ class TrainedEngine(MegatronEngine):
 
 
 def _finalize_without_token_count(model: list, num_tokens: Tensor | None, **kwargs: object) -> None:
-    """Megatron's gradient reduction without its division: losses come divided by global counts."""
+    """Run Megatron's gradient reduction without its division: losses come divided by global counts."""
     finalize_model_grads(model, None, **kwargs)
 
 
 def _no_loss(outputs: Outputs, rows: Rows) -> tuple[Tensor, dict[str, OnDevice]]:
-    """A loss of 0 that runs the backward pass."""
+    """Return a loss of 0, which runs the backward pass."""
     return 0 * sum(output.sum() for output in outputs.values()), {}

@@ -31,7 +31,7 @@ def vocab_parallel_outputs(
     reference: LogitFactors | None = None,
     at_a_time: int | None = None,
 ) -> dict[str, Tensor]:
-    """Log-prob of each target, and entropy and KL of each token's distribution, softmax(hidden @ weight.T /
+    """Return the log-prob of each target, and entropy and KL of each token's distribution, softmax(hidden @ weight.T /
     temperature).
 
     The backward pass computes the logits once more, a block of words at a time, and adds the weight's gradient to its
@@ -112,7 +112,7 @@ class _Outputs(torch.autograd.Function):
         reference: LogitFactors | None,
         vocabulary: _Vocabulary,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """columns: [T], each target's column in this rank's shard; outside of it if it is in another."""
+        """Compute outputs. columns: [T], each target's column in this rank's shard; outside it if it is in another."""
         log_probs, entropy, log_normaliser = _statistics(hidden, weight, columns, vocabulary)
         saved, kl = [hidden, weight, columns, log_normaliser, entropy], None
         if reference is not None:
@@ -223,7 +223,7 @@ def gradient(logits: Tensor, columns: Tensor, per_token: Tensor, temperature: fl
 
 
 def _divided(logits: Tensor, temperature: float) -> Tensor:
-    """Logits / temperature in float32 (float64 stays). Overwrites logits that have that dtype already."""
+    """Return logits / temperature in float32 (float64 stays). Overwrites logits that have that dtype already."""
     x = logits.to(_wide(logits))
     return x if temperature == 1 else x.div_(temperature)
 

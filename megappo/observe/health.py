@@ -30,7 +30,7 @@ from megappo.table import Table
 PREFIX = "health/"
 """The metric of a rule is health/<rule>: 1 in the steps in which it holds, 0 in the others that have its metrics."""
 QUIET_STEPS = 10
-"""A rule is over once it has not held for so many steps, and is reported again only after that."""
+"""Steps without a rule after which it is over; it is reported again only after that."""
 
 Examples = Callable[[], Sequence[Mapping[str, Any]]]
 """Returns a few responses of the step: mappings with prompt, response and score."""

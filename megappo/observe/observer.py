@@ -1,7 +1,7 @@
 """The training loop's output: rank 0's observer writes and prints, the other ranks' does nothing."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import cache
 from operator import methodcaller
 from pathlib import Path
@@ -24,7 +24,7 @@ NUM_ROLLOUTS = 16
 """Kept rollouts of a step that trackers get."""
 
 
-class Observer:
+class Observer(AbstractContextManager):
     """Passes what happens in a run to its loggers, and ends them when the run ends.
 
     A failure of the core loggers (console, metrics.jsonl, run.json, samples) is raised. A tracker that fails, or the
@@ -119,39 +119,20 @@ class Observer:
             served = f"; to try the model: megappo serve {folder / HF_ACTOR}" if has_exported(folder) else ""
             self.message(f"finished{served}")
 
-    def __enter__(self) -> "Observer":
-        return self
-
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
         """End the loggers of a run that this error ended."""
         self.end(RunEnd.by(error))
 
 
-class NullObserver:
-    """The observer of the ranks that stay silent; same methods as Observer."""
+class NullObserver(AbstractContextManager):
+    """Null object with the methods of Observer, for the ranks that stay silent."""
 
     stop_reason = ""
 
-    def log(self, step: int, metrics: Mapping[str, Any], examples: Examples = tuple) -> None:
-        """Nothing."""
+    def _do_nothing(self, *args: object) -> None:
+        """Do nothing."""
 
-    def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Nothing."""
-
-    def checkpoint(self, step: int, path: Path) -> None:
-        """Nothing."""
-
-    def message(self, text: str) -> None:
-        """Nothing."""
-
-    def end(self, end: RunEnd) -> None:
-        """Nothing."""
-
-    def __enter__(self) -> "NullObserver":
-        return self
-
-    def __exit__(self, *ending: object) -> None:
-        """Nothing."""
+    log = samples = checkpoint = message = end = __exit__ = _do_nothing
 
 
 def open_observer(

@@ -85,7 +85,7 @@ class ComponentGroups:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Around every call into megatron-core: its globals and random streams are this component's.
+        """Make megatron-core's globals and random streams this component's, for every call into it.
 
         Re-entrant; components may nest in each other; what was there before comes back.
         """
@@ -209,7 +209,7 @@ def _rank_groups(layout: Layout) -> Iterator[tuple[str, Ranks]]:
 
 
 def _spanning(ranks: Ranks, sizes: dict[str, int], dimensions: str) -> Iterator[Ranks]:
-    """The groups over some dimensions ("tp-pp") of ranks that lie in a grid of these sizes, the slowest first.
+    """Return the groups over some dimensions ("tp-pp") of ranks that lie in a grid of these sizes, the slowest first.
 
     As megatron-core's RankGenerator, which takes a loop over all ranks for each.
     """

@@ -100,11 +100,11 @@ class StepResponses:
             one.fill_grades()
 
     def failure_metrics(self) -> dict[str, Metric]:
-        """As of `Scored`, for all samples of all parts."""
+        """Return those of `Scored`, for all samples of all parts."""
         return merge_metrics(one.failure_metrics() for one in self.parts)
 
     def engine_metrics(self) -> dict[str, Metric]:
-        """This rank's part of the metrics of all engines, greedy responses included."""
+        """Return this rank's part of the metrics of all engines, greedy responses included."""
         greedy = [] if self.greedy is None else [self.greedy.usage]
         return merge_metrics(usage.metrics() for usage in [*self.usages, *greedy])
 

@@ -115,7 +115,7 @@ def _fill(samples: Sequence[Sample], grades: Sequence[Grade]) -> None:
 def named_metrics(
     records: Sequence[Mapping[str, float]], reduction: str = "mean", dtype: torch.dtype = torch.float32
 ) -> dict[str, Metric]:
-    """This rank's part of the metric of each number, over the records that have it."""
+    """Return this rank's part of the metric of each number, over the records that have it."""
     values: dict[str, list[float]] = defaultdict(list)
     for record in records:
         for name, number in record.items():
@@ -124,7 +124,7 @@ def named_metrics(
 
 
 def extra_metrics(samples: Sequence[Sample]) -> dict[str, Metric]:
-    """This rank's part of the means of what reward functions return beside scores."""
+    """Return this rank's part of the means of what reward functions return beside scores."""
     records = []
     for grade in [one.grade for one in samples]:
         record = named_parts(grade.parts)
@@ -140,7 +140,7 @@ def named_parts(parts: Mapping[str, float]) -> dict[str, float]:
 
 
 def episode_metrics(samples: Sequence[Sample]) -> dict[str, Metric]:
-    """This rank's part of the metrics of episodes; empty without any."""
+    """Return this rank's part of the metrics of episodes; empty without any."""
     records = []
     for one in samples:
         if one.parts is not None:

@@ -1,10 +1,10 @@
 """Build the rows of a step from its scored responses, each row at the rank that owns it."""
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
+from itertools import accumulate, chain
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -14,16 +14,17 @@ from megappo.batch.rows import Rows
 from megappo.config.checks import num_scores_errors, step_scores_errors
 from megappo.config.config_error import ConfigError
 from megappo.config.schema import Config
+from megappo.data.tokenizer import token_texts
 from megappo.engines.generations import EngineError
 from megappo.observe.metrics import reduce_ranks
 from megappo.rollouts.group_selection import StepResponses
 from megappo.rollouts.responses import episode_metrics, extra_metrics
-from megappo.rollouts.sample_rows import Sample, floats, integers, mask_truncated, padded, sample_rows
+from megappo.rollouts.sample_rows import Sample, as_rows, floats, integers, mask_truncated, sample_rows
 from megappo.runtime.heartbeat import heartbeat
 from megappo.userland.rewards import RewardError
 
-MAX_CHARACTER_TOKENS = 4
-"""A character has at most so many tokens, of one byte each, so one of as many positions in a row is between two."""
+REPLACEMENT = "\ufffd"
+"""Character in place of bytes that are no text."""
 
 
 class RowBuilder:
@@ -146,7 +147,7 @@ def with_scores(rows: Rows, samples: Sequence[Sample], scores: torch.Tensor, *, 
 def with_step_scores(rows: Rows, samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBase) -> Rows:
     """Add the scores of steps to the rewards that an environment has given tokens."""
     rewards = chain.from_iterable(step_rewards(one, tokenizer) for one in samples)
-    turn_rewards = padded(floats(rewards), rows.response_lengths) + rows.fields.get("turn_rewards", 0.0)
+    turn_rewards = as_rows(floats(rewards), rows.response_lengths) + rows.fields.get("turn_rewards", 0.0)
     return replace(rows, fields=rows.fields | {"turn_rewards": turn_rewards})
 
 
@@ -164,39 +165,31 @@ def step_rewards(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> list[flo
     steps = sorted(chain.from_iterable(sample.grade.steps))
     heartbeat.beat()
     own = [i for i, log_prob in enumerate(sample.log_probs) if log_prob is not None]
-    decode = partial(tokenizer.decode, skip_special_tokens=True)
-    places = completing_tokens(tokens, decode(tokens), [end for end, _ in steps], decode)
+    places = completing_tokens(tokens, [end for end, _ in steps], tokenizer)
     for place, (_, score) in zip(places, steps, strict=True):
         rewards[own[max(0, bisect_right(own, place) - 1)]] += score  # the first token is the policy's
     return rewards
 
 
-def completing_tokens(
-    tokens: Sequence[int], text: str, ends: Sequence[int], decode: Callable[[Sequence[int]], str]
-) -> list[int]:
-    """Return for each of the ascending `ends` the position of the token that completes `text[:end]`.
+def completing_tokens(tokens: Sequence[int], ends: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return for each of `ends` the position of the token that completes `text[:end]`, where `text` is that of the
+    tokens without special ones.
 
-    Decoding every prefix is quadratic. So tokens are halved where the texts of both halves, with spaces between them,
-    make the text of the whole, as nearly always. Where they do not (a cut within a character), prefixes are decoded.
+    Where the texts that the tokens add do not make the whole (the end of a truncated response, bytes that are no text),
+    prefixes are decoded.
     """
     if not ends:
         return []
+    decode = partial(tokenizer.decode, skip_special_tokens=True)
+    text = decode(tokens)
+    added = token_texts(tokens, tokenizer, skip_special_tokens=True)
+    lengths = list(accumulate(map(len, added)))
+    known = "".join(added)
+    is_known = text.startswith(known) and REPLACEMENT not in known
 
     def search(end: int) -> int:
-        def is_complete(last: int) -> bool:
-            return decode(tokens[: last + 1])[:end] == text[:end]
+        return bisect_left(
+            range(len(tokens) - 1), True, key=lambda last: decode(tokens[: last + 1])[:end] == text[:end]
+        )
 
-        return bisect_left(range(len(tokens) - 1), True, key=is_complete)
-
-    first = max(1, min(len(tokens) // 2, len(tokens) - MAX_CHARACTER_TOKENS))
-    for cut in range(first, min(first + MAX_CHARACTER_TOKENS, len(tokens))):
-        left, right = decode(tokens[:cut]), decode(tokens[cut:])
-        gap = text[len(left) : len(text) - len(right)]  # some tokenizers drop the space at the start of a text
-        if left + gap + right == text and not gap.strip():
-            start = len(left) + len(gap)
-            num_left, num_before = bisect_right(ends, len(left)), bisect_right(ends, start)
-            in_left = completing_tokens(tokens[:cut], left, ends[:num_left], decode)
-            in_gap = [search(end) for end in ends[num_left:num_before]]
-            in_right = completing_tokens(tokens[cut:], right, [end - start for end in ends[num_before:]], decode)
-            return in_left + in_gap + [cut + place for place in in_right]
-    return [search(end) for end in ends]
+    return [bisect_left(lengths, end) if is_known and end <= len(known) else search(end) for end in ends]

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from megappo.batch.rows import Rows
+from megappo.batch.rows import Rows, padded
 from megappo.engines.generations import Generation
 from megappo.userland.grades import Grade
 
@@ -158,11 +158,11 @@ def sample_rows(samples: Sequence[Sample], *, episodes: bool = False, step: int 
         segments += one.segments
     lengths = integers(len(segment.tokens) for segment in segments)
     log_probs = list(chain.from_iterable(segment.log_probs for segment in segments))
-    is_policy = padded(floats(log_prob is not None for log_prob in log_probs), lengths)
+    is_policy = as_rows(floats(log_prob is not None for log_prob in log_probs), lengths)
     is_trained = floats(not one.is_masked for one in sample_of_row)
     fields = {
         "response_mask": is_policy * is_trained[:, None],
-        "rollout_log_probs": padded(floats(log_prob or 0.0 for log_prob in log_probs), lengths),
+        "rollout_log_probs": as_rows(floats(log_prob or 0.0 for log_prob in log_probs), lengths),
         "truncated": floats(one.is_truncated for one in sample_of_row),
     }
     if episodes:
@@ -170,12 +170,12 @@ def sample_rows(samples: Sequence[Sample], *, episodes: bool = False, step: int 
         rewards = floats(chain.from_iterable(segment.rewards for segment in segments))
         fields["episodes"] = floats(one.sample_index for one in sample_of_row)
         fields["segments"] = floats(numbers)
-        fields["turns"] = padded(turns, lengths)
-        fields["turn_rewards"] = padded(rewards, lengths)
+        fields["turns"] = as_rows(turns, lengths)
+        fields["turn_rewards"] = as_rows(rewards, lengths)
     if step is not None:
         versions = chain.from_iterable(segment.versions for segment in segments)
         ages = floats(0 if version is None else step - 1 - version for version in versions)
-        fields["staleness"] = padded(ages, lengths)
+        fields["staleness"] = as_rows(ages, lengths)
     max_segments = max(numbers, default=0) + 1
     ids = [one.sample_index * max_segments + number for one, number in zip(sample_of_row, numbers, strict=True)]
     return Rows(
@@ -188,12 +188,9 @@ def sample_rows(samples: Sequence[Sample], *, episodes: bool = False, step: int 
     )
 
 
-def padded(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+def as_rows(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """Return the concatenated values of all rows as [b, longest] float32, padded with 0."""
-    longest = int(lengths.max()) if len(lengths) else 0
-    rows = torch.zeros(len(lengths), longest)
-    rows[torch.arange(longest) < lengths[:, None]] = values
-    return rows
+    return padded(values, lengths, int(lengths.max()) if len(lengths) else 0)
 
 
 def floats(values: Iterable[float]) -> torch.Tensor:

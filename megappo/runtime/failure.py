@@ -146,7 +146,7 @@ def _refused(error: OSError) -> str:
 
 
 def report_failed_threads(process: str) -> None:
-    """From now on report each thread of this process that an exception ends, in one line on stderr.
+    """Report each thread of this process that an exception ends from now on, in one line on stderr.
 
     Args:
         process: what to call this one, such as "rank 3".

@@ -54,7 +54,7 @@ class Interruption:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {SIGNAL})  # its launcher may have held it back until now
 
     def begin_saving(self, deadline: float) -> None:
-        """From now on neither a signal nor the deadline ends this rank: the caller of `reason` must.
+        """Let neither a signal nor the deadline end this rank from now on: the caller of `reason` must end it.
 
         Args:
             deadline: in seconds since the epoch.

@@ -41,7 +41,7 @@ def run_store() -> Store:
 
 
 def bind_stores() -> None:
-    """From now on, each TCPStore that this process serves listens on the address of its host name alone.
+    """Have each TCPStore that this process serves from now on listen on the address of its host name alone.
 
     It reaches the stores that torchrun and SGLang make as well. Once per process.
     """
@@ -88,7 +88,7 @@ def own_address(peer: str) -> str:
 
 
 def node_address() -> str:
-    """Return the address of this rank's node for all ranks: all reach that of torchrun's rendezvous, and it reaches all."""
+    """Return this node's address for all ranks: the head's is that of torchrun's rendezvous, which they all reach."""
     if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
         return LOOPBACK
     master = os.environ["MASTER_ADDR"]

@@ -68,7 +68,7 @@ def _installed_drivers() -> list[str]:
 
 
 def device() -> torch.device:
-    """Device of this process: the GPU of its LOCAL_RANK, else the CPU."""
+    """Return the device of this process: the GPU of its LOCAL_RANK, else the CPU."""
     if has_cuda():
         index = int(os.environ.get("LOCAL_RANK", "0"))
         _check_has_gpu(index)
@@ -125,7 +125,7 @@ def engine_threads(num_sharing: int) -> int | None:
 
 
 def gpu_bytes() -> int | None:
-    """Memory of this process's GPU; None on a CPU."""
+    """Return the memory of this process's GPU; None on a CPU."""
     return torch.cuda.get_device_properties(device()).total_memory if has_cuda() else None
 
 
@@ -144,7 +144,7 @@ def bytes_of_others() -> int:
 
 
 def gpu_ids(local_ranks: list[int]) -> list[str]:
-    """The node's GPUs of some local ranks, as CUDA_VISIBLE_DEVICES names them; none on a CPU."""
+    """Return the node's GPUs of some local ranks, as CUDA_VISIBLE_DEVICES names them; none on a CPU."""
     if not has_cuda():
         return []
     _check_has_gpu(max(local_ranks))
@@ -181,7 +181,7 @@ def empty_cache() -> None:
 
 
 def backend(*, of_the_host: bool = True) -> str:
-    """torch.distributed backend: gloo for CPU tensors everywhere, NCCL for CUDA tensors.
+    """Return the torch.distributed backend: gloo for CPU tensors everywhere, NCCL for CUDA tensors.
 
     Args:
         of_the_host: CPU tensors and objects go over the group, too: on GPUs that takes a socket for each other rank.

@@ -52,7 +52,7 @@ class Environment:
         self._number = number
 
     async def reset(self, row: JsonObject) -> Messages:
-        """Begin; return the environment's first messages, after the prompt.
+        """Begin the episode; return the environment's first messages, after the prompt.
 
         Raises: as in `step`.
         """

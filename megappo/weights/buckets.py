@@ -53,14 +53,14 @@ def into_buckets(tensors: Sequence[_Spec], bucket_bytes: int) -> list[list[_Spec
 
 
 def in_turns(tensors: Sequence[_Spec], bucket_bytes: int) -> list[list[_Spec]]:
-    """`into_buckets` for several senders: each gathers its own buckets while the others send theirs."""
+    """Cut into buckets for several senders, which take turns: each gathers its own while the others send theirs."""
     numbers = sorted({tensor.sender_index for tensor in tensors})
     each = [into_buckets([one for one in tensors if one.sender_index == number], bucket_bytes) for number in numbers]
     return [bucket for turn in zip_longest(*each, fillvalue=[]) for bucket in turn if bucket]
 
 
 def num_bytes(bucket: Bucket) -> int:
-    """Bytes of a bucket."""
+    """Return the bytes of a bucket."""
     return sum(tensor.nbytes for tensor in bucket)
 
 

@@ -67,7 +67,7 @@ def write_hf_files(
     max_shard_bytes: int = 2**30,
     progress: Callable[[int], object] = lambda elements: None,
 ) -> None:
-    """`write_hf_folder`, into a folder that is there already. No rank waits for the first one to be done.
+    """Write as `write_hf_folder` does, into an existing folder. No rank waits for the first one to be done.
 
     Args:
         folder: where the component's first rank writes.
@@ -100,7 +100,7 @@ def write_hf_files(
 
 
 def critic_buckets(buckets: Iterable[NamedTensors]) -> Iterator[NamedTensors]:
-    """Buckets of a model with a value head as *ForTokenClassification has them.
+    """Yield the buckets of a model with a value head as *ForTokenClassification has them.
 
     That has a bias always, so a head without one is given a zero, and it has no language model's head.
     """
@@ -159,7 +159,7 @@ def write_adapters(folder: Path, adapters: NamedTensors, lora: Lora, base: str |
 
 
 def temporary_folder(target: Path) -> Path:
-    """The folder that is written before it takes the place of `target`: beside it, for a rename in one file system."""
+    """Return the folder beside `target` that is written first and then renamed, within one file system."""
     return target.with_name(target.name + ".tmp")
 
 

@@ -46,7 +46,7 @@ def is_unused(name: str, architecture: Architecture | None) -> bool:
 
 
 def folder_shapes(folder: str | Path, architecture: Architecture) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors that an engine loads from a language model's folder, from the files' headers.
+    """Return names and shapes of the tensors that an engine loads from a model's folder, from the files' headers.
 
     Raises: as `load_hf`.
     """
@@ -174,8 +174,8 @@ def _draw_adapter(part: torch.Tensor, hf: HFTensor, groups: ComponentGroups, see
 
 
 def critic_architecture(folder: str | Path) -> Architecture:
-    """The model a critic starts from, under a value head: with a bias where that of a reward model's head is not zero.
-    A bias of zero adds nothing, and is not carried along.
+    """Return the architecture that a critic starts from, under a value head. The head has a bias if a reward model's
+    is not zero; a bias of zero is dropped.
 
     Args:
         folder: a language model, or a reward model: *ForSequenceClassification, *ForTokenClassification, or a language

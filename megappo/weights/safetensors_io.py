@@ -58,22 +58,22 @@ class HFFolder(AbstractContextManager):
             self._stored[new] = self._stored.pop(old)
 
     def names(self) -> set[str]:
-        """Names of all tensors."""
+        """Return the names of all tensors."""
         return set(self._stored)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor, from the file's header."""
+        """Return the shape of a tensor, from the file's header."""
         stored, shape = self._stored[name], tuple(self._slice(name).get_shape())
         if stored.expert is None:
             return shape
         return len(range(shape[1])[stored.rows]), shape[2]
 
     def dtype(self, name: str) -> str:
-        """Dtype of a tensor, as safetensors spells it: F32, BF16, ..."""
+        """Return the dtype of a tensor, as safetensors spells it: F32, BF16, ..."""
         return self._slice(name).get_dtype()
 
     def read(self, name: str, dim: int = 0, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Elements start:stop (default: all) of a tensor along dimension 0 or 1, on the CPU in the file's dtype."""
+        """Read elements start:stop (default: all) of a tensor along dimension 0 or 1, on a CPU in the file's dtype."""
         stored, lazy = self._stored[name], self._slice(name)
         part = slice(start, self.shape(name)[dim] if stop is None else stop)
         if stored.expert is not None:

@@ -139,7 +139,10 @@ def test_the_silent_observer_has_the_same_methods_and_leaves_nothing(tmp_path, c
         functions = {name: f for name, f in vars(cls).items() if not name.startswith("_") and callable(f)}
         return {name: inspect.signature(function) for name, function in functions.items()}
 
-    assert interface(NullObserver) == interface(Observer)
+    silent, loud = interface(NullObserver), interface(Observer)
+    assert silent.keys() == loud.keys()
+    for name, signature in loud.items():
+        silent[name].bind(*signature.parameters)
     observer = NullObserver()
     assert observer.stop_reason == ""
     observer.log(1, STEP)
