@@ -88,7 +88,7 @@ def _of_our_own(context: SwitchContext) -> Reasons:
     no_gpu = "" if context.on_gpu else "there is no GPU"
     is_virtual = "virtual stages take micro-batches in another order" if context.parallel.virtual_pipeline > 1 else ""
     if context.is_trained and context.has_te:
-        gain = "TransformerEngine's products add up to the weights' gradients where these are kept"
+        gain = "TransformerEngine's matrix products add directly to the weights' gradients"
         yield "gradient_accumulation_fusion", gain, ""
     if not context.has_te:
         yield "varlen_attn", "one kernel attends within all sequences of a pack", no_gpu or _no_varlen(context)
@@ -101,13 +101,13 @@ def _no_varlen(context: SwitchContext) -> str:
     """Return why flash attention's kernel for packs does not serve a model on a GPU; "" where it does."""
     head_size = context.architecture.head_size
     if not context.has_varlen:
-        return "this torch's takes no groups of heads"
+        return "this torch version's varlen_attn takes no groups of heads"
     if context.dtype != "bf16":
-        return "flash attention takes no fp32"
+        return "flash attention does not take fp32"
     if context.architecture.latent is not None:
-        return "flash attention takes no keys and values of unequal size"
+        return "flash attention needs keys and values of the same size"
     if head_size % 8 or head_size > FLASH_HEAD_SIZE:
-        return f"flash attention takes heads of a multiple of 8 up to {FLASH_HEAD_SIZE} only"
+        return f"flash attention needs a head size that is a multiple of 8, at most {FLASH_HEAD_SIZE}"
     return "context parallelism attends to a part of each sequence" if context.parallel.context > 1 else ""
 
 
@@ -116,5 +116,5 @@ def _of_reduction(context: SwitchContext) -> Reasons:
         return
     no_gpu = "" if context.on_gpu else "there is no GPU"
     yield "overlap_grad_reduce", "gradients are summed over ranks while earlier layers compute theirs", no_gpu
-    untried = "all that reads weights would have to wait: not tried on a GPU yet"
+    untried = "everything that reads weights would have to wait: not tried on a GPU yet"
     yield "overlap_param_gather", "weights are gathered from their ranks while later layers wait for theirs", untried

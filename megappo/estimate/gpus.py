@@ -16,7 +16,7 @@ class GPU:
         flops: per second, dense, of bf16 matrix products; and of fp32 ones, without TF32.
         memory_bandwidth: bytes per second to its own memory.
         link: bytes per second to another GPU of the node, one way.
-        network: bytes per second to another node, one way, of the usual one adapter per GPU.
+        network: bytes per second to another node, one way, with the usual one adapter per GPU.
         host: bytes per second to the host's memory, one way.
     """
 
@@ -58,8 +58,8 @@ Source: NVIDIA's data sheets of each, dense rates (without sparsity); memory as 
 
 
 def find_gpu(device_name: str) -> GPU | None:
-    """Return the type of a device by CUDA's name for it, such as "NVIDIA H100 80GB HBM3"; None where it is unknown, as
-    the slower forms for PCIe are."""
+    """Return the type of a device by CUDA's name for it, such as "NVIDIA H100 80GB HBM3"; None where it is unknown,
+    as the slower PCIe cards are."""
     words = device_name.lower().replace("geforce ", "").replace("rtx ", "rtx").replace("-", " ").split()
     names = [name for name in GPUS if name in words]
     if not names or {"pcie", "nvl"} & set(words):

@@ -32,9 +32,9 @@ class LowRank(MegatronModule):
     """The adapter of one Hugging Face matrix [out, in]: `a` [rank, in] and `b` [out, rank], this rank's part of them.
 
     Args:
-        sizes: (in, out) of this rank. Of the two matrices, that with the dimension which tensor-parallel ranks cut is
-            cut as well: `b` of a layer whose outputs are cut, `a` of one whose inputs are.
-        cuts_input: the latter.
+        sizes: (in, out) of this rank. Tensor-parallel ranks cut `b` where they cut the layer's outputs, and `a` where
+            they cut its inputs.
+        cuts_input: they cut the inputs.
     """
 
     def __init__(
@@ -80,9 +80,9 @@ class Adapter(MegatronModule):
                 self.add_module(name, one)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The sum of the adapters' outputs for the layer's input: [..., in] -> [..., out], each as the layer has it.
+        """Return the sum of the adapters' outputs for the layer's input: [..., in] -> [..., out], cut like its output.
 
-        Tensor-parallel ranks exchange `rank` numbers a token in between, in one message for all matrices of the layer.
+        In between, tensor-parallel ranks exchange `rank` numbers a token, in one message for all matrices of the layer.
         """
         adapters: Mapping[str, Any] = dict(self.named_children())
         low = self._across(F.linear(x, torch.cat([adapter.a for adapter in adapters.values()])))
@@ -110,7 +110,7 @@ class Adapter(MegatronModule):
         return exchange(low, group=self.tp_group)
 
     def add(self, linear: torch.nn.Module, inputs: tuple[Tensor, ...], output: tuple) -> tuple:
-        """Forward hook of the layer, which returns (output, bias)."""
+        """Add the adapters' outputs, as a forward hook of the layer, which returns (output, bias)."""
         return output[0] + self(inputs[0]), output[1]
 
 

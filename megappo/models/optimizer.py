@@ -20,7 +20,7 @@ from megappo.runtime.megatron_patches import count_padding, save_optimizer_state
 def data_parallel(
     runner: torch.nn.Module, transformer_config: TransformerConfig, optim: Optim, groups: ComponentGroups
 ) -> DistributedDataParallel:
-    """Wrap a chunk that is trained in Megatron's buffers of gradients and their reduction over the ranks.
+    """Wrap a trained chunk in Megatron's DistributedDataParallel, which holds and reduces its gradients.
 
     Preconditions: the component's groups are active, and its world is the default one.
     """

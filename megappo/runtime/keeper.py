@@ -1,9 +1,9 @@
-"""Between a process and its owner: `python -m megappo.runtime.keeper OWNER_PID COMMAND ...`.
+"""A keeper between a command and its owner: `python -m megappo.runtime.keeper OWNER_PID COMMAND ...`.
 
 The keeper runs the command. When that ends, or the owner is gone, whatever ended it, or SIGTERM arrives, the keeper
-ends every process that descends from it: also one that has a session of its own, or whose parent ended before it, as
-the kernel makes the keeper its parent then. What the kernel sends it when the owner is gone is SIGCONT, so that it
-does all this although it was stopped. It imports psutil and the standard library alone, so it is there at once and
+ends every process that descends from it, even one that has a session of its own, or whose parent ended before it: the
+kernel then makes the keeper its parent. When the owner is gone the kernel sends the keeper SIGCONT, so that it
+does all this even if it was stopped. It imports psutil and the standard library alone, so it starts at once and
 takes little memory.
 """
 
@@ -43,7 +43,7 @@ def keep(owner: int, command: Sequence[str]) -> int:
     """
     # Blocked, they wait until they are read: nothing is interrupted, however often the owner's end is announced.
     signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # whoever started the owner may have it ignored
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # whoever started the owner may have ignored it
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans become children of this process
     die_with(owner, signal.SIGCONT)
     try:
@@ -61,7 +61,7 @@ def die_with(parent_pid: int, by: signal.Signals = signal.SIGKILL) -> None:
 
 
 def ask_to_end(process: subprocess.Popen) -> None:
-    """Ask a keeper of this process to end with all that it keeps, although it may be stopped."""
+    """Ask a keeper of this process to end with all that it keeps, even if it is stopped."""
     process.terminate()
     process.send_signal(signal.SIGCONT)
 

@@ -187,8 +187,8 @@ def _cuda_type_names() -> Iterator[None]:
 
 
 def define_missing_names() -> None:
-    """Define two names that are only defined with TransformerEngine, and read without it, too: by the router, and by
-    latent attention in an isinstance of a class that is none."""
+    """Define two names that megatron-core defines only with TransformerEngine, but reads without it, too: the router's
+    product, and latent attention's HAVE_TE, which guards an isinstance check against a class that is None then."""
     from megatron.core.extensions import transformer_engine
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils

@@ -28,8 +28,8 @@ ENGINE_CORES = "MEGAPPO_ENGINE_CORES"
 NVIDIA_SMI_SECONDS = 60.0
 DEVICES = Path("/dev")
 KEPT_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**30)}
-"""Settings of glibc: take no block of memory straight from the kernel, and return free memory at the end of the heap
-beyond so many bytes."""
+"""Settings of glibc: take no block of memory directly from the kernel, and keep up to so many free bytes at the
+end of the heap."""
 
 
 def has_cuda() -> bool:
@@ -86,7 +86,7 @@ def _check_has_gpu(local_rank: int) -> None:
 
 def share_cores(num_ranks: str) -> None:
     """Set the number of threads of the ranks that this process starts, unless OMP_NUM_THREADS is set: on a CPU they
-    share the cores; on GPUs each has one thread, as torchrun does where it starts several.
+    share the cores; on GPUs each has one thread, as torchrun would give it.
 
     Args:
         num_ranks: torchrun's --nproc-per-node.
@@ -103,7 +103,9 @@ def share_cores(num_ranks: str) -> None:
 
 def keep_freed_memory() -> None:
     """On a CPU, let the processes that this one starts reuse the memory that they free, unless the environment sets it
-    otherwise. glibc returns blocks of 32 MiB and more to the kernel at once, which fills each page of the next one with
+    otherwise.
+
+    glibc returns blocks of 32 MiB and more to the kernel at once, which fills each page of the next one with
     zeros: an update of a 110M model on TP2 took 11.3 to 12.5 s, and 10.2 s without; all processes together had at most
     2 % more memory then."""
     if not has_cuda():
@@ -153,8 +155,8 @@ def gpu_ids(local_ranks: list[int]) -> list[str]:
 
 
 def nvcc() -> str | None:
-    """Return the compiler of kernels at run time: CUDA_HOME's, else the one that SGLang finds, too, or pip's. It must
-    have CUDA's headers beside it, which a wrapper in PATH may not."""
+    """Return the compiler of kernels at run time: CUDA_HOME's, else the one that SGLang would find, or pip's. It must
+    have CUDA's headers beside it, which a wrapper in PATH may lack."""
     if own := os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH"):
         return shutil.which(f"{own}/bin/nvcc")
     compiler = shutil.which("nvcc")
@@ -165,7 +167,7 @@ def nvcc() -> str | None:
 
 
 def cuda_libraries() -> str | None:
-    """Return the folder of pip's CUDA libraries: torch finds them, libraries loaded before it do not."""
+    """Return the folder of pip's CUDA libraries: torch finds it by itself; libraries loaded before torch do not."""
     folder = _pip_toolkit() / "lib"
     return str(folder) if folder.is_dir() else None
 
@@ -209,7 +211,7 @@ def has_varlen_attn() -> bool:
 def gc_disabled() -> Iterator[None]:
     """Import in the block without the garbage collector: it would take up to a quarter of the time, and find nothing.
 
-    It leaves alone later, too, what was made in it: modules stay.
+    The collector ignores what was made in the block later, too: modules stay.
     """
     gc.disable()
     try:
@@ -252,7 +254,7 @@ def fault(package: str) -> str | None:
         return None
     try:
         importlib.import_module(TRIED[package])
-    except Exception as error:  # an ImportError, or whatever it raises where its libraries lack
+    except Exception as error:  # an ImportError, or whatever it raises where libraries are missing
         return f"{type(error).__name__}: {error}".splitlines()[0]
     return None
 
