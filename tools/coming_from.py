@@ -3,6 +3,7 @@
 usage: .venv/bin/python tools/coming_from.py
 """
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,8 @@ from megappo.config.config_error import show
 from megappo.config.elsewhere import BELOW, System, TheirKey, systems
 
 PAGE = Path(__file__).parents[1] / "docs" / "coming_from.md"
+ONE_OF_OURS = re.compile(r"[a-z]+\.[a-z_]+")
+"""A key or file that replaces what has no counterpart."""
 MARK = "<!-- Below this line: tools/coming_from.py -->\n"
 
 
@@ -31,8 +34,11 @@ def cell(keys: list[str]) -> str:
 
 def group_of(key: str, row: TheirKey) -> tuple[str, str, str]:
     """Return what rows on one line have in common: the remark, or, without one, their section and ours."""
-    if row.note or row.missing:
-        return row.missing or "not needed; `megappo import` gives the reason", "", ""
+    if row.missing and ONE_OF_OURS.search(row.missing):
+        return row.missing, "", ""
+    if row.missing or row.note:
+        kind = "none" if row.missing else "not needed"
+        return f"{kind}; `megappo import` gives the reason", "", ""
     translated = {theirs: ours for theirs, ours in row.values.items() if ours not in (None, theirs)}
     pairs = [f"{show(theirs)} -> {show(ours)}".replace('"', "") for theirs, ours in translated.items()]
     if row.computed or pairs:

@@ -286,7 +286,7 @@ def _name_errors(config: Config) -> Iterator[str]:
     """Yield held-out data sets that could not be reported under a name of their own."""
     names = config.data.val_names
     if len(set(names)) < len(names):
-        yield f"data.val_files are called {', '.join(names)}, under which each is reported: rename or merge equal ones"
+        yield f"data.val_files: each is reported under its own name, so rename or merge equal ones: {', '.join(names)}"
     for name in config.eval.datasets:
         if not DATASET_NAME.fullmatch(name) or name in names:
             yield (

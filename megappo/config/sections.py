@@ -90,7 +90,7 @@ def stem(file: str) -> str:
 
 class Data(Section):
     train_files: SomeFilePaths | Annotated[dict[FilePath, NonNegativeFloat], MinLen(1)] = key(..., "jsonl, jsonl.gz or parquet files of training prompts; with weights, as {a.jsonl: 0.7, b.jsonl: 0.3}, each file gives its share of every step and has epochs of its own; weight 0 drops a file that base names")
-    val_files: FilePaths = key((), "jsonl, jsonl.gz or parquet files of held-out prompts; each is reported under its name")
+    val_files: FilePaths = key((), "jsonl, jsonl.gz or parquet files of held-out prompts; each is reported under its name, equal ones with that of the folder: math_test")
     train_batch_size: Positive = key(256, "prompts per step, at most as many as train_files hold")
     gen_batch_size: Positive | None = key(None, "prompts drawn at a time, at least train_batch_size. A step's rollout ends as soon as train_batch_size of them have all their responses (with algorithm.filter_groups: as soon as enough of them have scores that differ), and the unfinished responses are dropped; null = train_batch_size, and wait for all", read_if=SAMPLES)
     prompt_key: str = key("prompt", "field with the prompt: a string, or chat messages for the tokenizer's template; a dotted name is a path into objects")
@@ -122,8 +122,10 @@ class Data(Section):
 
     @property
     def val_names(self) -> list[str]:
-        """Name under which each of val_files is reported: its name without folder and ending."""
-        return [stem(file) for file in self.val_files]
+        """Name under which each of val_files is reported: without folder and ending, or, of equal ones, behind the folder's."""
+        stems = [stem(file) for file in self.val_files]
+        with_folders = [f"{Path(file).absolute().parent.name}_{stem(file)}" for file in self.val_files]
+        return [stems[n] if stems.count(stems[n]) == 1 else longer for n, longer in enumerate(with_folders)]
 
     def contradictions(self) -> Iterator[str]:
         if not self.files:

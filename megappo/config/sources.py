@@ -111,12 +111,13 @@ class Sources:
         self._num_files += 1
 
     def read_override(self, text: str) -> None:
-        """Read one `key=value` of the command line, the value written as in YAML."""
-        key, equals, value = text.partition("=")
+        """Read one `key=value` of the command line, the value written as in YAML. A + before it, Hydra's sign for a key
+        that a config lacks, changes nothing."""
+        key, equals, value = text.lstrip("+").partition("=")
         names = key.strip().split(".")
         advice = ""
-        if text.startswith(("+", "~")):  # Hydra's signs for a key that a config lacks, or should lose
-            advice = f"keys have no + or ~ here: write {text.lstrip('+~')}"
+        if text.startswith("~"):  # Hydra's sign for a key that a config should lose
+            advice = "keys cannot be removed: set the key to its default, which megappo plan --keys lists"
         elif not equals or not key.isprintable() or not all(names):
             advice = "expected key=value, such as trainer.total_steps=10"
         if advice:
@@ -126,6 +127,7 @@ class Sources:
             with _reporting(COMMAND_LINE):
                 loader = _Loader(value)
                 node = loader.get_single_node() or yaml.ScalarNode(_TAG + "null", "")
+                _check_colons(node)
                 for name in reversed(names):
                     node = yaml.MappingNode(_TAG + "map", [(yaml.ScalarNode(_TAG + "str", name), node)])
                 self._merge(loader, node, self.values, "", COMMAND_LINE)
@@ -180,6 +182,13 @@ def _bases(value: object, place: str) -> tuple[str, ...]:
         return FILE_PATHS.validate_python(value)
     except ValidationError as error:
         raise ConfigError(f"{place}expected a path or a list of paths, found {shorten(repr(value))}") from error
+
+
+def _check_colons(node: yaml.Node) -> None:
+    """Refuse `{a:1}`, a mapping to Hydra, which to YAML has the key `a:1`."""
+    pairs = node.value if isinstance(node, yaml.MappingNode) else []
+    if any(":" in key.value and not value.value for key, value in pairs):
+        raise ValueError("a key and its value have no space between them: write {key: value}")
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The signatures of reward functions, this project's, verl's and TRL's, and their calls in a worker process.
+"""The signatures of reward functions, this project's, verl's, TRL's and OpenRLHF's, called in a worker process.
 
 Worker processes import this, so it uses the standard library alone.
 """
@@ -123,6 +123,9 @@ FORMS = (
     ),
 )
 
+OPENRLHF = "reward_func(queries, prompts, labels)"
+"""OpenRLHF's form, as messages show it; `queries` are prompts with their responses."""
+
 
 @dataclass(frozen=True)
 class RewardFunction:
@@ -213,12 +216,34 @@ def recognise(function: Callable[..., Any], options: JsonObject, home: Home | No
                 raise BadFunction(f"takes no option {name!r} of reward.options; its parameters are {', '.join(names)}")
         others = {name: is_needed for name, is_needed in names.items() if name not in options}
         return RewardFunction(function, form, others, takes_any, options, home)
+    if "queries" in names:
+        return recognise(_of_openrlhf(function), options, home)
     try:
         signature.bind("prompts", "responses", "labels")
     except TypeError as error:
-        expected = ", or ".join(form.shown for form in FORMS)
+        expected = ", or ".join([*(form.shown for form in FORMS), OPENRLHF])
         raise BadFunction(f"takes {str(signature):.{MAX_SHOWN}}; expected {expected}") from error
     return recognise(lambda prompts, responses, labels: function(prompts, responses, labels), options, home)
+
+
+def _of_openrlhf(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function in verl's form for one of OpenRLHF's, which gets lists of one text and returns lists or tensors
+    of one number."""
+
+    def score(solution_str: str, ground_truth: Any, prompt_str: str) -> Any:
+        returned = function([prompt_str + solution_str], [prompt_str], [ground_truth])
+        if not isinstance(returned, Mapping):
+            return _only(returned)
+        logs = {name: _only(values) for name, values in (returned.get("extra_logs") or {}).items()}
+        return {**logs, "score": _only(returned["rewards"])}
+
+    return score
+
+
+def _only(values: Any) -> Any:
+    """Return the number in a list or tensor of one; anything else as it is."""
+    plain = values.tolist() if hasattr(values, "tolist") else values
+    return plain[0] if isinstance(plain, list) and len(plain) == 1 else plain
 
 
 class RewardHost:

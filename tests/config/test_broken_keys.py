@@ -402,9 +402,7 @@ FILES = {
     "data.train_files=absent.jsonl": "data.train_files: no file absent.jsonl (looked in /",
     "data.train_files={train.jsonl: 0}": "data.train_files: every weight is 0: raise one",
     "data.train_files={train.jsonl: 1, absent.jsonl: 1}": "data.train_files: no file absent.jsonl (looked in /",
-    "data.val_files=[val.jsonl, val.jsonl]": (
-        "data.val_files are called val, val, under which each is reported: rename or merge equal ones"
-    ),
+    "data.val_files=[val.jsonl, val.jsonl]": "data.val_files: each is reported under its own name, so rename or merge",
     "data.val_files=.": "data.val_files: . is a folder: name its files",
     "data.val_files=[val.jsonl, data.csv]": "data.val_files: data.csv is neither .jsonl, .jsonl.gz nor .parquet: ",
     "reward.function=exact": "reward.function 'exact': expected exact_match, regex_match, multiple_choice, gsm8k, ",

@@ -147,7 +147,9 @@ def test_a_list_of_thousands_of_wrong_values_is_one_error(refusals):
 ARGUMENTS = {
     "rollout.n": "'rollout.n': expected key=value, such as trainer.total_steps=10",
     "=3": "'=3': expected key=value",
-    "++actor.optim.lr=1": "'++actor.optim.lr=1': keys have no + or ~ here: write actor.optim.lr=1",
+    "++actor.optim.l=1": "actor.optim.l: unknown key; did you mean actor.optim.lr?",
+    "algorithm={gamma:1.0,lam:0.9}": "a key and its value have no space between them: write {key: value}",
+    "~actor.optim.lr": "'~actor.optim.lr': keys cannot be removed: set the key to its default",
     "actor..lr=1": "'actor..lr=1': expected key=value",
     "rollout.stop=[a": "not valid YAML: [ is not closed; correct it, or quote what is text (in 'rollout.stop=[a')",
     "rollout.stop=!!python/name:os.system": "tags (!) are not supported: drop it",

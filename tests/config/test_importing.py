@@ -33,6 +33,7 @@ EXPECTED = {
         "critic.warmup_steps": 2,
         "placement.actor, critic, rollout": "0-7",
         "reward.function": "gsm8k",
+        "critic.recompute": "full",
         "algorithm.preset": "verl",
         "algorithm.use_kl_in_reward": False,
         "trainer.output_dir": "outputs/gsm8k/ppo",
@@ -53,7 +54,11 @@ EXPECTED = {
         "actor.parallel.sequence": True,
         "actor.recompute": "full",
         "actor.offload": ["weights", "gradients", "optimizer"],
+        "actor.optim.lr_warmup_steps": 10 * 256 // 64,  # verl counts PPO steps
+        "algorithm.rollout_correction.reject": {"seq_mean_k1": [0.999, 1.001]},
         "critic.parallel.tensor": 2,
+        "critic.offload": ["optimizer"],
+        "critic.recompute": None,
         "trainer.output_dir": "~/runs/megatron",
     },
     "verl/ppo_reward_file.sh": {
@@ -107,6 +112,10 @@ EXPECTED = {
         "actor.use_kl_loss": True,
         "actor.kl_loss_coef": 0.04,
         "actor.lora.target_modules": ["q_proj", "v_proj"],
+        "actor.recompute": "full",
+        "algorithm.rollout_correction.level": "sequence",
+        "algorithm.rollout_correction.mode": "mask",
+        "algorithm.rollout_correction.threshold": 3.0,
         "trainer.total_steps": 100,
     },
     "trl/grpo.py": {
@@ -114,6 +123,24 @@ EXPECTED = {
         "actor.lora.rank": 8,
         "actor.clip_ratio_high": 0.28,
         "trainer.save_interval": 0,
+    },
+    "trl/rloo.py": {
+        "reward.function": {"trl.rewards:think_format_reward": 1, "math": 1},
+        "algorithm.adv_estimator": "rloo",
+        "algorithm.kl_ctrl.kl_coef": 0.05,
+        "rollout.n": 2,
+        "data.train_batch_size": 8 * 2 // 2,
+        "actor.lora.rank": 8,
+        "actor.lora.target_modules": ["q_proj", "v_proj"],
+    },
+    "openrlhf/slurm.sh": {
+        "critic.model_path": "OpenRLHF/Llama-3-8b-rm-mixture",
+        "placement.actor": "0-3",
+        "placement.critic": "4-7",
+        "placement.rollout": "8-15",
+        "rollout.max_staleness": 2,
+        "rollout.on_sync": "finish",
+        "trainer.loggers": ["wandb"],
     },
     "openrlhf/ppo.sh": {
         "placement.actor": "0-1",
@@ -149,6 +176,7 @@ MISSING = {
     "verl/rloo.sh": (),
     "verl/ppo_small.sh": (),
     "trl/ppo.sh": ("dataset_name=trl-lib/tldr", "reward_model_path=my/reward", "missing_eos_penalty=1.0"),
+    "openrlhf/slurm.sh": ("reward.model_name_or_path=OpenRLHF/Llama-3-8b-rm-mixture", "reward.function"),
     "openrlhf/reinforce_baseline.sh": ("train.agent_func_path=agent.py", "reward.function"),
     "openrlhf/old_flags.sh": ("train.num_episodes=2",),
 }
@@ -242,6 +270,7 @@ def test_the_table_names_keys_that_exist() -> None:
     ("override", "message"),
     [
         ("actor_rollout_ref.model.path=m", "unknown key; write model.path=m for verl's actor_rollout_ref.model.path"),
+        ("+actor_rollout_ref.rollout.n=4", "unknown key; write rollout.n=4 for verl's actor_rollout_ref.rollout.n"),
         ("trainer.save_freq=5", "unknown key; write trainer.save_interval=5 for verl's trainer.save_freq"),
         ("trainer.total_epochs=5", "no counterpart (set trainer.total_steps to epochs x prompts / data.train_batch"),
         ("trainer.balance_batch=true", "trainer.balance_batch is not needed (ranks are always balanced by cost): drop"),

@@ -158,6 +158,8 @@ def test_compressed_lines_are_read_as_they_are(folder):
 def test_held_out_files_are_reported_without_their_endings():
     names = Data(train_files=("t.jsonl",), val_files=("a/test.jsonl.gz", "b.v2.parquet", "c.jsonl")).val_names
     assert names == ["test", "b.v2", "c"]
+    names = Data(train_files=("t.jsonl",), val_files=("gsm8k/test.jsonl", "math/test.parquet", "c.jsonl")).val_names
+    assert names == ["gsm8k_test", "math_test", "c"]
 
 
 def test_prompts_of_a_dataset_that_lacks_a_field_are_not_left_out_in_silence(folder):

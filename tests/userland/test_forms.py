@@ -1,4 +1,4 @@
-"""The forms of reward functions: this project's, verl's and TRL's, what each is given, and what no form is."""
+"""The forms of reward functions: this project's, verl's, TRL's and OpenRLHF's, what each gets, and what no form is."""
 
 import time
 from pathlib import Path
@@ -109,6 +109,19 @@ def test_verls_form_is_called_for_each_row_and_of_a_dictionary_the_score_counts(
     rows[2]["extra_info"] = {"index": 2}
     with load(tmp_path, body, num_workers=2) as pool:
         assert score(pool, rows) == [0.5, 8.0, 3.0]
+
+
+def test_openrlhfs_form_gets_one_row_in_lists_with_the_whole_text(tmp_path: Path):
+    body = """
+        import numpy as np
+        def f(queries, prompts, labels, **kwargs):
+            assert (queries, kwargs) == ([prompts[0] + f"r{labels[0]}"], {})
+            if labels[0] == 2:
+                return np.array([0.25])
+            return {"rewards": np.array([labels[0]]), "scores": [9.0], "extra_logs": {"length": np.array(4.0)}}
+    """
+    with load(tmp_path, body) as pool:
+        assert score(pool) == [0.0, 1.0, 0.25]
 
 
 def test_async_functions_run_for_all_rows_at_the_same_time(tmp_path: Path):

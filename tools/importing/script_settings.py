@@ -5,7 +5,7 @@ import ast
 import re
 import shlex
 from collections.abc import Iterable, Iterator
-from itertools import takewhile
+from itertools import chain, takewhile
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -32,7 +32,9 @@ _NO_ARGUMENT = re.compile(r"[|&;]+|[\d&]?>.*|\$[@*]")
 """Words that end a command, or stand for the script's own arguments."""
 DEEPEST = 20
 """Variables within variables that are followed."""
-TRL_CLASSES = ("GRPOConfig", "PPOConfig", "GRPOTrainer", "PPOTrainer", "LoraConfig")
+TRL_CLASSES = ("GRPOConfig", "PPOConfig", "RLOOConfig", "GRPOTrainer", "PPOTrainer", "RLOOTrainer", "LoraConfig")
+PROGRAM = "program"
+"""Setting with the script or the trainer's class that a system starts, where it has a row."""
 
 
 def read_settings(path: Path, system: System) -> dict[str, Any]:
@@ -56,30 +58,38 @@ def read_settings(path: Path, system: System) -> dict[str, Any]:
 def _of_python(text: str, path: Path) -> dict[str, Any]:
     """Return the keyword arguments of TRL's classes in a Python file."""
     settings: dict[str, Any] = {}
+    imported: dict[str, str] = {}
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in TRL_CLASSES:
+        if isinstance(node, ast.ImportFrom):
+            imported |= {one.asname or one.name: f"{node.module}:{one.name}" for one in node.names}
+        elif isinstance(node, ast.Call) and (name := ast.unparse(node.func).rpartition(".")[2]) in TRL_CLASSES:
+            if name.endswith("Trainer"):
+                settings[PROGRAM] = name
             for keyword in node.keywords:
-                settings[str(keyword.arg)] = _literal(keyword.value, path)
+                settings[str(keyword.arg)] = _literal(keyword.value, path, imported)
     return settings
 
 
-def _literal(node: ast.expr, path: Path) -> Any:
+def _literal(node: ast.expr, path: Path, imported: dict[str, str]) -> Any:
     """Return the value of an expression, the place of a function, or else the expression as a variable."""
     try:
         return ast.literal_eval(node)
     except ValueError:
+        if isinstance(node, ast.List):
+            return [_literal(element, path, imported) for element in node.elts]
         name = ast.unparse(node)
-        return f"{path}:{name}" if isinstance(node, ast.Name) else f"${name}"
+        return imported.get(name, f"{path}:{name}") if isinstance(node, ast.Name) else f"${name}"
 
 
 def _of_shell(text: str, system: System) -> dict[str, Any]:
     """Return the settings behind a system's program, and those of a launcher before it that have a row."""
     settings: dict[str, Any] = {}
-    for words in _commands(text):
+    for words in _commands(text, system):
         start = next((number for number, word in enumerate(words) if re.search(system.program, word)), None)
         if start is not None:
             launcher = _settings(words[:start])
             settings |= {key: value for key, value in launcher.items() if key in system.rows}
+            settings |= {PROGRAM: words[start]} if PROGRAM in system.rows else {}
             settings |= _settings(takewhile(lambda word: not _NO_ARGUMENT.fullmatch(word), words[start + 1 :]))
     return settings
 
@@ -105,7 +115,7 @@ def _value(text: str) -> Any:
         return None if text == "None" else text
 
 
-def _commands(text: str) -> Iterator[list[str]]:
+def _commands(text: str, system: System) -> Iterator[list[str]]:
     """Yield the words of each command of a shell script, with the variables that it sets before them."""
     variables = {"HOME": "~", "PWD": "."}
     for name, array, value, command in _STATEMENT.findall(_COMMENT.sub("", text.replace("\\\n", " "))):
@@ -116,7 +126,16 @@ def _commands(text: str) -> Iterator[list[str]]:
         if name:
             variables[name] = _expanded(" ".join(array.split()) or " ".join(words), variables)
         else:
-            yield words
+            yield list(chain.from_iterable(_unquoted(word, system) for word in words))
+
+
+def _unquoted(word: str, system: System) -> list[str]:
+    """Return the words of a command line that is one word, as behind `bash -c`, if it starts the program."""
+    try:
+        words = shlex.split(word) if " " in word else []
+    except ValueError:  # a quote that is text
+        return [word]
+    return words if any(re.search(system.program, part) for part in words) else [word]
 
 
 def _expanded(text: str, variables: dict[str, str]) -> str:

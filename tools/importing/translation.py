@@ -1,7 +1,7 @@
 """Settings of another system in our keys, by the table of `elsewhere`, as a commented config."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -48,7 +48,9 @@ class Translation:
             value, origins = self._evaluate(formula)
             if value is not None and not self.origins[key]:
                 self.values[key], self.origins[key] = value, origins
-        self.values = {key: value for key, value in self.values.items() if key[0] != "_"}
+        for step in [key for key in self.values if key[0] == "_"]:
+            del self.values[step]
+            self.origins.pop(step, None)
         self._drop_unread()
         self._sort_unused()
 
@@ -71,8 +73,9 @@ class Translation:
         """Return the result of a formula, None if it has none, and the settings that it takes."""
         origins: dict[str, None] = {}
         their, our = partial(self._their, origins), partial(self._our, origins)
+        functions = {"method": self._method, "zip": zip, "functions": _functions}
         try:
-            value = Environment().compile_expression(formula)(their=their, our=our, method=self._method, zip=zip)
+            value = Environment().compile_expression(formula)(their=their, our=our, **functions)
         except (TypeError, ArithmeticError, LookupError, UndefinedError):  # a setting is missing, or no number
             value = None
         return float(f"{value:.6g}") if isinstance(value, float) else value, list(origins)
@@ -103,9 +106,9 @@ class Translation:
         """Sort the settings that set no key into those without a counterpart and those that need none."""
         used = {key for keys in self.origins.values() for key in keys}
         for key, value in self.theirs.items():
-            if key in used:
-                continue
             _, row = self.system.find(key)
+            if key in used and not (row and row.missing):
+                continue
             setting = f"{key}={value if isinstance(value, str) else show(value)}"
             if row is None:
                 self.missing["it is not in the importer's table"].append(setting)
@@ -113,10 +116,18 @@ class Translation:
                 self.unneeded[self._unread[key]].append(key)
             elif row.note or value in [*OFF, *row.values]:
                 self.unneeded[row.note or "it is off, or the default here"].append(setting)
+            elif not row.missing and self.origins[row.key]:
+                self.unneeded[f"{row.key} is {', '.join(self.origins[row.key])}"].append(setting)
             else:
                 self.missing[row.missing or f"set {row.key}"].append(setting)
         if "reward.function" not in self.values:
             self.missing["name one for these data"].append("reward.function")
+
+
+def _functions(names: Sequence[str], here: Mapping[str, str]) -> list[str]:
+    """Return the functions in our notation: as `here` has them, `package.module.NAME` as `package.module:NAME`."""
+    places = [name if ":" in name else ":".join(name.rsplit(".", 1)) for name in names]
+    return [here.get(place, place) for place in places]
 
 
 def as_yaml(translation: Translation, script: str) -> str:

@@ -11,7 +11,10 @@ python3 -m verl.trainer.main_ppo --config-path=./config --config-name='ppo_megat
     actor_rollout_ref.actor.megatron.optimizer_offload=True \
     +actor_rollout_ref.actor.megatron.override_transformer_config.recompute_granularity=full \
     +actor_rollout_ref.actor.megatron.override_transformer_config.moe_router_dtype=fp32 \
-    critic.megatron.tensor_model_parallel_size=$TP \
+    critic.megatron.tensor_model_parallel_size=$TP critic.megatron.optimizer_offload=True \
+    actor_rollout_ref.actor.optim.lr_warmup_steps=10 actor_rollout_ref.actor.ppo_mini_batch_size=64 \
+    +algorithm.rollout_correction.rollout_rs=seq_mean_k1 \
+    +algorithm.rollout_correction.rollout_rs_threshold="0.999_1.001" \
     actor_rollout_ref.ref.megatron.tensor_model_parallel_size=$TP \
     actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.tensor_model_parallel_size=4 \
     trainer.logger=['console'] trainer.n_gpus_per_node=8 trainer.default_local_dir=$HOME/runs/megatron
