@@ -360,7 +360,7 @@ async def _events(response: httpx.Response) -> AsyncIterator[bytes]:
 
 @contextlib.contextmanager
 def deferring_faults(client: EngineClient | None) -> Iterator[None]:
-    """Inside, defer an EngineFault of `post` and `check_health` for `take_fault`, and send no request after it.
+    """Defer an EngineFault of `post` and `check_health` inside, for `take_fault`, and send no request after it.
 
     Other ranks wait at collectives that this rank must still reach. Without a client it does nothing.
     """
@@ -376,7 +376,7 @@ def deferring_faults(client: EngineClient | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def taking_weights(client: EngineClient | None, version: WeightVersion) -> Iterator[None]:
-    """Inside, an engine takes weights while its requests, and new ones, are paused; afterwards they resume with these.
+    """Pause an engine's requests, and new ones, while it takes weights inside; afterwards they resume with these.
 
     The tokens that requests have so far are processed again, unless the cache is kept. After an error requests resume,
     too, as nothing may wait for them forever, but their responses are refused. Without a client it does nothing.

@@ -182,7 +182,7 @@ class AheadSampler:
             self._holds -= 1
 
     def resume(self) -> None:
-        """Go on after a restart of the engine."""
+        """Continue after a restart of the engine."""
         self._restarts += 1
         self.fault = None
 
@@ -246,7 +246,7 @@ class AheadSampler:
             collecting.cancel()
 
     def _requeue(self) -> None:
-        """Have the groups sampled again that are begun and not written."""
+        """Queue the groups again that were begun and are not written."""
         for position in sorted(self._begun.keys() - self._scoring.keys()):
             self._shared.add_begun(self._begun.pop(position), -1)
             self._again.append(position)

@@ -48,7 +48,7 @@ class FinishedGroup:
         """Do nothing: the samples have their grades."""
 
     def failure_metrics(self) -> dict[str, Metric]:
-        """As of `Scored`."""
+        """Return those of `Scored`."""
         return dict(self.failures)
 
 
@@ -94,7 +94,7 @@ class Journal:
         return groups
 
     def forget(self, oldest: int | None = None) -> None:
-        """Delete the groups that were begun with weights of before version `oldest`; None: all."""
+        """Delete the groups that were begun with weights before version `oldest`; None: all."""
         for version, path in self._files():
             if oldest is None or version < oldest:
                 path.unlink()

@@ -52,7 +52,7 @@ class EngineUsage:
         return EngineUsage(**{name: value - getattr(earlier, name) for name, value in asdict(self).items()})
 
     def metrics(self) -> dict[str, Metric]:
-        """This rank's part of the metrics of all engines; empty if its engine finished nothing."""
+        """Return this rank's part of the metrics of all engines; empty if its engine finished nothing."""
         if not self.prompt_tokens:
             return {}
         return {
@@ -139,7 +139,7 @@ class RolloutSession:
     def run(
         self, is_interrupted: Callable[[], bool] = lambda: False, early_stop: Callable[[], bool] | None = None
     ) -> EngineFault | None:
-        """As `run_async`, in an event loop of its own."""
+        """Do what `run_async` does, in an event loop of its own."""
         with heartbeat.waiting():
             return asyncio.run(self.run_async(is_interrupted, early_stop))
 

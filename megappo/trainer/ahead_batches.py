@@ -30,7 +30,7 @@ class GroupFacts(NamedTuple):
 
     Attributes:
         is_equal: algorithm.filter_groups leaves it out, unless there are too few others.
-        version, order, position: as of `FinishedGroup`.
+        version, order, position: as in `FinishedGroup`.
     """
 
     is_equal: bool
@@ -40,7 +40,7 @@ class GroupFacts(NamedTuple):
 
 
 class AheadBatches(SampledBatches):
-    """Rows of groups that the engines have finished; they go on sampling meanwhile. All ranks call it together.
+    """Rows of groups that the engines have finished, while they sample further ones. All ranks call it together.
 
     As many prompts may be drawn and not trained on as 1 + rollout.max_staleness steps take. A step trains on the groups
     of the oldest weights first, in the order in which they were finished, and waits until those that it leaves can be
@@ -53,8 +53,8 @@ class AheadBatches(SampledBatches):
     Attributes:
         prompts: drawn, and not trained on or left out yet, by position.
 
-    Source: the limit is AReaL's (Fu et al. 2025, arXiv 2505.24298, eq. 3). There, responses that are too old when they
-    are finished are possible; here none is, and none is dropped.
+    Source: the limit is AReaL's (Fu et al. 2025, arXiv 2505.24298, eq. 3). There, a response may be too old when it is
+    finished; here none is, and none is dropped.
     """
 
     def __init__(

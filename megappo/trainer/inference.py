@@ -102,7 +102,7 @@ class InferenceEngines:
         loaded: checksums of the weights that this rank's engine has loaded; see `verified_sync`.
         footprint: of the engine on this rank's GPU.
         sent: stats of the last sync.
-        version: training steps that the engines' weights have had.
+        version: training steps that the engines' weights have been trained for.
         hold: in a run that samples ahead of training, entered on every rank while the engines take weights.
     """
 
@@ -265,7 +265,7 @@ class InferenceEngines:
 
     @contextmanager
     def _taking_weights(self, *, changed: bool = True) -> Iterator[None]:
-        """Inside, the engines take weights, if there are any to send. Engines that sample ahead of training pause."""
+        """Let the engines take weights inside, if any are to be sent. Engines that sample ahead of training pause."""
         rollout = self.plan.config.rollout
         if not rollout.max_staleness:
             yield
