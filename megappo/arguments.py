@@ -30,7 +30,7 @@ EVALUATE = """\
 CHECKPOINT is a run's folder (its newest checkpoint), one of its checkpoints (step_XXXXXXXX), or a Hugging Face folder.
 CONFIG sets the held-out data (data.val_files, eval.datasets), the sampling and the ranks. Engines are started, nothing
 is trained, and the run does not change. evaluations/NAME gets metrics.jsonl, evaluation.json, rollouts/ and
-report.html, in place of those of the previous evaluation, whose metrics are kept under a name with their date.
+report.html, in place of those of the previous evaluation, whose metrics are kept under a name with the date.
 
 example: megappo evaluate outputs/quickstart/run rollout.val_n=4 rollout.val_temperature=1"""
 INSPECT = """\
@@ -42,7 +42,7 @@ SERVE = "usage: megappo serve MODEL [SGLang's arguments; megappo serve MODEL --h
 
 def plan_arguments(words: Sequence[str] | None) -> argparse.Namespace:
     """Parse the arguments of `megappo plan`."""
-    parser = _parser("plan", "Print what a config means, without GPU or torchrun, and everything that is wrong.", PLAN)
+    parser = _parser("plan", "Print what a config means and what is wrong with it, without a GPU or torchrun.", PLAN)
     _add_config(parser, is_required=False)
     run = parser.add_argument_group("the run")
     run.add_argument(
@@ -55,10 +55,10 @@ def plan_arguments(words: Sequence[str] | None) -> argparse.Namespace:
     gpus = parser.add_argument_group("estimates, which need no weights and no data")
     types = ", ".join(GPUS)
     gpus.add_argument(
-        "--gpu", type=str.lower, choices=GPUS, metavar="TYPE", help=f"memory and seconds on GPUs of this type: {types}"
+        "--gpu", type=str.lower, choices=GPUS, metavar="TYPE", help=f"memory and time on GPUs of this type: {types}"
     )
     gpus.add_argument("--suggest", action="store_true", help="with --gpu: layouts and offloads that fit, as YAML")
-    gpus.add_argument("--shape", metavar="NAME", help="a shape that ships in place of model.path, such as qwen2.5-7b")
+    gpus.add_argument("--shape", metavar="NAME", help="a shipped shape in place of model.path, such as qwen2.5-7b")
     other = parser.add_argument_group("instead of a plan")
     listed = "list the config's keys, or those with WORD in their names, or else in their meanings"
     other.add_argument("--keys", nargs="?", const="", metavar="WORD", help=listed)
@@ -94,7 +94,7 @@ def evaluate_arguments(words: Sequence[str] | None) -> argparse.Namespace:
     """Parse the arguments of `megappo evaluate`; `config` is "" where none is named."""
     parser = _parser("evaluate", "Evaluate a checkpoint or a model on a config's held-out data.", EVALUATE)
     parser.add_argument("source", metavar="CHECKPOINT", type=Path, help="what to evaluate")
-    keys = "YAML file (default: the run's own); keys"
+    keys = "YAML file (default: the run's own), overrides"
     parser.add_argument("words", metavar="CONFIG key=value", nargs="*", default=[], help=keys)
     parser.add_argument("--output", type=Path, metavar="DIR", help="default: beside what is evaluated")
     _add_nproc(parser, "as many as the placement names, else one per GPU")

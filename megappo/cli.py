@@ -51,7 +51,7 @@ COMMANDS = {
     "timeline": Command("megappo.observe.timeline", "write one trace of the phases of all ranks", RESULTS),
     "import": Command("megappo_tools.importer", "translate a script of verl, TRL or OpenRLHF into a config", TRAIN),
     "report": Command("megappo.observe.report_command", "write a run's report again", RESULTS),
-    "compare": Command("megappo.observe.compare_command", "write one page of several runs", RESULTS),
+    "compare": Command("megappo.observe.compare_command", "compare several runs on one page", RESULTS),
 }
 
 

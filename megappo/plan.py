@@ -1,4 +1,4 @@
-"""Dry run without GPU or torchrun: what a config means, where everything would live, and everything that is wrong.
+"""Dry run without GPU or torchrun: what a config means, where everything would live, and what is wrong with it.
 
     megappo plan CONFIG [key=value ...] [--world-size N [--nodes N]] [--all] [--gpu h100 [--suggest]]
 

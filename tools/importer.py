@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Write the config; return the process's exit code."""
     parser = argparse.ArgumentParser("megappo import", description=__doc__.partition("\n")[0] if __doc__ else "")
     parser.add_argument("system", choices=systems())
-    parser.add_argument("script", type=Path, metavar="SCRIPT", help="shell script, or for trl a Python file, too")
+    parser.add_argument("script", type=Path, metavar="SCRIPT", help="shell script; for trl, a Python file, too")
     parser.add_argument("--output", type=Path, metavar="CONFIG", help="file to write (default: standard output)")
     args = parser.parse_args(arguments)
     system = systems()[args.system]

@@ -1,4 +1,4 @@
-"""`megappo compare`: one page of several runs. Imports nothing heavy until the arguments are known to be right."""
+"""`megappo compare`: several runs on one page. Imports nothing heavy until the arguments are known to be right."""
 
 import argparse
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from megappo.observe.report_command import check_runs, write
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write one page of several runs; return the process's exit code."""
-    description = "Write one page of several runs, overlaid. Runs that differ by their seed alone become a band."
+    description = "Write one page that overlays several runs. Runs that differ only in their seed become a band."
     example = "example: megappo compare outputs/ppo outputs/grpo --output ppo_grpo.html"
     parser = argparse.ArgumentParser(prog="megappo compare", description=description, epilog=example)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="output folders of runs")

@@ -168,7 +168,7 @@ class Progress:
 
     @property
     def _position(self) -> tuple[int, int]:
-        """What `checkpoint.folders.position_of` would return for a checkpoint of now."""
+        """The place of a checkpoint of now; see `checkpoint.folders.position_of`."""
         return self.step, NOT_BEGUN if self.experience is None else sum(self.experience.num_updates.values())
 
     def begin_save(self, models: Models, *, in_background: bool) -> None:
