@@ -9,6 +9,7 @@ const COLOURINGS = {
   ratio: "ratio to the reference",
   diff: "difference from the engine",
   old_log_probs: "log-prob",
+  staleness: "staleness",
 };
 const state = { set: "", step: "", run: "", pass: "", text: "", colouring: "none", chosen: null };
 
