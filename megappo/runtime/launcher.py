@@ -135,6 +135,8 @@ class Agent(LocalElasticAgent):
             if self._nodes is not None and (verdict := self._nodes.verdict()):
                 raise OtherNodeError(verdict)
             return RunResult(state=WorkerState.HEALTHY)
+        else:  # rank 0 shows nothing any more, and torchrun takes up to two seconds where the machine has other work
+            STATUS.start("end of the launcher", writes_heartbeats=False)
         return super()._monitor_workers(worker_group)
 
     def _report(self) -> None:
