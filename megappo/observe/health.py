@@ -18,6 +18,7 @@ from megappo.observe.health_conditions import (
     History,
     all_scores_equal,
     entropy_collapsed,
+    few_effective_samples,
     gradient_jumped,
     groups_equal,
     grown,
@@ -202,9 +203,9 @@ RULES: Table[Rule] = Table(
         ),
         "staleness": Rule(
             ("rollout_is/ess",),
-            outside("rollout_is/ess", low=0.8),
+            few_effective_samples,
             "the effective sample size of the weights pi_trainer / pi_engine is below 80 % of the tokens (with "
-            "algorithm.rollout_correction)",
+            "algorithm.rollout_correction; with level=sequence below 30 %)",
             "the rollouts come from a policy other than the actor: their effective sample size is {0:.0%}",
             "Lower rollout.max_staleness, record the rollouts again, or set algorithm.rollout_correction.level=token",
             "docs/methods.md#when-engine-and-trainer-disagree",
@@ -267,7 +268,7 @@ class Health:
         self.stop_reason = ""
         self._stop_on = config.get("trainer", {}).get("stop_on", ())
         self._rules = {name: rule for name, rule in RULES.items() if rule.applies(config)}
-        self._history = History({name for rule in self._rules.values() for name in rule.metrics})
+        self._history = History({name for rule in self._rules.values() for name in rule.metrics}, config)
         self._last_held: dict[str, int] = {}
         for metrics in steps[:-QUIET_STEPS]:
             self._history.add(metrics)

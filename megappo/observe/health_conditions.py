@@ -19,9 +19,14 @@ Figures = tuple[float, ...]
 
 
 class History:
-    """Values of some metrics, step by step; NaN where a step has none. NaN is neither above nor below anything."""
+    """Values of some metrics, step by step; NaN where a step has none. NaN is neither above nor below anything.
 
-    def __init__(self, names: Iterable[str]) -> None:
+    Attributes:
+        config: all keys of the run, nested as in YAML.
+    """
+
+    def __init__(self, names: Iterable[str], config: Mapping[str, Any]) -> None:
+        self.config = config
         self._series: dict[str, list[float]] = {name: [] for name in names}
 
     def add(self, metrics: Mapping[str, Any]) -> None:
@@ -125,3 +130,11 @@ def value_loss_large(history: History) -> Figures:
     variance = fmean(spread**2 for spread in history.last(SPREAD, 5))
     ratio = fmean(last) / (variance or math.nan)
     return (ratio,) if ratio > 10 and last[-1] >= last[0] else ()
+
+
+def few_effective_samples(history: History) -> Figures:
+    """Hold below 80 % of the tokens. The weights of whole responses are products over their tokens, and differ more:
+    there the limit is verl's, 30 %."""
+    correction = history.config.get("algorithm", {}).get("rollout_correction") or {}
+    size = history.mean("rollout_is/ess")
+    return (size,) if size < (0.3 if correction.get("level") == "sequence" else 0.8) else ()

@@ -121,6 +121,12 @@ def test_gspo_may_clip_half_of_the_tokens():
     assert check({"actor/pg_clipfrac": [0.5] * 9}, {"actor": {"policy_loss": "gspo"}}) == {}
 
 
+def test_weights_of_whole_responses_may_differ_more_than_those_of_tokens():
+    config = {"algorithm": {"rollout_correction": {"level": "sequence"}}}
+    assert check({"rollout_is/ess": [0.5] * 9}, config) == {}
+    assert check({"rollout_is/ess": [0.2] * 9}, config) == {"staleness": 3}
+
+
 def truncated(step: int) -> dict[str, float]:
     return {"step": step, "rollout/truncated_frac": 0.9 if step <= 5 else 0.0}
 
