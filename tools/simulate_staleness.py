@@ -252,8 +252,8 @@ class Simulation:
         return has_enough(finished, self.unfinished, self.num_steps + 1, self.batch, self.max_staleness)
 
     def _admit(self) -> None:
-        """Admit as many prompts as may be begun and not trained: fewer while the models are slower."""
-        ahead = min(self.max_staleness, 1) if len(self.finished) >= self.batch else self.max_staleness
+        """Admit prompts as `AheadBatches` does: fewer while the models are slower."""
+        ahead = self.max_staleness if len(self.finished) < self.batch else min(2, self.max_staleness)
         num_open = len(self.finished) + self.unfinished.total() + len(self.admitted)
         for _ in range((1 + ahead) * self.batch - num_open):
             lengths = self.lengths(self.num_responses).tolist()

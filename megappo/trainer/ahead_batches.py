@@ -148,9 +148,9 @@ class AheadBatches(SampledBatches):
 
     def _admit(self, step: int) -> None:
         """Draw as many prompts as may be drawn; fewer while the models are slower than the engines, as they would only
-        become older."""
+        become older. With two steps ahead slow responses still delay none: see docs/async.md."""
         trainer, filters = self._config.trainer, self._config.algorithm.filter_groups
-        lookahead = 1 if self._num_waiting >= self._size else self._max_staleness
+        lookahead = self._max_staleness if self._num_waiting < self._size else min(2, self._max_staleness)
         num_steps = min(1 + lookahead, trainer.total_steps - step + 1)
         most = max(self._size - 1, (num_steps - 1) * self._size)
         num_equal = sum(facts.is_equal for facts in self._facts)
