@@ -12,7 +12,7 @@ whole. A run that resumes trains on the same groups in the steps that an earlier
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,7 @@ class Journal:
         with path.open("a", encoding="utf-8") as file:
             if file.tell() == 0:
                 file.write(json.dumps(self._settings) + "\n")
-            file.write(json.dumps(asdict(group)) + "\n")
+            file.write(json.dumps(group, default=vars) + "\n")
 
     def read(self) -> dict[int, FinishedGroup]:
         """Return the groups of an earlier process, by position; groups of other settings are deleted.

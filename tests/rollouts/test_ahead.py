@@ -68,7 +68,7 @@ def test_engines_share_counts() -> None:
 def group(position: int, version: int) -> FinishedGroup:
     segments = [Segment([5, 6], "text", [7, 8], [-0.1, None], [0.0, 1.5], [1, 0])]
     grade = Grade([1.25], {"part": 0.1}, "answer", steps=[[(3, 0.5)]])
-    sample = Sample(0, 0, segments, "done", {"calls": 2.0}, grade=grade)
+    sample = Sample(0, 0, segments, "done", Counter({"calls": 2.0}), grade=grade)  # as an episode counts
     return FinishedGroup(position, version, position, True, [sample], {"errors": Metric((1,), "sum")})
 
 
