@@ -382,14 +382,12 @@ def step_scores_errors(config: Config) -> list[str]:
 
 
 def late_scores_errors(config: Config, *, waits_for_all: bool) -> list[str]:
-    """Return an error if responses are chosen by their scores, and the function gives them when all is written."""
+    """Return an error if a rollout is to end by its scores, and the function gives them when all is written."""
     over_samples = config.data.gen_batch_size is not None and config.algorithm.filter_groups.enable
-    if not waits_for_all or not (over_samples or config.rollout.max_staleness):
+    if not over_samples or not waits_for_all:
         return []
-    needing = f"data.gen_batch_size {config.data.gen_batch_size} ends a rollout by the scores of the responses so far"
-    if config.rollout.max_staleness:
-        needing = f"rollout.max_staleness {config.rollout.max_staleness} trains on responses as soon as they are scored"
     return [
-        f"{needing}, but reward.function {config.reward.function} is called when all are written: set "
-        "reward.batch_size, such as 1"
+        f"data.gen_batch_size {config.data.gen_batch_size} ends a rollout by the scores of the responses written so "
+        f"far, but reward.function {config.reward.function} is called when all are written: set reward.batch_size, "
+        "such as 1"
     ]

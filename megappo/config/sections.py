@@ -222,7 +222,7 @@ class Reward(Section):
     memory_limit_gib: PositiveFloat | None = key(16.0, "memory limit of each of these processes, and of each that it starts; null = none")
     pass_env: Texts = key((), "environment variables that the function gets although they are named like secrets, such as OPENAI_API_KEY")
     on_error: Literal["raise", "zero"] = key("raise", "a call that raises, hangs, ends its process or returns an invalid value: raise = the run ends; zero = its response gets score 0 and is counted")
-    batch_size: Positive | None = key(None, "most responses in one call of a function of lists, which is then called as they are written; null = an equal share for each worker, once all are written")
+    batch_size: Positive | None = key(None, "most responses in one call of a function of lists, which is then called as they are written; null = an equal share for each worker, once all are written (with rollout.max_staleness: all responses to a prompt)")
     options: dict[FilePath, dict[str, Any]] = key({}, "arguments for every call of a function, as {my_rewards.py:brevity: {limit: 100}}")
     skip_special_tokens: StrictBool = key(True, "functions get responses as text without special tokens; false = drop only those that begin, end or pad a text, for models where <think> or <answer> are special")
     scale: PositiveFloat = key(1.0, "factor of every score; the first of the shaping steps", read_if=SUMS_SCORES)

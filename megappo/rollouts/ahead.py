@@ -7,7 +7,7 @@ one when it has room. The main thread reads what is finished, and holds the engi
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from threading import Thread
@@ -159,11 +159,11 @@ class AheadSampler:
         now = replace(self.usage)
         return now.since(earlier), now
 
-    def forget(self, positions: set[int]) -> list[FinishedGroup]:
+    def forget(self, positions: Collection[int]) -> list[FinishedGroup]:
         """Return this rank's groups at these positions and forget them."""
         for position in positions:
             self._prompts.pop(position, None)
-        return [self.groups.pop(position) for position in sorted(positions & self.groups.keys())]
+        return [self.groups.pop(position) for position in sorted(self.groups.keys() & positions)]
 
     @contextmanager
     def held(self, *, until_idle: bool = False) -> Iterator[None]:

@@ -44,6 +44,11 @@ class FinishedGroup:
     samples: list[Sample]
     failures: Mapping[str, Metric]
 
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens that the policy wrote."""
+        return sum(one.num_policy_tokens for one in self.samples)
+
     def fill_grades(self) -> None:
         """Do nothing: the samples have their grades."""
 

@@ -15,7 +15,6 @@ from megappo.rollouts.group_selection import StepResponses
 from megappo.rollouts.journal import FinishedGroup, Journal
 from megappo.rollouts.record import Record, rollout_settings
 from megappo.rollouts.rollouts import Rollouts, raise_if_interrupted
-from megappo.rollouts.sample_rows import Sample
 from megappo.rollouts.sampler import EngineUsage
 from megappo.runtime.heartbeat import heartbeat
 from megappo.runtime.listening import run_store
@@ -194,7 +193,7 @@ class AheadBatches(SampledBatches):
 
     def _counts(self, step: int) -> tuple[Counter[int], Counter[int]]:
         """Return how many groups of all ranks that a step can train on are finished, and begun only, by version."""
-        versions = {*range(max(0, step - 1 - self._max_staleness), step), *self._ready}
+        versions = {*range(max(0, self._oldest(step)), step), *self._ready}
         finished = self._shared.finished(versions)
         unfinished = self._shared.begun(versions)
         unfinished.subtract(finished)
@@ -202,6 +201,10 @@ class AheadBatches(SampledBatches):
         if not self._takes_equal:
             finished.subtract(facts.version for facts in self._facts if facts.is_equal)
         return finished, unfinished
+
+    def _oldest(self, step: int) -> int:
+        """Return the oldest version of the groups that a step may train on."""
+        return step - 1 - self._max_staleness
 
     def _has_enough(self, step: int, finished: Counter[int], unfinished: Counter[int]) -> bool:
         return has_enough(finished, unfinished, step, self._size, self._max_staleness)
@@ -234,47 +237,52 @@ class AheadBatches(SampledBatches):
 
     def _take(self, step: int, chosen: list[GroupFacts], waited: float) -> StepResponses:
         """Return the chosen groups, by position; forget them, and those that are left out."""
-        trained = sorted(facts.position for facts in chosen)
+        places = {position: place for place, position in enumerate(sorted(facts.position for facts in chosen))}
         if self._exchange.rank == 0:
-            self._journal.write_choice(step, trained)
-        left_out = [facts for facts in self._facts if facts.is_equal and facts.position not in trained]
-        removed = [*chosen, *left_out]
-        self._ready.subtract(facts.version for facts in removed)
+            self._journal.write_choice(step, list(places))
+        removed = {facts.position: facts for facts in self._facts if facts.is_equal or facts.position in places}
         self._num_waiting, self._facts = len(self._facts) - len(removed), []
-        prompts = [self.prompts[position] for position in trained]
-        for facts in removed:
-            del self.prompts[facts.position]
-        groups, usage, idle_frac = [], EngineUsage(), None
+        self._ready.subtract(facts.version for facts in removed.values())
+        for version in [version for version in self._ready if version <= self._oldest(step)]:
+            del self._ready[version]  # all of them are removed
+        prompts = [self.prompts[position] for position in places]
+        for position in removed:
+            del self.prompts[position]
+        responses = StepResponses(prompts, [], [], [])
+        num_dropped, idle_frac = 0, None
         if self._sampler is not None:
-            groups = self._sampler.forget({facts.position for facts in removed})
             usage, self._usage = self._sampler.usage_since(self._usage)
             idle_frac = usage.idle_seconds / usage.seconds
-        parts = [group for group in groups if group.position in trained]
-        samples = list(chain.from_iterable(_placed(group, trained.index(group.position)) for group in parts))
-        num_dropped = sum(one.num_policy_tokens for group in groups for one in group.samples if group not in parts)
-        idle_fracs, nums_dropped = zip(*self._exchange.all_gather((idle_frac, num_dropped)), strict=True)
-        known = [one for one in idle_fracs if one is not None]
-        now = time.perf_counter()
-        self._since, self._seconds = now, now - self._since
-        metrics = {
-            "rollout/queue": self._num_waiting,
-            "timing/engines_idle_frac": sum(known) / len(known),
-            "timing/trainers_idle_frac": waited / self._seconds,
-        }
+            responses.usages = [usage]
+            groups = self._sampler.forget(removed)
+            responses.parts = [group for group in groups if group.position in places]
+            num_dropped = sum(group.num_tokens for group in groups if group.position not in places)
+        for group in responses.parts:
+            for sample in group.samples:
+                sample.prompt_index = places[group.position]
+                responses.samples.append(sample)
+        nums_dropped, idle_fracs = zip(*self._exchange.all_gather((num_dropped, idle_frac)), strict=True)
+        responses.num_dropped_tokens = sum(nums_dropped)
+        responses.metrics |= self._waits(waited, [frac for frac in idle_fracs if frac is not None])
         if self._config.algorithm.filter_groups.enable:
             num_kept = sum(facts.is_equal for facts in chosen)
-            metrics["filter_groups/num_gen_batches"] = self._num_draws
-            metrics["filter_groups/equal_groups"] = len(left_out) + num_kept
-            metrics["filter_groups/equal_groups_kept"] = num_kept
-        return StepResponses(prompts, samples, parts, [usage], sum(nums_dropped), metrics)
+            responses.metrics |= {
+                "filter_groups/num_gen_batches": self._num_draws,
+                "filter_groups/equal_groups": len(removed) - len(chosen) + num_kept,
+                "filter_groups/equal_groups_kept": num_kept,
+            }
+        return responses
+
+    def _waits(self, waited: float, idle_fracs: list[float]) -> dict[str, float]:
+        """Return the metrics of who waits, since the responses of the step before."""
+        now = time.perf_counter()
+        self._since, self._seconds = now, now - self._since
+        return {
+            "rollout/queue": self._num_waiting,
+            "timing/engines_idle_frac": sum(idle_fracs) / len(idle_fracs),
+            "timing/trainers_idle_frac": waited / self._seconds,
+        }
 
     def _sampling_seconds(self, phase: Phases) -> float:
         """Return the time since the responses of the step before: the engines have sampled all the while."""
         return self._seconds
-
-
-def _placed(group: FinishedGroup, place: int) -> list[Sample]:
-    """Return a group's samples, as those of the prompt at this place of a step."""
-    for sample in group.samples:
-        sample.prompt_index = place
-    return group.samples

@@ -54,6 +54,7 @@ BENCHMARKS = {
     "rewards": Benchmark("rewards.py"),
     "rollout": Benchmark("rollout.py", ("--repeats", "3")),
     "data": Benchmark("data.py"),
+    "ahead": Benchmark("ahead.py"),
 }
 
 

@@ -1,0 +1,99 @@
+"""Runs that sample ahead of training: no response is too old, none is lost, and no prompt is trained on twice."""
+
+import random
+import shutil
+import signal
+import time
+from collections import Counter
+from itertools import chain
+from pathlib import Path
+
+import psutil
+import pytest
+from commands import assert_equal, tensors_of
+from program import ONE_RANK_EACH, Program, has_logged, logged, trained_on
+from safetensors.torch import load_file
+
+from megappo.batch.rows_file import RowsFile
+from megappo.observe.files import rows_file
+
+STEPS = 8
+AHEAD = (*ONE_RANK_EACH, "placement.rollout=1", "rollout.max_staleness=2", f"trainer.total_steps={STEPS}")
+pytestmark = pytest.mark.timeout(900)
+
+
+def prompts_of(record: Path, step: int) -> list[int]:
+    with RowsFile(rows_file(record, step)) as file:
+        return file.facts["prompts"]
+
+
+def kill(program: Program) -> None:
+    for process in [*program.ranks, psutil.Process(program.process.pid)]:
+        process.send_signal(signal.SIGKILL)
+    program.wait(30)
+
+
+def check_run(run: Path, record: Path, synchronous_record: Path) -> None:
+    """Check the ages of what a finished run was trained on, and that it was trained on each prompt once.
+
+    Args:
+        synchronous_record: of a run that draws the same prompts, and trains on them in this order.
+    """
+    steps = logged(run)[1:]
+    assert [metrics["step"] for metrics in steps] == list(range(1, STEPS + 1))
+    assert all(metrics["rollout/response_staleness/max"] <= 2 for metrics in steps)
+    assert max(metrics["rollout/staleness/max"] for metrics in steps) > 0
+    trained = Counter(chain.from_iterable(prompts_of(record, step) for step in range(1, STEPS + 1)))
+    drawn = Counter(chain.from_iterable(prompts_of(synchronous_record, step) for step in range(1, STEPS + 1)))
+    assert trained == drawn
+    kept = [int(path.stem[-8:]) for path in (run / "ahead").glob("engine_*")]
+    assert all(version >= STEPS - 2 for version in kept), "what no later step can train on is deleted"
+
+
+def test_killed_and_resumed(config: Path, run: Path, folder: Path) -> None:
+    """The steps after the checkpoint are done again, with the same responses."""
+    out, record = folder / "out", folder / "record"
+    arguments = (config, *AHEAD, f"trainer.output_dir={out}", f"trainer.record_rollouts={record}")
+    with Program(folder / "1", *arguments, "trainer.save_interval=3") as program:
+        program.wait_until(lambda: has_logged(out, 5))
+        kill(program)
+    copy = folder / "copy"
+    shutil.copytree(record, copy)
+    with Program(folder / "2", *arguments, "trainer.save_interval=3") as program:
+        assert program.wait() == 0, program.output
+    assert "after step 3" in program.output
+    check_run(out, record, run / "record")
+    for step in range(1, 6):
+        assert_equal(load_file(rows_file(record, step)), load_file(rows_file(copy, step)))
+    again = folder / "again"
+    replay = (f"trainer.output_dir={again}", f"trainer.replay_rollouts={record}", "trainer.eval_interval=0")
+    with Program(folder / "3", config, *AHEAD, "rollout.max_staleness=0", *replay) as program:
+        assert program.wait() == 0, program.output
+    assert [metrics["actor/pg_loss"] for metrics in trained_on(again)] == [
+        metrics["actor/pg_loss"] for metrics in trained_on(out)
+    ]
+    assert_equal(tensors_of(again / "hf_actor"), tensors_of(out / "hf_actor"))
+
+
+@pytest.mark.slow  # one kill, and the loss of no response, are in the test before
+@pytest.mark.parametrize("number", range(8))
+def test_killed_at_random(number: int, config: Path, run: Path, folder: Path) -> None:
+    """Three kills of each run, at any moment: no finished response is lost."""
+    draw = random.Random(number)
+    out, record = folder / "out", folder / "record"
+    arguments = (config, *AHEAD, f"trainer.output_dir={out}", f"trainer.record_rollouts={record}")
+    options = (f"rollout.on_sync={draw.choice(['continue', 'finish'])}", "trainer.save_interval=2")
+    finished: dict[str, str] = {}
+    for attempt in range(3):
+        with Program(folder / f"kill_{attempt}", *arguments, *options) as program:
+            reached = draw.randrange(1 + attempt, 3 + 2 * attempt)
+            program.wait_until(lambda step=reached: has_logged(out, step))
+            time.sleep(draw.random())
+            kill(program)
+        for path in (out / "ahead").glob("engine_*"):
+            for line in path.read_text("utf-8").split("\n")[1:-1]:
+                position = line.split(",", 1)[0]
+                assert finished.setdefault(position, line) == line, "a finished response was sampled again"
+    with Program(folder / "last", *arguments, *options) as program:
+        assert program.wait() == 0, program.output
+    check_run(out, record, run / "record")
