@@ -8,7 +8,10 @@ from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
+from megappo.config.loading import changes_since
+from megappo.config.schema import Config
 from megappo.data.prompts import Prompt, share
+from megappo.observe.files import CONFIG_FILE
 from megappo.rollouts.ahead import POLL_SECONDS, AheadSampler, SharedCounts, has_enough
 from megappo.rollouts.datasets import Datasets
 from megappo.rollouts.group_selection import StepResponses
@@ -75,6 +78,7 @@ class AheadBatches(SampledBatches):
             rollouts.num_engines,
             rollout_settings(self._config),
         )
+        self._keeps_journal = not progress.is_new or self._exchange.on_rank_0(partial(_is_repeated, progress.config))
         self._sampler: AheadSampler | None = None
         self._is_begun = False
         self._restored: dict[int, FinishedGroup] = {}  # this rank's groups of an earlier process, until admitted
@@ -118,7 +122,7 @@ class AheadBatches(SampledBatches):
     def _begin(self, step: int) -> None:
         """Begin to sample, with the groups that an earlier process has left."""
         rollouts, exchange, journal = self._rollouts, self._exchange, self._journal
-        if self._progress.is_new:
+        if not self._keeps_journal:
             journal.forget()
             exchange.on_rank_0(lambda: journal.forget_choices(self._config.trainer.total_steps))
         pending, num_drawn = set(self._progress.pending), self.num_drawn
@@ -286,3 +290,9 @@ class AheadBatches(SampledBatches):
     def _sampling_seconds(self, phase: Phases) -> float:
         """Return the time since the responses of the step before: the engines have sampled all the while."""
         return self._seconds
+
+
+def _is_repeated(config: Config) -> bool:
+    """Return whether the earlier run of the output folder, if there was one, had the same config."""
+    file = Path(config.trainer.output_dir, CONFIG_FILE)
+    return file.exists() and not changes_since(file, config)
