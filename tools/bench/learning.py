@@ -29,7 +29,7 @@ METHODS = {
 """Method -> its keys."""
 FIXED = (
     *("placement.actor=0", "placement.critic=0", "placement.rollout=1"),
-    *("actor.parallel.tensor=1", "critic.parallel.pipeline=1", "reward.batch_size=1"),
+    *("actor.parallel.tensor=1", "critic.parallel.pipeline=1"),
     *("trainer.save_interval=0", "trainer.export_hf=false"),
 )
 COLOURS = ("#4269d0", "#ef8e3b", "#3ca951", "#a463f2")
