@@ -52,7 +52,7 @@ KEYS_AND_VALUES = {
     ),
     "actor.policy_loss=ppo": (
         "actor.policy_loss: expected clip | gspo | cispo | sapo | gpg | clip_cov | kl_cov | gmpo | "
-        'dppo_tv | dppo_kl | dro, found "ppo"'
+        'dppo_tv | dppo_kl | dro | dis, found "ppo"'
     ),
     "actor.loss_agg_mode=mean": (
         "actor.loss_agg_mode: expected token-mean | token-sum | seq-mean-token-sum | seq-mean-token-mean | "
