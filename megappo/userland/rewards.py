@@ -253,9 +253,8 @@ class RewardPool(WorkerPool):
         """Return what to do about a failure; limits are named where one may be its cause."""
         has_met_limit = failure.is_late or any(sign in str(failure) for sign in LIMIT_SIGNS)
         limits = f"reward.timeout_seconds={self.timeout_seconds:g}, reward.memory_limit_gib={self.memory_limit_gib}"
-        change = f"change its limits ({limits}), or " if has_met_limit else "or "
-        hides = "which gives such responses 0: not if every call fails, which would hide the cause"
-        return f"fix it, {change}set reward.on_error to zero, {hides}"
+        change = f"change its limits ({limits}), " if has_met_limit else ""
+        return f"fix it, {change}or, if few calls fail, set reward.on_error=zero, which scores these responses 0"
 
     async def _handle(
         self, worker: WorkerProcess, queue: FunctionQueue, rows: Sequence[PendingRow], failure: CallError

@@ -78,7 +78,7 @@ def test_a_reward_function_that_raises(config, folder):
     assert errors(program.output) == [f"error (rank 0): reward function {reward} raised KeyError: 'no such answer'"]
     message = program.output[program.output.index("error (rank 0)") :]
     assert 'in fails\n    raise KeyError("no such answer")' in message
-    assert "set reward.on_error to zero" in message
+    assert "set reward.on_error=zero" in message
     report = message[message.index("Root Cause") :]
     assert f"traceback : error (rank 0): reward function {reward} raised KeyError" in report
 
@@ -93,7 +93,7 @@ def test_a_reward_function_that_returns_too_few_values(config, folder):
     first, where, remedy = program.output.splitlines()[-3:]
     assert first == f"error (rank 0): reward function {reward} returned 1 values for 8 responses; expected one each"
     assert where.startswith("it was scoring 8 responses, of which the first is ") and "train.jsonl line " in where
-    assert remedy.startswith("fix it, or set reward.on_error to zero, ")
+    assert remedy.startswith("fix it, or, if few calls fail, set reward.on_error=zero, ")
 
 
 @pytest.mark.slow  # tests/launch has ranks that hang

@@ -98,7 +98,7 @@ def test_an_error_that_is_raised_names_the_row(tmp_path: Path, body: str, harm: 
     with pytest.raises(RewardError, match=rf"\nit was scoring {re.escape(named)}") as caught:
         scored(pool.begin(), rows("well", harm))
     assert "worker.py" not in str(caught.value)
-    assert str(caught.value).splitlines()[-1].endswith("not if every call fails, which would hide the cause")
+    assert str(caught.value).splitlines()[-1].endswith("set reward.on_error=zero, which scores these responses 0")
 
 
 def test_what_is_known_so_far_is_an_error_once_the_function_has_failed(tmp_path: Path):
