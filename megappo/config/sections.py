@@ -36,6 +36,7 @@ from megappo.config.values import (
 
 ENDINGS = (".jsonl", ".jsonl.gz", ".parquet")
 OTHER_KIND = f"is neither {', '.join(ENDINGS[:-1])} nor {ENDINGS[-1]}: convert it"
+OTHER_KIND += " (pandas: table.to_json('NEW.jsonl', orient='records', lines=True))"
 """Follows the name of a file with another ending."""
 NONE = "none"
 """Value of a data set's `environment` or `reward`: it has none, even if training has one."""

@@ -50,8 +50,8 @@ class Chat:
             raise ValueError("the prompt is empty")
         if isinstance(prompt, str) and MESSAGES_AS_TEXT.match(prompt):
             raise ValueError(
-                f"the prompt is a text that holds chat messages, {prompt!r:.60}: write the list itself, or put "
-                "the text into a message, [{'role': 'user', 'content': text}]"
+                "the prompt is a text that holds chat messages: write the list itself (json.loads), or put the text "
+                "into a message, [{'role': 'user', 'content': text}]"
             )
         if isinstance(prompt, str):
             if self._config.apply_chat_template:

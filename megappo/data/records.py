@@ -120,8 +120,11 @@ def _refuse_no_json_lines(head: bytes) -> None:
         raise RecordsError("is parquet: give it a name that ends in .parquet")
     if b"\0" in head:
         raise RecordsError("is binary: expected one JSON object a line, in UTF-8")
-    if head.removeprefix(codecs.BOM_UTF8).partition(b"\n")[0].strip() in (b"[", b"{"):
-        raise RecordsError("is JSON spread over lines: write one object a line (jq -c)")
+    first = head.removeprefix(codecs.BOM_UTF8).partition(b"\n")[0].strip()
+    if first == b"[" or first.startswith(b"[{"):
+        raise RecordsError("is a list in JSON: write one object a line (jq -c '.[]')")
+    if first == b"{":
+        raise RecordsError("is JSON spread over lines: write one object a line (jq -c .)")
 
 
 def _parse(line: bytes) -> Any:

@@ -162,8 +162,9 @@ MESSAGES = [{"role": "user", "content": "1+1="}]
 @pytest.mark.parametrize("apply", [False, True])
 def test_messages_that_are_a_text_are_a_bad_row(tmp_path, prompt, apply):
     write_model(tmp_path / "model", byte_level())
-    [error], _ = found_in(opened(tmp_path, [MESSAGES, prompt], apply_chat_template=apply))
-    assert "d.jsonl line 2: the prompt is a text that holds chat messages, " in error
+    other = str([{"role": "user", "content": "2+2="}])
+    [error], _ = found_in(opened(tmp_path, [MESSAGES, prompt, other], apply_chat_template=apply))
+    assert "d.jsonl lines 2, 3: the prompt is a text that holds chat messages: " in error
     assert "(data.on_bad_row=skip leaves such out)" in error
 
 

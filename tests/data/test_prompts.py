@@ -330,9 +330,11 @@ NO_DATA = {
     "misnamed.jsonl": (ROW, "is parquet: give it a name that ends in .parquet"),
     "misnamed.parquet": (TEXT.encode(), "is not a readable parquet file ("),
     "pretty.jsonl": (
-        json.dumps([GOOD], indent=2).encode(),
-        "is JSON spread over lines: write one object a line (jq -c)",
+        json.dumps(GOOD, indent=2).encode(),
+        "is JSON spread over lines: write one object a line (jq -c .)",
     ),
+    "pretty_list.jsonl": (json.dumps([GOOD], indent=2).encode(), "is a list in JSON: write one object a line (jq -c "),
+    "list.jsonl": (json.dumps([GOOD]).encode(), "is a list in JSON: write one object a line (jq -c '.[]')"),
     "pointer.jsonl": (
         b"version https://git-lfs.github.com/spec/v1\n",
         "is a Git LFS pointer, not the file itself",
