@@ -390,7 +390,7 @@ def test_a_flipped_bit_leads_to_the_checkpoint_before(plan, run_folder, name, fi
     assert done.returncode == 0, "step 1 is the last, and all of it is there"
     [line] = done.stderr.splitlines()
     assert line.startswith("warning: out/checkpoints/step_00000002") and "altered" in line
-    assert line.endswith(": the run goes on from out/checkpoints/step_00000001, the newest whole one")
+    assert line.endswith(": the run resumes from out/checkpoints/step_00000001, the newest intact one")
     flip(before / "state.json", 3)
     [error] = errors_of(plan(run_folder, "run.yaml"))
     assert "step_00000001 is damaged: state.json is altered or cut off" in error and "use another checkpoint" in error
@@ -414,7 +414,7 @@ def test_a_lost_pointer_is_reported_with_the_checkpoint_that_is_used(plan, run_f
     assert done.returncode == 0
     [line] = done.stderr.splitlines()
     assert line.startswith(f"warning: out/checkpoints/{message}")
-    assert line.endswith(": the run goes on from out/checkpoints/step_00000002, the newest whole one")
+    assert line.endswith(": the run resumes from out/checkpoints/step_00000002, the newest intact one")
 
 
 def test_a_folder_that_a_run_has(plan, run_folder):
