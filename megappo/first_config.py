@@ -44,7 +44,7 @@ def first_config(model: str, gpu: GPU, num_gpus: int) -> str:
         shapes = ", ".join(sorted(folder.name for folder in SHAPES.iterdir()))
         download = f"download it ({own_command('hf')} download {model} {CONFIG_FILE})"
         remedy = download if HUB_ID.fullmatch(model) else "name a folder that has one"
-        raise ConfigError(f"--init: {model} has no {CONFIG_FILE} here: {remedy}, or one of the shapes {shapes}")
+        raise ConfigError(f"--init: {model} has no {CONFIG_FILE} here: {remedy}, or name one of the shapes {shapes}")
     plan = plan_run(config, num_gpus, min(num_gpus, GPUS_PER_NODE))
     found = fitting_runs(plan, Cluster(gpu.memory, min(num_gpus, GPUS_PER_NODE)), gpu)
     if not found:

@@ -88,7 +88,7 @@ BUDGETS = {
     "observe": 17_750,
     "placement": 9_450,
     "ppo": 10_000,
-    "preflight": 5_750,
+    "preflight": 5_850,
     "rollouts": 16_350,
     "runtime": 12_260,
     "sync": 5_100,

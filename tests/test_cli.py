@@ -119,7 +119,7 @@ def test_init_writes_a_config_that_fits(tmp_path):
     assert "  it fits: " in planned.stdout and "does not fit" not in planned.stderr
     absent = megappo("plan", "--init", "Own/Absent", "--gpu", "h100", "--gpus", "8")
     assert absent.returncode == 2
-    assert "hf download Own/Absent config.json), or one of the shapes deepseek-llm-7b, " in absent.stderr
+    assert "hf download Own/Absent config.json), or name one of the shapes deepseek-llm-7b, " in absent.stderr
     few = megappo("plan", "--init", "llama-3.1-70b", "--gpu", "h100", "--gpus", "2")
     assert few.returncode == 2 and "--init: no layout of llama-3.1-70b fits 2 h100: take more" in few.stderr
 

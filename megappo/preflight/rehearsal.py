@@ -79,6 +79,7 @@ def rehearse(config: Config, *, everything: bool) -> Findings:
         for dataset in datasets.values():
             _check_prompts(dataset, shared_vocabulary(config), findings, everything=everything)
         findings.errors += train.batch_errors() if train else []  # none is an error of its own
+        findings.checked += _passes(config, len(train)) if train else []
         tried: set[RewardPool | EnvironmentPool | None] = set()
         for name, task in tasks.items():
             try:
@@ -95,6 +96,14 @@ def rehearse(config: Config, *, everything: bool) -> Findings:
                     findings.checked.append(f"{environments.spec}: reset for the first prompt, {shown}")
             tried |= {rewards, environments}
     return findings
+
+
+def _passes(config: Config, num_prompts: int) -> list[str]:
+    """Return how often a run sees its prompts; nothing if its files have weights, and so epochs of their own."""
+    taken = config.trainer.total_steps * config.data.train_batch_size
+    if config.data.shares or not num_prompts:
+        return []
+    return [f"{taken:,} prompts in {config.trainer.total_steps:,} steps: {taken / num_prompts:.3g} epochs"]
 
 
 def _check_prompts(dataset: PromptDataset, vocab_size: int, findings: Findings, *, everything: bool) -> None:

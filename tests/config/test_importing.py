@@ -232,7 +232,9 @@ def test_the_dry_run_accepts_a_complete_script(run_folder, capsys) -> None:
     assert importer.main(["verl", str(SCRIPTS / "verl" / "ppo_small.sh"), "--output", "imported.yaml"]) == 0
     capsys.readouterr()
     code = plan.main(["imported.yaml"])
-    assert (code, "error" in capsys.readouterr().err) == (0, False)
+    printed = capsys.readouterr()
+    assert (code, "error" in printed.err) == (0, False)
+    assert "\n  24 prompts in 3 steps: 0.375 epochs\n" in printed.out
 
 
 def test_the_script_is_not_run(tmp_path) -> None:

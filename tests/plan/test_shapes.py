@@ -15,9 +15,16 @@ PARAMETERS = {
     "llama-3.1-8b": 8_030_261_248,
     "qwen2.5-0.5b": 494_032_768,
     "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-72b": 72_706_203_648,
     "qwen2.5-32b": 32_763_876_352,
     "qwen2.5-7b": 7_615_616_512,
     "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
 }
 """As the hub counts them in the models' safetensors."""
 
@@ -29,7 +36,7 @@ def test_shapes_have_the_published_sizes():
 def test_every_recipe_is_estimated_without_its_model(plan, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)  # without models/
     recipes = [path for ending in ("gpu", "node") for path in (REPOSITORY / "configs").glob(f"*{ending}.yaml")]
-    assert len(recipes) == 7
+    assert len(recipes) == 8
     for recipe in recipes:
         done = plan(tmp_path, str(recipe), "--gpu", "h100")
         assert "which ships with megappo" in done.stdout and "  it fits: " in done.stdout, (recipe, done.stderr)
