@@ -112,7 +112,7 @@ def test_a_response_that_masks_may_have_left_alone_is_not_compared(tmp_path, mas
     """By an estimator, or to normalise its score; the record's run masked each truncated response by itself."""
     write(record(tmp_path, mask_truncated=masks), 1)
     replay = Replay(tmp_path, make_config(**compares, mask_truncated=masks), 9, EXCHANGE)
-    alone = pytest.raises(ConfigError, match="has left one alone, but this run compares them: record the rollouts of")
+    alone = pytest.raises(ConfigError, match="but this run compares responses: record the rollouts of")
     with alone if masks else nullcontext():
         replay.score(1, None, nullcontext)
     write(record(tmp_path, **compares, mask_truncated=masks), 1)
