@@ -65,7 +65,7 @@ def main() -> int:
             return _run(sys.argv[1:])
         finally:
             sys.stdout.flush()
-            gc.freeze()  # or an interpreter that ends looks through all objects of torch, which takes a second
+            gc.freeze()  # or the interpreter looks through all objects of torch as it ends, which takes a second
     except BrokenPipeError:
         if not _reader_has_left():
             raise  # of another pipe

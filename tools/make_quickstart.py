@@ -7,6 +7,7 @@ order of its numbers, is used in training.
 """
 
 import argparse
+import gc
 import itertools
 import json
 import math
@@ -259,3 +260,4 @@ def main() -> None:
 if __name__ == "__main__":
     main()
     STATUS.stop()
+    gc.freeze()  # or the interpreter looks through all objects of torch as it ends, which takes a second
