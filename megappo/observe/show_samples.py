@@ -34,8 +34,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if step not in steps:
         parser.error(f"{args.run} has no responses of step {step}, but of {', '.join(map(str, steps))}")
     every = [sample for path in files if step_of(path) == step for sample in read_samples(path)]
+    names = sorted({sample["dataset"] for sample in every})
+    if args.dataset not in (None, *names):
+        parser.error(f"--dataset {args.dataset}: step {step} has responses of {', '.join(names)}")
     chosen = [sample for sample in every if _is_chosen(sample, args)]
-    print("\n\n".join("\n".join(_lines(sample)) for sample in chosen[: args.num]))
+    print("\n\n".join("\n".join(_lines(sample)) for sample in chosen[: args.num]) or "no response is like that")
     shown = min(args.num, len(chosen))
     print(f"\nstep {step} (of {', '.join(map(str, steps))}): {shown} shown of {len(chosen)} chosen of {len(every)}")
     return 0

@@ -78,6 +78,8 @@ def parse_spec(spec: str, key: str = "reward.function", builtin: Mapping[str, st
         return Spec(name, _file_of(source), source)
     names = "".join(f"{name}, " for name in builtin)
     kind = "CLASS" if key.endswith(".environment") else "FUNCTION"
+    if not source and spec.endswith(".py"):
+        raise ValueError(f"{key} {spec!r}: name the {kind.lower()} in the file, too: {spec}:{kind}")
     raise ValueError(f"{key} {spec!r}: expected {names}FILE.py:{kind} or package.module:{kind}")
 
 

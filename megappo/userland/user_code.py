@@ -16,8 +16,8 @@ MAX_FRAMES = 10
 MAX_FRAME_CHARACTERS = 500
 SPARE_BYTES = 2**26
 """Beyond the memory limit, to report that it was reached."""
-
-
+OWN_FOLDERS = (os.path.dirname(__file__), os.path.dirname(os.path.dirname(__file__)))
+"""The worker's, and that of `user_modules`."""
 JsonObject = dict[str, Any]
 """Anything by name: what JSON and keyword arguments hold."""
 
@@ -43,8 +43,10 @@ def describe(error: BaseException) -> str:
 
 
 def _is_of_worker(frame: traceback.FrameSummary) -> bool:
-    """Return whether a frame of a traceback is that of the worker, which calls user code."""
-    return os.path.dirname(frame.filename) == os.path.dirname(__file__)
+    """Return whether a frame of a traceback is that of the worker, which calls user code, or of Python's import."""
+    folder = os.path.dirname(frame.filename)
+    is_import = frame.filename.startswith("<frozen importlib") or os.path.basename(folder) == "importlib"
+    return is_import or folder in OWN_FOLDERS
 
 
 def limit_memory(num_bytes: int) -> None:

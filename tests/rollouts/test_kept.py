@@ -94,6 +94,9 @@ def test_a_file_has_the_first_rows_of_all_ranks_with_what_each_is_known_by(confi
     [replayed, *_] = parquet.read_table(kept_file(tmp_path, 8)).to_pylist(maps_as_pydicts="strict")
     assert (replayed["label"], replayed["parts"], replayed["finish_reason"]) == (None, {}, "stop")
 
+    with pytest.raises(SystemExit, match="2"):
+        main([str(tmp_path), "--dataset", "foo"])
+    assert "--dataset foo: step 8 has responses of training" in capsys.readouterr().err
     assert main([str(tmp_path), "--step", "7", "--wrong", "--search", "13", "--dataset", "training"]) == 0
     assert capsys.readouterr().out == (
         "-- training, score 0, not passed, ended by length, pluses 1\n"
