@@ -1,0 +1,58 @@
+"""Runs whose engines sample while they get new weights: which weights wrote each response, and what proves them."""
+
+import signal
+
+import pytest
+from program import ONE_RANK_EACH, Program, has_logged, logged
+from pyarrow import parquet
+
+from megappo.observe.files import kept_file
+
+MAX_STALENESS = 2
+AHEAD = (
+    *(*ONE_RANK_EACH, "placement.rollout=1", f"rollout.max_staleness={MAX_STALENESS}", "data.train_batch_size=16"),
+    *("rollout.max_running_requests=8", "rollout.max_response_length=20", "trainer.total_steps=6"),
+    *("trainer.eval_interval=0", "trainer.save_interval=0", "trainer.export_hf=false", "trainer.keep_rollouts=1"),
+    "reward.batch_size=1",
+)
+RECOMPUTED, KEPT = "rollout.recompute_cache=true", "rollout.recompute_cache=false"
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]  # tests/engines has both modes, with a real engine
+
+
+def check_steps(steps: list[dict]) -> None:
+    """Check that no token is too old, and that those of the newest weights prove them."""
+    assert [metrics["step"] for metrics in steps] == [1, 2, 3, 4, 5, 6]
+    for metrics in steps:
+        assert metrics["sync/log_prob_diff/max"] < 1e-4
+        assert metrics.get("rollout/log_prob_diff/max", 0.0) < 1e-4
+        assert metrics["rollout/response_staleness/max"] <= MAX_STALENESS
+    assert any("rollout/log_prob_diff/max" in metrics for metrics in steps)
+    assert max(metrics["rollout/staleness/max"] for metrics in steps) > 0
+    assert any(metrics["rollout/mixed_versions_frac"] > 0 for metrics in steps)
+
+
+@pytest.mark.parametrize("recompute", [RECOMPUTED, KEPT])
+def test_responses_know_the_weights_that_wrote_them(recompute, config, folder):
+    run = folder / "run"
+    ways = (recompute, "rollout.sync.transport=disk")
+    with Program(folder, config, f"trainer.output_dir={run}", *AHEAD, *ways) as program:
+        assert program.wait() == 0, program.output
+    check_steps(steps := logged(run))
+    for metrics in steps:
+        rows = parquet.read_table(kept_file(run, metrics["step"])).to_pylist()
+        oldest = max(max(row["staleness"]) for row in rows)
+        assert oldest == metrics["rollout/response_staleness/max"]
+
+
+@pytest.mark.parametrize("recompute", [RECOMPUTED, KEPT])
+def test_an_engine_that_is_killed_while_others_would_wait_for_it_gets_the_newest_weights(recompute, config, folder):
+    run = folder / "run"
+    with Program(folder, config, f"trainer.output_dir={run}", *AHEAD, recompute) as program:
+        program.wait_until(lambda: has_logged(run, 2))
+        [scheduler] = [one for one in program.ranks[1].children(recursive=True) if "scheduler" in one.name()]
+        scheduler.send_signal(signal.SIGKILL)
+        assert program.wait() == 0, program.output
+    steps = logged(run)
+    check_steps(steps)
+    assert sum(metrics["rollout/engine_restarts"] for metrics in steps) == 1
