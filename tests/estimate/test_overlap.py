@@ -18,7 +18,7 @@ from megappo.rollouts.sample_rows import Segment
 CLUSTER, NODE = "qwen2.5_32b_64node.yaml", "qwen2.5_7b_critic_7b_8gpu.yaml"
 Estimates = Callable[..., str]
 TAKING_TURNS = """\
-seconds of a step in which every row is as long as may be, estimated
+estimated seconds of a step in which every row has the maximum length
                  seconds  share  MFU
   rollout          119.5    55%
   old_log_probs     16.8     8%  31%

@@ -26,6 +26,7 @@ STAGES: dict[str, tuple[list[str], int]] = {
     "quickstart": (["tests/gpu/stages/quickstart.py"], 300),
     "whole_run_te": (["tests/gpu/stages/whole_run.py", "transformer_engine"], 240),
     "whole_run_torch": (["tests/gpu/stages/whole_run.py", "torch"], 240),
+    "ahead": (["tests/gpu/stages/ahead.py"], 240),
     "syncs": (["tests/gpu/stages/syncs.py"], 300),
     "heads": (["tests/gpu/stages/heads.py"], 240),
     "activations": (["tests/gpu/stages/activations.py"], 120),

@@ -17,7 +17,9 @@ from megappo.estimate.gpus import GIB, find_gpu
 from megappo.observe.metrics_file import read_metrics
 from megappo.placement.run_plan import plan_run
 
-FIGURES = re.compile(r"^(timing_s|memory|sync)/|/mfu$|^reward/score/mean$|/log_prob_diff/(mean|max)$|tokens_per_second")
+FIGURES = re.compile(
+    r"^(timing_s|timing|memory|sync)/|/mfu$|^reward/score/mean$|/log_prob_diff/(mean|max)$|tokens_per_second"
+)
 ENGINE_ROWS = ("engine", "KV cache", "CUDA", "NCCL")
 """Rows of the plan that torch's allocator in the trainer does not see."""
 
