@@ -85,6 +85,7 @@ def test_the_plan_lists_what_it_has_checked_and_what_not(plan, run_folder):
     assert lines[lines.index("checked") + 1 :] == [
         "tokenizer of model",
         "prompts of train.jsonl: all 300",
+        "80 prompts in 5 steps: 0.267 epochs",
         "exact_match: the response '2' to the first prompt scores 1",
         "not checked: weights, memory, engines",
         "",
@@ -142,7 +143,7 @@ def test_a_rollout_that_ends_by_its_scores_needs_them_before_it_has_ended(plan, 
     (run_folder / "reward.py").write_text("def f(prompts, responses, labels):\n    return [0.0] * len(labels)\n")
     settings = ("rollout.n=2", "algorithm.filter_groups.enable=true", "reward.function=reward.py:f")
     assert errors_of(plan(run_folder, "run.yaml", *settings, "data.gen_batch_size=301")) == [
-        "error: data.gen_batch_size 301 ends a rollout by the scores of the responses so far, but "
+        "error: data.gen_batch_size 301 ends a rollout by the scores of the responses written so far, but "
         "reward.function reward.py:f is called when all are written: set reward.batch_size, such as 1",
         "error: data.gen_batch_size 301 takes 301 prompts of data.train_files, which has 300, so that a step would "
         "hold some twice: lower it, or name more files",
