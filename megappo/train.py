@@ -126,12 +126,14 @@ class RunContext:
         RuntimeError: this process has had a run.
     """
 
+    _has_run = False
+
     def __init__(self, config: Config):
         self.config = config
         self._cleanup = ExitStack()
 
     def __enter__(self) -> "Run":
-        if dist.is_initialized():  # Megatron keeps the groups and random states of a run in globals
+        if RunContext._has_run or dist.is_initialized():  # Megatron keeps groups and random states in globals
             raise RuntimeError("this process has had a run, or a process group: start another process for each run")
         with ExitStack() as stack:  # closed if anything below fails
             if not any(name in os.environ for name in SET_BY_TORCHRUN):
@@ -149,11 +151,14 @@ class RunContext:
             if run is None:
                 raise ConfigError("trainer.output_dir holds a finished run: name another folder")
             self._cleanup = stack.pop_all()
+            RunContext._has_run = True
         return run
 
     def __exit__(self, *ending: Any) -> None:
         self._cleanup.__exit__(*ending)
         STATUS.stop()
+        if ending[0] is None:
+            dist.destroy_process_group()  # its threads would abort an interpreter that exits
 
 
 def _environment_fault() -> str:
@@ -219,6 +224,7 @@ def _execute(plan: RunPlan, store: dist.Store, rank: int, cleanup: ExitStack, fu
         if config.trainer.eval_only:
             plan = replace(plan, requested=evaluation_of(plan.requested), config=evaluation_of(config))
         plan = resolve_offload(plan, Cluster(gpu_bytes) if gpu_bytes else None)
+        watching = cleanup.enter_context(ExitStack())  # its callback runs after those of what starts from here on
         for name, value in shared_nccl_variables(plan).items():
             os.environ.setdefault(name, value)  # the engine inherits the environment
         engine_handle = EngineHandle() if config.replays else start_engine(plan, rank, store, cleanup)
@@ -229,7 +235,7 @@ def _execute(plan: RunPlan, store: dist.Store, rank: int, cleanup: ExitStack, fu
             dist.init_process_group(
                 platform.backend(), store=store, rank=rank, world_size=plan.world_size, timeout=timeout
             )
-        Watchdog(store, rank, plan.world_size, config.hang_timeout_seconds)
+        watching.callback(Watchdog(store, rank, plan.world_size, config.hang_timeout_seconds).stop)
         return execute(plan, engine_handle, cleanup)
 
 

@@ -35,7 +35,7 @@ WAITING_CODE = re.compile("/((torch/distributed|torch/cuda|megatron)/.*)")
 
 
 class Watchdog:
-    """Watches the run from a thread until the process ends.
+    """Watches the run from a thread until `stop`, or until the process ends.
 
     Args:
         store: torchrun's, shared by all ranks.
@@ -47,20 +47,28 @@ class Watchdog:
         self._rank, self._world_size, self._seconds = rank, world_size, seconds
         self._poll_seconds = min(POLL_SECONDS, seconds / 4)
         self._store.set(f"watchdog/name/{rank}", f"rank {rank} (pid {os.getpid()}, {socket.gethostname()})")
-        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread: an interpreter that exits while it waits for the store aborts."""
+        self._stopping.set()
+        self._thread.join()
 
     def _watch(self) -> None:
         with suppress(dist.DistError):  # the store's node is gone, which the launchers report
             is_first = self._wait_for_request()
+            if self._stopping.is_set():
+                return
             self._store.set(f"watchdog/state/{self._rank}", json.dumps(rank_state()))
             if is_first:
                 self._end_run()
 
     def _wait_for_request(self) -> bool:
-        """Add heartbeats until a rank requests stacks; return whether this rank was the first."""
+        """Add heartbeats until a rank requests stacks; return whether this rank was the first. False after `stop`."""
         num_added, total, silence = heartbeat.num_beats, 0, 0.0
-        while total < REQUEST:
-            time.sleep(self._poll_seconds)
+        while total < REQUEST and not self._stopping.wait(self._poll_seconds):
             num_beats, before = heartbeat.num_beats, total
             total = self._store.add(HEARTBEATS, num_beats - num_added or int(heartbeat.is_waiting))
             num_added = num_beats
