@@ -22,9 +22,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-import numpy as np
-from pyarrow import compute, parquet
-
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from megappo.config.config_error import ConfigError
@@ -39,6 +36,11 @@ from megappo.placement.picture import aligned
 from megappo.placement.placing import smallest_world
 from megappo.placement.run_plan import plan_run
 from megappo.rollouts.ahead import has_enough
+
+# isort: split
+# After megappo's imports, which name the Python that has these.
+import numpy as np
+from pyarrow import compute, parquet
 
 WARM_UP = 0.25
 """Share of the steps that the table leaves out: the first ones fill the queue."""

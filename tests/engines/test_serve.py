@@ -150,6 +150,6 @@ def test_the_short_help_shows_how_to_list_sglangs_arguments():
         for words in ((), ("MODEL",))
     )
     assert short.returncode == full.returncode == 0
-    assert "usage: megappo serve MODEL [SGLang's arguments; megappo serve MODEL --help lists them]" in short.stderr
+    assert "usage: megappo serve MODEL [SGLang's arguments; megappo serve MODEL --help lists them]" in short.stdout
     assert "usage: megappo serve MODEL" in full.stdout
     assert "--host" in full.stdout and "--max-total-tokens" in full.stdout
