@@ -33,6 +33,10 @@ FIXED = (
     *("trainer.save_interval=0", "trainer.export_hf=false"),
 )
 COLOURS = ("#4269d0", "#ef8e3b", "#3ca951", "#a463f2")
+STYLE = """<style>
+  .ground { fill: #f6f8fa } text:not([fill]) { fill: #1f2328 }
+  @media (prefers-color-scheme: dark) { .ground { fill: #161b22 } text:not([fill]) { fill: #e6edf3 } }
+</style>"""
 WIDTH, HEIGHT, MARGIN = 560, 320, 48
 
 Scores = dict[tuple[str, int], list[float]]
@@ -103,7 +107,8 @@ def plot(scores: Scores, methods: Sequence[str], limits: Sequence[int]) -> str:
     size = f"{WIDTH} {HEIGHT}"
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}" font-family="sans-serif" font-size="12">',
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
+        STYLE,
+        f'<rect class="ground" width="{WIDTH}" height="{HEIGHT}"/>',
         f'<text x="{WIDTH / 2}" y="{HEIGHT - 8}" text-anchor="middle">rollout.max_staleness</text>',
     ]
     for index, limit in enumerate(limits):
