@@ -105,7 +105,7 @@ class AheadSampler:
         usage: the engine's work so far.
     """
 
-    def __init__(self, rollouts: Rollouts, shared: "SharedCounts", journal: Journal, version: int):
+    def __init__(self, rollouts: Rollouts, shared: SharedCounts, journal: Journal, version: int):
         self.version = version
         self.fault: EngineFault | None = None
         self.error: BaseException | None = None

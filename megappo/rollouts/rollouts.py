@@ -5,8 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
-from torch.distributed import Store
-
 from megappo.batch.exchange import Exchange
 from megappo.config.checks import late_scores_errors
 from megappo.config.config_error import ConfigError
@@ -156,14 +154,10 @@ class Rollouts:
         """Return an empty collection of responses, scored by the task's reward function."""
         return Responses(prompts, self._workers_of(task).rewards, self.tokenizer)
 
-    def new_counter(self, store: Store | None = None) -> Callable[[int], int]:
-        """Return a `store_counter` that is the same on all ranks, if all ranks call this together.
-
-        Args:
-            store: another connection to the run's store, for another thread.
-        """
+    def new_counter(self) -> Callable[[int], int]:
+        """Return a `store_counter` that is the same on all ranks, if all ranks call this together."""
         self._num_counters += 1
-        return store_counter(store or self._store, f"rollouts/{self._num_counters}")
+        return store_counter(self._store, f"rollouts/{self._num_counters}")
 
     def episode_runner(
         self,

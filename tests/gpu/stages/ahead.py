@@ -4,13 +4,9 @@ training overlap on one GPU.
 python tests/gpu/stages/ahead.py
 """
 
-import shutil
-
-import torch
 from common import CUDA, report
-from engines import VOCABULARY, model_folder
-from runs import figures, output_folder, train
-from whole_run import CONFIG, SMALL, write_prompts, write_tokenizer
+from runs import figures, train
+from whole_run import CONFIG, SMALL, new_run
 
 from megappo.observe.metrics_file import read_metrics
 
@@ -22,19 +18,7 @@ AHEAD = (
 
 
 def measure() -> dict:
-    folder = output_folder("ahead")
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    model_folder(folder / "model", eos_token_id=VOCABULARY - 1, bos_token_id=None)
-    torch.cuda.empty_cache()
-    write_tokenizer(folder / "model")
-    write_prompts(folder / "train.jsonl")
-    run = folder / "run"
-    paths = (
-        f"model.path={folder / 'model'}",
-        f"data.train_files={folder / 'train.jsonl'}",
-        f"trainer.output_dir={run}",
-    )
+    run, paths = new_run("ahead")
     train(CONFIG, [*paths, "model.layer_spec=torch", *AHEAD, *(() if CUDA else SMALL)])
     steps = read_metrics(run)
     later = steps[1:]  # the first step waits for its rollout

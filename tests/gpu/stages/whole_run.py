@@ -43,20 +43,23 @@ def write_prompts(path: Path) -> None:
     path.write_text("".join(json.dumps({"prompt": prompt, "label": "w1"}) + "\n" for prompt in prompts))
 
 
-def measure() -> dict:
-    layer_spec = sys.argv[1]
-    folder = output_folder(f"whole_run_{layer_spec}")
+def new_run(name: str) -> tuple[Path, tuple[str, ...]]:
+    """Write a model and prompts for a run; return its output folder, and the settings that name these paths."""
+    folder = output_folder(name)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     model_folder(folder / "model", eos_token_id=VOCABULARY - 1, bos_token_id=None)
     torch.cuda.empty_cache()
     write_tokenizer(folder / "model")
     write_prompts(folder / "train.jsonl")
-    run = folder / "run"
-    settings = [
-        *(f"model.path={folder / 'model'}", f"data.train_files={folder / 'train.jsonl'}", f"trainer.output_dir={run}"),
-        *(f"model.layer_spec={layer_spec}", *(() if CUDA else SMALL)),
-    ]
+    model, prompts, run = folder / "model", folder / "train.jsonl", folder / "run"
+    return run, (f"model.path={model}", f"data.train_files={prompts}", f"trainer.output_dir={run}")
+
+
+def measure() -> dict:
+    layer_spec = sys.argv[1]
+    run, paths = new_run(f"whole_run_{layer_spec}")
+    settings = [*paths, f"model.layer_spec={layer_spec}", *(() if CUDA else SMALL)]
     train(CONFIG, settings)
     steps = read_metrics(run)
     planned = planned_gib(CONFIG, [*settings, *engine_settings()], torch.cuda.get_device_name(DEVICE)) if CUDA else {}
