@@ -74,6 +74,7 @@ FILTERS = ReadIf("algorithm.filter_groups.enable")
 ONE_BACKBONE = ReadIf("algorithm.shared_backbone")
 OLD_FROM_TRAINER = ReadIf("algorithm.old_log_probs", lambda config: config.algorithm.old_log_probs == "trainer")
 RUNS_AHEAD = ReadIf("rollout.max_staleness")
+SINGLE_RESPONSES = ReadIf("rollout.environment", lambda config: not config.rollout.has_environment, "episodes begin again, as {} does not save its state")
 CONTINUES_AT_SYNC = ReadIf("rollout.on_sync", lambda config: config.rollout.on_sync == "continue")
 
 Bounds = tuple[PositiveFloat, PositiveFloat]
@@ -201,6 +202,7 @@ class Rollout(Section):
     max_staleness: NonNegative = key(0, "training steps by which sampling may run ahead: the engines sample while the models train, and no response is older than this when it is trained; 0 = sample, then train", read_if=SAMPLES)
     on_sync: Literal["continue", "finish"] = key("continue", "responses in progress at a weight sync: continue = pause them, then continue with the new weights; finish = complete them first", read_if=RUNS_AHEAD)
     recompute_cache: StrictBool = key(True, "compute the keys and values of paused responses again with the new weights; false = keep those of the old ones", read_if=(RUNS_AHEAD, CONTINUES_AT_SYNC))
+    keep_partial: StrictBool = key(False, "also save the unfinished responses at each checkpoint, so that a resumed run continues them", read_if=(RUNS_AHEAD, SINGLE_RESPONSES))
 
     @property
     def has_environment(self) -> bool:

@@ -3,7 +3,7 @@
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from megappo.errors import ActionableError
@@ -50,10 +50,10 @@ class WeightVersion:
 class Generation:
     """One response.
 
-    tokens include the stop token; an aborted response has its tokens so far, without log_probs. log_probs[t] is log
-    p(tokens[t] | all before), after temperature, over the whole vocabulary even where top_p or top_k cut it. num_cached
-    tokens of the prompt needed no computing. versions[t] is the version of the weights that wrote tokens[t]; empty
-    where the engine does not sample ahead of training.
+    tokens include the stop token; an aborted response has its tokens so far. log_probs[t] is log p(tokens[t] |
+    all before), after temperature, over the whole vocabulary even where top_p or top_k cut it. num_cached tokens of the
+    prompt needed no computing. versions[t] is the version of the weights that wrote tokens[t]; empty where the engine
+    does not sample ahead of training.
     """
 
     tokens: list[int]
@@ -61,6 +61,11 @@ class Generation:
     finish_reason: Literal["stop", "length", "abort"]
     num_cached: int = 0
     versions: Sequence[int] = ()
+
+    def __add__(self, rest: "Generation") -> "Generation":
+        """Return the response as a whole; `rest` was requested with the tokens of this part after its prompt."""
+        tokens, log_probs = self.tokens + rest.tokens, self.log_probs + rest.log_probs
+        return replace(rest, tokens=tokens, log_probs=log_probs, versions=[*self.versions, *rest.versions])
 
 
 def generate_body(
@@ -115,9 +120,10 @@ def checked(reply: Any, *, may_abort: bool = False, version: WeightVersion | Non
         tokens = reply["output_ids"]
         meta = reply["meta_info"]
         end = meta["finish_reason"]
-        if may_abort and end["type"] == "abort":
-            return Generation(tokens, [], "abort")
-        if end["type"] not in FINISH_REASONS:
+        is_aborted = may_abort and end["type"] == "abort"
+        if is_aborted and not tokens:
+            return Generation([], [], "abort")
+        if end["type"] not in FINISH_REASONS and not is_aborted:
             kind = EngineFault if (end.get("status_code") or 500) >= 500 else EngineError
             raise kind(f"expected a response to end by {' or '.join(FINISH_REASONS)}, got {end}")
         count = meta["completion_tokens"]

@@ -7,8 +7,8 @@ one when it has room. The main thread reads what is finished, and holds the engi
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from threading import Thread
 
@@ -18,11 +18,11 @@ from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
 from megappo.engines.generations import EngineFault
 from megappo.rollouts.group_selection import differ
-from megappo.rollouts.journal import FinishedGroup, Journal
+from megappo.rollouts.journal import BegunGroup, FinishedGroup, Journal
 from megappo.rollouts.responses import Responses
 from megappo.rollouts.rollouts import Rollouts
 from megappo.rollouts.sample_rows import Sample
-from megappo.rollouts.sampler import EngineUsage, IndexedPrompts, RolloutSession, first_error
+from megappo.rollouts.sampler import EngineUsage, Request, RolloutSession, first_error
 from megappo.runtime.heartbeat import heartbeat
 
 POLL_SECONDS = 0.05
@@ -48,7 +48,7 @@ class SharedCounts:
         return self._first_order + self._store.add("ahead/order", 1) - 1
 
     def add_begun(self, version: int, count: int) -> None:
-        """Count groups that are begun with the weights of a version; with -1 one that was lost."""
+        """Count groups that are begun with the weights of a version."""
         self._store.add(f"ahead/begun/{version}", count)
 
     def add_finished(self, version: int) -> None:
@@ -96,7 +96,7 @@ class AheadSampler:
     Args:
         rollouts: a copy for this thread.
         shared: over a connection of this thread.
-        journal: keeps finished groups.
+        journal: keeps what is sampled.
     Attributes:
         version: steps that the engines' weights have been trained for.
         fault: of the engine, for the main thread to restart it. Written by this thread, as are the next three.
@@ -105,8 +105,8 @@ class AheadSampler:
         usage: the engine's work so far.
     """
 
-    def __init__(self, rollouts: Rollouts, shared: SharedCounts, journal: Journal, version: int):
-        self.version = version
+    def __init__(self, rollouts: Rollouts, shared: SharedCounts, journal: Journal):
+        self.version = 0
         self.fault: EngineFault | None = None
         self.error: BaseException | None = None
         self.groups: dict[int, FinishedGroup] = {}
@@ -115,12 +115,13 @@ class AheadSampler:
         self._prompts: dict[int, Prompt] = {}
         self._admitted: list[int] = []
         self._reserved: list[int] = []  # places in `_admitted`, or after its end, that this engine has taken
-        self._again: list[int] = []  # positions whose responses a failed engine has lost
-        self._begun: dict[int, int] = {}  # position -> version, until the group is finished
+        self._again: list[Request] = []  # of groups that are begun
+        self._begun: dict[int, BegunGroup] = {}  # by position, until the group is finished
         self._scoring: dict[int, Responses] = {}
         self._holds = self._restarts = 0
         self._is_closing = False
         self._session: RolloutSession | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = Thread(target=self._serve, name="sampling-ahead", daemon=True)
 
     @property
@@ -137,18 +138,27 @@ class AheadSampler:
         if self._thread.is_alive():
             self._thread.join()
 
-    def admit(self, prompts: Mapping[int, Prompt]) -> None:
-        """Admit prompts, by their positions; every engine gets the same ones in the same order."""
-        self._prompts |= prompts
-        self._admitted += prompts
+    def restore(self, finished: Mapping[int, FinishedGroup], begun: Mapping[int, BegunGroup]) -> None:
+        """Add groups of an earlier process, by position. Their prompts need not be admitted yet."""
+        self.groups |= finished
+        self._begun |= begun
+        for group in [*finished.values(), *begun.values()]:
+            self._shared.add_begun(group.version, 1)
+        for group in finished.values():
+            self._shared.add_finished(group.version)
 
-    def add(self, group: FinishedGroup) -> None:
-        """Add a group that an earlier process has finished."""
-        self.groups[group.position] = group
+    def admit(self, prompts: Mapping[int, Prompt], restored: Collection[int] = ()) -> None:
+        """Admit prompts, by their positions; every engine gets the same ones in the same order.
+
+        Args:
+            restored: positions that an engine has of an earlier process, so that no other engine takes them.
+        """
+        self._prompts |= prompts
+        self._admitted += [position for position in prompts if position not in restored]
 
     def unfinished(self) -> Counter[int]:
         """Return how many of this rank's groups are begun and not finished, by version."""
-        return Counter(list(self._begun.values()))
+        return Counter(group.version for group in list(self._begun.values()))
 
     def num_equal(self) -> int:
         """Return how many groups this rank has that algorithm.filter_groups leaves out."""
@@ -191,33 +201,63 @@ class AheadSampler:
         """True while the engine is to get no further request."""
         return self._holds > 0
 
-    async def take(self, most: int) -> IndexedPrompts:
-        """Return the next prompts, as soon as there are any; none once the thread is to end."""
+    async def take(self, most: int) -> Sequence[Request]:
+        """Return the next requests, as soon as there are any; none once the thread is to end."""
         while not self._is_closing:
-            positions = [] if self.is_held else self._next(most)
-            if positions:
-                self._begun |= dict.fromkeys(positions, self.version)
-                self._shared.add_begun(self.version, len(positions))
-                return [(position, self._prompts[position].tokens) for position in positions]
+            requests = [] if self.is_held else self._next(most)
+            if requests:
+                return requests
             await asyncio.sleep(POLL_SECONDS)
         return []
 
-    def _next(self, most: int) -> list[int]:
-        """Take positions of admitted prompts: an even share of those that wait, so that no engine takes them all."""
+    def put_back(self, request: Request) -> None:
+        """Keep what an aborted request has written, and request the rest again."""
+        position, order, _, written = request
+        if written is not None and written.tokens:
+            group = self._begun[position]
+            group.written[order] = written
+            self._journal.write_partial(position, group.version, order, written)
+            self._again.append(request)
+        else:
+            self._again.append(request._replace(written=None))
+
+    def _next(self, most: int) -> list[Request]:
+        """Return requests: for groups that are begun, or for an even share of the admitted prompts that wait, so that
+        no engine takes them all."""
         if self._again:
             taken, self._again = self._again[:most], self._again[most:]
             return taken
-        num_admitted = len(self._admitted)
+        most_prompts, num_admitted = most // self.config.rollout.n, len(self._admitted)
         if not self._reserved:
             num_waiting = num_admitted - self._shared.take(0)
             if num_waiting <= 0:
                 return []
-            count = min(most, max(1, num_waiting // self._rollouts.num_engines))
+            count = min(most_prompts, max(1, num_waiting // self._rollouts.num_engines))
             first = self._shared.take(count)
             self._reserved += range(first, first + count)
-        places = [place for place in self._reserved if place < num_admitted][:most]
+        places = [place for place in self._reserved if place < num_admitted][:most_prompts]
         self._reserved = self._reserved[len(places) :]
-        return [self._admitted[place] for place in places]
+        requests: list[Request] = []
+        for position in [self._admitted[place] for place in places]:
+            self._begun[position] = BegunGroup(self.version)
+            requests += self._missing(position)
+        self._shared.add_begun(self.version, len(places))
+        return requests
+
+    def _missing(self, position: int) -> list[Request]:
+        """Return requests for the responses of a group that are not finished."""
+        group, prompt = self._begun[position], self._prompts[position].tokens
+        finished = {sample.sample_index for sample in group.samples}
+        missing = [order for order in range(self.config.rollout.n) if order not in finished]
+        return [Request(position, order, prompt, group.written.get(order)) for order in missing]
+
+    def save_partial(self) -> None:
+        """Write what the engine has written of unfinished responses to the journal; the engine then continues them."""
+        session = self._session
+        if session is None:  # it fails or begins
+            return
+        with self.held(), heartbeat.waiting(), suppress(EngineFault):  # of which the session learns as well
+            asyncio.run_coroutine_threadsafe(session.abort(), self._loop).result()
 
     def _is_idle(self) -> bool:
         has_ended = self.fault is not None or self.error is not None
@@ -231,25 +271,28 @@ class AheadSampler:
 
     async def _sample(self) -> None:
         """Sample until the thread is to end; after a fault wait for the engine's restart."""
+        self._loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as tasks:
             collecting = tasks.create_task(self._collect())
             while not self._is_closing:
                 restarts = self._restarts
+                self._request_missing()
                 self._session = session = self._new_session()
                 fault = await session.run_async(lambda: self._is_closing)
                 self._session = None
-                self._requeue()
                 if restarts == self._restarts:  # else the engine has been restarted since
                     self.fault = fault
                 while self.fault is not None and not self._is_closing:
                     await asyncio.sleep(POLL_SECONDS)
             collecting.cancel()
 
-    def _requeue(self) -> None:
-        """Queue the groups again that were begun and are not written."""
+    def _request_missing(self) -> None:
+        """Request what is missing of the groups that are begun, by a failed engine or an earlier process."""
+        self._again = []
         for position in sorted(self._begun.keys() - self._scoring.keys()):
-            self._shared.add_begun(self._begun.pop(position), -1)
-            self._again.append(position)
+            self._again += self._missing(position)
+            if len(self._begun[position].samples) == self.config.rollout.n:
+                self._score(position)
 
     def _new_session(self) -> RolloutSession:
         rollouts = self._rollouts
@@ -257,13 +300,22 @@ class AheadSampler:
             *(self, self.config.rollout.n, rollouts.training, rollouts.client),
             max_running_requests=self.config.rollout.max_running_requests,
             usage=self.usage,
-            on_group=self._score,
+            on_sample=self._add,
             runner=rollouts.episode_runner(self._prompts, rollouts.training),
         )
 
-    def _score(self, samples: list[Sample]) -> None:
+    def _add(self, sample: Sample) -> None:
+        """Add a finished response, and begin to score those to its prompt if it is the last of them."""
+        position = sample.prompt_index
+        group = self._begun[position]
+        self._journal.write_sample(position, group.version, sample)
+        group.samples.append(sample)
+        if len(group.samples) == self.config.rollout.n:
+            self._score(position)
+
+    def _score(self, position: int) -> None:
         """Begin to score all responses to a prompt."""
-        position = samples[0].prompt_index
+        samples = self._begun[position].samples
         for one in samples:
             one.prompt_index = 0
         responses = self._rollouts.new_responses([self._prompts[position]])
@@ -286,9 +338,9 @@ class AheadSampler:
         filters = self.config.algorithm.filter_groups
         counts = not filters.enable or differ(responses.samples, filters.metric)
         samples, failures = responses.samples, responses.failure_metrics()
-        version, order = self._begun[position], self._shared.add_order()
+        version, order = self._begun[position].version, self._shared.add_order()
         group = FinishedGroup(position, version, order, counts, samples, failures)
-        self._journal.write(group)
+        self._journal.write_grades(group)
         self.groups[position] = group
         del self._scoring[position], self._begun[position]
         self._shared.add_finished(version)

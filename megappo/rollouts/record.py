@@ -153,6 +153,9 @@ class Replay:
                 )
             return batch, {"rollout/num_tokens": file.facts["num_tokens"]}
 
+    def prepare_save(self) -> None:
+        """Do nothing: no response is in progress."""
+
     def forget_saved(self, step: int) -> None:
         """Do nothing: the record stays."""
 

@@ -22,7 +22,7 @@ from megappo.rollouts.episodes import EpisodeRunner
 from megappo.rollouts.group_selection import GroupQuota
 from megappo.rollouts.responses import Responses
 from megappo.rollouts.sample_rows import Sample
-from megappo.rollouts.sampler import RolloutSession, SharedPrompts, store_counter
+from megappo.rollouts.sampler import RolloutSession, SharedPrompts, grouped, store_counter
 from megappo.runtime.heartbeat import heartbeat
 from megappo.runtime.interruption import INTERRUPTION, Interrupted
 from megappo.runtime.listening import run_store
@@ -107,14 +107,14 @@ class Rollouts:
         longest = max([self.config.data.max_prompt_length, *(len(prompt.tokens) for prompt in prompts)])
         remaining = [(i, prompt.tokens) for i, prompt in enumerate(prompts)]
         while remaining:
-            source, fault = SharedPrompts(remaining, self.new_counter()), None
+            source, fault = SharedPrompts(remaining, n, self.new_counter()), None
             if self.client is not None:
                 session = RolloutSession(
                     *(source, n, params, self.client),
                     max_running_requests=self.config.rollout.max_running_requests,
                     most_open=n * (len(remaining) // self.num_engines),
                     usage=responses.usage,
-                    on_group=on_group,
+                    on_sample=grouped(n, on_group),
                     runner=self.episode_runner(prompts, params, task, longest),
                 )
                 fault = session.run(self.is_interrupted, None if quota is None else quota.is_met)

@@ -1,12 +1,13 @@
-"""Spread prompts over engines: each engine takes the next prompts when it has room, so a fast engine takes more."""
+"""Spread prompts over engines: each engine takes the next ones when it has room, so a fast engine takes more."""
 
 import asyncio
 import contextlib
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
 
@@ -73,11 +74,34 @@ def first_error(error: BaseException) -> BaseException:
     return error
 
 
-class PromptSource(Protocol):
-    """Gives each engine the prompts that it samples responses to next."""
+class Request(NamedTuple):
+    """A response that an engine is to write.
 
-    async def take(self, most: int) -> IndexedPrompts:
-        """Return the next prompts, at least one and at most so many; none once there are no more."""
+    Attributes:
+        prompt_index, sample_index: as of `Sample`.
+        prompt: its token ids.
+        written: tokens of the response that an aborted request has written.
+    """
+
+    prompt_index: int
+    sample_index: int
+    prompt: list[int]
+    written: Generation | None = None
+
+    def with_written(self, response: Generation) -> "Request":
+        """Return the request for the rest of the response, of which this request has written a part."""
+        return self._replace(written=response if self.written is None else self.written + response)
+
+
+class PromptSource(Protocol):
+    """Gives each engine the responses that it writes next."""
+
+    async def take(self, most: int) -> Sequence[Request]:
+        """Return requests for the next responses: those of one prompt, or more, but at most so many; none once there
+        are no more."""
+
+    def put_back(self, request: Request) -> None:
+        """Take back a request that was aborted."""
 
     @property
     def is_held(self) -> bool:
@@ -86,24 +110,43 @@ class PromptSource(Protocol):
 
 @dataclass(frozen=True)
 class SharedPrompts:
-    """Some prompts, each of which goes to one engine.
+    """n responses to each of some prompts, each of which goes to one engine.
 
     Args:
         counter: a `store_counter` of the prompts that have been taken, shared by all engines.
     """
 
     prompts: IndexedPrompts
+    n: int
     counter: Callable[[int], int]
     is_held = False
 
-    async def take(self, most: int) -> IndexedPrompts:
-        first = self.counter(most)
-        return self.prompts[first : first + most]
+    async def take(self, most: int) -> Sequence[Request]:
+        count = max(1, most // self.n)
+        first = self.counter(count)
+        taken = self.prompts[first : first + count]
+        return [Request(index, order, tokens) for index, tokens in taken for order in range(self.n)]
+
+    def put_back(self, request: Request) -> None:
+        """Forget it: requests are aborted once there are enough responses."""
+
+
+def grouped(n: int, on_group: Callable[[Sequence[Sample]], object]) -> Callable[[Sample], None]:
+    """Return an `on_sample` that passes on all n samples of a prompt as soon as it has the last of them."""
+    groups = defaultdict[int, list[Sample]](list)
+
+    def on_sample(sample: Sample) -> None:
+        group = groups[sample.prompt_index]
+        group.append(sample)
+        if len(group) == n:
+            on_group(groups.pop(sample.prompt_index))
+
+    return on_sample
 
 
 @dataclass
 class RolloutSession:
-    """Sampling of n responses to each prompt that this process's engine takes from a source.
+    """Sampling of the responses that this process's engine takes from a source.
 
     Every process that owns an engine opens a session at the same time. Together they sample each response once, in no
     particular order.
@@ -112,7 +155,7 @@ class RolloutSession:
         max_running_requests: sequences that the engine decodes at once.
         most_open: responses, or episodes, in progress at once; None: as many as keep the engine busy.
         usage: this session's work is added to it.
-        on_group: receives all samples of a prompt as soon as the last of them is finished.
+        on_sample: receives each sample as soon as it is finished.
         runner: plays episodes instead of sampling single responses. It may raise errors of the environment.
     """
 
@@ -124,7 +167,7 @@ class RolloutSession:
     max_running_requests: int
     most_open: int | None = None
     usage: EngineUsage
-    on_group: Callable[[Sequence[Sample]], object]
+    on_sample: Callable[[Sample], object]
     runner: EpisodeRunner | None = None
 
     def __post_init__(self) -> None:
@@ -135,6 +178,7 @@ class RolloutSession:
         self._slots = asyncio.Semaphore(self.max_running_requests)  # turns of episodes that the engine decodes at once
         self._num_running, self._since = 0, time.perf_counter()
         self._stopping = False
+        self._http: Any = None
 
     def run(
         self, is_interrupted: Callable[[], bool] = lambda: False, early_stop: Callable[[], bool] | None = None
@@ -161,11 +205,14 @@ class RolloutSession:
             if not isinstance(error, EngineFault):
                 raise error from None
             return error
+        finally:
+            self._add_running(-self._num_running)
         return None
 
     async def _run(self, is_interrupted: Callable[[], bool], early_stop: Callable[[], bool] | None) -> None:
         poll_seconds = INTERRUPT_POLL_SECONDS if early_stop is None else EARLY_STOP_POLL_SECONDS
         async with self.client.open_async() as http, asyncio.TaskGroup() as tasks:
+            self._http = http
             requests = tasks.create_task(self._request_all(http))
             health = tasks.create_task(self.client.watch(http))
             while not requests.done():
@@ -173,57 +220,61 @@ class RolloutSession:
                     requests.cancel()
                 elif early_stop is not None and early_stop():
                     self._stopping = True
-                    await self.client.abort_all(http, lambda: not self._num_running)
+                    await self.abort()
                     requests.cancel()
                 await asyncio.wait([requests], timeout=poll_seconds)
             health.cancel()
 
+    async def abort(self) -> None:
+        """Abort what the engine is decoding for this session, and put it back unless the session is to end."""
+        await self.client.abort_all(self._http, lambda: self.is_idle)
+
     async def _request_all(self, http: Any) -> None:
-        """Request as many prompts as there is room for until all prompts are taken; then wait for the responses."""
-        async with asyncio.TaskGroup() as requests:
+        """Request as many responses as there is room for until all are taken; then wait for them."""
+        async with asyncio.TaskGroup() as tasks:
             while not self._stopping:
-                taken = await self.source.take(self._num_free // self.n)
-                if not taken:
+                requests = await self.source.take(self._num_free)
+                if not requests:
                     return
-                self._num_free -= self.n * len(taken)
+                self._num_free -= len(requests)
                 if self.runner is not None:
-                    for index, _ in taken:
-                        requests.create_task(self._play(http, self.runner, index))
+                    for request in requests:
+                        tasks.create_task(self._play(http, self.runner, request))
                 else:
-                    requests.create_task(self._answer(http, taken))
+                    tasks.create_task(self._answer(http, [one for one in requests if one.written is None]))
+                    for request in requests:
+                        if request.written is not None:
+                            tasks.create_task(self._answer(http, [request]))
                 while self._num_free < self.n:
                     self._has_room.clear()
                     await self._has_room.wait()
                 await asyncio.sleep(GATHERING_SECONDS)
 
-    async def _answer(self, http: Any, taken: IndexedPrompts) -> None:
-        """Sample all responses to these prompts in one request."""
-        repeated = [tokens for _, tokens in taken for _ in range(self.n)]
-        groups: list[list[Sample]] = [[] for _ in taken]
-        self._add_running(len(repeated))
-        async with contextlib.aclosing(self.client.generate_async(http, repeated, self.params)) as responses:
+    async def _answer(self, http: Any, requests: Sequence[Request]) -> None:
+        """Have these responses written in one request to the engine. One that is begun comes alone."""
+        if not requests:
+            return
+        params, contexts = self.params, [request.prompt for request in requests]
+        if (written := requests[0].written) is not None:
+            params = replace(params, max_response_length=params.max_response_length - len(written.tokens))
+            contexts = [requests[0].prompt + written.tokens]
+        self._add_running(len(requests))
+        async with contextlib.aclosing(self.client.generate_async(http, contexts, params)) as responses:
             async for position, response in responses:
-                number, order = divmod(position, self.n)
-                index, prompt = taken[number]
-                if self._is_complete(response, prompt):
-                    groups[number].append(response_sample(index, order, prompt, response))
-                    if len(groups[number]) == self.n:
-                        self.on_group(groups[number])
+                request = requests[position].with_written(response)
+                if self._is_complete(response, contexts[position]):
+                    index, order, prompt, whole = request
+                    self.on_sample(response_sample(index, order, prompt, whole))
+                else:
+                    self.source.put_back(request)
                 self._add_running(-1)
                 self._free_one()
 
-    async def _play(self, http: Any, runner: EpisodeRunner, index: int) -> None:
-        """Play n episodes from a prompt, all at once."""
-
-        async def play_one(order: int) -> Sample:
-            try:
-                return await runner.play(index, order, partial(self._generate_turn, http))
-            finally:
-                self._free_one()
-
-        async with asyncio.TaskGroup() as episodes:
-            tasks = [episodes.create_task(play_one(order)) for order in range(self.n)]
-        self.on_group([task.result() for task in tasks])
+    async def _play(self, http: Any, runner: EpisodeRunner, request: Request) -> None:
+        """Play an episode."""
+        generate = partial(self._generate_turn, http)
+        self.on_sample(await runner.play(request.prompt_index, request.sample_index, generate))
+        self._free_one()
 
     async def _generate_turn(self, http: Any, context: list[int], max_tokens: int) -> Generation:
         params = replace(self.params, max_response_length=max_tokens)

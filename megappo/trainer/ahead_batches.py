@@ -15,7 +15,7 @@ from megappo.observe.files import CONFIG_FILE
 from megappo.rollouts.ahead import POLL_SECONDS, AheadSampler, SharedCounts, has_enough
 from megappo.rollouts.datasets import Datasets
 from megappo.rollouts.group_selection import StepResponses
-from megappo.rollouts.journal import FinishedGroup, Journal
+from megappo.rollouts.journal import Choice, FinishedGroup, Journal
 from megappo.rollouts.record import Record, rollout_settings
 from megappo.rollouts.rollouts import Rollouts, raise_if_interrupted
 from megappo.rollouts.sampler import EngineUsage
@@ -39,6 +39,11 @@ class GroupFacts(NamedTuple):
     version: int
     order: int
     position: int
+
+
+def group_facts(group: FinishedGroup) -> GroupFacts:
+    """Return the facts about a group."""
+    return GroupFacts(not group.counts, group.version, group.order, group.position)
 
 
 class AheadBatches(SampledBatches):
@@ -80,12 +85,12 @@ class AheadBatches(SampledBatches):
         )
         self._keeps_journal = not progress.is_new or self._exchange.on_rank_0(partial(_is_repeated, progress.config))
         self._sampler: AheadSampler | None = None
-        self._is_begun = False
-        self._restored: dict[int, FinishedGroup] = {}  # this rank's groups of an earlier process, until admitted
-        self._restored_versions: dict[int, int] = {}  # all ranks', by position
-        self._earlier_choices: dict[int, list[int]] = {}
-        self._ready = Counter[int]()  # by version: restored groups that are admitted, minus groups that were removed
-        self._facts: list[GroupFacts] = []
+        self._is_restored = self._is_begun = False
+        self._choices: dict[int, Choice] = {}  # of an earlier process
+        self._facts: list[GroupFacts] = []  # finished groups of all ranks
+        self._restored = set[int]()  # positions of groups that an earlier process has begun
+        self._num_versions = 0
+        self._removed = Counter[int]()  # groups, by version
         self._num_waiting = self._num_wakes = self._num_draws = 0
         self._since, self._seconds, self._usage = time.perf_counter(), 0.0, EngineUsage()
 
@@ -98,20 +103,20 @@ class AheadBatches(SampledBatches):
         """Return this rank's responses of the groups that a step trains on, as soon as there are enough."""
         started = time.perf_counter()
         with phase("rollout"):
-            if not self._is_begun:
-                self._begin(step)
-            if self._sampler is not None:
-                self._sampler.version = step - 1
-            self._num_draws, chosen = 0, []
-            while not chosen:
-                self._admit(step)
-                self._wait(step)
-                raise_if_interrupted(self._exchange)
-                self._num_wakes = self._wake(0)  # here no rank adds to it
-                fault = None if self._sampler is None else self._sampler.fault
-                if not self._rollouts.restarts.restart_after_rollout(fault):
-                    chosen = self._choose(step)
-        return self._take(step, chosen, time.perf_counter() - started)
+            if not self._is_restored:
+                self._restore(step)
+            self._num_draws = 0
+            choice = self._choices.get(step)
+            if choice is None:
+                if not self._is_begun:
+                    self._begin(step)
+                choice = self._wait_for_choice(step)
+        return self._take(step, choice, time.perf_counter() - started)
+
+    def prepare_save(self) -> None:
+        """Save what the engines have written of unfinished responses, with rollout.keep_partial."""
+        if self._config.rollout.keep_partial and self._is_begun and self._sampler is not None:
+            self._sampler.save_partial()
 
     def forget_saved(self, step: int) -> None:
         """Delete what no run needs that resumes from a checkpoint after this step."""
@@ -119,35 +124,67 @@ class AheadBatches(SampledBatches):
         if self._exchange.rank == 0:
             self._journal.forget_choices(step)
 
-    def _begin(self, step: int) -> None:
-        """Begin to sample, with the groups that an earlier process has left."""
-        rollouts, exchange, journal = self._rollouts, self._exchange, self._journal
+    def _restore(self, step: int) -> None:
+        """Read the groups that an earlier process has left, and draw their prompts."""
+        exchange, journal = self._exchange, self._journal
+        pending, num_drawn = list(self._progress.pending), self.num_drawn
         if not self._keeps_journal:
             journal.forget()
             exchange.on_rank_0(lambda: journal.forget_choices(self._config.trainer.total_steps))
-        pending, num_drawn = set(self._progress.pending), self.num_drawn
-        for position, group in journal.read().items():
-            if position in pending or position >= num_drawn:
-                self._restored[position] = group
-        self._earlier_choices = exchange.on_rank_0(journal.read_choices)
-        facts = {position: (group.version, group.order) for position, group in self._restored.items()}
-        facts = exchange.merge(facts)
-        self._restored_versions = {position: version for position, (version, _) in facts.items()}
-        first_order = 1 + max((order for _, order in facts.values()), default=-1)
+        finished, begun = journal.read()
+        for position in set(range(num_drawn)).difference(pending):  # an earlier step has trained on them
+            finished.pop(position, None)
+            begun.pop(position, None)
+        mine = [group_facts(group) for group in finished.values()]
+        versions = {position: group.version for position, group in [*finished.items(), *begun.items()]}
+        self._facts = sorted(chain.from_iterable(exchange.all_gather(mine)))
+        versions = exchange.merge(versions)
+        self._restored, self._num_versions = set(versions), 1 + max(versions.values(), default=-1)
+        known = {facts.position for facts in self._facts}
+        choices = exchange.on_rank_0(journal.read_choices)
+        while (choice := choices.get(step)) and known.issuperset(choice.chosen + choice.left_out):
+            self._choices[step] = choice
+            step += 1
+        first_order = 1 + max((facts.order for facts in self._facts), default=-1)
         self._shared = SharedCounts(run_store(), first_order)
-        self._wake = rollouts.new_counter()
-        if rollouts.client is not None:
+        if self._rollouts.client is not None:
             shared = SharedCounts(run_store().clone(), first_order)
-            self._sampler = sampler = AheadSampler(rollouts.for_thread(), shared, journal, step - 1)
-            rollouts.restarts.on_restart, rollouts.hold = sampler.resume, sampler.held
+            self._sampler = AheadSampler(self._rollouts.for_thread(), shared, journal)
+            self._sampler.restore(finished, begun)
+        drawn = self._prompts.drawn(share(pending, exchange.rank, exchange.world_size))
+        self.prompts |= zip(pending, chain.from_iterable(exchange.all_gather(drawn)), strict=True)
+        while self.num_drawn <= max(self._restored, default=-1):
+            first = self.num_drawn
+            self.prompts |= enumerate(self._draw(), first)
+        self._is_restored = True
+
+    def _begin(self, step: int) -> None:
+        """Begin to sample. Steps that an earlier process has done need no further responses: what they began now would
+        be older, once it is trained on, than it may be."""
+        self._wake = self._rollouts.new_counter()
+        if self._sampler is not None:
+            sampler, restarts = self._sampler, self._rollouts.restarts
+            restarts.on_restart, self._rollouts.hold = sampler.resume, sampler.held
             if self._config.rollout.on_sync == "finish":
                 self._engines.hold = partial(sampler.held, until_idle=True)
             self._cleanup.callback(sampler.close)
+            sampler.version = step - 1
+            sampler.admit(self.prompts, self._restored)
             sampler.start()
-        positions = list(self._progress.pending)
-        mine = self._prompts.drawn(share(positions, exchange.rank, exchange.world_size))
-        self._add(dict(zip(positions, chain.from_iterable(exchange.all_gather(mine)), strict=True)))
         self._is_begun = True
+
+    def _wait_for_choice(self, step: int) -> Choice:
+        """Return the groups that the step trains on, as soon as there are enough."""
+        if self._sampler is not None:
+            self._sampler.version = step - 1
+        while True:
+            self._admit(step)
+            self._wait(step)
+            raise_if_interrupted(self._exchange)
+            self._num_wakes = self._wake(0)  # here no rank adds to it
+            fault = None if self._sampler is None else self._sampler.fault
+            if not self._rollouts.restarts.restart_after_rollout(fault) and (choice := self._choose(step)):
+                return choice
 
     def _admit(self, step: int) -> None:
         """Draw as many prompts as may be drawn; fewer while the models are slower than the engines, as they would only
@@ -157,24 +194,15 @@ class AheadBatches(SampledBatches):
         num_steps = min(1 + lookahead, trainer.total_steps - step + 1)
         most = max(self._size - 1, (num_steps - 1) * self._size)
         num_equal = sum(facts.is_equal for facts in self._facts)
-        last_chosen = max(self._earlier_choices.get(step, [-1]))
-        while len(self.prompts) - num_equal <= most or self.num_drawn <= last_chosen:
+        while len(self.prompts) - num_equal <= most:
             if filters.enable and self._num_draws == filters.max_num_gen_batches:
                 return  # equal groups fill up the step
             first = self.num_drawn
-            self._add(dict(enumerate(self._draw(), first)))
+            prompts = dict(enumerate(self._draw(), first))
+            self.prompts |= prompts
             self._num_draws += 1
-
-    def _add(self, prompts: dict[int, Prompt]) -> None:
-        """Admit prompts, by position, except those whose responses an earlier process has finished."""
-        self.prompts |= prompts
-        finished = prompts.keys() & self._restored_versions.keys()
-        self._ready.update(self._restored_versions[position] for position in finished)
-        if self._sampler is None:
-            return
-        for position in finished & self._restored.keys():
-            self._sampler.add(self._restored.pop(position))
-        self._sampler.admit({position: prompt for position, prompt in prompts.items() if position not in finished})
+            if self._sampler is not None:
+                self._sampler.admit(prompts)
 
     def _wait(self, step: int) -> None:
         """Wait, on ranks with an engine, until a step has enough groups, or all ranks have something to act on."""
@@ -197,11 +225,11 @@ class AheadBatches(SampledBatches):
 
     def _counts(self, step: int) -> tuple[Counter[int], Counter[int]]:
         """Return how many groups of all ranks that a step can train on are finished, and begun only, by version."""
-        versions = {*range(max(0, self._oldest(step)), step), *self._ready}
+        versions = range(max(0, self._oldest(step)), max(step, self._num_versions))
         finished = self._shared.finished(versions)
         unfinished = self._shared.begun(versions)
         unfinished.subtract(finished)
-        finished.update(self._ready)
+        finished.subtract({version: self._removed[version] for version in versions})
         if not self._takes_equal:
             finished.subtract(facts.version for facts in self._facts if facts.is_equal)
         return finished, unfinished
@@ -219,36 +247,33 @@ class AheadBatches(SampledBatches):
         filters = self._config.algorithm.filter_groups
         return filters.enable and self._num_draws >= filters.max_num_gen_batches
 
-    def _choose(self, step: int) -> list[GroupFacts]:
-        """Return the groups that the step trains on; none if there are not enough."""
+    def _choose(self, step: int) -> Choice | None:
+        """Return the groups that the step trains on; None if there are not enough."""
         mine: list[GroupFacts] = []
         unfinished = Counter[int]()
         if self._sampler is not None:
             unfinished = self._sampler.unfinished()  # first, so that no group is missed
-            for group in list(self._sampler.groups.values()):
-                mine.append(GroupFacts(not group.counts, group.version, group.order, group.position))
+            mine = [group_facts(group) for group in list(self._sampler.groups.values())]
         facts, counts = zip(*self._exchange.all_gather((mine, unfinished)), strict=True)
         self._facts = sorted(chain.from_iterable(facts))
-        earlier = set(self._earlier_choices.get(step, ()))
-        again = [facts for facts in self._facts if facts.position in earlier]
-        if earlier and len(again) == len(earlier):
-            return again
         usable = [facts for facts in self._facts if self._takes_equal or not facts.is_equal]
         finished = Counter(facts.version for facts in usable)
         if not self._has_enough(step, finished, sum(counts, Counter())):
-            return []
-        return usable[: self._size]
+            return None
+        chosen = sorted(facts.position for facts in usable[: self._size])
+        equal = [facts.position for facts in self._facts if facts.is_equal]
+        return Choice(chosen, sorted(set(equal).difference(chosen)))
 
-    def _take(self, step: int, chosen: list[GroupFacts], waited: float) -> StepResponses:
+    def _take(self, step: int, choice: Choice, waited: float) -> StepResponses:
         """Return the chosen groups, by position; forget them, and those that are left out."""
-        places = {position: place for place, position in enumerate(sorted(facts.position for facts in chosen))}
-        if self._exchange.rank == 0:
-            self._journal.write_choice(step, list(places))
-        removed = {facts.position: facts for facts in self._facts if facts.is_equal or facts.position in places}
-        self._num_waiting, self._facts = len(self._facts) - len(removed), []
-        self._ready.subtract(facts.version for facts in removed.values())
-        for version in [version for version in self._ready if version <= self._oldest(step)]:
-            del self._ready[version]  # all of them are removed
+        places = {position: place for place, position in enumerate(choice.chosen)}
+        if self._exchange.rank == 0 and step not in self._choices:
+            self._journal.write_choice(step, choice)
+        removed = {*choice.chosen, *choice.left_out}
+        self._removed.update(facts.version for facts in self._facts if facts.position in removed)
+        num_kept = sum(facts.is_equal for facts in self._facts if facts.position in places)
+        self._facts = [facts for facts in self._facts if facts.position not in removed]
+        self._num_waiting = len(self._facts)
         prompts = [self.prompts[position] for position in places]
         for position in removed:
             del self.prompts[position]
@@ -256,7 +281,7 @@ class AheadBatches(SampledBatches):
         num_dropped, idle_frac = 0, None
         if self._sampler is not None:
             usage, self._usage = self._sampler.usage_since(self._usage)
-            idle_frac = usage.idle_seconds / usage.seconds
+            idle_frac = usage.idle_seconds / usage.seconds if usage.seconds else 1.0
             responses.usages = [usage]
             groups = self._sampler.forget(removed)
             responses.parts = [group for group in groups if group.position in places]
@@ -269,10 +294,9 @@ class AheadBatches(SampledBatches):
         responses.num_dropped_tokens = sum(nums_dropped)
         responses.metrics |= self._waits(waited, [frac for frac in idle_fracs if frac is not None])
         if self._config.algorithm.filter_groups.enable:
-            num_kept = sum(facts.is_equal for facts in chosen)
             responses.metrics |= {
                 "filter_groups/num_gen_batches": self._num_draws,
-                "filter_groups/equal_groups": len(removed) - len(chosen) + num_kept,
+                "filter_groups/equal_groups": len(choice.left_out) + num_kept,
                 "filter_groups/equal_groups_kept": num_kept,
             }
         return responses

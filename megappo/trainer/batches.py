@@ -87,6 +87,9 @@ class SampledBatches:
         """Return how long the engines took for the step's responses."""
         return phase.seconds("rollout")
 
+    def prepare_save(self) -> None:
+        """Do nothing before a checkpoint: between steps no response is in progress."""
+
     def forget_saved(self, step: int) -> None:
         """Do nothing: a checkpoint after this step needs no response that is finished."""
 

@@ -195,6 +195,7 @@ class Run:
         """
         self.finish_save()
         self.engines.sleep()  # saving takes memory
+        self.batches.prepare_save()
         with self.phase("save"):
             self.models.check_finite(self.exchange)
             with self._failing_save(may_fail):

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from megappo.engines.generations import Generation
 from megappo.observe.metrics import Metric
 from megappo.rollouts.ahead import SharedCounts, has_enough
-from megappo.rollouts.journal import FinishedGroup, Journal
+from megappo.rollouts.journal import BegunGroup, Choice, FinishedGroup, Journal
 from megappo.rollouts.sample_rows import Sample, Segment
 from megappo.userland.grades import Grade
 
@@ -59,71 +60,90 @@ def test_engines_share_counts() -> None:
     assert [one.take(2), other.take(3), one.take(0)] == [0, 2, 5]
     assert [one.add_order(), other.add_order()] == [7, 8]
     one.add_begun(3, 2)
-    other.add_begun(3, -1)
     other.add_finished(3)
-    assert one.begun([3, 4]) == {3: 1, 4: 0}
+    assert one.begun([3, 4]) == {3: 2, 4: 0}
     assert one.finished([3]) == {3: 1}
 
 
-def group(position: int, version: int) -> FinishedGroup:
+def sample(order: int = 0) -> Sample:
     segments = [Segment([5, 6], "text", [7, 8], [-0.1, None], [0.0, 1.5], [1, 0])]
-    grade = Grade([1.25], {"part": 0.1}, "answer", steps=[[(3, 0.5)]])
-    sample = Sample(0, 0, segments, "done", Counter({"calls": 2.0}), grade=grade)  # as an episode counts
-    return FinishedGroup(position, version, position, True, [sample], {"errors": Metric((1,), "sum")})
+    return Sample(0, order, segments, "done", Counter({"calls": 2.0}))  # as an episode counts
+
+
+def write_group(journal: Journal, position: int, version: int) -> None:
+    graded = sample()
+    journal.write_sample(position, version, graded)
+    graded.grade = Grade([1.25], {"part": 0.1}, "answer", steps=[[(3, 0.5)]])
+    failures = {"errors": Metric((1,), "sum")}
+    journal.write_grades(FinishedGroup(position, version, position, True, [graded], failures))
 
 
 def test_the_journal_returns_groups_as_they_were(tmp_path: Path) -> None:
     journal = Journal(tmp_path, 0, 1, {"rollout.n": 1})
     for position in range(4):
-        journal.write(group(position, version=position // 2))
-    found = Journal(tmp_path, 0, 1, {"rollout.n": 1}).read()
-    assert found.keys() == {0, 1, 2, 3}
-    [sample] = found[3].samples
-    [expected] = group(3, 1).samples
-    assert sample.segments == expected.segments
-    assert (sample.ending, sample.parts, sample.grade.scores, sample.grade.totals) == (
+        write_group(journal, position, version=position // 2)
+    finished, begun = Journal(tmp_path, 0, 1, {"rollout.n": 1}).read()
+    assert finished.keys() == {0, 1, 2, 3}
+    assert not begun
+    [found] = finished[3].samples
+    assert found.segments == sample().segments
+    assert (found.ending, found.parts, found.grade.scores, found.grade.totals) == (
         "done",
         {"calls": 2.0},
         [1.25],
         [1.75],
     )
-    assert (found[3].version, found[3].order, found[3].failures) == (1, 3, {"errors": Metric((1,), "sum")})
+    assert (finished[3].version, finished[3].order, finished[3].failures) == (1, 3, {"errors": Metric((1,), "sum")})
+
+
+def test_the_journal_returns_responses_of_groups_that_are_not_finished(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, 0, 1, {})
+    written = [
+        Generation([3], [-1.0], "abort", versions=[1]),
+        Generation([3, 4], [-1.0, -2.0], "abort", versions=[1, 2]),
+    ]
+    journal.write_partial(5, 1, 1, written[0])
+    journal.write_sample(5, 1, sample(order=2))
+    journal.write_partial(5, 1, 1, written[1])
+    finished, begun = Journal(tmp_path, 0, 1, {}).read()
+    assert not finished
+    assert begun == {5: BegunGroup(1, [sample(order=2)], {1: written[1]})}
 
 
 def test_the_journal_survives_a_kill_in_the_middle_of_a_line(tmp_path: Path) -> None:
     journal = Journal(tmp_path, 0, 1, {})
-    journal.write(group(0, 0))
+    write_group(journal, 0, 0)
     [path] = (tmp_path / "ahead").iterdir()
-    path.write_text(path.read_text("utf-8") + '{"position": 1, "vers', "utf-8")
+    path.write_text(path.read_text("utf-8") + '{"position": 1, "samp', "utf-8")
     resumed = Journal(tmp_path, 0, 1, {})
-    assert resumed.read().keys() == {0}
-    resumed.write(group(2, 0))
-    assert Journal(tmp_path, 0, 1, {}).read().keys() == {0, 2}
+    assert resumed.read()[0].keys() == {0}
+    write_group(resumed, 2, 0)
+    assert Journal(tmp_path, 0, 1, {}).read()[0].keys() == {0, 2}
 
 
 def test_the_journal_of_two_engines_is_taken_over_by_one(tmp_path: Path) -> None:
     for number in range(2):
-        Journal(tmp_path, number, 2, {}).write(group(number, 0))
-    assert Journal(tmp_path, None, 1, {}).read() == {}
-    assert Journal(tmp_path, 0, 1, {}).read().keys() == {0, 1}
+        write_group(Journal(tmp_path, number, 2, {}), number, 0)
+    assert Journal(tmp_path, None, 1, {}).read() == ({}, {})
+    assert Journal(tmp_path, 0, 1, {}).read()[0].keys() == {0, 1}
 
 
 def test_the_journal_forgets_what_is_old_or_of_other_settings(tmp_path: Path) -> None:
     journal = Journal(tmp_path, 0, 1, {"model.path": "a"})
     for version in range(3):
-        journal.write(group(version, version))
+        write_group(journal, version, version)
     journal.forget(1)
-    assert journal.read().keys() == {1, 2}
-    assert Journal(tmp_path, 0, 1, {"model.path": "b"}).read() == {}
-    assert journal.read() == {}
+    assert journal.read()[0].keys() == {1, 2}
+    assert Journal(tmp_path, 0, 1, {"model.path": "b"}).read() == ({}, {})
+    assert journal.read() == ({}, {})
 
 
 def test_the_journal_keeps_the_choices_of_steps(tmp_path: Path) -> None:
     journal = Journal(tmp_path, None, 1, {})
     assert journal.read_choices() == {}
-    journal.write_choice(1, [0, 2])
-    journal.write_choice(2, [1])
-    journal.write_choice(2, [1, 3])
-    assert journal.read_choices() == {1: [0, 2], 2: [1, 3]}
+    journal.write_choice(1, Choice([0, 2], []))
+    journal.write_choice(2, Choice([1], []))
+    journal.write_choice(2, Choice([1, 3], [4]))
+    assert journal.read_choices() == {1: Choice([0, 2], []), 2: Choice([1, 3], [4])}
     journal.forget_choices(1)
-    assert journal.read_choices() == {2: [1, 3]}
+    assert journal.read_choices() == {2: Choice([1, 3], [4])}

@@ -15,7 +15,7 @@ from sessions import sample
 
 from megappo.engines.client import EngineClient, EngineError, EngineFault, SamplingParams
 from megappo.rollouts.sample_rows import Sample, Segment
-from megappo.rollouts.sampler import store_counter
+from megappo.rollouts.sampler import EngineUsage, Request, RolloutSession, store_counter
 
 PROMPTS = [(100 + number, [2 + number, 3, 4]) for number in range(40)]
 PARAMS = SamplingParams(3)
@@ -236,3 +236,57 @@ def test_no_engine_begins_more_episodes_than_its_even_share():
         for thread in threads:
             thread.join()
     assert all(0 < playing.most <= len(PROMPTS) for playing in of_engines)
+
+
+class Continuing:
+    """A source that requests what has been aborted again."""
+
+    is_held = False
+
+    def __init__(self, requests):
+        self.waiting, self.put_back_ones = list(requests), []
+        self.num_missing, self.is_aborting = len(self.waiting), False
+
+    async def take(self, most):
+        while self.is_aborting or (self.num_missing and not self.waiting):
+            await asyncio.sleep(0.01)
+        taken, self.waiting = self.waiting[:most], self.waiting[most:]
+        return taken
+
+    def put_back(self, request):
+        self.put_back_ones.append(request)
+        self.waiting.append(request)
+
+
+def test_aborted_responses_continue_from_the_tokens_that_they_have(client, oracle):
+    """The checkpoint's responses never end by themselves."""
+    params, samples = SamplingParams(100), []
+    source = Continuing(Request(number, 0, [5, 6, 7, 3, 2, 9, 30, number]) for number in range(16))
+
+    def add(sample):
+        samples.append(sample)
+        source.num_missing -= 1
+
+    settings = {"max_running_requests": 16, "usage": EngineUsage(), "on_sample": add}
+    session = RolloutSession(source, 1, params, client, **settings)
+
+    async def abort_twice():
+        running = asyncio.create_task(session.run_async())
+        for seconds in (0.2, 0.02):
+            while session.is_idle:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(seconds)
+            num_before = len(source.put_back_ones)
+            source.is_aborting = True
+            await session.abort()
+            source.is_aborting = False
+            assert len(source.put_back_ones) > num_before
+        assert await running is None
+
+    asyncio.run(abort_twice())
+    assert max(len(request.written.tokens) for request in source.put_back_ones) > 1
+    assert sorted(one.prompt_index for one in samples) == list(range(16))
+    for one in samples:
+        [segment] = one.segments
+        assert one.ending == "length" and len(one.tokens) == 100
+        assert one.log_probs == pytest.approx(oracle(segment.prompt, one.tokens), abs=1e-4)

@@ -1,5 +1,6 @@
 """Runs that sample ahead of training: no response is too old, none is lost, and no prompt is trained on twice."""
 
+import json
 import random
 import shutil
 import signal
@@ -25,6 +26,17 @@ pytestmark = pytest.mark.timeout(900)
 def prompts_of(record: Path, step: int) -> list[int]:
     with RowsFile(rows_file(record, step)) as file:
         return file.facts["prompts"]
+
+
+def finished_responses(run: Path) -> dict[tuple[int, int], list[int]]:
+    """Return (position of the prompt, sample_index) -> tokens, of the responses in the run's journal."""
+    found: dict[tuple[int, int], list[int]] = {}
+    for path in (run / "ahead").glob("engine_*"):
+        lines = map(json.loads, path.read_text("utf-8").split("\n")[1:-1])
+        for sample, position in [(line["sample"], line["position"]) for line in lines if "sample" in line]:
+            assert (position, sample["sample_index"]) not in found
+            found[position, sample["sample_index"]] = sample["segments"][0]["tokens"]
+    return found
 
 
 def kill(program: Program) -> None:
@@ -73,18 +85,20 @@ def test_killed_at_random(number: int, config: Path, run: Path, folder: Path) ->
     draw = random.Random(number)
     out, record = folder / "out", folder / "record"
     arguments = (config, *AHEAD, f"trainer.output_dir={out}", f"trainer.record_rollouts={record}")
-    options = (f"rollout.on_sync={draw.choice(['continue', 'finish'])}", "trainer.save_interval=2")
-    finished: dict[str, str] = {}
+    options = (
+        f"rollout.on_sync={draw.choice(['continue', 'finish'])}",
+        f"rollout.keep_partial={draw.choice(['true', 'false'])}",
+        f"trainer.save_interval={draw.choice([2, 6])}",
+    )
+    finished: dict[tuple[int, int], list[int]] = {}
     for attempt in range(3):
         with Program(folder / f"kill_{attempt}", *arguments, *options) as program:
             reached = draw.randrange(1 + attempt, 3 + attempt)
             program.wait_until(lambda step=reached: has_logged(out, step))
             time.sleep(draw.random())
             kill(program)
-        for path in (out / "ahead").glob("engine_*"):
-            for line in path.read_text("utf-8").split("\n")[1:-1]:
-                position = line.split(",", 1)[0]
-                assert finished.setdefault(position, line) == line, "a finished response was sampled again"
+        for response, tokens in finished_responses(out).items():
+            assert finished.setdefault(response, tokens) == tokens, "a finished response was sampled again"
     with Program(folder / "last", *arguments, *options) as program:
         assert program.wait() == 0, program.output
     check_run(out, record, run / "record")

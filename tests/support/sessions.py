@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from megappo.engines.client import EngineClient, EngineFault
 from megappo.engines.generations import SamplingParams
 from megappo.rollouts.sample_rows import Sample
-from megappo.rollouts.sampler import EngineUsage, IndexedPrompts, RolloutSession, SharedPrompts
+from megappo.rollouts.sampler import EngineUsage, IndexedPrompts, RolloutSession, SharedPrompts, grouped
 
 
 class Sampled(NamedTuple):
@@ -35,7 +35,9 @@ def sample(
         samples.extend(group)
         on_group(group)
 
-    source, most_open = SharedPrompts(prompts, take), n * (len(prompts) // num_engines)
-    session = RolloutSession(source, n, params, client, most_open=most_open, usage=usage, on_group=add, **settings)
+    source, most_open, on_sample = SharedPrompts(prompts, n, take), n * (len(prompts) // num_engines), grouped(n, add)
+    session = RolloutSession(
+        source, n, params, client, most_open=most_open, usage=usage, on_sample=on_sample, **settings
+    )
     fault = session.run(early_stop=early_stop)
     return Sampled(samples, usage, fault)

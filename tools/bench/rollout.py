@@ -65,14 +65,14 @@ class Ours:
         def rank(client: EngineClient) -> list[Sample]:
             samples: list[Sample] = []
             session = RolloutSession(
-                SharedPrompts(self.prompts, take),
+                SharedPrompts(self.prompts, 1, take),
                 1,
                 self.params,
                 client,
                 max_running_requests=ROLLOUT.max_running_requests,
                 most_open=len(self.prompts) // len(self.clients),
                 usage=EngineUsage(),
-                on_group=samples.extend,
+                on_sample=samples.append,
             )
             if fault := session.run():
                 raise fault
