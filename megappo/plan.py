@@ -190,7 +190,8 @@ def evaluation_summary(config: Config) -> str:
     for name, one in eval_sets(config).items():
         own = one.rollout
         numbers = [own.n, own.temperature, own.top_p, own.top_k, own.max_response_length]
-        played = [" + ".join(one.reward.weights), own.environment or ", ".join(own.tools)]
+        scorers = [*one.reward.weights, *(["reward_model"] if one.has_reward_model else [])]
+        played = [" + ".join(scorers), own.environment or ", ".join(own.tools)]
         rows.append((name, *(f"{number:,g}" for number in numbers), *(part or "none" for part in played)))
     return aligned(rows)
 

@@ -145,6 +145,21 @@ class Architecture:
         return self.named.endswith(REWARD_MODELS)
 
     @property
+    def scores_steps(self) -> bool:
+        """True if a reward model of this kind scores the steps of a response, False if it scores the whole."""
+        return self.named.endswith(REWARD_MODELS[0])
+
+    @property
+    def num_labels(self) -> int | None:
+        """Numbers per token of a reward model's head, by config.json; None if it is not there."""
+        return len(self.raw_config.get("id2label") or ()) or self.raw_config.get("num_labels")
+
+    @property
+    def pad_token(self) -> int | None:
+        """The token behind a text that a reward model does not read; None if there is none."""
+        return self.raw_config.get("pad_token_id")
+
+    @property
     def head_size(self) -> int:
         """Numbers of a head's queries and keys."""
         return self.head_dim or self.hidden_size // self.num_heads

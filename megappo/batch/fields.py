@@ -52,6 +52,8 @@ FIELDS: Table[Field] = Table(
         "ref_log_probs": Field(True, "the reference's forward pass", "log-probs of the frozen reference"),
         "values": Field(True, "the critic's forward pass", "the return expected before the token"),
         "bootstrap_values": Field(False, "the critic's forward pass", "the return expected after the last token"),
+        "reward_model_scores": Field(False, "the reward model's forward pass", "its score of the response"),
+        "reward_model_token_scores": Field(True, "the reward model's forward pass", "its score before the token"),
         "shaped_scores": Field(False, "the advantages", "the scores after scale, clip, normalising and length penalty"),
         "kl_penalty": Field(True, "the advantages", "KL to the reference, before its coefficient"),
         "advantages": Field(True, "the advantages", "how much better than expected, whitened where the method does"),

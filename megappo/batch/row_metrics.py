@@ -121,6 +121,7 @@ ROW_METRICS = Table(
         "reward/score": RowMetric(of_rows("scores"), (*SPREAD, "std", HISTOGRAM)),
         "reward/equal_groups_frac": RowMetric(equal_groups, "mean"),
         "reward/score_component": RowMetric(of_rows("score_components")),
+        "reward/model": RowMetric(of_rows("reward_model_scores"), (*SPREAD, "std")),
         "reward/loss_weight": RowMetric(of_rows("loss_weights")),
         "reward/shaped": RowMetric(of_rows("shaped_scores")),
         "reward/baseline": RowMetric(of_rows("baselines")),

@@ -4,13 +4,14 @@ Contradictions within one section stand beside its keys, as do the conditions un
 """
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from operator import attrgetter
 
 from megappo.config.config_error import shorten, show
 from megappo.config.eval_sets import TRAINING, Task, context_errors, eval_sets, tasks, training_task
 from megappo.config.methods import TRANSPORTS
 from megappo.config.schema import Config
+from megappo.config.score_checks import reward_model_errors, shapings
 from megappo.config.values import LARGEST_PORT, ReadIf, Section
 
 ADDRESS = re.compile(r"https?://(?:[\w.-]+|\[[\da-fA-F:.]+\]):\d{1,5}", re.ASCII)
@@ -43,6 +44,7 @@ def config_errors(config: Config) -> list[str]:
         *_adapter_errors(config),
         *_name_errors(config),
         *_reward_errors(config),
+        *reward_model_errors(config),
     ]
     for name, task in tasks(config).items():
         errors += _task_errors(task)
@@ -304,7 +306,7 @@ def _reward_errors(config: Config) -> Iterator[str]:
             f"{', '.join(sorted(functions))}): correct the name, or drop it"
         )
     if config.rollout.environment is not None:
-        for shaping in _shapings(config):
+        for shaping in shapings(config):
             yield (
                 f"{shaping} changes the sum of an episode's rewards, not those of its turns, which rollout.environment "
                 "gives: drop it, and have the environment do it"
@@ -320,7 +322,7 @@ def _task_errors(task: Task) -> Iterator[str]:
         yield f"{section}.tools needs rollout.tool_call_parser: name SGLang's for the model, such as qwen25"
     if rollout.has_environment and data.too_long == "truncate_left":
         yield "data.too_long truncate_left would cut an episode's first messages: set it to skip"
-    if reward.function is None and rollout.environment is None:
+    if reward.function is None and rollout.environment is None and not task.has_reward_model:
         keys = f"{task.reward_key} and {task.environment_key}"
         yield f"{keys} leave responses without a score: name a function, or an environment"
     if reward.function is not None and not reward.weights:
@@ -339,55 +341,3 @@ def _greedy_errors(name: str, task: Task) -> Iterator[str]:
             f"{rollout.temperature:g} and top_k {rollout.top_k}: raise rollout.val_temperature (or that of the data "
             f"set), or set {key} to 1"
         )
-
-
-def _shapings(config: Config) -> Iterator[str]:
-    """Yield each key, with its value, that changes the score of a response and so cannot apply to parts of it."""
-    reward = config.reward
-    if reward.clip is not None:
-        yield f"reward.clip {reward.clip}"
-    if reward.normalize != "none":
-        yield f"reward.normalize {reward.normalize}"
-
-
-def num_scores_errors(config: Config, num_scores: int) -> list[str]:
-    """Return an error if the method needs more scores of each response than reward.function returns."""
-    if num_scores > 1 or not config.algorithm.method.needs_score_components:
-        return []
-    return [
-        f"reward.function {config.reward.function} returned one score per response, and algorithm.adv_estimator "
-        f"{config.algorithm.adv_estimator} needs several: return a list of two or more for each response, or choose "
-        "another estimator, such as grpo"
-    ]
-
-
-def metric_errors(config: Config, names: Collection[str]) -> list[str]:
-    """Return an error if groups are filtered by a number that reward.function does not return beside a score."""
-    groups = config.algorithm.filter_groups
-    if not groups.enable or groups.metric in ("score", *names):
-        return []
-    return [
-        f"algorithm.filter_groups.metric {groups.metric}: reward.function {config.reward.function} returns no such "
-        f"number of a response: set one of {', '.join(['score', *names])}"
-    ]
-
-
-def step_scores_errors(config: Config) -> list[str]:
-    """Return the keys that do not apply to the scores of steps, which reward.function returns."""
-    return [
-        f"{shaping} changes the score of a response, not those of its steps, which reward.function "
-        f"{config.reward.function} gives (step_scores): drop it, and have the function do it"
-        for shaping in _shapings(config)
-    ]
-
-
-def late_scores_errors(config: Config, *, waits_for_all: bool) -> list[str]:
-    """Return an error if a rollout is to end by its scores, and the function gives them when all is written."""
-    over_samples = config.data.gen_batch_size is not None and config.algorithm.filter_groups.enable
-    if not over_samples or not waits_for_all:
-        return []
-    return [
-        f"data.gen_batch_size {config.data.gen_batch_size} ends a rollout by the scores of the responses written so "
-        f"far, but reward.function {config.reward.function} is called when all are written: set reward.batch_size, "
-        "such as 1"
-    ]

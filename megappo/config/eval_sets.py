@@ -40,6 +40,7 @@ class Task:
         rollout: how its responses are sampled and played, with its own values.
         reward: with its own function.
         environment_key, reward_key: the keys that name environment or tools, and the function.
+        has_reward_model: the reward model scores it, too: it has neither an environment nor a function of its own.
     """
 
     section: str
@@ -50,6 +51,12 @@ class Task:
     reward: Reward
     environment_key: str
     reward_key: str
+    has_reward_model: bool = False
+
+    @property
+    def has_labels(self) -> bool:
+        """True if something reads the labels of its prompts: a reward function, or an environment."""
+        return bool(self.reward.weights) or self.rollout.has_environment
 
 
 def training_task(config: Config) -> Task:
@@ -83,7 +90,11 @@ def _task(config: Config, own: EvalDataset, section: str, key: str) -> Task:
     played = "tools" if config.rollout.tools else "environment"
     reward_key = "reward.function" if own.reward is None else f"{section}.reward"
     environment_key = f"{environment_section}.{played}"
-    return Task(section, key, own.files, config.data, config.rollout, config.reward, environment_key, reward_key)
+    has_own = config.rollout.has_environment or own.reward not in (None, NONE)
+    return Task(
+        *(section, key, own.files, config.data, config.rollout, config.reward, environment_key, reward_key),
+        has_reward_model=config.has_reward_model and not has_own,
+    )
 
 
 def tasks(config: Config) -> dict[str, Task]:

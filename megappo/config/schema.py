@@ -6,11 +6,23 @@ from operator import attrgetter
 from typing import Annotated, Any, Literal, Self
 
 from annotated_types import MinLen
-from pydantic import PrivateAttr, StrictBool
+from pydantic import PrivateAttr, StrictBool, model_validator
 
 from megappo.config.config_error import ConfigError, printable
 from megappo.config.methods import POLICY_LOSSES, PolicyLoss
-from megappo.config.sections import HAS_HELD_OUT, HAS_VALUES, NONE, Algorithm, Data, Eval, Reward, Rollout
+from megappo.config.sections import (
+    HAS_HELD_OUT,
+    HAS_VALUES,
+    NONE,
+    Algorithm,
+    Data,
+    Eval,
+    Parallel,
+    Ref,
+    Reward,
+    RewardModel,
+    Rollout,
+)
 from megappo.config.sources import Sources
 from megappo.config.values import (
     ADAPTED_MODULES,
@@ -60,6 +72,7 @@ HAS_REFERENCE = ReadIf(
     "{} and actor.use_kl_loss are false, so that no reference is built",
     others=("actor.use_kl_loss",),
 )
+HAS_REWARD_MODEL = ReadIf("reward_model.model_path", always=("model_path",))
 HAS_KL_LOSS = ReadIf("actor.use_kl_loss")
 ONE_CLIP_RATIO = ReadIf(
     "actor.clip_ratio_low",
@@ -76,22 +89,6 @@ class Model(Section):
     path: ModelPath = key(..., "Hugging Face folder (config.json, safetensors, tokenizer) that training starts from, or the id of a model in the local cache, such as Qwen/Qwen2.5-7B")
     dtype: Literal["fp32", "bf16"] = key("bf16", "parameter and activation type of every model; fp32 on a CPU")
     layer_spec: Literal["auto", "torch", "transformer_engine"] = key("auto", "transformer layers; auto = TransformerEngine's where it is installed with CUDA, else those of torch")
-
-
-class Parallel(Section):
-    tensor: Positive = key(1, "tensor-parallel ranks per model replica")
-    context: Positive = key(1, "context-parallel ranks, which split the tokens of each sequence: each holds 1/context of a micro-batch")
-    pipeline: Positive = key(1, "pipeline stages per model replica")
-    virtual_pipeline: Positive = key(1, "model chunks on each pipeline stage (interleaved schedule: less idle time, more messages)")
-    pipeline_split: tuple[Positive, ...] | None = key(None, "layers of each pipeline stage, such as [13, 15], or with virtual_pipeline of each chunk of the model, from the first layer to the last; null = equal shares")
-    expert: Positive = key(1, "ranks that share the experts of each layer, among the tensor x context x data ranks of a stage")
-    expert_tensor: Positive = key(1, "ranks that split the matrices of each expert, among the same ranks; expert x expert_tensor divides tensor x context x data")
-    sequence: StrictBool = key(False, "sequence parallelism: shard activations between tensor-parallel blocks (needs tensor > 1)")
-
-    @property
-    def num_chunks(self) -> int:
-        """Number of chunks that the layers of the model are cut into."""
-        return self.pipeline * self.virtual_pipeline
 
 
 class Optim(Section):
@@ -192,16 +189,11 @@ class Critic(Trained):
             yield f"critic.freeze {', '.join(self.freeze)} has no effect on critic.lora, which trains adapters: drop one"
 
 
-class Ref(Section):
-    parallel: Parallel | None = key(None, "layout of the frozen reference; null = the actor's")
-    offload: Literal["auto"] | Annotated[tuple[Literal["weights"], ...], LISTED] = key((), "weights: keep them in host memory while no phase needs them on the device; auto = if they do not fit otherwise")
-    max_tokens_per_micro_batch: Positive | None = key(None, "tokens per forward micro-batch; null = the actor's")
-
-
 class Placement(Section):
     actor: Ranks = key("all", "ranks of the actor: 'all', '0-7', '0,2', '0-3,6' (inclusive)")
     critic: Ranks = key("all", "ranks of the critic")
     ref: Ranks | None = key(None, "ranks of the reference; null = the actor's", read_if=HAS_REFERENCE)
+    reward_model: Ranks | None = key(None, "ranks of the reward model; null = the actor's", read_if=HAS_REWARD_MODEL)
     rollout: Ranks = key("all", "ranks whose GPUs the SGLang engines use, the actor's or others")
 
 
@@ -265,6 +257,7 @@ class Config(Section):
     actor: Actor = key(Actor(), "the policy")
     critic: Critic = key(Critic(), "the value model", read_if=(HAS_CRITIC, HAS_VALUES))
     ref: Ref = key(Ref(), "the frozen reference policy of the KL penalty", read_if=HAS_REFERENCE)
+    reward_model: RewardModel = key(RewardModel(), "a reward model that the run loads", read_if=HAS_REWARD_MODEL)
     rollout: Rollout = key(Rollout(), "sampling and the SGLang engines")
     data: Data = key(..., "prompts")
     reward: Reward = key(Reward(), "scoring of responses")
@@ -273,6 +266,17 @@ class Config(Section):
     trainer: Trainer = key(..., "the run")
 
     _sources: Sources = PrivateAttr(default_factory=Sources)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _score_by_the_reward_model(cls, values: Any) -> Any:
+        """Set reward.function to null, if it is not set and there is a reward model."""
+        if not isinstance(values, dict):
+            return values
+        model, reward = values.get("reward_model"), values.get("reward", {})
+        if isinstance(model, dict) and model.get("model_path") is not None and isinstance(reward, dict):
+            return values | {"reward": {"function": None} | reward}
+        return values
 
     def model_post_init(self, context: Any) -> None:
         """Remember where the values were written, if they are validated with their `Sources` as context."""
@@ -322,6 +326,11 @@ class Config(Section):
     def has_critic(self) -> bool:
         """True if a model of its own, the critic, gives the values."""
         return self.has_values and not self.algorithm.shared_backbone
+
+    @property
+    def has_reward_model(self) -> bool:
+        """True if a model scores responses."""
+        return self.reward_model.model_path is not None
 
     @property
     def eval_interval(self) -> int:

@@ -9,6 +9,7 @@ from pydantic import StrictBool
 
 from megappo.config.methods import ESTIMATORS, LENGTH_PENALTIES, TRANSPORTS, Estimator, Method
 from megappo.config.values import (
+    LISTED,
     AtLeastOne,
     BetweenZeroAndOne,
     FilePath,
@@ -16,6 +17,7 @@ from megappo.config.values import (
     Float,
     Fraction,
     KLKind,
+    ModelPath,
     NonNegative,
     NonNegativeFloat,
     OneOf,
@@ -88,6 +90,22 @@ def ending(file: str) -> str:
 def stem(file: str) -> str:
     """Return a data file's name without folder and ending."""
     return Path(file).name.removesuffix(ending(file))
+
+
+class Parallel(Section):
+    tensor: Positive = key(1, "tensor-parallel ranks per model replica")
+    context: Positive = key(1, "context-parallel ranks, which split the tokens of each sequence: each holds 1/context of a micro-batch")
+    pipeline: Positive = key(1, "pipeline stages per model replica")
+    virtual_pipeline: Positive = key(1, "model chunks on each pipeline stage (interleaved schedule: less idle time, more messages)")
+    pipeline_split: tuple[Positive, ...] | None = key(None, "layers of each pipeline stage, such as [13, 15], or with virtual_pipeline of each chunk of the model, from the first layer to the last; null = equal shares")
+    expert: Positive = key(1, "ranks that share the experts of each layer, among the tensor x context x data ranks of a stage")
+    expert_tensor: Positive = key(1, "ranks that split the matrices of each expert, among the same ranks; expert x expert_tensor divides tensor x context x data")
+    sequence: StrictBool = key(False, "sequence parallelism: shard activations between tensor-parallel blocks (needs tensor > 1)")
+
+    @property
+    def num_chunks(self) -> int:
+        """Number of chunks that the layers of the model are cut into."""
+        return self.pipeline * self.virtual_pipeline
 
 
 class Data(Section):
@@ -245,6 +263,22 @@ class Reward(Section):
     def penalty(self) -> Method:
         """Entry of length_penalty."""
         return LENGTH_PENALTIES[self.length_penalty]
+
+
+class Ref(Section):
+    parallel: Parallel | None = key(None, "layout of the frozen reference; null = the actor's")
+    offload: Literal["auto"] | Annotated[tuple[Literal["weights"], ...], LISTED] = key((), "weights: keep them in host memory while no phase needs them on the device; auto = if they do not fit otherwise")
+    max_tokens_per_micro_batch: Positive | None = key(None, "tokens per forward micro-batch; null = the actor's")
+
+
+class RewardModel(Section):
+    model_path: ModelPath | None = key(None, "Hugging Face folder, or id in the local cache, of a frozen reward model with one label: *ForSequenceClassification scores a response at its last token, *ForTokenClassification each of its steps. reward.function is then null unless it is set. null = none")
+    weight: Float = key(1.0, "factor of its scores, which are added to those of reward.function")
+    retokenize: StrictBool | None = key(None, "render each conversation with its own chat template and tokenize it again; false = it reads the actor's tokens; null = true if its tokenizer or chat template differs from the actor's")
+    step_separator: Annotated[str, MinLen(1)] = key("\n\n", "*ForTokenClassification: text that ends a step of a response")
+    parallel: Parallel | None = key(None, "its layout; null = the actor's")
+    offload: Literal["auto"] | Annotated[tuple[Literal["weights"], ...], LISTED] = key((), "weights: keep them in host memory while no phase needs them on the device; auto = if they do not fit otherwise")
+    max_tokens_per_micro_batch: Positive | None = key(None, "tokens per forward micro-batch, and most tokens of a conversation; null = the actor's")
 
 
 class KLCtrl(Section):

@@ -33,6 +33,7 @@ class RecordFields:
         section: of the config, with the keys of these files.
         order_by: see data.order_by.
         reward: the section with the functions that get the label.
+        needs_label: records must have one; else it is None.
     """
 
     prompt_key: str
@@ -41,11 +42,14 @@ class RecordFields:
     section: str = "data"
     order_by: str | None = None
     reward: Reward = NO_REWARD
+    needs_label: bool = True
 
     @cached_property
     def required(self) -> dict[str, str]:
         """Name of each field that a record must have -> the config key that needs it. Names may be dotted."""
-        keys = {self.prompt_key: f"{self.section}.prompt_key", self.label_key: f"{self.section}.label_key"}
+        keys = {self.prompt_key: f"{self.section}.prompt_key"}
+        if self.needs_label:
+            keys[self.label_key] = f"{self.section}.label_key"
         if self.order_by is not None:
             keys.setdefault(self.order_by.removeprefix("-"), "data.order_by")
         for name in self.takes.needed:
@@ -118,7 +122,7 @@ def entry_of(record: Any, fields: RecordFields, chat: Chat) -> PromptEntry:
             missing.append(f"no field {name!r}: correct {key}, or add it")
     if missing:
         raise ValueError(*missing)
-    prompt, label = values[fields.prompt_key], values[fields.label_key]
+    prompt, label = values[fields.prompt_key], values[fields.label_key] if fields.needs_label else None
     rank = fields.rank_of(values)
     _check_value("prompt", prompt)
     _check_value("label", label)

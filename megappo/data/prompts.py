@@ -10,9 +10,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megappo.config.config_error import ConfigError
-from megappo.config.eval_sets import TRAINING, eval_sets
+from megappo.config.eval_sets import TRAINING, eval_sets, training_task
 from megappo.config.schema import Config, Data, Reward
-from megappo.data.chat import Chat
+from megappo.data.chat import Chat, PromptContent
 from megappo.data.entries import NO_REWARD, PromptEntry, RecordFields, entry_of, tokens_of
 from megappo.data.order import Order, Turns
 from megappo.data.prompt_checks import Action, Check, PromptChecker, hidden_token_warnings, merge_checks
@@ -59,6 +59,7 @@ class PromptDataset:
         weights: of the files, each of which then has its own epochs; none: they are one.
         order_by: see data.order_by; prompts are ordered once all have been checked.
         reward: the section with the functions that score responses.
+        needs_label: see `RecordFields`.
 
     Attributes:
         kept: positions in the dataset of the prompts that a run uses: all, until some are left out.
@@ -79,6 +80,7 @@ class PromptDataset:
         weights: Sequence[float] = (),
         order_by: str | None = None,
         reward: Reward = NO_REWARD,
+        needs_label: bool = True,
     ):
         self.config = config
         self.seed = seed
@@ -86,7 +88,7 @@ class PromptDataset:
         self._tokenizer = tokenizer
         self._chat = Chat(tokenizer, config, takes.tools)
         section = key.rpartition(".")[0]
-        self._fields = RecordFields(config.prompt_key, config.label_key, takes, section, order_by, reward)
+        self._fields = RecordFields(config.prompt_key, config.label_key, takes, section, order_by, reward, needs_label)
         self.files = [_open(key, file, self._fields.names, unpack) for file in files]
         self._starts = list(itertools.accumulate(map(len, self.files), initial=0))
         self.kept: Sequence[int] = range(self._starts[-1])
@@ -135,6 +137,10 @@ class PromptDataset:
         entries = [self._entry(index) for index in indices]
         tokens = tokens_of(entries, self._tokenizer)
         return list(map(self._prompt, indices, tokens, entries))
+
+    def content_at(self, index: int) -> PromptContent:
+        """Return the text or the messages, with the system prompt, of the prompt at a position in the dataset."""
+        return self._entry(index).content
 
     def check(self, vocab_size: int, chosen: Callable[[int], Sequence[int]] = range) -> list[Check]:
         """Check the records of each file.
@@ -240,14 +246,21 @@ def open_datasets(
     data, train, val = config.data, None, {}
     opened = partial(PromptDataset, tokenizer=tokenizer, seed=config.trainer.seed, unpack=unpack)
     if not config.trainer.eval_only:
-        taken = takes.get(TRAINING, NO_INPUT)
-        weights = tuple(data.shares.values())
+        task = training_task(config)
         train = opened(
-            data.files, config=data, takes=taken, weights=weights, order_by=data.order_by, reward=config.reward
+            data.files,
+            config=data,
+            takes=takes.get(TRAINING, NO_INPUT),
+            weights=tuple(data.shares.values()),
+            order_by=data.order_by,
+            reward=config.reward,
+            needs_label=task.has_labels,
         )
     for name, one in eval_sets(config).items():
         taken = takes.get(name, NO_INPUT)
-        val[name] = opened(one.files, config=one.data, key=one.key, takes=taken, reward=one.reward)
+        val[name] = opened(
+            one.files, config=one.data, key=one.key, takes=taken, reward=one.reward, needs_label=one.has_labels
+        )
     return train, val
 
 

@@ -3,8 +3,10 @@
 import copy
 import json
 import os
+from bisect import bisect_left
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,12 +22,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TOKENIZER_FILE = "tokenizer.json"
+REPLACEMENT = "\ufffd"
+"""Character in place of bytes that are no text."""
 TEXTS_AT_ONCE = 200
 """Texts in one call of the tokenizer, which needs some hundred bytes of memory for each character."""
 
 
-def load_tokenizer(folder: str) -> "PreTrainedTokenizerBase":
-    """Load the tokenizer of a local Hugging Face folder; code in the folder is not run.
+def load_tokenizer(folder: str, key: str = "model.path") -> "PreTrainedTokenizerBase":
+    """Load the tokenizer of a local Hugging Face folder, which `key` names; code in the folder is not run.
 
     A tokenizer.json decides, whatever class tokenizer_config.json names. transformers 5.19 gives some classes steps of
     their own instead: LlamaTokenizer, which many byte-level BPEs name (DeepSeek's among them), has SentencePiece's, so
@@ -36,7 +40,7 @@ def load_tokenizer(folder: str) -> "PreTrainedTokenizerBase":
         ConfigError: the folder has no usable tokenizer.
     """
     if not (Path(folder) / "tokenizer_config.json").is_file():
-        raise ConfigError(f"model.path: no tokenizer in {folder}: expected tokenizer_config.json and tokenizer.json")
+        raise ConfigError(f"{key}: no tokenizer in {folder}: expected tokenizer_config.json and tokenizer.json")
     # Its threads share the texts of a call. Set explicitly, or a process that forks later gets a warning.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     cores = len(usable()) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -51,9 +55,7 @@ def load_tokenizer(folder: str) -> "PreTrainedTokenizerBase":
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # transformers raises whatever its parsers do
         reason = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
-        raise ConfigError(
-            f"model.path: cannot load the tokenizer in {folder} ({reason}): complete the download"
-        ) from error
+        raise ConfigError(f"{key}: cannot load the tokenizer in {folder} ({reason}): complete the download") from error
 
 
 def ids_by_file(text: str, tokenizer: "PreTrainedTokenizerBase", *, special: bool) -> list[int] | None:
@@ -125,6 +127,30 @@ def token_texts(
         return [stream.step(tokenizer.backend_tokenizer, token) or "" for token in tokens]
     except Exception:  # a decoder whose texts do not grow token by token, or no tokenizer.json
         return [tokenizer.decode([token], skip_special_tokens=skip_special_tokens) for token in tokens]
+
+
+def completing_tokens(tokens: Sequence[int], ends: Sequence[int], tokenizer: "PreTrainedTokenizerBase") -> list[int]:
+    """Return for each of `ends` the position of the token that completes `text[:end]`, where `text` is that of the
+    tokens without special ones.
+
+    Where the texts that the tokens add do not make the whole (the end of a truncated response, bytes that are no text),
+    prefixes are decoded.
+    """
+    if not ends:
+        return []
+    decode = partial(tokenizer.decode, skip_special_tokens=True)
+    text = decode(tokens)
+    added = token_texts(tokens, tokenizer, skip_special_tokens=True)
+    lengths = list(accumulate(map(len, added)))
+    known = "".join(added)
+    is_known = text.startswith(known) and REPLACEMENT not in known
+
+    def search(end: int) -> int:
+        return bisect_left(
+            range(len(tokens) - 1), True, key=lambda last: decode(tokens[: last + 1])[:end] == text[:end]
+        )
+
+    return [bisect_left(lengths, end) if is_known and end <= len(known) else search(end) for end in ends]
 
 
 def end_token_ids(folder: str, tokenizer: "PreTrainedTokenizerBase") -> list[int]:

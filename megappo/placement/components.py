@@ -19,6 +19,7 @@ from megappo.table import Table
 
 AUTO = "auto"
 """An offload or rollout.sleep that `estimate.fitting.resolve_offload` has yet to decide."""
+REWARD_MODEL_KEY = "reward_model.model_path"
 VALUE_FIELDS = ("values", "returns")
 """Fields of the rows that a value loss reads."""
 DeviceUse = Mapping[TensorKind, bool]
@@ -100,6 +101,7 @@ class ComponentSpec:
         reference: the component whose logits its head compares with its own; that one is built first.
         offload: kinds of tensors that are offloaded to the host while no phase needs them; "auto" until
             `estimate.fitting` decides.
+        own_rows: it reads rows of its own, possibly of another tokenizer, not the step's.
     """
 
     ranks: Setting
@@ -113,6 +115,7 @@ class ComponentSpec:
     frozen: tuple[ParameterGroup, ...] = ()
     reference: str | None = None
     offload: Setting = Setting("", ())
+    own_rows: bool = False
 
     def mini_batch_prompts(self, config: Config) -> Setting:
         """Return the number of prompts whose trajectories make a mini-batch."""
@@ -199,8 +202,20 @@ def _ref(config: Config) -> ComponentSpec | None:
     )
 
 
+def _reward_model(config: Config) -> ComponentSpec | None:
+    if not config.has_reward_model:
+        return None
+    return ComponentSpec(
+        **_settings(config, "reward_model"),
+        folder=setting(config, REWARD_MODEL_KEY),
+        head="value",
+        forward=ForwardPass("reward_model", {"values": "reward_model_token_scores"}),
+        own_rows=True,
+    )
+
+
 COMPONENTS: Table[Callable[[Config], ComponentSpec | None]] = Table(
-    "component", {"actor": _actor, "critic": _critic, "ref": _ref}
+    "component", {"actor": _actor, "critic": _critic, "ref": _ref, "reward_model": _reward_model}
 )
 """Functions of the config by component; they return None if a run does not have it."""
 
@@ -209,7 +224,10 @@ def components_of(config: Config) -> dict[str, ComponentSpec]:
     """Return the models of a run, by name."""
     specs = {name: entry(config) for name, entry in COMPONENTS.items()}
     found = {name: spec for name, spec in specs.items() if spec is not None}
-    return {"actor": _frozen(found["actor"])} if config.trainer.eval_only else found
+    if not config.trainer.eval_only:
+        return found
+    scoring = {name: spec for name, spec in found.items() if spec.own_rows}
+    return {"actor": _frozen(found["actor"])} | scoring
 
 
 def build_order(specs: Mapping[str, ComponentSpec]) -> list[str]:
@@ -227,7 +245,7 @@ def models_in_words(config: Config) -> dict[str, str]:
     """Describe the models in a run's checkpoints, for an evaluation the actor: no others can be loaded from them."""
     models = {}
     for name, spec in components_of(config).items():
-        if spec.training is not None or config.trainer.eval_only:
+        if spec.training is not None or (config.trainer.eval_only and not spec.own_rows):
             model = read_architecture(spec.folder.value, head="value")
             head = " with a value head" if spec.head == "policy_value" else ""
             adapters = f" with adapters of rank {spec.lora.rank}" if spec.lora else ""
@@ -238,8 +256,8 @@ def models_in_words(config: Config) -> dict[str, str]:
 
 
 def shared_vocabulary(config: Config) -> int:
-    """Return the size of the smallest vocabulary: every model of the run knows the token ids below it."""
-    folders = {spec.folder.value for spec in components_of(config).values()}
+    """Return the size of the smallest vocabulary: every model that reads a step's rows knows the token ids below it."""
+    folders = {spec.folder.value for spec in components_of(config).values() if not spec.own_rows}
     return min(read_architecture(folder, head="value").vocab_size for folder in folders)
 
 

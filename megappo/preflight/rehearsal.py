@@ -7,11 +7,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megappo.config.checks import late_scores_errors, metric_errors, num_scores_errors, step_scores_errors
+from megappo.architecture.parsing import read_architecture
 from megappo.config.config_error import ConfigError
 from megappo.config.eval_sets import TRAINING, played_tasks
 from megappo.config.schema import Config
+from megappo.config.score_checks import late_scores_errors, metric_errors, num_scores_errors, step_scores_errors
 from megappo.data.chat import chat_end_warnings
+from megappo.data.conversations import Conversations
 from megappo.data.prompts import Prompt, PromptDataset, open_datasets
 from megappo.data.tokenizer import load_tokenizer, stop_token_ids
 from megappo.placement.components import shared_vocabulary
@@ -68,6 +70,11 @@ def rehearse(config: Config, *, everything: bool) -> Findings:
         with findings.noting():
             ends = stop_token_ids(config.model.path, config.rollout.stop, tokenizer)
             findings.warnings += chat_end_warnings(tokenizer, ends)
+        if config.has_reward_model:
+            with findings.noting():
+                folder = str(config.reward_model.model_path)
+                Conversations(config, read_architecture(folder, head="value"), tokenizer)
+                findings.checked.append(f"tokenizer and chat template of {folder}")
         single = config.changed("reward.num_workers", 1).changed("rollout.num_environment_workers", 1)
         tasks = played_tasks(single.changed("reward.on_error", "raise"))
         workers = start_workers(tasks, cleanup, findings.noting)

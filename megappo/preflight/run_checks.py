@@ -19,10 +19,11 @@ from megappo.architecture.parsing import read_architecture
 from megappo.config.config_error import ConfigError, looked_in, shorten
 from megappo.config.eval_sets import context_errors, eval_sets, longest_request, tasks
 from megappo.config.schema import Config
+from megappo.config.score_checks import step_scores_errors
 from megappo.config.sections import OTHER_KIND, ending
 from megappo.config.sources import TextFileError
 from megappo.observe.loggers import logger_errors
-from megappo.placement.components import ComponentSpec, Setting, components_of
+from megappo.placement.components import REWARD_MODEL_KEY, ComponentSpec, Setting, components_of
 from megappo.placement.run_plan import RunPlan, plan_run
 from megappo.preflight.output_folder import resume_errors
 from megappo.userland.spec import BUILTIN, parse_spec
@@ -196,6 +197,8 @@ def _model_folder(config: Config, key: str, path: str, specs: Sequence[Component
             yield from (f"{key}: {error}" for error in faulty.errors)
         else:
             yield from _fit_errors(config, spec, architecture)
+            if key == REWARD_MODEL_KEY:
+                yield from _reward_model_errors(config, architecture)
 
 
 def _fit_errors(config: Config, spec: ComponentSpec, architecture: Architecture) -> Iterator[str]:
@@ -217,6 +220,17 @@ def _fit_errors(config: Config, spec: ComponentSpec, architecture: Architecture)
             f"{key}: {file}'s sliding_window {window} is below {longest.lengths}: lower these, as neither trainer "
             "nor engine limits attention to a window"
         )
+
+
+def _reward_model_errors(config: Config, architecture: Architecture) -> Iterator[str]:
+    """Yield why a model cannot score responses, by its config.json."""
+    found = f"{REWARD_MODEL_KEY}: {architecture.file} is of architecture {architecture.named}"
+    if not architecture.is_reward_model:
+        yield f"{found}, without a score: name a *ForSequenceClassification or *ForTokenClassification of one label"
+    elif architecture.num_labels not in (None, 1):
+        yield f"{found} with {architecture.num_labels} labels: name a reward model of one label"
+    if architecture.scores_steps:
+        yield from step_scores_errors(config, architecture.named)
 
 
 def _data_file(key: str, path: Path) -> Iterator[str]:

@@ -10,9 +10,9 @@ from typing import Any
 
 from megappo.batch.exchange import Batch, Exchange
 from megappo.batch.rows_file import RowsFile, write_rows
-from megappo.config.checks import step_scores_errors
 from megappo.config.config_error import ConfigError, show
 from megappo.config.schema import Config
+from megappo.config.score_checks import step_scores_errors
 from megappo.data.prompts import Prompt, PromptDataset
 from megappo.errors import ActionableError
 from megappo.observe.files import rows_file

@@ -6,10 +6,10 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 from megappo.batch.exchange import Exchange
-from megappo.config.checks import late_scores_errors
 from megappo.config.config_error import ConfigError
 from megappo.config.eval_sets import TRAINING
 from megappo.config.schema import Config
+from megappo.config.score_checks import late_scores_errors
 from megappo.data.prompts import Prompt
 from megappo.data.tokenizer import showing_special
 from megappo.engines.client import EngineClient, SamplingParams

@@ -1,20 +1,19 @@
 """Build the rows of a step from its scored responses, each row at the rank that owns it."""
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import partial
-from itertools import accumulate, chain
+from itertools import chain
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from megappo.batch.exchange import Batch, Exchange
 from megappo.batch.rows import Rows
-from megappo.config.checks import num_scores_errors, step_scores_errors
 from megappo.config.config_error import ConfigError
 from megappo.config.schema import Config
-from megappo.data.tokenizer import token_texts
+from megappo.config.score_checks import num_scores_errors, step_scores_errors
+from megappo.data.tokenizer import completing_tokens
 from megappo.engines.generations import EngineError
 from megappo.observe.metrics import reduce_ranks
 from megappo.rollouts.group_selection import StepResponses
@@ -22,9 +21,6 @@ from megappo.rollouts.responses import episode_metrics, extra_metrics
 from megappo.rollouts.sample_rows import Sample, as_rows, floats, integers, mask_truncated, sample_rows
 from megappo.runtime.heartbeat import heartbeat
 from megappo.userland.rewards import RewardError
-
-REPLACEMENT = "\ufffd"
-"""Character in place of bytes that are no text."""
 
 
 class RowBuilder:
@@ -169,27 +165,3 @@ def step_rewards(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> list[flo
     for place, (_, score) in zip(places, steps, strict=True):
         rewards[own[max(0, bisect_right(own, place) - 1)]] += score  # the first token is the policy's
     return rewards
-
-
-def completing_tokens(tokens: Sequence[int], ends: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return for each of `ends` the position of the token that completes `text[:end]`, where `text` is that of the
-    tokens without special ones.
-
-    Where the texts that the tokens add do not make the whole (the end of a truncated response, bytes that are no text),
-    prefixes are decoded.
-    """
-    if not ends:
-        return []
-    decode = partial(tokenizer.decode, skip_special_tokens=True)
-    text = decode(tokens)
-    added = token_texts(tokens, tokenizer, skip_special_tokens=True)
-    lengths = list(accumulate(map(len, added)))
-    known = "".join(added)
-    is_known = text.startswith(known) and REPLACEMENT not in known
-
-    def search(end: int) -> int:
-        return bisect_left(
-            range(len(tokens) - 1), True, key=lambda last: decode(tokens[: last + 1])[:end] == text[:end]
-        )
-
-    return [bisect_left(lengths, end) if is_known and end <= len(known) else search(end) for end in ends]

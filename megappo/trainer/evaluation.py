@@ -6,7 +6,7 @@ For a prompt with n responses, the value for k responses is estimated from all n
 import math
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -23,19 +23,33 @@ from megappo.runtime.heartbeat import heartbeat
 from megappo.trainer.statistics import spread
 
 
-def evaluate(rollouts: Rollouts, datasets: Datasets, observer: Observer | NullObserver, step: int) -> dict[str, Any]:
+def evaluate(
+    rollouts: Rollouts,
+    datasets: Datasets,
+    observer: Observer | NullObserver,
+    step: int,
+    grade: Callable[[Mapping[str, Responses]], None],
+) -> dict[str, Any]:
     """Evaluate every held-out data set, log a few responses, and return `val/<dataset>/*`; all ranks together.
 
     Ranks exchange only numbers and the responses to log.
+
+    Args:
+        grade: has the reward model score the responses to some data sets.
     """
-    metrics = {}
-    for name, task in eval_sets(rollouts.config).items():
+    metrics, tasks, all_responses = {}, eval_sets(rollouts.config), {}
+    for name, task in tasks.items():
         prompts = datasets.held_out(name, rollouts.exchange)
         own = task.rollout
         params = rollouts.params(own.max_response_length, own.temperature, own.top_p, own.top_k)
         heartbeat.begin(name)
-        responses = rollouts.sample(prompts, own.n, params, task=name)
-        parts = _metric_parts(responses, own.val_pass_threshold, has_spread=len(prompts) > 1)
+        all_responses[name] = rollouts.sample(prompts, own.n, params, task=name)
+    if by_model := {name: responses for name, responses in all_responses.items() if tasks[name].has_reward_model}:
+        grade(by_model)
+    for name, responses in all_responses.items():
+        task = tasks[name]
+        threshold, has_spread = task.rollout.val_pass_threshold, len(responses.prompts) > 1
+        parts = _metric_parts(responses, threshold, has_spread=has_spread)
         shown = _shown(rollouts, responses, name, task)
         has_answers = any(one.grade.answer is not None for one in responses.samples)
         shared = rollouts.exchange.all_gather((parts, shown, has_answers))

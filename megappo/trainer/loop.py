@@ -48,15 +48,18 @@ def ppo_step(run: Run, step: int) -> dict[str, Any]:
         batch, metrics = run.batches.score(step, responses, phase)  # phase "reward"
         with phase("scatter"):
             shards = models.scatter(batch)
+            conversations = run.scorer.scatter(batch, responses)
         with phase("old_log_probs"):
             log_probs = models.forward("actor", shards)
         with phase("values"):
             values = models.forward("critic", shards)
         with phase("ref_log_probs"):
             ref_log_probs = models.forward("ref", shards)
+        model_scores = run.scorer.forward(conversations, phase)  # phase "reward_model"
         others = models.forward_others(shards, phase)  # models of extensions, each in a phase of its own
         with phase("gather"):
             batch = models.gather(shards, log_probs | values | ref_log_probs | others, batch)
+            batch = run.scorer.add_scores(batch, conversations, model_scores)
         with phase("advantages"):
             experience = add_advantages(run, step, batch, metrics)
         run.keep_rollouts(experience, responses)

@@ -42,6 +42,7 @@ from megappo.trainer.models import (  # noqa: E402
     build_models,
 )
 from megappo.trainer.progress import Progress  # noqa: E402
+from megappo.trainer.response_scorer import NoResponseScorer, ResponseScorer  # noqa: E402
 from megappo.trainer.run import Run  # noqa: E402
 from megappo.trainer.statistics import Utilisation, row_metrics  # noqa: E402
 
@@ -99,9 +100,12 @@ def build_run(plan: RunPlan, engine_handle: EngineHandle, cleanup: ExitStack) ->
     else:
         batches = SampledBatches(datasets, rollouts, engines.sleep, record, num_drawn=progress.num_drawn)
     mfu = Utilisation(models, exchange)
+    scorer, judge = NoResponseScorer(), models.components.get("reward_model")
+    if judge is not None:
+        scorer = ResponseScorer(config, judge, datasets.train, rollouts.tokenizer, exchange)
     if exchange.rank == 0:  # not before: a folder that is refused stays as it was
         _begin_folder(plan.requested, progress, observer)
-    return Run(config, exchange, datasets, models, engines, rollouts, batches, progress, observer, phase, mfu)
+    return Run(config, exchange, datasets, models, engines, rollouts, batches, progress, observer, phase, mfu, scorer)
 
 
 def run_info(plan: RunPlan, resume_step: int) -> RunInfo:
@@ -128,7 +132,7 @@ def _needs_models(config: Config) -> bool:
     """Return whether the trainer has models. Engines that a run starts read model.path themselves."""
     settings = config.trainer
     if settings.eval_only:
-        return settings.eval_checkpoint is not None or bool(config.rollout.engines)
+        return config.has_reward_model or settings.eval_checkpoint is not None or bool(config.rollout.engines)
     return not settings.rollout_only
 
 

@@ -35,7 +35,7 @@ from megappo.weights.load import critic_architecture, load_hf
 
 Shards = Mapping[str, ComponentBatch]
 """A step's rows at the components that have a forward pass or are trained, by name."""
-OF_PPO = ("actor", "critic", "ref")
+OF_PPO = ("actor", "critic", "ref", "reward_model")
 """Components that the loop names. Others are registered by extensions."""
 
 
@@ -104,7 +104,8 @@ class Models:
         shards = {}
         num_mini_batches = self.num_mini_batches()
         for name, component in self.components.items():
-            if name in self.forwards or name in self.training:
+            has_pass = name in self.forwards or name in self.training
+            if has_pass and not self.specs[name].own_rows:
                 num = num_mini_batches.get(name, num_mini_batches["actor"])
                 shards[name] = component.scatter(batch, num, shards.values())
         return shards

@@ -3,7 +3,7 @@
 import gc
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from megappo.rollouts.datasets import Datasets
 from megappo.rollouts.group_selection import StepResponses
 from megappo.rollouts.kept import keep_rollouts
 from megappo.rollouts.record import Replay
+from megappo.rollouts.responses import Responses
 from megappo.rollouts.rollouts import Rollouts, raise_if_interrupted
 from megappo.runtime.heartbeat import heartbeat
 from megappo.runtime.interruption import INTERRUPTION, deadline
@@ -28,6 +29,7 @@ from megappo.trainer.evaluation import evaluate
 from megappo.trainer.inference import InferenceEngines, NoEngines
 from megappo.trainer.models import Models, Phases, Shards
 from megappo.trainer.progress import Experience, Progress
+from megappo.trainer.response_scorer import NoResponseScorer, ResponseScorer
 from megappo.trainer.statistics import Utilisation, merge_optimizer_steps, training_metrics
 
 NUM_SHOWN = 3
@@ -55,6 +57,7 @@ class Run:
     observer: Observer | NullObserver
     phase: Phases
     utilisation: Utilisation
+    scorer: ResponseScorer | NoResponseScorer = field(default_factory=NoResponseScorer)
     shown: Rows | None = None
 
     def __post_init__(self) -> None:
@@ -64,7 +67,15 @@ class Run:
     def evaluate(self, step: int) -> dict[str, Any]:
         """Return `val/<dataset>/*` of every held-out prompt, and log a few samples."""
         with self.phase("evaluate"):
-            return evaluate(self.rollouts, self.datasets, self.observer, step)
+            return evaluate(self.rollouts, self.datasets, self.observer, step, self._grade_held_out)
+
+    def _grade_held_out(self, responses: Mapping[str, Responses]) -> None:
+        """Add the reward model's scores to held-out responses; the engines sleep meanwhile."""
+        self.engines.sleep()
+        for name, of_dataset in responses.items():
+            self.scorer.grade(of_dataset, self.datasets.val[name], self.phase)
+        with self.phase("sync"):
+            self.engines.wake()
 
     def begin_training(self) -> None:
         """Begin the first step: from here on a signal or the time limit ends the run with a checkpoint."""

@@ -210,7 +210,7 @@ def name_value_head(source: HFFolder) -> None:
         labels = source.shape(VALUE_HEAD)[0]
         if labels != 1:
             raise ActionableError(
-                f"{module}.weight in {source.folder} gives {labels} numbers per token, a critic needs 1; "
+                f"{module}.weight in {source.folder} gives {labels} numbers per token, expected 1; "
                 "choose a reward model of one label"
             )
 

@@ -342,6 +342,20 @@ def test_a_critic_may_start_from_a_reward_model_an_actor_may_not(run_folder, ref
     assert "model/config.json is of architecture Qwen2ForSequenceClassification; this version trains" in error
 
 
+def test_what_is_no_reward_model_cannot_score(run_folder, refusals, accepted, model_config):
+    shutil.copytree(run_folder / "model", run_folder / "language")
+    scored = ("model.path=language", "reward_model.model_path=model")
+    (error,) = refusals(*scored)
+    assert "model/config.json is of architecture Qwen2ForCausalLM, without a score: name a *ForSequence" in error
+    model_config(architectures=["Qwen2ForSequenceClassification"], id2label={"0": "bad", "1": "good"})
+    (error,) = refusals(*scored)
+    assert "is of architecture Qwen2ForSequenceClassification with 2 labels: name a reward model of one" in error
+    model_config(architectures=["Qwen2ForTokenClassification"], id2label={"0": "score"})
+    (error,) = refusals(*scored, "reward.clip=5")
+    assert "reward.clip 5.0 changes the score of a response, not those of its steps, which reward_model" in error
+    assert "\n  tokenizer and chat template of model\n" in accepted(*scored)
+
+
 CHECKPOINTS = {
     "actor/common.pt actor/__0_0.distcp": (
         "actor",

@@ -20,7 +20,15 @@ from megappo_tools.importing.translation import Translation
 
 SCRIPTS = Path(__file__).parent / "scripts"
 ALL = sorted(path.relative_to(SCRIPTS) for path in SCRIPTS.rglob("*.*"))
-NEEDS_FILES = ("model.path: ", "critic.model_path: ", "data.", "reward.function", "trainer.loggers", "trainer.eval_")
+NEEDS_FILES = (
+    "model.path: ",
+    "critic.model_path: ",
+    "reward_model.model_path: ",
+    "data.",
+    "reward.function",
+    "trainer.loggers",
+    "trainer.eval_",
+)
 """Beginnings of errors about what lies on the machine of the script's author, or is missing from the script."""
 EXPECTED = {
     "verl/ppo_gsm8k.sh": {
@@ -42,6 +50,7 @@ EXPECTED = {
     "verl/ppo_mixed.sh": {
         "data.train_files": ["~/data/gsm8k/train.parquet", "~/data/math/train.parquet"],
         "actor.parallel.context": 2,
+        "reward_model.model_path": "~/models/RM",
         "actor.max_tokens_per_micro_batch": 48000,
         "actor.optim.lr_warmup_steps": 0.1 * 100 * 1024 / 256,
         "algorithm.kl_ctrl.type": "adaptive",
@@ -172,11 +181,11 @@ EXPECTED = {
 }
 MISSING = {
     "verl/ppo_gsm8k.sh": ("trainer.total_epochs=15",),
-    "verl/ppo_mixed.sh": ("reward_model.enable=true", "reward.function"),
+    "verl/ppo_mixed.sh": (),
     "verl/rloo.sh": (),
     "verl/ppo_small.sh": (),
-    "trl/ppo.sh": ("dataset_name=trl-lib/tldr", "reward_model_path=my/reward", "missing_eos_penalty=1.0"),
-    "openrlhf/slurm.sh": ("reward.model_name_or_path=OpenRLHF/Llama-3-8b-rm-mixture", "reward.function"),
+    "trl/ppo.sh": ("dataset_name=trl-lib/tldr", "missing_eos_penalty=1.0"),
+    "openrlhf/slurm.sh": (),
     "openrlhf/reinforce_baseline.sh": ("train.agent_func_path=agent.py", "reward.function"),
     "openrlhf/old_flags.sh": ("train.num_episodes=2",),
 }

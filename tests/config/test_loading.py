@@ -92,7 +92,8 @@ def test_later_overrides_win_over_earlier_ones_and_over_the_file(tmp_path):
 def test_components_share_a_placement_key(tmp_path):
     path = write(tmp_path, "run.yaml", MINIMAL + "placement:\n  actor, critic: 0-7\n  rollout: 0\n  ref: 2-3,6\n")
     placement = load_config(path).placement
-    assert placement.model_dump() == {"actor": "0-7", "critic": "0-7", "ref": "2-3,6", "rollout": "0"}
+    expected = {"actor": "0-7", "critic": "0-7", "ref": "2-3,6", "reward_model": None, "rollout": "0"}
+    assert placement.model_dump() == expected
 
 
 def test_bases_merge_deeply_in_order_below_the_file(tmp_path):

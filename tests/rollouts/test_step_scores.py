@@ -17,8 +17,9 @@ from megappo.batch.exchange import Exchange
 from megappo.config.config_error import ConfigError
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
+from megappo.data.tokenizer import completing_tokens
 from megappo.rollouts.group_selection import chosen_of
-from megappo.rollouts.row_builder import RowBuilder, completing_tokens, step_rewards
+from megappo.rollouts.row_builder import RowBuilder, step_rewards
 from megappo.rollouts.sample_rows import Sample, Segment
 from megappo.userland.grades import Grade
 

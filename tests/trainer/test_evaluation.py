@@ -112,7 +112,7 @@ def evaluate_on(rank: int, world_size: int) -> None:
     datasets = Datasets(Tokenizer(), (1,), 30, None, {"greedy": Held(), "own": Held()})
     exchange, observer = Exchange(dist.group.WORLD), Shown()
     rollouts = FewSampled(CONFIG, datasets, restarts, exchange, workers=workers, num_engines=2)
-    metrics = evaluate(rollouts, datasets, observer, 7)
+    metrics = evaluate(rollouts, datasets, observer, 7, lambda responses: None)
     greedy, sampled = SamplingParams(1024, 0.0, stop_token_ids=(1,)), SamplingParams(3, 0.5, 0.9, 5, (1,))
     assert rollouts.requests == [(1, greedy), (4, sampled)]
 

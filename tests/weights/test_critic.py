@@ -146,7 +146,7 @@ def test_a_bias_of_zero_is_none(tmp_path: Path) -> None:
 
 def test_what_gives_no_single_value_is_refused(tmp_path: Path) -> None:
     two = reward_model(tmp_path / "two", "qwen2", "TokenClassification", num_labels=2)
-    with pytest.raises(ActionableError, match="score.weight in .* gives 2 numbers per token, a critic needs 1"):
+    with pytest.raises(ActionableError, match="score.weight in .* gives 2 numbers per token, expected 1"):
         critic_architecture(two)
     one = reward_model(tmp_path / "one", "qwen2", "TokenClassification")
     with pytest.raises(ActionableError, match="several value heads: score, v_head; remove all but one"):

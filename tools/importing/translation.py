@@ -120,7 +120,7 @@ class Translation:
                 self.unneeded[f"{row.key} is {', '.join(self.origins[row.key])}"].append(setting)
             else:
                 self.missing[row.missing or f"set {row.key}"].append(setting)
-        if "reward.function" not in self.values:
+        if not self.values.keys() & {"reward.function", "reward_model.model_path"}:
             self.missing["name one for these data"].append("reward.function")
 
 
