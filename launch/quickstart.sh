@@ -46,7 +46,14 @@ done
 # `megappo quickstart` names its own Python, in which all is installed.
 python=${MEGAPPO_PYTHON:-$venv/bin/python}
 [[ -n ${MEGAPPO_PYTHON:-} ]] || bash launch/setup.sh $kind
+check() { "$python" -m megappo plan --world-size "$NPROC" configs/quickstart.yaml "${settings[@]}" "$@" >/dev/null; }
 if [[ ! -d outputs/quickstart/model || ! -f outputs/quickstart/val.jsonl ]]; then
+    # Report errors in the arguments before making the files that the config names.
+    errors=$(check "$@" 2>&1 | grep "^error: " | grep -v " outputs/quickstart/") || true
+    if [[ -n $errors ]]; then
+        echo "$errors" >&2
+        exit 2
+    fi
     "$python" tools/make_quickstart.py --output outputs/quickstart --force
 fi
 # An interrupted run resumes; a finished one makes room for the next.
@@ -54,8 +61,7 @@ run=outputs/quickstart/run
 if grep -qs '"status": "finished"' "$run/run.json" && [[ " $*" != *" trainer.output_dir="* ]]; then
     kept=$run-$(date -r "$run/run.json" +%Y%m%d-%H%M%S)
     # Report errors in the arguments before moving anything; without a finished run, local.sh reports them.
-    check() { "$python" -m megappo plan --world-size "$NPROC" configs/quickstart.yaml "$@" > /dev/null; }
-    waiting "checking configs/quickstart.yaml" check "${settings[@]}" "$@" "trainer.output_dir=$kept"
+    waiting "checking configs/quickstart.yaml" check "$@" "trainer.output_dir=$kept"
     flock --nonblock --conflict-exit-code 75 "$run/.lock" mv "$run" "$kept" || {
         [[ $? -ne 75 ]] || echo "quickstart.sh: a run is at work in $run" >&2
         exit 1

@@ -10,11 +10,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megappo.architecture.model_folder import CONFIG_FILE, no_model, other_kind
+from megappo.architecture.model_folder import CONFIG_FILE, named_architecture, no_model, other_kind
 from megappo.arguments import serve_arguments
 from megappo.config.hub import cached_model
+from megappo.config.sources import TextFileError
 from megappo.table import resolved
 
+CRITIC = "ForTokenClassification"
 SERVE, UNSEEN_GPUS = "megappo.engines.foreground_server:serve", "megappo.runtime.platform:unseen_gpus"
 
 
@@ -30,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def folder_fault(folder: Path) -> str | None:
-    """Return why a folder cannot be served, judged by its files' names; None if it can."""
+    """Return why a folder cannot be served, judged by its files' names and its architecture; None if it can."""
     if not folder.is_dir():
         return no_model(folder, "a Hugging Face folder, such as the hf_actor in a run's trainer.output_dir")
     if kind := other_kind(folder):
@@ -38,6 +40,12 @@ def folder_fault(folder: Path) -> str | None:
     for pattern in (CONFIG_FILE, "*.safetensors"):
         if not any(folder.glob(pattern)):
             return f"{folder} is not a complete Hugging Face folder: it has no {pattern}"
+    try:
+        named = named_architecture(folder) or ""
+    except TextFileError as error:
+        return str(error)
+    if named.endswith(CRITIC):
+        return f"{folder} is a critic ({named}), which SGLang does not serve: name a language model, such as hf_actor"
     return None
 
 

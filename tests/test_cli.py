@@ -84,6 +84,24 @@ def test_a_missing_folder_is_named_without_importing_torch(words, message):
     assert done.returncode == 2 and message in done.stderr and "torch" not in heavy_imports(done)
 
 
+def test_a_wrong_folder_is_refused_with_the_right_one_without_importing_torch(tmp_path):
+    critic, run = tmp_path / "critic", tmp_path / "parent" / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    critic.mkdir()
+    (critic / "model.safetensors").touch()
+    (critic / "config.json").write_text('{"architectures": ["Qwen2ForTokenClassification"]}')
+    for words, message in (
+        (("serve", critic), f"{critic} is a critic (Qwen2ForTokenClassification), which SGLang does not serve: "),
+        (("evaluate", run.parent), f"a Hugging Face folder with config.json: did you mean {run}?\n"),
+        (("evaluate", run), "a Hugging Face folder with config.json: name one of these\n"),
+        (("convert", "hf-to-megatron", "--input", critic, "--output", run.parent), f"{run.parent} is not empty: "),
+        (("convert", "verify", "--input", critic, "--output", tmp_path / "no"), f"--output: no folder {tmp_path}/no; "),
+    ):
+        done = megappo(*map(str, words))
+        assert done.returncode == 2 and message in done.stderr, done.stderr
+        assert "torch" not in heavy_imports(done)
+
+
 @pytest.mark.parametrize("words", [("plan", "--keys"), ("serve", "--help")])
 def test_a_reader_of_the_output_that_has_left_ends_a_command_without_a_traceback(words):
     reader, writer = os.pipe()

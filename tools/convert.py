@@ -25,7 +25,8 @@ from megappo.runtime.status import STATUS
 from megappo.table import resolved
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the machine's memory is larger, and its GPUs may be training
-MODULE = "megappo_tools.convert"
+MODULE, EXECUTE = "megappo_tools.convert", "megappo_tools.conversion.running:execute"
+FAULT = "megappo_tools.conversion.output_folder:folder_fault"
 COMMANDS = {
     "hf-to-megatron": ("a Hugging Face folder to a Megatron folder, which loads in any layout"),
     "megatron-to-hf": ("a Megatron folder, or step_X/actor, step_X/critic, to a Hugging Face folder"),
@@ -57,6 +58,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     args = _parser().parse_args(words)
+    fault = None if "WORLD_SIZE" in os.environ else resolved(FAULT)(args)
+    if fault:  # before the slow imports
+        print(f"error: {fault}", file=sys.stderr)
+        return 2
     num_processes = args.pipeline * lcm(args.tensor, args.expert)
     if num_processes > 1 and "WORLD_SIZE" not in os.environ:
         launcher = ["-m", "megappo.torchrun", "--standalone", "--nproc-per-node", str(num_processes)]
@@ -64,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if os.environ.get("RANK", "0") == "0":
         STATUS.start("imports")
     try:
-        return resolved("megappo_tools.conversion.running:execute")(args)
+        return resolved(EXECUTE)(args)
     finally:
         STATUS.stop()
 

@@ -14,6 +14,7 @@ from megappo.config.config_error import ConfigError
 from megappo.config.hub import cached_model
 from megappo.config.loading import load_config
 from megappo.local import start
+from megappo.observe.files import CHECKPOINTS
 from megappo.placement.placing import smallest_world
 from megappo.runtime.machine import num_gpus
 
@@ -64,12 +65,14 @@ def _source(folder: Path) -> tuple[str, str, Path]:
         return f"model.path={json.dumps(str(folder))}", folder.name, folder.parent
     if is_checkpoint(folder):
         return f"trainer.eval_checkpoint={json.dumps(str(folder))}", folder.name, folder.parents[1]
-    if checkpoints_in(folder / "checkpoints"):
-        found, _ = candidates(folder / "checkpoints")
+    if checkpoints_in(folder / CHECKPOINTS):
+        found, _ = candidates(folder / CHECKPOINTS)
         return _source(found[0])
+    runs = [path.parent for path in sorted(given.glob(f"*/{CHECKPOINTS}"))]
+    remedy = f"did you mean {runs[0]}?" if runs else "name one of these"
     raise ConfigError(
         f"{given} is neither a run's folder with checkpoints/, nor a checkpoint (step_XXXXXXXX with state.json), nor "
-        f"a Hugging Face folder with {CONFIG_FILE}: name one of these"
+        f"a Hugging Face folder with {CONFIG_FILE}: {remedy}"
     )
 
 

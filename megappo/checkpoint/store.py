@@ -33,7 +33,6 @@ from megappo.checkpoint.folders import (
     candidates,
     checkpoints_in,
     position_of,
-    read_state,
     step_folder,
 )
 from megappo.checkpoint.sharded import HostCopies, Writing, begin_sharded, load_sharded, reason
@@ -199,20 +198,18 @@ class CheckpointStore:
                 raise
             raise CheckpointError(f"cannot save {path.name} to {self.folder}: {reason(error)}") from error
 
-    def load(self, path: Path, components: Mapping[str, TrainedEngine | None]) -> dict[str, Any]:
-        """Load `components` from a checkpoint, whatever layout it was saved in; returns the trainer's state.
+    def load(self, path: Path, components: Mapping[str, TrainedEngine | None]) -> None:
+        """Load `components` from a checkpoint, whatever layout it was saved in; `read_state` reads the trainer's state.
 
         Raises:
-            CheckpointError: state.json or a component is missing, damaged or of another model.
+            CheckpointError: a component is missing, damaged or of another model.
         """
-        state = read_state(path)
         for name, component in components.items():
             if component is not None:
                 wanted = component.sharded_state_dict(is_loading=True)
                 strict = StrictHandling.RAISE_ALL
                 found = load_sharded(wanted, path / name, component.as_world, strict, component.replicas)
                 component.load_state_dict(found)
-        return state
 
     def _prepare(self, partial: Path, components: Mapping[str, TrainedEngine | None]) -> None:
         _remove(*self.folder.glob(f"*{PARTIAL}"))

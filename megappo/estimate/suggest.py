@@ -12,7 +12,7 @@ from megappo.architecture.fit import engine_fit_errors, fit_errors
 from megappo.config.config_error import ConfigError
 from megappo.config.loading import nested
 from megappo.config.schema import Config, Parallel
-from megappo.estimate.fitting import differences, fits, resolve_offload
+from megappo.estimate.fitting import ENGINE_SHARE, differences, fits, resolve_offload
 from megappo.estimate.gpu_memory import ROLLOUT, Cluster, MemoryEstimate
 from megappo.estimate.gpus import GIB, GPU
 from megappo.estimate.seconds import TimeEstimate
@@ -28,6 +28,8 @@ MOST_STAGES = 16
 RECOMPUTE = ("none", "full")
 EVERYWHERE = ("all", "all")
 ENGINE_SIZE = "rollout.tensor_parallel"
+LARGER_SHARES = (0.9, 0.8)
+"""Shares of the memory that an engine alone on its GPUs may have, the best first."""
 
 
 def suggestions(plan: RunPlan, cluster: Cluster, gpu: GPU) -> str:
@@ -70,7 +72,7 @@ def apart_runs(plan: RunPlan, cluster: Cluster, gpu: GPU, together: list[TimeEst
     for ranks in _splits(plan.world_size, cluster.gpus_per_node):
         for layout, recompute in layouts:
             config = _placed(plan, ranks, layout, recompute)
-            fitting = [one for size in sizes for one in _fitting(plan, config.changed(ENGINE_SIZE, size), cluster, gpu)]
+            fitting = [one for size in sizes for one in _alone(plan, config.changed(ENGINE_SIZE, size), cluster, gpu)]
             if fitting:
                 found.append(min(fitting, key=attrgetter("step")))
                 break
@@ -83,6 +85,15 @@ def _splits(num_ranks: int, gpus_per_node: int) -> Iterator[tuple[str, str]]:
     stride = unit * ceil(num_ranks / unit / SPLITS)
     for first in range(stride, num_ranks, stride):
         yield format_ranks(range(first)), format_ranks(range(first, num_ranks))
+
+
+def _alone(plan: RunPlan, config: Config, cluster: Cluster, gpu: GPU) -> list[TimeEstimate]:
+    """Return the estimate of a config with the largest share of memory for its engines that fits; [] if none fits."""
+    own = config.rollout.mem_fraction_static
+    for share in (*(larger for larger in LARGER_SHARES if larger > own), own):
+        if fitting := [*_fitting(plan, config.changed(ENGINE_SHARE, share), cluster, gpu)]:
+            return fitting
+    return []
 
 
 def _fitting(plan: RunPlan, config: Config, cluster: Cluster, gpu: GPU) -> Iterator[TimeEstimate]:

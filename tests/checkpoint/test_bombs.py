@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 from bombs import bombs, is_armed
 from ppo_engines import Case, make_engine
-from saved import save_checkpoint
+from saved import load_checkpoint, save_checkpoint
 from spawn import run_ranks
 from tiny_models import hf_folder
 
@@ -67,7 +67,7 @@ def check_bombs(rank: int, world_size: int, model: Path, root: Path) -> None:
             renew_sums(step)  # as an attacker would
             with pytest.raises(CheckpointError) as caught:
                 assert store.latest() == step
-                store.load(step, engines)
+                load_checkpoint(store, step, engines)
             assert "\n" not in str(caught.value), caught.value
             assert not marker.exists(), (kind, name)
             refused.add(name)

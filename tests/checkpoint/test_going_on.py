@@ -10,7 +10,7 @@ from commands import assert_equal
 from component_engines import build, train, weights
 from megatron.core import dist_checkpointing
 from ppo_engines import OPTIM, Case
-from saved import save_checkpoint
+from saved import load_checkpoint, save_checkpoint
 from spawn import run_ranks
 from tiny_models import hf_folder
 from tiny_shapes import MIXTURES
@@ -43,7 +43,7 @@ def check_resumed(rank: int, world_size: int, folders: dict[str, Path], store_fo
     again = build(folders, cases)
     path = store.latest()
     assert path == store_folder / "step_00000003"
-    assert store.load(path, again) == {"step": 3, "kl": {"value": 0.125}}
+    assert load_checkpoint(store, path, again) == {"step": 3, "kl": {"value": 0.125}}
     assert_equal(weights(again, folders), saved)
     assert train(again, 2) == metrics
     assert_equal(weights(again, folders), expected)

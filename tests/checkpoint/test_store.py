@@ -16,7 +16,7 @@ import torch.distributed as dist
 from commands import assert_equal
 from component_engines import build, train, weights
 from ppo_engines import Case
-from saved import save_checkpoint
+from saved import load_checkpoint, save_checkpoint
 from spawn import run_ranks
 from torch.multiprocessing import ProcessExitedException
 
@@ -46,10 +46,10 @@ def check_pruned(rank: int, world_size: int, folders: dict[str, Path], folder: P
     assert step_names(folder) == ["step_00000010", "step_00000011", "step_00000012"]
     (folder / "latest").write_text("step_00000010\n")  # as a user would, to go back
     store = CheckpointStore(folder, 1, exchange)
-    assert store.load(store.latest(), engines) == {"step": 10}
+    assert load_checkpoint(store, store.latest(), engines) == {"step": 10}
     save_checkpoint(store, 11, engines, {"step": 11, "again": True})
     assert step_names(folder) == ["step_00000011", "step_00000012"], "what was just saved must not be pruned"
-    assert store.load(store.latest(), engines) == {"step": 11, "again": True}
+    assert load_checkpoint(store, store.latest(), engines) == {"step": 11, "again": True}
     save_checkpoint(CheckpointStore(folder, 1, exchange, keep_every=12), 13, engines, {})
     assert step_names(folder) == ["step_00000012", "step_00000013"]
 
@@ -91,7 +91,7 @@ def go_on(rank: int, world_size: int, folders: dict[str, Path], folder: Path) ->
     store = CheckpointStore(folder, 1, Exchange(dist.group.WORLD))
     assert step_names(folder) == ["step_00000001", "step_00000002.partial"]
     engines = build(folders, CASES)
-    assert store.load(store.latest(), engines) == {"step": 1}
+    assert load_checkpoint(store, store.latest(), engines) == {"step": 1}
     assert_equal(weights(engines, folders), weights(expected, folders))
     save_checkpoint(store, 2, engines, {"step": 2})
     assert step_names(folder) == ["step_00000002"]
@@ -133,7 +133,7 @@ def save_while_training(rank: int, world_size: int, folders: dict[str, Path], fo
         path = store.finish()
         assert path == store.latest() and step_names(folder)[-1] == f"step_{step:08}"
         loaded = build(folders, CASES)
-        assert store.load(path, loaded) == {"step": step}
+        assert load_checkpoint(store, path, loaded) == {"step": step}
         assert_equal(weights(loaded, folders), expected)
         assert train(loaded, 1) == after
         assert_equal(weights(loaded, folders), weights(engines, folders))

@@ -1,7 +1,7 @@
 """The engine's answers against Hugging Face's model of the same weights."""
 
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -76,22 +76,27 @@ def test_it_generates_the_same_after_sleep_and_flush(client):
     assert [g.tokens for g in client.generate(PROMPTS, params)] == [g.tokens for g in before]
 
 
-def wait_until_it_writes(client: EngineClient) -> None:
-    """Wait until the engine refuses to flush its cache."""
+def flush_at_once(client: EngineClient) -> None:
+    """Flush the engine's cache, which it refuses while it writes."""
+    client.post("/flush_cache?timeout=0", {})
+
+
+def wait_until_it_writes(client: EngineClient, writing: Future) -> None:
     with pytest.raises(EngineError, match="refused"):
-        while True:
-            client.post("/flush_cache?timeout=0", {})
+        while not writing.done():
+            flush_at_once(client)
             time.sleep(0.01)
 
 
 def test_it_sleeps_once_what_it_writes_is_written(client):
     with ThreadPoolExecutor(1) as threads:
         writing = threads.submit(client.generate, PROMPTS * 16, SamplingParams(100))
-        wait_until_it_writes(client)
+        wait_until_it_writes(client, writing)
         client.sleep()
-        assert writing.done(), "it slept while a request ran"
+        flush_at_once(client)  # the reply to the request may still be on its way
         client.wake(WEIGHTS)
         client.wake(WORKING_MEMORY)
+        assert [len(generation.tokens) for generation in writing.result()] == [100] * len(PROMPTS) * 16
     client.generate(PROMPTS, SamplingParams(1))
 
 
@@ -99,7 +104,7 @@ def test_an_engine_that_stays_busy_refuses_to_sleep(client, monkeypatch):
     monkeypatch.setattr("megappo.engines.client.IDLE_SECONDS", 0.1)
     with ThreadPoolExecutor(1) as threads:
         writing = threads.submit(client.generate, PROMPTS * 16, SamplingParams(100))
-        wait_until_it_writes(client)
+        wait_until_it_writes(client, writing)
         with pytest.raises(EngineError, match="flush_cache.* refused .*waiting for idle state"):
             client.sleep()
         writing.result()

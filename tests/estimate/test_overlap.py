@@ -110,7 +110,7 @@ def test_suggestions_split_the_gpus(estimates: Estimates, tmp_path: Path) -> Non
         values = yaml.safe_load(part)
         models, engines = (values["placement"][name] for name in ("actor", "rollout"))
         assert models.startswith("0-") and engines.endswith("7") and int(str(engines)[0]) == int(models[2:]) + 1
-        assert values["rollout"]["max_staleness"] == 2
+        assert values["rollout"]["max_staleness"] == 2 and values["rollout"]["mem_fraction_static"] >= 0.8
         path = tmp_path / "suggested.yaml"
         path.write_text(yaml.safe_dump({"base": str(REPOSITORY / "configs" / NODE)} | values))
         found = estimates(path, "rollout.on_sync=finish")

@@ -438,3 +438,19 @@ def test_slurm_requeues_only_a_job_that_has_saved_its_state(tmp_path, code, requ
     assert result.returncode == code
     assert ("requeued 123456" in result.stdout) == requeued
     assert "until 1772539200" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("trainer.seeed=1", "error: command line: trainer.seeed: unknown key; did you mean trainer.seed?"),
+        ("trainer.seed=1", "/tools/make_quickstart.py': [Errno 2] No such file"),  # the next step
+    ],
+)
+def test_the_quickstart_reports_a_wrong_key_before_it_makes_the_model(tmp_path, key, message):
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "quickstart.yaml").write_text((ROOT / "configs" / "quickstart.yaml").read_text())
+    own = {"MEGAPPO_PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
+    result = run(["bash", copy_script("quickstart.sh", tmp_path), key], tmp_path, **own)
+    assert result.returncode == 2 and result.stderr.count("\n") == 1
+    assert message in result.stderr

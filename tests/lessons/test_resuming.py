@@ -10,7 +10,7 @@ from commands import assert_equal
 from component_engines import build, train, weights
 from ppo_engines import OPTIM, Case, hf_outputs, make_config, make_rows
 from safetensors.torch import load_file, save_file
-from saved import save_checkpoint
+from saved import load_checkpoint, save_checkpoint
 from spawn import run_ranks
 from tiny_models import hf_folder, hf_model
 
@@ -60,7 +60,7 @@ def check_going_on(rank: int, world_size: int, folders: dict[str, Path], store_f
     for fault, shows_in_lr in {None: False, **FAULTS}.items():
         resumed = build(folders, ONE)
         for _ in range(2):  # a second load adds nothing to the first
-            assert store.load(store.latest(), resumed) == {"step": SAVED_AFTER}
+            assert load_checkpoint(store, store.latest(), resumed) == {"step": SAVED_AFTER}
         if fault is not None:
             fault(resumed["actor"])
         found, after = train(resumed, GOING_ON), weights(resumed, folders)

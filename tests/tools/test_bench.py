@@ -3,9 +3,13 @@
 import importlib.util
 import json
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
+import psutil
 import pytest
 from commands import run
 
@@ -42,6 +46,23 @@ def test_learning_is_compared_in_a_table_and_a_plot() -> None:
     names = [element.tag.rpartition("}")[2] for element in drawn]
     assert names.count("circle") == 8 and names.count("polyline") == 2
     assert learning.held_out({"val/sums/score/mean": 0.5, "val/sums/score/max": 1.0, "reward/score/mean": 0.1}) == [0.5]
+
+
+START = f"""
+import sys
+sys.path[:0] = [{str(BENCHMARKS)!r}]
+from child_run import run_child
+run_child([sys.executable, "-c", "import time; print('started', flush=True); time.sleep(60)"])
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_benchmark_that_is_ended_leaves_no_run(number: signal.Signals) -> None:
+    with subprocess.Popen([sys.executable, "-c", START], stdout=subprocess.PIPE) as benchmark:
+        assert benchmark.stdout.readline() == b"started\n"
+        [child] = psutil.Process(benchmark.pid).children()
+        benchmark.send_signal(number)
+        assert psutil.wait_procs([child], timeout=10)[1] == []
 
 
 @pytest.mark.slow

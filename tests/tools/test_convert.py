@@ -287,5 +287,5 @@ def test_force_replaces_the_whole_folder(megatron: Path, tmp_path: Path) -> None
 def test_an_output_that_cannot_be_made(qwen2: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     command = ("hf-to-megatron", "--input", qwen2, "--output")
-    refused(run(CONVERT, *command, tmp_path / "file" / "target"), 1, "Not a directory")
-    refused(run(CONVERT, *command, tmp_path / "file"), 1, "is a file; name a folder to write to")
+    refused(run(CONVERT, *command, tmp_path / "file" / "target"), 2, f"{tmp_path / 'file'} is a file: name another")
+    refused(run(CONVERT, *command, tmp_path / "file"), 2, "is a file: name a folder to write to")

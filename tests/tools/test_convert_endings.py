@@ -48,9 +48,9 @@ def obey_permissions() -> None:
     ctypes.CDLL(None).prctl(PR_CAPBSET_DROP, CAP_DAC_OVERRIDE)
 
 
-def failed_once(done: Result, message: str, target: Path) -> None:
+def failed_once(done: Result, message: str, target: Path, code: int = 1) -> None:
     """Check that one line reports the error, and that the target is unchanged."""
-    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.returncode == code, done.stdout + done.stderr
     assert message in done.stderr and done.stderr.startswith("error: "), done.stderr
     assert done.stderr.count("\n") == 1, done.stderr
     assert contents(target.parent) == {"target/precious": b"kept"}
@@ -80,7 +80,7 @@ def test_an_output_that_may_not_be_written(sources: dict[str, Path], target: Pat
         done = run(CONVERT, command, *arguments, before=obey_permissions)
     finally:
         target.parent.chmod(0o755)
-    failed_once(done, f"Permission denied: '{target}.tmp'", target)
+    failed_once(done, f"no permission to write to {target.parent}: name another folder", target, code=2)
 
 
 def ended(

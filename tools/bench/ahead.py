@@ -17,6 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from child_run import run_child
 from timed import Row, parser_of, report
 
 HERE = Path(__file__).parent
@@ -38,7 +39,7 @@ def step_seconds(max_staleness: int) -> float:
         own = (f"trainer.total_steps={FIRST_STEPS + STEPS + max_staleness}", f"trainer.output_dir={folder}")
         command = [sys.executable, "-m", "megappo", "train", REPOSITORY / "configs" / "quickstart.yaml", *SETTINGS]
         command += [f"rollout.max_staleness={max_staleness}", *own]
-        subprocess.run(command, check=True, cwd=REPOSITORY, stdout=subprocess.DEVNULL)
+        run_child(command, check=True, cwd=REPOSITORY, stdout=subprocess.DEVNULL)
         steps = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
     # The last steps draw no further prompts.
     return statistics.mean(metrics["timing_s/step"] for metrics in steps[FIRST_STEPS : FIRST_STEPS + STEPS])

@@ -22,6 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from child_run import run_child
 from timed import Row, markdown
 
 HERE = Path(__file__).parent
@@ -65,7 +66,7 @@ def run(benchmark: Benchmark) -> list[Row]:
         torchrun = ["-m", "megappo.torchrun", "--nproc-per-node", str(benchmark.ranks)] if benchmark.ranks else []
         command = [sys.executable, *torchrun, HERE / benchmark.script, *benchmark.arguments, "--json", file]
         variables = os.environ | {"CUDA_VISIBLE_DEVICES": ""}  # else megappo.torchrun has ranks do as on GPUs
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=HERE.parents[1], env=variables)
+        run_child(command, check=True, stdout=subprocess.DEVNULL, cwd=HERE.parents[1], env=variables)
         return [Row(**row) for row in json.loads(file.read_text())]
 
 

@@ -17,6 +17,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from child_run import run_child
+
 REPOSITORY = Path(__file__).parents[2]
 METHODS = {
     "clip": (),
@@ -73,7 +78,7 @@ def final_score(task: str, folder: Path, keys: Sequence[str]) -> float:
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as output:
         command = [sys.executable, "-m", "megappo", "train", config, f"trainer.output_dir={folder}", *FIXED, *keys]
-        if subprocess.run(command, cwd=REPOSITORY, stdout=output, stderr=subprocess.STDOUT).returncode:
+        if run_child(command, cwd=REPOSITORY, stdout=output, stderr=subprocess.STDOUT):
             raise SystemExit(f"the run failed: see {log}")
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     evaluations = [of_step for line in lines if (of_step := held_out(line))]

@@ -34,6 +34,7 @@ define_torchvision_operators()
 
 import torch  # noqa: E402
 import yaml  # noqa: E402
+from child_run import run_child  # noqa: E402
 from timed import VOCABULARY, Row, on_ranks, parser_of, report, seconds, write_qwen2  # noqa: E402
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers  # noqa: E402
 
@@ -67,7 +68,7 @@ def steps_of(config: Path, output: Path, *overrides: str, **variables: str) -> l
     """
     changes = (f"trainer.output_dir={output}", "trainer.eval_interval=0", "trainer.export_hf=false", *overrides)
     torchrun = ["-m", "megappo.torchrun", "--standalone", "--nproc-per-node", str(RANKS)]
-    subprocess.run(
+    run_child(
         [sys.executable, *torchrun, "-m", "megappo.train", config, *changes],
         check=True,
         cwd=ROOT,
@@ -80,7 +81,7 @@ def steps_of(config: Path, output: Path, *overrides: str, **variables: str) -> l
 def quickstart(folder: Path, steps: int) -> Row:
     """Measure the share of a step outside models and engines."""
     make = [sys.executable, "tools/make_quickstart.py", "--output", folder, "--force"]
-    subprocess.run(make, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+    run_child(make, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
     paths = (f"model.path={folder}/model", f"data.train_files={folder}/train.jsonl", "data.val_files=[]")
     length = (f"trainer.total_steps={steps + 1}", f"trainer.save_interval={steps + 1}")
     found = steps_of(ROOT / "configs" / "quickstart.yaml", folder / "run", *paths, *length, OMP_NUM_THREADS="1")

@@ -15,7 +15,6 @@ on every tensor-parallel rank, and a tied embedding (--tied) is on the first pip
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from math import prod
@@ -32,6 +31,7 @@ from megappo.runtime import megatron_setup
 
 megatron_setup.install()  # must come before the first import of megatron.core
 
+from child_run import run_child  # noqa: E402
 from peak_memory import MIB, PeakMemory  # noqa: E402
 
 from megappo.architecture.architecture import DTYPES, Architecture  # noqa: E402
@@ -110,7 +110,7 @@ def row(args: argparse.Namespace, folder: Path, layout: str, dtype: str) -> tupl
     places = ("--folder", folder, "--output", output, "--report", report)
     command = ["-m", "megappo.torchrun", "--nproc-per-node", ranks, __file__, *arguments, *places]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, *map(str, command)], check=True, env=environment)
+    run_child([sys.executable, *command], check=True, env=environment)
     architecture = read_architecture(folder)
     largest = prod(hf_shapes(architecture)[EMBEDDING]) * DTYPES[dtype].nbytes
     found = json.loads(report.read_text())

@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -18,10 +17,10 @@ megatron_setup.install()  # must come before the first import of megatron.core
 import torch.distributed as dist  # noqa: E402
 
 from megappo.checkpoint.checksums import refuse_damaged  # noqa: E402
-from megappo.checkpoint.folders import no_folder  # noqa: E402
 from megappo.errors import ActionableError  # noqa: E402
 from megappo.runtime.failure import LOST_RANK  # noqa: E402
 from megappo_tools.conversion.commands import hf_to_megatron, megatron_to_hf, reshard_folder  # noqa: E402
+from megappo_tools.conversion.output_folder import folder_fault  # noqa: E402
 from megappo_tools.conversion.verify import verify  # noqa: E402
 from megappo_tools.conversion.world import ENDING, UsageError, World, parallel_of  # noqa: E402
 
@@ -57,8 +56,8 @@ def execute(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace) -> int:
     world = None
     try:
-        if args.command != "verify":
-            _check_output(args.input, args.output, args.force)
+        if fault := folder_fault(args):
+            raise UsageError(fault)
         world = World(parallel_of(args))
         for folder in (args.input, args.output) if args.command == "verify" else (args.input,):
             refuse_damaged(folder, world.exchange)
@@ -105,16 +104,6 @@ def _ended(why: str, args: argparse.Namespace, world: World | None) -> int:
     if world and world.writing and world.rank == 0:
         print(f"{args.output} is as it was before", file=sys.stderr, flush=True)
     return 1
-
-
-def _check_output(source: Path, output: Path, force: bool) -> None:
-    if not source.is_dir():
-        raise UsageError(f"--input: {no_folder(source)}")
-    inner, outer = source.resolve(), output.resolve()
-    if outer == inner or outer in inner.parents or inner in outer.parents:
-        raise UsageError(f"--output {output} and --input {source} lie in each other: name another folder to write to")
-    if output.is_dir() and any(output.iterdir()) and not force:
-        raise UsageError(f"--output {output} is not empty: --force replaces it, when the conversion has gone well")
 
 
 def _end_on_signals() -> None:

@@ -94,6 +94,7 @@ def main() -> int:
     args = parser.parse_args()
     if unknown := set(args.stages) - STAGES.keys():
         parser.error(f"no stage {', '.join(sorted(unknown))}: choose from {', '.join(STAGES)}")
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends the stage at work, too
     folder = args.output.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     deadline, results = time.monotonic() + args.seconds, []
