@@ -83,7 +83,7 @@ BUDGETS = {
     "config": 18_000,
     "data": 10_750,
     "engines": 9_410,
-    "estimate": 11_100,
+    "estimate": 11_150,
     "models": 13_400,
     "observe": 17_800,
     "placement": 9_600,

@@ -1,7 +1,7 @@
 """Train a task at several staleness limits, with several methods and seeds, and compare what they reach.
 
-    .venv/bin/python tools/bench/learning.py --output outputs/learning [--task quickstart] [--staleness 0 1 2 4 8]
-        [--methods clip decoupled dis] [--seeds 0 1 2] [key=value ...]
+    .venv/bin/python tools/bench/learning.py [key=value ...] --output outputs/learning [--task quickstart]
+        [--staleness 0 1 2 4 8] [--methods clip decoupled dis] [--seeds 0 1 2]
 
 The runs are made one after another, on a rank for the models and one for the engine; a run that is finished already is
 not repeated. Prints a table of held-out scores at the end of training, and writes it with its plot to the output
