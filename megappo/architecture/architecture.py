@@ -150,9 +150,9 @@ class Architecture:
         return self.named.endswith(REWARD_MODELS[0])
 
     @property
-    def num_labels(self) -> int | None:
-        """Numbers per token of a reward model's head, by config.json; None if it is not there."""
-        return len(self.raw_config.get("id2label") or ()) or self.raw_config.get("num_labels")
+    def num_labels(self) -> int:
+        """Numbers per token of a reward model's head, by config.json; it does not list transformers' default of 2."""
+        return len(self.raw_config.get("id2label") or ()) or self.raw_config.get("num_labels") or 2
 
     @property
     def pad_token(self) -> int | None:

@@ -227,8 +227,9 @@ def _reward_model_errors(config: Config, architecture: Architecture) -> Iterator
     found = f"{REWARD_MODEL_KEY}: {architecture.file} is of architecture {architecture.named}"
     if not architecture.is_reward_model:
         yield f"{found}, without a score: name a *ForSequenceClassification or *ForTokenClassification of one label"
-    elif architecture.num_labels not in (None, 1):
-        yield f"{found} with {architecture.num_labels} labels: name a reward model of one label"
+    elif architecture.num_labels != 1:
+        remedy = "name a reward model of one label, or set num_labels to 1 there if its head has one"
+        yield f"{found} with {architecture.num_labels} labels: {remedy}"
     if architecture.scores_steps:
         yield from step_scores_errors(config, architecture.named)
 

@@ -347,9 +347,12 @@ def test_what_is_no_reward_model_cannot_score(run_folder, refusals, accepted, mo
     scored = ("model.path=language", "reward_model.model_path=model")
     (error,) = refusals(*scored)
     assert "model/config.json is of architecture Qwen2ForCausalLM, without a score: name a *ForSequence" in error
-    model_config(architectures=["Qwen2ForSequenceClassification"], id2label={"0": "bad", "1": "good"})
+    model_config(architectures=["Qwen2ForSequenceClassification"])  # transformers writes no labels for two
     (error,) = refusals(*scored)
     assert "is of architecture Qwen2ForSequenceClassification with 2 labels: name a reward model of one" in error
+    model_config(architectures=["Qwen2ForTokenClassification"], id2label={"0": "bad", "1": "", "2": "good"})
+    (error,) = refusals(*scored)
+    assert "is of architecture Qwen2ForTokenClassification with 3 labels" in error
     model_config(architectures=["Qwen2ForTokenClassification"], id2label={"0": "score"})
     (error,) = refusals(*scored, "reward.clip=5")
     assert "reward.clip 5.0 changes the score of a response, not those of its steps, which reward_model" in error
