@@ -15,6 +15,16 @@ def moments(values: Tensor) -> Tensor:
     return torch.stack([values.new_tensor(len(values)), mean, (values - mean).square().sum()])
 
 
+def explained_variance(residual: float, returns: float) -> float:
+    """1 - residual / (returns + 1e-5): 1 = a perfect critic, 0 = no better than a constant.
+
+    Args:
+        residual, returns: variances over the tokens with mask 1, with ddof 1, of returns - values and of returns.
+    Source: verl's critic/vf_explained_var.
+    """
+    return 1.0 - residual / (returns + 1e-5)
+
+
 def merged_moments(parts: Sequence[Moments]) -> Moments:
     """Return the moments of several sets of values together.
 

@@ -185,7 +185,10 @@ def config_summary(config: Config, *, all_keys: bool) -> str:
 
 
 def evaluation_summary(config: Config) -> str:
-    """Return the settings of each held-out data set."""
+    """Return the settings of each held-out data set; for a critic alone, the rollouts with which it is compared."""
+    if config.trains_critic_alone:
+        names = config.trainer.replay_held_out or ", ".join(config.data.val_names)
+        return f"  the critic's values of held-out rollouts, sampled as those of training: {names}"
     rows = [("", "responses", "temperature", "top_p", "top_k", "tokens at most", "reward", "environment")]
     for name, one in eval_sets(config).items():
         own = one.rollout

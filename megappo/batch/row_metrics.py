@@ -63,6 +63,13 @@ def log_prob_diff(rows: Any) -> Any:
     return (rows.fields["old_log_probs"] - rows.fields["rollout_log_probs"]).abs()[compared]
 
 
+def value_errors(rows: Any) -> Any:
+    """Return values - returns of each token that the policy wrote; None without the two."""
+    if not {"values", "returns"} <= rows.fields.keys():
+        return None
+    return of_tokens("values")(rows) - of_tokens("returns")(rows)
+
+
 def oldest_tokens(rows: Any) -> Any:
     """Return the staleness of the oldest token of each row, [n]."""
     return rows.fields["staleness"].amax(dim=1) if "staleness" in rows.fields else None
@@ -138,6 +145,7 @@ ROW_METRICS = Table(
         "advantages/clipped": RowMetric(of_tokens("clipped_advantages")),
         "returns": RowMetric(of_tokens("returns"), (*SPREAD, HISTOGRAM)),
         "values": RowMetric(of_tokens("values"), (*SPREAD, HISTOGRAM)),
+        "critic/vf_error": RowMetric(value_errors, (HISTOGRAM,)),
     },
 )
 """Name -> metric of a step's rows with their advantages."""

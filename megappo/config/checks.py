@@ -9,7 +9,7 @@ from operator import attrgetter
 
 from megappo.config.config_error import shorten, show
 from megappo.config.eval_sets import TRAINING, Task, context_errors, eval_sets, tasks, training_task
-from megappo.config.methods import TRANSPORTS
+from megappo.config.model_checks import model_errors
 from megappo.config.schema import Config
 from megappo.config.score_checks import reward_model_errors, shapings
 from megappo.config.values import LARGEST_PORT, ReadIf, Section
@@ -36,12 +36,10 @@ def config_errors(config: Config) -> list[str]:
         *_section_errors(config),
         *_unread_errors(config),
         *_group_errors(config),
-        *_old_log_probs_errors(config),
-        *_model_errors(config),
+        *model_errors(config),
         *_run_errors(config),
         *_engine_errors(config),
         *_ahead_errors(config),
-        *_adapter_errors(config),
         *_name_errors(config),
         *_reward_errors(config),
         *reward_model_errors(config),
@@ -114,7 +112,7 @@ def _unread(
 
 def _is_unread(config: Config, key: str, condition: ReadIf) -> bool:
     """Return whether a condition keeps a key from being read; a base that sets the key is excused (`overrides`)."""
-    if condition.is_read(config) or key.rpartition(".")[2] in condition.always:
+    if condition.is_read(config) or not set(condition.always).isdisjoint(key.split(".")):
         return False
     return not config.overrides(key, (condition.switch, *condition.others))
 
@@ -148,52 +146,6 @@ def _group_errors(config: Config) -> Iterator[str]:
         yield "algorithm.gae_level turn needs several turns: name a rollout.environment or rollout.tools, or set token"
 
 
-def _old_log_probs_errors(config: Config) -> Iterator[str]:
-    """Yield what needs other old log-probs than algorithm.old_log_probs names."""
-    algorithm, actor = config.algorithm, config.actor
-    if algorithm.old_log_probs == "trainer":
-        if actor.method.needs_engine_log_probs:
-            yield (
-                f"actor.policy_loss {actor.policy_loss} weights tokens by the ratio to the engine's log-probs, but "
-                "algorithm.old_log_probs is trainer: set it to engine"
-            )
-        return
-    needing = (
-        ("algorithm.kl_penalty full", algorithm.use_kl_in_reward and algorithm.kl_penalty == "full", "choose k3"),
-        ("algorithm.shared_backbone true", algorithm.shared_backbone, "set it to false"),
-        ("rollout.sync.probe_interval 0", not config.rollout.sync.probe_interval and not config.replays, "set it to 1"),
-    )
-    for key, needs_pass, remedy in needing:
-        if needs_pass:
-            yield (
-                f"{key} needs the actor's forward pass over the rollouts, which algorithm.old_log_probs engine leaves "
-                f"out: {remedy}, or set algorithm.old_log_probs to trainer"
-            )
-
-
-def _model_errors(config: Config) -> Iterator[str]:
-    actor, ref = config.actor, config.ref
-    if actor.use_kl_loss and actor.kl_loss_unbiased and config.algorithm.preset == "nemo_rl":
-        yield "actor.kl_loss_unbiased true and algorithm.preset nemo_rl both correct the KL's gradient: drop one"
-    if "full" in config.kl_kinds:
-        same_layout = ref.parallel in (None, actor.parallel) and actor.parallel.pipeline == 1
-        same_batches = ref.max_tokens_per_micro_batch in (None, actor.max_tokens_per_micro_batch)
-        same_ranks = config.placement.ref in (None, config.placement.actor)
-        if not (same_layout and same_batches and same_ranks):
-            yield (
-                "KL kind full (algorithm.kl_penalty or actor.kl_loss_type) needs the reference's logits where the "
-                "actor's are: set actor.parallel.pipeline to 1, and drop placement.ref, ref.parallel and "
-                "ref.max_tokens_per_micro_batch, or choose k3"
-            )
-    lora = {"actor.lora": actor.lora, "critic.lora": config.critic.lora if config.has_critic else None}
-    for key, adapters in lora.items():
-        if adapters is not None and config.model.layer_spec != "torch":
-            yield (
-                f"{key} needs model.layer_spec torch, found {config.model.layer_spec}: set it, as the inputs of "
-                "TransformerEngine's layers are not visible outside"
-            )
-
-
 def _run_errors(config: Config) -> Iterator[str]:
     trainer, actor, warmup = config.trainer, config.actor, config.critic.warmup_steps
     hang_seconds, group_seconds = config.hang_timeout_seconds, trainer.process_group_timeout_seconds
@@ -210,17 +162,18 @@ def _run_errors(config: Config) -> Iterator[str]:
     buffer, length = config.reward.overlong_buffer, config.rollout.max_response_length
     if config.reward.length_penalty == "overlong" and buffer > length:
         yield f"reward.overlong_buffer {buffer} is longer than rollout.max_response_length {length}: shorten it"
-    if config.has_critic and warmup >= trainer.total_steps:
+    if config.has_critic and config.trains_actor and warmup >= trainer.total_steps:
         yield (
-            f"critic.warmup_steps {warmup} must be below trainer.total_steps {trainer.total_steps}: lower it, else the "
-            "actor never trains"
+            f"critic.warmup_steps {warmup} must be below trainer.total_steps {trainer.total_steps}: lower it, or set "
+            "trainer.train to [critic] to train a critic alone"
         )
-    if config.eval_interval > 0 and config.replays:
+    if config.eval_interval > 0 and config.replays and trainer.replay_held_out is None:
         yield (
             "trainer.replay_rollouts starts no engines, which the evaluation on data.val_files needs: set "
             "trainer.eval_interval to 0"
         )
-    if (trainer.eval_interval or trainer.eval_only) and not config.held_out_names:
+    has_held_out = config.held_out_names or trainer.replay_held_out is not None
+    if (trainer.eval_interval or trainer.eval_only) and not has_held_out:
         key = "eval_only" if trainer.eval_only else "eval_interval"
         yield f"trainer.{key} needs data.val_files or eval.datasets, found none: name some, or drop it"
 
@@ -260,28 +213,6 @@ def _ahead_errors(config: Config) -> Iterator[str]:
             f"{ahead} with actor.lora: an engine does not take an adapter while it uses the one before: set "
             "rollout.on_sync to finish"
         )
-
-
-def _adapter_errors(config: Config) -> Iterator[str]:
-    """Yield what engines do not support of the actor's adapters.
-
-    Source: SGLang 0.5.23, lora/lora.py: the adapters of q, k and v become one, and those of gate and up; of these only
-    k and up may be missing.
-    """
-    lora, sync = config.actor.lora, config.rollout.sync
-    if lora is None or config.trainer.replay_rollouts is not None:
-        return
-    given = set(lora.modules)
-    lacks_attention = given & {"q_proj", "k_proj", "v_proj"} and not given >= {"q_proj", "v_proj"}
-    if lacks_attention or ("up_proj" in given and "gate_proj" not in given):
-        yield (
-            f"actor.lora.target_modules {', '.join(lora.modules)}: SGLang serves q_proj and v_proj together only, "
-            "k_proj with these only, and up_proj with gate_proj only: name them, too"
-        )
-    if sync.transport in TRANSPORTS and TRANSPORTS[sync.transport].adapters is None:
-        yield f"rollout.sync.transport {sync.transport} sends whole models, not actor.lora's adapters: set it to auto"
-    if sync.bucket_bytes is not None:
-        yield f"rollout.sync.bucket_bytes {sync.bucket_bytes} has no effect on adapters, sent at once: drop it"
 
 
 def _name_errors(config: Config) -> Iterator[str]:

@@ -6,12 +6,11 @@ from operator import attrgetter
 from typing import Annotated, Any, Literal, Self
 
 from annotated_types import MinLen
-from pydantic import PrivateAttr, StrictBool, model_validator
+from pydantic import Field, PrivateAttr, StrictBool, model_validator
 
 from megappo.config.config_error import ConfigError, printable
 from megappo.config.methods import POLICY_LOSSES, PolicyLoss
 from megappo.config.sections import (
-    HAS_HELD_OUT,
     HAS_VALUES,
     NONE,
     Algorithm,
@@ -24,19 +23,18 @@ from megappo.config.sections import (
     Rollout,
 )
 from megappo.config.sources import Sources
+from megappo.config.trainer_section import EVAL_INTERVAL, TRAINS_CRITIC_ALONE, Trainer
 from megappo.config.values import (
     ADAPTED_MODULES,
     LISTED,
+    NUMBER,
     AboveOne,
     AdaptedModule,
     Aggregation,
     BetweenZeroAndOne,
     Decay,
-    FilePath,
-    FilePaths,
     Float,
     Fraction,
-    HealthRule,
     KLKind,
     ModelPath,
     NonNegative,
@@ -49,16 +47,10 @@ from megappo.config.values import (
     ReadIf,
     Section,
     TensorKind,
-    Texts,
     key,
 )
 
 _OWN_AVERAGING = ", ".join(name for name, method in POLICY_LOSSES.items() if method.loss_agg_mode)
-EVAL_INTERVAL = 10
-"""Value of trainer.eval_interval where it is null and there is something to evaluate on."""
-CONSOLE_FIELDS = ("reward", "val", "ref_kl", "ppo_kl", "entropy", "clipfrac", "vf_ev", "length", "tok/s", "step_s")
-"""Default of trainer.console_fields: `observe.console.COLUMNS` has their metrics."""
-
 HAS_CRITIC = ReadIf(
     "algorithm.adv_estimator",
     lambda config: config.has_critic,
@@ -70,7 +62,10 @@ HAS_REFERENCE = ReadIf(
     "algorithm.use_kl_in_reward",
     lambda config: config.kl_kinds,
     "{} and actor.use_kl_loss are false, so that no reference is built",
-    others=("actor.use_kl_loss",),
+    others=("actor.use_kl_loss", "trainer.train"),
+)
+REFERENCE_DIFFERS = ReadIf(
+    "trainer.train", lambda config: config.trains_actor or config.kl_kinds, "{} leaves the actor as the reference is"
 )
 HAS_REWARD_MODEL = ReadIf("reward_model.model_path", always=("model_path",))
 HAS_KL_LOSS = ReadIf("actor.use_kl_loss")
@@ -80,9 +75,12 @@ ONE_CLIP_RATIO = ReadIf(
     "{} and actor.clip_ratio_high are set",
     others=("actor.clip_ratio_high",),
 )
-DELETES_CHECKPOINTS, SAVES_BETWEEN = ReadIf("trainer.keep_checkpoints"), ReadIf("trainer.save_interval")
-PROFILES = ReadIf("trainer.profile.steps")
-ONLY_EVALUATES = ReadIf("trainer.eval_only")
+TRAINS_ACTOR = ReadIf(
+    "trainer.train",
+    lambda config: config.trains_actor,
+    "{} leaves the actor as it is",
+    always=("parallel", "max_tokens_per_micro_batch", "offload", "lora"),
+)
 
 
 class Model(Section):
@@ -177,11 +175,17 @@ class Actor(Trained):
             yield f"actor.clip_cov_lb {self.clip_cov_lb} must be below actor.clip_cov_ub {self.clip_cov_ub}: lower it"
 
 
+class Gate(Section):
+    explained_variance: Annotated[float, Field(lt=1), NUMBER] = key(..., "share of the variance of held-out returns that the critic must explain")
+    patience: Positive | None = key(None, "evaluations in a row without a new best that end the run, too; null = train to trainer.total_steps")
+
+
 class Critic(Trained):
     model_path: ModelPath | None = key(None, "Hugging Face folder, or id in the local cache, of a language or reward model that the critic starts from; null = model.path")
     value_clip: PositiveFloat | None = key(0.5, "clip new values to old values +- this in the value loss; null = off")
     huber_delta: PositiveFloat | None = key(None, "Huber value loss: linear beyond this error; null = squared error")
-    warmup_steps: NonNegative = key(0, "first PPO steps, in which only the critic trains")
+    warmup_steps: NonNegative = key(0, "first PPO steps, in which only the critic trains", read_if=TRAINS_ACTOR)
+    gate: Gate | None = key(None, "trainer.train [critic]: end the run as soon as an evaluation reaches this; null = train to trainer.total_steps", read_if=TRAINS_CRITIC_ALONE)
     freeze: Annotated[tuple[ParameterGroup, ...], LISTED] = key((), "parameters that stay as they were loaded: embedding, attention, mlp (with experts and their router); they have no gradients and no optimizer state. The norms before them and the value head are always trained")
 
     def contradictions(self) -> Iterator[str]:
@@ -192,61 +196,9 @@ class Critic(Trained):
 class Placement(Section):
     actor: Ranks = key("all", "ranks of the actor: 'all', '0-7', '0,2', '0-3,6' (inclusive)")
     critic: Ranks = key("all", "ranks of the critic")
-    ref: Ranks | None = key(None, "ranks of the reference; null = the actor's", read_if=HAS_REFERENCE)
+    ref: Ranks | None = key(None, "ranks of the reference; null = the actor's", read_if=(REFERENCE_DIFFERS, HAS_REFERENCE))
     reward_model: Ranks | None = key(None, "ranks of the reward model; null = the actor's", read_if=HAS_REWARD_MODEL)
     rollout: Ranks = key("all", "ranks whose GPUs the SGLang engines use, the actor's or others")
-
-
-class Profile(Section):
-    steps: tuple[Positive, ...] = key((), "steps in which torch's profiler writes a trace to output_dir/profile, and on a GPU a snapshot of its memory; they take longer than others")
-    ranks: tuple[NonNegative, ...] = key((0,), "ranks that are profiled", read_if=PROFILES)
-
-
-class Trainer(Section):
-    output_dir: FilePath = key(..., "folder for config.yaml, metrics.jsonl, tensorboard/, checkpoints/, rollouts/")
-    total_steps: Positive = key(100, "PPO steps")
-    seed: NonNegative = key(0, "seeds data order, value head and sampling")
-    save_interval: NonNegative = key(20, "steps between checkpoints, besides the one at the end; 0 = at the end only")
-    async_save: StrictBool = key(True, "continue training while a checkpoint is written; from the first save on, a copy of what is saved stays in host memory")
-    keep_checkpoints: NonNegative = key(2, "newest checkpoints to keep; 0 = all")
-    keep_every: NonNegative = key(0, "also keep the checkpoints of steps that this divides; 0 = none", read_if=(SAVES_BETWEEN, DELETES_CHECKPOINTS))
-    eval_interval: NonNegative | None = key(None, "steps between evaluations on data.val_files and eval.datasets, besides those before the first step and after the last; 0 = off; null = 10 if there are any")
-    resume: Literal["auto", "never"] = key("auto", "auto: resume from output_dir's newest checkpoint; never: refuse a folder that has one")
-    export_hf: StrictBool = key(True, "write the actor as a Hugging Face folder (hf_actor/) at the end")
-    num_samples: NonNegative = key(4, "prompts of each held-out data set whose responses are kept per evaluation", read_if=HAS_HELD_OUT)
-    print_samples: NonNegative = key(2, "kept responses that are printed at the start of each evaluation, of its first data set; 0 = none", read_if=HAS_HELD_OUT)
-    console_fields: Texts = key(CONSOLE_FIELDS, "columns of the line that is printed after each step: these, or any metric by its name (docs/metrics.md)")
-    stop_on: Annotated[tuple[HealthRule, ...], LISTED] = key((), "rules of docs/metrics.md#health that end the run, with everything saved and exit code 5, in the step in which one begins to hold; the others are reported")
-    max_bad_steps: NonNegative = key(3, "optimizer steps in a row that may be skipped because loss or gradients are not finite, with their rows kept in bad_steps/; one more ends the run")
-    time_limit: PositiveFloat | None = key(None, "seconds that the job may take, from the start of its allocation; the run saves and ends before; null = SLURM's limit, else none")
-    grace_seconds: NonNegativeFloat = key(120.0, "seconds before the limit at which the run begins to save; with async_save two saves must fit, as one may be running")
-    loggers: FilePaths = key(("tensorboard",), "trackers that get metrics, samples, checkpoints and the end of the run: tensorboard, wandb, mlflow, swanlab, trackio, FILE.py:CLASS")
-    keep_rollouts: NonNegative | None = key(None, "keep up to 64 rows of the training rollouts of step 1, of steps that this divides and of the last one in rollouts/step_XXXXXXXX.parquet: texts, scores, and each token's log-probs, value and advantage; 0 = off; null = with each evaluation, or every 10 steps without evaluations")
-    record_rollouts: FilePath | None = key(None, "folder for a file with each step's rollouts (tokens, log-probs, scores); tools/show_rollouts.py shows them")
-    replay_rollouts: FilePath | None = key(None, "folder of such files to train on, instead of starting engines")
-    profile: Profile = key(Profile(), "where the time of a step goes, operator by operator")
-    rollout_only: StrictBool = key(False, "record rollouts of model.path's weights, without training")
-    eval_only: StrictBool = key(False, "evaluate once and train nothing: output_dir's newest checkpoint, or model.path if there is none")
-    eval_checkpoint: FilePath | None = key(None, "eval_only: checkpoint to evaluate instead of output_dir's newest, a folder step_XXXXXXXX of any run of the same model", read_if=ONLY_EVALUATES)
-    extensions: FilePaths = key((), "Python files that every rank runs before it reads the config; they register your own methods, families, components, transports and metrics")
-    process_group_timeout_seconds: PositiveFloat = key(1800.0, "timeout of a collective; a longer wait ends the run")
-    hang_timeout_seconds: PositiveFloat | None = key(None, "time without a heartbeat of any rank after which the run logs the ranks' stacks and ends; null = half of process_group_timeout_seconds")
-
-    def contradictions(self) -> Iterator[str]:
-        modes = [name for name in ("eval_only", "rollout_only", "replay_rollouts") if getattr(self, name)]
-        if len(modes) > 1:
-            yield f"trainer.{' and trainer.'.join(modes)} exclude each other: drop one"
-        if self.rollout_only and not (self.record_rollouts or self.eval_only):
-            yield "trainer.rollout_only without trainer.record_rollouts keeps nothing: name a folder for the rollouts"
-        if self.record_rollouts and (self.eval_only or self.replay_rollouts):
-            yield "trainer.record_rollouts needs rollouts, without trainer.eval_only and trainer.replay_rollouts: drop it"
-        if late := [step for step in self.profile.steps if step > self.total_steps]:
-            yield f"trainer.profile.steps {late[0]} is after trainer.total_steps {self.total_steps}: choose another"
-        if self.time_limit is not None and self.time_limit <= self.grace_seconds:
-            yield (
-                f"trainer.time_limit {self.time_limit:g} is not above trainer.grace_seconds {self.grace_seconds:g}, so "
-                "that no step would begin: raise it, or lower that"
-            )
 
 
 class Config(Section):
@@ -254,9 +206,9 @@ class Config(Section):
 
     model: Model = key(..., "the model all components start from")
     placement: Placement = key(Placement(), "which component lives on which ranks (torchrun's global ranks, one per GPU)")
-    actor: Actor = key(Actor(), "the policy")
+    actor: Actor = key(Actor(), "the policy", read_if=TRAINS_ACTOR)
     critic: Critic = key(Critic(), "the value model", read_if=(HAS_CRITIC, HAS_VALUES))
-    ref: Ref = key(Ref(), "the frozen reference policy of the KL penalty", read_if=HAS_REFERENCE)
+    ref: Ref = key(Ref(), "the frozen reference policy of the KL penalty", read_if=(REFERENCE_DIFFERS, HAS_REFERENCE))
     reward_model: RewardModel = key(RewardModel(), "a reward model that the run loads", read_if=HAS_REWARD_MODEL)
     rollout: Rollout = key(Rollout(), "sampling and the SGLang engines")
     data: Data = key(..., "prompts")
@@ -337,7 +289,7 @@ class Config(Section):
         """Steps between evaluations; 0 for none."""
         chosen = self.trainer.eval_interval
         if chosen is None:
-            return EVAL_INTERVAL if self.held_out_names else 0
+            return EVAL_INTERVAL if self.held_out_names or self.trainer.replay_held_out else 0
         return chosen
 
     @property
@@ -367,16 +319,30 @@ class Config(Section):
         return self.trainer.replay_rollouts is not None and not self.trainer.eval_only
 
     @property
+    def trains_actor(self) -> bool:
+        """True if trainer.train names the actor."""
+        return "actor" in self.trainer.train
+
+    @property
+    def trains_critic_alone(self) -> bool:
+        """True if the run trains a critic for the policy of model.path, and evaluates it in the policy's place."""
+        return not (self.trains_actor or self.trainer.eval_only or self.trainer.rollout_only)
+
+    @property
     def hang_timeout_seconds(self) -> float:
         """Seconds without a heartbeat of any rank after which the run ends."""
         return self.trainer.hang_timeout_seconds or self.trainer.process_group_timeout_seconds / 2
 
     @property
     def absences(self) -> tuple[str, ...]:
-        """Critic and evaluation, if the run does without them, and the keys that decide: a line each."""
+        """Critic, training of the actor and evaluation, if the run does without them, and the keys that decide: a line
+        each."""
         if self.trainer.eval_only:
             return ()
         lines = []
+        if self.trains_critic_alone:
+            is_absent = "none" if self.replays else "not trained"
+            lines.append(f"actor: {is_absent} (trainer.train{', trainer.replay_rollouts' if self.replays else ''})")
         if not self.has_critic:
             lines.append(f"critic: none (algorithm.adv_estimator {self.algorithm.adv_estimator})")
         if not self.evaluates:
@@ -394,6 +360,23 @@ class Config(Section):
 
     @property
     def kl_kinds(self) -> tuple[str, ...]:
-        """Estimators of the KL to the reference that the run uses; without any it builds no reference."""
+        """Estimators of the KL to the reference that the run uses; without any it builds no reference.
+
+        An actor that is not trained is the reference: the KL is 0. Recorded rollouts may be another policy's, whose
+        log-probs are the engines'.
+        """
+        is_reference = not self.trains_actor and not (self.replays and self.algorithm.old_log_probs == "engine")
+        if is_reference:
+            return ()
         penalty = (self.algorithm.kl_penalty,) if self.algorithm.use_kl_in_reward else ()
-        return penalty + ((self.actor.kl_loss_type,) if self.actor.use_kl_loss else ())
+        return penalty + ((self.actor.kl_loss_type,) if self.actor.use_kl_loss and self.trains_actor else ())
+
+    @property
+    def penalizes_kl(self) -> bool:
+        """True if the rewards have a KL penalty."""
+        return self.algorithm.use_kl_in_reward and bool(self.kl_kinds)
+
+    @property
+    def old_log_probs(self) -> str:
+        """The log-probs that the run's rows have: algorithm.old_log_probs; a critic alone reads the engines'."""
+        return "engine" if self.trains_critic_alone else self.algorithm.old_log_probs

@@ -107,6 +107,8 @@ HealthRule = Literal[
     "explained_variance",
     "gradient_norm",
     "value_loss",
+    "value_range",
+    "return_drift",
     "log_prob_diff",
     "reward_failures",
     "staleness",

@@ -45,8 +45,8 @@ def fits(estimate: MemoryEstimate) -> bool:
 
 
 def _has_room(estimate: MemoryEstimate) -> bool:
-    is_external = bool(estimate.config.rollout.engines)  # on unknown GPUs
-    return is_external or estimate.engine.cache_tokens >= longest_request(estimate.config).tokens
+    has_none = bool(estimate.config.rollout.engines) or estimate.config.replays  # on these GPUs
+    return has_none or estimate.engine.cache_tokens >= longest_request(estimate.config).tokens
 
 
 def remedies(plan: RunPlan, cluster: Cluster) -> dict[str, object] | None:

@@ -196,7 +196,8 @@ class MemoryEstimate:
 
     def _rank_kinds(self) -> list[RankKind]:
         layouts = dict(self.plan.layouts)
-        engine_ranks = () if self.config.rollout.engines else layouts["rollout"].ranks
+        has_none = self.config.rollout.engines or self.config.replays
+        engine_ranks = () if has_none else layouts["rollout"].ranks
         del layouts["rollout"]
         found = defaultdict[tuple, list[int]](list)
         for rank in range(self.plan.world_size):
@@ -243,7 +244,7 @@ class MemoryEstimate:
         ledger = self._building(stages) if phase == START else self._model_entries(stages, phase)
         if has_engine:
             ledger |= self._engine_entries(phase, stays_awake=not stages or self.config.rollout.sleep == "never")
-        num_buckets = 2 if "actor" in stages else int(has_engine)
+        num_buckets = 2 if "actor" in stages and not self.config.replays else int(has_engine)
         if phase == SYNC and num_buckets:  # the actor's ranks gather a bucket while they send the one before
             ledger["sync buckets"] = min(num_buckets * self.bucket_bytes, self._policy_bytes)
         # Each stage of the actor sends to engines with GPUs of their own in a group of its own.

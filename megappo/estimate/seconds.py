@@ -66,11 +66,13 @@ class TimeEstimate:
         self._nbytes = DTYPES[self.config.model.dtype].nbytes
         self._peak = gpu.flops if self._nbytes == 2 else gpu.fp32_flops
         self._reached = self._peak * MATMUL_SHARE
-        self.seconds = {ROLLOUT: self._rollout()}
+        self.seconds = {ROLLOUT: 0.0 if self.config.replays else self._rollout()}
         self.mfu: dict[str, float] = {}
         for phase, uses in memory.passes.items():
             self._add_passes(phase, [memory.models[name] for name in uses])
-        self.seconds[SYNC] = memory.engine.weights / (gpu.link * SYNC_SHARE) + memory.num_buckets * BUCKET_SECONDS
+        sends = "actor" in memory.plan.training and not self.config.replays
+        sending = memory.engine.weights / (gpu.link * SYNC_SHARE) + memory.num_buckets * BUCKET_SECONDS
+        self.seconds[SYNC] = sending if sends else 0.0
         # Offloaded tensors move over the rank's own bus, once a phase that needs them; those of a save do not count.
         if moved := max(map(self._moved, memory.rank_kinds)):
             self.seconds["offload"] = moved / (gpu.host * LINK_SHARE)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from megappo.config.schema import CONSOLE_FIELDS, EVAL_INTERVAL
+from megappo.config.trainer_section import CONSOLE_FIELDS, EVAL_INTERVAL
 from megappo.observe.health import PREFIX, RULES, Finding
 from megappo.observe.loggers import Logger, RunInfo
 from megappo.observe.samples import format_samples

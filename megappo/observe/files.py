@@ -13,8 +13,9 @@ from megappo.runtime.durable_files import write_durably
 CHECKPOINTS = "checkpoints"
 CONFIG_FILE = "config.yaml"
 """The resolved config, in a run's folder and in each checkpoint."""
-HF_ACTOR = "hf_actor"
-"""The trained actor as a Hugging Face folder, written at the end of a run; see `run_file.has_exported`."""
+HF_ACTOR, HF_CRITIC = "hf_actor", "hf_critic"
+"""The trained actor, or the critic that is trained alone, as a Hugging Face folder, written at the end of a run; see
+`run_file.exported_model`."""
 
 ROLLOUTS_FOLDER = "rollouts"
 """The samples of evaluations, step_XXXXXXXX.jsonl, and the kept rollouts of training, step_XXXXXXXX.parquet."""

@@ -13,10 +13,12 @@ from megappo.config.config_error import printable
 from megappo.errors import EXIT_UNHEALTHY, ActionableError
 from megappo.observe.health_conditions import (
     GRADIENT_NORMS,
+    SHAPED_RANGE,
     SPREAD,
     Condition,
     History,
     all_scores_equal,
+    beyond_scores,
     entropy_collapsed,
     few_effective_samples,
     gradient_jumped,
@@ -161,7 +163,7 @@ RULES: Table[Rule] = Table(
             ("critic/vf_explained_var", SPREAD),
             values_useless,
             "over 5 steps the critic explains less than -0.2 of the variance of the returns, or 0.4 less than its "
-            "best, and does not rise, while the task is unsolved",
+            "best, and does not rise, or less than -0.05 in each of 20 steps, while the task is unsolved",
             "the critic explains {0:.2f} of the variance of the returns; its best was {1:.2f}",
             "Lower critic.optim.lr if critic/grad_norm is large, else raise it; set critic.warmup_steps",
             "docs/methods.md#values",
@@ -182,6 +184,24 @@ RULES: Table[Rule] = Table(
             "the value loss is {0:.0f} times the variance of the scores, which the critic should explain",
             "Lower critic.optim.lr, set reward.normalize=running, or set critic.warmup_steps",
             "docs/methods.md#values",
+        ),
+        "value_range": Rule(
+            ("values/max", "values/min", *SHAPED_RANGE),
+            beyond_scores("values/min", "values/max", margin=1.0),
+            "in each of 5 steps some values are further outside the range of the shaped scores than that is wide",
+            "values reach from {0:.3g} to {1:.3g}, but the scores from {2:.3g} to {3:.3g} only",
+            "Lower critic.optim.lr; if critic.model_path is a reward model, check that it gives such scores",
+            "docs/critic.md#what-to-watch",
+        ),
+        "return_drift": Rule(
+            ("returns/mean", *SHAPED_RANGE),
+            beyond_scores("returns/mean", "returns/mean", margin=0.1),
+            "in each of 5 steps the mean of the returns is outside the range of the shaped scores (algorithm.gamma 1)",
+            "the returns are {0:.3g} on average, but the scores from {2:.3g} to {3:.3g} only",
+            "Raise algorithm.lam or algorithm.critic_lam towards 1, so that targets are scores rather than values; "
+            "lower algorithm.kl_ctrl.kl_coef if the KL penalty outweighs the scores",
+            "docs/critic.md#what-to-watch",
+            applies=lambda config: config.get("algorithm", {}).get("gamma", 1.0) == 1.0,
         ),
         "log_prob_diff": Rule(
             ("rollout/log_prob_diff/mean",),

@@ -13,6 +13,7 @@ from typing import Any
 NUM_FIRST = 3
 """Steps at the start of a run that later ones are compared with."""
 SPREAD = "reward/score/std"
+SHAPED_RANGE = ("reward/shaped/min", "reward/shaped/max")
 GRADIENT_NORMS = ("actor/grad_norm", "critic/grad_norm")
 
 Figures = tuple[float, ...]
@@ -106,11 +107,14 @@ def entropy_collapsed(history: History) -> Figures:
 def values_useless(history: History) -> Figures:
     """Hold where the critic explains less than nothing, or 0.4 less than it once did, and does not improve: a new
     critic explains far less than nothing at first."""
-    last = history.last("critic/vf_explained_var", 5)
-    if not last[-1] <= last[0] or not scores_vary(history):
+    name = "critic/vf_explained_var"
+    last, known = history.last(name, 5), history.known(name)
+    if not known or not scores_vary(history):
         return ()
-    explained, best = fmean(last), median(sorted(history.known("critic/vf_explained_var"))[-3:])
-    return (explained, best) if explained < max(-0.2, best - 0.4) else ()
+    explained, best = fmean(last), median(sorted(known)[-3:])
+    falls = last[-1] <= last[0] and explained < max(-0.2, best - 0.4)
+    stays_negative = all(one < -0.05 for one in history.last(name, 20))
+    return (explained, best) if falls or stays_negative else ()
 
 
 def gradient_jumped(history: History) -> Figures:
@@ -130,6 +134,22 @@ def value_loss_large(history: History) -> Figures:
     variance = fmean(spread**2 for spread in history.last(SPREAD, 5))
     ratio = fmean(last) / (variance or math.nan)
     return (ratio,) if ratio > 10 and last[-1] >= last[0] else ()
+
+
+def beyond_scores(lowest: str, highest: str, margin: float) -> Condition:
+    """Return a condition: in each of 5 steps one of two metrics is outside the range of the shaped scores by more than
+    `margin` times its width. Scores that are all equal have no range."""
+
+    def figures(history: History) -> Figures:
+        names = (lowest, highest, *SHAPED_RANGE)
+        steps = list(zip(*(history.last(name, 5) for name in names), strict=True))
+        is_beyond = []
+        for low, high, score_low, score_high in steps:
+            room = margin * (score_high - score_low)
+            is_beyond.append(room > 0 and (low < score_low - room or high > score_high + room))
+        return steps[-1] if all(is_beyond) else ()
+
+    return figures
 
 
 def few_effective_samples(history: History) -> Figures:

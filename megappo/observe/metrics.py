@@ -5,13 +5,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import numpy
 import torch
 
-from megappo.moments import merged_moments, moments
+from megappo.moments import explained_variance, merged_moments, moments
 from megappo.observe.loggers import BUCKETS, Histogram
 
 Numbers = tuple[float, ...]
@@ -54,6 +54,33 @@ def _variance(count: float, mean: float, squares: float) -> float:
     return squares / (count - 1) if count > 1 else math.nan
 
 
+def _pairs_part(pairs: torch.Tensor) -> torch.Tensor:
+    """Return the moments of n numbers x, of as many y after them, and of y - x."""
+    x, y = pairs.view(2, -1)
+    return torch.cat([moments(x), moments(y), moments(y - x)])
+
+
+def _merge_pairs(parts: Sequence[Numbers]) -> Numbers:
+    columns = ([part[start : start + 3] for part in parts] for start in (0, 3, 6))
+    return tuple(chain.from_iterable(map(merged_moments, columns)))
+
+
+def _variances(numbers: Numbers) -> tuple[float, float, float]:
+    """Return the variances of x, y and y - x."""
+    return _variance(*numbers[:3]), _variance(*numbers[3:6]), _variance(*numbers[6:])
+
+
+def _explained(*numbers: float) -> float:
+    _, of_y, of_difference = _variances(numbers)
+    return explained_variance(of_difference, of_y)
+
+
+def _slope(*numbers: float) -> float:
+    """Return the covariance of x and y over the variance of x; NaN where x does not vary."""
+    of_x, of_y, of_difference = _variances(numbers)
+    return (of_x + of_y - of_difference) / 2 / of_x if of_x > 0 else math.nan
+
+
 def _half_width(count: float, mean: float, squares: float) -> float:
     return NORMAL_95 * math.sqrt(_variance(count, mean, squares) / max(count, 1))
 
@@ -71,6 +98,9 @@ REDUCTIONS = {
     "ci95": Reduction(moments, merged_moments, _half_width),
     "variance": Reduction(moments, merged_moments, _variance),
     "std": Reduction(moments, merged_moments, lambda *parts: math.sqrt(_variance(*parts))),
+    # Of pairs: n numbers x, then as many y. Share of the variance of y that x explains; slope of y over x.
+    "explained_variance": Reduction(_pairs_part, _merge_pairs, _explained),
+    "slope": Reduction(_pairs_part, _merge_pairs, _slope),
     # Effective sample size of weights as a share of their number: (sum w)^2 / (n sum w^2); 0 where all are 0.
     "ess": Reduction(
         lambda weights: torch.stack([weights.sum(), weights.square().sum(), weights.new_tensor(len(weights))]),

@@ -9,12 +9,12 @@ from types import TracebackType
 from typing import Any
 
 from megappo.observe.console import Console
-from megappo.observe.files import HF_ACTOR, REPORT_FILE, kept_file
+from megappo.observe.files import HF_ACTOR, HF_CRITIC, REPORT_FILE, kept_file
 from megappo.observe.health import Examples, Health
 from megappo.observe.loggers import Logger, RunEnd, RunInfo, describe, make_tracker, replaces_steps
 from megappo.observe.metrics_file import MetricsFile, read_metrics
 from megappo.observe.report import Report
-from megappo.observe.run_file import RunFile, has_exported
+from megappo.observe.run_file import RunFile, exported_model
 from megappo.observe.run_summary import summary
 from megappo.observe.samples import SampleFiles, read_samples
 
@@ -116,8 +116,9 @@ class Observer(AbstractContextManager):
         if end.status == "finished":
             folder = self._run.output_dir
             self.message(summary(folder, read_metrics(folder), folder / REPORT_FILE))
-            served = f"; to try the model: megappo serve {folder / HF_ACTOR}" if has_exported(folder) else ""
-            self.message(f"finished{served}")
+            exported = exported_model(folder)
+            uses = {HF_ACTOR: "try the model: megappo serve ", HF_CRITIC: "start PPO from it: critic.model_path="}
+            self.message("finished" if exported is None else f"finished; to {uses[exported.name]}{exported}")
 
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
         """End the loggers of a run that this error ended."""

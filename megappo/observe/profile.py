@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from megappo.config.schema import Trainer
+from megappo.config.trainer_section import Trainer
 from megappo.runtime.heartbeat import heartbeat
 
 PROFILE_FOLDER = "profile"

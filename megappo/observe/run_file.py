@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megappo.config.loading import read_values
-from megappo.observe.files import CONFIG_FILE, HF_ACTOR
+from megappo.observe.files import CONFIG_FILE, HF_ACTOR, HF_CRITIC
 from megappo.observe.loggers import Logger, RunEnd, RunInfo
 from megappo.observe.metrics_file import read_metrics
 from megappo.runtime.durable_files import write_durably
@@ -55,12 +55,16 @@ def has_finished(output_dir: str | Path) -> bool:
     return read_run(output_dir).get("status") == "finished"
 
 
-def has_exported(folder: Path) -> bool:
-    """Return whether a finished run exported its actor. A run that resumes without trainer.export_hf leaves an older
-    export as it is."""
+def exported_model(folder: Path) -> Path | None:
+    """Return the Hugging Face folder that a finished run wrote: its actor's, or the critic's that it trained alone.
+
+    None without any. A run that resumes without trainer.export_hf leaves an older one as it is.
+    """
     config = folder / CONFIG_FILE
     values = read_values(config) if config.is_file() else {}
-    return (folder / HF_ACTOR).is_dir() and (values.get("trainer") or {}).get("export_hf", True)
+    trainer = values.get("trainer") or {}
+    model = folder / (HF_ACTOR if "actor" in trainer.get("train", ["actor"]) else HF_CRITIC)
+    return model if model.is_dir() and trainer.get("export_hf", True) else None
 
 
 def run_id_of(output_dir: str | Path, resume_step: int) -> str:

@@ -3,19 +3,22 @@
 import math
 import re
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from megappo.observe.console import held_out_score
-from megappo.observe.files import CHECKPOINTS, EVALUATION_FILE, HF_ACTOR, ROLLOUTS_FOLDER, TENSORBOARD_FOLDER
+from megappo.observe.files import CHECKPOINTS, EVALUATION_FILE, ROLLOUTS_FOLDER, TENSORBOARD_FOLDER
 from megappo.observe.health import held_steps
 from megappo.observe.metrics_file import METRICS_FILE
-from megappo.observe.run_file import has_exported
+from megappo.observe.run_file import exported_model
 from megappo.runtime.status import format_seconds
 
 REWARD = "reward/score/mean"
 HELD_OUT = re.compile(r"val/(?P<dataset>.+)/mean@\d+")
 """The metric of a held-out data set's mean score over n responses per prompt."""
+EXPLAINED = re.compile(r"val/[^/]+/critic/vf_explained_var")
+"""The metric of a critic that is trained alone; see `trainer.value_metrics`."""
 RECORDS = (METRICS_FILE, TENSORBOARD_FOLDER, ROLLOUTS_FOLDER, CHECKPOINTS)
 
 Steps = Sequence[Mapping[str, Any]]
@@ -28,7 +31,7 @@ def summary(folder: Path, steps: Steps, report: Path | None = None) -> str:
 
     Args:
         steps: content of the run's metrics.jsonl.
-        report: the one that the end of a run names; the command after it names the exported actor.
+        report: the one that the end of a run names; the line after it names the exported model.
     """
     rows: Rows = []
     if any("timing_s/step" in metrics for metrics in steps):  # else it has only been evaluated
@@ -36,6 +39,8 @@ def summary(folder: Path, steps: Steps, report: Path | None = None) -> str:
         rows.append(("steps", f"{steps[-1]['step']}, {format_seconds(seconds)} h:mm:ss"))
     rows += _first_and_last("held-out score", steps, list(map(held_out_score, steps)))
     rows += _last_evaluation(steps)
+    critic = next(filter(EXPLAINED.fullmatch, chain.from_iterable(steps)), "")
+    rows += _first_and_last("explained variance", steps, [metrics.get(critic) for metrics in steps])
     rows += _first_and_last("mean reward", steps, [metrics.get(REWARD) for metrics in steps])
     if held := [f"{rule} in {len(found)} steps" for rule, found in held_steps(steps).items() if found]:
         rows.append(("unhealthy", ", ".join(held)))
@@ -43,8 +48,9 @@ def summary(folder: Path, steps: Steps, report: Path | None = None) -> str:
         rows.append(("files", f"{folder}: {', '.join(files)}"))
     if (folder / EVALUATION_FILE).exists():
         rows.append(("evaluation", str(folder / EVALUATION_FILE)))
-    if report is None and has_exported(folder):
-        rows.append(("HF actor", str(folder / HF_ACTOR)))
+    exported = exported_model(folder)
+    if report is None and exported is not None:
+        rows.append((exported.name.replace("hf_", "HF "), str(exported)))
     if report is not None:
         rows.append(("report", str(report)))
     width = max(len(name) for name, _ in rows)

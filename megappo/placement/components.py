@@ -224,10 +224,16 @@ def components_of(config: Config) -> dict[str, ComponentSpec]:
     """Return the models of a run, by name."""
     specs = {name: entry(config) for name, entry in COMPONENTS.items()}
     found = {name: spec for name, spec in specs.items() if spec is not None}
-    if not config.trainer.eval_only:
-        return found
-    scoring = {name: spec for name, spec in found.items() if spec.own_rows}
-    return {"actor": _frozen(found["actor"])} | scoring
+    if config.trainer.eval_only:
+        scoring = {name: spec for name, spec in found.items() if spec.own_rows}
+        return {"actor": _frozen(found["actor"])} | scoring
+    for name in {"actor", "critic"} - {*config.trainer.train} & found.keys():
+        found[name] = replace(found[name], training=None)
+    if config.trains_critic_alone:  # the actor only gives the engines its weights
+        found["actor"] = replace(found["actor"], forward=None, reference=None)
+        if config.replays:
+            del found["actor"]
+    return found
 
 
 def build_order(specs: Mapping[str, ComponentSpec]) -> list[str]:
@@ -271,6 +277,13 @@ def uses_of(specs: Mapping[str, ComponentSpec]) -> dict[str, dict[str, DeviceUse
         if spec.training is not None:
             uses[f"update_{name}"] |= {name: TRAIN} | (reference if spec.training.full_kl else {})
             uses["save"][name] = SAVE
-    for phase in ("sync", "export"):
-        uses[phase]["actor"] = READ_WEIGHTS
+    if "actor" in specs:
+        uses["sync"]["actor"] = READ_WEIGHTS
+    uses["export"][exported(specs)] = READ_WEIGHTS
     return uses
+
+
+def exported(specs: Mapping[str, ComponentSpec]) -> str:
+    """Return the model that a run writes as a Hugging Face folder at its end: the actor, or the critic alone."""
+    trained = [name for name in ("actor", "critic") if name in specs and specs[name].training is not None]
+    return trained[0] if trained else "actor"

@@ -112,12 +112,12 @@ class SyncRoute:
         for name, engines in self.transports.items():
             sender = f"from rank {format_ranks(self.senders)} " if self.entries[name].sender else ""
             parts.append(f"{name} {sender}to engine {format_ranks(engines)}")
-        return f"{'adapters' if self.adapters else 'weights'}: " + "; ".join(parts)
+        return f"{'adapters' if self.adapters else 'weights'}: {'; '.join(parts) or 'sent to no engine'}"
 
     def errors(self, *, on_gpus: bool) -> Iterator[str]:
         """Yield each engine that the weights cannot reach."""
         actor = format_ranks(self.actor)
-        sender = self.senders[0]
+        sender = next(iter(self.senders), None)
         for name, numbers in self.transports.items():
             required = [rank for number in numbers for rank in self.engines[number].required_actor_ranks]
             elsewhere = [rank for rank in required if rank not in self.actor]
@@ -138,6 +138,8 @@ class SyncRoute:
 def find_route(config: Config, layouts: Mapping[str, Layout], ranks_per_node: int) -> SyncRoute:
     """Return the route to each engine: by rollout.sync.transport, or with auto, or if that one cannot send adapters
     alone, by the first transport of the table that reaches the engine."""
+    if "actor" not in layouts:
+        return SyncRoute((), ())
     rollout = layouts["rollout"]
     is_external = bool(config.rollout.engines)
     models = {rank for name, layout in layouts.items() if name != "rollout" for rank in layout.ranks}

@@ -252,13 +252,3 @@ def whiten(
     if not shift_mean:
         whitened = whitened + mean
     return torch.where(valid, whitened, 0.0).float()
-
-
-def explained_variance(residual: float, returns: float) -> float:
-    """1 - residual / (returns + 1e-5): 1 = a perfect critic, 0 = no better than a constant.
-
-    Args:
-        residual, returns: variances over the tokens with mask 1, with ddof 1, of returns - values and of returns.
-    Source: verl's critic/vf_explained_var.
-    """
-    return 1.0 - residual / (returns + 1e-5)

@@ -25,7 +25,7 @@ from megappo.checkpoint.folders import (
 from megappo.config.config_error import ConfigError, looked_in
 from megappo.config.schema import Config
 from megappo.observe.files import CHECKPOINTS, EVALUATION_FILE, EVALUATIONS, recorded_steps
-from megappo.observe.run_file import has_exported, has_finished
+from megappo.observe.run_file import exported_model, has_finished
 from megappo.placement.components import models_in_words
 
 LOCK = ".lock"
@@ -121,7 +121,7 @@ def _wrong_models(config: Config, checkpoint: Path) -> Iterator[str]:
         return
     holds, has = (", ".join(map(str, models.values())) for models in (saved, wanted))
     yield (
-        f"{checkpoint} holds {holds}, but this run has {has}: set model.path, critic.model_path, "
+        f"{checkpoint} holds {holds}, but this run has {has}: set model.path, critic.model_path, trainer.train, "
         "algorithm.adv_estimator, algorithm.shared_backbone, actor.lora, critic.lora and critic.freeze as they were, "
         "or choose another trainer.output_dir"
     )
@@ -131,6 +131,12 @@ def _missing_rollouts(config: Config, begun: int) -> Iterator[str]:
     """Yield an error if a step that has not begun has no rollouts to replay."""
     if config.trainer.replay_rollouts is None:
         return
+    held_out = config.trainer.replay_held_out
+    if held_out is not None and recorded_steps(Path(held_out)) != [1]:
+        yield (
+            f"trainer.replay_held_out: {held_out}{looked_in(Path(held_out))} must hold the rollouts of step 1 alone: "
+            "record those of held-out prompts by trainer.rollout_only and trainer.total_steps=1"
+        )
     folder = Path(config.trainer.replay_rollouts)
     missing = sorted(set(range(begun + 1, config.trainer.total_steps + 1)) - set(recorded_steps(folder)))
     if missing:
@@ -147,7 +153,7 @@ def already_finished(config: Config) -> str:
         return ""
     folder, total = Path(config.trainer.output_dir), config.trainer.total_steps
     checkpoint, _ = _choice(config)
-    exported = not config.trainer.export_hf or has_exported(folder)
+    exported = not config.trainer.export_hf or exported_model(folder) is not None
     if checkpoint is None or step_of(checkpoint) < total or not exported or not has_finished(folder):
         return ""
     remedy = "raise trainer.total_steps to train on, or set another trainer.output_dir for a new run"

@@ -116,15 +116,18 @@ class Replay:
 
     Args:
         vocab_size: tokens below it are known to every model.
+        key: the config's key that names the folder; trainer.replay_held_out may have any number of prompts.
     Attributes:
         num_drawn, pending: as of `SampledBatches`.
     """
 
     pending: Sequence[int] = ()
 
-    def __init__(self, folder: Path, config: Config, vocab_size: int, exchange: Exchange):
+    def __init__(
+        self, folder: Path, config: Config, vocab_size: int, exchange: Exchange, key: str = "trainer.replay_rollouts"
+    ):
         self.num_drawn = 0
-        self._folder, self._config = folder, config
+        self._folder, self._config, self._key = folder, config, key
         self._vocab_size, self._exchange = vocab_size, exchange
 
     def sample(self, step: int, phase: Callable[[str], AbstractContextManager[None]]) -> None:
@@ -143,12 +146,12 @@ class Replay:
         path = rows_file(self._folder, step)
         with phase("replay"), RowsFile(path) as file:
             if errors := self._errors(file):
-                raise ConfigError(*(f"trainer.replay_rollouts: {path} {error}" for error in errors))
+                raise ConfigError(*(f"{self._key}: {path} {error}" for error in errors))
             batch = file.batch(self._exchange)
             highest = int(batch.rows.input_ids.max()) if len(batch.rows) else 0
             if highest >= self._vocab_size:
                 raise ConfigError(
-                    f"trainer.replay_rollouts: {path} holds token {highest}, but this run's models know only those "
+                    f"{self._key}: {path} holds token {highest}, but this run's models know only those "
                     f"below {self._vocab_size}: name the record of a run of the same model"
                 )
             return batch, {"rollout/num_tokens": file.facts["num_tokens"]}
@@ -166,7 +169,8 @@ class Replay:
         errors = []
         for key, value in _values(config, SAMPLING_KEYS + EPISODE_KEYS).items():
             recorded = facts["settings"][key]
-            if recorded != value:
+            is_free = key == "data.train_batch_size" and self._key == "trainer.replay_held_out"
+            if recorded != value and not is_free:
                 change = f"{key} {show(recorded)}, but here it is {show(value)}: set it to the record's value"
                 errors.append(f"was sampled with {change}")
         if "turn_rewards" in file.names and file.field("turn_rewards").any():

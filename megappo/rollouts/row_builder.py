@@ -70,10 +70,10 @@ class RowBuilder:
             rows = with_step_scores(rows, samples, self._tokenizer)
         batch = self._exchange.number(rows)
         batch = self._exchange.move(batch, batch.table.split(self._exchange.world_size), list(rows.fields))
-        expected = config.rollout.n * config.data.train_batch_size
-        if sum(nums_samples) != expected:
+        num_prompts = len(responses.prompts)
+        if sum(nums_samples) != config.rollout.n * num_prompts:
             raise EngineError(
-                f"expected {config.rollout.n} responses to each of {config.data.train_batch_size} prompts, got "
+                f"expected {config.rollout.n} responses to each of {num_prompts} prompts, got "
                 f"{sum(nums_samples)} in all"
             )
         return batch, {"rollout/num_tokens": sum(nums_tokens)} | reduce_ranks(metrics_by_rank)

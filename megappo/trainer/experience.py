@@ -1,8 +1,7 @@
 """PPO's experience of a step: advantages and returns of its scored rows, from their log-probs and values."""
 
-import math
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,7 +12,6 @@ from megappo.batch.trajectories import Trajectories
 from megappo.ppo.advantages import (
     compute_token_level_rewards,
     estimate,
-    explained_variance,
     gae_over_turns,
     length_adaptive_lam,
     whiten,
@@ -22,14 +20,17 @@ from megappo.ppo.corrections import rollout_is_weights
 from megappo.ppo.estimators import reinforce_plus_plus
 from megappo.ppo.kl import kl_estimate
 from megappo.ppo.reductions import Unreduced
-from megappo.ppo.reward_shaping import shape_scores
+from megappo.ppo.reward_shaping import RunningMoments, shape_scores
 from megappo.trainer.objectives import conventions
 from megappo.trainer.progress import Experience
-from megappo.trainer.run import Run
 from megappo.trainer.statistics import over_ranks, row_metrics
+from megappo.trainer.value_metrics import value_metrics
+
+if TYPE_CHECKING:  # a run evaluates a critic by the returns of this module
+    from megappo.trainer.run import Run
 
 
-def add_advantages(run: Run, step: int, batch: Batch, metrics: dict[str, Any]) -> Experience:
+def add_advantages(run: "Run", step: int, batch: Batch, metrics: dict[str, Any]) -> Experience:
     """Compute the advantages of scored rows; all ranks together.
 
     The rows get `shaped_scores`, `advantages` and, if the run has values, `returns`; with a KL penalty in the rewards
@@ -42,60 +43,65 @@ def add_advantages(run: Run, step: int, batch: Batch, metrics: dict[str, Any]) -
     config, exchange = run.config, run.exchange
     rows, fields = batch.rows, dict(batch.rows.fields)
     correction_metrics: Unreduced = {}
-    if config.algorithm.old_log_probs == "trainer":
+    if config.old_log_probs == "trainer":
         correction = config.algorithm.rollout_correction
         weights, correction_metrics = rollout_is_weights(
             fields["old_log_probs"], fields["rollout_log_probs"], rows.response_mask, correction, group=exchange.group
         )
         if correction.is_on:
             fields["rollout_is_weights"] = weights
-    if config.algorithm.use_kl_in_reward:
-        fields["kl_penalty"] = _kl_penalty(run, rows)
-    trajectories = Trajectories(replace(rows, fields=fields))
+    rows, shaping_metrics = with_advantages(run, replace(rows, fields=fields), run.progress.reward_moments)
+    of_values = {f"critic/{name}": part for name, part in value_metrics(rows).items()}
+    more = row_metrics(exchange, rows, step, correction_metrics | shaping_metrics | of_values)
+    return _experience(run, step, replace(batch, rows=rows), metrics | more)
+
+
+def with_advantages(run: "Run", rows: Rows, reward_moments: RunningMoments) -> tuple[Rows, Unreduced]:
+    """Return the rows with the fields that `add_advantages` names, without corrections, and metrics of the shaping of
+    their scores; all ranks together.
+
+    Args:
+        reward_moments: of all scores before; these scores are added.
+    """
+    config = run.config
+    if config.penalizes_kl:
+        rows = replace(rows, fields=rows.fields | {"kl_penalty": _kl_penalty(run, rows)})
+    trajectories = Trajectories(rows)
     joined = trajectories.joined
     scores, shaping_metrics = shape_scores(
         joined.fields["scores"],
         joined.response_mask.sum(dim=1).long(),
         joined.prompt_ids,
         config.reward,
-        run.progress.reward_moments,
+        reward_moments,
         max_response_length=config.rollout.max_response_length,
-        process_group=exchange.group,
+        process_group=run.exchange.group,
     )
     advantages, returns = _advantages(run, joined, scores)
     added = {"shaped_scores": scores, **_whitened_and_clipped(run, advantages, joined.response_mask)}
     if config.has_values:
         added["returns"] = returns
-    rows = trajectories.spread(**added)
-    more = row_metrics(exchange, rows, step, correction_metrics | shaping_metrics)
-    return _experience(run, step, replace(batch, rows=rows), metrics | more)
+    return trajectories.spread(**added), shaping_metrics
 
 
-def _experience(run: Run, step: int, batch: Batch, metrics: dict[str, Any]) -> Experience:
+def _experience(run: "Run", step: int, batch: Batch, metrics: dict[str, Any]) -> Experience:
     """Return a step's experience, with the statistics of its rows that the run itself reads."""
     config, rows = run.config, batch.rows
     values: Unreduced = {"num_tokens": (rows.response_mask, "sum")}
     differences = log_prob_diff(rows)
     if differences is not None:
         values["log_prob_diff"] = (differences, "mean")
-    if config.algorithm.use_kl_in_reward:
+    if config.penalizes_kl:
         values["kl_penalty"] = (of_tokens("kl_penalty")(rows), "mean")
         metrics["reward/kl_coef"] = run.progress.kl.value
-    if config.has_values:
-        returns = of_tokens("returns")(rows).double()
-        values["residual"] = (returns - of_tokens("values")(rows).double(), "variance")
-        values["returns"] = (returns, "variance")
     reduced = over_ranks(run.exchange, values)
     num_tokens = metrics["rollout/trained_tokens"] = reduced["num_tokens"]
-    if config.has_values:
-        explained = explained_variance(reduced["residual"], reduced["returns"]) if num_tokens > 1 else math.nan
-        metrics["critic/vf_explained_var"] = explained
     if not num_tokens:
         return Experience(step, batch, metrics)
     return Experience(step, batch, metrics, reduced.get("kl_penalty"), reduced.get("log_prob_diff"))
 
 
-def _kl_penalty(run: Run, rows: Rows) -> torch.Tensor:
+def _kl_penalty(run: "Run", rows: Rows) -> torch.Tensor:
     """Return the KL of each token to the reference, before its coefficient."""
     kind, fields = run.config.algorithm.kl_penalty, rows.fields
     if kind == "full":
@@ -103,7 +109,7 @@ def _kl_penalty(run: Run, rows: Rows) -> torch.Tensor:
     return kl_estimate(rows.old_log_probs, fields["ref_log_probs"], kind, conventions=conventions(run.config))
 
 
-def _advantages(run: Run, rows: Rows, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _advantages(run: "Run", rows: Rows, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return advantages and returns of the rows' rewards: the shaped scores on each response's last token, minus the KL
     penalty of each token.
 
@@ -128,7 +134,7 @@ def _advantages(run: Run, rows: Rows, scores: torch.Tensor) -> tuple[torch.Tenso
     return advantages, returns
 
 
-def _estimate(run: Run, rows: Rows, rewards: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _estimate(run: "Run", rows: Rows, rewards: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return advantages and returns. In decoupled and length-adaptive GAE they have different lambdas."""
     algorithm, mask = run.config.algorithm, rows.response_mask
     inputs = {  # `estimate` passes on those that the estimator has as parameters
@@ -152,7 +158,7 @@ def _estimate(run: Run, rows: Rows, rewards: torch.Tensor) -> tuple[torch.Tensor
     return advantages, returns
 
 
-def _whitened_and_clipped(run: Run, advantages: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+def _whitened_and_clipped(run: "Run", advantages: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return `advantages`, whitened over the tokens of all ranks (whiten_advantages, or the estimator's default) and
     clipped; `clipped_advantages` is 1 where clipping changed them."""
     algorithm = run.config.algorithm

@@ -25,10 +25,14 @@ def train(run: Run) -> None:
         run.engines.first_sync(run.progress.start_step)
     if run.progress.is_new and run.config.eval_interval:
         run.observer.log(0, run.evaluate(0))
+    elif run.gate.is_set:
+        run.evaluate(run.progress.start_step)
     run.begin_training()
     try:
         for step in range(run.progress.start_step + 1, run.config.trainer.total_steps + 1):
             run.check_interrupted()
+            if run.gate.ends_run:
+                break
             with profiled(run.config.trainer, step, run.exchange.rank):
                 metrics = ppo_step(run, step)
             run.log(step, metrics)

@@ -35,6 +35,7 @@ from megappo.rollouts.rollouts import make_rollouts  # noqa: E402
 from megappo.trainer import loop  # noqa: E402
 from megappo.trainer.ahead_batches import AheadBatches  # noqa: E402
 from megappo.trainer.batches import SampledBatches  # noqa: E402
+from megappo.trainer.critic_evaluation import GateProgress  # noqa: E402
 from megappo.trainer.inference import InferenceEngines, NoEngines  # noqa: E402
 from megappo.trainer.models import (  # noqa: E402
     Models,
@@ -105,7 +106,8 @@ def build_run(plan: RunPlan, engine_handle: EngineHandle, cleanup: ExitStack) ->
         scorer = ResponseScorer(config, judge, datasets.train, rollouts.tokenizer, exchange)
     if exchange.rank == 0:  # not before: a folder that is refused stays as it was
         _begin_folder(plan.requested, progress, observer)
-    return Run(config, exchange, datasets, models, engines, rollouts, batches, progress, observer, phase, mfu, scorer)
+    parts = (config, exchange, datasets, models, engines, rollouts, batches, progress, observer, phase, mfu, scorer)
+    return Run(*parts, GateProgress(config.critic.gate))
 
 
 def run_info(plan: RunPlan, resume_step: int) -> RunInfo:

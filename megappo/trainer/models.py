@@ -18,10 +18,9 @@ from megappo.models.heads import output_weight, policy_head, policy_value_head, 
 from megappo.models.megatron_engine import Head, MegatronEngine, Outputs
 from megappo.models.offload import Offload
 from megappo.models.train_engine import TrainedEngine
-from megappo.observe.files import HF_ACTOR
 from megappo.observe.metrics import Metric
 from megappo.observe.timers import Timers
-from megappo.placement.components import LOAD, NOTHING, OPTIONAL_PHASES, ComponentSpec, build_order, uses_of
+from megappo.placement.components import LOAD, NOTHING, OPTIONAL_PHASES, ComponentSpec, build_order, exported, uses_of
 from megappo.placement.groups import ComponentGroups, build_groups
 from megappo.placement.run_plan import RunPlan
 from megappo.runtime import platform
@@ -102,7 +101,7 @@ class Models:
         Frozen models split the rows as the actor does: one in the actor's layout shares the actor's rows.
         """
         shards = {}
-        num_mini_batches = self.num_mini_batches()
+        num_mini_batches = {"actor": 1} | self.num_mini_batches()
         for name, component in self.components.items():
             has_pass = name in self.forwards or name in self.training
             if has_pass and not self.specs[name].own_rows:
@@ -166,12 +165,14 @@ class Models:
                     )
         exchange.raise_together(error)
 
-    def export_actor(self) -> None:
-        """Write the policy as a Hugging Face folder."""
-        engine = self.actor.engine
+    def export(self) -> None:
+        """Write the trained policy, or the critic of a run that trains it alone, as a Hugging Face folder."""
+        name = exported(self.specs)
+        engine, source = self.components[name].engine, self.specs[name].folder.value
         if engine is not None:
-            target = Path(self.config.trainer.output_dir) / HF_ACTOR
-            write_hf_folder(engine.chunks, self.architecture, engine.groups, self.config.model.path, target)
+            architecture = self.architecture if name == "actor" else architecture_of(self.specs[name])
+            target = Path(self.config.trainer.output_dir) / f"hf_{name}"
+            write_hf_folder(engine.chunks, architecture, engine.groups, source, target)
 
 
 def build_models(plan: RunPlan, exchange: Exchange) -> Models:

@@ -131,7 +131,7 @@ class ResponseScorer:
 class NoResponseScorer:
     """Null object with the methods of ResponseScorer that a step calls."""
 
-    def scatter(self, batch: Batch, responses: StepResponses | None) -> None:
+    def scatter(self, batch: Batch, responses: StepResponses | None, dataset: PromptDataset | None = None) -> None:
         """Do nothing: there is nothing to score."""
 
     def forward(self, scattered: None, phase: Phases) -> Outputs:

@@ -10,7 +10,8 @@ from typing import Any
 from megappo.batch.exchange import Exchange, OtherRankError
 from megappo.batch.rows import Rows
 from megappo.checkpoint.folders import CheckpointError, step_of
-from megappo.config.schema import EVAL_INTERVAL, Config
+from megappo.config.schema import Config
+from megappo.config.trainer_section import EVAL_INTERVAL
 from megappo.observe.health import Unhealthy
 from megappo.observe.loggers import RunEnd
 from megappo.observe.metrics import reduce_ranks
@@ -25,6 +26,7 @@ from megappo.rollouts.rollouts import Rollouts, raise_if_interrupted
 from megappo.runtime.heartbeat import heartbeat
 from megappo.runtime.interruption import INTERRUPTION, deadline
 from megappo.trainer.batches import SampledBatches
+from megappo.trainer.critic_evaluation import CriticEvaluation, GateProgress
 from megappo.trainer.evaluation import evaluate
 from megappo.trainer.inference import InferenceEngines, NoEngines
 from megappo.trainer.models import Models, Phases, Shards
@@ -43,6 +45,7 @@ class Run:
     Attributes:
         rollouts: samples from the engines, if the run has any.
         batches: yields each step's scored rows.
+        gate: ends a run that trains a critic alone.
         shown: the first rows of the last trained step on this rank.
     """
 
@@ -58,15 +61,20 @@ class Run:
     phase: Phases
     utilisation: Utilisation
     scorer: ResponseScorer | NoResponseScorer = field(default_factory=NoResponseScorer)
+    gate: GateProgress = field(default_factory=GateProgress)
     shown: Rows | None = None
 
     def __post_init__(self) -> None:
+        self.critic_evaluation = CriticEvaluation(self.gate)
         # A reward function may end the run: complete a checkpoint that is on the disk by then.
         self.phase.before["reward"] = self.finish_save_if_written
 
     def evaluate(self, step: int) -> dict[str, Any]:
-        """Return `val/<dataset>/*` of every held-out prompt, and log a few samples."""
+        """Return `val/<dataset>/*` of every held-out prompt, and log a few samples; of a critic alone, how well it
+        predicts the returns of held-out rollouts."""
         with self.phase("evaluate"):
+            if self.config.trains_critic_alone:
+                return self.critic_evaluation(self, step)
             return evaluate(self.rollouts, self.datasets, self.observer, step, self._grade_held_out)
 
     def _grade_held_out(self, responses: Mapping[str, Responses]) -> None:
@@ -251,15 +259,19 @@ class Run:
             self.save()
 
     def finish(self) -> None:
-        """Export the actor and report.
+        """Save the last step, if the critic's gate has ended the run; export the model and report.
 
         Raises:
             Interrupted: the resumed run exports.
         """
+        if self.gate.ends_run:
+            self.save_if_needed()
         INTERRUPTION.end_saving()
         self.check_interrupted()
         if self.config.trainer.export_hf and self.models.training:
             with self.phase("export"):
-                self.models.export_actor()
+                self.models.export()
         self.exchange.all_gather(None)
+        if self.gate.is_set:
+            self.observer.message(self.gate.describe())
         self.observer.end(RunEnd())

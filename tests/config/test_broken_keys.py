@@ -119,6 +119,22 @@ CONTRADICTIONS = {
         "algorithm.critic_lam 1.0 has no effect, as algorithm.adv_estimator rloo does without values"
     ),
     "critic.warmup_steps=100": "critic.warmup_steps 100 must be below trainer.total_steps 100: lower it",
+    "trainer.train=[critic] critic.warmup_steps=2": (
+        "critic.warmup_steps 2 has no effect, as trainer.train leaves the actor as it is: drop it"
+    ),
+    "trainer.train=[critic] actor.clip_ratio=0.3": "actor.clip_ratio 0.3 has no effect, as trainer.train leaves",
+    "trainer.train=[critic] ref.parallel={tensor: 2}": "ref.parallel.tensor 2 has no effect, as trainer.train leaves",
+    "trainer.train=[critic] algorithm.adv_estimator=grpo rollout.n=2": (
+        "trainer.train [critic]: this run has no critic (algorithm.adv_estimator grpo, algorithm.shared_backbone false)"
+    ),
+    "trainer.train=[critic] algorithm.shared_backbone=true": (
+        "trainer.train [critic]: this run has no critic (algorithm.adv_estimator gae, algorithm.shared_backbone true)"
+    ),
+    "critic.gate={explained_variance: 0.5}": "critic.gate.explained_variance 0.5 has no effect, as trainer.train",
+    "trainer.train=[critic] critic.gate={explained_variance: 0.5} trainer.eval_interval=0": (
+        "critic.gate is checked on held-out rollouts: name data.val_files"
+    ),
+    "trainer.train=[critic] trainer.replay_held_out=held": "trainer.replay_held_out needs trainer.replay_rollouts",
     "critic.warmup_steps=1 algorithm.shared_backbone=true": (
         "critic.warmup_steps 1 has no effect, as this run builds no critic: drop it"
     ),

@@ -79,6 +79,21 @@ def test_sampled_log_probs_save_a_phase_and_its_seconds() -> None:
     assert more.pop("old_log_probs") > 1 and more == fewer
 
 
+def test_a_critic_alone_needs_weights_of_the_actor_and_on_recorded_rollouts_nothing_else() -> None:
+    alone = "trainer.train=[critic]"
+    both, live, replayed = (
+        estimate_of(load_config(BOTH_7B, overrides), 8)
+        for overrides in ((), (alone,), (alone, "trainer.replay_rollouts=r", "trainer.eval_interval=0"))
+    )
+    assert {*live.phases} == {*both.phases} - {"update_actor", "old_log_probs", "ref_log_probs"}
+    assert {*live.models} == {"actor", "critic"} and {*replayed.models} == {"critic"}
+    assert {entry for entry in live.fullest.ledgers["save"] if entry.startswith("actor")} == {"actor weights"}
+    assert not any(kind.has_engine for kind in replayed.rank_kinds)
+    assert (
+        TimeEstimate(live, GPUS["h100"]).seconds["sync"] == TimeEstimate(replayed, GPUS["h100"]).seconds["rollout"] == 0
+    )
+
+
 def test_engines_elsewhere_take_none_of_the_gpus():
     own, elsewhere = estimate(), estimate("rollout.engines=[http://a:1]")
     assert not any(rank_kind.has_engine for rank_kind in elsewhere.rank_kinds)

@@ -45,6 +45,7 @@ def test_no_rule_holds_in_a_healthy_run(run):
 
 
 NAN = math.nan
+SHAPED = {"reward/shaped/min": [0.0] * 6, "reward/shaped/max": [1.0] * 6}
 CASES = [
     ("truncation", {"rollout/truncated_frac": [0.99] * 3}, 3),
     ("truncation", {"rollout/truncated_frac": [0.2, 0.3, 0.4]}, None),
@@ -82,6 +83,13 @@ CASES = [
     ("value_loss", {"critic/vf_loss": [5.0] * 5}, 5),
     ("value_loss", {"critic/vf_loss": [3.0, 1.0, 0.5, 0.2, 0.2, 0.2]}, None),
     ("value_loss", {"critic/vf_loss": [60.0, 30.0, 16.0, 9.0, 6.0, 4.0, 2.0]}, None),
+    ("explained_variance", {"critic/vf_explained_var": [-0.15 + 0.001 * step for step in range(20)]}, 20),
+    ("explained_variance", {"critic/vf_explained_var": [-0.1] * 10 + [0.01] + [-0.1] * 15}, None),
+    ("value_range", {"values/min": [0.1] * 6, "values/max": [2.5] * 6, **SHAPED}, 5),
+    ("value_range", {"values/min": [-0.9] * 6, "values/max": [1.9] * 6, **SHAPED}, None),
+    ("value_range", {"values/min": [0.0] * 6, "values/max": [9.0] * 4 + [1.5, 9.0], **SHAPED}, None),
+    ("return_drift", {"returns/mean": [1.2] * 6, **SHAPED}, 5),
+    ("return_drift", {"returns/mean": [1.05] * 6, **SHAPED}, None),
     ("log_prob_diff", {"rollout/log_prob_diff/mean": [0.008, 0.008, 0.008, 0.05, 0.06, 0.07]}, 5),
     ("log_prob_diff", {"rollout/log_prob_diff/mean": [1e-7, 1e-7, 1e-7, 1e-5, 1e-5, 1e-5]}, None),
     ("log_prob_diff", {"rollout/log_prob_diff/mean": [0.02] * 9}, None),
@@ -119,6 +127,11 @@ def test_a_solved_task_may_end_without_entropy_and_explained_variance():
 
 def test_gspo_may_clip_half_of_the_tokens():
     assert check({"actor/pg_clipfrac": [0.5] * 9}, {"actor": {"policy_loss": "gspo"}}) == {}
+
+
+def test_discounted_returns_may_be_below_all_scores():
+    series = steady(6, **{"returns/mean": [-0.5] * 6, **SHAPED})
+    assert check(series) == {"return_drift": 5} and check(series, {"algorithm": {"gamma": 0.99}}) == {}
 
 
 def test_weights_of_whole_responses_may_differ_more_than_those_of_tokens():

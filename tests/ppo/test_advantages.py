@@ -13,7 +13,8 @@ from spawn import run_ranks
 
 from megappo.config.methods import ESTIMATORS
 from megappo.config.schema import Algorithm
-from megappo.ppo.advantages import compute_token_level_rewards, estimate, explained_variance, gae, whiten
+from megappo.moments import explained_variance
+from megappo.ppo.advantages import compute_token_level_rewards, estimate, gae, whiten
 from megappo.ppo.conventions import PRESETS, Whitening
 from megappo.ppo.estimators import grpo
 

@@ -104,7 +104,11 @@ FAULTS = {
         ("model.path={peaked}", "actor.entropy_coeff=1", "actor.optim.lr=2e-3"),
         {"entropy_explosion"},
     ),
-    "a critic that diverges": (("critic.optim.lr=0.9",), {"explained_variance"}),
+    "a critic that diverges": (("critic.optim.lr=0.9",), {"explained_variance", "value_range"}),
+    "a KL penalty that outweighs the scores": (
+        ("algorithm.kl_ctrl.kl_coef=20", "actor.optim.lr=0.05"),
+        {"return_drift"},
+    ),
     "rewards that grow suddenly": ((f"{REWARD}:grows_suddenly",), {"gradient_norm"}),
     "engines that get no weights": (
         (

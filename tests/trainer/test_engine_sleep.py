@@ -8,7 +8,8 @@ import torch.distributed as dist
 from spawn import run_ranks
 
 from megappo.batch.exchange import Exchange
-from megappo.config.schema import Config, Profile
+from megappo.config.schema import Config
+from megappo.config.trainer_section import Profile
 from megappo.engines.client import EngineClient, EngineError, EngineFault
 from megappo.engines.handle import EngineHandle, Footprint
 from megappo.engines.restarts import EngineRestarts
@@ -239,7 +240,7 @@ def test_engines_sleep_while_a_checkpoint_is_written(events, monkeypatch, tmp_pa
         models=SimpleNamespace(check_finite=lambda exchange: None),
         engines=found,
         rollouts=None,
-        batches=None,
+        batches=SimpleNamespace(prepare_save=lambda: None),
         progress=SimpleNamespace(checkpoint=None, is_new=True, start_step=0, **save),
         observer=SimpleNamespace(
             log=lambda step, metrics, examples=(): events.append(f"step {step}"),

@@ -79,6 +79,7 @@ def check_rows(rank: int, world_size: int) -> None:
         "rollout/response_length": rows.response_lengths.tolist(),
         "returns": of_tokens(rows, fields["returns"]),
         "values": of_tokens(rows, fields["values"]),
+        "critic/vf_error": of_tokens(rows, fields["values"] - fields["returns"]),
     }
     for name, values in distributions.items():
         histogram = found.pop(f"{name}/histogram")

@@ -73,6 +73,12 @@ def main() -> None:
 
 def final_score(task: str, folder: Path, keys: Sequence[str]) -> float:
     """Make a run, unless it is finished, and return the mean of its last held-out scores."""
+    evaluations = [of_step for line in train(task, folder, keys) if (of_step := held_out(line))]
+    return statistics.mean(evaluations[-1])
+
+
+def train(task: str, folder: Path, keys: Sequence[str]) -> list[dict[str, float]]:
+    """Make a run, unless it is finished, and return the metrics of its steps."""
     config = REPOSITORY / "configs" / f"{task}.yaml"
     log = folder.with_suffix(".log")
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -80,9 +86,7 @@ def final_score(task: str, folder: Path, keys: Sequence[str]) -> float:
         command = [sys.executable, "-m", "megappo", "train", config, f"trainer.output_dir={folder}", *FIXED, *keys]
         if run_child(command, cwd=REPOSITORY, stdout=output, stderr=subprocess.STDOUT):
             raise SystemExit(f"the run failed: see {log}")
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    evaluations = [of_step for line in lines if (of_step := held_out(line))]
-    return statistics.mean(evaluations[-1])
+    return list(map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()))
 
 
 def held_out(line: Mapping[str, float]) -> list[float]:

@@ -1,0 +1,103 @@
+"""Keys of a run's models that contradict each other: log-probs, layouts, adapters, and which of them are trained."""
+
+from collections.abc import Iterator
+
+from megappo.config.config_error import show
+from megappo.config.methods import TRANSPORTS
+from megappo.config.schema import Config
+
+
+def model_errors(config: Config) -> Iterator[str]:
+    """Yield the contradictions, a line each, with the keys, their values and the remedy."""
+    yield from _old_log_probs_errors(config)
+    yield from _layer_errors(config)
+    yield from _critic_errors(config)
+    yield from _adapter_errors(config)
+
+
+def _old_log_probs_errors(config: Config) -> Iterator[str]:
+    """Yield what needs other old log-probs than algorithm.old_log_probs names."""
+    algorithm, actor = config.algorithm, config.actor
+    if algorithm.old_log_probs == "trainer":
+        if actor.method.needs_engine_log_probs:
+            yield (
+                f"actor.policy_loss {actor.policy_loss} weights tokens by the ratio to the engine's log-probs, but "
+                "algorithm.old_log_probs is trainer: set it to engine"
+            )
+        return
+    needing = (
+        ("algorithm.kl_penalty full", algorithm.use_kl_in_reward and algorithm.kl_penalty == "full", "choose k3"),
+        ("algorithm.shared_backbone true", algorithm.shared_backbone, "set it to false"),
+        ("rollout.sync.probe_interval 0", not config.rollout.sync.probe_interval and not config.replays, "set it to 1"),
+    )
+    for key, needs_pass, remedy in needing:
+        if needs_pass:
+            yield (
+                f"{key} needs the actor's forward pass over the rollouts, which algorithm.old_log_probs engine leaves "
+                f"out: {remedy}, or set algorithm.old_log_probs to trainer"
+            )
+
+
+def _layer_errors(config: Config) -> Iterator[str]:
+    actor, ref = config.actor, config.ref
+    if actor.use_kl_loss and actor.kl_loss_unbiased and config.algorithm.preset == "nemo_rl":
+        yield "actor.kl_loss_unbiased true and algorithm.preset nemo_rl both correct the KL's gradient: drop one"
+    if "full" in config.kl_kinds:
+        same_layout = ref.parallel in (None, actor.parallel) and actor.parallel.pipeline == 1
+        same_batches = ref.max_tokens_per_micro_batch in (None, actor.max_tokens_per_micro_batch)
+        same_ranks = config.placement.ref in (None, config.placement.actor)
+        if not (same_layout and same_batches and same_ranks):
+            yield (
+                "KL kind full (algorithm.kl_penalty or actor.kl_loss_type) needs the reference's logits where the "
+                "actor's are: set actor.parallel.pipeline to 1, and drop placement.ref, ref.parallel and "
+                "ref.max_tokens_per_micro_batch, or choose k3"
+            )
+    lora = {"actor.lora": actor.lora, "critic.lora": config.critic.lora if config.has_critic else None}
+    for key, adapters in lora.items():
+        if adapters is not None and config.model.layer_spec != "torch":
+            yield (
+                f"{key} needs model.layer_spec torch, found {config.model.layer_spec}: set it, as the inputs of "
+                "TransformerEngine's layers are not visible outside"
+            )
+
+
+def _critic_errors(config: Config) -> Iterator[str]:
+    """Yield what a run that trains a critic alone lacks."""
+    if not config.trains_critic_alone:
+        return
+    trainer, algorithm = config.trainer, config.algorithm
+    if not config.has_critic:
+        yield (
+            f"trainer.train [critic]: this run has no critic (algorithm.adv_estimator {algorithm.adv_estimator}, "
+            f"algorithm.shared_backbone {show(algorithm.shared_backbone)}): set them to gae and false"
+        )
+    if trainer.replay_held_out is not None and not config.replays:
+        yield "trainer.replay_held_out needs trainer.replay_rollouts, as engines sample held-out prompts: drop it"
+    samples_held_out = bool(config.data.val_files) and not config.replays
+    if config.critic.gate is not None and not (config.eval_interval and (samples_held_out or trainer.replay_held_out)):
+        yield (
+            "critic.gate is checked on held-out rollouts: name data.val_files (with trainer.replay_rollouts: "
+            "trainer.replay_held_out), and set trainer.eval_interval above 0"
+        )
+
+
+def _adapter_errors(config: Config) -> Iterator[str]:
+    """Yield what engines do not support of the actor's adapters.
+
+    Source: SGLang 0.5.23, lora/lora.py: the adapters of q, k and v become one, and those of gate and up; of these only
+    k and up may be missing.
+    """
+    lora, sync = config.actor.lora, config.rollout.sync
+    if lora is None or config.trainer.replay_rollouts is not None:
+        return
+    given = set(lora.modules)
+    lacks_attention = given & {"q_proj", "k_proj", "v_proj"} and not given >= {"q_proj", "v_proj"}
+    if lacks_attention or ("up_proj" in given and "gate_proj" not in given):
+        yield (
+            f"actor.lora.target_modules {', '.join(lora.modules)}: SGLang serves q_proj and v_proj together only, "
+            "k_proj with these only, and up_proj with gate_proj only: name them, too"
+        )
+    if sync.transport in TRANSPORTS and TRANSPORTS[sync.transport].adapters is None:
+        yield f"rollout.sync.transport {sync.transport} sends whole models, not actor.lora's adapters: set it to auto"
+    if sync.bucket_bytes is not None:
+        yield f"rollout.sync.bucket_bytes {sync.bucket_bytes} has no effect on adapters, sent at once: drop it"

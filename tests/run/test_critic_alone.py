@@ -1,0 +1,79 @@
+"""A critic that is trained alone, on recorded rollouts and on those of a policy that stays as it is; PPO from it."""
+
+import shutil
+import statistics
+from pathlib import Path
+
+import pytest
+import torch
+from program import Program, logged
+from transformers import AutoModelForTokenClassification
+
+from megappo.batch.rows_file import RowsFile
+
+pytestmark = pytest.mark.timeout(600)
+CRITIC = ("trainer.train=[critic]", "trainer.eval_interval=1", "trainer.save_interval=0")
+
+
+def train(folder: Path, config: Path, *overrides: str) -> str:
+    with Program(folder / "program", config, f"trainer.output_dir={folder / 'run'}", *overrides) as program:
+        assert program.wait() == 0, program.output
+        return program.output
+
+
+def hf_values(model: Path, recorded: Path) -> tuple[list[float], list[float]]:
+    """Return transformers' value before each recorded token, and the score of its response: its return, as gamma and
+    lambda are 1."""
+    critic = AutoModelForTokenClassification.from_pretrained(model)
+    assert critic.config.num_labels == 1
+    values, scores = [], []
+    with RowsFile(recorded) as file, torch.no_grad():
+        rows = file.rows(0, len(file.table))
+    for tokens, length, score in zip(rows.sequences, rows.prompt_lengths.tolist(), rows.fields["scores"], strict=True):
+        of_row = critic(tokens[None]).logits[0, length - 1 : -1, 0]
+        values += of_row.tolist()
+        scores += [float(score)] * len(of_row)
+    return values, scores
+
+
+def test_a_critic_of_recorded_rollouts_is_kept_and_ppo_starts_from_it(config, run, folder):
+    held_out = folder / "held_out"
+    held_out.mkdir()
+    shutil.copy(run / "record" / "step_00000010.safetensors", held_out / "step_00000001.safetensors")
+    replay = (f"trainer.replay_rollouts={run / 'record'}", f"trainer.replay_held_out={held_out}")
+    gate = ("critic.gate={explained_variance: 0.95}", "trainer.total_steps=3")
+    output = train(folder, config, *CRITIC, *replay, *gate)
+    assert "actor: none (trainer.train, trainer.replay_rollouts)" in output
+    assert "critic.gate 0.95 is not reached: the critic explains at most " in output
+    steps = logged(folder / "run")
+    assert [one["step"] for one in steps] == [0, 1, 2, 3]
+    assert not (folder / "run" / "hf_actor").exists() and not (folder / "run" / "engines").exists()
+    assert not any(name.startswith(("actor/", "reward/kl", "sync/")) for name in steps[-1])
+    critic = folder / "run" / "hf_critic"
+    values, scores = hf_values(critic, held_out / "step_00000001.safetensors")
+    errors = [value - score for value, score in zip(values, scores, strict=True)]
+    explained = 1 - statistics.variance(errors) / (statistics.variance(scores) + 1e-5)
+    assert steps[-1]["val/held_out/critic/vf_explained_var"] == pytest.approx(explained, abs=1e-4)
+    assert steps[-1]["val/held_out/critic/vf_bias"] == pytest.approx(statistics.fmean(errors), abs=1e-5)
+    ppo = (replay[0], "trainer.eval_interval=0", "trainer.total_steps=1", "trainer.export_hf=false")
+    train(folder / "ppo", config, f"critic.model_path={critic}", *ppo)
+    (first,) = logged(folder / "ppo" / "run")
+    values, _ = hf_values(critic, run / "record" / "step_00000001.safetensors")
+    assert first["values/mean"] == pytest.approx(statistics.fmean(values), abs=1e-5)
+    assert first["actor/num_optimizer_steps"] == 2
+
+
+@pytest.mark.slow  # the run on recorded rollouts shows all but the engines
+def test_a_critic_of_a_policy_that_stays_as_it_is_ends_at_its_gate(config, folder):
+    gate = ("critic.gate={explained_variance: -1e6, patience: 2}", "trainer.total_steps=4")
+    output = train(folder, config, *CRITIC, *gate, "trainer.total_steps=4")
+    assert "critic.gate -1e+06 is reached: at step 0 " in output
+    assert [one["step"] for one in logged(folder / "run")] == [0]
+    output = train(folder / "further", config, *CRITIC, "trainer.total_steps=4", "critic.optim.lr=1e-3")
+    steps = logged(folder / "further" / "run")
+    assert [one["sync/bytes"] for one in steps[1:]] == [0.0] * 4
+    explained = [one["val/held_out/critic/vf_explained_var"] for one in steps]
+    assert len(explained) == 5 and explained[-1] > explained[0]
+    assert "finished; to start PPO from it: critic.model_path=" in output
+    again = train(folder / "further", config, *CRITIC, "trainer.total_steps=4", "critic.optim.lr=1e-3")
+    assert "already finished" in again
