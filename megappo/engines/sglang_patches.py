@@ -93,6 +93,10 @@ def install_hooks() -> None:
             refuse_empty_prompt,
             HookType.BEFORE,
         ),
+        "sglang.srt.managers.scheduler.Scheduler._record_scheduler_state_for_paused_engine": (
+            sleep_while_paused,
+            HookType.AFTER,
+        ),
         "sglang.srt.server_args.PortArgs.init_new": (name_shared_memory, HookType.AFTER),
     }
     for target, (hook, kind) in hooks.items():
@@ -129,6 +133,15 @@ def refuse_empty_prompt(manager: Any, request: Any, input_ids: list[int] | None)
     """Answer a prompt without a token with an error: it would crash SGLang's scheduler, and so the server."""
     if input_ids is not None and len(input_ids) == 0:
         raise ValueError("the prompt has no token: it is empty, or the tokenizer knows none of it")
+
+
+def sleep_while_paused(_: None, scheduler: Any) -> None:
+    """Let a paused scheduler wait for its next message, as one without requests does (--sleep-on-idle).
+
+    Its loop (`event_loop_normal`) spins: on a CPU with few cores it keeps the server and the trainer from sending the
+    weights for which it is paused. Schedulers on GPUs are spawned, without this hook, and have a core to themselves.
+    """
+    scheduler.maybe_sleep_on_idle()
 
 
 def name_shared_memory(ports: Any, *args: Any, **kwargs: Any) -> Any:
