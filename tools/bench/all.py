@@ -56,6 +56,7 @@ BENCHMARKS = {
     "rollout": Benchmark("rollout.py", ("--repeats", "3")),
     "data": Benchmark("data.py"),
     "ahead": Benchmark("ahead.py"),
+    "overlap": Benchmark("overlap.py"),
 }
 
 
