@@ -67,6 +67,10 @@ class Generation:
         tokens, log_probs = self.tokens + rest.tokens, self.log_probs + rest.log_probs
         return replace(rest, tokens=tokens, log_probs=log_probs, versions=[*self.versions, *rest.versions])
 
+    def without_last_token(self) -> "Generation":
+        """Return the response without its last token."""
+        return replace(self, tokens=self.tokens[:-1], log_probs=self.log_probs[:-1], versions=self.versions[:-1])
+
 
 def generate_body(
     prompts: Sequence[list[int]],

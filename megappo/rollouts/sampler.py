@@ -261,12 +261,13 @@ class RolloutSession:
         self._add_running(len(requests))
         async with contextlib.aclosing(self.client.generate_async(http, contexts, params)) as responses:
             async for position, response in responses:
-                request = requests[position].with_written(response)
+                request = requests[position]
                 if self._is_complete(response, contexts[position]):
-                    index, order, prompt, whole = request
+                    index, order, prompt, whole = request.with_written(response)
                     self.on_sample(response_sample(index, order, prompt, whole))
                 else:
-                    self.source.put_back(request)
+                    # The last token may be the end of the response, which an abort hides, so it is sampled again.
+                    self.source.put_back(request.with_written(response.without_last_token()))
                 self._add_running(-1)
                 self._free_one()
 

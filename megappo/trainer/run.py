@@ -198,6 +198,7 @@ class Run:
         if is_last:
             self.save()
         elif self.is_due(step, settings.save_interval) or self.progress.is_overdue:
+            self.batches.prepare_save()
             self.save(in_background=settings.async_save, may_fail=True)
             with self.phase("sync"):
                 self.engines.wake()
@@ -214,7 +215,6 @@ class Run:
         """
         self.finish_save()
         self.engines.sleep()  # saving takes memory
-        self.batches.prepare_save()
         with self.phase("save"):
             self.models.check_finite(self.exchange)
             with self._failing_save(may_fail):
@@ -255,6 +255,7 @@ class Run:
         self.finish_save()
         has_begun = self.progress.step > 0 or self.progress.experience is not None
         if has_begun and not self.progress.is_saved:
+            self.batches.prepare_save()
             self.engines.stop()
             self.save()
 

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -28,15 +29,36 @@ def prompts_of(record: Path, step: int) -> list[int]:
         return file.facts["prompts"]
 
 
+def responses_of(record: Path, step: int) -> list[list[int]]:
+    rows, responses, start = load_file(rows_file(record, step)), [], 0
+    for prompt_length, length in zip(rows["prompt_lengths"], rows["response_lengths"], strict=True):
+        end = start + int(prompt_length) + int(length)
+        responses.append(rows["tokens"][start + int(prompt_length) : end].tolist())
+        start = end
+    return responses
+
+
+def journal_lines(run: Path) -> list[dict[str, Any]]:
+    texts = [path.read_text("utf-8") for path in (run / "ahead").glob("engine_*")]
+    return [json.loads(line) for text in texts for line in text.split("\n")[1:-1]]
+
+
 def finished_responses(run: Path) -> dict[tuple[int, int], list[int]]:
     """Return (position of the prompt, sample_index) -> tokens, of the responses in the run's journal."""
     found: dict[tuple[int, int], list[int]] = {}
-    for path in (run / "ahead").glob("engine_*"):
-        lines = map(json.loads, path.read_text("utf-8").split("\n")[1:-1])
-        for sample, position in [(line["sample"], line["position"]) for line in lines if "sample" in line]:
-            assert (position, sample["sample_index"]) not in found
-            found[position, sample["sample_index"]] = sample["segments"][0]["tokens"]
+    for line in journal_lines(run):
+        if "sample" in line:
+            key, [segment] = (line["position"], line["sample"]["sample_index"]), line["sample"]["segments"]
+            assert key not in found
+            found[key] = segment["tokens"]
     return found
+
+
+def written_tokens(run: Path) -> dict[tuple[int, int], list[int]]:
+    """Return the same of the first tokens of responses."""
+    lines = journal_lines(run)
+    partial = [line for line in lines if "written" in line]
+    return {(line["position"], line["sample_index"]): line["written"]["tokens"] for line in partial}
 
 
 def kill(program: Program) -> None:
@@ -76,6 +98,31 @@ def test_killed_and_resumed(config: Path, run: Path, folder: Path) -> None:
         check_run(out, record, run / "record")
     for step in range(1, 5):
         assert_equal(load_file(rows_file(record, step)), load_file(rows_file(copy, step)))
+
+
+@pytest.mark.slow  # that a session continues what was aborted is in tests/rollouts/test_sampler.py
+def test_unfinished_responses_continue(config: Path, folder: Path) -> None:
+    """The engine is the slower side, so that the checkpoint is written while it decodes."""
+    out, record = folder / "out", folder / "record"
+    keys = (
+        "rollout.keep_partial=true",
+        "rollout.max_response_length=20",
+        "rollout.max_running_requests=1",
+        "trainer.save_interval=0",
+    )
+    arguments = (config, *AHEAD, *keys, f"trainer.output_dir={out}", f"trainer.record_rollouts={record}")
+    with Program(folder / "1", *arguments) as program:
+        program.wait_until(lambda: has_logged(out, 2))
+        program.process.send_signal(signal.SIGTERM)
+        assert program.wait() == 75, program.output
+    finished = finished_responses(out)
+    written = {key: tokens for key, tokens in written_tokens(out).items() if key not in finished}
+    assert written
+    with Program(folder / "2", *arguments) as program:
+        assert program.wait() == 0, program.output
+    responses = list(chain.from_iterable(responses_of(record, step) for step in range(1, STEPS + 1)))
+    for tokens in written.values():
+        assert any(one[: len(tokens)] == tokens and len(one) > len(tokens) for one in responses)
 
 
 @pytest.mark.slow  # one kill, and the loss of no response, are in the test before
