@@ -82,7 +82,7 @@ BUDGETS = {
     "checkpoint": 7_400,
     "config": 18_600,
     "data": 10_750,
-    "engines": 9_430,
+    "engines": 9_480,
     "estimate": 11_250,
     "models": 13_400,
     "observe": 18_450,
