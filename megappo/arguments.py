@@ -26,6 +26,9 @@ estimates without them."""
 TRAIN = """\
 example: megappo train configs/quickstart.yaml trainer.output_dir=outputs/mine actor.optim.lr=1e-6
 all keys: megappo plan --keys. Several nodes: launch/torchrun_node.sh, launch/slurm.sbatch."""
+SFT = """\
+example: megappo sft my_sft.yaml trainer.output_dir=outputs/sft actor.optim.lr=1e-5
+It is megappo train with trainer.kind=sft: docs/sft.md."""
 EVALUATE = """\
 CHECKPOINT is a run's folder (its newest checkpoint), one of its checkpoints (step_XXXXXXXX), or a Hugging Face folder.
 CONFIG sets the held-out data (data.val_files, eval.datasets), the sampling and the ranks. Engines are started, nothing
@@ -76,7 +79,17 @@ def plan_arguments(words: Sequence[str] | None) -> argparse.Namespace:
 
 def train_arguments(words: Sequence[str] | None) -> argparse.Namespace:
     """Parse the arguments of `megappo train`."""
-    parser = _parser("train", "Train on this node: check the config, then start one process per GPU.", TRAIN)
+    description = "Train on this node: check the config, then start one process per GPU."
+    return _start_arguments(_parser("train", description, TRAIN), words)
+
+
+def sft_arguments(words: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the arguments of `megappo sft`."""
+    description = "Fine-tune the actor on examples, on this node: check the config, then start one process per GPU."
+    return _start_arguments(_parser("sft", description, SFT), words)
+
+
+def _start_arguments(parser: argparse.ArgumentParser, words: Sequence[str] | None) -> argparse.Namespace:
     _add_config(parser)
     _add_nproc(parser, "one per visible GPU, else 2")
     return parser.parse_intermixed_args(words)

@@ -20,7 +20,7 @@ from megappo.table import resolved
 TRAIN, MODELS, RESULTS = "Train", "Models and checkpoints", "Inspect a run"
 EXAMPLE = "Example: megappo plan configs/quickstart.yaml. Each command has a --help of its own."
 KEYS = "megappo.config.describe:keys"
-TAKES_KEYS = ("train", "plan", "evaluate", "quickstart", "inspect")
+TAKES_KEYS = ("train", "sft", "plan", "evaluate", "quickstart", "inspect")
 
 
 class Command(NamedTuple):
@@ -40,6 +40,7 @@ COMMANDS = {
     "quickstart": Command("megappo_tools.quickstart", "train a small model on this machine, in a minute", TRAIN),
     "plan": Command("megappo.plan", "check a config, show what it means, estimate memory and time", TRAIN),
     "train": Command("megappo.local", "train on this node, one process per GPU", TRAIN),
+    "sft": Command("megappo.sft", "fine-tune a model on examples, on this node", TRAIN),
     "doctor": Command("megappo.doctor", "check that this machine can train", TRAIN),
     "evaluate": Command("megappo_tools.evaluate", "evaluate a checkpoint or a model on held-out data", MODELS),
     "convert": Command("megappo_tools.convert", "convert, compare and reshard weights", MODELS),

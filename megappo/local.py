@@ -17,15 +17,19 @@ CPU_RANKS = 2
 def main(arguments: Sequence[str] | None = None) -> int:
     """Start the ranks; return 2 for a config that cannot work."""
     args = train_arguments(arguments)
-    return start(args.config, args.overrides, args.nproc or num_gpus() or CPU_RANKS)
+    return start(args.config, args.overrides, args.nproc)
 
 
-def start(config: str, overrides: Sequence[str], num_ranks: int) -> int:
+def start(config: str, overrides: Sequence[str], nproc: int | None) -> int:
     """Check a config and start its ranks on this node in place of this process.
+
+    Args:
+        nproc: number of ranks; None = one per GPU.
 
     Errors in config, data and reward function are reported now, not after every rank has imported the program.
     """
     words = [config, *overrides]
+    num_ranks = nproc or num_gpus() or CPU_RANKS
     STATUS.start("config check")
     with contextlib.redirect_stdout(io.StringIO()):
         code = plan.main(["--world-size", str(num_ranks), *words])

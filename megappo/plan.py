@@ -132,11 +132,12 @@ def _warn(warnings: Iterable[str]) -> None:
 
 
 def _print_placement(plan: RunPlan) -> None:
-    notes = "\n  ".join([plan.route.describe(), *plan.config.absences])
+    is_ppo = plan.config.is_ppo
+    notes = "\n  ".join([*([plan.route.describe()] if is_ppo else ()), *plan.config.absences])
     print(f"\nplacement\n{placement_picture(plan)}\n  {notes}\n\n{rank_table(plan)}")
     if not plan.config.trainer.eval_only:
-        print(f"\nbatch, per PPO step\n{batch_summary(plan)}")
-    if plan.config.evaluates:
+        print(f"\nbatch, per step\n{batch_summary(plan)}")
+    if plan.config.evaluates and is_ppo:
         print(f"\nevaluation\n{evaluation_summary(plan.config)}")
 
 
@@ -213,8 +214,6 @@ BATCH_ROWS = (
 
 def batch_summary(plan: RunPlan) -> str:
     """Return the step's totals, then each component's split of them."""
-    data, rollout, num_engines = plan.config.data, plan.config.rollout, plan.layouts["rollout"].data
-    row, drawn, trajectories = longest_row(plan.config), data.draw_size, data.train_batch_size * rollout.n
     columns, steps = [("", *BATCH_ROWS)], []
     for name, split in plan.batch_splits.items():
         fewest, most = split.shard_trajectories
@@ -223,19 +222,31 @@ def batch_summary(plan: RunPlan) -> str:
         columns.append((name, *map("{:,}".format, counts), per_shard, *map("{:,}".format, split.micro_batches)))
     for name, training in plan.training.items():
         steps.append(f"{name} {training.optimizer_steps(plan.config):,}")
+    total = f"  whole run: {plan.config.trainer.total_steps:,} steps; optimizer steps: {', '.join(steps)}"
+    totals = _rollout_totals(plan) if plan.config.is_ppo else _example_totals(plan.config)
+    return "\n".join([*totals, aligned(list(zip(*columns, strict=True))), total])
+
+
+def _example_totals(config: Config) -> Iterator[str]:
+    """Yield the size of a step's examples."""
+    size, row = config.data.train_batch_size, longest_row(config)
+    yield f"  {size:,} examples of at most {row:,} tokens each: {size * row:,} tokens at worst"
+
+
+def _rollout_totals(plan: RunPlan) -> Iterator[str]:
+    """Yield the size of a step's rollouts."""
+    data, rollout, num_engines = plan.config.data, plan.config.rollout, plan.layouts["rollout"].data
+    row, drawn, trajectories = longest_row(plan.config), data.draw_size, data.train_batch_size * rollout.n
     limit = f", those that are finished first of {drawn:,} prompts" if drawn > data.train_batch_size else ""
     responses = counted(rollout.n, "response")
     lengths = f"{data.max_prompt_length:,} prompt + {rollout.max_response_length:,} response"
-    lines = [
-        f"  {data.train_batch_size:,} prompts x {responses} = {trajectories:,} trajectories{limit}",
-        f"  at most {row:,} tokens each ({lengths}): {trajectories * row:,} tokens at worst",
+    yield f"  {data.train_batch_size:,} prompts x {responses} = {trajectories:,} trajectories{limit}"
+    yield f"  at most {row:,} tokens each ({lengths}): {trajectories * row:,} tokens at worst"
+    yield (
         f"  {num_engines} engine(s): about {drawn * rollout.n / num_engines:,.4g} trajectories each, "
-        f"{rollout.max_running_requests:,} at once",
-        *_queue_summary(plan),
-        aligned(list(zip(*columns, strict=True))),
-        f"  whole run: {plan.config.trainer.total_steps:,} steps; optimizer steps: {', '.join(steps)}",
-    ]
-    return "\n".join(lines)
+        f"{rollout.max_running_requests:,} at once"
+    )
+    yield from _queue_summary(plan)
 
 
 def _queue_summary(plan: RunPlan) -> Iterator[str]:

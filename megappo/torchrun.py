@@ -41,6 +41,8 @@ LOGGERS = ("multiprocessing.api", "multiprocessing.errors.error_handler", "agent
 """Loggers that report each process they end, and the files they pass on."""
 ENDING_OF, END_RUN = "megappo.preflight.ending:ending_of", "megappo.preflight.ending:end_abandoned_run"
 """Imported at the end of a run that has not finished: they read configs."""
+RUNS = ("megappo.train", "megappo.sft")
+"""Modules whose ranks are those of a run."""
 GRACE_SECONDS = 5
 """Seconds that a rank of megappo.train may take to save and exit; others, which may have to clean up, torchrun's 30."""
 STARTED = time.time()
@@ -104,7 +106,7 @@ def prepared(args: argparse.Namespace) -> argparse.Namespace:
         args.master_addr = head_address(args.master_addr)
     if not args.module:
         os.environ.pop("PYTHONSAFEPATH", None)  # scripts find their neighbours
-    if args.training_script == "megappo.train":
+    if args.training_script in RUNS:
         os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE_SECONDS))
         Agent.ranks_can_save = True
     if not args.log_dir and (args.redirects, args.tee, args.local_ranks_filter) == ("0", "0", ""):
@@ -115,7 +117,7 @@ def prepared(args: argparse.Namespace) -> argparse.Namespace:
 
 def _heads_run(args: argparse.Namespace) -> bool:
     """Return whether this is the launcher of a run on its head node."""
-    return args.training_script == "megappo.train" and args.node_rank == 0
+    return args.training_script in RUNS and args.node_rank == 0
 
 
 def _print_ending(args: argparse.Namespace, signal: str, *, is_saved: bool = False) -> None:

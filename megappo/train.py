@@ -227,7 +227,9 @@ def _execute(plan: RunPlan, store: dist.Store, rank: int, cleanup: ExitStack, fu
         watching = cleanup.enter_context(ExitStack())  # its callback runs after those of what starts from here on
         for name, value in shared_nccl_variables(plan).items():
             os.environ.setdefault(name, value)  # the engine inherits the environment
-        engine_handle = EngineHandle() if config.replays else start_engine(plan, rank, store, cleanup)
+        engine_handle = (
+            start_engine(plan, rank, store, cleanup) if config.is_ppo and not config.replays else EngineHandle()
+        )
         with STATUS.step("imports of Megatron"), platform.gc_disabled():
             execute = resolved(function)
         timeout = timedelta(seconds=config.trainer.process_group_timeout_seconds)
@@ -253,7 +255,8 @@ def _occupy_folder(plan: RunPlan, cleanup: ExitStack) -> str:
 def shared_nccl_variables(plan: RunPlan) -> dict[str, str]:
     """Return NCCL's variables where an engine joins a group of the trainer's; else none: the trainer is faster with
     NCCL's defaults."""
-    return nccl_variables(plan.config.rollout.server_args) if plan.route.shares_nccl else {}
+    shares_nccl = plan.config.is_ppo and plan.route.shares_nccl
+    return nccl_variables(plan.config.rollout.server_args) if shares_nccl else {}
 
 
 def _print_capabilities(plan: RunPlan) -> None:

@@ -9,6 +9,7 @@ from operator import attrgetter
 
 from megappo.config.config_error import shorten, show
 from megappo.config.eval_sets import TRAINING, Task, context_errors, eval_sets, tasks, training_task
+from megappo.config.kind_checks import example_errors, hang_errors, lora_errors
 from megappo.config.model_checks import model_errors
 from megappo.config.schema import Config
 from megappo.config.score_checks import reward_model_errors, shapings
@@ -32,15 +33,16 @@ USUAL = {
 
 def config_errors(config: Config) -> list[str]:
     """Return every contradiction, one line each, with the keys, their values and the remedy."""
-    errors = [
-        *_section_errors(config),
-        *_unread_errors(config),
+    errors = [*_section_errors(config), *_unread_errors(config), *hang_errors(config)]
+    errors += _name_errors(config)
+    if not config.is_ppo:
+        return [*errors, *lora_errors(config), *example_errors(config)]
+    errors += [
         *_group_errors(config),
         *model_errors(config),
         *_run_errors(config),
         *_engine_errors(config),
         *_ahead_errors(config),
-        *_name_errors(config),
         *_reward_errors(config),
         *reward_model_errors(config),
     ]
@@ -148,12 +150,6 @@ def _group_errors(config: Config) -> Iterator[str]:
 
 def _run_errors(config: Config) -> Iterator[str]:
     trainer, actor, warmup = config.trainer, config.actor, config.critic.warmup_steps
-    hang_seconds, group_seconds = config.hang_timeout_seconds, trainer.process_group_timeout_seconds
-    if hang_seconds >= group_seconds:
-        yield (
-            f"trainer.hang_timeout_seconds {hang_seconds:g} must be below trainer.process_group_timeout_seconds "
-            f"{group_seconds:g}, which would end a run that hangs before its ranks have logged their stacks: lower it"
-        )
     if actor.target_kl is not None and actor.ppo_epochs * actor.num_mini_batches(config.data.train_batch_size) == 1:
         yield (
             f"actor.target_kl {actor.target_kl} has nothing to skip: a step has one optimizer step only; drop it, or "

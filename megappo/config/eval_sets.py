@@ -109,8 +109,15 @@ def played_tasks(config: Config) -> dict[str, Task]:
 
 
 def longest_row(config: Config) -> int:
-    """Return the most tokens of a training prompt and its response together."""
+    """Return the most tokens of a training prompt and its response together, or of an example."""
+    if not config.is_ppo:
+        return config.data.max_length
     return config.data.max_prompt_length + config.rollout.max_response_length
+
+
+def longest_response(config: Config) -> int:
+    """Return the most tokens of a row that can have a loss."""
+    return config.rollout.max_response_length if config.is_ppo else config.data.max_length
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,12 @@ from megappo.config.config_error import ConfigError, printable
 from megappo.config.methods import POLICY_LOSSES, PolicyLoss
 from megappo.config.sections import (
     HAS_VALUES,
+    IS_PPO,
     NONE,
     Algorithm,
     Data,
     Eval,
+    Model,
     Parallel,
     Ref,
     Reward,
@@ -81,12 +83,7 @@ TRAINS_ACTOR = ReadIf(
     "{} leaves the actor as it is",
     always=("parallel", "max_tokens_per_micro_batch", "offload", "lora"),
 )
-
-
-class Model(Section):
-    path: ModelPath = key(..., "Hugging Face folder (config.json, safetensors, tokenizer) that training starts from, or the id of a model in the local cache, such as Qwen/Qwen2.5-7B")
-    dtype: Literal["fp32", "bf16"] = key("bf16", "parameter and activation type of every model; fp32 on a CPU")
-    layer_spec: Literal["auto", "torch", "transformer_engine"] = key("auto", "transformer layers; auto = TransformerEngine's where it is installed with CUDA, else those of torch")
+ACTOR_OF_PPO = ReadIf("trainer.kind", lambda config: config.is_ppo, always=("parallel", "optim", "lora", "recompute", "offload", "max_tokens_per_micro_batch"))
 
 
 class Optim(Section):
@@ -195,10 +192,10 @@ class Critic(Trained):
 
 class Placement(Section):
     actor: Ranks = key("all", "ranks of the actor: 'all', '0-7', '0,2', '0-3,6' (inclusive)")
-    critic: Ranks = key("all", "ranks of the critic")
+    critic: Ranks = key("all", "ranks of the critic", read_if=IS_PPO)
     ref: Ranks | None = key(None, "ranks of the reference; null = the actor's", read_if=(REFERENCE_DIFFERS, HAS_REFERENCE))
     reward_model: Ranks | None = key(None, "ranks of the reward model; null = the actor's", read_if=HAS_REWARD_MODEL)
-    rollout: Ranks = key("all", "ranks whose GPUs the SGLang engines use, the actor's or others")
+    rollout: Ranks = key("all", "ranks whose GPUs the SGLang engines use, the actor's or others", read_if=IS_PPO)
 
 
 class Config(Section):
@@ -206,15 +203,15 @@ class Config(Section):
 
     model: Model = key(..., "the model all components start from")
     placement: Placement = key(Placement(), "which component lives on which ranks (torchrun's global ranks, one per GPU)")
-    actor: Actor = key(Actor(), "the policy", read_if=TRAINS_ACTOR)
-    critic: Critic = key(Critic(), "the value model", read_if=(HAS_CRITIC, HAS_VALUES))
-    ref: Ref = key(Ref(), "the frozen reference policy of the KL penalty", read_if=(REFERENCE_DIFFERS, HAS_REFERENCE))
-    reward_model: RewardModel = key(RewardModel(), "a reward model that the run loads", read_if=HAS_REWARD_MODEL)
-    rollout: Rollout = key(Rollout(), "sampling and the SGLang engines")
-    data: Data = key(..., "prompts")
-    reward: Reward = key(Reward(), "scoring of responses")
-    algorithm: Algorithm = key(Algorithm(), "advantages and KL")
-    eval: Eval = key(Eval(), "evaluations")
+    actor: Actor = key(Actor(), "the policy", read_if=(ACTOR_OF_PPO, TRAINS_ACTOR))
+    critic: Critic = key(Critic(), "the value model", read_if=(IS_PPO, HAS_CRITIC, HAS_VALUES))
+    ref: Ref = key(Ref(), "the frozen reference policy of the KL penalty", read_if=(IS_PPO, REFERENCE_DIFFERS, HAS_REFERENCE))
+    reward_model: RewardModel = key(RewardModel(), "a reward model that the run loads", read_if=(IS_PPO, HAS_REWARD_MODEL))
+    rollout: Rollout = key(Rollout(), "sampling and the SGLang engines", read_if=IS_PPO)
+    data: Data = key(..., "prompts, or examples")
+    reward: Reward = key(Reward(), "scoring of responses", read_if=IS_PPO)
+    algorithm: Algorithm = key(Algorithm(), "advantages and KL", read_if=IS_PPO)
+    eval: Eval = key(Eval(), "evaluations", read_if=IS_PPO)
     trainer: Trainer = key(..., "the run")
 
     _sources: Sources = PrivateAttr(default_factory=Sources)
@@ -263,6 +260,11 @@ class Config(Section):
             return self
         changed = owner.model_copy(update={name: value})
         return self.changed(section, changed) if section else changed
+
+    @property
+    def is_ppo(self) -> bool:
+        """True if the run trains by PPO, on rollouts; others train on examples."""
+        return self.trainer.kind == "ppo"
 
     @property
     def has_values(self) -> bool:
@@ -343,7 +345,7 @@ class Config(Section):
         if self.trains_critic_alone:
             is_absent = "none" if self.replays else "not trained"
             lines.append(f"actor: {is_absent} (trainer.train{', trainer.replay_rollouts' if self.replays else ''})")
-        if not self.has_critic:
+        if self.is_ppo and not self.has_critic:
             lines.append(f"critic: none (algorithm.adv_estimator {self.algorithm.adv_estimator})")
         if not self.evaluates:
             lines.append("evaluation: none (data.val_files, eval.datasets, trainer.eval_interval, trainer.rollout_only)")

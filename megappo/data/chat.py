@@ -55,7 +55,7 @@ class Chat:
             )
         if isinstance(prompt, str):
             if self._config.apply_chat_template:
-                return self._with_system([{"role": "user", "content": prompt}])
+                return self.with_system([{"role": "user", "content": prompt}])
             if self._needs_messages:
                 raise ValueError(
                     "the prompt is a string, for which data.system_prompt and data.chat_template_kwargs have no "
@@ -66,7 +66,7 @@ class Chat:
             raise ValueError(
                 f"expected a string or a list of {{'role': str, 'content': str}}, found {repr(prompt)[:80]}"
             )
-        return self._with_system(prompt)
+        return self.with_system(prompt)
 
     def text_of(self, content: PromptContent, *, continues: bool = True) -> str:
         """Render a prompt as the model sees it, up to where its answer begins.
@@ -76,26 +76,37 @@ class Chat:
         Raises:
             ValueError: the template refuses the messages, or renders an empty text.
         """
-        text = content if isinstance(content, str) else self._rendered(content, continues)
+        if isinstance(content, str):
+            text = content
+        else:
+            continues = continues and content[-1]["role"] == "assistant"
+            text = self._rendered(content, continue_final_message=continues, add_generation_prompt=not continues)
         if not text:
             raise ValueError("the prompt is empty")
         return text
 
-    def _with_system(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def with_system(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the messages with data.system_prompt, unless they have a system message."""
         system = self._config.system_prompt
         if system is None or any(message["role"] == "system" for message in messages):
             return messages
         return [{"role": "system", "content": system}, *messages]
 
-    def _rendered(self, messages: list[dict[str, Any]], continues: bool) -> str:
+    def whole_text(self, messages: list[dict[str, Any]]) -> str:
+        """Render a conversation up to the end of its last message.
+
+        Raises:
+            ValueError: the template refuses the messages.
+        """
+        return self._rendered(messages)
+
+    def _rendered(self, messages: list[dict[str, Any]], **settings: bool) -> str:
         if not self._tokenizer.chat_template:
             raise ValueError(
                 "the prompt is chat messages but the tokenizer has no chat template: use strings, or add one, "
                 "chat_template.jinja in the model's folder"
             )
-        given = self._config.chat_template_kwargs
-        continues = continues and messages[-1]["role"] == "assistant"
-        given = given | {"continue_final_message": continues, "add_generation_prompt": not continues}
+        given = self._config.chat_template_kwargs | settings
         try:
             return self._tokenizer.apply_chat_template(messages, tools=self._tools, tokenize=False, **given)
         except Exception as error:  # templates refuse messages with jinja2's own exceptions

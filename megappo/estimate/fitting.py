@@ -45,7 +45,9 @@ def fits(estimate: MemoryEstimate) -> bool:
 
 
 def _has_room(estimate: MemoryEstimate) -> bool:
-    has_none = bool(estimate.config.rollout.engines) or estimate.config.replays  # on these GPUs
+    has_none = (
+        not estimate.config.is_ppo or bool(estimate.config.rollout.engines) or estimate.config.replays
+    )  # on these GPUs
     return has_none or estimate.engine.cache_tokens >= longest_request(estimate.config).tokens
 
 
@@ -106,7 +108,7 @@ def _changes(plan: RunPlan) -> Iterator[Change]:
     for key, most in dict.fromkeys(spec.max_tokens for spec in plan.components.values()):
         if most > row:
             yield key, max(most // 2, row)
-    for share in reversed(ENGINE_SHARES):
+    for share in reversed(ENGINE_SHARES) if plan.config.is_ppo else ():
         if share < rollout.mem_fraction_static:
             yield ENGINE_SHARE, share
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from megappo.architecture.architecture import DTYPES, Architecture
 from megappo.architecture.fit import fit_errors
 from megappo.config.config_error import ConfigError
-from megappo.config.eval_sets import longest_row
+from megappo.config.eval_sets import longest_response, longest_row
 from megappo.config.methods import GPU_BUCKET_BYTES
 from megappo.config.schema import Config
 from megappo.estimate.gpus import GIB, GPUS_PER_NODE
@@ -182,7 +182,9 @@ class MemoryEstimate:
         forward = [spec.forward.phase for spec in plan.components.values() if spec.forward]
         updates = [f"update_{name}" for name in plan.training]
         self.passes = {phase: self.uses[phase] for phase in forward + updates}
-        self.phases = [START, ROLLOUT, *self.passes, SYNC, PROBE, SAVE]
+        of_engines = (ROLLOUT, SYNC, PROBE) if plan.config.is_ppo else ()
+        phases = [START, ROLLOUT, *self.passes, SYNC, PROBE, SAVE]
+        self.phases = [phase for phase in phases if phase in of_engines or phase not in (ROLLOUT, SYNC, PROBE)]
         self.rank_kinds = self._rank_kinds()
         self.fullest = max(self.rank_kinds, key=lambda kind: kind.peak)
 
@@ -196,9 +198,9 @@ class MemoryEstimate:
 
     def _rank_kinds(self) -> list[RankKind]:
         layouts = dict(self.plan.layouts)
+        engines = layouts.pop("rollout", None)
         has_none = self.config.rollout.engines or self.config.replays
-        engine_ranks = () if has_none else layouts["rollout"].ranks
-        del layouts["rollout"]
+        engine_ranks = () if engines is None or has_none else engines.ranks
         found = defaultdict[tuple, list[int]](list)
         for rank in range(self.plan.world_size):
             places = {name: layout.coordinates(rank) for name, layout in layouts.items()}
@@ -229,7 +231,7 @@ class MemoryEstimate:
                 node = nodes[rank // gpus_per_node]
                 node["processes"] += PROCESS_BYTES + kind.has_engine * ENGINE_PROCESS_BYTES
                 node["offloaded states"] += asleep
-        for engine in self.plan.route.engines:
+        for engine in self.plan.route.engines if self.config.is_ppo else ():
             queued = queue_bytes(self.config) / len(self.plan.route.engines)
             nodes[engine.owner // gpus_per_node]["queued responses"] += queued
         # A save in the background keeps all copies; else one model's are freed before the next one's are made.
@@ -275,7 +277,7 @@ class MemoryEstimate:
 
     def _model_entries(self, stages: Mapping[str, int], phase: str) -> Ledger:
         uses = self.uses.get(SYNC if phase == PROBE else phase, {})
-        response_share = self.config.rollout.max_response_length / longest_row(self.config)
+        response_share = longest_response(self.config) / longest_row(self.config)
         ledger: Ledger = {}
         for name, stage in stages.items():
             model = self.models[name]

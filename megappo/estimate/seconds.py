@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megappo.architecture.architecture import DTYPES
-from megappo.config.eval_sets import longest_row
+from megappo.config.eval_sets import longest_response, longest_row
 from megappo.estimate.gpu_memory import ROLLOUT, SAVE, SYNC, MemoryEstimate, RankKind
 from megappo.estimate.gpus import GPU
 from megappo.estimate.placed_model import PlacedModel, Shape
@@ -66,13 +66,15 @@ class TimeEstimate:
         self._nbytes = DTYPES[self.config.model.dtype].nbytes
         self._peak = gpu.flops if self._nbytes == 2 else gpu.fp32_flops
         self._reached = self._peak * MATMUL_SHARE
-        self.seconds = {ROLLOUT: 0.0 if self.config.replays else self._rollout()}
+        of_rollouts = {ROLLOUT: 0.0 if self.config.replays else self._rollout()}
+        self.seconds = of_rollouts if self.config.is_ppo else {}
         self.mfu: dict[str, float] = {}
         for phase, uses in memory.passes.items():
             self._add_passes(phase, [memory.models[name] for name in uses])
         sends = "actor" in memory.plan.training and not self.config.replays
         sending = memory.engine.weights / (gpu.link * SYNC_SHARE) + memory.num_buckets * BUCKET_SECONDS
-        self.seconds[SYNC] = sending if sends else 0.0
+        if self.config.is_ppo:
+            self.seconds[SYNC] = sending if sends else 0.0
         # Offloaded tensors move over the rank's own bus, once a phase that needs them; those of a save do not count.
         if moved := max(map(self._moved, memory.rank_kinds)):
             self.seconds["offload"] = moved / (gpu.host * LINK_SHARE)
@@ -125,14 +127,14 @@ class TimeEstimate:
             seconds += backward * self._pass(model) + self._head(model)
             if settings.recompute == "full":
                 seconds += self._pass(model)
-            work *= settings.ppo_epochs
-            seconds = settings.ppo_epochs * seconds + self._optimizer_steps(model)
+            work *= model.split.epochs
+            seconds = model.split.epochs * seconds + self._optimizer_steps(model)
         self.seconds[phase] = seconds
         self.mfu[phase] = work / (seconds * len(model.layout.ranks) * self._peak)
 
     def _work(self, model: PlacedModel) -> float:
         """Return the operations of a forward pass over all rows of a step."""
-        return self._rows * model.shape.flops.forward([(self._row, self.config.rollout.max_response_length)])
+        return self._rows * model.shape.flops.forward([(self._row, longest_response(self.config))])
 
     def _pass(self, model: PlacedModel) -> float:
         """Return the seconds of a forward pass over all rows of a step, including the exchanges of tensor-parallel
@@ -149,7 +151,7 @@ class TimeEstimate:
 
     def _head(self, model: PlacedModel) -> float:
         """Return the seconds to compute the logits of all responses of a step once, on the last stage's ranks."""
-        outputs = self._rows * self.config.rollout.max_response_length
+        outputs = self._rows * longest_response(self.config)
         return outputs * model.shape.flops.per_output / (len(model.layout.stages[-1]) * self._reached)
 
     def _exchanges(self, model: PlacedModel) -> float:

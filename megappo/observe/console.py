@@ -20,15 +20,14 @@ ETA_STEPS = 10
 """The last steps whose median time estimates the remaining ones."""
 
 
-def held_out_score(metrics: Mapping[str, float | None]) -> float | None:
-    """Return the mean over the held-out data sets of `val/<dataset>/score/mean`; None where the step holds no
-    evaluation.
+def held_out_score(metrics: Mapping[str, float | None], metric: str = "score/mean") -> float | None:
+    """Return the mean over the held-out data sets of `val/<dataset>/<metric>`; None where the step has none.
 
-    With rewards of 0 and 1 (exact match) it is the accuracy.
+    With rewards of 0 and 1 (exact match) the mean score is the accuracy.
     """
     scores = []
     for name, value in metrics.items():
-        if name.startswith("val/") and name.endswith("/score/mean") and value is not None:
+        if name.startswith("val/") and name.endswith(f"/{metric}") and value is not None:
             scores.append(value)
     return statistics.fmean(scores) if scores else None
 
@@ -55,6 +54,19 @@ COLUMNS = {
     "step_s": Column("timing_s/step", ".1f"),
 }
 """Title -> column. Any other title of trainer.console_fields is a metric's name."""
+HELD_OUT_LOSS = "val_loss"
+OF_KINDS = {
+    "sft": {
+        "loss": Column("actor/nll_loss", ".4f"),
+        "val_loss": Column(HELD_OUT_LOSS, ".4f"),
+        "grad_norm": Column("actor/grad_norm", ".3f"),
+        "lr": Column("actor/lr", ".2g"),
+        "epochs": Column("data/epochs", ".2f"),
+        "tok/s": Column("data/tokens_per_second", ".0f"),
+        "step_s": Column("timing_s/step", ".1f"),
+    }
+}
+"""trainer.kind -> its columns, by title, unless trainer.console_fields names others."""
 OTHER_FORMAT = ".4g"
 COLUMN_WIDTH = 8
 """Least characters of a column; a longer number is written in scientific form."""
@@ -120,6 +132,8 @@ class Console(Logger):
         self._total_steps, self._num_samples = run.total_steps, trainer.get("print_samples", 2)
         titles = trainer.get("console_fields", CONSOLE_FIELDS)
         self._columns = {title: COLUMNS.get(title, Column(title, OTHER_FORMAT)) for title in titles}
+        if tuple(titles) == CONSOLE_FIELDS:
+            self._columns = OF_KINDS.get(trainer.get("kind", "ppo"), self._columns)
         self._step_width = max(len("step"), 2 * len(str(run.total_steps)) + 1)
         eval_interval = trainer.get("eval_interval") or EVAL_INTERVAL
         save_interval = trainer.get("save_interval") or run.total_steps
@@ -132,7 +146,8 @@ class Console(Logger):
             self._line("step", *self._columns, "eta")
         self._num_lines += 1
         # A run with the KL in its loss alone has the distance to the reference as actor/kl_loss.
-        values = {HELD_OUT: held_out_score(metrics), KL_PENALTY: metrics.get("actor/kl_loss"), **metrics}
+        held_out = {HELD_OUT: held_out_score(metrics), HELD_OUT_LOSS: held_out_score(metrics, "loss")}
+        values = {**held_out, KL_PENALTY: metrics.get("actor/kl_loss"), **metrics}
         cells = []
         unhealthy = {read for name, rule in RULES.items() if metrics.get(PREFIX + name) for read in rule.metrics}
         for title, (metric, number_format) in self._columns.items():

@@ -68,6 +68,7 @@ class Training:
         key: key of the config's section.
         settings: config.actor or config.critic.
         fields: fields of the rows that the loss reads.
+        by_ppo: its settings have mini-batches and epochs; else a step is one optimizer step.
         full_kl: the loss reads the KL to `Component.reference`.
         warmup_steps: first PPO steps, in which the component is not trained.
     """
@@ -77,11 +78,21 @@ class Training:
     fields: tuple[str, ...]
     full_kl: bool = False
     warmup_steps: int = 0
+    by_ppo: bool = True
+
+    @property
+    def epochs(self) -> int:
+        """Passes over the rows of a step."""
+        return self.settings.ppo_epochs if self.by_ppo else 1
+
+    def num_mini_batches(self, num_prompts: int) -> int:
+        """Return the mini-batches of a step with so many prompts, per epoch."""
+        return self.settings.num_mini_batches(num_prompts) if self.by_ppo else 1
 
     def optimizer_steps(self, config: Config) -> int:
         """Return the optimizer steps of the whole run, without early stops."""
         steps = config.trainer.total_steps - self.warmup_steps
-        return steps * self.settings.ppo_epochs * self.settings.num_mini_batches(config.data.train_batch_size)
+        return steps * self.epochs * self.num_mini_batches(config.data.train_batch_size)
 
 
 @dataclass(frozen=True)
@@ -99,6 +110,7 @@ class ComponentSpec:
         lora: its adapters, which are trained instead of its weights.
         frozen: groups of its parameters that are not trained.
         reference: the component whose logits its head compares with its own; that one is built first.
+        is_evaluated: held-out rows go through it.
         offload: kinds of tensors that are offloaded to the host while no phase needs them; "auto" until
             `estimate.fitting` decides.
         own_rows: it reads rows of its own, possibly of another tokenizer, not the step's.
@@ -114,12 +126,13 @@ class ComponentSpec:
     lora: Lora | None = None
     frozen: tuple[ParameterGroup, ...] = ()
     reference: str | None = None
+    is_evaluated: bool = False
     offload: Setting = Setting("", ())
     own_rows: bool = False
 
     def mini_batch_prompts(self, config: Config) -> Setting:
         """Return the number of prompts whose trajectories make a mini-batch."""
-        if self.training is None:
+        if self.training is None or not self.training.by_ppo:
             return setting(config, "data.train_batch_size")
         return Setting(f"{self.training.key}.ppo_mini_batch_size", self.training.settings.ppo_mini_batch_size)
 
@@ -220,8 +233,23 @@ COMPONENTS: Table[Callable[[Config], ComponentSpec | None]] = Table(
 """Functions of the config by component; they return None if a run does not have it."""
 
 
+def _fine_tuned(config: Config) -> ComponentSpec:
+    """Return the policy of a run of sft, which has no other model."""
+    return ComponentSpec(
+        **_settings(config, "actor"),
+        folder=setting(config, "model.path"),
+        head="policy",
+        forward=None,
+        training=Training("actor", config.actor, (), by_ppo=False),
+        lora=config.actor.lora,
+        is_evaluated=config.evaluates,
+    )
+
+
 def components_of(config: Config) -> dict[str, ComponentSpec]:
     """Return the models of a run, by name."""
+    if not config.is_ppo:
+        return {"actor": _fine_tuned(config)}
     specs = {name: entry(config) for name, entry in COMPONENTS.items()}
     found = {name: spec for name, spec in specs.items() if spec is not None}
     if config.trainer.eval_only:
@@ -277,6 +305,8 @@ def uses_of(specs: Mapping[str, ComponentSpec]) -> dict[str, dict[str, DeviceUse
         if spec.training is not None:
             uses[f"update_{name}"] |= {name: TRAIN} | (reference if spec.training.full_kl else {})
             uses["save"][name] = SAVE
+        if spec.is_evaluated:
+            uses["evaluate"][name] = READ_WEIGHTS
     if "actor" in specs:
         uses["sync"]["actor"] = READ_WEIGHTS
     uses["export"][exported(specs)] = READ_WEIGHTS

@@ -37,13 +37,14 @@ def leaves_world_open(config: Config) -> bool:
 def _rank_texts(config: Config) -> dict[str, str]:
     """Return the ranks' text by key; components may share a key."""
     found = [spec.ranks for spec in components_of(config).values()]
-    return dict([*found, ("placement.rollout", config.placement.rollout)])
+    engines = [("placement.rollout", config.placement.rollout)] if config.is_ppo else []
+    return dict([*found, *engines])
 
 
 def place(
     config: Config, components: Mapping[str, ComponentSpec], world_size: int, ranks_per_node: int
 ) -> dict[str, Layout]:
-    """Return the layout of each component, by name, and of the SGLang engines, as `rollout`.
+    """Return the layout of each component, by name, and with PPO of the SGLang engines, as `rollout`.
 
     The layout of the engines has one data-parallel shard per engine, whose `output_rank` owns the engine. Each engine
     of rollout.engines, which runs already, has one rank that calls it.
@@ -55,7 +56,8 @@ def place(
     rollout = config.placement.rollout
     engines = Parallel(tensor=1 if external else config.rollout.tensor_parallel)
     placed = {name: (spec.ranks, spec.parallel) for name, spec in components.items()}
-    placed["rollout"] = Setting("placement.rollout", rollout), Setting("rollout.tensor_parallel", engines)
+    if config.is_ppo:
+        placed["rollout"] = Setting("placement.rollout", rollout), Setting("rollout.tensor_parallel", engines)
     layouts: dict[str, Layout] = {}
     errors: list[str] = []
     for name, (text, parallel) in placed.items():

@@ -90,7 +90,7 @@ class RunPlan:
             if_longest = _ceil(most, max_tokens.value // longest_row(config))
             splits[name] = BatchSplit(
                 mini_batches=config.data.train_batch_size // mini_batch,
-                epochs=spec.training.settings.ppo_epochs if spec.training else 0,
+                epochs=spec.training.epochs if spec.training else 0,
                 trajectories=trajectories,
                 shard_trajectories=(fewest, most),
                 micro_batches=(_ceil(if_shortest, group) * group, _ceil(if_longest, group) * group),
@@ -103,6 +103,8 @@ class RunPlan:
 
     def sleep_errors(self) -> Iterator[str]:
         """Yield why engines cannot sample while the models train. Such a plan has estimates and suggestions."""
+        if not self.config.is_ppo:
+            return
         asleep = [rank for engine in self.route.engines if engine.frees_memory for rank in engine.ranks]
         if self.config.rollout.max_staleness and asleep:
             yield (
@@ -137,7 +139,7 @@ def plan_run(config: Config, world_size: int, ranks_per_node: int | None = None)
     except ConfigError as error:
         raise ConfigError(*errors, *error.errors) from None
     plan = RunPlan(config, config, world_size, ranks_per_node, components, layouts)
-    errors += plan.route.errors(on_gpus=False)
+    errors += plan.route.errors(on_gpus=False) if config.is_ppo else ()
     if absent := [rank for rank in config.trainer.profile.ranks if rank >= world_size]:
         errors.append(
             f"trainer.profile.ranks {absent[0]} is not below the number of ranks, {world_size}: choose another"
@@ -164,10 +166,13 @@ def _batch_errors(config: Config, spec: ComponentSpec) -> Iterator[str]:
         yield f"{key} {size} does not divide data.train_batch_size {prompts}: {nearest_divisors(prompts, size)} would"
     key, max_tokens = spec.max_tokens
     if max_tokens < longest_row(config):
-        yield (
-            f"{key} {max_tokens} cannot hold one row of data.max_prompt_length {config.data.max_prompt_length} + "
-            f"rollout.max_response_length {config.rollout.max_response_length}: set it to {longest_row(config)} or more"
-        )
+        length = f"data.max_length {config.data.max_length}"
+        if config.is_ppo:
+            length = (
+                f"data.max_prompt_length {config.data.max_prompt_length} + rollout.max_response_length "
+                f"{config.rollout.max_response_length}"
+            )
+        yield f"{key} {max_tokens} cannot hold one row of {length}: set it to {longest_row(config)} or more"
 
 
 def _parallel_errors(key: str, parallel: Parallel) -> Iterator[str]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from megappo.architecture.parsing import read_architecture
 from megappo.config.config_error import ConfigError
@@ -14,7 +15,9 @@ from megappo.config.schema import Config
 from megappo.config.score_checks import late_scores_errors, metric_errors, num_scores_errors, step_scores_errors
 from megappo.data.chat import chat_end_warnings
 from megappo.data.conversations import Conversations
-from megappo.data.prompts import Prompt, PromptDataset, open_datasets
+from megappo.data.examples import open_examples
+from megappo.data.prompts import Prompt, open_datasets
+from megappo.data.record_dataset import RecordDataset
 from megappo.data.tokenizer import load_tokenizer, stop_token_ids
 from megappo.placement.components import shared_vocabulary
 from megappo.userland import user_code
@@ -22,6 +25,9 @@ from megappo.userland.environments import EnvironmentFault, EnvironmentPool, Epi
 from megappo.userland.grades import Grade
 from megappo.userland.rewards import RewardError, RewardPool
 from megappo.userland.signatures import Row
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 ANSWER_FORMS = (
     *("={}", "#### {}", "\\boxed{{{}}}", "<answer>{}</answer>"),
@@ -67,6 +73,9 @@ def rehearse(config: Config, *, everything: bool) -> Findings:
     with findings.noting(), ExitStack() as cleanup:
         tokenizer = load_tokenizer(config.model.path)
         findings.checked.append(f"tokenizer of {config.model.path}")
+        if not config.is_ppo:
+            _rehearse_examples(config, tokenizer, findings, everything=everything)
+            return findings
         with findings.noting():
             ends = stop_token_ids(config.model.path, config.rollout.stop, tokenizer)
             findings.warnings += chat_end_warnings(tokenizer, ends)
@@ -84,9 +93,9 @@ def rehearse(config: Config, *, everything: bool) -> Findings:
         train, val = open_datasets(config, tokenizer, {name: of_task.takes for name, of_task in workers.items()})
         datasets = val if train is None else {TRAINING: train} | val
         for dataset in datasets.values():
-            _check_prompts(dataset, shared_vocabulary(config), findings, everything=everything)
+            _check_records(dataset, shared_vocabulary(config), findings, everything=everything)
         findings.errors += train.batch_errors() if train else []  # none is an error of its own
-        findings.checked += _passes(config, len(train)) if train else []
+        findings.checked += _passes(config, train) if train else []
         tried: set[RewardPool | EnvironmentPool | None] = set()
         for name, task in tasks.items():
             try:
@@ -105,15 +114,27 @@ def rehearse(config: Config, *, everything: bool) -> Findings:
     return findings
 
 
-def _passes(config: Config, num_prompts: int) -> list[str]:
-    """Return how often a run sees its prompts; nothing if its files have weights, and so epochs of their own."""
+def _rehearse_examples(
+    config: Config, tokenizer: "PreTrainedTokenizerBase", findings: Findings, *, everything: bool
+) -> None:
+    """Check the examples of a run that starts no engines."""
+    ends = stop_token_ids(config.model.path, config.rollout.stop, tokenizer)
+    train, val = open_examples(config, tokenizer, ends)
+    for dataset in (train, *val.values()):
+        _check_records(dataset, shared_vocabulary(config), findings, everything=everything)
+    findings.errors += train.batch_errors()
+    findings.checked += _passes(config, train)
+
+
+def _passes(config: Config, dataset: RecordDataset[Any]) -> list[str]:
+    """Return how often a run sees its records; nothing if its files have weights, and so epochs of their own."""
     taken = config.trainer.total_steps * config.data.train_batch_size
-    if config.data.shares or not num_prompts:
+    if config.data.shares or not len(dataset):
         return []
-    return [f"{taken:,} prompts in {config.trainer.total_steps:,} steps: {taken / num_prompts:.3g} epochs"]
+    return [f"{taken:,} {dataset.noun} in {config.trainer.total_steps:,} steps: {taken / len(dataset):.3g} epochs"]
 
 
-def _check_prompts(dataset: PromptDataset, vocab_size: int, findings: Findings, *, everything: bool) -> None:
+def _check_records(dataset: RecordDataset[Any], vocab_size: int, findings: Findings, *, everything: bool) -> None:
     parts = dataset.check(vocab_size, range if everything else _sample)
     findings.errors += dataset.errors([parts])
     findings.warnings += dataset.warnings([parts])
@@ -121,7 +142,7 @@ def _check_prompts(dataset: PromptDataset, vocab_size: int, findings: Findings, 
         of_all = f"all {part.num_checked:,}"
         if part.num_checked < len(file):
             of_all = f"{part.num_checked:,} of {len(file):,} (with --all: every one)"
-        findings.checked.append(f"prompts of {file.path}: {of_all}")
+        findings.checked.append(f"{dataset.noun} of {file.path}: {of_all}")
     findings.checked += dataset.leave_out([parts])
 
 

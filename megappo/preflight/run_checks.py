@@ -61,7 +61,7 @@ def check_run(
 
 
 def _gpu_errors(config: Config) -> Iterator[str]:
-    own_engines = config.trainer.replay_rollouts is None and not config.rollout.engines
+    own_engines = config.is_ppo and not config.replays and not config.rollout.engines
     if config.model.dtype == "fp32" and own_engines:  # sglang-kernel 0.4.10: "rmsnorm failed to dispatch Float"
         yield (
             "model.dtype: fp32 does not run on GPUs, where SGLang's norm takes 16-bit numbers alone: set "
@@ -209,10 +209,14 @@ def _fit_errors(config: Config, spec: ComponentSpec, architecture: Architecture)
         yield from adapter_errors(architecture, spec.lora, parallel_key.removesuffix(".parallel"))
     if training is not None and not training.settings.optim.distributed:
         yield from dense_stage_errors(architecture, parallel, training.key)
-    if key == "model.path":
+    if key == "model.path" and config.is_ppo:
         yield from engine_fit_errors(architecture, config.rollout.tensor_parallel)
     file, window = architecture.file, architecture.sliding_window
     positions = architecture.max_positions
+    if not config.is_ppo:
+        if config.data.max_length > min(positions, window or positions):
+            yield f"{key}: {file} allows {min(positions, window or positions)} tokens: lower data.max_length to that"
+        return
     yield from context_errors(config, f"{key}: {file}'s max_position_embeddings", positions)
     longest = longest_request(config)
     if window and longest.tokens > window:

@@ -5,14 +5,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from transformers import PreTrainedTokenizerBase
 
 from megappo.batch.exchange import Exchange
 from megappo.config.config_error import ConfigError
 from megappo.config.schema import Config
-from megappo.data.prompts import Prompt, PromptDataset, open_datasets, share
+from megappo.data.examples import open_examples
+from megappo.data.prompts import open_datasets
+from megappo.data.record_dataset import share
 from megappo.data.records import Write, unpacked
 from megappo.data.tokenizer import load_tokenizer, stop_token_ids
 from megappo.placement.components import shared_vocabulary
@@ -21,21 +23,21 @@ from megappo.userland.environments import TaskWorkers
 
 @dataclass(frozen=True)
 class Datasets:
-    """A run's prompts and their tokenizer.
+    """A run's prompts, or examples, and their tokenizer.
 
     Attributes:
         stop_token_ids: end a response, and belong to it.
         vocab_size: tokens below it are known to every model.
-        train: None in a run that only evaluates.
-        val: held-out prompts by the name of their data set.
+        train: a `RecordDataset` of prompts, or of examples; None in a run that only evaluates.
+        val: held-out ones by the name of their data set.
     """
 
     tokenizer: PreTrainedTokenizerBase
     stop_token_ids: tuple[int, ...]
     vocab_size: int
-    train: PromptDataset | None
-    val: dict[str, PromptDataset]
-    _held_out: dict[str, list[Prompt]] = field(default_factory=dict)
+    train: Any
+    val: Mapping[str, Any]
+    _held_out: dict[str, list[Any]] = field(default_factory=dict)
 
     def check(self, exchange: Exchange) -> list[str]:
         """Check all prompts, each rank its share; all ranks together. Return warnings, and one line for each reason for
@@ -56,7 +58,7 @@ class Datasets:
             raise ConfigError(*errors)
         return notes
 
-    def held_out(self, name: str, exchange: Exchange) -> list[Prompt]:
+    def held_out(self, name: str, exchange: Exchange) -> list[Any]:
         """Return the prompts of a data set of `val`. On the first call each rank tokenizes its share."""
         if name not in self._held_out:
             dataset = self.val[name]
@@ -78,7 +80,12 @@ def load_datasets(config: Config, workers: Mapping[str, TaskWorkers], exchange: 
     takes = next(filter(None, takes_by_rank), {})
     tokenizer = load_tokenizer(config.model.path)
     ends = stop_token_ids(config.model.path, config.rollout.stop, tokenizer)
-    datasets = open_datasets(config, tokenizer, takes, partial(unpacked_once, exchange))
+    unpack = partial(unpacked_once, exchange)
+    datasets: tuple[Any, Mapping[str, Any]]
+    if config.is_ppo:
+        datasets = open_datasets(config, tokenizer, takes, unpack)
+    else:
+        datasets = open_examples(config, tokenizer, ends, unpack)
     return Datasets(tokenizer, ends, shared_vocabulary(config), *datasets)
 
 

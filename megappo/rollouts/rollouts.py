@@ -202,7 +202,7 @@ def make_rollouts(
 ) -> Rollouts:
     """Return the rollouts of a run, and with them what restarts its engines."""
     restarts = EngineRestarts(engine_handle, exchange, observer.message, plan.config.rollout.max_engine_restarts)
-    num_engines, workers = plan.layouts["rollout"].data, engine_handle.workers
+    num_engines, workers = plan.layouts["rollout"].data if plan.config.is_ppo else 0, engine_handle.workers
     return Rollouts(plan.config, datasets, restarts, exchange, workers=workers, num_engines=num_engines)
 
 

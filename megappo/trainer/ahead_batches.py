@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from megappo.config.loading import changes_since
 from megappo.config.schema import Config
-from megappo.data.prompts import Prompt, share
+from megappo.data.prompts import Prompt
+from megappo.data.record_dataset import share
 from megappo.observe.files import CONFIG_FILE
 from megappo.rollouts.ahead import POLL_SECONDS, AheadSampler, SharedCounts, has_enough
 from megappo.rollouts.datasets import Datasets

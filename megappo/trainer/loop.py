@@ -3,6 +3,7 @@
 Steps are counted from 1; step 0 is the model before training.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from megappo.engines.restarts import EngineLost
@@ -13,9 +14,11 @@ from megappo.trainer.experience import add_advantages
 from megappo.trainer.run import Run
 
 
-def train(run: Run) -> None:
+def train(run: Run, make_step: Callable[[Run, int], dict[str, Any]]) -> None:
     """Train from the newest checkpoint, or from the beginning, to the last step; then save and export.
 
+    Args:
+        make_step: runs one step and returns its metrics: `ppo_step`, or that of another kind of run.
     Raises:
         Interrupted: a signal to any rank, or the time limit, stops the run. Everything is saved.
         EngineLost: an engine failed too often. Everything is saved.
@@ -34,7 +37,7 @@ def train(run: Run) -> None:
             if run.gate.ends_run:
                 break
             with profiled(run.config.trainer, step, run.exchange.rank):
-                metrics = ppo_step(run, step)
+                metrics = make_step(run, step)
             run.log(step, metrics)
             run.save_if_due(step)
     except (Interrupted, EngineLost, Unhealthy):

@@ -36,6 +36,8 @@ from megappo.trainer import loop  # noqa: E402
 from megappo.trainer.ahead_batches import AheadBatches  # noqa: E402
 from megappo.trainer.batches import SampledBatches  # noqa: E402
 from megappo.trainer.critic_evaluation import GateProgress  # noqa: E402
+from megappo.trainer.example_batches import ExampleBatches  # noqa: E402
+from megappo.trainer.fine_tuning import sft_step  # noqa: E402
 from megappo.trainer.inference import InferenceEngines, NoEngines  # noqa: E402
 from megappo.trainer.models import (  # noqa: E402
     Models,
@@ -61,7 +63,7 @@ def execute(plan: RunPlan, engine_handle: EngineHandle, cleanup: ExitStack) -> N
     elif plan.config.trainer.rollout_only:
         rollout_only(run)
     else:
-        loop.train(run)
+        loop.train(run, loop.ppo_step if plan.config.is_ppo else sft_step)
 
 
 def build_run(plan: RunPlan, engine_handle: EngineHandle, cleanup: ExitStack) -> Run:
@@ -74,7 +76,7 @@ def build_run(plan: RunPlan, engine_handle: EngineHandle, cleanup: ExitStack) ->
         left_out = datasets.check(exchange)
     engines, models = NoEngines(), Models(replace(plan, components={}), {}, {})
     if _needs_models(config):
-        if not config.replays:
+        if config.is_ppo and not config.replays:
             engines = InferenceEngines(plan, engine_handle, exchange, is_new=progress.is_new)
             engines.start()
         with STATUS.step("models"):
@@ -94,7 +96,9 @@ def build_run(plan: RunPlan, engine_handle: EngineHandle, cleanup: ExitStack) ->
         engine_handle.wait_ready()
     rollouts = make_rollouts(plan, engine_handle, datasets, exchange, observer)
     engines.connect(models, rollouts, datasets, phase)
-    if config.replays:
+    if not config.is_ppo:
+        batches = ExampleBatches(datasets.train, exchange, progress.num_drawn)
+    elif config.replays:
         batches = Replay(Path(config.trainer.replay_rollouts), config, datasets.vocab_size, exchange)
     elif config.rollout.max_staleness:
         batches = AheadBatches(datasets, rollouts, engines, record, progress, cleanup)

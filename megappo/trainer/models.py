@@ -93,7 +93,7 @@ class Models:
     def num_mini_batches(self) -> dict[str, int]:
         """Return the mini-batches of an epoch of each trained component."""
         num_prompts = self.config.data.train_batch_size
-        return {name: training.settings.num_mini_batches(num_prompts) for name, training in self.training.items()}
+        return {name: training.num_mini_batches(num_prompts) for name, training in self.training.items()}
 
     def scatter(self, batch: Batch) -> Shards:
         """Bring a step's rows, tokens and mask only, to all components.

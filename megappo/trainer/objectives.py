@@ -74,7 +74,7 @@ class ActorLoss:
         for term, term_metrics in terms:
             loss = loss + term
             loss_metrics |= term_metrics
-        metrics = _prefixed("actor", loss_metrics)
+        metrics = prefixed("actor", loss_metrics)
         if config.algorithm.shared_backbone:
             term, value_metrics = _value_loss(config, outputs, rows, shared)
             loss = loss + config.algorithm.value_coef * term
@@ -101,10 +101,10 @@ def _shared(config: Config, num_tokens: int, num_sequences: int) -> dict[str, An
 def _value_loss(config: Config, outputs: Outputs, rows: Rows, shared: dict[str, Any]) -> LossPart:
     values, old, returns = outputs["values"], rows.fields["values"], rows.fields["returns"]
     loss, metrics = value_loss(values, old, returns, rows.response_mask, config.critic, **shared)
-    return loss, _prefixed("critic", {"vf_loss": loss, **metrics})
+    return loss, prefixed("critic", {"vf_loss": loss, **metrics})
 
 
-def _prefixed(component: str, metrics: Metrics) -> dict[str, OnDevice]:
+def prefixed(component: str, metrics: Metrics) -> dict[str, OnDevice]:
     """Return the metrics under the component's name. A metric without a reduction is a sum."""
     prefixed = {}
     for name, metric in metrics.items():

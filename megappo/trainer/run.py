@@ -28,6 +28,7 @@ from megappo.runtime.interruption import INTERRUPTION, deadline
 from megappo.trainer.batches import SampledBatches
 from megappo.trainer.critic_evaluation import CriticEvaluation, GateProgress
 from megappo.trainer.evaluation import evaluate
+from megappo.trainer.example_batches import ExampleBatches, evaluate_examples
 from megappo.trainer.inference import InferenceEngines, NoEngines
 from megappo.trainer.models import Models, Phases, Shards
 from megappo.trainer.progress import Experience, Progress
@@ -55,7 +56,7 @@ class Run:
     models: Models
     engines: InferenceEngines | NoEngines
     rollouts: Rollouts
-    batches: SampledBatches | Replay
+    batches: SampledBatches | Replay | ExampleBatches
     progress: Progress
     observer: Observer | NullObserver
     phase: Phases
@@ -75,6 +76,8 @@ class Run:
         with self.phase("evaluate"):
             if self.config.trains_critic_alone:
                 return self.critic_evaluation(self, step)
+            if not self.config.is_ppo:
+                return evaluate_examples(self.models, self.datasets, self.exchange, self.config.data.train_batch_size)
             return evaluate(self.rollouts, self.datasets, self.observer, step, self._grade_held_out)
 
     def _grade_held_out(self, responses: Mapping[str, Responses]) -> None:
@@ -158,7 +161,7 @@ class Run:
         for name in trained:
             counts, steps, seconds = zip(*(of_rank[name] for of_rank in updates), strict=True)
             experience.add(name, max(counts), merge_optimizer_steps(steps, name))
-            is_interrupted |= max(counts) < self.models.training[name].settings.ppo_epochs * len(shards[name].split)
+            is_interrupted |= max(counts) < self.models.training[name].epochs * len(shards[name].split)
             metrics |= training_metrics(experience.optimizer_steps[name], name)
             metrics[f"{name}/mfu"] = self.utilisation.mfu(shards[name], max(map(len, steps)), max(seconds))
         if is_interrupted:

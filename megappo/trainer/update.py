@@ -6,6 +6,7 @@ of another component.
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -38,11 +39,21 @@ def update_actor(batch: ComponentBatch, config: Config) -> None:
 
 def update_critic(batch: ComponentBatch, config: Config) -> None:
     """Train the critic."""
+    update(batch, config, config.critic.ppo_epochs, partial(critic_loss, config))
+
+
+def update(batch: ComponentBatch, config: Config, epochs: int, loss_of: Callable[[int, int], LossFn]) -> None:
+    """Train a component.
+
+    Args:
+        epochs: passes over the rows.
+        loss_of: returns the loss of a mini-batch with so many tokens with mask 1, and rows.
+    """
     engine = batch.component.engine
     if not isinstance(engine, TrainedEngine):
         return
-    for rows, num_tokens, num_rows in _mini_batches(batch, engine, config.critic.ppo_epochs, config):
-        _optimizer_step(batch, engine, rows, critic_loss(config, num_tokens, num_rows), config)
+    for rows, num_tokens, num_rows in _mini_batches(batch, engine, epochs, config):
+        _optimizer_step(batch, engine, rows, loss_of(num_tokens, num_rows), config)
 
 
 def _mini_batches(

@@ -15,7 +15,8 @@ from transformers import PreTrainedTokenizerBase
 
 from megappo.config.schema import Data
 from megappo.data.order import Order, Turns
-from megappo.data.prompts import PromptDataset, share
+from megappo.data.prompts import PromptDataset
+from megappo.data.record_dataset import share
 from megappo.data.tokenizer import load_tokenizer
 
 

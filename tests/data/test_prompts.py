@@ -20,7 +20,8 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from megappo.config.config_error import ConfigError
 from megappo.config.schema import Config, Data
-from megappo.data.prompts import PromptDataset, open_datasets, share
+from megappo.data.prompts import PromptDataset, open_datasets
+from megappo.data.record_dataset import share
 from megappo.data.records import RecordsError
 from megappo.data.tokenizer import load_tokenizer
 from megappo.userland.signatures import NO_INPUT, InputSpec

@@ -16,7 +16,8 @@ from spawn import run_ranks
 from megappo.batch.exchange import Exchange
 from megappo.config.config_error import ConfigError
 from megappo.config.schema import Config
-from megappo.data.prompts import Prompt, share
+from megappo.data.prompts import Prompt
+from megappo.data.record_dataset import share
 from megappo.engines.client import EngineError
 from megappo.engines.handle import EngineHandle
 from megappo.observe.timers import Timers

@@ -223,7 +223,7 @@ def test_engines_that_a_run_starts_have_loaded_the_first_weights_of_a_new_actor(
     assert InferenceEngines(plan, EngineHandle(), None, is_new=is_new).as_loaded == as_loaded
 
 
-def test_engines_sleep_while_a_checkpoint_is_written(events, monkeypatch, tmp_path):
+def test_engines_sleep_while_a_checkpoint_is_written(events, tmp_path):
     steps = {"total_steps": 3, "save_interval": 2, "async_save": True, "time_limit": None, "grace_seconds": 0.0}
     steps["stop_on"] = ()
     config = SimpleNamespace(
@@ -251,8 +251,7 @@ def test_engines_sleep_while_a_checkpoint_is_written(events, monkeypatch, tmp_pa
         utilisation=None,
     )
     run.engines.first_sync = lambda step: None
-    monkeypatch.setattr("megappo.trainer.loop.ppo_step", lambda run, step: {"rollout/num_tokens": 1})
-    train(run)
+    train(run, lambda run, step: {"rollout/num_tokens": 1})
     asleep = ["flush_cache", "release_memory_occupation", "save"]
     requests = [line for line in events if line not in ("empty_cache", "barrier")]
     assert requests == ["step 1", "step 2", *asleep, *WAKING, "step 3", *asleep]

@@ -39,7 +39,8 @@ from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 from megappo.batch.exchange import Exchange  # noqa: E402
 from megappo.config.methods import ESTIMATORS, POLICY_LOSSES  # noqa: E402
 from megappo.config.schema import Config  # noqa: E402
-from megappo.data.prompts import Prompt, share  # noqa: E402
+from megappo.data.prompts import Prompt  # noqa: E402
+from megappo.data.record_dataset import share  # noqa: E402
 from megappo.engines.handle import EngineHandle  # noqa: E402
 from megappo.engines.restarts import EngineRestarts  # noqa: E402
 from megappo.observe.observer import NullObserver  # noqa: E402

@@ -1,0 +1,40 @@
+"""Contradictions that a run of any kind may have, and those of a run that learns from examples."""
+
+from collections.abc import Iterator
+
+from megappo.config.schema import Config
+
+
+def example_errors(config: Config) -> Iterator[str]:
+    """Yield what a run on examples cannot do."""
+    data, trainer = config.data, config.trainer
+    if data.too_long == "truncate_left":
+        yield "data.too_long truncate_left would cut the prompt that a response answers: set it to skip"
+    if data.columns and set(data.columns) not in ({"messages"}, {"prompt", "response"}):
+        yield (
+            f"data.columns names {', '.join(data.columns)}: name messages alone, or prompt and response, each with the "
+            "field of the files that holds it"
+        )
+    if trainer.eval_interval and not data.val_files:
+        yield "trainer.eval_interval needs data.val_files, found none: name some, or drop it"
+
+
+def lora_errors(config: Config) -> Iterator[str]:
+    """Yield adapters that no layer can have."""
+    critic = config.critic.lora if config.has_critic else None
+    for key, adapters in {"actor.lora": config.actor.lora, "critic.lora": critic}.items():
+        if adapters is not None and config.model.layer_spec != "torch":
+            yield (
+                f"{key} needs model.layer_spec torch, found {config.model.layer_spec}: set it, as the inputs of "
+                "TransformerEngine's layers are not visible outside"
+            )
+
+
+def hang_errors(config: Config) -> Iterator[str]:
+    """Yield an error if a hang would be found too late."""
+    hang_seconds, group_seconds = config.hang_timeout_seconds, config.trainer.process_group_timeout_seconds
+    if hang_seconds >= group_seconds:
+        yield (
+            f"trainer.hang_timeout_seconds {hang_seconds:g} must be below trainer.process_group_timeout_seconds "
+            f"{group_seconds:g}, which would end a run that hangs before its ranks have logged their stacks: lower it"
+        )

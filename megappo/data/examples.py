@@ -1,0 +1,304 @@
+"""Examples that a model is fine-tuned on: conversations as tokens, with a loss on the messages of the assistant."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from megappo.config.config_error import ConfigError
+from megappo.config.schema import Config, Data
+from megappo.data.chat import Chat, chat_end_warnings
+from megappo.data.entries import look_up
+from megappo.data.prompt_checks import RECORDS_AT_ONCE, Check
+from megappo.data.record_dataset import RecordDataset
+from megappo.data.records import Records, Unpack
+from megappo.data.tokenizer import encode
+from megappo.runtime.heartbeat import heartbeat
+from megappo.userland.signatures import is_message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+FORMS: Sequence[Mapping[str, str]] = (
+    {"messages": "messages"},
+    {"messages": "conversations"},
+    {"prompt": "prompt", "response": "response"},
+    {"prompt": "prompt", "response": "completion"},
+    {"prompt": "question", "response": "answer"},
+)
+"""Part of an example -> the field of a file that holds it; the first form whose fields a file has is taken."""
+SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+
+
+@dataclass(frozen=True)
+class Example:
+    """Tokens of a conversation.
+
+    Attributes:
+        index: position in the dataset (files in order, lines in order), from 0.
+        tokens: up to the last one with a loss.
+        mask: for each token, 1 if it has a loss, else 0. The first one has none.
+    """
+
+    index: int
+    tokens: list[int]
+    mask: list[int]
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens before the first one with a loss."""
+        return self.mask.index(1)
+
+
+class Piece(NamedTuple):
+    """A part of a conversation's text.
+
+    Attributes:
+        is_trained: it has a loss.
+        is_plain: the tokenizer adds its special tokens, as no chat template has.
+    """
+
+    text: str
+    is_trained: bool
+    is_plain: bool = False
+
+
+class ExampleDataset(RecordDataset[Example]):
+    """Examples of some files; arguments as of `RecordDataset`.
+
+    Args:
+        ends: tokens that end a response. The first one in each is the last one with a loss.
+    Raises:
+        ConfigError: a file has no known form; the chat template does not read its arguments.
+    """
+
+    noun = "examples"
+
+    def __init__(
+        self,
+        files: Sequence[str],
+        tokenizer: "PreTrainedTokenizerBase",
+        ends: Sequence[int],
+        config: Data,
+        seed: int,
+        key: str = "data.train_files",
+        unpack: Unpack | None = None,
+        weights: Sequence[float] = (),
+    ):
+        self._tokenizer = tokenizer
+        self._ends = ends
+        self._ending = tokenizer.convert_ids_to_tokens(ends[-1])
+        self._chat = Chat(tokenizer, config)
+        super().__init__(files, config, seed, key, None, unpack, weights)
+        self._forms = {file.path: self._form(file) for file in self.files}
+
+    def _form(self, file: Records) -> Mapping[str, str]:
+        if self.config.columns:
+            return {str(part): name for part, name in self.config.columns.items()}
+        known = (form for form in FORMS if set(form.values()) <= set(file.fields))
+        if (form := next(known, None)) is not None:
+            return form
+        expected = "; ".join(" and ".join(form.values()) for form in FORMS)
+        raise ConfigError(
+            f"{self._key}: {file.path} has the fields {', '.join(file.fields)}; expected one of: {expected}. Name its "
+            "fields in data.columns, such as {prompt: input, response: target}"
+        )
+
+    def at(self, indices: Sequence[int]) -> list[Example]:
+        """Return the examples at these positions in the dataset, which must have no fault."""
+        pieces = [self._pieces(self._record(index), self._form_at(index)) for index in indices]
+        return [Example(index, *parts) for index, parts in zip(indices, self._encoded(pieces), strict=True)]
+
+    def _form_at(self, index: int) -> Mapping[str, str]:
+        file, _ = self._located(index)
+        return self._forms[file.path]
+
+    def check(self, vocab_size: int, chosen: Callable[[int], Sequence[int]] = range) -> list[Check]:
+        """Check the records of each file."""
+        return [self._check_file(file, chosen(len(file)), vocab_size) for file in self.files]
+
+    def _check_file(self, file: Records, numbers: Sequence[int], vocab_size: int) -> Check:
+        check = Check(len(numbers))
+        for start in range(0, len(numbers), RECORDS_AT_ONCE):
+            heartbeat.beat()
+            part = numbers[start : start + RECORDS_AT_ONCE]
+            pieces: dict[int, list[Piece]] = {}
+            for number, record in zip(part, file.at(part), strict=True):
+                try:
+                    pieces[number] = self._pieces(record, self._forms[file.path])
+                except ValueError as error:
+                    self._note(check, number, error.args)
+            for number, (tokens, mask) in zip(pieces, self._encoded(list(pieces.values())), strict=True):
+                self._check_tokens(check, number, tokens, mask, vocab_size)
+        return check
+
+    def _check_tokens(self, check: Check, number: int, tokens: list[int], mask: list[int], vocab_size: int) -> None:
+        limit = self.config.max_length
+        if not any(mask):
+            self._note(check, number, ["the response is empty: it has no token"])
+        elif mask[0]:
+            self._note(check, number, ["the prompt is empty: it has no token"])
+        elif len(tokens) > limit:
+            text = f"the example has more tokens than data.max_length {limit}"
+            remedy = f" ({len(tokens)}): raise it, drop this, or set data.too_long=skip"
+            is_skipped = self.config.too_long == "skip"
+            check.note(number, "skip" if is_skipped else "error", [text + ("" if is_skipped else remedy)])
+        elif max(tokens) >= vocab_size:
+            known = f"vocab_size in config.json is {vocab_size}"
+            fault = f"the example has token {max(tokens)}, but {known}: use the tokenizer that belongs to the model"
+            check.note(number, "error", [fault])
+
+    def _note(self, check: Check, number: int, faults: Sequence[str]) -> None:
+        if self.config.on_bad_row == "skip":
+            check.note(number, "skip", faults)
+        else:
+            check.note(number, "error", [f"{fault} (data.on_bad_row=skip leaves such out)" for fault in faults])
+
+    def warnings(self, parts: Sequence[Sequence[Check]]) -> list[str]:
+        """Return the warnings of several ranks' `check`, and of the chat template."""
+        uses_chat = self.config.apply_chat_template or any("messages" in form for form in self._forms.values())
+        ending = chat_end_warnings(self._tokenizer, self._ends) if uses_chat else []
+        return super().warnings(parts) + [f"{self._key}: {line}" for line in ending]
+
+    def _pieces(self, record: Any, form: Mapping[str, str]) -> list[Piece]:
+        """Return a record's text, in pieces with and without a loss, one after the other.
+
+        Raises:
+            ValueError: it is no example.
+        """
+        values = fields_of(record, form)
+        if "messages" in form:
+            return self._chat_pieces(as_messages(values["messages"]), 0)
+        response = values["response"]
+        content = self._chat.content_of(values["prompt"])
+        if not response:
+            raise ValueError("the response is empty")
+        if not isinstance(content, str):
+            answer = [{"role": "assistant", "content": response}] if isinstance(response, str) else response
+            return self._chat_pieces([*content, *as_messages(answer)], len(content))
+        if not isinstance(response, str):
+            raise ValueError(f"expected a text, as the prompt is one, found the response {repr(response)[:80]}")
+        ending = "" if response.endswith(self._ending) else self._ending
+        return [Piece(content, is_trained=False, is_plain=True), Piece(response + ending, is_trained=True)]
+
+    def _chat_pieces(self, messages: list[dict[str, Any]], start: int) -> list[Piece]:
+        """Return the pieces of a conversation as the chat template renders it.
+
+        Args:
+            start: number of the first message that may have a loss.
+        Raises:
+            ValueError: no message of the assistant has a loss, or the template does not render it as the model would
+                write it.
+        """
+        whole = self._chat.with_system(messages)
+        start += len(whole) - len(messages)
+        answers = [i for i in range(start, len(whole)) if whole[i]["role"] == "assistant"]
+        if not answers:
+            raise ValueError("no message of the assistant, which could be learned: add one")
+        if answers[0] == 0:
+            raise ValueError("the first message is the assistant's: begin with one that it answers")
+        pieces: list[Piece] = []
+        text = ""
+        for i in answers if self.config.train_on == "all" else answers[-1:]:
+            before = self._chat.text_of(whole[:i], continues=False)
+            after = self._chat.whole_text(whole[: i + 1])
+            _check_rendering(text, before, after, whole[i]["content"])
+            pieces += [Piece(before[len(text) :], is_trained=False), Piece(after[len(before) :], is_trained=True)]
+            text = after
+        return pieces
+
+    def _encoded(self, examples: Sequence[Sequence[Piece]]) -> Iterator[tuple[list[int], list[int]]]:
+        """Yield the tokens of each example up to the last one with a loss, and their mask.
+
+        Pieces are tokenised one by one: a model that continues a prompt has the prompt's own tokens before it.
+        """
+        every = [piece for pieces in examples for piece in pieces]
+        plain = iter(encode([piece.text for piece in every if piece.is_plain], self._tokenizer, special=True))
+        others = iter(encode([piece.text for piece in every if not piece.is_plain], self._tokenizer, special=False))
+        for pieces in examples:
+            tokens: list[int] = []
+            length = 0
+            mask: list[int] = []
+            for piece in pieces:
+                added = next(plain if piece.is_plain else others)
+                num_trained = self._num_trained(added) if piece.is_trained else 0
+                mask += [1] * num_trained + [0] * (len(added) - num_trained)
+                length = len(tokens) + num_trained if num_trained else length
+                tokens += added
+            yield tokens[:length], mask[:length]
+
+    def _num_trained(self, response: list[int]) -> int:
+        """Return how many tokens of a response have a loss: those up to its first end token."""
+        return next((i + 1 for i, token in enumerate(response) if token in self._ends), len(response))
+
+
+def open_examples(
+    config: Config, tokenizer: "PreTrainedTokenizerBase", ends: Sequence[int], unpack: Unpack | None = None
+) -> tuple[ExampleDataset, dict[str, ExampleDataset]]:
+    """Open the examples of data.train_files, and those of each of data.val_files, by name; arguments as of
+    `ExampleDataset`."""
+    data = config.data
+    opened = partial(ExampleDataset, tokenizer=tokenizer, ends=ends, config=data, seed=config.trainer.seed)
+    train = opened(data.files, unpack=unpack, weights=tuple(data.shares.values()))
+    val = {}
+    for name, file in zip(data.val_names, data.val_files, strict=True):
+        val[name] = opened((file,), key="data.val_files", unpack=unpack)
+    return train, val
+
+
+def fields_of(record: Any, form: Mapping[str, str]) -> dict[str, Any]:
+    """Return the parts of an example that a record holds.
+
+    Args:
+        form: part -> the field that holds it, which may be dotted.
+    Raises:
+        ValueError: a field is missing; each argument is a fault.
+    """
+    if isinstance(record, ValueError):
+        raise record
+    if not isinstance(record, dict):
+        raise ValueError(f"expected a JSON object, found {type(record).__name__}")
+    values, missing = {}, []
+    for part, name in form.items():
+        try:
+            values[part] = look_up(record, name)
+        except KeyError:
+            missing.append(f"no field {name!r}: correct data.columns, or add it")
+    if missing:
+        raise ValueError(*missing)
+    return values
+
+
+def as_messages(value: Any) -> list[dict[str, Any]]:
+    """Return a conversation as messages of role and content; ShareGPT's have `from` and `value`.
+
+    Raises:
+        ValueError: it is none.
+    """
+    messages = []
+    for one in value if isinstance(value, list) else ():
+        if isinstance(one, dict) and one.get("from") in SHAREGPT_ROLES:
+            one = {"role": SHAREGPT_ROLES[one["from"]], "content": one.get("value")}
+        messages.append(one)
+    if not (messages and all(map(is_message, messages))):
+        raise ValueError(f"expected a list of {{'role': str, 'content': str}}, found {repr(value)[:80]}")
+    return messages
+
+
+def _check_rendering(text: str, before: str, after: str, answer: str) -> None:
+    """Check that a template renders an answer as the model would write it.
+
+    Args:
+        text: the conversation up to the answer before. before: up to where this answer begins. after: up to its end.
+    Raises:
+        ValueError: the answer is empty or dropped, or what comes before it changes.
+    """
+    if not answer.strip():
+        raise ValueError("a message of the assistant is empty")
+    if not (before.startswith(text) and after.startswith(before)):
+        raise ValueError(
+            "the chat template renders the messages before an answer differently than the beginning of the "
+            "conversation with it: if it drops the thoughts of earlier answers, set data.train_on=last"
+        )
+    if answer.strip() not in after[len(before) :]:
+        raise ValueError("the chat template drops the text of an answer: correct the template, or the message")
