@@ -64,11 +64,13 @@ class Group:
     """A prompt and its responses.
 
     Attributes:
+        number: in the order in which groups are begun.
         missing: responses that are not finished.
         version: finished steps when the first response was begun.
         newer: sum over the tokens of the steps that were finished between then and the token.
     """
 
+    number: int
     lengths: Sequence[int]
     missing: int
     version: int = 0
@@ -211,6 +213,7 @@ class Simulation:
     finishes: bool = False
     now: float = field(default=0.0, init=False)
     num_steps: int = field(default=0, init=False)
+    num_admitted: int = field(default=0, init=False)
     admitted: deque[Group] = field(default_factory=deque, init=False)
     unfinished: Counter[int] = field(default_factory=Counter, init=False)  # by version, of those that were begun
     finished: list[Group] = field(default_factory=list, init=False)
@@ -221,7 +224,7 @@ class Simulation:
         self._admit()
         self._run(inf, self._has_batch)
         waited = self.now - began
-        self.finished.sort(key=self._age, reverse=True)  # those of the same age remain in the order of their ends
+        self.finished.sort(key=lambda group: (group.version, group.number))
         chosen, self.finished = self.finished[: self.batch], self.finished[self.batch :]
         num_tokens = sum(group.num_tokens for group in chosen)
         self._run(self.now + self.training(num_tokens), lambda: False)
@@ -259,7 +262,8 @@ class Simulation:
         num_open = len(self.finished) + self.unfinished.total() + len(self.admitted)
         for _ in range((1 + ahead) * self.batch - num_open):
             lengths = self.lengths(self.num_responses).tolist()
-            self.admitted.append(Group(lengths, len(lengths)))
+            self.admitted.append(Group(self.num_admitted, lengths, len(lengths)))
+            self.num_admitted += 1
         while self._send(min(self.engines, key=attrgetter("num_open"))):
             pass
 

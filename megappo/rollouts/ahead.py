@@ -33,19 +33,14 @@ class SharedCounts:
 
     Args:
         store: a connection that no other thread uses.
-        first_order: `FinishedGroup.order` of the next finished group.
     """
 
-    def __init__(self, store: Store, first_order: int = 0):
-        self._store, self._first_order = store, first_order
+    def __init__(self, store: Store):
+        self._store = store
 
     def take(self, count: int) -> int:
         """Take the next so many admitted prompts; return how many were taken before."""
         return self._store.add("ahead/taken", count) - count
-
-    def add_order(self) -> int:
-        """Return the next `FinishedGroup.order`."""
-        return self._first_order + self._store.add("ahead/order", 1) - 1
 
     def add_begun(self, version: int, count: int) -> None:
         """Count groups that are begun with the weights of a version."""
@@ -338,8 +333,8 @@ class AheadSampler:
         filters = self.config.algorithm.filter_groups
         counts = not filters.enable or differ(responses.samples, filters.metric)
         samples, failures = responses.samples, responses.failure_metrics()
-        version, order = self._begun[position].version, self._shared.add_order()
-        group = FinishedGroup(position, version, order, counts, samples, failures)
+        version = self._begun[position].version
+        group = FinishedGroup(position, version, counts, samples, failures)
         self._journal.write_grades(group)
         self.groups[position] = group
         del self._scoring[position], self._begun[position]

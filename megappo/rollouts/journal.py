@@ -62,14 +62,12 @@ class FinishedGroup:
     Attributes:
         position: of the prompt, in the order in which prompts are drawn.
         version: steps that the weights had been trained for when the group was begun.
-        order: place among the run's finished groups.
         counts: a step can train on it; False for groups that algorithm.filter_groups leaves out.
         failures: see `Scored.failure_metrics`.
     """
 
     position: int
     version: int
-    order: int
     counts: bool
     samples: list[Sample]
     failures: Mapping[str, Metric]

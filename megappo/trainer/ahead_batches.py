@@ -33,26 +33,25 @@ class GroupFacts(NamedTuple):
 
     Attributes:
         is_equal: algorithm.filter_groups leaves it out, unless there are too few others.
-        version, order, position: as in `FinishedGroup`.
+        version, position: as in `FinishedGroup`.
     """
 
     is_equal: bool
     version: int
-    order: int
     position: int
 
 
 def group_facts(group: FinishedGroup) -> GroupFacts:
     """Return the facts about a group."""
-    return GroupFacts(not group.counts, group.version, group.order, group.position)
+    return GroupFacts(not group.counts, group.version, group.position)
 
 
 class AheadBatches(SampledBatches):
     """Rows of groups that the engines have finished, while they sample further ones. All ranks call it together.
 
     As many prompts may be drawn and not trained on as 1 + rollout.max_staleness steps take. A step trains on the groups
-    of the oldest weights first, in the order in which they were finished, and waits until those that it leaves can be
-    trained on before they are too old: see `has_enough`.
+    of the oldest weights first, in the order in which they were begun, as the first finished ones are the shortest. It
+    waits until those that it leaves can be trained on before they are too old: see `has_enough`.
 
     Args:
         engines: their weights are synced after each step.
@@ -146,10 +145,9 @@ class AheadBatches(SampledBatches):
         while (choice := choices.get(step)) and known.issuperset(choice.chosen + choice.left_out):
             self._choices[step] = choice
             step += 1
-        first_order = 1 + max((facts.order for facts in self._facts), default=-1)
-        self._shared = SharedCounts(run_store(), first_order)
+        self._shared = SharedCounts(run_store())
         if self._rollouts.client is not None:
-            shared = SharedCounts(run_store().clone(), first_order)
+            shared = SharedCounts(run_store().clone())
             self._sampler = AheadSampler(self._rollouts.for_thread(), shared, journal)
             self._sampler.restore(finished, begun)
         drawn = self._prompts.drawn(share(pending, exchange.rank, exchange.world_size))

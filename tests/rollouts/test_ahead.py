@@ -56,9 +56,8 @@ def test_a_step_waits_for_groups_that_a_later_one_could_not_take() -> None:
 
 def test_engines_share_counts() -> None:
     store = dist.HashStore()
-    one, other = SharedCounts(store, first_order=7), SharedCounts(store, first_order=7)
+    one, other = SharedCounts(store), SharedCounts(store)
     assert [one.take(2), other.take(3), one.take(0)] == [0, 2, 5]
-    assert [one.add_order(), other.add_order()] == [7, 8]
     one.add_begun(3, 2)
     other.add_finished(3)
     assert one.begun([3, 4]) == {3: 2, 4: 0}
@@ -75,7 +74,7 @@ def write_group(journal: Journal, position: int, version: int) -> None:
     journal.write_sample(position, version, graded)
     graded.grade = Grade([1.25], {"part": 0.1}, "answer", steps=[[(3, 0.5)]])
     failures = {"errors": Metric((1,), "sum")}
-    journal.write_grades(FinishedGroup(position, version, position, True, [graded], failures))
+    journal.write_grades(FinishedGroup(position, version, True, [graded], failures))
 
 
 def test_the_journal_returns_groups_as_they_were(tmp_path: Path) -> None:
@@ -93,7 +92,7 @@ def test_the_journal_returns_groups_as_they_were(tmp_path: Path) -> None:
         [1.25],
         [1.75],
     )
-    assert (finished[3].version, finished[3].order, finished[3].failures) == (1, 3, {"errors": Metric((1,), "sum")})
+    assert (finished[3].version, finished[3].failures) == (1, {"errors": Metric((1,), "sum")})
 
 
 def test_the_journal_returns_responses_of_groups_that_are_not_finished(tmp_path: Path) -> None:
