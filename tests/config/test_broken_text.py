@@ -171,7 +171,7 @@ ACCEPTED = {
     "\ufeffbase: run.yaml\n": "nothing is wrong",
     "base: run.yaml\r\ntrainer: {seed: 3}\r\n": "seed=3",
     "base: run.yaml\nactor: &a {parallel: &p {tensor: 2}}\ncritic: {parallel: *p}\n": "critic: data 2 x tensor 2",
-    "base: run.yaml\nplacement: {'actor, critic': 0-3, rollout: 0}\n": 'actor="0-3"  critic="0-3"  ref=null  rollout=',
+    "base: run.yaml\nplacement: {'actor, critic': 0-3, rollout: 0}\n": 'reward_model=null  rollout="0"',
     "base: run.yaml\nplacement: {ref: , critic: 0-3}\n": 'critic="0-3"  ref=null',
 }
 

@@ -88,7 +88,7 @@ KEYS_AND_VALUES = {
     "rollout.server_args={a: null}": "rollout.server_args: expected keys with text | int | float | true | false",
     "placement=0-3": 'placement: expected section, found "0-3"',
     "placement.actor=null": "placement.actor: expected text, found null",
-    "placement.everything=0": "placement.everything: unknown key; placement has actor, critic, ref, rollout",
+    "placement.everything=0": "placement.everything: unknown key; placement has actor, critic, ref, reward_model",
     "trainer.eval_interval=-1": "trainer.eval_interval: expected int >= 0 | null, found -1",
     "trainer.resume=always": 'trainer.resume: expected auto | never, found "always"',
     'placement.actor="\\udc00"': "placement.actor: '\\udc00' is not a list of ranks: write",

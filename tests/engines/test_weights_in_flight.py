@@ -42,12 +42,13 @@ class Watched(EngineClient):
 
 
 @contextmanager
-def writing(client: Watched) -> Iterator[Future]:
-    """While the block runs, the engine responds to PROMPTS, each of which has a token; yields the responses to come."""
+def writing(client: Watched, times: int = 1) -> Iterator[Future]:
+    """While the block runs, the engine responds so many times to PROMPTS, each of which has a token; yields the
+    responses to come."""
 
     async def generate() -> list[Generation]:
         async with client.open_async() as http:
-            found = [one async for one in client.generate_async(http, PROMPTS, LONG)]
+            found = [one async for one in client.generate_async(http, PROMPTS * times, LONG)]
         return [generation for _, generation in sorted(found, key=lambda one: one[0])]
 
     with ThreadPoolExecutor(1) as threads:
@@ -149,7 +150,7 @@ def test_an_engine_is_not_left_paused_by_a_failed_sync_and_nothing_that_it_write
 ):
     client = Watched(engine)
     give(client, hf_model, engine_shapes, WeightVersion(3, keeps_cache))
-    with writing(client) as responses, pytest.raises(EngineFault, match="incomplete"):
+    with writing(client, 4) as responses, pytest.raises(EngineFault, match="incomplete"):
         with pytest.raises(FloatingPointError), taking_weights(client, WeightVersion(4, keeps_cache)):
             raise FloatingPointError("the actor's weights are corrupt")
         responses.result()

@@ -158,10 +158,10 @@ def in_its_first_step(rank: int, world_size: int, folder: Path) -> None:
     config = evaluating(bench, folder, "run")
     trainer = Watched(bench.build(config))
     with After(2), pytest.raises(Interrupted):
-        train(trainer.run)
+        train(trainer.run, ppo_step)
     assert trainer.seen == ["sync as loaded", "evaluate 0"] and trainer.logged.keys() == {0}
     trainer = Watched(resumed(bench, config))
-    train(trainer.run)
+    train(trainer.run, ppo_step)
     assert trainer.seen == ["sync", "evaluate 1", "evaluate 2", "finish"] and trainer.logged.keys() == {1, 2}
 
 
@@ -173,17 +173,17 @@ def test_one_that_is_interrupted_in_its_first_step_is_not_new(tmp_path: Path) ->
 def around_steps(rank: int, world_size: int, folder: Path) -> None:
     bench = recorder_in(folder)
     whole = Watched(bench.build(evaluating(bench, folder, "whole")))
-    train(whole.run)
+    train(whole.run, ppo_step)
     run, logged = bench.build(config := evaluating(bench, folder, "run")), {}
     for ending in ({"evaluation": 1}, {"evaluation": 2}, {"save": 2}):
         trainer = Watched(run, **ending)
         with After(99), pytest.raises(Interrupted, match="the test"):
-            train(trainer.run)
+            train(trainer.run, ppo_step)
         assert "finish" not in trainer.seen
         logged |= trainer.logged
         run = resumed(bench, config)
     last = Watched(run)
-    train(last.run)
+    train(last.run, ppo_step)
     assert last.seen == ["sync", "finish"] and last.logged == {}
     assert run.progress.kl.value == whole.run.progress.kl.value
     assert [untimed(bench, metrics) for metrics in logged.values()] == [
