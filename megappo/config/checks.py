@@ -34,9 +34,9 @@ USUAL = {
 def config_errors(config: Config) -> list[str]:
     """Return every contradiction, one line each, with the keys, their values and the remedy."""
     errors = [*_section_errors(config), *_unread_errors(config), *hang_errors(config)]
-    errors += _name_errors(config)
+    errors += [*lora_errors(config), *_name_errors(config)]
     if not config.is_ppo:
-        return [*errors, *lora_errors(config), *example_errors(config)]
+        return [*errors, *example_errors(config)]
     errors += [
         *_group_errors(config),
         *model_errors(config),

@@ -10,7 +10,7 @@ from megappo.config.schema import Config
 def model_errors(config: Config) -> Iterator[str]:
     """Yield the contradictions, a line each, with the keys, their values and the remedy."""
     yield from _old_log_probs_errors(config)
-    yield from _layer_errors(config)
+    yield from _kl_errors(config)
     yield from _critic_errors(config)
     yield from _adapter_errors(config)
 
@@ -38,7 +38,8 @@ def _old_log_probs_errors(config: Config) -> Iterator[str]:
             )
 
 
-def _layer_errors(config: Config) -> Iterator[str]:
+def _kl_errors(config: Config) -> Iterator[str]:
+    """Yield KL estimates that exclude each other, or the layout."""
     actor, ref = config.actor, config.ref
     if actor.use_kl_loss and actor.kl_loss_unbiased and config.algorithm.preset == "nemo_rl":
         yield "actor.kl_loss_unbiased true and algorithm.preset nemo_rl both correct the KL's gradient: drop one"
@@ -51,13 +52,6 @@ def _layer_errors(config: Config) -> Iterator[str]:
                 "KL kind full (algorithm.kl_penalty or actor.kl_loss_type) needs the reference's logits where the "
                 "actor's are: set actor.parallel.pipeline to 1, and drop placement.ref, ref.parallel and "
                 "ref.max_tokens_per_micro_batch, or choose k3"
-            )
-    lora = {"actor.lora": actor.lora, "critic.lora": config.critic.lora if config.has_critic else None}
-    for key, adapters in lora.items():
-        if adapters is not None and config.model.layer_spec != "torch":
-            yield (
-                f"{key} needs model.layer_spec torch, found {config.model.layer_spec}: set it, as the inputs of "
-                "TransformerEngine's layers are not visible outside"
             )
 
 
