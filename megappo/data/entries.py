@@ -110,18 +110,7 @@ def entry_of(record: Any, fields: RecordFields, chat: Chat) -> PromptEntry:
     Raises:
         ValueError: it has none; each argument is a fault.
     """
-    if isinstance(record, ValueError):
-        raise record
-    if not isinstance(record, dict):
-        raise ValueError(f"expected a JSON object, found {type(record).__name__}")
-    values, missing = {}, []
-    for name, key in fields.required.items():
-        try:
-            values[name] = look_up(record, name)
-        except KeyError:
-            missing.append(f"no field {name!r}: correct {key}, or add it")
-    if missing:
-        raise ValueError(*missing)
+    values = required_values(record, fields.required)
     prompt, label = values[fields.prompt_key], values[fields.label_key] if fields.needs_label else None
     rank = fields.rank_of(values)
     _check_value("prompt", prompt)
@@ -132,6 +121,29 @@ def entry_of(record: Any, fields: RecordFields, chat: Chat) -> PromptEntry:
     if fields.takes.raw_prompts:
         columns[PROMPTS] = content
     return PromptEntry(chat.text_of(content), content, label, columns, rank, left_out)
+
+
+def required_values(record: Any, required: Mapping[str, str]) -> dict[str, Any]:
+    """Return the values of fields that a record must have, by name.
+
+    Args:
+        required: name, which may be dotted -> key of the config to correct if there is no such field.
+    Raises:
+        ValueError: the record is no object, or lacks a field; each argument is a fault.
+    """
+    if isinstance(record, ValueError):
+        raise record
+    if not isinstance(record, dict):
+        raise ValueError(f"expected a JSON object, found {type(record).__name__}")
+    values, missing = {}, []
+    for name, key in required.items():
+        try:
+            values[name] = look_up(record, name)
+        except KeyError:
+            missing.append(f"no field {name!r}: correct {key}, or add it")
+    if missing:
+        raise ValueError(*missing)
+    return values
 
 
 def look_up(fields: Any, name: str) -> Any:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from megappo.config.config_error import ConfigError
 from megappo.config.schema import Config, Data
 from megappo.data.chat import Chat, chat_end_warnings
-from megappo.data.entries import look_up
+from megappo.data.entries import required_values
 from megappo.data.prompt_checks import RECORDS_AT_ONCE, Check
 from megappo.data.record_dataset import RecordDataset
 from megappo.data.records import Records, Unpack
@@ -166,11 +166,11 @@ class ExampleDataset(RecordDataset[Example]):
         Raises:
             ValueError: it is no example.
         """
-        values = fields_of(record, form)
+        values = required_values(record, dict.fromkeys(form.values(), "data.columns"))
         if "messages" in form:
-            return self._chat_pieces(as_messages(values["messages"]), 0)
-        response = values["response"]
-        content = self._chat.content_of(values["prompt"])
+            return self._chat_pieces(as_messages(values[form["messages"]]), 0)
+        response = values[form["response"]]
+        content = self._chat.content_of(values[form["prompt"]])
         if not response:
             raise ValueError("the response is empty")
         if not isinstance(content, str):
@@ -244,29 +244,6 @@ def open_examples(
     for name, file in zip(data.val_names, data.val_files, strict=True):
         val[name] = opened((file,), key="data.val_files", unpack=unpack)
     return train, val
-
-
-def fields_of(record: Any, form: Mapping[str, str]) -> dict[str, Any]:
-    """Return the parts of an example that a record holds.
-
-    Args:
-        form: part -> the field that holds it, which may be dotted.
-    Raises:
-        ValueError: a field is missing; each argument is a fault.
-    """
-    if isinstance(record, ValueError):
-        raise record
-    if not isinstance(record, dict):
-        raise ValueError(f"expected a JSON object, found {type(record).__name__}")
-    values, missing = {}, []
-    for part, name in form.items():
-        try:
-            values[part] = look_up(record, name)
-        except KeyError:
-            missing.append(f"no field {name!r}: correct data.columns, or add it")
-    if missing:
-        raise ValueError(*missing)
-    return values
 
 
 def as_messages(value: Any) -> list[dict[str, Any]]:
