@@ -227,9 +227,7 @@ def _execute(plan: RunPlan, store: dist.Store, rank: int, cleanup: ExitStack, fu
         watching = cleanup.enter_context(ExitStack())  # its callback runs after those of what starts from here on
         for name, value in shared_nccl_variables(plan).items():
             os.environ.setdefault(name, value)  # the engine inherits the environment
-        engine_handle = (
-            start_engine(plan, rank, store, cleanup) if config.is_ppo and not config.replays else EngineHandle()
-        )
+        engine_handle = start_engine(plan, rank, store, cleanup) if config.samples else EngineHandle()
         with STATUS.step("imports of Megatron"), platform.gc_disabled():
             execute = resolved(function)
         timeout = timedelta(seconds=config.trainer.process_group_timeout_seconds)

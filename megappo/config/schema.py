@@ -321,6 +321,16 @@ class Config(Section):
         return self.trainer.replay_rollouts is not None and not self.trainer.eval_only
 
     @property
+    def samples(self) -> bool:
+        """True if engines sample rollouts: the run reads neither recorded ones nor examples."""
+        return self.is_ppo and not self.replays
+
+    @property
+    def starts_engines(self) -> bool:
+        """True if the engines that sample are the run's own, on its GPUs."""
+        return self.samples and not self.rollout.engines
+
+    @property
     def trains_actor(self) -> bool:
         """True if trainer.train names the actor."""
         return "actor" in self.trainer.train

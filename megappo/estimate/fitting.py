@@ -45,10 +45,8 @@ def fits(estimate: MemoryEstimate) -> bool:
 
 
 def _has_room(estimate: MemoryEstimate) -> bool:
-    has_none = (
-        not estimate.config.is_ppo or bool(estimate.config.rollout.engines) or estimate.config.replays
-    )  # on these GPUs
-    return has_none or estimate.engine.cache_tokens >= longest_request(estimate.config).tokens
+    config = estimate.config
+    return not config.starts_engines or estimate.engine.cache_tokens >= longest_request(config).tokens
 
 
 def remedies(plan: RunPlan, cluster: Cluster) -> dict[str, object] | None:

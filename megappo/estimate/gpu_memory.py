@@ -182,9 +182,9 @@ class MemoryEstimate:
         forward = [spec.forward.phase for spec in plan.components.values() if spec.forward]
         updates = [f"update_{name}" for name in plan.training]
         self.passes = {phase: self.uses[phase] for phase in forward + updates}
-        of_engines = (ROLLOUT, SYNC, PROBE) if plan.config.is_ppo else ()
-        phases = [START, ROLLOUT, *self.passes, SYNC, PROBE, SAVE]
-        self.phases = [phase for phase in phases if phase in of_engines or phase not in (ROLLOUT, SYNC, PROBE)]
+        self.phases = [START, *self.passes, SAVE]
+        if plan.config.is_ppo:
+            self.phases = [START, ROLLOUT, *self.passes, SYNC, PROBE, SAVE]
         self.rank_kinds = self._rank_kinds()
         self.fullest = max(self.rank_kinds, key=lambda kind: kind.peak)
 
@@ -199,8 +199,7 @@ class MemoryEstimate:
     def _rank_kinds(self) -> list[RankKind]:
         layouts = dict(self.plan.layouts)
         engines = layouts.pop("rollout", None)
-        has_none = self.config.rollout.engines or self.config.replays
-        engine_ranks = () if engines is None or has_none else engines.ranks
+        engine_ranks = engines.ranks if engines is not None and self.config.starts_engines else ()
         found = defaultdict[tuple, list[int]](list)
         for rank in range(self.plan.world_size):
             places = {name: layout.coordinates(rank) for name, layout in layouts.items()}

@@ -61,8 +61,8 @@ def check_run(
 
 
 def _gpu_errors(config: Config) -> Iterator[str]:
-    own_engines = config.is_ppo and not config.replays and not config.rollout.engines
-    if config.model.dtype == "fp32" and own_engines:  # sglang-kernel 0.4.10: "rmsnorm failed to dispatch Float"
+    # sglang-kernel 0.4.10: "rmsnorm failed to dispatch Float"
+    if config.model.dtype == "fp32" and config.starts_engines:
         yield (
             "model.dtype: fp32 does not run on GPUs, where SGLang's norm takes 16-bit numbers alone: set "
             "model.dtype=bf16, or run on the CPU: CUDA_VISIBLE_DEVICES= before the command, and plan without --gpu"

@@ -76,7 +76,7 @@ def build_run(plan: RunPlan, engine_handle: EngineHandle, cleanup: ExitStack) ->
         left_out = datasets.check(exchange)
     engines, models = NoEngines(), Models(replace(plan, components={}), {}, {})
     if _needs_models(config):
-        if config.is_ppo and not config.replays:
+        if config.samples:
             engines = InferenceEngines(plan, engine_handle, exchange, is_new=progress.is_new)
             engines.start()
         with STATUS.step("models"):
@@ -110,8 +110,8 @@ def build_run(plan: RunPlan, engine_handle: EngineHandle, cleanup: ExitStack) ->
         scorer = ResponseScorer(config, judge, datasets.train, rollouts.tokenizer, exchange)
     if exchange.rank == 0:  # not before: a folder that is refused stays as it was
         _begin_folder(plan.requested, progress, observer)
-    parts = (config, exchange, datasets, models, engines, rollouts, batches, progress, observer, phase, mfu, scorer)
-    return Run(*parts, GateProgress(config.critic.gate))
+    parts = config, exchange, datasets, models, engines, rollouts, batches, progress, observer, phase, mfu
+    return Run(*parts, scorer, GateProgress(config.critic.gate))
 
 
 def run_info(plan: RunPlan, resume_step: int) -> RunInfo:
