@@ -132,7 +132,9 @@ class AheadBatches(SampledBatches):
             journal.forget()
             exchange.on_rank_0(lambda: journal.forget_choices(self._config.trainer.total_steps))
         finished, begun = journal.read()
-        for position in set(range(num_drawn)).difference(pending):  # an earlier step has trained on them
+        waiting = set(pending)
+        done = [position for position in [*finished, *begun] if position < num_drawn and position not in waiting]
+        for position in done:  # an earlier step has trained on them
             finished.pop(position, None)
             begun.pop(position, None)
         mine = [group_facts(group) for group in finished.values()]
