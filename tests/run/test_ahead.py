@@ -1,6 +1,5 @@
 """Runs that sample ahead of training: no response is too old, none is lost, and no prompt is trained on twice."""
 
-import json
 import random
 import shutil
 import signal
@@ -8,10 +7,10 @@ import time
 from collections import Counter
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
+from ahead_runs import journal_lines, trained_responses
 from commands import assert_equal, tensors_of
 from program import ONE_RANK_EACH, Program, has_logged, logged, trained_on
 from safetensors.torch import load_file
@@ -27,20 +26,6 @@ pytestmark = pytest.mark.timeout(900)
 def prompts_of(record: Path, step: int) -> list[int]:
     with RowsFile(rows_file(record, step)) as file:
         return file.facts["prompts"]
-
-
-def responses_of(record: Path, step: int) -> list[list[int]]:
-    rows, responses, start = load_file(rows_file(record, step)), [], 0
-    for prompt_length, length in zip(rows["prompt_lengths"], rows["response_lengths"], strict=True):
-        end = start + int(prompt_length) + int(length)
-        responses.append(rows["tokens"][start + int(prompt_length) : end].tolist())
-        start = end
-    return responses
-
-
-def journal_lines(run: Path) -> list[dict[str, Any]]:
-    texts = [path.read_text("utf-8") for path in (run / "ahead").glob("engine_*")]
-    return [json.loads(line) for text in texts for line in text.split("\n")[1:-1]]
 
 
 def finished_responses(run: Path) -> dict[tuple[int, int], list[int]]:
@@ -102,17 +87,18 @@ def test_killed_and_resumed(config: Path, run: Path, folder: Path) -> None:
 
 @pytest.mark.slow  # that a session continues what was aborted is in tests/rollouts/test_sampler.py
 def test_unfinished_responses_continue(config: Path, folder: Path) -> None:
-    """The engine is the slower side, so that the checkpoint is written while it decodes."""
+    """When step 1 is done, the engine still has four batches to sample, so that it decodes at the checkpoint."""
     out, record = folder / "out", folder / "record"
     keys = (
         "rollout.keep_partial=true",
         "rollout.max_response_length=20",
-        "rollout.max_running_requests=1",
+        "rollout.max_running_requests=8",
         "trainer.save_interval=0",
     )
-    arguments = (config, *AHEAD, *keys, f"trainer.output_dir={out}", f"trainer.record_rollouts={record}")
+    further = ("rollout.max_staleness=4", f"trainer.output_dir={out}", f"trainer.record_rollouts={record}")
+    arguments = (config, *AHEAD, *keys, *further)
     with Program(folder / "1", *arguments) as program:
-        program.wait_until(lambda: has_logged(out, 2))
+        program.wait_until(lambda: has_logged(out, 1))
         program.process.send_signal(signal.SIGTERM)
         assert program.wait() == 75, program.output
     finished = finished_responses(out)
@@ -120,9 +106,9 @@ def test_unfinished_responses_continue(config: Path, folder: Path) -> None:
     assert written
     with Program(folder / "2", *arguments) as program:
         assert program.wait() == 0, program.output
-    responses = list(chain.from_iterable(responses_of(record, step) for step in range(1, STEPS + 1)))
+    responses = list(chain.from_iterable(trained_responses(record, step) for step in range(1, STEPS + 1)))
     for tokens in written.values():
-        assert any(one[: len(tokens)] == tokens and len(one) > len(tokens) for one in responses)
+        assert any(list(one[: len(tokens)]) == tokens and len(one) > len(tokens) for _, one in responses)
 
 
 @pytest.mark.slow  # one kill, and the loss of no response, are in the test before

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from ahead_runs import Response, journal_lines, trained_responses
 from program import ONE_RANK_EACH, Program, has_logged, logged
-from safetensors import safe_open
 
 from megappo.batch.rows_file import RowsFile
 from megappo.observe.files import rows_file
@@ -62,8 +62,7 @@ KINDS = {
 """rollout.max_staleness -> keys of its run."""
 FAULTS = ("all", "rank 0", "rank 1", "SIGTERM", *["engine"] * 4)
 STEP_LINE = re.compile(r"^ *\d+/\d+ ", re.MULTILINE)
-Responses = Counter[tuple[tuple[int, ...], tuple[int, ...]]]
-"""(tokens of a prompt, tokens of a response) -> number."""
+Responses = Counter[Response]
 
 pytestmark = [pytest.mark.timeout(1800), pytest.mark.slow]  # test_ahead.py has kills, test_staleness.py an engine's
 
@@ -102,24 +101,12 @@ def end_program(program: Program, ending: str) -> None:
 
 
 def journaled(run: Path) -> Responses:
-    """Return the finished responses of the journal, without a line that a kill cut short."""
+    """Return the finished responses of the journal."""
     found = Responses()
-    for path in (run / "ahead").glob("engine_*"):
-        for line in map(json.loads, path.read_text("utf-8").split("\n")[1:-1]):
-            if "sample" in line:
-                segment = line["sample"]["segments"][0]
-                found[tuple(segment["prompt"]), tuple(segment["tokens"])] += 1
-    return found
-
-
-def trained_on(record: Path, step: int) -> Responses:
-    """Return the responses that a step trained on."""
-    with RowsFile(rows_file(record, step)) as file:
-        rows = file.rows(0, len(file.table.prompt_ids))
-    found = Responses()
-    for sequence, length in zip(rows.sequences, rows.prompt_lengths.tolist(), strict=True):
-        tokens = tuple(sequence.tolist())
-        found[tokens[:length], tokens[length:]] += 1
+    for line in journal_lines(run):
+        if "sample" in line:
+            segment = line["sample"]["segments"][0]
+            found[tuple(segment["prompt"]), tuple(segment["tokens"])] += 1
     return found
 
 
@@ -168,7 +155,7 @@ def test_nothing_is_too_old_lost_or_trained_on_twice(
     assert all(step["rollout/num_tokens"] == step["rollout/trained_tokens"] for step in metrics), "none was discarded"
     trained, steps_of = Responses(), Counter[tuple[int, ...]]()
     for step in range(1, STEPS + 1):
-        responses = trained_on(record, step)
+        responses = Counter(trained_responses(record, step))
         trained += responses
         steps_of.update({prompt for prompt, _ in responses})
         assert responses.total() == BATCH_SIZE * N
@@ -198,9 +185,9 @@ def test_two_engines_and_groups_of_equal_scores(config: Path, folder: Path, prom
     trained, num_drawn, num_equal = Counter(), 0, 0
     for step, metrics in enumerate(logged(out), start=1):
         assert metrics["rollout/response_staleness/max"] <= 2
-        with safe_open(rows_file(record, step), framework="pt") as file:
-            facts = json.loads(file.metadata()["facts"])
-            scores = file.get_tensor("fields.scores").reshape(32, 4)
+        with RowsFile(rows_file(record, step)) as file:
+            facts = file.facts
+            scores = file.field("scores").reshape(32, 4)
         assert (scores.min(dim=1).values < scores.max(dim=1).values).all()
         assert metrics["filter_groups/equal_groups_kept"] == 0
         num_drawn, num_equal = facts["prompts_drawn"], num_equal + metrics["filter_groups/equal_groups"]
