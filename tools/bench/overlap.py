@@ -25,6 +25,7 @@ from megappo.runtime.torchvision_on_cpu import define_torchvision_operators
 define_torchvision_operators()
 
 import yaml  # noqa: E402
+from child_run import run_child  # noqa: E402
 from make_quickstart import VOCABULARY, write_tokenizer  # noqa: E402
 from timed import Row, parser_of, report, write_llama  # noqa: E402
 
@@ -73,7 +74,7 @@ def steps_of(config: Path, output: Path, *keys: str) -> list[dict[str, float]]:
     last = FIRST_STEPS + STEPS
     # The last steps draw no further prompts.
     settings = (f"trainer.output_dir={output}", f"trainer.total_steps={last + MAX_STALENESS}", *keys)
-    subprocess.run(
+    run_child(
         [sys.executable, "-m", "megappo", "train", config, *settings],
         check=True,
         cwd=REPOSITORY,
