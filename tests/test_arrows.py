@@ -92,7 +92,7 @@ BUDGETS = {
     "rollouts": 17_250,
     "runtime": 12_300,
     "sync": 5_100,
-    "trainer": 24_600,
+    "trainer": 24_750,
     "userland": 21_300,
     "weights": 7_250,
 }

@@ -79,7 +79,12 @@ def metric_names() -> set[str]:
     Those of losses and corrections come from calling them, those of rows from their table, the others from the source.
     """
     ones = torch.ones(1, 2)
-    actor = {"pg_loss", *entropy_loss(ones, ones, Actor())[1], *kl_loss(ones, ones, ones, Actor())[1]}
+    actor = {
+        "pg_loss",
+        "positive_nll_loss",
+        *entropy_loss(ones, ones, Actor())[1],
+        *kl_loss(ones, ones, ones, Actor())[1],
+    }
     for name in POLICY_LOSSES:
         actor |= policy_loss(ones, ones, ones, ones, Actor(policy_loss=name, opsm_delta=1))[1].keys()
     critic = {"vf_loss", *value_loss(ones, ones, ones, ones, Critic())[1]}

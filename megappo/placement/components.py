@@ -180,6 +180,8 @@ def _actor_fields(config: Config) -> tuple[str, ...]:
         fields.append("ref_log_probs")
     if config.algorithm.rollout_correction.is_on:
         fields.append("rollout_is_weights")
+    if config.actor.positive_nll_coef:
+        fields.append("scores")
     return (*fields, *(VALUE_FIELDS if config.algorithm.shared_backbone else ()))
 
 

@@ -13,6 +13,7 @@ from megappo.observe.metrics import OnDevice
 from megappo.ppo.conventions import DEFAULT, PRESETS, Conventions
 from megappo.ppo.losses import entropy_loss, kl_loss, policy_kl, policy_loss, value_loss
 from megappo.ppo.reductions import Metrics, Normaliser
+from megappo.ppo.supervised import nll_loss
 
 SELECTED = "selected"
 """Field with 1 on the tokens that the policy loss selects in the whole mini-batch."""
@@ -28,16 +29,25 @@ def conventions(config: Config) -> Conventions:
     return DEFAULT if config.algorithm.preset is None else PRESETS[config.algorithm.preset]
 
 
+def positive_mask(rows: Rows) -> torch.Tensor:
+    """Return [B, R], 1 on tokens with mask 1 of responses whose score, before it is shaped, is above 0."""
+    return rows.response_mask * (rows.fields["scores"] > 0)[:, None]
+
+
 class ActorLoss:
-    """Policy loss - entropy bonus + KL loss; with a shared backbone also + value_coef x value loss. A `LossFn`.
+    """Policy loss - entropy bonus + KL loss + positive_nll_coef x negative log-likelihood of the responses with a score
+    above 0; with a shared backbone also + value_coef x value loss. A `LossFn`.
 
     Args:
         num_tokens: tokens with mask 1 of the whole mini-batch.
         num_sequences: rows of the whole mini-batch that count (`Conventions.counts_empty_rows`).
+        num_positive_tokens: tokens with 1 in `positive_mask` of the whole mini-batch.
+    Source of the likelihood term: Yue et al. 2025 (VAPO, arXiv 2504.05118), positive example LM loss.
     """
 
-    def __init__(self, config: Config, num_tokens: int, num_sequences: int):
+    def __init__(self, config: Config, num_tokens: int, num_sequences: int, num_positive_tokens: int = 0):
         self.config = config
+        self._positive = Normaliser(num_positive_tokens, 0, 0)
         self._shared = _shared(config, num_tokens, num_sequences)
         self._policy_kl = []
 
@@ -71,6 +81,9 @@ class ActorLoss:
             ref = fields.get("ref_log_probs", log_probs)
             full = outputs["full_kl"] if actor.kl_loss_type == "full" else None
             terms.append(kl_loss(log_probs, ref, mask, actor, old_log_probs=old, kl=full, **shared))
+        if actor.positive_nll_coef:
+            nll, _ = nll_loss(log_probs, positive_mask(rows), self._positive, shared["loss_weights"])
+            terms.append((actor.positive_nll_coef * nll, {"positive_nll_loss": nll.detach()}))
         for term, term_metrics in terms:
             loss = loss + term
             loss_metrics |= term_metrics

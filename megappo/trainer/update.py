@@ -20,7 +20,7 @@ from megappo.runtime import platform
 from megappo.runtime.heartbeat import heartbeat
 from megappo.runtime.interruption import INTERRUPTION
 from megappo.trainer.component_batch import ComponentBatch
-from megappo.trainer.objectives import SELECTED, ActorLoss, conventions, critic_loss
+from megappo.trainer.objectives import SELECTED, ActorLoss, conventions, critic_loss, positive_mask
 
 
 def update_actor(batch: ComponentBatch, config: Config) -> None:
@@ -29,7 +29,10 @@ def update_actor(batch: ComponentBatch, config: Config) -> None:
     if not isinstance(engine, TrainedEngine):
         return
     for rows, num_tokens, num_rows in _mini_batches(batch, engine, actor.ppo_epochs, config):
-        loss = ActorLoss(config, num_tokens, num_rows)
+        num_positive_tokens = 0
+        if actor.positive_nll_coef:
+            num_positive_tokens = int(engine.total(float(positive_mask(rows).sum())))
+        loss = ActorLoss(config, num_tokens, num_rows, num_positive_tokens)
         if actor.method.select is not None:
             rows = _with_selection(engine, rows, actor.method.select, actor)
         _optimizer_step(batch, engine, rows, loss, config)

@@ -38,11 +38,12 @@ ACTORS = {
     **{loss: {"policy_loss": loss} for loss in POLICY_LOSSES},
     **{f"KL {kind}": {**KL_LOSS, "kl_loss_type": kind} for kind in (*KL_KINDS, "full")},
     **{mode: {"loss_agg_mode": mode} for mode in AGGREGATIONS},
-    "unbiased KL, entropy, masked sequences": {
+    "unbiased KL, entropy, masked sequences, positive examples": {
         **KL_LOSS,
         "kl_loss_unbiased": True,
         "entropy_coeff": 0.1,
         "opsm_delta": 1e-4,
+        "positive_nll_coef": 0.1,
     },
 }
 CRITICS = {"squared": {}, "huber": {"huber_delta": 0.3, "value_clip": None}}
@@ -63,7 +64,7 @@ FAMILIES = pytest.mark.parametrize(
 def rows_with_all_fields() -> Rows:
     rows = make_rows(VOCAB_SIZE)
     ones = torch.ones_like(rows.fields["values"])
-    more = {"ref_log_probs": -ones, "rollout_is_weights": ones, SELECTED: ones}
+    more = {"ref_log_probs": -ones, "rollout_is_weights": ones, SELECTED: ones, "scores": ones[:, 0]}
     return replace(rows, fields=rows.fields | more)
 
 

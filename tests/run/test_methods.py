@@ -33,6 +33,7 @@ METHODS = {
         *("algorithm.old_log_probs=engine", "actor.policy_loss=dis", "algorithm.use_kl_in_reward=false"),
         *("actor.clip_ratio_low=0.3", "actor.clip_ratio_high=5", "algorithm.critic_lam=1", "algorithm.lam_alpha=0.5"),
         *("critic.freeze=[attention]", "critic.ppo_epochs=2", "critic.warmup_steps=1"),
+        "actor.positive_nll_coef=0.1",
     ),
     "shared backbone": ("algorithm.shared_backbone=true", "reward.normalize=running", "algorithm.preset=openrlhf"),
     "shared backbone, shared out rows": (
@@ -96,6 +97,7 @@ def check_sao(steps: list[dict]) -> None:
     assert not any(name.startswith(("rollout/log_prob_diff", "rollout_is/")) for name in steps[-1])
     assert "actor/pg_loss" not in steps[0], "the critic warms up"
     assert all(metrics["sync/log_prob_diff/mean"] < 1e-3 for metrics in steps), "the probe still proves the weights"
+    assert all(metrics["actor/positive_nll_loss"] > 0 for metrics in steps[1:]), "shares of sevens are above 0"
     updates = [(metrics["critic/num_optimizer_steps"], metrics["actor/num_optimizer_steps"]) for metrics in steps[1:]]
     assert all(critic == 2 * actor for critic, actor in updates)
 
