@@ -86,7 +86,7 @@ BUDGETS = {
     "estimate": 11_350,
     "models": 13_400,
     "observe": 18_600,
-    "placement": 9_950,
+    "placement": 10_000,
     "ppo": 10_050,
     "preflight": 6_300,
     "rollouts": 17_250,

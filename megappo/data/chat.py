@@ -113,9 +113,15 @@ class Chat:
             raise ValueError(f"the chat template refuses the messages: {type(error).__name__}: {error}") from error
 
 
-def chat_end_warnings(tokenizer: "PreTrainedTokenizerBase", ends: Collection[int]) -> list[str]:
+def chat_end_warnings(
+    tokenizer: "PreTrainedTokenizerBase", ends: Collection[int], *, is_learned: bool = False
+) -> list[str]:
     """Return a warning if no token of `ends` ends an assistant's message in the chat template: a model that ends its
-    messages as the template does would write on."""
+    messages as the template does would write on.
+
+    Args:
+        is_learned: the model is trained on messages as the template renders them.
+    """
     if not tokenizer.chat_template:
         return []
     answer = "An answer"
@@ -125,12 +131,16 @@ def chat_end_warnings(tokenizer: "PreTrainedTokenizerBase", ends: Collection[int
     except Exception:  # several templates without a default, or one that refuses such messages
         return []
     tail = tokenizer.encode(text.rpartition(answer)[2], add_special_tokens=False)
-    if not tail or set(tail) & set(ends):
+    if set(tail) & set(ends) or not (tail or is_learned):
         return []
-    written, known = tokenizer.decode(tail[:1]), tokenizer.convert_ids_to_tokens(list(ends))
+    written, known = tokenizer.decode(tail[:1]), " or ".join(tokenizer.convert_ids_to_tokens(list(ends)))
+    ending = f"ends a message with {written!r}" if tail else "writes nothing after an answer"
+    remedy = f"if prompts are chat messages, set rollout.stop=[{written!r}]"
+    if is_learned:
+        remedy = f"have the template of the tokenizer in model.path write {known} after an answer"
     return [
-        f"the chat template ends a message with {written!r}, and responses end with {' or '.join(known)}: a model that "
-        f"writes chat messages will not stop; if prompts are chat messages, set rollout.stop=[{written!r}]"
+        f"the chat template {ending}, and responses end with {known}: a model that writes chat messages will not stop; "
+        f"{remedy}"
     ]
 
 

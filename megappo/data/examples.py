@@ -157,7 +157,7 @@ class ExampleDataset(RecordDataset[Example]):
     def warnings(self, parts: Sequence[Sequence[Check]]) -> list[str]:
         """Return the warnings of several ranks' `check`, and of the chat template."""
         uses_chat = self.config.apply_chat_template or any("messages" in form for form in self._forms.values())
-        ending = chat_end_warnings(self._tokenizer, self._ends) if uses_chat else []
+        ending = chat_end_warnings(self._tokenizer, self._ends, is_learned=True) if uses_chat else []
         return super().warnings(parts) + [f"{self._key}: {line}" for line in ending]
 
     def _pieces(self, record: Any, form: Mapping[str, str]) -> list[Piece]:

@@ -127,9 +127,11 @@ def _batch_errors(
         key, prompts = components[name].mini_batch_prompts(config)
         rows = prompts * config.rollout.n
         shards = layout.data
+        what = (
+            f"{prompts} x rollout.n {config.rollout.n} = {rows} trajectories" if config.is_ppo else f"{rows} examples"
+        )
         if rows < shards:
             yield (
-                f"{key} {prompts} x rollout.n {config.rollout.n} = {rows} trajectories are fewer "
-                f"than the {name}'s {shards} data-parallel shards on ranks {format_ranks(layout.ranks)}: "
-                f"raise {key} to {-(-shards // config.rollout.n)} or more"
+                f"{key} {what} are fewer than the {name}'s {shards} data-parallel shards on ranks "
+                f"{format_ranks(layout.ranks)}: raise {key} to {-(-shards // config.rollout.n)} or more"
             )

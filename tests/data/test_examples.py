@@ -136,3 +136,24 @@ def test_a_template_that_changes_answers_is_refused(tmp_path, tokenizer, templat
     changed.chat_template = template
     of = dataset(tmp_path, changed, {"messages": TALK})
     assert fault in faults(of)[0]
+
+
+@pytest.mark.parametrize(
+    ("ending", "ends"),
+    [("", "writes nothing after an answer"), ("!", "ends a message with '!'"), (EOS, None)],
+)
+def test_a_template_from_which_no_end_is_learned_gives_a_warning(tmp_path, tokenizer, ending, ends):
+    without_end = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token=EOS)
+    without_end.chat_template = (
+        "{% for m in messages %}{{ '[' + m.role + ']' + m.content + '" + ending + "' }}{% endfor %}"
+    )
+    of = dataset(tmp_path, without_end, {"messages": TALK[:2]})
+    found = of.warnings([of.check(len(CHARACTERS) + 1)])
+    if ends is None:
+        assert found == []
+        return
+    [warning] = found
+    assert warning == (
+        f"data.train_files: the chat template {ends}, and responses end with {EOS}: a model that writes chat messages "
+        f"will not stop; have the template of the tokenizer in model.path write {EOS} after an answer"
+    )

@@ -266,3 +266,12 @@ def test_stages_wait_about_as_little_as_any_number_of_micro_batches_has_them(dev
 
 def test_without_stages_there_is_nothing_to_fill():
     assert Layout((0, 1, 2, 3), tensor=2).filling(100_000, 4096, "cpu") == 1
+
+
+def test_too_few_examples_for_the_shards_are_refused_in_the_words_of_examples() -> None:
+    config = make(trainer={"kind": "sft"}, data={"train_batch_size": 2})
+    [error] = _errors(config, 4)
+    assert error == (
+        "data.train_batch_size 2 examples are fewer than the actor's 4 data-parallel shards on ranks 0-3: raise "
+        "data.train_batch_size to 4 or more"
+    )
