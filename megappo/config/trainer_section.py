@@ -51,7 +51,7 @@ class Trainer(Section):
     keep_every: NonNegative = key(0, "also keep the checkpoints of steps that this divides; 0 = none", read_if=(SAVES_BETWEEN, DELETES_CHECKPOINTS))
     eval_interval: NonNegative | None = key(None, "steps between evaluations on data.val_files and eval.datasets, besides those before the first step and after the last; 0 = off; null = 10 if there are any")
     resume: Literal["auto", "never"] = key("auto", "auto: resume from output_dir's newest checkpoint; never: refuse a folder that has one")
-    export_hf: StrictBool = key(True, "write the actor as a Hugging Face folder (hf_actor/) at the end; with trainer.train [critic] the critic (hf_critic/)")
+    export_hf: StrictBool = key(True, "write actor and critic, those that are trained, as Hugging Face folders (hf_actor/, hf_critic/) at the end")
     num_samples: NonNegative = key(4, "prompts of each held-out data set whose responses are kept per evaluation", read_if=(IS_PPO, HAS_HELD_OUT))
     print_samples: NonNegative = key(2, "kept responses that are printed at the start of each evaluation, of its first data set; 0 = none", read_if=(IS_PPO, HAS_HELD_OUT))
     console_fields: Texts = key(CONSOLE_FIELDS, "columns of the line that is printed after each step: these, or any metric by its name (docs/metrics.md)")

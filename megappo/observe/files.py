@@ -14,7 +14,7 @@ CHECKPOINTS = "checkpoints"
 CONFIG_FILE = "config.yaml"
 """The resolved config, in a run's folder and in each checkpoint."""
 HF_ACTOR, HF_CRITIC = "hf_actor", "hf_critic"
-"""The trained actor, or the critic that is trained alone, as a Hugging Face folder, written at the end of a run; see
+"""The trained actor and the trained critic as Hugging Face folders, written at the end of a run; see
 `run_file.exported_model`."""
 
 ROLLOUTS_FOLDER = "rollouts"

@@ -311,11 +311,12 @@ def uses_of(specs: Mapping[str, ComponentSpec]) -> dict[str, dict[str, DeviceUse
             uses["evaluate"][name] = READ_WEIGHTS
     if "actor" in specs:
         uses["sync"]["actor"] = READ_WEIGHTS
-    uses["export"][exported(specs)] = READ_WEIGHTS
+    for name in exported(specs):
+        uses["export"][name] = READ_WEIGHTS
     return uses
 
 
-def exported(specs: Mapping[str, ComponentSpec]) -> str:
-    """Return the model that a run writes as a Hugging Face folder at its end: the actor, or the critic alone."""
-    trained = [name for name in ("actor", "critic") if name in specs and specs[name].training is not None]
-    return trained[0] if trained else "actor"
+def exported(specs: Mapping[str, ComponentSpec]) -> tuple[str, ...]:
+    """Return the models that a run writes as Hugging Face folders at its end: actor and critic, if trained."""
+    trained = (name for name in ("actor", "critic") if name in specs and specs[name].training is not None)
+    return tuple(trained) or ("actor",)

@@ -166,13 +166,13 @@ class Models:
         exchange.raise_together(error)
 
     def export(self) -> None:
-        """Write the trained policy, or the critic of a run that trains it alone, as a Hugging Face folder."""
-        name = exported(self.specs)
-        engine, source = self.components[name].engine, self.specs[name].folder.value
-        if engine is not None:
-            architecture = self.architecture if name == "actor" else architecture_of(self.specs[name])
-            target = Path(self.config.trainer.output_dir) / f"hf_{name}"
-            write_hf_folder(engine.chunks, architecture, engine.groups, source, target)
+        """Write the policy and the critic, those that the run trains, as Hugging Face folders."""
+        for name in exported(self.specs):
+            engine, source = self.components[name].engine, self.specs[name].folder.value
+            if engine is not None:
+                architecture = self.architecture if name == "actor" else architecture_of(self.specs[name])
+                target = Path(self.config.trainer.output_dir) / f"hf_{name}"
+                write_hf_folder(engine.chunks, architecture, engine.groups, source, target)
 
 
 def build_models(plan: RunPlan, exchange: Exchange) -> Models:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from program import Program, logged
+from safetensors.torch import load_file
 from transformers import AutoModelForTokenClassification
 
 from megappo.batch.rows_file import RowsFile
@@ -55,12 +56,18 @@ def test_a_critic_of_recorded_rollouts_is_kept_and_ppo_starts_from_it(config, ru
     explained = 1 - statistics.variance(errors) / (statistics.variance(scores) + 1e-5)
     assert steps[-1]["val/held_out/critic/vf_explained_var"] == pytest.approx(explained, abs=1e-4)
     assert steps[-1]["val/held_out/critic/vf_bias"] == pytest.approx(statistics.fmean(errors), abs=1e-5)
-    ppo = (replay[0], "trainer.eval_interval=0", "trainer.total_steps=1", "trainer.export_hf=false")
+    ppo = (replay[0], "trainer.eval_interval=0", "trainer.total_steps=1")
     train(folder / "ppo", config, f"critic.model_path={critic}", *ppo)
     (first,) = logged(folder / "ppo" / "run")
-    values, _ = hf_values(critic, run / "record" / "step_00000001.safetensors")
+    values, scores = hf_values(critic, run / "record" / "step_00000001.safetensors")
     assert first["values/mean"] == pytest.approx(statistics.fmean(values), abs=1e-5)
     assert first["actor/num_optimizer_steps"] == 2
+    before, after = (load_file(path / "model.safetensors") for path in (critic, folder / "ppo" / "run" / "hf_critic"))
+    assert before.keys() == after.keys() and any(not torch.equal(before[name], after[name]) for name in before)
+    trained, _ = hf_values(folder / "ppo" / "run" / "hf_critic", run / "record" / "step_00000001.safetensors")
+    errors, errors_before = (sum((a - b) ** 2 for a, b in zip(of, scores, strict=True)) for of in (trained, values))
+    assert errors < errors_before, "the folder has the critic after the step"
+    assert (folder / "ppo" / "run" / "hf_actor").is_dir()
 
 
 @pytest.mark.slow  # the run on recorded rollouts shows all but the engines
