@@ -107,16 +107,16 @@ class EngineClient:
 
     def check_health(self) -> None:
         """Check that the server answers, and that no other process does in its place."""
-        self._deferring(self._check_alive)
-        self._deferring(self._request, "GET", "/health")
+        self.defer(self._check_alive)
+        self.defer(self.request, "GET", "/health")
 
     def server_args(self) -> JsonObject:
         """Return the server's arguments, by SGLang's names."""
-        return self._request("GET", "/server_info")
+        return self.request("GET", "/server_info")
 
     def held_bytes(self) -> float:
         """Return the bytes of weights and KV cache on each of the engine's GPUs; 0 after a deferred fault."""
-        server_info = self._deferring(self.server_args)
+        server_info = self.defer(self.server_args)
         if server_info is None:
             return 0.0
         usage = server_info["internal_states"][0]["memory_usage"]
@@ -182,7 +182,7 @@ class EngineClient:
             path: of SGLang's request that loads one.
             body: without its name.
         """
-        listed = self._deferring(self._request, "GET", "/v1/models")
+        listed = self.defer(self.request, "GET", "/v1/models")
         if listed is not None and ADAPTER in [model["id"] for model in listed["data"]]:
             self.post("/unload_lora_adapter", {"lora_name": ADAPTER})
         self.post(path, {"lora_name": ADAPTER, **body})
@@ -285,10 +285,10 @@ class EngineClient:
         Args:
             timeout: of a request that may take longer than `hang_seconds`.
         """
-        return self._deferring(self._request, "POST", path, body, timeout)
+        return self.defer(self.request, "POST", path, body, timeout)
 
-    def _deferring(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Return the call's result; None where a fault has been deferred."""
+    def defer(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """Return the call's result; None where a fault has been deferred, or is deferred now."""
         if self._fault is not None:
             return None
         try:
@@ -299,7 +299,8 @@ class EngineClient:
             self._fault = fault
             return None
 
-    def _request(self, method: str, path: str, body: JsonObject | None = None, timeout: float | None = None) -> Any:
+    def request(self, method: str, path: str, body: JsonObject | None = None, timeout: float | None = None) -> Any:
+        """Send a request, as `post`, but raise its faults at once."""
         limit = timeout or self.hang_seconds
         try:
             with heartbeat.waiting():  # nobody watches the engine meanwhile, and all other ranks may wait

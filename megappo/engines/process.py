@@ -125,9 +125,9 @@ class Engine:
         self.wait_ready()
 
     def check_alive(self) -> None:
-        """Raise EngineFault with the end of the log if the process has ended."""
+        """Raise EngineFault if the process has ended, with the end of the log, or is being restarted."""
         if self._process is None:
-            raise EngineError("the SGLang engine is not running: it was not started, or was stopped")
+            raise EngineFault("the SGLang engine is not running: it was not started, or was stopped")
         code = self._process.poll()
         if code is not None:
             raise EngineFault(f"the SGLang engine ended (exit code {code}); {self._log_end()}")

@@ -11,10 +11,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from threading import Thread
+from typing import Literal
 
 from torch.distributed import Store
 
-from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
 from megappo.engines.generations import EngineFault
 from megappo.rollouts.group_selection import differ
@@ -42,21 +42,13 @@ class SharedCounts:
         """Take the next so many admitted prompts; return how many were taken before."""
         return self._store.add("ahead/taken", count) - count
 
-    def add_begun(self, version: int, count: int) -> None:
-        """Count groups that are begun with the weights of a version."""
-        self._store.add(f"ahead/begun/{version}", count)
+    def add(self, kind: Literal["begun", "finished"], version: int, count: int = 1) -> int:
+        """Count groups of a version; return the total."""
+        return self._store.add(f"ahead/{kind}/{version}", count)
 
-    def add_finished(self, version: int) -> None:
-        """Count a group that has been finished."""
-        self._store.add(f"ahead/finished/{version}", 1)
-
-    def finished(self, versions: Iterable[int]) -> Counter[int]:
-        """Return how many groups of each version have been finished."""
-        return Counter({version: self._store.add(f"ahead/finished/{version}", 0) for version in versions})
-
-    def begun(self, versions: Iterable[int]) -> Counter[int]:
-        """Return how many groups of each version have been begun."""
-        return Counter({version: self._store.add(f"ahead/begun/{version}", 0) for version in versions})
+    def total(self, kind: Literal["begun", "finished"], versions: Iterable[int]) -> Counter[int]:
+        """Return how many groups of each version have been begun, finished ones included, or have been finished."""
+        return Counter({version: self.add(kind, version, 0) for version in versions})
 
 
 def has_enough(
@@ -86,26 +78,27 @@ def has_enough(
 class AheadSampler:
     """Samples and scores the prompts that this rank's engine takes of those admitted. A `PromptSource`.
 
-    The attributes belong to the main thread, with the exceptions below.
+    It has a thread of its own, the sampling thread, which runs `take`, `put_back` and the private methods. The main
+    thread calls the others.
 
     Args:
-        rollouts: a copy for this thread.
-        shared: over a connection of this thread.
+        rollouts: a copy for the sampling thread.
+        shared: over a connection of the sampling thread.
         journal: keeps what is sampled.
     Attributes:
-        version: steps that the engines' weights have been trained for.
-        fault: of the engine, for the main thread to restart it. Written by this thread, as are the next three.
-        error: ended the thread; the main thread raises it.
-        groups: finished groups by the position of their prompt.
+        version: steps that the engines' weights have been trained for. Written by the main thread.
+        fault: of the engine, for the main thread to restart it. Written by the sampling thread, as are the next three.
+        error: ended the sampling thread; the main thread raises it.
+        groups: finished groups by the position of their prompt, until the main thread takes them.
         usage: the engine's work so far.
     """
 
     def __init__(self, rollouts: Rollouts, shared: SharedCounts, journal: Journal):
-        self.version = 0
+        self.config, self.version = rollouts.config, 0
         self.fault: EngineFault | None = None
         self.error: BaseException | None = None
         self.groups: dict[int, FinishedGroup] = {}
-        self.usage = EngineUsage()
+        self.usage, self._taken_usage = EngineUsage(), EngineUsage()
         self._rollouts, self._shared, self._journal = rollouts, shared, journal
         self._prompts: dict[int, Prompt] = {}
         self._admitted: list[int] = []
@@ -114,14 +107,9 @@ class AheadSampler:
         self._begun: dict[int, BegunGroup] = {}  # by position, until the group is finished
         self._scoring: dict[int, Responses] = {}
         self._holds = self._restarts = 0
-        self._is_closing = False
+        self._is_closing = self._is_saving = False
         self._session: RolloutSession | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = Thread(target=self._serve, name="sampling-ahead", daemon=True)
-
-    @property
-    def config(self) -> Config:
-        return self._rollouts.config
 
     def start(self) -> None:
         """Begin to sample."""
@@ -130,26 +118,24 @@ class AheadSampler:
     def close(self) -> None:
         """End the thread; what is in progress is lost."""
         self._is_closing = True
-        if self._thread.is_alive():
-            self._thread.join()
+        self._thread.join()
 
-    def restore(self, finished: Mapping[int, FinishedGroup], begun: Mapping[int, BegunGroup]) -> None:
-        """Add groups of an earlier process, by position. Their prompts need not be admitted yet."""
+    def restore(
+        self, finished: dict[int, FinishedGroup], begun: dict[int, BegunGroup], prompts: Mapping[int, Prompt]
+    ) -> None:
+        """Add groups of an earlier process and their prompts, by position."""
         self.groups |= finished
-        self._begun |= begun
-        for group in [*finished.values(), *begun.values()]:
-            self._shared.add_begun(group.version, 1)
-        for group in finished.values():
-            self._shared.add_finished(group.version)
-
-    def admit(self, prompts: Mapping[int, Prompt], restored: Collection[int] = ()) -> None:
-        """Admit prompts, by their positions; every engine gets the same ones in the same order.
-
-        Args:
-            restored: positions that an engine has of an earlier process, so that no other engine takes them.
-        """
         self._prompts |= prompts
-        self._admitted += [position for position in prompts if position not in restored]
+        self._begun |= begun
+        for group in (finished | begun).values():
+            self._shared.add("begun", group.version)
+        for group in finished.values():
+            self._shared.add("finished", group.version)
+
+    def admit(self, prompts: Mapping[int, Prompt]) -> None:
+        """Admit prompts, by their positions; every engine gets the same ones in the same order."""
+        self._prompts |= prompts
+        self._admitted += prompts
 
     def unfinished(self) -> Counter[int]:
         """Return how many of this rank's groups are begun and not finished, by version."""
@@ -157,15 +143,15 @@ class AheadSampler:
 
     def num_equal(self) -> int:
         """Return how many groups this rank has that algorithm.filter_groups leaves out."""
-        return sum(not group.counts for group in list(self.groups.values()))
+        return sum(group.is_equal for group in list(self.groups.values()))
 
-    def usage_since(self, earlier: EngineUsage) -> tuple[EngineUsage, EngineUsage]:
-        """Return the engine's work since an earlier copy of its usage, and a copy of now."""
-        now = replace(self.usage)
-        return now.since(earlier), now
+    def take_usage(self) -> EngineUsage:
+        """Return the engine's work since the last call."""
+        earlier, self._taken_usage = self._taken_usage, replace(self.usage)
+        return self._taken_usage.since(earlier)
 
     def forget(self, positions: Collection[int]) -> list[FinishedGroup]:
-        """Return this rank's groups at these positions and forget them."""
+        """Remove the groups of these positions; return those of this rank."""
         for position in positions:
             self._prompts.pop(position, None)
         return [self.groups.pop(position) for position in sorted(self.groups.keys() & positions)]
@@ -180,8 +166,10 @@ class AheadSampler:
         self._holds += 1
         try:
             with heartbeat.waiting():
-                while until_idle and not self._is_idle():
-                    time.sleep(POLL_SECONDS)
+                while until_idle:
+                    time.sleep(POLL_SECONDS)  # the sampling thread may be about to send one
+                    session = self._session
+                    until_idle = session is not None and not session.is_idle
             yield
         finally:
             self._holds -= 1
@@ -199,8 +187,7 @@ class AheadSampler:
     async def take(self, most: int) -> Sequence[Request]:
         """Return the next requests, as soon as there are any; none once the thread is to end."""
         while not self._is_closing:
-            requests = [] if self.is_held else self._next(most)
-            if requests:
+            if not self.is_held and (requests := self._next(most)):
                 return requests
             await asyncio.sleep(POLL_SECONDS)
         return []
@@ -208,13 +195,11 @@ class AheadSampler:
     def put_back(self, request: Request) -> None:
         """Keep what an aborted request has written, and request the rest again."""
         position, order, _, written = request
-        if written is not None and written.tokens:
+        if written is not None:
             group = self._begun[position]
             group.written[order] = written
             self._journal.write_partial(position, group.version, order, written)
-            self._again.append(request)
-        else:
-            self._again.append(request._replace(written=None))
+        self._again.append(request)
 
     def _next(self, most: int) -> list[Request]:
         """Return requests: for groups that are begun, or for an even share of the admitted prompts that wait, so that
@@ -233,10 +218,11 @@ class AheadSampler:
         places = [place for place in self._reserved if place < num_admitted][:most_prompts]
         self._reserved = self._reserved[len(places) :]
         requests: list[Request] = []
+        version = self.version  # the main thread may change it meanwhile
         for position in [self._admitted[place] for place in places]:
-            self._begun[position] = BegunGroup(self.version)
+            self._begun[position] = BegunGroup(version)
             requests += self._missing(position)
-        self._shared.add_begun(self.version, len(places))
+        self._shared.add("begun", version, len(places))
         return requests
 
     def _missing(self, position: int) -> list[Request]:
@@ -248,15 +234,11 @@ class AheadSampler:
 
     def save_partial(self) -> None:
         """Write what the engine has written of unfinished responses to the journal; the engine then continues them."""
-        session = self._session
-        if session is None:  # it fails or begins
-            return
-        with self.held(), heartbeat.waiting(), suppress(EngineFault):  # of which the session learns as well
-            asyncio.run_coroutine_threadsafe(session.abort(), self._loop).result()
-
-    def _is_idle(self) -> bool:
-        has_ended = self.fault is not None or self.error is not None
-        return has_ended or self._session is None or self._session.is_idle
+        with self.held(), heartbeat.waiting():
+            self._is_saving = True
+            while self._is_saving and self._session is not None:
+                time.sleep(POLL_SECONDS)
+            self._is_saving = False
 
     def _serve(self) -> None:
         try:
@@ -266,15 +248,16 @@ class AheadSampler:
 
     async def _sample(self) -> None:
         """Sample until the thread is to end; after a fault wait for the engine's restart."""
-        self._loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as tasks:
             collecting = tasks.create_task(self._collect())
             while not self._is_closing:
                 restarts = self._restarts
                 self._request_missing()
-                self._session = session = self._new_session()
-                fault = await session.run_async(lambda: self._is_closing)
-                self._session = None
+                self._session = self._new_session()
+                try:
+                    fault = await self._session.run_async(lambda: self._is_closing)
+                finally:
+                    self._session = None
                 if restarts == self._restarts:  # else the engine has been restarted since
                     self.fault = fault
                 while self.fault is not None and not self._is_closing:
@@ -319,23 +302,26 @@ class AheadSampler:
         self._scoring[position] = responses
 
     async def _collect(self) -> None:
-        """Move groups that have been scored to `groups`, until cancelled."""
+        """Move groups that have been scored to `groups`, and abort responses to save them, until cancelled."""
         while True:
             for position, responses in list(self._scoring.items()):
                 if responses.fill_if_scored(range(len(responses.samples))):
                     self._finish(position, responses)
             if self._session is not None:
                 self._session.count_time()
+                if self._is_saving:
+                    with suppress(EngineFault):  # which ends the session, too
+                        await self._session.abort()
+                    self._is_saving = False
             await asyncio.sleep(POLL_SECONDS)
 
     def _finish(self, position: int, responses: Responses) -> None:
         responses.fill_grades()
         filters = self.config.algorithm.filter_groups
-        counts = not filters.enable or differ(responses.samples, filters.metric)
-        samples, failures = responses.samples, responses.failure_metrics()
-        version = self._begun[position].version
-        group = FinishedGroup(position, version, counts, samples, failures)
+        samples, version = responses.samples, self._begun[position].version
+        is_equal = filters.enable and not differ(samples, filters.metric)
+        group = FinishedGroup(position, version, is_equal, samples, responses.failure_metrics())
         self._journal.write_grades(group)
         self.groups[position] = group
         del self._scoring[position], self._begun[position]
-        self._shared.add_finished(version)
+        self._shared.add("finished", version)

@@ -109,6 +109,24 @@ class StepResponses:
         return merge_metrics(usage.metrics() for usage in [*self.usages, *greedy])
 
 
+class Batches:
+    """Yields each step's scored rows. All ranks call it together.
+
+    Attributes:
+        num_drawn: prompts, or examples, that have been drawn so far.
+        pending: positions, in the order of drawing, of those that no step has trained on or left out yet.
+    """
+
+    num_drawn = 0
+    pending: Sequence[int] = ()
+
+    def prepare_save(self) -> None:
+        """Prepare for a checkpoint. Only a run that samples ahead of training has responses in progress."""
+
+    def forget_saved(self, step: int) -> None:
+        """Delete what no run needs that resumes from a checkpoint after this step."""
+
+
 def chosen_of(rounds: Sequence[Responses], groups: Sequence[GroupKey]) -> StepResponses:
     """Return the responses of the chosen groups, the same on all ranks, from all rounds of sampling."""
     prompts = [rounds[number].prompts[index] for number, index in groups]

@@ -49,10 +49,12 @@ class Choice(NamedTuple):
     Attributes:
         chosen: the step trained on them.
         left_out: algorithm.filter_groups left them out.
+        num_draws: batches of prompts that were drawn while the step waited for them.
     """
 
     chosen: list[int]
     left_out: list[int]
+    num_draws: int = 0
 
 
 @dataclass(frozen=True)
@@ -62,13 +64,13 @@ class FinishedGroup:
     Attributes:
         position: of the prompt, in the order in which prompts are drawn.
         version: steps that the weights had been trained for when the group was begun.
-        counts: a step can train on it; False for groups that algorithm.filter_groups leaves out.
+        is_equal: algorithm.filter_groups leaves it out.
         failures: see `Scored.failure_metrics`.
     """
 
     position: int
     version: int
-    counts: bool
+    is_equal: bool
     samples: list[Sample]
     failures: Mapping[str, Metric]
 
@@ -86,7 +88,7 @@ class FinishedGroup:
 
 
 class Journal:
-    """The journal as one rank sees it. An engine takes over files of an earlier process, which may have had more.
+    """Journal of one rank's engine, which takes over files of an earlier process that may have had more engines.
 
     Args:
         number: of this rank's engine, among `num_engines`; None without one.
@@ -126,7 +128,7 @@ class Journal:
             file.write(json.dumps(facts, default=vars) + "\n")
 
     def read(self) -> tuple[dict[int, FinishedGroup], dict[int, BegunGroup]]:
-        """Return the groups of an earlier process, by position; those of other settings are deleted.
+        """Return the groups of an earlier process, by position; delete those of other settings.
 
         Raises:
             OSError, ValueError: a file cannot be read.
@@ -136,6 +138,7 @@ class Journal:
         for version, path in self._files():
             lines = json_lines(path)
             if not lines or lines[0] != self._settings:
+                print(f"{path} is deleted: its responses have other settings than this run", flush=True)
                 path.unlink()
                 continue
             write_json_lines(path, lines)  # without a line that a kill cut short
@@ -150,10 +153,10 @@ class Journal:
                     del begun[line["position"]]
         return finished, begun
 
-    def forget(self, oldest: int | None = None) -> None:
-        """Delete the groups that were begun with weights before version `oldest`; None: all."""
+    def forget(self, oldest: int) -> None:
+        """Delete the groups that were begun with weights before version `oldest`."""
         for version, path in self._files():
-            if oldest is None or version < oldest:
+            if version < oldest:
                 path.unlink()
 
     def write_choice(self, step: int, choice: Choice) -> None:

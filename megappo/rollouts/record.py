@@ -16,6 +16,7 @@ from megappo.config.score_checks import step_scores_errors
 from megappo.data.prompts import Prompt, PromptDataset
 from megappo.errors import ActionableError
 from megappo.observe.files import rows_file
+from megappo.rollouts.group_selection import Batches
 from megappo.runtime.durable_files import put_durably
 from megappo.userland.spec import BUILTIN, parse_spec
 
@@ -111,22 +112,17 @@ class Record:
         return self._rollout_settings | {"weights_step": 0 if self._config.trainer.rollout_only else step - 1}
 
 
-class Replay:
+class Replay(Batches):
     """Recorded rows in place of sampled ones: any number of ranks reads what any number of ranks wrote.
 
     Args:
         vocab_size: tokens below it are known to every model.
         key: the config's key that names the folder; trainer.replay_held_out may have any number of prompts.
-    Attributes:
-        num_drawn, pending: as of `SampledBatches`.
     """
-
-    pending: Sequence[int] = ()
 
     def __init__(
         self, folder: Path, config: Config, vocab_size: int, exchange: Exchange, key: str = "trainer.replay_rollouts"
     ):
-        self.num_drawn = 0
         self._folder, self._config, self._key = folder, config, key
         self._vocab_size, self._exchange = vocab_size, exchange
 
@@ -155,12 +151,6 @@ class Replay:
                     f"below {self._vocab_size}: name the record of a run of the same model"
                 )
             return batch, {"rollout/num_tokens": file.facts["num_tokens"]}
-
-    def prepare_save(self) -> None:
-        """Do nothing: no response is in progress."""
-
-    def forget_saved(self, step: int) -> None:
-        """Do nothing: the record stays."""
 
     def _errors(self, file: RowsFile) -> list[str]:
         config, facts = self._config, file.facts

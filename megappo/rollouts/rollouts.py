@@ -97,40 +97,35 @@ class Rollouts:
             EngineError: an engine refused a request, or failed too often.
         """
         with self.hold():
-            return self._sample(prompts, n, params, task, quota)
-
-    def _sample(
-        self, prompts: Sequence[Prompt], n: int, params: SamplingParams, task: str, quota: GroupQuota | None
-    ) -> Responses:
-        responses = self.new_responses(prompts, task)
-        on_group = self._group_handler(responses, quota, n)
-        longest = max([self.config.data.max_prompt_length, *(len(prompt.tokens) for prompt in prompts)])
-        remaining = [(i, prompt.tokens) for i, prompt in enumerate(prompts)]
-        while remaining:
-            source, fault = SharedPrompts(remaining, n, self.new_counter()), None
-            if self.client is not None:
-                session = RolloutSession(
-                    *(source, n, params, self.client),
-                    max_running_requests=self.config.rollout.max_running_requests,
-                    most_open=n * (len(remaining) // self.num_engines),
-                    usage=responses.usage,
-                    on_sample=grouped(n, on_group),
-                    runner=self.episode_runner(prompts, params, task, longest),
-                )
-                fault = session.run(self.is_interrupted, None if quota is None else quota.is_met)
-                if quota is not None:
-                    quota.wait_counted(self.is_interrupted)
-            raise_if_interrupted(self.exchange)
-            if not self.restarts.restart_after_rollout(fault):
-                break
-            if quota is not None and any(self.exchange.all_gather(quota.is_met())):
-                break
-            finished = set().union(*self.exchange.all_gather({one.prompt_index for one in responses.samples}))
-            remaining = [prompt for prompt in remaining if prompt[0] not in finished]
-        responses.end()
-        if lost := [one.lost for one in responses.samples if one.lost]:
-            print(f"WARNING (rank {self.exchange.rank}): {len(lost)} episodes were lost: {lost[0]}", flush=True)
-        return responses
+            responses = self.new_responses(prompts, task)
+            on_group = self._group_handler(responses, quota, n)
+            longest = max([self.config.data.max_prompt_length, *(len(prompt.tokens) for prompt in prompts)])
+            remaining = [(i, prompt.tokens) for i, prompt in enumerate(prompts)]
+            while remaining:
+                source, fault = SharedPrompts(remaining, n, self.new_counter()), None
+                if self.client is not None:
+                    session = RolloutSession(
+                        *(source, n, params, self.client),
+                        max_running_requests=self.config.rollout.max_running_requests,
+                        most_open=n * (len(remaining) // self.num_engines),
+                        usage=responses.usage,
+                        on_sample=grouped(n, on_group),
+                        runner=self.episode_runner(prompts, params, task, longest),
+                    )
+                    fault = session.run(self.is_interrupted, None if quota is None else quota.is_met)
+                    if quota is not None:
+                        quota.wait_counted(self.is_interrupted)
+                raise_if_interrupted(self.exchange)
+                if not self.restarts.restart_after_rollout(fault):
+                    break
+                if quota is not None and any(self.exchange.all_gather(quota.is_met())):
+                    break
+                finished = set().union(*self.exchange.all_gather({one.prompt_index for one in responses.samples}))
+                remaining = [prompt for prompt in remaining if prompt[0] not in finished]
+            responses.end()
+            if lost := [one.lost for one in responses.samples if one.lost]:
+                print(f"WARNING (rank {self.exchange.rank}): {len(lost)} episodes were lost: {lost[0]}", flush=True)
+            return responses
 
     def _group_handler(
         self, responses: Responses, quota: GroupQuota | None, n: int

@@ -16,15 +16,18 @@ from urllib.parse import urlsplit
 import torch
 from torch.distributed import ProcessGroup, TCPStore, distributed_c10d
 
-from megappo.engines.client import EngineClient
+from megappo.engines.client import EngineClient, EngineFault
 from megappo.runtime import platform
 from megappo.runtime.listening import LOOPBACK, listener, node_address, own_address, run_store
 from megappo.sync.transport import FLATTENED_BUCKET, Link, Receiver, Sender
+from megappo.userland.user_code import JsonObject
 from megappo.weights.buckets import Bucket
 
 POLL_SECONDS = 0.1
 NOTICE_SECONDS = 30.0
 """Time until the owner of a crashed engine notices the crash; gloo raises at once."""
+LAST_SECONDS = 5.0
+"""Time for an engine to finish what it has received, once another one has failed."""
 
 
 def open_store(host: str, world_size: int, timeout: timedelta) -> TCPStore:
@@ -62,8 +65,8 @@ def fault_key(name: str) -> str:
 class BroadcastSender(Sender):
     """Broadcasts to the ranks of all engines that use this transport; they join its group at the first `open`.
 
-    Once an engine has failed it sends nothing more: the other engines then fail or hang as well, and everything is sent
-    to all of them again.
+    Once an engine has failed it sends nothing more: the other engines fail as well, and everything is sent to all of
+    them again.
     """
 
     def __init__(self, link: Link):
@@ -91,7 +94,7 @@ class BroadcastSender(Sender):
         """Run the call; abort once an engine has failed, as the call may then never return."""
         done: Future[None] | None = None
         while not self._faults.check([fault_key(self._name)]):
-            done = done or _on_a_thread(call)
+            done = done or _on_a_thread(call, NOTICE_SECONDS)
             if wait([done], POLL_SECONDS).done:
                 return done.result()
         self.abort()
@@ -110,7 +113,11 @@ class BroadcastSender(Sender):
 
 
 class BroadcastReceiver(Receiver):
-    """Announces the senders' buckets to an engine."""
+    """Announces the senders' buckets to an engine.
+
+    The engine waits for the senders and the other engines, and would wait until a timeout of minutes once one of these
+    has failed: gloo's `abort` does nothing (torch 2.13). So it counts as failed as well, and is restarted.
+    """
 
     def __init__(self, link: Link, client: EngineClient):
         self.client = client
@@ -121,13 +128,14 @@ class BroadcastReceiver(Receiver):
             "backend": _backend(),
         }
         self._faults = run_store().clone()
+        self._fault_keys = [fault_key(name) for _, _, name in self._addresses]
         self._joined = False
 
     def open(self) -> None:
         if not self._joined:
             for host, port, name in self._addresses:
                 body = {"group_name": name, "master_address": host, "master_port": port, **self._member}
-                self.client.post("/init_weights_update_group", body)  # returns when all have joined
+                self.client.defer(self._request, "/init_weights_update_group", body)  # returns when all have joined
             self._joined = True
         self.client.begin_weight_update()
         self._report_fault()
@@ -142,20 +150,32 @@ class BroadcastReceiver(Receiver):
             "load_format": FLATTENED_BUCKET,
             "flush_cache": False,
         }
-        self.client.post("/update_weights_from_distributed", body)
+        self.client.defer(self._request, "/update_weights_from_distributed", body)
         self._report_fault()
 
     def close(self) -> None:
         self.client.end_weight_update()
 
+    def _request(self, path: str, body: JsonObject) -> None:
+        """Send a request that the engine answers when all members of a group have taken part."""
+        answer = _on_a_thread(partial(self.client.request, "POST", path, body))
+        while not wait([answer], POLL_SECONDS).done:
+            if self._faults.check(self._fault_keys) and not wait([answer], LAST_SECONDS).done:
+                raise EngineFault(f"{self.client.url}{path} waits for an engine that has failed")
+        answer.result()
+
     def _report_fault(self) -> None:
         if self.client.has_failed:
-            for _, _, name in self._addresses:
-                self._faults.set(fault_key(name), "")
+            for key in self._fault_keys:
+                self._faults.set(key, "")
 
 
-def _on_a_thread(call: Callable[[], object]) -> Future[None]:
-    """Start a call that may never return, on a daemon thread: the process does not wait for it when it exits."""
+def _on_a_thread(call: Callable[[], object], notice_seconds: float = 0.0) -> Future[None]:
+    """Start a call that may never return, on a daemon thread: the process does not wait for it when it exits.
+
+    Args:
+        notice_seconds: delay of an error.
+    """
     done: Future[None] = Future()
 
     def run() -> None:
@@ -163,7 +183,7 @@ def _on_a_thread(call: Callable[[], object]) -> Future[None]:
             call()
             done.set_result(None)
         except Exception as error:
-            time.sleep(NOTICE_SECONDS)
+            time.sleep(notice_seconds)
             done.set_exception(error)
 
     Thread(target=run, name="weight-broadcast", daemon=True).start()

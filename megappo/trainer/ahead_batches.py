@@ -1,11 +1,13 @@
 """Steps whose responses were sampled while the models trained on those of earlier steps."""
 
+import sys
 import time
 from collections import Counter
 from contextlib import ExitStack
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
 from megappo.config.loading import changes_since
@@ -19,7 +21,6 @@ from megappo.rollouts.group_selection import StepResponses
 from megappo.rollouts.journal import Choice, FinishedGroup, Journal
 from megappo.rollouts.record import Record, rollout_settings
 from megappo.rollouts.rollouts import Rollouts, raise_if_interrupted
-from megappo.rollouts.sampler import EngineUsage
 from megappo.runtime.heartbeat import heartbeat
 from megappo.runtime.listening import run_store
 from megappo.trainer.batches import SampledBatches
@@ -43,7 +44,7 @@ class GroupFacts(NamedTuple):
 
 def group_facts(group: FinishedGroup) -> GroupFacts:
     """Return the facts about a group."""
-    return GroupFacts(not group.counts, group.version, group.position)
+    return GroupFacts(group.is_equal, group.version, group.position)
 
 
 class AheadBatches(SampledBatches):
@@ -58,7 +59,7 @@ class AheadBatches(SampledBatches):
         progress: of the checkpoint that the run resumes from.
         cleanup: ends the sampling however the run ends.
     Attributes:
-        prompts: drawn, and not trained on or left out yet, by position.
+        prompts: admitted, and not trained on or left out yet, by position.
 
     Source: the limit is AReaL's (Fu et al. 2025, arXiv 2505.24298, eq. 3). There, a response may be too old when it is
     finished; here none is, and none is dropped.
@@ -81,23 +82,23 @@ class AheadBatches(SampledBatches):
             Path(self._config.trainer.output_dir),
             rollouts.restarts.engine_handle.number,
             rollouts.num_engines,
-            rollout_settings(self._config),
+            rollout_settings(self._config) | {"rollout.max_staleness": self._max_staleness},
         )
         self._keeps_journal = not progress.is_new or self._exchange.on_rank_0(partial(_is_repeated, progress.config))
         self._sampler: AheadSampler | None = None
         self._is_restored = self._is_begun = False
         self._choices: dict[int, Choice] = {}  # of an earlier process
         self._facts: list[GroupFacts] = []  # finished groups of all ranks
-        self._restored = set[int]()  # positions of groups that an earlier process has begun
-        self._num_versions = 0
+        self._drawn: list[tuple[int, Prompt]] = []  # not admitted yet, by position
+        self._num_versions = 0  # 1 + the newest version of an earlier process's groups
         self._removed = Counter[int]()  # groups, by version
-        self._num_waiting = self._num_wakes = self._num_draws = 0
-        self._since, self._seconds, self._usage = time.perf_counter(), 0.0, EngineUsage()
+        self._num_waiting = self._num_wakes = self._num_draws = self._num_equal = 0
+        self._since = time.perf_counter()
 
     @property
     def pending(self) -> list[int]:
-        """Positions of `prompts`."""
-        return sorted(self.prompts)
+        """Positions of the prompts that no step has trained on or left out yet."""
+        return sorted([*self.prompts, *dict(self._drawn)])
 
     def sample(self, step: int, phase: Phases) -> StepResponses:
         """Return this rank's responses of the groups that a step trains on, as soon as there are enough."""
@@ -105,17 +106,12 @@ class AheadBatches(SampledBatches):
         with phase("rollout"):
             if not self._is_restored:
                 self._restore(step)
-            self._num_draws = 0
-            choice = self._choices.get(step)
-            if choice is None:
-                if not self._is_begun:
-                    self._begin(step)
-                choice = self._wait_for_choice(step)
+            choice = self._choices.get(step) or self._wait_for_choice(step)
         return self._take(step, choice, time.perf_counter() - started)
 
     def prepare_save(self) -> None:
         """Save what the engines have written of unfinished responses, with rollout.keep_partial."""
-        if self._config.rollout.keep_partial and self._is_begun and self._sampler is not None:
+        if self._config.rollout.keep_partial and self._sampler is not None:
             self._sampler.save_partial()
 
     def forget_saved(self, step: int) -> None:
@@ -127,39 +123,44 @@ class AheadBatches(SampledBatches):
     def _restore(self, step: int) -> None:
         """Read the groups that an earlier process has left, and draw their prompts."""
         exchange, journal = self._exchange, self._journal
-        pending, num_drawn = list(self._progress.pending), self.num_drawn
+        pending = list(self._progress.pending)
         if not self._keeps_journal:
-            journal.forget()
+            journal.forget(sys.maxsize)
             exchange.on_rank_0(lambda: journal.forget_choices(self._config.trainer.total_steps))
         finished, begun = journal.read()
         waiting = set(pending)
-        done = [position for position in [*finished, *begun] if position < num_drawn and position not in waiting]
+        done = [position for position in finished | begun if position < self.num_drawn and position not in waiting]
         for position in done:  # an earlier step has trained on them
             finished.pop(position, None)
             begun.pop(position, None)
         mine = [group_facts(group) for group in finished.values()]
-        versions = {position: group.version for position, group in [*finished.items(), *begun.items()]}
+        versions = {position: group.version for position, group in (finished | begun).items()}
         self._facts = sorted(chain.from_iterable(exchange.all_gather(mine)))
         versions = exchange.merge(versions)
-        self._restored, self._num_versions = set(versions), 1 + max(versions.values(), default=-1)
+        self._num_versions = 1 + max(versions.values(), default=-1)
         known = {facts.position for facts in self._facts}
         choices = exchange.on_rank_0(journal.read_choices)
         while (choice := choices.get(step)) and known.issuperset(choice.chosen + choice.left_out):
             self._choices[step] = choice
             step += 1
+        drawn = self._prompts.drawn(share(pending, exchange.rank, exchange.world_size))
+        self._drawn += zip(pending, chain.from_iterable(exchange.all_gather(drawn)), strict=True)
+        while self.num_drawn <= max(versions, default=-1):
+            self._draw_more()
+        self.prompts |= {position: prompt for position, prompt in self._drawn if position in versions}
+        self._drawn = [drawn for drawn in self._drawn if drawn[0] not in versions]
         self._shared = SharedCounts(run_store())
         if self._rollouts.client is not None:
             shared = SharedCounts(run_store().clone())
             self._sampler = AheadSampler(self._rollouts.for_thread(), shared, journal)
-            self._sampler.restore(finished, begun)
-        drawn = self._prompts.drawn(share(pending, exchange.rank, exchange.world_size))
-        self.prompts |= zip(pending, chain.from_iterable(exchange.all_gather(drawn)), strict=True)
-        while self.num_drawn <= max(self._restored, default=-1):
-            first = self.num_drawn
-            self.prompts |= enumerate(self._draw(), first)
+            self._sampler.restore(finished, begun, self.prompts)
         self._is_restored = True
 
-    def _begin(self, step: int) -> None:
+    def _draw_more(self) -> None:
+        first = self.num_drawn
+        self._drawn += enumerate(self._draw(), first)
+
+    def _begin(self) -> None:
         """Begin to sample. Steps that an earlier process has done need no further responses: what they began now would
         be older, once it is trained on, than it may be."""
         self._wake = self._rollouts.new_counter()
@@ -168,16 +169,17 @@ class AheadBatches(SampledBatches):
             restarts.on_restart, self._rollouts.hold = sampler.resume, sampler.held
             if self._config.rollout.on_sync == "finish":
                 self._engines.hold = partial(sampler.held, until_idle=True)
-            self._cleanup.callback(sampler.close)
-            sampler.version = step - 1
-            sampler.admit(self.prompts, self._restored)
             sampler.start()
+            self._cleanup.callback(sampler.close)
         self._is_begun = True
 
     def _wait_for_choice(self, step: int) -> Choice:
         """Return the groups that the step trains on, as soon as there are enough."""
         if self._sampler is not None:
             self._sampler.version = step - 1
+        if not self._is_begun:
+            self._begin()
+        self._num_draws = 0
         while True:
             self._admit(step)
             self._wait(step)
@@ -188,20 +190,20 @@ class AheadBatches(SampledBatches):
                 return choice
 
     def _admit(self, step: int) -> None:
-        """Draw as many prompts as may be drawn; fewer while the models are slower than the engines, as they would only
+        """Admit as many prompts as may be begun; fewer while the models are slower than the engines, as they would only
         become older. With two steps ahead slow responses still delay none: see docs/async.md."""
-        trainer, filters = self._config.trainer, self._config.algorithm.filter_groups
         lookahead = self._max_staleness if self._num_waiting < self._size else min(2, self._max_staleness)
-        num_steps = min(1 + lookahead, trainer.total_steps - step + 1)
+        num_steps = min(1 + lookahead, self._config.trainer.total_steps - step + 1)
         most = max(self._size - 1, (num_steps - 1) * self._size)
         num_equal = sum(facts.is_equal for facts in self._facts)
         while len(self.prompts) - num_equal <= most:
-            if filters.enable and self._num_draws == filters.max_num_gen_batches:
-                return  # equal groups fill up the step
-            first = self.num_drawn
-            prompts = dict(enumerate(self._draw(), first))
+            if not self._drawn:
+                if self._takes_equal:
+                    return  # equal groups fill up the step
+                self._draw_more()
+                self._num_draws += 1
+            prompts, self._drawn = dict(self._drawn[: self._size]), self._drawn[self._size :]
             self.prompts |= prompts
-            self._num_draws += 1
             if self._sampler is not None:
                 self._sampler.admit(prompts)
 
@@ -210,12 +212,11 @@ class AheadBatches(SampledBatches):
         sampler = self._sampler
         if sampler is None:
             return
-        num_equal = sampler.num_equal()
         with heartbeat.waiting():
             while not self._rollouts.is_interrupted() and self._wake(0) == self._num_wakes:
                 if sampler.error is not None:
                     raise sampler.error
-                if sampler.fault is not None or sampler.num_equal() > num_equal:
+                if sampler.fault is not None or sampler.num_equal() > self._num_equal:
                     self._wake(1)
                     return
                 finished, unfinished = self._counts(step)
@@ -226,18 +227,15 @@ class AheadBatches(SampledBatches):
 
     def _counts(self, step: int) -> tuple[Counter[int], Counter[int]]:
         """Return how many groups of all ranks that a step can train on are finished, and begun only, by version."""
-        versions = range(max(0, self._oldest(step)), max(step, self._num_versions))
-        finished = self._shared.finished(versions)
-        unfinished = self._shared.begun(versions)
+        oldest = max(0, step - 1 - self._max_staleness)  # of the groups that a step may train on
+        versions = range(oldest, max(step, self._num_versions))
+        finished = self._shared.total("finished", versions)
+        unfinished = self._shared.total("begun", versions)
         unfinished.subtract(finished)
         finished.subtract({version: self._removed[version] for version in versions})
         if not self._takes_equal:
             finished.subtract(facts.version for facts in self._facts if facts.is_equal)
         return finished, unfinished
-
-    def _oldest(self, step: int) -> int:
-        """Return the oldest version of the groups that a step may train on."""
-        return step - 1 - self._max_staleness
 
     def _has_enough(self, step: int, finished: Counter[int], unfinished: Counter[int]) -> bool:
         return has_enough(finished, unfinished, step, self._size, self._max_staleness)
@@ -253,6 +251,7 @@ class AheadBatches(SampledBatches):
         mine: list[GroupFacts] = []
         unfinished = Counter[int]()
         if self._sampler is not None:
+            self._num_equal = self._sampler.num_equal()
             unfinished = self._sampler.unfinished()  # first, so that no group is missed
             mine = [group_facts(group) for group in list(self._sampler.groups.values())]
         facts, counts = zip(*self._exchange.all_gather((mine, unfinished)), strict=True)
@@ -263,7 +262,7 @@ class AheadBatches(SampledBatches):
             return None
         chosen = sorted(facts.position for facts in usable[: self._size])
         equal = [facts.position for facts in self._facts if facts.is_equal]
-        return Choice(chosen, sorted(set(equal).difference(chosen)))
+        return Choice(chosen, sorted(set(equal).difference(chosen)), self._num_draws)
 
     def _take(self, step: int, choice: Choice, waited: float) -> StepResponses:
         """Return the chosen groups, by position; forget them, and those that are left out."""
@@ -274,14 +273,14 @@ class AheadBatches(SampledBatches):
         self._removed.update(facts.version for facts in self._facts if facts.position in removed)
         num_kept = sum(facts.is_equal for facts in self._facts if facts.position in places)
         self._facts = [facts for facts in self._facts if facts.position not in removed]
-        self._num_waiting = len(self._facts)
+        self._num_waiting, self._num_equal = len(self._facts), 0
         prompts = [self.prompts[position] for position in places]
         for position in removed:
             del self.prompts[position]
         responses = StepResponses(prompts, [], [], [])
         num_dropped, idle_frac = 0, None
         if self._sampler is not None:
-            usage, self._usage = self._sampler.usage_since(self._usage)
+            usage = self._sampler.take_usage()
             idle_frac = usage.idle_seconds / usage.seconds if usage.seconds else 1.0
             responses.usages = [usage]
             groups = self._sampler.forget(removed)
@@ -296,7 +295,7 @@ class AheadBatches(SampledBatches):
         responses.metrics |= self._waits(waited, [frac for frac in idle_fracs if frac is not None])
         if self._config.algorithm.filter_groups.enable:
             responses.metrics |= {
-                "filter_groups/num_gen_batches": self._num_draws,
+                "filter_groups/num_gen_batches": choice.num_draws,
                 "filter_groups/equal_groups": len(choice.left_out) + num_kept,
                 "filter_groups/equal_groups_kept": num_kept,
             }
@@ -308,7 +307,7 @@ class AheadBatches(SampledBatches):
         self._since, self._seconds = now, now - self._since
         return {
             "rollout/queue": self._num_waiting,
-            "timing/engines_idle_frac": sum(idle_fracs) / len(idle_fracs),
+            "timing/engines_idle_frac": fmean(idle_fracs),
             "timing/trainers_idle_frac": waited / self._seconds,
         }
 

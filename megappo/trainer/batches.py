@@ -12,7 +12,7 @@ from megappo.batch.rows import Rows
 from megappo.data.prompts import Prompt
 from megappo.ppo.reward_shaping import RunningMoments, shape_scores
 from megappo.rollouts.datasets import Datasets
-from megappo.rollouts.group_selection import GroupQuota, StepResponses, choose_groups
+from megappo.rollouts.group_selection import Batches, GroupQuota, StepResponses, choose_groups
 from megappo.rollouts.record import Record
 from megappo.rollouts.responses import Responses
 from megappo.rollouts.rollouts import Rollouts
@@ -20,19 +20,14 @@ from megappo.rollouts.row_builder import RowBuilder, score_counts, total_scores
 from megappo.trainer.models import Phases
 
 
-class SampledBatches:
-    """Rows that the engines sample and the reward function scores. All ranks call it together.
+class SampledBatches(Batches):
+    """Rows that the engines sample and the reward function scores.
 
     Args:
         sleep: called when the engines have sampled everything.
         record: keeps the rows of each step.
         num_drawn: prompts that earlier steps have drawn.
-    Attributes:
-        num_drawn: prompts that have been drawn so far.
-        pending: positions, in the order of drawing, of those that no step has trained on or left out yet.
     """
-
-    pending: Sequence[int] = ()
 
     def __init__(
         self,
@@ -86,12 +81,6 @@ class SampledBatches:
     def _sampling_seconds(self, phase: Phases) -> float:
         """Return how long the engines took for the step's responses."""
         return phase.seconds("rollout")
-
-    def prepare_save(self) -> None:
-        """Do nothing before a checkpoint: between steps no response is in progress."""
-
-    def forget_saved(self, step: int) -> None:
-        """Do nothing: a checkpoint after this step needs no response that is finished."""
 
     def _sample_round(self, prompts: Sequence[Prompt], num_groups: int) -> Responses:
         """Sample responses to a draw of prompts, of which `num_groups` groups are needed."""

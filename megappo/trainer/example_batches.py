@@ -12,19 +12,13 @@ from megappo.data.examples import Example
 from megappo.data.record_dataset import RecordDataset, share
 from megappo.observe.metrics import Metric, merge_metrics, reduce_ranks
 from megappo.rollouts.datasets import Datasets
+from megappo.rollouts.group_selection import Batches
 from megappo.runtime.heartbeat import heartbeat
 from megappo.trainer.models import Models, Phases
 
 
-class ExampleBatches:
-    """Examples in place of rollouts. All ranks call it together.
-
-    Attributes:
-        num_drawn: examples that have been drawn so far.
-        pending: none: a step trains on all that it draws.
-    """
-
-    pending: Sequence[int] = ()
+class ExampleBatches(Batches):
+    """Examples in place of rollouts."""
 
     def __init__(self, dataset: RecordDataset[Example], exchange: Exchange, num_drawn: int):
         self.num_drawn = num_drawn
@@ -48,12 +42,6 @@ class ExampleBatches:
             "data/epochs": self.num_drawn / len(self._dataset),
         }
         return batch, metrics
-
-    def prepare_save(self) -> None:
-        """Do nothing: there are no responses."""
-
-    def forget_saved(self, step: int) -> None:
-        """Do nothing: the files stay."""
 
 
 def as_batch(examples: Sequence[Example], exchange: Exchange) -> Batch:

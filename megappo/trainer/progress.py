@@ -253,7 +253,10 @@ class Progress:
             return f"evaluating {self.checkpoint or self.config.model.path}"
         if self.checkpoint is not None:
             begun = "" if self.experience is None else f", in the middle of step {self.experience.step},"
-            return f"resuming after step {self.start_step}{begun} from {self.checkpoint}"
+            left_out = ""
+            if self.pending and not self.config.rollout.max_staleness:
+                left_out = f"; rollout.max_staleness 0 leaves out {len(self.pending)} prompts that were drawn ahead"
+            return f"resuming after step {self.start_step}{begun} from {self.checkpoint}{left_out}"
         if (self.output_dir / METRICS_FILE).exists():
             return (
                 f"starting from the beginning: the earlier run left no checkpoint in {self.output_dir}; its metrics "

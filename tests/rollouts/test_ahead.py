@@ -58,10 +58,10 @@ def test_engines_share_counts() -> None:
     store = dist.HashStore()
     one, other = SharedCounts(store), SharedCounts(store)
     assert [one.take(2), other.take(3), one.take(0)] == [0, 2, 5]
-    one.add_begun(3, 2)
-    other.add_finished(3)
-    assert one.begun([3, 4]) == {3: 2, 4: 0}
-    assert one.finished([3]) == {3: 1}
+    one.add("begun", 3, 2)
+    other.add("finished", 3)
+    assert one.total("begun", [3, 4]) == {3: 2, 4: 0}
+    assert one.total("finished", [3]) == {3: 1}
 
 
 def sample(order: int = 0) -> Sample:
@@ -74,7 +74,7 @@ def write_group(journal: Journal, position: int, version: int) -> None:
     journal.write_sample(position, version, graded)
     graded.grade = Grade([1.25], {"part": 0.1}, "answer", steps=[[(3, 0.5)]])
     failures = {"errors": Metric((1,), "sum")}
-    journal.write_grades(FinishedGroup(position, version, True, [graded], failures))
+    journal.write_grades(FinishedGroup(position, version, False, [graded], failures))
 
 
 def test_the_journal_returns_groups_as_they_were(tmp_path: Path) -> None:
@@ -140,9 +140,10 @@ def test_the_journal_forgets_what_is_old_or_of_other_settings(tmp_path: Path) ->
 def test_the_journal_keeps_the_choices_of_steps(tmp_path: Path) -> None:
     journal = Journal(tmp_path, None, 1, {})
     assert journal.read_choices() == {}
-    journal.write_choice(1, Choice([0, 2], []))
-    journal.write_choice(2, Choice([1], []))
-    journal.write_choice(2, Choice([1, 3], [4]))
-    assert journal.read_choices() == {1: Choice([0, 2], []), 2: Choice([1, 3], [4])}
+    first, second = Choice([0, 2], [], 2), Choice([1, 3], [4], 1)
+    journal.write_choice(1, first)
+    journal.write_choice(2, Choice([1], [], 1))
+    journal.write_choice(2, second)
+    assert journal.read_choices() == {1: first, 2: second}
     journal.forget_choices(1)
-    assert journal.read_choices() == {2: Choice([1, 3], [4])}
+    assert journal.read_choices() == {2: second}

@@ -13,7 +13,9 @@ import torch.distributed as dist
 from engine_server import EngineServer
 from sessions import sample
 
+from megappo.config.schema import Rollout
 from megappo.engines.client import EngineClient, EngineError, EngineFault, SamplingParams
+from megappo.engines.process import Engine
 from megappo.rollouts.sample_rows import Sample, Segment
 from megappo.rollouts.sampler import EngineUsage, Request, RolloutSession, store_counter
 
@@ -125,6 +127,16 @@ def test_an_engine_that_has_ended_is_reported_though_another_process_listens_in_
         take = store_counter(dist.HashStore(), "step 1")
         sampled = sample(PROMPTS, 1, PARAMS, client, take, num_engines=1, max_running_requests=8)
     assert str(sampled.fault) == "the SGLang engine ended (exit code 9)"
+
+
+def test_an_engine_that_is_being_restarted_is_a_fault(tmp_path):
+    """The session of a run that samples ahead meets it while the main thread restarts the engine."""
+    engine = Engine("model", Rollout(), "fp32", index=0, gpu_ids=[], log_path=tmp_path / "engine.log", seed=0)
+    with EngineServer("crash") as server:
+        client = EngineClient(f"http://127.0.0.1:{server.server_port}", "key", 20.0, engine.check_alive)
+        take = store_counter(dist.HashStore(), "step 1")
+        sampled = sample(PROMPTS, 1, PARAMS, client, take, num_engines=1, max_running_requests=8)
+    assert isinstance(sampled.fault, EngineFault)
 
 
 REFUSALS = {

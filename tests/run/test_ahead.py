@@ -23,9 +23,13 @@ AHEAD = (*ONE_RANK_EACH, "placement.rollout=1", "rollout.max_staleness=2", f"tra
 pytestmark = pytest.mark.timeout(900)
 
 
-def prompts_of(record: Path, step: int) -> list[int]:
-    with RowsFile(rows_file(record, step)) as file:
-        return file.facts["prompts"]
+def trained_prompts(record: Path) -> Counter[int]:
+    """Return how often a run was trained on each prompt."""
+    found = Counter[int]()
+    for step in range(1, STEPS + 1):
+        with RowsFile(rows_file(record, step)) as file:
+            found.update(file.facts["prompts"])
+    return found
 
 
 def finished_responses(run: Path) -> dict[tuple[int, int], list[int]]:
@@ -62,9 +66,7 @@ def check_run(run: Path, record: Path, synchronous_record: Path) -> None:
     assert [metrics["step"] for metrics in steps] == list(range(1, STEPS + 1))
     assert all(metrics["rollout/response_staleness/max"] <= 2 for metrics in steps)
     assert max(metrics["rollout/staleness/max"] for metrics in steps) > 0
-    trained = Counter(chain.from_iterable(prompts_of(record, step) for step in range(1, STEPS + 1)))
-    drawn = Counter(chain.from_iterable(prompts_of(synchronous_record, step) for step in range(1, STEPS + 1)))
-    assert trained == drawn
+    assert trained_prompts(record) == trained_prompts(synchronous_record)
     kept = [int(path.stem[-8:]) for path in (run / "ahead").glob("engine_*")]
     assert all(version >= STEPS - 2 for version in kept), "what no later step can train on is deleted"
 
@@ -109,6 +111,25 @@ def test_unfinished_responses_continue(config: Path, folder: Path) -> None:
     responses = list(chain.from_iterable(trained_responses(record, step) for step in range(1, STEPS + 1)))
     for tokens in written.values():
         assert any(list(one[: len(tokens)]) == tokens and len(one) > len(tokens) for _, one in responses)
+
+
+@pytest.mark.slow  # what is drawn, and what is in time, are in the tests above
+def test_resumed_with_a_lower_limit(config: Path, run: Path, folder: Path) -> None:
+    """Four batches are in progress or wait when the limit becomes one."""
+    out, record = folder / "out", folder / "record"
+    arguments = (config, *AHEAD, f"trainer.output_dir={out}", f"trainer.record_rollouts={record}")
+    with Program(folder / "1", *arguments, "rollout.max_staleness=4", "trainer.save_interval=0") as program:
+        program.wait_until(lambda: has_logged(out, 1))
+        program.process.send_signal(signal.SIGTERM)
+        assert program.wait() == 75, program.output
+    num_done = len(logged(out)) - 1
+    with Program(folder / "2", *arguments, "rollout.max_staleness=1") as program:
+        assert program.wait() == 0, program.output
+    assert "is deleted: its responses have other settings" in program.output
+    steps = logged(out)[1:]
+    assert [metrics["step"] for metrics in steps] == list(range(1, STEPS + 1))
+    assert all(metrics["rollout/response_staleness/max"] <= 1 for metrics in steps[num_done:])
+    assert trained_prompts(record) == trained_prompts(run / "record")
 
 
 @pytest.mark.slow  # one kill, and the loss of no response, are in the test before

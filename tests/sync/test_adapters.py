@@ -114,7 +114,7 @@ def test_an_engine_adds_the_adapters_that_it_got_last(client, checkpoint, engine
 def test_requests_for_the_model_alone_do_not_disturb_it(client, checkpoint, engine_shapes, tmp_path):
     sync = sync_of(client, tmp_path, engine_shapes)
     sync()
-    client._request("GET", "/health_generate")
+    client.request("GET", "/health_generate")
     expected = merged_log_probs(checkpoint, drawn(engine_shapes, 0))
     assert engine_log_probs(client, [SEQUENCE])[0] == pytest.approx(expected, abs=1e-4)
 

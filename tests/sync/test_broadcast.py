@@ -2,6 +2,7 @@
 tests/run/test_transports.py show."""
 
 import time
+from dataclasses import replace
 from datetime import timedelta
 from threading import Thread
 
@@ -14,7 +15,8 @@ from torch.distributed import TCPStore, distributed_c10d
 from weight_sources import SECTIONS, specs
 
 from megappo.config.schema import Config
-from megappo.engines.client import EngineFault, deferring_faults
+from megappo.engines.client import EngineClient, EngineFault, deferring_faults
+from megappo.sync import broadcast
 from megappo.sync.broadcast import BroadcastReceiver, BroadcastSender
 from megappo.sync.transport import Link
 
@@ -57,6 +59,33 @@ def lose_an_engine(rank: int, world_size: int, num_well: int) -> None:
                 receiver.send(bucket)
             receiver.close()
         assert isinstance(client.take_fault(), EngineFault)
+
+
+def lose_the_other_engine(rank: int, world_size: int) -> None:
+    """Rank 1 has an engine that fails; that of rank 2 waits for it as long as its client lets it."""
+    broadcast.LAST_SECONDS = 0.2
+    link = Link(Config.model_validate(SECTIONS), None, 1, num_engines=2)
+    sender = BroadcastSender(link) if rank == 0 else None
+    addresses: list[tuple[str, int, str] | None] = [None] * 3
+    dist.all_gather_object(addresses, sender.address if sender is not None else None)
+    if sender is not None:
+        sender.open()
+        return
+    with EngineServer("hang" if rank == 2 else "crash") as server:
+        client = EngineClient(f"http://127.0.0.1:{server.server_port}", "key", 60.0, hang_seconds=60.0)
+        receiver = BroadcastReceiver(replace(link, number=rank - 1, addresses=addresses[:1]), client)
+        started = time.monotonic()
+        with deferring_faults(client):
+            receiver.open()
+            receiver.send(specs([("weights", WEIGHTS)]))
+        assert time.monotonic() - started < 20
+        fault = client.take_fault()
+    assert isinstance(fault, EngineFault)
+    assert ("waits for an engine that has failed" in str(fault)) == (rank == 2)
+
+
+def test_an_engine_does_not_wait_for_another_that_has_failed() -> None:
+    run_ranks(3, lose_the_other_engine)
 
 
 @pytest.mark.parametrize("num_well", [0, 2])

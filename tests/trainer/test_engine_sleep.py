@@ -41,7 +41,7 @@ class Recorder(EngineClient):
         self.events = events
         self._check_alive = lambda: None
 
-    def _request(self, method, path, body=None, timeout=None):
+    def request(self, method, path, body=None, timeout=None):
         if body is None:
             self._fail(path)
             return
@@ -273,8 +273,8 @@ class Checked(Recorder):
 
     weights = LOADED
 
-    def _request(self, method, path, body=None, timeout=None):
-        super()._request(method, path, body, timeout)
+    def request(self, method, path, body=None, timeout=None):
+        super().request(method, path, body, timeout)
         if path == "/server_info":
             return {"internal_states": [{"memory_usage": {"weight": 2.0, "kvcache": 40.0}}]}
         if path == "/weights_checker" and body == {"action": "reset_tensors"}:

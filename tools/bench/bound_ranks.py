@@ -9,7 +9,7 @@ import psutil
 
 
 def bind_children() -> None:
-    """Bind processes as they start: an engine may else use all cores."""
+    """Bind processes as they start. An engine would otherwise use all cores."""
     while True:
         for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
             with suppress(OSError, psutil.Error):  # it has ended meanwhile
@@ -18,5 +18,5 @@ def bind_children() -> None:
         time.sleep(1)
 
 
-if "LOCAL_RANK" in os.environ:  # else this is the launcher
+if "LOCAL_RANK" in os.environ:  # the launcher has none
     Thread(target=bind_children, daemon=True).start()
