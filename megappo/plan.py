@@ -266,9 +266,10 @@ def weights_summary(plan: RunPlan) -> str:
     shapes = Shapes()
     for name, spec in plan.components.items():
         shape = shapes.of(spec)
-        most = max(map(sum, shape.stages(spec.parallel.value)))
+        most = max(map(sum, shape.stages(spec.parallel.value, beside_base=spec.base is not None)))
         trained = sum(shape.stages(Parallel(), trained=True)[0]) if spec.training else 0
-        rows.append([name, f"{shape.size:,}", f"{trained:,}", f"{most * DTYPES[plan.config.model.dtype].nbytes:,}"])
+        named = f"{name}, with the weights of the {spec.base}" if spec.base else name
+        rows.append([named, f"{shape.size:,}", f"{trained:,}", f"{most * DTYPES[plan.config.model.dtype].nbytes:,}"])
     return aligned(rows)
 
 

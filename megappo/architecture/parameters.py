@@ -203,6 +203,11 @@ def is_trained(name: str, architecture: Architecture) -> bool:
     if architecture.lora is None:
         is_frozen = any(FREEZABLE[group] in name for group in architecture.frozen)
         return not is_frozen or name.endswith(FUSED_NORMS)
+    return is_beside_base(name, architecture)
+
+
+def is_beside_base(name: str, architecture: Architecture) -> bool:
+    """Return whether a Megatron parameter is an adapter's or a value head's: no two models share it."""
     is_value_head = name.startswith(SECOND_HEAD) or (architecture.head == "value" and name.startswith(OUTPUT_LAYER))
     return is_adapter(name) or is_value_head
 
@@ -229,11 +234,14 @@ class StageSize(NamedTuple):
     experts: int
 
 
-def stage_sizes(architecture: Architecture, parallel: Parallel, *, trained: bool = False) -> list[StageSize]:
+def stage_sizes(
+    architecture: Architecture, parallel: Parallel, *, trained: bool = False, beside_base: bool = False
+) -> list[StageSize]:
     """Return the sizes of each pipeline stage; the model fits the layout.
 
     Args:
         trained: count trained parameters only (see `is_trained`).
+        beside_base: count adapters and a value head only.
     """
     stages, local_experts = stage_of_layers(architecture, parallel), architecture.num_experts // parallel.expert
     dense, experts = [0] * parallel.pipeline, [0] * parallel.pipeline
@@ -244,7 +252,7 @@ def stage_sizes(architecture: Architecture, parallel: Parallel, *, trained: bool
         is_tied = hf.name == EMBEDDING and not is_embedding
         if parameter.is_buffer or (is_tied and parallel.pipeline == 1):
             continue
-        if trained and not is_trained(name, architecture):
+        if (trained and not is_trained(name, architecture)) or (beside_base and not is_beside_base(name, architecture)):
             continue
         outside = 0 if is_embedding else -1
         stage = outside if parameter.layer is None else stages[parameter.layer]

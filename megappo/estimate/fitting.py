@@ -116,7 +116,7 @@ def _offloads(plan: RunPlan) -> Iterator[Change]:
     allocated again, a frozen model's weights are copied once, optimizer states move once per update, a trained model's
     weights most often, the actor's for the sync, too."""
     trained = list(plan.training)
-    frozen = [name for name in plan.components if name not in plan.training]
+    frozen = [name for name, spec in plan.components.items() if name not in plan.training and not spec.base]
     actor_last = sorted(trained, key=lambda name: name == "actor")
     order = (("gradients", trained), ("weights", frozen), ("optimizer", actor_last), ("weights", actor_last))
     for kind, names in order:

@@ -3,7 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from megappo.architecture.architecture import DTYPES, Architecture
@@ -181,7 +181,8 @@ class MemoryEstimate:
         self.uses = uses_of(plan.components)
         forward = [spec.forward.phase for spec in plan.components.values() if spec.forward]
         updates = [f"update_{name}" for name in plan.training]
-        self.passes = {phase: self.uses[phase] for phase in forward + updates}
+        runs = uses_of({name: replace(spec, base=None) for name, spec in plan.components.items()})
+        self.passes = {phase: runs[phase] for phase in forward + updates}
         self.phases = [START, *self.passes, SAVE]
         if plan.config.is_ppo:
             self.phases = [START, ROLLOUT, *self.passes, SYNC, PROBE, SAVE]

@@ -99,7 +99,7 @@ def flops_of(architecture: Architecture) -> Flops:
 
 
 class Shape:
-    """A model with a head, in any layout. `stages(parallel, trained=...)` returns its `stage_sizes`."""
+    """A model with a head, in any layout. `stages(parallel, ...)` returns its `stage_sizes`."""
 
     def __init__(self, architecture: Architecture):
         self.architecture = architecture
@@ -175,7 +175,7 @@ class PlacedModel:
 
     def states(self, stage: int) -> dict[TensorKind, float]:
         """Return the bytes that a rank keeps from step to step."""
-        size = self.shape.stages(self.parallel)[stage]
+        size = self.shape.stages(self.parallel, beside_base=self.spec.base is not None)[stage]
         trained = self.shape.stages(self.parallel, trained=True)[stage]
         optim = self.settings.optim if self.settings else None
         return state_bytes(size, trained, self.layout, self.dtype, optim)

@@ -8,7 +8,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 
 from megappo.architecture.architecture import Architecture
-from megappo.architecture.parameters import EMBEDDING_WEIGHT, by_name, is_trained, list_parameters
+from megappo.architecture.parameters import EMBEDDING_WEIGHT, by_name, is_beside_base, is_trained, list_parameters
 from megappo.architecture.switches import SwitchContext, decide
 from megappo.config.schema import Model, Parallel
 from megappo.models.heads import ValueHead, add_value_head, return_hidden_states, with_plain_strides
@@ -31,6 +31,7 @@ def build_model(
     *,
     recompute: str,
     trained: bool,
+    base: ModelChunks | None = None,
 ) -> ModelChunks:
     """Build this rank's part of the model, on its device, in `model.dtype`. Load its weights before use.
 
@@ -41,6 +42,7 @@ def build_model(
         groups: the component's groups, built for the layout of `parallel`; this rank is a member.
         recompute: "none", "selective" or "full".
         trained: False freezes every parameter; else those that adapters stand beside, and `architecture.frozen`.
+        base: a model with adapters in the same layout: the built one uses its frozen weights, and has no copy.
     Raises:
         ConfigError: the model does not fit the layout.
     """
@@ -54,12 +56,12 @@ def build_model(
         has_te=layer_kind(model.layer_spec) == "transformer_engine",
         has_varlen=platform.has_varlen_attn(),
     )
-    config = transformer_config(architecture, model, parallel, recompute, decide(setting))
+    config = transformer_config(architecture, model, parallel, recompute, decide(setting), on_host=base is not None)
     with groups.active():
         chunks = [
             _chunk(architecture, config, setting.has_te, groups, index) for index in range(parallel.virtual_pipeline)
         ]
-    for chunk in chunks:
+    for index, chunk in enumerate(chunks):
         for name, parameter in chunk.named_parameters():
             if ".mlp.experts." in name:
                 # Megatron does so with expert parallelism only. Without, it would not sum the gradients of experts over
@@ -70,9 +72,21 @@ def build_model(
             parameter.requires_grad_(trained and changes)
         if "gradient_accumulation_fusion" in config.switches:
             _fuse_gradient_accumulation(chunk)
+        if base is not None:
+            _share_base(chunk, base[index], architecture)
         with router_bias_kept(chunk):
             chunk.to(platform.device(), config.params_dtype)
     return chunks
+
+
+def _share_base(chunk: GPTModel, base: GPTModel, architecture: Architecture) -> None:
+    """Have a chunk use the frozen weights and the rotary frequencies of another model's, in place of its own."""
+    shared = {name: weight for name, weight in base.named_parameters() if weight.is_base}
+    own = [name for name, _ in chunk.named_parameters() if is_beside_base(name, architecture)]
+    shared |= {name: module for name, module in base.named_modules() if name.endswith("rotary_pos_emb")}
+    for name in shared.keys() - own:
+        path, _, attribute = name.rpartition(".")
+        setattr(chunk.get_submodule(path), attribute, shared[name])
 
 
 def _fuse_gradient_accumulation(chunk: GPTModel) -> None:

@@ -24,12 +24,13 @@ class Offload:
 
     Args:
         kinds: the kinds that may sleep; the others always stay.
+        base: the engine of the model whose weights this one uses: they sleep with that one.
     Attributes:
         asleep: the kinds that sleep now.
     """
 
-    def __init__(self, engine: MegatronEngine, kinds: Collection[TensorKind]):
-        self._engine = engine
+    def __init__(self, engine: MegatronEngine, kinds: Collection[TensorKind], base: MegatronEngine | None = None):
+        self._engine, self._base = engine, base
         self._kinds = tuple(kinds)
         self._memories: dict[TensorKind, list[_Memory]] = {}
         self.asleep: set[TensorKind] = set()
@@ -44,7 +45,7 @@ class Offload:
         unneeded = [kind for kind in self._kinds if kind not in use and kind not in self.asleep]
         if not unneeded:
             return
-        storages = _storages(self._engine)
+        storages = _storages(self._engine, self._base)
         for kind in unneeded:
             known = [memory.storage._cdata for memory in self._memories.get(kind, ())]
             if known != [storage._cdata for storage in storages[kind]]:
@@ -114,10 +115,12 @@ def block_sizes(nbytes: int) -> list[int]:
     return [1 << bit for bit in reversed(range(nbytes.bit_length())) if nbytes >> bit & 1]
 
 
-def _storages(engine: MegatronEngine) -> dict[TensorKind, list[UntypedStorage]]:
-    """Return each storage on the device once; one that serves several kinds under the first of them."""
+def _storages(engine: MegatronEngine, base: MegatronEngine | None) -> dict[TensorKind, list[UntypedStorage]]:
+    """Return each storage on the device once, without those of the base; one that serves several kinds under the first
+    of them."""
     by_kind: dict[TensorKind, list[UntypedStorage]] = {}
-    seen: set[int] = set()
+    lent = _tensors(base)["weights"] if base is not None else []
+    seen = {tensor.untyped_storage()._cdata for tensor in lent}
     for kind, tensors in _tensors(engine).items():
         storages = [tensor.untyped_storage() for tensor in tensors if tensor.device == platform.device()]
         new = {one._cdata: one for one in storages if one.nbytes() and one._cdata not in seen}

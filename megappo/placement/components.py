@@ -109,7 +109,8 @@ class ComponentSpec:
         training: None for a frozen model.
         lora: its adapters, which are trained instead of its weights.
         frozen: groups of its parameters that are not trained.
-        reference: the component whose logits its head compares with its own; that one is built first.
+        reference: the component whose logits its head compares with its own.
+        base: the component whose frozen weights it uses; only adapters and a value head are its own.
         is_evaluated: held-out rows go through it.
         offload: kinds of tensors that are offloaded to the host while no phase needs them; "auto" until
             `estimate.fitting` decides.
@@ -126,6 +127,7 @@ class ComponentSpec:
     lora: Lora | None = None
     frozen: tuple[ParameterGroup, ...] = ()
     reference: str | None = None
+    base: str | None = None
     is_evaluated: bool = False
     offload: Setting = Setting("", ())
     own_rows: bool = False
@@ -256,19 +258,39 @@ def components_of(config: Config) -> dict[str, ComponentSpec]:
     found = {name: spec for name, spec in specs.items() if spec is not None}
     if config.trainer.eval_only:
         scoring = {name: spec for name, spec in found.items() if spec.own_rows}
-        return {"actor": _frozen(found["actor"])} | scoring
+        return _with_bases({"actor": _frozen(found["actor"])} | scoring)
     for name in {"actor", "critic"} - {*config.trainer.train} & found.keys():
         found[name] = replace(found[name], training=None)
     if config.trains_critic_alone:  # the actor only gives the engines its weights
         found["actor"] = replace(found["actor"], forward=None, reference=None)
         if config.replays:
             del found["actor"]
+    return _with_bases(found)
+
+
+def _with_bases(specs: Mapping[str, ComponentSpec]) -> dict[str, ComponentSpec]:
+    """Have models of one folder, on the same ranks and in the same layout, share the weights that none of them trains.
+
+    The first of them that has adapters owns the weights. With actor.lora, the reference is thus the actor without its
+    adapters.
+    """
+    found: dict[str, ComponentSpec] = {}
+    for name, spec in specs.items():
+        base = None
+        if spec.lora is not None or spec.training is None:
+            owners = (owner for owner, other in found.items() if other.lora is not None and other.base is None)
+            base = next((owner for owner in owners if _placed_weights(found[owner]) == _placed_weights(spec)), None)
+        found[name] = replace(spec, base=base)
     return found
 
 
+def _placed_weights(spec: ComponentSpec) -> tuple[object, ...]:
+    return spec.folder.value, spec.ranks.value, spec.parallel.value
+
+
 def build_order(specs: Mapping[str, ComponentSpec]) -> list[str]:
-    """Return names of models in the order of building: the references of others come first."""
-    return sorted(specs, key=lambda name: specs[name].reference is not None)
+    """Return names of models in the order of building: those that use others' weights come last."""
+    return sorted(specs, key=lambda name: specs[name].base is not None)
 
 
 def _frozen(actor: ComponentSpec) -> ComponentSpec:
@@ -313,6 +335,10 @@ def uses_of(specs: Mapping[str, ComponentSpec]) -> dict[str, dict[str, DeviceUse
         uses["sync"]["actor"] = READ_WEIGHTS
     for name in exported(specs):
         uses["export"][name] = READ_WEIGHTS
+    for use in uses.values():
+        for name in list(use):
+            if base := specs[name].base:
+                use.setdefault(base, READ_WEIGHTS)
     return uses
 
 

@@ -156,6 +156,11 @@ def _component_errors(config: Config, components: Mapping[str, ComponentSpec]) -
         errors += _batch_errors(config, spec)
         errors += _parallel_errors(*spec.parallel)
         errors += _optimizer_errors(config, spec.training) if spec.training else []
+        if spec.base and spec.training is None and spec.offload.value not in ((), AUTO):
+            errors.append(
+                f"{spec.offload.key} {', '.join(spec.offload.value)} has no effect on weights that are the "
+                f"{spec.base}'s: drop it, or set {components[spec.base].offload.key}"
+            )
     return list(dict.fromkeys(errors))  # components may share keys
 
 

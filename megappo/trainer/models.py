@@ -12,15 +12,26 @@ from pathlib import Path
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.parsing import read_architecture
 from megappo.batch.exchange import Batch, Exchange
+from megappo.batch.packing import PackedBatch
 from megappo.config.schema import Config
 from megappo.models.gpt import build_model
 from megappo.models.heads import output_weight, policy_head, policy_value_head, value_head
 from megappo.models.megatron_engine import Head, MegatronEngine, Outputs
 from megappo.models.offload import Offload
 from megappo.models.train_engine import TrainedEngine
+from megappo.models.vocab_parallel import LogitFactors
 from megappo.observe.metrics import Metric
 from megappo.observe.timers import Timers
-from megappo.placement.components import LOAD, NOTHING, OPTIONAL_PHASES, ComponentSpec, build_order, exported, uses_of
+from megappo.placement.components import (
+    LOAD,
+    NOTHING,
+    OPTIONAL_PHASES,
+    READ_WEIGHTS,
+    ComponentSpec,
+    build_order,
+    exported,
+    uses_of,
+)
 from megappo.placement.groups import ComponentGroups, build_groups
 from megappo.placement.run_plan import RunPlan
 from megappo.runtime import platform
@@ -73,13 +84,14 @@ class Models:
     @contextmanager
     def loading(self, name: str) -> Iterator[None]:
         """Keep on the device what a checkpoint is loaded into; all other components sleep."""
-        offload = self.offloads.get(name)
-        if offload is not None:
-            offload.wake(LOAD)
+        uses = {name: LOAD} | ({base: READ_WEIGHTS} if (base := self.specs[name].base) else {})
+        offloads = {self.offloads[name]: use for name, use in uses.items() if name in self.offloads}
+        for offload, use in offloads.items():
+            offload.wake(use)
         yield
-        if offload is not None:
+        for offload in offloads:
             offload.rest(NOTHING)
-            platform.empty_cache()
+        platform.empty_cache()
 
     def is_trained(self, name: str, step: int) -> bool:
         """Return whether the run has this component and trains it in this step."""
@@ -189,8 +201,10 @@ def build_models(plan: RunPlan, exchange: Exchange) -> Models:
     for name in build_order(specs):
         engines[name] = None
         if groups[name].member:
-            engine = build_engine(config, specs[name], groups[name], engines.get(specs[name].reference))
-            engines[name], offloads[name] = engine, Offload(engine, specs[name].offload.value)
+            spec, base = specs[name], engines.get(specs[name].base)
+            factors = partial(_logit_factors, engines, spec.reference) if spec.reference else None
+            engine = build_engine(config, spec, groups[name], factors, base)
+            engines[name], offloads[name] = engine, Offload(engine, spec.offload.value, base)
             offloads[name].rest(NOTHING)
             platform.empty_cache()  # the next one's tensors are of other sizes
     components = {name: Component(name, layout, engines[name], exchange) for name, layout in layouts.items()}
@@ -207,15 +221,28 @@ def architecture_of(spec: ComponentSpec) -> Architecture:
     return architecture.with_lora(spec.lora).with_frozen(spec.frozen)
 
 
+def _logit_factors(engines: Mapping[str, MegatronEngine | None], name: str, packed: PackedBatch) -> LogitFactors:
+    """Return the factors of the logits of a reference, which may be built after the model that it is compared with."""
+    reference = engines[name]
+    assert reference is not None, "a reference lives on the ranks of its policy"
+    return reference.logit_factors(packed)
+
+
 def build_engine(
-    config: Config, spec: ComponentSpec, groups: ComponentGroups, reference: MegatronEngine | None = None
+    config: Config,
+    spec: ComponentSpec,
+    groups: ComponentGroups,
+    factors: Callable[[PackedBatch], LogitFactors] | None = None,
+    base: MegatronEngine | None = None,
 ) -> MegatronEngine:
     """Build this rank's part of a component, with its Hugging Face weights and heads.
 
     Args:
-        reference: the model whose logits a policy's head compares with its own.
+        factors: of the logits that a policy's head compares with its own, see `policy_head`.
+        base: the model whose frozen weights this one uses.
     """
     architecture, training = architecture_of(spec), spec.training
+    lent = base.chunks if base else None
     chunks = build_model(
         architecture,
         config.model,
@@ -223,16 +250,17 @@ def build_engine(
         groups,
         recompute=training.settings.recompute if training else "none",
         trained=training is not None,
+        base=lent,
     )
-    load_hf(chunks, spec.folder.value, architecture, groups, seed=config.trainer.seed)
+    load_hf(chunks, spec.folder.value, architecture, groups, seed=config.trainer.seed, base=lent)
 
     def head(full_kl: bool, bootstrap: bool) -> Head:
         value = value_head(bootstrap=bootstrap)
         if spec.head == "value":
             return value
         weight = partial(output_weight, chunks[-1])
-        factors = reference.logit_factors if full_kl and reference is not None else None
-        policy = policy_head(weight, groups.collection.tp, architecture.vocab_size, config.rollout.temperature, factors)
+        compared, temperature = factors if full_kl else None, config.rollout.temperature
+        policy = policy_head(weight, groups.collection.tp, architecture.vocab_size, temperature, compared)
         return policy if spec.head == "policy" else policy_value_head(policy, value, chunks[-1])
 
     outputs = spec.forward.fields if spec.forward else {}

@@ -65,6 +65,7 @@ def load_hf(
     groups: ComponentGroups,
     *,
     seed: int = 0,
+    base: ModelChunks | None = None,
     progress: Callable[[str], object] = lambda name: None,
 ) -> None:
     """Fill the parameters this rank holds from a folder of safetensors. Call it before the optimizer copies them.
@@ -75,6 +76,7 @@ def load_hf(
         architecture: the folder's, of which `chunks` were built. A value head comes from the folder if it has one (see
             `critic_architecture`), and is drawn from `seed` otherwise, the same on every rank, as are adapters. A
             critic leaves the language model's own head unused.
+        base: the model whose weights, loaded already, this one uses.
         progress: called with the name of every parameter that is loaded.
     Raises:
         ActionableError: a parameter without source, a tensor missing, unused, of another shape, or with values that are
@@ -83,11 +85,14 @@ def load_hf(
     """
     table, parameters = table_of(architecture, groups), global_parameters(chunks)
     check_parameters(parameters, table)
+    loaded = {id(parameter) for chunk in base or () for parameter in chunk.parameters()}
     with HFFolder(folder, architecture) as source:
         _check_source(source, architecture, table)
         for name, parameter in parameters.items():
             heartbeat.beat()
             progress(name)
+            if id(parameter) in loaded:
+                continue
             shards = decompose(parameter, table[name])
             for hf in table[name].hf_tensors:
                 if is_adapter(name):
