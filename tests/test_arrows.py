@@ -77,24 +77,24 @@ UNPICKLERS = ("megappo/checkpoint/metadata.py",)
 LONGEST_FILE, LONGEST_FUNCTION = 400, 50
 BUDGETS = {
     ".": 11_350,
-    "architecture": 9_750,
+    "architecture": 10_050,
     "batch": 7_300,
     "checkpoint": 7_400,
     "config": 19_100,
     "data": 13_450,
     "engines": 9_480,
     "estimate": 11_350,
-    "models": 13_400,
+    "models": 14_300,
     "observe": 18_600,
-    "placement": 10_000,
+    "placement": 10_300,
     "ppo": 10_050,
-    "preflight": 6_300,
+    "preflight": 6_350,
     "rollouts": 17_000,
     "runtime": 12_300,
     "sync": 5_250,
-    "trainer": 24_750,
+    "trainer": 24_950,
     "userland": 21_300,
-    "weights": 7_250,
+    "weights": 7_350,
 }
 """Room ("." for the modules beside the rooms) -> the most syntax nodes that its files may have, counted by `ast.walk`.
 Lower a budget when its room shrinks; raise it for a feature."""

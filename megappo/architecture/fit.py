@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 
 from megappo.architecture.architecture import Architecture
-from megappo.architecture.parameters import adapted_modules
+from megappo.architecture.parameters import adapted_modules, adapts_experts
 from megappo.config.config_error import nearest_divisors
 from megappo.config.schema import Lora, Parallel
 
@@ -77,8 +77,15 @@ def dense_stage_errors(architecture: Architecture, parallel: Parallel, component
         )
 
 
-def adapter_errors(architecture: Architecture, lora: Lora, component: str) -> Iterator[str]:
-    """Yield the error of adapters that the model has no place for: experts and latent attention take none."""
+def adapter_errors(architecture: Architecture, lora: Lora, parallel: Parallel, component: str) -> Iterator[str]:
+    """Yield the errors of adapters that the model has no place for: latent attention takes none, nor do experts that
+    are cut."""
+    if parallel.expert_tensor > 1 and adapts_experts(architecture.with_lora(lora)):
+        yield (
+            f"{component}.parallel.expert_tensor {parallel.expert_tensor} cuts the experts of {architecture.file}, "
+            f"which have adapters: set it to 1, or leave gate_proj, up_proj and down_proj out of "
+            f"{component}.lora.target_modules"
+        )
     there = adapted_modules(architecture)
     if lacking := ", ".join(name for name in lora.modules if name not in there):
         remaining = ", ".join(name for name in lora.modules if name in there)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.families import ExpertFormat
 from megappo.config.schema import Lora, Parallel
-from megappo.config.values import ParameterGroup
+from megappo.config.values import ADAPTED_MODULES, ParameterGroup
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
@@ -192,9 +192,16 @@ def is_adapter(name: str) -> bool:
 
 
 def adapted_modules(architecture: Architecture) -> set[str]:
-    """Return the last names of the matrices that can have adapters."""
-    table = _adapted_table(architecture, is_dense=architecture.num_dense_layers > 0)
-    return {line["hf"].split(".")[-2] for line in LINE.finditer(table)}
+    """Return the matrices that can have adapters, by their names in `Lora.target_modules`."""
+    dense = _layer_table(architecture, None, 0) if architecture.num_dense_layers else ""
+    sparse = _layer_table(architecture, architecture.family.experts, 1) if architecture.experts else ""
+    return {name for _, name in _adaptable(dense + sparse, architecture)}
+
+
+def adapts_experts(architecture: Architecture) -> bool:
+    """Return whether matrices of experts have adapters."""
+    wanted = architecture.lora.modules if architecture.lora else ()
+    return architecture.experts is not None and not {"gate_proj", "up_proj", "down_proj"}.isdisjoint(wanted)
 
 
 def is_trained(name: str, architecture: Architecture) -> bool:
@@ -286,27 +293,44 @@ def _layer_table(architecture: Architecture, experts: ExpertFormat | None, num_e
         table += QK_NORMS if family.qk_layernorm else ""
     table += _expert_table(experts, num_experts) if experts else MLP
     if architecture.lora:
-        table += _adapter_table(_adapted_table(architecture, is_dense=experts is None), architecture.lora)
+        table += _adapter_table(table, architecture, architecture.lora)
     return table
 
 
-def _adapted_table(architecture: Architecture, *, is_dense: bool) -> str:
-    """Return the part of a layer's table that can have adapters: experts and latent attention take none."""
-    return ("" if architecture.latent else ATTENTION) + (MLP if is_dense else "")
+def _adaptable(table: str, architecture: Architecture) -> Iterator[tuple[re.Match[str], str]]:
+    """Yield the lines of the matrices that can have adapters, all but those of latent attention, each with its name in
+    `Lora.target_modules`."""
+    experts = architecture.family.experts
+    roles = {experts.gate: "gate_proj", experts.up: "up_proj", experts.down: "down_proj"} if experts else {}
+    for line in LINE.finditer(table):
+        matrix, _, kind = line["hf"].rpartition(".")
+        module = matrix.rpartition(".")[2]
+        name = roles.get(module, module)
+        is_latent = architecture.latent is not None and line["megatron"].startswith("self_attention.")
+        if kind == "weight" and name in ADAPTED_MODULES and not is_latent:
+            yield line, name
 
 
-def _adapter_table(adapted: str, lora: Lora) -> str:
+def _adapter_table(table: str, architecture: Architecture, lora: Lora) -> str:
     """Return the table of a layer's adapters: one for each Hugging Face matrix, as a linear layer may hold several. Of
     a [in -> rank] and b [rank -> out] that one is cut which has the dimension along which the layer is cut."""
     lines = []
-    for line in LINE.finditer(adapted):
-        matrix, layer = line["hf"].removesuffix(".weight"), line["megatron"].removesuffix(".weight")
-        module = matrix.split(".")[-1]
-        if module in lora.modules:
+    for line, name in _adaptable(table, architecture):
+        if name in lora.modules:
+            matrix = line["hf"].removesuffix(".weight")
+            module = matrix.rpartition(".")[2]
+            layers = [_adapter_of(weight) for weight in line["megatron"].split(" | ")]
             out, into = line["sizes"].split()
-            lines.append(f"{layer}{ADAPTER}.{module}.a <- {matrix}{LORA_A} (rank {into})")
-            lines.append(f"{layer}{ADAPTER}.{module}.b <- {matrix}{LORA_B} ({out} rank)")
+            for part, end, sizes in (("a", LORA_A, f"rank {into}"), ("b", LORA_B, f"{out} rank")):
+                names = " | ".join(f"{layer}.{module}.{part}" for layer in layers)
+                lines.append(f"{names} <- {matrix}{end} ({sizes})")
     return "\n".join(lines)
+
+
+def _adapter_of(weight: str) -> str:
+    """Return the name of the module that adapts a weight; a layer of several experts has one for each."""
+    layer, _, expert = weight.rpartition(".weight")
+    return f"{layer}{ADAPTER}.local_experts.{expert}" if expert else f"{layer}{ADAPTER}"
 
 
 def _expert_table(experts: ExpertFormat, count: int) -> str:

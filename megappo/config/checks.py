@@ -9,7 +9,7 @@ from operator import attrgetter
 
 from megappo.config.config_error import shorten, show
 from megappo.config.eval_sets import TRAINING, Task, context_errors, eval_sets, tasks, training_task
-from megappo.config.kind_checks import example_errors, hang_errors, lora_errors
+from megappo.config.kind_checks import example_errors, hang_errors
 from megappo.config.model_checks import model_errors
 from megappo.config.schema import Config
 from megappo.config.score_checks import reward_model_errors, shapings
@@ -34,7 +34,7 @@ USUAL = {
 def config_errors(config: Config) -> list[str]:
     """Return every contradiction, one line each, with the keys, their values and the remedy."""
     errors = [*_section_errors(config), *_unread_errors(config), *hang_errors(config)]
-    errors += [*lora_errors(config), *_name_errors(config)]
+    errors += _name_errors(config)
     if not config.is_ppo:
         return [*errors, *example_errors(config)]
     errors += [
@@ -204,10 +204,10 @@ def _ahead_errors(config: Config) -> Iterator[str]:
         )
     if config.trainer.rollout_only:
         yield f"trainer.rollout_only trains no weights that {ahead} could run ahead of: set it to 0"
-    if config.actor.lora is not None and config.rollout.on_sync == "continue":
+    if config.sent_lora is not None and config.rollout.on_sync == "continue":
         yield (
             f"{ahead} with actor.lora: an engine does not take an adapter while it uses the one before: set "
-            "rollout.on_sync to finish"
+            "rollout.on_sync to finish, or rollout.sync.merge_adapters to true"
         )
 
 

@@ -19,17 +19,6 @@ def example_errors(config: Config) -> Iterator[str]:
         yield "trainer.eval_interval needs data.val_files, found none: name some, or drop it"
 
 
-def lora_errors(config: Config) -> Iterator[str]:
-    """Yield adapters that no layer can have."""
-    critic = config.critic.lora if config.has_critic else None
-    for key, adapters in {"actor.lora": config.actor.lora, "critic.lora": critic}.items():
-        if adapters is not None and config.model.layer_spec != "torch":
-            yield (
-                f"{key} needs model.layer_spec torch, found {config.model.layer_spec}: set it, as the inputs of "
-                "TransformerEngine's layers are not visible outside"
-            )
-
-
 def hang_errors(config: Config) -> Iterator[str]:
     """Yield an error if a hang would be found too late."""
     hang_seconds, group_seconds = config.hang_timeout_seconds, config.trainer.process_group_timeout_seconds

@@ -81,7 +81,7 @@ def _adapter_errors(config: Config) -> Iterator[str]:
     Source: SGLang 0.5.23, lora/lora.py: the adapters of q, k and v become one, and those of gate and up; of these only
     k and up may be missing.
     """
-    lora, sync = config.actor.lora, config.rollout.sync
+    lora, sync = config.sent_lora, config.rollout.sync
     if lora is None or config.trainer.replay_rollouts is not None:
         return
     given = set(lora.modules)

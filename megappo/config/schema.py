@@ -363,13 +363,18 @@ class Config(Section):
         return tuple(lines)
 
     @property
+    def sent_lora(self) -> Lora | None:
+        """The adapters that engines get and apply; None if they get the actor's weights."""
+        return None if self.rollout.sync.merge_adapters else self.actor.lora
+
+    @property
     def proves_weights(self) -> bool:
         """True if the first sync is compared with the weights that the engines had loaded.
 
         Adapters are compared as they are sent. The weights beside them would not be sent again after they were
         overwritten.
         """
-        return self.rollout.sync.verify and self.actor.lora is None
+        return self.rollout.sync.verify and self.sent_lora is None
 
     @property
     def kl_kinds(self) -> tuple[str, ...]:

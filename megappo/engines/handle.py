@@ -117,7 +117,7 @@ def _engine(
         seed=(config.trainer.seed + number) % 2**32,  # numpy takes no larger one
         node_arguments=node_arguments,
         num_threads=platform.engine_threads(len(ranks_here)),
-        lora=config.actor.lora,
+        lora=config.sent_lora,
     )
 
 

@@ -283,7 +283,7 @@ class MemoryEstimate:
             model = self.models[name]
             use = uses.get(name, {})
             for kind, size in model.states(stage).items():
-                if kind in use or kind not in model.spec.offload.value:
+                if size and (kind in use or kind not in model.spec.offload.value):
                     ledger[f"{name} {kind}"] = size
             if name in self.passes.get(phase, ()):
                 trains = "gradients" in use

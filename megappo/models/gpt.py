@@ -56,20 +56,15 @@ def build_model(
         has_te=layer_kind(model.layer_spec) == "transformer_engine",
         has_varlen=platform.has_varlen_attn(),
     )
-    config = transformer_config(architecture, model, parallel, recompute, decide(setting), on_host=base is not None)
+    config = transformer_config(architecture, model, parallel, recompute, decide(setting))
+    if base is not None:  # most weights will be the base's: these are allocated on the host, unmarked
+        config.use_cpu_initialization, config.perform_initialization = True, False
     with groups.active():
         chunks = [
             _chunk(architecture, config, setting.has_te, groups, index) for index in range(parallel.virtual_pipeline)
         ]
     for index, chunk in enumerate(chunks):
-        for name, parameter in chunk.named_parameters():
-            if ".mlp.experts." in name:
-                # Megatron does so with expert parallelism only. Without, it would not sum the gradients of experts over
-                # tensor-parallel ranks, each of which sends its own tokens to its own copy.
-                parameter.allreduce = False
-            changes = is_trained(name, architecture)
-            parameter.is_base = architecture.lora is not None and not changes  # checkpoints lack it
-            parameter.requires_grad_(trained and changes)
+        _mark(chunk, architecture, trained)
         if "gradient_accumulation_fusion" in config.switches:
             _fuse_gradient_accumulation(chunk)
         if base is not None:
@@ -77,6 +72,18 @@ def build_model(
         with router_bias_kept(chunk):
             chunk.to(platform.device(), config.params_dtype)
     return chunks
+
+
+def _mark(chunk: GPTModel, architecture: Architecture, trained: bool) -> None:
+    """Freeze the parameters that do not change, and mark those of experts and those that checkpoints lack."""
+    for name, parameter in chunk.named_parameters():
+        if ".mlp.experts." in name:
+            # Megatron does so with expert parallelism only. Without, it would not sum the gradients of experts over
+            # tensor-parallel ranks, each of which sends its own tokens to its own copy.
+            parameter.allreduce = False
+        changes = is_trained(name, architecture)
+        parameter.is_base = architecture.lora is not None and not changes
+        parameter.requires_grad_(trained and changes)
 
 
 def _share_base(chunk: GPTModel, base: GPTModel, architecture: Architecture) -> None:
@@ -128,7 +135,8 @@ def _chunk(
     if gpt.post_process and architecture.head == "policy_value":
         add_value_head(gpt, architecture.value_bias)
     if architecture.lora is not None:
-        add_adapters(gpt, architecture.lora, by_name(list_parameters(architecture, tensor=layout.tensor)))
+        sizes = {"tensor": layout.tensor, "expert_tensor": layout.expert_tensor}
+        add_adapters(gpt, architecture.lora, by_name(list_parameters(architecture, **sizes)))
     if gpt.pre_process and config.recompute_granularity == "full" and not is_trained(EMBEDDING_WEIGHT, architecture):
         # A layer that is computed again has gradients only where its input requires one.
         gpt.embedding.register_forward_hook(lambda embedding, inputs, output: output.requires_grad_())

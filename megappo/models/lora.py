@@ -4,14 +4,17 @@ Source: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", se
 pair for each Hugging Face matrix, as PEFT and SGLang have them, also where Megatron stacks several in one layer.
 """
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
 from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -35,10 +38,17 @@ class LowRank(MegatronModule):
         sizes: (in, out) of this rank. Tensor-parallel ranks cut `b` where they cut the layer's outputs, and `a` where
             they cut its inputs.
         cuts_input: they cut the inputs.
+        is_expert: the matrix is an expert's, which no two of `group` share, and gets its tokens from the dispatcher.
     """
 
     def __init__(
-        self, config: TransformerConfig, rank: int, sizes: tuple[int, int], cuts_input: bool, group: dist.ProcessGroup
+        self,
+        config: TransformerConfig,
+        rank: int,
+        sizes: tuple[int, int],
+        cuts_input: bool,
+        group: dist.ProcessGroup,
+        is_expert: bool,
     ):
         super().__init__(config)
         self.cuts_input, self.tp_group = cuts_input, group
@@ -46,8 +56,11 @@ class LowRank(MegatronModule):
         self.b = torch.nn.Parameter(torch.empty(sizes[1], rank, dtype=config.params_dtype))
         cut, whole = (self.a, self.b) if cuts_input else (self.b, self.a)
         set_tensor_model_parallel_attributes(cut, is_parallel=True, dim=int(cuts_input), stride=1)
-        # Under sequence parallelism each rank sees its own tokens there: Megatron then sums the gradient over them.
-        whole.sequence_parallel = config.sequence_parallel
+        if is_expert:  # else the gradient norm would leave it out on all tensor-parallel ranks except the first
+            set_tensor_model_parallel_attributes(whole, is_parallel=True, dim=int(not cuts_input), stride=1)
+        else:
+            # Under sequence parallelism each rank sees its own tokens there: Megatron then sums the gradient over them.
+            whole.sequence_parallel = config.sequence_parallel
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
@@ -63,20 +76,29 @@ class Adapter(MegatronModule):
     """The adapters of a linear layer, whose outputs are added to its own.
 
     Args:
-        weight: the layer's.
-        linear: the layer, a ColumnParallelLinear or a RowParallelLinear.
+        weight: the layer's, which is cut over the inputs or the outputs.
+        names: last names of the matrices that have an adapter.
     """
 
-    def __init__(self, config: TransformerConfig, lora: Lora, weight: Parameter, linear: torch.nn.Module):
+    def __init__(
+        self,
+        config: TransformerConfig,
+        lora: Lora,
+        weight: Parameter,
+        names: Collection[str],
+        groups: ProcessGroupCollection,
+    ):
         super().__init__(config)
-        self.scale, self.tp_group = lora.scale, linear.tp_group
+        self.is_expert = weight.hf_tensors[0].expert is not None
+        self.scale, self.tp_group = lora.scale, groups.expt_tp if self.is_expert else groups.tp
         self.rows = {hf.name.split(".")[-2]: hf.shard_shape[0] for hf in weight.hf_tensors}
         self.num_groups = weight.groups
         self.cuts_input = weight.hf_tensors[0].shard_dim == 1
         width = weight.shard_shape[1]
         for name in self.rows:
-            if name in lora.modules:
-                one = LowRank(config, lora.rank, (width, self.rows[name]), self.cuts_input, self.tp_group)
+            if name in names:
+                sizes = width, self.rows[name]
+                one = LowRank(config, lora.rank, sizes, self.cuts_input, self.tp_group, self.is_expert)
                 self.add_module(name, one)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -98,7 +120,9 @@ class Adapter(MegatronModule):
 
     def _across(self, low: Tensor) -> Tensor:
         """Exchange the low-rank numbers as the layer does its own: sum them over ranks that cut the input; otherwise
-        gather all tokens, and sum their gradient."""
+        gather all tokens, and sum their gradient. The dispatcher does so for experts."""
+        if self.is_expert:
+            return low
         if self.config.sequence_parallel:
             exchange = (
                 reduce_scatter_to_sequence_parallel_region if self.cuts_input else gather_from_sequence_parallel_region
@@ -111,7 +135,45 @@ class Adapter(MegatronModule):
 
     def add(self, linear: torch.nn.Module, inputs: tuple[Tensor, ...], output: tuple) -> tuple:
         """Add the adapters' outputs, as a forward hook of the layer, which returns (output, bias)."""
-        return output[0] + self(inputs[0]), output[1]
+        return output[0] + self(_normalised(linear, inputs[0])), output[1]
+
+
+class GroupedAdapter(MegatronModule):
+    """The adapters of TransformerEngine's layer of several experts: an `Adapter` for each."""
+
+    def __init__(self, config: TransformerConfig, adapters: Sequence[Adapter], groups: ProcessGroupCollection):
+        super().__init__(config)
+        self.local_experts = torch.nn.ModuleList(adapters)
+        self.groups = groups
+
+    def add(self, linear: torch.nn.Module, inputs: tuple[Tensor, list[int]], output: tuple) -> tuple:
+        """Add the adapters' outputs, as a forward hook of the layer, which takes (tokens, their number per expert)."""
+        parts = zip(self.local_experts, inputs[0].split(inputs[1]), strict=True)
+        return output[0] + torch.cat([adapter(tokens) for adapter, tokens in parts]), output[1]
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
+    ) -> ShardedStateDict:
+        """Return the state as Megatron's SequentialMLP does, so that checkpoints of either load into the other."""
+        found: ShardedStateDict = {}
+        count, rank = len(self.local_experts), self.groups.ep.rank()
+        for index, adapter in enumerate(self.local_experts):
+            offset = len(sharded_offsets), rank * count + index, self.groups.ep.size() * count
+            own = f"{prefix}local_experts.{index}."
+            state = adapter.sharded_state_dict(own, (*sharded_offsets, offset), metadata)
+            replace_prefix_for_sharding(state, own, prefix)
+            for tensor in state.values():
+                tensor.replica_id = (*tensor.replica_id[:2], self.groups.expt_dp.rank())
+            found |= state
+        return found
+
+
+def _normalised(linear: torch.nn.Module, x: Tensor) -> Tensor:
+    """Return the input of a layer's matrix. TransformerEngine's LayerNormLinear applies an RMSNorm first. It could
+    return the result, too, but Megatron's wrapper would then return a pair as its output (megatron-core 0.16.1,
+    extensions/transformer_engine.py)."""
+    weight = getattr(linear, "layer_norm_weight", None)
+    return x if weight is None else F.rms_norm(x, weight.shape, weight, linear.eps)
 
 
 def add_adapters(gpt: GPTModel, lora: Lora, table: Mapping[str, Parameter]) -> None:
@@ -120,12 +182,20 @@ def add_adapters(gpt: GPTModel, lora: Lora, table: Mapping[str, Parameter]) -> N
     Args:
         table: parameters of the model in this layout, by name.
     """
-    beside = {name.split(f"{ADAPTER}.")[0] for name in table if is_adapter(name)}
+    adapted: dict[str, set[str]] = defaultdict(set)  # layer -> last names of its adapted matrices
+    for name in filter(is_adapter, table):
+        path, _, own = name.partition(f"{ADAPTER}.")
+        adapted[path].add(own.split(".")[-2])
+    groups = gpt.pg_collection
     for layer in gpt.decoder.layers:
         prefix = f"decoder.layers.{layer.layer_number - 1}."
         for path, linear in list(layer.named_modules()):
-            if prefix + path in beside:
-                adapter = Adapter(gpt.config, lora, table[f"{prefix}{path}.weight"], linear)
+            if names := adapted.get(prefix + path):
+                num_experts = getattr(linear, "num_gemms", None)
+                ends = [""] if num_experts is None else range(num_experts)
+                weights = [table[f"{prefix}{path}.weight{end}"] for end in ends]
+                adapters = [Adapter(gpt.config, lora, weight, names, groups) for weight in weights]
+                adapter = adapters[0] if num_experts is None else GroupedAdapter(gpt.config, adapters, groups)
                 parent, _, name = path.rpartition(".")
                 layer.get_submodule(parent).add_module(name + ADAPTER, adapter)
                 linear.register_forward_hook(adapter.add)

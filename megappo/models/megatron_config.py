@@ -25,13 +25,7 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 
 
 def transformer_config(
-    architecture: Architecture,
-    model: Model,
-    parallel: Parallel,
-    recompute: str,
-    switches: frozenset[str],
-    *,
-    on_host: bool = False,
+    architecture: Architecture, model: Model, parallel: Parallel, recompute: str, switches: frozenset[str]
 ) -> TransformerConfig:
     """Return Megatron's description of the layers, in one layout.
 
@@ -39,7 +33,6 @@ def transformer_config(
         parallel: without contradictions between its own keys.
         recompute: "none", "selective" (attention) or "full" (every layer).
         switches: what is on (see `architecture.switches`); the layers and the engine read it off the config.
-        on_host: allocate the weights in the host's memory, unmarked, as most of them will be another model's.
     Raises:
         ConfigError: the model does not fit the layout.
     """
@@ -73,7 +66,7 @@ def transformer_config(
         # Packed micro-batches differ in length; Megatron then demands this dispatcher even of dense models.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
-        **_initialization_arguments(on_host),
+        **_initialization_arguments(),
         **_expert_arguments(architecture, parallel),
         **{name: name in switches for name in LAYERS},
         **RECOMPUTE[recompute],
@@ -82,15 +75,15 @@ def transformer_config(
     return config
 
 
-def _initialization_arguments(on_host: bool) -> dict[str, Any]:
+def _initialization_arguments() -> dict[str, Any]:
     """Return TransformerConfig's arguments of an initialization that marks weights as sharded and writes nothing.
 
     Every weight is loaded later, but unmarked ones would be missing in the gradient norm of all tensor-parallel ranks
     except the first. On a CPU Megatron would draw every weight whole, in float32, on each rank.
     """
     return {
-        "use_cpu_initialization": on_host or not platform.has_cuda(),
-        "perform_initialization": not on_host,
+        "use_cpu_initialization": not platform.has_cuda(),
+        "perform_initialization": True,
         "init_method": _leave,
         "output_layer_init_method": _leave,
         "embedding_init_method": _leave,

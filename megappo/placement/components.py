@@ -289,8 +289,9 @@ def _placed_weights(spec: ComponentSpec) -> tuple[object, ...]:
 
 
 def build_order(specs: Mapping[str, ComponentSpec]) -> list[str]:
-    """Return names of models in the order of building: those that use others' weights come last."""
-    return sorted(specs, key=lambda name: specs[name].base is not None)
+    """Return names of models in the order of building: those that have a reference follow it, and those that use
+    others' weights come last."""
+    return sorted(specs, key=lambda name: (specs[name].base is not None, specs[name].reference is not None))
 
 
 def _frozen(actor: ComponentSpec) -> ComponentSpec:

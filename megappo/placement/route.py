@@ -143,7 +143,7 @@ def find_route(config: Config, layouts: Mapping[str, Layout], ranks_per_node: in
     rollout = layouts["rollout"]
     is_external = bool(config.rollout.engines)
     models = {rank for name, layout in layouts.items() if name != "rollout" for rank in layout.ranks}
-    has_adapters = config.actor.lora is not None
+    has_adapters = config.sent_lora is not None
     may_sleep = config.rollout.sleep != "never"
     entries = {name: entry.adapters if has_adapters else entry for name, entry in TRANSPORTS.items()}
     engines = []

@@ -15,6 +15,7 @@ from pathlib import Path
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.fit import adapter_errors, dense_stage_errors, engine_fit_errors, fit_errors
 from megappo.architecture.model_folder import check_companions, download_command, end_tokens, other_kind, tensor_files
+from megappo.architecture.parameters import adapts_experts
 from megappo.architecture.parsing import read_architecture
 from megappo.config.config_error import ConfigError, looked_in, shorten
 from megappo.config.eval_sets import context_errors, eval_sets, longest_request, tasks
@@ -206,7 +207,14 @@ def _fit_errors(config: Config, spec: ComponentSpec, architecture: Architecture)
     key, (parallel_key, parallel), training = spec.folder.key, spec.parallel, spec.training
     yield from fit_errors(architecture, parallel, f"{parallel_key}.{{}}".format)
     if spec.lora is not None:
-        yield from adapter_errors(architecture, spec.lora, parallel_key.removesuffix(".parallel"))
+        yield from adapter_errors(architecture, spec.lora, parallel, parallel_key.removesuffix(".parallel"))
+        sends = config.is_ppo and not config.replays and spec.lora is config.sent_lora
+        if sends and adapts_experts(architecture.with_lora(spec.lora)):
+            yield (
+                f"actor.lora.target_modules: {architecture.file} is of a mixture of experts, whose adapters engines "
+                "take merged only: set rollout.sync.merge_adapters to true, or leave gate_proj, up_proj and down_proj "
+                "out"
+            )
     if training is not None and not training.settings.optim.distributed:
         yield from dense_stage_errors(architecture, parallel, training.key)
     if key == "model.path" and config.is_ppo:

@@ -53,8 +53,8 @@ def build_sync(
     export = None if actor is None else _build_export(route, architecture, actor)
     bucket_bytes = config.rollout.sync.bucket_bytes or (GPU_BUCKET_BYTES if on_gpus else CPU_BUCKET_BYTES)
     shapes = folder_shapes(config.model.path, architecture)
-    if config.actor.lora is not None:
-        shapes = adapter_shapes(shapes, config.actor.lora)
+    if config.sent_lora is not None:
+        shapes = adapter_shapes(shapes, config.sent_lora)
         bucket_bytes = sys.maxsize  # an engine takes them all at once
     links = {name: Link(config, architecture, bucket_bytes, len(engines)) for name, engines in route.transports.items()}
     senders: dict[str, Sender] = {}

@@ -92,7 +92,8 @@ class Export:
         # Hugging Face name -> (the parameter that holds the tensor on this rank, its entry in the table)
         self._held = {hf.name: (parameters[name], table[name]) for name in parameters for hf in table[name].hf_tensors}
         self._device = next(chunks[0].parameters()).device
-        found = _all_gather_specs(self._held, groups, by_stage)
+        changing = {name.replace(LORA_A, ".weight") for name, one in self._adapters.items() if one.requires_grad}
+        found = _all_gather_specs(self._held, changing, groups, by_stage)
         names = hf_tensors_of(entry for name, entry in table.items() if is_adapter(name) == adapters)
         if missing := [name for name in names if name not in found]:
             raise ValueError(
@@ -208,9 +209,16 @@ def _shard_receivers(
 
 
 def _all_gather_specs(
-    held: Mapping[str, tuple[torch.Tensor, Parameter]], groups: ComponentGroups, by_stage: bool
+    held: Mapping[str, tuple[torch.Tensor, Parameter]],
+    changing: Collection[str],
+    groups: ComponentGroups,
+    by_stage: bool,
 ) -> dict[str, ExportedTensor]:
-    """Return the tensors that all stages and experts hold, by name; the first of two stages that hold one sends it."""
+    """Return the tensors that all stages and experts hold, by name; the first of two stages that hold one sends it.
+
+    Args:
+        changing: frozen tensors that are not sent as they are, but with trained adapters merged.
+    """
     pipeline, expert = groups.collection.pp, groups.collection.ep
     found: dict[str, ExportedTensor] = {}
     for tensor, entry in held.values():
@@ -219,7 +227,7 @@ def _all_gather_specs(
                 name=hf.name,
                 shape=hf.shape,
                 dtype=tensor.dtype,
-                is_frozen=not tensor.requires_grad,
+                is_frozen=not tensor.requires_grad and hf.name not in changing,
                 with_next=hf.with_next,
                 sender_index=pipeline.rank() if by_stage else 0,
                 hf=hf,

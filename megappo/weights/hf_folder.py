@@ -154,7 +154,8 @@ def write_adapters(folder: Path, adapters: NamedTensors, lora: Lora, base: str |
     """
     tensors = {PEFT_PREFIX + name: tensor.contiguous() for name, tensor in adapters}
     write_tensors(folder / "adapter_model.safetensors", tensors, {"format": "pt"})
-    config = peft_config(lora) | {"base_model_name_or_path": str(base)}
+    own = {"base_model_name_or_path": str(base), "target_modules": sorted({name.split(".")[-3] for name in tensors})}
+    config = peft_config(lora) | own
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 

@@ -12,7 +12,10 @@ from megappo.models.gpt import ModelChunks
 from megappo.placement.groups import ComponentGroups
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
-_EXPERT = re.compile(r"(?<=\.mlp\.experts\.local_experts\.)\d+|(?<=\.mlp\.experts\.linear_fc[12]\.weight)\d+$")
+_EXPERT = re.compile(
+    r"(?<=\.mlp\.experts\.local_experts\.)\d+|(?<=\.mlp\.experts\.linear_fc[12]\.weight)\d+$"
+    r"|(?<=\.mlp\.experts\.linear_fc[12]_adapter\.local_experts\.)\d+"
+)
 
 
 def global_parameters(chunks: ModelChunks) -> dict[str, torch.Tensor]:

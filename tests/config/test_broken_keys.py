@@ -28,7 +28,7 @@ CONTRADICTIONS = {
     "critic.freeze=[attention, mlp] critic.lora.rank=4 model.layer_spec=torch": (
         "critic.freeze attention, mlp has no effect on critic.lora, which trains adapters: drop one"
     ),
-    "critic.lora.rank=4": "critic.lora needs model.layer_spec torch, found auto: set it, as the inputs",
+    "rollout.sync.merge_adapters=true": "rollout.sync.merge_adapters true has no effect, as actor.lora is null",
     "actor.ppo_mini_batch_size=100": (
         "actor.ppo_mini_batch_size 100 does not divide data.train_batch_size 256: 64 or 128 would"
     ),

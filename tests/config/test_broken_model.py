@@ -222,6 +222,16 @@ def test_a_mixture_of_experts_that_cannot_be_laid_out(refusals, model_config, ov
     assert error.partition(": ")[2].startswith(message)
 
 
+def test_adapters_of_experts_reach_engines_merged_only(refusals, accepted, model_config):
+    model_config(**EXPERTS)
+    (error,) = refusals("actor.lora.rank=4")
+    assert "actor.lora.target_modules: model/config.json is of a mixture of experts, whose adapters engines" in error
+    assert "set rollout.sync.merge_adapters to true" in error
+    accepted("actor.lora.rank=4", "rollout.sync.merge_adapters=true")
+    accepted("actor.lora.target_modules=[q_proj, v_proj]")
+    accepted("critic.lora.rank=4")
+
+
 def test_settings_that_a_mixture_of_experts_must_have(refusals, accepted, model_config):
     model_config(**EXPERTS | {"shared_expert_intermediate_size": 32})
     assert refusals("actor.parallel.expert=2", "actor.parallel.tensor=2") == [

@@ -69,6 +69,23 @@ def test_a_save_copies_frozen_weights_without_states() -> None:
     assert memory.host()["checkpoint copies"] * 4 == pytest.approx(copies, rel=0.003)
 
 
+def test_weights_that_models_share_are_counted_once() -> None:
+    """The actor's 7B in bf16; of the critic its adapters and value head, of the reference nothing."""
+    keys = ("lora.rank=16", "parallel.tensor=1", "parallel.pipeline=1", "parallel.sequence=false")
+    alike = [f"{name}.{key}" for name in ("actor", "critic") for key in keys]
+    memory = estimate_of(load_config(BOTH_7B, [*alike, "ref.offload=[]"]), 8)
+    model = read_architecture("models/Qwen2.5-7B")
+    hidden, ffn = model.hidden_size, model.ffn_size
+    queries, keys = (heads * model.head_size for heads in (model.num_heads, model.num_kv_heads))
+    adapters = model.num_layers * 16 * (2 * (hidden + queries) + 2 * (hidden + keys) + 3 * (hidden + ffn))
+    [size] = stage_sizes(model, Parallel())
+    expected = {"actor": 2 * (sum(size) + adapters), "critic": 2 * (adapters + hidden), "ref": 0}
+    assert {name: placed.states(0)["weights"] for name, placed in memory.models.items()} == expected
+    held = {phase: set(ledger) for phase, ledger in memory.fullest.ledgers.items()}
+    assert "actor weights" in held["values"] and "actor activations" not in held["values"]
+    assert "critic activations" in held["values"] and "ref activations" in held["ref_log_probs"]
+
+
 def test_sampled_log_probs_save_a_phase_and_its_seconds() -> None:
     without, with_pass = (
         estimate_of(load_config(SAO, [f"algorithm.old_log_probs={old}", "actor.policy_loss=gpg"]), 64)

@@ -22,7 +22,7 @@ from saved import save_checkpoint
 from slow import slow_ones
 from spawn import run_ranks
 from tiny_models import hf_folder
-from tiny_shapes import EXPERTS
+from tiny_shapes import EXPERTS, MIXTURES
 from torch.profiler import ProfilerActivity, profile
 
 from megappo.architecture.fit import adapter_errors
@@ -30,7 +30,7 @@ from megappo.architecture.parsing import read_architecture
 from megappo.batch.exchange import Exchange
 from megappo.checkpoint.metadata import read_component
 from megappo.checkpoint.store import CheckpointStore
-from megappo.config.schema import Lora
+from megappo.config.schema import Lora, Parallel
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
 
@@ -91,11 +91,17 @@ def test_value_heads_are_trained_beside_adapters(name: str, kind: str, tmp_path:
     check(name, kind, with_score(hf_folder(tmp_path / "hf", "llama")))
 
 
-def _moved(rank: int, world_size: int, folder: Path, checkpoint: Path) -> None:
+def _moved(
+    rank: int,
+    world_size: int,
+    folder: Path,
+    checkpoint: Path,
+    names: tuple[str, ...] = ("tp2 sp", "pp2, full recompute", "dp2", "tp2 sp"),
+) -> None:
     """Trained adapters, saved, loaded in other layouts and trained on there."""
     store, architecture = CheckpointStore(checkpoint, 0, Exchange(dist.group.WORLD)), read_architecture(folder)
     rows, found, norms = make_rows(architecture.vocab_size), [], []
-    for name in ("tp2 sp", "pp2, full recompute", "dp2", "tp2 sp"):
+    for name in names:
         layout = CASES[name].layout
         engine = make_engine(folder, CASES[name], build_groups({"actor": layout}, seed=0)["actor"], "actor")
         mine = rows.select(shard_of(rows, layout))
@@ -117,12 +123,47 @@ def test_adapters_are_saved_alone_and_go_on_in_another_layout(tmp_path: Path) ->
     assert saved and all(name.endswith((".a", ".b")) for name in saved)
 
 
-def test_matrices_of_experts_are_refused_by_name(tmp_path: Path) -> None:
-    architecture = read_architecture(hf_folder(tmp_path / "hf", "qwen3_moe", **EXPERTS))
-    [error] = adapter_errors(architecture, Lora(), "actor")
-    assert error.startswith("actor.lora.target_modules: adapters cannot stand beside gate_proj, up_proj, down_proj of ")
-    assert error.endswith("config.json: leave q_proj, k_proj, v_proj, o_proj")
-    assert not [*adapter_errors(architecture, Lora(target_modules=("q_proj", "v_proj")), "actor")]
+MIXTURE_CASES = {
+    "one rank": ("qwen2_moe", Case(Layout((0,)), max_tokens=9, lora=LORA)),
+    "ep2": ("qwen3_moe", Case(Layout(TWO, expert=2), max_tokens=12, lora=LORA)),
+    "tp2 sp": ("qwen2_moe", Case(Layout(TWO, tensor=2), sequence=True, max_tokens=14, lora=LORA)),
+    "pp2": ("qwen3_moe", Case(Layout(TWO, pipeline=2), max_tokens=9, recompute="full", lora=LORA)),
+    "ep2 tp2 dp2 sp": (
+        "qwen2_moe",
+        Case(Layout(FOUR, tensor=2, expert=2), sequence=True, max_tokens=14, recompute="full", lora=LORA),
+    ),
+    "ep2, some modules": ("qwen3_moe", Case(Layout(TWO, expert=2), max_tokens=12, lora=SOME)),
+    "ep2 pp2": ("qwen2_moe", Case(Layout(FOUR, pipeline=2, expert=2), max_tokens=12, lora=LORA)),
+}
+CASES |= {f"mixture, {name}": case for name, (_, case) in MIXTURE_CASES.items()}
+
+
+@pytest.mark.parametrize("name", slow_ones(MIXTURE_CASES, ["ep2"]))
+def test_adapters_of_experts_train_as_hugging_faces_do(name: str, tmp_path: Path) -> None:
+    family, _ = MIXTURE_CASES[name]
+    check(f"mixture, {name}", "actor", hf_folder(tmp_path / "hf", family, **MIXTURES[family]))
+
+
+@pytest.mark.slow
+def test_adapters_of_experts_go_on_in_another_layout(tmp_path: Path) -> None:
+    names = tuple(f"mixture, {name}" for name in ("ep2", "tp2 sp", "pp2", "ep2"))
+    mixture = hf_folder(tmp_path / "hf", "qwen3_moe", **MIXTURES["qwen3_moe"])
+    run_ranks(2, _moved, mixture, tmp_path / "checkpoints", names)
+
+
+def test_adapters_without_a_place_are_refused_by_name(tmp_path: Path) -> None:
+    latent = read_architecture(hf_folder(tmp_path / "latent", "deepseek_v3", **MIXTURES["deepseek_v3"]))
+    [error] = adapter_errors(latent, Lora(), Parallel(), "actor")
+    assert error.startswith(
+        "actor.lora.target_modules: adapters cannot stand beside q_proj, k_proj, v_proj, o_proj of "
+    )
+    assert error.endswith("config.json: leave gate_proj, up_proj, down_proj")
+    experts = read_architecture(hf_folder(tmp_path / "experts", "qwen3_moe", **EXPERTS))
+    assert not [*adapter_errors(experts, Lora(), Parallel(expert=2), "actor")]
+    cut = Parallel(tensor=2, expert_tensor=2, sequence=True)
+    [error] = adapter_errors(experts, Lora(), cut, "actor")
+    assert error.startswith("actor.parallel.expert_tensor 2 cuts the experts of ") and "set it to 1" in error
+    assert not [*adapter_errors(experts, Lora(target_modules=("q_proj", "v_proj")), cut, "actor")]
 
 
 def _multiplies_all_tokens_at_once(rank: int, world_size: int, folder: Path, name: str, kind: str) -> None:

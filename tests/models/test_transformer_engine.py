@@ -1,15 +1,17 @@
 """The contract with TransformerEngine, whose Python is the real one here and whose kernels are absent: its layers hold
 every family's weights, its Adam's state is saved and resumed, its attention takes our packs."""
 
+from contextlib import ExitStack
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from commands import assert_equal
 from component_engines import build as build_engines
-from ppo_engines import Case, make_engine, make_rows, with_score
+from ppo_engines import Case, fill_adapters, make_engine, make_rows, with_score
 from safetensors.torch import load_file
 from saved import save_checkpoint
 from tiny_models import build, hf_folder
@@ -24,7 +26,7 @@ from megappo.architecture.switches import LAYERS
 from megappo.batch.exchange import Exchange
 from megappo.batch.packing import pack
 from megappo.checkpoint.store import CheckpointStore
-from megappo.config.schema import Model, Parallel
+from megappo.config.schema import Lora, Model, Parallel
 from megappo.models.gpt import ModelChunks, build_model
 from megappo.models.sharding import sharded_chunks
 from megappo.models.train_engine import TrainedEngine
@@ -96,24 +98,84 @@ def cut(chunks: ModelChunks, groups: ComponentGroups) -> dict[str, list[tuple]]:
     return {name: sorted(places) for name, places in found.items()}
 
 
-def check_grouped(folder: str) -> None:
+def check_grouped(folder: str, lora_rank: str) -> None:
+    lora = Lora(rank=int(lora_rank)) if lora_rank != "0" else None
     groups = build_groups({"actor": Layout((0,))}, seed=0)["actor"]
     of_model = hf_folder(Path(folder), "qwen3_moe", **MIXTURES["qwen3_moe"])
-    architecture = read_architecture(of_model)
+    architecture = read_architecture(of_model).with_lora(lora)
     found = []
     for layers in ("transformer_engine", "torch"):
         model = Model(path=str(of_model), dtype="fp32", layer_spec=layers)
         chunks = build_model(architecture, model, Parallel(), groups, recompute="none", trained=True)
         load_hf(chunks, of_model, architecture, groups)
         names = {name for name, _ in chunks[0].named_parameters() if ".mlp.experts." in name}
-        assert all((".local_experts." in name) == (layers == "torch") for name in names)
+        assert all((".experts.local_experts." in name) == (layers == "torch") for name in names)
         assert all(not one.allreduce for name, one in chunks[0].named_parameters() if name in names)
         found.append(cut(chunks, groups))
-    assert found[0] == found[1] and len(found[0]) == 2
+    assert found[0] == found[1] and len(found[0]) == (2 if lora is None else 6)
 
 
-def test_experts_in_one_layer_are_saved_as_those_with_layers_of_their_own(tmp_path: Path) -> None:
-    call(check_grouped, tmp_path)
+@pytest.mark.parametrize("lora_rank", [0, 3])
+def test_experts_in_one_layer_are_saved_as_those_with_layers_of_their_own(lora_rank: int, tmp_path: Path) -> None:
+    call(check_grouped, tmp_path, lora_rank)
+
+
+def normalised_product(layer: torch.nn.Module, x: torch.Tensor, **options: object) -> torch.Tensor:
+    """Return the output of LayerNormLinear's kernels."""
+    normalised = F.rms_norm(x, x.shape[-1:], layer.layer_norm_weight, layer.eps)
+    return F.linear(normalised, layer.weight, layer.bias if layer.use_bias else None)
+
+
+def product(layer: torch.nn.Module, x: torch.Tensor, **options: object) -> torch.Tensor:
+    return F.linear(x, layer.weight)
+
+
+def products(layer: torch.nn.Module, x: torch.Tensor, splits: list[int], **options: object) -> torch.Tensor:
+    """Return the output of GroupedLinear's kernels."""
+    parts = enumerate(x.split(splits))
+    return torch.cat([F.linear(part, getattr(layer, f"weight{expert}")) for expert, part in parts])
+
+
+def check_adapters(folder: str) -> None:
+    """Check the outputs of each adapted layer against the torch layers', whose norms are modules of their own."""
+    from transformer_engine.pytorch import GroupedLinear, LayerNormLinear, Linear
+
+    groups = build_groups({"actor": Layout((0,))}, seed=0)["actor"]
+    of_model = hf_folder(Path(folder), "qwen2_moe", **MIXTURES["qwen2_moe"])
+    architecture = read_architecture(of_model).with_lora(Lora(rank=3, alpha=5.0))
+    layers = {}
+    for kind in ("transformer_engine", "torch"):
+        model = Model(path=str(of_model), dtype="fp32", layer_spec=kind)
+        chunks = build_model(architecture, model, Parallel(), groups, recompute="none", trained=True)
+        load_hf(chunks, of_model, architecture, groups)
+        fill_adapters(chunks, architecture, groups)
+        without = architecture.with_lora(None)
+        frozen = build_model(without, model, Parallel(), groups, recompute="none", trained=False, base=chunks)
+        assert {*frozen[0].parameters()} == {one for one in chunks[0].parameters() if one.is_base}
+        layers[kind] = chunks[0].decoder.layers[0]
+    fused, plain = layers["transformer_engine"], layers["torch"]
+    x = torch.randn(7, 1, 32, generator=torch.Generator().manual_seed(0))
+    kernels = {LayerNormLinear: normalised_product, Linear: product, GroupedLinear: products}
+    with ExitStack() as stack:
+        for layer, forward in kernels.items():
+            stack.enter_context(patch.object(layer, "forward", forward))
+        found = fused.self_attention.linear_qkv(x)[0]
+        torch.testing.assert_close(found, plain.self_attention.linear_qkv(plain.input_layernorm(x))[0])
+        found = fused.self_attention.linear_proj(x)[0]
+        torch.testing.assert_close(found, plain.self_attention.linear_proj(x)[0])
+        for name in ("linear_fc1", "linear_fc2"):
+            shared, experts = getattr(fused.mlp.shared_experts, name), getattr(fused.mlp.experts, name)
+            wide = x.repeat(1, 1, 2)[..., : shared.weight.shape[1]]
+            expected = getattr(plain.mlp.shared_experts, name)(wide)[0]
+            torch.testing.assert_close(shared(wide)[0], expected)
+            tokens, splits = x[:, 0, : experts.weight0.shape[1]], [2, 0, 4, 1]
+            parts = zip(plain.mlp.experts.local_experts, tokens.split(splits), strict=True)
+            expected = torch.cat([getattr(expert, name)(part)[0] for expert, part in parts])
+            torch.testing.assert_close(experts(tokens, splits)[0], expected)
+
+
+def test_adapters_add_to_its_layers_what_they_add_to_torchs(tmp_path: Path) -> None:
+    call(check_adapters, tmp_path)
 
 
 def moments(engine: TrainedEngine) -> list[dict[str, torch.Tensor]]:

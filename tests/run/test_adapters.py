@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from exported_adapters import LORA, check_merged, exported_adapters
 from program import ONE_RANK_EACH, Program, logged
+from safetensors.torch import load_file
 
 OTHERS = ("trainer.total_steps=4", "trainer.save_interval=2", "trainer.eval_interval=0")
 
@@ -42,6 +43,17 @@ def test_an_engine_elsewhere_gets_adapters_through_a_folder(transport, adapted, 
     for found, expected in zip(logged(folder / "run"), logged(adapted)[:2], strict=True):
         assert found["sync/bytes"] == expected["sync/bytes"]
         assert found["sync/log_prob_diff/max"] < 1e-4 and found["rollout/log_prob_diff/mean"] < 1e-4
+
+
+def test_engines_get_merged_adapters_on_request(adapted, config, folder):
+    options = (f"trainer.output_dir={folder / 'run'}", "rollout.sync.merge_adapters=true", "trainer.total_steps=2")
+    with Program(folder, config, *LORA, *options, "trainer.eval_interval=0") as program:
+        assert program.wait() == 0, program.output
+    merged = load_file(adapted / "hf_actor" / "model.safetensors")
+    matrices = sum(tensor.nbytes for name, tensor in merged.items() if name.endswith("_proj.weight"))
+    for metrics in logged(folder / "run"):
+        assert metrics["sync/bytes"] == matrices and metrics["sync/log_prob_diff/max"] < 1e-4
+    check_merged(folder / "run" / "hf_actor", config.parent / "model")
 
 
 def test_a_run_goes_on_from_its_adapters_as_if_it_had_not_ended(adapted, config, folder):

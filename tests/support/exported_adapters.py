@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 RANK, ALPHA = 4, 8.0
-LORA = (f"actor.lora.rank={RANK}", f"actor.lora.alpha={ALPHA}", f"critic.lora.rank={RANK}", "model.layer_spec=torch")
+LORA = (f"actor.lora.rank={RANK}", f"actor.lora.alpha={ALPHA}", f"critic.lora.rank={RANK}")
 
 
 def exported_adapters(exported: Path) -> dict[str, torch.Tensor]:

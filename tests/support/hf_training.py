@@ -89,11 +89,49 @@ class Adapted(torch.nn.Module):
         return weight + self.scale * self.b @ self.a
 
 
+class AdaptedExperts(torch.nn.Module):
+    """The same for all experts' matrices, [experts, out, in], of which each has one below the other."""
+
+    def __init__(self, weight: torch.Tensor, name: str, modules: Sequence[str], lora: Lora):
+        super().__init__()
+        self.experts = torch.nn.ModuleList()
+        for expert, matrices in enumerate(weight):
+            parts = zip(modules, matrices.chunk(len(modules)), strict=True)
+            adapted = {
+                part: Adapted(rows, f"{name}.{expert}.{part}", lora) for part, rows in parts if part in lora.modules
+            }
+            self.experts.append(torch.nn.ModuleDict(adapted))
+        self.modules_of_each = modules
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        found = []
+        for adapted, matrices in zip(self.experts, weight, strict=True):
+            parts = zip(self.modules_of_each, matrices.chunk(len(self.modules_of_each)), strict=True)
+            found.append(torch.cat([adapted[part](rows) if part in adapted else rows for part, rows in parts]))
+        return torch.stack(found)
+
+    def named(self, name: str) -> dict[str, torch.nn.Parameter]:
+        """Return the adapters by PEFT's names without the prefix."""
+        found = {}
+        for expert, adapted in enumerate(self.experts):
+            for part, one in adapted.items():
+                found |= {f"{name}.{expert}.{part}.lora_{kind}.weight": getattr(one, kind.lower()) for kind in "AB"}
+        return found
+
+
+EXPERT_MATRICES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+
+
 def adapt(model: torch.nn.Module, lora: Lora) -> dict[str, torch.nn.Parameter]:
     """Add adapters to Hugging Face's model and freeze its weights; return them by PEFT's names without the prefix."""
     model.requires_grad_(False)
     found = {}
     for name, module in [*model.named_modules()]:
+        if name.endswith(".experts"):
+            for parameter, modules in EXPERT_MATRICES.items():
+                experts = AdaptedExperts(getattr(module, parameter), name, modules, lora)
+                parametrize.register_parametrization(module, parameter, experts)
+                found |= experts.named(name)
         if name.split(".")[-1] in lora.modules:
             adapted = Adapted(module.weight, name, lora)
             parametrize.register_parametrization(module, "weight", adapted)
@@ -194,11 +232,11 @@ def hf_train(
 
 
 def per_expert(named: dict[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
-    """Return the parameters by name, with each expert of a Qwen mixture separate."""
+    """Return the parameters by name, with each expert of a Qwen mixture separate, as adapters are already."""
     found = {}
     for name, parameter in named.items():
         block, is_expert, kind = name.partition(".experts.")
-        if not is_expert:
+        if not is_expert or ".lora_" in kind:
             found[name] = parameter.detach()
             continue
         for expert, matrix in enumerate(parameter.detach()):

@@ -67,10 +67,10 @@ def weights_of(bench: ModuleType, run: Run) -> dict[str, object]:
     return found
 
 
-def numbers_of(bench: ModuleType, run: Run) -> dict[str, object]:
-    """Return the numbers of two watched steps, each with a checkpoint after it."""
+def numbers_of(bench: ModuleType, run: Run, num_steps: int = 2) -> dict[str, object]:
+    """Return the numbers of some watched steps, each with a checkpoint after it."""
     found: dict[str, object] = {}
-    for step in (1, 2):
+    for step in range(1, num_steps + 1):
         bias = unwatched(attention_bias.causal_lower_right)
         with patch.object(attention_bias, "causal_lower_right", bias), Watch(run):
             metrics = ppo_step(run, step)

@@ -19,6 +19,7 @@ ALL = ["weights", "gradients", "optimizer"]
 LORA = {"model": {"layer_spec": "torch"}, "actor": {"lora": {"rank": 2}}, "critic": {"lora": {"rank": 3}}}
 OFFLOADED = {"actor": {"offload": ALL}, "critic": {"offload": ALL}}
 LAYOUTS = {
+    "tp2": {"tensor": 2},
     "tp2 dp2 sp": {"tensor": 2, "sequence": True},
     "pp2 dp2": {"pipeline": 2},
     "cp2 tp2 sp": {"context": 2, "tensor": 2, "sequence": True},
@@ -29,17 +30,17 @@ METHODS = {
     "full KL": {"actor": {"use_kl_loss": True, "kl_loss_type": "full", "kl_loss_coef": 0.1}},
 }
 CASES = [
-    ("tp2 dp2 sp", "full KL"),
     *[(layout, "KL loss") for layout in LAYOUTS],
+    ("tp2 dp2 sp", "full KL"),
     ("cp2 tp2 sp", "full KL"),
 ]
 
 
 def placed(layout: str, method: str) -> dict:
     """Return settings that place actor and critic alike."""
-    parallel = {"parallel": LAYOUTS[layout]}
+    parallel, ranks = {"parallel": LAYOUTS[layout], "max_tokens_per_micro_batch": 400}, f"0-{num_ranks(layout) - 1}"
     return {
-        "placement": {"actor": "0-3", "critic": "0-3"},
+        "placement": {"actor": ranks, "critic": ranks, "rollout": ranks},
         "actor": METHODS[method]["actor"] | parallel,
         "critic": parallel,
     }
@@ -58,10 +59,17 @@ def num_weights(models: Models, name: str) -> int:
     raise AssertionError(f"no {name} here")
 
 
-def separate(folder: Path) -> dict:
+def num_ranks(layout: str) -> int:
+    return 2 if layout == "tp2" else 4
+
+
+def separate(folder: Path, layout: str) -> dict:
     """Return settings that have each model load weights of its own: the critic's are in another folder, and the
     reference's ranks are written in other words."""
-    return {"critic": {"model_path": str(folder / "copy")}, "placement": {"ref": "0,1,2,3"}}
+    return {
+        "critic": {"model_path": str(folder / "copy")},
+        "placement": {"ref": ",".join(map(str, range(num_ranks(layout))))},
+    }
 
 
 def compared(rank: int, world_size: int, folder: Path, layout: str, method: str) -> None:
@@ -72,7 +80,7 @@ def compared(rank: int, world_size: int, folder: Path, layout: str, method: str)
     parts = (placed(layout, method), LORA)
     shared, other = (
         bench.build(config_of(bench, folder, *parts, {"trainer": {"output_dir": str(folder / name)}}, changes))
-        for name, changes in (("shared", OFFLOADED), ("separate", separate(folder)))
+        for name, changes in (("shared", OFFLOADED), ("separate", separate(folder, layout)))
     )
     assert [spec.base for spec in shared.models.specs.values()] == [None, "actor", "actor"]
     assert [spec.base for spec in other.models.specs.values()] == [None, None, None]
@@ -82,12 +90,13 @@ def compared(rank: int, world_size: int, folder: Path, layout: str, method: str)
         < num_weights(shared.models, "critic")
         < num_weights(other.models, "critic") / 2
     )
-    assert numbers_of(bench, shared) == numbers_of(bench, other)
+    num_steps = 1 if layout == "tp2" else 2
+    assert numbers_of(bench, shared, num_steps) == numbers_of(bench, other, num_steps)
     weights = weights_of(bench, other)
     assert weights_of(bench, shared) == weights
     loaded = bench.build(shared.config)
     loaded.progress.restore(loaded.models)
-    assert loaded.progress.start_step == 2 and weights_of(bench, loaded) == weights
+    assert loaded.progress.start_step == num_steps and weights_of(bench, loaded) == weights
 
 
 @pytest.mark.parametrize(
@@ -95,7 +104,7 @@ def compared(rank: int, world_size: int, folder: Path, layout: str, method: str)
     [pytest.param(*CASES[0]), *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[1:])],
 )
 def test_the_same_numbers_as_with_copies(layout: str, method: str, tmp_path: Path) -> None:
-    run_ranks(4, compared, tmp_path, layout, method)
+    run_ranks(num_ranks(layout), compared, tmp_path, layout, method)
 
 
 def config(**sections: dict) -> Config:
@@ -126,7 +135,7 @@ def config(**sections: dict) -> Config:
     ],
 )
 def test_which_weights_are_shared(sections: dict, bases: dict) -> None:
-    """Those of one folder, on the same ranks and in the same layout, if the models train adapters or nothing."""
+    """Models of one folder, on the same ranks and in the same layout, share them if they train adapters or nothing."""
     assert {name: spec.base for name, spec in components_of(config(**sections)).items() if spec.base} == bases
 
 
