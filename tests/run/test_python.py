@@ -1,16 +1,20 @@
-"""The program of docs/python.md: PPO written by hand on the public names."""
+"""The programs of docs/python.md, written on the public names: PPO by hand, and a critic of scored texts."""
 
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 from exported_adapters import LORA, check_merged, exported_adapters
 from program import ONE_RANK_EACH, REPOSITORY, Program, logged
+from transformers import AutoModelForTokenClassification, AutoTokenizer
 
 from megappo.config.loading import load_config
 
 PAGE = (REPOSITORY / "docs" / "python.md").read_text("utf-8")
-BY_HAND = PAGE.split("```python\n")[1].split("```")[0]
+BY_HAND, RECORD_TEXTS, CRITIC_BY_HAND = (block.split("```")[0] for block in PAGE.split("```python\n")[1:])
 REFUSED = """
 import sys
 import megappo
@@ -59,6 +63,48 @@ def test_ppo_by_hand_trains_adapters_which_engines_get_alone(config, folder, lau
     check_merged(exported, config.parent / "model")
     assert load_config(out / "config.yaml").trainer.total_steps == 2
     assert '"step": 7' not in old[0].read_text() and not old[1].exists()
+
+
+def scored_texts(file: Path) -> list[dict]:
+    """Write sums with a right and a wrong answer each, whose scores are 1 and 0."""
+    texts = []
+    for a in range(10, 42):
+        for b in range(10, 14):
+            for answer in (a + b, 7):
+                score = float(answer != 7)
+                texts.append({"prompt": f"{a}+{b}=", "response": str(answer), "score": score})
+    file.write_text("".join(json.dumps(one) + "\n" for one in texts))
+    return texts
+
+
+@torch.no_grad()
+def probabilities(folder: Path, texts: list[dict]) -> torch.Tensor:
+    """Return transformers' probability of score 1 after the last character of each text."""
+    critic, tokenizer = AutoModelForTokenClassification.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    found = [
+        critic(torch.tensor([tokenizer.encode(one["prompt"] + one["response"])])).logits[0, -1, 0] for one in texts
+    ]
+    return torch.stack(found).sigmoid()
+
+
+@pytest.mark.slow
+def test_a_critic_by_hand_learns_the_scores_of_texts(config, folder):
+    texts = scored_texts(folder / "texts.jsonl")
+    (folder / "record_texts.py").write_text(RECORD_TEXTS)
+    (folder / "my_critic.py").write_text(CRITIC_BY_HAND)
+    command = [sys.executable, folder / "record_texts.py", config, folder / "texts.jsonl", folder / "texts"]
+    command.append(f"trainer.output_dir={folder / 'out'}")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.stdout == "8 steps of 32 texts; the last 0 are left out\n", done.stderr
+    words = [config, "trainer.train=[critic]", f"trainer.replay_rollouts={folder / 'texts'}", "trainer.total_steps=8"]
+    words += ["trainer.eval_interval=0", f"trainer.output_dir={folder / 'out'}"]
+    command = (sys.executable, *LAUNCHER, folder / "my_critic.py")
+    with Program(folder / "program", *words, command=command) as program:
+        assert program.wait() == 0, program.output
+    assert [step["step"] for step in logged(folder / "out")] == [*range(1, 9)]
+    is_right = torch.tensor([one["score"] for one in texts]).bool()
+    found = probabilities(folder / "out" / "hf_critic", texts)
+    assert found[is_right].median() > 0.8 and found[~is_right].median() < 0.2
 
 
 def test_importing_megappo_is_light():
