@@ -19,12 +19,13 @@ BUILTIN = {
     "think_answer": "megappo.userland.graders.formats:think_answer",
     "code": "megappo.userland.graders.code:code",
     "http": "megappo.userland.graders.remote:http",
+    "engine": "megappo.userland.graders.remote:engine",
     "judge": "megappo.userland.graders.remote:judge",
     "repetition": "megappo.userland.graders.formats:repetition",
 }
 """reward.function -> module:function. Beside a function NAME that grades by a label there is NAME_label, which raises
 ValueError if it cannot."""
-WAITING = ("http",)
+WAITING = ("http", "engine")
 """Built-in functions of lists that wait for others: they get many rows at once, however long they take."""
 
 

@@ -5,9 +5,7 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,13 +13,10 @@ import httpx
 import psutil
 import pytest
 import torch
-from ports import free_port
 from program import REPOSITORY
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from served_folder import COMMAND, save_character_tokenizer, served
+from transformers import AutoTokenizer
 
-COMMAND = [sys.executable, "-m", "megappo.serve"]
-CHARACTERS = "0123456789+-*/=() abcdefghijklmnopqrstuvwxyzABCD"  # as many as the checkpoint's vocabulary has
 PROMPTS = ["37+45=", "(12+a)*b"]
 
 
@@ -30,11 +25,7 @@ def folder(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The shared checkpoint with a tokenizer of characters, as transformers saves one."""
     folder = tmp_path_factory.mktemp("export") / "hf_actor"
     shutil.copytree(checkpoint, folder)
-    vocabulary = {character: number for number, character in enumerate(CHARACTERS)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=" "))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    save_character_tokenizer(folder)
     return folder
 
 
@@ -47,33 +38,9 @@ def home() -> Iterator[Path]:
 
 @pytest.fixture
 def server(folder: Path, home: Path) -> Iterator[tuple[subprocess.Popen, httpx.Client]]:
-    """The command, serving, as the leader of a session, and a client."""
-    port = free_port()
-    command = [*COMMAND, folder, "--port", str(port), "--max-total-tokens", "2048", "--log-level", "warning"]
-    environment = os.environ | {"TMPDIR": str(home), "OMP_NUM_THREADS": "1"}
-    with (home / "output.txt").open("w") as output:
-        process = subprocess.Popen(
-            command, cwd=REPOSITORY, env=environment, stdout=output, stderr=output, start_new_session=True
-        )
-    try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
-            wait_until_it_serves(process, client, home / "output.txt")
-            yield process, client
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def wait_until_it_serves(process: subprocess.Popen, client: httpx.Client, output: Path) -> None:
-    deadline = time.monotonic() + 180
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            if client.get("/health").status_code == 200:
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(0.2)
-    raise AssertionError(f"it does not serve:\n{output.read_text()}")
+    """The command, serving, and a client."""
+    with served(folder, home) as found:
+        yield found
 
 
 def greedy(model: torch.nn.Module, tokens: list[int], count: int) -> list[int]:

@@ -177,6 +177,20 @@ def test_a_key_that_is_not_passed_on_is_reported(server: Server, monkeypatch: py
     assert not server.requests
 
 
+def test_an_engine_gets_conversations_and_its_models_scores_count(server: Server):
+    server.answers = lambda count, body: (200, [{"embedding": [float(text[0]) / 2]} for text in body["text"]])
+    with load("engine", server, begin="p", end="<end>") as pool:
+        assert scores(pool) == [[0.0], [0.5], [1.0]]
+    assert server.requests == [("/v1/classify", {"text": ["0r0<end>", "1r1<end>", "2r2<end>"]}, "")]
+
+
+@pytest.mark.parametrize("answer", [[{"embedding": [0.5, 0.5]}] * 3, [{"embedding": [0.5]}] * 2, {"error": "none"}])
+def test_an_engine_without_one_score_for_each_conversation_is_reported(server: Server, answer: object):
+    server.answers = lambda count, body: (200, answer)
+    with pytest.raises(RewardError, match="reward function engine (?s:.*)expected 3 embeddings of one number: serve a"):
+        scores(load("engine", server))
+
+
 def judge_scores(text: str) -> dict:
     return {"choices": [{"message": {"role": "assistant", "content": text}}]}
 

@@ -1,4 +1,5 @@
-"""Scores from servers: a scoring server over HTTP, or a language model as a judge over an OpenAI-style API."""
+"""Scores from servers: a scoring server over HTTP, a reward model that SGLang serves, or a language model as a judge
+over an OpenAI-style API."""
 
 import asyncio
 import json
@@ -67,6 +68,44 @@ async def http(
             return scores
     expected = f"{{'scores': [...]}} with {len(responses)} of them"
     raise RuntimeError(f"{url} answered with {_cut(answer)}; expected {expected}")
+
+
+async def engine(
+    prompts: list[str],
+    responses: list[str],
+    *,
+    url: str,
+    begin: str = "",
+    end: str = "",
+    api_key_env: str = "",
+    seconds: float = 15.0,
+    retries: int = 2,
+) -> list[float]:
+    """Return the scores of a reward model that an SGLang server serves, of up to 64 conversations in a request.
+
+    A conversation is the prompt as the policy sees it, the response and `end`.
+
+    Args:
+        url: of the server, such as http://judge:30000; requests go to /classify below it.
+        begin: text to remove from the beginning of prompts, which the server's tokenizer adds by itself.
+        end: text behind a response, such as <|im_end|>, as the reward model has been trained on.
+        api_key_env, seconds, retries: as for `http`.
+    Raises:
+        RuntimeError: there is no answer, or it is not one number for each conversation.
+    """
+    texts = [
+        f"{prompt.removeprefix(begin)}{response}{end}" for prompt, response in zip(prompts, responses, strict=True)
+    ]
+    answer = await _posted(f"{url.rstrip('/')}/classify", {"text": texts}, api_key_env, seconds, retries)
+    scores = []
+    for one in answer if isinstance(answer, list) else ():
+        match one:
+            case {"embedding": [float(score)]}:
+                scores.append(score)
+    if len(scores) != len(texts):
+        expected = f"{len(texts)} embeddings of one number: serve a reward model with one label, by --is-embedding"
+        raise RuntimeError(f"{url} answered with {_cut(answer)}; expected {expected}")
+    return scores
 
 
 async def judge(
