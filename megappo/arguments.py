@@ -29,6 +29,9 @@ all keys: megappo plan --keys. Several nodes: launch/torchrun_node.sh, launch/sl
 SFT = """\
 example: megappo sft my_sft.yaml trainer.output_dir=outputs/sft actor.optim.lr=1e-5
 It is megappo train with trainer.kind=sft: docs/sft.md."""
+REWARD_MODEL = """\
+example: megappo reward-model my_preferences.yaml trainer.output_dir=outputs/rm reward_model.optim.lr=1e-5
+It is megappo train with trainer.kind=reward_model: docs/reward_models.md."""
 EVALUATE = """\
 CHECKPOINT is a run's folder (its newest checkpoint), one of its checkpoints (step_XXXXXXXX), or a Hugging Face folder.
 CONFIG sets the held-out data (data.val_files, eval.datasets), the sampling and the ranks. Engines are started, nothing
@@ -87,6 +90,12 @@ def sft_arguments(words: Sequence[str] | None) -> argparse.Namespace:
     """Parse the arguments of `megappo sft`."""
     description = "Fine-tune the actor on examples, on this node: check the config, then start one process per GPU."
     return _start_arguments(_parser("sft", description, SFT), words)
+
+
+def reward_model_arguments(words: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the arguments of `megappo reward-model`."""
+    description = "Train a reward model on preferences, on this node: check the config, then start a process per GPU."
+    return _start_arguments(_parser("reward-model", description, REWARD_MODEL), words)
 
 
 def _start_arguments(parser: argparse.ArgumentParser, words: Sequence[str] | None) -> argparse.Namespace:

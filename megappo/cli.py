@@ -20,7 +20,7 @@ from megappo.table import resolved
 TRAIN, MODELS, RESULTS = "Train", "Models and checkpoints", "Inspect a run"
 EXAMPLE = "Example: megappo plan configs/quickstart.yaml. Each command has a --help of its own."
 KEYS = "megappo.config.describe:keys"
-TAKES_KEYS = ("train", "sft", "plan", "evaluate", "quickstart", "inspect")
+TAKES_KEYS = ("train", "sft", "reward-model", "plan", "evaluate", "quickstart", "inspect")
 
 
 class Command(NamedTuple):
@@ -41,6 +41,7 @@ COMMANDS = {
     "plan": Command("megappo.plan", "check a config, show what it means, estimate memory and time", TRAIN),
     "train": Command("megappo.local", "train on this node, one process per GPU", TRAIN),
     "sft": Command("megappo.sft", "fine-tune a model on examples, on this node", TRAIN),
+    "reward-model": Command("megappo.reward_model", "train a reward model on preferences, on this node", TRAIN),
     "doctor": Command("megappo.doctor", "check that this machine can train", TRAIN),
     "evaluate": Command("megappo_tools.evaluate", "evaluate a checkpoint or a model on held-out data", MODELS),
     "convert": Command("megappo_tools.convert", "convert, compare and reshard weights", MODELS),
@@ -89,7 +90,7 @@ def _run(words: Sequence[str]) -> int:
     if not words or words[0] not in COMMANDS:
         _help(words)
     name, *rest = words
-    if check := getattr(arguments, f"{name}_arguments", None):
+    if check := getattr(arguments, f"{name.replace('-', '_')}_arguments", None):
         check(rest)
     return resolved(f"{COMMANDS[name].module}:main")(rest)
 

@@ -24,7 +24,8 @@ from megappo.config.config_error import ConfigError, counted, printable, show
 from megappo.config.describe import config_help
 from megappo.config.eval_sets import eval_sets, longest_row
 from megappo.config.loading import leaves, load_config
-from megappo.config.schema import Config, Parallel
+from megappo.config.schema import Config
+from megappo.config.sections import Parallel
 from megappo.estimate.fitting import fits, resolve_offload
 from megappo.estimate.gpu_memory import Cluster, MemoryEstimate, queue_bytes
 from megappo.estimate.gpus import GIB, GPUS, GPUS_PER_NODE
@@ -230,7 +231,9 @@ def batch_summary(plan: RunPlan) -> str:
 def _example_totals(config: Config) -> Iterator[str]:
     """Yield the size of a step's examples."""
     size, row = config.data.train_batch_size, longest_row(config)
-    yield f"  {size:,} examples of at most {row:,} tokens each: {size * row:,} tokens at worst"
+    unit = "pairs of examples" if config.trains_reward_model else "examples"
+    worst = size * config.rows_together * row
+    yield f"  {size:,} {unit} of at most {row:,} tokens each: {worst:,} tokens at worst"
 
 
 def _rollout_totals(plan: RunPlan) -> Iterator[str]:

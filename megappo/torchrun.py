@@ -41,7 +41,7 @@ LOGGERS = ("multiprocessing.api", "multiprocessing.errors.error_handler", "agent
 """Loggers that report each process they end, and the files they pass on."""
 ENDING_OF, END_RUN = "megappo.preflight.ending:ending_of", "megappo.preflight.ending:end_abandoned_run"
 """Imported at the end of a run that has not finished: they read configs."""
-RUNS = ("megappo.train", "megappo.sft")
+RUNS = ("megappo.train", "megappo.sft", "megappo.reward_model")
 """Modules whose ranks are those of a run."""
 GRACE_SECONDS = 5
 """Seconds that a rank of megappo.train may take to save and exit; others, which may have to clean up, torchrun's 30."""

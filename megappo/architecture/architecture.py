@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from megappo.architecture.families import LANGUAGE_MODEL, REWARD_MODELS, Family, HeadKind
-from megappo.config.schema import Lora
+from megappo.config.model_sections import Lora
 from megappo.config.values import ParameterGroup
 
 _LABELS = ("id2label", "label2id")
@@ -109,6 +109,7 @@ class Architecture:
         num_further_layers: layers after the last one, which predict further tokens and are not loaded.
         head: what reads the last hidden states.
         value_bias: a value head has a bias.
+        scores_rows: a value head scores a whole row, at its last token: it is exported as *ForSequenceClassification.
         lora: the adapters beside the matrices, which are trained instead of these.
         frozen: groups of parameters that are not trained.
         raw_config: all of config.json, to be written again.
@@ -136,6 +137,7 @@ class Architecture:
     raw_config: Mapping[str, Any] = field(repr=False)
     head: HeadKind = "policy"
     value_bias: bool = False
+    scores_rows: bool = False
     lora: Lora | None = None
     frozen: tuple[ParameterGroup, ...] = ()
 
@@ -183,6 +185,10 @@ class Architecture:
         """Return the same model under another head."""
         return replace(self, head=head)
 
+    def with_padding(self, token: int | None) -> Self:
+        """Return the architecture whose config.json names this padding token."""
+        return replace(self, raw_config={**self.raw_config, "pad_token_id": token})
+
     def with_lora(self, lora: Lora | None) -> Self:
         """Return the same model with these adapters; None = without any."""
         return replace(self, lora=lora)
@@ -201,4 +207,5 @@ class Architecture:
         if self.head == "policy":
             return {**self.raw_config, "architectures": [self.name]}
         kept = {key: value for key, value in self.raw_config.items() if key not in _LABELS}
-        return {**kept, "architectures": [self.name.removesuffix(LANGUAGE_MODEL) + REWARD_MODELS[0]], "num_labels": 1}
+        ending = REWARD_MODELS[1 if self.scores_rows else 0]
+        return {**kept, "architectures": [self.name.removesuffix(LANGUAGE_MODEL) + ending], "num_labels": 1}

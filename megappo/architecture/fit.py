@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.parameters import adapted_modules, adapts_experts
 from megappo.config.config_error import nearest_divisors
-from megappo.config.schema import Lora, Parallel
+from megappo.config.model_sections import Lora
+from megappo.config.sections import Parallel
 
 KeyOf = Callable[[str], str]
 """From a dimension of a layout, such as "tensor", to its key for the reader: "actor.parallel.tensor", "--tensor"."""

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.families import ExpertFormat
-from megappo.config.schema import Lora, Parallel
+from megappo.config.model_sections import Lora
+from megappo.config.sections import Parallel
 from megappo.config.values import ADAPTED_MODULES, ParameterGroup
 
 EMBEDDING = "model.embed_tokens.weight"

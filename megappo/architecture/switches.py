@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megappo.architecture.architecture import Architecture
-from megappo.config.schema import Parallel
+from megappo.config.sections import Parallel
 
 FLASH_HEAD_SIZE = 256
 """The largest that flash attention's kernels take."""

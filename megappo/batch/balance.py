@@ -1,6 +1,7 @@
 """Balancing of rows over data-parallel ranks and micro-batches. Deterministic: all ranks compute the same."""
 
 import heapq
+from collections.abc import Callable, Sequence
 
 _Part = tuple[int, tuple[int, ...]]
 """A cost and the items that have it together."""
@@ -88,3 +89,20 @@ def _first_fit_decreasing(lengths: list[int], max_tokens: int) -> list[list[int]
         bins[fit].append(row)
         room[fit] -= lengths[row]
     return sorted(sorted(rows) for rows in bins)
+
+
+def partition_groups(
+    lengths: Sequence[int], keys: Sequence[int], partition: Callable[[list[int]], list[list[int]]]
+) -> list[list[int]]:
+    """Partition rows so that those with the same key stay together, next to each other.
+
+    Args:
+        keys: of the rows; equal ones stand next to each other.
+        partition: partitions items by their costs.
+    """
+    groups: dict[int, list[int]] = {}
+    for row, key in enumerate(keys):
+        groups.setdefault(key, []).append(row)
+    rows_of = list(groups.values())
+    parts = partition([sum(lengths[row] for row in rows) for rows in rows_of])
+    return [[row for group in part for row in rows_of[group]] for part in parts]

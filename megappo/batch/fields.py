@@ -46,6 +46,7 @@ FIELDS: Table[Field] = Table(
             True, "the rollout", "rewards that are part of the scores: an environment's, of steps of the response"
         ),
         "loss_weights": Field(False, "the rollout", "factors of the row's losses"),
+        "margins": Field(False, "the preferences", "by which the chosen response's score should exceed the other's"),
         "baselines": Field(False, "the rollout", "the shaped score of the greedy response to the prompt"),
         "old_log_probs": Field(True, "the actor's forward pass", "log-probs before the step's updates"),
         "full_kl": Field(True, "the actor's forward pass", "KL to the reference, over the whole vocabulary"),

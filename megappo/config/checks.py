@@ -9,7 +9,7 @@ from operator import attrgetter
 
 from megappo.config.config_error import shorten, show
 from megappo.config.eval_sets import TRAINING, Task, context_errors, eval_sets, tasks, training_task
-from megappo.config.kind_checks import example_errors, hang_errors
+from megappo.config.kind_checks import example_errors, hang_errors, offload_errors
 from megappo.config.model_checks import model_errors
 from megappo.config.schema import Config
 from megappo.config.score_checks import reward_model_errors, shapings
@@ -34,7 +34,7 @@ USUAL = {
 def config_errors(config: Config) -> list[str]:
     """Return every contradiction, one line each, with the keys, their values and the remedy."""
     errors = [*_section_errors(config), *_unread_errors(config), *hang_errors(config)]
-    errors += _name_errors(config)
+    errors += [*offload_errors(config), *_name_errors(config)]
     if not config.is_ppo:
         return [*errors, *example_errors(config)]
     errors += [

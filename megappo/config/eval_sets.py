@@ -115,6 +115,11 @@ def longest_row(config: Config) -> int:
     return config.data.max_prompt_length + config.rollout.max_response_length
 
 
+def longest_unit(config: Config) -> int:
+    """Return the most tokens that must be in one micro-batch: of a row, or of the two of a pair."""
+    return longest_row(config) * config.rows_together
+
+
 def longest_response(config: Config) -> int:
     """Return the most tokens of a row that can have a loss."""
     return config.rollout.max_response_length if config.is_ppo else config.data.max_length

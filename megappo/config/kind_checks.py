@@ -10,13 +10,25 @@ def example_errors(config: Config) -> Iterator[str]:
     data, trainer = config.data, config.trainer
     if data.too_long == "truncate_left":
         yield "data.too_long truncate_left would cut the prompt that a response answers: set it to skip"
-    if data.columns and set(data.columns) not in ({"messages"}, {"prompt", "response"}):
-        yield (
-            f"data.columns names {', '.join(data.columns)}: name messages alone, or prompt and response, each with the "
-            "field of the files that holds it"
-        )
+    named = set(data.columns)
+    if config.trains_reward_model:
+        forms, expected = [{"chosen", "rejected"}], "chosen and rejected"
+        named -= {"prompt", "margin"}
+    else:
+        forms, expected = [{"messages"}, {"prompt", "response"}], "messages alone, or prompt and response"
+    if data.columns and named not in forms:
+        names = ", ".join(data.columns)
+        yield f"data.columns names {names}: name {expected}, each with the field of the files that holds it"
     if trainer.eval_interval and not data.val_files:
         yield "trainer.eval_interval needs data.val_files, found none: name some, or drop it"
+
+
+def offload_errors(config: Config) -> Iterator[str]:
+    """Yield tensors to offload that a frozen model does not have."""
+    absent = {"gradients", "optimizer"}.intersection(config.reward_model.offload)
+    if absent and not config.trains_reward_model:
+        names = " and ".join(sorted(absent))
+        yield f"reward_model.offload names {names}, which only a model that is trained has: set it to [weights]"
 
 
 def hang_errors(config: Config) -> Iterator[str]:

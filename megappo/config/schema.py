@@ -3,13 +3,13 @@
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
-from annotated_types import MinLen
 from pydantic import Field, PrivateAttr, StrictBool, model_validator
 
 from megappo.config.config_error import ConfigError, printable
 from megappo.config.methods import POLICY_LOSSES, PolicyLoss
+from megappo.config.model_sections import FROZEN_KEYS, Lora, Ref, RewardModel, Trained
 from megappo.config.sections import (
     HAS_VALUES,
     IS_PPO,
@@ -18,23 +18,15 @@ from megappo.config.sections import (
     Data,
     Eval,
     Model,
-    Parallel,
-    Ref,
     Reward,
-    RewardModel,
     Rollout,
 )
 from megappo.config.sources import Sources
 from megappo.config.trainer_section import EVAL_INTERVAL, TRAINS_CRITIC_ALONE, Trainer
 from megappo.config.values import (
-    ADAPTED_MODULES,
     LISTED,
     NUMBER,
     AboveOne,
-    AdaptedModule,
-    Aggregation,
-    BetweenZeroAndOne,
-    Decay,
     Float,
     Fraction,
     KLKind,
@@ -48,11 +40,9 @@ from megappo.config.values import (
     Ranks,
     ReadIf,
     Section,
-    TensorKind,
     key,
 )
 
-_OWN_AVERAGING = ", ".join(name for name, method in POLICY_LOSSES.items() if method.loss_agg_mode)
 HAS_CRITIC = ReadIf(
     "algorithm.adv_estimator",
     lambda config: config.has_critic,
@@ -69,7 +59,15 @@ HAS_REFERENCE = ReadIf(
 REFERENCE_DIFFERS = ReadIf(
     "trainer.train", lambda config: config.trains_actor or config.kl_kinds, "{} leaves the actor as the reference is"
 )
-HAS_REWARD_MODEL = ReadIf("reward_model.model_path", always=("model_path",))
+HAS_REWARD_MODEL = ReadIf(
+    "reward_model.model_path",
+    lambda config: config.has_reward_model or config.trains_reward_model,
+    others=("trainer.kind",),
+    always=("model_path",),
+)
+USES_REWARD_MODEL = ReadIf("trainer.kind", lambda config: config.is_ppo or config.trains_reward_model)
+TRAINS_REWARD_MODEL = ReadIf("trainer.kind", lambda config: config.trains_reward_model, always=FROZEN_KEYS)
+USES_ACTOR = ReadIf("trainer.kind", lambda config: not config.trains_reward_model)
 HAS_KL_LOSS = ReadIf("actor.use_kl_loss")
 ONE_CLIP_RATIO = ReadIf(
     "actor.clip_ratio_low",
@@ -84,52 +82,6 @@ TRAINS_ACTOR = ReadIf(
     always=("parallel", "max_tokens_per_micro_batch", "offload", "lora"),
 )
 ACTOR_OF_PPO = ReadIf("trainer.kind", lambda config: config.is_ppo, always=("parallel", "optim", "lora", "recompute", "offload", "max_tokens_per_micro_batch"))
-
-
-class Optim(Section):
-    lr: BetweenZeroAndOne = key(1e-6, "peak learning rate (Adam)")
-    min_lr: NonNegativeFloat = key(0.0, "learning rate at the end of the decay")
-    lr_warmup_steps: NonNegative = key(0, "optimizer steps of linear warm-up from 0")
-    lr_decay_style: Literal["constant", "linear", "cosine"] = key("constant", "decay from lr to min_lr over the whole run")
-    weight_decay: NonNegativeFloat = key(0.0, "decoupled weight decay; not applied to biases and norms")
-    betas: tuple[Decay, Decay] = key((0.9, 0.95), "Adam's moment decays")
-    eps: PositiveFloat = key(1e-8, "Adam's epsilon")
-    clip_grad: NonNegativeFloat = key(1.0, "clip the global gradient norm to this; 0 = off")
-    distributed: StrictBool = key(True, "shard optimizer state over data-parallel ranks (Megatron's distributed optimizer)")
-
-
-class Lora(Section):
-    rank: Positive = key(16, "rank of each adapter: numbers per token between its two matrices")
-    alpha: PositiveFloat = key(32.0, "an adapter's product is multiplied by alpha / rank")
-    target_modules: Literal["all-linear"] | Annotated[tuple[AdaptedModule, ...], MinLen(1), LISTED] = key("all-linear", "matrices of each layer that get an adapter; all-linear = all of them")
-
-    @property
-    def modules(self) -> tuple[AdaptedModule, ...]:
-        """Names of the matrices that get an adapter."""
-        return ADAPTED_MODULES if self.target_modules == "all-linear" else self.target_modules
-
-    @property
-    def scale(self) -> float:
-        """Factor of an adapter's product."""
-        return self.alpha / self.rank
-
-
-class Trained(Section):
-    """Keys of actor and critic alike."""
-
-    parallel: Parallel = key(Parallel(), "layout of this component over its placement's ranks")
-    optim: Optim = key(Optim(), "optimizer")
-    lora: Lora | None = key(None, "train low-rank adapters beside the matrices, and a value head, instead of the weights; null = train all weights")
-    recompute: Literal["none", "selective", "full"] = key("none", "activation recomputation in the backward pass")
-    offload: Literal["auto"] | Annotated[tuple[TensorKind, ...], LISTED] = key((), "tensors to keep in host memory while no phase needs them on the device: weights, gradients, optimizer; auto = those that do not fit otherwise, by the plan's estimate")
-    max_tokens_per_micro_batch: Positive = key(8192, "most tokens (prompt + response) packed into one micro-batch, over all ranks of parallel.context together")
-    ppo_mini_batch_size: Positive = key(256, "prompts (each with rollout.n responses) per optimizer step")
-    ppo_epochs: Positive = key(1, "passes over the rollouts of a step")
-    loss_agg_mode: Aggregation | None = key(None, f"how token losses are averaged, always over all data-parallel ranks; -norm divides by rollout.max_response_length; null = token-mean or algorithm.preset's, but seq-mean-token-mean for the policy term of {_OWN_AVERAGING}")
-
-    def num_mini_batches(self, num_prompts: int) -> int:
-        """Return the mini-batches of a step with so many prompts, per epoch."""
-        return num_prompts // self.ppo_mini_batch_size
 
 
 class Actor(Trained):
@@ -192,7 +144,7 @@ class Critic(Trained):
 
 
 class Placement(Section):
-    actor: Ranks = key("all", "ranks of the actor: 'all', '0-7', '0,2', '0-3,6' (inclusive)")
+    actor: Ranks = key("all", "ranks of the actor: 'all', '0-7', '0,2', '0-3,6' (inclusive)", read_if=USES_ACTOR)
     critic: Ranks = key("all", "ranks of the critic", read_if=IS_PPO)
     ref: Ranks | None = key(None, "ranks of the reference; null = the actor's", read_if=(REFERENCE_DIFFERS, HAS_REFERENCE))
     reward_model: Ranks | None = key(None, "ranks of the reward model; null = the actor's", read_if=HAS_REWARD_MODEL)
@@ -204,10 +156,10 @@ class Config(Section):
 
     model: Model = key(..., "the model all components start from")
     placement: Placement = key(Placement(), "which component lives on which ranks (torchrun's global ranks, one per GPU)")
-    actor: Actor = key(Actor(), "the policy", read_if=(ACTOR_OF_PPO, TRAINS_ACTOR))
+    actor: Actor = key(Actor(), "the policy", read_if=(USES_ACTOR, ACTOR_OF_PPO, TRAINS_ACTOR))
     critic: Critic = key(Critic(), "the value model", read_if=(IS_PPO, HAS_CRITIC, HAS_VALUES))
     ref: Ref = key(Ref(), "the frozen reference policy of the KL penalty", read_if=(IS_PPO, REFERENCE_DIFFERS, HAS_REFERENCE))
-    reward_model: RewardModel = key(RewardModel(), "a reward model that the run loads", read_if=(IS_PPO, HAS_REWARD_MODEL))
+    reward_model: RewardModel = key(RewardModel(), "a reward model that the run loads, or trains", read_if=(USES_REWARD_MODEL, HAS_REWARD_MODEL, TRAINS_REWARD_MODEL))
     rollout: Rollout = key(Rollout(), "sampling and the SGLang engines", read_if=IS_PPO)
     data: Data = key(..., "prompts, or examples")
     reward: Reward = key(Reward(), "scoring of responses", read_if=IS_PPO)
@@ -266,6 +218,21 @@ class Config(Section):
     def is_ppo(self) -> bool:
         """True if the run trains by PPO, on rollouts; others train on examples."""
         return self.trainer.kind == "ppo"
+
+    @property
+    def trains_reward_model(self) -> bool:
+        """True if the run trains a reward model on pairs of examples."""
+        return self.trainer.kind == "reward_model"
+
+    @property
+    def rows_together(self) -> int:
+        """Rows that stay in one micro-batch: the two of a pair."""
+        return 2 if self.trains_reward_model else 1
+
+    @property
+    def rows_per_prompt(self) -> int:
+        """Rows of a step for each of data.train_batch_size."""
+        return self.rollout.n * self.rows_together
 
     @property
     def has_values(self) -> bool:

@@ -9,7 +9,6 @@ from pydantic import StrictBool
 
 from megappo.config.methods import ESTIMATORS, LENGTH_PENALTIES, TRANSPORTS, Estimator, Method
 from megappo.config.values import (
-    LISTED,
     AtLeastOne,
     BetweenZeroAndOne,
     FilePath,
@@ -47,6 +46,7 @@ _WITH_VALUES = ", ".join(name for name, method in ESTIMATORS.items() if method.n
 
 IS_PPO = ReadIf("trainer.kind", lambda config: config.is_ppo)
 HAS_EXAMPLES = ReadIf("trainer.kind", lambda config: not config.is_ppo)
+HAS_RESPONSES = ReadIf("trainer.kind", lambda config: config.trainer.kind == "sft")
 HAS_VALUES = ReadIf(
     "algorithm.adv_estimator",
     lambda config: config.has_values,
@@ -119,7 +119,7 @@ class Model(Section):
 class Data(Section):
     train_files: SomeFilePaths | Annotated[dict[FilePath, NonNegativeFloat], MinLen(1)] = key(..., "jsonl, jsonl.gz or parquet files of training prompts; with weights, as {a.jsonl: 0.7, b.jsonl: 0.3}, each file gives its share of every step and has epochs of its own; weight 0 drops a file that base names")
     val_files: FilePaths = key((), "jsonl, jsonl.gz or parquet files of held-out prompts; each is reported under its name, equal ones with that of the folder: math_test")
-    train_batch_size: Positive = key(256, "prompts, or examples, per step, at most as many as train_files hold")
+    train_batch_size: Positive = key(256, "prompts, examples or pairs per step, at most as many as train_files hold")
     gen_batch_size: Positive | None = key(None, "prompts drawn at a time, at least train_batch_size. A step's rollout ends as soon as train_batch_size of them have all their responses (with algorithm.filter_groups: as soon as enough of them have scores that differ), and the unfinished responses are dropped; null = train_batch_size, and wait for all", read_if=(IS_PPO, SAMPLES))
     prompt_key: str = key("prompt", "field with the prompt: a string, or chat messages for the tokenizer's template; a dotted name is a path into objects", read_if=IS_PPO)
     label_key: str = key("label", "field passed to the reward function as the right answer; may be dotted, as reward_model.ground_truth", read_if=IS_PPO)
@@ -127,9 +127,9 @@ class Data(Section):
     system_prompt: str | None = key(None, "system message for chat messages that have none; null = none")
     chat_template_kwargs: dict[str, str | int | float | StrictBool] = key({}, "variables of the chat template, such as {enable_thinking: false}")
     max_prompt_length: Positive = key(1024, "tokens of a prompt; too_long decides about a longer one", read_if=IS_PPO)
-    max_length: Positive = key(2048, "tokens of an example, prompts and responses together; too_long decides about a longer one", read_if=HAS_EXAMPLES)
-    columns: dict[Literal["messages", "prompt", "response"], str] = key({}, "fields of an example, such as {prompt: input, response: target} or {messages: dialogue}; {} = the first that a file has: messages; conversations; prompt and response; prompt and completion; question and answer", read_if=HAS_EXAMPLES)
-    train_on: Literal["all", "last"] = key("all", "messages of the assistant with a loss: all, or the last one of an example", read_if=HAS_EXAMPLES)
+    max_length: Positive = key(2048, "tokens of an example, or of each of a pair, prompts and responses together; too_long decides about a longer one", read_if=HAS_EXAMPLES)
+    columns: dict[Literal["messages", "prompt", "response", "chosen", "rejected", "margin"], str] = key({}, "fields of an example, such as {prompt: input, response: target} or {messages: dialogue}; {} = the first that a file has: messages; conversations; prompt and response; prompt and completion; question and answer. Of preferences: chosen and rejected, with prompt and margin if a file has them", read_if=HAS_EXAMPLES)
+    train_on: Literal["all", "last"] = key("all", "messages of the assistant with a loss: all, or the last one of an example", read_if=HAS_RESPONSES)
     too_long: TooLong = key("error", "a prompt longer than max_prompt_length, or an example longer than max_length: error = an error that names its line; skip = leave it out; truncate_left = keep its last tokens, without those that the template puts first (prompts only). The start of the run reports how many were left out or cut")
     on_bad_row: Literal["error", "skip"] = key("error", "a malformed record, or one without a required field: error = an error that names its line; skip = leave it out and count it")
     shuffle: StrictBool = key(True, "a new order each epoch, from trainer.seed")
@@ -275,22 +275,6 @@ class Reward(Section):
     def penalty(self) -> Method:
         """Entry of length_penalty."""
         return LENGTH_PENALTIES[self.length_penalty]
-
-
-class Ref(Section):
-    parallel: Parallel | None = key(None, "layout of the frozen reference; null = the actor's")
-    offload: Literal["auto"] | Annotated[tuple[Literal["weights"], ...], LISTED] = key((), "weights: keep them in host memory while no phase needs them on the device; auto = if they do not fit otherwise")
-    max_tokens_per_micro_batch: Positive | None = key(None, "tokens per forward micro-batch; null = the actor's")
-
-
-class RewardModel(Section):
-    model_path: ModelPath | None = key(None, "Hugging Face folder, or id in the local cache, of a frozen reward model with one label: *ForSequenceClassification scores a response at its last token, *ForTokenClassification each of its steps. reward.function is then null unless it is set. null = none")
-    weight: Float = key(1.0, "factor of its scores, which are added to those of reward.function")
-    retokenize: StrictBool | None = key(None, "render each conversation with its own chat template and tokenize it again; false = it reads the actor's tokens; null = true if its tokenizer or chat template differs from the actor's")
-    step_separator: Annotated[str, MinLen(1)] = key("\n\n", "*ForTokenClassification: text that ends a step of a response")
-    parallel: Parallel | None = key(None, "its layout; null = the actor's")
-    offload: Literal["auto"] | Annotated[tuple[Literal["weights"], ...], LISTED] = key((), "weights: keep them in host memory while no phase needs them on the device; auto = if they do not fit otherwise")
-    max_tokens_per_micro_batch: Positive | None = key(None, "tokens per forward micro-batch, and most tokens of a conversation; null = the actor's")
 
 
 class KLCtrl(Section):

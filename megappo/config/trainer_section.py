@@ -41,8 +41,8 @@ class Profile(Section):
 
 class Trainer(Section):
     output_dir: FilePath = key(..., "folder for config.yaml, metrics.jsonl, tensorboard/, checkpoints/, rollouts/")
-    kind: Literal["ppo", "sft"] = key("ppo", "ppo, or sft = supervised fine-tuning of the actor on the responses of examples (megappo sft)")
-    total_steps: Positive = key(100, "steps of PPO; of sft: optimizer steps")
+    kind: Literal["ppo", "sft", "reward_model"] = key("ppo", "ppo; sft = supervised fine-tuning of the actor on the responses of examples (megappo sft); reward_model = a reward model, trained on preferences (megappo reward-model)")
+    total_steps: Positive = key(100, "steps of PPO; of other kinds: optimizer steps")
     train: Annotated[tuple[Literal["actor", "critic"], ...], MinLen(1), LISTED] = key(("actor", "critic"), "models that are trained, if the run has them; [critic] = a critic alone, on rollouts of the actor as it is in model.path, or on those of replay_rollouts", read_if=IS_PPO)
     seed: NonNegative = key(0, "seeds data order, value head and sampling")
     save_interval: NonNegative = key(20, "steps between checkpoints, besides the one at the end; 0 = at the end only")
@@ -51,7 +51,7 @@ class Trainer(Section):
     keep_every: NonNegative = key(0, "also keep the checkpoints of steps that this divides; 0 = none", read_if=(SAVES_BETWEEN, DELETES_CHECKPOINTS))
     eval_interval: NonNegative | None = key(None, "steps between evaluations on data.val_files and eval.datasets, besides those before the first step and after the last; 0 = off; null = 10 if there are any")
     resume: Literal["auto", "never"] = key("auto", "auto: resume from output_dir's newest checkpoint; never: refuse a folder that has one")
-    export_hf: StrictBool = key(True, "write actor and critic, those that are trained, as Hugging Face folders (hf_actor/, hf_critic/) at the end")
+    export_hf: StrictBool = key(True, "write actor, critic and reward model, those that are trained, as Hugging Face folders (hf_actor/, hf_critic/, hf_reward_model/) at the end")
     num_samples: NonNegative = key(4, "prompts of each held-out data set whose responses are kept per evaluation", read_if=(IS_PPO, HAS_HELD_OUT))
     print_samples: NonNegative = key(2, "kept responses that are printed at the start of each evaluation, of its first data set; 0 = none", read_if=(IS_PPO, HAS_HELD_OUT))
     console_fields: Texts = key(CONSOLE_FIELDS, "columns of the line that is printed after each step: these, or any metric by its name (docs/metrics.md)")

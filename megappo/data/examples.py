@@ -1,12 +1,12 @@
 """Examples that a model is fine-tuned on: conversations as tokens, with a loss on the messages of the assistant."""
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 from megappo.config.config_error import ConfigError
-from megappo.config.schema import Config, Data
+from megappo.config.schema import Data
 from megappo.data.chat import Chat, chat_end_warnings
 from megappo.data.entries import required_values
 from megappo.data.prompt_checks import RECORDS_AT_ONCE, Check
@@ -27,6 +27,7 @@ FORMS: Sequence[Mapping[str, str]] = (
     {"prompt": "question", "response": "answer"},
 )
 """Part of an example -> the field of a file that holds it; the first form whose fields a file has is taken."""
+E = TypeVar("E")
 SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 
 
@@ -44,10 +45,22 @@ class Example:
     tokens: list[int]
     mask: list[int]
 
+    fields: ClassVar[Mapping[str, float]] = {}
+    """Fields of its rows beside their mask."""
+
+    @property
+    def rows(self) -> Sequence["Example"]:
+        """Its rows: itself."""
+        return (self,)
+
     @property
     def prompt_length(self) -> int:
         """Tokens before the first one with a loss."""
         return self.mask.index(1)
+
+
+Encoded = tuple[list[int], list[int]]
+"""Tokens of a conversation, and for each of them 1 if it has a loss, else 0."""
 
 
 class Piece(NamedTuple):
@@ -63,16 +76,19 @@ class Piece(NamedTuple):
     is_plain: bool = False
 
 
-class ExampleDataset(RecordDataset[Example]):
-    """Examples of some files; arguments as of `RecordDataset`.
+class ConversationDataset(RecordDataset[E]):
+    """Records of one or several conversations each; arguments as of `RecordDataset`.
 
     Args:
         ends: tokens that end a response. The first one in each is the last one with a loss.
+    Attributes:
+        forms: known forms of files; hint: a value of data.columns.
     Raises:
         ConfigError: a file has no known form; the chat template does not read its arguments.
     """
 
-    noun = "examples"
+    forms: ClassVar[Sequence[Mapping[str, str]]]
+    hint: ClassVar[str]
 
     def __init__(
         self,
@@ -95,23 +111,34 @@ class ExampleDataset(RecordDataset[Example]):
     def _form(self, file: Records) -> Mapping[str, str]:
         if self.config.columns:
             return {str(part): name for part, name in self.config.columns.items()}
-        known = (form for form in FORMS if set(form.values()) <= set(file.fields))
+        known = (form for form in self.forms if set(form.values()) <= set(file.fields))
         if (form := next(known, None)) is not None:
             return form
-        expected = "; ".join(" and ".join(form.values()) for form in FORMS)
+        expected = "; ".join(" and ".join(form.values()) for form in self.forms)
         raise ConfigError(
             f"{self._key}: {file.path} has the fields {', '.join(file.fields)}; expected one of: {expected}. Name its "
-            "fields in data.columns, such as {prompt: input, response: target}"
+            f"fields in data.columns, such as {self.hint}"
         )
 
-    def at(self, indices: Sequence[int]) -> list[Example]:
-        """Return the examples at these positions in the dataset, which must have no fault."""
-        pieces = [self._pieces(self._record(index), self._form_at(index)) for index in indices]
-        return [Example(index, *parts) for index, parts in zip(indices, self._encoded(pieces), strict=True)]
+    def at(self, indices: Sequence[int]) -> list[E]:
+        """Return the entries at these positions in the dataset, which must have no fault."""
+        records = [self._record(index) for index in indices]
+        forms = [self._forms[self._located(index)[0].path] for index in indices]
+        texts = [self._conversations(record, form) for record, form in zip(records, forms, strict=True)]
+        encoded = self._encoded(texts)
+        return [self._entry(*parts) for parts in zip(indices, encoded, records, forms, strict=True)]
 
-    def _form_at(self, index: int) -> Mapping[str, str]:
-        file, _ = self._located(index)
-        return self._forms[file.path]
+    @abstractmethod
+    def _conversations(self, record: Any, form: Mapping[str, str]) -> list[list[Piece]]:
+        """Return the conversations of a record, each in pieces with and without a loss, one after the other.
+
+        Raises:
+            ValueError: it has none.
+        """
+
+    @abstractmethod
+    def _entry(self, index: int, encoded: Sequence[Encoded], record: Any, form: Mapping[str, str]) -> E:
+        """Return the entry of a record, of whose conversations these are the tokens."""
 
     def check(self, vocab_size: int, chosen: Callable[[int], Sequence[int]] = range) -> list[Check]:
         """Check the records of each file."""
@@ -122,15 +149,19 @@ class ExampleDataset(RecordDataset[Example]):
         for start in range(0, len(numbers), RECORDS_AT_ONCE):
             heartbeat.beat()
             part = numbers[start : start + RECORDS_AT_ONCE]
-            pieces: dict[int, list[Piece]] = {}
+            texts: dict[int, list[list[Piece]]] = {}
             for number, record in zip(part, file.at(part), strict=True):
                 try:
-                    pieces[number] = self._pieces(record, self._forms[file.path])
+                    texts[number] = self._conversations(record, self._forms[file.path])
                 except ValueError as error:
                     self._note(check, number, error.args)
-            for number, (tokens, mask) in zip(pieces, self._encoded(list(pieces.values())), strict=True):
-                self._check_tokens(check, number, tokens, mask, vocab_size)
+            for number, encoded in zip(texts, self._encoded(list(texts.values())), strict=True):
+                self._check_encoded(check, number, encoded, vocab_size)
         return check
+
+    def _check_encoded(self, check: Check, number: int, encoded: Sequence[Encoded], vocab_size: int) -> None:
+        for tokens, mask in encoded:
+            self._check_tokens(check, number, tokens, mask, vocab_size)
 
     def _check_tokens(self, check: Check, number: int, tokens: list[int], mask: list[int], vocab_size: int) -> None:
         limit = self.config.max_length
@@ -154,23 +185,13 @@ class ExampleDataset(RecordDataset[Example]):
         else:
             check.note(number, "error", [f"{fault} (data.on_bad_row=skip leaves such out)" for fault in faults])
 
-    def warnings(self, parts: Sequence[Sequence[Check]]) -> list[str]:
-        """Return the warnings of several ranks' `check`, and of the chat template."""
-        uses_chat = self.config.apply_chat_template or any("messages" in form for form in self._forms.values())
-        ending = chat_end_warnings(self._tokenizer, self._ends, is_learned=True) if uses_chat else []
-        return super().warnings(parts) + [f"{self._key}: {line}" for line in ending]
-
-    def _pieces(self, record: Any, form: Mapping[str, str]) -> list[Piece]:
-        """Return a record's text, in pieces with and without a loss, one after the other.
+    def _answer_pieces(self, prompt: Any, response: Any) -> list[Piece]:
+        """Return the pieces of a prompt and a response, each a text or messages.
 
         Raises:
-            ValueError: it is no example.
+            ValueError: they are no conversation.
         """
-        values = required_values(record, dict.fromkeys(form.values(), "data.columns"))
-        if "messages" in form:
-            return self._chat_pieces(as_messages(values[form["messages"]]), 0)
-        response = values[form["response"]]
-        content = self._chat.content_of(values[form["prompt"]])
+        content = self._chat.content_of(prompt)
         if not response:
             raise ValueError("the response is empty")
         if not isinstance(content, str):
@@ -207,43 +228,60 @@ class ExampleDataset(RecordDataset[Example]):
             text = after
         return pieces
 
-    def _encoded(self, examples: Sequence[Sequence[Piece]]) -> Iterator[tuple[list[int], list[int]]]:
-        """Yield the tokens of each example up to the last one with a loss, and their mask.
+    def _encoded(self, records: Sequence[Sequence[Sequence[Piece]]]) -> Iterator[list[Encoded]]:
+        """Yield the tokens of each record's conversations, up to the last one with a loss, and their masks.
 
         Pieces are tokenised one by one: a model that continues a prompt has the prompt's own tokens before it.
         """
-        every = [piece for pieces in examples for piece in pieces]
+        every = [piece for texts in records for pieces in texts for piece in pieces]
         plain = iter(encode([piece.text for piece in every if piece.is_plain], self._tokenizer, special=True))
         others = iter(encode([piece.text for piece in every if not piece.is_plain], self._tokenizer, special=False))
-        for pieces in examples:
-            tokens: list[int] = []
-            length = 0
-            mask: list[int] = []
-            for piece in pieces:
-                added = next(plain if piece.is_plain else others)
-                num_trained = self._num_trained(added) if piece.is_trained else 0
-                mask += [1] * num_trained + [0] * (len(added) - num_trained)
-                length = len(tokens) + num_trained if num_trained else length
-                tokens += added
-            yield tokens[:length], mask[:length]
+        for texts in records:
+            encoded = []
+            for pieces in texts:
+                parts = [(next(plain if piece.is_plain else others), piece.is_trained) for piece in pieces]
+                encoded.append(self._joined(parts))
+            yield encoded
+
+    def _joined(self, parts: Sequence[tuple[list[int], bool]]) -> Encoded:
+        """Return the tokens and the mask of a conversation, given the tokens of its pieces."""
+        tokens: list[int] = []
+        mask: list[int] = []
+        length = 0
+        for added, is_trained in parts:
+            num_trained = self._num_trained(added) if is_trained else 0
+            mask += [1] * num_trained + [0] * (len(added) - num_trained)
+            length = len(tokens) + num_trained if num_trained else length
+            tokens += added
+        return tokens[:length], mask[:length]
 
     def _num_trained(self, response: list[int]) -> int:
         """Return how many tokens of a response have a loss: those up to its first end token."""
         return next((i + 1 for i, token in enumerate(response) if token in self._ends), len(response))
 
 
-def open_examples(
-    config: Config, tokenizer: "PreTrainedTokenizerBase", ends: Sequence[int], unpack: Unpack | None = None
-) -> tuple[ExampleDataset, dict[str, ExampleDataset]]:
-    """Open the examples of data.train_files, and those of each of data.val_files, by name; arguments as of
-    `ExampleDataset`."""
-    data = config.data
-    opened = partial(ExampleDataset, tokenizer=tokenizer, ends=ends, config=data, seed=config.trainer.seed)
-    train = opened(data.files, unpack=unpack, weights=tuple(data.shares.values()))
-    val = {}
-    for name, file in zip(data.val_names, data.val_files, strict=True):
-        val[name] = opened((file,), key="data.val_files", unpack=unpack)
-    return train, val
+class ExampleDataset(ConversationDataset[Example]):
+    """Examples of supervised fine-tuning."""
+
+    noun = "examples"
+    forms = FORMS
+    hint = "{prompt: input, response: target}"
+
+    def warnings(self, parts: Sequence[Sequence[Check]]) -> list[str]:
+        """Return the warnings of several ranks' `check`, and of the chat template."""
+        uses_chat = self.config.apply_chat_template or any("messages" in form for form in self._forms.values())
+        ending = chat_end_warnings(self._tokenizer, self._ends, is_learned=True) if uses_chat else []
+        return super().warnings(parts) + [f"{self._key}: {line}" for line in ending]
+
+    def _conversations(self, record: Any, form: Mapping[str, str]) -> list[list[Piece]]:
+        values = required_values(record, dict.fromkeys(form.values(), "data.columns"))
+        if "messages" in form:
+            return [self._chat_pieces(as_messages(values[form["messages"]]), 0)]
+        return [self._answer_pieces(values[form["prompt"]], values[form["response"]])]
+
+    def _entry(self, index: int, encoded: Sequence[Encoded], record: Any, form: Mapping[str, str]) -> Example:
+        [(tokens, mask)] = encoded
+        return Example(index, tokens, mask)
 
 
 def as_messages(value: Any) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megappo.architecture.architecture import Architecture
 from megappo.architecture.model_folder import end_tokens
 from megappo.config.config_error import ConfigError
 from megappo.config.sources import TextFileError
@@ -190,3 +191,12 @@ def stop_token_ids(folder: str, stop: Sequence[str], tokenizer: "PreTrainedToken
     if errors:
         raise ConfigError(*errors)
     return tuple(dict.fromkeys(ids))
+
+
+def padding_token(architecture: Architecture, tokenizer: "PreTrainedTokenizerBase") -> int | None:
+    """Return the token that a reward model does not read at the end of a text: of config.json, else the tokenizer's.
+
+    Without one it is the end token, which readers then pad with.
+    """
+    found = (architecture.pad_token, tokenizer.pad_token_id, tokenizer.eos_token_id)
+    return next((token for token in found if token is not None), None)

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import IO
 
 from megappo.architecture.architecture import DTYPES
-from megappo.config.schema import Lora, Rollout
+from megappo.config.model_sections import Lora
+from megappo.config.schema import Rollout
 from megappo.engines.client import EngineError
 from megappo.engines.server_keeper import LOADS_PREFIX, SHARED_MEMORY, remove_traces
 from megappo.runtime import platform

@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megappo.config.schema import Lora, Rollout
+from megappo.config.model_sections import Lora
+from megappo.config.schema import Rollout
 from megappo.engines import launch
 from megappo.engines.client import HANG_SECONDS, EngineClient, EngineError, EngineFault
 from megappo.engines.server_keeper import remove_traces

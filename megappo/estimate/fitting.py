@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from megappo.config.eval_sets import longest_request, longest_row
+from megappo.config.eval_sets import longest_request, longest_unit
 from megappo.config.loading import leaves
 from megappo.config.schema import Config
 from megappo.estimate.gpu_memory import Cluster, MemoryEstimate
@@ -71,7 +71,7 @@ def differences(config: Config, *others: Config) -> dict[str, object]:
     values = [dict(leaves(one.model_dump(mode="json"))) for one in others]
     found: dict[str, object] = {}
     for key, value in leaves(config.model_dump(mode="json")):
-        if any(other[key] != value for other in values):
+        if any(other.get(key) != value for other in values):
             found[key] = value
     return found
 
@@ -97,15 +97,15 @@ def _fitting(plan: RunPlan, changes: Iterable[Change], cluster: Cluster) -> RunP
 
 def _changes(plan: RunPlan) -> Iterator[Change]:
     rollout = plan.config.rollout
-    row = longest_row(plan.config)
+    unit = longest_unit(plan.config)
     if rollout.sleep == "never":
         yield "rollout.sleep", "always"
     yield from _offloads(plan)
     for training in plan.training.values():
         yield f"{training.key}.recompute", "full"
     for key, most in dict.fromkeys(spec.max_tokens for spec in plan.components.values()):
-        if most > row:
-            yield key, max(most // 2, row)
+        if most > unit:
+            yield key, max(most // 2, unit)
     for share in reversed(ENGINE_SHARES) if plan.config.is_ppo else ():
         if share < rollout.mem_fraction_static:
             yield ENGINE_SHARE, share

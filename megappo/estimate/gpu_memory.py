@@ -172,7 +172,7 @@ class MemoryEstimate:
         for name, spec in plan.components.items():
             shape = cluster.shapes.of(spec)
             self.models[name] = PlacedModel(spec, plan.layouts[name], shape, plan.batch_splits[name], dtype)
-        policy = cluster.shapes.at(plan.config.model.path)
+        policy = cluster.shapes.at(plan.config.model.path, "value" if plan.config.trains_reward_model else "policy")
         free_bytes = cluster.gpu_bytes - CONTEXT_BYTES - ENGINE_CONTEXT_BYTES
         self.engine = engine_memory(plan.config, policy.architecture, policy.size, free_bytes)
         self._policy_bytes = policy.size * DTYPES[dtype].nbytes

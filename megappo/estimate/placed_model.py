@@ -25,7 +25,8 @@ from megappo.architecture.parameters import (
     stage_sizes,
 )
 from megappo.architecture.parsing import read_architecture
-from megappo.config.schema import Lora, Optim, Parallel, Trained
+from megappo.config.model_sections import Learner, Lora, Optim
+from megappo.config.sections import Parallel
 from megappo.config.values import ParameterGroup, TensorKind
 from megappo.placement.components import ComponentSpec
 from megappo.placement.layout import Layout
@@ -159,7 +160,7 @@ class PlacedModel:
         return self.spec.parallel.value
 
     @property
-    def settings(self) -> Trained | None:
+    def settings(self) -> Learner | None:
         """The config's section of a trained model."""
         return self.spec.training.settings if self.spec.training else None
 

@@ -61,12 +61,12 @@ class TimeEstimate:
         self.memory = memory
         self.gpu = gpu
         self.config = memory.config
-        self._rows = self.config.data.train_batch_size * self.config.rollout.n
+        self._rows = self.config.data.train_batch_size * self.config.rows_per_prompt
         self._row = longest_row(self.config)
         self._nbytes = DTYPES[self.config.model.dtype].nbytes
         self._peak = gpu.flops if self._nbytes == 2 else gpu.fp32_flops
         self._reached = self._peak * MATMUL_SHARE
-        of_rollouts = {ROLLOUT: 0.0 if self.config.replays else self._rollout()}
+        of_rollouts = {ROLLOUT: self._rollout() if self.config.samples else 0.0}
         self.seconds = of_rollouts if self.config.is_ppo else {}
         self.mfu: dict[str, float] = {}
         for phase, uses in memory.passes.items():

@@ -11,7 +11,8 @@ import yaml
 from megappo.architecture.fit import engine_fit_errors, fit_errors
 from megappo.config.config_error import ConfigError
 from megappo.config.loading import nested
-from megappo.config.schema import Config, Parallel
+from megappo.config.schema import Config
+from megappo.config.sections import Parallel
 from megappo.estimate.fitting import ENGINE_SHARE, differences, fits, resolve_offload
 from megappo.estimate.gpu_memory import ROLLOUT, Cluster, MemoryEstimate
 from megappo.estimate.gpus import GIB, GPU
@@ -125,6 +126,8 @@ def _placed(plan: RunPlan, ranks: tuple[str, str], layout: Parallel, recompute: 
 
 def _engine_sizes(plan: RunPlan, cluster: Cluster) -> list[int]:
     """Return the tensor parallelism that an engine may have."""
+    if not plan.config.is_ppo:
+        return [plan.config.rollout.tensor_parallel]
     policy = cluster.shapes.at(plan.config.model.path).architecture
     return [size for size in _powers(cluster.gpus_per_node) if not any(engine_fit_errors(policy, size))]
 

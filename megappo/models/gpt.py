@@ -10,7 +10,8 @@ from megatron.core.transformer import TransformerConfig
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.parameters import EMBEDDING_WEIGHT, by_name, is_beside_base, is_trained, list_parameters
 from megappo.architecture.switches import SwitchContext, decide
-from megappo.config.schema import Model, Parallel
+from megappo.config.schema import Model
+from megappo.config.sections import Parallel
 from megappo.models.heads import ValueHead, add_value_head, return_hidden_states, with_plain_strides
 from megappo.models.layer_specs import layer_kind, layer_spec
 from megappo.models.lora import add_adapters

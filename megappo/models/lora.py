@@ -28,7 +28,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megappo.architecture.parameters import ADAPTER, Parameter, is_adapter
-from megappo.config.schema import Lora
+from megappo.config.model_sections import Lora
 
 
 class LowRank(MegatronModule):

@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_regi
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
-from megappo.batch.balance import micro_batches
+from megappo.batch.balance import micro_batches, partition_groups
 from megappo.batch.packing import PackedBatch, num_held, pack
 from megappo.batch.rows import Rows
 from megappo.models.gpt import ModelChunks, router_bias_kept
@@ -36,14 +36,18 @@ class MegatronEngine:
         groups: the component's process groups; this rank is a member.
         head: see `Head`.
         max_tokens: tokens packed into one micro-batch at most.
+        keeps_prompts: all rows of a prompt are packed into the same micro-batch.
     """
 
-    def __init__(self, chunks: ModelChunks, groups: ComponentGroups, head: Head, max_tokens: int):
+    def __init__(
+        self, chunks: ModelChunks, groups: ComponentGroups, head: Head, max_tokens: int, keeps_prompts: bool = False
+    ):
         self.chunks = chunks
         self.transformer_config = chunks[0].config
         self.groups = groups
         self.head = head
         self.max_tokens = max_tokens
+        self.keeps_prompts = keeps_prompts
         self.wrapped_chunks = [_wrapped(chunk) for chunk in chunks]
         pipeline = groups.collection.pp
         self._p2p = P2PCommunicator(pipeline, self.transformer_config) if pipeline.size() > 1 else None
@@ -151,7 +155,8 @@ class MegatronEngine:
     def _bins(self, rows: Rows) -> list[list[int]]:
         lengths = rows.lengths.tolist()
         filling = self.groups.layout.filling(sum(lengths), self.transformer_config.hidden_size, platform.device().type)
-        return micro_batches(lengths, self.max_tokens, at_least=filling)
+        packed = partial(micro_batches, max_tokens=self.max_tokens, at_least=filling)
+        return partition_groups(lengths, rows.prompt_ids.tolist(), packed) if self.keeps_prompts else packed(lengths)
 
     @property
     def _multiple(self) -> int:

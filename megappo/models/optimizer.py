@@ -11,7 +11,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 
 from megappo.architecture.switches import REDUCTION
-from megappo.config.schema import Optim
+from megappo.config.model_sections import Optim
 from megappo.models.sharding import sharded_states
 from megappo.placement.groups import ComponentGroups
 from megappo.runtime.megatron_patches import count_padding, save_optimizer_states_by

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megappo.batch.packing import PackedBatch, copied
 from megappo.batch.rows import Rows
-from megappo.config.schema import Optim
+from megappo.config.model_sections import Optim
 from megappo.models.gpt import ModelChunks
 from megappo.models.megatron_engine import Head, MegatronEngine, Outputs
 from megappo.models.optimizer import build_optimizer, clipped_step, data_parallel, lr_scheduler
@@ -60,6 +60,7 @@ class TrainedEngine(MegatronEngine):
         optim: the optimizer's settings.
         total_optimizer_steps: over the whole run; the learning rate decays over them.
         loss_head: the head of training steps, where it differs from `head`, that of forward passes.
+        keeps_prompts: see `MegatronEngine`.
 
     Attributes:
         skipped_in_a_row: number of optimizer steps that were skipped since the last one that was made.
@@ -74,8 +75,9 @@ class TrainedEngine(MegatronEngine):
         optim: Optim,
         total_optimizer_steps: int,
         loss_head: Head | None = None,
+        keeps_prompts: bool = False,
     ):
-        super().__init__(chunks, groups, head, max_tokens)
+        super().__init__(chunks, groups, head, max_tokens, keeps_prompts)
         self.loss_head = loss_head or head
         self.optim = optim
         self.skipped_in_a_row = 0

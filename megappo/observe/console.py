@@ -54,17 +54,35 @@ COLUMNS = {
     "step_s": Column("timing_s/step", ".1f"),
 }
 """Title -> column. Any other title of trainer.console_fields is a metric's name."""
-HELD_OUT_LOSS = "val_loss"
-OF_KINDS = {
-    "sft": {
-        "loss": Column("actor/nll_loss", ".4f"),
+HELD_OUT_LOSS, HELD_OUT_ACCURACY = HELD_OUT_OF_EXAMPLES = "val_loss", "val_accuracy"
+
+
+def _of_examples(component: str, loss: str, **columns: Column) -> dict[str, Column]:
+    """Return the columns of a run on examples.
+
+    Args:
+        columns: further ones, behind the losses.
+    """
+    return {
+        "loss": Column(f"{component}/{loss}", ".4f"),
         "val_loss": Column(HELD_OUT_LOSS, ".4f"),
-        "grad_norm": Column("actor/grad_norm", ".3f"),
-        "lr": Column("actor/lr", ".2g"),
+        **columns,
+        "grad_norm": Column(f"{component}/grad_norm", ".3f"),
+        "lr": Column(f"{component}/lr", ".2g"),
         "epochs": Column("data/epochs", ".2f"),
         "tok/s": Column("data/tokens_per_second", ".0f"),
         "step_s": Column("timing_s/step", ".1f"),
     }
+
+
+OF_KINDS = {
+    "sft": _of_examples("actor", "nll_loss"),
+    "reward_model": _of_examples(
+        "reward_model",
+        "bt_loss",
+        accuracy=Column("reward_model/accuracy", ".3f"),
+        val_acc=Column(HELD_OUT_ACCURACY, ".3f"),
+    ),
 }
 """trainer.kind -> its columns, by title, unless trainer.console_fields names others."""
 OTHER_FORMAT = ".4g"
@@ -146,7 +164,8 @@ class Console(Logger):
             self._line("step", *self._columns, "eta")
         self._num_lines += 1
         # A run with the KL in its loss alone has the distance to the reference as actor/kl_loss.
-        held_out = {HELD_OUT: held_out_score(metrics), HELD_OUT_LOSS: held_out_score(metrics, "loss")}
+        held_out = {HELD_OUT: held_out_score(metrics)}
+        held_out |= {name: held_out_score(metrics, name.removeprefix("val_")) for name in HELD_OUT_OF_EXAMPLES}
         values = {**held_out, KL_PENALTY: metrics.get("actor/kl_loss"), **metrics}
         cells = []
         unhealthy = {read for name, rule in RULES.items() if metrics.get(PREFIX + name) for read in rule.metrics}

@@ -13,8 +13,8 @@ from megappo.runtime.durable_files import write_durably
 CHECKPOINTS = "checkpoints"
 CONFIG_FILE = "config.yaml"
 """The resolved config, in a run's folder and in each checkpoint."""
-HF_ACTOR, HF_CRITIC = "hf_actor", "hf_critic"
-"""The trained actor and the trained critic as Hugging Face folders, written at the end of a run; see
+HF_ACTOR, HF_CRITIC, HF_REWARD_MODEL = "hf_actor", "hf_critic", "hf_reward_model"
+"""The trained actor, critic and reward model as Hugging Face folders, written at the end of a run; see
 `run_file.exported_model`."""
 
 ROLLOUTS_FOLDER = "rollouts"

@@ -81,12 +81,27 @@ def _slope(*numbers: float) -> float:
     return (of_x + of_y - of_difference) / 2 / of_x if of_x > 0 else math.nan
 
 
+def _calibration_part(differences: torch.Tensor) -> torch.Tensor:
+    """Return the sum of (right - confidence) in each bin of confidence, 0.5 to 1, and the number of all values."""
+    confidence = differences.abs().sigmoid()
+    gaps = (differences > 0).double() - confidence
+    bins = ((confidence - 0.5) * 2 * CALIBRATION_BINS).long().clamp(max=CALIBRATION_BINS - 1)
+    sums = gaps.new_zeros(CALIBRATION_BINS).index_add_(0, bins, gaps)
+    return torch.cat([sums, sums.new_tensor([len(differences)])])
+
+
+def _calibration_error(*numbers: float) -> float:
+    *gaps, count = numbers
+    return math.fsum(map(abs, gaps)) / count if count else math.nan
+
+
 def _half_width(count: float, mean: float, squares: float) -> float:
     return NORMAL_95 * math.sqrt(_variance(count, mean, squares) / max(count, 1))
 
 
 NORMAL_95 = 1.959963984540054
 """Standard deviations around the mean of a normal distribution within which 95 % of it lie."""
+CALIBRATION_BINS = 10
 REDUCTIONS = {
     "sum": Reduction(lambda values: values.sum()[None], _add),
     "mean": Reduction(
@@ -107,6 +122,8 @@ REDUCTIONS = {
         _add,
         lambda total, squares, count: total * total / (count * squares) if squares else 0.0,
     ),
+    # Of differences of scores x, where x > 0 is right: expected calibration error of the probability sigmoid(x).
+    "calibration_error": Reduction(_calibration_part, _add, _calibration_error),
     # NaN where any value is.
     "max": Reduction(
         lambda x: x.max()[None] if len(x) else x.new_tensor([-math.inf]), lambda parts: (float(numpy.max(parts)),)

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from megappo.observe.console import Console
-from megappo.observe.files import HF_ACTOR, HF_CRITIC, REPORT_FILE, kept_file
+from megappo.observe.files import HF_ACTOR, HF_CRITIC, HF_REWARD_MODEL, REPORT_FILE, kept_file
 from megappo.observe.health import Examples, Health
 from megappo.observe.loggers import Logger, RunEnd, RunInfo, describe, make_tracker, replaces_steps
 from megappo.observe.metrics_file import MetricsFile, read_metrics
@@ -117,7 +117,11 @@ class Observer(AbstractContextManager):
             folder = self._run.output_dir
             self.message(summary(folder, read_metrics(folder), folder / REPORT_FILE))
             exported = exported_model(folder)
-            uses = {HF_ACTOR: "try the model: megappo serve ", HF_CRITIC: "start PPO from it: critic.model_path="}
+            uses = {
+                HF_ACTOR: "try the model: megappo serve ",
+                HF_CRITIC: "start PPO from it: critic.model_path=",
+                HF_REWARD_MODEL: "score by it: reward_model.model_path=",
+            }
             self.message("finished" if exported is None else f"finished; to {uses[exported.name]}{exported}")
 
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:

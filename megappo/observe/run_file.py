@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megappo.config.loading import read_values
-from megappo.observe.files import CONFIG_FILE, HF_ACTOR, HF_CRITIC
+from megappo.observe.files import CONFIG_FILE, HF_ACTOR, HF_CRITIC, HF_REWARD_MODEL
 from megappo.observe.loggers import Logger, RunEnd, RunInfo
 from megappo.observe.metrics_file import read_metrics
 from megappo.runtime.durable_files import write_durably
@@ -56,14 +56,15 @@ def has_finished(output_dir: str | Path) -> bool:
 
 
 def exported_model(folder: Path) -> Path | None:
-    """Return the Hugging Face folder that a finished run wrote: its actor's, or the critic's that it trained alone.
+    """Return the Hugging Face folder that a finished run wrote: its actor's, or that of the model it trained alone.
 
     None without any. A run that resumes without trainer.export_hf leaves an older one as it is.
     """
     config = folder / CONFIG_FILE
     values = read_values(config) if config.is_file() else {}
     trainer = values.get("trainer") or {}
-    model = folder / (HF_ACTOR if "actor" in trainer.get("train", ["actor"]) else HF_CRITIC)
+    name = HF_ACTOR if "actor" in trainer.get("train", ["actor"]) else HF_CRITIC
+    model = folder / (HF_REWARD_MODEL if trainer.get("kind") == "reward_model" else name)
     return model if model.is_dir() and trainer.get("export_hf", True) else None
 
 

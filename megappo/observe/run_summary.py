@@ -15,7 +15,7 @@ from megappo.observe.run_file import exported_model
 from megappo.runtime.status import format_seconds
 
 REWARD = "reward/score/mean"
-LOSS = "actor/nll_loss"
+LOSSES = ("actor/nll_loss", "reward_model/bt_loss")
 HELD_OUT = re.compile(r"val/(?P<dataset>.+)/mean@\d+")
 """The metric of a held-out data set's mean score over n responses per prompt."""
 EXPLAINED = re.compile(r"val/[^/]+/critic/vf_explained_var")
@@ -42,8 +42,10 @@ def summary(folder: Path, steps: Steps, report: Path | None = None) -> str:
     rows += _last_evaluation(steps)
     critic = next(filter(EXPLAINED.fullmatch, chain.from_iterable(steps)), "")
     rows += _first_and_last("explained variance", steps, [metrics.get(critic) for metrics in steps])
-    rows += _first_and_last("held-out loss", steps, [held_out_score(metrics, "loss") for metrics in steps])
-    rows += _first_and_last("loss", steps, [metrics.get(LOSS) for metrics in steps])
+    for metric in ("accuracy", "loss"):
+        rows += _first_and_last(f"held-out {metric}", steps, [held_out_score(metrics, metric) for metrics in steps])
+    for loss in LOSSES:
+        rows += _first_and_last("loss", steps, [metrics.get(loss) for metrics in steps])
     rows += _first_and_last("mean reward", steps, [metrics.get(REWARD) for metrics in steps])
     if held := [f"{rule} in {len(found)} steps" for rule, found in held_steps(steps).items() if found]:
         rows.append(("unhealthy", ", ".join(held)))

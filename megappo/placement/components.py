@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 from megappo.architecture.families import HeadKind
 from megappo.architecture.parsing import read_architecture
-from megappo.config.schema import Config, Lora, Trained
+from megappo.config.model_sections import Learner, Lora, Trained
+from megappo.config.schema import Config
 from megappo.config.values import ParameterGroup, TensorKind
 from megappo.table import Table
 
@@ -66,15 +67,15 @@ class Training:
 
     Attributes:
         key: key of the config's section.
-        settings: config.actor or config.critic.
+        settings: the section: config.actor, config.critic or config.reward_model.
         fields: fields of the rows that the loss reads.
-        by_ppo: its settings have mini-batches and epochs; else a step is one optimizer step.
+        by_ppo: its settings, `Trained`, have mini-batches and epochs; else a step is one optimizer step.
         full_kl: the loss reads the KL to `Component.reference`.
         warmup_steps: first PPO steps, in which the component is not trained.
     """
 
     key: str
-    settings: Trained
+    settings: Learner
     fields: tuple[str, ...]
     full_kl: bool = False
     warmup_steps: int = 0
@@ -83,11 +84,20 @@ class Training:
     @property
     def epochs(self) -> int:
         """Passes over the rows of a step."""
-        return self.settings.ppo_epochs if self.by_ppo else 1
+        return self._of_ppo.ppo_epochs if self._of_ppo else 1
 
     def num_mini_batches(self, num_prompts: int) -> int:
         """Return the mini-batches of a step with so many prompts, per epoch."""
-        return self.settings.num_mini_batches(num_prompts) if self.by_ppo else 1
+        return self._of_ppo.num_mini_batches(num_prompts) if self._of_ppo else 1
+
+    @property
+    def mini_batch_prompts(self) -> int | None:
+        """Prompts of a mini-batch; None for all of a step."""
+        return self._of_ppo.ppo_mini_batch_size if self._of_ppo else None
+
+    @property
+    def _of_ppo(self) -> Trained | None:
+        return self.settings if self.by_ppo and isinstance(self.settings, Trained) else None
 
     def optimizer_steps(self, config: Config) -> int:
         """Return the optimizer steps of the whole run, without early stops."""
@@ -115,6 +125,7 @@ class ComponentSpec:
         offload: kinds of tensors that are offloaded to the host while no phase needs them; "auto" until
             `estimate.fitting` decides.
         own_rows: it reads rows of its own, possibly of another tokenizer, not the step's.
+        scores_pairs: its value head scores rows at their last tokens, and the two rows of a pair stay together.
     """
 
     ranks: Setting
@@ -131,12 +142,14 @@ class ComponentSpec:
     is_evaluated: bool = False
     offload: Setting = Setting("", ())
     own_rows: bool = False
+    scores_pairs: bool = False
 
     def mini_batch_prompts(self, config: Config) -> Setting:
         """Return the number of prompts whose trajectories make a mini-batch."""
-        if self.training is None or not self.training.by_ppo:
+        size = None if self.training is None else self.training.mini_batch_prompts
+        if self.training is None or size is None:
             return setting(config, "data.train_batch_size")
-        return Setting(f"{self.training.key}.ppo_mini_batch_size", self.training.settings.ppo_mini_batch_size)
+        return Setting(f"{self.training.key}.ppo_mini_batch_size", size)
 
 
 def _settings(config: Config, name: str) -> dict[str, Any]:
@@ -237,23 +250,31 @@ COMPONENTS: Table[Callable[[Config], ComponentSpec | None]] = Table(
 """Functions of the config by component; they return None if a run does not have it."""
 
 
-def _fine_tuned(config: Config) -> ComponentSpec:
-    """Return the policy of a run of sft, which has no other model."""
-    return ComponentSpec(
-        **_settings(config, "actor"),
+def _of_examples(config: Config) -> dict[str, ComponentSpec]:
+    """Return the model of a run on examples, which has no other: a policy, or a reward model."""
+    training = Training("actor", config.actor, (), by_ppo=False)
+    if config.trains_reward_model:
+        training = Training("reward_model", config.reward_model, ("margins",), by_ppo=False)
+    own: dict[str, Any] = {}  # by the model's own keys, also where they are null and have the actor's defaults
+    for name, one in _settings(config, training.key).items():
+        own[name] = Setting(one.key.replace("actor", training.key), one.value)
+    spec = ComponentSpec(
+        **own,
         folder=setting(config, "model.path"),
-        head="policy",
+        head="value" if config.trains_reward_model else "policy",
         forward=None,
-        training=Training("actor", config.actor, (), by_ppo=False),
-        lora=config.actor.lora,
+        training=training,
+        lora=training.settings.lora,
         is_evaluated=config.evaluates,
+        scores_pairs=config.trains_reward_model,
     )
+    return {training.key: spec}
 
 
 def components_of(config: Config) -> dict[str, ComponentSpec]:
     """Return the models of a run, by name."""
     if not config.is_ppo:
-        return {"actor": _fine_tuned(config)}
+        return _of_examples(config)
     specs = {name: entry(config) for name, entry in COMPONENTS.items()}
     found = {name: spec for name, spec in specs.items() if spec is not None}
     if config.trainer.eval_only:
@@ -344,6 +365,6 @@ def uses_of(specs: Mapping[str, ComponentSpec]) -> dict[str, dict[str, DeviceUse
 
 
 def exported(specs: Mapping[str, ComponentSpec]) -> tuple[str, ...]:
-    """Return the models that a run writes as Hugging Face folders at its end: actor and critic, if trained."""
-    trained = (name for name in ("actor", "critic") if name in specs and specs[name].training is not None)
-    return tuple(trained) or ("actor",)
+    """Return the models that a run writes as Hugging Face folders at its end: those of the table that are trained."""
+    names = [name for name in ("actor", "critic", "reward_model") if name in specs]
+    return tuple(name for name in names if specs[name].training is not None) or ("actor",)

@@ -3,7 +3,8 @@
 from collections.abc import Iterator, Mapping
 
 from megappo.config.config_error import ConfigError
-from megappo.config.schema import Config, Parallel
+from megappo.config.schema import Config
+from megappo.config.sections import Parallel
 from megappo.config.values import LARGEST_PORT
 from megappo.placement.components import ComponentSpec, Setting, components_of
 from megappo.placement.layout import Layout, by_node, format_ranks, is_everywhere, parse_ranks, rank_ranges

@@ -6,8 +6,9 @@ from functools import cached_property
 
 from megappo.config.checks import config_errors
 from megappo.config.config_error import ConfigError, counted, nearest_divisors, shorten
-from megappo.config.eval_sets import longest_row
-from megappo.config.schema import Config, Parallel
+from megappo.config.eval_sets import longest_unit
+from megappo.config.schema import Config
+from megappo.config.sections import Parallel
 from megappo.placement.components import AUTO, ComponentSpec, Training, components_of
 from megappo.placement.layout import Layout, format_ranks
 from megappo.placement.placing import place
@@ -82,12 +83,12 @@ class RunPlan:
             mini_batch = spec.mini_batch_prompts(config).value
             layout = self.layouts[name]
             max_tokens = spec.max_tokens
-            trajectories = mini_batch * config.rollout.n
+            trajectories = mini_batch * config.rows_per_prompt
             group = layout.micro_batch_group
             fewest = trajectories // layout.data
             most = _ceil(trajectories, layout.data)
             if_shortest = _ceil(fewest * SHORTEST_ROW, max_tokens.value)
-            if_longest = _ceil(most, max_tokens.value // longest_row(config))
+            if_longest = _ceil(most, max_tokens.value // longest_unit(config) * config.rows_together)
             splits[name] = BatchSplit(
                 mini_batches=config.data.train_batch_size // mini_batch,
                 epochs=spec.training.epochs if spec.training else 0,
@@ -170,14 +171,15 @@ def _batch_errors(config: Config, spec: ComponentSpec) -> Iterator[str]:
     if prompts % size:
         yield f"{key} {size} does not divide data.train_batch_size {prompts}: {nearest_divisors(prompts, size)} would"
     key, max_tokens = spec.max_tokens
-    if max_tokens < longest_row(config):
+    if max_tokens < longest_unit(config):
         length = f"data.max_length {config.data.max_length}"
         if config.is_ppo:
             length = (
                 f"data.max_prompt_length {config.data.max_prompt_length} + rollout.max_response_length "
                 f"{config.rollout.max_response_length}"
             )
-        yield f"{key} {max_tokens} cannot hold one row of {length}: set it to {longest_row(config)} or more"
+        unit = "both rows of a pair, each" if config.trains_reward_model else "one row"
+        yield f"{key} {max_tokens} cannot hold {unit} of {length}: set it to {longest_unit(config)} or more"
 
 
 def _parallel_errors(key: str, parallel: Parallel) -> Iterator[str]:

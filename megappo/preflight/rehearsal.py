@@ -15,7 +15,7 @@ from megappo.config.schema import Config
 from megappo.config.score_checks import late_scores_errors, metric_errors, num_scores_errors, step_scores_errors
 from megappo.data.chat import chat_end_warnings
 from megappo.data.conversations import Conversations
-from megappo.data.examples import open_examples
+from megappo.data.preferences import open_examples
 from megappo.data.prompts import Prompt, open_datasets
 from megappo.data.record_dataset import RecordDataset
 from megappo.data.tokenizer import load_tokenizer, stop_token_ids

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from megappo.batch.exchange import Exchange
 from megappo.config.config_error import ConfigError
 from megappo.config.schema import Config
-from megappo.data.examples import open_examples
+from megappo.data.preferences import open_examples
 from megappo.data.prompts import open_datasets
 from megappo.data.record_dataset import share
 from megappo.data.records import Write, unpacked

@@ -13,7 +13,8 @@ from megappo.architecture.parameters import LORA_A, LORA_B
 from megappo.batch.exchange import Exchange
 from megappo.config.config_error import ConfigError
 from megappo.config.methods import CPU_BUCKET_BYTES, GPU_BUCKET_BYTES
-from megappo.config.schema import Config, Lora
+from megappo.config.model_sections import Lora
+from megappo.config.schema import Config
 from megappo.engines.client import EngineClient
 from megappo.models.megatron_engine import MegatronEngine
 from megappo.placement.route import SyncRoute

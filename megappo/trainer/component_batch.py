@@ -6,8 +6,11 @@ different ranks compute at the same time.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
-from megappo.batch.balance import balanced_partitions
+import torch
+
+from megappo.batch.balance import balanced_partitions, partition_groups
 from megappo.batch.exchange import Batch, Exchange, RankRows, RowTable, empty_rows, output_sources, shard_destinations
 from megappo.batch.rows import Rows
 from megappo.models.megatron_engine import MegatronEngine, Outputs
@@ -18,12 +21,18 @@ MiniBatches = tuple[RankRows, ...]
 """A step's rows as a component splits them: `[i][shard]` are the row numbers of mini-batch i."""
 
 
-def split(table: RowTable, layout: Layout, num_mini_batches: int) -> MiniBatches:
-    """Return mini-batches of consecutive prompts, whose order is random, each balanced over the shards by tokens."""
+def split(table: RowTable, layout: Layout, num_mini_batches: int, *, keeps_prompts: bool = False) -> MiniBatches:
+    """Return mini-batches of consecutive prompts, whose order is random, each balanced over the shards by tokens.
+
+    Args:
+        keeps_prompts: all rows of a prompt go to the same shard.
+    """
     lengths = table.lengths.tolist()
+    keys = (table.prompt_ids if keeps_prompts else torch.arange(len(table))).tolist()
     mini_batches = []
     for rows in table.split(num_mini_batches):
-        parts = balanced_partitions([lengths[row] for row in rows], layout.data)
+        shares = partial(balanced_partitions, k=layout.data)
+        parts = partition_groups([lengths[row] for row in rows], [keys[row] for row in rows], shares)
         mini_batches.append(tuple(tuple(rows[i] for i in part) for part in parts))
     return tuple(mini_batches)
 
@@ -39,18 +48,20 @@ class Component:
 
     Attributes:
         engine: this rank's part of the model; None on ranks without the model.
+        keeps_prompts: see `split`.
     """
 
     name: str
     layout: Layout
     engine: MegatronEngine | None
     exchange: Exchange
+    keeps_prompts: bool = False
 
     def scatter(
         self, batch: Batch, num_mini_batches: int = 1, others: Iterable["ComponentBatch"] = ()
     ) -> "ComponentBatch":
         """Bring a step's tokens and mask to the component's shards; `others` may have the same rows already."""
-        mini_batches = split(batch.table, self.layout, num_mini_batches)
+        mini_batches = split(batch.table, self.layout, num_mini_batches, keeps_prompts=self.keeps_prompts)
         destinations = shard_destinations(self.layout, shards_of(mini_batches), self.exchange.world_size)
         moved = next((one.batch for one in others if one.batch.owners == destinations), None)
         return ComponentBatch(self, mini_batches, moved or self.exchange.move(batch, destinations, ["response_mask"]))

@@ -9,8 +9,12 @@ from megappo.batch.exchange import Batch, Exchange
 from megappo.batch.rows import Rows, padded
 from megappo.config.config_error import ConfigError
 from megappo.data.examples import Example
+from megappo.data.preferences import Pair
 from megappo.data.record_dataset import RecordDataset, share
+from megappo.models.megatron_engine import Outputs
 from megappo.observe.metrics import Metric, merge_metrics, reduce_ranks
+from megappo.ppo.reductions import Unreduced
+from megappo.ppo.supervised import preference_metrics
 from megappo.rollouts.datasets import Datasets
 from megappo.rollouts.group_selection import Batches
 from megappo.runtime.heartbeat import heartbeat
@@ -20,7 +24,7 @@ from megappo.trainer.models import Models, Phases
 class ExampleBatches(Batches):
     """Examples in place of rollouts."""
 
-    def __init__(self, dataset: RecordDataset[Example], exchange: Exchange, num_drawn: int):
+    def __init__(self, dataset: RecordDataset[Example] | RecordDataset[Pair], exchange: Exchange, num_drawn: int):
         self.num_drawn = num_drawn
         self._dataset, self._exchange = dataset, exchange
 
@@ -35,7 +39,7 @@ class ExampleBatches(Batches):
         self.num_drawn += self._dataset.config.train_batch_size
         table = batch.table
         metrics = {
-            "data/num_examples": len(table),
+            "data/num_examples": len(table.prompt_ids.unique()),
             "data/num_tokens": int(table.lengths.sum()),
             "data/trained_tokens": int(table.policy_lengths.sum()),
             "data/length/max": int(table.lengths.max()),
@@ -44,47 +48,53 @@ class ExampleBatches(Batches):
         return batch, metrics
 
 
-def as_batch(examples: Sequence[Example], exchange: Exchange) -> Batch:
+def as_batch(examples: Sequence[Example | Pair], exchange: Exchange) -> Batch:
     """Return the rows of all ranks' examples, in their order, at the ranks that have them.
 
-    A row's response begins with the first token that has a loss.
+    A row's response begins with the first token that has a loss. The rows of a pair, the chosen one first, have the
+    same prompt_id.
     """
-    sizes = exchange.all_gather(
-        (len(examples), max((len(one.tokens) - one.prompt_length for one in examples), default=0))
-    )
+    found = [row for example in examples for row in example.rows]
+    sizes = exchange.all_gather((len(examples), max((len(row.tokens) - row.prompt_length for row in found), default=0)))
     first = sum(size for size, _ in sizes[: exchange.rank])
     width = max(longest for _, longest in sizes)
-    prompt_lengths = torch.tensor([one.prompt_length for one in examples], dtype=torch.int64)
-    lengths = torch.tensor([len(one.tokens) for one in examples], dtype=torch.int64)
-    masks = [torch.tensor(one.mask[one.prompt_length :], dtype=torch.float32) for one in examples]
-    tokens = [torch.tensor(one.tokens, dtype=torch.int64) for one in examples]
+    places = [(number, side) for number, one in enumerate(examples, first) for side in range(len(one.rows))]
+    prompt_ids, ids = torch.tensor(places, dtype=torch.int64).reshape(-1, 2).unbind(1)
+    prompt_lengths = torch.tensor([row.prompt_length for row in found], dtype=torch.int64)
+    lengths = torch.tensor([len(row.tokens) for row in found], dtype=torch.int64)
+    masks = [torch.tensor(row.mask[row.prompt_length :], dtype=torch.float32) for row in found]
+    tokens = [torch.tensor(row.tokens, dtype=torch.int64) for row in found]
     response_lengths = lengths - prompt_lengths
-    rows = Rows(
-        torch.zeros_like(lengths),
-        torch.arange(first, first + len(examples)),
-        prompt_lengths,
-        response_lengths,
-        torch.cat(tokens) if tokens else torch.empty(0, dtype=torch.int64),
-        {"response_mask": padded(torch.cat(masks) if masks else torch.empty(0), response_lengths, width)},
-    )
-    return exchange.number(rows)
+    fields = {"response_mask": padded(torch.cat(masks) if masks else torch.empty(0), response_lengths, width)}
+    for name in examples[0].fields if examples else ():
+        fields[name] = torch.tensor([one.fields[name] for one in examples for _ in one.rows])
+    input_ids = torch.cat(tokens) if tokens else torch.empty(0, dtype=torch.int64)
+    return exchange.number(Rows(ids, prompt_ids, prompt_lengths, response_lengths, input_ids, fields))
+
+
+def pair_scores(outputs: Outputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the scores, [P] each, of the chosen and the rejected rows of pairs, which follow each other."""
+    chosen, rejected = outputs["bootstrap_values"].view(-1, 2).unbind(1)
+    return chosen, rejected
 
 
 def evaluate_examples(models: Models, datasets: Datasets, exchange: Exchange, batch_size: int) -> dict[str, Any]:
-    """Return the loss of each held-out data set, the mean over its tokens with one; all ranks together.
+    """Return the metrics of each held-out data set, means over its tokens with a loss, or pairs; all ranks together.
 
     Raises:
         ConfigError: a data set has too few examples for the layout.
     """
     metrics = {}
+    [component] = models.components.values()
     for name in datasets.val:
         heartbeat.begin(name)
         examples = datasets.held_out(name, exchange)
-        shards = models.actor.layout.data
+        shards = component.layout.data
         if len(examples) < shards:
             raise ConfigError(
-                f"data.val_files: {name} has {len(examples)} examples, fewer than the actor's {shards} data-parallel "
-                "shards: add some, or raise actor.parallel.tensor or actor.parallel.pipeline"
+                f"data.val_files: {name} has {len(examples)} examples, fewer than the {component.name}'s {shards} "
+                f"data-parallel shards: add some, or raise {component.name}.parallel.tensor or "
+                f"{component.name}.parallel.pipeline"
             )
         num_batches = max(1, len(examples) // batch_size)  # so that each has an example for every shard
         parts = []
@@ -93,9 +103,18 @@ def evaluate_examples(models: Models, datasets: Datasets, exchange: Exchange, ba
             [shard] = models.scatter(as_batch(part, exchange)).values()
             outputs, engine = shard.forward(), shard.component.engine
             is_counted = engine is not None and engine.is_output
-            mask = shard.batch.rows.response_mask.bool()
-            losses = -outputs["log_probs"][mask] if is_counted else torch.empty(0)
-            parts.append({"loss": Metric.of(losses.double(), "mean")})
+            measured = _measured(component.name, outputs if is_counted else {}, shard.batch.rows)
+            parts.append({metric: Metric.of(*values) for metric, values in measured.items()})
         for metric, value in reduce_ranks(exchange.all_gather(merge_metrics(parts))).items():
             metrics[f"val/{name}/{metric}"] = value
     return metrics
+
+
+def _measured(component: str, outputs: Outputs, rows: Rows) -> Unreduced:
+    """Return the metrics of held-out rows, without any values where there are no outputs."""
+    nothing = torch.empty(0, dtype=torch.float64)
+    if component == "reward_model":
+        chosen, rejected = pair_scores(outputs) if outputs else (nothing, nothing)
+        return preference_metrics((chosen - rejected).double())
+    losses = -outputs["log_probs"][rows.response_mask.bool()].double() if outputs else nothing
+    return {"loss": (losses, "mean")}

@@ -1,5 +1,6 @@
-"""A step of supervised fine-tuning: one optimizer step on examples, with a loss on the responses."""
+"""A step on examples: one optimizer step of a policy, with a loss on the responses, or of a reward model, on pairs."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -8,26 +9,28 @@ from megappo.config.schema import Config
 from megappo.models.megatron_engine import Outputs
 from megappo.models.train_engine import LossFn
 from megappo.ppo.reductions import Normaliser
-from megappo.ppo.supervised import nll_loss
+from megappo.ppo.supervised import nll_loss, preference_loss
+from megappo.trainer.example_batches import pair_scores
 from megappo.trainer.objectives import LossPart, prefixed
 from megappo.trainer.progress import Experience
 from megappo.trainer.run import Run
 from megappo.trainer.update import update
 
 
-def sft_step(run: Run, step: int) -> dict[str, Any]:
+def example_step(run: Run, step: int) -> dict[str, Any]:
     """Run one step and return its metrics, the same on every rank."""
     models, phase = run.models, run.phase
+    [name] = models.training
     batch, metrics = run.batches.score(step, None, phase)  # phase "read"
     experience = Experience(step, batch, metrics)
     with phase("scatter"):
         shards = models.scatter(batch)
-    models.scatter_fields(shards, batch, step)  # of the step, its number alone
-    with phase("update_actor"):
-        update(shards["actor"], run.config, 1, partial(sft_loss, run.config))
+    models.scatter_fields(shards, batch, step)
+    with phase(f"update_{name}"):
+        update(shards[name], run.config, 1, partial(LOSSES[name], run.config))
     with phase("gather_metrics"):
         metrics = run.end_updates(experience, shards)
-    metrics["data/tokens_per_second"] = metrics["data/num_tokens"] / phase.seconds("update_actor")
+    metrics["data/tokens_per_second"] = metrics["data/num_tokens"] / phase.seconds(f"update_{name}")
     run.progress.num_drawn = run.batches.num_drawn
     run.progress.finish(experience)
     if run.is_due(step, run.config.eval_interval):
@@ -48,3 +51,19 @@ def sft_loss(config: Config, num_tokens: int, num_sequences: int) -> LossFn:
         return loss, prefixed("actor", metrics)
 
     return loss_fn
+
+
+def reward_model_loss(config: Config, num_tokens: int, num_sequences: int) -> LossFn:
+    """Return the Bradley-Terry loss of a batch's pairs; arguments as of `sft_loss`."""
+
+    def loss_fn(outputs: Outputs, rows: Rows) -> LossPart:
+        chosen, rejected = pair_scores(outputs)
+        margins, coef = rows.fields["margins"][::2], config.reward_model.center_coef
+        loss, metrics = preference_loss(chosen, rejected, margins, num_sequences // 2, coef)
+        return loss, prefixed("reward_model", metrics)
+
+    return loss_fn
+
+
+LOSSES: dict[str, Callable[[Config, int, int], LossFn]] = {"actor": sft_loss, "reward_model": reward_model_loss}
+"""Trained component -> its loss on examples."""

@@ -37,7 +37,7 @@ from megappo.trainer.ahead_batches import AheadBatches  # noqa: E402
 from megappo.trainer.batches import SampledBatches  # noqa: E402
 from megappo.trainer.critic_evaluation import GateProgress  # noqa: E402
 from megappo.trainer.example_batches import ExampleBatches  # noqa: E402
-from megappo.trainer.fine_tuning import sft_step  # noqa: E402
+from megappo.trainer.fine_tuning import example_step  # noqa: E402
 from megappo.trainer.inference import InferenceEngines, NoEngines  # noqa: E402
 from megappo.trainer.models import (  # noqa: E402
     Models,
@@ -63,7 +63,7 @@ def execute(plan: RunPlan, engine_handle: EngineHandle, cleanup: ExitStack) -> N
     elif plan.config.trainer.rollout_only:
         rollout_only(run)
     else:
-        loop.train(run, loop.ppo_step if plan.config.is_ppo else sft_step)
+        loop.train(run, loop.ppo_step if plan.config.is_ppo else example_step)
 
 
 def build_run(plan: RunPlan, engine_handle: EngineHandle, cleanup: ExitStack) -> Run:
@@ -106,7 +106,7 @@ def build_run(plan: RunPlan, engine_handle: EngineHandle, cleanup: ExitStack) ->
         batches = SampledBatches(datasets, rollouts, engines.sleep, record, num_drawn=progress.num_drawn)
     mfu = Utilisation(models, exchange)
     scorer, judge = NoResponseScorer(), models.components.get("reward_model")
-    if judge is not None:
+    if judge is not None and config.is_ppo:
         scorer = ResponseScorer(config, judge, datasets.train, rollouts.tokenizer, exchange)
     if exchange.rank == 0:  # not before: a folder that is refused stays as it was
         _begin_folder(plan.requested, progress, observer)

@@ -5,6 +5,7 @@ All ranks exchange rows together, before and after passes; `forward` and `update
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from functools import cached_property, partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from megappo.architecture.parsing import read_architecture
 from megappo.batch.exchange import Batch, Exchange
 from megappo.batch.packing import PackedBatch
 from megappo.config.schema import Config
+from megappo.data.tokenizer import load_tokenizer, padding_token
 from megappo.models.gpt import build_model
 from megappo.models.heads import output_weight, policy_head, policy_value_head, value_head
 from megappo.models.megatron_engine import Head, MegatronEngine, Outputs
@@ -178,11 +180,13 @@ class Models:
         exchange.raise_together(error)
 
     def export(self) -> None:
-        """Write the policy and the critic, those that the run trains, as Hugging Face folders."""
+        """Write the models that the run trains as Hugging Face folders."""
         for name in exported(self.specs):
             engine, source = self.components[name].engine, self.specs[name].folder.value
             if engine is not None:
                 architecture = self.architecture if name == "actor" else architecture_of(self.specs[name])
+                if self.specs[name].scores_pairs:
+                    architecture = architecture.with_padding(padding_token(architecture, load_tokenizer(source)))
                 target = Path(self.config.trainer.output_dir) / f"hf_{name}"
                 write_hf_folder(engine.chunks, architecture, engine.groups, source, target)
 
@@ -207,17 +211,21 @@ def build_models(plan: RunPlan, exchange: Exchange) -> Models:
             engines[name], offloads[name] = engine, Offload(engine, spec.offload.value, base)
             offloads[name].rest(NOTHING)
             platform.empty_cache()  # the next one's tensors are of other sizes
-    components = {name: Component(name, layout, engines[name], exchange) for name, layout in layouts.items()}
+    components = {}
+    for name, layout in layouts.items():
+        components[name] = Component(name, layout, engines[name], exchange, keeps_prompts=specs[name].scores_pairs)
     return Models(plan, components, offloads)
 
 
 def architecture_of(spec: ComponentSpec) -> Architecture:
     """Return the architecture of a component, with its adapters and frozen parameters.
 
-    A value head may start from a reward model.
+    A value head may start from a reward model. That of pairs has no bias: only differences of scores count.
     """
     folder = spec.folder.value
     architecture = critic_architecture(folder) if spec.head == "value" else read_architecture(folder, spec.head)
+    if spec.scores_pairs:
+        architecture = replace(architecture, value_bias=False, scores_rows=True)
     return architecture.with_lora(spec.lora).with_frozen(spec.frozen)
 
 
@@ -264,7 +272,7 @@ def build_engine(
         return policy if spec.head == "policy" else policy_value_head(policy, value, chunks[-1])
 
     outputs = spec.forward.fields if spec.forward else {}
-    forward_head = head("full_kl" in outputs, "bootstrap_values" in outputs)
+    forward_head = head("full_kl" in outputs, "bootstrap_values" in outputs or spec.scores_pairs)
     if training is None:
         return MegatronEngine(chunks, groups, forward_head, spec.max_tokens.value)
     return TrainedEngine(
@@ -274,7 +282,8 @@ def build_engine(
         spec.max_tokens.value,
         training.settings.optim,
         training.optimizer_steps(config),
-        loss_head=head(training.full_kl, bootstrap=False),
+        loss_head=head(training.full_kl, bootstrap=spec.scores_pairs),
+        keeps_prompts=spec.scores_pairs,
     )
 
 

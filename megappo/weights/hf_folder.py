@@ -14,7 +14,7 @@ from megappo.architecture.architecture import Architecture, dtype_name
 from megappo.architecture.model_folder import companions, write_model_config
 from megappo.architecture.parameters import LM_HEAD, VALUE_BIAS, VALUE_HEAD
 from megappo.batch.rows_file import write_tensors
-from megappo.config.schema import Lora
+from megappo.config.model_sections import Lora
 from megappo.models.gpt import ModelChunks
 from megappo.placement.groups import ComponentGroups
 from megappo.weights.buckets import NamedTensors
@@ -37,8 +37,9 @@ def write_hf_folder(
     """Write a model's weights to `target`, with config, tokenizer and generation config of `source`.
 
     With the head "policy" that is the language model: a value head that a shared backbone has besides is left out. With
-    the others it is the critic, as *ForTokenClassification: a language model's head is left out. Adapters are merged
-    into the weights, and stand by themselves in the folder `adapter`, as PEFT has them.
+    the others it is the critic, as *ForTokenClassification, or a model that scores rows, as *ForSequenceClassification:
+    a language model's head is left out. Adapters are merged into the weights, and stand by themselves in the folder
+    `adapter`, as PEFT has them.
 
     Every rank of the component calls it; its first rank writes, into `<target>.tmp`, which then takes the place of
     `target`. It is there when any rank returns.
@@ -85,7 +86,7 @@ def write_hf_files(
         return
     buckets: Iterable[NamedTensors] = export.buckets(bucket_bytes)
     if architecture.head != "policy":
-        buckets = critic_buckets(buckets)
+        buckets = critic_buckets(buckets, has_bias=architecture.scores_rows)
     if not is_first:
         collections.deque(buckets, maxlen=0)
         return
@@ -99,12 +100,15 @@ def write_hf_files(
     copy_companions(Path(source), folder)
 
 
-def critic_buckets(buckets: Iterable[NamedTensors]) -> Iterator[NamedTensors]:
+def critic_buckets(buckets: Iterable[NamedTensors], has_bias: bool = False) -> Iterator[NamedTensors]:
     """Yield the buckets of a model with a value head as *ForTokenClassification has them.
 
     That has a bias always, so a head without one is given a zero, and it has no language model's head.
+
+    Args:
+        has_bias: add none, as *ForSequenceClassification has none.
     """
-    weight, has_bias = None, False
+    weight = None
     for bucket in buckets:
         tensors = dict(bucket)
         weight = tensors.get(VALUE_HEAD, weight)

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.parameters import Parameter, by_name, hf_shapes, is_trained, list_parameters, stage_sizes
 from megappo.architecture.parsing import parse
-from megappo.config.schema import Parallel
+from megappo.config.sections import Parallel
 
 
 def architecture(model_type: str, **changes: object) -> Architecture:

@@ -1,12 +1,13 @@
 """Partitions and micro-batches: nothing lost, bounds kept, near the optimum, the same everywhere."""
 
 import itertools
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megappo.batch.balance import balanced_partitions, micro_batches
+from megappo.batch.balance import balanced_partitions, micro_batches, partition_groups
 
 CASES = settings(max_examples=200, deadline=None)
 
@@ -120,3 +121,12 @@ def test_a_row_over_the_bound_is_named_with_the_remedy():
         ValueError, match="row 1 has 12 tokens, more than max_tokens_per_micro_batch 10: raise it to .* 12"
     ):
         micro_batches([3, 12], 10)
+
+
+def test_rows_of_a_group_stay_together_and_groups_are_balanced():
+    lengths, keys = [5, 1, 2, 2, 9, 1, 3, 3], [4, 4, 7, 7, 8, 8, 9, 9]
+    parts = partition_groups(lengths, keys, partial(balanced_partitions, k=2))
+    assert parts == [[0, 1, 6, 7], [2, 3, 4, 5]] and sums(parts, lengths) == [12, 14]
+    singles = partition_groups(lengths, range(8), partial(balanced_partitions, k=3))
+    assert singles == balanced_partitions(lengths, 3)
+    assert partition_groups([], [], partial(balanced_partitions, k=2)) == [[], []]

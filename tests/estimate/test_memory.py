@@ -12,7 +12,8 @@ from published_models import published_folders
 from megappo.architecture.parameters import stage_sizes
 from megappo.architecture.parsing import read_architecture
 from megappo.config.loading import load_config
-from megappo.config.schema import Config, Parallel
+from megappo.config.schema import Config
+from megappo.config.sections import Parallel
 from megappo.estimate.fitting import SPARE, _has_room, fits, remedies, resolve_offload
 from megappo.estimate.gpu_memory import START, Cluster, MemoryEstimate
 from megappo.estimate.gpus import GIB, GPUS, find_gpu

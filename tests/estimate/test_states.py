@@ -12,7 +12,8 @@ from tiny_shapes import MIXTURES, SHAPE
 
 from megappo.architecture.parameters import StageSize, stage_sizes
 from megappo.architecture.parsing import read_architecture
-from megappo.config.schema import Lora, Model, Optim, Parallel
+from megappo.config.model_sections import Lora, Optim
+from megappo.config.sections import Model, Parallel
 from megappo.config.values import ParameterGroup
 from megappo.estimate.placed_model import state_bytes
 from megappo.models.gpt import build_model

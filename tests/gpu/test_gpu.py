@@ -7,7 +7,7 @@ import torch
 from spawn import run_ranks
 from tiny_models import build, hf_folder, hf_model, outputs, sequences
 
-from megappo.config.schema import Parallel
+from megappo.config.sections import Parallel
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
 

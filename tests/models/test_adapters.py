@@ -30,7 +30,8 @@ from megappo.architecture.parsing import read_architecture
 from megappo.batch.exchange import Exchange
 from megappo.checkpoint.metadata import read_component
 from megappo.checkpoint.store import CheckpointStore
-from megappo.config.schema import Lora, Parallel
+from megappo.config.model_sections import Lora
+from megappo.config.sections import Parallel
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
 

@@ -14,7 +14,7 @@ from megappo.architecture.families import FAMILIES, Family, HeadKind
 from megappo.architecture.parameters import padded_vocab_size, stage_sizes
 from megappo.architecture.parsing import parse, read_architecture
 from megappo.config.config_error import ConfigError
-from megappo.config.schema import Parallel
+from megappo.config.sections import Parallel
 from megappo.models.heads import output_weight
 from megappo.models.layer_specs import layer_kind
 from megappo.models.megatron_config import gpt_arguments

@@ -8,7 +8,8 @@ from tiny_shapes import QWEN2, QWEN3_MOE, V3
 
 from megappo.architecture.parsing import parse
 from megappo.config.config_error import ConfigError
-from megappo.config.schema import Model, Parallel
+from megappo.config.schema import Model
+from megappo.config.sections import Parallel
 from megappo.models.megatron_config import transformer_config
 
 

@@ -13,7 +13,8 @@ from tiny_shapes import QWEN2, QWEN3_MOE, V3
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.parsing import parse
 from megappo.architecture.switches import LAYERS, OWN, REDUCTION, SwitchContext, decide, decisions
-from megappo.config.schema import Model, Parallel
+from megappo.config.schema import Model
+from megappo.config.sections import Parallel
 from megappo.models.megatron_config import transformer_config
 
 MEGAPPO = Path(__file__).parents[2] / "megappo"

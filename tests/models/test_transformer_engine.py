@@ -26,7 +26,9 @@ from megappo.architecture.switches import LAYERS
 from megappo.batch.exchange import Exchange
 from megappo.batch.packing import pack
 from megappo.checkpoint.store import CheckpointStore
-from megappo.config.schema import Lora, Model, Parallel
+from megappo.config.model_sections import Lora
+from megappo.config.schema import Model
+from megappo.config.sections import Parallel
 from megappo.models.gpt import ModelChunks, build_model
 from megappo.models.sharding import sharded_chunks
 from megappo.models.train_engine import TrainedEngine

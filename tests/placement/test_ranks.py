@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megappo.config.config_error import ConfigError
-from megappo.config.schema import Config, Parallel
+from megappo.config.schema import Config
+from megappo.config.sections import Parallel
 from megappo.placement.components import components_of
 from megappo.placement.layout import START_TOKENS, Layout, format_ranks, parse_ranks
 from megappo.placement.placing import place, smallest_world

@@ -25,7 +25,7 @@ from torch.nn.utils import parametrize
 
 from megappo.batch.balance import balanced_partitions
 from megappo.batch.rows import Rows
-from megappo.config.schema import Lora
+from megappo.config.model_sections import Lora
 from megappo.models.train_engine import TrainedEngine
 from megappo.placement.layout import Layout
 

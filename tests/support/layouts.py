@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from typing import Any
 
-from megappo.config.schema import Parallel
+from megappo.config.sections import Parallel
 from megappo.placement.layout import Layout
 
 

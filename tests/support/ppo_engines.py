@@ -16,7 +16,9 @@ from megappo.architecture.parameters import is_adapter
 from megappo.architecture.parsing import read_architecture
 from megappo.batch.exchange import Batch, Exchange
 from megappo.batch.rows import Rows
-from megappo.config.schema import Actor, Config, Critic, Lora, Model, Optim, Parallel
+from megappo.config.model_sections import Lora, Optim
+from megappo.config.schema import Actor, Config, Critic
+from megappo.config.sections import Model, Parallel
 from megappo.config.values import ParameterGroup
 from megappo.models.gpt import ModelChunks, build_model
 from megappo.models.heads import output_weight, policy_head, policy_value_head, value_head

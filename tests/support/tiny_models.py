@@ -11,7 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megappo.architecture.families import HeadKind
 from megappo.architecture.parsing import read_architecture
-from megappo.config.schema import Model, Parallel
+from megappo.config.schema import Model
+from megappo.config.sections import Parallel
 from megappo.models.gpt import ModelChunks, build_model
 from megappo.models.heads import ValueHead, output_weight
 from megappo.models.packed_attention import Pack

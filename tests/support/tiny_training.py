@@ -13,7 +13,7 @@ from megatron.core.transformer.module import Float16Module
 from tiny_models import LENGTHS, VOCAB_SIZE, build, hf_model, outputs, run, sequences
 
 from megappo.architecture.parameters import padded_vocab_size
-from megappo.config.schema import Parallel
+from megappo.config.sections import Parallel
 from megappo.models.heads import output_weight
 from megappo.models.vocab_parallel import vocab_parallel_outputs
 from megappo.placement.groups import ComponentGroups

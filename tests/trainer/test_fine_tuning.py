@@ -1,6 +1,7 @@
-"""Steps of fine-tuning: the loss and the gradient of Hugging Face, over data-parallel ranks and micro-batches."""
+"""Steps on examples: the loss and the gradient of Hugging Face, over data-parallel ranks and micro-batches."""
 
 import json
+import shutil
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from spawn import run_ranks
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from megappo.config.schema import Config
 from megappo.engines.handle import EngineHandle
@@ -18,13 +19,16 @@ ANSWERS = ["7", "77+", "7+7", "+"]
 
 
 def steps(rank: int, world_size: int, values: dict, folder: Path) -> None:
-    from megappo.trainer.main import build_run, sft_step  # of the ranks: this process has imported Megatron otherwise
+    from megappo.trainer.main import (  # of the ranks: this process has imported Megatron otherwise
+        build_run,
+        example_step,
+    )
 
     config = Config.model_validate(values)
     with ExitStack() as cleanup:
         run = build_run(plan_run(config, world_size), EngineHandle(), cleanup)
         held_out = run.evaluate(0)
-        metrics = [sft_step(run, step) for step in (1, 2)]
+        metrics = [example_step(run, step) for step in (1, 2)]
     if rank == 0:
         (folder / "found.json").write_text(json.dumps([held_out, *metrics]))
 
@@ -59,3 +63,53 @@ def test_a_step_is_hugging_faces(tmp_path: Path, config: Path) -> None:
     assert first["actor/grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
     assert second["actor/nll_loss"] < first["actor/nll_loss"] and second["data/epochs"] == 2
     assert first["data/trained_tokens"] == sum(len(answer) + 1 for answer in ANSWERS)
+
+
+PAIRS = [("7", "77+", 0.0), ("77+", "+", 0.5), ("7+7+7", "7", 1.0), ("+", "7", 0.0)]
+COEF = 0.1
+
+
+def test_a_step_of_a_reward_model_is_hugging_faces(tmp_path: Path, config: Path) -> None:
+    model, judge = config.parent / "model", tmp_path / "judge"
+    torch.manual_seed(3)
+    expected = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1)
+    expected.score.weight.data *= 20
+    expected.save_pretrained(judge)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(model / name, judge / name)
+    records = []
+    for i, (chosen, rejected, margin) in enumerate(PAIRS):
+        records.append({"prompt": f"{i}+{i}=", "chosen": chosen, "rejected": rejected, "margin": margin})
+    data = tmp_path / "pairs.jsonl"
+    data.write_text("".join(json.dumps(record) + "\n" for record in records))
+    values = {
+        "model": {"path": str(judge), "dtype": "fp32"},
+        "reward_model": {"optim": {"lr": 1e-2}, "max_tokens_per_micro_batch": 20, "center_coef": COEF},
+        "data": {"train_files": str(data), "val_files": str(data), "train_batch_size": 4, "max_length": 10}
+        | {"shuffle": False},
+        "trainer": {"kind": "reward_model", "output_dir": str(tmp_path / "run"), "total_steps": 2, "loggers": []},
+    }
+    run_ranks(2, steps, values, tmp_path)
+    held_out, first, second = json.loads((tmp_path / "found.json").read_text())
+    vocabulary = json.loads((model / "tokenizer.json").read_text())["model"]["vocab"]
+    differences, losses, centers = [], [], []
+    for record in records:
+        scores = []
+        for side in ("chosen", "rejected"):
+            tokens = [vocabulary[character] for character in record["prompt"] + record[side]]
+            scores.append(expected(torch.tensor([[*tokens, expected.config.eos_token_id]])).logits[0, 0])
+        differences.append(scores[0] - scores[1])
+        losses.append(F.softplus(record["margin"] - differences[-1]))
+        centers.append((scores[0] + scores[1]) ** 2)
+    loss, center, differences = (torch.stack(part) for part in (losses, centers, differences))
+    (loss.mean() + COEF * center.mean()).backward()
+    norm = torch.stack([weight.grad.norm() for weight in expected.parameters()]).norm()
+    assert first["reward_model/bt_loss"] == pytest.approx(loss.mean().item(), rel=1e-5)
+    assert first["reward_model/center_loss"] == pytest.approx(center.mean().item(), rel=1e-4)
+    assert first["reward_model/grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+    accuracy = (differences > 0).float().mean().item()
+    assert first["reward_model/accuracy"] == held_out["val/pairs/accuracy"] == pytest.approx(accuracy)
+    assert held_out["val/pairs/loss"] == pytest.approx(F.softplus(-differences).mean().item(), rel=1e-5)
+    assert held_out["val/pairs/margin"] == pytest.approx(differences.mean().item(), abs=1e-5)
+    assert second["reward_model/bt_loss"] < first["reward_model/bt_loss"] and second["data/epochs"] == 2
+    assert first["data/num_examples"] == 4 and first["data/trained_tokens"] == 8

@@ -15,7 +15,8 @@ from spawn import run_ranks
 from megappo import plan
 from megappo.batch.fields import FIELDS, Field
 from megappo.config.config_error import ConfigError
-from megappo.config.schema import Config, Parallel
+from megappo.config.schema import Config
+from megappo.config.sections import Parallel
 from megappo.placement.components import COMPONENTS, ComponentSpec, ForwardPass, Setting
 from megappo.placement.run_plan import plan_run
 from megappo.trainer.loop import ppo_step

@@ -20,7 +20,8 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
-from megappo.config.schema import Model, Parallel
+from megappo.config.schema import Model
+from megappo.config.sections import Parallel
 from megappo.errors import ActionableError
 from megappo.models.gpt import ModelChunks, build_model
 from megappo.placement.groups import ComponentGroups, build_groups

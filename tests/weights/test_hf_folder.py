@@ -12,7 +12,7 @@ from tiny_shapes import MIXTURES
 from transformers import AutoModelForCausalLM
 
 from megappo.architecture.parsing import read_architecture
-from megappo.config.schema import Lora
+from megappo.config.model_sections import Lora
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
 from megappo.weights.buckets import into_buckets, num_bytes, views

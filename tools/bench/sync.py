@@ -31,7 +31,8 @@ define_torchvision_operators()
 from timed import Row, parser_of, report, seconds, write_llama  # noqa: E402
 
 from megappo.architecture.parsing import read_architecture  # noqa: E402
-from megappo.config.schema import Config, Parallel, Rollout  # noqa: E402
+from megappo.config.schema import Config, Rollout  # noqa: E402
+from megappo.config.sections import Parallel  # noqa: E402
 from megappo.engines.process import Engine  # noqa: E402
 from megappo.placement.layout import Layout  # noqa: E402
 from megappo.placement.route import find_route  # noqa: E402

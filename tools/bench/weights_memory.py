@@ -38,7 +38,7 @@ from megappo.architecture.architecture import DTYPES, Architecture  # noqa: E402
 from megappo.architecture.model_folder import write_model_config  # noqa: E402
 from megappo.architecture.parameters import EMBEDDING, hf_shapes  # noqa: E402
 from megappo.architecture.parsing import parse, read_architecture  # noqa: E402
-from megappo.config.schema import Parallel  # noqa: E402
+from megappo.config.sections import Parallel  # noqa: E402
 from megappo.models.megatron_config import TORCH_DTYPES  # noqa: E402
 from megappo.weights.hf_folder import write_hf_folder  # noqa: E402
 from megappo.weights.load import load_hf  # noqa: E402

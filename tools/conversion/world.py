@@ -16,7 +16,8 @@ import torch.distributed as dist
 from megappo.architecture.architecture import DTYPES, Architecture
 from megappo.architecture.fit import fit_errors
 from megappo.batch.exchange import Exchange, OtherRankError
-from megappo.config.schema import Model, Parallel
+from megappo.config.schema import Model
+from megappo.config.sections import Parallel
 from megappo.models.gpt import ModelChunks, build_model
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout

@@ -10,7 +10,8 @@ from common import DEVICE, sized
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megappo.architecture.parsing import read_architecture
-from megappo.config.schema import Model, Optim, Parallel
+from megappo.config.model_sections import Optim
+from megappo.config.sections import Model, Parallel
 from megappo.models.gpt import build_model
 from megappo.models.heads import output_weight, policy_head
 from megappo.models.train_engine import TrainedEngine

@@ -15,7 +15,7 @@ from tiny_models import VOCAB_SIZE, build, hf_folder, hf_model, outputs, sequenc
 from tiny_shapes import MIXTURES, TWO_LAYERS
 
 from megappo.architecture.parsing import read_architecture
-from megappo.config.schema import Parallel
+from megappo.config.sections import Parallel
 from megappo.estimate.placed_model import TRAINING, flops_of
 from megappo.placement.groups import ComponentGroups
 from megappo.runtime import platform

@@ -1,0 +1,101 @@
+"""Keys of models: their training, the frozen reference, and a reward model, which PPO reads and a run of its own trains."""
+
+from typing import Annotated, Literal
+
+from annotated_types import MinLen
+from pydantic import StrictBool
+
+from megappo.config.methods import POLICY_LOSSES
+from megappo.config.sections import IS_PPO, Parallel
+from megappo.config.values import (
+    ADAPTED_MODULES,
+    LISTED,
+    AdaptedModule,
+    Aggregation,
+    BetweenZeroAndOne,
+    Decay,
+    Float,
+    ModelPath,
+    NonNegative,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    Section,
+    TensorKind,
+    key,
+)
+
+_OWN_AVERAGING = ", ".join(name for name, method in POLICY_LOSSES.items() if method.loss_agg_mode)
+
+
+class Optim(Section):
+    lr: BetweenZeroAndOne = key(1e-6, "peak learning rate (Adam)")
+    min_lr: NonNegativeFloat = key(0.0, "learning rate at the end of the decay")
+    lr_warmup_steps: NonNegative = key(0, "optimizer steps of linear warm-up from 0")
+    lr_decay_style: Literal["constant", "linear", "cosine"] = key("constant", "decay from lr to min_lr over the whole run")
+    weight_decay: NonNegativeFloat = key(0.0, "decoupled weight decay; not applied to biases and norms")
+    betas: tuple[Decay, Decay] = key((0.9, 0.95), "Adam's moment decays")
+    eps: PositiveFloat = key(1e-8, "Adam's epsilon")
+    clip_grad: NonNegativeFloat = key(1.0, "clip the global gradient norm to this; 0 = off")
+    distributed: StrictBool = key(True, "shard optimizer state over data-parallel ranks (Megatron's distributed optimizer)")
+
+
+class Lora(Section):
+    rank: Positive = key(16, "rank of each adapter: numbers per token between its two matrices")
+    alpha: PositiveFloat = key(32.0, "an adapter's product is multiplied by alpha / rank")
+    target_modules: Literal["all-linear"] | Annotated[tuple[AdaptedModule, ...], MinLen(1), LISTED] = key("all-linear", "matrices of each layer that get an adapter; all-linear = all of them")
+
+    @property
+    def modules(self) -> tuple[AdaptedModule, ...]:
+        """Names of the matrices that get an adapter."""
+        return ADAPTED_MODULES if self.target_modules == "all-linear" else self.target_modules
+
+    @property
+    def scale(self) -> float:
+        """Factor of an adapter's product."""
+        return self.alpha / self.rank
+
+
+class Learner(Section):
+    """Keys of every model that a run trains."""
+
+    optim: Optim = key(Optim(), "optimizer")
+    lora: Lora | None = key(None, "train low-rank adapters beside the matrices, and a value head, instead of the weights; null = train all weights")
+    recompute: Literal["none", "selective", "full"] = key("none", "activation recomputation in the backward pass")
+
+
+class Trained(Learner):
+    """Keys of actor and critic alike."""
+
+    parallel: Parallel = key(Parallel(), "layout of this component over its placement's ranks")
+    offload: Literal["auto"] | Annotated[tuple[TensorKind, ...], LISTED] = key((), "tensors to keep in host memory while no phase needs them on the device: weights, gradients, optimizer; auto = those that do not fit otherwise, by the plan's estimate")
+    max_tokens_per_micro_batch: Positive = key(8192, "most tokens (prompt + response) packed into one micro-batch, over all ranks of parallel.context together")
+    ppo_mini_batch_size: Positive = key(256, "prompts (each with rollout.n responses) per optimizer step")
+    ppo_epochs: Positive = key(1, "passes over the rollouts of a step")
+    loss_agg_mode: Aggregation | None = key(None, f"how token losses are averaged, always over all data-parallel ranks; -norm divides by rollout.max_response_length; null = token-mean or algorithm.preset's, but seq-mean-token-mean for the policy term of {_OWN_AVERAGING}")
+
+    def num_mini_batches(self, num_prompts: int) -> int:
+        """Return the mini-batches of a step with so many prompts, per epoch."""
+        return num_prompts // self.ppo_mini_batch_size
+
+
+class Ref(Section):
+    parallel: Parallel | None = key(None, "layout of the frozen reference; null = the actor's")
+    offload: Literal["auto"] | Annotated[tuple[Literal["weights"], ...], LISTED] = key((), "weights: keep them in host memory while no phase needs them on the device; auto = if they do not fit otherwise")
+    max_tokens_per_micro_batch: Positive | None = key(None, "tokens per forward micro-batch; null = the actor's")
+
+
+class RewardModel(Learner):
+    model_path: ModelPath | None = key(None, "Hugging Face folder, or id in the local cache, of a frozen reward model with one label: *ForSequenceClassification scores a response at its last token, *ForTokenClassification each of its steps. reward.function is then null unless it is set. null = none", read_if=IS_PPO)
+    weight: Float = key(1.0, "factor of its scores, which are added to those of reward.function", read_if=IS_PPO)
+    retokenize: StrictBool | None = key(None, "render each conversation with its own chat template and tokenize it again; false = it reads the actor's tokens; null = true if its tokenizer or chat template differs from the actor's", read_if=IS_PPO)
+    step_separator: Annotated[str, MinLen(1)] = key("\n\n", "*ForTokenClassification: text that ends a step of a response", read_if=IS_PPO)
+    center_coef: NonNegativeFloat = key(0.0, "weight of the mean squared sum of a pair's scores in the loss, which keeps scores around 0, such as 0.01")
+    parallel: Parallel | None = key(None, "its layout; null = the actor's")
+    offload: Literal["auto"] | Annotated[tuple[TensorKind, ...], LISTED] = key((), "tensors to keep in host memory while no phase needs them on the device: weights, and of a model that is trained gradients, optimizer; auto = those that do not fit otherwise")
+    max_tokens_per_micro_batch: Positive | None = key(None, "tokens per micro-batch, and most tokens of a conversation, or of the two of a pair; null = the actor's")
+
+
+
+FROZEN_KEYS = ("model_path", "weight", "retokenize", "step_separator", "parallel", "offload", "max_tokens_per_micro_batch")
+"""Keys of a reward model that is not trained."""

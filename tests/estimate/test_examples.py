@@ -1,0 +1,32 @@
+"""Estimates of runs on examples, which start no engines."""
+
+import pytest
+
+from megappo.architecture.model_folder import SHAPES
+from megappo.config.schema import Config
+from megappo.estimate.gpu_memory import Cluster, MemoryEstimate
+from megappo.estimate.gpus import GPUS
+from megappo.estimate.seconds import TimeEstimate
+from megappo.estimate.suggest import suggestions
+from megappo.placement.run_plan import plan_run
+
+MODEL = str(SHAPES / "qwen2.5-7b")
+
+
+@pytest.mark.parametrize(("kind", "name"), [("sft", "actor"), ("reward_model", "reward_model")])
+def test_an_update_is_all_that_a_step_takes(kind: str, name: str):
+    values = {
+        "model": {"path": MODEL},
+        name: {"parallel": {"tensor": 2}, "max_tokens_per_micro_batch": 4096},
+        "data": {"train_files": "train.jsonl", "train_batch_size": 64, "max_length": 2048},
+        "trainer": {"kind": kind, "output_dir": "out"},
+    }
+    plan, gpu = plan_run(Config.model_validate(values), 8), GPUS["h100"]
+    cluster = Cluster(gpu.memory)
+    memory = MemoryEstimate(plan, cluster)
+    assert list(TimeEstimate(memory, gpu).seconds) == [f"update_{name}"]
+    assert memory.fullest.peak[1] == f"update_{name}"
+    rows = 2 if kind == "reward_model" else 1
+    assert plan.batch_splits[name].trajectories == 64 * rows
+    assert plan.batch_splits[name].micro_batches[1] == 16 // 2 * rows
+    assert f"\n  {name}:\n    parallel:" in suggestions(plan, cluster, gpu)
