@@ -87,11 +87,19 @@ class LatentAttention:
 
 @dataclass(frozen=True, config=CHECKED)
 class Rope:
-    """Rotary positions: base period, kind of scaling, and the numbers of that kind by their names in config.json."""
+    """Rotary positions.
+
+    Attributes:
+        base: base period.
+        kind: of scaling.
+        numbers: of that kind, by their names in config.json.
+        part: part of each head, from its beginning, that is rotated; latent attention names its own.
+    """
 
     base: Positive
     kind: str
     numbers: Mapping[str, int | float]
+    part: Annotated[float, Field(gt=0, le=1)] = 1.0
 
 
 @dataclass(frozen=True, config=CHECKED)
@@ -105,6 +113,8 @@ class Architecture:
         head_dim: size of a head, if it is not `hidden_size` / `num_heads`.
         ffn_size: inner size of the layers without experts.
         tied: the output layer is the embedding.
+        qkv_bias: queries, keys and values have a bias.
+        qk_layernorm: queries and keys have a norm in each head.
         sliding_window: tokens that some layer attends to at most; None where nothing limits them.
         num_further_layers: layers after the last one, which predict further tokens and are not loaded.
         head: what reads the last hidden states.
@@ -132,6 +142,8 @@ class Architecture:
     experts: Experts | None
     latent: LatentAttention | None
     tied: bool
+    qkv_bias: bool
+    qk_layernorm: bool
     sliding_window: int | None
     num_further_layers: int
     raw_config: Mapping[str, Any] = field(repr=False)

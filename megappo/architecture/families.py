@@ -1,7 +1,7 @@
 """The model families that are supported, by the first of `architectures` in config.json. Data only."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from megappo.table import Table
@@ -70,9 +70,12 @@ class Family:
     """Differences of a decoder from Llama.
 
     Attributes:
+        qkv_bias, qk_layernorm: True, False, or the key of config.json that sets it.
         sliding_window: the window of config.json, if it has one, is on; else only `use_sliding_window` switches it on.
         experts: None for a dense model.
         rope_theta: rotary base where config.json is silent.
+        rotary_part: part of each head that has rotary positions, where config.json has no `partial_rotary_factor`; None
+            = the whole head, and the key is not supported.
         latent_attention: keys and values are made of one latent vector for all heads, queries perhaps of another
             (multi-head latent attention, DeepSeek-V2's report, section 2.1).
         only: further keys of config.json with the values that are supported (see `parsing.ONLY`); an absent key
@@ -80,11 +83,12 @@ class Family:
         ignores: further keys of config.json without effect (see `parsing.WITHOUT_EFFECT`).
     """
 
-    qkv_bias: bool = False
-    qk_layernorm: bool = False
+    qkv_bias: bool | str = False
+    qk_layernorm: bool | str = False
     sliding_window: bool = False
     experts: ExpertFormat | None = None
     rope_theta: float = 10000.0
+    rotary_part: float | None = None
     latent_attention: bool = False
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     ignores: tuple[str, ...] = ()
@@ -95,33 +99,44 @@ class Family:
         return LATENT_SCALINGS if self.latent_attention else SCALINGS
 
 
-def _deepseek(renormalizes: bool, scores: str, methods: tuple[str, ...], **experts: Any) -> Family:
+_MIXTRAL = ExpertFormat(
+    ffn="intermediate_size", block="block_sparse_moe", gate="w1", up="w3", down="w2", renormalizes=True
+)
+_QWEN2_MOE = ExpertFormat(shared="shared_expert", shared_ffn=("shared_expert_intermediate_size",), shared_gated=True)
+_DEEPSEEK_V3 = ExpertFormat(
+    count=("n_routed_experts",),
+    dense_layers="first_k_dense_replace",
+    renormalizes=True,
+    scaling="routed_scaling_factor",
+    router_bias=True,
+    fp32_router=True,
+    shared="shared_experts",
+    shared_ffn=("moe_intermediate_size", "n_shared_experts"),
+    groups_rated_by=2,
+)
+_DEEPSEEK_V2 = replace(
+    _DEEPSEEK_V3,
+    renormalizes=False,
+    router_bias=False,
+    groups_rated_by=1,
+    grouping_method="group_limited_greedy",
+)
+
+
+def _deepseek(experts: ExpertFormat, scores: str, methods: tuple[str, ...]) -> Family:
     return Family(
         latent_attention=True,
-        experts=ExpertFormat(
-            count=("n_routed_experts",),
-            dense_layers="first_k_dense_replace",
-            renormalizes=renormalizes,
-            scaling="routed_scaling_factor",
-            fp32_router=True,
-            shared="shared_experts",
-            shared_ffn=("moe_intermediate_size", "n_shared_experts"),
-            **experts,
-        ),
+        experts=experts,
         only={
             "rope_interleave": (True,),
             "scoring_func": (scores,),
             "topk_method": methods,
-            "norm_topk_prob": (renormalizes,),
+            "norm_topk_prob": (experts.renormalizes,),
         },
         ignores=("ep_size", "seq_aux", "qk_head_dim", "n_group", "topk_group"),
     )
 
 
-_MIXTRAL = ExpertFormat(
-    ffn="intermediate_size", block="block_sparse_moe", gate="w1", up="w3", down="w2", renormalizes=True
-)
-_QWEN2_MOE = ExpertFormat(shared="shared_expert", shared_ffn=("shared_expert_intermediate_size",), shared_gated=True)
 FAMILIES = Table(
     "model family",
     {
@@ -134,14 +149,17 @@ FAMILIES = Table(
         ),
         "Qwen2MoeForCausalLM": Family(qkv_bias=True, experts=_QWEN2_MOE),
         "Qwen3MoeForCausalLM": Family(qk_layernorm=True, experts=ExpertFormat()),
-        "DeepseekV2ForCausalLM": _deepseek(
-            False,
-            "softmax",
-            ("greedy", "group_limited_greedy"),
-            groups_rated_by=1,
-            grouping_method="group_limited_greedy",
+        # GLM-4.5 to 4.7: the layers of Qwen3, the experts of DeepSeek-V3
+        "Glm4MoeForCausalLM": Family(
+            qkv_bias="attention_bias",
+            qk_layernorm="use_qk_norm",
+            rotary_part=0.5,
+            experts=_DEEPSEEK_V3,
+            only={"norm_topk_prob": (True,)},
+            ignores=("n_group", "topk_group"),
         ),
-        "DeepseekV3ForCausalLM": _deepseek(True, "sigmoid", ("noaux_tc",), router_bias=True, groups_rated_by=2),
+        "DeepseekV2ForCausalLM": _deepseek(_DEEPSEEK_V2, "softmax", ("greedy", "group_limited_greedy")),
+        "DeepseekV3ForCausalLM": _deepseek(_DEEPSEEK_V3, "sigmoid", ("noaux_tc",)),
     },
 )
 

@@ -285,13 +285,13 @@ def padded_vocab_size(vocab_size: int, tensor: int) -> int:
 
 def _layer_table(architecture: Architecture, experts: ExpertFormat | None, num_experts: int) -> str:
     """Return the table of a layer with or without experts."""
-    latent, family, table = architecture.latent, architecture.family, NORMS
+    latent, table = architecture.latent, NORMS
     if latent:
         table += (QUERY if latent.q_rank is None else LATENT_QUERY) + LATENT_ATTENTION
     else:
         table += ATTENTION
-        table += QKV_BIAS if family.qkv_bias else ""
-        table += QK_NORMS if family.qk_layernorm else ""
+        table += QKV_BIAS if architecture.qkv_bias else ""
+        table += QK_NORMS if architecture.qk_layernorm else ""
     table += _expert_table(experts, num_experts) if experts else MLP
     if architecture.lora:
         table += _adapter_table(table, architecture, architecture.lora)

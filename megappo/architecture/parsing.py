@@ -21,6 +21,7 @@ from megappo.architecture.model_folder import CONFIG_FILE, INDEX, SINGLE, first_
 from megappo.config.config_error import ConfigError, shorten
 from megappo.config.sources import TextFileError
 
+ROTARY_PART = "partial_rotary_factor"
 ROPE_KEYS = """
     rope_type type rope_theta factor low_freq_factor high_freq_factor original_max_position_embeddings beta_fast
     beta_slow attention_factor mscale mscale_all_dim truncate
@@ -154,10 +155,12 @@ def parse(raw: Mapping[str, Any], file: Path, head: HeadKind = "policy") -> Arch
         **{size: values[key] for size, key in SIZES.items()},
         num_kv_heads=values.get("num_key_value_heads", values["num_attention_heads"]),
         head_dim=values.get("head_dim"),
-        rope=_rope(rope, family, values.get("rope_theta", family.rope_theta)),
+        rope=_rope(rope, values, family),
         experts=_experts(values, family.experts) if family.experts else None,
         latent=LatentAttention(**latent) if family.latent_attention else None,
         tied=values.get("tie_word_embeddings", False),  # Hugging Face's default
+        qkv_bias=_is_on(family.qkv_bias, values),
+        qk_layernorm=_is_on(family.qk_layernorm, values),
         sliding_window=values.get("sliding_window") or None if window_is_on else None,
         num_further_layers=values.get("num_nextn_predict_layers") or values.get("num_mtp_layers") or 0,
         raw_config=raw,
@@ -176,6 +179,11 @@ def parse(raw: Mapping[str, Any], file: Path, head: HeadKind = "policy") -> Arch
     return architecture
 
 
+def _is_on(switch: bool | str, values: Mapping[str, Any]) -> bool:
+    """Return a switch of a family, which may be the name of a key of config.json."""
+    return values.get(switch, False) if isinstance(switch, str) else switch
+
+
 def _contradictions(model: Architecture) -> Iterator[str]:
     """Yield sizes that no model can have together."""
     heads, shared, experts = model.num_heads, model.num_kv_heads, model.experts
@@ -186,8 +194,9 @@ def _contradictions(model: Architecture) -> Iterator[str]:
         yield f"num_key_value_heads {shared} does not divide num_attention_heads {heads}"
     if not model.latent and not model.head_dim and model.hidden_size % heads:
         yield f"num_attention_heads {heads} does not divide hidden_size {model.hidden_size}, and head_dim is not set"
-    elif size % 2:
-        yield f"{name} is {size}, but rotary positions need an even one"
+    elif size * model.rope.part % 2:
+        part = "" if model.rope.part == 1 else f"{model.rope.part:g} of "
+        yield f"{part}{name} is {size * model.rope.part:g}, but rotary positions need an even one"
     if experts and experts.top_k > experts.count:
         yield f"num_experts_per_tok {experts.top_k} is more than the {experts.count} experts"
     if experts and experts.groups and experts.count % experts.groups[0]:
@@ -236,8 +245,10 @@ def _experts(values: Mapping[str, Any], experts: ExpertFormat) -> Experts:
 def _unsupported(values: Mapping[str, Any], architecture: Architecture) -> Iterator[str]:
     """Yield the keys of config.json whose values are not supported."""
     family = architecture.family
-    only = {**ONLY, "qkv_bias": (family.qkv_bias,), "use_qk_norm": (family.qk_layernorm,)}
+    only = {**ONLY, "qkv_bias": (architecture.qkv_bias,), "use_qk_norm": (architecture.qk_layernorm,)}
+    only |= {switch: (False, True) for switch in (family.qkv_bias, family.qk_layernorm) if isinstance(switch, str)}
     only |= ONLY_OF_EXPERTS if family.experts else {}
+    only |= {} if family.rotary_part is None else {ROTARY_PART: (architecture.rope.part,)}
     only |= family.only
     yield from (key for key, supported in only.items() if key in values and values[key] not in supported)
     # A window is at least as long as any row.
@@ -292,7 +303,7 @@ def _rope_section(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
         for key, value in {**section, "rope_type": kind, "type": None}.items():
             if value is not None and rope.setdefault(key, value) != value:
                 conflicts.append(f"several values of {key} ({rope[key]}, {value})")
-    for key in ("rope_theta", "original_max_position_embeddings"):
+    for key in ("rope_theta", ROTARY_PART, "original_max_position_embeddings"):
         if key in rope and values.get(key, rope[key]) != rope[key]:
             conflicts.append(f"several values of {key} ({values[key]}, {rope[key]})")
     return {"rope_type": "default"} | rope, conflicts
@@ -302,9 +313,11 @@ def _unsupported_rope(rope: Mapping[str, Any], family: Family) -> Iterator[str]:
     """Yield why rotary positions are not supported."""
     scalings, kind = family.rope_scalings, rope["rope_type"]
     is_lacking = any(name not in rope for name in scalings.get(kind, ()))
-    if kind not in scalings or is_lacking or any(_uncomputed(rope, ROPE_KEYS.split())):
+    computed = [*ROPE_KEYS.split(), *([] if family.rotary_part is None else [ROTARY_PART])]
+    if kind not in scalings or is_lacking or any(_uncomputed(rope, computed)):
         needs = [f"{name} ({', '.join(numbers)})" if numbers else name for name, numbers in scalings.items()]
-        yield f"; supported are, over the whole head, {'; '.join(needs)}"
+        where = "" if family.rotary_part else "over the whole head, "
+        yield f"; supported are, {where}{'; '.join(needs)}"
     elif kind == "yarn":
         is_scaled = bool(rope.get("mscale")), bool(rope.get("mscale_all_dim"))
         if "attention_factor" in rope or rope.get("truncate") is False or is_scaled[0] != is_scaled[1]:
@@ -314,10 +327,13 @@ def _unsupported_rope(rope: Mapping[str, Any], family: Family) -> Iterator[str]:
             )
 
 
-def _rope(rope: Mapping[str, Any], family: Family, base: float) -> Rope:
-    kind = rope["rope_type"]
+def _rope(rope: Mapping[str, Any], values: Mapping[str, Any], family: Family) -> Rope:
+    kind, part = rope["rope_type"], 1.0
+    if family.rotary_part is not None:
+        part = rope.get(ROTARY_PART, values.get(ROTARY_PART, family.rotary_part))
     numbers = {name: rope[name] for name in family.rope_scalings.get(kind, ()) if name in rope}
     if kind == "yarn":
         numbers |= {"beta_fast": rope.get("beta_fast", 32), "beta_slow": rope.get("beta_slow", 1)}
         numbers |= {"mscale": rope.get("mscale") or 1.0, "mscale_all_dim": rope.get("mscale_all_dim") or 0.0}
-    return Rope(base=rope.get("rope_theta", base), kind=kind, numbers=numbers)
+    base = rope.get("rope_theta", values.get("rope_theta", family.rope_theta))
+    return Rope(base=base, kind=kind, numbers=numbers, part=part)

@@ -226,7 +226,7 @@ class PlacedModel:
             between += (latent.q_rank or 0) + latent.kv_rank
             cut = 2 * heads * (latent.plain_size + latent.rope_size + latent.v_size)
         else:
-            copies = 3 if architecture.family.qk_layernorm else 2
+            copies = 3 if architecture.qk_layernorm else 2
             cut = copies * (heads + architecture.num_kv_heads) * architecture.head_size
         if layer < architecture.num_dense_layers:
             cut += 3 * architecture.ffn_size

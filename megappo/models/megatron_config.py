@@ -103,8 +103,8 @@ def _attention_arguments(architecture: Architecture) -> dict[str, Any]:
     return {
         "num_query_groups": architecture.num_kv_heads,
         "kv_channels": architecture.head_size,
-        "add_qkv_bias": architecture.family.qkv_bias,
-        "qk_layernorm": architecture.family.qk_layernorm,
+        "add_qkv_bias": architecture.qkv_bias,
+        "qk_layernorm": architecture.qk_layernorm,
     }
 
 
@@ -206,4 +206,5 @@ def gpt_arguments(architecture: Architecture, tensor: int) -> dict[str, Any]:
         "share_embeddings_and_output_weights": architecture.ties_output,
         "position_embedding_type": "rope",
         "rotary_base": architecture.rope.base,
+        "rotary_percent": architecture.rope.part,
     }

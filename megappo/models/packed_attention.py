@@ -77,8 +77,8 @@ class PackedAttention(torch.nn.Module):
             key: [T, groups, D], groups divides heads (grouped-query attention).
             value: as key, of any size: [T, groups, D'].
             attention_mask: None: each sequence is causal.
-            attention_bias: no bias, but the angles [positions, 1, 1, D] by which to rotate query and key, the same in
-                either half of D; None where they are rotated already.
+            attention_bias: no bias, but the angles [positions, 1, 1, R] by which to rotate the first R numbers of query
+                and key, the same in either half of R; None where they are rotated already.
         Returns:
             [T, heads * D'].
         """
@@ -154,6 +154,9 @@ def whole_pack(share: Tensor, cu_seqlens: Tensor, group: dist.ProcessGroup) -> T
 
 
 def _rotated(vectors: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Rotate each pair (i, i + D / 2) of the vectors [T, heads, D] by the angles of [T, 1, D]."""
+    """Rotate each pair (i, i + R / 2) of the first R numbers of vectors [T, heads, D] by the angles of [T, 1, R]."""
+    size = cosine.shape[-1]
+    if size < vectors.shape[-1]:
+        return torch.cat((_rotated(vectors[..., :size], cosine, sine), vectors[..., size:]), dim=-1)
     first, second = vectors.chunk(2, dim=-1)
     return vectors * cosine + torch.cat((-second, first), dim=-1) * sine

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from spawn import run_ranks
 from tiny_models import build, hf_folder, hf_model, inputs, outputs, run, sequences
-from tiny_shapes import DEEPSEEK_V2, DEEPSEEK_V3, EXPERTS, PLAIN_ROPE, SHAPE, VOCAB_SIZE
+from tiny_shapes import DEEPSEEK_V2, DEEPSEEK_V3, EXPERTS, GLM4_MOE, PLAIN_ROPE, SHAPE, VOCAB_SIZE
 
 from megappo.architecture.families import FAMILIES, Family, HeadKind
 from megappo.architecture.parameters import padded_vocab_size, stage_sizes
@@ -59,6 +59,16 @@ MIXTURES = {
     ),
     "qwen3 moe": ("qwen3_moe", EXPERTS | {"head_dim": 16, "norm_topk_prob": True}),
     "qwen3 moe, one of them": ("qwen3_moe", EXPERTS | {"num_experts_per_tok": 1}),
+    "glm4 moe": ("glm4_moe", GLM4_MOE),
+    "glm4 moe, a whole head rotates": (
+        "glm4_moe",
+        GLM4_MOE | {"partial_rotary_factor": 1.0, "attention_bias": False, "use_qk_norm": False, "n_shared_experts": 2},
+    ),
+    "glm4 moe, linear rope": (
+        "glm4_moe",
+        GLM4_MOE
+        | {"rope_parameters": {**PLAIN_ROPE, "rope_type": "linear", "factor": 3.0}, "n_group": 4, "topk_group": 1},
+    ),
     "deepseek v2": ("deepseek_v2", DEEPSEEK_V2),
     "deepseek v2 lite": ("deepseek_v2", DEEPSEEK_V2 | {"q_lora_rank": None, "first_k_dense_replace": 0}),
     "deepseek v2, best of each group": (

@@ -15,7 +15,7 @@ from saved import save_checkpoint
 from slow import slow_ones
 from spawn import run_ranks
 from tiny_models import hf_folder
-from tiny_shapes import DEEPSEEK_V2, DEEPSEEK_V3, EXPERTS
+from tiny_shapes import DEEPSEEK_V2, DEEPSEEK_V3, EXPERTS, GLM4_MOE
 
 from megappo.architecture.parsing import read_architecture
 from megappo.batch.exchange import Exchange
@@ -199,6 +199,7 @@ def test_rows_of_any_length_are_shared_out(name: str, tmp_path: Path) -> None:
 MIXTURES = {
     "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 24},
     "qwen3_moe": EXPERTS | {"norm_topk_prob": True, "tie_word_embeddings": True},
+    "glm4_moe": GLM4_MOE,
     "deepseek_v2": DEEPSEEK_V2 | {"q_lora_rank": None},
     "deepseek_v3": DEEPSEEK_V3,
 }

@@ -35,6 +35,10 @@ MODELS = {
         **{"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "norm_topk_prob": True},
         **{"num_key_value_heads": 1, "head_dim": 12, "vocab_size": 31},
     },
+    "glm4_moe": {
+        **{"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "first_k_dense_replace": 1},
+        **{"attention_bias": True, "use_qk_norm": True, "head_dim": 16, "vocab_size": 27, "num_mtp_layers": 0},
+    },
 }
 MODELS["llama"]["rope_parameters"] = {
     **{"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 8},
@@ -51,6 +55,7 @@ LAYOUTS = {
     ),
     "mixtral": ("{tensor: 2, sequence: true, expert: 2}", "{pipeline: 2, pipeline_split: [1, 2]}"),
     "qwen3_moe": ("{tensor: 1, expert: 2}", "{pipeline: 1, context: 2, expert_tensor: 2}"),
+    "glm4_moe": ("{tensor: 1, expert: 2}", "{pipeline: 2, pipeline_split: [1, 2]}"),
 }
 
 

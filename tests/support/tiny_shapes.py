@@ -42,11 +42,24 @@ LATENT = {
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 500.0}
 DEEPSEEK_V2 = LATENT | {"topk_method": "greedy", "scoring_func": "softmax", "norm_topk_prob": False}
 DEEPSEEK_V3 = LATENT | {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True}
+GLM4_MOE = {
+    "head_dim": 16,
+    "partial_rotary_factor": 0.5,
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 1.7,
+}
 TWO_LAYERS = {"num_hidden_layers": 2}
 MIXTURES = {
     "mixtral": TWO_LAYERS | {"num_local_experts": 4},
     "qwen2_moe": TWO_LAYERS | EXPERTS | {"shared_expert_intermediate_size": 40},
     "qwen3_moe": TWO_LAYERS | EXPERTS,
+    "glm4_moe": TWO_LAYERS | GLM4_MOE,
     "deepseek_v2": TWO_LAYERS | DEEPSEEK_V2,
     "deepseek_v3": TWO_LAYERS | DEEPSEEK_V3,
 }

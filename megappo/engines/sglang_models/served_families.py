@@ -1,6 +1,7 @@
 """SGLang's own classes of the families that can be trained: see `megappo.architecture.families`."""
 
 from sglang.srt.models.deepseek_v2 import DeepseekV2ForCausalLM, DeepseekV3ForCausalLM
+from sglang.srt.models.glm4_moe import Glm4MoeForCausalLM
 from sglang.srt.models.llama import LlamaForCausalLM
 from sglang.srt.models.mistral import MistralForCausalLM
 from sglang.srt.models.mixtral import MixtralForCausalLM
@@ -10,6 +11,6 @@ from sglang.srt.models.qwen3 import Qwen3ForCausalLM
 from sglang.srt.models.qwen3_moe import Qwen3MoeForCausalLM
 
 EntryClass = [
-    *(DeepseekV2ForCausalLM, DeepseekV3ForCausalLM, LlamaForCausalLM, MistralForCausalLM, MixtralForCausalLM),
-    *(Qwen2ForCausalLM, Qwen2MoeForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM),
+    *(DeepseekV2ForCausalLM, DeepseekV3ForCausalLM, Glm4MoeForCausalLM, LlamaForCausalLM, MistralForCausalLM),
+    *(MixtralForCausalLM, Qwen2ForCausalLM, Qwen2MoeForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM),
 ]
