@@ -365,6 +365,8 @@ def uses_of(specs: Mapping[str, ComponentSpec]) -> dict[str, dict[str, DeviceUse
 
 
 def exported(specs: Mapping[str, ComponentSpec]) -> tuple[str, ...]:
-    """Return the models that a run writes as Hugging Face folders at its end: those of the table that are trained."""
+    """Return the models that a run writes as Hugging Face folders at its end: those of the table that are trained; the
+    first of them if none is."""
     names = [name for name in ("actor", "critic", "reward_model") if name in specs]
-    return tuple(name for name in names if specs[name].training is not None) or ("actor",)
+    trained = [name for name in names if specs[name].training is not None]
+    return tuple(trained or names[:1])

@@ -8,6 +8,7 @@ import pytest
 from megappo.config.checks import config_errors
 from megappo.config.describe import keys
 from megappo.config.loading import load_config
+from megappo.config.model_sections import RewardModel
 from megappo.config.schema import Actor, Algorithm, Config, Critic, Reward
 from megappo.config.values import ReadIf
 
@@ -96,7 +97,7 @@ def test_every_condition_names_keys_that_there_are(run_folder):
     assert len(conditions) > 30
     for condition in conditions:
         assert {condition.switch, *condition.others} <= known and condition.is_read(config) in (True, False)
-        assert set(condition.always) <= set(Critic.model_fields)
+        assert set(condition.always) <= {*Critic.model_fields, *RewardModel.model_fields}
 
 
 def test_a_method_reads_keys_of_its_section():

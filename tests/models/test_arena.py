@@ -50,7 +50,7 @@ class Model:
         self.weights = [torch.randint(0, 200, (size,), dtype=torch.uint8) for size in sizes]
         self.optimizer = [torch.randint(0, 200, (3 * size,), dtype=torch.uint8) for size in sizes]
 
-    def storages(self) -> dict[str, list[torch.UntypedStorage]]:
+    def storages(self, base: None) -> dict[str, list[torch.UntypedStorage]]:
         kinds = {"weights": self.weights, "gradients": [], "optimizer": self.optimizer}
         return {kind: [tensor.untyped_storage() for tensor in tensors] for kind, tensors in kinds.items()}
 
