@@ -28,8 +28,10 @@ def test_it_loads_and_plans(path, tmp_path, monkeypatch):
     missing = (
         "model.path: no folder ",
         "critic.model_path: no folder ",
+        "reward_model.model_path: no folder ",
         "data.train_files: no ",
         "data.val_files: no ",
+        "eval.datasets.truth.files: no ",
     )
     errors = [error.split(": ", 1) for error in check_run(config, world_size)[1]]
     assert {Path(place.rpartition(":")[0]) for place, _ in errors} <= set(SHIPPED)
