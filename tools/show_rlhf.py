@@ -5,21 +5,21 @@
 A run's folder is named below; metrics.jsonl in it has the figures. Prints a table, and writes proxy.svg.
 """
 
-import json
 import sys
 from pathlib import Path
 from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import svg
+
+from megappo.observe.metrics_file import read_metrics
 
 RUNS = {"ppo": "with a KL penalty", "ppo_without_kl": "without"}
 """Folder of a run of PPO -> its name in the table and the plot."""
 PROXY, TRUTH = "val/val/score/mean", "val/truth/score/mean"
 """Metrics of held-out prompts: the learned reward, and the share that the hidden rule calls right."""
-WIDTH, HEIGHT, MARGIN = 560, 320, 48
-COLOURS = ("#4269d0", "#ef8e3b")
-STYLE = """<style>
-  .ground { fill: #f6f8fa } text:not([fill]) { fill: #1f2328 }
-  @media (prefers-color-scheme: dark) { .ground { fill: #161b22 } text:not([fill]) { fill: #e6edf3 } }
-</style>"""
 
 
 class Point(NamedTuple):
@@ -30,19 +30,14 @@ class Point(NamedTuple):
     truth: float
 
 
-def lines_of(run: Path) -> list[dict[str, float]]:
-    """Return the metrics of a run's steps."""
-    return list(map(json.loads, (run / "metrics.jsonl").read_text().splitlines()))
-
-
 def points_of(run: Path) -> list[Point]:
     """Return a run's evaluations."""
-    return [Point(line["step"], line[PROXY], line[TRUTH]) for line in lines_of(run) if TRUTH in line]
+    return [Point(line["step"], line[PROXY], line[TRUTH]) for line in read_metrics(run) if TRUTH in line]
 
 
 def table(folder: Path, runs: dict[str, list[Point]]) -> str:
     """Return the figures of the reward model and of each run of PPO."""
-    *_, judge = [line for line in lines_of(folder / "reward_model") if "val/preferences_val/accuracy" in line]
+    *_, judge = [line for line in read_metrics(folder / "reward_model") if "val/preferences_val/accuracy" in line]
     accuracy, error = (judge[f"val/preferences_val/{name}"] for name in ("accuracy", "calibration_error"))
     lines = [f"reward model  right order of {accuracy:.1%} of held-out pairs, calibration error {error:.3f}"]
     for name, points in runs.items():
@@ -59,29 +54,22 @@ def plot(runs: dict[str, list[Point]]) -> str:
     proxies = [point.proxy for points in runs.values() for point in points]
     lowest, span = min(proxies), max(max(proxies) - min(proxies), 1e-6)
 
-    def at(proxy: float, truth: float) -> tuple[float, float]:
-        x = MARGIN + (WIDTH - 2 * MARGIN) * (proxy - lowest) / span
-        return round(x, 1), round(HEIGHT - MARGIN - (HEIGHT - 2 * MARGIN) * truth, 1)
+    def at(proxy: float, truth: float) -> svg.Point:
+        return svg.place((proxy - lowest) / span, truth)
 
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
-        'font-size="12">',
-        STYLE,
-        f'<rect class="ground" width="{WIDTH}" height="{HEIGHT}"/>',
-        f'<text x="{WIDTH / 2}" y="{HEIGHT - 8}" text-anchor="middle">learned reward of held-out answers</text>',
-        f'<text x="4" y="{MARGIN - 24}">right by the hidden rule</text>',
-    ]
+    parts = [f'<text x="4" y="{svg.MARGIN - 24}">right by the hidden rule</text>']
     for proxy in (lowest, lowest + span):
-        parts.append(f'<text x="{at(proxy, 0)[0]}" y="{HEIGHT - MARGIN + 18}" text-anchor="middle">{proxy:.1f}</text>')
+        x, y = at(proxy, 0)
+        parts.append(f'<text x="{x}" y="{y + 18}" text-anchor="middle">{proxy:.1f}</text>')
     for truth in (0.0, 0.5, 1.0):
         parts.append(f'<text x="4" y="{at(lowest, truth)[1] + 4}">{truth:.0%}</text>')
     for number, (name, points) in enumerate(runs.items()):
-        colour, places = COLOURS[number], [at(point.proxy, point.truth) for point in points]
-        joined = " ".join(f"{x},{y}" for x, y in places)
-        parts.append(f'<polyline points="{joined}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        colour, places = svg.COLOURS[number], [at(point.proxy, point.truth) for point in points]
+        parts.append(svg.line(places, colour))
         parts += [f'<circle cx="{x}" cy="{y}" r="3" fill="{colour}"/>' for x, y in places]
-        parts.append(f'<text x="{MARGIN + 180 + 150 * number}" y="{MARGIN - 24}" fill="{colour}">{RUNS[name]}</text>')
-    return "\n".join([*parts, "</svg>"]) + "\n"
+        left = svg.MARGIN + 180 + 150 * number
+        parts.append(f'<text x="{left}" y="{svg.MARGIN - 24}" fill="{colour}">{RUNS[name]}</text>')
+    return svg.figure("learned reward of held-out answers", parts)
 
 
 def main() -> None:

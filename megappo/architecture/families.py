@@ -11,6 +11,7 @@ HeadKind = Literal["policy", "value", "policy_value"]
 both side by side (a shared backbone)."""
 REWARD_MODELS = ("ForTokenClassification", "ForSequenceClassification")
 LANGUAGE_MODEL = "ForCausalLM"
+ROTARY_PART = "partial_rotary_factor"
 SCALINGS = {
     "default": (),
     "linear": ("factor",),
@@ -94,6 +95,11 @@ class Family:
     ignores: tuple[str, ...] = ()
 
     @property
+    def rope_keys(self) -> tuple[str, ...]:
+        """Further keys of rotary positions that are read."""
+        return () if self.rotary_part is None else (ROTARY_PART,)
+
+    @property
     def rope_scalings(self) -> Mapping[str, tuple[str, ...]]:
         """Kinds of scaled rotary positions that are computed, and the numbers that each takes."""
         return LATENT_SCALINGS if self.latent_attention else SCALINGS
@@ -156,7 +162,6 @@ FAMILIES = Table(
             rotary_part=0.5,
             experts=_DEEPSEEK_V3,
             only={"norm_topk_prob": (True,)},
-            ignores=("n_group", "topk_group"),
         ),
         "DeepseekV2ForCausalLM": _deepseek(_DEEPSEEK_V2, "softmax", ("greedy", "group_limited_greedy")),
         "DeepseekV3ForCausalLM": _deepseek(_DEEPSEEK_V3, "sigmoid", ("noaux_tc",)),

@@ -12,6 +12,7 @@ from pydantic_core import ErrorDetails
 from megappo.architecture.architecture import Architecture, Experts, LatentAttention, Rope
 from megappo.architecture.families import (
     FAMILIES,
+    ROTARY_PART,
     ExpertFormat,
     Family,
     HeadKind,
@@ -21,7 +22,6 @@ from megappo.architecture.model_folder import CONFIG_FILE, INDEX, SINGLE, first_
 from megappo.config.config_error import ConfigError, shorten
 from megappo.config.sources import TextFileError
 
-ROTARY_PART = "partial_rotary_factor"
 ROPE_KEYS = """
     rope_type type rope_theta factor low_freq_factor high_freq_factor original_max_position_embeddings beta_fast
     beta_slow attention_factor mscale mscale_all_dim truncate
@@ -248,7 +248,6 @@ def _unsupported(values: Mapping[str, Any], architecture: Architecture) -> Itera
     only = {**ONLY, "qkv_bias": (architecture.qkv_bias,), "use_qk_norm": (architecture.qk_layernorm,)}
     only |= {switch: (False, True) for switch in (family.qkv_bias, family.qk_layernorm) if isinstance(switch, str)}
     only |= ONLY_OF_EXPERTS if family.experts else {}
-    only |= {} if family.rotary_part is None else {ROTARY_PART: (architecture.rope.part,)}
     only |= family.only
     yield from (key for key, supported in only.items() if key in values and values[key] not in supported)
     # A window is at least as long as any row.
@@ -258,7 +257,8 @@ def _unsupported(values: Mapping[str, Any], architecture: Architecture) -> Itera
     if family.experts and architecture.experts:
         only |= dict.fromkeys(family.experts.count, ())
         yield from _unsupported_routing(values, family.experts, architecture.experts)
-    yield from _uncomputed(values, {*COMPUTED.split(), *_needed(values, family), *only, *family.ignores})
+    read = {*COMPUTED.split(), *_needed(values, family), *only, *family.rope_keys}
+    yield from _uncomputed(values, {*read, *family.ignores})
     kind = values.get("model_type", "").replace("_", "")  # by which transformers chooses what is computed
     if not any(kind in name.lower() for name in FAMILIES):
         yield "model_type"
@@ -313,8 +313,7 @@ def _unsupported_rope(rope: Mapping[str, Any], family: Family) -> Iterator[str]:
     """Yield why rotary positions are not supported."""
     scalings, kind = family.rope_scalings, rope["rope_type"]
     is_lacking = any(name not in rope for name in scalings.get(kind, ()))
-    computed = [*ROPE_KEYS.split(), *([] if family.rotary_part is None else [ROTARY_PART])]
-    if kind not in scalings or is_lacking or any(_uncomputed(rope, computed)):
+    if kind not in scalings or is_lacking or any(_uncomputed(rope, {*ROPE_KEYS.split(), *family.rope_keys})):
         needs = [f"{name} ({', '.join(numbers)})" if numbers else name for name, numbers in scalings.items()]
         where = "" if family.rotary_part else "over the whole head, "
         yield f"; supported are, {where}{'; '.join(needs)}"

@@ -115,7 +115,7 @@ def block_sizes(nbytes: int) -> list[int]:
     return [1 << bit for bit in reversed(range(nbytes.bit_length())) if nbytes >> bit & 1]
 
 
-def _storages(engine: MegatronEngine, base: MegatronEngine | None = None) -> dict[TensorKind, list[UntypedStorage]]:
+def _storages(engine: MegatronEngine, base: MegatronEngine | None) -> dict[TensorKind, list[UntypedStorage]]:
     """Return each storage on the device once, without those of the base; one that serves several kinds under the first
     of them."""
     by_kind: dict[TensorKind, list[UntypedStorage]] = {}

@@ -3,17 +3,18 @@
 import json
 import math
 import re
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
+from example_runs import finish, megappo, write_config
 from program import OF_CLOCKS, Program, logged
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-COMMAND, PPO = ((sys.executable, "-m", "megappo", name) for name in ("reward-model", "train"))
+COMMAND, PPO = megappo("reward-model"), megappo("train")
+run = partial(finish, command=COMMAND)
 
 
 @pytest.fixture(scope="session")
@@ -24,27 +25,8 @@ def pairs_config(config: Path) -> Path:
         prompts = [json.loads(line)["prompt"] for line in (folder / f"{name}.jsonl").read_text().splitlines()]
         pairs = [{"prompt": one, "chosen": "7" * (1 + i % 3), "rejected": one[:2]} for i, one in enumerate(prompts)]
         (folder / f"{name}_pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    settings = {
-        "model": {"path": str(folder / "model"), "dtype": "fp32"},
-        "reward_model": {"parallel": {"tensor": 2}, "optim": {"lr": 1e-2}, "max_tokens_per_micro_batch": 64},
-        "data": {
-            "train_files": str(folder / "train_pairs.jsonl"),
-            "val_files": str(folder / "held_out_pairs.jsonl"),
-            "train_batch_size": 8,
-            "max_length": 12,
-            "shuffle": False,
-        },
-        "trainer": {"kind": "reward_model", "total_steps": 4, "save_interval": 2, "eval_interval": 2},
-    }
-    path = folder / "pairs.yaml"
-    path.write_text(yaml.safe_dump(settings))
-    return path
-
-
-def run(folder: Path, config: Path, name: str, *overrides: str, command: tuple[str, ...] = COMMAND) -> Path:
-    with Program(folder / "program", config, f"trainer.output_dir={folder / name}", *overrides, command=command) as one:
-        assert one.wait() == 0, one.output
-    return folder / name
+    files = [folder / f"{name}_pairs.jsonl" for name in ("train", "held_out")]
+    return write_config(folder / "pairs.yaml", "reward_model", "reward_model", 64, files)
 
 
 @pytest.fixture(scope="session")

@@ -3,18 +3,20 @@
 import json
 import math
 import re
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 import yaml
+from example_runs import finish, megappo, write_config
 from program import OF_CLOCKS, Program, logged
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-COMMAND = (sys.executable, "-m", "megappo", "sft")
+COMMAND = megappo("sft")
+run = partial(finish, command=COMMAND)
 
 
 @pytest.fixture(scope="session")
@@ -25,27 +27,8 @@ def sft_config(config: Path) -> Path:
         prompts = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
         lines = [json.dumps({"question": one["prompt"], "answer": one["label"]}) for one in prompts]
         (folder / f"{name}_examples.jsonl").write_text("\n".join(lines) + "\n")
-    settings = {
-        "model": {"path": str(folder / "model"), "dtype": "fp32"},
-        "actor": {"parallel": {"tensor": 2}, "optim": {"lr": 1e-2}, "max_tokens_per_micro_batch": 40},
-        "data": {
-            "train_files": str(folder / "train_examples.jsonl"),
-            "val_files": str(folder / "held_out_examples.jsonl"),
-            "train_batch_size": 8,
-            "max_length": 12,
-            "shuffle": False,
-        },
-        "trainer": {"kind": "sft", "total_steps": 4, "save_interval": 2, "eval_interval": 2},
-    }
-    path = folder / "sft.yaml"
-    path.write_text(yaml.safe_dump(settings))
-    return path
-
-
-def run(folder: Path, config: Path, name: str, *overrides: str) -> Path:
-    with Program(folder / "program", config, f"trainer.output_dir={folder / name}", *overrides, command=COMMAND) as one:
-        assert one.wait() == 0, one.output
-    return folder / name
+    files = [folder / f"{name}_examples.jsonl" for name in ("train", "held_out")]
+    return write_config(folder / "sft.yaml", "sft", "actor", 40, files)
 
 
 @pytest.fixture(scope="session")

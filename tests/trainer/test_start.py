@@ -63,7 +63,7 @@ class Peak:
 
 
 def awake_bytes(engine: MegatronEngine) -> int:
-    storages = [storage for kind in _storages(engine).values() for storage in kind]
+    storages = [storage for kind in _storages(engine, None).values() for storage in kind]
     return sum(storage.nbytes() for storage in storages if not is_nan(storage))
 
 

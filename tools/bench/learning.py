@@ -10,7 +10,6 @@ tools/make_example.py).
 """
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
@@ -18,9 +17,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from child_run import run_child
+from svg import COLOURS, HEIGHT, MARGIN, Point, figure, line, place
+
+from megappo.observe.metrics_file import read_metrics
 
 REPOSITORY = Path(__file__).parents[2]
 METHODS = {
@@ -37,12 +40,6 @@ FIXED = (
     *("actor.parallel.tensor=1", "critic.parallel.pipeline=1"),
     *("trainer.save_interval=0", "trainer.export_hf=false"),
 )
-COLOURS = ("#4269d0", "#ef8e3b", "#3ca951", "#a463f2")
-STYLE = """<style>
-  .ground { fill: #f6f8fa } text:not([fill]) { fill: #1f2328 }
-  @media (prefers-color-scheme: dark) { .ground { fill: #161b22 } text:not([fill]) { fill: #e6edf3 } }
-</style>"""
-WIDTH, HEIGHT, MARGIN = 560, 320, 48
 
 Scores = dict[tuple[str, int], list[float]]
 """(method, staleness) -> score of each seed, in percent."""
@@ -86,7 +83,7 @@ def train(task: str, folder: Path, keys: Sequence[str]) -> list[dict[str, float]
         command = [sys.executable, "-m", "megappo", "train", config, f"trainer.output_dir={folder}", *FIXED, *keys]
         if run_child(command, cwd=REPOSITORY, stdout=output, stderr=subprocess.STDOUT):
             raise SystemExit(f"the run failed: see {log}")
-    return list(map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()))
+    return read_metrics(folder)
 
 
 def held_out(line: Mapping[str, float]) -> list[float]:
@@ -109,31 +106,23 @@ def plot(scores: Scores, methods: Sequence[str], limits: Sequence[int]) -> str:
     lowest = min(map(min, scores.values()))
     span = max(max(map(max, scores.values())) - lowest, 1.0)
 
-    def at(index: int, score: float) -> tuple[float, float]:
-        x = MARGIN + (WIDTH - 2 * MARGIN) * index / max(len(limits) - 1, 1)
-        return round(x, 1), round(HEIGHT - MARGIN - (HEIGHT - 2 * MARGIN) * (score - lowest) / span, 1)
+    def at(index: int, score: float) -> Point:
+        return place(index / max(len(limits) - 1, 1), (score - lowest) / span)
 
-    size = f"{WIDTH} {HEIGHT}"
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}" font-family="sans-serif" font-size="12">',
-        STYLE,
-        f'<rect class="ground" width="{WIDTH}" height="{HEIGHT}"/>',
-        f'<text x="{WIDTH / 2}" y="{HEIGHT - 8}" text-anchor="middle">rollout.max_staleness</text>',
-    ]
+    parts = []
     for index, limit in enumerate(limits):
         parts.append(f'<text x="{at(index, 0)[0]}" y="{HEIGHT - MARGIN + 18}" text-anchor="middle">{limit}</text>')
     for score in (lowest, lowest + span):
         parts.append(f'<text x="4" y="{at(0, score)[1] + 4}">{score:.1f}</text>')
     for method, colour in zip(methods, COLOURS, strict=False):
         means = [at(index, statistics.mean(scores[method, limit])) for index, limit in enumerate(limits)]
-        points = " ".join(f"{x},{y}" for x, y in means)
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        parts.append(line(means, colour))
         for index, limit in enumerate(limits):
             for x, y in (at(index, score) for score in scores[method, limit]):
                 parts.append(f'<circle cx="{x}" cy="{y}" r="3" fill="{colour}" fill-opacity="0.5"/>')
         left = MARGIN + 110 * methods.index(method)
         parts.append(f'<text x="{left}" y="20" fill="{colour}">{method}</text>')
-    return "\n".join([*parts, "</svg>"]) + "\n"
+    return figure("rollout.max_staleness", parts)
 
 
 if __name__ == "__main__":
