@@ -36,6 +36,6 @@ def test_a_run_resumes_from_the_newest_intact_checkpoint(run):
 
 def test_a_second_run_in_the_folder_is_refused(run):
     refused, holder = (run.parent / "refused" / "output.txt").read_text(), (run.parent / "holder").read_text()
-    *progress, error = refused.splitlines()  # a slow machine reports its progress first
+    [error] = [line for line in refused.splitlines() if not re.match(r"\d\d:\d\d:\d\d  ", line)]  # without heartbeats
     assert error.startswith(f"error: command line: trainer.output_dir: {run} is in use by a run (")
-    assert f", pid {holder}, since " in error and all("config check" in line for line in progress)
+    assert f", pid {holder}, since " in error

@@ -44,8 +44,9 @@ WITHOUT_BRACES = re.compile(r"[^$\n{}]*")
 """Answer without braces, of which TeX would box only the first character: \\boxed 42$."""
 UNFINISHED = re.compile(r"\\(?:sum|prod|int|lim|[dt]?binom|gcd|lcm)(?![a-zA-Z])|(?<!\\)!")
 """Marks of unfinished calculations, which SymPy would finish: an answer may have them only if the label does."""
-TIMEOUT_SECONDS = 1
-"""Limit for reading an answer, and for comparing two: most take milliseconds, but SymPy never finishes 9^{9^{9^9}}."""
+TIMEOUT_SECONDS = 3
+"""Limit for reading an answer, and for comparing two: most take milliseconds (ten times that on a busy machine), but
+SymPy never finishes 9^{9^{9^9}}."""
 MAX_CHARACTERS = 1000
 """Longest answer that is parsed; a longer one must equal the label's text."""
 
