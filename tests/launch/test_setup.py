@@ -141,7 +141,7 @@ def set_up(tmp_path: Path, python: Path, indexes: tuple[Index, Index]) -> Callab
 
     def run(kind: str, **environment: str) -> subprocess.CompletedProcess:
         command = ["bash", repository / "launch" / "setup.sh", kind]
-        return subprocess.run(command, env=variables | environment, capture_output=True, text=True, timeout=120)
+        return subprocess.run(command, env=variables | environment, capture_output=True, text=True, timeout=240)
 
     return run
 
