@@ -84,7 +84,7 @@ BUDGETS = {
     ".": 11_550,
     "architecture": 10_430,
     "batch": 7_460,
-    "checkpoint": 7_400,
+    "checkpoint": 7_650,
     "config": 19_480,
     "data": 14_950,
     "engines": 9_480,

@@ -19,6 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from megappo.checkpoint.folders import newest_iteration
 from megappo.config.hub import cached_model
 from megappo.runtime.machine import PYTHON, for_python
 from megappo.runtime.status import STATUS
@@ -39,6 +40,7 @@ COMMANDS = {
         "Checkpoints load in any layout as they are: this only spares every rank reading parts of many files"
     ),
 }
+MEGATRON_LM = "write OUTPUT/release and latest_checkpointed_iteration.txt, which --load of Megatron-LM and slime takes"
 WITH_HF_CONFIG = ("megatron-to-hf", "verify", "reshard")
 WITH_DTYPE = {
     "hf-to-megatron": "of the result; default: the input's",
@@ -83,7 +85,8 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=description, description=description)
         command.add_argument("--input", type=_model, required=True, metavar="DIR", help="the folder to read")
         output = "the folder to compare with" if name == "verify" else "the folder to write"
-        command.add_argument("--output", type=Path, required=True, metavar="DIR", help=output)
+        kind = _model if name == "verify" else Path
+        command.add_argument("--output", type=kind, required=True, metavar="DIR", help=output)
         command.add_argument("--tensor", type=int, default=1, help="tensor-parallel ranks (default 1)")
         command.add_argument("--pipeline", type=int, default=1, help="pipeline stages (default 1)")
         command.add_argument("--expert", type=int, default=1, help="ranks that share out the experts (default 1)")
@@ -104,13 +107,15 @@ def _parser() -> argparse.ArgumentParser:
             )
         if name in WITH_DTYPE:
             command.add_argument("--dtype", choices=("fp32", "bf16"), help=WITH_DTYPE[name])
+        if name == "hf-to-megatron":
+            command.add_argument("--megatron-lm", action="store_true", help=MEGATRON_LM)
         if name in WITH_VALUE_MODEL:
             command.add_argument("--value-model", action="store_true", help=WITH_VALUE_MODEL[name])
     return parser
 
 
 def _model(text: str) -> Path:
-    return Path(cached_model(text))
+    return newest_iteration(Path(cached_model(text)))
 
 
 def layers(text: str) -> tuple[int, ...]:

@@ -26,6 +26,7 @@ from megappo.checkpoint.folders import (
     candidates,
     components_of,
     is_component,
+    newest_iteration,
     no_folder,
     read_state,
 )
@@ -41,6 +42,7 @@ Entry = tuple[str, tuple[int, ...], str]  # name, shape, dtype
 
 def describe(folder: Path) -> Iterator[str]:
     """Yield lines that describe a folder of any supported kind."""
+    folder = newest_iteration(folder)
     if not folder.is_dir():
         raise CheckpointError(no_folder(folder))
     if is_component(folder):

@@ -40,7 +40,7 @@ OTHER_FOLDERS = {
     "*.distcp": "is a component of a training checkpoint: name the run's hf_actor, or convert it (megappo convert)",
     "checkpoints/step_*": "is the output folder of a run: convert one's actor, {}/actor (megappo convert)",
     ".metadata": "is a Megatron checkpoint: convert it with megappo convert megatron-to-hf",
-    "latest_checkpointed_iteration.txt": "holds Megatron checkpoints: convert one to the Hugging Face format",
+    "latest_checkpointed_iteration.txt": "holds Megatron checkpoints: convert one with megappo convert megatron-to-hf",
     "zero_to_fp32.py": "is a DeepSpeed checkpoint: convert it to safetensors with {}",
     "fsdp_config.json": "is a checkpoint of FSDP shards: merge them into the Hugging Face format",
     "model_index.json": "holds a diffusion pipeline: choose a language model",

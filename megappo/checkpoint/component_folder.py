@@ -3,23 +3,35 @@
 from pathlib import Path
 from typing import Any
 
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import apply_factories
 from megatron.core.dist_checkpointing.validation import StrictHandling
 
 from megappo.architecture.parameters import is_adapter, padded_vocab_size
 from megappo.checkpoint.folders import CheckpointError
-from megappo.checkpoint.metadata import EMBEDDING, EXTRA_STATE, OPTIMIZER_PREFIX, ComponentInfo
+from megappo.checkpoint.metadata import EMBEDDING, EXTRA_STATE, ComponentInfo
 from megappo.checkpoint.sharded import load_sharded
 from megappo.config.config_error import listed
 from megappo.models.gpt import ModelChunks
 from megappo.models.sharding import sharded_chunks
 from megappo.placement.groups import ComponentGroups
 
+UNFUSED = {
+    ".self_attention.linear_qkv.layer_norm_": ".input_layernorm.",
+    ".mlp.linear_fc1.layer_norm_": ".pre_mlp_layernorm.",
+}
+"""Names of norms in Megatron-LM's layers without TransformerEngine, which fuses them with the next projection."""
+MORE_PREDICTIONS = "mtp."
+"""Prefix of layers for multi-token prediction, which this program does not have."""
+ROWS_MULTIPLE = 128
+"""Megatron-LM pads the vocabulary of each tensor-parallel rank to a multiple of it, by default."""
+
 
 def load_model(
     chunks: ModelChunks, groups: ComponentGroups, folder: Path, info: ComponentInfo, vocab_size: int
 ) -> None:
-    """Fill the model from a component's folder, whatever layout it was written in; an optimizer's state is not read.
+    """Fill the model from a component's folder, or a checkpoint of Megatron-LM, whatever layout it was written in. An
+    optimizer's state is not read.
 
     Args:
         info: of `folder`.
@@ -28,9 +40,13 @@ def load_model(
         CheckpointError: a tensor is missing, unknown, of another shape, or damaged.
     """
     check_vocabulary(chunks, folder, info, vocab_size)
-    state = sharded_chunks(chunks, groups)
+    state = sharded_chunks(chunks, groups, stacks_layers=not any(".layers.0." in name for name in info.model))
+    for leaf in nested_values(state):
+        for fused, unfused in UNFUSED.items():
+            if leaf.key not in info.tensors and leaf.key.replace(fused, unfused) in info.tensors:
+                leaf.key = leaf.key.replace(fused, unfused)
     apply_factories(state)
-    load_component({"model": state}, groups, folder, ignored=OPTIMIZER_PREFIX)
+    load_component({"model": state}, groups, folder, info, weights_only=True)
 
 
 def check_vocabulary(chunks: ModelChunks, folder: Path, info: ComponentInfo, vocab_size: int) -> None:
@@ -45,22 +61,28 @@ def check_vocabulary(chunks: ModelChunks, folder: Path, info: ComponentInfo, voc
             "set actor.lora as in that run, or use the run's hf_actor, which has them merged"
         )
     expected = padded_vocab_size(vocab_size, found.num_parts)
-    if found.shape[0] != expected:
+    if found.shape[0] not in (expected, vocab_size, padded_vocab_size(vocab_size, ROWS_MULTIPLE * found.num_parts)):
         raise CheckpointError(
             f"{EMBEDDING} in {folder} has {found.shape[0]} rows, but config.json's vocab_size {vocab_size} gives "
             f"{expected}: name the config.json the checkpoint was made with"
         )
 
 
-def load_component(state: dict[str, Any], groups: ComponentGroups, folder: Path, ignored: str) -> dict[str, Any]:
-    """Load `state` from the folder. The folder may also hold objects, and tensors whose names start with `ignored`.
+def load_component(
+    state: dict[str, Any], groups: ComponentGroups, folder: Path, info: ComponentInfo, *, weights_only: bool
+) -> dict[str, Any]:
+    """Load `state` from the folder. The folder may also hold objects.
 
+    Args:
+        info: of `folder`.
+        weights_only: leave out the unsharded state, an optimizer's, and layers for multi-token prediction.
     Raises:
         CheckpointError: a tensor is missing or unknown, or the folder is damaged.
     """
     strict, replicas = StrictHandling.RETURN_ALL, groups.collection.dp_cp
-    loaded, extra, absent = load_sharded(state, folder, groups.as_world, strict, replicas)
-    unknown = {name for name in extra if EXTRA_STATE not in name and not (ignored and name.startswith(ignored))}
+    loaded, extra, absent = load_sharded(state, folder, groups.as_world, strict, replicas, weights_only=weights_only)
+    wanted = [name for name in info.model if not name.startswith(MORE_PREDICTIONS)] if weights_only else info.tensors
+    unknown = {name for name in extra.intersection(wanted) if EXTRA_STATE not in name}
     missing = {name for name in absent if EXTRA_STATE not in name}
     if unknown or missing:
         found = f"missing {listed(sorted(missing))}; unknown {listed(sorted(unknown))}"

@@ -1,6 +1,7 @@
 """The contents of a component's checkpoint folder, from its metadata alone: reads no tensor and runs no code of it."""
 
 import pickle
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from megappo.checkpoint.folders import METADATA, CheckpointError
 
 OPTIMIZER_PREFIX = "optimizer."
+_OF_OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
 EMBEDDING = "embedding.word_embeddings.weight"
 EXTRA_STATE = "._extra_state"  # objects of modules that have nothing to keep
 _NAMES = {
@@ -54,7 +56,7 @@ class ComponentInfo:
     @property
     def model(self) -> dict[str, TensorInfo]:
         """The model's tensors, without the optimizer's."""
-        return {name: info for name, info in self.tensors.items() if not name.startswith(OPTIMIZER_PREFIX)}
+        return {name: info for name, info in self.tensors.items() if not _OF_OPTIMIZER.match(name)}
 
 
 def read_component(folder: Path) -> ComponentInfo:

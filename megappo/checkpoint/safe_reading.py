@@ -95,5 +95,13 @@ class SafeCommon(TorchCommonLoadStrategy):
         return torch.load(Path(checkpoint_dir, COMMON_STATE_FNAME), map_location="cpu", weights_only=True)
 
 
+class NoCommon(TorchCommonLoadStrategy):
+    """Reads no unsharded state: for weights alone. Megatron-LM pickles its command line with it."""
+
+    def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
+        """Return nothing."""
+        return {}
+
+
 # Megatron lets no caller choose its reader.
 torch_strategies._get_filesystem_reader = lambda folder, cache_metadata=False: SafeReader(folder)

@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from megappo.checkpoint.checksums import new_sum
 from megappo.checkpoint.folders import CheckpointError
-from megappo.checkpoint.safe_reading import SafeCommon
+from megappo.checkpoint.safe_reading import NoCommon, SafeCommon
 from megappo.runtime import platform
 from megappo.runtime.heartbeat import heartbeat
 
@@ -245,16 +245,22 @@ def load_sharded(
     as_world: AsWorld,
     strict: StrictHandling,
     replicas: dist.ProcessGroup | None = None,
+    *,
+    weights_only: bool = False,
 ) -> Any:
     """Load a component's folder like `dist_checkpointing.load`, without running its code; all its ranks together.
     Tensors are loaded in place.
 
     Args:
         replicas: a group whose ranks share out the reading of what several of them need; None: all of the component's.
+        weights_only: do not read the unsharded state.
     Raises:
         CheckpointError: the folder cannot be loaded into this state.
     """
-    strategies = {"sharded_strategy": _ReadOnce(replicas), "common_strategy": SafeCommon()}
+    strategies = {
+        "sharded_strategy": _ReadOnce(replicas),
+        "common_strategy": NoCommon() if weights_only else SafeCommon(),
+    }
     try:
         with as_world():
             return dist_checkpointing.load(state, str(folder), **strategies, strict=strict)

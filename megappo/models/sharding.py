@@ -37,13 +37,18 @@ def sharding_metadata(groups: ComponentGroups) -> dict[str, Any]:
     }
 
 
-def sharded_chunks(chunks: ModelChunks, groups: ComponentGroups) -> dict[str, dict[str, Any]]:
+def sharded_chunks(
+    chunks: ModelChunks, groups: ComponentGroups, *, stacks_layers: bool = True
+) -> dict[str, dict[str, Any]]:
     """Return the model as dist_checkpointing takes it, with layers numbered over the whole model.
 
     It is made of the unwrapped modules: the wrappers' own methods disagree about the prefix "module.". A model with
     adapters gives what is trained: the rest is in its folder.
+
+    Args:
+        stacks_layers: layers of one kind are one tensor, as in this program's checkpoints; or a tensor each.
     """
-    metadata = sharding_metadata(groups)
+    metadata = sharding_metadata(groups) | {"non_homogeneous_layers": not stacks_layers}
     with groups.active():
         states = {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(chunks)}
     for state, chunk in zip(states.values(), chunks, strict=True):

@@ -13,7 +13,7 @@ from megappo.architecture.model_folder import CONFIG_FILE
 from megappo.architecture.parsing import read_architecture
 from megappo.checkpoint.checksums import write_sums
 from megappo.checkpoint.component_folder import load_model
-from megappo.checkpoint.folders import components_of, is_component
+from megappo.checkpoint.folders import RELEASE, TRACKER, components_of, is_component
 from megappo.checkpoint.metadata import EMBEDDING, ComponentInfo, read_component
 from megappo.models.gpt import ModelChunks
 from megappo.weights.hf_folder import copy_companions, write_hf_files
@@ -33,10 +33,14 @@ def hf_to_megatron(args: argparse.Namespace, world: World) -> None:
     architecture = critic_architecture(args.input) if args.value_model else architecture.with_head("policy")
     dtype = args.dtype or stored_dtype(args.input)
     chunks = load_from_hf(args.input, architecture, dtype, world)
-    with world.staged(args.output) as folder:
+    with world.staged(args.output) as output:
+        folder = output / RELEASE if args.megatron_lm else output
+        world.together(lambda: folder.mkdir(exist_ok=True))
         save_model(chunks, world.groups, folder)
         if world.rank == 0:
             copy_config(args.input, folder)
+            if args.megatron_lm:
+                (output / TRACKER).write_text(RELEASE)
     world.log(f"wrote {args.output}: {described(parameters.hf_shapes(architecture), dtype)}")
 
 

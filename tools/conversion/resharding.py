@@ -17,6 +17,10 @@ from megappo.models.gpt import ModelChunks
 from megappo.models.sharding import sharded_chunks
 from megappo.placement.groups import ComponentGroups
 
+CHECKPOINT_VERSION = 3.0
+"""As Megatron-LM writes it: it takes weights without a version for those of 2019, and reorders queries, keys and
+values."""
+
 
 def head_of(info: ComponentInfo) -> HeadKind:
     """Return the kind of head that the model has."""
@@ -33,7 +37,8 @@ def has_value_bias(info: ComponentInfo) -> bool:
 
 def save_model(chunks: ModelChunks, groups: ComponentGroups, folder: Path) -> None:
     """Write the model's part of a checkpoint into an existing folder; all ranks of the component together."""
-    save_sharded({"model": sharded_chunks(chunks, groups)}, folder, groups.as_world)
+    state = {"model": sharded_chunks(chunks, groups), "checkpoint_version": CHECKPOINT_VERSION, "iteration": 0}
+    save_sharded(state, folder, groups.as_world)
 
 
 def reshard(
@@ -56,7 +61,7 @@ def reshard(
     state["optimizer_tensors"] = _optimizer_tensors(state["model"], info)
     first = torch.distributed.get_rank(groups.collection.intra_dist_opt) == 0
     state["model"] |= {name: ShardedObject.empty_from_unique_key(name) for name in info.objects if first}
-    loaded = load_component(state, groups, source, ignored="")
+    loaded = load_component(state, groups, source, info, weights_only=False)
     # The result also has the unsharded state: learning-rate schedule and optimizer settings.
     filled = {
         part: {key: replace(leaf, data=loaded[part][key]) for key, leaf in leaves.items()}
