@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import field, replace
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Self
 
@@ -103,6 +104,23 @@ class Rope:
 
 
 @dataclass(frozen=True, config=CHECKED)
+class Scales:
+    """Factors that a model multiplies by.
+
+    Attributes:
+        embedding: of embeddings.
+        attention: of the products of queries and keys; None = 1 / sqrt(size of a head).
+        blocks: of what attention and MLP add to the residual.
+        logits: of logits.
+    """
+
+    embedding: Positive = 1.0
+    attention: Positive | None = None
+    blocks: Positive = 1.0
+    logits: Positive = 1.0
+
+
+@dataclass(frozen=True, config=CHECKED)
 class Architecture:
     """A model, as its config.json describes it, and the head that is put on it.
 
@@ -112,10 +130,14 @@ class Architecture:
         file: config.json.
         head_dim: size of a head, if it is not `hidden_size` / `num_heads`.
         ffn_size: inner size of the layers without experts.
+        scales: factors in the layers and around them.
         tied: the output layer is the embedding.
         qkv_bias: queries, keys and values have a bias.
         qk_layernorm: queries and keys have a norm in each head.
         sliding_window: tokens that some layer attends to at most; None where nothing limits them.
+        windows: for each layer, True where it attends to `sliding_window` tokens at most; () where `sliding_window` is
+            a limit to rows instead, as nothing computes it.
+        local_rope_base: rotary base of the layers with a window; None = that of all.
         num_further_layers: layers after the last one, which predict further tokens and are not loaded.
         head: what reads the last hidden states.
         value_bias: a value head has a bias.
@@ -139,12 +161,15 @@ class Architecture:
     max_positions: Size
     norm_eps: Positive
     rope: Rope
+    scales: Scales
     experts: Experts | None
     latent: LatentAttention | None
     tied: bool
     qkv_bias: bool
     qk_layernorm: bool
     sliding_window: int | None
+    windows: tuple[bool, ...]
+    local_rope_base: Positive | None
     num_further_layers: int
     raw_config: Mapping[str, Any] = field(repr=False)
     head: HeadKind = "policy"
@@ -187,6 +212,15 @@ class Architecture:
     def num_dense_layers(self) -> int:
         """The first layers, which have no experts: all of a dense model's."""
         return self.experts.num_dense_layers if self.experts else self.num_layers
+
+    @property
+    def stacks(self) -> dict[str, list[str]]:
+        """Names of the matrices that are stacked by rows in the files, by the name of the stack."""
+        found = {}
+        for layer, ((block, stack), parts) in product(range(self.num_layers), self.family.fused.items()):
+            prefix = f"model.layers.{layer}.{block}."
+            found[prefix + stack] = [prefix + part for part in parts]
+        return found
 
     @property
     def ties_output(self) -> bool:

@@ -12,6 +12,7 @@ both side by side (a shared backbone)."""
 REWARD_MODELS = ("ForTokenClassification", "ForSequenceClassification")
 LANGUAGE_MODEL = "ForCausalLM"
 ROTARY_PART = "partial_rotary_factor"
+WINDOW_PATTERN, LOCAL_ROPE = "sliding_window_pattern", "rope_local_base_freq"
 SCALINGS = {
     "default": (),
     "linear": ("factor",),
@@ -73,23 +74,44 @@ class Family:
     Attributes:
         qkv_bias, qk_layernorm: True, False, or the key of config.json that sets it.
         sliding_window: the window of config.json, if it has one, is on; else only `use_sliding_window` switches it on.
+        window_pattern: every so-many-th layer attends to all tokens, the others to a window, where config.json has
+            neither `layer_types` nor `sliding_window_pattern`; None = no layer is limited to the window.
+        local_rope_theta: rotary base of the layers with a window, where config.json is silent; None = that of all.
         experts: None for a dense model.
         rope_theta: rotary base where config.json is silent.
         rotary_part: part of each head that has rotary positions, where config.json has no `partial_rotary_factor`; None
             = the whole head, and the key is not supported.
+        rope_interleaved: rotary positions rotate neighbours, (0, 1), (2, 3), ..., not the halves of a head.
+        activation: of gates, by its name in config.json.
+        tied: the output layer is the embedding, where config.json is silent.
+        norms_add_one: norms multiply by their weight plus 1.
+        norms: names of a layer's norms: of attention's input and output, of the MLP's input and output; None where
+            there is none.
+        scales: factor of `Scales` -> key of config.json and the power of its value.
+        fused: block and matrix that the files have -> the matrices of which it is stacked.
         latent_attention: keys and values are made of one latent vector for all heads, queries perhaps of another
             (multi-head latent attention, DeepSeek-V2's report, section 2.1).
         only: further keys of config.json with the values that are supported (see `parsing.ONLY`); an absent key
             means one of them.
-        ignores: further keys of config.json without effect (see `parsing.WITHOUT_EFFECT`).
+        ignores: further keys of config.json without effect (see `parsing.WITHOUT_EFFECT`), or with the one that other
+            switches give them.
     """
 
     qkv_bias: bool | str = False
     qk_layernorm: bool | str = False
     sliding_window: bool = False
+    window_pattern: int | None = None
+    local_rope_theta: float | None = None
     experts: ExpertFormat | None = None
     rope_theta: float = 10000.0
     rotary_part: float | None = None
+    rope_interleaved: bool = False
+    activation: Literal["silu", "gelu_pytorch_tanh"] = "silu"
+    tied: bool = False
+    norms_add_one: bool = False
+    norms: tuple[str | None, ...] = ("input_layernorm", None, "post_attention_layernorm", None)
+    scales: Mapping[str, tuple[str, float]] = field(default_factory=dict)
+    fused: Mapping[tuple[str, str], tuple[str, ...]] = field(default_factory=dict)
     latent_attention: bool = False
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     ignores: tuple[str, ...] = ()
@@ -102,6 +124,8 @@ class Family:
     @property
     def rope_scalings(self) -> Mapping[str, tuple[str, ...]]:
         """Kinds of scaled rotary positions that are computed, and the numbers that each takes."""
+        if self.local_rope_theta:  # SGLang scales neither of the two
+            return {"default": ()}
         return LATENT_SCALINGS if self.latent_attention else SCALINGS
 
 
@@ -143,6 +167,9 @@ def _deepseek(experts: ExpertFormat, scores: str, methods: tuple[str, ...]) -> F
     )
 
 
+_STACKED_MLP = {("mlp", "gate_up_proj"): ("gate_proj", "up_proj")}
+
+
 FAMILIES = Table(
     "model family",
     {
@@ -155,6 +182,44 @@ FAMILIES = Table(
         ),
         "Qwen2MoeForCausalLM": Family(qkv_bias=True, experts=_QWEN2_MOE),
         "Qwen3MoeForCausalLM": Family(qk_layernorm=True, experts=ExpertFormat()),
+        "Glm4ForCausalLM": Family(
+            qkv_bias="attention_bias",
+            rotary_part=0.5,
+            rope_interleaved=True,
+            norms=("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
+            fused=_STACKED_MLP,
+        ),
+        # Phi-4, and Phi-3 of short contexts
+        "Phi3ForCausalLM": Family(
+            sliding_window=True,
+            rotary_part=1.0,
+            fused={("self_attn", "qkv_proj"): ("q_proj", "k_proj", "v_proj"), **_STACKED_MLP},
+        ),
+        "Gemma3ForCausalLM": Family(
+            qk_layernorm=True,
+            sliding_window=True,
+            window_pattern=6,
+            local_rope_theta=10000.0,
+            rope_theta=1e6,
+            activation="gelu_pytorch_tanh",
+            tied=True,
+            norms_add_one=True,
+            norms=(
+                *("input_layernorm", "post_attention_layernorm"),
+                *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+            ),
+            scales={"embedding": ("hidden_size", 0.5), "attention": ("query_pre_attn_scalar", -0.5)},
+            only={"hidden_activation": ("gelu_pytorch_tanh",)},
+            ignores=(WINDOW_PATTERN, LOCAL_ROPE),
+        ),
+        "GraniteForCausalLM": Family(
+            scales={
+                "embedding": ("embedding_multiplier", 1),
+                "attention": ("attention_multiplier", 1),
+                "blocks": ("residual_multiplier", 1),
+                "logits": ("logits_scaling", -1),
+            },
+        ),
         # GLM-4.5 to 4.7: the layers of Qwen3, the experts of DeepSeek-V3
         "Glm4MoeForCausalLM": Family(
             qkv_bias="attention_bias",
@@ -173,5 +238,5 @@ def language_model(architecture: str) -> str:
     """Return the architecture with a language model's head; a critic's or reward model's differs in its head only."""
     for ending in REWARD_MODELS:
         if architecture.endswith(ending):
-            return architecture.removesuffix(ending) + LANGUAGE_MODEL
+            return architecture.removesuffix(ending).removesuffix("Text") + LANGUAGE_MODEL  # Gemma 3's has it
     return architecture

@@ -1,7 +1,7 @@
 """A model's parameters: the Hugging Face tensors that each Megatron parameter is made of, and how it is cut."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from math import prod
@@ -51,8 +51,10 @@ VALUE_OUTPUT_BIAS = """
 {module}.bias <- score.bias (one)
 """
 NORMS = """
-input_layernorm.weight | self_attention.linear_qkv.layer_norm_weight <- input_layernorm.weight (hidden)
-pre_mlp_layernorm.weight | mlp.linear_fc1.layer_norm_weight <- post_attention_layernorm.weight (hidden)
+input_layernorm.weight | self_attention.linear_qkv.layer_norm_weight <- {0}.weight (hidden)
+post_attention_layernorm.weight <- {1}.weight (hidden)
+pre_mlp_layernorm.weight | mlp.linear_fc1.layer_norm_weight <- {2}.weight (hidden)
+post_mlp_layernorm.weight <- {3}.weight (hidden)
 """
 ATTENTION = """
 self_attention.linear_qkv.weight <- self_attn.q_proj.weight (q/tp hidden)
@@ -184,7 +186,8 @@ def list_parameters(
     for layer in range(architecture.num_layers):
         tables.append((layer, dense if layer < architecture.num_dense_layers else sparse))
     sizes, num_ranks = _sizes(architecture), {"": 1, "tp": tensor, "etp": expert_tensor}
-    return [one for layer, table in tables for one in _read(table, layer, sizes, num_ranks)]
+    joined = {f"{part}.weight" for parts in architecture.stacks.values() for part in parts[:-1]}
+    return [one for layer, table in tables for one in _read(table, layer, sizes, num_ranks, joined)]
 
 
 def is_adapter(name: str) -> bool:
@@ -285,7 +288,9 @@ def padded_vocab_size(vocab_size: int, tensor: int) -> int:
 
 def _layer_table(architecture: Architecture, experts: ExpertFormat | None, num_experts: int) -> str:
     """Return the table of a layer with or without experts."""
-    latent, table = architecture.latent, NORMS
+    latent, norms = architecture.latent, architecture.family.norms
+    lines = zip(NORMS.strip().splitlines(), norms, strict=True)
+    table = "".join(f"{line.format(*norms)}\n" for line, name in lines if name)
     if latent:
         table += (QUERY if latent.q_rank is None else LATENT_QUERY) + LATENT_ATTENTION
     else:
@@ -368,8 +373,15 @@ def _sizes(architecture: Architecture) -> dict[str, int]:
     return sizes
 
 
-def _read(table: str, layer: int | None, sizes: Mapping[str, int], num_ranks: Mapping[str, int]) -> Iterator[Parameter]:
-    """Read the parameters of a table in one layer. `num_ranks`: what cuts a tensor -> over how many ranks."""
+def _read(
+    table: str, layer: int | None, sizes: Mapping[str, int], num_ranks: Mapping[str, int], joined: Collection[str]
+) -> Iterator[Parameter]:
+    """Read the parameters of a table in one layer.
+
+    Args:
+        num_ranks: what cuts a tensor -> over how many ranks.
+        joined: Hugging Face tensors that are exported with the next one.
+    """
     model, decoder = ("", "") if layer is None else (f"model.layers.{layer}.", f"decoder.layers.{layer}.")
     for megatron, lines in groupby(LINE.finditer(table), key=itemgetter("megatron")):
         number = EXPERT_NUMBER.search(megatron)
@@ -379,7 +391,9 @@ def _read(table: str, layer: int | None, sizes: Mapping[str, int], num_ranks: Ma
             shape = tuple(sizes[size] for size, _, _ in symbols)
             shard = tuple(-(-sizes[size] // num_ranks[cut]) for size, _, cut in symbols)
             shard_dim = next((dim for dim, (_, _, cut) in enumerate(symbols) if cut), None)
-            hf_tensors.append(HFTensor(model + line["hf"], shape, shard, shard_dim, expert, line["hf"] == WITH_NEXT))
+            name = model + line["hf"]
+            with_next = line["hf"] == WITH_NEXT or name in joined
+            hf_tensors.append(HFTensor(name, shape, shard, shard_dim, expert, with_next))
         is_by_kv_head = megatron.startswith("self_attention.linear_qkv.")
         groups = sizes["kv_heads"] // num_ranks["tp"] if is_by_kv_head else 1
         yield Parameter(tuple(decoder + name for name in megatron.split(" | ")), layer, tuple(hf_tensors), groups)

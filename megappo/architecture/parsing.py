@@ -1,7 +1,7 @@
 """config.json -> `Architecture`, or everything in it that is missing, has several values, or is not supported."""
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -9,10 +9,12 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from megappo.architecture.architecture import Architecture, Experts, LatentAttention, Rope
+from megappo.architecture.architecture import Architecture, Experts, LatentAttention, Rope, Scales
 from megappo.architecture.families import (
     FAMILIES,
+    LOCAL_ROPE,
     ROTARY_PART,
+    WINDOW_PATTERN,
     ExpertFormat,
     Family,
     HeadKind,
@@ -47,7 +49,6 @@ LATENT_SIZES = {
 """Further keys of a model with latent attention, by the names of `LatentAttention`."""
 ONLY: dict[str, tuple[Any, ...]] = {
     "quantization_config": ({},),
-    "hidden_act": ("silu",),
     "attention_bias": (False,),
     "mlp_bias": (False,),
     "rope_is_neox_style": (True,),
@@ -116,7 +117,7 @@ def read_architecture(folder: str | Path, head: HeadKind = "policy") -> Architec
         return parse(raw, file, head)
     except ValidationError as error:
         text = "; ".join(map(_wrong_value, error.errors()))
-    except (TypeError, AttributeError) as error:  # of values that are computed with before
+    except (TypeError, AttributeError, ArithmeticError) as error:  # of values that are computed with before
         text = str(error)
     raise ConfigError(f"cannot use {file}: {text}: correct it, or copy the file again")
 
@@ -144,9 +145,9 @@ def parse(raw: Mapping[str, Any], file: Path, head: HeadKind = "policy") -> Arch
     family, values = FAMILIES[name], {key: value for key, value in raw.items() if value is not None}
     if missing := ", ".join(_missing(raw, values, family)):
         raise ConfigError(f"{file} lacks {missing}: download it again")
+    values, local_rope = _split_rope(values, family)
     rope, conflicts = _rope_section(values)
     latent: dict[str, Any] = {size: values.get(key) for size, key in LATENT_SIZES.items()}
-    window_is_on = family.sliding_window or values.get("use_sliding_window")
     architecture = Architecture(
         name=name,
         named=named,
@@ -156,27 +157,36 @@ def parse(raw: Mapping[str, Any], file: Path, head: HeadKind = "policy") -> Arch
         num_kv_heads=values.get("num_key_value_heads", values["num_attention_heads"]),
         head_dim=values.get("head_dim"),
         rope=_rope(rope, values, family),
+        scales=Scales(**{name: values[key] ** power for name, (key, power) in family.scales.items()}),
         experts=_experts(values, family.experts) if family.experts else None,
         latent=LatentAttention(**latent) if family.latent_attention else None,
-        tied=values.get("tie_word_embeddings", False),  # Hugging Face's default
+        tied=values.get("tie_word_embeddings", family.tied),
         qkv_bias=_is_on(family.qkv_bias, values),
         qk_layernorm=_is_on(family.qk_layernorm, values),
-        sliding_window=values.get("sliding_window") or None if window_is_on else None,
+        **_windows(values, family),
+        local_rope_base=local_rope.get("rope_theta", values.get(LOCAL_ROPE, family.local_rope_theta)),
         num_further_layers=values.get("num_nextn_predict_layers") or values.get("num_mtp_layers") or 0,
         raw_config=raw,
         head=head,
     )
     conflicts += _contradictions(architecture)
     errors = [f"{file}: {conflict}: correct it, or download it again" for conflict in conflicts]
-    for key in _unsupported(values, architecture):
-        found_value = f"{file} of this {named} has {key} = {shorten(repr(values[key]))}"
-        remedy = "choose another model, or remove the key if the model computes the same without it"
-        errors.append(f"{found_value}, which is not supported: {remedy}")
-    for why in _unsupported_rope(rope, family):
-        errors.append(f"{file}: rope {rope} is not supported{why}: choose another model")
+    errors += _errors(values, (rope, {"rope_type": "default"} | local_rope), architecture)
     if errors:
         raise ConfigError(*errors)
     return architecture
+
+
+def _errors(values: Mapping[str, Any], ropes: Iterable[Mapping[str, Any]], architecture: Architecture) -> Iterator[str]:
+    """Yield the errors of values that are not supported."""
+    file = architecture.file
+    for key in _unsupported(values, architecture):
+        found_value = f"{file} of this {architecture.named} has {key} = {shorten(repr(values[key]))}"
+        remedy = "choose another model, or remove the key if the model computes the same without it"
+        yield f"{found_value}, which is not supported: {remedy}"
+    for rope in ropes:
+        for why in _unsupported_rope(rope, architecture.family):
+            yield f"{file}: rope {rope} is not supported{why}: choose another model"
 
 
 def _is_on(switch: bool | str, values: Mapping[str, Any]) -> bool:
@@ -197,6 +207,8 @@ def _contradictions(model: Architecture) -> Iterator[str]:
     elif size * model.rope.part % 2:
         part = "" if model.rope.part == 1 else f"{model.rope.part:g} of "
         yield f"{part}{name} is {size * model.rope.part:g}, but rotary positions need an even one"
+    if model.windows and len(model.windows) != model.num_layers:
+        yield f"layer_types has {len(model.windows)} layers, num_hidden_layers is {model.num_layers}"
     if experts and experts.top_k > experts.count:
         yield f"num_experts_per_tok {experts.top_k} is more than the {experts.count} experts"
     if experts and experts.groups and experts.count % experts.groups[0]:
@@ -217,6 +229,7 @@ def _needed(values: Mapping[str, Any], family: Family) -> list[str]:
     if family.experts:
         keys += family.experts.keys
         keys += ("n_group", "topk_group") if _has_groups(values, family.experts) else ()
+    keys += [key for key, _ in family.scales.values()]
     if family.latent_attention:
         keys += LATENT_SIZES.values()
     return list(dict.fromkeys(keys))
@@ -224,6 +237,18 @@ def _needed(values: Mapping[str, Any], family: Family) -> list[str]:
 
 def _has_groups(values: Mapping[str, Any], experts: ExpertFormat) -> bool:
     return experts.groups_rated_by is not None and experts.grouping_method in (None, values.get("topk_method"))
+
+
+def _windows(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Return the window of attention, and whether each layer has it, by the names of `Architecture`."""
+    is_on = family.sliding_window or values.get("use_sliding_window")
+    window = values.get("sliding_window") or None if is_on else None
+    if family.window_pattern is None:
+        return {"sliding_window": window, "windows": ()}
+    every, layers = values.get(WINDOW_PATTERN, family.window_pattern), values["num_hidden_layers"]
+    default = ["sliding_attention" if number % every else "full_attention" for number in range(1, layers + 1)]
+    windows = tuple(kind == "sliding_attention" for kind in values.get("layer_types", default))
+    return {"sliding_window": window, "windows": windows}
 
 
 def _experts(values: Mapping[str, Any], experts: ExpertFormat) -> Experts:
@@ -246,6 +271,7 @@ def _unsupported(values: Mapping[str, Any], architecture: Architecture) -> Itera
     """Yield the keys of config.json whose values are not supported."""
     family = architecture.family
     only = {**ONLY, "qkv_bias": (architecture.qkv_bias,), "use_qk_norm": (architecture.qk_layernorm,)}
+    only |= {"hidden_act": (family.activation,)}
     only |= {switch: (False, True) for switch in (family.qkv_bias, family.qk_layernorm) if isinstance(switch, str)}
     only |= ONLY_OF_EXPERTS if family.experts else {}
     only |= family.only
@@ -259,8 +285,9 @@ def _unsupported(values: Mapping[str, Any], architecture: Architecture) -> Itera
         yield from _unsupported_routing(values, family.experts, architecture.experts)
     read = {*COMPUTED.split(), *_needed(values, family), *only, *family.rope_keys}
     yield from _uncomputed(values, {*read, *family.ignores})
-    kind = values.get("model_type", "").replace("_", "")  # by which transformers chooses what is computed
-    if not any(kind in name.lower() for name in FAMILIES):
+    # By the type transformers chooses what is computed.
+    kind = values.get("model_type", "").removesuffix("_text").replace("_", "")
+    if not any(kind in name.lower() for name, other in FAMILIES.items() if other == family):
         yield "model_type"
 
 
@@ -287,6 +314,14 @@ def _is_off(key: str, value: Any) -> bool:
     if FACTORS.search(key) and type(value) in (int, float):
         return value == 1
     return not value
+
+
+def _split_rope(values: dict[str, Any], family: Family) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return config.json with the rotary positions of layers without a window alone, and those of layers with one."""
+    rope = values.get("rope_parameters")
+    if family.local_rope_theta is None or not isinstance(rope, dict) or "full_attention" not in rope:
+        return values, {}
+    return {**values, "rope_parameters": rope["full_attention"]}, rope.get("sliding_attention") or {}
 
 
 def _rope_section(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -73,15 +73,19 @@ Reasons = Iterator[tuple[str, str, str]]
 
 def _of_layers(context: SwitchContext) -> Reasons:
     no_te = "" if context.has_te else "the layers are torch's, not TransformerEngine's"
-    is_latent = "latent attention's kernel rotates by YaRN alone" if context.architecture.latent else ""
+    family = context.architecture.family
+    unrotated = "latent attention's kernel rotates by YaRN alone" if family.latent_attention else ""
+    if family.rope_interleaved:  # megatron-core 0.16.1, rope_utils.py: it takes no `interleaved`
+        unrotated = "the kernel for packs rotates halves of a head, not neighbours"
     are_cut = "not known to be right where experts are cut" if context.parallel.expert_tensor > 1 else ""
-    yield "apply_rope_fusion", "one kernel rotates queries, one keys", no_te or is_latent
-    yield "bias_activation_fusion", "one kernel computes an MLP's activation", no_te
+    yield "apply_rope_fusion", "one kernel rotates queries, one keys", no_te or unrotated
+    other = "" if family.activation == "silu" else "Megatron has no kernel of this activation"
+    yield "bias_activation_fusion", "one kernel computes an MLP's activation", no_te or other
     if context.architecture.experts is not None:
         yield "moe_grouped_gemm", "one kernel multiplies by the weights of all experts", no_te or are_cut
         yield "moe_permute_fusion", "one kernel sorts tokens by expert", no_te
     if not context.has_te:
-        yield "use_te_activation_func", "the torch layers' own activation, which passes over memory few times", ""
+        yield "use_te_activation_func", "the torch layers' own activation, which passes over memory few times", other
 
 
 def _of_our_own(context: SwitchContext) -> Reasons:

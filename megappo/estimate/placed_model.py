@@ -209,10 +209,10 @@ class PlacedModel:
     def _layer_bytes(self, layer: int) -> float:
         """Return the bytes that a layer keeps for its backward pass, per token that the rank holds of a micro-batch.
 
-        These are inputs and outputs of both norms (sharded over tensor-parallel ranks if `sequence` is on); queries,
-        keys, values and the output of attention, and queries and keys before their norms, if any; gate, up and their
-        product of the MLP. A mixture of experts keeps its input, its output and the same three for each expert of a
-        token, assuming that experts are chosen equally often.
+        These are inputs and outputs of both norms, and inputs of those of outputs (sharded over tensor-parallel ranks
+        if `sequence` is on); queries, keys, values and the output of attention, and queries and keys before their
+        norms, if any; gate, up and their product of the MLP, and GELU of the gate. A mixture of experts keeps its
+        input, its output and the same three for each expert of a token, assuming that experts are chosen equally often.
 
         Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4,
         without attention's scores and dropout, for gated MLPs and fewer key-value heads.
@@ -221,7 +221,8 @@ class PlacedModel:
         heads = architecture.num_heads
         latent = architecture.latent
         experts = architecture.experts
-        between = 4 * architecture.hidden_size  # what lies between the cut matrices
+        output_norms = sum(name is not None for name in architecture.family.norms[1::2])
+        between = (4 + output_norms) * architecture.hidden_size  # what lies between the cut matrices
         if latent:
             between += (latent.q_rank or 0) + latent.kv_rank
             cut = 2 * heads * (latent.plain_size + latent.rope_size + latent.v_size)
@@ -229,7 +230,7 @@ class PlacedModel:
             copies = 3 if architecture.qk_layernorm else 2
             cut = copies * (heads + architecture.num_kv_heads) * architecture.head_size
         if layer < architecture.num_dense_layers:
-            cut += 3 * architecture.ffn_size
+            cut += (3 if architecture.family.activation == "silu" else 4) * architecture.ffn_size
         elif experts:
             in_and_out = 2 * architecture.hidden_size * self.parallel.expert_tensor
             between += experts.top_k * (in_and_out + 3 * experts.ffn_size)

@@ -13,7 +13,7 @@ from megappo.architecture.switches import SwitchContext, decide
 from megappo.config.schema import Model
 from megappo.config.sections import Parallel
 from megappo.models.heads import ValueHead, add_value_head, return_hidden_states, with_plain_strides
-from megappo.models.layer_specs import layer_kind, layer_spec
+from megappo.models.layer_specs import change_outputs, layer_kind, layer_spec, use_local_rope
 from megappo.models.lora import add_adapters
 from megappo.models.megatron_config import gpt_arguments, transformer_config
 from megappo.placement.groups import ComponentGroups
@@ -127,12 +127,17 @@ def _chunk(
         **gpt_arguments(architecture, layout.tensor),
     )
     _scale_rope(gpt, architecture)
+    use_local_rope(gpt, architecture)
+    change_outputs(gpt, architecture, has_te)
     if gpt.pre_process:
         gpt.embedding.register_forward_hook(lambda embedding, inputs, output: with_plain_strides(output))
+        factor = torch.tensor(architecture.scales.embedding).to(config.params_dtype).item()  # as transformers rounds it
+        if factor != 1:
+            gpt.embedding.register_forward_hook(lambda embedding, inputs, output: output * factor)
     if gpt.post_process and architecture.head == "value":
         gpt.output_layer = ValueHead(config, groups.collection.tp, architecture.value_bias)
     elif gpt.post_process:
-        return_hidden_states(gpt)
+        return_hidden_states(gpt, architecture.scales.logits)
     if gpt.post_process and architecture.head == "policy_value":
         add_value_head(gpt, architecture.value_bias)
     if architecture.lora is not None:

@@ -90,10 +90,13 @@ def policy_value_head(policy: Head, value: Head, model: GPTModel) -> Head:
     return head
 
 
-def return_hidden_states(gpt: GPTModel) -> None:
+def return_hidden_states(gpt: GPTModel, factor: float = 1.0) -> None:
     """Have a last stage return the hidden states that its output layer reads, [1, T, H], on every tensor-parallel rank.
 
     Most tokens, those of prompts, need no logits. The gradient that comes back must be whole on every rank.
+
+    Args:
+        factor: of the logits; the hidden states are multiplied by it.
     """
     layer = gpt.output_layer
 
@@ -102,7 +105,7 @@ def return_hidden_states(gpt: GPTModel) -> None:
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=gpt.pg_collection.tp
             )
-        return with_plain_strides(hidden), None
+        return with_plain_strides(hidden if factor == 1 else hidden * factor), None
 
     layer.forward = forward
 

@@ -1,11 +1,15 @@
 """Modules of a transformer layer: TransformerEngine's, or torch-only ones that also run on a CPU. The latter replace
 those that Megatron has none of, or none for packed batches and sequence parallelism."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.extensions.transformer_engine import HAVE_TE, TENorm
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
@@ -13,6 +17,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from torch import Tensor
 
+from megappo.architecture.architecture import Architecture
 from megappo.config.config_error import ConfigError
 from megappo.models.packed_attention import PackedAttention, SelfAttention
 from megappo.runtime import platform
@@ -50,7 +55,14 @@ def layer_spec(config: TransformerConfig, has_te: bool, stage: int, chunk: int) 
     Args:
         has_te: the layers are TransformerEngine's.
         stage, chunk: pipeline rank and the chunk's index on it, which give the number of layers.
+    Raises:
+        ConfigError: TransformerEngine cannot compute the model in this layout.
     """
+    if has_te and config.window_size and config.context_parallel_size > 1:
+        raise ConfigError(
+            "the model has layers with a sliding window, which TransformerEngine does not compute with "
+            f"parallel.context {config.context_parallel_size}: set it to 1, or model.layer_spec=torch"
+        )
     decoder = get_gpt_decoder_block_spec(
         config, use_transformer_engine=has_te, normalization="RMSNorm", vp_stage=chunk, pp_rank=stage
     )
@@ -77,12 +89,73 @@ def _use_torch_modules(layer: TransformerLayerSubmodules, config: TransformerCon
         part.activation_func = swiglu
 
 
+def change_outputs(gpt: GPTModel, architecture: Architecture, has_te: bool) -> None:
+    """Give each layer norms and a factor of the outputs of attention and MLP, before these are added to the residual.
+
+    Megatron's layer has no place for them (megatron-core 0.16.1, transformer_layer.py).
+    """
+    config, kind = gpt.config, TENorm if has_te else RMSNorm
+    _, after_attention, _, after_mlp = architecture.family.norms
+    for layer in gpt.decoder.layers:
+        for name, block, is_there in (
+            ("post_attention_layernorm", layer.self_attention, after_attention),
+            ("post_mlp_layernorm", layer.mlp, after_mlp),
+        ):
+            if is_there:
+                norm = kind(config, config.hidden_size, config.layernorm_epsilon)
+                layer.add_module(name, norm)
+                block.register_forward_hook(partial(_change_output, norm))
+            if architecture.scales.blocks != 1:
+                block.register_forward_hook(
+                    partial(_change_output, partial(torch.mul, other=architecture.scales.blocks))
+                )
+
+
+def use_local_rope(gpt: GPTModel, architecture: Architecture) -> None:
+    """Have the layers with a window rotate by positions of another base."""
+    if architecture.local_rope_base is None:
+        return
+    gpt.local_rotary_pos_emb = RotaryEmbedding(
+        gpt.config.kv_channels,
+        rotary_percent=architecture.rope.part,
+        rotary_interleaved=gpt.config.rotary_interleaved,
+        rotary_base=architecture.local_rope_base,
+        use_cpu_initialization=gpt.config.use_cpu_initialization,
+        cp_group=gpt.pg_collection.cp,
+    )
+
+    def rotate_locally(attention: torch.nn.Module, inputs: tuple, options: dict[str, Any]) -> tuple:
+        angles = gpt.local_rotary_pos_emb(len(options["rotary_pos_emb"]), packed_seq=True)
+        return inputs, options | {"rotary_pos_emb": angles}
+
+    for layer in gpt.decoder.layers:
+        if architecture.windows[layer.layer_number - 1]:
+            layer.self_attention.register_forward_pre_hook(rotate_locally, with_kwargs=True)
+
+
+def _change_output(
+    change: Callable[[Tensor], Tensor], block: torch.nn.Module, inputs: tuple, output: tuple
+) -> tuple[Tensor, None]:
+    """Change the output of a block, as its forward hook; beside it is the bias, None."""
+    return change(output[0]), output[1]
+
+
 class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm, its weight marked so that Megatron sums its gradient over sequence shards."""
+    """torch's RMSNorm, its weight marked so that Megatron sums its gradient over sequence shards.
+
+    With `layernorm_zero_centered_gamma` it multiplies by the weight plus 1.
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel
+        self.adds_one = config.layernorm_zero_centered_gamma
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise [..., size]."""
+        if not self.adds_one:
+            return super().forward(x)
+        return F.rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps).to(x.dtype)
 
 
 def swiglu(gate_and_up: Tensor) -> Tensor:

@@ -173,7 +173,9 @@ def _normalised(linear: torch.nn.Module, x: Tensor) -> Tensor:
     return the result, too, but Megatron's wrapper would then return a pair as its output (megatron-core 0.16.1,
     extensions/transformer_engine.py)."""
     weight = getattr(linear, "layer_norm_weight", None)
-    return x if weight is None else F.rms_norm(x, weight.shape, weight, linear.eps)
+    if weight is None:
+        return x
+    return F.rms_norm(x, weight.shape, weight + 1 if linear.zero_centered_gamma else weight, linear.eps)
 
 
 def add_adapters(gpt: GPTModel, lora: Lora, table: Mapping[str, Parameter]) -> None:

@@ -1,5 +1,6 @@
 """megatron-core's TransformerConfig and GPTModel arguments for an Architecture."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from megappo.runtime import platform
 
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, dtype.torch) for name, dtype in DTYPES.items()}
 """torch's dtypes by the names of config keys."""
+ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh")}
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
     "selective": {"recompute_granularity": "selective"},
@@ -50,7 +52,8 @@ def transformer_config(
         layernorm_epsilon=architecture.norm_eps,
         normalization="RMSNorm",
         gated_linear_unit=True,
-        activation_func=F.silu,
+        activation_func=ACTIVATIONS[architecture.family.activation],
+        layernorm_zero_centered_gamma=architecture.family.norms_add_one,
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -100,11 +103,16 @@ def _attention_arguments(architecture: Architecture) -> dict[str, Any]:
     """TransformerConfig's arguments of attention, whose heads have keys and values of their own, or share them."""
     if architecture.latent:
         return _latent_arguments(architecture.latent, architecture.rope)
+    window = architecture.sliding_window if any(architecture.windows) else None
     return {
         "num_query_groups": architecture.num_kv_heads,
         "kv_channels": architecture.head_size,
         "add_qkv_bias": architecture.qkv_bias,
         "qk_layernorm": architecture.qk_layernorm,
+        "window_size": (window - 1, 0) if window else None,
+        "window_attn_skip_freq": list(map(int, architecture.windows)) or None,  # 1 = has the window
+        "softmax_scale": architecture.scales.attention,
+        "rotary_interleaved": architecture.family.rope_interleaved,
     }
 
 

@@ -9,6 +9,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig, attention
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from megappo.batch.packing import chunk_numbers, held_positions
@@ -51,12 +52,16 @@ class PackedAttention(torch.nn.Module):
         self,
         config: TransformerConfig,
         pg_collection: ProcessGroupCollection,
+        layer_number: int,
         softmax_scale: float | None = None,
         **unused: Any,
     ):
         super().__init__()
         self.context = pg_collection.cp
         self.scale = softmax_scale or config.kv_channels**-0.5
+        is_limited = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window = config.window_size[0] + 1 if is_limited else None  # tokens that one attends to, with itself
+        self.rotates_neighbours = config.rotary_interleaved
         self.is_one_kernel = "varlen_attn" in config.switches
 
     def forward(
@@ -78,7 +83,7 @@ class PackedAttention(torch.nn.Module):
             value: as key, of any size: [T, groups, D'].
             attention_mask: None: each sequence is causal.
             attention_bias: no bias, but the angles [positions, 1, 1, R] by which to rotate the first R numbers of query
-                and key, the same in either half of R; None where they are rotated already.
+                and key, each twice: in either half of R, or side by side; None where they are rotated already.
         Returns:
             [T, heads * D'].
         """
@@ -86,7 +91,7 @@ class PackedAttention(torch.nn.Module):
         if attention_bias is not None:
             angles = attention_bias[pack.positions, 0]
             cosine, sine = angles.cos().to(query.dtype), angles.sin().to(query.dtype)
-            query, key = _rotated(query, cosine, sine), _rotated(key, cosine, sine)
+            query, key = (_rotated(tensor, cosine, sine, self.rotates_neighbours) for tensor in (query, key))
         if self.is_one_kernel:
             from torch.nn.attention.varlen import varlen_attn  # here, as it imports torch's compiler: 0.4 s of CPU
 
@@ -99,7 +104,7 @@ class PackedAttention(torch.nn.Module):
                 pack.max_seqlen_q,
                 pack.max_seqlen_kv,
                 scale=self.scale,
-                window_size=(-1, 0),  # causal
+                window_size=(self.window - 1 if self.window else -1, 0),  # causal
                 enable_gqa=True,
             ).flatten(1)
         key, value = (whole_pack(tensor, pack.cu_seqlens_kv, self.context) for tensor in (key, value))
@@ -112,12 +117,15 @@ class PackedAttention(torch.nn.Module):
         numbers = chunk_numbers(self.context.size(), self.context.rank())
         parts = []
         for number, chunk in zip(numbers, query.chunk(len(numbers)), strict=True):
-            end = (number + 1) * len(chunk)
-            parts.append(self._attend_chunk(chunk, key[:end], value[:end]))
+            end = number * len(chunk)
+            for block in chunk.split(self.window or len(chunk)):
+                end += len(block)
+                start = max(0, end - len(block) - self.window + 1) if self.window else 0
+                parts.append(self._attend_block(block, key[start:end], value[start:end]))
         return torch.cat(parts)
 
-    def _attend_chunk(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attend with queries [chunk, heads, D] of the last of the tokens [end, groups, D].
+    def _attend_block(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attend with queries [block, heads, D] of the last of the tokens [end, groups, D].
 
         torch's kernels for GPUs that keep no scores take no dense mask and, in fp32, no groups.
         """
@@ -125,7 +133,11 @@ class PackedAttention(torch.nn.Module):
             heads_of_group = query.shape[1] // key.shape[1]
             key, value = (tensor.repeat_interleave(heads_of_group, dim=1) for tensor in (key, value))
         mask = None
-        if len(query) < len(key):
+        if self.window:
+            numbers = torch.arange(len(key), device=key.device)
+            distance = numbers[-len(query) :, None] - numbers
+            mask = (distance >= 0) & (distance < self.window)
+        elif len(query) < len(key):
             from torch.nn.attention.bias import causal_lower_right  # here, for the same reason
 
             mask = causal_lower_right(len(query), len(key))
@@ -153,10 +165,15 @@ def whole_pack(share: Tensor, cu_seqlens: Tensor, group: dist.ProcessGroup) -> T
     return gathered.index_select(0, held.argsort())
 
 
-def _rotated(vectors: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Rotate each pair (i, i + R / 2) of the first R numbers of vectors [T, heads, D] by the angles of [T, 1, R]."""
+def _rotated(vectors: Tensor, cosine: Tensor, sine: Tensor, neighbours: bool) -> Tensor:
+    """Rotate each pair (i, i + R / 2), or (2 i, 2 i + 1), of the first R numbers of vectors [T, heads, D] by the angles
+    of [T, 1, R]."""
     size = cosine.shape[-1]
     if size < vectors.shape[-1]:
-        return torch.cat((_rotated(vectors[..., :size], cosine, sine), vectors[..., size:]), dim=-1)
+        rotated = _rotated(vectors[..., :size], cosine, sine, neighbours)
+        return torch.cat((rotated, vectors[..., size:]), dim=-1)
+    if neighbours:
+        first, second = vectors.unflatten(-1, (-1, 2)).unbind(-1)
+        return vectors * cosine + torch.stack((-second, first), dim=-1).flatten(-2) * sine
     first, second = vectors.chunk(2, dim=-1)
     return vectors * cosine + torch.cat((-second, first), dim=-1) * sine

@@ -219,7 +219,7 @@ def _fit_errors(config: Config, spec: ComponentSpec, architecture: Architecture)
         yield from dense_stage_errors(architecture, parallel, training.key)
     if key == "model.path" and config.is_ppo:
         yield from engine_fit_errors(architecture, config.rollout.tensor_parallel)
-    file, window = architecture.file, architecture.sliding_window
+    file, window = architecture.file, None if architecture.windows else architecture.sliding_window
     positions = architecture.max_positions
     if not config.is_ppo:
         if config.data.max_length > min(positions, window or positions):

@@ -37,18 +37,23 @@ _Spec = TypeVar("_Spec", bound=TensorSpec)
 
 
 def into_buckets(tensors: Sequence[_Spec], bucket_bytes: int) -> list[list[_Spec]]:
-    """Cut the tensors into buckets: runs of one dtype, as many as fit. A larger tensor is a bucket by itself."""
+    """Cut the tensors into buckets: runs of one dtype, as many as fit. A larger tensor, or a run of tensors that are
+    needed together, is a bucket by itself."""
+    runs: list[list[_Spec]] = []
+    joins_last = False
+    for tensor in tensors:
+        if not joins_last:
+            runs.append([])
+        runs[-1].append(tensor)
+        joins_last = tensor.with_next
     buckets: list[list[_Spec]] = []
-    room, joins_last = 0, False
-    for number, tensor in enumerate(tensors):
-        together = tensors[number : number + 2] if tensor.with_next else [tensor]
-        fits = num_bytes(together) <= room and tensor.dtype == buckets[-1][0].dtype
-        if not (joins_last or fits):
+    room = 0
+    for run in runs:
+        if num_bytes(run) > room or run[0].dtype != buckets[-1][0].dtype:
             buckets.append([])
             room = bucket_bytes
-        buckets[-1].append(tensor)
-        room -= tensor.nbytes
-        joins_last = tensor.with_next
+        buckets[-1] += run
+        room -= num_bytes(run)
     return buckets
 
 

@@ -5,14 +5,23 @@ import contextlib
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from megappo.architecture.architecture import Architecture, dtype_name
 from megappo.architecture.model_folder import companions, write_model_config
-from megappo.architecture.parameters import LM_HEAD, VALUE_BIAS, VALUE_HEAD
+from megappo.architecture.parameters import (
+    LM_HEAD,
+    LORA_A,
+    LORA_B,
+    VALUE_BIAS,
+    VALUE_HEAD,
+    hf_shapes,
+)
 from megappo.batch.rows_file import write_tensors
 from megappo.config.model_sections import Lora
 from megappo.models.gpt import ModelChunks
@@ -91,13 +100,22 @@ def write_hf_files(
         collections.deque(buckets, maxlen=0)
         return
     writer = ShardedWriter(folder, max_shard_bytes)
-    for bucket in buckets:
+    for bucket in map(partial(fuse_bucket, architecture), buckets):
         writer.add(bucket)
         progress(sum(tensor.numel() for _, tensor in bucket))
         del bucket  # before the next one is gathered
     writer.finish()
     write_model_config(architecture, folder, dtype_name(chunks[0].config.params_dtype))
     copy_companions(Path(source), folder)
+
+
+def fuse_bucket(architecture: Architecture, bucket: NamedTensors) -> NamedTensors:
+    """Return a bucket in which matrices that the family's files stack are one tensor."""
+    stack_of = {f"{part}.weight": f"{stack}.weight" for stack, parts in architecture.stacks.items() for part in parts}
+    found: dict[str, list[torch.Tensor]] = {}
+    for name, tensor in bucket:
+        found.setdefault(stack_of.get(name, name), []).append(tensor)
+    return [(name, torch.cat(tensors) if len(tensors) > 1 else tensors[0]) for name, tensors in found.items()]
 
 
 def critic_buckets(buckets: Iterable[NamedTensors], has_bias: bool = False) -> Iterator[NamedTensors]:
@@ -131,7 +149,19 @@ def _write_adapters(
     adapters = [one for bucket in export.buckets(sum(tensor.nbytes for tensor in export.tensors)) for one in bucket]
     if dist.get_rank() == first:
         folder.mkdir()
-        write_adapters(folder, adapters, architecture.lora, source)
+        write_adapters(folder, _fuse_adapters(architecture, adapters), architecture.lora, source)
+
+
+def _fuse_adapters(architecture: Architecture, adapters: NamedTensors) -> NamedTensors:
+    """Return adapters of the matrices that the family's files have, with the same products: for a stack, A is the As
+    of its matrices below each other, and B has their Bs along its diagonal."""
+    found, shapes = dict(adapters), hf_shapes(architecture)
+    for stack, parts in architecture.stacks.items():
+        if downs := [found.pop(part + LORA_A) for part in parts if part + LORA_A in found]:
+            empty = {part: downs[0].new_zeros(shapes[f"{part}.weight"][0], 0) for part in parts}
+            found[stack + LORA_A] = torch.cat(downs)
+            found[stack + LORA_B] = torch.block_diag(*(found.pop(part + LORA_B, empty[part]) for part in parts))
+    return list(found.items())
 
 
 def copy_companions(source: Path, target: Path) -> None:
@@ -159,6 +189,9 @@ def write_adapters(folder: Path, adapters: NamedTensors, lora: Lora, base: str |
     tensors = {PEFT_PREFIX + name: tensor.contiguous() for name, tensor in adapters}
     write_tensors(folder / "adapter_model.safetensors", tensors, {"format": "pt"})
     own = {"base_model_name_or_path": str(base), "target_modules": sorted({name.split(".")[-3] for name in tensors})}
+    ranks = {name.split(".")[-3]: len(tensor) for name, tensor in tensors.items() if name.endswith(LORA_A)}
+    stacks = {module: rank for module, rank in ranks.items() if rank != lora.rank}
+    own |= {"rank_pattern": stacks, "alpha_pattern": {name: lora.scale * rank for name, rank in stacks.items()}}
     config = peft_config(lora) | own
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
 

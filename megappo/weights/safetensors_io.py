@@ -11,12 +11,13 @@ from safetensors import safe_open
 
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.model_folder import INDEX, SINGLE, tensor_files
+from megappo.architecture.parameters import hf_shapes
 from megappo.batch.rows_file import write_tensors
 from megappo.errors import ActionableError
 
 
 class _Stored(NamedTuple):
-    """Place of a tensor: a tensor of a file or, with `expert`, `rows` of one expert's matrix in it."""
+    """Place of a tensor: `rows` of a tensor of a file or, with `expert`, of one expert's matrix in it."""
 
     file: str
     name: str
@@ -30,8 +31,9 @@ class HFFolder(AbstractContextManager):
     A context manager: the files stay open (memory-mapped) inside it.
 
     Args:
-        architecture: its experts have one tensor for each matrix, even where the folder keeps the experts of a layer in
-            two 3-D tensors. transformers 5 holds a mixture of experts so, and writes it so in its own format:
+        architecture: its matrices have one tensor each, also those that a family stacks in its files
+            (`Family.fused`), and those of experts where the folder keeps the experts of a layer in two 3-D tensors.
+            transformers 5 holds a mixture of experts so, and writes it so in its own format:
 
                 mlp.experts.gate_up_proj [experts, 2 x ffn, hidden]     mlp.experts.down_proj [experts, hidden, ffn]
     Raises:
@@ -45,9 +47,12 @@ class HFFolder(AbstractContextManager):
         files = tensor_files(self.folder)
         self._stored = {name: _Stored(file, name) for name, file in files.items()}
         self._files = {file: safe_open(self.folder / file, framework="pt") for file in sorted(set(files.values()))}
-        if architecture is not None and architecture.experts:
-            for layer in range(architecture.num_layers):
+        if architecture is None:
+            return
+        for layer in range(architecture.num_layers):
+            if architecture.experts:
                 self._split_experts(f"model.layers.{layer}.", architecture)
+        self._split_fused(architecture)
 
     def __exit__(self, *error: object) -> None:
         self._files.clear()
@@ -64,9 +69,8 @@ class HFFolder(AbstractContextManager):
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor, from the file's header."""
         stored, shape = self._stored[name], tuple(self._slice(name).get_shape())
-        if stored.expert is None:
-            return shape
-        return len(range(shape[1])[stored.rows]), shape[2]
+        rows, *others = shape if stored.expert is None else shape[1:]
+        return len(range(rows)[stored.rows]), *others
 
     def dtype(self, name: str) -> str:
         """Return the dtype of a tensor, as safetensors spells it: F32, BF16, ..."""
@@ -74,11 +78,12 @@ class HFFolder(AbstractContextManager):
 
     def read(self, name: str, dim: int = 0, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Read elements start:stop (default: all) of a tensor along dimension 0 or 1, on a CPU in the file's dtype."""
-        stored, lazy = self._stored[name], self._slice(name)
-        part = slice(start, self.shape(name)[dim] if stop is None else stop)
-        if stored.expert is not None:
-            lazy = lazy[stored.expert, stored.rows]
-        return lazy[part] if dim == 0 else lazy[:, part]
+        stored, stop = self._stored[name], self.shape(name)[dim] if stop is None else stop
+        expert = () if stored.expert is None else (stored.expert,)
+        if dim == 1:
+            return self._slice(name)[*expert, stored.rows, start:stop]
+        first = stored.rows.start or 0
+        return self._slice(name)[*expert, first + start : first + stop]
 
     def _slice(self, name: str) -> Any:
         stored = self._stored[name]
@@ -102,6 +107,18 @@ class HFFolder(AbstractContextManager):
             self._stored[f"{name}{names.down}.weight"] = _Stored(down_file, down, expert)
         if router in self._stored:
             self.rename({router: f"{block}gate.weight"})
+
+    def _split_fused(self, architecture: Architecture) -> None:
+        """Give each matrix of a stack its own name."""
+        shapes = hf_shapes(architecture) if architecture.stacks else {}
+        for stack, parts in architecture.stacks.items():
+            name, sizes = f"{stack}.weight", [shapes[f"{part}.weight"] for part in parts]
+            if name in self._stored:
+                self._check_shape(name, (sum(rows for rows, _ in sizes), sizes[0][1]))
+                file, start = self._stored.pop(name).file, 0
+                for part, (rows, _) in zip(parts, sizes, strict=True):
+                    self._stored[f"{part}.weight"] = _Stored(file, name, rows=slice(start, start + rows))
+                    start += rows
 
     def _check_shape(self, name: str, expected: tuple[int, ...]) -> None:
         if name not in self._stored:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from published_configs import LLAMA_2, MISTRAL, PUBLISHED, QWEN_3, QWEN_15_MOE, SCALED, WRITTEN
-from tiny_shapes import MIXTURES, SHAPE
+from tiny_shapes import MIXTURES, SHAPE, VARIANTS
 from transformers import AutoConfig
 
 from megappo.architecture.architecture import Architecture
@@ -34,10 +34,10 @@ def test_what_frameworks_write_besides_changes_nothing(parsed: Any, keys: dict[s
     assert parsed(LLAMA_2 | keys).hidden_size == 4096
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", *MIXTURES])
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", *VARIANTS, *MIXTURES])
 def test_all_that_transformers_itself_writes_is_taken(parsed: Any, tmp_path: Path, model_type: str) -> None:
-    config = AutoConfig.for_model(model_type, **SHAPE | MIXTURES.get(model_type, {}))
-    named = re.sub("(^|_)(.)", lambda found: found[2].upper(), model_type) + "ForCausalLM"
+    config = AutoConfig.for_model(model_type, **SHAPE | (MIXTURES | VARIANTS).get(model_type, {}))
+    named = re.sub("(^|_)(.)", lambda found: found[2].upper(), model_type.removesuffix("_text")) + "ForCausalLM"
     for whole in (config.to_dict(), json.loads(config.to_json_string())):
         parsed(whole | {"architectures": [named]})
 

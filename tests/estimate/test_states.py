@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from spawn import run_ranks
-from tiny_shapes import MIXTURES, SHAPE
+from tiny_shapes import MIXTURES, SHAPE, VARIANTS
 
 from megappo.architecture.parameters import StageSize, stage_sizes
 from megappo.architecture.parsing import read_architecture
@@ -25,6 +25,7 @@ from megappo.placement.layout import Layout
 LARGER = {"vocab_size": 1000, "hidden_size": 128, "intermediate_size": 384}  # so that padding does not count
 ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
+    "glm4": "Glm4ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
 }
@@ -49,6 +50,7 @@ CASES = [
     Case("qwen2", {}, False, "fp32", lora=Lora(rank=32, target_modules=("o_proj", "up_proj"))),
     Case("qwen2", {"pipeline": 2, "virtual_pipeline": 2}, True),
     Case("qwen2", {"context": 2, "tensor": 2}, True),
+    Case("glm4", {"tensor": 2}, True),
     Case("qwen3_moe", {"expert": 2}, True),
     Case("qwen3_moe", {"expert": 4}, False, "fp32"),
     Case("qwen3_moe", {"tensor": 2, "expert": 2, "expert_tensor": 2}, True),
@@ -106,7 +108,9 @@ def check_bytes(rank: int, world_size: int, folder: Path) -> None:
 def test_as_many_as_are_allocated(tmp_path: Path) -> None:
     for model_type, name in ARCHITECTURES.items():
         (tmp_path / model_type).mkdir()
-        shape = SHAPE | MIXTURES.get(model_type, {}) | LARGER | {"architectures": [name], "rms_norm_eps": 1e-6}
+        shape = (
+            SHAPE | (MIXTURES | VARIANTS).get(model_type, {}) | LARGER | {"architectures": [name], "rms_norm_eps": 1e-6}
+        )
         (tmp_path / model_type / "config.json").write_text(json.dumps(shape))
     run_ranks(4, check_bytes, tmp_path)
 

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from slow import slow_ones
 from spawn import run_ranks
 from tiny_models import build, hf_folder, hf_model, inputs, outputs, run, sequences
-from tiny_shapes import DEEPSEEK_V2, DEEPSEEK_V3, EXPERTS, GLM4_MOE, PLAIN_ROPE, SHAPE, VOCAB_SIZE
+from tiny_shapes import DEEPSEEK_V2, DEEPSEEK_V3, EXPERTS, GLM4_MOE, PLAIN_ROPE, SHAPE, VARIANTS, VOCAB_SIZE
 
 from megappo.architecture.families import FAMILIES, Family, HeadKind
 from megappo.architecture.parameters import padded_vocab_size, stage_sizes
@@ -48,6 +49,8 @@ MODELS = {
     "qwen2": ("qwen2", {"head_dim": 16}),
     "qwen2, tied": ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
     "qwen3": ("qwen3", {"head_dim": 16, "rms_norm_eps": 1e-3}),
+    **{family: (family, changes) for family, changes in VARIANTS.items()},
+    "glm4, a whole head rotates": ("glm4", {"partial_rotary_factor": 1.0, "attention_bias": False, "pad_token_id": 0}),
     "qwen3, tied": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
 }
 MIXTURES = {
@@ -161,7 +164,7 @@ def _check_case(case: Case, groups: ComponentGroups) -> None:
     )
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_ones(MODELS, {*VARIANTS, "glm4, a whole head rotates"} - {"glm4"}))
 def test_logits_equal_hugging_face_in_every_layout(name: str, tmp_path: Path) -> None:
     model_type, changes = MODELS[name]
     folder = hf_folder(tmp_path, model_type, **changes)

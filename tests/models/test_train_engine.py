@@ -15,7 +15,7 @@ from saved import save_checkpoint
 from slow import slow_ones
 from spawn import run_ranks
 from tiny_models import hf_folder
-from tiny_shapes import DEEPSEEK_V2, DEEPSEEK_V3, EXPERTS, GLM4_MOE
+from tiny_shapes import DEEPSEEK_V2, DEEPSEEK_V3, EXPERTS, GLM4_MOE, VARIANTS
 
 from megappo.architecture.parsing import read_architecture
 from megappo.batch.exchange import Exchange
@@ -194,6 +194,16 @@ def test_rows_count_by_their_weights(name: str, kind: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("name", ["one rank", *LONG_CASES])
 def test_rows_of_any_length_are_shared_out(name: str, tmp_path: Path) -> None:
     check(name, "shared", with_score(hf_folder(tmp_path / "hf", "llama")), lengths=UNEVEN_LENGTHS)
+
+
+VARIANT_CASES = {"cp2 tp2 sp": "actor", "pp2 vpp2": "shared", "tp2 pp2, full recompute": "critic"}
+
+
+@pytest.mark.parametrize("family", slow_ones(VARIANTS, VARIANTS.keys() - {"gemma3_text"}))
+@pytest.mark.parametrize("name", slow_ones(VARIANT_CASES, VARIANT_CASES.keys() - {"cp2 tp2 sp"}))
+def test_other_dense_families_train_as_hugging_face_does(name: str, family: str, tmp_path: Path) -> None:
+    folder, kind = hf_folder(tmp_path / "hf", family, **VARIANTS[family]), VARIANT_CASES[name]
+    check(name, kind, folder if kind == "actor" else with_score(folder))
 
 
 MIXTURES = {

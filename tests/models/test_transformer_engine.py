@@ -15,7 +15,7 @@ from ppo_engines import Case, fill_adapters, make_engine, make_rows, with_score
 from safetensors.torch import load_file
 from saved import save_checkpoint
 from tiny_models import build, hf_folder
-from tiny_shapes import MIXTURES, TWO_LAYERS
+from tiny_shapes import MIXTURES, TWO_LAYERS, VARIANTS
 from transformer_engine_stub import call
 
 from megappo.architecture.architecture import Architecture
@@ -36,9 +36,10 @@ from megappo.placement.groups import ComponentGroups, build_groups
 from megappo.placement.layout import Layout
 from megappo.runtime import platform
 from megappo.weights.export import Export
+from megappo.weights.hf_folder import fuse_bucket
 from megappo.weights.load import load_hf
 
-MODELS = dict.fromkeys(("llama", "qwen2", "qwen3"), TWO_LAYERS) | MIXTURES
+MODELS = dict.fromkeys(("llama", "qwen2", "qwen3"), TWO_LAYERS) | VARIANTS | MIXTURES
 HEADS: tuple[HeadKind, ...] = ("policy", "value", "policy_value")
 
 pytestmark = pytest.mark.xdist_group("transformer_engine")  # they share its process
@@ -46,7 +47,8 @@ pytestmark = pytest.mark.xdist_group("transformer_engine")  # they share its pro
 
 def on_gpu(architecture: Architecture, switches: frozenset[str]) -> set[str]:
     """The layers' switches that are on with TransformerEngine; `switches` has them."""
-    found = {"bias_activation_fusion"} | (set() if architecture.latent else {"apply_rope_fusion"})
+    found = {"bias_activation_fusion"} if architecture.family.activation == "silu" else set()
+    found |= set() if architecture.latent or architecture.family.rope_interleaved else {"apply_rope_fusion"}
     found |= {"moe_grouped_gemm", "moe_permute_fusion"} if architecture.experts else set()
     assert found <= switches
     return found
@@ -63,7 +65,7 @@ def check_weights(folder: str) -> None:
                 with_score(of_model)
             expected = load_file(of_model / "model.safetensors")
             if head == "value":
-                del expected["lm_head.weight"]
+                expected.pop("lm_head.weight", None)  # tied: none
             architecture = read_architecture(of_model, head)
             chunks = build(of_model, Parallel(), groups, head=head)
             layers = [module for module in chunks[0].modules() if isinstance(module, TransformerEngineBaseModule)]
@@ -76,7 +78,7 @@ def check_weights(folder: str) -> None:
             found = {
                 name: tensor
                 for bucket in Export(chunks, architecture, groups).buckets(1 << 20)
-                for name, tensor in bucket
+                for name, tensor in fuse_bucket(architecture, bucket)
             }
             assert_equal(found, expected)
 

@@ -30,6 +30,16 @@ MODELS = {
     "mistral": {"num_key_value_heads": 1, "vocab_size": 33, "tie_word_embeddings": True, "sliding_window": 16},
     "qwen2": {"num_attention_heads": 8, "vocab_size": 17, "tie_word_embeddings": True},
     "qwen3": {"num_hidden_layers": 5, "head_dim": 24, "vocab_size": 23, "tie_word_embeddings": True},
+    "glm4": {"head_dim": 16, "vocab_size": 19, "attention_bias": True, "pad_token_id": None},
+    "phi3": {"vocab_size": 21, "pad_token_id": None, "tie_word_embeddings": True, "sliding_window": None},
+    "gemma3_text": {
+        **{"head_dim": 16, "query_pre_attn_scalar": 10, "vocab_size": 24, "pad_token_id": None},
+        **{"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    },
+    "granite": {
+        **{"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.7, "attention_multiplier": 0.2},
+        **{"vocab_size": 25, "head_dim": 16},
+    },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "vocab_size": 29, "sliding_window": None},
     "qwen3_moe": {
         **{"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "norm_topk_prob": True},
@@ -53,6 +63,10 @@ LAYOUTS = {
         "{tensor: 1, pipeline: 2, virtual_pipeline: 2, pipeline_split: [1, 1, 2, 1]}",
         "{pipeline: 1, tensor: 2}",
     ),
+    "glm4": ("{tensor: 2, sequence: true}", "{pipeline: 1, context: 2}"),
+    "phi3": ("{tensor: 2}", "{pipeline: 2, pipeline_split: [1, 2]}"),
+    "gemma3_text": ("{tensor: 2}", "{pipeline: 1, context: 2}"),
+    "granite": ("{tensor: 1, pipeline: 2, pipeline_split: [2, 1]}", "{pipeline: 1, tensor: 2, sequence: true}"),
     "mixtral": ("{tensor: 2, sequence: true, expert: 2}", "{pipeline: 2, pipeline_split: [1, 2]}"),
     "qwen3_moe": ("{tensor: 1, expert: 2}", "{pipeline: 1, context: 2, expert_tensor: 2}"),
     "glm4_moe": ("{tensor: 1, expert: 2}", "{pipeline: 2, pipeline_split: [1, 2]}"),

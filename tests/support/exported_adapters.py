@@ -26,7 +26,10 @@ def check_merged(exported: Path, base: Path) -> None:
         prefix = f"base_model.model.{name.removesuffix('.weight')}"
         if f"{prefix}.lora_A.weight" in adapters:
             num_adapted += 1
-            product = adapters[f"{prefix}.lora_B.weight"] @ adapters[f"{prefix}.lora_A.weight"]
+            a, module = adapters[f"{prefix}.lora_A.weight"], prefix.rpartition(".")[2]
+            assert len(a) == settings["rank_pattern"].get(module, RANK)
+            assert settings["alpha_pattern"].get(module, ALPHA) / len(a) == ALPHA / RANK
+            product = adapters[f"{prefix}.lora_B.weight"] @ a
             assert product.abs().max() > 1e-3, f"{name}: nothing was trained"
             weight = weight + ALPHA / RANK * product
         torch.testing.assert_close(merged[name], weight, rtol=0, atol=1e-6)

@@ -28,6 +28,7 @@ from megappo.placement.groups import ComponentGroups
 from megappo.placement.layout import Layout
 from megappo.trainer.objectives import ActorLoss, critic_loss
 from megappo.weights.export import Export
+from megappo.weights.hf_folder import fuse_bucket
 from megappo.weights.load import load_hf
 from megappo.weights.shards import decompose, global_parameters, shard_group, table_of
 
@@ -212,9 +213,9 @@ def exported_adapters(engine: TrainedEngine, architecture: Architecture) -> dict
 
 
 def exported(engine: TrainedEngine, architecture: Architecture, kind: str) -> dict[str, torch.Tensor]:
-    """Return the engine's weights under their Hugging Face names."""
+    """Return the engine's weights as a Hugging Face folder has them."""
     buckets = Export(engine.chunks, architecture.with_head(HEADS[kind]), engine.groups).buckets(1 << 16)
-    return {name: tensor for bucket in buckets for name, tensor in bucket}
+    return {name: tensor for bucket in buckets for name, tensor in fuse_bucket(architecture, bucket)}
 
 
 def hf_outputs(

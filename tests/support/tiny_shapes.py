@@ -55,6 +55,20 @@ GLM4_MOE = {
     "routed_scaling_factor": 1.7,
 }
 TWO_LAYERS = {"num_hidden_layers": 2}
+GLM4 = {"head_dim": 16, "partial_rotary_factor": 0.5, "attention_bias": True, "pad_token_id": None}
+GRANITE = {"embedding_multiplier": 3.0, "logits_scaling": 0.5, "residual_multiplier": 0.7, "attention_multiplier": 0.2}
+PHI3 = {"partial_rotary_factor": 0.5, "sliding_window": 64, "pad_token_id": None, "eos_token_id": 1}
+GEMMA3 = {
+    **{"head_dim": 16, "query_pre_attn_scalar": 10, "sliding_window": 4, "pad_token_id": None},
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+        "full_attention": {"rope_type": "default", "rope_theta": 5000.0},
+    },
+}
+VARIANTS = {"glm4": GLM4, "gemma3_text": GEMMA3, "phi3": PHI3, "granite": GRANITE}
+"""Changes to SHAPE, by Hugging Face's model_type: dense families that differ from Llama in more than biases and norms
+of queries and keys."""
 MIXTURES = {
     "mixtral": TWO_LAYERS | {"num_local_experts": 4},
     "qwen2_moe": TWO_LAYERS | EXPERTS | {"shared_expert_intermediate_size": 40},

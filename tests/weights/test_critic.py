@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from spawn import run_ranks
 from tiny_folders import SHAPE
 from tiny_models import move_router_biases, outputs, sequences
-from tiny_shapes import DEEPSEEK_V3
+from tiny_shapes import DEEPSEEK_V3, VARIANTS
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -45,6 +45,8 @@ FAMILIES = {
     "qwen2": ("TokenClassification", {}),
     "llama": ("SequenceClassification", {}),
     "qwen3": ("TokenClassification", {}),
+    "glm4": ("TokenClassification", VARIANTS["glm4"]),
+    "gemma3_text": ("SequenceClassification", VARIANTS["gemma3_text"]),
     "qwen3_moe": ("TokenClassification", EXPERTS),
     "deepseek_v3": ("SequenceClassification", DEEPSEEK_V3 | {"head_dim": DEEPSEEK_V3["qk_rope_head_dim"]}),
 }
@@ -127,6 +129,8 @@ def test_values_are_transformers_in_every_layout_and_after_export(tmp_path: Path
     expected = {folder: values(folder) for folder in folders}
     run_ranks(2, check_values, expected, tmp_path / "exported", timeout=240)
     for folder, value in expected.items():
+        if folder.name == "gemma3_text":
+            continue  # transformers has no class for its tokens
         for layout in ("tp2", "pp2"):
             exported = tmp_path / "exported" / folder.name / layout
             model, info = AutoModelForTokenClassification.from_pretrained(exported, output_loading_info=True)

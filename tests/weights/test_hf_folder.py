@@ -3,21 +3,28 @@
 import json
 from pathlib import Path
 
+import pytest
+import tiny_models
 import torch
 import torch.distributed as dist
+from exported_adapters import ALPHA, RANK, check_merged, exported_adapters
 from safetensors.torch import load_file
 from spawn import run_ranks
 from tiny_folders import hf_folder, load, read_config
-from tiny_shapes import MIXTURES
+from tiny_shapes import MIXTURES, VARIANTS
 from transformers import AutoModelForCausalLM
 
 from megappo.architecture.parsing import read_architecture
 from megappo.config.model_sections import Lora
+from megappo.config.schema import Model
+from megappo.config.sections import Parallel
+from megappo.models.gpt import build_model
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
 from megappo.weights.buckets import into_buckets, num_bytes, views
 from megappo.weights.export import Export
 from megappo.weights.hf_folder import write_adapters, write_hf_folder
+from megappo.weights.load import load_hf
 
 
 def write_scaled(rank: int, world_size: int, source: Path, target: Path) -> None:
@@ -72,6 +79,28 @@ def test_transformers_reads_what_was_written(tmp_path: Path) -> None:
         files = sorted(folder.glob("*.safetensors"))
         assert len(files) > 2 and files[0].name.startswith("model-00001-of-")
         assert "lm_head.weight" not in {name for file in files for name in load_file(file)}
+
+
+def write_adapted(rank: int, world_size: int, source: Path, target: Path, modules: tuple[str, ...]) -> None:
+    lora = Lora(rank=RANK, alpha=ALPHA, target_modules=modules)
+    architecture, parallel = read_architecture(source).with_lora(lora), Parallel(tensor=2)
+    groups = build_groups({"actor": Layout((0, 1), tensor=2)}, seed=0)["actor"]
+    model = Model(path=str(source), dtype="fp32")
+    chunks = build_model(architecture, model, parallel, groups, recompute="none", trained=True)
+    load_hf(chunks, source, architecture, groups)
+    for name, parameter in chunks[0].named_parameters():
+        if name.endswith(".b"):
+            torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(0))
+    write_hf_folder(chunks, architecture, groups, source, target)
+
+
+@pytest.mark.parametrize("modules", [("q_proj", "down_proj", "gate_proj", "up_proj"), ("up_proj",)])
+def test_adapters_of_matrices_that_files_stack_are_one(modules: tuple[str, ...], tmp_path: Path) -> None:
+    source = tiny_models.hf_folder(tmp_path / "source", "glm4", **VARIANTS["glm4"])
+    run_ranks(2, write_adapted, source, tmp_path / "target", modules)
+    check_merged(tmp_path / "target", source)
+    adapted = {name.split(".")[-3] for name in exported_adapters(tmp_path / "target")}
+    assert adapted == {*modules} - {"gate_proj", "up_proj"} | {"gate_up_proj"}
 
 
 def test_adapters_are_written_for_whoever_may_read_other_files(tmp_path: Path) -> None:

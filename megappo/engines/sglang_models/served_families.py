@@ -1,8 +1,11 @@
 """SGLang's own classes of the families that can be trained: see `megappo.architecture.families`."""
 
 from sglang.srt.models.deepseek_v2 import DeepseekV2ForCausalLM, DeepseekV3ForCausalLM
+from sglang.srt.models.gemma3_causal import Gemma3ForCausalLM
+from sglang.srt.models.glm4 import Glm4ForCausalLM
 from sglang.srt.models.glm4_moe import Glm4MoeForCausalLM
-from sglang.srt.models.llama import LlamaForCausalLM
+from sglang.srt.models.granite import GraniteForCausalLM
+from sglang.srt.models.llama import LlamaForCausalLM, Phi3ForCausalLM
 from sglang.srt.models.mistral import MistralForCausalLM
 from sglang.srt.models.mixtral import MixtralForCausalLM
 from sglang.srt.models.qwen2 import Qwen2ForCausalLM
@@ -11,6 +14,7 @@ from sglang.srt.models.qwen3 import Qwen3ForCausalLM
 from sglang.srt.models.qwen3_moe import Qwen3MoeForCausalLM
 
 EntryClass = [
-    *(DeepseekV2ForCausalLM, DeepseekV3ForCausalLM, Glm4MoeForCausalLM, LlamaForCausalLM, MistralForCausalLM),
-    *(MixtralForCausalLM, Qwen2ForCausalLM, Qwen2MoeForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM),
+    *(DeepseekV2ForCausalLM, DeepseekV3ForCausalLM, Glm4ForCausalLM, Glm4MoeForCausalLM, LlamaForCausalLM),
+    *(MistralForCausalLM, MixtralForCausalLM, Qwen2ForCausalLM, Qwen2MoeForCausalLM, Qwen3ForCausalLM),
+    *(Qwen3MoeForCausalLM, Gemma3ForCausalLM, GraniteForCausalLM, Phi3ForCausalLM),
 ]
