@@ -31,8 +31,10 @@ class Operators(TorchDispatchMode):
 
 
 def made(*switches: str) -> packed_attention.PackedAttention:
-    config = SimpleNamespace(kv_channels=SIZE, switches=frozenset(switches))
-    return packed_attention.PackedAttention(config, SimpleNamespace(cp=SimpleNamespace(size=lambda: 1, rank=lambda: 0)))
+    no_window = {"window_size": None, "window_attn_skip_freq": None}
+    config = SimpleNamespace(kv_channels=SIZE, rotary_interleaved=False, switches=frozenset(switches), **no_window)
+    groups = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1, rank=lambda: 0))
+    return packed_attention.PackedAttention(config, groups, layer_number=1)
 
 
 def attend(dtype: torch.dtype, groups: int, value_size: int, chunk: int) -> list[str]:
@@ -42,7 +44,7 @@ def attend(dtype: torch.dtype, groups: int, value_size: int, chunk: int) -> list
     with FakeTensorMode():
         tensors = [torch.empty(shape, dtype=dtype).to(torch.device("cuda", 0)) for shape in shapes]
         with Operators() as operators:
-            assert attention._attend_chunk(*tensors).shape == (chunk, HEADS, value_size)
+            assert attention._attend_block(*tensors).shape == (chunk, HEADS, value_size)
     return operators.names
 
 

@@ -29,10 +29,12 @@ def check(found: torch.Tensor, expected: torch.Tensor, leaves: list[tuple[torch.
 
 
 @of_each_dtype
+@pytest.mark.parametrize("adds_one", [False, True])
 @pytest.mark.parametrize("shape", [(5, 1, SIZE), (3, 2, 4, SIZE), (0, 1, SIZE)])
-def test_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_norm(shape: tuple[int, ...], adds_one: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    norm = RMSNorm(SimpleNamespace(params_dtype=dtype, sequence_parallel=True), SIZE, EPS)
+    config = SimpleNamespace(params_dtype=dtype, sequence_parallel=True, layernorm_zero_centered_gamma=adds_one)
+    norm = RMSNorm(config, SIZE, EPS)
     (x, exact), (weight, exact_weight) = inputs(shape, dtype), inputs((SIZE,), dtype)
     norm.weight.data.copy_(weight.detach())
     found = norm(x)
@@ -40,7 +42,7 @@ def test_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
         found.sum().backward()
         assert found.shape == x.grad.shape == shape and not norm.weight.grad.any()
         return
-    expected = exact / (exact.square().mean(-1, keepdim=True) + EPS).sqrt() * exact_weight
+    expected = exact / (exact.square().mean(-1, keepdim=True) + EPS).sqrt() * (exact_weight + adds_one)
     check(found, expected, [(x, exact), (norm.weight, exact_weight)])
     assert norm.weight.sequence_parallel
 

@@ -71,8 +71,9 @@ def measure() -> dict:
         else:
             figures["skipped"] = "varlen_attn needs CUDA and a torch whose takes groups of heads"
         for name, switches in ways.items():
-            config = SimpleNamespace(kv_channels=SIZE, switches=switches)
-            way = partial(packed, PackedAttention(config, groups.collection))
+            no_window = {"window_size": None, "window_attn_skip_freq": None}
+            config = SimpleNamespace(kv_channels=SIZE, rotary_interleaved=False, switches=switches, **no_window)
+            way = partial(packed, PackedAttention(config, groups.collection, layer_number=1))
             compare(way)
             for num_sequences in SEQUENCES:
                 cu_seqlens, inputs = bounds(TOKENS, num_sequences), qkv(TOKENS)
