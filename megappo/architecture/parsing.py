@@ -285,9 +285,10 @@ def _unsupported(values: Mapping[str, Any], architecture: Architecture) -> Itera
         yield from _unsupported_routing(values, family.experts, architecture.experts)
     read = {*COMPUTED.split(), *_needed(values, family), *only, *family.rope_keys}
     yield from _uncomputed(values, {*read, *family.ignores})
-    # By the type transformers chooses what is computed.
+    # By the type transformers chooses what is computed: that of a family with other norms or factors is refused.
     kind = values.get("model_type", "").removesuffix("_text").replace("_", "")
-    if not any(kind in name.lower() for name, other in FAMILIES.items() if other == family):
+    alike = (name for name, other in FAMILIES.items() if (other.norms, other.scales) == (family.norms, family.scales))
+    if not any(kind in name.lower() for name in alike):
         yield "model_type"
 
 
