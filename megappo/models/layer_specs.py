@@ -155,7 +155,8 @@ class RMSNorm(torch.nn.RMSNorm):
         """Normalise [..., size]."""
         if not self.adds_one:
             return super().forward(x)
-        return F.rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps).to(x.dtype)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return F.rms_norm(x.to(wide), self.normalized_shape, 1 + self.weight.to(wide), self.eps).to(x.dtype)
 
 
 def swiglu(gate_and_up: Tensor) -> Tensor:
