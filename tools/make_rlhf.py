@@ -20,26 +20,29 @@ import torch
 from transformers import GenerationConfig
 
 FORGET = 0.6
-DEMONSTRATIONS, PREFERENCES = 4, 4
+DEMONSTRATIONS, PREFERENCES = 4, 6
 """Answers, and pairs of answers, to each question."""
+FAULTS = {"careless": 3, "close": 3, "changed": 3, "missing": 1, "added": 1}
+"""Kinds of wrong answers in pairs, with their weights."""
 Questions = Iterable[tuple[int, int]]
 
 
 def worse_answer(a: int, b: int, rng: random.Random) -> str:
-    """Return a wrong answer: of a careless adder, or with a digit that is changed, missing or too much."""
+    """Return a wrong answer: of a careless adder, close to the right one, or with a digit changed, missing or added."""
     right = answer = str(a + b)
     while answer == right:
-        kind = rng.choice(("careless", "careless", "changed", "missing", "further"))
-        place = rng.randrange(len(right))
+        kind = rng.choices(*zip(*FAULTS.items(), strict=True))[0]
+        place, digit = rng.randrange(len(right)), rng.choice("0123456789")
         if kind == "careless":
-            answer = quickstart.careless_sum(a, b, 1, rng)
-            answer = answer if answer != right else str(a + b + rng.choice((-10, -1, 1, 10)))
+            answer = quickstart.careless_sum(a, b, FORGET, rng)
+        elif kind == "close":
+            answer = str(abs(a + b + rng.choice((-100, -10, -1, 1, 10, 100))))
         elif kind == "changed":
-            answer = right[:place] + rng.choice("0123456789") + right[place + 1 :]
+            answer = right[:place] + digit + right[place + 1 :]
         elif kind == "missing":
             answer = right[:place] + right[place + 1 :]
         else:
-            answer = right[:place] + rng.choice("0123456789") + right[place:]
+            answer = right[:place] + digit + right[place:]
     return answer
 
 
