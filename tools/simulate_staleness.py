@@ -35,7 +35,7 @@ from megappo.estimate.seconds import TimeEstimate
 from megappo.placement.picture import aligned
 from megappo.placement.placing import smallest_world
 from megappo.placement.run_plan import plan_run
-from megappo.rollouts.ahead import has_enough
+from megappo.rollouts.group_queue import has_enough
 
 # isort: split
 # After megappo's imports, which name the Python that has these.
@@ -257,7 +257,7 @@ class Simulation:
         return has_enough(finished, self.unfinished, self.num_steps + 1, self.batch, self.max_staleness)
 
     def _admit(self) -> None:
-        """Admit prompts as `AheadBatches` does: fewer while the models are slower."""
+        """Admit prompts as `GroupQueue` does: fewer while the models are slower."""
         ahead = self.max_staleness if len(self.finished) < self.batch else min(2, self.max_staleness)
         num_open = len(self.finished) + self.unfinished.total() + len(self.admitted)
         for _ in range((1 + ahead) * self.batch - num_open):

@@ -184,6 +184,11 @@ def on_host(several: Sequence[Mapping[str, OnDevice]]) -> list[dict[str, Metric]
     ]
 
 
+def metrics_from_json(metrics: Mapping[str, tuple[Sequence[float], str]]) -> dict[str, Metric]:
+    """Return metrics that were written as JSON."""
+    return {name: Metric(tuple(part), reduction) for name, (part, reduction) in metrics.items()}
+
+
 def merge_metrics(several: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
     """Merge each name's parts, over the micro-batches, ranks or steps that have it."""
     parts: dict[str, list[Metric]] = defaultdict(list)

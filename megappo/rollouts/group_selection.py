@@ -84,6 +84,7 @@ class StepResponses:
         num_dropped_tokens: tokens of other responses, on all ranks.
         metrics: the same on all ranks, such as counts of groups and of draws.
         greedy: a greedy response to each prompt, where the estimator needs them.
+        seconds: time that the engines took for them.
     """
 
     prompts: Sequence[Prompt]
@@ -93,6 +94,7 @@ class StepResponses:
     num_dropped_tokens: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     greedy: Responses | None = None
+    seconds: float = 0.0
 
     def fill_grades(self) -> None:
         """Wait for the scores of all parts and fill in the samples' grades."""

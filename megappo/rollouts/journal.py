@@ -12,7 +12,6 @@ checkpoint.
 """
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,27 +19,63 @@ from typing import Any, NamedTuple
 
 from megappo.engines.generations import Generation
 from megappo.observe.files import json_lines, write_json_lines
-from megappo.observe.metrics import Metric
+from megappo.observe.metrics import Metric, metrics_from_json
 from megappo.rollouts.sample_rows import Sample, Segment
 from megappo.userland.grades import Grade
 
 JOURNAL_FOLDER, CHOICES_FILE = "ahead", "choices.jsonl"
-_FILE = re.compile(r"engine_(\d+)_version_(\d+)\.jsonl")
+
+
+class GroupFacts(NamedTuple):
+    """Facts about a finished group that all ranks have. A step trains on groups in this order.
+
+    Attributes:
+        is_equal, version, position: as in `Group`.
+    """
+
+    is_equal: bool
+    version: int
+    position: int
 
 
 @dataclass
-class BegunGroup:
-    """Responses to a prompt, not all of which are finished and scored.
+class Group:
+    """Responses to a prompt.
 
     Attributes:
+        position: of the prompt, in the order in which prompts are drawn.
         version: steps that the weights had been trained for when the group was begun.
-        samples: the finished ones.
-        written: sample_index -> first tokens of an unfinished one.
+        samples: the finished responses.
+        written: sample_index -> first tokens of an unfinished response.
+        failures: see `Scored.failure_metrics`.
+        is_equal: algorithm.filter_groups leaves the group out, unless there are too few others.
+        is_finished: all responses are finished and have their grades.
     """
 
+    position: int
     version: int
     samples: list[Sample] = field(default_factory=list)
     written: dict[int, Generation] = field(default_factory=dict)
+    failures: dict[str, Metric] = field(default_factory=dict)
+    is_equal: bool = False
+    is_finished: bool = False
+
+    @property
+    def facts(self) -> GroupFacts:
+        """Return the facts that all ranks get."""
+        return GroupFacts(self.is_equal, self.version, self.position)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens that the policy wrote."""
+        return sum(one.num_policy_tokens for one in self.samples)
+
+    def fill_grades(self) -> None:
+        """Do nothing: the samples of a finished group have their grades."""
+
+    def failure_metrics(self) -> dict[str, Metric]:
+        """Return those of `Scored`."""
+        return self.failures
 
 
 class Choice(NamedTuple):
@@ -52,39 +87,10 @@ class Choice(NamedTuple):
         num_draws: batches of prompts that were drawn while the step waited for them.
     """
 
+    step: int
     chosen: list[int]
     left_out: list[int]
-    num_draws: int = 0
-
-
-@dataclass(frozen=True)
-class FinishedGroup:
-    """All responses to a prompt, with their grades.
-
-    Attributes:
-        position: of the prompt, in the order in which prompts are drawn.
-        version: steps that the weights had been trained for when the group was begun.
-        is_equal: algorithm.filter_groups leaves it out.
-        failures: see `Scored.failure_metrics`.
-    """
-
-    position: int
-    version: int
-    is_equal: bool
-    samples: list[Sample]
-    failures: Mapping[str, Metric]
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens that the policy wrote."""
-        return sum(one.num_policy_tokens for one in self.samples)
-
-    def fill_grades(self) -> None:
-        """Do nothing: the samples have their grades."""
-
-    def failure_metrics(self) -> dict[str, Metric]:
-        """Return those of `Scored`."""
-        return dict(self.failures)
+    num_draws: int
 
 
 class Journal:
@@ -99,42 +105,38 @@ class Journal:
         self._folder, self._number, self._num_engines = output_dir / JOURNAL_FOLDER, number, num_engines
         self._settings = json.loads(json.dumps(settings))
 
-    def write_sample(self, position: int, version: int, sample: Sample) -> None:
-        """Append a finished response to a prompt, without its grade.
+    def write_sample(self, group: Group, sample: Sample) -> None:
+        """Append a finished response, without its grade.
 
-        Args:
-            position, version: as of `FinishedGroup`.
         Raises:
             OSError: it cannot be written.
         """
-        fields = {name: value for name, value in vars(sample).items() if name != "grade"}
-        self._append(version, {"position": position, "sample": fields})
+        self._append(group, sample={name: value for name, value in vars(sample).items() if name != "grade"})
 
-    def write_partial(self, position: int, version: int, sample_index: int, written: Generation) -> None:
+    def write_partial(self, group: Group, sample_index: int) -> None:
         """Append the first tokens of an unfinished response."""
-        self._append(version, {"position": position, "sample_index": sample_index, "written": written})
+        self._append(group, sample_index=sample_index, written=group.written[sample_index])
 
-    def write_grades(self, group: FinishedGroup) -> None:
+    def write_grades(self, group: Group) -> None:
         """Append the grades of a group whose samples have been appended, in this order."""
-        facts = {name: value for name, value in vars(group).items() if name not in ("version", "samples")}
-        self._append(group.version, facts | {"grades": [one.grade for one in group.samples]})
+        grades = [one.grade for one in group.samples]
+        self._append(group, grades=grades, failures=group.failures, is_equal=group.is_equal)
 
-    def _append(self, version: int, facts: Mapping[str, Any]) -> None:
+    def _append(self, group: Group, **facts: Any) -> None:
         self._folder.mkdir(exist_ok=True)
-        path = self._folder / f"engine_{self._number}_version_{version:08d}.jsonl"
+        path = self._folder / f"engine_{self._number}_version_{group.version:08d}.jsonl"
         with path.open("a", encoding="utf-8") as file:
             if file.tell() == 0:
                 file.write(json.dumps(self._settings) + "\n")
-            file.write(json.dumps(facts, default=vars) + "\n")
+            file.write(json.dumps({"position": group.position, **facts}, default=vars) + "\n")
 
-    def read(self) -> tuple[dict[int, FinishedGroup], dict[int, BegunGroup]]:
+    def read(self) -> dict[int, Group]:
         """Return the groups of an earlier process, by position; delete those of other settings.
 
         Raises:
             OSError, ValueError: a file cannot be read.
         """
-        finished: dict[int, FinishedGroup] = {}
-        begun: dict[int, BegunGroup] = {}
+        groups: dict[int, Group] = {}
         for version, path in self._files():
             lines = json_lines(path)
             if not lines or lines[0] != self._settings:
@@ -143,15 +145,9 @@ class Journal:
                 continue
             write_json_lines(path, lines)  # without a line that a kill cut short
             for line in lines[1:]:
-                group = begun.setdefault(line["position"], BegunGroup(version))
-                if "sample" in line:
-                    group.samples.append(_sample(**line["sample"]))
-                elif "written" in line:
-                    group.written[line["sample_index"]] = Generation(**line["written"])
-                else:
-                    finished[line["position"]] = _graded(group, **line)
-                    del begun[line["position"]]
-        return finished, begun
+                position = line["position"]
+                _add(groups.setdefault(position, Group(position, version)), line)
+        return groups
 
     def forget(self, oldest: int) -> None:
         """Delete the groups that were begun with weights before version `oldest`."""
@@ -159,42 +155,40 @@ class Journal:
             if version < oldest:
                 path.unlink()
 
-    def write_choice(self, step: int, choice: Choice) -> None:
+    def write_choice(self, choice: Choice) -> None:
         """Append the choice of a step."""
         self._folder.mkdir(exist_ok=True)
         with (self._folder / CHOICES_FILE).open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, **choice._asdict()}) + "\n")
+            file.write(json.dumps(choice._asdict()) + "\n")
 
-    def read_choices(self) -> dict[int, Choice]:
-        """Return the choices of an earlier process, by step."""
+    def forget_choices(self, last: int) -> dict[int, Choice]:
+        """Delete the choices of steps up to this one; return the others, by step."""
         path = self._folder / CHOICES_FILE
-        lines = json_lines(path) if path.exists() else []
-        if lines:
-            write_json_lines(path, lines)  # without a line that a kill cut short
-        return {line.pop("step"): Choice(**line) for line in lines}
-
-    def forget_choices(self, last: int) -> None:
-        """Delete the choices of steps up to this one."""
-        choices = self.read_choices()
-        if choices:
-            kept = [{"step": step, **choice._asdict()} for step, choice in choices.items() if step > last]
-            write_json_lines(self._folder / CHOICES_FILE, kept)
+        if not path.exists():
+            return {}
+        lines = [line for line in json_lines(path) if line["step"] > last]
+        write_json_lines(path, lines)  # without a line that a kill cut short
+        return {line["step"]: Choice(**line) for line in lines}
 
     def _files(self) -> Iterator[tuple[int, Path]]:
         """Yield version and path of each file of this engine."""
-        for path in [] if self._number is None else sorted(self._folder.glob("*.jsonl")):
-            match = _FILE.fullmatch(path.name)
-            if match and int(match[1]) % self._num_engines == self._number:
-                yield int(match[2]), path
+        for path in sorted(self._folder.glob("engine_*_version_*.jsonl")):
+            _, number, _, version = path.stem.split("_")
+            if self._number is not None and int(number) % self._num_engines == self._number:
+                yield int(version), path
 
 
-def _graded(
-    group: BegunGroup, *, grades: Sequence[Sequence[Any]], failures: Mapping[str, Sequence[Any]], **facts: Any
-) -> FinishedGroup:
-    for sample, grade in zip(group.samples, grades, strict=True):
-        sample.grade = Grade(*grade)
-    metrics = {name: Metric(tuple(part), reduction) for name, (part, reduction) in failures.items()}
-    return FinishedGroup(version=group.version, samples=group.samples, failures=metrics, **facts)
+def _add(group: Group, line: Mapping[str, Any]) -> None:
+    """Add what a line of the journal holds."""
+    if "sample" in line:
+        group.samples.append(_sample(**line["sample"]))
+    elif "written" in line:
+        group.written[line["sample_index"]] = Generation(**line["written"])
+    else:
+        for sample, grade in zip(group.samples, line["grades"], strict=True):
+            sample.grade = Grade(*grade)
+        group.failures = metrics_from_json(line["failures"])
+        group.is_equal, group.is_finished = line["is_equal"], True
 
 
 def _sample(*, segments: Sequence[Mapping[str, Any]], **fields: Any) -> Sample:

@@ -17,6 +17,7 @@ from megappo.userland.grades import Grade
 from megappo.userland.rewards import RewardPool
 from megappo.userland.signatures import Row
 
+Prompts = Sequence[Prompt] | Mapping[int, Prompt]
 EPISODE_ENDINGS = ("done", "turns", "length", "lost")
 
 
@@ -31,7 +32,7 @@ class Responses:
         usage: of this rank's engine while it sampled them.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], rewards: RewardPool | None, tokenizer: PreTrainedTokenizerBase):
+    def __init__(self, prompts: Prompts, rewards: RewardPool | None, tokenizer: PreTrainedTokenizerBase):
         self.prompts = prompts
         self.samples: list[Sample] = []
         self.usage = EngineUsage()
@@ -97,10 +98,12 @@ class Responses:
         """Count graded samples for which a function failed, or exceeded its time, where neither ends the run."""
         if self._scoring is None or self._rewards.on_error == "raise":
             return {}
-        counts = {"errors": self._scoring.num_errors, "timeouts": self._scoring.num_timeouts}
         num_failed = sum(one.grade.failed for one in self.samples)
-        share = {"failed_frac": Metric((num_failed, len(self.samples)), "mean")}
-        return share | {name: Metric((count,), "sum") for name, count in counts.items()}
+        return {
+            "failed_frac": Metric((num_failed, len(self.samples)), "mean"),
+            "errors": Metric((self._scoring.num_errors,), "sum"),
+            "timeouts": Metric((self._scoring.num_timeouts,), "sum"),
+        }
 
 
 def _fill(samples: Sequence[Sample], grades: Sequence[Grade]) -> None:

@@ -20,7 +20,7 @@ from megappo.placement.run_plan import RunPlan
 from megappo.rollouts.datasets import Datasets
 from megappo.rollouts.episodes import EpisodeRunner
 from megappo.rollouts.group_selection import GroupQuota
-from megappo.rollouts.responses import Responses
+from megappo.rollouts.responses import Prompts, Responses
 from megappo.rollouts.sample_rows import Sample
 from megappo.rollouts.sampler import RolloutSession, SharedPrompts, grouped, store_counter
 from megappo.runtime.heartbeat import heartbeat
@@ -145,7 +145,7 @@ class Rollouts:
 
         return on_group
 
-    def new_responses(self, prompts: Sequence[Prompt], task: str = TRAINING) -> Responses:
+    def new_responses(self, prompts: Prompts, task: str = TRAINING) -> Responses:
         """Return an empty collection of responses, scored by the task's reward function."""
         return Responses(prompts, self._workers_of(task).rewards, self.tokenizer)
 
@@ -156,7 +156,7 @@ class Rollouts:
 
     def episode_runner(
         self,
-        prompts: Sequence[Prompt] | Mapping[int, Prompt],
+        prompts: Prompts,
         params: SamplingParams,
         task: str = TRAINING,
         longest_prompt: int | None = None,

@@ -52,6 +52,11 @@ class EngineUsage:
         """Return the work after an earlier copy."""
         return EngineUsage(**{name: value - getattr(earlier, name) for name, value in asdict(self).items()})
 
+    @property
+    def busy_frac(self) -> float:
+        """Share of the time in which the engine had a sequence; 0 of an engine that has done nothing."""
+        return 1 - self.idle_seconds / self.seconds if self.seconds else 0.0
+
     def metrics(self) -> dict[str, Metric]:
         """Return this rank's part of the metrics of all engines; empty if its engine finished nothing."""
         if not self.prompt_tokens:

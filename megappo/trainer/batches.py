@@ -59,6 +59,7 @@ class SampledBatches(Batches):
             if self._config.algorithm.method.needs_greedy_baseline:
                 responses.greedy = self._rollouts.sample(responses.prompts, 1, self._rollouts.greedy)
             self._sleep()
+        responses.seconds = phase.seconds("rollout")
         return responses
 
     def score(self, step: int, responses: StepResponses, phase: Phases) -> tuple[Batch, dict[str, Any]]:
@@ -76,11 +77,7 @@ class SampledBatches(Batches):
         if self._record is not None:
             with phase("record"):
                 self._record.write(step, batch, responses.prompts, num_tokens, self.num_drawn)
-        return batch, metrics | {"rollout/tokens_per_second": num_tokens / self._sampling_seconds(phase)}
-
-    def _sampling_seconds(self, phase: Phases) -> float:
-        """Return how long the engines took for the step's responses."""
-        return phase.seconds("rollout")
+        return batch, metrics | {"rollout/tokens_per_second": num_tokens / responses.seconds}
 
     def _sample_round(self, prompts: Sequence[Prompt], num_groups: int) -> Responses:
         """Sample responses to a draw of prompts, of which `num_groups` groups are needed."""

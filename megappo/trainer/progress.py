@@ -1,6 +1,6 @@
 """Progress of a run: the checkpoint that it resumes from, and what it saves besides its models."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from megappo.config.loading import dump_config
 from megappo.config.schema import Config
 from megappo.observe.files import CHECKPOINTS, CONFIG_FILE
 from megappo.observe.loggers import Histogram
-from megappo.observe.metrics import Metric
+from megappo.observe.metrics import Metric, metrics_from_json
 from megappo.observe.metrics_file import METRICS_FILE
 from megappo.placement.components import models_in_words
 from megappo.ppo.kl import KLController
@@ -237,7 +237,7 @@ class Progress:
                     "until that step is finished"
                 )
         metrics = {name: _from_json(value) for name, value in facts["metrics"].items()}
-        steps = {name: list(map(_metrics, of_one)) for name, of_one in facts["optimizer_steps"].items()}
+        steps = {name: list(map(metrics_from_json, of_one)) for name, of_one in facts["optimizer_steps"].items()}
         return Experience(
             facts["step"],
             batch,
@@ -271,7 +271,3 @@ def _to_json(value: Any) -> Any:
 
 def _from_json(value: Any) -> Any:
     return Histogram(tuple(value)) if isinstance(value, list) else value
-
-
-def _metrics(step: Mapping[str, tuple[Sequence[float], str]]) -> dict[str, Metric]:
-    return {name: Metric(tuple(part), reduction) for name, (part, reduction) in step.items()}

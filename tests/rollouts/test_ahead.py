@@ -7,10 +7,13 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from megappo.config.schema import Config
 from megappo.engines.generations import Generation
 from megappo.observe.metrics import Metric
-from megappo.rollouts.ahead import SharedCounts, has_enough
-from megappo.rollouts.journal import BegunGroup, Choice, FinishedGroup, Journal
+from megappo.rollouts.ahead import EngineShare
+from megappo.rollouts.group_queue import GroupQueue, has_enough
+from megappo.rollouts.journal import Choice, Group, GroupFacts, Journal
+from megappo.rollouts.rank_groups import RankGroups, SharedCounts
 from megappo.rollouts.sample_rows import Sample, Segment
 from megappo.userland.grades import Grade
 
@@ -54,14 +57,63 @@ def test_a_step_waits_for_groups_that_a_later_one_could_not_take() -> None:
     assert not has_enough({0: 3}, {}, step=1, batch_size=4, max_staleness=1)
 
 
-def test_engines_share_counts() -> None:
-    store = dist.HashStore()
-    one, other = SharedCounts(store), SharedCounts(store)
-    assert [one.take(2), other.take(3), one.take(0)] == [0, 2, 5]
-    one.add("begun", 3, 2)
-    other.add("finished", 3)
-    assert one.total("begun", [3, 4]) == {3: 2, 4: 0}
-    assert one.total("finished", [3]) == {3: 1}
+def test_each_admitted_prompt_is_taken_by_one_engine() -> None:
+    store, admitted, draw = dist.HashStore(), list[int](), random.Random(0)
+    engines = [EngineShare(admitted, 3, SharedCounts(store)) for _ in range(3)]
+    taken = [list[int]() for _ in engines]
+    for first in range(0, 60, 6):
+        admitted += range(100 + first, 106 + first)
+        for number in draw.choices(range(3), k=8):
+            taken[number] += engines[number].take(4)
+    for _ in range(20):
+        for engine, own in zip(engines, taken, strict=True):
+            own += engine.take(4)
+    assert sorted(sum(taken, [])) == admitted
+    assert all(taken), "an engine leaves others a share"
+
+
+def make_queue() -> GroupQueue:
+    config = Config.model_validate(
+        {
+            "model": {"path": "m"},
+            "placement": {"actor": "0", "rollout": "0"},
+            "data": {"train_files": ["f"], "train_batch_size": SIZE},
+            "trainer": {"output_dir": "o"},
+            "rollout": {"n": 2, "max_staleness": 1},
+            "algorithm": {"adv_estimator": "grpo", "filter_groups": {"enable": True, "max_num_gen_batches": 2}},
+        }
+    )
+    return GroupQueue(config)
+
+
+def test_groups_of_equal_scores_make_room_for_others_and_then_fill_up_the_step() -> None:
+    queue = make_queue()
+    draws = iter([[(first + i, None) for i in range(SIZE)] for first in range(0, 10 * SIZE, SIZE)])
+    queue.admit(1, lambda: next(draws))
+    assert queue.admitted == list(range(2 * SIZE)), "two batches"
+    queue.finished = sorted(GroupFacts(position > 2, 0, position) for position in range(2 * SIZE))
+    queue.num_draws = 0
+    queue.admit(1, lambda: next(draws))
+    assert (len(queue.prompts), queue.num_draws, queue.takes_equal) == (4 * SIZE, 2, True)
+    queue.admit(1, lambda: pytest.fail("filter_groups.max_num_gen_batches is reached"))
+    choice = queue.choose(1)
+    assert choice == Choice(1, [0, 1, 2, 3], [4, 5, 6, 7], 2)
+    queue.remove(choice)
+    assert (sorted(queue.prompts), queue.finished) == (list(range(2 * SIZE, 4 * SIZE)), [])
+
+
+def test_groups_are_counted_from_their_beginning_until_a_step_takes_them(tmp_path: Path) -> None:
+    shared = SharedCounts(dist.HashStore())
+    groups = RankGroups(shared, Journal(tmp_path, 0, 1, {}))
+    first, second, third = groups.begin([7, 8, 9], version=3)
+    third.is_equal = True
+    for group in (first, third):
+        groups.finish(group)
+    assert (shared.total("unfinished", [3, 4]), shared.total("finished", [3])) == ({3: 1, 4: 0}, {3: 1})
+    assert (groups.finished(), groups.num_equal) == ([GroupFacts(False, 3, 7), GroupFacts(True, 3, 9)], 1)
+    assert groups.remove([5, 7, 9]) == [first, third]
+    assert (shared.total("unfinished", [3]), shared.total("finished", [3])) == ({3: 1}, {3: 0})
+    assert groups.unfinished() == [second]
 
 
 def sample(order: int = 0) -> Sample:
@@ -70,21 +122,22 @@ def sample(order: int = 0) -> Sample:
 
 
 def write_group(journal: Journal, position: int, version: int) -> None:
-    graded = sample()
-    journal.write_sample(position, version, graded)
+    group, graded = Group(position, version), sample()
+    journal.write_sample(group, graded)
     graded.grade = Grade([1.25], {"part": 0.1}, "answer", steps=[[(3, 0.5)]])
-    failures = {"errors": Metric((1,), "sum")}
-    journal.write_grades(FinishedGroup(position, version, False, [graded], failures))
+    group.samples.append(graded)
+    group.failures = {"errors": Metric((1,), "sum")}
+    journal.write_grades(group)
 
 
 def test_the_journal_returns_groups_as_they_were(tmp_path: Path) -> None:
     journal = Journal(tmp_path, 0, 1, {"rollout.n": 1})
     for position in range(4):
         write_group(journal, position, version=position // 2)
-    finished, begun = Journal(tmp_path, 0, 1, {"rollout.n": 1}).read()
-    assert finished.keys() == {0, 1, 2, 3}
-    assert not begun
-    [found] = finished[3].samples
+    groups = Journal(tmp_path, 0, 1, {"rollout.n": 1}).read()
+    assert groups.keys() == {0, 1, 2, 3}
+    assert all(group.is_finished for group in groups.values())
+    [found] = groups[3].samples
     assert found.segments == sample().segments
     assert (found.ending, found.parts, found.grade.scores, found.grade.totals) == (
         "done",
@@ -92,21 +145,17 @@ def test_the_journal_returns_groups_as_they_were(tmp_path: Path) -> None:
         [1.25],
         [1.75],
     )
-    assert (finished[3].version, finished[3].failures) == (1, {"errors": Metric((1,), "sum")})
+    assert (groups[3].version, groups[3].failures) == (1, {"errors": Metric((1,), "sum")})
 
 
 def test_the_journal_returns_responses_of_groups_that_are_not_finished(tmp_path: Path) -> None:
-    journal = Journal(tmp_path, 0, 1, {})
-    written = [
-        Generation([3], [-1.0], "abort", versions=[1]),
-        Generation([3, 4], [-1.0, -2.0], "abort", versions=[1, 2]),
-    ]
-    journal.write_partial(5, 1, 1, written[0])
-    journal.write_sample(5, 1, sample(order=2))
-    journal.write_partial(5, 1, 1, written[1])
-    finished, begun = Journal(tmp_path, 0, 1, {}).read()
-    assert not finished
-    assert begun == {5: BegunGroup(1, [sample(order=2)], {1: written[1]})}
+    journal, group = Journal(tmp_path, 0, 1, {}), Group(5, 1)
+    group.written[1] = Generation([3], [-1.0], "abort", versions=[1])
+    journal.write_partial(group, 1)
+    journal.write_sample(group, sample(order=2))
+    group.written[1] = Generation([3, 4], [-1.0, -2.0], "abort", versions=[1, 2])
+    journal.write_partial(group, 1)
+    assert Journal(tmp_path, 0, 1, {}).read() == {5: Group(5, 1, [sample(order=2)], group.written)}
 
 
 def test_the_journal_survives_a_kill_in_the_middle_of_a_line(tmp_path: Path) -> None:
@@ -115,16 +164,16 @@ def test_the_journal_survives_a_kill_in_the_middle_of_a_line(tmp_path: Path) -> 
     [path] = (tmp_path / "ahead").iterdir()
     path.write_text(path.read_text("utf-8") + '{"position": 1, "samp', "utf-8")
     resumed = Journal(tmp_path, 0, 1, {})
-    assert resumed.read()[0].keys() == {0}
+    assert resumed.read().keys() == {0}
     write_group(resumed, 2, 0)
-    assert Journal(tmp_path, 0, 1, {}).read()[0].keys() == {0, 2}
+    assert Journal(tmp_path, 0, 1, {}).read().keys() == {0, 2}
 
 
 def test_the_journal_of_two_engines_is_taken_over_by_one(tmp_path: Path) -> None:
     for number in range(2):
         write_group(Journal(tmp_path, number, 2, {}), number, 0)
-    assert Journal(tmp_path, None, 1, {}).read() == ({}, {})
-    assert Journal(tmp_path, 0, 1, {}).read()[0].keys() == {0, 1}
+    assert Journal(tmp_path, None, 1, {}).read() == {}
+    assert Journal(tmp_path, 0, 1, {}).read().keys() == {0, 1}
 
 
 def test_the_journal_forgets_what_is_old_or_of_other_settings(tmp_path: Path) -> None:
@@ -132,18 +181,20 @@ def test_the_journal_forgets_what_is_old_or_of_other_settings(tmp_path: Path) ->
     for version in range(3):
         write_group(journal, version, version)
     journal.forget(1)
-    assert journal.read()[0].keys() == {1, 2}
-    assert Journal(tmp_path, 0, 1, {"model.path": "b"}).read() == ({}, {})
-    assert journal.read() == ({}, {})
+    assert journal.read().keys() == {1, 2}
+    assert Journal(tmp_path, 0, 1, {"model.path": "b"}).read() == {}
+    assert journal.read() == {}
 
 
 def test_the_journal_keeps_the_choices_of_steps(tmp_path: Path) -> None:
     journal = Journal(tmp_path, None, 1, {})
-    assert journal.read_choices() == {}
-    first, second = Choice([0, 2], [], 2), Choice([1, 3], [4], 1)
-    journal.write_choice(1, first)
-    journal.write_choice(2, Choice([1], [], 1))
-    journal.write_choice(2, second)
-    assert journal.read_choices() == {1: first, 2: second}
-    journal.forget_choices(1)
-    assert journal.read_choices() == {2: second}
+    assert journal.forget_choices(0) == {}
+    first, second = Choice(1, [0, 2], [], 2), Choice(2, [1, 3], [4], 1)
+    for choice in (first, Choice(2, [1], [], 1), second):
+        journal.write_choice(choice)
+    with (tmp_path / "ahead" / "choices.jsonl").open("a") as file:
+        file.write('{"step": 3, "cho')  # cut short by a kill
+    assert journal.forget_choices(0) == {1: first, 2: second}
+    journal.write_choice(third := Choice(3, [5], [], 0))
+    assert journal.forget_choices(1) == {2: second, 3: third}
+    assert journal.forget_choices(2) == {3: third}

@@ -1,0 +1,108 @@
+"""The groups of responses that one rank's engine samples ahead of training, and counts of those of all ranks."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+from torch.distributed import Store
+
+from megappo.rollouts.journal import Group, GroupFacts, Journal
+from megappo.rollouts.sample_rows import Sample
+from megappo.rollouts.sampler import Request
+
+
+class SharedCounts:
+    """Counts that the engines of all ranks share, in the run's store.
+
+    Args:
+        store: a connection on which nothing waits, so that threads can share it.
+    """
+
+    def __init__(self, store: Store):
+        self._store = store
+
+    def take(self, count: int) -> int:
+        """Take the next so many admitted prompts; return how many were taken before."""
+        return self._store.add("ahead/taken", count) - count
+
+    def add(self, kind: Literal["unfinished", "finished"], version: int, count: int = 1) -> int:
+        """Add groups of a version; return how many there are."""
+        return self._store.add(f"ahead/{kind}/{version}", count)
+
+    def total(self, kind: Literal["unfinished", "finished"], versions: Iterable[int]) -> Counter[int]:
+        """Return the number of groups of each version."""
+        return Counter({version: self.add(kind, version, 0) for version in versions})
+
+
+class RankGroups:
+    """This rank's groups, from their beginning until a step removes them.
+
+    The sampling thread begins and finishes groups. The main thread calls `restore`, before that thread is started,
+    `finished` and `remove`.
+
+    Args:
+        shared: counts the groups, without those that algorithm.filter_groups leaves out; None on ranks without an
+            engine.
+        journal: keeps what is sampled.
+    Attributes:
+        num_equal: finished groups so far that algorithm.filter_groups leaves out.
+    """
+
+    num_equal = 0
+
+    def __init__(self, shared: SharedCounts | None, journal: Journal):
+        self._shared, self._journal = shared, journal
+        self._groups: dict[int, Group] = {}  # by position
+
+    def restore(self, groups: dict[int, Group]) -> None:
+        """Add groups of an earlier process, by position."""
+        self._groups |= groups
+        for group in groups.values():
+            self._count(group, 1)
+
+    def begin(self, positions: Sequence[int], version: int) -> list[Group]:
+        """Add groups of this version and return them."""
+        groups = [Group(position, version) for position in positions]
+        self.restore({group.position: group for group in groups})
+        return groups
+
+    def unfinished(self) -> list[Group]:
+        """Return the groups that are begun and not finished, in the order of their prompts."""
+        groups = [group for group in list(self._groups.values()) if not group.is_finished]
+        return sorted(groups, key=lambda group: group.position)
+
+    def add_sample(self, sample: Sample) -> Group:
+        """Add a finished response; return its group."""
+        group = self._groups[sample.prompt_index]
+        self._journal.write_sample(group, sample)
+        group.samples.append(sample)
+        return group
+
+    def keep_written(self, request: Request) -> None:
+        """Keep what an aborted request has written."""
+        group = self._groups[request.prompt_index]
+        group.written[request.sample_index] = request.written
+        self._journal.write_partial(group, request.sample_index)
+
+    def finish(self, group: Group) -> None:
+        """Let the main thread take a group whose responses have their grades."""
+        self._journal.write_grades(group)
+        group.is_finished = True
+        self.num_equal += group.is_equal
+        self._count(group, 1)
+        self._shared.add("unfinished", group.version, -1)
+
+    def finished(self) -> list[GroupFacts]:
+        """Return the facts about the finished groups."""
+        return [group.facts for group in list(self._groups.values()) if group.is_finished]
+
+    def remove(self, positions: Iterable[int]) -> list[Group]:
+        """Remove the finished groups of these positions; return those of this rank."""
+        groups = [self._groups.pop(position) for position in positions if position in self._groups]
+        for group in groups:
+            self._count(group, -1)
+        return groups
+
+    def _count(self, group: Group, count: int) -> None:
+        if not group.is_equal:
+            self._shared.add("finished" if group.is_finished else "unfinished", group.version, count)
