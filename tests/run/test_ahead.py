@@ -89,8 +89,8 @@ def test_killed_and_resumed(config: Path, run: Path, folder: Path) -> None:
 
 @pytest.mark.slow  # that a session continues what was aborted is in tests/rollouts/test_sampler.py
 def test_unfinished_responses_continue(config: Path, folder: Path) -> None:
-    """When step 1 is done, the engine, which decodes few responses at once, still has most of four batches to sample. So
-    it decodes at the checkpoint, and is never without a request: of five it has four of the next prompt.
+    """When step 1 is done, the engine still has most of four batches to sample, as it decodes few responses at once. So
+    it decodes at the checkpoint: it requests the next four responses while the last of the four before is in progress.
     """
     out, record = folder / "out", folder / "record"
     keys = (
