@@ -19,7 +19,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from megappo.checkpoint.folders import newest_iteration
 from megappo.config.hub import cached_model
 from megappo.runtime.machine import PYTHON, for_python
 from megappo.runtime.status import STATUS
@@ -85,8 +84,7 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=description, description=description)
         command.add_argument("--input", type=_model, required=True, metavar="DIR", help="the folder to read")
         output = "the folder to compare with" if name == "verify" else "the folder to write"
-        kind = _model if name == "verify" else Path
-        command.add_argument("--output", type=kind, required=True, metavar="DIR", help=output)
+        command.add_argument("--output", type=Path, required=True, metavar="DIR", help=output)
         command.add_argument("--tensor", type=int, default=1, help="tensor-parallel ranks (default 1)")
         command.add_argument("--pipeline", type=int, default=1, help="pipeline stages (default 1)")
         command.add_argument("--expert", type=int, default=1, help="ranks that share out the experts (default 1)")
@@ -115,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _model(text: str) -> Path:
-    return newest_iteration(Path(cached_model(text)))
+    return Path(cached_model(text))
 
 
 def layers(text: str) -> tuple[int, ...]:

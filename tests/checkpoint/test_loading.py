@@ -78,7 +78,7 @@ def check_read_once(rank: int, world_size: int, model: Path, folder: Path, switc
     largest = max(tensor.nbytes for tensor in states(engine))
     everyone = exchange.all_gather((read, held))
     assert size > 16 * 2**20
-    assert sum(read for read, _ in everyone) == pytest.approx(size, rel=0.1), (everyone, size)
+    assert sum(read for read, _ in everyone) == pytest.approx(size, rel=0.2), (everyone, size)
     assert all(read < 1.2 * size / world_size + SLACK for read, _ in everyone), (everyone, size)
     assert all(held < 4 * largest + 16 * MIB for _, held in everyone), (everyone, largest)
 

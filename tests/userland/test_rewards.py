@@ -278,8 +278,8 @@ def test_workers_die_with_their_parent_even_while_they_hold_the_interpreter(tmp_
         processes = psutil.Process(parent.pid).children(recursive=True)
         try:
             parent.send_signal(ending)
-            parent.wait(10)
-            _, alive = psutil.wait_procs(processes, timeout=5)
+            parent.wait(60)
+            _, alive = psutil.wait_procs(processes, timeout=30)
         finally:
             for process in (parent, *processes):
                 with suppress(psutil.NoSuchProcess):

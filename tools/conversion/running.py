@@ -17,6 +17,7 @@ megatron_setup.install()  # must come before the first import of megatron.core
 import torch.distributed as dist  # noqa: E402
 
 from megappo.checkpoint.checksums import refuse_damaged  # noqa: E402
+from megappo.checkpoint.folders import newest_iteration  # noqa: E402
 from megappo.errors import ActionableError  # noqa: E402
 from megappo.runtime.failure import LOST_RANK  # noqa: E402
 from megappo_tools.conversion.commands import hf_to_megatron, megatron_to_hf, reshard_folder  # noqa: E402
@@ -55,6 +56,9 @@ def execute(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     world = None
+    args.input = newest_iteration(args.input)
+    if args.command == "verify":
+        args.output = newest_iteration(args.output)
     try:
         if fault := folder_fault(args):
             raise UsageError(fault)
