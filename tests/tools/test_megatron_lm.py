@@ -110,7 +110,8 @@ def test_a_checkpoint_of_megatron_lm_there_and_back(tensor: int, pipeline: int, 
     written, logits, ranks = tmp_path / "written", tmp_path / "logits.pt", tensor * pipeline
     config = hf_folder(tmp_path / "config", "llama", **SHAPE)
     run_ranks(ranks, check_written, written, tensor, pipeline, logits)
-    convert("megatron-to-hf", written, tmp_path / "hf", "--hf-config", config)
+    printed = convert("megatron-to-hf", written, tmp_path / "hf", "--hf-config", config)
+    assert "56 rows of the vocabulary beyond config.json's vocab_size 200 are left out as padding" in printed
     if pipeline == 1:
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
         assert torch.allclose(model(TOKENS).logits, torch.load(logits), atol=1e-5)

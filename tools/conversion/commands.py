@@ -53,6 +53,11 @@ def megatron_to_hf(args: argparse.Namespace, world: World) -> None:
     if head == "policy_value" and not args.value_model:
         world.log(f"{args.input} has a value head besides, which is left out: --value-model writes the critic instead")
     chunks = load_from_megatron(source, args.dtype or source.dtype, world)
+    embedding, vocab_size = source.info.tensors[EMBEDDING], source.architecture.vocab_size
+    if (padding := embedding.shape[0] - vocab_size) >= embedding.num_parts:  # more than this program pads
+        world.log(
+            f"{padding} rows of the vocabulary beyond config.json's vocab_size {vocab_size} are left out as padding"
+        )
     wanted: HeadKind = head if args.value_model or head == "value" else "policy"
     shapes = parameters.hf_shapes(source.architecture.with_head("value" if wanted != "policy" else "policy"))
     if wanted != "policy":

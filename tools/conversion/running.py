@@ -56,10 +56,10 @@ def execute(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     world = None
-    args.input = newest_iteration(args.input)
-    if args.command == "verify":
-        args.output = newest_iteration(args.output)
     try:
+        args.input = newest_iteration(args.input)
+        if args.command == "verify":
+            args.output = newest_iteration(args.output)
         if fault := folder_fault(args):
             raise UsageError(fault)
         world = World(parallel_of(args))
