@@ -26,6 +26,8 @@ STAGES: dict[str, tuple[list[str], int]] = {
     "quickstart": (["tests/gpu/stages/quickstart.py"], 300),
     "whole_run_te": (["tests/gpu/stages/whole_run.py", "transformer_engine"], 240),
     "whole_run_torch": (["tests/gpu/stages/whole_run.py", "torch"], 240),
+    "whole_run_moe": (["tests/gpu/stages/whole_run.py", "auto", "mixture"], 240),
+    "rlhf": (["tests/gpu/stages/rlhf.py"], 300),
     "ahead": (["tests/gpu/stages/ahead.py"], 240),
     "syncs": (["tests/gpu/stages/syncs.py"], 300),
     "heads": (["tests/gpu/stages/heads.py"], 240),
@@ -35,6 +37,7 @@ STAGES: dict[str, tuple[list[str], int]] = {
     "ipc": (["tests/gpu/stages/ipc.py"], 300),
     "export": (["tests/gpu/stages/export.py"], 240),
     "models": (["tests/gpu/stages/models.py"], 600),
+    "training": (["tests/gpu/stages/training.py"], 300),
     "checkpoint": (["tests/gpu/stages/checkpoint.py"], 300),
 }
 """Stage -> Python's arguments, and the limit in seconds."""

@@ -32,12 +32,16 @@ QWEN = dict(
 """A model of 0.6 billion parameters."""
 SHAPE = sized(QWEN, QWEN | tiny_shapes.SHAPE | tiny_shapes.TWO_LAYERS)
 VOCABULARY, HIDDEN = SHAPE["vocab_size"], SHAPE["hidden_size"]
+EXPERTS = dict(num_experts=32, num_experts_per_tok=4, moe_intermediate_size=768, norm_topk_prob=True)
+UNTIED = {"tie_word_embeddings": False}  # SGLang 0.5.23 has no tied mixtures of this family
+MIXTURE = sized(EXPERTS | {"num_hidden_layers": 8}, tiny_shapes.EXPERTS) | UNTIED
+"""Changes to SHAPE for a mixture of experts of 1.0 billion parameters, of which 0.4 billion are active."""
 
 
-def model_folder(folder: Path, **changes: Any) -> Path:
+def model_folder(folder: Path, model_type: str = "qwen3", **changes: Any) -> Path:
     """A random model of this machine's size, in bf16, made where it is fast."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model("qwen3", **SHAPE | changes)
+    config = AutoConfig.for_model(model_type, **SHAPE | changes)
     with torch.device(DEVICE):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)

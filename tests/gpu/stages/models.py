@@ -12,7 +12,7 @@ from common import CUDA, measured, one_rank, report, sized
 from engines import VOCABULARY, model_folder, trained_engine
 from ppo_engines import make_loss, make_rows
 from tiny_models import VOCAB_SIZE, build, hf_folder, hf_model, outputs, sequences
-from tiny_shapes import MIXTURES, TWO_LAYERS
+from tiny_shapes import MIXTURES, TWO_LAYERS, VARIANTS
 
 from megappo.architecture.parsing import read_architecture
 from megappo.config.sections import Parallel
@@ -21,7 +21,7 @@ from megappo.placement.groups import ComponentGroups
 from megappo.runtime import platform
 from megappo.trainer.statistics import peak_flops
 
-FAMILIES = dict.fromkeys(("llama", "qwen2", "qwen3"), TWO_LAYERS) | MIXTURES
+FAMILIES = dict.fromkeys(("llama", "qwen2", "qwen3"), TWO_LAYERS) | VARIANTS | MIXTURES
 LENGTHS = sized([(256, 1792)] * 16, [(3, 5)] * 4)
 MAX_TOKENS = sized(16_384, 16)
 FP32_BOUND = 1e-2 if platform.has_transformer_engine() else 1e-3

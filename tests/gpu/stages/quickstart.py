@@ -4,11 +4,10 @@ python tests/gpu/stages/quickstart.py
 """
 
 import shutil
-import subprocess
 import sys
 
 from common import CUDA, REPOSITORY, report, sized
-from runs import figures, output_folder, train
+from runs import figures, output_folder, run_command, train
 
 from megappo.observe.metrics_file import read_metrics
 
@@ -23,8 +22,7 @@ CONFIG = REPOSITORY / "configs" / "quickstart.yaml"
 
 def measure() -> dict:
     if not (DATA / "model").exists():
-        make = [sys.executable, "tools/make_quickstart.py", "--output", DATA, "--force"]
-        subprocess.run(make, cwd=REPOSITORY, stdout=sys.stderr, check=True)  # stdout has the figures alone
+        run_command([sys.executable, "tools/make_quickstart.py", "--output", DATA, "--force"])
     run = output_folder("quickstart")
     shutil.rmtree(run, ignore_errors=True)
     settings = [f"trainer.output_dir={run}", "trainer.export_hf=false", *(ON_GPU if CUDA else ())]

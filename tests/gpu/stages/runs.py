@@ -38,9 +38,13 @@ def engine_settings() -> list[str]:
 
 
 def train(config: Path, settings: Iterable[str]) -> None:
-    """Run one rank by launch/local.sh; a failure raises CalledProcessError behind the run's own messages."""
-    command = ["bash", "launch/local.sh", config, *ONE_RANK_EACH, *engine_settings(), *settings]
-    subprocess.run(command, cwd=REPOSITORY, env=os.environ | {"NPROC": "1"}, stdout=sys.stderr.fileno(), check=True)
+    """Run PPO on one rank by launch/local.sh; a failure raises CalledProcessError behind the run's own messages."""
+    run_command(["bash", "launch/local.sh", config, *ONE_RANK_EACH, *engine_settings(), *settings])
+
+
+def run_command(command: Iterable[str | Path]) -> None:
+    """Run a command of this repository with one rank; its output goes to stderr, as stdout has the figures alone."""
+    subprocess.run([*command], cwd=REPOSITORY, env=os.environ | {"NPROC": "1"}, stdout=sys.stderr.fileno(), check=True)
 
 
 def figures(run: Path) -> dict[str, float]:

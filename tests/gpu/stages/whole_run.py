@@ -1,7 +1,8 @@
 """PPO steps of a random Qwen3 of 0.6 billion parameters: actor, critic of the same size, reference and engine on one
-GPU in bf16, all that may sleep offloaded; each phase's seconds and memory beside the plan's.
+GPU in bf16, all that may sleep offloaded; each phase's seconds and memory beside the plan's. With "mixture" the model
+is a mixture of experts.
 
-python tests/gpu/stages/whole_run.py {torch,transformer_engine}
+python tests/gpu/stages/whole_run.py {torch,transformer_engine,auto} [mixture]
 """
 
 import json
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import torch
 from common import CUDA, DEVICE, report, sized
-from engines import VOCABULARY, model_folder
+from engines import MIXTURE, VOCABULARY, model_folder
 from runs import engine_settings, figures, output_folder, planned_gib, train
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -43,12 +44,12 @@ def write_prompts(path: Path) -> None:
     path.write_text("".join(json.dumps({"prompt": prompt, "label": "w1"}) + "\n" for prompt in prompts))
 
 
-def new_run(name: str) -> tuple[Path, tuple[str, ...]]:
+def new_run(name: str, model_type: str = "qwen3", **changes: int) -> tuple[Path, tuple[str, ...]]:
     """Write a model and prompts for a run; return its output folder, and the settings that name these paths."""
     folder = output_folder(name)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    model_folder(folder / "model", eos_token_id=VOCABULARY - 1, bos_token_id=None)
+    model_folder(folder / "model", model_type, eos_token_id=VOCABULARY - 1, bos_token_id=None, **changes)
     torch.cuda.empty_cache()
     write_tokenizer(folder / "model")
     write_prompts(folder / "train.jsonl")
@@ -57,8 +58,9 @@ def new_run(name: str) -> tuple[Path, tuple[str, ...]]:
 
 
 def measure() -> dict:
-    layer_spec = sys.argv[1]
-    run, paths = new_run(f"whole_run_{layer_spec}")
+    layer_spec, is_mixture = sys.argv[1], "mixture" in sys.argv
+    name = f"whole_run_{layer_spec}"
+    run, paths = new_run(f"{name}_mixture", "qwen3_moe", **MIXTURE) if is_mixture else new_run(name)
     settings = [*paths, f"model.layer_spec={layer_spec}", *(() if CUDA else SMALL)]
     train(CONFIG, settings)
     steps = read_metrics(run)
