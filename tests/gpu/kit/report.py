@@ -1,6 +1,6 @@
-"""Print the results.json of run.py as Markdown tables, for docs/clusters.md.
+"""Print the results.json of one or more calls of run.py as Markdown tables, for docs/clusters.md.
 
-.venv/bin/python tests/gpu/kit/report.py outputs/gpu-kit/results/results.json
+.venv/bin/python tests/gpu/kit/report.py outputs/gpu-kit/results/results.json [...]
 """
 
 import json
@@ -59,4 +59,7 @@ def gib(value: float | None) -> str:
 
 
 if __name__ == "__main__":
-    print("\n".join(lines(json.loads(Path(sys.argv[1]).read_text()))))
+    first, *others = (json.loads(Path(path).read_text()) for path in sys.argv[1:])
+    for other in others:
+        first["stages"] += other["stages"]
+    print("\n".join(lines(first)))
