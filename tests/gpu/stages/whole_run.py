@@ -33,7 +33,7 @@ FP8 = (
 )
 """SGLang quantizes the weights when it loads them, and again in every sync."""
 LARGEST_DIFFERENCE = {"bf16": 0.05, "fp8": 0.3}
-"""Of the log-probs of engine and trainer, on average."""
+"""Bounds on the mean difference between the log-probs of engine and trainer."""
 
 
 def write_tokenizer(folder: Path) -> None:
