@@ -10,8 +10,10 @@ import torch.distributed as dist
 from hf_training import Lengths, assert_outputs, hf_train, shard_of
 from megatron.core.distributed import DistributedDataParallelConfig
 from ppo_engines import LENGTHS, OPTIM, Case, exported, make_engine, make_loss, make_reference, make_rows, with_score
+from published_configs import BY_FAMILY, PUBLISHED
 from safetensors.torch import load_file
 from saved import save_checkpoint
+from shrunk_models import shrunk_folder
 from slow import slow_ones
 from spawn import run_ranks
 from tiny_models import hf_folder
@@ -264,6 +266,20 @@ def test_mixture_of_experts_trains_on_the_full_kl(tmp_path: Path) -> None:
         for name, spread in (("hf", 0.02), ("ref", 0.3))
     )
     check("ep2, uneven micro-batches", "full_kl", folder, reference)
+
+
+OF_PUBLISHED = ("meta-llama/Llama-3.2-1B-Instruct", "mistralai/Mixtral-8x7B-v0.1", "google/gemma-3-270m")
+
+
+@pytest.mark.parametrize("name", slow_ones(PUBLISHED, PUBLISHED.keys() - set(OF_PUBLISHED)))
+def test_public_models_with_tiny_sizes_train_as_hugging_faces_do(name: str, tmp_path: Path) -> None:
+    check("one rank", "actor", shrunk_folder(tmp_path / "hf", PUBLISHED[name][0]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", BY_FAMILY)
+def test_critics_of_every_family_train_as_hugging_faces_do(family: str, tmp_path: Path) -> None:
+    check("one rank", "critic", with_score(shrunk_folder(tmp_path / "hf", PUBLISHED[BY_FAMILY[family]][0])))
 
 
 OF_SHARED = ("tp2", "tp2 sp", "pp2", "pp2 vpp2", "dp2", "tp2 pp2, full recompute")

@@ -228,11 +228,25 @@ def hf_train(
         oracle.loss(rows).backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(named.values(), OPTIM.clip_grad)))
         optimizer.step()
-    return {"outputs": before, "grad_norms": norms, "parameters": per_expert(named) | oracle.router_biases()}
+    parameters = per_expert(named)
+    if oracle.model.config.model_type == "mixtral":
+        parameters = {with_parts_replaced(name, MIXTRAL): parameter for name, parameter in parameters.items()}
+    biases = oracle.router_biases() if lora is None else {}
+    return {"outputs": before, "grad_norms": norms, "parameters": parameters | biases}
+
+
+MIXTRAL = {".mlp.": ".block_sparse_moe.", ".gate_proj.": ".w1.", ".up_proj.": ".w3.", ".down_proj.": ".w2."}
+"""Parts of names in transformers -> in the files of the hub."""
+
+
+def with_parts_replaced(name: str, parts: dict[str, str]) -> str:
+    for part, replacement in parts.items():
+        name = name.replace(part, replacement)
+    return name
 
 
 def per_expert(named: dict[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
-    """Return the parameters by name, with each expert of a Qwen mixture separate, as adapters are already."""
+    """Return the parameters by name, with each expert of a mixture separate, as adapters are already."""
     found = {}
     for name, parameter in named.items():
         block, is_expert, kind = name.partition(".experts.")

@@ -54,7 +54,10 @@ def move_router_biases(model: torch.nn.Module) -> None:
 
 
 def hf_model(folder: Path) -> torch.nn.Module:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    """Load transformers' model; its padding token learns as others do, where transformers leaves its gradient out."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model.get_input_embeddings().padding_idx = None
+    return model
 
 
 def sequences() -> list[torch.Tensor]:

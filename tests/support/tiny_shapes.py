@@ -1,5 +1,7 @@
 """Sizes of tiny models: one table for all tests that need no other sizes."""
 
+import re
+
 VOCAB_SIZE = 91  # odd: every tensor-parallel layout pads it
 SHAPE = {
     "vocab_size": VOCAB_SIZE,
@@ -101,3 +103,8 @@ V2, V3 = (
     LATENT | {"architectures": [f"Deepseek{version}ForCausalLM"], "num_attention_heads": 4, "num_hidden_layers": 4}
     for version in ("V2", "V3")
 )
+
+
+def architecture_of(model_type: str) -> str:
+    """Return the architecture of Hugging Face's model_type: of glm4_moe Glm4MoeForCausalLM."""
+    return re.sub("(^|_)(.)", lambda found: found[2].upper(), model_type.removesuffix("_text")) + "ForCausalLM"
