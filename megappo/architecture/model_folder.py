@@ -18,6 +18,7 @@ CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+FLOATS = {DTYPES[name].safetensors for name in ("fp64", "fp32", "bf16", "fp16")}
 GIT_LFS = b"version https://git-lfs"
 SHAPES = Path(__file__).parent / "shapes"
 """Folders with the config.json of published models: for estimates without a download."""
@@ -145,20 +146,20 @@ def write_model_config(architecture: Architecture, folder: Path, dtype: str | No
 
 
 def end_tokens(folder: Path) -> list[int]:
-    """Read eos_token_id of generation_config.json; [] without the file or the key.
+    """Read eos_token_id of generation_config.json and config.json: SGLang ends a response at those of either.
 
     Raises:
-        TextFileError: it cannot be read, or the key holds something else.
+        TextFileError: one cannot be read, or the key holds something else.
     """
-    file = folder / GENERATION_FILE
-    value = read_json_file(file).get("eos_token_id") if file.is_file() else None
-    if value is None:
-        return []
-    tokens = value if isinstance(value, list) else [value]
-    if not all(type(token) is int and token >= 0 for token in tokens):
-        written = shorten(json.dumps(value))
-        raise TextFileError(f"cannot use {file}: eos_token_id: expected token id or list of them, found {written}")
-    return tokens
+    found: list[int] = []
+    for file in (folder / GENERATION_FILE, folder / CONFIG_FILE):
+        value = read_json_file(file).get("eos_token_id") if file.is_file() else None
+        tokens = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(type(token) is int and token >= 0 for token in tokens):
+            written = shorten(json.dumps(value))
+            raise TextFileError(f"cannot use {file}: eos_token_id: expected token id or list of them, found {written}")
+        found += tokens
+    return found
 
 
 def read_weight_map(folder: Path) -> dict[str, str]:
@@ -230,6 +231,23 @@ def tensor_files(folder: Path) -> dict[str, str]:
         if path.name != SINGLE:
             _add(dict(file_of), path)
     return file_of
+
+
+def check_tensors(folder: Path) -> None:
+    """Check the headers of all files of weights.
+
+    Raises:
+        TextFileError: as `tensor_files`, or weights are quantised.
+    """
+    for file in sorted(set(tensor_files(folder).values())):
+        with safe_open(folder / file, framework="np") as opened:
+            names = opened.keys()
+            dtypes = {name: opened.get_slice(name).get_dtype() for name in names}
+        if quantized := [f"{name} ({dtype})" for name, dtype in dtypes.items() if dtype not in FLOATS]:
+            raise TextFileError(
+                f"{folder / file} holds quantised weights, {shorten(', '.join(quantized))}, which are not read: choose "
+                "the model's weights in bf16 or fp16, or convert these"
+            )
 
 
 def _add(file_of: dict[str, str], path: Path) -> None:

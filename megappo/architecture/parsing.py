@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from math import prod
+from math import inf, prod
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,8 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "transformers_weights": (SINGLE, INDEX),
 }
 """Keys of config.json with the values that are supported; an absent key, or null, means one of them."""
+REMEDIES = {"quantization_config": "choose the model's weights in bf16 or fp16, or convert these and remove the key"}
+"""Key that is not supported -> the remedy, where it is another than that of most keys."""
 ONLY_OF_EXPERTS: dict[str, tuple[Any, ...]] = {
     "decoder_sparse_step": (1,),
     "mlp_only_layers": ([],),
@@ -157,7 +159,7 @@ def parse(raw: Mapping[str, Any], file: Path, head: HeadKind = "policy") -> Arch
         num_kv_heads=values.get("num_key_value_heads", values["num_attention_heads"]),
         head_dim=values.get("head_dim"),
         rope=_rope(rope, values, family),
-        scales=Scales(**{name: values[key] ** power for name, (key, power) in family.scales.items()}),
+        scales=Scales(**{name: _factor(values, *read) for name, read in family.scales.items()}),
         experts=_experts(values, family.experts) if family.experts else None,
         latent=LatentAttention(**latent) if family.latent_attention else None,
         tied=values.get("tie_word_embeddings", family.tied),
@@ -182,11 +184,19 @@ def _errors(values: Mapping[str, Any], ropes: Iterable[Mapping[str, Any]], archi
     file = architecture.file
     for key in _unsupported(values, architecture):
         found_value = f"{file} of this {architecture.named} has {key} = {shorten(repr(values[key]))}"
-        remedy = "choose another model, or remove the key if the model computes the same without it"
+        remedy = REMEDIES.get(key, "choose another model, or remove the key if the model computes the same without it")
         yield f"{found_value}, which is not supported: {remedy}"
     for rope in ropes:
         for why in _unsupported_rope(rope, architecture.family):
             yield f"{file}: rope {rope} is not supported{why}: choose another model"
+
+
+def _factor(values: Mapping[str, Any], key: str, power: float) -> float:
+    """Return a power of the number that a key of config.json has."""
+    number = values[key]
+    if type(number) not in (int, float) or not 0 < number < inf:
+        raise TypeError(f"{key}: expected a number greater than 0, found {shorten(repr(number))}")
+    return float(number**power)
 
 
 def _is_on(switch: bool | str, values: Mapping[str, Any]) -> bool:

@@ -155,7 +155,7 @@ def completing_tokens(tokens: Sequence[int], ends: Sequence[int], tokenizer: "Pr
 
 
 def end_token_ids(folder: str, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
-    """Return the tokens that end a response: the tokenizer's, and those of generation_config.json.
+    """Return the tokens that end a response: the tokenizer's, and those of generation_config.json and config.json.
 
     Raises:
         ConfigError: there is none, so every response would be cut off.
@@ -167,7 +167,8 @@ def end_token_ids(folder: str, tokenizer: "PreTrainedTokenizerBase") -> list[int
         raise ConfigError(f"model.path: {error}") from error
     if not tokens:
         raise ConfigError(
-            f"model.path: neither the tokenizer nor generation_config.json in {folder} has eos_token_id: set it there"
+            f"model.path: neither the tokenizer nor generation_config.json in {folder} has an end token: set its "
+            "eos_token_id there"
         )
     return list(dict.fromkeys(tokens))
 

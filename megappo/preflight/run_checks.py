@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.fit import adapter_errors, dense_stage_errors, engine_fit_errors, fit_errors
-from megappo.architecture.model_folder import check_companions, download_command, end_tokens, other_kind, tensor_files
+from megappo.architecture.model_folder import check_companions, check_tensors, download_command, end_tokens, other_kind
 from megappo.architecture.parameters import adapts_experts
 from megappo.architecture.parsing import read_architecture
 from megappo.config.config_error import ConfigError, looked_in, shorten
@@ -186,7 +186,7 @@ def _model_folder(config: Config, key: str, path: str, specs: Sequence[Component
         return
     if not (folder / "tokenizer_config.json").is_file():
         yield f"{key}: {folder} holds no tokenizer_config.json: complete the download"
-    for read in (tensor_files, check_companions, end_tokens):
+    for read in (check_tensors, check_companions, end_tokens):
         try:
             read(folder)
         except TextFileError as error:

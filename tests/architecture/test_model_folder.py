@@ -205,10 +205,10 @@ def test_a_folder_that_is_a_model_or_a_part_of_one(tmp_path: Path, names: str) -
 
 
 GO_OUT = (
-    "additional_chat_templates/rag.jinja additional_chat_templates/tool_use.jinja chat_template.jinja "
-    "custom_generate/generate.py generation_config.json LICENSE merges.txt modeling_own.py preprocessor_config.json "
-    "qwen.tiktoken sentencepiece.bpe.model tekken.json tokenization_own.py tokenizer.4.0.json tokenizer.json "
-    "tokenizer.model.v3 tokenizer_config.json vocab.txt"
+    "added_tokens.json additional_chat_templates/rag.jinja additional_chat_templates/tool_use.jinja "
+    "chat_template.jinja custom_generate/generate.py generation_config.json LICENSE merges.txt modeling_own.py "
+    "preprocessor_config.json qwen.tiktoken sentencepiece.bpe.model special_tokens_map.json tekken.json "
+    "tokenization_own.py tokenizer.4.0.json tokenizer.json tokenizer.model.v3 tokenizer_config.json vocab.txt"
 )
 STAY = (
     "config.json model-00001-of-00002.safetensors model.safetensors.index.json pytorch_model.bin.index.json README.md "

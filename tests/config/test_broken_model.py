@@ -10,6 +10,11 @@ FILE = "model/config.json"
 CANNOT = "cannot use model/config.json: "
 HEADS = f"{CANNOT}num_attention_heads: Input should be "
 QWEN3_MOE = {"architectures": ["Qwen3MoeForCausalLM"], "moe_intermediate_size": 8}
+GRANITE = {
+    "architectures": ["GraniteForCausalLM"],
+    **dict.fromkeys(("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"), 2.0),
+}
+GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "hidden_act": None, "query_pre_attn_scalar": 16}
 WRONG_VALUES = [
     ({"architectures": ["MambaForCausalLM"]}, f"{FILE} is of architecture MambaForCausalLM; this version trains Llama"),
     ({"architectures": ...}, f"{FILE} is of architecture none; this version trains"),
@@ -57,6 +62,14 @@ WRONG_VALUES = [
         QWEN3_MOE | {"num_experts": 0, "num_experts_per_tok": 1},
         f"{CANNOT}num_experts: Input should be greater than or equal to 1, found 0",
     ),
+    *(
+        (family | {key: value}, f"{CANNOT}{key}: expected a number greater than 0, found {value!r}: correct it")
+        for family, key, value in (
+            *((GRANITE, "logits_scaling", value) for value in (0, 0.0, -16.0, True, float("inf"))),
+            *((GRANITE, key, 0) for key in ("embedding_multiplier", "attention_multiplier", "residual_multiplier")),
+            *((GEMMA3, "query_pre_attn_scalar", value) for value in (0, "256")),
+        )
+    ),
 ]
 
 
@@ -68,10 +81,14 @@ def test_a_model_that_cannot_be_trained(refusals, model_config, changes, message
 
 
 OF_QWEN2 = f"{FILE} of this Qwen2ForCausalLM has "
+FP8_CONFIG = (
+    f"{OF_QWEN2}quantization_config = {{'quant_method': 'fp8'}}, which is not supported: choose the model's weights "
+    "in bf16 or fp16, or convert these and remove the key"
+)
 UNSUPPORTED = [
     ({"attention_bias": True}, f"{OF_QWEN2}attention_bias = True, which is not supported: choose another model"),
     ({"hidden_act": "gelu"}, f"{OF_QWEN2}hidden_act = 'gelu', which is not supported: choose another model"),
-    ({"quantization_config": {"quant_method": "fp8"}}, f"{OF_QWEN2}quantization_config = {{'quant_method': 'fp8'}}, "),
+    ({"quantization_config": {"quant_method": "fp8"}}, FP8_CONFIG),
     ({"layer_types": ["sliding_attention"]}, f"{OF_QWEN2}layer_types = ['sliding_attention'], which is not supported"),
     (
         {"rope_scaling": {"rope_type": "dynamic", "factor": 2}},
@@ -97,6 +114,7 @@ def test_all_unsupported_settings_are_reported_at_once(refusals, model_config):
 
 
 CONFIG = "cannot use model/config.json: "
+FP8 = b'{"a":{"dtype":"F8_E4M3","shape":[1],"data_offsets":[0,1]}}'
 INDEX = "model.safetensors.index.json"
 FOLDERS = [
     ({"config.json": '{"archit'}, CONFIG + "it is not valid JSON (Unterminated string starting at: line 1"),
@@ -124,6 +142,10 @@ FOLDERS = [
     (
         {"model.safetensors": b"\7" + bytes(7) + b'{"a":{}'},
         "model/model.safetensors (15 bytes) is damaged or truncated",
+    ),
+    (
+        {"model.safetensors": len(FP8).to_bytes(8, "little") + FP8 + b"\0"},
+        "model/model.safetensors holds quantised weights, a (F8_E4M3), which are not read: choose ",
     ),
     (
         {INDEX: '{"weight_map": {"a": "1.safetensors"}}'},

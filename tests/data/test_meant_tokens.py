@@ -74,7 +74,11 @@ def found_in(dataset: PromptDataset) -> tuple[list[str], list[str]]:
 
 @pytest.mark.parametrize("core", [byte_level, sentence_piece])
 @pytest.mark.parametrize(
-    "name", ["LlamaTokenizerFast", "LlamaTokenizer", "GemmaTokenizerFast", "GPT2TokenizerFast", "Qwen2Tokenizer"]
+    "name",
+    [
+        *("LlamaTokenizerFast", "LlamaTokenizer", "GemmaTokenizerFast", "GPT2TokenizerFast", "Qwen2Tokenizer"),
+        *("PreTrainedTokenizerFast", "PreTrainedTokenizer", "GPT2Tokenizer", "GemmaTokenizer"),
+    ],
 )
 def test_a_class_that_builds_itself_otherwise_changes_no_tokens(tmp_path, core, name):
     """LlamaTokenizerFast of a byte-level BPE loses blanks and line ends (DeepSeek's and R1-Distill-Llama's folders).

@@ -42,8 +42,11 @@ def test_many_texts_give_the_tokens_of_each(tokenizer):
     assert encode(texts, tokenizer, special=True) == [tokenizer(text)["input_ids"] for text in texts]
 
 
-def test_the_end_tokens_are_the_tokenizers_and_those_of_the_generation_config(folder, tokenizer):
+def test_the_end_tokens_are_those_of_the_tokenizer_and_both_configs(folder, tokenizer):
     assert stop_token_ids(str(folder), ["no"], tokenizer) == (3, 2)
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": 1}))
+    assert stop_token_ids(str(folder), [], tokenizer) == (1, 3)
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": None}))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [4, 3]}))
     assert stop_token_ids(str(folder), ["no", "</s>"], tokenizer) == (4, 3, 2)
 
