@@ -26,6 +26,9 @@ LARGER = {"vocab_size": 1000, "hidden_size": 128, "intermediate_size": 384}  # s
 ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "glm4": "Glm4ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "phi3": "Phi3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
 }
@@ -51,6 +54,9 @@ CASES = [
     Case("qwen2", {"pipeline": 2, "virtual_pipeline": 2}, True),
     Case("qwen2", {"context": 2, "tensor": 2}, True),
     Case("glm4", {"tensor": 2}, True),
+    Case("gemma3_text", {"tensor": 2}, False),
+    Case("granite", {"pipeline": 2}, True),
+    Case("phi3", {"tensor": 2}, True, "fp32"),
     Case("qwen3_moe", {"expert": 2}, True),
     Case("qwen3_moe", {"expert": 4}, False, "fp32"),
     Case("qwen3_moe", {"tensor": 2, "expert": 2, "expert_tensor": 2}, True),

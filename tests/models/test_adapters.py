@@ -17,8 +17,10 @@ from ppo_engines import (
     make_rows,
     with_score,
 )
+from published_configs import BY_FAMILY, PUBLISHED
 from safetensors.torch import load_file
 from saved import save_checkpoint
+from shrunk_models import shrunk_folder
 from slow import slow_ones
 from spawn import run_ranks
 from tiny_models import hf_folder
@@ -143,6 +145,26 @@ CASES |= {f"mixture, {name}": case for name, (_, case) in MIXTURE_CASES.items()}
 def test_adapters_of_experts_train_as_hugging_faces_do(name: str, tmp_path: Path) -> None:
     family, _ = MIXTURE_CASES[name]
     check(f"mixture, {name}", "actor", hf_folder(tmp_path / "hf", family, **MIXTURES[family]))
+
+
+ADAPTED = {family: LORA.target_modules for family in BY_FAMILY if family != "MixtralForCausalLM"} | {
+    "Glm4ForCausalLM": ("q_proj", "k_proj", "v_proj", "o_proj", "down_proj"),
+    "Phi3ForCausalLM": ("o_proj", "down_proj"),
+    "DeepseekV2ForCausalLM": ("gate_proj", "up_proj", "down_proj"),
+    "DeepseekV3ForCausalLM": ("gate_proj", "up_proj", "down_proj"),
+}
+"""Matrices with adapters: those that transformers has as such, and that can have some."""
+CASES |= {
+    family: Case(Layout((0,)), max_tokens=9, lora=LORA.model_copy(update={"target_modules": modules}))
+    for family, modules in ADAPTED.items()
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ADAPTED)
+def test_adapters_of_every_family_train_as_hugging_faces_do(family: str, tmp_path: Path) -> None:
+    config, _ = PUBLISHED[BY_FAMILY[family]]
+    check(family, "actor", shrunk_folder(tmp_path / "hf", config | {"torch_dtype": "float32"}))
 
 
 @pytest.mark.slow

@@ -61,6 +61,7 @@ UNEVEN = {
 }
 """Layers of each chunk, of a model of five."""
 FAMILIES = ("qwen2", "llama", "qwen3", "mistral", "phi3")
+OTHER_FAMILIES = ("glm4", "gemma3_text", "granite")
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -119,6 +120,15 @@ def test_bit_equal(tmp_path: Path, tied: bool) -> None:
     folders.append(hf_folder(tmp_path / "bf16", "qwen2", torch.bfloat16, tie_word_embeddings=tied))
     assert all((folder / "model.safetensors.index.json").is_file() for folder in folders)
     assert all(("lm_head.weight" in tensors_of(folder)) != tied for folder in folders)
+    run_ranks(4, round_trips, folders, LAYOUTS, {}, {}, timeout=280)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", OTHER_FAMILIES)
+def test_other_dense_families_are_bit_equal(tmp_path: Path, family: str) -> None:
+    folders = [
+        hf_folder(tmp_path / str(tied), family, **VARIANTS[family], tie_word_embeddings=tied) for tied in (False, True)
+    ]
     run_ranks(4, round_trips, folders, LAYOUTS, {}, {}, timeout=280)
 
 
