@@ -82,14 +82,14 @@ UNPICKLERS = ("megappo/checkpoint/metadata.py",)
 LONGEST_FILE, LONGEST_FUNCTION = 400, 50
 BUDGETS = {
     ".": 11_550,
-    "architecture": 11_800,
+    "architecture": 12_540,
     "batch": 7_460,
     "checkpoint": 7_650,
     "config": 19_480,
     "data": 14_950,
-    "engines": 9_500,
+    "engines": 9_510,
     "estimate": 11_400,
-    "models": 15_350,
+    "models": 16_110,
     "observe": 18_960,
     "placement": 10_500,
     "ppo": 10_240,
@@ -99,7 +99,7 @@ BUDGETS = {
     "sync": 5_250,
     "trainer": 24_650,
     "userland": 21_500,
-    "weights": 8_000,
+    "weights": 8_890,
 }
 """Room ("." for the modules beside the rooms) -> the most syntax nodes that its files may have, counted by `ast.walk`.
 Lower a budget when its room shrinks; raise it for a feature."""

@@ -227,6 +227,11 @@ class Architecture:
         """True if the output layer is the embedding; a value head never is."""
         return self.tied and self.head != "value"
 
+    @property
+    def is_quantized(self) -> bool:
+        """True if the files have experts in MXFP4, which are read in bf16."""
+        return (self.raw_config.get("quantization_config") or {}).get("quant_method") == "mxfp4"
+
     def with_head(self, head: HeadKind) -> Self:
         """Return the same model under another head."""
         return replace(self, head=head)
@@ -250,8 +255,9 @@ class Architecture:
 
     def hf_config(self) -> dict[str, Any]:
         """Return config.json of the exported model: with a value head, transformers gives one number per token."""
+        dropped = ("quantization_config", *(() if self.head == "policy" else _LABELS))
+        kept = {key: value for key, value in self.raw_config.items() if key not in dropped}
         if self.head == "policy":
-            return {**self.raw_config, "architectures": [self.name]}
-        kept = {key: value for key, value in self.raw_config.items() if key not in _LABELS}
+            return {**kept, "architectures": [self.name]}
         ending = REWARD_MODELS[1 if self.scores_rows else 0]
         return {**kept, "architectures": [self.name.removesuffix(LANGUAGE_MODEL) + ending], "num_labels": 1}

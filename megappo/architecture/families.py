@@ -18,7 +18,7 @@ SCALINGS = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
-LATENT_SCALINGS = {"default": (), "yarn": ("factor", "original_max_position_embeddings")}
+YARN = {"yarn": ("factor", "original_max_position_embeddings")}
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,8 @@ class ExpertFormat:
         groups_rated_by: experts are in groups, `n_group` in config.json, of which a token reaches the best few,
             `topk_group`: a group is as good as the sum of its best so many experts. None = no groups.
         grouping_method: value of `topk_method` that switches the groups on; None = always on.
+        router: module of the router in `block`.
+        stacked: files and engines have a layer's experts in stacks, see `parameters.ExpertStack`.
     """
 
     ffn: str = "moe_intermediate_size"
@@ -59,6 +61,8 @@ class ExpertFormat:
     shared_gated: bool = False
     groups_rated_by: int | None = None
     grouping_method: str | None = None
+    router: str = "gate"
+    stacked: bool = False
 
     @property
     def keys(self) -> list[str]:
@@ -73,6 +77,8 @@ class Family:
 
     Attributes:
         qkv_bias, qk_layernorm: True, False, or the key of config.json that sets it.
+        linear_bias: all other matrices of the layers have a bias, too.
+        sinks: each head attends to nothing with a learnable score, too (attention sinks).
         sliding_window: the window of config.json, if it has one, is on; else only `use_sliding_window` switches it on.
         window_pattern: every so-many-th layer attends to all tokens, the others to a window, where config.json has
             neither `layer_types` nor `sliding_window_pattern`; None = no layer is limited to the window.
@@ -83,6 +89,8 @@ class Family:
             = the whole head, and the key is not supported.
         rope_interleaved: rotary positions rotate neighbours, (0, 1), (2, 3), ..., not the halves of a head.
         activation: of gates, by its name in config.json.
+        glu_limit: gates are cut off above it, what they multiply beyond it on either side; None = nothing is.
+        glu_offset: added to what gates multiply.
         tied: the output layer is the embedding, where config.json is silent.
         norms_add_one: norms multiply by their weight plus 1.
         norms: names of a layer's norms: of attention's input and output, of the MLP's input and output; None where
@@ -99,6 +107,8 @@ class Family:
 
     qkv_bias: bool | str = False
     qk_layernorm: bool | str = False
+    linear_bias: bool = False
+    sinks: bool = False
     sliding_window: bool = False
     window_pattern: int | None = None
     local_rope_theta: float | None = None
@@ -106,7 +116,9 @@ class Family:
     rope_theta: float = 10000.0
     rotary_part: float | None = None
     rope_interleaved: bool = False
-    activation: Literal["silu", "gelu_pytorch_tanh"] = "silu"
+    activation: Literal["silu", "gelu_pytorch_tanh", "quick_gelu"] = "silu"
+    glu_limit: float | None = None
+    glu_offset: float = 0.0
     tied: bool = False
     norms_add_one: bool = False
     norms: tuple[str | None, ...] = ("input_layernorm", None, "post_attention_layernorm", None)
@@ -126,7 +138,9 @@ class Family:
         """Kinds of scaled rotary positions that are computed, and the numbers that each takes."""
         if self.local_rope_theta:  # SGLang scales neither of the two
             return {"default": ()}
-        return LATENT_SCALINGS if self.latent_attention else SCALINGS
+        if self.latent_attention:
+            return {"default": ()} | YARN
+        return SCALINGS if self.rotary_part else SCALINGS | YARN  # whose factor is one of the whole head's scores
 
 
 _MIXTRAL = ExpertFormat(
@@ -227,6 +241,25 @@ FAMILIES = Table(
             rotary_part=0.5,
             experts=_DEEPSEEK_V3,
             only={"norm_topk_prob": (True,)},
+        ),
+        "GptOssForCausalLM": Family(
+            qkv_bias=True,
+            linear_bias=True,
+            sinks=True,
+            sliding_window=True,
+            window_pattern=2,
+            rope_theta=150000.0,
+            activation="quick_gelu",
+            glu_limit=7.0,
+            glu_offset=1.0,
+            experts=ExpertFormat(ffn="intermediate_size", renormalizes=True, router="router", stacked=True),
+            only={
+                "attention_bias": (True,),
+                "hidden_act": ("silu",),
+                "swiglu_limit": (7.0,),
+                "swiglu_alpha": (1.702,),
+            },
+            ignores=("experts_per_token",),  # the same as num_experts_per_tok
         ),
         "DeepseekV2ForCausalLM": _deepseek(_DEEPSEEK_V2, "softmax", ("greedy", "group_limited_greedy")),
         "DeepseekV3ForCausalLM": _deepseek(_DEEPSEEK_V3, "sigmoid", ("noaux_tc",)),

@@ -24,6 +24,11 @@ def fit_errors(architecture: Architecture, parallel: Parallel, key_of: KeyOf = "
         if getattr(parallel, dimension) > 1 and not architecture.experts:
             setting = f"{key_of(dimension)} {getattr(parallel, dimension)}"
             yield f"{setting}: {file} is of a dense model, without experts: set it to 1"
+    if parallel.expert_tensor > 1 and architecture.family.linear_bias:
+        yield (
+            f"{key_of('expert_tensor')} {parallel.expert_tensor}: the experts of {file} have biases, which each of "
+            "their ranks would add: set it to 1"
+        )
     if architecture.experts and parallel.tensor > 1 and not parallel.sequence:
         yield (
             f"{key_of('sequence')} must be true with {key_of('tensor')} {parallel.tensor}, as {file} is of a "

@@ -8,6 +8,7 @@ from math import prod
 from operator import itemgetter
 from typing import NamedTuple
 
+from megappo.architecture import parameter_tables as tables
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.families import ExpertFormat
 from megappo.config.model_sections import Lora
@@ -33,92 +34,6 @@ FUSED_NORMS = ("self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.la
 LOGITS_AT_A_TIME = {"cpu": 2**21, "cuda": 2**25}
 """Logits that a policy's head computes at a time, on each kind of device: on a CPU as many as its caches hold."""
 
-# Tables of parameters, one Hugging Face tensor a line: the Megatron parameter it is in (its name in the local layer
-# spec, then the one in TransformerEngine's if that differs) <- the tensor (its sizes, /tp where tensor-parallel ranks
-# cut it, /etp where expert-tensor-parallel ranks do). The tensors of one parameter are stacked along dimension 0. Names
-# within layers lack the layer's prefix. {names} are a family's own.
-MODEL = """
-embedding.word_embeddings.weight <- model.embed_tokens.weight (vocab/tp hidden)
-decoder.final_layernorm.weight <- model.norm.weight (hidden)
-"""
-OUTPUT = """
-output_layer.weight <- {tensor} (vocab/tp hidden)
-"""
-VALUE_OUTPUT = """
-{module}.weight <- score.weight (one hidden)
-"""
-VALUE_OUTPUT_BIAS = """
-{module}.bias <- score.bias (one)
-"""
-NORMS = """
-input_layernorm.weight | self_attention.linear_qkv.layer_norm_weight <- {0}.weight (hidden)
-post_attention_layernorm.weight <- {1}.weight (hidden)
-pre_mlp_layernorm.weight | mlp.linear_fc1.layer_norm_weight <- {2}.weight (hidden)
-post_mlp_layernorm.weight <- {3}.weight (hidden)
-"""
-ATTENTION = """
-self_attention.linear_qkv.weight <- self_attn.q_proj.weight (q/tp hidden)
-self_attention.linear_qkv.weight <- self_attn.k_proj.weight (kv/tp hidden)
-self_attention.linear_qkv.weight <- self_attn.v_proj.weight (kv/tp hidden)
-self_attention.linear_proj.weight <- self_attn.o_proj.weight (hidden q/tp)
-"""
-QKV_BIAS = """
-self_attention.linear_qkv.bias <- self_attn.q_proj.bias (q/tp)
-self_attention.linear_qkv.bias <- self_attn.k_proj.bias (kv/tp)
-self_attention.linear_qkv.bias <- self_attn.v_proj.bias (kv/tp)
-"""
-QK_NORMS = """
-self_attention.q_layernorm.weight <- self_attn.q_norm.weight (head)
-self_attention.k_layernorm.weight <- self_attn.k_norm.weight (head)
-"""
-QUERY = """
-self_attention.linear_q_proj.weight <- self_attn.q_proj.weight (q/tp hidden)
-"""
-LATENT_QUERY = """
-self_attention.q_layernorm.weight | self_attention.linear_q_up_proj.layer_norm_weight <-
-    self_attn.q_a_layernorm.weight (q_latent)
-self_attention.linear_q_up_proj.weight <- self_attn.q_b_proj.weight (q/tp q_latent)
-self_attention.linear_q_down_proj.weight <- self_attn.q_a_proj.weight (q_latent hidden)
-"""
-# Rotary dimensions need no reordering: with latent attention Megatron takes them in Hugging Face's pairs.
-LATENT_ATTENTION = """
-self_attention.linear_kv_down_proj.weight <- self_attn.kv_a_proj_with_mqa.weight (kv_latent_and_rope hidden)
-self_attention.kv_layernorm.weight | self_attention.linear_kv_up_proj.layer_norm_weight <-
-    self_attn.kv_a_layernorm.weight (kv_latent)
-self_attention.linear_kv_up_proj.weight <- self_attn.kv_b_proj.weight (k_and_v/tp kv_latent)
-self_attention.linear_proj.weight <- self_attn.o_proj.weight (hidden v/tp)
-"""
-WITH_NEXT = "self_attn.q_a_proj.weight"
-"""The last tensor of LATENT_QUERY comes before the first of LATENT_ATTENTION: SGLang makes one matrix of the two, and
-silently takes neither from a bucket that lacks the other."""
-MLP = """
-mlp.linear_fc1.weight <- mlp.gate_proj.weight (ffn/tp hidden)
-mlp.linear_fc1.weight <- mlp.up_proj.weight (ffn/tp hidden)
-mlp.linear_fc2.weight <- mlp.down_proj.weight (hidden ffn/tp)
-"""
-ROUTER = """
-mlp.router.weight <- {block}.gate.weight (experts hidden)
-"""
-SHARED_EXPERT = """
-mlp.shared_experts.linear_fc1.weight <- mlp.{shared}.gate_proj.weight (shared_ffn/tp hidden)
-mlp.shared_experts.linear_fc1.weight <- mlp.{shared}.up_proj.weight (shared_ffn/tp hidden)
-mlp.shared_experts.linear_fc2.weight <- mlp.{shared}.down_proj.weight (hidden shared_ffn/tp)
-"""
-SHARED_GATE = """
-mlp.shared_experts.gate_weight <- mlp.{shared}_gate.weight (one hidden)
-"""
-SCORE_BIAS = """
-mlp.router.expert_bias <- {block}.gate.e_score_correction_bias (experts)
-"""
-# TransformerEngine's grouped layer holds all experts of a rank.
-EXPERT = """
-mlp.experts.local_experts.{expert}.linear_fc1.weight | mlp.experts.linear_fc1.weight{expert} <-
-    {block}.experts.{expert}.{gate}.weight (expert_ffn/etp hidden)
-mlp.experts.local_experts.{expert}.linear_fc1.weight | mlp.experts.linear_fc1.weight{expert} <-
-    {block}.experts.{expert}.{up}.weight (expert_ffn/etp hidden)
-mlp.experts.local_experts.{expert}.linear_fc2.weight | mlp.experts.linear_fc2.weight{expert} <-
-    {block}.experts.{expert}.{down}.weight (hidden expert_ffn/etp)
-"""
 LINE = re.compile(r"(?P<megatron>.+) <-\s+(?P<hf>\S+) \((?P<sizes>.+)\)")
 EXPERT_NUMBER = re.compile(r"(?<=local_experts\.)\d+")
 
@@ -182,12 +97,12 @@ def list_parameters(
     num_experts = architecture.num_experts if num_experts is None else num_experts
     dense = _layer_table(architecture, None, 0)
     sparse = _layer_table(architecture, architecture.family.experts, num_experts)
-    tables: list[tuple[int | None, str]] = [(None, MODEL + _output_table(architecture))]
+    found: list[tuple[int | None, str]] = [(None, tables.MODEL + _output_table(architecture))]
     for layer in range(architecture.num_layers):
-        tables.append((layer, dense if layer < architecture.num_dense_layers else sparse))
+        found.append((layer, dense if layer < architecture.num_dense_layers else sparse))
     sizes, num_ranks = _sizes(architecture), {"": 1, "tp": tensor, "etp": expert_tensor}
     joined = {f"{part}.weight" for parts in architecture.stacks.values() for part in parts[:-1]}
-    return [one for layer, table in tables for one in _read(table, layer, sizes, num_ranks, joined)]
+    return [one for layer, table in found for one in _read(table, layer, sizes, num_ranks, joined)]
 
 
 def is_adapter(name: str) -> bool:
@@ -236,6 +151,37 @@ def hf_tensors_of(parameters: Iterable[Parameter]) -> dict[str, HFTensor]:
 def hf_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     """Return names and shapes of the model's Hugging Face tensors, without a tied head, which is the embedding."""
     return {name: hf.shape for name, hf in hf_tensors_of(list_parameters(architecture)).items()}
+
+
+class ExpertStack(NamedTuple):
+    """One tensor of a layer's experts in files and engines: [experts, in, n x out] of the n matrices [out, in] of each
+    expert, or [experts, n x out] of their biases. Outputs of the n alternate: g0 u0 g1 u1 ... for gate and up.
+
+    Attributes:
+        parts: names of the matrices, or biases, expert by expert.
+    """
+
+    shape: tuple[int, ...]
+    parts: tuple[str, ...]
+
+
+def expert_stacks(architecture: Architecture) -> dict[str, ExpertStack]:
+    """Return the stacks of the model's experts by name; none if its family does not stack them."""
+    experts, written = architecture.experts, architecture.family.experts
+    found: dict[str, ExpertStack] = {}
+    if experts is None or written is None or not written.stacked:
+        return found
+    hidden, count = architecture.hidden_size, experts.count
+    for layer in range(experts.num_dense_layers, architecture.num_layers):
+        prefix = f"model.layers.{layer}.{written.block}.experts."
+        for stack, modules, into, out in (
+            ("gate_up_proj", (written.gate, written.up), hidden, 2 * experts.ffn_size),
+            ("down_proj", (written.down,), experts.ffn_size, hidden),
+        ):
+            for ending, kind, shape in (("", "weight", (count, into, out)), ("_bias", "bias", (count, out))):
+                parts = tuple(f"{prefix}{expert}.{name}.{kind}" for expert in range(count) for name in modules)
+                found[f"{prefix}{stack}{ending}"] = ExpertStack(shape, parts)
+    return found
 
 
 class StageSize(NamedTuple):
@@ -289,23 +235,25 @@ def padded_vocab_size(vocab_size: int, tensor: int) -> int:
 def _layer_table(architecture: Architecture, experts: ExpertFormat | None, num_experts: int) -> str:
     """Return the table of a layer with or without experts."""
     latent, norms = architecture.latent, architecture.family.norms
-    lines = zip(NORMS.strip().splitlines(), norms, strict=True)
+    lines = zip(tables.NORMS.strip().splitlines(), norms, strict=True)
     table = "".join(f"{line.format(*norms)}\n" for line, name in lines if name)
     if latent:
-        table += (QUERY if latent.q_rank is None else LATENT_QUERY) + LATENT_ATTENTION
+        table += (tables.QUERY if latent.q_rank is None else tables.LATENT_QUERY) + tables.LATENT_ATTENTION
     else:
-        table += ATTENTION
-        table += QKV_BIAS if architecture.qkv_bias else ""
-        table += QK_NORMS if architecture.qk_layernorm else ""
-    table += _expert_table(experts, num_experts) if experts else MLP
+        table += tables.ATTENTION
+        table += tables.QKV_BIAS if architecture.qkv_bias else ""
+        table += tables.OUTPUT_BIAS if architecture.family.linear_bias else ""
+        table += tables.SINKS if architecture.family.sinks else ""
+        table += tables.QK_NORMS if architecture.qk_layernorm else ""
+    table += _expert_table(experts, num_experts, architecture.family.linear_bias) if experts else tables.MLP
     if architecture.lora:
         table += _adapter_table(table, architecture, architecture.lora)
     return table
 
 
 def _adaptable(table: str, architecture: Architecture) -> Iterator[tuple[re.Match[str], str]]:
-    """Yield the lines of the matrices that can have adapters, all but those of latent attention, each with its name in
-    `Lora.target_modules`."""
+    """Yield the lines of the matrices that can have adapters, all but those of latent attention and of stacks of
+    experts, each with its name in `Lora.target_modules`."""
     experts = architecture.family.experts
     roles = {experts.gate: "gate_proj", experts.up: "up_proj", experts.down: "down_proj"} if experts else {}
     for line in LINE.finditer(table):
@@ -313,7 +261,8 @@ def _adaptable(table: str, architecture: Architecture) -> Iterator[tuple[re.Matc
         module = matrix.rpartition(".")[2]
         name = roles.get(module, module)
         is_latent = architecture.latent is not None and line["megatron"].startswith("self_attention.")
-        if kind == "weight" and name in ADAPTED_MODULES and not is_latent:
+        is_stacked = experts is not None and experts.stacked and line["megatron"].startswith("mlp.experts.")
+        if kind == "weight" and name in ADAPTED_MODULES and not is_latent and not is_stacked:
             yield line, name
 
 
@@ -339,21 +288,24 @@ def _adapter_of(weight: str) -> str:
     return f"{layer}{ADAPTER}.local_experts.{expert}" if expert else f"{layer}{ADAPTER}"
 
 
-def _expert_table(experts: ExpertFormat, count: int) -> str:
-    table = ROUTER
-    table += SHARED_EXPERT if experts.shared else ""
-    table += SHARED_GATE if experts.shared_gated else ""
-    table += SCORE_BIAS if experts.router_bias else ""
-    texts = [table, *(EXPERT.replace("{expert}", str(expert)) for expert in range(count))]
+def _expert_table(experts: ExpertFormat, count: int, has_biases: bool) -> str:
+    table, of_expert = tables.ROUTER, tables.EXPERT
+    if has_biases:
+        table += tables.ROUTER_LINEAR_BIAS
+        of_expert += tables.EXPERT_BIAS
+    table += tables.SHARED_EXPERT if experts.shared else ""
+    table += tables.SHARED_GATE if experts.shared_gated else ""
+    table += tables.SCORE_BIAS if experts.router_bias else ""
+    texts = [table, *(of_expert.replace("{expert}", str(expert)) for expert in range(count))]
     return "".join(texts).format(**vars(experts))
 
 
 def _output_table(architecture: Architecture) -> str:
-    value_output = VALUE_OUTPUT + (VALUE_OUTPUT_BIAS if architecture.value_bias else "")
+    value_output = tables.VALUE_OUTPUT + (tables.VALUE_OUTPUT_BIAS if architecture.value_bias else "")
     if architecture.head == "value":
         return value_output.format(module=OUTPUT_LAYER)
     # Tied, with pipeline stages: the last stage has a copy of the embedding for its output layer.
-    table = OUTPUT.format(tensor=EMBEDDING if architecture.tied else LM_HEAD)
+    table = tables.OUTPUT.format(tensor=EMBEDDING if architecture.tied else LM_HEAD)
     return table + (value_output.format(module=SECOND_HEAD) if architecture.head == "policy_value" else "")
 
 
@@ -363,7 +315,7 @@ def _sizes(architecture: Architecture) -> dict[str, int]:
     heads, kv_heads, head = architecture.num_heads, architecture.num_kv_heads, architecture.head_size
     sizes = {"one": 1, "hidden": architecture.hidden_size, "vocab": architecture.vocab_size}
     sizes |= {"ffn": architecture.ffn_size, "rank": lora.rank if lora else 0}
-    sizes |= {"head": head, "q": heads * head, "kv_heads": kv_heads, "kv": kv_heads * head}
+    sizes |= {"head": head, "heads": heads, "q": heads * head, "kv_heads": kv_heads, "kv": kv_heads * head}
     if latent:
         sizes |= {"q": heads * (latent.plain_size + latent.rope_size), "q_latent": latent.q_rank or 0}
         sizes |= {"kv_latent": latent.kv_rank, "kv_latent_and_rope": latent.kv_rank + latent.rope_size}
@@ -392,7 +344,7 @@ def _read(
             shard = tuple(-(-sizes[size] // num_ranks[cut]) for size, _, cut in symbols)
             shard_dim = next((dim for dim, (_, _, cut) in enumerate(symbols) if cut), None)
             name = model + line["hf"]
-            with_next = line["hf"] == WITH_NEXT or name in joined
+            with_next = line["hf"] == tables.WITH_NEXT or name in joined
             hf_tensors.append(HFTensor(name, shape, shard, shard_dim, expert, with_next))
         is_by_kv_head = megatron.startswith("self_attention.linear_qkv.")
         groups = sizes["kv_heads"] // num_ranks["tp"] if is_by_kv_head else 1

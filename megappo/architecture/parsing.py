@@ -284,6 +284,8 @@ def _unsupported(values: Mapping[str, Any], architecture: Architecture) -> Itera
     only |= {"hidden_act": (family.activation,)}
     only |= {switch: (False, True) for switch in (family.qkv_bias, family.qk_layernorm) if isinstance(switch, str)}
     only |= ONLY_OF_EXPERTS if family.experts else {}
+    if family.experts and family.experts.stacked and architecture.is_quantized:
+        only["quantization_config"] = (values["quantization_config"],)
     only |= family.only
     yield from (key for key, supported in only.items() if key in values and values[key] not in supported)
     # A window is at least as long as any row.
@@ -365,10 +367,11 @@ def _unsupported_rope(rope: Mapping[str, Any], family: Family) -> Iterator[str]:
         yield f"; supported are, {where}{'; '.join(needs)}"
     elif kind == "yarn":
         is_scaled = bool(rope.get("mscale")), bool(rope.get("mscale_all_dim"))
-        if "attention_factor" in rope or rope.get("truncate") is False or is_scaled[0] != is_scaled[1]:
+        truncates = (True,) if family.latent_attention else (True, False)
+        if "attention_factor" in rope or rope.get("truncate", True) not in truncates or is_scaled[0] != is_scaled[1]:
             yield (
-                ": of yarn neither attention_factor, nor truncate = false, nor one of mscale and mscale_all_dim "
-                "without the other"
+                ": of yarn neither attention_factor, nor truncate = false of latent attention, nor one of mscale and "
+                "mscale_all_dim without the other"
             )
 
 
@@ -380,5 +383,6 @@ def _rope(rope: Mapping[str, Any], values: Mapping[str, Any], family: Family) ->
     if kind == "yarn":
         numbers |= {"beta_fast": rope.get("beta_fast", 32), "beta_slow": rope.get("beta_slow", 1)}
         numbers |= {"mscale": rope.get("mscale") or 1.0, "mscale_all_dim": rope.get("mscale_all_dim") or 0.0}
+        numbers |= {} if family.latent_attention else {"truncate": int(bool(rope.get("truncate", True)))}
     base = rope.get("rope_theta", values.get("rope_theta", family.rope_theta))
     return Rope(base=base, kind=kind, numbers=numbers, part=part)

@@ -106,6 +106,8 @@ def _no_varlen(context: SwitchContext) -> str:
     head_size = context.architecture.head_size
     if not context.has_varlen:
         return "this torch version's varlen_attn takes no groups of heads"
+    if context.architecture.family.sinks:
+        return "flash attention has no attention sinks"
     if context.dtype != "bf16":
         return "flash attention does not take fp32"
     if context.architecture.latent is not None:

@@ -40,6 +40,9 @@ TRAINING = 3
 """Forward passes that a training step is worth: the backward pass multiplies each matrix twice."""
 TRAINING_ADAPTERS = 2
 """The same beside frozen matrices, whose own gradient is not computed; adapters themselves are small."""
+INNER_COPIES = {"silu": 3, "gelu_pytorch_tanh": 4, "quick_gelu": 8}
+"""Memory that an MLP keeps for its backward pass, in inner sizes, by its activation: gate, up and their product; GELU
+of the gate; with quick GELU both cut off, its sigmoid, the offset, and the product as weighted by the router."""
 
 
 @dataclass(frozen=True)
@@ -229,12 +232,13 @@ class PlacedModel:
         else:
             copies = 3 if architecture.qk_layernorm else 2
             cut = copies * (heads + architecture.num_kv_heads) * architecture.head_size
+        inner = INNER_COPIES[architecture.family.activation]
         if layer < architecture.num_dense_layers:
-            cut += (3 if architecture.family.activation == "silu" else 4) * architecture.ffn_size
+            cut += inner * architecture.ffn_size
         elif experts:
             in_and_out = 2 * architecture.hidden_size * self.parallel.expert_tensor
-            between += experts.top_k * (in_and_out + 3 * experts.ffn_size)
-            cut += 3 * (experts.shared_ffn_size or 0)
+            between += experts.top_k * (in_and_out + inner * experts.ffn_size)
+            cut += inner * (experts.shared_ffn_size or 0)
         normalisers = 4 * heads / self.parallel.tensor  # attention's: fp32
         return self.nbytes * (between / self._sharing + cut / self.parallel.tensor) + normalisers
 

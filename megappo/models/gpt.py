@@ -4,6 +4,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
+    _yarn_find_correction_range,
+    _yarn_linear_ramp_mask,
+)
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 
@@ -13,7 +17,13 @@ from megappo.architecture.switches import SwitchContext, decide
 from megappo.config.schema import Model
 from megappo.config.sections import Parallel
 from megappo.models.heads import ValueHead, add_value_head, return_hidden_states, with_plain_strides
-from megappo.models.layer_specs import change_outputs, layer_kind, layer_spec, use_local_rope
+from megappo.models.layer_specs import (
+    change_outputs,
+    layer_kind,
+    layer_spec,
+    separate_expert_outputs,
+    use_local_rope,
+)
 from megappo.models.lora import add_adapters
 from megappo.models.megatron_config import gpt_arguments, transformer_config
 from megappo.placement.groups import ComponentGroups
@@ -79,6 +89,9 @@ def _mark(chunk: GPTModel, architecture: Architecture, trained: bool) -> None:
     """Freeze the parameters that do not change, and mark those of experts and those that checkpoints lack."""
     for name, parameter in chunk.named_parameters():
         if ".mlp.experts." in name:
+            # Megatron marks biases that no rank cuts as those of a dense layer: it would sum their gradients over
+            # tensor-parallel ranks, which have other experts, or the same, and count them on the first rank only.
+            parameter.sequence_parallel, parameter.tensor_model_parallel = False, True
             # Megatron does so with expert parallelism only. Without, it would not sum the gradients of experts over
             # tensor-parallel ranks, each of which sends its own tokens to its own copy.
             parameter.allreduce = False
@@ -129,6 +142,7 @@ def _chunk(
     _scale_rope(gpt, architecture)
     use_local_rope(gpt, architecture)
     change_outputs(gpt, architecture, has_te)
+    separate_expert_outputs(gpt)
     if gpt.pre_process:
         gpt.embedding.register_forward_hook(lambda embedding, inputs, output: with_plain_strides(output))
         factor = torch.tensor(architecture.scales.embedding).to(config.params_dtype).item()  # as transformers rounds it
@@ -163,6 +177,18 @@ def _scale_rope(gpt: GPTModel, architecture: Architecture) -> None:
         embedding.inv_freq = embedding.inv_freq / rope.numbers["factor"]
     elif rope.kind == "llama3":
         embedding.inv_freq = embedding._apply_scaling(embedding.inv_freq, **rope.numbers)
+    elif rope.kind == "yarn":
+        numbers, size = rope.numbers, architecture.head_size
+        bounds = _yarn_find_correction_range(
+            numbers["beta_fast"],
+            numbers["beta_slow"],
+            size,
+            rope.base,
+            numbers["original_max_position_embeddings"],
+            bool(numbers["truncate"]),
+        )
+        share = _yarn_linear_ramp_mask(*bounds, size // 2, embedding.inv_freq.device)
+        embedding.inv_freq = embedding.inv_freq * (1 - share + share / numbers["factor"])
 
 
 @contextmanager

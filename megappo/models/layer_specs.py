@@ -11,6 +11,7 @@ from megatron.core.extensions.transformer_engine import HAVE_TE, TENorm
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -63,6 +64,11 @@ def layer_spec(config: TransformerConfig, has_te: bool, stage: int, chunk: int) 
             "the model has layers with a sliding window, which TransformerEngine does not compute with "
             f"parallel.context {config.context_parallel_size}: set it to 1, or model.layer_spec=torch"
         )
+    if has_te and config.softmax_type != "vanilla":  # 2.11.0, dot_product_attention/utils.py, get_attention_backend
+        raise ConfigError(
+            "the model has attention sinks, which TransformerEngine computes without packed sequences only: set "
+            "model.layer_spec=torch"
+        )
     decoder = get_gpt_decoder_block_spec(
         config, use_transformer_engine=has_te, normalization="RMSNorm", vp_stage=chunk, pp_rank=stage
     )
@@ -111,6 +117,14 @@ def change_outputs(gpt: GPTModel, architecture: Architecture, has_te: bool) -> N
                 )
 
 
+def separate_expert_outputs(gpt: GPTModel) -> None:
+    """Let experts add their biases in place, as Megatron does (megatron-core 0.16.1, mlp.py): without expert
+    parallelism their outputs are views that a sum over the one rank of an expert returns, which autograd refuses."""
+    for module in gpt.modules():
+        if isinstance(module, RowParallelLinear) and module.is_expert and gpt.config.add_bias_linear:
+            module.explicit_expert_comm = True  # the dispatcher's, if any
+
+
 def use_local_rope(gpt: GPTModel, architecture: Architecture) -> None:
     """Have the layers with a window rotate by positions of another base."""
     if architecture.local_rope_base is None:
@@ -136,8 +150,9 @@ def use_local_rope(gpt: GPTModel, architecture: Architecture) -> None:
 def _change_output(
     change: Callable[[Tensor], Tensor], block: torch.nn.Module, inputs: tuple, output: tuple
 ) -> tuple[Tensor, None]:
-    """Change the output of a block, as its forward hook; beside it is the bias, None."""
-    return change(output[0]), output[1]
+    """Change the output of a block, as its forward hook; beside it is its bias, or None."""
+    plain, bias = output
+    return change(plain if bias is None else plain + bias), None
 
 
 class RMSNorm(torch.nn.RMSNorm):

@@ -5,10 +5,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.activations import quick_gelu
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _yarn_get_mscale
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
 from megappo.architecture.architecture import DTYPES, Architecture, LatentAttention, Rope
+from megappo.architecture.families import Family
 from megappo.architecture.fit import fit_errors
 from megappo.architecture.parameters import padded_vocab_size
 from megappo.architecture.switches import LAYERS
@@ -19,7 +22,7 @@ from megappo.runtime import platform
 
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, dtype.torch) for name, dtype in DTYPES.items()}
 """torch's dtypes by the names of config keys."""
-ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh")}
+ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"), "quick_gelu": quick_gelu}
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
     "selective": {"recompute_granularity": "selective"},
@@ -51,10 +54,9 @@ def transformer_config(
         **_attention_arguments(architecture),
         layernorm_epsilon=architecture.norm_eps,
         normalization="RMSNorm",
-        gated_linear_unit=True,
-        activation_func=ACTIVATIONS[architecture.family.activation],
+        **_activation_arguments(architecture.family),
         layernorm_zero_centered_gamma=architecture.family.norms_add_one,
-        add_bias_linear=False,
+        add_bias_linear=architecture.family.linear_bias,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=parallel.tensor,
@@ -99,6 +101,16 @@ def _leave(weight: Tensor) -> Tensor:
     return weight
 
 
+def _activation_arguments(family: Family) -> dict[str, Any]:
+    """Return TransformerConfig's arguments of the activation of MLPs and experts."""
+    return {
+        "gated_linear_unit": True,
+        "activation_func": ACTIVATIONS[family.activation],
+        "activation_func_clamp_value": family.glu_limit,
+        "glu_linear_offset": family.glu_offset,
+    }
+
+
 def _attention_arguments(architecture: Architecture) -> dict[str, Any]:
     """TransformerConfig's arguments of attention, whose heads have keys and values of their own, or share them."""
     if architecture.latent:
@@ -111,9 +123,21 @@ def _attention_arguments(architecture: Architecture) -> dict[str, Any]:
         "qk_layernorm": architecture.qk_layernorm,
         "window_size": (window - 1, 0) if window else None,
         "window_attn_skip_freq": list(map(int, architecture.windows)) or None,  # 1 = has the window
-        "softmax_scale": architecture.scales.attention,
+        "softmax_scale": _softmax_scale(architecture),
+        "softmax_type": "learnable" if architecture.family.sinks else "vanilla",
         "rotary_interleaved": architecture.family.rope_interleaved,
     }
+
+
+def _softmax_scale(architecture: Architecture) -> float | None:
+    """Return the factor of the products of queries and keys; None = 1 / sqrt(size of a head). YaRN's factor of cosines
+    and sines is in it, as they are in queries and keys alike."""
+    rope, scale = architecture.rope, architecture.scales.attention
+    if rope.kind != "yarn":
+        return scale
+    factor, of_rope, of_softmax = (rope.numbers[name] for name in ("factor", "mscale", "mscale_all_dim"))
+    concentration = _yarn_get_mscale(factor, of_rope) / _yarn_get_mscale(factor, of_softmax)
+    return (scale or architecture.head_size**-0.5) * concentration**2
 
 
 def _latent_arguments(latent: LatentAttention, rope: Rope) -> dict[str, Any]:

@@ -5,11 +5,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig, attention
-from megatron.core.transformer.utils import is_layer_window_attention
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megappo.batch.packing import chunk_numbers, held_positions
@@ -44,6 +45,8 @@ class SelfAttention(attention.SelfAttention):
 class PackedAttention(torch.nn.Module):
     """Causal self-attention within each sequence of a packed batch, without a mask over the whole pack.
 
+    Its weights are attention sinks, if the model has any, under Megatron's name.
+
     Where torch has a kernel for it, all sequences attend at once; else one after the other. With context parallelism
     the queries are this rank's, and every rank gathers all keys and values.
     """
@@ -63,6 +66,12 @@ class PackedAttention(torch.nn.Module):
         self.window = config.window_size[0] + 1 if is_limited else None  # tokens that one attends to, with itself
         self.rotates_neighbours = config.rotary_interleaved
         self.is_one_kernel = "varlen_attn" in config.switches
+        self.tp_group = pg_collection.tp
+        self.register_parameter("softmax_offset", None)
+        if config.softmax_type == "learnable":
+            num_heads = config.num_attention_heads // self.tp_group.size()
+            self.softmax_offset = torch.nn.Parameter(torch.empty(num_heads, dtype=config.params_dtype))
+            set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
 
     def forward(
         self,
@@ -137,7 +146,10 @@ class PackedAttention(torch.nn.Module):
             numbers = torch.arange(len(key), device=key.device)
             distance = numbers[-len(query) :, None] - numbers
             mask = (distance >= 0) & (distance < self.window)
-        elif len(query) < len(key):
+        if self.softmax_offset is not None:
+            query, key, value = _with_sinks(query, key, value, self.softmax_offset / self.scale)
+            mask = None if mask is None else F.pad(mask, (1, 0), value=True)
+        if mask is None and len(query) < len(key):
             from torch.nn.attention.bias import causal_lower_right  # here, for the same reason
 
             mask = causal_lower_right(len(query), len(key))
@@ -146,6 +158,32 @@ class PackedAttention(torch.nn.Module):
             *by_head, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=True
         )
         return output.squeeze(0).transpose(0, 1)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
+    ) -> ShardedStateDict:
+        """Return the state as Megatron's own attention does."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        groups = {"tp_group": self.tp_group, "dp_cp_group": (metadata or {})["dp_cp_group"]}
+        return make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets, **groups)
+
+
+def _with_sinks(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Put a key before the others, whose product with a query is its head's sink, and whose value is 0.
+
+    Queries get further numbers for it, which meet zeros in other keys: 8, as torch's kernels want a multiple of that.
+
+    Args:
+        query, key, value: as `PackedAttention.forward` takes them.
+        sinks: [heads].
+    """
+    further = F.pad(sinks.to(query.dtype)[:, None], (0, 7)).expand(len(query), -1, -1)
+    sink = F.pad(key.new_ones(1, key.shape[1], 1), (key.shape[-1], 7))
+    return (
+        torch.cat((query, further), dim=-1),
+        torch.cat((sink, F.pad(key, (0, 8)))),
+        F.pad(value, (0, 0, 0, 0, 1, 0)),
+    )
 
 
 def whole_pack(share: Tensor, cu_seqlens: Tensor, group: dist.ProcessGroup) -> Tensor:

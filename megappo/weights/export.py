@@ -5,14 +5,23 @@ expert-parallel rank. They are broadcast over the expert-parallel group and the 
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
 import torch.distributed as dist
 
 from megappo.architecture.architecture import Architecture
-from megappo.architecture.parameters import LORA_A, LORA_B, SECOND_HEAD, HFTensor, Parameter, hf_tensors_of, is_adapter
+from megappo.architecture.parameters import (
+    LORA_A,
+    LORA_B,
+    SECOND_HEAD,
+    HFTensor,
+    Parameter,
+    expert_stacks,
+    hf_tensors_of,
+    is_adapter,
+)
 from megappo.models.gpt import ModelChunks
 from megappo.placement.groups import ComponentGroups
 from megappo.placement.layout import Layout
@@ -32,11 +41,13 @@ class ExportedTensor(TensorSpec):
         hf: its shards.
         stage: the pipeline stage that holds it.
         expert_rank: the expert-parallel rank that holds it; None = not an expert's, and held by all of them.
+        parts: of a stack of experts, each gathered by itself; `hf` and `expert_rank` are those of the first.
     """
 
     hf: HFTensor
     stage: int
     expert_rank: int | None
+    parts: tuple["ExportedTensor", ...] = ()
 
     @property
     def is_cut(self) -> bool:
@@ -59,6 +70,7 @@ class Export:
         by_stage: each of them needs only the tensors of its own pipeline stage, so that nothing is broadcast from stage
             to stage. Each bucket then holds tensors of one stage, `sender_index`, whose ranks gather it.
         adapters: export adapters alone; otherwise they are merged into the weights that they adapt.
+        stacks_experts: export experts in the stacks that files and engines of the family have (`expert_stacks`).
     Attributes:
         tensors: in the order in which they are gathered. Tied embeddings come once, as the embedding.
         participates: this rank must call `gather`, for itself or for others.
@@ -76,6 +88,7 @@ class Export:
         full_tensor_ranks: Collection[int] | None = None,
         by_stage: bool = False,
         adapters: bool = False,
+        stacks_experts: bool = True,
     ):
         self.groups = groups
         table, all_parameters = table_of(architecture, groups), global_parameters(chunks)
@@ -99,9 +112,12 @@ class Export:
             raise ValueError(
                 f"no pipeline stage of the model holds {', '.join(missing)}; build the model from this config.json"
             )
+        tensors = {name: found[name] for name in names}
+        if stacks_experts and not adapters:
+            _stack_experts(tensors, architecture)
         # Like ones together: fewer messages, and fewer buckets, each of one dtype.
         self.tensors = sorted(
-            (found[name] for name in names),
+            tensors.values(),
             key=lambda tensor: (tensor.is_cut, tensor.expert_rank is not None, str(tensor.dtype)),
         )
         self.sender_index = groups.collection.pp.rank() if by_stage else 0
@@ -131,10 +147,14 @@ class Export:
         heartbeat.beat()
         if flat is None:
             flat = torch.empty(num_bytes(bucket), dtype=torch.uint8, device=self._device)
-        portions = _portions(bucket)
+        portions = _portions([part for tensor in bucket for part in tensor.parts or (tensor,)])
         targets = flat.split([num_bytes(portion) for portion in portions])
         for portion, target in zip(portions, targets, strict=True):
             self._gather(portion, target.view(portion[0].dtype))
+        if dist.get_rank() in self._full_ranks:
+            for tensor, (_, whole) in zip(bucket, views(bucket, flat), strict=True):
+                if tensor.parts:
+                    _interleave(tensor.parts, whole)
         return flat
 
     def _gather(self, tensors: Sequence[ExportedTensor], target: torch.Tensor) -> None:
@@ -239,6 +259,20 @@ def _all_gather_specs(
         dist.all_gather_object(parts, found, group=group)
         found = {name: spec for part in reversed(parts) for name, spec in part.items()}
     return found
+
+
+def _stack_experts(tensors: dict[str, ExportedTensor], architecture: Architecture) -> None:
+    """Replace the tensors of experts by the stacks that they are parts of."""
+    for name, stack in expert_stacks(architecture).items():
+        parts = tuple(tensors.pop(part) for part in stack.parts)
+        tensors[name] = replace(parts[0], name=name, shape=stack.shape, parts=parts)
+
+
+def _interleave(parts: Sequence[ExportedTensor], whole: torch.Tensor) -> None:
+    """Put the numbers of a stack in its order; its memory has the parts one after the other."""
+    numbers = whole.clone().view(len(whole), -1, *parts[0].shape)  # [experts, n, out, in], of biases [experts, n, out]
+    numbers = numbers.permute(0, *range(numbers.ndim - 1, 0, -1))
+    whole.view(numbers.shape).copy_(numbers)
 
 
 def _portions(bucket: Sequence[ExportedTensor]) -> list[list[ExportedTensor]]:

@@ -20,6 +20,7 @@ from megappo.architecture.parameters import (
     VALUE_HEAD,
     HFTensor,
     Parameter,
+    expert_stacks,
     hf_tensors_of,
     is_adapter,
 )
@@ -54,7 +55,9 @@ def folder_shapes(folder: str | Path, architecture: Architecture) -> dict[str, t
     with HFFolder(folder, architecture) as source:
         name_value_head(source)
         names = [name for name in source.names() - left_out if not is_unused(name, architecture)]
-        return {name: source.shape(name) for name in names}
+        stacks = expert_stacks(architecture).items()
+        stack_of = {part: (name, stack.shape) for name, stack in stacks for part in stack.parts}
+        return dict(stack_of.get(name, (name, source.shape(name))) for name in names)
 
 
 @torch.no_grad()

@@ -11,18 +11,28 @@ from safetensors import safe_open
 
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.model_folder import INDEX, SINGLE, tensor_files
-from megappo.architecture.parameters import hf_shapes
+from megappo.architecture.parameters import ExpertStack, expert_stacks, hf_shapes
 from megappo.batch.rows_file import write_tensors
 from megappo.errors import ActionableError
 
+FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+"""Positive numbers of the format E2M1, by their bits; a fourth bit is the sign."""
+
 
 class _Stored(NamedTuple):
-    """Place of a tensor: `rows` of a tensor of a file or, with `expert`, of one expert's matrix in it."""
+    """Place of a tensor: `rows` of a tensor of a file or, with `expert`, of one expert's matrix in it.
+
+    Attributes:
+        shape: of a matrix, or bias, in an `ExpertStack`; () outside of these.
+        scales: tensor beside a stack in MXFP4, whose `name` holds the blocks.
+    """
 
     file: str
     name: str
     expert: int | None = None
     rows: slice = slice(None)
+    shape: tuple[int, ...] = ()
+    scales: "_Stored | None" = None
 
 
 class HFFolder(AbstractContextManager):
@@ -32,8 +42,8 @@ class HFFolder(AbstractContextManager):
 
     Args:
         architecture: its matrices have one tensor each, also those that a family stacks in its files
-            (`Family.fused`), and those of experts where the folder keeps the experts of a layer in two 3-D tensors.
-            transformers 5 holds a mixture of experts so, and writes it so in its own format:
+            (`Family.fused`, `expert_stacks`), and those of experts where the folder keeps the experts of a layer in two
+            3-D tensors. transformers 5 holds a mixture of experts so, and writes it so in its own format:
 
                 mlp.experts.gate_up_proj [experts, 2 x ffn, hidden]     mlp.experts.down_proj [experts, hidden, ffn]
     Raises:
@@ -49,6 +59,8 @@ class HFFolder(AbstractContextManager):
         self._files = {file: safe_open(self.folder / file, framework="pt") for file in sorted(set(files.values()))}
         if architecture is None:
             return
+        for name, stack in expert_stacks(architecture).items():
+            self._split_stack(name, stack)
         for layer in range(architecture.num_layers):
             if architecture.experts:
                 self._split_experts(f"model.layers.{layer}.", architecture)
@@ -68,6 +80,8 @@ class HFFolder(AbstractContextManager):
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor, from the file's header."""
+        if self._stored[name].shape:
+            return self._stored[name].shape
         stored, shape = self._stored[name], tuple(self._slice(name).get_shape())
         rows, *others = shape if stored.expert is None else shape[1:]
         return len(range(rows)[stored.rows]), *others
@@ -79,6 +93,8 @@ class HFFolder(AbstractContextManager):
     def read(self, name: str, dim: int = 0, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Read elements start:stop (default: all) of a tensor along dimension 0 or 1, on a CPU in the file's dtype."""
         stored, stop = self._stored[name], self.shape(name)[dim] if stop is None else stop
+        if stored.shape:
+            return self._part_of_stack(stored).narrow(dim, start, stop - start)
         expert = () if stored.expert is None else (stored.expert,)
         if dim == 1:
             return self._slice(name)[*expert, stored.rows, start:stop]
@@ -86,8 +102,39 @@ class HFFolder(AbstractContextManager):
         return self._slice(name)[*expert, first + start : first + stop]
 
     def _slice(self, name: str) -> Any:
-        stored = self._stored[name]
+        return self._slice_of(self._stored[name])
+
+    def _slice_of(self, stored: _Stored) -> Any:
         return self._files[stored.file].get_slice(stored.name)
+
+    def _part_of_stack(self, stored: _Stored) -> torch.Tensor:
+        """Read a matrix [out, in], or a bias [out], in a stack."""
+        whole = self._slice_of(stored)[stored.expert]
+        if stored.scales:
+            whole = dequantize(whole, self._slice_of(stored.scales)[stored.expert])
+        elif whole.ndim == 2:
+            whole = whole.T
+        return whole[stored.rows]
+
+    def _split_stack(self, name: str, stack: ExpertStack) -> None:
+        """Give each matrix, or bias, of a stack its own name. MXFP4 has numbers in blocks of 32, two to a byte, along
+        the matrices' inputs."""
+        (count, *into, out), scales = stack.shape, None
+        if f"{name}_blocks" in self._stored:
+            name, quantized = f"{name}_blocks", f"{name}_scales"
+            self._check_shape(quantized, (count, out, into[0] // 32))
+            self._check_shape(name, (count, out, into[0] // 32, 16))
+            scales = self._stored.pop(quantized)
+        elif name in self._stored:
+            self._check_shape(name, stack.shape)
+        else:
+            return  # reported when the model is loaded
+        file = self._stored.pop(name).file
+        step = len(stack.parts) // count
+        for index, part in enumerate(stack.parts):
+            expert, number = divmod(index, step)
+            rows = slice(number, None, step)
+            self._stored[part] = _Stored(file, name, expert, rows, (out // step, *into), scales)
 
     def _split_experts(self, layer: str, architecture: Architecture) -> None:
         """Give each matrix of each expert of a layer its name in the format of the hub."""
@@ -129,6 +176,19 @@ class HFFolder(AbstractContextManager):
             raise ActionableError(
                 f"{name} in {self.folder} has shape {[*self.shape(name)]}, but its config.json gives {[*expected]}"
             )
+
+
+def dequantize(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return bf16 numbers of MXFP4: [..., 32 x blocks].
+
+    Args:
+        blocks: uint8 [..., blocks, 16], of two numbers each, the first in the lower bits.
+        scales: uint8 [..., blocks], powers of two to multiply by, 127 above.
+    Source: Open Compute Project, "OCP Microscaling Formats (MX) Specification" 1.0, sections 5.2, 5.3.3 and 5.4.1.
+    """
+    halves = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2).int()
+    numbers = torch.cat((FP4, -FP4))[halves]
+    return torch.ldexp(numbers, scales.int()[..., None] - 127).flatten(-2).bfloat16()
 
 
 class ShardedWriter:

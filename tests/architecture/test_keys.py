@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from published_configs import LLAMA_2, LLAMA_3_ROPE, MISTRAL, QWEN_3, QWEN_15_MOE
-from tiny_shapes import MIXTURES, SHAPE, VARIANTS, architecture_of
+from published_configs import GPT_OSS_20B, LLAMA_2, LLAMA_3_ROPE, MISTRAL, QWEN_3, QWEN_15_MOE
+from tiny_shapes import GPT_OSS, MIXTURES, SHAPE, VARIANTS, architecture_of
 from transformers import AutoConfig
 from written_keys import WRITTEN
 
@@ -30,9 +30,15 @@ def test_what_frameworks_write_besides_changes_nothing(parsed: Any, keys: dict[s
     assert parsed(LLAMA_2 | keys).hidden_size == 4096
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", *VARIANTS, *MIXTURES])
+def test_experts_in_mxfp4_are_taken(parsed: Any) -> None:
+    quantized = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}
+    assert "quantization_config" not in parsed(GPT_OSS_20B | quantized).hf_config()
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "gpt_oss", *VARIANTS, *MIXTURES])
 def test_all_that_transformers_itself_writes_is_taken(parsed: Any, tmp_path: Path, model_type: str) -> None:
-    config = AutoConfig.for_model(model_type, **SHAPE | (MIXTURES | VARIANTS).get(model_type, {}))
+    changes = (MIXTURES | VARIANTS | {"gpt_oss": GPT_OSS}).get(model_type, {})
+    config = AutoConfig.for_model(model_type, **SHAPE | changes)
     for whole in (config.to_dict(), json.loads(config.to_json_string())):
         parsed(whole | {"architectures": [architecture_of(model_type)]})
 

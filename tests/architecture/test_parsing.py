@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_shapes import QWEN2, QWEN3_MOE, V2, V3, YARN
+from tiny_shapes import GPT_OSS, QWEN2, QWEN3_MOE, V2, V3, YARN
 
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.parsing import parse
@@ -47,7 +47,8 @@ def test_unsupported_mixtures_are_named(changes: dict, message: str) -> None:
         (V3 | {"rope_parameters": YARN | {"factor": None}}, "not supported; supported.*yarn .factor, original"),
         (V3 | {"rope_parameters": YARN | {"mscale": None}}, "nor one of mscale and mscale_all_dim without the other"),
         (V3 | {"rope_parameters": YARN | {"attention_factor": 1.5}}, "of yarn neither attention_factor"),
-        (V3 | {"rope_parameters": YARN | {"truncate": False}}, "nor truncate = false"),
+        (V3 | {"rope_parameters": YARN | {"truncate": False}}, "nor truncate = false of latent attention"),
+        (QWEN2 | {"rope_parameters": GPT_OSS["rope_parameters"] | {"truncate": "no"}}, "nor truncate = false"),
     ],
 )
 def test_unsupported_latent_models_are_named(changes: dict, message: str) -> None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from spawn import run_ranks
-from tiny_shapes import MIXTURES, SHAPE, VARIANTS
+from tiny_shapes import GPT_OSS, MIXTURES, SHAPE, VARIANTS
 
 from megappo.architecture.parameters import StageSize, stage_sizes
 from megappo.architecture.parsing import read_architecture
@@ -29,6 +29,7 @@ ARCHITECTURES = {
     "gemma3_text": "Gemma3ForCausalLM",
     "granite": "GraniteForCausalLM",
     "phi3": "Phi3ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
 }
@@ -57,6 +58,7 @@ CASES = [
     Case("gemma3_text", {"tensor": 2}, False),
     Case("granite", {"pipeline": 2}, True),
     Case("phi3", {"tensor": 2}, True, "fp32"),
+    Case("gpt_oss", {"tensor": 2, "expert": 2}, True),
     Case("qwen3_moe", {"expert": 2}, True),
     Case("qwen3_moe", {"expert": 4}, False, "fp32"),
     Case("qwen3_moe", {"tensor": 2, "expert": 2, "expert_tensor": 2}, True),
@@ -115,7 +117,10 @@ def test_as_many_as_are_allocated(tmp_path: Path) -> None:
     for model_type, name in ARCHITECTURES.items():
         (tmp_path / model_type).mkdir()
         shape = (
-            SHAPE | (MIXTURES | VARIANTS).get(model_type, {}) | LARGER | {"architectures": [name], "rms_norm_eps": 1e-6}
+            SHAPE
+            | (MIXTURES | VARIANTS | {"gpt_oss": GPT_OSS}).get(model_type, {})
+            | LARGER
+            | {"architectures": [name], "rms_norm_eps": 1e-6}
         )
         (tmp_path / model_type / "config.json").write_text(json.dumps(shape))
     run_ranks(4, check_bytes, tmp_path)

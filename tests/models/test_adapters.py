@@ -24,7 +24,7 @@ from shrunk_models import shrunk_folder
 from slow import slow_ones
 from spawn import run_ranks
 from tiny_models import hf_folder
-from tiny_shapes import EXPERTS, MIXTURES
+from tiny_shapes import EXPERTS, GPT_OSS, MIXTURES
 from torch.profiler import ProfilerActivity, profile
 
 from megappo.architecture.fit import adapter_errors
@@ -39,6 +39,7 @@ from megappo.placement.layout import Layout
 
 LORA = Lora(rank=3, alpha=5.0)
 SOME = Lora(rank=2, target_modules=("v_proj", "up_proj"))
+OF_ATTENTION = Lora(rank=3, target_modules=("q_proj", "k_proj", "v_proj", "o_proj"))
 TWO, FOUR = (0, 1), (0, 1, 2, 3)
 CASES = {
     "one rank": Case(Layout((0,)), max_tokens=9, lora=LORA),
@@ -136,6 +137,7 @@ MIXTURE_CASES = {
         Case(Layout(FOUR, tensor=2, expert=2), sequence=True, max_tokens=14, recompute="full", lora=LORA),
     ),
     "ep2, some modules": ("qwen3_moe", Case(Layout(TWO, expert=2), max_tokens=12, lora=SOME)),
+    "stacked, ep2 tp2 sp": ("gpt_oss", Case(Layout(TWO, tensor=2, expert=2), sequence=True, lora=OF_ATTENTION)),
     "ep2 pp2": ("qwen2_moe", Case(Layout(FOUR, pipeline=2, expert=2), max_tokens=12, lora=LORA)),
 }
 CASES |= {f"mixture, {name}": case for name, (_, case) in MIXTURE_CASES.items()}
@@ -144,7 +146,8 @@ CASES |= {f"mixture, {name}": case for name, (_, case) in MIXTURE_CASES.items()}
 @pytest.mark.parametrize("name", slow_ones(MIXTURE_CASES, [name for name in MIXTURE_CASES if name != "ep2 tp2 dp2 sp"]))
 def test_adapters_of_experts_train_as_hugging_faces_do(name: str, tmp_path: Path) -> None:
     family, _ = MIXTURE_CASES[name]
-    check(f"mixture, {name}", "actor", hf_folder(tmp_path / "hf", family, **MIXTURES[family]))
+    shapes = MIXTURES | {"gpt_oss": GPT_OSS}
+    check(f"mixture, {name}", "actor", hf_folder(tmp_path / "hf", family, **shapes[family]))
 
 
 ADAPTED = {family: LORA.target_modules for family in BY_FAMILY if family != "MixtralForCausalLM"} | {
@@ -152,6 +155,7 @@ ADAPTED = {family: LORA.target_modules for family in BY_FAMILY if family != "Mix
     "Phi3ForCausalLM": ("o_proj", "down_proj"),
     "DeepseekV2ForCausalLM": ("gate_proj", "up_proj", "down_proj"),
     "DeepseekV3ForCausalLM": ("gate_proj", "up_proj", "down_proj"),
+    "GptOssForCausalLM": ("q_proj", "k_proj", "v_proj", "o_proj"),
 }
 """Matrices with adapters: those that transformers has as such, and that can have some."""
 CASES |= {
@@ -181,6 +185,9 @@ def test_adapters_without_a_place_are_refused_by_name(tmp_path: Path) -> None:
         "actor.lora.target_modules: adapters cannot stand beside q_proj, k_proj, v_proj, o_proj of "
     )
     assert error.endswith("config.json: leave gate_proj, up_proj, down_proj")
+    stacked = read_architecture(hf_folder(tmp_path / "stacked", "gpt_oss", **GPT_OSS))
+    [error] = adapter_errors(stacked, Lora(), Parallel(), "actor")
+    assert error.endswith("config.json: leave q_proj, k_proj, v_proj, o_proj")
     experts = read_architecture(hf_folder(tmp_path / "experts", "qwen3_moe", **EXPERTS))
     assert not [*adapter_errors(experts, Lora(), Parallel(expert=2), "actor")]
     cut = Parallel(tensor=2, expert_tensor=2, sequence=True)

@@ -216,8 +216,9 @@ def hf_train(
     for name, parameter in named.items():
         if any(part in name for part in frozen):
             parameter.requires_grad_(False)
-    decayed = [parameter for parameter in named.values() if parameter.dim() > 1]
-    others = [parameter for parameter in named.values() if parameter.dim() == 1]
+    is_decayed = {name: one.dim() > 1 and not name.endswith("bias") for name, one in named.items()}  # also if stacked
+    decayed = [parameter for name, parameter in named.items() if is_decayed[name]]
+    others = [parameter for name, parameter in named.items() if not is_decayed[name]]
     groups = [{"params": decayed, "weight_decay": OPTIM.weight_decay}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=OPTIM.lr, betas=OPTIM.betas, eps=OPTIM.eps)
     with torch.no_grad():
@@ -246,7 +247,10 @@ def with_parts_replaced(name: str, parts: dict[str, str]) -> str:
 
 
 def per_expert(named: dict[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
-    """Return the parameters by name, with each expert of a mixture separate, as adapters are already."""
+    """Return the parameters by name, with each expert of a mixture separate, as adapters are already. GPT-OSS has them
+    in stacks, with biases."""
+    if any(name.endswith(".experts.down_proj_bias") for name in named):
+        return {name: parameter.detach() for name, parameter in named.items()}
     found = {}
     for name, parameter in named.items():
         block, is_expert, kind = name.partition(".experts.")

@@ -396,6 +396,35 @@ GLM_45 = _sized(
     routed_scaling_factor=2.5,
     use_qk_norm=True,
 )
+GPT_OSS_20B = _sized(
+    COMMON,
+    *(24, 2880, 2880, 64, 8),
+    architectures=["GptOssForCausalLM"],
+    attention_bias=True,
+    attention_dropout=0.0,
+    eos_token_id=200002,
+    experts_per_token=4,
+    head_dim=64,
+    initial_context_length=4096,
+    layer_types=["sliding_attention", "full_attention"] * 12,
+    max_position_embeddings=131072,
+    model_type="gpt_oss",
+    num_experts_per_tok=4,
+    num_local_experts=32,
+    output_router_logits=False,
+    pad_token_id=199999,
+    rope_scaling={
+        **{"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096},
+        **{"rope_type": "yarn", "truncate": False},
+    },
+    rope_theta=150000,
+    router_aux_loss_coef=0.9,
+    sliding_window=128,
+    swiglu_limit=7.0,
+    transformers_version="4.55.0.dev0",
+    vocab_size=201088,
+)
+"""In bf16; OpenAI's own has `quantization_config`."""
 PHI_3 = _sized(
     COMMON,
     *(32, 3072, 8192, 32, 32),
@@ -677,6 +706,7 @@ PUBLISHED: dict[str, tuple[Config, int]] = {
     "moonshotai/Moonlight-16B-A3B": (MOONLIGHT, 15_960 * 10**6),
     "zai-org/GLM-4-9B-0414": (GLM_4, 9_400_279_040),
     "zai-org/GLM-4-32B-0414": (_sized(GLM_4, 61, 6144, 23040, 48, 2, attention_bias=False), 32_600 * 10**6),
+    "openai/gpt-oss-20b": (GPT_OSS_20B, 20_910 * 10**6),
     "zai-org/GLM-4.5-Air": (GLM_45_AIR, 106 * 10**9),
     "zai-org/GLM-4.5": (GLM_45, 355 * 10**9),
     "zai-org/GLM-4.6": (_model(GLM_45, max_position_embeddings=202752), 355 * 10**9),

@@ -81,6 +81,13 @@ MIXTURES = {
 }
 """Changes to SHAPE, by Hugging Face's model_type."""
 
+GPT_OSS = {
+    **{"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24},
+    **{"sliding_window": 4, "rope_parameters": {key: YARN[key] for key in YARN.keys() - {"mscale", "mscale_all_dim"}}},
+}
+GPT_OSS["rope_parameters"]["truncate"] = False
+"""Changes to SHAPE of model_type gpt_oss, which TransformerEngine's layers do not compute."""
+
 QWEN2 = {
     "architectures": ["Qwen2ForCausalLM"],
     "num_hidden_layers": 6,

@@ -8,7 +8,7 @@ import torch
 from commands import CONVERT, assert_equal, convert, run, tensors_of
 from safetensors.torch import save_file
 from tiny_models import hf_folder, sequences
-from tiny_shapes import MIXTURES
+from tiny_shapes import GPT_OSS, MIXTURES
 from transformers import AutoModelForCausalLM
 
 
@@ -56,6 +56,15 @@ def test_the_experts_of_a_checkpoint_are_compared_and_resharded(tmp_path: Path) 
     convert("verify", tmp_path / "cut", tmp_path / "megatron")
     convert("megatron-to-hf", tmp_path / "cut", tmp_path / "back")
     assert_equal(tensors_of(tmp_path / "back"), tensors_of(per_expert))
+
+
+@pytest.mark.slow
+def test_stacks_of_experts_there_and_back(tmp_path: Path) -> None:
+    source = hf_folder(tmp_path / "source", "gpt_oss", **GPT_OSS)
+    convert("hf-to-megatron", source, tmp_path / "megatron", "--tensor", 2, "--expert", 2, ranks=2)
+    assert convert("verify", tmp_path / "megatron", source).startswith("equal to the bit")
+    convert("megatron-to-hf", tmp_path / "megatron", tmp_path / "back", "--pipeline", 2, ranks=2)
+    assert_equal(tensors_of(tmp_path / "back"), tensors_of(source))
 
 
 def test_layers_that_predict_further_tokens_are_no_difference(tmp_path: Path) -> None:

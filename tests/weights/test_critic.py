@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from spawn import run_ranks
 from tiny_folders import SHAPE
 from tiny_models import move_router_biases, outputs, sequences
-from tiny_shapes import DEEPSEEK_V3, VARIANTS
+from tiny_shapes import DEEPSEEK_V3, GPT_OSS, VARIANTS
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -48,6 +48,7 @@ FAMILIES = {
     "glm4": ("TokenClassification", VARIANTS["glm4"]),
     "gemma3_text": ("SequenceClassification", VARIANTS["gemma3_text"]),
     "qwen3_moe": ("TokenClassification", EXPERTS),
+    "gpt_oss": ("SequenceClassification", GPT_OSS),
     "deepseek_v3": ("SequenceClassification", DEEPSEEK_V3 | {"head_dim": DEEPSEEK_V3["qk_rope_head_dim"]}),
 }
 

@@ -1,6 +1,7 @@
 """Hugging Face -> Megatron -> Hugging Face is bit-equal in every layout; the oracle is the folder's own files."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from spawn import run_ranks
 from tiny_folders import hf_folder, load
-from tiny_shapes import VARIANTS
+from tiny_shapes import GPT_OSS, VARIANTS
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from megappo.architecture.parsing import read_architecture
 from megappo.errors import ActionableError
@@ -20,7 +22,7 @@ from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
 from megappo.weights.export import Export
 from megappo.weights.hf_folder import fuse_bucket
-from megappo.weights.load import load_hf
+from megappo.weights.load import folder_shapes, load_hf
 
 RANKS = (0, 1, 2, 3)
 LAYOUTS = {
@@ -61,6 +63,7 @@ UNEVEN = {
 }
 """Layers of each chunk, of a model of five."""
 FAMILIES = ("qwen2", "llama", "qwen3", "mistral", "phi3")
+STACKED = "gpt_oss"
 OTHER_FAMILIES = ("glm4", "gemma3_text", "granite")
 
 
@@ -142,6 +145,39 @@ def test_mixtures_of_experts_are_bit_equal_from_either_format(tmp_path: Path, fa
     layouts = {name: EXPERT_LAYOUTS[name] for name in (EXPERT_LAYOUTS if family in WHOLE else OTHERS_LAYOUTS)}
     run_ranks(4, round_trips, [per_expert, bf16], layouts, {}, {}, timeout=280)
     run_ranks(4, round_trips, [per_expert], layouts, {}, {per_expert: fused}, timeout=280)
+
+
+def write_mxfp4(folder: Path, target: Path) -> None:
+    """Write the model as published ones are, with other experts, and those dequantized by transformers to `folder`."""
+    generator, plain, quantized = torch.Generator().manual_seed(0), tensors_of(folder), {}
+    stacks = [name for name in plain if name.endswith(("gate_up_proj", "down_proj"))]
+    for name in stacks:
+        count, into, out = plain[name].shape
+        blocks = torch.randint(256, (count, out, into // 32, 16), dtype=torch.uint8, generator=generator)
+        scales = torch.randint(110, 135, blocks.shape[:-1], dtype=torch.uint8, generator=generator)
+        quantized |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        plain[name] = convert_moe_packed_tensors(blocks, scales)
+    plain = {name: tensor.bfloat16() for name, tensor in plain.items()}  # transformers keeps norms in fp32
+    shutil.copytree(folder, target)
+    others = {name: tensor for name, tensor in plain.items() if name not in stacks}
+    for path, tensors in ((folder, plain), (target, others | quantized)):
+        for file in path.glob("model*"):
+            file.unlink()
+        save_file(tensors, path / "model.safetensors")
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+
+
+@pytest.mark.slow
+def test_stacks_of_experts_are_bit_equal_and_read_from_mxfp4_as_transformers_does(tmp_path: Path) -> None:
+    fp32 = hf_folder(tmp_path / "fp32", STACKED, **GPT_OSS)
+    bf16 = hf_folder(tmp_path / "bf16", STACKED, torch.bfloat16, **GPT_OSS | {"intermediate_size": 64})
+    write_mxfp4(bf16, tmp_path / "mxfp4")
+    layouts = {name: EXPERT_LAYOUTS[name] for name in ("TP2xEP4", "TP2xPP2xEP2")}
+    run_ranks(4, round_trips, [fp32, bf16], layouts, {}, {bf16: tmp_path / "mxfp4"}, timeout=280)
+    for folder in (fp32, bf16):
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors_of(folder).items()}
+        assert folder_shapes(folder, read_architecture(folder)) == shapes, "as engines load them"
 
 
 @pytest.mark.parametrize("tied", [False, True])

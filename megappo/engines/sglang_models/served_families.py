@@ -4,6 +4,7 @@ from sglang.srt.models.deepseek_v2 import DeepseekV2ForCausalLM, DeepseekV3ForCa
 from sglang.srt.models.gemma3_causal import Gemma3ForCausalLM
 from sglang.srt.models.glm4 import Glm4ForCausalLM
 from sglang.srt.models.glm4_moe import Glm4MoeForCausalLM
+from sglang.srt.models.gpt_oss import GptOssForCausalLM
 from sglang.srt.models.granite import GraniteForCausalLM
 from sglang.srt.models.llama import LlamaForCausalLM, Phi3ForCausalLM
 from sglang.srt.models.mistral import MistralForCausalLM
@@ -16,5 +17,5 @@ from sglang.srt.models.qwen3_moe import Qwen3MoeForCausalLM
 EntryClass = [
     *(DeepseekV2ForCausalLM, DeepseekV3ForCausalLM, Glm4ForCausalLM, Glm4MoeForCausalLM, LlamaForCausalLM),
     *(MistralForCausalLM, MixtralForCausalLM, Qwen2ForCausalLM, Qwen2MoeForCausalLM, Qwen3ForCausalLM),
-    *(Qwen3MoeForCausalLM, Gemma3ForCausalLM, GraniteForCausalLM, Phi3ForCausalLM),
+    *(Qwen3MoeForCausalLM, Gemma3ForCausalLM, GptOssForCausalLM, GraniteForCausalLM, Phi3ForCausalLM),
 ]
