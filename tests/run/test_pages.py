@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -10,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from page_blocks import BLOCKS, ROOT, RUN, SERVES, Block
+from clone import clone
+from page_blocks import BLOCKS, RUN, SERVES, Block
 
 READY = "fired up and ready to roll"
 CASES = [(page, number) for page, blocks in RUN.items() for number in range(len(blocks))]
@@ -75,12 +75,7 @@ class Reader:
 def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
     """A reader with the files of the pages who has followed two blocks of the README; `.venv` is this environment."""
     folder = tmp_path_factory.mktemp("clone")
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for name in filter(lambda name: (ROOT / name).is_file(), listed.split("\0")):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(ROOT / name, folder / name)
-    (folder / ".venv").symlink_to(sys.prefix)
+    clone(folder)
     for block in (block for blocks in BLOCKS.values() for block in blocks if block.file):
         (folder / block.file).write_text(block.text)
     reader = Reader(folder)
