@@ -94,10 +94,10 @@ BUDGETS = {
     "placement": 10_500,
     "ppo": 10_240,
     "preflight": 6_350,
-    "rollouts": 17_300,
+    "rollouts": 17_400,
     "runtime": 12_300,
     "sync": 5_250,
-    "trainer": 24_650,
+    "trainer": 24_600,
     "userland": 21_500,
     "weights": 8_890,
 }

@@ -35,7 +35,7 @@ from megappo.estimate.seconds import TimeEstimate
 from megappo.placement.picture import aligned
 from megappo.placement.placing import smallest_world
 from megappo.placement.run_plan import plan_run
-from megappo.rollouts.group_queue import has_enough
+from megappo.rollouts.group_queue import block_of
 
 # isort: split
 # After megappo's imports, which name the Python that has these.
@@ -215,7 +215,7 @@ class Simulation:
     num_steps: int = field(default=0, init=False)
     num_admitted: int = field(default=0, init=False)
     admitted: deque[Group] = field(default_factory=deque, init=False)
-    unfinished: Counter[int] = field(default_factory=Counter, init=False)  # by version, of those that were begun
+    num_finished: Counter[int] = field(default_factory=Counter, init=False)  # by block
     finished: list[Group] = field(default_factory=list, init=False)
 
     def step(self) -> Step:
@@ -224,7 +224,7 @@ class Simulation:
         self._admit()
         self._run(inf, self._has_batch)
         waited = self.now - began
-        self.finished.sort(key=lambda group: (group.version, group.number))
+        self.finished.sort(key=lambda group: group.number)
         chosen, self.finished = self.finished[: self.batch], self.finished[self.batch :]
         num_tokens = sum(group.num_tokens for group in chosen)
         self._run(self.now + self.training(num_tokens), lambda: False)
@@ -251,16 +251,12 @@ class Simulation:
         return self.num_steps - group.version
 
     def _has_batch(self) -> bool:
-        if len(self.finished) < self.batch:
-            return False
-        finished = Counter(group.version for group in self.finished)
-        return has_enough(finished, self.unfinished, self.num_steps + 1, self.batch, self.max_staleness)
+        return self.num_finished[self.num_steps] == self.batch
 
     def _admit(self) -> None:
         """Admit prompts as `GroupQueue` does: fewer while the models are slower."""
         ahead = self.max_staleness if len(self.finished) < self.batch else min(2, self.max_staleness)
-        num_open = len(self.finished) + self.unfinished.total() + len(self.admitted)
-        for _ in range((1 + ahead) * self.batch - num_open):
+        for _ in range((self.num_steps + 1 + ahead) * self.batch - self.num_admitted):
             lengths = self.lengths(self.num_responses).tolist()
             self.admitted.append(Group(self.num_admitted, lengths, len(lengths)))
             self.num_admitted += 1
@@ -273,7 +269,6 @@ class Simulation:
             return False
         group = self.admitted.popleft()
         engine.send(group)
-        self.unfinished[group.version] += 1
         return True
 
     def _run(self, until: float, is_complete: Callable[[], bool], *, sends: bool = True) -> None:
@@ -285,7 +280,7 @@ class Simulation:
             engine = self.engines[number]
             group = engine.finish_next()
             if not group.missing:
-                self.unfinished[group.version] -= 1
+                self.num_finished[block_of(group.number, self.batch)] += 1
                 self.finished.append(group)
             if sends:
                 self._send(engine)

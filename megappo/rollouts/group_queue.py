@@ -1,49 +1,32 @@
 """The groups that no step has trained on yet in a run that samples ahead of training: which prompts may be begun, and
 on which groups a step trains."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from itertools import takewhile
 
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
 from megappo.rollouts.journal import Choice, GroupFacts
 
 
-def has_enough(
-    finished: Mapping[int, int], unfinished: Mapping[int, int], step: int, batch_size: int, max_staleness: int
-) -> bool:
-    """Return whether a step can train on `batch_size` finished groups, those of the oldest weights first, and leave
-    later steps so few of each age that none becomes too old.
-
-    Groups of version v can be trained on until step v + 1 + max_staleness. So after this step at most as many of
-    version v or older may remain as the steps until then take.
-
-    Args:
-        finished, unfinished: number of groups by the version of the weights with which they were begun.
-    """
-    if sum(finished.values()) < batch_size:
-        return False
-    num_finished = num_unfinished = 0
-    for version in sorted(finished.keys() | unfinished.keys()):
-        num_finished += finished.get(version, 0)
-        num_unfinished += unfinished.get(version, 0)
-        num_left = num_unfinished + max(0, num_finished - batch_size)
-        if num_left > batch_size * max(0, version + 1 + max_staleness - step):
-            return False
-    return True
+def block_of(position: int, size: int) -> int:
+    """Return the number of the block of `size` prompts, in the order of drawing, that a prompt belongs to."""
+    return position // size
 
 
 class GroupQueue:
     """Prompts, and facts about their groups, that no step has trained on or left out yet. The same on all ranks.
 
-    As many prompts may be admitted and not trained on as 1 + rollout.max_staleness steps take. A step trains on the
-    groups of the oldest weights first, in the order in which they were begun, as the first finished ones are the
-    shortest. It waits until those that it leaves can be trained on before they are too old: see `has_enough`.
+    As many prompts may be admitted and not trained on as 1 + rollout.max_staleness steps take. Steps train on groups in
+    the order in which their prompts were drawn, and wait for slow ones: the first finished ones are the shortest, and a
+    batch of these alone would mislead the update. So no group becomes too old.
 
     Attributes:
         drawn: prompts that are not admitted yet, by position.
         prompts: admitted ones, by position.
         admitted: positions of the prompts that engines begin, in this order. Engines count in it, so it only grows.
-        finished: facts about the finished groups, in the order in which steps train on them.
+        finished: facts about the finished groups, in the order of their prompts.
         num_left: finished groups that the last step has left.
         num_draws: batches of prompts that were drawn for the current step.
 
@@ -88,10 +71,34 @@ class GroupQueue:
                 self.prompts[position] = self.drawn.pop(position)
                 self.admitted.append(position)
 
+    def num_waiting(self) -> Counter[int]:
+        """Return the number of groups that no step has trained on or left out yet, by block."""
+        return Counter(block_of(position, self._size) for position in self.prompts)
+
+    def has_enough(self, finished: Mapping[int, int], equal: Mapping[int, int]) -> bool:
+        """Return whether the first blocks without an unfinished group suffice for a step.
+
+        Args:
+            finished: number of finished groups of each block, without those that algorithm.filter_groups leaves out.
+            equal: number of these.
+        """
+        num_found = 0
+        for block, num_waiting in sorted(self.num_waiting().items()):
+            if finished[block] + equal[block] < num_waiting:
+                return False
+            num_found += finished[block] + (equal[block] if self.takes_equal else 0)
+            if num_found >= self._size:
+                return True
+        return False
+
     def choose(self, step: int) -> Choice:
-        """Return the groups that a step trains on, once there are enough."""
-        chosen = sorted(facts.position for facts in self.finished[: self._size])
-        left_out = [facts.position for facts in self.finished[self._size :] if facts.is_equal]
+        """Return the groups that a step trains on, once there are enough: the first ones whose predecessors are
+        finished, too."""
+        facts_of = {facts.position: facts for facts in self.finished}
+        first = [facts_of[position] for position in takewhile(facts_of.__contains__, sorted(self.prompts))]
+        ranked = sorted(first, key=lambda facts: (facts.is_equal, facts.position))
+        chosen = sorted(facts.position for facts in ranked[: self._size])
+        left_out = [facts.position for facts in self.finished if facts.is_equal and facts.position not in chosen]
         return Choice(step, chosen, left_out, self.num_draws)
 
     def remove(self, choice: Choice) -> None:

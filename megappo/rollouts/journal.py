@@ -27,15 +27,14 @@ JOURNAL_FOLDER, CHOICES_FILE = "ahead", "choices.jsonl"
 
 
 class GroupFacts(NamedTuple):
-    """Facts about a finished group that all ranks have. A step trains on groups in this order.
+    """Facts about a finished group that all ranks have.
 
     Attributes:
-        is_equal, version, position: as in `Group`.
+        position, is_equal: as in `Group`.
     """
 
-    is_equal: bool
-    version: int
     position: int
+    is_equal: bool
 
 
 @dataclass
@@ -63,7 +62,7 @@ class Group:
     @property
     def facts(self) -> GroupFacts:
         """Return the facts that all ranks get."""
-        return GroupFacts(self.is_equal, self.version, self.position)
+        return GroupFacts(self.position, self.is_equal)
 
     @property
     def num_tokens(self) -> int:

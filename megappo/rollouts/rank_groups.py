@@ -6,9 +6,13 @@ from typing import Literal
 
 from torch.distributed import Store
 
+from megappo.rollouts.group_queue import block_of
 from megappo.rollouts.journal import Group, GroupFacts, Journal
 from megappo.rollouts.sample_rows import Sample
 from megappo.rollouts.sampler import Request
+
+Kind = Literal["finished", "equal"]
+"""Groups that a step trains on, and those that algorithm.filter_groups leaves out."""
 
 
 class SharedCounts:
@@ -16,22 +20,23 @@ class SharedCounts:
 
     Args:
         store: a connection on which nothing waits, so that threads can share it.
+        block_size: prompts of which finished groups are counted together.
     """
 
-    def __init__(self, store: Store):
-        self._store = store
+    def __init__(self, store: Store, block_size: int):
+        self._store, self._block_size = store, block_size
 
     def take(self, count: int) -> int:
         """Take the next so many admitted prompts; return how many were taken before."""
         return self._store.add("ahead/taken", count) - count
 
-    def add(self, kind: Literal["unfinished", "finished"], version: int, count: int = 1) -> int:
-        """Add groups of a version; return how many there are."""
-        return self._store.add(f"ahead/{kind}/{version}", count)
+    def add(self, kind: Kind, position: int, count: int) -> None:
+        """Count a finished group of this prompt, or, with -1, count it no more."""
+        self._store.add(f"ahead/{kind}/{block_of(position, self._block_size)}", count)
 
-    def total(self, kind: Literal["unfinished", "finished"], versions: Iterable[int]) -> Counter[int]:
-        """Return the number of groups of each version."""
-        return Counter({version: self.add(kind, version, 0) for version in versions})
+    def total(self, kind: Kind, blocks: Iterable[int]) -> Counter[int]:
+        """Return the number of finished groups of each block."""
+        return Counter({block: self._store.add(f"ahead/{kind}/{block}", 0) for block in blocks})
 
 
 class RankGroups:
@@ -41,8 +46,7 @@ class RankGroups:
     `finished` and `remove`.
 
     Args:
-        shared: counts the groups, without those that algorithm.filter_groups leaves out; None on ranks without an
-            engine.
+        shared: counts the finished groups; None on ranks without an engine.
         journal: keeps what is sampled.
     Attributes:
         num_equal: finished groups so far that algorithm.filter_groups leaves out.
@@ -58,12 +62,13 @@ class RankGroups:
         """Add groups of an earlier process, by position."""
         self._groups |= groups
         for group in groups.values():
-            self._count(group, 1)
+            if group.is_finished:
+                self._count(group, 1)
 
     def begin(self, positions: Sequence[int], version: int) -> list[Group]:
         """Add groups of this version and return them."""
         groups = [Group(position, version) for position in positions]
-        self.restore({group.position: group for group in groups})
+        self._groups |= {group.position: group for group in groups}
         return groups
 
     def unfinished(self) -> list[Group]:
@@ -90,7 +95,6 @@ class RankGroups:
         group.is_finished = True
         self.num_equal += group.is_equal
         self._count(group, 1)
-        self._shared.add("unfinished", group.version, -1)
 
     def finished(self) -> list[GroupFacts]:
         """Return the facts about the finished groups."""
@@ -104,5 +108,4 @@ class RankGroups:
         return groups
 
     def _count(self, group: Group, count: int) -> None:
-        if not group.is_equal:
-            self._shared.add("finished" if group.is_finished else "unfinished", group.version, count)
+        self._shared.add("equal" if group.is_equal else "finished", group.position, count)

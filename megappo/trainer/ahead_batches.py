@@ -2,7 +2,6 @@
 
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -16,7 +15,7 @@ from megappo.data.prompts import Prompt
 from megappo.observe.files import CONFIG_FILE
 from megappo.rollouts.ahead import POLL_SECONDS, AheadSampler
 from megappo.rollouts.datasets import Datasets
-from megappo.rollouts.group_queue import GroupQueue, has_enough
+from megappo.rollouts.group_queue import GroupQueue
 from megappo.rollouts.group_selection import StepResponses
 from megappo.rollouts.journal import Choice, Journal
 from megappo.rollouts.rank_groups import RankGroups, SharedCounts
@@ -43,11 +42,12 @@ class AheadBatches(SampledBatches):
     def __init__(self, datasets: Datasets, rollouts: Rollouts, record: Record | None, num_drawn: int, journal: Journal):
         super().__init__(datasets, rollouts, lambda: None, record, num_drawn=num_drawn)
         self._exchange, self._journal = rollouts.exchange, journal
-        self._shared = None if rollouts.client is None else SharedCounts(run_store().clone())
+        self._shared = (
+            None if rollouts.client is None else SharedCounts(run_store().clone(), self._config.data.train_batch_size)
+        )
         self.queue, self.groups = GroupQueue(self._config), RankGroups(self._shared, journal)
         self.sampler = AheadSampler(rollouts, self._shared, self.queue, self.groups)
         self._choices: dict[int, Choice] = {}  # of an earlier process
-        self._num_versions = 0  # 1 + the newest version of an earlier process's groups
         self._wake, self._num_wakes = rollouts.new_counter(), 0
         self._num_equal = 0  # of `groups`, known to all ranks
         self._since, self._usage = time.perf_counter(), EngineUsage()  # at the responses of the step before
@@ -71,12 +71,12 @@ class AheadBatches(SampledBatches):
         # Earlier steps have trained on the others.
         groups = {at: group for at, group in journal.read().items() if at in waiting or at >= self.num_drawn}
         self.groups.restore(groups)
-        versions = self._exchange.merge({position: group.version for position, group in groups.items()})
-        newest, self._num_versions = max(versions, default=-1), 1 + max(versions.values(), default=-1)
+        begun = self._exchange.merge(dict.fromkeys(groups))
+        newest = max(begun, default=-1)
         queue.drawn |= zip(pending, self._prompts.drawn(pending), strict=True)
         while self.num_drawn <= newest:
             queue.drawn |= self._draw_numbered()
-        for position in versions:
+        for position in begun:
             queue.prompts[position] = queue.drawn.pop(position)
         self._share_finished()
         known = {facts.position for facts in queue.finished}
@@ -119,17 +119,18 @@ class AheadBatches(SampledBatches):
         self.queue.num_draws = 0
         while True:
             self.queue.admit(step, self._draw_numbered)
-            is_enough = self._wait(step)
+            is_enough = self._wait()
             raise_if_interrupted(self._exchange)
             self._num_wakes = self._wake(0)  # here no rank adds to it
             has_restarted = self._rollouts.restarts.restart_after_rollout(self.sampler.fault)
             if not has_restarted and self._share_finished(is_enough):
                 return self.queue.choose(step)
 
-    def _wait(self, step: int) -> bool:
+    def _wait(self) -> bool:
         """Wait, on ranks with an engine, until a step has enough groups, or all ranks have something to act on; return
         whether there are enough."""
-        sampler, size = self.sampler, self._config.data.train_batch_size
+        sampler, queue, size = self.sampler, self.queue, self._config.data.train_batch_size
+        blocks = queue.num_waiting()
         if self._shared is None:
             return False
         with heartbeat.waiting():
@@ -139,21 +140,12 @@ class AheadBatches(SampledBatches):
                 if sampler.fault is not None or self.groups.num_equal > self._num_equal:
                     self._wake(1)
                     break
-                finished, unfinished = self._counts(step)
+                finished, equal = self._shared.total("finished", blocks), self._shared.total("equal", blocks)
                 heartbeat.count(min(finished.total(), size), size, "prompts")
-                if has_enough(finished, unfinished, step, size, self._config.rollout.max_staleness):
+                if queue.has_enough(finished, equal):
                     return True
                 time.sleep(POLL_SECONDS)
         return False
-
-    def _counts(self, step: int) -> tuple[Counter[int], Counter[int]]:
-        """Return how many groups of all ranks that a step can train on are finished, and begun only, by version."""
-        oldest = max(0, step - 1 - self._config.rollout.max_staleness)
-        versions, shared = range(oldest, max(step, self._num_versions)), self._shared
-        finished, unfinished = shared.total("finished", versions), shared.total("unfinished", versions)
-        if self.queue.takes_equal:
-            finished.update(facts.version for facts in self.queue.finished if facts.is_equal)
-        return finished, unfinished
 
     def _share_finished(self, is_enough: bool = False) -> bool:
         """Exchange which groups are finished; return whether any rank has found that they are enough."""

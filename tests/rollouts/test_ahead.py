@@ -1,7 +1,9 @@
-"""Sampling ahead: which steps have enough groups, so that none becomes too old, and what the journal keeps."""
+"""Sampling ahead: which groups a step waits for, so that none becomes too old, and what the journal keeps."""
 
+import itertools
 import random
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from megappo.config.schema import Config
 from megappo.engines.generations import Generation
 from megappo.observe.metrics import Metric
 from megappo.rollouts.ahead import EngineShare
-from megappo.rollouts.group_queue import GroupQueue, has_enough
+from megappo.rollouts.group_queue import GroupQueue
 from megappo.rollouts.journal import Choice, Group, GroupFacts, Journal
 from megappo.rollouts.rank_groups import RankGroups, SharedCounts
 from megappo.rollouts.sample_rows import Sample, Segment
@@ -22,44 +24,60 @@ SIZE = 4
 
 @pytest.mark.parametrize("max_staleness", [1, 2, 4, 8])
 @pytest.mark.parametrize("num_slots", [3, 8, 100])
-def test_no_group_becomes_too_old_and_none_is_left(max_staleness: int, num_slots: int) -> None:
+def test_no_group_becomes_too_old_and_steps_take_them_in_their_order(max_staleness: int, num_slots: int) -> None:
     """An engine with some slots and random durations: groups overtake each other, and the models' speed varies."""
     draw = random.Random(f"{max_staleness}/{num_slots}")
-    begun: dict[int, tuple[int, float]] = {}  # number -> version, time at which it is finished
-    finished: dict[int, tuple[int, float]] = {}
-    clock, num_begun, ages = 0.0, 0, []
+    queue = make_queue(max_staleness, filters=False)
+    numbers = itertools.count()
+    begun: dict[int, tuple[int, float]] = {}  # position -> version, time at which it is finished
+    done: dict[int, int] = {}  # position -> version
+    clock, num_begun, ages, trained = 0.0, 0, [], []
     for step in range(1, 81):
-        may_begin = (step + max_staleness) * SIZE
+        queue.admit(step, lambda: [(next(numbers), None) for _ in range(SIZE)])
         ends_at_the_earliest = clock + draw.choice([0.0, 3.0])
         while True:
-            while num_begun < may_begin and len(begun) < num_slots:
-                begun[num_begun] = step - 1, clock + draw.choice([0.5, 1.0, draw.expovariate(0.1)])
+            while num_begun < len(queue.admitted) and len(begun) < num_slots:
+                begun[queue.admitted[num_begun]] = step - 1, clock + draw.choice([0.5, 1.0, draw.expovariate(0.1)])
                 num_begun += 1
-            for number in [number for number, (_, end) in begun.items() if end <= clock]:
-                finished[number] = begun.pop(number)
-            counts = [Counter(version for version, _ in groups.values()) for groups in (finished, begun)]
-            if clock >= ends_at_the_earliest and has_enough(*counts, step, SIZE, max_staleness):
+            for position in [position for position, (_, end) in begun.items() if end <= clock]:
+                done[position] = begun.pop(position)[0]
+            if clock >= ends_at_the_earliest and queue.has_enough(blocks(done), Counter()):
                 break
             clock = min([end for _, end in begun.values() if end > clock] or [clock + 1])
-        for number in sorted(finished, key=finished.__getitem__)[:SIZE]:
-            ages.append(step - 1 - finished.pop(number)[0])
+        queue.finished = [GroupFacts(position, False) for position in sorted(done)]
+        choice = queue.choose(step)
+        trained += choice.chosen
+        ages += [step - 1 - done.pop(position) for position in choice.chosen]
+        queue.remove(choice)
+    assert trained == list(range(80 * SIZE))
     assert max(ages) <= max_staleness
     assert min(ages) >= 0
-    assert len(ages) == 80 * SIZE
 
 
-def test_a_step_waits_for_groups_that_a_later_one_could_not_take() -> None:
-    # Version 0 must be trained on by step 2: of six groups, step 1 takes four, and two of these may remain.
-    assert has_enough({0: 4}, {0: 2}, step=1, batch_size=4, max_staleness=1)
-    assert not has_enough({0: 1, 1: 3}, {0: 4}, step=2, batch_size=4, max_staleness=1)
-    assert not has_enough({0: 3, 1: 1}, {0: 1}, step=2, batch_size=4, max_staleness=1)
-    assert has_enough({0: 3, 1: 1}, {1: 4}, step=2, batch_size=4, max_staleness=1)
-    assert not has_enough({0: 3}, {}, step=1, batch_size=4, max_staleness=1)
+def blocks(positions: Iterable[int]) -> Counter[int]:
+    return Counter(position // SIZE for position in positions)
+
+
+def test_a_step_waits_for_the_first_prompts_however_many_others_are_finished() -> None:
+    queue = make_queue(max_staleness=2)
+    for _ in range(2):  # filter_groups.max_num_gen_batches is 2, and 3 batches may be ahead
+        queue.num_draws = 0
+        queue.admit(1, lambda: [(len(queue.prompts) + i, None) for i in range(SIZE)])
+    assert not queue.has_enough(blocks([0, 1, 3, *range(4, 12)]), Counter())
+    assert queue.has_enough(blocks(range(4)), Counter())
+    # One of the first block is left out: the step needs a whole block more.
+    assert not queue.has_enough(blocks([0, 1, 2, 4, 5, 6]), blocks([3]))
+    assert queue.has_enough(blocks([0, 1, 2, 4, 5, 6, 7]), blocks([3]))
+    queue.finished = [GroupFacts(position, position == 3) for position in range(8)]
+    queue.remove(choice := queue.choose(1))
+    assert choice == Choice(1, [0, 1, 2, 4], [3], 1)
+    assert not queue.has_enough(blocks([5, 6, 7, 8, 9, 10]), Counter())
+    assert queue.has_enough(blocks(range(5, 12)), Counter())
 
 
 def test_each_admitted_prompt_is_taken_by_one_engine() -> None:
     store, admitted, draw = dist.HashStore(), list[int](), random.Random(0)
-    engines = [EngineShare(admitted, 3, SharedCounts(store)) for _ in range(3)]
+    engines = [EngineShare(admitted, 3, SharedCounts(store, SIZE)) for _ in range(3)]
     taken = [list[int]() for _ in engines]
     for first in range(0, 60, 6):
         admitted += range(100 + first, 106 + first)
@@ -72,15 +90,15 @@ def test_each_admitted_prompt_is_taken_by_one_engine() -> None:
     assert all(taken), "an engine leaves others a share"
 
 
-def make_queue() -> GroupQueue:
+def make_queue(max_staleness: int = 1, *, filters: bool = True) -> GroupQueue:
     config = Config.model_validate(
         {
             "model": {"path": "m"},
             "placement": {"actor": "0", "rollout": "0"},
             "data": {"train_files": ["f"], "train_batch_size": SIZE},
-            "trainer": {"output_dir": "o"},
-            "rollout": {"n": 2, "max_staleness": 1},
-            "algorithm": {"adv_estimator": "grpo", "filter_groups": {"enable": True, "max_num_gen_batches": 2}},
+            "trainer": {"output_dir": "o", "total_steps": 200},
+            "rollout": {"n": 2, "max_staleness": max_staleness},
+            "algorithm": {"adv_estimator": "grpo", "filter_groups": {"enable": filters, "max_num_gen_batches": 2}},
         }
     )
     return GroupQueue(config)
@@ -91,7 +109,7 @@ def test_groups_of_equal_scores_make_room_for_others_and_then_fill_up_the_step()
     draws = iter([[(first + i, None) for i in range(SIZE)] for first in range(0, 10 * SIZE, SIZE)])
     queue.admit(1, lambda: next(draws))
     assert queue.admitted == list(range(2 * SIZE)), "two batches"
-    queue.finished = [GroupFacts(True, 0, position) for position in range(2 * SIZE)]
+    queue.finished = [GroupFacts(position, True) for position in range(2 * SIZE)]
     queue.num_draws = 0
     queue.admit(1, lambda: next(draws))
     assert (len(queue.prompts), queue.num_draws, queue.takes_equal) == (4 * SIZE, 2, True)
@@ -102,17 +120,17 @@ def test_groups_of_equal_scores_make_room_for_others_and_then_fill_up_the_step()
     assert (sorted(queue.prompts), queue.finished) == (list(range(2 * SIZE, 4 * SIZE)), [])
 
 
-def test_groups_are_counted_from_their_beginning_until_a_step_takes_them(tmp_path: Path) -> None:
-    shared = SharedCounts(dist.HashStore())
+def test_finished_groups_are_counted_until_a_step_takes_them(tmp_path: Path) -> None:
+    shared = SharedCounts(dist.HashStore(), SIZE)
     groups = RankGroups(shared, Journal(tmp_path, 0, 1, {}))
     first, second, third = groups.begin([7, 8, 9], version=3)
     third.is_equal = True
     for group in (first, third):
         groups.finish(group)
-    assert (shared.total("unfinished", [3, 4]), shared.total("finished", [3])) == ({3: 1, 4: 0}, {3: 1})
-    assert (groups.finished(), groups.num_equal) == ([GroupFacts(False, 3, 7), GroupFacts(True, 3, 9)], 1)
+    assert (shared.total("finished", [1, 2]), shared.total("equal", [1, 2])) == ({1: 1, 2: 0}, {1: 0, 2: 1})
+    assert (groups.finished(), groups.num_equal) == ([GroupFacts(7, False), GroupFacts(9, True)], 1)
     assert groups.remove([5, 7, 9]) == [first, third]
-    assert (shared.total("unfinished", [3]), shared.total("finished", [3])) == ({3: 1}, {3: 0})
+    assert (shared.total("finished", [1]), shared.total("equal", [2])) == ({1: 0}, {2: 0})
     assert groups.unfinished() == [second]
 
 
