@@ -32,8 +32,10 @@ class Operators(TorchDispatchMode):
 
 def made(*switches: str) -> packed_attention.PackedAttention:
     no_window = {"window_size": None, "window_attn_skip_freq": None}
-    config = SimpleNamespace(kv_channels=SIZE, rotary_interleaved=False, switches=frozenset(switches), **no_window)
-    groups = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1, rank=lambda: 0))
+    further = {"rotary_interleaved": False, "softmax_type": "vanilla", "switches": frozenset(switches)}
+    config = SimpleNamespace(kv_channels=SIZE, **further, **no_window)
+    one_rank = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    groups = SimpleNamespace(cp=one_rank, tp=one_rank)
     return packed_attention.PackedAttention(config, groups, layer_number=1)
 
 

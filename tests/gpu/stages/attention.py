@@ -72,7 +72,8 @@ def measure() -> dict:
             figures["skipped"] = "varlen_attn needs CUDA and a torch whose takes groups of heads"
         for name, switches in ways.items():
             no_window = {"window_size": None, "window_attn_skip_freq": None}
-            config = SimpleNamespace(kv_channels=SIZE, rotary_interleaved=False, switches=switches, **no_window)
+            further = {"rotary_interleaved": False, "softmax_type": "vanilla", "switches": switches}
+            config = SimpleNamespace(kv_channels=SIZE, **further, **no_window)
             way = partial(packed, PackedAttention(config, groups.collection, layer_number=1))
             compare(way)
             for num_sequences in SEQUENCES:
