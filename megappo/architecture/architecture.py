@@ -227,11 +227,6 @@ class Architecture:
         """True if the output layer is the embedding; a value head never is."""
         return self.tied and self.head != "value"
 
-    @property
-    def is_quantized(self) -> bool:
-        """True if the files have experts in MXFP4, which are read in bf16."""
-        return (self.raw_config.get("quantization_config") or {}).get("quant_method") == "mxfp4"
-
     def with_head(self, head: HeadKind) -> Self:
         """Return the same model under another head."""
         return replace(self, head=head)

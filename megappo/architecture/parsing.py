@@ -284,8 +284,9 @@ def _unsupported(values: Mapping[str, Any], architecture: Architecture) -> Itera
     only |= {"hidden_act": (family.activation,)}
     only |= {switch: (False, True) for switch in (family.qkv_bias, family.qk_layernorm) if isinstance(switch, str)}
     only |= ONLY_OF_EXPERTS if family.experts else {}
-    if family.experts and family.experts.stacked and architecture.is_quantized:
-        only["quantization_config"] = (values["quantization_config"],)
+    quantized = values.get("quantization_config") or {}
+    if family.experts and family.experts.stacked and quantized.get("quant_method") == "mxfp4":  # read in bf16
+        only["quantization_config"] = (quantized,)
     only |= family.only
     yield from (key for key, supported in only.items() if key in values and values[key] not in supported)
     # A window is at least as long as any row.

@@ -75,15 +75,16 @@ class GroupQueue:
         """Return the number of groups that no step has trained on or left out yet, by block."""
         return Counter(block_of(position, self._size) for position in self.prompts)
 
-    def has_enough(self, finished: Mapping[int, int], equal: Mapping[int, int]) -> bool:
+    def has_enough(self, waiting: Mapping[int, int], finished: Mapping[int, int], equal: Mapping[int, int]) -> bool:
         """Return whether the first blocks without an unfinished group suffice for a step.
 
         Args:
+            waiting: see `num_waiting`.
             finished: number of finished groups of each block, without those that algorithm.filter_groups leaves out.
             equal: number of these.
         """
         num_found = 0
-        for block, num_waiting in sorted(self.num_waiting().items()):
+        for block, num_waiting in sorted(waiting.items()):
             if finished[block] + equal[block] < num_waiting:
                 return False
             num_found += finished[block] + (equal[block] if self.takes_equal else 0)

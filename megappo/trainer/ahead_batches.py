@@ -130,7 +130,7 @@ class AheadBatches(SampledBatches):
         """Wait, on ranks with an engine, until a step has enough groups, or all ranks have something to act on; return
         whether there are enough."""
         sampler, queue, size = self.sampler, self.queue, self._config.data.train_batch_size
-        blocks = queue.num_waiting()
+        waiting = queue.num_waiting()
         if self._shared is None:
             return False
         with heartbeat.waiting():
@@ -140,9 +140,9 @@ class AheadBatches(SampledBatches):
                 if sampler.fault is not None or self.groups.num_equal > self._num_equal:
                     self._wake(1)
                     break
-                finished, equal = self._shared.total("finished", blocks), self._shared.total("equal", blocks)
+                finished, equal = self._shared.total("finished", waiting), self._shared.total("equal", waiting)
                 heartbeat.count(min(finished.total(), size), size, "prompts")
-                if queue.has_enough(finished, equal):
+                if queue.has_enough(waiting, finished, equal):
                     return True
                 time.sleep(POLL_SECONDS)
         return False

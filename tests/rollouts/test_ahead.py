@@ -41,7 +41,7 @@ def test_no_group_becomes_too_old_and_steps_take_them_in_their_order(max_stalene
                 num_begun += 1
             for position in [position for position, (_, end) in begun.items() if end <= clock]:
                 done[position] = begun.pop(position)[0]
-            if clock >= ends_at_the_earliest and queue.has_enough(blocks(done), Counter()):
+            if clock >= ends_at_the_earliest and queue.has_enough(queue.num_waiting(), blocks(done), Counter()):
                 break
             clock = min([end for _, end in begun.values() if end > clock] or [clock + 1])
         queue.finished = [GroupFacts(position, False) for position in sorted(done)]
@@ -63,16 +63,16 @@ def test_a_step_waits_for_the_first_prompts_however_many_others_are_finished() -
     for _ in range(2):  # filter_groups.max_num_gen_batches is 2, and 3 batches may be ahead
         queue.num_draws = 0
         queue.admit(1, lambda: [(len(queue.prompts) + i, None) for i in range(SIZE)])
-    assert not queue.has_enough(blocks([0, 1, 3, *range(4, 12)]), Counter())
-    assert queue.has_enough(blocks(range(4)), Counter())
+    assert not queue.has_enough(queue.num_waiting(), blocks([0, 1, 3, *range(4, 12)]), Counter())
+    assert queue.has_enough(queue.num_waiting(), blocks(range(4)), Counter())
     # One of the first block is left out: the step needs a whole block more.
-    assert not queue.has_enough(blocks([0, 1, 2, 4, 5, 6]), blocks([3]))
-    assert queue.has_enough(blocks([0, 1, 2, 4, 5, 6, 7]), blocks([3]))
+    assert not queue.has_enough(queue.num_waiting(), blocks([0, 1, 2, 4, 5, 6]), blocks([3]))
+    assert queue.has_enough(queue.num_waiting(), blocks([0, 1, 2, 4, 5, 6, 7]), blocks([3]))
     queue.finished = [GroupFacts(position, position == 3) for position in range(8)]
     queue.remove(choice := queue.choose(1))
     assert choice == Choice(1, [0, 1, 2, 4], [3], 1)
-    assert not queue.has_enough(blocks([5, 6, 7, 8, 9, 10]), Counter())
-    assert queue.has_enough(blocks(range(5, 12)), Counter())
+    assert not queue.has_enough(queue.num_waiting(), blocks([5, 6, 7, 8, 9, 10]), Counter())
+    assert queue.has_enough(queue.num_waiting(), blocks(range(5, 12)), Counter())
 
 
 def test_each_admitted_prompt_is_taken_by_one_engine() -> None:
