@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from published_configs import GPT_OSS_20B, LLAMA_2, LLAMA_3_ROPE, MISTRAL, QWEN_3, QWEN_15_MOE
-from tiny_shapes import GPT_OSS, MIXTURES, SHAPE, VARIANTS, architecture_of
+from tiny_shapes import CHANGES, SHAPE, architecture_of
 from transformers import AutoConfig
 from written_keys import WRITTEN
 
@@ -35,10 +35,9 @@ def test_experts_in_mxfp4_are_taken(parsed: Any) -> None:
     assert "quantization_config" not in parsed(GPT_OSS_20B | quantized).hf_config()
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "gpt_oss", *VARIANTS, *MIXTURES])
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", *CHANGES])
 def test_all_that_transformers_itself_writes_is_taken(parsed: Any, tmp_path: Path, model_type: str) -> None:
-    changes = (MIXTURES | VARIANTS | {"gpt_oss": GPT_OSS}).get(model_type, {})
-    config = AutoConfig.for_model(model_type, **SHAPE | changes)
+    config = AutoConfig.for_model(model_type, **SHAPE | CHANGES.get(model_type, {}))
     for whole in (config.to_dict(), json.loads(config.to_json_string())):
         parsed(whole | {"architectures": [architecture_of(model_type)]})
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_models import hf_folder, hf_model
-from tiny_shapes import GPT_OSS, MIXTURES, VARIANTS
+from tiny_shapes import CHANGES
 from torch.utils.flop_counter import FlopCounterMode
 
 from megappo.architecture.parsing import parse, read_architecture
@@ -25,7 +25,7 @@ def counted_by_torch(folder: Path) -> int:
 
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3", "glm4", "gpt_oss"])
 def test_as_many_as_torch_counts(model_type: str, tmp_path: Path) -> None:
-    folder = hf_folder(tmp_path, model_type, **(MIXTURES | VARIANTS | {"gpt_oss": GPT_OSS}).get(model_type, {}))
+    folder = hf_folder(tmp_path, model_type, **CHANGES.get(model_type, {}))
     flops = flops_of(read_architecture(folder))
     squares = TOKENS**2 * flops.per_pair
     ours = TOKENS * (flops.per_token + flops.per_output) + squares

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from spawn import run_ranks
-from tiny_shapes import GPT_OSS, MIXTURES, SHAPE, VARIANTS
+from tiny_shapes import CHANGES, SHAPE, architecture_of
 
 from megappo.architecture.parameters import StageSize, stage_sizes
 from megappo.architecture.parsing import read_architecture
@@ -23,16 +23,6 @@ from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
 
 LARGER = {"vocab_size": 1000, "hidden_size": 128, "intermediate_size": 384}  # so that padding does not count
-ARCHITECTURES = {
-    "qwen2": "Qwen2ForCausalLM",
-    "glm4": "Glm4ForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-    "granite": "GraniteForCausalLM",
-    "phi3": "Phi3ForCausalLM",
-    "gpt_oss": "GptOssForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "deepseek_v3": "DeepseekV3ForCausalLM",
-}
 
 
 class Case(NamedTuple):
@@ -114,14 +104,10 @@ def check_bytes(rank: int, world_size: int, folder: Path) -> None:
 
 
 def test_as_many_as_are_allocated(tmp_path: Path) -> None:
-    for model_type, name in ARCHITECTURES.items():
+    for model_type in {case.model_type for case in CASES}:
         (tmp_path / model_type).mkdir()
-        shape = (
-            SHAPE
-            | (MIXTURES | VARIANTS | {"gpt_oss": GPT_OSS}).get(model_type, {})
-            | LARGER
-            | {"architectures": [name], "rms_norm_eps": 1e-6}
-        )
+        named = {"architectures": [architecture_of(model_type)], "rms_norm_eps": 1e-6}
+        shape = SHAPE | CHANGES.get(model_type, {}) | LARGER | named
         (tmp_path / model_type / "config.json").write_text(json.dumps(shape))
     run_ranks(4, check_bytes, tmp_path)
 

@@ -24,7 +24,7 @@ from shrunk_models import shrunk_folder
 from slow import slow_ones
 from spawn import run_ranks
 from tiny_models import hf_folder
-from tiny_shapes import EXPERTS, GPT_OSS, MIXTURES
+from tiny_shapes import CHANGES, EXPERTS, GPT_OSS, MIXTURES
 from torch.profiler import ProfilerActivity, profile
 
 from megappo.architecture.fit import adapter_errors
@@ -146,8 +146,7 @@ CASES |= {f"mixture, {name}": case for name, (_, case) in MIXTURE_CASES.items()}
 @pytest.mark.parametrize("name", slow_ones(MIXTURE_CASES, [name for name in MIXTURE_CASES if name != "ep2 tp2 dp2 sp"]))
 def test_adapters_of_experts_train_as_hugging_faces_do(name: str, tmp_path: Path) -> None:
     family, _ = MIXTURE_CASES[name]
-    shapes = MIXTURES | {"gpt_oss": GPT_OSS}
-    check(f"mixture, {name}", "actor", hf_folder(tmp_path / "hf", family, **shapes[family]))
+    check(f"mixture, {name}", "actor", hf_folder(tmp_path / "hf", family, **CHANGES[family]))
 
 
 ADAPTED = {family: LORA.target_modules for family in BY_FAMILY if family != "MixtralForCausalLM"} | {

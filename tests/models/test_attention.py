@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from lone_attention import lone_attention
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.backends.cuda import SDPAParams
 from torch.nn.attention import bias, varlen
@@ -31,12 +32,8 @@ class Operators(TorchDispatchMode):
 
 
 def made(*switches: str) -> packed_attention.PackedAttention:
-    no_window = {"window_size": None, "window_attn_skip_freq": None}
-    further = {"rotary_interleaved": False, "softmax_type": "vanilla", "switches": frozenset(switches)}
-    config = SimpleNamespace(kv_channels=SIZE, **further, **no_window)
     one_rank = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
-    groups = SimpleNamespace(cp=one_rank, tp=one_rank)
-    return packed_attention.PackedAttention(config, groups, layer_number=1)
+    return lone_attention(SIZE, switches, SimpleNamespace(cp=one_rank, tp=one_rank))
 
 
 def attend(dtype: torch.dtype, groups: int, value_size: int, chunk: int) -> list[str]:

@@ -83,10 +83,12 @@ MIXTURES = {
 
 GPT_OSS = {
     **{"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24},
-    **{"sliding_window": 4, "rope_parameters": {key: YARN[key] for key in YARN.keys() - {"mscale", "mscale_all_dim"}}},
+    "sliding_window": 4,
+    "rope_parameters": {key: YARN[key] for key in YARN.keys() - {"mscale", "mscale_all_dim"}} | {"truncate": False},
 }
-GPT_OSS["rope_parameters"]["truncate"] = False
 """Changes to SHAPE of model_type gpt_oss, which TransformerEngine's layers do not compute."""
+CHANGES = VARIANTS | MIXTURES | {"gpt_oss": GPT_OSS}
+"""All of them."""
 
 QWEN2 = {
     "architectures": ["Qwen2ForCausalLM"],

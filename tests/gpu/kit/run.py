@@ -20,15 +20,15 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[3]
 OUTPUT = REPOSITORY / "outputs" / "gpu-kit" / "results"
 DOCTOR = ["-m", "megappo.doctor", "packages", "gpus", "collectives", "attention"]
-WHOLE_RUN = ("tests/gpu/stages/whole_run.py",)
+WHOLE_RUN = "tests/gpu/stages/whole_run.py"
 STAGES: dict[str, tuple[list[str], int]] = {
     "doctor": (DOCTOR, 90),
     "group": (["tests/gpu/stages/group.py"], 120),
     "quickstart": (["tests/gpu/stages/quickstart.py"], 300),
-    "whole_run_te": ([*WHOLE_RUN, "whole_run_te", "qwen3", "bf16", "model.layer_spec=transformer_engine"], 240),
-    "whole_run_torch": ([*WHOLE_RUN, "whole_run_torch", "qwen3", "bf16", "model.layer_spec=torch"], 240),
-    "whole_run_moe": ([*WHOLE_RUN, "whole_run_moe", "qwen3_moe", "bf16"], 240),
-    "whole_run_fp8": ([*WHOLE_RUN, "whole_run_fp8", "qwen3", "fp8"], 240),
+    "whole_run_te": ([WHOLE_RUN, "whole_run_te", "qwen3", "bf16", "model.layer_spec=transformer_engine"], 240),
+    "whole_run_torch": ([WHOLE_RUN, "whole_run_torch", "qwen3", "bf16", "model.layer_spec=torch"], 240),
+    "whole_run_moe": ([WHOLE_RUN, "whole_run_moe", "qwen3_moe", "bf16"], 240),
+    "whole_run_fp8": ([WHOLE_RUN, "whole_run_fp8", "qwen3", "fp8"], 240),
     "rlhf": (["tests/gpu/stages/rlhf.py"], 300),
     "ahead": (["tests/gpu/stages/ahead.py"], 240),
     "syncs": (["tests/gpu/stages/syncs.py"], 300),

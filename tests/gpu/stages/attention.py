@@ -4,10 +4,10 @@ python tests/gpu/stages/attention.py
 """
 
 from functools import partial
-from types import SimpleNamespace
 
 import torch
 from common import CUDA, DEVICE, measured, one_rank, report, sized
+from lone_attention import lone_attention
 
 from megappo.models.packed_attention import Pack, PackedAttention
 from megappo.runtime import platform
@@ -71,10 +71,7 @@ def measure() -> dict:
         else:
             figures["skipped"] = "varlen_attn needs CUDA and a torch whose takes groups of heads"
         for name, switches in ways.items():
-            no_window = {"window_size": None, "window_attn_skip_freq": None}
-            further = {"rotary_interleaved": False, "softmax_type": "vanilla", "switches": switches}
-            config = SimpleNamespace(kv_channels=SIZE, **further, **no_window)
-            way = partial(packed, PackedAttention(config, groups.collection, layer_number=1))
+            way = partial(packed, lone_attention(SIZE, switches, groups.collection))
             compare(way)
             for num_sequences in SEQUENCES:
                 cu_seqlens, inputs = bounds(TOKENS, num_sequences), qkv(TOKENS)

@@ -1,4 +1,5 @@
-"""Two Adam steps of tiny actors of every family, and of adapters, against Hugging Face's on one process, in fp32.
+"""Two Adam steps of tiny actors of the families that TransformerEngine computes, and of adapters, in fp32, against
+Hugging Face's on one process.
 
 python tests/gpu/stages/training.py
 """
