@@ -87,7 +87,7 @@ BUDGETS = {
     "checkpoint": 7_650,
     "config": 19_480,
     "data": 14_950,
-    "engines": 9_510,
+    "engines": 9_660,
     "estimate": 11_400,
     "models": 16_110,
     "observe": 18_960,

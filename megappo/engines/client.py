@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import httpx
 
+from megappo.engines.connections import Connections, events
 from megappo.engines.generations import (
     INCOMPLETE,
     EngineError,
@@ -31,8 +32,6 @@ TIMEOUTS = (httpx.ReadTimeout, httpx.WriteTimeout)
 """Errors of an engine that has been reached and does not answer in time."""
 IDLE_SECONDS = 60.0
 """Limit for an engine to become idle."""
-EVENT = b"data: "
-LAST_EVENT = b"data: [DONE]"
 HANG_KEY = "watchdog_timeout in rollout.server_args, or --watchdog-timeout of a server of yours"
 TIMEOUT_KEY = "rollout.request_timeout_seconds"
 HANG_SECONDS = 300.0
@@ -198,24 +197,24 @@ class EngineClient:
         """Put random numbers in place of all weights."""
         self.post("/weights_checker", {"action": "reset_tensors"})
 
-    def open_async(self) -> httpx.AsyncClient:
+    def open_async(self) -> Connections:
         """Return connections for `generate_async`; use as an async context manager."""
-        return httpx.AsyncClient(**self._options)
+        return Connections(self._options)
 
     async def generate_async(
-        self, http: httpx.AsyncClient, prompts: Sequence[list[int]], params: SamplingParams
+        self, connections: Connections, prompts: Sequence[list[int]], params: SamplingParams
     ) -> AsyncIterator[tuple[int, Generation]]:
         """Yield each prompt's position and its response as soon as that is finished; a caller that does not want all of
-        them closes the iterator. Many requests may run at a time over `http` from `open_async`."""
+        them closes the iterator. Many requests may run at a time over the connections."""
         path, version = "/generate", self.version
         missing = set(range(len(prompts)))
         try:
             body = stream_body(prompts, params, self.adapter, version)
-            async with http.stream("POST", path, json=body) as response:
+            async with connections.free() as http, http.stream("POST", path, json=body) as response:
                 if response.status_code != 200:
                     await response.aread()
                     self._checked(path, response)
-                async for data in _events(response):
+                async for data in events(response):
                     if finished := self._finished(path, data, missing, version):
                         yield finished
         except httpx.TransportError as error:
@@ -237,20 +236,21 @@ class EngineClient:
             missing.remove(event["index"])
         return event["index"], generation
 
-    async def abort_all(self, http: httpx.AsyncClient, is_idle: Callable[[], bool]) -> None:
+    async def abort_all(self, connections: Connections, is_idle: Callable[[], bool]) -> None:
         """Abort all requests until the engine is idle; `generate_async` yields the partial responses."""
         path = "/abort_request"
         self._aborts = True
         try:
-            while not is_idle():
-                self._checked(path, await http.post(path, json={"abort_all": True}))
-                await asyncio.sleep(ABORT_SECONDS)
+            async with connections.free() as http:
+                while not is_idle():
+                    self._checked(path, await http.post(path, json={"abort_all": True}))
+                    await asyncio.sleep(ABORT_SECONDS)
         except httpx.TransportError as error:
             raise await asyncio.to_thread(self._unreachable, path, error) from error
         finally:
             self._aborts = False
 
-    async def watch(self, http: httpx.AsyncClient) -> NoReturn:
+    async def watch(self, connections: Connections) -> NoReturn:
         """Check an engine that works on requests, until cancelled.
 
         Raises:
@@ -264,7 +264,8 @@ class EngineClient:
             # The process that serves HTTP may be well while those that compute hang. Idle, they compute a token for
             # this; else they answer after their next batch.
             with contextlib.suppress(httpx.TransportError):
-                response = await http.get("/health_generate", timeout=self.hang_seconds)
+                async with connections.free() as http:
+                    response = await http.get("/health_generate", timeout=self.hang_seconds)
                 seen = sent if response.status_code == 200 else seen
         raise EngineFault(self._silent("", self.hang_seconds, HANG_KEY))
 
@@ -347,16 +348,6 @@ class EngineClient:
         # A request that is wrong itself would fail again after a restart.
         kind = EngineFault if is_fault or status >= 500 else EngineError
         return kind(f"{self.url}{path} refused (HTTP {status}): {reply}")
-
-
-async def _events(response: httpx.Response) -> AsyncIterator[bytes]:
-    """Yield the data of server-sent events."""
-    rest = b""
-    async for part in response.aiter_bytes():  # aiter_lines would also end them within a text
-        *lines, rest = (rest + part).split(b"\n")
-        for line in lines:
-            if line.startswith(EVENT) and line != LAST_EVENT:
-                yield line.removeprefix(EVENT)
 
 
 @contextlib.contextmanager

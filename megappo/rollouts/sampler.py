@@ -6,12 +6,12 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, replace
-from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch.distributed as dist
 
 from megappo.engines.client import EngineClient
+from megappo.engines.connections import Connections
 from megappo.engines.generations import EngineFault, Generation, SamplingParams
 from megappo.observe.metrics import Metric
 from megappo.rollouts.episodes import EpisodeRunner
@@ -183,7 +183,7 @@ class RolloutSession:
         self._slots = asyncio.Semaphore(self.max_running_requests)  # turns of episodes that the engine decodes at once
         self._num_running, self._since = 0, time.perf_counter()
         self._stopping = False
-        self._http: Any = None
+        self._connections: Connections
 
     def run(
         self, is_interrupted: Callable[[], bool] = lambda: False, early_stop: Callable[[], bool] | None = None
@@ -216,10 +216,9 @@ class RolloutSession:
 
     async def _run(self, is_interrupted: Callable[[], bool], early_stop: Callable[[], bool] | None) -> None:
         poll_seconds = INTERRUPT_POLL_SECONDS if early_stop is None else EARLY_STOP_POLL_SECONDS
-        async with self.client.open_async() as http, asyncio.TaskGroup() as tasks:
-            self._http = http
-            requests = tasks.create_task(self._request_all(http))
-            health = tasks.create_task(self.client.watch(http))
+        async with self.client.open_async() as self._connections, asyncio.TaskGroup() as tasks:
+            requests = tasks.create_task(self._request_all())
+            health = tasks.create_task(self.client.watch(self._connections))
             while not requests.done():
                 if is_interrupted():
                     requests.cancel()
@@ -232,9 +231,9 @@ class RolloutSession:
 
     async def abort(self) -> None:
         """Abort what the engine is decoding for this session, and put it back unless the session is to end."""
-        await self.client.abort_all(self._http, lambda: self.is_idle)
+        await self.client.abort_all(self._connections, lambda: self.is_idle)
 
-    async def _request_all(self, http: Any) -> None:
+    async def _request_all(self) -> None:
         """Request as many responses as there is room for until all are taken; then wait for them."""
         async with asyncio.TaskGroup() as tasks:
             while not self._stopping:
@@ -244,18 +243,18 @@ class RolloutSession:
                 self._num_free -= len(requests)
                 if self.runner is not None:
                     for request in requests:
-                        tasks.create_task(self._play(http, self.runner, request))
+                        tasks.create_task(self._play(self.runner, request))
                 else:
-                    tasks.create_task(self._answer(http, [one for one in requests if one.written is None]))
+                    tasks.create_task(self._answer([one for one in requests if one.written is None]))
                     for request in requests:
                         if request.written is not None:
-                            tasks.create_task(self._answer(http, [request]))
+                            tasks.create_task(self._answer([request]))
                 while self._num_free < self.n:
                     self._has_room.clear()
                     await self._has_room.wait()
                 await asyncio.sleep(GATHERING_SECONDS)
 
-    async def _answer(self, http: Any, requests: Sequence[Request]) -> None:
+    async def _answer(self, requests: Sequence[Request]) -> None:
         """Have these responses written in one request to the engine. One that is begun comes alone."""
         if not requests:
             return
@@ -264,7 +263,7 @@ class RolloutSession:
             params = replace(params, max_response_length=params.max_response_length - len(written.tokens))
             contexts = [requests[0].prompt + written.tokens]
         self._add_running(len(requests))
-        async with contextlib.aclosing(self.client.generate_async(http, contexts, params)) as responses:
+        async with contextlib.aclosing(self.client.generate_async(self._connections, contexts, params)) as responses:
             async for position, response in responses:
                 request = requests[position]
                 if self._is_complete(response, contexts[position]):
@@ -276,13 +275,12 @@ class RolloutSession:
                 self._add_running(-1)
                 self._free_one()
 
-    async def _play(self, http: Any, runner: EpisodeRunner, request: Request) -> None:
+    async def _play(self, runner: EpisodeRunner, request: Request) -> None:
         """Play an episode."""
-        generate = partial(self._generate_turn, http)
-        self.on_sample(await runner.play(request.prompt_index, request.sample_index, generate))
+        self.on_sample(await runner.play(request.prompt_index, request.sample_index, self._generate_turn))
         self._free_one()
 
-    async def _generate_turn(self, http: Any, context: list[int], max_tokens: int) -> Generation:
+    async def _generate_turn(self, context: list[int], max_tokens: int) -> Generation:
         params = replace(self.params, max_response_length=max_tokens)
         async with self._slots:
             if self._stopping:
@@ -291,7 +289,8 @@ class RolloutSession:
                 await asyncio.sleep(HOLD_POLL_SECONDS)
             self._add_running(1)
             try:
-                async with contextlib.aclosing(self.client.generate_async(http, [context], params)) as responses:
+                answers = self.client.generate_async(self._connections, [context], params)
+                async with contextlib.aclosing(answers) as responses:
                     [(_, response)] = [one async for one in responses]
             finally:
                 self._add_running(-1)

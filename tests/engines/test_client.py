@@ -1,5 +1,6 @@
 """The engine's answers against Hugging Face's model of the same weights."""
 
+import asyncio
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -174,3 +175,17 @@ def test_an_engine_that_does_not_answer_has_failed_long_before_a_rollouts_time_i
         for request in (*requests, *probe, *health):
             with pytest.raises(EngineFault, match="has not answered for 0.6 s: .* raise watchdog_timeout in rollout"):
                 request(server.client())
+
+
+def test_connections_are_used_again_by_one_request_at_a_time(client) -> None:
+    async def send() -> None:
+        async with client.open_async() as connections:
+            async with connections.free() as first, connections.free() as second:
+                for http in (first, second):
+                    assert (await http.get("/health")).status_code == 200
+            async with connections.free() as third:
+                assert (await third.get("/health")).status_code == 200
+        assert first is not second and third in (first, second)
+        assert first.is_closed and second.is_closed
+
+    asyncio.run(send())
