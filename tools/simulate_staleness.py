@@ -35,7 +35,7 @@ from megappo.estimate.seconds import TimeEstimate
 from megappo.placement.picture import aligned
 from megappo.placement.placing import smallest_world
 from megappo.placement.run_plan import plan_run
-from megappo.rollouts.group_queue import block_of
+from megappo.rollouts.group_queue import LONG_WAIT, block_of
 
 # isort: split
 # After megappo's imports, which name the Python that has these.
@@ -214,9 +214,13 @@ class Simulation:
     now: float = field(default=0.0, init=False)
     num_steps: int = field(default=0, init=False)
     num_admitted: int = field(default=0, init=False)
+    lookahead: int = field(init=False)
     admitted: deque[Group] = field(default_factory=deque, init=False)
     num_finished: Counter[int] = field(default_factory=Counter, init=False)  # by block
     finished: list[Group] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        self.lookahead = min(1, self.max_staleness)
 
     def step(self) -> Step:
         """Run a step: wait for a batch, train on it, send the weights."""
@@ -232,8 +236,11 @@ class Simulation:
         ages = list(map(self._age, chosen))
         token_ages = sum(self._age(group) * group.num_tokens - group.newer for group in chosen)
         self.num_steps += 1
+        seconds = self.now - began
+        if waited > LONG_WAIT * seconds:
+            self.lookahead = min(self.lookahead + 1, self.max_staleness)  # as `GroupQueue` does
         return Step(
-            seconds=self.now - began,
+            seconds=seconds,
             trainers_idle=waited,
             engines_idle=self._engines_idle - idle,
             age=fmean(ages),
@@ -254,9 +261,8 @@ class Simulation:
         return self.num_finished[self.num_steps] == self.batch
 
     def _admit(self) -> None:
-        """Admit prompts as `GroupQueue` does: fewer while the models are slower."""
-        ahead = self.max_staleness if len(self.finished) < self.batch else min(2, self.max_staleness)
-        for _ in range((self.num_steps + 1 + ahead) * self.batch - self.num_admitted):
+        """Admit prompts as `GroupQueue` does."""
+        for _ in range((self.num_steps + 1 + self.lookahead) * self.batch - self.num_admitted):
             lengths = self.lengths(self.num_responses).tolist()
             self.admitted.append(Group(self.num_admitted, lengths, len(lengths)))
             self.num_admitted += 1

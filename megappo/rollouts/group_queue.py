@@ -9,6 +9,9 @@ from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
 from megappo.rollouts.journal import Choice, GroupFacts
 
+LONG_WAIT = 0.1
+"""Share of a step for which the models wait before prompts are begun further ahead."""
+
 
 def block_of(position: int, size: int) -> int:
     """Return the number of the block of `size` prompts, in the order of drawing, that a prompt belongs to."""
@@ -27,7 +30,7 @@ class GroupQueue:
         prompts: admitted ones, by position.
         admitted: positions of the prompts that engines begin, in this order. Engines count in it, so it only grows.
         finished: facts about the finished groups, in the order of their prompts.
-        num_left: finished groups that the last step has left.
+        lookahead: batches that may be begun ahead of the step's own; at most rollout.max_staleness.
         num_draws: batches of prompts that were drawn for the current step.
 
     Source: the limit is AReaL's (Fu et al. 2025, arXiv 2505.24298, eq. 3). There, a response may be too old when it is
@@ -41,7 +44,7 @@ class GroupQueue:
         self.admitted: list[int] = []
         self.finished: list[GroupFacts] = []
         self.num_draws = 0
-        self.num_left = 0
+        self.lookahead = 1
 
     @property
     def takes_equal(self) -> bool:
@@ -50,15 +53,12 @@ class GroupQueue:
         return filters.enable and self.num_draws >= filters.max_num_gen_batches
 
     def admit(self, step: int, draw: Callable[[], Iterable[tuple[int, Prompt]]]) -> None:
-        """Admit as many prompts as may be begun; fewer while the models are slower than the engines, as they would only
-        become older. With two steps ahead slow responses still delay none: see docs/async.md.
+        """Admit as many prompts as may be begun.
 
         Args:
             draw: draws a batch of prompts with their positions; all ranks together.
         """
-        max_staleness = self._config.rollout.max_staleness
-        lookahead = max_staleness if self.num_left < self._size else min(2, max_staleness)
-        num_steps = min(1 + lookahead, self._config.trainer.total_steps - step + 1)
+        num_steps = min(1 + self.lookahead, self._config.trainer.total_steps - step + 1)
         most = max(self._size - 1, (num_steps - 1) * self._size)
         num_equal = sum(facts.is_equal for facts in self.finished)
         while len(self.prompts) - num_equal <= most:
@@ -106,6 +106,15 @@ class GroupQueue:
         """Remove the groups of a choice."""
         removed = {*choice.chosen, *choice.left_out}
         self.finished = [facts for facts in self.finished if facts.position not in removed]
-        self.num_left = len(self.finished)
         for position in removed:
             del self.prompts[position]
+
+    def adapt_lookahead(self, waited_frac: float) -> None:
+        """Let the engines run a batch further ahead if the models have waited long for the last step's responses.
+        Otherwise prompts that are begun earlier would only become older.
+
+        Args:
+            waited_frac: share of the step for which the models have waited; the same on all ranks.
+        """
+        if waited_frac > LONG_WAIT:
+            self.lookahead = min(self.lookahead + 1, self._config.rollout.max_staleness)

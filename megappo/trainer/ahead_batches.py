@@ -171,9 +171,11 @@ class AheadBatches(SampledBatches):
         num_dropped = sum(group.num_tokens for group in groups if group.position not in places)
         earlier, self._usage = self._usage, replace(self.sampler.usage)
         usage = self._usage.since(earlier)
-        nums_dropped, busy_fracs = zip(*self._exchange.all_gather((num_dropped, usage.busy_frac)), strict=True)
         now = time.perf_counter()
         seconds, self._since = now - self._since, now
+        own = num_dropped, usage.busy_frac, waited / seconds
+        nums_dropped, busy_fracs, waited_fracs = zip(*self._exchange.all_gather(own), strict=True)
+        self.queue.adapt_lookahead(max(waited_fracs))
         metrics = {
             "rollout/queue": len(self.queue.finished),
             "timing/engines_idle_frac": 1 - sum(busy_fracs) / self._rollouts.num_engines,

@@ -49,7 +49,9 @@ def test_no_group_becomes_too_old_and_steps_take_them_in_their_order(max_stalene
         trained += choice.chosen
         ages += [step - 1 - done.pop(position) for position in choice.chosen]
         queue.remove(choice)
+        queue.adapt_lookahead(draw.choice([0.0, 0.5]))
     assert trained == list(range(80 * SIZE))
+    assert queue.lookahead == max_staleness
     assert max(ages) <= max_staleness
     assert min(ages) >= 0
 
@@ -60,6 +62,7 @@ def blocks(positions: Iterable[int]) -> Counter[int]:
 
 def test_a_step_waits_for_the_first_prompts_however_many_others_are_finished() -> None:
     queue = make_queue(max_staleness=2)
+    queue.adapt_lookahead(0.5)
     for _ in range(2):  # filter_groups.max_num_gen_batches is 2, and 3 batches may be ahead
         queue.num_draws = 0
         queue.admit(1, lambda: [(len(queue.prompts) + i, None) for i in range(SIZE)])
@@ -73,6 +76,19 @@ def test_a_step_waits_for_the_first_prompts_however_many_others_are_finished() -
     assert choice == Choice(1, [0, 1, 2, 4], [3], 1)
     assert not queue.has_enough(queue.num_waiting(), blocks([5, 6, 7, 8, 9, 10]), Counter())
     assert queue.has_enough(queue.num_waiting(), blocks(range(5, 12)), Counter())
+
+
+def test_prompts_are_begun_further_ahead_while_the_models_wait_long() -> None:
+    queue = make_queue(max_staleness=3, filters=False)
+    num_admitted = []
+    for step, waited_frac in enumerate([0.5, 0.05, 0.5, 0.5], start=1):
+        queue.admit(step, lambda: [(len(queue.admitted) + i, None) for i in range(SIZE)])
+        num_admitted.append(len(queue.admitted) / SIZE)
+        queue.finished = [GroupFacts(position, False) for position in sorted(queue.prompts)]
+        queue.remove(queue.choose(step))
+        queue.adapt_lookahead(waited_frac)
+    assert num_admitted == [2, 4, 5, 7], "one ahead, then two, two and three"
+    assert queue.lookahead == 3
 
 
 def test_each_admitted_prompt_is_taken_by_one_engine() -> None:
