@@ -73,6 +73,11 @@ class Experts:
     scaling: float | None
     groups: tuple[Size, Size] | None
 
+    @property
+    def number_bytes(self) -> int:
+        """Bytes in which rows hold the number of an expert, from 1; 0 is no expert."""
+        return 1 if self.count < 256 else 2
+
 
 @dataclass(frozen=True, config=CHECKED)
 class LatentAttention:
@@ -177,6 +182,12 @@ class Architecture:
     scores_rows: bool = False
     lora: Lora | None = None
     frozen: tuple[ParameterGroup, ...] = ()
+
+    @property
+    def choice_bytes(self) -> int:
+        """Bytes in which rows hold the experts that a token goes to in all layers."""
+        experts = self.experts
+        return (self.num_layers - experts.num_dense_layers) * experts.top_k * experts.number_bytes if experts else 0
 
     @property
     def is_reward_model(self) -> bool:

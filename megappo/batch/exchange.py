@@ -173,8 +173,8 @@ class Exchange:
         Args:
             batch: each row on one rank.
             destinations: each row on any number of ranks.
-            names: fields to move, the same on every rank. A field with several columns must be in the batch's rows even
-                where there are none.
+            names: fields to move, the same on every rank. A field with columns or bytes must be in the batch's rows
+                even where there are none.
 
         Raises:
             ValueError: the rows are not those of `batch.owners`.
@@ -199,6 +199,8 @@ class Exchange:
 
     def _moved_field(self, batch: Batch, name: str, into: Batch) -> Tensor:
         field, rows, table = field_of(name), batch.rows, batch.table
+        if field.has_bytes:
+            return self._all_to_all(batch, into.owners, rows.field(name), table.lengths)
         values = torch.zeros(0, 0)
         if len(rows) or field.has_columns:  # a rank without rows need not have the other fields
             values = rows.field(name).to("cpu", torch.float32)
@@ -214,7 +216,7 @@ class Exchange:
         """Send numbers of the rows here; return those of the rows `destinations[rank]`.
 
         Args:
-            numbers: of each row of `batch.rows`, end to end.
+            numbers: of each row of `batch.rows`, end to end, [n] or [n, K].
             lengths: [B] int64, how many each row of the table has.
         """
         held, needed = list(batch.owners[self.rank]), list(destinations[self.rank])
@@ -226,7 +228,7 @@ class Exchange:
         num_sent = [int(lengths[rows].sum()) for rows in outgoing]
         num_received = [int(lengths[rows].sum()) for rows in arriving]
         sent = taken(numbers, lengths[held], _places(held, list(chain(*outgoing))))
-        received = sent.new_empty(sum(num_received))
+        received = sent.new_empty(sum(num_received), *sent.shape[1:])
         dist.all_to_all_single(received, sent, num_received, num_sent, group=self.group)
         arrived = list(chain(*arriving))
         return taken(received, lengths[arrived], _places(arrived, needed))

@@ -7,19 +7,21 @@ from megappo.table import Table
 
 @dataclass(frozen=True)
 class Field:
-    """One float32 number per row, several per row, or one per response token.
+    """One float32 number per row, several per row, or one per response token; or bytes per token of `input_ids`.
 
     Attributes:
         per_token: [B, R], right-padded with 0; else [B].
         has_columns: [B, K] instead, with the same K on every rank; not per token.
         writer: the part of a step that adds it to the rows.
         meaning: for error messages.
+        has_bytes: [T, K] uint8 instead, for each token of `input_ids`, with the same K on every rank; not per token.
     """
 
     per_token: bool
     writer: str
     meaning: str
     has_columns: bool = False
+    has_bytes: bool = False
 
 
 FIELDS: Table[Field] = Table(
@@ -29,6 +31,9 @@ FIELDS: Table[Field] = Table(
         "rollout_log_probs": Field(True, "the rollout", "the engine's log-probs of the policy's tokens"),
         "staleness": Field(
             True, "the rollout", "training steps between the weights that wrote the token and its step's"
+        ),
+        "expert_choices": Field(
+            False, "the rollout", "the experts that each token went to, numbered from 1; 0 if unknown", has_bytes=True
         ),
         "scores": Field(False, "the rollout", "the reward function's score of the response"),
         "score_components": Field(

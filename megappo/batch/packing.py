@@ -32,6 +32,7 @@ class PackedBatch:
         response_index: [N] int64 into b x R: the positions of these tokens in the rows' responses.
         last_token_index: [n] int64 into T: the rows' last tokens that are held here.
         last_row_index: [n] int64 into b: the rows of these last tokens.
+        expert_choices: [T, K] uint8, of the tokens held here, as in the rows, 0 for padding; None if they have none.
     """
 
     rows: Rows
@@ -44,6 +45,7 @@ class PackedBatch:
     response_index: Tensor
     last_token_index: Tensor
     last_row_index: Tensor
+    expert_choices: Tensor | None = None
 
     def responses(self, flat: Tensor) -> Tensor:
         """Return values at `predictor_index`, [N], as [b, R]; 0 at mask 0 and at other ranks' tokens."""
@@ -92,7 +94,8 @@ def pack(
     lengths = _padded(rows.lengths, granularity(context), multiple)  # [b], or [b + 1] with padding at the end
     starts = pad(lengths.cumsum(0), (1, 0))
     tokens = torch.zeros(int(starts[-1]), dtype=torch.int64)  # [W]
-    tokens[positions_in(starts[: len(rows)], rows.lengths)] = rows.input_ids
+    places = positions_in(starts[: len(rows)], rows.lengths)  # into W: the rows' tokens
+    tokens[places] = rows.input_ids
     first = starts[: len(rows)] + rows.prompt_lengths  # [b] into W: the first token of each response
     is_written = rows.response_mask.bool()  # [b, R]
     written = (first[:, None] + torch.arange(rows.max_response_length))[is_written]  # [M] into W
@@ -112,6 +115,9 @@ def pack(
         "last_token_index": last_token_index[has_last],
         "last_row_index": has_last.nonzero()[:, 0],
     }
+    if (choices := rows.fields.get("expert_choices")) is not None:
+        whole = choices.new_zeros(len(tokens), choices.shape[1]).index_copy(0, places, choices)
+        tensors["expert_choices"] = whole[held]
     on_device = {name: copied(tensor, device, is_pinned) for name, tensor in tensors.items()}
     return PackedBatch(rows=rows, lengths=lengths.tolist(), **on_device)
 

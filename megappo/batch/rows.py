@@ -23,8 +23,8 @@ class Rows:
         prompt_lengths, response_lengths: [B] int64, in tokens.
         input_ids: [T] int64, prompt and response of row after row, unpadded; empty = the tokens are on other ranks.
         fields: those of `FIELDS` that have been written: name -> float32, [B] (per row), [B, K] (several columns per
-            row) or [B, R] (per response token, right-padded with 0). R is the longest response of the whole step, so it
-            is the same on all ranks.
+            row) or [B, R] (per response token, right-padded with 0); or uint8, [T, K]. R is the longest response of the
+            whole step, so it is the same on all ranks.
 
     Raises:
         ValueError: a length or shape does not fit the rest, or there is no such field; the message names it.
@@ -49,6 +49,8 @@ class Rows:
             shape = [size, width] if field.per_token else [size]
             if field.has_columns:
                 shape = [size, *(values.shape[1:2] or [1])]
+            elif field.has_bytes:
+                shape = [found, *(values.shape[1:2] or [1])]
             if list(values.shape) != shape:
                 raise ValueError(
                     f"field {name} has shape {list(values.shape)}; expected {shape}, for it is {field.meaning}"
@@ -98,13 +100,16 @@ class Rows:
     def select(self, indices: Sequence[int] | Tensor) -> "Rows":
         """Return the rows at these positions (not row numbers), in this order; R stays."""
         index = torch.as_tensor(indices, dtype=torch.int64)
+        fields = {}
+        for name, values in self.fields.items():
+            fields[name] = taken(values, self.lengths, index) if field_of(name).has_bytes else values[index]
         return Rows(
             self.ids[index],
             self.prompt_ids[index],
             self.prompt_lengths[index],
             self.response_lengths[index],
             taken(self.input_ids, self.lengths, index) if len(self.input_ids) else self.input_ids,
-            {name: values[index] for name, values in self.fields.items()},
+            fields,
         )
 
 

@@ -2,7 +2,7 @@
 
 prompt_ids, prompt_lengths, response_lengths: [B] int64, rows in the order of their numbers
 tokens: [sum of prompt + response lengths] int64, row after row
-fields.NAME: [sum of response lengths], [B] or [B, K] float32
+fields.NAME: [sum of response lengths], [B] or [B, K] float32; or [sum of prompt + response lengths, K] uint8
 facts (in the header): JSON, the writer's facts about all rows
 """
 
@@ -95,6 +95,8 @@ class RowsFile(AbstractContextManager):
             if field_of(name).per_token:
                 values = self._spans(FIELD + name, table.response_lengths, start, stop)
                 fields[name] = padded(values, response_lengths, table.max_response_length)
+            elif field_of(name).has_bytes:
+                fields[name] = self._spans(FIELD + name, table.lengths, start, stop)
             else:
                 fields[name] = self._file.get_slice(FIELD + name)[start:stop]
         return Rows(torch.arange(start, stop), prompt_ids, prompt_lengths, response_lengths, tokens, fields)

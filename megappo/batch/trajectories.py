@@ -16,7 +16,7 @@ class Trajectories:
     Episodes without any token of mask 1 are left out. Where neither changes the rows, `joined` are the rows themselves.
 
     Attributes:
-        joined: E rows without tokens, with the per-row fields of their last segments.
+        joined: E rows without tokens and what these have, with the per-row fields of their last segments.
     """
 
     def __init__(self, rows: Rows):
@@ -37,7 +37,8 @@ class Trajectories:
         last = (episodes.bincount(minlength=num_episodes).cumsum(0) - 1)[is_kept]
         fields = {}
         for name, values in rows.fields.items():
-            fields[name] = self._join(values) if field_of(name).per_token else values[last]
+            if not field_of(name).has_bytes:
+                fields[name] = self._join(values) if field_of(name).per_token else values[last]
         self.joined = Rows(
             rows.ids[last], rows.prompt_ids[last], rows.prompt_lengths[last], self._lengths, NO_TOKENS, fields
         )

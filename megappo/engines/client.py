@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import httpx
 
+from megappo.architecture.architecture import Architecture
 from megappo.engines.connections import Connections, events
 from megappo.engines.generations import (
     INCOMPLETE,
@@ -127,7 +128,7 @@ class EngineClient:
         replies = self.post("/generate", generate_body(prompts, params, self.adapter, version))
         if not isinstance(replies, list) or len(replies) != len(prompts):
             raise EngineFault(f"expected {len(prompts)} responses from the engine, got {str(replies)[:500]}")
-        return [checked(reply, version=version) for reply in replies]
+        return [checked(reply, version=version, replayed=params.replayed) for reply in replies]
 
     def sleep(self) -> None:
         """Free the GPU memory of weights, caches and CUDA graphs (on a CPU they stay). After `wake`, send the weights
@@ -215,7 +216,7 @@ class EngineClient:
                     await response.aread()
                     self._checked(path, response)
                 async for data in events(response):
-                    if finished := self._finished(path, data, missing, version):
+                    if finished := self._finished(path, data, missing, version, params.replayed):
                         yield finished
         except httpx.TransportError as error:
             raise await asyncio.to_thread(self._unreachable, path, error) from error
@@ -223,7 +224,7 @@ class EngineClient:
             raise EngineFault(f"expected {len(prompts)} responses from the engine, got {len(prompts) - len(missing)}")
 
     def _finished(
-        self, path: str, data: bytes, missing: set[int], version: WeightVersion | None
+        self, path: str, data: bytes, missing: set[int], version: WeightVersion | None, replayed: Architecture | None
     ) -> tuple[int, Generation] | None:
         """Return the position and the response of an event; None where the sequence has only begun."""
         event = self._parsed(path, data)
@@ -232,7 +233,7 @@ class EngineClient:
                 raise self._refusal(path, event["error"]["code"], data.decode())
             if not event["meta_info"]["finish_reason"]:
                 return None
-            generation = checked(event, may_abort=self._aborts, version=version)
+            generation = checked(event, may_abort=self._aborts, version=version, replayed=replayed)
             missing.remove(event["index"])
         return event["index"], generation
 

@@ -2,10 +2,14 @@
 
 import contextlib
 import math
+from base64 import b64decode
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import numpy as np
+
+from megappo.architecture.architecture import Architecture
 from megappo.errors import ActionableError
 from megappo.userland.user_code import JsonObject
 
@@ -24,13 +28,17 @@ class EngineFault(EngineError):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling settings; rollout's keys of the same names explain each. temperature 0 = greedy (log-probs as at 1)."""
+    """Sampling settings; rollout's keys of the same names explain each. temperature 0 = greedy (log-probs as at 1).
+
+    With `replayed`, the policy, the engine also returns the experts that each token went to.
+    """
 
     max_response_length: int
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
     stop_token_ids: tuple[int, ...] = ()
+    replayed: Architecture | None = None
 
 
 @dataclass(frozen=True)
@@ -53,7 +61,8 @@ class Generation:
     tokens include the stop token; an aborted response has its tokens so far. log_probs[t] is log p(tokens[t] |
     all before), after temperature, over the whole vocabulary even where top_p or top_k cut it. num_cached tokens of the
     prompt needed no computing. versions[t] is the version of the weights that wrote tokens[t]; empty where the engine
-    does not sample ahead of training.
+    does not sample ahead of training. choices are the experts that each token of prompt and response, except the last,
+    went to, if they were requested of a response that has ended: `Architecture.choice_bytes` for each.
     """
 
     tokens: list[int]
@@ -61,6 +70,7 @@ class Generation:
     finish_reason: Literal["stop", "length", "abort"]
     num_cached: int = 0
     versions: Sequence[int] = ()
+    choices: bytes = b""
 
     def __add__(self, rest: "Generation") -> "Generation":
         """Return the response as a whole; `rest` was requested with the tokens of this part after its prompt."""
@@ -92,6 +102,8 @@ def generate_body(
         "stop_token_ids": list(params.stop_token_ids),
     }
     body = {"input_ids": list(prompts), "sampling_params": sampling, "return_logprob": True}
+    if params.replayed:
+        body["return_routed_experts"] = True
     if adapter:
         body["lora_path"] = adapter
     if version is not None and version.keeps_cache:
@@ -111,12 +123,15 @@ def stream_body(
     return body | {"stream": True}
 
 
-def checked(reply: Any, *, may_abort: bool = False, version: WeightVersion | None = None) -> Generation:
+def checked(
+    reply: Any, *, may_abort: bool = False, version: WeightVersion | None = None, replayed: Architecture | None = None
+) -> Generation:
     """Return the response in one reply.
 
     Args:
         may_abort: the request may have been aborted.
         version: of the engine's weights when the request was sent.
+        replayed: as of its `SamplingParams`.
     Raises:
         EngineError: the reply holds none. EngineFault: by the engine's fault.
     """
@@ -140,7 +155,25 @@ def checked(reply: Any, *, may_abort: bool = False, version: WeightVersion | Non
         if any(value is None or not math.isfinite(value) for value in log_probs):
             raise EngineFault(f"the engine returned a log-prob that is no number: {log_probs}; are its weights finite?")
         versions = [] if version is None else _token_versions(meta["weight_versions"], count, version)
-        return Generation(tokens, log_probs, end["type"], meta.get("cached_tokens", 0), versions)
+        choices = b"" if replayed is None or is_aborted else _choices(meta, replayed)
+        return Generation(tokens, log_probs, end["type"], meta.get("cached_tokens", 0), versions, choices)
+
+
+def _choices(meta: JsonObject, replayed: Architecture) -> bytes:
+    """Return `Generation.choices` from SGLang's `routed_experts`: int32 [tokens - 1, layers, top_k]."""
+    experts = replayed.experts
+    assert experts is not None, "preflight refuses the replay of a dense model"
+    num_tokens = meta["prompt_tokens"] + meta["completion_tokens"] - 1
+    numbers = np.frombuffer(b64decode(meta.get("routed_experts", "")), np.int32).reshape(num_tokens, -1, experts.top_k)
+    chosen = numbers[:, experts.num_dense_layers :]
+    # Kernels that choose the experts themselves leave zeros.
+    if not chosen.size or (experts.top_k > 1 and (chosen[..., 0] == chosen[..., 1]).any()):
+        raise EngineError(
+            "the engine does not return the experts that it chose, which rollout.routing_replay needs: start a server "
+            "of rollout.engines with --enable-return-routed-experts; otherwise set another moe_runner_backend in "
+            "rollout.server_args"
+        )
+    return (chosen + 1).astype(f"<u{experts.number_bytes}").tobytes()
 
 
 def _token_versions(spans: Sequence[JsonObject], num_tokens: int, requested: WeightVersion) -> list[int]:

@@ -74,6 +74,8 @@ def server_arguments(
         arguments |= {"mem_fraction_static": rollout.mem_fraction_static, **GPU_ARGUMENTS}
     else:
         arguments |= CPU_ARGUMENTS
+    if rollout.routing_replay:
+        arguments["enable_return_routed_experts"] = True
     if rollout.max_total_tokens:
         arguments["max_total_tokens"] = rollout.max_total_tokens
     if lora is not None:

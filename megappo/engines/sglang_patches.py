@@ -98,6 +98,7 @@ def install_hooks() -> None:
             HookType.AFTER,
         ),
         "sglang.srt.server_args.PortArgs.init_new": (name_shared_memory, HookType.AFTER),
+        "sglang.srt.mem_cache.pool_host.common._cuda_host_register": (register_with_cuda, HookType.AROUND),
     }
     for target, (hook, kind) in hooks.items():
         HookRegistry.register(target, hook, kind)
@@ -127,6 +128,13 @@ def freeze_after_warmup(original: Any, server_args: Any) -> None:
     """Skip SGLang's request to /freeze_gc where the warm-up is skipped: the server may not listen yet."""
     if not server_args.skip_server_warmup:
         original(server_args)
+
+
+def register_with_cuda(original: Any, *args: Any, **kwargs: Any) -> None:
+    """Pin host memory only where there is CUDA: SGLang pins that of the tokens' experts in any case
+    (sglang/srt/state_capturer/base.py)."""
+    if torch.cuda.is_available():
+        original(*args, **kwargs)
 
 
 def refuse_empty_prompt(manager: Any, request: Any, input_ids: list[int] | None) -> None:

@@ -178,6 +178,7 @@ class MemoryEstimate:
         self._policy_bytes = policy.size * DTYPES[dtype].nbytes
         self.bucket_bytes = plan.config.rollout.sync.bucket_bytes or GPU_BUCKET_BYTES
         self.num_buckets = math.ceil(self._policy_bytes / self.bucket_bytes)
+        self._choice_bytes = policy.architecture.choice_bytes if plan.config.rollout.routing_replay else 0
         self.uses = uses_of(plan.components)
         forward = [spec.forward.phase for spec in plan.components.values() if spec.forward]
         updates = [f"update_{name}" for name in plan.training]
@@ -225,15 +226,21 @@ class MemoryEstimate:
         """Return the host memory of the node that holds most."""
         gpus_per_node = self.cluster.gpus_per_node
         nodes = defaultdict[int, Ledger](lambda: defaultdict(float))
+        num_tokens = self.config.data.train_batch_size * self.config.rollout.n * longest_row(self.config)
+        choices = num_tokens * self._choice_bytes
         for kind in self.rank_kinds:
             asleep = sum(sum(self.models[name].copied(stage).values()) for name, stage in kind.stages.items())
             for rank in kind.ranks:
                 node = nodes[rank // gpus_per_node]
                 node["processes"] += PROCESS_BYTES + kind.has_engine * ENGINE_PROCESS_BYTES
                 node["offloaded states"] += asleep
+                if "actor" in kind.stages:
+                    node["expert choices"] += choices / self.models["actor"].layout.data
         for engine in self.plan.route.engines if self.config.is_ppo else ():
             queued = queue_bytes(self.config) / len(self.plan.route.engines)
             nodes[engine.owner // gpus_per_node]["queued responses"] += queued
+            waiting = (1 + self.config.rollout.max_staleness) * choices / len(self.plan.route.engines)
+            nodes[engine.owner // gpus_per_node]["expert choices"] += waiting
         # A save in the background keeps all copies; else one model's are freed before the next one's are made.
         combined = sum if self.config.trainer.async_save else max
         saves = [model.saved(gpus_per_node) for model in self.models.values()]

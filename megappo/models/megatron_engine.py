@@ -184,13 +184,16 @@ class MegatronEngine:
         return self._output(packed, model), on_output
 
     def _output(self, packed: PackedBatch, model: torch.nn.Module) -> Tensor:
+        choices, tensor = packed.expert_choices, self.groups.collection.tp
+        if choices is not None and self.transformer_config.sequence_parallel:  # a router gets a part of the tokens
+            choices = choices.chunk(tensor.size())[tensor.rank()]
         # The heads cast to fp32 what they need.
         keep_dtype = {"fp32_output": False} if self.transformer_config.bf16 else {}
         return model(
             input_ids=packed.input_ids,
             position_ids=packed.position_ids,
             attention_mask=None,
-            packed_seq_params=Pack(packed.cu_seqlens, packed.lengths, packed.position_ids[0]),
+            packed_seq_params=Pack(packed.cu_seqlens, packed.lengths, packed.position_ids[0], choices),
             **keep_dtype,
         )
 

@@ -17,12 +17,14 @@ from megatron.core.dist_checkpointing.mapping import apply_factories
 from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
+from megappo.batch.fields import field_of
 from megappo.batch.packing import PackedBatch, copied
 from megappo.batch.rows import Rows
 from megappo.config.model_sections import Optim
 from megappo.models.gpt import ModelChunks
 from megappo.models.megatron_engine import Head, MegatronEngine, Outputs
 from megappo.models.optimizer import build_optimizer, clipped_step, data_parallel, lr_scheduler
+from megappo.models.routing import RoutingCounts
 from megappo.models.sharding import sharded_chunks, sharded_optimizer
 from megappo.observe.metrics import Metric, OnDevice, merge_metrics, on_host
 from megappo.placement.groups import ComponentGroups
@@ -41,8 +43,8 @@ class OptimizerStep:
 
     Attributes:
         grad_norm: before clipping. lr: learning rate. Both are the same on every rank of the component.
-        metrics: the loss function's, merged over micro-batches: this shard's part; {} except on the last stage, and
-            after a step that was skipped.
+        metrics: the loss function's, merged over micro-batches: this shard's part, only on the last stage; and those of
+            `RoutingCounts`. {} after a step that was skipped.
         skipped: the value that was not finite, so that no weight was changed; on ranks that did not see it,
             `ELSEWHERE`; "" after a step that was made.
     """
@@ -64,7 +66,10 @@ class TrainedEngine(MegatronEngine):
 
     Attributes:
         skipped_in_a_row: number of optimizer steps that were skipped since the last one that was made.
+        routing: of a mixture of experts.
     """
+
+    routing: RoutingCounts | None = None
 
     def __init__(
         self,
@@ -111,6 +116,8 @@ class TrainedEngine(MegatronEngine):
             return OptimizerStep(grad_norm, lr, {}, f"the gradient norm is {grad_norm}")
         self.scheduler.step(increment=1)
         metrics.pop(LOSS, None)
+        if self.routing is not None:
+            metrics |= self.routing.take_metrics()
         return OptimizerStep(grad_norm, lr, metrics)
 
     def _not_finite(self, metrics: Mapping[str, Metric]) -> str:
@@ -169,7 +176,10 @@ class TrainedEngine(MegatronEngine):
 
     def _loss(self, loss_fn: LossFn, packed: PackedBatch, output: Tensor) -> tuple[Tensor, Tensor, dict]:
         outputs = self._outputs(self.loss_head, packed, output)
-        fields = {name: copied(field, output.device, self._is_pinned) for name, field in packed.rows.fields.items()}
+        fields = {}
+        for name, field in packed.rows.fields.items():
+            if not field_of(name).has_bytes:
+                fields[name] = copied(field, output.device, self._is_pinned)
         loss, metrics = loss_fn(outputs, replace(packed.rows, fields=fields))
         # The loss is divided by the mini-batch's global counts already; this count must only exist.
         return loss, torch.ones((), dtype=torch.int, device=loss.device), {**metrics, LOSS: OnDevice.of(loss, "sum")}

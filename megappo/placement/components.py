@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+from megappo.architecture.architecture import Architecture
 from megappo.architecture.families import HeadKind
 from megappo.architecture.parsing import read_architecture
 from megappo.config.model_sections import Learner, Lora, Trained
@@ -31,6 +32,7 @@ LOAD: DeviceUse = {"weights": True, "optimizer": True}
 SAVE: DeviceUse = {"weights": False, "optimizer": False}
 TRAIN: DeviceUse = {"weights": True, "gradients": True, "optimizer": True}
 NOTHING: DeviceUse = {}
+READS = ("response_mask",)
 OPTIONAL_PHASES = ("old_log_probs", "values", "ref_log_probs", "update_critic")
 """Phases that runs without that forward pass, without a critic, or without a reference policy, do not have."""
 
@@ -126,6 +128,7 @@ class ComponentSpec:
             `estimate.fitting` decides.
         own_rows: it reads rows of its own, possibly of another tokenizer, not the step's.
         scores_pairs: its value head scores rows at their last tokens, and the two rows of a pair stay together.
+        reads: fields of the rows that every pass reads; with `expert_choices` its routers take these.
     """
 
     ranks: Setting
@@ -143,6 +146,7 @@ class ComponentSpec:
     offload: Setting = Setting("", ())
     own_rows: bool = False
     scores_pairs: bool = False
+    reads: tuple[str, ...] = READS
 
     def mini_batch_prompts(self, config: Config) -> Setting:
         """Return the number of prompts whose trajectories make a mini-batch."""
@@ -184,6 +188,7 @@ def _actor(config: Config) -> ComponentSpec:
         ),
         lora=actor.lora,
         reference="ref" if "full" in config.kl_kinds else None,
+        reads=(*READS, "expert_choices") if config.rollout.routing_replay else READS,
     )
 
 
@@ -339,6 +344,11 @@ def shared_vocabulary(config: Config) -> int:
     """Return the size of the smallest vocabulary: every model that reads a step's rows knows the token ids below it."""
     folders = {spec.folder.value for spec in components_of(config).values() if not spec.own_rows}
     return min(read_architecture(folder, head="value").vocab_size for folder in folders)
+
+
+def replayed_policy(config: Config) -> Architecture | None:
+    """Return the policy if its routing is replayed."""
+    return read_architecture(config.model.path) if config.rollout.routing_replay else None
 
 
 def uses_of(specs: Mapping[str, ComponentSpec]) -> dict[str, dict[str, DeviceUse]]:

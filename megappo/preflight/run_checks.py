@@ -32,7 +32,7 @@ from megappo.userland.spec import BUILTIN, parse_spec
 # ServerArgs that `engines.launch` and Engine set; a user's value would break the client, the safety or the placement.
 RESERVED = {"model_path", "host", "port", "api_key", "admin_api_key", "skip_tokenizer_init", "tokenizer_worker_num"}
 RESERVED |= {"tp_size", "random_seed", "nnodes", "node_rank", "dist_init_addr", "base_gpu_id", "gpu_id_step"}
-RESERVED |= {"incremental_streaming_output"}
+RESERVED |= {"incremental_streaming_output", "enable_return_routed_experts"}
 RESERVED |= {"enable_lora", "max_lora_rank", "lora_target_modules", "lora_paths", "max_loras_per_batch"}
 RESERVED |= {"lora_strict_loading", "enable_weights_cpu_backup"}
 PARSERS = Path("srt", "function_call", "function_call_parser.py")
@@ -219,6 +219,8 @@ def _fit_errors(config: Config, spec: ComponentSpec, architecture: Architecture)
         yield from dense_stage_errors(architecture, parallel, training.key)
     if key == "model.path" and config.is_ppo:
         yield from engine_fit_errors(architecture, config.rollout.tensor_parallel)
+        if config.rollout.routing_replay and architecture.experts is None:
+            yield f"rollout.routing_replay: {architecture.file} is of no mixture of experts: set it to false"
     file, window = architecture.file, None if architecture.windows else architecture.sliding_window
     positions = architecture.max_positions
     if not config.is_ppo:

@@ -12,6 +12,7 @@ checkpoint.
 """
 
 import json
+from base64 import b64decode, b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -127,7 +128,7 @@ class Journal:
         with path.open("a", encoding="utf-8") as file:
             if file.tell() == 0:
                 file.write(json.dumps(self._settings) + "\n")
-            file.write(json.dumps({"position": group.position, **facts}, default=vars) + "\n")
+            file.write(json.dumps({"position": group.position, **facts}, default=_plain) + "\n")
 
     def read(self) -> dict[int, Group]:
         """Return the groups of an earlier process, by position; delete those of other settings.
@@ -182,7 +183,7 @@ def _add(group: Group, line: Mapping[str, Any]) -> None:
     if "sample" in line:
         group.samples.append(_sample(**line["sample"]))
     elif "written" in line:
-        group.written[line["sample_index"]] = Generation(**line["written"])
+        group.written[line["sample_index"]] = Generation(**_with_bytes(line["written"]))
     else:
         for sample, grade in zip(group.samples, line["grades"], strict=True):
             sample.grade = Grade(*grade)
@@ -191,4 +192,13 @@ def _add(group: Group, line: Mapping[str, Any]) -> None:
 
 
 def _sample(*, segments: Sequence[Mapping[str, Any]], **fields: Any) -> Sample:
-    return Sample(segments=[Segment(**one) for one in segments], **fields)
+    return Sample(segments=[Segment(**_with_bytes(one)) for one in segments], **fields)
+
+
+def _plain(value: Any) -> Any:
+    """Return bytes in base64, and the fields of anything else that JSON does not know."""
+    return b64encode(value).decode() if isinstance(value, bytes) else vars(value)
+
+
+def _with_bytes(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {**fields, "choices": b64decode(fields["choices"])}

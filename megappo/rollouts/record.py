@@ -26,7 +26,7 @@ SAMPLING_KEYS = (
 )
 EPISODE_KEYS = ("rollout.environment", "rollout.tools", "rollout.tool_call_parser", "rollout.max_turns")
 OTHER_KEYS = (
-    *("model.path", "rollout.stop", "reward.function", "data.gen_batch_size"),
+    *("model.path", "rollout.stop", "reward.function", "data.gen_batch_size", "rollout.routing_replay"),
     *("data.apply_chat_template", "data.system_prompt", "data.chat_template_kwargs"),
 )
 """A step is sampled again if any of these keys has changed. A replay needs the recorded values of the first two groups:
@@ -174,6 +174,8 @@ class Replay(Batches):
             if getattr(config.algorithm.method, need) and field not in file.names:
                 needed = f"which algorithm.adv_estimator {config.algorithm.adv_estimator} needs"
                 errors.append(f"has no {field}, {needed}: record the rollouts of a run with that estimator")
+        if config.rollout.routing_replay and "expert_choices" not in file.names:
+            errors.append("has no expert_choices, which rollout.routing_replay needs: record those of a run with it")
         return errors
 
 

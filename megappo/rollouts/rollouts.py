@@ -16,6 +16,7 @@ from megappo.engines.client import EngineClient, SamplingParams
 from megappo.engines.handle import EngineHandle
 from megappo.engines.restarts import EngineRestarts
 from megappo.observe.observer import NullObserver, Observer
+from megappo.placement.components import replayed_policy
 from megappo.placement.run_plan import RunPlan
 from megappo.rollouts.datasets import Datasets
 from megappo.rollouts.episodes import EpisodeRunner
@@ -65,7 +66,8 @@ class Rollouts:
             raise ConfigError(*errors)
         rollout = config.rollout
         self.params = partial(SamplingParams, stop_token_ids=datasets.stop_token_ids)
-        self.training = self.params(rollout.max_response_length, rollout.temperature, rollout.top_p, rollout.top_k)
+        sampling = rollout.max_response_length, rollout.temperature, rollout.top_p, rollout.top_k
+        self.training = self.params(*sampling, replayed=replayed_policy(config))
         self.greedy = self.params(rollout.max_response_length, temperature=0.0)
         self.hold: Callable[[], AbstractContextManager[None]] = nullcontext
         self._store = run_store()

@@ -16,6 +16,7 @@ from megappo.config.score_checks import num_scores_errors, step_scores_errors
 from megappo.data.tokenizer import completing_tokens
 from megappo.engines.generations import EngineError
 from megappo.observe.metrics import reduce_ranks
+from megappo.placement.components import replayed_policy
 from megappo.rollouts.group_selection import StepResponses
 from megappo.rollouts.responses import episode_metrics, extra_metrics
 from megappo.rollouts.sample_rows import Sample, as_rows, floats, integers, mask_truncated, sample_rows
@@ -32,7 +33,7 @@ class RowBuilder:
     """
 
     def __init__(self, config: Config, vocab_size: int, tokenizer: PreTrainedTokenizerBase, exchange: Exchange):
-        self._config, self._vocab_size = config, vocab_size
+        self._config, self._vocab_size, self._replayed = config, vocab_size, replayed_policy(config)
         self._tokenizer, self._exchange = tokenizer, exchange
         self._score_counts: set[int] = set()
 
@@ -51,7 +52,7 @@ class RowBuilder:
         responses.fill_grades()
         if config.algorithm.mask_truncated:
             mask_truncated(samples, compared=config.compares_responses)
-        rows = sample_rows(samples, episodes=config.rollout.has_environment, step=step)
+        rows = sample_rows(samples, episodes=config.rollout.has_environment, step=step, replayed=self._replayed)
         greedy = [] if responses.greedy is None else responses.greedy.samples
         num_tokens = sum(one.num_policy_tokens for one in [*samples, *greedy])
         rewards = responses.failure_metrics() | extra_metrics(samples)

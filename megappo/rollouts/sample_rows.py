@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 import torch
 
+from megappo.architecture.architecture import Architecture
 from megappo.batch.rows import Rows, padded
 from megappo.engines.generations import Generation
 from megappo.userland.grades import Grade
@@ -32,6 +33,7 @@ class Segment:
         rewards, turns: per token, in an episode; turns count from 1 and are 0 at tokens of the environment.
         versions: of the weights that wrote each token, if the engines sample ahead of training; None at tokens that an
             environment wrote.
+        choices: see `Generation`; of the first tokens, in an episode up to the last turn of the policy.
     """
 
     prompt: list[int]
@@ -41,6 +43,7 @@ class Segment:
     rewards: list[float] = field(default_factory=list)
     turns: list[int] = field(default_factory=list)
     versions: list[int | None] = field(default_factory=list)
+    choices: bytes = b""
 
     @property
     def context(self) -> list[int]:
@@ -50,6 +53,7 @@ class Segment:
     def write(self, generation: Generation, text: str, turn: int) -> None:
         """Append a turn of the policy."""
         self._append(generation.tokens, text, generation.log_probs, generation.versions, turn)
+        self.choices += generation.choices[len(self.choices) :]  # the first were made when earlier turns were sampled
 
     def observe(self, tokens: list[int], text: str) -> None:
         """Append an observation of the environment."""
@@ -128,6 +132,7 @@ class Sample:
 def response_sample(prompt_index: int, sample_index: int, prompt: list[int], response: Generation) -> Sample:
     """Return an engine's response to a prompt as a sample."""
     segment = Segment(prompt, tokens=response.tokens, log_probs=response.log_probs, versions=list(response.versions))
+    segment.choices = response.choices
     return Sample(prompt_index, sample_index, [segment], response.finish_reason)
 
 
@@ -142,12 +147,15 @@ def mask_truncated(samples: Sequence[Sample], *, compared: bool) -> None:
         one.is_masked = one.is_truncated or num_complete[one.prompt_index] <= compared
 
 
-def sample_rows(samples: Sequence[Sample], *, episodes: bool = False, step: int | None = None) -> Rows:
+def sample_rows(
+    samples: Sequence[Sample], *, episodes: bool = False, step: int | None = None, replayed: Architecture | None = None
+) -> Rows:
     """Return a row for each segment, without scores.
 
     Args:
         episodes: the run has an environment; the same on ranks without samples.
         step: trains on the rows; None where the engines do not sample ahead of training.
+        replayed: the policy if its routing is replayed.
     """
     sample_of_row: list[Sample] = []
     numbers: list[int] = []
@@ -176,6 +184,8 @@ def sample_rows(samples: Sequence[Sample], *, episodes: bool = False, step: int 
         versions = chain.from_iterable(segment.versions for segment in segments)
         ages = floats(0 if version is None else step - 1 - version for version in versions)
         fields["staleness"] = as_rows(ages, lengths)
+    if replayed:
+        fields["expert_choices"] = _expert_choices(segments, replayed.choice_bytes)
     max_segments = max(numbers, default=0) + 1
     ids = [one.sample_index * max_segments + number for one, number in zip(sample_of_row, numbers, strict=True)]
     return Rows(
@@ -186,6 +196,14 @@ def sample_rows(samples: Sequence[Sample], *, episodes: bool = False, step: int 
         input_ids=integers(chain.from_iterable(segment.context for segment in segments)),
         fields=fields,
     )
+
+
+def _expert_choices(segments: Sequence[Segment], choice_bytes: int) -> torch.Tensor:
+    """Return the choices of each token of the segments, [T, choice_bytes] uint8, 0 after the last turn."""
+    choices = bytearray()
+    for segment in segments:
+        choices += segment.choices.ljust(len(segment.context) * choice_bytes, b"\0")
+    return torch.from_numpy(np.frombuffer(choices, np.uint8)).view(-1, choice_bytes)
 
 
 def as_rows(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:

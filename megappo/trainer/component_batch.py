@@ -15,6 +15,7 @@ from megappo.batch.exchange import Batch, Exchange, RankRows, RowTable, empty_ro
 from megappo.batch.rows import Rows
 from megappo.models.megatron_engine import MegatronEngine, Outputs
 from megappo.models.train_engine import OptimizerStep
+from megappo.placement.components import READS
 from megappo.placement.layout import Layout
 
 MiniBatches = tuple[RankRows, ...]
@@ -49,6 +50,7 @@ class Component:
     Attributes:
         engine: this rank's part of the model; None on ranks without the model.
         keeps_prompts: see `split`.
+        reads: see `ComponentSpec`.
     """
 
     name: str
@@ -56,15 +58,17 @@ class Component:
     engine: MegatronEngine | None
     exchange: Exchange
     keeps_prompts: bool = False
+    reads: tuple[str, ...] = READS
 
     def scatter(
         self, batch: Batch, num_mini_batches: int = 1, others: Iterable["ComponentBatch"] = ()
     ) -> "ComponentBatch":
-        """Bring a step's tokens and mask to the component's shards; `others` may have the same rows already."""
+        """Bring a step's tokens, and what the component reads with them, to its shards; `others` may have the same rows
+        already."""
         mini_batches = split(batch.table, self.layout, num_mini_batches, keeps_prompts=self.keeps_prompts)
         destinations = shard_destinations(self.layout, shards_of(mini_batches), self.exchange.world_size)
         moved = next((one.batch for one in others if one.batch.owners == destinations), None)
-        return ComponentBatch(self, mini_batches, moved or self.exchange.move(batch, destinations, ["response_mask"]))
+        return ComponentBatch(self, mini_batches, moved or self.exchange.move(batch, destinations, self.reads))
 
 
 @dataclass

@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 
+from megappo.architecture.architecture import Architecture
 from megappo.batch.exchange import Batch, Exchange
 from megappo.data.prompts import Prompt, PromptDataset
 from megappo.engines.client import WEIGHTS, WORKING_MEMORY, EngineClient, deferring_faults, taking_weights
@@ -57,7 +58,7 @@ class Probe:
         generations, fault = self._generate()
         while self.restarts.restart_failed(fault):
             generations, fault = self._generate()
-        batch = probe_batch(generations, self.prompts, number, exchange)
+        batch = probe_batch(generations, self.prompts, number, exchange, self.params.replayed)
         shard = self.actor.scatter(batch)
         batch = shard.gather(shard.forward(), {"log_probs": "old_log_probs"}, batch)
         return check_probe(batch.rows, number, self.config, exchange, self.restarts.warn)
@@ -74,13 +75,17 @@ class Probe:
 
 
 def probe_batch(
-    generations: Sequence[Generation], prompts: Sequence[Prompt], engine_number: int | None, exchange: Exchange
+    generations: Sequence[Generation],
+    prompts: Sequence[Prompt],
+    engine_number: int | None,
+    exchange: Exchange,
+    replayed: Architecture | None = None,
 ) -> Batch:
     """Return each engine's responses as rows at the rank that owns the engine; all ranks together."""
     samples = []
     for i, (prompt, generation) in enumerate(zip(prompts, generations, strict=False)):
         samples.append(response_sample(i, engine_number, prompt.tokens, generation))
-    batch = exchange.number(sample_rows(samples))
+    batch = exchange.number(sample_rows(samples, replayed=replayed))
     # Pads the fields, also on ranks without an engine, to the longest response of all ranks.
     return exchange.move(batch, batch.owners, list(batch.rows.fields))
 

@@ -20,6 +20,7 @@ from megappo.models.gpt import build_model
 from megappo.models.heads import output_weight, policy_head, policy_value_head, value_head
 from megappo.models.megatron_engine import Head, MegatronEngine, Outputs
 from megappo.models.offload import Offload
+from megappo.models.routing import RoutingCounts
 from megappo.models.train_engine import TrainedEngine
 from megappo.models.vocab_parallel import LogitFactors
 from megappo.observe.metrics import Metric
@@ -110,7 +111,7 @@ class Models:
         return {name: training.num_mini_batches(num_prompts) for name, training in self.training.items()}
 
     def scatter(self, batch: Batch) -> Shards:
-        """Bring a step's rows, tokens and mask only, to all components.
+        """Bring a step's rows, with what every pass reads, to all components.
 
         Frozen models split the rows as the actor does: one in the actor's layout shares the actor's rows.
         """
@@ -208,12 +209,15 @@ def build_models(plan: RunPlan, exchange: Exchange) -> Models:
             spec, base = specs[name], engines.get(specs[name].base)
             factors = partial(_logit_factors, engines, spec.reference) if spec.reference else None
             engine = build_engine(config, spec, groups[name], factors, base)
+            if isinstance(engine, TrainedEngine) and engine.transformer_config.num_moe_experts:
+                replays = "expert_choices" in spec.reads
+                engine.routing = RoutingCounts(engine.chunks, groups[name], name, replays=replays)
             engines[name], offloads[name] = engine, Offload(engine, spec.offload.value, base)
             offloads[name].rest(NOTHING)
             platform.empty_cache()  # the next one's tensors are of other sizes
     components = {}
     for name, layout in layouts.items():
-        components[name] = Component(name, layout, engines[name], exchange, keeps_prompts=specs[name].scores_pairs)
+        components[name] = Component(name, layout, engines[name], exchange, specs[name].scores_pairs, specs[name].reads)
     return Models(plan, components, offloads)
 
 

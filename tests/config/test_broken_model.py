@@ -261,6 +261,14 @@ def test_adapters_of_experts_reach_engines_merged_only(refusals, accepted, model
     accepted("critic.lora.rank=4")
 
 
+def test_routing_replay_of_a_dense_model(refusals, accepted, model_config):
+    model_config(architectures=["Qwen2ForCausalLM"])
+    (error,) = refusals("rollout.routing_replay=true")
+    assert error.endswith("rollout.routing_replay: model/config.json is of no mixture of experts: set it to false")
+    model_config(**EXPERTS)
+    accepted("rollout.routing_replay=true")
+
+
 def test_settings_that_a_mixture_of_experts_must_have(refusals, accepted, model_config):
     model_config(**EXPERTS | {"shared_expert_intermediate_size": 32})
     assert refusals("actor.parallel.expert=2", "actor.parallel.tensor=2") == [

@@ -70,6 +70,15 @@ def test_a_save_copies_frozen_weights_without_states() -> None:
     assert memory.host()["checkpoint copies"] * 4 == pytest.approx(copies, rel=0.003)
 
 
+def test_the_experts_of_tokens_are_held_by_the_actors_ranks_and_wait_at_the_engines() -> None:
+    """A byte for each of 48 layers x 8 experts. A node has 8 ranks, each with a shard's rows, and 2 of 8 engines."""
+    data, rollout = load_config(MIXTURE).data, load_config(MIXTURE).rollout
+    step = 512 * 8 * (data.max_prompt_length + rollout.max_response_length) * 48 * 8
+    host = estimate("rollout.routing_replay=true", "rollout.max_staleness=1").host()
+    assert host["expert choices"] == pytest.approx(8 * step / 8 + 2 * (2 * step / 8))
+    assert not estimate().host()["expert choices"]
+
+
 def test_weights_that_models_share_are_counted_once() -> None:
     """The actor's 7B in bf16; of the critic its adapters and value head, of the reference nothing."""
     keys = ("lora.rank=16", "parallel.tensor=1", "parallel.pipeline=1", "parallel.sequence=false")

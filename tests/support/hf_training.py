@@ -1,6 +1,6 @@
 """Training as Hugging Face's model does it: in one process, one row at a time, without packing or layouts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -200,9 +200,11 @@ def hf_train(
     weighted: bool = False,
     lora: Lora | None = None,
     frozen: Sequence[str] = (),
+    choose: Callable[[torch.nn.Module, Rows], object] = lambda model, rows: None,
 ) -> dict:
     """Return the outputs before some Adam steps, and the gradient norms and parameters after them: with adapters those
-    that are trained; else all, of which those with a part of `frozen` in their names are not."""
+    that are trained; else all, of which those with a part of `frozen` in their names are not. `choose` changes the
+    model first."""
     oracle = Oracle(
         hf_model(folder),
         hf_value_head(folder) if HEADS[kind] != "policy" else None,
@@ -210,6 +212,7 @@ def hf_train(
         is_policy=HEADS[kind] != "value",
     )
     rows = make_rows(oracle.model.config.vocab_size, lengths, weighted=weighted)
+    choose(oracle.model, rows)
     named = oracle.parameters()
     if lora is not None:
         named = adapt(oracle.model, lora) | {name: one for name, one in named.items() if name == "score.weight"}
