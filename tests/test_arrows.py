@@ -82,14 +82,14 @@ UNPICKLERS = ("megappo/checkpoint/metadata.py",)
 LONGEST_FILE, LONGEST_FUNCTION = 400, 50
 BUDGETS = {
     ".": 11_550,
-    "architecture": 12_570,
+    "architecture": 13_600,
     "batch": 7_680,
     "checkpoint": 7_650,
     "config": 19_480,
     "data": 14_950,
     "engines": 9_950,
-    "estimate": 11_530,
-    "models": 16_940,
+    "estimate": 11_820,
+    "models": 19_230,
     "observe": 18_960,
     "placement": 10_570,
     "ppo": 10_240,
@@ -99,7 +99,7 @@ BUDGETS = {
     "sync": 5_250,
     "trainer": 24_600,
     "userland": 21_500,
-    "weights": 8_890,
+    "weights": 9_120,
 }
 """Room ("." for the modules beside the rooms) -> the most syntax nodes that its files may have, counted by `ast.walk`.
 Lower a budget when its room shrinks; raise it for a feature."""

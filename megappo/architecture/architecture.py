@@ -9,7 +9,7 @@ from typing import Annotated, Any, NamedTuple, Self
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from megappo.architecture.families import LANGUAGE_MODEL, REWARD_MODELS, Family, HeadKind
+from megappo.architecture.families import LANGUAGE_MODEL, LINEAR_BLOCK, REWARD_MODELS, Family, HeadKind
 from megappo.config.model_sections import Lora
 from megappo.config.values import ParameterGroup
 
@@ -92,6 +92,39 @@ class LatentAttention:
 
 
 @dataclass(frozen=True, config=CHECKED)
+class LinearAttention:
+    """Sizes of linear attention by the gated delta rule. Each key head has as many value heads.
+
+    Attributes:
+        key_size, value_size: of a head.
+        kernel: tokens that the convolution of queries, keys and values reads.
+        layers: for each layer, True where it has linear attention; the others have an output gate.
+    """
+
+    key_heads: Size
+    value_heads: Size
+    key_size: Size
+    value_size: Size
+    kernel: Size
+    layers: tuple[bool, ...]
+
+    @property
+    def keys(self) -> int:
+        """Numbers of all heads' keys."""
+        return self.key_heads * self.key_size
+
+    @property
+    def values(self) -> int:
+        """Numbers of all heads' values."""
+        return self.value_heads * self.value_size
+
+    @property
+    def state(self) -> int:
+        """Numbers in the state of a sequence."""
+        return self.values * self.key_size
+
+
+@dataclass(frozen=True, config=CHECKED)
 class Rope:
     """Rotary positions.
 
@@ -169,6 +202,7 @@ class Architecture:
     scales: Scales
     experts: Experts | None
     latent: LatentAttention | None
+    linear: LinearAttention | None
     tied: bool
     qkv_bias: bool
     qk_layernorm: bool
@@ -229,9 +263,20 @@ class Architecture:
         """Names of the matrices that are stacked by rows in the files, by the name of the stack."""
         found = {}
         for layer, ((block, stack), parts) in product(range(self.num_layers), self.family.fused.items()):
+            if block == LINEAR_BLOCK and not self.is_linear(layer):
+                continue
             prefix = f"model.layers.{layer}.{block}."
             found[prefix + stack] = [prefix + part for part in parts]
         return found
+
+    @property
+    def num_linear_layers(self) -> int:
+        """Layers with linear attention."""
+        return sum(self.linear.layers) if self.linear else 0
+
+    def is_linear(self, layer: int) -> bool:
+        """Return whether a layer has linear attention."""
+        return self.linear is not None and self.linear.layers[layer]
 
     @property
     def ties_output(self) -> bool:
@@ -255,7 +300,9 @@ class Architecture:
         return replace(self, frozen=frozen)
 
     def predicts_further(self, tensor: str) -> bool:
-        """Return whether a tensor is in the layers after the last one (DeepSeek-V3's multi-token prediction)."""
+        """Return whether a tensor is in the layers after the last one (multi-token prediction)."""
+        if self.linear and tensor.startswith("mtp."):
+            return True
         further = range(self.num_layers, self.num_layers + self.num_further_layers)
         return tensor.startswith(tuple(f"model.layers.{layer}." for layer in further))
 

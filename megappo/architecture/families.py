@@ -12,6 +12,7 @@ both side by side (a shared backbone)."""
 REWARD_MODELS = ("ForTokenClassification", "ForSequenceClassification")
 LANGUAGE_MODEL = "ForCausalLM"
 ROTARY_PART = "partial_rotary_factor"
+LINEAR_BLOCK, FULL_PATTERN = "linear_attn", "full_attention_interval"
 WINDOW_PATTERN, LOCAL_ROPE = "sliding_window_pattern", "rope_local_base_freq"
 SCALINGS = {
     "default": (),
@@ -99,10 +100,12 @@ class Family:
         fused: block and matrix that the files have -> the matrices of which it is stacked.
         latent_attention: keys and values are made of one latent vector for all heads, queries perhaps of another
             (multi-head latent attention, DeepSeek-V2's report, section 2.1).
-        only: further keys of config.json with the values that are supported (see `parsing.ONLY`); an absent key
+        linear_attention: most layers have linear attention (gated delta nets), the others an output gate. Format of
+            its inputs, a key of `parameter_tables.LINEAR_INPUTS`; None = all layers have attention.
+        only: further keys of config.json with the values that are supported (see `config_keys.ONLY`); an absent key
             means one of them.
-        ignores: further keys of config.json without effect (see `parsing.WITHOUT_EFFECT`), or with the one that other
-            switches give them.
+        ignores: further keys of config.json without effect (see `config_keys.WITHOUT_EFFECT`), or with the one that
+            other switches give them.
     """
 
     qkv_bias: bool | str = False
@@ -125,13 +128,15 @@ class Family:
     scales: Mapping[str, tuple[str, float]] = field(default_factory=dict)
     fused: Mapping[tuple[str, str], tuple[str, ...]] = field(default_factory=dict)
     latent_attention: bool = False
+    linear_attention: Literal["by head", "apart"] | None = None
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     ignores: tuple[str, ...] = ()
 
     @property
     def rope_keys(self) -> tuple[str, ...]:
-        """Further keys of rotary positions that are read."""
-        return () if self.rotary_part is None else (ROTARY_PART,)
+        """Further keys of rotary positions that are read. Sections are for images: text has one position a token."""
+        sections = ("mrope_section", "mrope_interleaved") if self.linear_attention else ()
+        return sections if self.rotary_part is None else (ROTARY_PART, *sections)
 
     @property
     def rope_scalings(self) -> Mapping[str, tuple[str, ...]]:
@@ -181,6 +186,25 @@ def _deepseek(experts: ExpertFormat, scores: str, methods: tuple[str, ...]) -> F
     )
 
 
+_LINEAR_CONV = {(LINEAR_BLOCK, "conv1d"): ("conv1d_q", "conv1d_k", "conv1d_v")}
+_QWEN3_NEXT = Family(
+    qk_layernorm=True,
+    rotary_part=0.25,
+    norms_add_one=True,
+    experts=replace(_QWEN2_MOE, renormalizes=True),
+    fused=_LINEAR_CONV,
+    linear_attention="by head",
+    only={"norm_topk_prob": (True,)},
+    ignores=(FULL_PATTERN,),
+)
+_QWEN3_5 = replace(
+    _QWEN3_NEXT,
+    experts=None,
+    fused={(LINEAR_BLOCK, "in_proj_qkv"): ("in_proj_q", "in_proj_k", "in_proj_v"), **_LINEAR_CONV},
+    linear_attention="apart",
+    only={"attn_output_gate": (True,), "norm_topk_prob": (True,)},
+    ignores=(FULL_PATTERN, "mamba_ssm_dtype", "mtp_num_hidden_layers"),
+)
 _STACKED_MLP = {("mlp", "gate_up_proj"): ("gate_proj", "up_proj")}
 
 
@@ -261,6 +285,9 @@ FAMILIES = Table(
             },
             ignores=("experts_per_token",),  # the same as num_experts_per_tok
         ),
+        "Qwen3NextForCausalLM": _QWEN3_NEXT,
+        "Qwen3_5ForCausalLM": _QWEN3_5,
+        "Qwen3_5MoeForCausalLM": replace(_QWEN3_5, experts=_QWEN3_NEXT.experts),
         "DeepseekV2ForCausalLM": _deepseek(_DEEPSEEK_V2, "softmax", ("greedy", "group_limited_greedy")),
         "DeepseekV3ForCausalLM": _deepseek(_DEEPSEEK_V3, "sigmoid", ("noaux_tc",)),
     },

@@ -29,6 +29,11 @@ def fit_errors(architecture: Architecture, parallel: Parallel, key_of: KeyOf = "
             f"{key_of('expert_tensor')} {parallel.expert_tensor}: the experts of {file} have biases, which each of "
             "their ranks would add: set it to 1"
         )
+    if parallel.context > 1 and architecture.linear:
+        yield (
+            f"{key_of('context')} {parallel.context}: {file} has layers with linear attention, whose state "
+            "passes through all tokens of a row in order: set it to 1"
+        )
     if architecture.experts and parallel.tensor > 1 and not parallel.sequence:
         yield (
             f"{key_of('sequence')} must be true with {key_of('tensor')} {parallel.tensor}, as {file} is of a "
@@ -41,6 +46,8 @@ def divided_sizes(architecture: Architecture) -> Iterator[tuple[str, str, int]]:
     yield "tensor", "num_attention_heads", architecture.num_heads
     if architecture.latent is None:  # whose heads all make their keys and values of the same vector
         yield "tensor", "num_key_value_heads", architecture.num_kv_heads
+    if architecture.linear:
+        yield "tensor", "linear_num_key_heads", architecture.linear.key_heads
     if architecture.num_dense_layers:
         yield "tensor", "intermediate_size", architecture.ffn_size
     experts, written = architecture.experts, architecture.family.experts

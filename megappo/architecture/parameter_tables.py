@@ -29,7 +29,7 @@ ATTENTION = """
 self_attention.linear_qkv.weight <- self_attn.q_proj.weight (q/tp hidden)
 self_attention.linear_qkv.weight <- self_attn.k_proj.weight (kv/tp hidden)
 self_attention.linear_qkv.weight <- self_attn.v_proj.weight (kv/tp hidden)
-self_attention.linear_proj.weight <- self_attn.o_proj.weight (hidden q/tp)
+self_attention.linear_proj.weight <- self_attn.o_proj.weight (hidden attended/tp)
 """
 QKV_BIAS = """
 self_attention.linear_qkv.bias <- self_attn.q_proj.bias (q/tp)
@@ -66,6 +66,31 @@ self_attention.linear_proj.weight <- self_attn.o_proj.weight (hidden v/tp)
 WITH_NEXT = "self_attn.q_a_proj.weight"
 """The last tensor of LATENT_QUERY comes before the first of LATENT_ATTENTION: SGLang makes one matrix of the two, and
 silently takes neither from a bucket that lacks the other."""
+LINEAR_INPUTS = {
+    "by head": """
+self_attention.linear_qkv.weight <- linear_attn.in_proj_qkvz.weight (linear_qkvz/tp hidden)
+self_attention.linear_qkv.weight <- linear_attn.in_proj_ba.weight (linear_ba/tp hidden)
+""",
+    "apart": """
+self_attention.linear_qkv.weight <- linear_attn.in_proj_q.weight (linear_k/tp hidden)
+self_attention.linear_qkv.weight <- linear_attn.in_proj_k.weight (linear_k/tp hidden)
+self_attention.linear_qkv.weight <- linear_attn.in_proj_v.weight (linear_v/tp hidden)
+self_attention.linear_qkv.weight <- linear_attn.in_proj_z.weight (linear_v/tp hidden)
+self_attention.linear_qkv.weight <- linear_attn.in_proj_b.weight (linear_heads/tp hidden)
+self_attention.linear_qkv.weight <- linear_attn.in_proj_a.weight (linear_heads/tp hidden)
+""",
+}
+"""Format -> queries, keys, values, output gates, betas and decays. In the first, the tensors have them head by head, as
+the Megatron parameter of both."""
+LINEAR_ATTENTION = """
+self_attention.conv1d <- linear_attn.conv1d_q.weight (linear_k/tp one kernel)
+self_attention.conv1d <- linear_attn.conv1d_k.weight (linear_k/tp one kernel)
+self_attention.conv1d <- linear_attn.conv1d_v.weight (linear_v/tp one kernel)
+self_attention.A_log <- linear_attn.A_log (linear_heads/tp)
+self_attention.dt_bias <- linear_attn.dt_bias (linear_heads/tp)
+self_attention.norm <- linear_attn.norm.weight (linear_v_head)
+self_attention.linear_proj.weight <- linear_attn.out_proj.weight (hidden linear_v/tp)
+"""
 MLP = """
 mlp.linear_fc1.weight <- mlp.gate_proj.weight (ffn/tp hidden)
 mlp.linear_fc1.weight <- mlp.up_proj.weight (ffn/tp hidden)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from megappo.architecture import parameter_tables as tables
 from megappo.architecture.architecture import Architecture
-from megappo.architecture.families import ExpertFormat
+from megappo.architecture.families import LINEAR_BLOCK, ExpertFormat
 from megappo.config.model_sections import Lora
 from megappo.config.sections import Parallel
 from megappo.config.values import ADAPTED_MODULES, ParameterGroup
@@ -65,7 +65,8 @@ class Parameter:
     Attributes:
         names: with layers and experts numbered over the whole model, one for each layer spec that has its own.
         layer: None outside the layers.
-        groups: 1, or the KV heads of a rank: queries, keys and values alternate per head (q q k v, q q k v, ...).
+        groups: 1, or the KV heads of a rank: queries, keys and values alternate per head (q q k v, q q k v, ...); key
+            heads of linear attention.
     """
 
     names: tuple[str, ...]
@@ -95,11 +96,8 @@ def list_parameters(
         num_experts: of each layer, the first so many; None = all.
     """
     num_experts = architecture.num_experts if num_experts is None else num_experts
-    dense = _layer_table(architecture, None, 0)
-    sparse = _layer_table(architecture, architecture.family.experts, num_experts)
     found: list[tuple[int | None, str]] = [(None, tables.MODEL + _output_table(architecture))]
-    for layer in range(architecture.num_layers):
-        found.append((layer, dense if layer < architecture.num_dense_layers else sparse))
+    found += enumerate(_layer_tables(architecture, num_experts))
     sizes, num_ranks = _sizes(architecture), {"": 1, "tp": tensor, "etp": expert_tensor}
     joined = {f"{part}.weight" for parts in architecture.stacks.values() for part in parts[:-1]}
     return [one for layer, table in found for one in _read(table, layer, sizes, num_ranks, joined)]
@@ -112,9 +110,8 @@ def is_adapter(name: str) -> bool:
 
 def adapted_modules(architecture: Architecture) -> set[str]:
     """Return the matrices that can have adapters, by their names in `Lora.target_modules`."""
-    dense = _layer_table(architecture, None, 0) if architecture.num_dense_layers else ""
-    sparse = _layer_table(architecture, architecture.family.experts, 1) if architecture.experts else ""
-    return {name for _, name in _adaptable(dense + sparse, architecture)}
+    layers = set(_layer_tables(architecture, 1))
+    return {name for table in layers for _, name in _adaptable(table, architecture)}
 
 
 def adapts_experts(architecture: Architecture) -> bool:
@@ -184,6 +181,15 @@ def expert_stacks(architecture: Architecture) -> dict[str, ExpertStack]:
     return found
 
 
+def linear_stacks(architecture: Architecture) -> dict[str, tuple[str, ...]]:
+    """Return the parts of the tensors of linear attention that files and engines have whole, by name."""
+    return {
+        f"{stack}.weight": tuple(f"{part}.weight" for part in parts)
+        for stack, parts in architecture.stacks.items()
+        if f".{LINEAR_BLOCK}." in stack
+    }
+
+
 class StageSize(NamedTuple):
     """Numbers in the parameters that a rank of a pipeline stage holds: of experts, and of all else."""
 
@@ -232,12 +238,25 @@ def padded_vocab_size(vocab_size: int, tensor: int) -> int:
     return -(-vocab_size // tensor) * tensor
 
 
-def _layer_table(architecture: Architecture, experts: ExpertFormat | None, num_experts: int) -> str:
-    """Return the table of a layer with or without experts."""
+def _layer_tables(architecture: Architecture, num_experts: int) -> list[str]:
+    """Return the table of each layer, with so many of its experts."""
+    kinds = [
+        (layer >= architecture.num_dense_layers, architecture.is_linear(layer))
+        for layer in range(architecture.num_layers)
+    ]
+    of_kind = {kind: _layer_table(architecture, num_experts, *kind) for kind in set(kinds)}
+    return [of_kind[kind] for kind in kinds]
+
+
+def _layer_table(architecture: Architecture, num_experts: int, is_sparse: bool, is_linear: bool) -> str:
+    """Return the table of a layer with or without experts, and with either kind of attention."""
+    experts = architecture.family.experts if is_sparse else None
     latent, norms = architecture.latent, architecture.family.norms
     lines = zip(tables.NORMS.strip().splitlines(), norms, strict=True)
     table = "".join(f"{line.format(*norms)}\n" for line, name in lines if name)
-    if latent:
+    if is_linear:
+        table += tables.LINEAR_INPUTS[architecture.family.linear_attention or ""] + tables.LINEAR_ATTENTION
+    elif latent:
         table += (tables.QUERY if latent.q_rank is None else tables.LATENT_QUERY) + tables.LATENT_ATTENTION
     else:
         table += tables.ATTENTION
@@ -316,10 +335,16 @@ def _sizes(architecture: Architecture) -> dict[str, int]:
     sizes = {"one": 1, "hidden": architecture.hidden_size, "vocab": architecture.vocab_size}
     sizes |= {"ffn": architecture.ffn_size, "rank": lora.rank if lora else 0}
     sizes |= {"head": head, "heads": heads, "q": heads * head, "kv_heads": kv_heads, "kv": kv_heads * head}
+    sizes["attended"] = heads * head
     if latent:
         sizes |= {"q": heads * (latent.plain_size + latent.rope_size), "q_latent": latent.q_rank or 0}
         sizes |= {"kv_latent": latent.kv_rank, "kv_latent_and_rope": latent.kv_rank + latent.rope_size}
         sizes |= {"k_and_v": heads * (latent.plain_size + latent.v_size), "v": heads * latent.v_size}
+    if linear := architecture.linear:
+        sizes |= {"q": 2 * heads * head, "kernel": linear.kernel, "linear_heads": linear.value_heads}  # q with its gate
+        sizes |= {"linear_k": linear.keys, "linear_v": linear.values, "linear_v_head": linear.value_size}
+        sizes |= {"linear_qkvz": 2 * (linear.keys + linear.values), "linear_ba": 2 * linear.value_heads}
+        sizes |= {"linear_k_heads": linear.key_heads}
     if experts:
         sizes |= {"experts": experts.count, "expert_ffn": experts.ffn_size, "shared_ffn": experts.shared_ffn_size or 0}
     return sizes
@@ -346,6 +371,8 @@ def _read(
             name = model + line["hf"]
             with_next = line["hf"] == tables.WITH_NEXT or name in joined
             hf_tensors.append(HFTensor(name, shape, shard, shard_dim, expert, with_next))
-        is_by_kv_head = megatron.startswith("self_attention.linear_qkv.")
-        groups = sizes["kv_heads"] // num_ranks["tp"] if is_by_kv_head else 1
+        groups = 1
+        if megatron.startswith(("self_attention.linear_qkv.", "self_attention.conv1d")):
+            heads = "linear_k_heads" if f".{LINEAR_BLOCK}." in hf_tensors[0].name else "kv_heads"
+            groups = sizes[heads] // num_ranks["tp"]
         yield Parameter(tuple(decoder + name for name in megatron.split(" | ")), layer, tuple(hf_tensors), groups)

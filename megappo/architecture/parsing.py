@@ -1,7 +1,6 @@
 """config.json -> `Architecture`, or everything in it that is missing, has several values, or is not supported."""
 
-import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from math import inf, prod
 from pathlib import Path
 from typing import Any
@@ -9,9 +8,11 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from megappo.architecture.architecture import Architecture, Experts, LatentAttention, Rope, Scales
+from megappo.architecture.architecture import Architecture, Experts, LatentAttention, LinearAttention, Rope, Scales
+from megappo.architecture.config_keys import COMPUTED, ONLY, ONLY_OF_EXPERTS, REMEDIES, ROPE_KEYS, uncomputed
 from megappo.architecture.families import (
     FAMILIES,
+    FULL_PATTERN,
     LOCAL_ROPE,
     ROTARY_PART,
     WINDOW_PATTERN,
@@ -20,15 +21,10 @@ from megappo.architecture.families import (
     HeadKind,
     language_model,
 )
-from megappo.architecture.model_folder import CONFIG_FILE, INDEX, SINGLE, first_architecture, other_kind, read_json_file
+from megappo.architecture.model_folder import CONFIG_FILE, first_architecture, other_kind, read_json_file
 from megappo.config.config_error import ConfigError, shorten
 from megappo.config.sources import TextFileError
 
-ROPE_KEYS = """
-    rope_type type rope_theta factor low_freq_factor high_freq_factor original_max_position_embeddings beta_fast
-    beta_slow attention_factor mscale mscale_all_dim truncate
-    """
-"""Keys of rotary positions that are read; a kind ignores the numbers of others."""
 SIZES = {
     "num_heads": "num_attention_heads",
     "num_layers": "num_hidden_layers",
@@ -47,56 +43,14 @@ LATENT_SIZES = {
     "v_size": "v_head_dim",
 }
 """Further keys of a model with latent attention, by the names of `LatentAttention`."""
-ONLY: dict[str, tuple[Any, ...]] = {
-    "quantization_config": ({},),
-    "attention_bias": (False,),
-    "mlp_bias": (False,),
-    "rope_is_neox_style": (True,),
-    "rope_interleaved": (False,),
-    "is_causal": (True,),
-    "activation": ("silu", "swiglu"),
-    "position_embedding_type": ("rope", "rotary"),
-    "transformers_weights": (SINGLE, INDEX),
+LINEAR_SIZES = {
+    "key_heads": "linear_num_key_heads",
+    "value_heads": "linear_num_value_heads",
+    "key_size": "linear_key_head_dim",
+    "value_size": "linear_value_head_dim",
+    "kernel": "linear_conv_kernel_dim",
 }
-"""Keys of config.json with the values that are supported; an absent key, or null, means one of them."""
-REMEDIES = {"quantization_config": "choose the model's weights in bf16 or fp16, or convert these and remove the key"}
-"""Key that is not supported -> the remedy, where it is another than that of most keys."""
-ONLY_OF_EXPERTS: dict[str, tuple[Any, ...]] = {
-    "decoder_sparse_step": (1,),
-    "mlp_only_layers": ([],),
-    "router_jitter_noise": (0,),
-    "moe_layer_freq": (1,),
-}
-"""The same for a mixture of experts."""
-COMPUTED = """
-    architectures layer_types model_type rope_parameters rope_scaling rope_theta head_dim
-    original_max_position_embeddings num_key_value_heads sliding_window use_sliding_window tie_word_embeddings
-    norm_topk_prob num_nextn_predict_layers num_mtp_layers
-    """
-"""Further keys of config.json that are read."""
-WITHOUT_EFFECT = re.compile(
-    r"""(?x)
-    # private, initialisation, lengths; and as whole words: dropout (there is none here), losses, caches, generation
-    ^(_|unsloth|init|max_seq|use_fused)
-    | (^|_)(initializer|dropout|pdrop|loss|cache|flash|sdpa|version|num_beams|num_beam_groups|ngram_size)(_|$)
-    | (_token_ids?|(max|min|seq|sequence|context)_length|_penalty|suppress_tokens)$
-    # sizes that others follow from, how the model was made, what its trainer or a generation reads
-    | ^(
-    attn_implementation |auto_map |bad_words_ids |chunk_size_feed_forward |do_sample |dtype |early_stopping
-    |experts_implementation |ffn_dim_multiplier |finetuning_task |gradient_checkpointing |id2label
-    |is_llama_config |label2id |max_window_layers |multiple_of |n_ctx |n_positions |name_or_path
-    |neftune_noise_alpha |num_labels |num_return_sequences |output_attentions |output_hidden_states
-    |output_router_logits |output_scores |padding_side |prefix |pretraining_tp |problem_type |pruned_heads
-    |remove_invalid_values |return_dict |return_dict_in_generate |summary_type |task_specific_params |temperature
-    |tie_encoder_decoder |tie_last_hidden_states |tokenizer_class |top_k |top_p |torch_dtype |torchscript
-    |transformers\.js_config |typical_p |use_bfloat16 |vocab_padded
-    )$"""
-)
-"""Keys of config.json without effect on what a model computes; a family has further ones (`Family.ignores`)."""
-FACTORS = re.compile("(multiplier|scale|scaling|factor|pct|percent)$")
-"""Keys of factors, which 1 turns off."""
-CHOICES = re.compile("(type|act|fn|func|function|activation|embedding|impl|layout|method|mode|pattern)$")
-"""Keys whose text chooses what is computed; any other text is a note."""
+"""Further keys of a model with linear attention, by the names of `LinearAttention`."""
 ROPE_SECTIONS = ("rope_parameters", "rope_scaling")
 """Sections with the rotary positions: transformers 5's, and the older one."""
 
@@ -125,7 +79,14 @@ def read_architecture(folder: str | Path, head: HeadKind = "policy") -> Architec
 
 
 def _wrong_value(error: ErrorDetails) -> str:
-    keys = {**SIZES, **LATENT_SIZES, "base": "rope_theta", "tied": "tie_word_embeddings", "count": "num_experts"}
+    keys = {
+        **SIZES,
+        **LATENT_SIZES,
+        **LINEAR_SIZES,
+        "base": "rope_theta",
+        "tied": "tie_word_embeddings",
+        "count": "num_experts",
+    }
     names = [keys.get(str(name), str(name)) for name in error["loc"]]
     return f"{'.'.join(names)}: {error['msg']}, found {shorten(repr(error['input']))}"
 
@@ -145,6 +106,8 @@ def parse(raw: Mapping[str, Any], file: Path, head: HeadKind = "policy") -> Arch
             f"{file} is of architecture {shorten(named)}; this version trains {supported}: choose one of these"
         )
     family, values = FAMILIES[name], {key: value for key, value in raw.items() if value is not None}
+    if family.experts and not family.experts.dense_layers:  # no layer has another MLP
+        values.setdefault(SIZES["ffn_size"], values.get(family.experts.ffn))
     if missing := ", ".join(_missing(raw, values, family)):
         raise ConfigError(f"{file} lacks {missing}: download it again")
     values, local_rope = _split_rope(values, family)
@@ -162,6 +125,7 @@ def parse(raw: Mapping[str, Any], file: Path, head: HeadKind = "policy") -> Arch
         scales=Scales(**{name: _factor(values, *read) for name, read in family.scales.items()}),
         experts=_experts(values, family.experts) if family.experts else None,
         latent=LatentAttention(**latent) if family.latent_attention else None,
+        linear=_linear(values) if family.linear_attention else None,
         tied=values.get("tie_word_embeddings", family.tied),
         qkv_bias=_is_on(family.qkv_bias, values),
         qk_layernorm=_is_on(family.qk_layernorm, values),
@@ -217,8 +181,14 @@ def _contradictions(model: Architecture) -> Iterator[str]:
     elif size * model.rope.part % 2:
         part = "" if model.rope.part == 1 else f"{model.rope.part:g} of "
         yield f"{part}{name} is {size * model.rope.part:g}, but rotary positions need an even one"
-    if model.windows and len(model.windows) != model.num_layers:
-        yield f"layer_types has {len(model.windows)} layers, num_hidden_layers is {model.num_layers}"
+    layers = model.linear.layers if model.linear else model.windows
+    if layers and len(layers) != model.num_layers:
+        yield f"layer_types has {len(layers)} layers, num_hidden_layers is {model.num_layers}"
+    if model.linear and model.linear.value_heads % model.linear.key_heads:
+        yield (
+            f"linear_num_key_heads {model.linear.key_heads} does not divide linear_num_value_heads "
+            f"{model.linear.value_heads}"
+        )
     if experts and experts.top_k > experts.count:
         yield f"num_experts_per_tok {experts.top_k} is more than the {experts.count} experts"
     if experts and experts.groups and experts.count % experts.groups[0]:
@@ -242,6 +212,8 @@ def _needed(values: Mapping[str, Any], family: Family) -> list[str]:
     keys += [key for key, _ in family.scales.values()]
     if family.latent_attention:
         keys += LATENT_SIZES.values()
+    if family.linear_attention:
+        keys += LINEAR_SIZES.values()
     return list(dict.fromkeys(keys))
 
 
@@ -259,6 +231,14 @@ def _windows(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
     default = ["sliding_attention" if number % every else "full_attention" for number in range(1, layers + 1)]
     windows = tuple(kind == "sliding_attention" for kind in values.get("layer_types", default))
     return {"sliding_window": window, "windows": windows}
+
+
+def _linear(values: Mapping[str, Any]) -> LinearAttention:
+    every, layers = values.get(FULL_PATTERN, 4), values["num_hidden_layers"]
+    default = ["linear_attention" if number % every else "full_attention" for number in range(1, layers + 1)]
+    kinds = values.get("layer_types", default)
+    sizes: dict[str, Any] = {size: values[key] for size, key in LINEAR_SIZES.items()}
+    return LinearAttention(**sizes, layers=tuple(kind == "linear_attention" for kind in kinds))
 
 
 def _experts(values: Mapping[str, Any], experts: ExpertFormat) -> Experts:
@@ -291,17 +271,19 @@ def _unsupported(values: Mapping[str, Any], architecture: Architecture) -> Itera
     yield from (key for key, supported in only.items() if key in values and values[key] not in supported)
     # A window is at least as long as any row.
     attention = {"full_attention", "sliding_attention" if architecture.sliding_window else "full_attention"}
+    attention |= {"linear_attention"} if architecture.linear else set()
     if not attention.issuperset(values.get("layer_types", ())):
         yield "layer_types"
     if family.experts and architecture.experts:
         only |= dict.fromkeys(family.experts.count, ())
         yield from _unsupported_routing(values, family.experts, architecture.experts)
     read = {*COMPUTED.split(), *_needed(values, family), *only, *family.rope_keys}
-    yield from _uncomputed(values, {*read, *family.ignores})
+    yield from uncomputed(values, {*read, *family.ignores})
     # By the type transformers chooses what is computed: that of a family with other norms or factors is refused.
     kind = values.get("model_type", "").removesuffix("_text").replace("_", "")
-    alike = (name for name, other in FAMILIES.items() if (other.norms, other.scales) == (family.norms, family.scales))
-    if not any(kind in name.lower() for name in alike):
+    own = family.norms, family.scales, family.linear_attention
+    alike = (name for name, one in FAMILIES.items() if (one.norms, one.scales, one.linear_attention) == own)
+    if not any(kind in name.lower().replace("_", "") for name in alike):
         yield "model_type"
 
 
@@ -312,22 +294,6 @@ def _unsupported_routing(values: Mapping[str, Any], written: ExpertFormat, exper
     # To Megatron a group is as good as its best experts, as many as a token gets in each of its groups.
     if experts.groups and experts.top_k // experts.groups[1] != written.groups_rated_by:
         yield "topk_group"
-
-
-def _uncomputed(raw: Mapping[str, Any], computed: Collection[str]) -> Iterator[str]:
-    """Yield the keys whose values need something that is not computed; those in `computed` are read elsewhere."""
-    for key, value in raw.items():
-        if key not in computed and not WITHOUT_EFFECT.search(key) and not _is_off(key, value):
-            yield key
-
-
-def _is_off(key: str, value: Any) -> bool:
-    """Return whether a value turns its key off: null, false, 0, something empty, a factor of 1, a note."""
-    if isinstance(value, str):
-        return not value or not CHOICES.search(key)
-    if FACTORS.search(key) and type(value) in (int, float):
-        return value == 1
-    return not value
 
 
 def _split_rope(values: dict[str, Any], family: Family) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -362,7 +328,7 @@ def _unsupported_rope(rope: Mapping[str, Any], family: Family) -> Iterator[str]:
     """Yield why rotary positions are not supported."""
     scalings, kind = family.rope_scalings, rope["rope_type"]
     is_lacking = any(name not in rope for name in scalings.get(kind, ()))
-    if kind not in scalings or is_lacking or any(_uncomputed(rope, {*ROPE_KEYS.split(), *family.rope_keys})):
+    if kind not in scalings or is_lacking or any(uncomputed(rope, {*ROPE_KEYS.split(), *family.rope_keys})):
         needs = [f"{name} ({', '.join(numbers)})" if numbers else name for name, numbers in scalings.items()]
         where = "" if family.rotary_part else "over the whole head, "
         yield f"; supported are, {where}{'; '.join(needs)}"

@@ -19,7 +19,7 @@ LAYERS = (
 )
 """Fields of TransformerConfig. Others stay off: fusions with biases and dropout, of which there are none, and in
 attention, which keeps no scores."""
-OWN = ("gradient_accumulation_fusion", "varlen_attn", "known_shapes", "pinned_copies")
+OWN = ("gradient_accumulation_fusion", "varlen_attn", "delta_rule_kernel", "known_shapes", "pinned_copies")
 """Read by our own code."""
 REDUCTION = ("overlap_grad_reduce", "overlap_param_gather")
 """Fields of DistributedDataParallelConfig."""
@@ -36,6 +36,7 @@ class SwitchContext:
         on_gpu: CUDA is there.
         has_te: its layers are TransformerEngine's.
         has_varlen: torch has the attention of packs that torch's layers call.
+        has_fla: the package fla-core is there.
     """
 
     architecture: Architecture
@@ -46,6 +47,7 @@ class SwitchContext:
     on_gpu: bool
     has_te: bool
     has_varlen: bool = True
+    has_fla: bool = False
 
 
 class Decision(NamedTuple):
@@ -96,6 +98,9 @@ def _of_our_own(context: SwitchContext) -> Reasons:
         yield "gradient_accumulation_fusion", gain, ""
     if not context.has_te:
         yield "varlen_attn", "one kernel attends within all sequences of a pack", no_gpu or _no_varlen(context)
+    if context.architecture.linear:
+        why_off = no_gpu or ("" if context.has_fla else "the package fla-core is not installed")
+        yield "delta_rule_kernel", "kernels of fla-core compute linear attention", why_off
     if context.parallel.pipeline > 1:
         yield "known_shapes", "stages need not send each other the shapes of their messages", is_virtual
     yield "pinned_copies", "micro-batches are copied while the GPU computes", no_gpu

@@ -66,6 +66,7 @@ class EngineMemory(NamedTuple):
 
     Attributes:
         weights: the policy's, sharded over the engine's GPUs.
+        states: those of linear attention, of all running requests.
         cache_per_token: keys and values of a token.
         cache_tokens: tokens that the cache can hold; below 0 if the weights alone are too large.
         graphs: CUDA graphs of decoding.
@@ -73,6 +74,7 @@ class EngineMemory(NamedTuple):
     """
 
     weights: float
+    states: float
     cache_per_token: float
     cache_tokens: float
     graphs: float
@@ -80,8 +82,8 @@ class EngineMemory(NamedTuple):
 
     @property
     def cache(self) -> float:
-        """Keys and values of all tokens."""
-        return max(self.cache_tokens, 0) * self.cache_per_token
+        """Keys and values of all tokens, and states."""
+        return max(self.cache_tokens, 0) * self.cache_per_token + self.states
 
 
 def engine_memory(config: Config, policy: Architecture, num_parameters: int, free_bytes: float) -> EngineMemory:
@@ -99,13 +101,18 @@ def engine_memory(config: Config, policy: Architecture, num_parameters: int, fre
         cached: float = policy.latent.kv_rank + policy.latent.rope_size
     else:  # keys and values, whose heads are repeated if there are fewer than GPUs
         cached = 2 * max(policy.num_kv_heads / tensor, 1) * policy.head_size
-    cache_per_token = nbytes * policy.num_layers * cached
-    room = (rollout.mem_fraction_static * free_bytes - weights) / cache_per_token
+    cache_per_token = nbytes * (policy.num_layers - policy.num_linear_layers) * cached
+    states = 0.0
+    if linear := policy.linear:  # in fp32, and the last tokens that the convolution reads
+        last = nbytes * (2 * linear.keys + linear.values) * (linear.kernel - 1)
+        states = rollout.max_running_requests * policy.num_linear_layers * (4 * linear.state + last) / tensor
+    room = (rollout.mem_fraction_static * free_bytes - weights - states) / cache_per_token
     of_experts = policy.experts.top_k * policy.experts.ffn_size if policy.experts else 0
     layer_width = policy.hidden_size + max(policy.ffn_size, of_experts) / tensor
     logits = rollout.max_running_requests * policy.vocab_size * 4 * FP32_LOGITS
     return EngineMemory(
         weights=weights,
+        states=states,
         cache_per_token=cache_per_token,
         cache_tokens=min(room, rollout.max_total_tokens or room),
         graphs=rollout.max_running_requests * GRAPH_BYTES,

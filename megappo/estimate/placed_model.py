@@ -44,6 +44,10 @@ INNER_COPIES = {"silu": 3, "gelu_pytorch_tanh": 4, "quick_gelu": 8}
 """Memory that an MLP keeps for its backward pass, in inner sizes, by its activation: gate, up and their product; GELU
 of the gate; with quick GELU both cut off, its sigmoid, the offset, and the product as weighted by the router."""
 
+DELTA_CHUNK, KEY_COPIES, VALUE_COPIES, CHUNK_SQUARES = 64, 8, 6, 5
+"""Linear attention in torch: tokens of a chunk; and copies in fp32 that it keeps of all heads' keys (queries, keys,
+with their scales), of their values, and of the squares of a chunk's tokens."""
+
 
 @dataclass(frozen=True)
 class Flops:
@@ -97,8 +101,11 @@ def flops_of(architecture: Architecture) -> Flops:
     keys_and_values = 2 * architecture.head_size
     if latent:
         keys_and_values = latent.plain_size + latent.rope_size + latent.v_size
-    attention = 2 * architecture.num_layers * architecture.num_heads * keys_and_values
+    attending = architecture.num_layers - architecture.num_linear_layers
+    attention = 2 * attending * architecture.num_heads * keys_and_values
     training = TRAINING_ADAPTERS if architecture.lora else TRAINING - 1 + trained / layers
+    if architecture.linear:  # a token's key and query read the state, and its key changes it
+        layers += architecture.num_linear_layers * 3 * 2 * architecture.linear.state
     return Flops(layers, attention, head, training)
 
 
@@ -217,21 +224,31 @@ class PlacedModel:
         norms, if any; gate, up and their product of the MLP, and GELU of the gate. A mixture of experts keeps its
         input, its output and the same three for each expert of a token, assuming that experts are chosen equally often.
 
+        Linear attention keeps queries, keys and values before and after the convolution, in fp32 for all heads, what
+        each chunk makes of them, and the state of each chunk.
+
         Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4,
         without attention's scores and dropout, for gated MLPs and fewer key-value heads.
         """
         architecture = self.shape.architecture
         heads = architecture.num_heads
-        latent = architecture.latent
+        latent, linear = architecture.latent, architecture.linear
         experts = architecture.experts
         output_norms = sum(name is not None for name in architecture.family.norms[1::2])
         between = (4 + output_norms) * architecture.hidden_size  # what lies between the cut matrices
-        if latent:
+        in_fp32 = 4.0 * heads  # attention's: fp32
+        if linear and architecture.is_linear(layer):
+            cut = 2 * (2 * linear.keys + linear.values) + 3 * linear.values
+            keys = linear.value_heads * linear.key_size
+            in_fp32 = 4 * (KEY_COPIES * keys + VALUE_COPIES * linear.values + linear.state / DELTA_CHUNK)
+            in_fp32 += 4 * CHUNK_SQUARES * linear.value_heads * DELTA_CHUNK
+        elif latent:
             between += (latent.q_rank or 0) + latent.kv_rank
             cut = 2 * heads * (latent.plain_size + latent.rope_size + latent.v_size)
         else:
             copies = 3 if architecture.qk_layernorm else 2
             cut = copies * (heads + architecture.num_kv_heads) * architecture.head_size
+            cut += 2 * heads * architecture.head_size if linear else 0  # output gates, and their product
         inner = INNER_COPIES[architecture.family.activation]
         if layer < architecture.num_dense_layers:
             cut += inner * architecture.ffn_size
@@ -239,8 +256,7 @@ class PlacedModel:
             in_and_out = 2 * architecture.hidden_size * self.parallel.expert_tensor
             between += experts.top_k * (in_and_out + inner * experts.ffn_size)
             cut += inner * (experts.shared_ffn_size or 0)
-        normalisers = 4 * heads / self.parallel.tensor  # attention's: fp32
-        return self.nbytes * (between / self._sharing + cut / self.parallel.tensor) + normalisers
+        return self.nbytes * (between / self._sharing + cut / self.parallel.tensor) + in_fp32 / self.parallel.tensor
 
     @property
     def _sharing(self) -> int:

@@ -66,6 +66,7 @@ def build_model(
         on_gpu=platform.has_cuda(),
         has_te=layer_kind(model.layer_spec) == "transformer_engine",
         has_varlen=platform.has_varlen_attn(),
+        has_fla=platform.has_fla(),
     )
     config = transformer_config(architecture, model, parallel, recompute, decide(setting))
     if base is not None:  # most weights will be the base's: these are allocated on the host, unmarked

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megappo.architecture.architecture import Architecture
 from megappo.config.config_error import ConfigError
+from megappo.models.linear_attention import AttentionOfLayer, GatedAttention, PackedGatedAttention
 from megappo.models.packed_attention import PackedAttention, SelfAttention
 from megappo.runtime import platform
 
@@ -74,8 +75,13 @@ def layer_spec(config: TransformerConfig, has_te: bool, stage: int, chunk: int) 
     )
     if not has_te:
         decoder.layer_norm = RMSNorm
-        for layer in decoder.layer_specs:
+    for layer in decoder.layer_specs:
+        if not has_te:
             _use_torch_modules(layer.submodules, config)
+        if config.linear_attention_freq:
+            mixed = layer.submodules.self_attention
+            mixed.module = AttentionOfLayer
+            mixed.params["full"] = GatedAttention if has_te else PackedGatedAttention
     return decoder
 
 

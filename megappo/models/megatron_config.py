@@ -10,7 +10,7 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _ya
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
-from megappo.architecture.architecture import DTYPES, Architecture, LatentAttention, Rope
+from megappo.architecture.architecture import DTYPES, Architecture, LatentAttention, LinearAttention, Rope
 from megappo.architecture.families import Family
 from megappo.architecture.fit import fit_errors
 from megappo.architecture.parameters import padded_vocab_size
@@ -52,6 +52,7 @@ def transformer_config(
         ffn_hidden_size=architecture.ffn_size,
         num_attention_heads=architecture.num_heads,
         **_attention_arguments(architecture),
+        **_linear_arguments(architecture.linear),
         layernorm_epsilon=architecture.norm_eps,
         normalization="RMSNorm",
         **_activation_arguments(architecture.family),
@@ -126,6 +127,22 @@ def _attention_arguments(architecture: Architecture) -> dict[str, Any]:
         "softmax_scale": _softmax_scale(architecture),
         "softmax_type": "learnable" if architecture.family.sinks else "vanilla",
         "rotary_interleaved": architecture.family.rope_interleaved,
+    }
+
+
+def _linear_arguments(linear: LinearAttention | None) -> dict[str, Any]:
+    """Return TransformerConfig's arguments of linear attention, and of the output gates of the other layers."""
+    if linear is None:
+        return {}
+    return {
+        "attention_output_gate": True,
+        # A list makes Megatron name each layer in a checkpoint: they differ.
+        "linear_attention_freq": list(map(int, linear.layers)),
+        "linear_num_key_heads": linear.key_heads,
+        "linear_num_value_heads": linear.value_heads,
+        "linear_key_head_dim": linear.key_size,
+        "linear_value_head_dim": linear.value_size,
+        "linear_conv_kernel_dim": linear.kernel,
     }
 
 

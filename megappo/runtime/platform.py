@@ -198,6 +198,11 @@ def has_transformer_engine() -> bool:
     return has_cuda() and _version("transformer-engine") is not None
 
 
+def has_fla() -> bool:
+    """Return whether the package of linear attention's kernels is installed and has a GPU."""
+    return has_cuda() and _version("fla-core") is not None
+
+
 def has_varlen_attn() -> bool:
     """Return whether torch's attention of packs, for GPUs, takes groups of heads; older versions do not."""
     if not has_cuda():

@@ -21,6 +21,7 @@ from megappo.architecture.parameters import (
     expert_stacks,
     hf_tensors_of,
     is_adapter,
+    linear_stacks,
 )
 from megappo.models.gpt import ModelChunks
 from megappo.placement.groups import ComponentGroups
@@ -41,7 +42,7 @@ class ExportedTensor(TensorSpec):
         hf: its shards.
         stage: the pipeline stage that holds it.
         expert_rank: the expert-parallel rank that holds it; None = not an expert's, and held by all of them.
-        parts: of a stack of experts, each gathered by itself; `hf` and `expert_rank` are those of the first.
+        parts: of a stack, each gathered by itself; `hf` and `expert_rank` are those of the first.
     """
 
     hf: HFTensor
@@ -70,7 +71,8 @@ class Export:
         by_stage: each of them needs only the tensors of its own pipeline stage, so that nothing is broadcast from stage
             to stage. Each bucket then holds tensors of one stage, `sender_index`, whose ranks gather it.
         adapters: export adapters alone; otherwise they are merged into the weights that they adapt.
-        stacks_experts: export experts in the stacks that files and engines of the family have (`expert_stacks`).
+        with_stacks: export stacks of experts, and of linear attention, as files and engines of the family have them
+            (`expert_stacks`, `linear_stacks`).
     Attributes:
         tensors: in the order in which they are gathered. Tied embeddings come once, as the embedding.
         participates: this rank must call `gather`, for itself or for others.
@@ -88,7 +90,7 @@ class Export:
         full_tensor_ranks: Collection[int] | None = None,
         by_stage: bool = False,
         adapters: bool = False,
-        stacks_experts: bool = True,
+        with_stacks: bool = True,
     ):
         self.groups = groups
         table, all_parameters = table_of(architecture, groups), global_parameters(chunks)
@@ -113,8 +115,8 @@ class Export:
                 f"no pipeline stage of the model holds {', '.join(missing)}; build the model from this config.json"
             )
         tensors = {name: found[name] for name in names}
-        if stacks_experts and not adapters:
-            _stack_experts(tensors, architecture)
+        if with_stacks and not adapters:
+            _stack(tensors, architecture)
         # Like ones together: fewer messages, and fewer buckets, each of one dtype.
         self.tensors = sorted(
             tensors.values(),
@@ -153,7 +155,7 @@ class Export:
             self._gather(portion, target.view(portion[0].dtype))
         if dist.get_rank() in self._full_ranks:
             for tensor, (_, whole) in zip(bucket, views(bucket, flat), strict=True):
-                if tensor.parts:
+                if tensor.parts and tensor.hf.expert is not None:
                     _interleave(tensor.parts, whole)
         return flat
 
@@ -261,8 +263,12 @@ def _all_gather_specs(
     return found
 
 
-def _stack_experts(tensors: dict[str, ExportedTensor], architecture: Architecture) -> None:
-    """Replace the tensors of experts by the stacks that they are parts of."""
+def _stack(tensors: dict[str, ExportedTensor], architecture: Architecture) -> None:
+    """Replace the tensors that are parts of stacks by these."""
+    for name, names in linear_stacks(architecture).items():
+        parts = tuple(tensors.pop(part) for part in names)
+        shape = sum(part.shape[0] for part in parts), *parts[0].shape[1:]
+        tensors[name] = replace(parts[0], name=name, shape=shape, parts=parts, with_next=False)
     for name, stack in expert_stacks(architecture).items():
         parts = tuple(tensors.pop(part) for part in stack.parts)
         tensors[name] = replace(parts[0], name=name, shape=stack.shape, parts=parts)

@@ -23,6 +23,7 @@ from megappo.architecture.parameters import (
     expert_stacks,
     hf_tensors_of,
     is_adapter,
+    linear_stacks,
 )
 from megappo.architecture.parsing import read_architecture
 from megappo.config.config_error import listed
@@ -57,6 +58,9 @@ def folder_shapes(folder: str | Path, architecture: Architecture) -> dict[str, t
         names = [name for name in source.names() - left_out if not is_unused(name, architecture)]
         stacks = expert_stacks(architecture).items()
         stack_of = {part: (name, stack.shape) for name, stack in stacks for part in stack.parts}
+        for name, parts in linear_stacks(architecture).items():
+            shapes = [source.shape(part) for part in parts]
+            stack_of |= dict.fromkeys(parts, (name, (sum(rows for rows, *_ in shapes), *shapes[0][1:])))
         return dict(stack_of.get(name, (name, source.shape(name))) for name in names)
 
 

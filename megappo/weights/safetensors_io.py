@@ -15,6 +15,8 @@ from megappo.architecture.parameters import ExpertStack, expert_stacks, hf_shape
 from megappo.batch.rows_file import write_tensors
 from megappo.errors import ActionableError
 
+WITH_VISION = "model.language_model."
+"""Begins names of a text model that was part of one with vision, as transformers keeps them."""
 FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 """Positive numbers of the format E2M1, by their bits; a fourth bit is the sign."""
 
@@ -59,6 +61,8 @@ class HFFolder(AbstractContextManager):
         self._files = {file: safe_open(self.folder / file, framework="pt") for file in sorted(set(files.values()))}
         if architecture is None:
             return
+        if architecture.linear:
+            self.rename({name: name.replace(WITH_VISION, "model.") for name in self.names() if WITH_VISION in name})
         for name, stack in expert_stacks(architecture).items():
             self._split_stack(name, stack)
         for layer in range(architecture.num_layers):
@@ -146,12 +150,12 @@ class HFFolder(AbstractContextManager):
         self._check_shape(gate_up, (experts.count, 2 * ffn, hidden))
         self._check_shape(down, (experts.count, hidden, ffn))
         block, router = f"{layer}{names.block}.", f"{layer}mlp.gate.weight"
-        gate_up_file, down_file = self._stored.pop(gate_up).file, self._stored.pop(down).file
+        gate_and_up, downs = self._stored.pop(gate_up), self._stored.pop(down)
         for expert in range(experts.count):
             name = f"{block}experts.{expert}."
-            self._stored[f"{name}{names.gate}.weight"] = _Stored(gate_up_file, gate_up, expert, slice(0, ffn))
-            self._stored[f"{name}{names.up}.weight"] = _Stored(gate_up_file, gate_up, expert, slice(ffn, 2 * ffn))
-            self._stored[f"{name}{names.down}.weight"] = _Stored(down_file, down, expert)
+            self._stored[f"{name}{names.gate}.weight"] = gate_and_up._replace(expert=expert, rows=slice(0, ffn))
+            self._stored[f"{name}{names.up}.weight"] = gate_and_up._replace(expert=expert, rows=slice(ffn, 2 * ffn))
+            self._stored[f"{name}{names.down}.weight"] = downs._replace(expert=expert)
         if router in self._stored:
             self.rename({router: f"{block}gate.weight"})
 
@@ -161,10 +165,10 @@ class HFFolder(AbstractContextManager):
         for stack, parts in architecture.stacks.items():
             name, sizes = f"{stack}.weight", [shapes[f"{part}.weight"] for part in parts]
             if name in self._stored:
-                self._check_shape(name, (sum(rows for rows, _ in sizes), sizes[0][1]))
-                file, start = self._stored.pop(name).file, 0
-                for part, (rows, _) in zip(parts, sizes, strict=True):
-                    self._stored[f"{part}.weight"] = _Stored(file, name, rows=slice(start, start + rows))
+                self._check_shape(name, (sum(rows for rows, *_ in sizes), *sizes[0][1:]))
+                stored, start = self._stored.pop(name), 0
+                for part, (rows, *_) in zip(parts, sizes, strict=True):
+                    self._stored[f"{part}.weight"] = stored._replace(rows=slice(start, start + rows))
                     start += rows
 
     def _check_shape(self, name: str, expected: tuple[int, ...]) -> None:

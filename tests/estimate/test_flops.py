@@ -35,6 +35,20 @@ def test_as_many_as_torch_counts(model_type: str, tmp_path: Path) -> None:
     assert causal == ours - squares + TOKENS * (TOKENS + 1) / 2 * flops.per_pair
 
 
+def test_linear_attention_costs_its_matrices_and_its_state(tmp_path: Path) -> None:
+    model = hf_model(hf_folder(tmp_path, "qwen3_5_text", **CHANGES["qwen3_5_text"]))
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(torch.arange(TOKENS)[None])
+    architecture = read_architecture(tmp_path)
+    flops, linear = flops_of(architecture), architecture.linear
+    # For each head and token: k S, k^T v, q S; then the convolution. torch counts no elementwise products.
+    state = 3 * 2 * linear.value_heads * linear.key_size * linear.value_size
+    convolution = 2 * (2 * linear.key_heads * linear.key_size + linear.value_heads * linear.value_size) * linear.kernel
+    ours = TOKENS * (flops.per_token + flops.per_output - 2 * (state + convolution))
+    assert ours == counter.get_flop_counts()["Global"][torch.ops.aten.mm]
+    assert flops.per_pair == 2 * 2 * 2 * architecture.num_heads * architecture.head_size, "of two layers"
+
+
 def test_values_take_one_number_per_token(tmp_path: Path) -> None:
     folder = hf_folder(tmp_path, "qwen2")
     architecture = read_architecture(folder, "value")

@@ -16,6 +16,7 @@ from tiny_shapes import (
     GLM4_MOE,
     GPT_OSS,
     PLAIN_ROPE,
+    QWEN3_NEXT,
     SHAPE,
     VARIANTS,
     VOCAB_SIZE,
@@ -85,6 +86,8 @@ MIXTURES = {
         | {"rope_parameters": {**PLAIN_ROPE, "rope_type": "linear", "factor": 3.0}, "n_group": 4, "topk_group": 1},
     ),
     "gpt oss": ("gpt_oss", GPT_OSS),
+    "qwen3 next": ("qwen3_next", QWEN3_NEXT | {"linear_num_value_heads": 2}),
+    "qwen3.5 moe": ("qwen3_5_moe_text", QWEN3_NEXT),
     "deepseek v2": ("deepseek_v2", DEEPSEEK_V2),
     "deepseek v2 lite": ("deepseek_v2", DEEPSEEK_V2 | {"q_lora_rank": None, "first_k_dense_replace": 0}),
     "deepseek v2, best of each group": (
@@ -199,7 +202,7 @@ def _check_added(rank: int, world_size: int, cases: list[Case]) -> None:
     _check_logits(rank, world_size, cases)
 
 
-@pytest.mark.parametrize("name", slow_ones(MIXTURES, {"gpt oss"}))
+@pytest.mark.parametrize("name", slow_ones(MIXTURES, {"gpt oss", "qwen3.5 moe"}))
 def test_logits_of_mixtures_equal_hugging_face_in_layouts(name: str, tmp_path: Path) -> None:
     model_type, changes = MIXTURES[name]
     folder = hf_folder(tmp_path, model_type, **changes)

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_shapes import QWEN2, QWEN3_MOE, V3
+from tiny_shapes import QWEN2, QWEN3_5, QWEN3_MOE, V3
 
 from megappo.architecture.parsing import parse
 from megappo.config.config_error import ConfigError
@@ -68,3 +68,16 @@ def test_layouts_that_do_not_fit_are_refused_in_the_words_of_the_plan() -> None:
         _config(Parallel(expert=2))
     with pytest.raises(ConfigError, match="parallel.tensor 2 does not divide intermediate_size 47 of config.json"):
         _config(Parallel(tensor=2), intermediate_size=47)
+
+
+def test_linear_attention_cuts_heads_and_no_rows() -> None:
+    model = {"architectures": ["Qwen3_5ForCausalLM"], **QWEN3_5}
+    assert _config(Parallel(tensor=2), **model).linear_attention_freq == [1, 0, 1, 0, 1, 0]
+    with pytest.raises(ConfigError, match="parallel.context 2: config.json has layers with linear attention"):
+        _config(Parallel(context=2), **model)
+    with pytest.raises(ConfigError, match="parallel.tensor 3 does not divide linear_num_key_heads 2 of config.json"):
+        _config(Parallel(tensor=3), **model)
+    with pytest.raises(ConfigError, match="linear_num_key_heads 3 does not divide linear_num_value_heads 4"):
+        _config(**model | {"linear_num_key_heads": 3})
+    with pytest.raises(ConfigError, match="layer_types has 1 layers, num_hidden_layers is 6"):
+        _config(**model, layer_types=["linear_attention"])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.transformer import TransformerConfig
-from tiny_shapes import QWEN2, QWEN3_MOE, V3
+from tiny_shapes import QWEN2, QWEN3_5, QWEN3_MOE, V3
 
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.parsing import parse
@@ -68,6 +68,7 @@ def test_layers_are_described_as_in_the_table(on: frozenset[str]) -> None:
 
 
 MIXTURE = architecture(**QWEN3_MOE)
+LINEAR = architecture(**QWEN3_5, architectures=["Qwen3_5ForCausalLM"])
 GROUPED = {"moe_grouped_gemm", "moe_permute_fusion"}
 ON_GPU = {"apply_rope_fusion", "bias_activation_fusion", "gradient_accumulation_fusion", "pinned_copies"}
 TORCH = {"use_te_activation_func", "pinned_copies"}
@@ -90,6 +91,8 @@ TORCH = {"use_te_activation_func", "pinned_copies"}
             ON_GPU | {"moe_permute_fusion"},
         ),
         ({"architecture": MIXTURE, "has_te": False}, TORCH | {"varlen_attn"}),
+        ({"architecture": LINEAR, "has_te": False}, TORCH | {"varlen_attn"}),
+        ({"architecture": LINEAR, "has_fla": True}, ON_GPU | {"delta_rule_kernel"}),
         ({"data": 2}, ON_GPU | {"overlap_grad_reduce"}),
         ({"data": 2, "is_trained": False}, ON_GPU - {"gradient_accumulation_fusion"}),
         ({"data": 2, "on_gpu": False, "has_te": False}, {"use_te_activation_func"}),

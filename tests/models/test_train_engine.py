@@ -17,7 +17,7 @@ from shrunk_models import shrunk_folder
 from slow import slow_ones
 from spawn import run_ranks
 from tiny_models import hf_folder
-from tiny_shapes import DEEPSEEK_V2, DEEPSEEK_V3, EXPERTS, GLM4_MOE, GPT_OSS, VARIANTS
+from tiny_shapes import DEEPSEEK_V2, DEEPSEEK_V3, EXPERTS, GLM4_MOE, GPT_OSS, QWEN3_NEXT, VARIANTS
 
 from megappo.architecture.parsing import read_architecture
 from megappo.batch.exchange import Exchange
@@ -141,7 +141,7 @@ def _matches(
     assert_outputs(engine, rows, mine, expected["outputs"])
     for norm in expected["grad_norms"]:
         metrics = engine.train_batch(rows.select(mine), make_loss(kind, rows))
-        assert metrics.grad_norm == pytest.approx(norm, rel=2e-5)
+        assert metrics.grad_norm == pytest.approx(norm, rel=4e-5)
     assert engine.total(1.0) == case.layout.data, "each shard's part counts once"
     found = exported(engine, architecture, kind)
     assert found.keys() == expected["parameters"].keys()
@@ -201,10 +201,15 @@ def test_rows_of_any_length_are_shared_out(name: str, tmp_path: Path) -> None:
 VARIANT_CASES = {"cp2 tp2 sp": "actor", "pp2 vpp2": "shared", "tp2 pp2, full recompute": "critic"}
 
 
+LINEAR = ("qwen3_5_text", "qwen3_next", "qwen3_5_moe_text")
+"""Linear attention does not take context parallelism."""
+
+
 @pytest.mark.parametrize("family", slow_ones(VARIANTS, VARIANTS.keys() - {"gemma3_text"}))
 @pytest.mark.parametrize("name", slow_ones(VARIANT_CASES, VARIANT_CASES.keys() - {"cp2 tp2 sp"}))
 def test_other_dense_families_train_as_hugging_face_does(name: str, family: str, tmp_path: Path) -> None:
     folder, kind = hf_folder(tmp_path / "hf", family, **VARIANTS[family]), VARIANT_CASES[name]
+    name = name.replace("cp2 tp2", "tp2 dp2") if family in LINEAR else name
     check(name, kind, folder if kind == "actor" else with_score(folder))
 
 
@@ -213,6 +218,8 @@ MIXTURES = {
     "qwen3_moe": EXPERTS | {"norm_topk_prob": True, "tie_word_embeddings": True},
     "glm4_moe": GLM4_MOE,
     "gpt_oss": GPT_OSS,
+    "qwen3_next": QWEN3_NEXT,
+    "qwen3_5_moe_text": QWEN3_NEXT,
     "deepseek_v2": DEEPSEEK_V2 | {"q_lora_rank": None},
     "deepseek_v3": DEEPSEEK_V3,
 }
@@ -225,12 +232,14 @@ WHOLE_FAMILY = "deepseek_v3"
 """Has all that the others have, except the softmax router: it takes all but the easy layouts, the others these."""
 OTHERS_CASES = ("ep2 pp2 vpp2, uneven micro-batches", "ep2 etp2 cp2 tp2 sp")
 SHOWN_CASES = {WHOLE_FAMILY: set(MIXTURE_CASES) - set(EASY_CASES), "gpt_oss": {"one rank", "ep2 cp2 tp2 sp"}}
+SHOWN_CASES |= {"qwen3_next": {"ep2 tp2 sp"}, "qwen3_5_moe_text": set()}
 
 
 def mixture_cases(family: str):
     shown = SHOWN_CASES.get(family, OTHERS_CASES)
     for name in MIXTURE_CASES:
-        if family != "gpt_oss" or "etp" not in name:  # experts with biases are not cut
+        is_cut = "etp" in name if family == "gpt_oss" else family in LINEAR and "cp2" in name
+        if not is_cut:  # experts with biases, or rows
             yield pytest.param(name, family, marks=() if name in shown else pytest.mark.slow)
 
 

@@ -31,6 +31,10 @@ SIZES = {
     "qk_nope_head_dim": 10,
     "qk_rope_head_dim": 8,
     "v_head_dim": 14,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
 }
 """Only those of a model's keys that have a value."""
 
@@ -49,6 +53,8 @@ def shrunk(config: dict[str, Any]) -> dict[str, Any]:
         small["rope_scaling"] = {key: original.get(key, value) for key, value in config["rope_scaling"].items()}
     if config["model_type"] == "gemma3_text":  # the last of its layers attends to all tokens
         small |= {"num_hidden_layers": 6, "sliding_window": 4}
+    if "full_attention_interval" in config:  # the last of so many layers
+        small["num_hidden_layers"] = config["full_attention_interval"]
     if "layer_types" in config:
         small["layer_types"] = config["layer_types"][: small["num_hidden_layers"]]
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):

@@ -68,7 +68,12 @@ GEMMA3 = {
         "full_attention": {"rope_type": "default", "rope_theta": 5000.0},
     },
 }
-VARIANTS = {"glm4": GLM4, "gemma3_text": GEMMA3, "phi3": PHI3, "granite": GRANITE}
+QWEN3_5 = {
+    **{"head_dim": 16, "partial_rotary_factor": 0.25, "full_attention_interval": 2, "linear_conv_kernel_dim": 3},
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12},
+}
+QWEN3_NEXT = QWEN3_5 | EXPERTS | {"shared_expert_intermediate_size": 40}
+VARIANTS = {"glm4": GLM4, "gemma3_text": GEMMA3, "phi3": PHI3, "granite": GRANITE, "qwen3_5_text": QWEN3_5}
 """Changes to SHAPE, by Hugging Face's model_type: dense families that differ from Llama in more than biases and norms
 of queries and keys."""
 MIXTURES = {
@@ -76,6 +81,8 @@ MIXTURES = {
     "qwen2_moe": TWO_LAYERS | EXPERTS | {"shared_expert_intermediate_size": 40},
     "qwen3_moe": TWO_LAYERS | EXPERTS,
     "glm4_moe": TWO_LAYERS | GLM4_MOE,
+    "qwen3_next": TWO_LAYERS | QWEN3_NEXT,
+    "qwen3_5_moe_text": TWO_LAYERS | QWEN3_NEXT,
     "deepseek_v2": TWO_LAYERS | DEEPSEEK_V2,
     "deepseek_v3": TWO_LAYERS | DEEPSEEK_V3,
 }
@@ -116,4 +123,4 @@ V2, V3 = (
 
 def architecture_of(model_type: str) -> str:
     """Return the architecture of Hugging Face's model_type: of glm4_moe Glm4MoeForCausalLM."""
-    return re.sub("(^|_)(.)", lambda found: found[2].upper(), model_type.removesuffix("_text")) + "ForCausalLM"
+    return re.sub("(^|_)([a-z])", lambda found: found[2].upper(), model_type.removesuffix("_text")) + "ForCausalLM"

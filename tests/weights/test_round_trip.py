@@ -10,12 +10,15 @@ import pytest
 import tiny_shapes
 import torch
 from safetensors.torch import load_file, save_file
+from slow import slow_ones
 from spawn import run_ranks
 from tiny_folders import hf_folder, load
 from tiny_shapes import GPT_OSS, VARIANTS
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from megappo.architecture.parsing import read_architecture
+from megappo.config.config_error import ConfigError
 from megappo.errors import ActionableError
 from megappo.models.gpt import ModelChunks
 from megappo.placement.groups import build_groups
@@ -64,7 +67,7 @@ UNEVEN = {
 """Layers of each chunk, of a model of five."""
 FAMILIES = ("qwen2", "llama", "qwen3", "mistral", "phi3")
 STACKED = "gpt_oss"
-OTHER_FAMILIES = ("glm4", "gemma3_text", "granite")
+OTHER_FAMILIES = ("glm4", "gemma3_text", "granite", "qwen3_5_text")
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -135,7 +138,25 @@ def test_other_dense_families_are_bit_equal(tmp_path: Path, family: str) -> None
     run_ranks(4, round_trips, folders, LAYOUTS, {}, {}, timeout=280)
 
 
-@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.slow
+def test_a_text_model_is_taken_out_of_one_with_vision_by_transformers(tmp_path: Path) -> None:
+    whole, text, plain = (tmp_path / name for name in ("whole", "text", "plain"))
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+    config = AutoConfig.for_model(
+        "qwen3_5", text_config=tiny_shapes.SHAPE | VARIANTS["qwen3_5_text"], vision_config=vision
+    )
+    AutoModelForImageTextToText.from_config(config).save_pretrained(whole)
+    with pytest.raises(ConfigError, match="is of architecture Qwen3_5ForConditionalGeneration"):
+        read_architecture(whole)
+    AutoModelForCausalLM.from_pretrained(whole).save_pretrained(text)
+    shutil.copytree(text, plain)
+    tensors = {name.replace("model.language_model.", "model."): one for name, one in tensors_of(whole).items()}
+    tensors = {name: one for name, one in tensors.items() if not name.startswith("model.visual.")}
+    save_file(tensors, plain / "model.safetensors")
+    run_ranks(4, round_trips, [plain], {"TP2xPP2": LAYOUTS["TP2xPP2"]}, {}, {plain: text})
+
+
+@pytest.mark.parametrize("family", slow_ones(MIXTURES, {"qwen3_next", "qwen3_5_moe_text"}))
 def test_mixtures_of_experts_are_bit_equal_from_either_format(tmp_path: Path, family: str) -> None:
     per_expert, bf16, fused = (tmp_path / name for name in ("per_expert", "bf16", "fused"))
     hf_folder(per_expert, family, **MIXTURES[family])

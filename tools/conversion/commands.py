@@ -31,6 +31,10 @@ def hf_to_megatron(args: argparse.Namespace, world: World) -> None:
     if architecture.is_reward_model and not args.value_model:
         raise UsageError(f"{args.input} is a critic or a reward model: --value-model converts it")
     architecture = critic_architecture(args.input) if args.value_model else architecture.with_head("policy")
+    if args.megatron_lm and architecture.linear:
+        raise UsageError(
+            f"--megatron-lm: Megatron-LM has other names for the linear attention of {args.input}: leave the option out"
+        )
     dtype = args.dtype or stored_dtype(args.input)
     chunks = load_from_hf(args.input, architecture, dtype, world)
     with world.staged(args.output) as output:

@@ -153,7 +153,7 @@ def _of_megatron(
     if exported.head == "policy_value" and not has_value_head(other):
         exported = exported.with_head("policy")
     chunks = load_from_megatron(source, source.dtype, world)
-    buckets = Export(chunks, exported, world.groups, stacks_experts=False).buckets(BUCKET_BYTES)
+    buckets = Export(chunks, exported, world.groups, with_stacks=False).buckets(BUCKET_BYTES)
     if exported.head != "policy":
         name_value_head(other)
         buckets = critic_buckets(buckets)

@@ -1,0 +1,79 @@
+"""Keys of config.json: what is read, what has no effect, and what is supported with some values only."""
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from megappo.architecture.model_folder import INDEX, SINGLE
+
+ROPE_KEYS = """
+    rope_type type rope_theta factor low_freq_factor high_freq_factor original_max_position_embeddings beta_fast
+    beta_slow attention_factor mscale mscale_all_dim truncate
+    """
+"""Keys of rotary positions that are read; a kind ignores the numbers of others."""
+ONLY: dict[str, tuple[Any, ...]] = {
+    "quantization_config": ({},),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "rope_is_neox_style": (True,),
+    "rope_interleaved": (False,),
+    "is_causal": (True,),
+    "activation": ("silu", "swiglu"),
+    "position_embedding_type": ("rope", "rotary"),
+    "transformers_weights": (SINGLE, INDEX),
+}
+"""Keys of config.json with the values that are supported; an absent key, or null, means one of them."""
+REMEDIES = {"quantization_config": "choose the model's weights in bf16 or fp16, or convert these and remove the key"}
+"""Key that is not supported -> the remedy, where it is another than that of most keys."""
+ONLY_OF_EXPERTS: dict[str, tuple[Any, ...]] = {
+    "decoder_sparse_step": (1,),
+    "mlp_only_layers": ([],),
+    "router_jitter_noise": (0,),
+    "moe_layer_freq": (1,),
+}
+"""The same for a mixture of experts."""
+COMPUTED = """
+    architectures layer_types model_type rope_parameters rope_scaling rope_theta head_dim
+    original_max_position_embeddings num_key_value_heads sliding_window use_sliding_window tie_word_embeddings
+    norm_topk_prob num_nextn_predict_layers num_mtp_layers
+    """
+"""Further keys of config.json that are read."""
+WITHOUT_EFFECT = re.compile(
+    r"""(?x)
+    # private, initialisation, lengths; and as whole words: dropout (there is none here), losses, caches, generation
+    ^(_|unsloth|init|max_seq|use_fused)
+    | (^|_)(initializer|dropout|pdrop|loss|cache|flash|sdpa|version|num_beams|num_beam_groups|ngram_size)(_|$)
+    | (_token_ids?|(max|min|seq|sequence|context)_length|_penalty|suppress_tokens)$
+    # sizes that others follow from, how the model was made, what its trainer or a generation reads
+    | ^(
+    attn_implementation |auto_map |bad_words_ids |chunk_size_feed_forward |do_sample |dtype |early_stopping
+    |experts_implementation |ffn_dim_multiplier |finetuning_task |gradient_checkpointing |id2label
+    |is_llama_config |label2id |max_window_layers |multiple_of |n_ctx |n_positions |name_or_path
+    |neftune_noise_alpha |num_labels |num_return_sequences |output_attentions |output_hidden_states
+    |output_router_logits |output_scores |padding_side |prefix |pretraining_tp |problem_type |pruned_heads
+    |remove_invalid_values |return_dict |return_dict_in_generate |summary_type |task_specific_params |temperature
+    |tie_encoder_decoder |tie_last_hidden_states |tokenizer_class |top_k |top_p |torch_dtype |torchscript
+    |transformers\.js_config |typical_p |use_bfloat16 |vocab_padded
+    )$"""
+)
+"""Keys of config.json without effect on what a model computes; a family has further ones (`Family.ignores`)."""
+FACTORS = re.compile("(multiplier|scale|scaling|factor|pct|percent)$")
+"""Keys of factors, which 1 turns off."""
+CHOICES = re.compile("(type|act|fn|func|function|activation|embedding|impl|layout|method|mode|pattern)$")
+"""Keys whose text chooses what is computed; any other text is a note."""
+
+
+def uncomputed(raw: Mapping[str, Any], computed: Collection[str]) -> Iterator[str]:
+    """Yield the keys whose values need something that is not computed; those in `computed` are read elsewhere."""
+    for key, value in raw.items():
+        if key not in computed and not WITHOUT_EFFECT.search(key) and not _is_off(key, value):
+            yield key
+
+
+def _is_off(key: str, value: Any) -> bool:
+    """Return whether a value turns its key off: null, false, 0, something empty, a factor of 1, a note."""
+    if isinstance(value, str):
+        return not value or not CHOICES.search(key)
+    if FACTORS.search(key) and type(value) in (int, float):
+        return value == 1
+    return not value
