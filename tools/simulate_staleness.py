@@ -35,7 +35,7 @@ from megappo.estimate.seconds import TimeEstimate
 from megappo.placement.picture import aligned
 from megappo.placement.placing import smallest_world
 from megappo.placement.run_plan import plan_run
-from megappo.rollouts.group_queue import LONG_WAIT, block_of
+from megappo.rollouts.group_queue import block_of, next_lookahead
 
 # isort: split
 # After megappo's imports, which name the Python that has these.
@@ -237,8 +237,7 @@ class Simulation:
         token_ages = sum(self._age(group) * group.num_tokens - group.newer for group in chosen)
         self.num_steps += 1
         seconds = self.now - began
-        if waited > LONG_WAIT * seconds:
-            self.lookahead = min(self.lookahead + 1, self.max_staleness)  # as `GroupQueue` does
+        self.lookahead = next_lookahead(self.lookahead, waited / seconds, self.max_staleness)
         return Step(
             seconds=seconds,
             trainers_idle=waited,

@@ -52,6 +52,15 @@ def dtype_name(dtype: object) -> str:
     return BY_TORCH[str(dtype).removeprefix("torch.")]
 
 
+DELTA_CHUNK = 64
+"""Tokens that the delta rule of linear attention computes at a time, as the package `fla` does."""
+
+
+def expert_number_bytes(num_experts: int) -> int:
+    """Return the bytes in which rows hold the number of an expert, from 1; 0 is no expert."""
+    return 1 if num_experts < 256 else 2
+
+
 @dataclass(frozen=True, config=CHECKED)
 class Experts:
     """A mixture of experts; every layer has one but the first `num_dense_layers`.
@@ -72,11 +81,6 @@ class Experts:
     renormalizes: bool
     scaling: float | None
     groups: tuple[Size, Size] | None
-
-    @property
-    def number_bytes(self) -> int:
-        """Bytes in which rows hold the number of an expert, from 1; 0 is no expert."""
-        return 1 if self.count < 256 else 2
 
 
 @dataclass(frozen=True, config=CHECKED)
@@ -221,7 +225,9 @@ class Architecture:
     def choice_bytes(self) -> int:
         """Bytes in which rows hold the experts that a token goes to in all layers."""
         experts = self.experts
-        return (self.num_layers - experts.num_dense_layers) * experts.top_k * experts.number_bytes if experts else 0
+        if experts is None:
+            return 0
+        return (self.num_layers - experts.num_dense_layers) * experts.top_k * expert_number_bytes(experts.count)
 
     @property
     def is_reward_model(self) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from megappo.architecture.architecture import Architecture
+from megappo.architecture.architecture import Architecture, expert_number_bytes
 from megappo.errors import ActionableError
 from megappo.userland.user_code import JsonObject
 
@@ -173,7 +173,7 @@ def _choices(meta: JsonObject, replayed: Architecture) -> bytes:
             "of rollout.engines with --enable-return-routed-experts; otherwise set another moe_runner_backend in "
             "rollout.server_args"
         )
-    return (chosen + 1).astype(f"<u{experts.number_bytes}").tobytes()
+    return (chosen + 1).astype(f"<u{expert_number_bytes(experts.count)}").tobytes()
 
 
 def _token_versions(spans: Sequence[JsonObject], num_tokens: int, requested: WeightVersion) -> list[int]:

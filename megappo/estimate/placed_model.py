@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from math import prod
 
-from megappo.architecture.architecture import DTYPES, Architecture
+from megappo.architecture.architecture import DELTA_CHUNK, DTYPES, Architecture
 from megappo.architecture.families import HeadKind
 from megappo.architecture.model_folder import shape_folder
 from megappo.architecture.parameters import (
@@ -44,9 +44,9 @@ INNER_COPIES = {"silu": 3, "gelu_pytorch_tanh": 4, "quick_gelu": 8}
 """Memory that an MLP keeps for its backward pass, in inner sizes, by its activation: gate, up and their product; GELU
 of the gate; with quick GELU both cut off, its sigmoid, the offset, and the product as weighted by the router."""
 
-DELTA_CHUNK, KEY_COPIES, VALUE_COPIES, CHUNK_SQUARES = 64, 8, 6, 5
-"""Linear attention in torch: tokens of a chunk; and copies in fp32 that it keeps of all heads' keys (queries, keys,
-with their scales), of their values, and of the squares of a chunk's tokens."""
+KEY_COPIES, VALUE_COPIES, CHUNK_SQUARES = 8, 6, 5
+"""Copies in fp32 that linear attention in torch keeps of all heads' keys (queries, keys, with their scales), of their
+values, and of the squares of a chunk's tokens."""
 
 
 @dataclass(frozen=True)

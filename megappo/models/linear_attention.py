@@ -19,10 +19,8 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
 from torch import Tensor
 
+from megappo.architecture.architecture import DELTA_CHUNK
 from megappo.models.packed_attention import Pack, SelfAttention
-
-CHUNK = 64
-"""Tokens that the delta rule computes at a time, as `fla` does."""
 
 
 class GatedDeltaNet(MegatronModule):
@@ -170,7 +168,7 @@ def delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: T
     query = query * query.shape[-1] ** -0.5
     query, key, value, decay, beta = (_chunks(tensor.float()) for tensor in (query, key, value, decay, beta))
     first = _chunks(first[:, None], fill=num_tokens)  # [chunks, 1, C], as all below with heads in the middle
-    starts = torch.arange(len(first), device=first.device)[:, None, None] * CHUNK
+    starts = torch.arange(len(first), device=first.device)[:, None, None] * DELTA_CHUNK
     total = decay.cumsum(-1)
     is_joined = (first[..., :, None] == first[..., None, :]).tril()
     pairs = (total[..., :, None] - total[..., None, :]).masked_fill(~is_joined, -torch.inf).exp()
@@ -201,8 +199,8 @@ def _unit(vectors: Tensor) -> Tensor:
 
 def _chunks(tensor: Tensor, fill: int = 0) -> Tensor:
     """Cut tokens into chunks, the last one filled up: [T, heads, ...] -> [chunks, heads, C, ...]."""
-    padding = (0, 0) * (tensor.ndim - 1) + (0, -len(tensor) % CHUNK)
-    return F.pad(tensor, padding, value=fill).unflatten(0, (-1, CHUNK)).transpose(1, 2)
+    padding = (0, 0) * (tensor.ndim - 1) + (0, -len(tensor) % DELTA_CHUNK)
+    return F.pad(tensor, padding, value=fill).unflatten(0, (-1, DELTA_CHUNK)).transpose(1, 2)
 
 
 class _Gated:

@@ -8,10 +8,14 @@ import torch.distributed as dist
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
+from megappo.architecture.architecture import expert_number_bytes
 from megappo.models.gpt import ModelChunks
 from megappo.observe.metrics import Metric
 from megappo.placement.groups import ComponentGroups
 from megappo.runtime import platform
+
+NUMBERS = {1: torch.uint8, 2: torch.int16}
+"""Bytes -> type of the number of an expert."""
 
 
 class LayerRouting:
@@ -49,7 +53,7 @@ class LayerRouting:
         own_scores, own = choose(scores, top_k, num_groups, group_top_k)
         if self._choices is None:
             return own_scores, own
-        numbers = self._choices.view(torch.uint8 if scores.shape[1] < 256 else torch.int16)
+        numbers = self._choices.view(NUMBERS[expert_number_bytes(scores.shape[1])])
         choices = numbers.unflatten(1, (-1, top_k))[:, self._place].long()
         experts = torch.where(choices > 0, choices - 1, own)
         chosen_scores = scores.gather(1, experts)

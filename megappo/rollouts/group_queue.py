@@ -9,8 +9,12 @@ from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
 from megappo.rollouts.journal import Choice, GroupFacts
 
-LONG_WAIT = 0.1
-"""Share of a step for which the models wait before prompts are begun further ahead."""
+
+def next_lookahead(lookahead: int, waited_frac: float, max_staleness: int) -> int:
+    """Return how many batches the engines may run ahead in the next step: one more if the models have waited for
+    responses in more than a tenth of the last one. Otherwise prompts that are begun earlier would only become older.
+    """
+    return min(lookahead + (waited_frac > 0.1), max_staleness)
 
 
 def block_of(position: int, size: int) -> int:
@@ -110,11 +114,5 @@ class GroupQueue:
             del self.prompts[position]
 
     def adapt_lookahead(self, waited_frac: float) -> None:
-        """Let the engines run a batch further ahead if the models have waited long for the last step's responses.
-        Otherwise prompts that are begun earlier would only become older.
-
-        Args:
-            waited_frac: share of the step for which the models have waited; the same on all ranks.
-        """
-        if waited_frac > LONG_WAIT:
-            self.lookahead = min(self.lookahead + 1, self._config.rollout.max_staleness)
+        """Decide how far the engines may run ahead in the next step; `waited_frac` is the same on all ranks."""
+        self.lookahead = next_lookahead(self.lookahead, waited_frac, self._config.rollout.max_staleness)

@@ -131,8 +131,13 @@ class Sample:
 
 def response_sample(prompt_index: int, sample_index: int, prompt: list[int], response: Generation) -> Sample:
     """Return an engine's response to a prompt as a sample."""
-    segment = Segment(prompt, tokens=response.tokens, log_probs=response.log_probs, versions=list(response.versions))
-    segment.choices = response.choices
+    segment = Segment(
+        prompt,
+        tokens=response.tokens,
+        log_probs=response.log_probs,
+        versions=list(response.versions),
+        choices=response.choices,
+    )
     return Sample(prompt_index, sample_index, [segment], response.finish_reason)
 
 

@@ -11,7 +11,6 @@ from typing import NamedTuple, Protocol
 import torch.distributed as dist
 
 from megappo.engines.client import EngineClient
-from megappo.engines.connections import Connections
 from megappo.engines.generations import EngineFault, Generation, SamplingParams
 from megappo.observe.metrics import Metric
 from megappo.rollouts.episodes import EpisodeRunner
@@ -183,7 +182,6 @@ class RolloutSession:
         self._slots = asyncio.Semaphore(self.max_running_requests)  # turns of episodes that the engine decodes at once
         self._num_running, self._since = 0, time.perf_counter()
         self._stopping = False
-        self._connections: Connections
 
     def run(
         self, is_interrupted: Callable[[], bool] = lambda: False, early_stop: Callable[[], bool] | None = None

@@ -11,6 +11,7 @@ from engine_server import response
 from tiny_models import hf_folder, hf_model
 from tiny_shapes import GLM4_MOE, MIXTURES
 
+from megappo.architecture.architecture import expert_number_bytes
 from megappo.architecture.parsing import read_architecture
 from megappo.config.schema import Rollout
 from megappo.engines.generations import EngineError, SamplingParams, checked, generate_body
@@ -36,7 +37,7 @@ def test_choices_are_numbered_from_one_in_as_few_bytes_as_hold_them(tmp_path: Pa
     routed[0, 1] = [count - 1, 0]
     choices = checked(reply_of(routed), replayed=replace(architecture, experts=experts)).choices
     size = 1 if count < 256 else 2
-    assert experts.number_bytes == size and len(choices) == 3 * 3 * 2 * size
+    assert expert_number_bytes(experts.count) == size and len(choices) == 3 * 3 * 2 * size
     found = np.frombuffer(choices, np.uint8 if size == 1 else np.int16).reshape(3, 3, 2)
     assert (found == routed[:, 1:] + 1).all(), "the first layer has no experts"
     assert not checked(reply_of(routed)).choices

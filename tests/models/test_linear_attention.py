@@ -5,10 +5,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
-from megappo.models.linear_attention import CHUNK, causal_convolution, delta_rule
+from megappo.architecture.architecture import DELTA_CHUNK
+from megappo.models.linear_attention import causal_convolution, delta_rule
 from megappo.models.packed_attention import Pack
 
-LENGTHS = [1, CHUNK + 6, 3, CHUNK, 2 * CHUNK + 1, 2, 40]
+LENGTHS = [1, DELTA_CHUNK + 6, 3, DELTA_CHUNK, 2 * DELTA_CHUNK + 1, 2, 40]
 """Several rows in a chunk, and rows of several chunks."""
 KEY_HEADS, HEADS, KEY, VALUE, KERNEL = 2, 4, 8, 12, 4
 

@@ -139,9 +139,11 @@ def _matches(
     rows = make_rows(architecture.vocab_size, lengths, weighted=weighted)
     mine = shard_of(rows, case.layout)
     assert_outputs(engine, rows, mine, expected["outputs"])
+    # transformers solves a chunk of linear attention row by row, so that roundings differ more.
+    tolerance = 4e-5 if architecture.linear else 2e-5
     for norm in expected["grad_norms"]:
         metrics = engine.train_batch(rows.select(mine), make_loss(kind, rows))
-        assert metrics.grad_norm == pytest.approx(norm, rel=4e-5)
+        assert metrics.grad_norm == pytest.approx(norm, rel=tolerance)
     assert engine.total(1.0) == case.layout.data, "each shard's part counts once"
     found = exported(engine, architecture, kind)
     assert found.keys() == expected["parameters"].keys()
