@@ -126,8 +126,8 @@ def check_moved(rank: int, world_size: int, model: Path, root: Path, layouts: li
 @pytest.mark.parametrize(
     ("family", "dtype", "switches"),
     [
-        ("qwen2", "fp32", EARLY),
         ("qwen3_moe", "bf16", frozenset()),
+        pytest.param("qwen2", "fp32", EARLY, marks=pytest.mark.slow),
         pytest.param("qwen2", "bf16", frozenset(), marks=pytest.mark.slow),
         pytest.param("qwen3_moe", "fp32", EARLY, marks=pytest.mark.slow),
     ],

@@ -180,7 +180,7 @@ def test_what_has_changed_since_a_dump_is_named(tmp_path):
     ]
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=15)
 @given(
     eps=st.floats(0, 1e15, exclude_min=True),
     text=st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1),

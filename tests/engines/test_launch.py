@@ -161,6 +161,7 @@ print(json.dumps([{name: [model.__module__, model.__name__] for name, model in f
 """
 
 
+@pytest.mark.slow  # changes with SGLang's version or a new family only
 def test_sglang_finds_every_family_without_importing_all_of_its_models(monkeypatch, tmp_path):
     # Of linear attention SGLang finds the classes by importing all models; on a CPU it lacks their kernels.
     families = [name for name, family in FAMILIES.items() if not family.linear_attention]

@@ -111,6 +111,7 @@ def test_a_taken_port_is_refused_before_anything_is_loaded(folder):
         assert f"cannot listen on 127.0.0.1:{port} (Address already in use)" in refused(folder, "--port", port)
 
 
+@pytest.mark.slow  # two starts of Python with SGLang; the test before shows that arguments reach its parser
 def test_the_short_help_shows_how_to_list_sglangs_arguments():
     short, full = (
         subprocess.run([*COMMAND, *words, "--help"], cwd=REPOSITORY, capture_output=True, text=True, timeout=120)

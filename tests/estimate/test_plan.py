@@ -122,7 +122,9 @@ def suggested(done: subprocess.CompletedProcess) -> list[tuple[dict, float]]:
     return [(yaml.safe_load(text), float(gib)) for gib, text in zip(parts[::2], parts[1::2], strict=True)]
 
 
-@pytest.mark.parametrize("name", ["qwen2.5_7b_critic_7b_8gpu.yaml", "qwen3_30b_a3b_4node.yaml"])
+@pytest.mark.parametrize(
+    "name", ["qwen2.5_7b_critic_7b_8gpu.yaml", pytest.param("qwen3_30b_a3b_4node.yaml", marks=pytest.mark.slow)]
+)
 def test_suggestions_fit(plan: Plan, name: str, tmp_path: Path) -> None:
     first = plan(name, "--suggest")
     found, ranks = suggested(first), re.search(r"on (\d+) ranks", first.stdout)[1]

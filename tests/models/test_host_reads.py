@@ -151,6 +151,7 @@ def check_transformer_engine(root: str, *families: str) -> None:
     check_layers(Path(root), at_most, outputs_too=True)
 
 
+@pytest.mark.slow  # TransformerEngine's layers in place of the test before, in a process of their own
 @pytest.mark.xdist_group("transformer_engine")
 @FAMILIES
 def test_layers_of_transformer_engines_read_no_more_often_than_stated(families: dict, tmp_path: Path) -> None:

@@ -51,6 +51,7 @@ def recorded(folder: Path, step: int) -> dict:
         return facts | {"scores": file.get_tensor("fields.scores").reshape(TAKEN, N), "written": written}
 
 
+@pytest.mark.slow  # tests/rollouts/test_over_sampling.py has the engine, tests/trainer/test_filtering.py the choice
 def test_a_step_trains_on_the_prompts_that_are_finished_first(config: Path, folder: Path):
     """Only these get greedy responses for the estimator."""
     greedy = ("algorithm.adv_estimator=remax", "trainer.total_steps=2")
