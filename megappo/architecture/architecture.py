@@ -103,6 +103,7 @@ class LinearAttention:
         key_size, value_size: of a head.
         kernel: tokens that the convolution of queries, keys and values reads.
         layers: for each layer, True where it has linear attention; the others have an output gate.
+        full_interval: `full_attention_interval` of config.json, if it is there.
     """
 
     key_heads: Size
@@ -111,6 +112,7 @@ class LinearAttention:
     value_size: Size
     kernel: Size
     layers: tuple[bool, ...]
+    full_interval: int | None
 
     @property
     def keys(self) -> int:

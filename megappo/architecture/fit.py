@@ -109,8 +109,11 @@ def adapter_errors(architecture: Architecture, lora: Lora, parallel: Parallel, c
 
 
 def engine_fit_errors(architecture: Architecture, num_ranks: int) -> Iterator[str]:
-    """Yield the error of a model that SGLang cannot cut over so many ranks. SGLang repeats key-value heads where there
-    are fewer."""
+    """Yield the errors of a model that SGLang cannot serve, or cannot cut over so many ranks.
+
+    SGLang repeats key-value heads where there are fewer. Of the layers with linear attention it reads only
+    `full_attention_interval` (0.5.23, srt/configs/qwen3_next.py), which folders that transformers has written lack.
+    """
     heads, shared, setting = architecture.num_heads, architecture.num_kv_heads, f"rollout.tensor_parallel {num_ranks}"
     if heads % num_ranks:
         yield _indivisible(setting, f"num_attention_heads {heads} of {architecture.file}", heads, num_ranks)
@@ -119,3 +122,16 @@ def engine_fit_errors(architecture: Architecture, num_ranks: int) -> Iterator[st
             f"{setting} neither divides num_key_value_heads {shared} of {architecture.file} nor is a multiple of it: "
             "choose one that does"
         )
+    if architecture.linear is not None:
+        layers = architecture.linear.layers
+        every = (*layers, False).index(False) + 1
+        if layers != tuple(number % every != 0 for number in range(1, len(layers) + 1)):
+            yield (
+                f"{architecture.file}: layer_types is not a regular pattern, and SGLang serves only models in which "
+                "every N-th layer has full attention: choose such a model"
+            )
+        elif architecture.linear.full_interval != every:
+            yield (
+                f"{architecture.file} has layer_types, of which SGLang reads nothing: add "
+                f'"full_attention_interval": {every} to it'
+            )

@@ -238,7 +238,8 @@ def _linear(values: Mapping[str, Any]) -> LinearAttention:
     default = ["linear_attention" if number % every else "full_attention" for number in range(1, layers + 1)]
     kinds = values.get("layer_types", default)
     sizes: dict[str, Any] = {size: values[key] for size, key in LINEAR_SIZES.items()}
-    return LinearAttention(**sizes, layers=tuple(kind == "linear_attention" for kind in kinds))
+    layers = tuple(kind == "linear_attention" for kind in kinds)
+    return LinearAttention(**sizes, layers=layers, full_interval=values.get(FULL_PATTERN))
 
 
 def _experts(values: Mapping[str, Any], experts: ExpertFormat) -> Experts:

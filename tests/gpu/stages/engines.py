@@ -32,16 +32,23 @@ QWEN = dict(
 """A model of 0.6 billion parameters."""
 SHAPE = sized(QWEN, QWEN | tiny_shapes.SHAPE | tiny_shapes.TWO_LAYERS)
 VOCABULARY, HIDDEN = SHAPE["vocab_size"], SHAPE["hidden_size"]
-EXPERTS = dict(num_experts=32, num_experts_per_tok=4, moe_intermediate_size=768, norm_topk_prob=True)
-UNTIED = {"tie_word_embeddings": False}  # SGLang 0.5.23 has no tied mixtures of this family
-MIXTURE = sized(EXPERTS | {"num_hidden_layers": 8}, tiny_shapes.EXPERTS) | UNTIED
-"""Changes to SHAPE for a mixture of experts of 1.0 billion parameters, of which 0.4 billion are active."""
+EXPERTS = dict(num_hidden_layers=8, num_experts=32, num_experts_per_tok=4, moe_intermediate_size=768)
+UNTIED = {"tie_word_embeddings": False}  # SGLang 0.5.23 has no tied mixtures
+GPT_OSS = dict(num_hidden_layers=8, num_local_experts=32, num_experts_per_tok=4, intermediate_size=768, head_dim=64)
+CHANGES = {
+    "qwen3": {},
+    "qwen3_moe": sized(EXPERTS | {"norm_topk_prob": True}, tiny_shapes.EXPERTS) | UNTIED,
+    "gpt_oss": sized(GPT_OSS, tiny_shapes.GPT_OSS) | UNTIED,
+    "qwen3_next": sized(EXPERTS | {"full_attention_interval": 4}, tiny_shapes.QWEN3_NEXT) | UNTIED,
+}
+"""Model type -> changes to SHAPE; each mixture has about a billion parameters."""
 
 
 def model_folder(folder: Path, model_type: str = "qwen3", **changes: Any) -> Path:
     """A random model of this machine's size, in bf16, made where it is fast."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **SHAPE | changes)
+    config.update(changes)  # transformers forgets full_attention_interval, which SGLang reads
     with torch.device(DEVICE):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)

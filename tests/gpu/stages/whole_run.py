@@ -1,7 +1,7 @@
-"""PPO steps of a random Qwen3 of 0.6 billion parameters: actor, critic of the same size, reference and engine on one
-GPU in bf16, all that may sleep offloaded; each phase's seconds and memory beside the plan's.
+"""PPO steps of a random model, such as a Qwen3 of 0.6 billion parameters: actor, critic of the same size, reference and
+engine on one GPU in bf16, all that may sleep offloaded; each phase's seconds and memory beside the plan's.
 
-python tests/gpu/stages/whole_run.py NAME {qwen3,qwen3_moe} {bf16,fp8} [KEY=VALUE ...]
+python tests/gpu/stages/whole_run.py NAME {qwen3,qwen3_moe,gpt_oss,qwen3_next} {bf16,fp8} [KEY=VALUE ...]
 
 The engine's weights are in bf16 or FP8, and the keys are the config's.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 from common import CUDA, DEVICE, report, sized
-from engines import MIXTURE, VOCABULARY, model_folder
+from engines import CHANGES, VOCABULARY, model_folder
 from runs import engine_settings, figures, output_folder, planned_gib, train
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -67,7 +67,7 @@ def new_run(name: str, model_type: str = "qwen3", **changes: int) -> tuple[Path,
 
 def measure() -> dict:
     name, model_type, engine_dtype, *keys = sys.argv[1:]
-    run, paths = new_run(name, model_type, **(MIXTURE if model_type == "qwen3_moe" else {}))
+    run, paths = new_run(name, model_type, **CHANGES[model_type])
     settings = [*paths, *keys, *(FP8 if engine_dtype == "fp8" else ()), *(() if CUDA else SMALL)]
     train(CONFIG, settings)
     steps = read_metrics(run)

@@ -1,0 +1,34 @@
+"""Whether SGLang can serve a model, by its config.json."""
+
+from pathlib import Path
+
+import pytest
+from published_configs import QWEN_3_NEXT
+
+from megappo.architecture.fit import engine_fit_errors
+from megappo.architecture.parsing import parse
+
+LINEAR, FULL = "linear_attention", "full_attention"
+LAYERS = 12 * [LINEAR, LINEAR, LINEAR, FULL]
+
+
+def errors(config: dict) -> list[str]:
+    return list(engine_fit_errors(parse(config, Path("model/config.json")), 2))
+
+
+def test_a_pattern_of_linear_attention_is_in_the_key_that_sglang_reads() -> None:
+    assert errors(QWEN_3_NEXT) == [] == errors(QWEN_3_NEXT | {"layer_types": LAYERS})
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        (LAYERS, 'layer_types, of which SGLang reads nothing: add "full_attention_interval": 4 to it'),
+        ([FULL, *LAYERS[1:]], "layer_types is not a regular pattern, and SGLang serves only"),
+    ],
+)
+def test_other_patterns_are_refused(layers: list[str], message: str) -> None:
+    """transformers writes `layer_types` alone."""
+    config = {key: value for key, value in QWEN_3_NEXT.items() if key != "full_attention_interval"}
+    (error,) = errors(config | {"layer_types": layers})
+    assert error.startswith("model/config.json") and message in error
