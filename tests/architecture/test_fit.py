@@ -1,4 +1,4 @@
-"""Whether SGLang can serve a model, by its config.json."""
+"""What SGLang cannot serve, by config.json."""
 
 from pathlib import Path
 
