@@ -154,7 +154,7 @@ def undescribed(page: str, names: set[str]) -> list[str]:
         ("docs/placement.md", {"auto", *TRANSPORTS}),
         ("docs/rewards.md", set(BUILTIN)),
         ("docs/configuration.md", set(Config.model_fields) - {"ref"}),
-        ("docs/converting.md", set(FAMILIES)),
+        ("docs/models.md", set(FAMILIES)),
         ("docs/metrics.md", metric_names() | phases()),
         ("docs/metrics.md", set(LOGGERS)),
         ("docs/troubleshooting.md", set(RULES)),

@@ -177,10 +177,11 @@ class Architecture:
         scales: factors in the layers and around them.
         tied: the output layer is the embedding.
         qkv_bias: queries, keys and values have a bias.
-        qk_layernorm: queries and keys have a norm in each head.
+        qk_layernorm: queries and keys have norms.
         sliding_window: tokens that some layer attends to at most; None where nothing limits them.
         windows: for each layer, True where it attends to `sliding_window` tokens at most; () where `sliding_window` is
             a limit to rows instead, as nothing computes it.
+        unrotated: for each layer, True where queries and keys have no rotary positions; () where all have them.
         local_rope_base: rotary base of the layers with a window; None = that of all.
         num_further_layers: layers after the last one, which predict further tokens and are not loaded.
         head: what reads the last hidden states.
@@ -214,6 +215,7 @@ class Architecture:
     qk_layernorm: bool
     sliding_window: int | None
     windows: tuple[bool, ...]
+    unrotated: tuple[bool, ...]
     local_rope_base: Positive | None
     num_further_layers: int
     raw_config: Mapping[str, Any] = field(repr=False)

@@ -11,15 +11,17 @@ HeadKind = Literal["policy", "value", "policy_value"]
 both side by side (a shared backbone)."""
 REWARD_MODELS = ("ForTokenClassification", "ForSequenceClassification")
 LANGUAGE_MODEL = "ForCausalLM"
-ROTARY_PART = "partial_rotary_factor"
+ROTARY_PART, ROTARY_SIZE = "partial_rotary_factor", "rotary_dim"
 LINEAR_BLOCK, FULL_PATTERN = "linear_attn", "full_attention_interval"
 WINDOW_PATTERN, LOCAL_ROPE = "sliding_window_pattern", "rope_local_base_freq"
+ROTATED, ROTATED_PATTERN = "no_rope_layers", "no_rope_layer_interval"
+PLAIN_ROPE: dict[str, tuple[str, ...]] = {"default": ()}
 SCALINGS = {
-    "default": (),
+    **PLAIN_ROPE,
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
-YARN = {"yarn": ("factor", "original_max_position_embeddings")}
+YARN: dict[str, tuple[str, ...]] = {"yarn": ("factor", "original_max_position_embeddings")}
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class ExpertFormat:
         renormalizes: the chosen experts' probabilities are divided by their sum; None = as `norm_topk_prob` has it.
         scaling: key with what the probabilities are multiplied by; None = nothing.
         router_bias: scores are sigmoids, not a softmax, and a bias without gradient is added to them for the choice.
+        bias_name: name of this bias in `block`.
         fp32_router: routers compute in fp32.
         shared: module, in the MLP, of the expert that every token goes through; None where there is none.
         shared_ffn: keys whose product is its inner size.
@@ -56,6 +59,7 @@ class ExpertFormat:
     renormalizes: bool | None = None
     scaling: str | None = None
     router_bias: bool = False
+    bias_name: str = "gate.e_score_correction_bias"
     fp32_router: bool = False
     shared: str | None = None
     shared_ffn: tuple[str, ...] = ()
@@ -78,6 +82,7 @@ class Family:
 
     Attributes:
         qkv_bias, qk_layernorm: True, False, or the key of config.json that sets it.
+        norms_all_heads: norms of queries and keys are over all heads together, not over each.
         linear_bias: all other matrices of the layers have a bias, too.
         sinks: each head attends to nothing with a learnable score, too (attention sinks).
         sliding_window: the window of config.json, if it has one, is on; else only `use_sliding_window` switches it on.
@@ -88,6 +93,8 @@ class Family:
         rope_theta: rotary base where config.json is silent.
         rotary_part: part of each head that has rotary positions, where config.json has no `partial_rotary_factor`; None
             = the whole head, and the key is not supported.
+        unrotated_pattern: every so-many-th layer has no rotary positions, where config.json has neither
+            `no_rope_layers` (1 = rotary) nor `no_rope_layer_interval`; None = all layers have them.
         rope_interleaved: rotary positions rotate neighbours, (0, 1), (2, 3), ..., not the halves of a head.
         activation: of gates, by its name in config.json.
         glu_limit: gates are cut off above it, what they multiply beyond it on either side; None = nothing is.
@@ -110,6 +117,7 @@ class Family:
 
     qkv_bias: bool | str = False
     qk_layernorm: bool | str = False
+    norms_all_heads: bool = False
     linear_bias: bool = False
     sinks: bool = False
     sliding_window: bool = False
@@ -118,6 +126,7 @@ class Family:
     experts: ExpertFormat | None = None
     rope_theta: float = 10000.0
     rotary_part: float | None = None
+    unrotated_pattern: int | None = None
     rope_interleaved: bool = False
     activation: Literal["silu", "gelu_pytorch_tanh", "quick_gelu"] = "silu"
     glu_limit: float | None = None
@@ -141,10 +150,10 @@ class Family:
     @property
     def rope_scalings(self) -> Mapping[str, tuple[str, ...]]:
         """Kinds of scaled rotary positions that are computed, and the numbers that each takes."""
-        if self.local_rope_theta:  # SGLang scales neither of the two
-            return {"default": ()}
+        if self.local_rope_theta not in (None, self.rope_theta):  # SGLang scales neither of the two
+            return PLAIN_ROPE
         if self.latent_attention:
-            return {"default": ()} | YARN
+            return PLAIN_ROPE | YARN
         return SCALINGS if self.rotary_part else SCALINGS | YARN  # whose factor is one of the whole head's scores
 
 
@@ -215,6 +224,10 @@ FAMILIES = Table(
         "MistralForCausalLM": Family(sliding_window=True),
         "Qwen2ForCausalLM": Family(qkv_bias=True),
         "Qwen3ForCausalLM": Family(qk_layernorm=True),
+        "SeedOssForCausalLM": Family(qkv_bias=True, only={"attention_bias": (True,)}),
+        "SmolLM3ForCausalLM": Family(
+            unrotated_pattern=4, rope_theta=2e6, tied=True, ignores=(ROTATED, ROTATED_PATTERN)
+        ),
         "MixtralForCausalLM": Family(
             sliding_window=True, experts=_MIXTRAL, rope_theta=1e6, only={"norm_topk_prob": (True,)}
         ),
@@ -250,6 +263,15 @@ FAMILIES = Table(
             only={"hidden_activation": ("gelu_pytorch_tanh",)},
             ignores=(WINDOW_PATTERN, LOCAL_ROPE),
         ),
+        "Olmo3ForCausalLM": Family(
+            qk_layernorm=True,
+            norms_all_heads=True,
+            sliding_window=True,
+            window_pattern=4,
+            local_rope_theta=500000.0,
+            rope_theta=500000.0,
+            norms=(None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+        ),
         "GraniteForCausalLM": Family(
             scales={
                 "embedding": ("embedding_multiplier", 1),
@@ -265,6 +287,24 @@ FAMILIES = Table(
             rotary_part=0.5,
             experts=_DEEPSEEK_V3,
             only={"norm_topk_prob": (True,)},
+        ),
+        # MiniMax-M2 to 2.5
+        "MiniMaxM2ForCausalLM": Family(
+            qk_layernorm=True,
+            norms_all_heads=True,
+            rope_theta=5e6,
+            rotary_part=1.0,
+            experts=replace(_MIXTRAL, router_bias=True, fp32_router=True, bias_name="e_score_correction_bias"),
+            only={
+                "qk_norm_type": ("per_layer",),
+                "scoring_func": ("sigmoid",),
+                "use_routing_bias": (True,),
+                **dict.fromkeys((f"layernorm_{block}_beta" for block in ("full_attention", "mlp")), (1,)),
+            },
+            ignores=(
+                *("attn_type_list", "mlp_intermediate_size", "shared_moe_mode", "layernorm_linear_attention_beta"),
+                *("use_mtp", "num_mtp_modules", "mtp_transformer_layers", ROTARY_SIZE),
+            ),
         ),
         "GptOssForCausalLM": Family(
             qkv_bias=True,

@@ -46,6 +46,10 @@ QK_NORMS = """
 self_attention.q_layernorm.weight <- self_attn.q_norm.weight (head)
 self_attention.k_layernorm.weight <- self_attn.k_norm.weight (head)
 """
+ALL_HEADS_NORMS = """
+self_attention.q_layernorm.weight <- self_attn.q_norm.weight (q/tp)
+self_attention.k_layernorm.weight <- self_attn.k_norm.weight (kv/tp)
+"""
 QUERY = """
 self_attention.linear_q_proj.weight <- self_attn.q_proj.weight (q/tp hidden)
 """
@@ -111,7 +115,7 @@ SHARED_GATE = """
 mlp.shared_experts.gate_weight <- mlp.{shared}_gate.weight (one hidden)
 """
 SCORE_BIAS = """
-mlp.router.expert_bias <- {block}.gate.e_score_correction_bias (experts)
+mlp.router.expert_bias <- {block}.{bias_name} (experts)
 """
 # TransformerEngine's grouped layer holds all experts of a rank.
 EXPERT = """

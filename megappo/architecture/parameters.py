@@ -263,7 +263,8 @@ def _layer_table(architecture: Architecture, num_experts: int, is_sparse: bool, 
         table += tables.QKV_BIAS if architecture.qkv_bias else ""
         table += tables.OUTPUT_BIAS if architecture.family.linear_bias else ""
         table += tables.SINKS if architecture.family.sinks else ""
-        table += tables.QK_NORMS if architecture.qk_layernorm else ""
+        qk_norms = tables.ALL_HEADS_NORMS if architecture.family.norms_all_heads else tables.QK_NORMS
+        table += qk_norms if architecture.qk_layernorm else ""
     table += _expert_table(experts, num_experts, architecture.family.linear_bias) if experts else tables.MLP
     if architecture.lora:
         table += _adapter_table(table, architecture, architecture.lora)

@@ -1,7 +1,7 @@
 """config.json -> `Architecture`, or everything in it that is missing, has several values, or is not supported."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from math import inf, prod
+from collections.abc import Iterator, Mapping
+from math import inf, isclose, log, prod
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,11 @@ from megappo.architecture.families import (
     FAMILIES,
     FULL_PATTERN,
     LOCAL_ROPE,
+    PLAIN_ROPE,
     ROTARY_PART,
+    ROTARY_SIZE,
+    ROTATED,
+    ROTATED_PATTERN,
     WINDOW_PATTERN,
     ExpertFormat,
     Family,
@@ -129,7 +133,7 @@ def parse(raw: Mapping[str, Any], file: Path, head: HeadKind = "policy") -> Arch
         tied=values.get("tie_word_embeddings", family.tied),
         qkv_bias=_is_on(family.qkv_bias, values),
         qk_layernorm=_is_on(family.qk_layernorm, values),
-        **_windows(values, family),
+        **_windows(values, family) | {"unrotated": _unrotated(values, family)},
         local_rope_base=local_rope.get("rope_theta", values.get(LOCAL_ROPE, family.local_rope_theta)),
         num_further_layers=values.get("num_nextn_predict_layers") or values.get("num_mtp_layers") or 0,
         raw_config=raw,
@@ -137,22 +141,25 @@ def parse(raw: Mapping[str, Any], file: Path, head: HeadKind = "policy") -> Arch
     )
     conflicts += _contradictions(architecture)
     errors = [f"{file}: {conflict}: correct it, or download it again" for conflict in conflicts]
-    errors += _errors(values, (rope, {"rope_type": "default"} | local_rope), architecture)
+    errors += _errors(values, rope, local_rope, architecture)
     if errors:
         raise ConfigError(*errors)
     return architecture
 
 
-def _errors(values: Mapping[str, Any], ropes: Iterable[Mapping[str, Any]], architecture: Architecture) -> Iterator[str]:
+def _errors(
+    values: Mapping[str, Any], rope: dict[str, Any], local_rope: dict[str, Any], architecture: Architecture
+) -> Iterator[str]:
     """Yield the errors of values that are not supported."""
-    file = architecture.file
+    file, family = architecture.file, architecture.family
     for key in _unsupported(values, architecture):
         found_value = f"{file} of this {architecture.named} has {key} = {shorten(repr(values[key]))}"
         remedy = REMEDIES.get(key, "choose another model, or remove the key if the model computes the same without it")
         yield f"{found_value}, which is not supported: {remedy}"
-    for rope in ropes:
-        for why in _unsupported_rope(rope, architecture.family):
-            yield f"{file}: rope {rope} is not supported{why}: choose another model"
+    plain = {"rope_type": "default"} | local_rope
+    for positions, scalings in ((rope, family.rope_scalings), (plain, PLAIN_ROPE)):
+        for why in _unsupported_rope(positions, scalings, family):
+            yield f"{file}: rope {positions} is not supported{why}: choose another model"
 
 
 def _factor(values: Mapping[str, Any], key: str, power: float) -> float:
@@ -181,9 +188,13 @@ def _contradictions(model: Architecture) -> Iterator[str]:
     elif size * model.rope.part % 2:
         part = "" if model.rope.part == 1 else f"{model.rope.part:g} of "
         yield f"{part}{name} is {size * model.rope.part:g}, but rotary positions need an even one"
+    rotated = model.raw_config.get(ROTARY_SIZE)
+    if rotated and model.family.rotary_part and rotated != size * model.rope.part:
+        yield f"{ROTARY_SIZE} is {rotated}, {ROTARY_PART} {model.rope.part:g} x head_dim {size} is another number"
     layers = model.linear.layers if model.linear else model.windows
-    if layers and len(layers) != model.num_layers:
-        yield f"layer_types has {len(layers)} layers, num_hidden_layers is {model.num_layers}"
+    for key, kinds in (("layer_types", layers), (ROTATED, model.unrotated)):
+        if kinds and len(kinds) != model.num_layers:
+            yield f"{key} has {len(kinds)} layers, num_hidden_layers is {model.num_layers}"
     if model.linear and model.linear.value_heads % model.linear.key_heads:
         yield (
             f"linear_num_key_heads {model.linear.key_heads} does not divide linear_num_value_heads "
@@ -231,6 +242,15 @@ def _windows(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
     default = ["sliding_attention" if number % every else "full_attention" for number in range(1, layers + 1)]
     windows = tuple(kind == "sliding_attention" for kind in values.get("layer_types", default))
     return {"sliding_window": window, "windows": windows}
+
+
+def _unrotated(values: Mapping[str, Any], family: Family) -> tuple[bool, ...]:
+    """Return whether each layer is without rotary positions; () where all have them."""
+    if family.unrotated_pattern is None:
+        return ()
+    every, layers = values.get(ROTATED_PATTERN, family.unrotated_pattern), values["num_hidden_layers"]
+    rotated = values.get(ROTATED) or [number % every for number in range(1, layers + 1)]
+    return tuple(not is_rotated for is_rotated in rotated)
 
 
 def _linear(values: Mapping[str, Any]) -> LinearAttention:
@@ -282,10 +302,15 @@ def _unsupported(values: Mapping[str, Any], architecture: Architecture) -> Itera
     yield from uncomputed(values, {*read, *family.ignores})
     # By the type transformers chooses what is computed: that of a family with other norms or factors is refused.
     kind = values.get("model_type", "").removesuffix("_text").replace("_", "")
-    own = family.norms, family.scales, family.linear_attention
-    alike = (name for name, one in FAMILIES.items() if (one.norms, one.scales, one.linear_attention) == own)
+    own = _computing(family)
+    alike = (name for name, one in FAMILIES.items() if _computing(one) == own)
     if not any(kind in name.lower().replace("_", "") for name in alike):
         yield "model_type"
+
+
+def _computing(family: Family) -> tuple[Any, ...]:
+    """Return what no key of config.json names, of what a family computes."""
+    return family.norms, family.norms_all_heads, family.scales, family.linear_attention, family.unrotated_pattern
 
 
 def _unsupported_routing(values: Mapping[str, Any], written: ExpertFormat, experts: Experts) -> Iterator[str]:
@@ -325,9 +350,9 @@ def _rope_section(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
     return {"rope_type": "default"} | rope, conflicts
 
 
-def _unsupported_rope(rope: Mapping[str, Any], family: Family) -> Iterator[str]:
-    """Yield why rotary positions are not supported."""
-    scalings, kind = family.rope_scalings, rope["rope_type"]
+def _unsupported_rope(rope: Mapping[str, Any], scalings: Mapping[str, tuple], family: Family) -> Iterator[str]:
+    """Yield why rotary positions are not supported, where these kinds of scaling are."""
+    kind = rope["rope_type"]
     is_lacking = any(name not in rope for name in scalings.get(kind, ()))
     if kind not in scalings or is_lacking or any(uncomputed(rope, {*ROPE_KEYS.split(), *family.rope_keys})):
         needs = [f"{name} ({', '.join(numbers)})" if numbers else name for name, numbers in scalings.items()]
@@ -336,17 +361,20 @@ def _unsupported_rope(rope: Mapping[str, Any], family: Family) -> Iterator[str]:
     elif kind == "yarn":
         is_scaled = bool(rope.get("mscale")), bool(rope.get("mscale_all_dim"))
         truncates = (True,) if family.latent_attention else (True, False)
-        if "attention_factor" in rope or rope.get("truncate", True) not in truncates or is_scaled[0] != is_scaled[1]:
+        usual = 0.1 * log(max(rope["factor"], 1)) + 1  # without either mscale
+        has_own = "attention_factor" in rope and (is_scaled[0] or not isclose(rope["attention_factor"], usual))
+        if has_own or rope.get("truncate", True) not in truncates or is_scaled[0] != is_scaled[1]:
             yield (
-                ": of yarn neither attention_factor, nor truncate = false of latent attention, nor one of mscale and "
-                "mscale_all_dim without the other"
+                f": of yarn neither attention_factor other than {usual:g}, nor truncate = false of latent attention, "
+                "nor one of mscale and mscale_all_dim without the other"
             )
 
 
 def _rope(rope: Mapping[str, Any], values: Mapping[str, Any], family: Family) -> Rope:
     kind, part = rope["rope_type"], 1.0
     if family.rotary_part is not None:
-        part = rope.get(ROTARY_PART, values.get(ROTARY_PART, family.rotary_part))
+        by_size = values[ROTARY_SIZE] / values["head_dim"] if {ROTARY_SIZE, "head_dim"} <= values.keys() else None
+        part = rope.get(ROTARY_PART, values.get(ROTARY_PART, by_size or family.rotary_part))
     numbers = {name: rope[name] for name in family.rope_scalings.get(kind, ()) if name in rope}
     if kind == "yarn":
         numbers |= {"beta_fast": rope.get("beta_fast", 32), "beta_slow": rope.get("beta_slow", 1)}

@@ -219,7 +219,7 @@ class PlacedModel:
     def _layer_bytes(self, layer: int) -> float:
         """Return the bytes that a layer keeps for its backward pass, per token that the rank holds of a micro-batch.
 
-        These are inputs and outputs of both norms, and inputs of those of outputs (sharded over tensor-parallel ranks
+        These are inputs of norms, of attention and of the MLP (sharded over tensor-parallel ranks
         if `sequence` is on); queries, keys, values and the output of attention, and queries and keys before their
         norms, if any; gate, up and their product of the MLP, and GELU of the gate. A mixture of experts keeps its
         input, its output and the same three for each expert of a token, assuming that experts are chosen equally often.
@@ -234,8 +234,8 @@ class PlacedModel:
         heads = architecture.num_heads
         latent, linear = architecture.latent, architecture.linear
         experts = architecture.experts
-        output_norms = sum(name is not None for name in architecture.family.norms[1::2])
-        between = (4 + output_norms) * architecture.hidden_size  # what lies between the cut matrices
+        num_norms = sum(name is not None for name in architecture.family.norms)
+        between = (2 + num_norms) * architecture.hidden_size  # what lies between the cut matrices
         in_fp32 = 4.0 * heads  # attention's: fp32
         if linear and architecture.is_linear(layer):
             cut = 2 * (2 * linear.keys + linear.values) + 3 * linear.values

@@ -18,6 +18,7 @@ from megappo.config.schema import Model
 from megappo.config.sections import Parallel
 from megappo.models.heads import ValueHead, add_value_head, return_hidden_states, with_plain_strides
 from megappo.models.layer_specs import (
+    add_norms_of_all_heads,
     change_outputs,
     layer_kind,
     layer_spec,
@@ -133,7 +134,7 @@ def _chunk(
     layout, stage = groups.layout, groups.collection.pp.rank()
     gpt = GPTModel(
         config,
-        layer_spec(config, has_te, stage, index),
+        layer_spec(config, architecture.family, has_te, stage, index),
         pre_process=index == 0 and stage == 0,
         post_process=index == layout.virtual_pipeline - 1 and stage == layout.pipeline - 1,
         pg_collection=groups.collection,
@@ -142,6 +143,7 @@ def _chunk(
     )
     _scale_rope(gpt, architecture)
     use_local_rope(gpt, architecture)
+    add_norms_of_all_heads(gpt, architecture)
     change_outputs(gpt, architecture, has_te)
     separate_expert_outputs(gpt)
     if gpt.pre_process:

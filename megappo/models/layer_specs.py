@@ -3,24 +3,35 @@ those that Megatron has none of, or none for packed batches and sequence paralle
 
 from collections.abc import Callable
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.extensions.transformer_engine import HAVE_TE, TENorm
+from megatron.core.extensions.transformer_engine import HAVE_TE, TEColumnParallelLinear, TENorm
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.tensor_parallel import RowParallelLinear
+from megatron.core.tensor_parallel import (
+    RowParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from torch import Tensor
 
 from megappo.architecture.architecture import Architecture
+from megappo.architecture.families import Family
 from megappo.config.config_error import ConfigError
+from megappo.models.cut_parameters import CutParameters
 from megappo.models.linear_attention import AttentionOfLayer, GatedAttention, PackedGatedAttention
+from megappo.models.megatron_config import concentration
 from megappo.models.packed_attention import PackedAttention, SelfAttention
 from megappo.runtime import platform
 
@@ -50,7 +61,9 @@ def layer_kind(wanted: str) -> str:
     return "transformer_engine"
 
 
-def layer_spec(config: TransformerConfig, has_te: bool, stage: int, chunk: int) -> TransformerBlockSubmodules:
+def layer_spec(
+    config: TransformerConfig, family: Family, has_te: bool, stage: int, chunk: int
+) -> TransformerBlockSubmodules:
     """The decoder of one chunk of a pipeline stage, as GPTModel's `transformer_layer_spec`. The component's groups are
     active.
 
@@ -78,11 +91,21 @@ def layer_spec(config: TransformerConfig, has_te: bool, stage: int, chunk: int) 
     for layer in decoder.layer_specs:
         if not has_te:
             _use_torch_modules(layer.submodules, config)
+        if family.norms[0] is None:
+            _leave_out_input_norms(layer.submodules, has_te)
         if config.linear_attention_freq:
             mixed = layer.submodules.self_attention
             mixed.module = AttentionOfLayer
             mixed.params["full"] = GatedAttention if has_te else PackedGatedAttention
     return decoder
+
+
+def _leave_out_input_norms(layer: TransformerLayerSubmodules, has_te: bool) -> None:
+    """Take the norms before attention and MLP away; TransformerEngine's are parts of linear layers."""
+    layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp
+    if has_te:
+        layer.self_attention.submodules.linear_qkv = TEColumnParallelLinear
+        layer.mlp.submodules.linear_fc1 = TEColumnParallelLinear
 
 
 def _use_torch_modules(layer: TransformerLayerSubmodules, config: TransformerConfig) -> None:
@@ -151,6 +174,48 @@ def use_local_rope(gpt: GPTModel, architecture: Architecture) -> None:
     for layer in gpt.decoder.layers:
         if architecture.windows[layer.layer_number - 1]:
             layer.self_attention.register_forward_pre_hook(rotate_locally, with_kwargs=True)
+
+
+def add_norms_of_all_heads(gpt: GPTModel, architecture: Architecture) -> None:
+    """Give attention norms of the queries, and of the keys, of all heads together.
+
+    Megatron's norm those of each head, and its layers hand them no group of the ranks that have the others. YaRN's
+    factor is in the queries' where layers with a window have plain positions, as `softmax_scale` is one of all layers.
+    """
+    if not architecture.family.norms_all_heads:
+        return
+    for layer in gpt.decoder.layers:
+        attention, group = layer.self_attention, gpt.pg_collection.tp
+        is_scaled = architecture.local_rope_base and not architecture.windows[layer.layer_number - 1]
+        factor = concentration(architecture.rope) if is_scaled else 1.0
+        attention.q_layernorm = NormOfAllHeads(gpt.config, architecture.num_heads, group, factor)
+        attention.k_layernorm = NormOfAllHeads(gpt.config, architecture.num_kv_heads, group)
+
+
+class NormOfAllHeads(CutParameters):
+    """RMS norm of all heads together, of which each tensor-parallel rank has some.
+
+    Args:
+        num_heads: of all ranks.
+        factor: of the result.
+    """
+
+    cut = MappingProxyType({"weight": 0})
+
+    def __init__(self, config: TransformerConfig, num_heads: int, group: dist.ProcessGroup, factor: float = 1.0):
+        super().__init__()
+        self.tp_group, self.eps, self.factor = group, config.layernorm_epsilon, factor
+        self.size = num_heads * config.kv_channels
+        self.weight = torch.nn.Parameter(torch.empty(self.size // group.size(), dtype=config.params_dtype))
+        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
+
+    def forward(self, heads: Tensor) -> Tensor:
+        """Normalise [..., heads, D], the heads of this rank."""
+        wide = heads.flatten(-2).to(torch.promote_types(heads.dtype, torch.float32))
+        squares = reduce_from_tensor_model_parallel_region(wide.square().sum(-1, keepdim=True), group=self.tp_group)
+        squares = copy_to_tensor_model_parallel_region(squares, group=self.tp_group)  # sums their gradient
+        scale = torch.rsqrt(squares / self.size + self.eps) * self.factor
+        return (wide * scale * self.weight).to(heads.dtype).view_as(heads)
 
 
 def _change_output(

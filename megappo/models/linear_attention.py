@@ -5,6 +5,7 @@ Source: Yang et al. 2024, "Gated Delta Networks: Improving Mamba2 with Delta Rul
 modeling_qwen3_next.py.
 """
 
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,16 +15,16 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig, attention
 from megatron.core.transformer.attention import SelfAttentionSubmodules
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
+from megatron.core.transformer.utils import sharded_state_dict_default
 from torch import Tensor
 
 from megappo.architecture.architecture import DELTA_CHUNK
+from megappo.models.cut_parameters import CutParameters
 from megappo.models.packed_attention import Pack, SelfAttention
 
 
-class GatedDeltaNet(MegatronModule):
+class GatedDeltaNet(CutParameters):
     """Linear attention. Tensor-parallel ranks cut it by heads; with sequence parallelism its linear layers exchange
     tokens as attention's do.
 
@@ -34,6 +35,8 @@ class GatedDeltaNet(MegatronModule):
         submodules: those of attention, of which it takes the two linear layers.
     """
 
+    cut = MappingProxyType({"conv1d": 0, "A_log": 0, "dt_bias": 0})
+
     def __init__(
         self,
         config: TransformerConfig,
@@ -42,7 +45,8 @@ class GatedDeltaNet(MegatronModule):
         pg_collection: ProcessGroupCollection,
         **unused: Any,
     ):
-        super().__init__(config)
+        super().__init__()
+        self.config = config
         self.tp_group = pg_collection.tp
         key_heads, value_heads = config.linear_num_key_heads, config.linear_num_value_heads
         key, self.value_size = config.linear_key_head_dim, config.linear_value_head_dim
@@ -106,11 +110,8 @@ class GatedDeltaNet(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
-        """Return the state as Megatron's layers return it."""
-        own = dict(self.named_parameters(recurse=False))
-        cut = {"conv1d": 0, "A_log": 0, "dt_bias": 0}
-        groups = {"tp_group": self.tp_group, "dp_cp_group": (metadata or {})["dp_cp_group"]}
-        state = make_sharded_tensors_for_checkpoint(own, prefix, cut, sharded_offsets, **groups)
+        """Return the state, with that of the linear layers."""
+        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         for name, module in self.named_children():
             state |= sharded_state_dict_default(
                 module, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.tp_group

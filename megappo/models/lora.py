@@ -24,14 +24,14 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megappo.architecture.parameters import ADAPTER, Parameter, is_adapter
 from megappo.config.model_sections import Lora
+from megappo.models.cut_parameters import CutParameters
 
 
-class LowRank(MegatronModule):
+class LowRank(CutParameters):
     """The adapter of one Hugging Face matrix [out, in]: `a` [rank, in] and `b` [out, rank], this rank's part of them.
 
     Args:
@@ -50,8 +50,8 @@ class LowRank(MegatronModule):
         group: dist.ProcessGroup,
         is_expert: bool,
     ):
-        super().__init__(config)
-        self.cuts_input, self.tp_group = cuts_input, group
+        super().__init__()
+        self.tp_group, self.cut = group, {"a": 1} if cuts_input else {"b": 0}
         self.a = torch.nn.Parameter(torch.empty(rank, sizes[0], dtype=config.params_dtype))
         self.b = torch.nn.Parameter(torch.empty(sizes[1], rank, dtype=config.params_dtype))
         cut, whole = (self.a, self.b) if cuts_input else (self.b, self.a)
@@ -61,15 +61,6 @@ class LowRank(MegatronModule):
         else:
             # Under sequence parallelism each rank sees its own tokens there: Megatron then sums the gradient over them.
             whole.sequence_parallel = config.sequence_parallel
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
-    ) -> ShardedStateDict:
-        """Return the state as Megatron's layers return it."""
-        cut = {"a": 1} if self.cuts_input else {"b": 0}
-        state = self.state_dict(prefix="", keep_vars=True)
-        groups = {"tp_group": self.tp_group, "dp_cp_group": (metadata or {})["dp_cp_group"]}
-        return make_sharded_tensors_for_checkpoint(state, prefix, cut, sharded_offsets, **groups)
 
 
 class Adapter(MegatronModule):

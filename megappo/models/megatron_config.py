@@ -121,9 +121,10 @@ def _attention_arguments(architecture: Architecture) -> dict[str, Any]:
         "num_query_groups": architecture.num_kv_heads,
         "kv_channels": architecture.head_size,
         "add_qkv_bias": architecture.qkv_bias,
-        "qk_layernorm": architecture.qk_layernorm,
+        "qk_layernorm": architecture.qk_layernorm and not architecture.family.norms_all_heads,
         "window_size": (window - 1, 0) if window else None,
         "window_attn_skip_freq": list(map(int, architecture.windows)) or None,  # 1 = has the window
+        "no_rope_freq": list(map(int, architecture.unrotated)) or None,  # 1 = has no rotary positions
         "softmax_scale": _softmax_scale(architecture),
         "softmax_type": "learnable" if architecture.family.sinks else "vanilla",
         "rotary_interleaved": architecture.family.rope_interleaved,
@@ -149,12 +150,18 @@ def _linear_arguments(linear: LinearAttention | None) -> dict[str, Any]:
 def _softmax_scale(architecture: Architecture) -> float | None:
     """Return the factor of the products of queries and keys; None = 1 / sqrt(size of a head). YaRN's factor of cosines
     and sines is in it, as they are in queries and keys alike."""
-    rope, scale = architecture.rope, architecture.scales.attention
-    if rope.kind != "yarn":
+    scale, factor = architecture.scales.attention, concentration(architecture.rope)
+    if factor == 1 or architecture.local_rope_base:  # which has no YaRN: see add_norms_of_all_heads
         return scale
+    return (scale or architecture.head_size**-0.5) * factor
+
+
+def concentration(rope: Rope) -> float:
+    """Return YaRN's factor of the products of queries and keys: that of cosines and sines, squared."""
+    if rope.kind != "yarn":
+        return 1.0
     factor, of_rope, of_softmax = (rope.numbers[name] for name in ("factor", "mscale", "mscale_all_dim"))
-    concentration = _yarn_get_mscale(factor, of_rope) / _yarn_get_mscale(factor, of_softmax)
-    return (scale or architecture.head_size**-0.5) * concentration**2
+    return (_yarn_get_mscale(factor, of_rope) / _yarn_get_mscale(factor, of_softmax)) ** 2
 
 
 def _latent_arguments(latent: LatentAttention, rope: Rope) -> dict[str, Any]:

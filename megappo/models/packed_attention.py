@@ -1,19 +1,20 @@
 """Attention of the torch-only layers: causal within each sequence of a packed batch."""
 
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig, attention
-from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from megappo.batch.packing import chunk_numbers, held_positions
+from megappo.models.cut_parameters import CutParameters
 
 
 class Pack(PackedSeqParams):
@@ -39,11 +40,13 @@ class SelfAttention(attention.SelfAttention):
     """
 
     def forward(self, *args: Any, rotary_pos_emb: Tensor | None = None, **options: Any) -> tuple:
+        is_unrotated = self.config.no_rope_freq and self.config.no_rope_freq[self.layer_number - 1]
+        rotary_pos_emb = None if is_unrotated else rotary_pos_emb
         # Megatron hands attention_bias on to core attention as it is.
         return super().forward(*args, **options | {"attention_bias": rotary_pos_emb})
 
 
-class PackedAttention(torch.nn.Module):
+class PackedAttention(CutParameters):
     """Causal self-attention within each sequence of a packed batch, without a mask over the whole pack.
 
     Its weights are attention sinks, if the model has any, under Megatron's name.
@@ -51,6 +54,8 @@ class PackedAttention(torch.nn.Module):
     Where torch has a kernel for it, all sequences attend at once; else one after the other. With context parallelism
     the queries are this rank's, and every rank gathers all keys and values.
     """
+
+    cut = MappingProxyType({"softmax_offset": 0})
 
     def __init__(
         self,
@@ -159,14 +164,6 @@ class PackedAttention(torch.nn.Module):
             *by_head, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=True
         )
         return output.squeeze(0).transpose(0, 1)
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
-    ) -> ShardedStateDict:
-        """Return the state as Megatron's own attention does."""
-        state = self.state_dict(prefix="", keep_vars=True)
-        groups = {"tp_group": self.tp_group, "dp_cp_group": (metadata or {})["dp_cp_group"]}
-        return make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets, **groups)
 
 
 def _with_sinks(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -149,15 +149,15 @@ class HFFolder(AbstractContextManager):
         ffn, hidden = experts.ffn_size, architecture.hidden_size
         self._check_shape(gate_up, (experts.count, 2 * ffn, hidden))
         self._check_shape(down, (experts.count, hidden, ffn))
-        block, router = f"{layer}{names.block}.", f"{layer}mlp.gate.weight"
+        block = f"{layer}{names.block}."
         gate_and_up, downs = self._stored.pop(gate_up), self._stored.pop(down)
         for expert in range(experts.count):
             name = f"{block}experts.{expert}."
             self._stored[f"{name}{names.gate}.weight"] = gate_and_up._replace(expert=expert, rows=slice(0, ffn))
             self._stored[f"{name}{names.up}.weight"] = gate_and_up._replace(expert=expert, rows=slice(ffn, 2 * ffn))
             self._stored[f"{name}{names.down}.weight"] = downs._replace(expert=expert)
-        if router in self._stored:
-            self.rename({router: f"{block}gate.weight"})
+        of_router = {f"{layer}mlp.{name}": block + name for name in ("gate.weight", names.bias_name)}
+        self.rename({old: new for old, new in of_router.items() if old in self._stored})
 
     def _split_fused(self, architecture: Architecture) -> None:
         """Give each matrix of a stack its own name."""

@@ -54,6 +54,7 @@ COMPUTED_ELSEWHERE = [
         for key in ("no_rope_layer_interval", "sliding_window_pattern", "attention_chunk_size", "cla_share_factor")
     ),
     {"clip_qkv": 8.0},
+    {"rotary_dim": 64},
     {"is_causal": False},
     {"no_rope_layers": [1, 1, 1, 0]},
     {"dual_chunk_attention_config": {"chunk_size": 262144}},
@@ -64,6 +65,8 @@ COMPUTED_ELSEWHERE = [
     {"hybrid_override_pattern": "M-M*"},
     {"transformers_weights": "other.safetensors"},
     {"model_type": "granite"},
+    {"model_type": "smollm3"},
+    {"model_type": "olmo3"},
     {"num_local_experts": 8},
     {"kv_lora_rank": 512},
     {"layer_norm_eps": 1e-5},

@@ -4,10 +4,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_shapes import GPT_OSS, QWEN2, QWEN3_MOE, V2, V3, YARN
+from tiny_shapes import GPT_OSS, OLMO3, QWEN2, QWEN3_MOE, V2, V3, YARN
 
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.parsing import parse
+
+YARN_ALONE = OLMO3["rope_parameters"]["full_attention"]
+OLMO3_SCALED_TWICE = {
+    **{"architectures": ["Olmo3ForCausalLM"], "sliding_window": 4},
+    "rope_parameters": {"full_attention": YARN_ALONE, "sliding_attention": YARN_ALONE},
+}
 
 
 def _parsed(**changes: Any) -> Architecture:
@@ -49,6 +55,8 @@ def test_unsupported_mixtures_are_named(changes: dict, message: str) -> None:
         (V3 | {"rope_parameters": YARN | {"attention_factor": 1.5}}, "of yarn neither attention_factor"),
         (V3 | {"rope_parameters": YARN | {"truncate": False}}, "nor truncate = false of latent attention"),
         (QWEN2 | {"rope_parameters": GPT_OSS["rope_parameters"] | {"truncate": "no"}}, "nor truncate = false"),
+        (QWEN2 | {"rope_parameters": YARN_ALONE | {"attention_factor": 1.2}}, "attention_factor other than 1.13863"),
+        (OLMO3_SCALED_TWICE, "rope .*'yarn'.* is not supported; supported are, over the whole head, default: choose"),
     ],
 )
 def test_unsupported_latent_models_are_named(changes: dict, message: str) -> None:

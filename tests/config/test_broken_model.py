@@ -14,6 +14,7 @@ GRANITE = {
     "architectures": ["GraniteForCausalLM"],
     **dict.fromkeys(("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"), 2.0),
 }
+MINIMAX_M2 = {"architectures": ["MiniMaxM2ForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2}
 GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "hidden_act": None, "query_pre_attn_scalar": 16}
 WRONG_VALUES = [
     ({"architectures": ["MambaForCausalLM"]}, f"{FILE} is of architecture MambaForCausalLM; this version trains Llama"),
@@ -61,6 +62,14 @@ WRONG_VALUES = [
     (
         QWEN3_MOE | {"num_experts": 0, "num_experts_per_tok": 1},
         f"{CANNOT}num_experts: Input should be greater than or equal to 1, found 0",
+    ),
+    (
+        {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, 0, 1]},
+        f"{FILE}: no_rope_layers has 3 layers, num_hidden_layers is 6",
+    ),
+    (
+        MINIMAX_M2 | {"head_dim": 16, "rotary_dim": 8, "partial_rotary_factor": 1.0},
+        f"{FILE}: rotary_dim is 8, partial_rotary_factor 1 x head_dim 16 is another number",
     ),
     *(
         (family | {key: value}, f"{CANNOT}{key}: expected a number greater than 0, found {value!r}: correct it")

@@ -47,6 +47,7 @@ CASES = [
     Case("glm4", {"tensor": 2}, True),
     Case("gemma3_text", {"tensor": 2}, False),
     Case("granite", {"pipeline": 2}, True),
+    Case("olmo3", {"tensor": 2}, True),
     Case("phi3", {"tensor": 2}, True, "fp32"),
     Case("gpt_oss", {"tensor": 2, "expert": 2}, True),
     Case("qwen3_moe", {"expert": 2}, True),

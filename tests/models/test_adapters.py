@@ -154,7 +154,7 @@ ADAPTED = {family: LORA.target_modules for family in BY_FAMILY if family != "Mix
     "Phi3ForCausalLM": ("o_proj", "down_proj"),
     "DeepseekV2ForCausalLM": ("gate_proj", "up_proj", "down_proj"),
     "DeepseekV3ForCausalLM": ("gate_proj", "up_proj", "down_proj"),
-    "GptOssForCausalLM": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    **dict.fromkeys(("GptOssForCausalLM", "MiniMaxM2ForCausalLM"), ("q_proj", "k_proj", "v_proj", "o_proj")),
 }
 """Matrices with adapters: those that transformers has as such, and that can have some."""
 CASES |= {

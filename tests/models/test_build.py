@@ -15,6 +15,7 @@ from tiny_shapes import (
     EXPERTS,
     GLM4_MOE,
     GPT_OSS,
+    MINIMAX_M2,
     PLAIN_ROPE,
     QWEN3_NEXT,
     SHAPE,
@@ -85,6 +86,7 @@ MIXTURES = {
         GLM4_MOE
         | {"rope_parameters": {**PLAIN_ROPE, "rope_type": "linear", "factor": 3.0}, "n_group": 4, "topk_group": 1},
     ),
+    "minimax m2": ("minimax_m2", MINIMAX_M2),
     "gpt oss": ("gpt_oss", GPT_OSS),
     "qwen3 next": ("qwen3_next", QWEN3_NEXT | {"linear_num_value_heads": 2}),
     "qwen3.5 moe": ("qwen3_5_moe_text", QWEN3_NEXT),
@@ -202,7 +204,7 @@ def _check_added(rank: int, world_size: int, cases: list[Case]) -> None:
     _check_logits(rank, world_size, cases)
 
 
-@pytest.mark.parametrize("name", slow_ones(MIXTURES, {"gpt oss", "qwen3.5 moe"}))
+@pytest.mark.parametrize("name", slow_ones(MIXTURES, {"gpt oss", "qwen3.5 moe", "minimax m2"}))
 def test_logits_of_mixtures_equal_hugging_face_in_layouts(name: str, tmp_path: Path) -> None:
     model_type, changes = MIXTURES[name]
     folder = hf_folder(tmp_path, model_type, **changes)

@@ -17,7 +17,7 @@ from shrunk_models import shrunk_folder
 from slow import slow_ones
 from spawn import run_ranks
 from tiny_models import hf_folder
-from tiny_shapes import DEEPSEEK_V2, DEEPSEEK_V3, EXPERTS, GLM4_MOE, GPT_OSS, QWEN3_NEXT, VARIANTS
+from tiny_shapes import DEEPSEEK_V2, DEEPSEEK_V3, EXPERTS, GLM4_MOE, GPT_OSS, MINIMAX_M2, QWEN3_NEXT, VARIANTS
 
 from megappo.architecture.parsing import read_architecture
 from megappo.batch.exchange import Exchange
@@ -219,6 +219,7 @@ MIXTURES = {
     "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 24},
     "qwen3_moe": EXPERTS | {"norm_topk_prob": True, "tie_word_embeddings": True},
     "glm4_moe": GLM4_MOE,
+    "minimax_m2": MINIMAX_M2,
     "gpt_oss": GPT_OSS,
     "qwen3_next": QWEN3_NEXT,
     "qwen3_5_moe_text": QWEN3_NEXT,
@@ -234,7 +235,7 @@ WHOLE_FAMILY = "deepseek_v3"
 """Has all that the others have, except the softmax router: it takes all but the easy layouts, the others these."""
 OTHERS_CASES = ("ep2 pp2 vpp2, uneven micro-batches", "ep2 etp2 cp2 tp2 sp")
 SHOWN_CASES = {WHOLE_FAMILY: set(MIXTURE_CASES) - set(EASY_CASES), "gpt_oss": {"one rank", "ep2 cp2 tp2 sp"}}
-SHOWN_CASES |= {"qwen3_next": {"ep2 tp2 sp"}, "qwen3_5_moe_text": set()}
+SHOWN_CASES |= {"qwen3_next": {"ep2 tp2 sp"}, "qwen3_5_moe_text": set(), "minimax_m2": set()}
 
 
 def mixture_cases(family: str):

@@ -40,6 +40,12 @@ MODELS = {
         **{"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.7, "attention_multiplier": 0.2},
         **{"vocab_size": 25, "head_dim": 16},
     },
+    "seed_oss": {"head_dim": 12, "vocab_size": 35, "pad_token_id": 0},
+    "smollm3": {"no_rope_layers": [1, 0, 1], "vocab_size": 22, "pad_token_id": None},
+    "olmo3": {
+        **{"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+        **{"vocab_size": 26, "pad_token_id": None},
+    },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "vocab_size": 29, "sliding_window": None},
     "qwen3_moe": {
         **{"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "norm_topk_prob": True},
@@ -67,6 +73,9 @@ LAYOUTS = {
     "phi3": ("{tensor: 2}", "{pipeline: 2, pipeline_split: [1, 2]}"),
     "gemma3_text": ("{tensor: 2}", "{pipeline: 1, context: 2}"),
     "granite": ("{tensor: 1, pipeline: 2, pipeline_split: [2, 1]}", "{pipeline: 1, tensor: 2, sequence: true}"),
+    "seed_oss": ("{tensor: 2}", "{pipeline: 1, context: 2}"),
+    "smollm3": ("{tensor: 1, pipeline: 2, pipeline_split: [1, 2]}", "{pipeline: 1, context: 2}"),
+    "olmo3": ("{tensor: 2, sequence: true}", "{pipeline: 2, pipeline_split: [1, 2]}"),
     "mixtral": ("{tensor: 2, sequence: true, expert: 2}", "{pipeline: 2, pipeline_split: [1, 2]}"),
     "qwen3_moe": ("{tensor: 1, expert: 2}", "{pipeline: 1, context: 2, expert_tensor: 2}"),
     "glm4_moe": ("{tensor: 1, expert: 2}", "{pipeline: 2, pipeline_split: [1, 2]}"),
@@ -78,6 +87,9 @@ def write_model(folder: Path, family: str) -> Path:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SHAPE | MODELS[family]))
     model.generation_config.update(eos_token_id=[1, 2], do_sample=True, **CHAT_SAMPLING)
     model.save_pretrained(folder)
+    if family == "olmo3":  # SGLang reads its rotary positions as they are published, only
+        file = folder / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"rope_parameters": None, "rope_theta": 500000.0}))
     core = Tokenizer(models.WordLevel({token: i for i, token in enumerate(TOKENS)}, unk_token="<unk>"))
     core.pre_tokenizer, core.decoder = pre_tokenizers.Split(Regex("."), "isolated"), decoders.Fuse()
     special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>", "extra_special_tokens": ["<end>"]}

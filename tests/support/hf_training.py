@@ -233,10 +233,10 @@ def hf_train(
         norms.append(float(torch.nn.utils.clip_grad_norm_(named.values(), OPTIM.clip_grad)))
         optimizer.step()
     parameters = per_expert(named)
-    if oracle.model.config.model_type == "mixtral":
+    parameters |= oracle.router_biases() if lora is None else {}
+    if oracle.model.config.model_type in ("mixtral", "minimax_m2"):
         parameters = {with_parts_replaced(name, MIXTRAL): parameter for name, parameter in parameters.items()}
-    biases = oracle.router_biases() if lora is None else {}
-    return {"outputs": before, "grad_norms": norms, "parameters": parameters | biases}
+    return {"outputs": before, "grad_norms": norms, "parameters": parameters}
 
 
 MIXTRAL = {".mlp.": ".block_sparse_moe.", ".gate_proj.": ".w1.", ".up_proj.": ".w3.", ".down_proj.": ".w2."}

@@ -19,6 +19,7 @@ SIZES = {
     "num_hidden_layers": 3,
     "vocab_size": VOCAB_SIZE,
     "head_dim": HEAD_SIZE,
+    "rotary_dim": HEAD_SIZE // 2,
     "original_max_position_embeddings": POSITIONS,
     "first_k_dense_replace": 1,
     "moe_intermediate_size": 24,
@@ -51,14 +52,17 @@ def shrunk(config: dict[str, Any]) -> dict[str, Any]:
     if config.get("rope_scaling"):
         original = {"original_max_position_embeddings": POSITIONS // 4}
         small["rope_scaling"] = {key: original.get(key, value) for key, value in config["rope_scaling"].items()}
-    if config["model_type"] == "gemma3_text":  # the last of its layers attends to all tokens
+    if config["model_type"] in ("gemma3_text", "olmo3"):  # one of so many layers attends to all tokens
         small |= {"num_hidden_layers": 6, "sliding_window": 4}
     if "full_attention_interval" in config:  # the last of so many layers
         small["num_hidden_layers"] = config["full_attention_interval"]
-    if "layer_types" in config:
-        small["layer_types"] = config["layer_types"][: small["num_hidden_layers"]]
-    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+    if "no_rope_layers" in config:  # the last of so many layers
+        small["num_hidden_layers"] = config["no_rope_layer_interval"]
+    for key in ("layer_types", "no_rope_layers"):
         if key in config:
+            small[key] = config[key][: small["num_hidden_layers"]]
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if config.get(key) is not None:
             tokens = config[key] if isinstance(config[key], list) else [config[key]]
             small[key] = [token % VOCAB_SIZE for token in tokens]
             small[key] = small[key] if isinstance(config[key], list) else small[key][0]

@@ -50,7 +50,7 @@ def move_router_biases(model: torch.nn.Module) -> None:
     generator = torch.Generator().manual_seed(3)
     for module in model.modules():
         if hasattr(module, "e_score_correction_bias"):
-            module.e_score_correction_bias = 0.1 * torch.randn(module.num_experts, generator=generator)
+            module.e_score_correction_bias = 0.1 * torch.randn(len(module.e_score_correction_bias), generator=generator)
 
 
 def hf_model(folder: Path) -> torch.nn.Module:

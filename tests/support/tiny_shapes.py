@@ -1,6 +1,7 @@
 """Sizes of tiny models: one table for all tests that need no other sizes."""
 
 import re
+from math import log
 
 VOCAB_SIZE = 91  # odd: every tensor-parallel layout pads it
 SHAPE = {
@@ -56,6 +57,10 @@ GLM4_MOE = {
     "n_shared_experts": 1,
     "routed_scaling_factor": 1.7,
 }
+MINIMAX_M2 = {
+    **{"head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 24},
+    **{"scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True, "rotary_dim": 8},
+}
 TWO_LAYERS = {"num_hidden_layers": 2}
 GLM4 = {"head_dim": 16, "partial_rotary_factor": 0.5, "attention_bias": True, "pad_token_id": None}
 GRANITE = {"embedding_multiplier": 3.0, "logits_scaling": 0.5, "residual_multiplier": 0.7, "attention_multiplier": 0.2}
@@ -73,7 +78,19 @@ QWEN3_5 = {
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12},
 }
 QWEN3_NEXT = QWEN3_5 | EXPERTS | {"shared_expert_intermediate_size": 40}
+SMOLLM3 = {"no_rope_layers": [1, 0, 1, 0], "pad_token_id": None}
+SEED_OSS = {"head_dim": 16}
 VARIANTS = {"glm4": GLM4, "gemma3_text": GEMMA3, "phi3": PHI3, "granite": GRANITE, "qwen3_5_text": QWEN3_5}
+OLMO3 = {
+    **{"sliding_window": 4, "pad_token_id": None},
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        "full_attention": {"attention_factor": 0.1 * log(4.0) + 1}
+        | {key: YARN[key] for key in YARN.keys() - {"mscale", "mscale_all_dim"}},
+    },
+}
+VARIANTS |= {"seed_oss": SEED_OSS, "smollm3": SMOLLM3, "olmo3": OLMO3}
 """Changes to SHAPE, by Hugging Face's model_type: dense families that differ from Llama in more than biases and norms
 of queries and keys."""
 MIXTURES = {
@@ -81,6 +98,7 @@ MIXTURES = {
     "qwen2_moe": TWO_LAYERS | EXPERTS | {"shared_expert_intermediate_size": 40},
     "qwen3_moe": TWO_LAYERS | EXPERTS,
     "glm4_moe": TWO_LAYERS | GLM4_MOE,
+    "minimax_m2": TWO_LAYERS | MINIMAX_M2,
     "qwen3_next": TWO_LAYERS | QWEN3_NEXT,
     "qwen3_5_moe_text": TWO_LAYERS | QWEN3_NEXT,
     "deepseek_v2": TWO_LAYERS | DEEPSEEK_V2,
@@ -121,6 +139,12 @@ V2, V3 = (
 )
 
 
+UNUSUAL = {"smollm3": "SmolLM3ForCausalLM", "minimax_m2": "MiniMaxM2ForCausalLM"}
+"""Architectures whose capital letters no underscore announces."""
+
+
 def architecture_of(model_type: str) -> str:
     """Return the architecture of Hugging Face's model_type: of glm4_moe Glm4MoeForCausalLM."""
+    if model_type in UNUSUAL:
+        return UNUSUAL[model_type]
     return re.sub("(^|_)([a-z])", lambda found: found[2].upper(), model_type.removesuffix("_text")) + "ForCausalLM"

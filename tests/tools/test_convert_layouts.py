@@ -8,7 +8,7 @@ import torch
 from commands import CONVERT, assert_equal, convert, run, tensors_of
 from safetensors.torch import save_file
 from tiny_models import hf_folder, sequences
-from tiny_shapes import GPT_OSS, MIXTURES
+from tiny_shapes import CHANGES, MIXTURES
 from transformers import AutoModelForCausalLM
 
 
@@ -59,9 +59,14 @@ def test_the_experts_of_a_checkpoint_are_compared_and_resharded(tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_stacks_of_experts_there_and_back(tmp_path: Path) -> None:
-    source = hf_folder(tmp_path / "source", "gpt_oss", **GPT_OSS)
-    convert("hf-to-megatron", source, tmp_path / "megatron", "--tensor", 2, "--expert", 2, ranks=2)
+@pytest.mark.parametrize(
+    ("family", "arguments"),
+    [("gpt_oss", ("--expert", 2)), ("qwen3_next", ("--expert", 2)), ("minimax_m2", ()), ("olmo3", ())],
+)
+def test_what_a_family_of_its_own_has_there_and_back(tmp_path: Path, family: str, arguments: tuple) -> None:
+    """Stacks of experts with sinks; linear attention; norms of all heads."""
+    source = hf_folder(tmp_path / "source", family, **CHANGES[family])
+    convert("hf-to-megatron", source, tmp_path / "megatron", "--tensor", 2, *arguments, ranks=2)
     assert convert("verify", tmp_path / "megatron", source).startswith("equal to the bit")
     convert("megatron-to-hf", tmp_path / "megatron", tmp_path / "back", "--pipeline", 2, ranks=2)
     assert_equal(tensors_of(tmp_path / "back"), tensors_of(source))

@@ -67,7 +67,7 @@ UNEVEN = {
 """Layers of each chunk, of a model of five."""
 FAMILIES = ("qwen2", "llama", "qwen3", "mistral", "phi3")
 STACKED = "gpt_oss"
-OTHER_FAMILIES = ("glm4", "gemma3_text", "granite", "qwen3_5_text")
+OTHER_FAMILIES = ("glm4", "gemma3_text", "granite", "qwen3_5_text", "seed_oss", "smollm3", "olmo3")
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -156,7 +156,7 @@ def test_a_text_model_is_taken_out_of_one_with_vision_by_transformers(tmp_path: 
     run_ranks(4, round_trips, [plain], {"TP2xPP2": LAYOUTS["TP2xPP2"]}, {}, {plain: text})
 
 
-@pytest.mark.parametrize("family", slow_ones(MIXTURES, {"qwen3_next", "qwen3_5_moe_text"}))
+@pytest.mark.parametrize("family", slow_ones(MIXTURES, {"qwen3_next", "qwen3_5_moe_text", "minimax_m2"}))
 def test_mixtures_of_experts_are_bit_equal_from_either_format(tmp_path: Path, family: str) -> None:
     per_expert, bf16, fused = (tmp_path / name for name in ("per_expert", "bf16", "fused"))
     hf_folder(per_expert, family, **MIXTURES[family])
