@@ -97,6 +97,9 @@ def engine_memory(config: Config, policy: Architecture, num_parameters: int, fre
     nbytes = DTYPES[config.model.dtype].nbytes
     tensor = config.rollout.tensor_parallel
     weights = num_parameters * nbytes / tensor
+    if rollout.server_args.get("quantization") == "fp8":  # of the layers' matrices
+        embeddings = policy.vocab_size * policy.hidden_size * (1 if policy.tied else 2)
+        weights -= (num_parameters - embeddings) * (nbytes - 1) / tensor
     if policy.latent:  # each GPU caches the whole latent vector
         cached: float = policy.latent.kv_rank + policy.latent.rope_size
     else:  # keys and values, whose heads are repeated if there are fewer than GPUs

@@ -2,12 +2,14 @@
 
 import importlib.util
 import json
+import re
 import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from program import REPOSITORY
 
 from megappo.engines.client import WEIGHTS, WORKING_MEMORY
 from megappo.engines.launch import GPU_ARGUMENTS, GPU_VARIABLES, environment, nccl_variables
@@ -20,7 +22,14 @@ from sglang.srt.entrypoints.engine import _set_envs_and_config
 from sglang.srt.environ import envs
 from sglang.srt.server_args import ServerArgs
 
+from sglang.srt.arg_groups.choices import LOAD_FORMAT_CHOICES, QUANTIZATION_CHOICES
+from sglang.srt.models.qwen2 import Qwen2ForCausalLM
+from sglang.srt.models.qwen3 import Qwen3ForCausalLM
+
 found = {"names": list(inspect.signature(ServerArgs).parameters), "variables": dir(envs), "nccl": []}
+found["choices"] = {"quantization": QUANTIZATION_CHOICES, "load_format": LOAD_FORMAT_CHOICES}
+reloads = [model.load_weights for model in (Qwen2ForCausalLM, Qwen3ForCausalLM)]
+found["reloads"] = [getattr(one, "_supports_quantized_rl_reload", None) is one for one in reloads]
 found["caches"] = [os.environ[f"{name}_CACHE_DIR"] for name in ("TORCHINDUCTOR", "TRITON")]
 for arguments in json.loads(sys.argv[1]):
     _set_envs_and_config(ServerArgs(model_path="model", **arguments))
@@ -48,6 +57,15 @@ def test_the_names_read_in_the_source_are_those_of_sglang(of_sglang):
 def test_sglang_knows_all_arguments_of_engines_on_gpus(of_sglang):
     assert GPU_ARGUMENTS.keys() <= set(of_sglang["names"])
     assert GPU_VARIABLES.keys() <= set(of_sglang["variables"])
+
+
+def test_sglang_knows_the_arguments_of_quantised_rollouts(of_sglang):
+    """Those of docs/placement.md, and the families that it names."""
+    written = re.search(r"server_args: {(.*)}", (REPOSITORY / "docs" / "placement.md").read_text())[1]
+    for argument in written.split(", "):
+        name, value = argument.split(": ")
+        assert name in of_sglang["names"] and value in of_sglang["choices"][name]
+    assert of_sglang["reloads"] == [True, True]
 
 
 @pytest.mark.parametrize("number", range(len(ARGUMENTS)))

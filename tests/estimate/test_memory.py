@@ -96,6 +96,18 @@ def test_weights_that_models_share_are_counted_once() -> None:
     assert "critic activations" in held["values"] and "ref activations" in held["ref_log_probs"]
 
 
+def test_an_engine_in_fp8_takes_a_byte_for_each_weight_of_its_layers() -> None:
+    """The embedding and the output layer stay in bf16."""
+    in_fp8 = ("rollout.server_args.quantization=fp8", "rollout.server_args.load_format=flash_rl")
+    plain, quantised = (estimate_of(load_config(BOTH_7B, overrides), 8) for overrides in ((), in_fp8))
+    model, num_gpus = read_architecture("models/Qwen2.5-7B"), plain.config.rollout.tensor_parallel
+    [size] = stage_sizes(model, Parallel())
+    words = 2 * model.vocab_size * model.hidden_size
+    assert plain.engine.weights * num_gpus == 2 * sum(size)
+    assert quantised.engine.weights * num_gpus == sum(size) + words
+    assert quantised.engine.cache_tokens > plain.engine.cache_tokens
+
+
 def test_sampled_log_probs_save_a_phase_and_its_seconds() -> None:
     without, with_pass = (
         estimate_of(load_config(SAO, [f"algorithm.old_log_probs={old}", "actor.policy_loss=gpg"]), 64)
