@@ -138,18 +138,19 @@ MIXTURE_CASES = {
     ),
     "ep2, some modules": ("qwen3_moe", Case(Layout(TWO, expert=2), max_tokens=12, lora=SOME)),
     "stacked, ep2 tp2 sp": ("gpt_oss", Case(Layout(TWO, tensor=2, expert=2), sequence=True, lora=OF_ATTENTION)),
+    "names of the hub, ep2": ("mixtral", Case(Layout(TWO, expert=2), max_tokens=12, lora=LORA)),
     "ep2 pp2": ("qwen2_moe", Case(Layout(FOUR, pipeline=2, expert=2), max_tokens=12, lora=LORA)),
 }
 CASES |= {f"mixture, {name}": case for name, (_, case) in MIXTURE_CASES.items()}
 
 
-@pytest.mark.parametrize("name", slow_ones(MIXTURE_CASES, [name for name in MIXTURE_CASES if name != "ep2 tp2 dp2 sp"]))
+@pytest.mark.parametrize("name", slow_ones(MIXTURE_CASES, MIXTURE_CASES.keys() - {"ep2 tp2 dp2 sp"}))
 def test_adapters_of_experts_train_as_hugging_faces_do(name: str, tmp_path: Path) -> None:
     family, _ = MIXTURE_CASES[name]
     check(f"mixture, {name}", "actor", hf_folder(tmp_path / "hf", family, **CHANGES[family]))
 
 
-ADAPTED = {family: LORA.target_modules for family in BY_FAMILY if family != "MixtralForCausalLM"} | {
+ADAPTED = dict.fromkeys(BY_FAMILY, LORA.target_modules) | {
     "Glm4ForCausalLM": ("q_proj", "k_proj", "v_proj", "o_proj", "down_proj"),
     "Phi3ForCausalLM": ("o_proj", "down_proj"),
     "DeepseekV2ForCausalLM": ("gate_proj", "up_proj", "down_proj"),

@@ -216,6 +216,7 @@ def test_other_dense_families_train_as_hugging_face_does(name: str, family: str,
 
 
 MIXTURES = {
+    "mixtral": {"num_local_experts": 4},
     "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 24},
     "qwen3_moe": EXPERTS | {"norm_topk_prob": True, "tie_word_embeddings": True},
     "glm4_moe": GLM4_MOE,
@@ -235,7 +236,7 @@ WHOLE_FAMILY = "deepseek_v3"
 """Has all that the others have, except the softmax router: it takes all but the easy layouts, the others these."""
 OTHERS_CASES = ("ep2 pp2 vpp2, uneven micro-batches", "ep2 etp2 cp2 tp2 sp")
 SHOWN_CASES = {WHOLE_FAMILY: set(MIXTURE_CASES) - set(EASY_CASES), "gpt_oss": {"one rank", "ep2 cp2 tp2 sp"}}
-SHOWN_CASES |= {"qwen3_next": {"ep2 tp2 sp"}, "qwen3_5_moe_text": set(), "minimax_m2": set()}
+SHOWN_CASES |= {"qwen3_next": {"ep2 tp2 sp"}} | dict.fromkeys(("qwen3_5_moe_text", "minimax_m2", "mixtral"), set())
 
 
 def mixture_cases(family: str):

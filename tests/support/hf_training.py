@@ -76,14 +76,23 @@ class Oracle:
         return {name: bias for name, bias in self.model.named_buffers() if name.endswith("e_score_correction_bias")}
 
 
-class Adapted(torch.nn.Module):
-    """W + alpha / rank B A in place of W, as a parametrization of torch."""
+MIXTRAL = {".mlp.": ".block_sparse_moe.", ".gate_proj.": ".w1.", ".up_proj.": ".w3.", ".down_proj.": ".w2."}
+"""Parts of names in transformers -> in the files of the hub."""
 
-    def __init__(self, weight: torch.Tensor, name: str, lora: Lora):
+
+class Adapted(torch.nn.Module):
+    """W + alpha / rank B A in place of W, as a parametrization of torch.
+
+    Args:
+        parts: of its name in the files of the hub, where they differ, see `MIXTRAL`.
+    """
+
+    def __init__(self, weight: torch.Tensor, name: str, lora: Lora, parts: dict[str, str]):
         super().__init__()
         self.scale = lora.alpha / lora.rank
-        self.a = torch.nn.Parameter(adapter_matrix(f"{name}.lora_A.weight", (lora.rank, weight.shape[1])))
-        self.b = torch.nn.Parameter(adapter_matrix(f"{name}.lora_B.weight", (weight.shape[0], lora.rank)))
+        names = [with_parts_replaced(f"{name}.lora_{kind}.weight", parts) for kind in "AB"]
+        self.a = torch.nn.Parameter(adapter_matrix(names[0], (lora.rank, weight.shape[1])))
+        self.b = torch.nn.Parameter(adapter_matrix(names[1], (weight.shape[0], lora.rank)))
 
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
         return weight + self.scale * self.b @ self.a
@@ -92,13 +101,15 @@ class Adapted(torch.nn.Module):
 class AdaptedExperts(torch.nn.Module):
     """The same for all experts' matrices, [experts, out, in], of which each has one below the other."""
 
-    def __init__(self, weight: torch.Tensor, name: str, modules: Sequence[str], lora: Lora):
+    def __init__(self, weight: torch.Tensor, name: str, modules: Sequence[str], lora: Lora, files: dict[str, str]):
         super().__init__()
         self.experts = torch.nn.ModuleList()
         for expert, matrices in enumerate(weight):
             parts = zip(modules, matrices.chunk(len(modules)), strict=True)
             adapted = {
-                part: Adapted(rows, f"{name}.{expert}.{part}", lora) for part, rows in parts if part in lora.modules
+                part: Adapted(rows, f"{name}.{expert}.{part}", lora, files)
+                for part, rows in parts
+                if part in lora.modules
             }
             self.experts.append(torch.nn.ModuleDict(adapted))
         self.modules_of_each = modules
@@ -125,15 +136,15 @@ EXPERT_MATRICES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down
 def adapt(model: torch.nn.Module, lora: Lora) -> dict[str, torch.nn.Parameter]:
     """Add adapters to Hugging Face's model and freeze its weights; return them by PEFT's names without the prefix."""
     model.requires_grad_(False)
-    found = {}
+    found, files = {}, MIXTRAL if model.config.model_type == "mixtral" else {}
     for name, module in [*model.named_modules()]:
         if name.endswith(".experts"):
             for parameter, modules in EXPERT_MATRICES.items():
-                experts = AdaptedExperts(getattr(module, parameter), name, modules, lora)
+                experts = AdaptedExperts(getattr(module, parameter), name, modules, lora, files)
                 parametrize.register_parametrization(module, parameter, experts)
                 found |= experts.named(name)
         if name.split(".")[-1] in lora.modules:
-            adapted = Adapted(module.weight, name, lora)
+            adapted = Adapted(module.weight, name, lora, files)
             parametrize.register_parametrization(module, "weight", adapted)
             found |= {f"{name}.lora_A.weight": adapted.a, f"{name}.lora_B.weight": adapted.b}
     return found
@@ -237,10 +248,6 @@ def hf_train(
     if oracle.model.config.model_type in ("mixtral", "minimax_m2"):
         parameters = {with_parts_replaced(name, MIXTRAL): parameter for name, parameter in parameters.items()}
     return {"outputs": before, "grad_norms": norms, "parameters": parameters}
-
-
-MIXTRAL = {".mlp.": ".block_sparse_moe.", ".gate_proj.": ".w1.", ".up_proj.": ".w3.", ".down_proj.": ".w2."}
-"""Parts of names in transformers -> in the files of the hub."""
 
 
 def with_parts_replaced(name: str, parts: dict[str, str]) -> str:

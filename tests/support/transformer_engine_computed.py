@@ -106,10 +106,13 @@ def _attention(
 def _rotate(
     x: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor, cp_size: int = 1, cp_rank: int = 0
 ) -> torch.Tensor:
-    """Rotate [T, heads, D] by the position of each token in its sequence."""
+    """Rotate the first numbers of [T, heads, D], as many as have angles, by the position of each token in its
+    sequence."""
     angles = freqs[_sequences(len(x), cu_seqlens)[1], :, 0]
-    half = x.chunk(2, dim=-1)
-    return x * angles.cos() + torch.cat([-half[1], half[0]], dim=-1) * angles.sin()
+    turned, others = x.tensor_split([angles.shape[-1]], dim=-1)
+    half = turned.chunk(2, dim=-1)
+    turned = turned * angles.cos() + torch.cat([-half[1], half[0]], dim=-1) * angles.sin()
+    return torch.cat([turned, others], dim=-1)
 
 
 def _sequences(num_tokens: int, cu_seqlens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
