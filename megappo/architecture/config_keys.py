@@ -4,7 +4,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from megappo.architecture.model_folder import INDEX, SINGLE
+from megappo.architecture.model_folder import INDEX, SINGLE, UNQUANTIZED
 
 ROPE_KEYS = """
     rope_type type rope_theta factor low_freq_factor high_freq_factor original_max_position_embeddings beta_fast
@@ -23,7 +23,7 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "transformers_weights": (SINGLE, INDEX),
 }
 """Keys of config.json with the values that are supported; an absent key, or null, means one of them."""
-REMEDIES = {"quantization_config": "choose the model's weights in bf16 or fp16, or convert these and remove the key"}
+REMEDIES = {"quantization_config": f"{UNQUANTIZED} and remove the key"}
 """Key that is not supported -> the remedy, where it is another than that of most keys."""
 ONLY_OF_EXPERTS: dict[str, tuple[Any, ...]] = {
     "decoder_sparse_step": (1,),

@@ -22,6 +22,8 @@ FLOATS = {DTYPES[name].safetensors for name in ("fp64", "fp32", "bf16", "fp16")}
 GIT_LFS = b"version https://git-lfs"
 SHAPES = Path(__file__).parent / "shapes"
 """Folders with the config.json of published models: for estimates without a download."""
+UNQUANTIZED = "choose the model's weights in bf16 or fp16, or convert these"
+"""Remedy for quantised weights."""
 COMPANIONS = ("*", "additional_chat_templates/*", "custom_generate/*")
 """Places of the files that transformers reads (utils/hub.py and generation/utils.py of 5.19)."""
 NO_COMPANIONS = re.compile(
@@ -40,8 +42,10 @@ OTHER_FOLDERS = {
     "state.json": "is a training checkpoint: name the run's hf_actor, or convert its actor (megappo convert)",
     "*.distcp": "is a component of a training checkpoint: name the run's hf_actor, or convert it (megappo convert)",
     "checkpoints/step_*": "is the output folder of a run: convert one's actor, {}/actor (megappo convert)",
-    ".metadata": "is a Megatron checkpoint: convert it with megappo convert megatron-to-hf",
-    "latest_checkpointed_iteration.txt": "holds Megatron checkpoints: convert one with megappo convert megatron-to-hf",
+    ".metadata": "is a Megatron checkpoint: set dist_checkpointing_path (of model or critic) to it, or convert it with "
+    "megappo convert megatron-to-hf",
+    "latest_checkpointed_iteration.txt": "holds Megatron checkpoints: set dist_checkpointing_path (of model or critic) "
+    "to it, or convert one with megappo convert megatron-to-hf",
     "zero_to_fp32.py": "is a DeepSpeed checkpoint: convert it to safetensors with {}",
     "fsdp_config.json": "is a checkpoint of FSDP shards: merge them into the Hugging Face format",
     "model_index.json": "holds a diffusion pipeline: choose a language model",
@@ -198,14 +202,16 @@ def check_companions(folder: Path) -> None:
         _check_readable(folder / name)
 
 
-def tensor_files(folder: Path) -> dict[str, str]:
+def tensor_files(folder: Path, *, floats_only: bool = False) -> dict[str, str]:
     """Return the file of each tensor that transformers and SGLang load from a folder, from the files' headers.
 
     As in transformers, all tensors of a shard count, whether the index lists them or not.
 
+    Args:
+        floats_only: refuse quantised weights.
     Raises:
-        TextFileError: a file is missing, unreadable, truncated or not safetensors, or the two libraries would read
-            different files.
+        TextFileError: a file is missing, unreadable, truncated or not safetensors, the two libraries would read
+            different files, or weights are quantised.
     """
     has_index = (folder / INDEX).is_file()
     listed = read_weight_map(folder) if has_index else {}
@@ -221,7 +227,7 @@ def tensor_files(folder: Path) -> dict[str, str]:
         raise TextFileError(f"{folder} {what}: complete the download; other weight formats are not read")
     file_of: dict[str, str] = {}
     for file in files:
-        _add(file_of, folder / file)
+        _add(file_of, folder / file, floats_only)
     if lost := sorted(listed.keys() - file_of.keys()):
         raise TextFileError(
             f"{folder / listed[lost[0]]} lacks {shorten(', '.join(lost))}, which {INDEX} lists: copy both from "
@@ -229,7 +235,7 @@ def tensor_files(folder: Path) -> dict[str, str]:
         )
     for path in () if has_index else sorted(folder.glob("*.safetensors")):  # SGLang reads them all
         if path.name != SINGLE:
-            _add(dict(file_of), path)
+            _add(dict(file_of), path, floats_only)
     return file_of
 
 
@@ -237,25 +243,18 @@ def check_tensors(folder: Path) -> None:
     """Check the headers of all files of weights.
 
     Raises:
-        TextFileError: as `tensor_files`, or weights are quantised.
+        TextFileError: as `tensor_files`.
     """
-    for file in sorted(set(tensor_files(folder).values())):
-        with safe_open(folder / file, framework="np") as opened:
-            names = opened.keys()
-            dtypes = {name: opened.get_slice(name).get_dtype() for name in names}
-        if quantized := [f"{name} ({dtype})" for name, dtype in dtypes.items() if dtype not in FLOATS]:
-            raise TextFileError(
-                f"{folder / file} holds quantised weights, {shorten(', '.join(quantized))}, which are not read: choose "
-                "the model's weights in bf16 or fp16, or convert these"
-            )
+    tensor_files(folder, floats_only=True)
 
 
-def _add(file_of: dict[str, str], path: Path) -> None:
+def _add(file_of: dict[str, str], path: Path, floats_only: bool) -> None:
     """Add the tensors of a file to those found before; none may be in both."""
     _check_readable(path)
     try:
         with safe_open(path, framework="np") as file:
             names = file.keys()
+            dtypes = {name: file.get_slice(name).get_dtype() for name in names} if floats_only else {}
     except SafetensorError as error:
         size = path.stat().st_size
         raise TextFileError(f"{path} ({size:,} bytes) is damaged or truncated ({error}): copy it again") from error
@@ -263,6 +262,10 @@ def _add(file_of: dict[str, str], path: Path) -> None:
         raise TextFileError(
             f"{path} holds {shorten(', '.join(again))}, as {file_of[again[0]]} does: remove the file that is not "
             "the model's"
+        )
+    if quantized := [f"{name} ({dtype})" for name, dtype in dtypes.items() if dtype not in FLOATS]:
+        raise TextFileError(
+            f"{path} holds quantised weights, {shorten(', '.join(quantized))}, which are not read: {UNQUANTIZED}"
         )
     file_of.update(dict.fromkeys(names, path.name))
 
