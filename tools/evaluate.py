@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             name, beside = args.source.name, Path("outputs")
         config = args.config or str(_config_of(args.source, beside))
         where = f"trainer.output_dir={json.dumps(str((args.output or beside) / 'evaluations' / name))}"
-        overrides = [*args.overrides, "trainer.eval_only=true", where, weights]
+        overrides = [*args.overrides, "trainer.eval_only=true", where, *weights]
         num_ranks = args.nproc or smallest_world(load_config(config, overrides)) or num_gpus() or 1
     except (ConfigError, CheckpointError) as error:
         print(*(f"error: {line}" for line in str(error).splitlines()), sep="\n", file=sys.stderr)
@@ -48,8 +48,8 @@ def _config_of(source: Path, run: Path) -> Path:
     return run / "config.yaml"
 
 
-def _source(folder: Path) -> tuple[str, str, Path]:
-    """Return the override that selects the model, the model's name, and the default parent of evaluations/NAME.
+def _source(folder: Path) -> tuple[list[str], str, Path]:
+    """Return the overrides that select the model, the model's name, and the default parent of evaluations/NAME.
 
     Raises:
         ConfigError: the folder is neither a run, nor a checkpoint, nor a Hugging Face folder.
@@ -62,9 +62,10 @@ def _source(folder: Path) -> tuple[str, str, Path]:
         raise ConfigError(f"{folder} is a Megatron folder by itself: {remedy}")
     given, folder = folder, folder.resolve()
     if (folder / CONFIG_FILE).is_file():
-        return f"model.path={json.dumps(str(folder))}", folder.name, folder.parent
+        own_weights = [f"model.path={json.dumps(str(folder))}", "model.dist_checkpointing_path=null"]
+        return own_weights, folder.name, folder.parent
     if is_checkpoint(folder):
-        return f"trainer.eval_checkpoint={json.dumps(str(folder))}", folder.name, folder.parents[1]
+        return [f"trainer.eval_checkpoint={json.dumps(str(folder))}"], folder.name, folder.parents[1]
     if checkpoints_in(folder / CHECKPOINTS):
         found, _ = candidates(folder / CHECKPOINTS)
         return _source(found[0])

@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from megappo.architecture.architecture import BY_SAFETENSORS, DTYPES
-from megappo.architecture.model_folder import named_architecture
+from megappo.architecture.model_folder import named_architecture, newest_iteration
 from megappo.arguments import inspect_arguments
 from megappo.checkpoint.checksums import refuse_altered
 from megappo.checkpoint.folders import (
@@ -26,7 +26,6 @@ from megappo.checkpoint.folders import (
     candidates,
     components_of,
     is_component,
-    newest_iteration,
     no_folder,
     read_state,
 )

@@ -24,6 +24,10 @@ SHAPES = Path(__file__).parent / "shapes"
 """Folders with the config.json of published models: for estimates without a download."""
 UNQUANTIZED = "choose the model's weights in bf16 or fp16, or convert these"
 """Remedy for quantised weights."""
+TRACKER = "latest_checkpointed_iteration.txt"
+"""Names the newest iteration in a folder of checkpoints that Megatron-LM wrote; slime's and Megatron-Bridge's, too."""
+RELEASE = "release"
+"""Stands for an iteration in TRACKER and in the folder's name: weights to start from."""
 COMPANIONS = ("*", "additional_chat_templates/*", "custom_generate/*")
 """Places of the files that transformers reads (utils/hub.py and generation/utils.py of 5.19)."""
 NO_COMPANIONS = re.compile(
@@ -44,7 +48,7 @@ OTHER_FOLDERS = {
     "checkpoints/step_*": "is the output folder of a run: convert one's actor, {}/actor (megappo convert)",
     ".metadata": "is a Megatron checkpoint: set dist_checkpointing_path (of model or critic) to it, or convert it with "
     "megappo convert megatron-to-hf",
-    "latest_checkpointed_iteration.txt": "holds Megatron checkpoints: set dist_checkpointing_path (of model or critic) "
+    TRACKER: "holds Megatron checkpoints: set dist_checkpointing_path (of model or critic) "
     "to it, or convert one with megappo convert megatron-to-hf",
     "zero_to_fp32.py": "is a DeepSpeed checkpoint: convert it to safetensors with {}",
     "fsdp_config.json": "is a checkpoint of FSDP shards: merge them into the Hugging Face format",
@@ -106,6 +110,15 @@ def other_kind(folder: Path) -> str | None:
         for path in sorted(folder.glob(pattern)):
             return OTHER_FOLDERS[pattern].format(path)
     return None
+
+
+def newest_iteration(folder: Path) -> Path:
+    """Return the newest checkpoint in a folder that Megatron-LM wrote; another folder as it is."""
+    tracker = folder / TRACKER
+    if tracker.is_file():
+        name = tracker.read_text("utf-8", errors="replace").strip()
+        return folder / (name if name == RELEASE else f"iter_{name:0>7}")
+    return max(folder.glob("iter_*"), default=folder)
 
 
 def read_json_file(file: Path) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """A model loaded from a component's folder, without the trainer."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +8,11 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import apply_factories
 from megatron.core.dist_checkpointing.validation import StrictHandling
 
-from megappo.architecture.parameters import is_adapter, padded_vocab_size
+from megappo.architecture.architecture import Architecture
+from megappo.architecture.families import HeadKind
+from megappo.architecture.parameters import OUTPUT_LAYER, SECOND_HEAD, is_adapter, padded_vocab_size
 from megappo.checkpoint.folders import CheckpointError
-from megappo.checkpoint.metadata import EMBEDDING, EXTRA_STATE, ComponentInfo
+from megappo.checkpoint.metadata import EMBEDDING, EXTRA_STATE, ComponentInfo, read_component
 from megappo.checkpoint.sharded import load_sharded
 from megappo.config.config_error import listed
 from megappo.models.gpt import ModelChunks
@@ -27,8 +30,47 @@ ROWS_MULTIPLE = 128
 """Megatron-LM pads the vocabulary of each tensor-parallel rank to a multiple of it, by default."""
 
 
+def head_of(info: ComponentInfo) -> HeadKind:
+    """Return the kind of head that the model has."""
+    if f"{SECOND_HEAD}.weight" in info.tensors:
+        return "policy_value"
+    output_layer = info.tensors.get(f"{OUTPUT_LAYER}.weight")
+    return "value" if output_layer is not None and output_layer.shape[0] == 1 else "policy"
+
+
+def has_value_bias(info: ComponentInfo) -> bool:
+    """Return whether the model's value head has a bias."""
+    return bool({f"{SECOND_HEAD}.bias", f"{OUTPUT_LAYER}.bias"} & info.tensors.keys())
+
+
+def load_initial(
+    chunks: ModelChunks, groups: ComponentGroups, folder: Path, architecture: Architecture, seed: int
+) -> None:
+    """Fill a new model as `load_model` does. A value head that the folder lacks is drawn from `seed`.
+
+    Raises:
+        CheckpointError: as `load_model`; the folder's model has another value head; or values are not finite.
+    """
+    info, drawn = read_component(folder), ""
+    if head_of(info) == "policy":
+        drawn = {"value": OUTPUT_LAYER, "policy_value": SECOND_HEAD}.get(architecture.head, "")
+    elif head_of(info) != architecture.head:
+        raise CheckpointError(
+            f"{folder} holds a {head_of(info)} model, but a {architecture.head} model is trained: name a language model"
+        )
+    if drawn:
+        kept = {name: tensor for name, tensor in info.tensors.items() if not name.startswith(drawn)}
+        info = replace(info, tensors=kept)
+    load_model(chunks, groups, folder, info, architecture.vocab_size, drawn)
+    if drawn and chunks[-1].post_process:
+        chunks[-1].get_submodule(drawn).init_weight(seed)
+    for name, weight in (pair for chunk in chunks for pair in chunk.named_parameters()):
+        if not weight.isfinite().all():
+            raise CheckpointError(f"{name} in {folder} holds values that are not finite: take an earlier iteration")
+
+
 def load_model(
-    chunks: ModelChunks, groups: ComponentGroups, folder: Path, info: ComponentInfo, vocab_size: int
+    chunks: ModelChunks, groups: ComponentGroups, folder: Path, info: ComponentInfo, vocab_size: int, drawn: str = ""
 ) -> None:
     """Fill the model from a component's folder, or a checkpoint of Megatron-LM, whatever layout it was written in. An
     optimizer's state is not read.
@@ -36,11 +78,15 @@ def load_model(
     Args:
         info: of `folder`.
         vocab_size: true vocabulary, without padding.
+        drawn: module that is not loaded.
     Raises:
         CheckpointError: a tensor is missing, unknown, of another shape, or damaged.
     """
     check_vocabulary(chunks, folder, info, vocab_size)
     state = sharded_chunks(chunks, groups, stacks_layers=not any(".layers.0." in name for name in info.model))
+    for leaves in state.values() if drawn else ():
+        for name in [name for name in leaves if name.startswith(drawn)]:
+            del leaves[name]
     for leaf in nested_values(state):
         for fused, unfused in UNFUSED.items():
             if leaf.key not in info.tensors and leaf.key.replace(fused, unfused) in info.tensors:

@@ -15,10 +15,6 @@ LATEST = "latest"
 STATE = "state.json"
 METADATA = ".metadata"
 """Lists the tensors of a component."""
-TRACKER = "latest_checkpointed_iteration.txt"
-"""Names the newest iteration in a folder of checkpoints that Megatron-LM wrote; slime's and Megatron-Bridge's, too."""
-RELEASE = "release"
-"""Stands for an iteration in TRACKER and in the folder's name: weights to start from."""
 PARTIAL = ".partial"
 """Ends the name of a checkpoint that is being written, or removed."""
 NOT_BEGUN = -1
@@ -60,15 +56,6 @@ def is_checkpoint(folder: Path) -> bool:
 def is_component(folder: Path) -> bool:
     """Return whether a folder is a component of a checkpoint, or a converted model."""
     return (folder / "metadata.json").is_file() or (folder / METADATA).is_file()
-
-
-def newest_iteration(folder: Path) -> Path:
-    """Return the newest checkpoint in a folder that Megatron-LM wrote; another folder as it is."""
-    tracker = folder / TRACKER
-    if tracker.is_file():
-        name = tracker.read_text("utf-8", errors="replace").strip()
-        return folder / (name if name == RELEASE else f"iter_{name:0>7}")
-    return max(folder.glob("iter_*"), default=folder)
 
 
 def components_of(folder: Path) -> list[Path]:

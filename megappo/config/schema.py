@@ -27,6 +27,7 @@ from megappo.config.values import (
     LISTED,
     NUMBER,
     AboveOne,
+    FilePath,
     Float,
     Fraction,
     KLKind,
@@ -132,11 +133,17 @@ class Gate(Section):
 
 class Critic(Trained):
     model_path: ModelPath | None = key(None, "Hugging Face folder, or id in the local cache, of a language or reward model that the critic starts from; null = model.path")
+    dist_checkpointing_path: FilePath | None = key(None, "folder of the critic's initial weights, as model.dist_checkpointing_path; a language model in it gets a new value head; null = the weights of critic.model_path, or of the actor")
     value_clip: PositiveFloat | None = key(0.5, "clip new values to old values +- this in the value loss; null = off")
     huber_delta: PositiveFloat | None = key(None, "Huber value loss: linear beyond this error; null = squared error")
     warmup_steps: NonNegative = key(0, "first PPO steps, in which only the critic trains", read_if=TRAINS_ACTOR)
     gate: Gate | None = key(None, "trainer.train [critic]: end the run as soon as an evaluation reaches this; null = train to trainer.total_steps", read_if=TRAINS_CRITIC_ALONE)
     freeze: Annotated[tuple[ParameterGroup, ...], LISTED] = key((), "parameters that stay as they were loaded: embedding, attention, mlp (with experts and their router); they have no gradients and no optimizer state. The norms before them and the value head are always trained")
+
+    @property
+    def has_own_weights(self) -> bool:
+        """True if it starts from other weights than the actor."""
+        return bool(self.model_path or self.dist_checkpointing_path)
 
     def contradictions(self) -> Iterator[str]:
         if self.freeze and self.lora is not None:
@@ -223,6 +230,11 @@ class Config(Section):
     def trains_reward_model(self) -> bool:
         """True if the run trains a reward model on pairs of examples."""
         return self.trainer.kind == "reward_model"
+
+    @property
+    def initial_weights(self) -> str:
+        """Folder of the policy's initial weights."""
+        return self.model.dist_checkpointing_path or self.model.path
 
     @property
     def rows_together(self) -> int:

@@ -68,6 +68,12 @@ SUMS_SCORES = ReadIf(
     lambda config: not config.algorithm.method.needs_score_components,
     "{} {} takes the scores one by one, not their sum",
 )
+BUILDS_MODELS = ReadIf("trainer.rollout_only", lambda config: not config.trainer.rollout_only, "{} true samples with the weights of model.path")
+BUILDS_ACTOR = ReadIf(
+    "trainer.replay_rollouts",
+    lambda config: not (config.replays and config.trains_critic_alone and config.critic.has_own_weights),
+    "only a critic with weights of its own is trained on {}",
+)
 OWN_ENGINES = ReadIf("rollout.engines", lambda config: not config.rollout.engines, "{} are already running")
 OFFERS_TOOLS = ReadIf("rollout.tools", lambda config: config.offers_tools, "{} is empty")
 PLAYS_EPISODES = ReadIf("rollout.environment", lambda config: config.plays_episodes)
@@ -113,6 +119,7 @@ class Parallel(Section):
 
 class Model(Section):
     path: ModelPath = key(..., "Hugging Face folder (config.json, safetensors, tokenizer) that training starts from, or the id of a model in the local cache, such as Qwen/Qwen2.5-7B")
+    dist_checkpointing_path: FilePath | None = key(None, "folder of Megatron-LM, slime, Megatron-Bridge or verl (torch_dist), or a component of a checkpoint, whose weights the models of model.path start from instead of its safetensors; null = those", read_if=(BUILDS_MODELS, BUILDS_ACTOR))
     dtype: Literal["fp32", "bf16"] = key("bf16", "parameter and activation type of every model; fp32 on a CPU")
     layer_spec: Literal["auto", "torch", "transformer_engine"] = key("auto", "transformer layers; auto = TransformerEngine's where it is installed with CUDA, else those of torch")
 

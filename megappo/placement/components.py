@@ -9,10 +9,12 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.families import HeadKind
+from megappo.architecture.model_folder import newest_iteration
 from megappo.architecture.parsing import read_architecture
 from megappo.config.model_sections import Learner, Lora, Trained
 from megappo.config.schema import Config
@@ -22,6 +24,7 @@ from megappo.table import Table
 AUTO = "auto"
 """An offload or rollout.sleep that `estimate.fitting.resolve_offload` has yet to decide."""
 REWARD_MODEL_KEY = "reward_model.model_path"
+WEIGHTS_KEY = "model.dist_checkpointing_path"
 VALUE_FIELDS = ("values", "returns")
 """Fields of the rows that a value loss reads."""
 DeviceUse = Mapping[TensorKind, bool]
@@ -42,6 +45,9 @@ class Setting(NamedTuple):
 
     key: str
     value: Any
+
+
+NO_WEIGHTS = Setting(WEIGHTS_KEY, None)
 
 
 def setting(config: Config, *keys: str) -> Setting:
@@ -114,7 +120,8 @@ class ComponentSpec:
     Attributes:
         ranks: its ranks, as text.
         parallel: its layout over them.
-        folder: Hugging Face folder of its initial weights.
+        folder: Hugging Face folder of its config and initial weights.
+        weights: Megatron folder of its initial weights, in place of the Hugging Face folder's.
         max_tokens: most tokens of a micro-batch.
         head: its outputs per token: the next token's probabilities, a value, or both.
         forward: its forward pass in each step; None if it has none of its own.
@@ -144,9 +151,15 @@ class ComponentSpec:
     base: str | None = None
     is_evaluated: bool = False
     offload: Setting = Setting("", ())
+    weights: Setting = NO_WEIGHTS
     own_rows: bool = False
     scores_pairs: bool = False
     reads: tuple[str, ...] = READS
+
+    @property
+    def megatron_folder(self) -> Path | None:
+        """Checkpoint that `weights` names; None for the weights of `folder`."""
+        return newest_iteration(Path(self.weights.value)) if self.weights.value else None
 
     def mini_batch_prompts(self, config: Config) -> Setting:
         """Return the number of prompts whose trajectories make a mini-batch."""
@@ -157,13 +170,15 @@ class ComponentSpec:
 
 
 def _settings(config: Config, name: str) -> dict[str, Any]:
-    """Return the settings that every component has; those that are null are the actor's."""
+    """Return the settings that every component has; those that are null are the actor's, as is where it starts."""
     max_tokens = "max_tokens_per_micro_batch"
     return {
         "ranks": setting(config, f"placement.{name}", "placement.actor"),
         "parallel": setting(config, f"{name}.parallel", "actor.parallel"),
         "max_tokens": setting(config, f"{name}.{max_tokens}", f"actor.{max_tokens}"),
         "offload": setting(config, f"{name}.offload"),
+        "folder": setting(config, "model.path"),
+        "weights": Setting(WEIGHTS_KEY, config.model.dist_checkpointing_path),
     }
 
 
@@ -176,7 +191,6 @@ def _actor(config: Config) -> ComponentSpec:
     fields |= _values(config) if algorithm.shared_backbone else {}
     return ComponentSpec(
         **_settings(config, "actor"),
-        folder=setting(config, "model.path"),
         head="policy_value" if algorithm.shared_backbone else "policy",
         forward=ForwardPass("old_log_probs", fields) if algorithm.old_log_probs == "trainer" else None,
         training=Training(
@@ -208,9 +222,12 @@ def _actor_fields(config: Config) -> tuple[str, ...]:
 def _critic(config: Config) -> ComponentSpec | None:
     if not config.has_critic:
         return None
+    settings = _settings(config, "critic")
+    if config.critic.has_own_weights:
+        settings["folder"] = setting(config, "critic.model_path", "model.path")
+        settings["weights"] = Setting("critic.dist_checkpointing_path", config.critic.dist_checkpointing_path)
     return ComponentSpec(
-        **_settings(config, "critic"),
-        folder=setting(config, "critic.model_path", "model.path"),
+        **settings,
         head="value",
         forward=ForwardPass("values", _values(config)),
         training=Training("critic", config.critic, VALUE_FIELDS),
@@ -231,7 +248,6 @@ def _ref(config: Config) -> ComponentSpec | None:
     forward = ForwardPass("ref_log_probs", {"log_probs": "ref_log_probs"})
     return ComponentSpec(
         **_settings(config, "ref"),
-        folder=setting(config, "model.path"),
         head="policy",
         forward=forward if set(config.kl_kinds) != {"full"} else None,  # the actor's head computes a full KL by itself
     )
@@ -240,9 +256,9 @@ def _ref(config: Config) -> ComponentSpec | None:
 def _reward_model(config: Config) -> ComponentSpec | None:
     if not config.has_reward_model:
         return None
+    start = {"folder": setting(config, REWARD_MODEL_KEY), "weights": NO_WEIGHTS}
     return ComponentSpec(
-        **_settings(config, "reward_model"),
-        folder=setting(config, REWARD_MODEL_KEY),
+        **_settings(config, "reward_model") | start,
         head="value",
         forward=ForwardPass("reward_model", {"values": "reward_model_token_scores"}),
         own_rows=True,
@@ -265,7 +281,6 @@ def _of_examples(config: Config) -> dict[str, ComponentSpec]:
         own[name] = Setting(one.key.replace("actor", training.key), one.value)
     spec = ComponentSpec(
         **own,
-        folder=setting(config, "model.path"),
         head="value" if config.trains_reward_model else "policy",
         forward=None,
         training=training,

@@ -90,13 +90,13 @@ def evaluation_of(config: Config) -> Config:
     """Return the config of an evaluation with the checkpoint that it evaluates, if any, and a folder of its own."""
     checkpoint = config.trainer.eval_checkpoint or _choice(config)[0]
     chosen = config.changed("trainer.eval_checkpoint", checkpoint and str(checkpoint))
-    return with_own_folder(chosen, Path(checkpoint or config.model.path))
+    return with_own_folder(chosen, Path(checkpoint or config.initial_weights))
 
 
 def _other_evaluation(config: Config) -> Iterator[str]:
     """Yield an error if the evaluation's folder holds the evaluation of other weights with the same name."""
     own = evaluation_of(config)
-    weights = Path(own.trainer.eval_checkpoint or own.model.path)
+    weights = Path(own.trainer.eval_checkpoint or own.initial_weights)
     file = Path(own.trainer.output_dir, EVALUATION_FILE)
     try:
         recorded = Path(json.loads(file.read_text())["weights"]) if file.exists() else weights

@@ -17,6 +17,7 @@ from megappo.architecture.fit import adapter_errors, dense_stage_errors, engine_
 from megappo.architecture.model_folder import check_companions, check_tensors, download_command, end_tokens, other_kind
 from megappo.architecture.parameters import adapts_experts
 from megappo.architecture.parsing import read_architecture
+from megappo.checkpoint.folders import METADATA
 from megappo.config.config_error import ConfigError, looked_in, shorten
 from megappo.config.eval_sets import context_errors, eval_sets, longest_request, tasks
 from megappo.config.schema import Config
@@ -148,6 +149,8 @@ def file_errors(config: Config) -> list[str]:
         by_folder[spec.folder].append(spec)
     for setting, specs in by_folder.items():
         errors += _path_errors(*setting, _model_folder(config, *setting, specs))
+        for spec in specs:
+            errors += _path_errors(*spec.weights, _megatron_folder(spec)) if spec.weights.value else ()
     files = [] if config.trainer.eval_only else [("data.train_files", path) for path in config.data.files]
     for one in eval_sets(config).values():
         files += [(one.key, path) for path in one.files]
@@ -200,6 +203,24 @@ def _model_folder(config: Config, key: str, path: str, specs: Sequence[Component
             yield from _fit_errors(config, spec, architecture)
             if key == REWARD_MODEL_KEY:
                 yield from _reward_model_errors(config, architecture)
+
+
+def _megatron_folder(spec: ComponentSpec) -> Iterator[str]:
+    """Yield the errors of a Megatron folder, from its names and those in its metadata."""
+    key, folder = spec.weights.key, spec.megatron_folder
+    if spec.training is not None and spec.lora is not None:
+        remedy = f"set {spec.training.key}.lora to null, or convert the folder (megappo convert megatron-to-hf)"
+        yield f"{key}: adapters stand beside the weights of a Hugging Face folder: {remedy}"
+    if not (folder / METADATA).is_file():
+        yield (
+            f"{key}: {folder} has no {METADATA}{looked_in(folder)}: name a torch_dist checkpoint of one model, or the "
+            "folder above it; Megatron-LM converts its other formats (--ckpt-convert-format torch_dist)"
+        )
+    else:  # the metadata is a pickle, which holds the names of files as they are
+        named = set(re.findall(rb"__\d+_\d+\.distcp", (folder / METADATA).read_bytes()))
+        missing = [name for name in sorted(map(bytes.decode, named)) if not (folder / name).is_file()]
+        if missing:
+            yield f"{key}: {folder} lacks {shorten(', '.join(missing))}, which its {METADATA} names: copy it again"
 
 
 def _fit_errors(config: Config, spec: ComponentSpec, architecture: Architecture) -> Iterator[str]:

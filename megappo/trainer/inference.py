@@ -98,7 +98,7 @@ class InferenceEngines:
 
     Args:
         engine_handle: this rank's engine, which has been started.
-        is_new: the actor starts with the weights of model.path.
+        is_new: the actor starts with its initial weights.
     Attributes:
         as_loaded: the engines have loaded the actor's first weights. Servers that were already running may hold the
             weights of an earlier run.
@@ -113,7 +113,7 @@ class InferenceEngines:
 
     def __init__(self, plan: RunPlan, engine_handle: EngineHandle, exchange: Exchange, *, is_new: bool):
         self.plan, self.engine_handle, self.exchange = plan, engine_handle, exchange
-        self.as_loaded = is_new and not plan.config.rollout.engines
+        self.as_loaded = is_new and not (plan.config.model.dist_checkpointing_path or plan.config.rollout.engines)
         self.sleeps = engine_handle.number is not None and engine_sleeps(plan.route, engine_handle.number)
         self.asleep = False
         self.loaded, self.footprint, self.sent = (), Footprint(0), SyncStats()

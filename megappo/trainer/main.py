@@ -138,7 +138,8 @@ def _needs_models(config: Config) -> bool:
     """Return whether the trainer has models. Engines that a run starts read model.path themselves."""
     settings = config.trainer
     if settings.eval_only:
-        return config.has_reward_model or settings.eval_checkpoint is not None or bool(config.rollout.engines)
+        others = settings.eval_checkpoint or config.model.dist_checkpointing_path or config.rollout.engines
+        return config.has_reward_model or bool(others)
     return not settings.rollout_only
 
 
@@ -185,7 +186,7 @@ def rollout_only(run: Run) -> None:
 
 def evaluate_only(run: Run) -> None:
     """Evaluate a checkpoint, or the model of model.path, once; write evaluation.json beside metrics and report."""
-    step, weights = run.progress.step, run.progress.checkpoint or Path(run.config.model.path)
+    step, weights = run.progress.step, run.progress.checkpoint or Path(run.config.initial_weights)
     with run.phase("sync"):
         run.engines.first_sync(step)
     metrics = run.evaluate(step)

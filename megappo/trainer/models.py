@@ -14,6 +14,9 @@ from megappo.architecture.architecture import Architecture
 from megappo.architecture.parsing import read_architecture
 from megappo.batch.exchange import Batch, Exchange
 from megappo.batch.packing import PackedBatch
+from megappo.checkpoint.checksums import refuse_damaged
+from megappo.checkpoint.component_folder import has_value_bias, load_initial
+from megappo.checkpoint.metadata import read_component
 from megappo.config.schema import Config
 from megappo.data.tokenizer import load_tokenizer, padding_token
 from megappo.models.gpt import build_model
@@ -201,6 +204,8 @@ def build_models(plan: RunPlan, exchange: Exchange) -> Models:
     layouts = {name: plan.layouts[name] for name in specs}
     timeout = timedelta(seconds=config.trainer.process_group_timeout_seconds)
     groups = build_groups(layouts, config.trainer.seed, timeout)
+    for folder in {spec.megatron_folder: None for spec in specs.values() if spec.weights.value}:
+        refuse_damaged(folder, exchange)
     engines: dict[str, MegatronEngine | None] = {}
     offloads = {}
     for name in build_order(specs):
@@ -228,6 +233,8 @@ def architecture_of(spec: ComponentSpec) -> Architecture:
     """
     folder = spec.folder.value
     architecture = critic_architecture(folder) if spec.head == "value" else read_architecture(folder, spec.head)
+    if spec.megatron_folder:
+        architecture = replace(architecture, value_bias=has_value_bias(read_component(spec.megatron_folder)))
     if spec.scores_pairs:
         architecture = replace(architecture, value_bias=False, scores_rows=True)
     return architecture.with_lora(spec.lora).with_frozen(spec.frozen)
@@ -247,7 +254,7 @@ def build_engine(
     factors: Callable[[PackedBatch], LogitFactors] | None = None,
     base: MegatronEngine | None = None,
 ) -> MegatronEngine:
-    """Build this rank's part of a component, with its Hugging Face weights and heads.
+    """Build this rank's part of a component, with its initial weights and heads.
 
     Args:
         factors: of the logits that a policy's head compares with its own, see `policy_head`.
@@ -255,16 +262,14 @@ def build_engine(
     """
     architecture, training = architecture_of(spec), spec.training
     lent = base.chunks if base else None
+    recompute, trained = training.settings.recompute if training else "none", training is not None
     chunks = build_model(
-        architecture,
-        config.model,
-        spec.parallel.value,
-        groups,
-        recompute=training.settings.recompute if training else "none",
-        trained=training is not None,
-        base=lent,
+        architecture, config.model, spec.parallel.value, groups, recompute=recompute, trained=trained, base=lent
     )
-    load_hf(chunks, spec.folder.value, architecture, groups, seed=config.trainer.seed, base=lent)
+    if spec.megatron_folder:
+        load_initial(chunks, groups, spec.megatron_folder, architecture, config.trainer.seed)
+    else:
+        load_hf(chunks, spec.folder.value, architecture, groups, seed=config.trainer.seed, base=lent)
 
     def head(full_kl: bool, bootstrap: bool) -> Head:
         value = value_head(bootstrap=bootstrap)

@@ -22,6 +22,7 @@ SCRIPTS = Path(__file__).parent / "scripts"
 ALL = sorted(path.relative_to(SCRIPTS) for path in SCRIPTS.rglob("*.*"))
 NEEDS_FILES = (
     "model.path: ",
+    "model.dist_checkpointing_path: ",
     "critic.model_path: ",
     "reward_model.model_path: ",
     "data.",
@@ -58,6 +59,8 @@ EXPECTED = {
         "trainer.total_steps": 100,
     },
     "verl/ppo_megatron.sh": {
+        "model.dist_checkpointing_path": "~/dist/actor",
+        "critic.dist_checkpointing_path": None,
         "actor.parallel.tensor": 2,
         "actor.parallel.pipeline": 2,
         "actor.parallel.sequence": True,

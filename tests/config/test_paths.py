@@ -12,7 +12,9 @@ from megappo.config.loading import dump_config, load_config
 CONFIG = "model: {path: m}\ndata: {train_files: d.jsonl}\ntrainer: {output_dir: o}\n"
 KEYS = {
     "model.path": "~/m",
+    "model.dist_checkpointing_path": "~/c",
     "critic.model_path": "~/m",
+    "critic.dist_checkpointing_path": "~/c",
     "data.train_files": "~/d.jsonl",
     "data.val_files": ["a.jsonl", "~/d.jsonl"],
     "reward.function": "~/r.py:f",

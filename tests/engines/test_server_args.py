@@ -60,7 +60,7 @@ def test_sglang_knows_all_arguments_of_engines_on_gpus(of_sglang):
 
 
 def test_sglang_knows_the_arguments_of_quantised_rollouts(of_sglang):
-    """Those of docs/placement.md, and the families that it names."""
+    """Compare with docs/placement.md, which also names the families."""
     written = re.search(r"server_args: {(.*)}", (REPOSITORY / "docs" / "placement.md").read_text())[1]
     for argument in written.split(", "):
         name, value = argument.split(": ")

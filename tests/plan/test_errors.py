@@ -7,7 +7,9 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from planning import HF_CONFIG, LINE, errors_of, start_plan
+from torch.distributed.checkpoint import FileSystemWriter, save
 
 from megappo.preflight.output_folder import lock
 
@@ -425,3 +427,27 @@ def test_a_folder_that_a_run_has(plan, run_folder):
         assert done.stderr.startswith("error: run.yaml:7: trainer.output_dir: out is in use by a run (")
         assert f", pid {os.getpid()}, since 2" in done.stderr
     assert plan(run_folder, "run.yaml").returncode == 0
+
+
+def test_weights_from_a_megatron_folder(plan, run_folder):
+    """A folder that torch wrote: the plan reads names of files alone."""
+    folder = run_folder / "megatron" / "iter_0000007"
+    with pytest.warns(UserWarning, match="in a single process"):
+        save({"a": torch.ones(2)}, storage_writer=FileSystemWriter(folder), no_dist=True)
+    (run_folder / "megatron" / "latest_checkpointed_iteration.txt").write_text("7")
+    key = "model.dist_checkpointing_path"
+    assert plan(run_folder, "run.yaml", f"{key}=megatron").returncode == 0
+    refused = {
+        (f"{key}=missing",): f"{key}: missing has no .metadata (looked in {run_folder}): name a torch_dist checkpoint",
+        ("critic.dist_checkpointing_path=model",): "critic.dist_checkpointing_path: model has no .metadata",
+        (f"{key}=megatron", "actor.lora={}"): f"{key}: adapters stand beside the weights of a Hugging Face folder: set",
+        (f"{key}=megatron", "trainer.rollout_only=true", "trainer.record_rollouts=r"): (
+            f'{key} "megatron" has no effect, as trainer.rollout_only true samples with the weights of model.path: drop'
+        ),
+    }
+    for overrides, error in refused.items():
+        assert error in plan(run_folder, "run.yaml", *overrides).stderr, overrides
+    [file] = folder.glob("*.distcp")
+    file.unlink()
+    found = plan(run_folder, "run.yaml", f"{key}=megatron")
+    assert f"megatron/iter_0000007 lacks {file.name}, which its .metadata names: copy it again" in found.stderr

@@ -9,17 +9,17 @@ from pathlib import Path
 from megappo.architecture import parameters
 from megappo.architecture.architecture import BY_SAFETENSORS, Architecture, dtype_name
 from megappo.architecture.families import HeadKind
-from megappo.architecture.model_folder import CONFIG_FILE
+from megappo.architecture.model_folder import CONFIG_FILE, RELEASE, TRACKER
 from megappo.architecture.parsing import read_architecture
 from megappo.checkpoint.checksums import write_sums
-from megappo.checkpoint.component_folder import load_model
-from megappo.checkpoint.folders import RELEASE, TRACKER, components_of, is_component
+from megappo.checkpoint.component_folder import has_value_bias, head_of, load_model
+from megappo.checkpoint.folders import components_of, is_component
 from megappo.checkpoint.metadata import EMBEDDING, ComponentInfo, read_component
 from megappo.models.gpt import ModelChunks
 from megappo.weights.hf_folder import copy_companions, write_hf_files
 from megappo.weights.load import critic_architecture, has_value_head, load_hf
 from megappo.weights.safetensors_io import HFFolder
-from megappo_tools.conversion.resharding import has_value_bias, head_of, reshard, save_model
+from megappo_tools.conversion.resharding import reshard, save_model
 from megappo_tools.conversion.world import UsageError, World, described
 
 

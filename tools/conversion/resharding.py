@@ -1,4 +1,4 @@
-"""A model in a component's folder: which kind it is, saved, and resharded for another layout."""
+"""A model in a component's folder: saved, and resharded for another layout."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -8,8 +8,6 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 
-from megappo.architecture.families import HeadKind
-from megappo.architecture.parameters import OUTPUT_LAYER, SECOND_HEAD
 from megappo.checkpoint.component_folder import check_vocabulary, load_component
 from megappo.checkpoint.metadata import OPTIMIZER_PREFIX, ComponentInfo
 from megappo.checkpoint.sharded import save_sharded
@@ -20,19 +18,6 @@ from megappo.placement.groups import ComponentGroups
 CHECKPOINT_VERSION = 3.0
 """As Megatron-LM writes it: it takes weights without a version for those of 2019, and reorders queries, keys and
 values."""
-
-
-def head_of(info: ComponentInfo) -> HeadKind:
-    """Return the kind of head that the model has."""
-    if f"{SECOND_HEAD}.weight" in info.tensors:
-        return "policy_value"
-    output_layer = info.tensors.get(f"{OUTPUT_LAYER}.weight")
-    return "value" if output_layer is not None and output_layer.shape[0] == 1 else "policy"
-
-
-def has_value_bias(info: ComponentInfo) -> bool:
-    """Return whether the model's value head has a bias."""
-    return bool({f"{SECOND_HEAD}.bias", f"{OUTPUT_LAYER}.bias"} & info.tensors.keys())
 
 
 def save_model(chunks: ModelChunks, groups: ComponentGroups, folder: Path) -> None:

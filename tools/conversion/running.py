@@ -16,8 +16,8 @@ megatron_setup.install()  # must come before the first import of megatron.core
 
 import torch.distributed as dist  # noqa: E402
 
+from megappo.architecture.model_folder import newest_iteration  # noqa: E402
 from megappo.checkpoint.checksums import refuse_damaged  # noqa: E402
-from megappo.checkpoint.folders import newest_iteration  # noqa: E402
 from megappo.errors import ActionableError  # noqa: E402
 from megappo.runtime.failure import LOST_RANK  # noqa: E402
 from megappo_tools.conversion.commands import hf_to_megatron, megatron_to_hf, reshard_folder  # noqa: E402
