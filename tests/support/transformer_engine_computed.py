@@ -76,11 +76,15 @@ def _sort_chunks_and_probs(
 
 
 def _norm_and_linear(layer: te.LayerNormLinear, x: torch.Tensor, **unused: object) -> object:
-    return _linear(layer, F.rms_norm(x, x.shape[-1:], layer.layer_norm_weight, layer.eps))
+    return _linear(layer, _normed(layer, x, layer.layer_norm_weight))
 
 
 def _norm(layer: te.RMSNorm, x: torch.Tensor) -> torch.Tensor:
-    return F.rms_norm(x, x.shape[-1:], layer.weight, layer.eps)
+    return _normed(layer, x, layer.weight)
+
+
+def _normed(layer: te.LayerNormLinear | te.RMSNorm, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return F.rms_norm(x, x.shape[-1:], weight + 1 if layer.zero_centered_gamma else weight, layer.eps)
 
 
 def _attention(
