@@ -82,24 +82,24 @@ UNPICKLERS = ("megappo/checkpoint/metadata.py",)
 LONGEST_FILE, LONGEST_FUNCTION = 400, 50
 BUDGETS = {
     ".": 11_550,
-    "architecture": 14_410,
+    "architecture": 14_770,
     "batch": 7_680,
     "checkpoint": 7_945,
-    "config": 19_550,
+    "config": 19_570,
     "data": 14_950,
     "engines": 9_960,
     "estimate": 11_870,
     "models": 19_720,
     "observe": 18_960,
-    "placement": 10_670,
+    "placement": 10_720,
     "ppo": 10_240,
-    "preflight": 6_580,
+    "preflight": 6_610,
     "rollouts": 17_630,
     "runtime": 12_300,
     "sync": 5_250,
-    "trainer": 24_660,
+    "trainer": 24_680,
     "userland": 21_500,
-    "weights": 9_120,
+    "weights": 9_320,
 }
 """Room ("." for the modules beside the rooms) -> the most syntax nodes that its files may have, counted by `ast.walk`.
 Lower a budget when its room shrinks; raise it for a feature."""

@@ -18,6 +18,9 @@ CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+ADAPTERS = "adapter_model.safetensors"
+PEFT_PREFIX = "base_model.model."
+"""Begins PEFT's names, before those of the model."""
 FLOATS = {DTYPES[name].safetensors for name in ("fp64", "fp32", "bf16", "fp16")}
 GIT_LFS = b"version https://git-lfs"
 SHAPES = Path(__file__).parent / "shapes"
@@ -215,12 +218,13 @@ def check_companions(folder: Path) -> None:
         _check_readable(folder / name)
 
 
-def tensor_files(folder: Path, *, floats_only: bool = False) -> dict[str, str]:
+def tensor_files(folder: Path, single: str = SINGLE, *, floats_only: bool = False) -> dict[str, str]:
     """Return the file of each tensor that transformers and SGLang load from a folder, from the files' headers.
 
     As in transformers, all tensors of a shard count, whether the index lists them or not.
 
     Args:
+        single: the file of a folder without an index.
         floats_only: refuse quantised weights.
     Raises:
         TextFileError: a file is missing, unreadable, truncated or not safetensors, the two libraries would read
@@ -228,7 +232,7 @@ def tensor_files(folder: Path, *, floats_only: bool = False) -> dict[str, str]:
     """
     has_index = (folder / INDEX).is_file()
     listed = read_weight_map(folder) if has_index else {}
-    files = sorted(set(listed.values()) or {SINGLE})
+    files = sorted(set(listed.values()) or {single})
     if SINGLE not in files and (folder / SINGLE).is_file():
         raise TextFileError(
             f"{folder} holds {SINGLE}, which transformers reads, and {INDEX}, which SGLang reads: remove the one that "
@@ -236,7 +240,7 @@ def tensor_files(folder: Path, *, floats_only: bool = False) -> dict[str, str]:
         )
     paths = [folder / file for file in files]
     if lacking := [path.name for path in paths if not path.is_file() and not path.is_symlink()]:
-        what = f"lacks {shorten(', '.join(lacking))}" if has_index else f"holds no {SINGLE} and no {INDEX}"
+        what = f"lacks {shorten(', '.join(lacking))}" if has_index else f"holds no {single} and no {INDEX}"
         raise TextFileError(f"{folder} {what}: complete the download; other weight formats are not read")
     file_of: dict[str, str] = {}
     for file in files:
@@ -247,7 +251,7 @@ def tensor_files(folder: Path, *, floats_only: bool = False) -> dict[str, str]:
             "the same checkpoint"
         )
     for path in () if has_index else sorted(folder.glob("*.safetensors")):  # SGLang reads them all
-        if path.name != SINGLE:
+        if path.name != single:
             _add(dict(file_of), path, floats_only)
     return file_of
 

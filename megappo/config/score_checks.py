@@ -75,5 +75,5 @@ def reward_model_errors(config: Config) -> Iterator[str]:
         if needs_scores:
             yield (
                 f"reward_model.model_path scores whole responses once per step, but {reason}: change it, or serve the "
-                "reward model and set reward.function to http"
+                "reward model and set reward.function to engine"
             )

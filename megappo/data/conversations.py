@@ -9,7 +9,7 @@ from megappo.architecture.architecture import Architecture
 from megappo.config.config_error import ConfigError, shorten
 from megappo.config.schema import Config
 from megappo.data.chat import PromptContent
-from megappo.data.tokenizer import completing_tokens, load_tokenizer
+from megappo.data.tokenizer import completing_tokens, load_tokenizer, padding_token
 from megappo.placement.components import REWARD_MODEL_KEY
 
 if TYPE_CHECKING:
@@ -45,6 +45,8 @@ class Conversations:
         self._max_tokens = settings.max_tokens_per_micro_batch or config.actor.max_tokens_per_micro_batch
         self._architecture, self._actors = architecture, tokenizer
         self._own = load_tokenizer(self._folder, REWARD_MODEL_KEY)
+        # A language model's folder may leave it to the tokenizer; that of its adapters was found so in training.
+        self._padding = padding_token(architecture, self._own) if settings.adapter else architecture.pad_token
         vocabulary, template = self._own.get_vocab(), self._own.chat_template
         has_same_tokens = vocabulary == tokenizer.get_vocab()
         is_same = has_same_tokens and template == tokenizer.chat_template
@@ -97,7 +99,7 @@ class Conversations:
         if self._architecture.scores_steps:
             return Conversation(tokens, list(zip(places, actors_places, strict=True)))
         last = len(tokens) - 1
-        while last and tokens[last] == self._architecture.pad_token:
+        while last and tokens[last] == self._padding:
             last -= 1
         return Conversation(tokens[: last + 1], [(last, len(written) - 1)])
 

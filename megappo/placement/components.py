@@ -12,6 +12,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megappo.architecture.adapter_folder import read_lora
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.families import HeadKind
 from megappo.architecture.model_folder import newest_iteration
@@ -126,7 +127,7 @@ class ComponentSpec:
         head: its outputs per token: the next token's probabilities, a value, or both.
         forward: its forward pass in each step; None if it has none of its own.
         training: None for a frozen model.
-        lora: its adapters, which are trained instead of its weights.
+        lora: its adapters, trained instead of its weights, or loaded with a value head from the folder `adapter`.
         frozen: groups of its parameters that are not trained.
         reference: the component whose logits its head compares with its own.
         base: the component whose frozen weights it uses; only adapters and a value head are its own.
@@ -146,6 +147,7 @@ class ComponentSpec:
     forward: ForwardPass | None
     training: Training | None = None
     lora: Lora | None = None
+    adapter: str | None = None
     frozen: tuple[ParameterGroup, ...] = ()
     reference: str | None = None
     base: str | None = None
@@ -256,9 +258,10 @@ def _ref(config: Config) -> ComponentSpec | None:
 def _reward_model(config: Config) -> ComponentSpec | None:
     if not config.has_reward_model:
         return None
-    start = {"folder": setting(config, REWARD_MODEL_KEY), "weights": NO_WEIGHTS}
+    folder, adapter = setting(config, REWARD_MODEL_KEY), config.reward_model.adapter
     return ComponentSpec(
-        **_settings(config, "reward_model") | start,
+        **_settings(config, "reward_model") | {"folder": folder, "weights": NO_WEIGHTS, "adapter": adapter},
+        lora=read_lora(adapter, folder.value) if adapter else None,
         head="value",
         forward=ForwardPass("reward_model", {"values": "reward_model_token_scores"}),
         own_rows=True,
@@ -326,7 +329,7 @@ def _with_bases(specs: Mapping[str, ComponentSpec]) -> dict[str, ComponentSpec]:
 
 
 def _placed_weights(spec: ComponentSpec) -> tuple[object, ...]:
-    return spec.folder.value, spec.ranks.value, spec.parallel.value
+    return spec.folder.value, spec.weights.value, spec.ranks.value, spec.parallel.value
 
 
 def build_order(specs: Mapping[str, ComponentSpec]) -> list[str]:

@@ -59,7 +59,7 @@ def check_run(
         errors += error.errors
     errors += [*file_errors(config), *server_args_errors(config.rollout.server_args), *_user_code_errors(config)]
     errors += [*logger_errors(config.trainer.loggers), *_parser_errors(config)]
-    return plan, config.located(errors or resume_errors(config))  # which reads the output folder
+    return plan, config.located(dict.fromkeys(errors) or resume_errors(config))  # which reads the output folder
 
 
 def _gpu_errors(config: Config) -> Iterator[str]:
@@ -145,8 +145,11 @@ def file_errors(config: Config) -> list[str]:
     """Return missing or unusable files, one line each, with the key, the path and the remedy."""
     errors: list[str] = []
     by_folder: dict[Setting, list[ComponentSpec]] = defaultdict(list)
-    for spec in components_of(config).values():
-        by_folder[spec.folder].append(spec)
+    try:
+        for spec in components_of(config).values():
+            by_folder[spec.folder].append(spec)
+    except ConfigError as error:
+        errors += error.errors
     for setting, specs in by_folder.items():
         errors += _path_errors(*setting, _model_folder(config, *setting, specs))
         for spec in specs:
@@ -260,6 +263,8 @@ def _fit_errors(config: Config, spec: ComponentSpec, architecture: Architecture)
 def _reward_model_errors(config: Config, architecture: Architecture) -> Iterator[str]:
     """Yield why a model cannot score responses, by its config.json."""
     found = f"{REWARD_MODEL_KEY}: {architecture.file} is of architecture {architecture.named}"
+    if config.reward_model.adapter is not None:
+        return
     if not architecture.is_reward_model:
         yield f"{found}, without a score: name a *ForSequenceClassification or *ForTokenClassification of one label"
     elif architecture.num_labels != 1:

@@ -269,7 +269,8 @@ def build_engine(
     if spec.megatron_folder:
         load_initial(chunks, groups, spec.megatron_folder, architecture, config.trainer.seed)
     else:
-        load_hf(chunks, spec.folder.value, architecture, groups, seed=config.trainer.seed, base=lent)
+        folder, adapter = spec.folder.value, spec.adapter
+        load_hf(chunks, folder, architecture, groups, seed=config.trainer.seed, base=lent, adapter=adapter)
 
     def head(full_kl: bool, bootstrap: bool) -> Head:
         value = value_head(bootstrap=bootstrap)

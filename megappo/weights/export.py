@@ -21,6 +21,7 @@ from megappo.architecture.parameters import (
     expert_stacks,
     hf_tensors_of,
     is_adapter,
+    is_beside_base,
     linear_stacks,
 )
 from megappo.models.gpt import ModelChunks
@@ -70,7 +71,7 @@ class Export:
         full_tensor_ranks: the ranks that need full tensors, the same on every rank; None = all of the component's.
         by_stage: each of them needs only the tensors of its own pipeline stage, so that nothing is broadcast from stage
             to stage. Each bucket then holds tensors of one stage, `sender_index`, whose ranks gather it.
-        adapters: export adapters alone; otherwise they are merged into the weights that they adapt.
+        adapters: export adapters and a value head alone; otherwise they are merged into the weights that they adapt.
         with_stacks: export stacks of experts, and of linear attention, as files and engines of the family have them
             (`expert_stacks`, `linear_stacks`).
     Attributes:
@@ -96,10 +97,14 @@ class Export:
         table, all_parameters = table_of(architecture, groups), global_parameters(chunks)
         self._adapters: dict[str, torch.Tensor] = {}  # to merge, by Hugging Face name
         self._scale = architecture.lora.scale if architecture.lora else 0.0
+
+        def selects(name: str) -> bool:
+            return is_beside_base(name, architecture) if adapters else not is_adapter(name)
+
         left_out = (f"{SECOND_HEAD}.",) if architecture.head == "policy" else ()
         parameters: dict[str, torch.Tensor] = {}
         for name, parameter in all_parameters.items():
-            if is_adapter(name) == adapters and not name.startswith(left_out):
+            if selects(name) and not name.startswith(left_out):
                 parameters[name] = parameter
             elif is_adapter(name):
                 self._adapters[table[name].hf_tensors[0].name] = parameter
@@ -109,7 +114,7 @@ class Export:
         self._device = next(chunks[0].parameters()).device
         changing = {name.replace(LORA_A, ".weight") for name, one in self._adapters.items() if one.requires_grad}
         found = _all_gather_specs(self._held, changing, groups, by_stage)
-        names = hf_tensors_of(entry for name, entry in table.items() if is_adapter(name) == adapters)
+        names = hf_tensors_of(entry for name, entry in table.items() if selects(name))
         if missing := [name for name in names if name not in found]:
             raise ValueError(
                 f"no pipeline stage of the model holds {', '.join(missing)}; build the model from this config.json"

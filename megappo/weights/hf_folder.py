@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megappo.architecture.architecture import Architecture, dtype_name
-from megappo.architecture.model_folder import companions, write_model_config
+from megappo.architecture.model_folder import ADAPTERS, PEFT_PREFIX, companions, write_model_config
 from megappo.architecture.parameters import (
     LM_HEAD,
     LORA_A,
@@ -31,8 +31,6 @@ from megappo.weights.export import Export
 from megappo.weights.safetensors_io import ShardedWriter
 
 ADAPTER_FOLDER = "adapter"
-PEFT_PREFIX = "base_model.model."
-"""Begins PEFT's names, before those of the model."""
 
 
 def write_hf_folder(
@@ -141,12 +139,15 @@ def critic_buckets(buckets: Iterable[NamedTensors], has_bias: bool = False) -> I
 def _write_adapters(
     chunks: ModelChunks, architecture: Architecture, groups: ComponentGroups, source: str | Path, folder: Path
 ) -> None:
-    """Write a model's adapters into `folder` on the component's first rank."""
+    """Write a model's adapters, and a value head, into `folder` on the component's first rank."""
     first = groups.layout.ranks[0]
     export = Export(chunks, architecture, groups, full_tensor_ranks=(first,), adapters=True)
     if not export.participates:
         return
-    adapters = [one for bucket in export.buckets(sum(tensor.nbytes for tensor in export.tensors)) for one in bucket]
+    buckets: Iterable[NamedTensors] = export.buckets(sum(tensor.nbytes for tensor in export.tensors))
+    if architecture.head != "policy":
+        buckets = critic_buckets(buckets, has_bias=architecture.scores_rows)
+    adapters = [one for bucket in buckets for one in bucket]
     if dist.get_rank() == first:
         folder.mkdir()
         write_adapters(folder, _fuse_adapters(architecture, adapters), architecture.lora, source)
@@ -179,7 +180,7 @@ def peft_config(lora: Lora) -> dict[str, Any]:
 
 
 def write_adapters(folder: Path, adapters: NamedTensors, lora: Lora, base: str | Path) -> None:
-    """Write whole adapters as PEFT does.
+    """Write whole adapters, and a value head among them, as PEFT does.
 
     Args:
         base: the folder of the model that they adapt.
@@ -187,9 +188,13 @@ def write_adapters(folder: Path, adapters: NamedTensors, lora: Lora, base: str |
         OSError: they cannot be written.
     """
     tensors = {PEFT_PREFIX + name: tensor.contiguous() for name, tensor in adapters}
-    write_tensors(folder / "adapter_model.safetensors", tensors, {"format": "pt"})
-    own = {"base_model_name_or_path": str(base), "target_modules": sorted({name.split(".")[-3] for name in tensors})}
+    write_tensors(folder / ADAPTERS, tensors, {"format": "pt"})
     ranks = {name.split(".")[-3]: len(tensor) for name, tensor in tensors.items() if name.endswith(LORA_A)}
+    own: dict[str, Any] = {"base_model_name_or_path": str(base), "target_modules": sorted(ranks)}
+    names = dict(adapters)
+    if VALUE_HEAD in names:
+        task = "TOKEN_CLS" if VALUE_BIAS in names else "SEQ_CLS"
+        own |= {"task_type": task, "modules_to_save": [VALUE_HEAD.removesuffix(".weight")]}
     stacks = {module: rank for module, rank in ranks.items() if rank != lora.rank}
     own |= {"rank_pattern": stacks, "alpha_pattern": {name: lora.scale * rank for name, rank in stacks.items()}}
     config = peft_config(lora) | own

@@ -73,6 +73,7 @@ def load_hf(
     *,
     seed: int = 0,
     base: ModelChunks | None = None,
+    adapter: str | None = None,
     progress: Callable[[str], object] = lambda name: None,
 ) -> None:
     """Fill the parameters this rank holds from a folder of safetensors. Call it before the optimizer copies them.
@@ -84,6 +85,7 @@ def load_hf(
             `critic_architecture`), and is drawn from `seed` otherwise, the same on every rank, as are adapters. A
             critic leaves the language model's own head unused.
         base: the model whose weights, loaded already, this one uses.
+        adapter: folder of the adapters and the value head, see `read_lora`.
         progress: called with the name of every parameter that is loaded.
     Raises:
         ActionableError: a parameter without source, a tensor missing, unused, of another shape, or with values that are
@@ -94,7 +96,9 @@ def load_hf(
     check_parameters(parameters, table)
     loaded = {id(parameter) for chunk in base or () for parameter in chunk.parameters()}
     with HFFolder(folder, architecture) as source:
-        _check_source(source, architecture, table)
+        if adapter:
+            source.add_adapters(adapter)
+        _check_source(source, architecture, table, has_adapters=adapter is not None)
         for name, parameter in parameters.items():
             heartbeat.beat()
             progress(name)
@@ -102,7 +106,7 @@ def load_hf(
                 continue
             shards = decompose(parameter, table[name])
             for hf in table[name].hf_tensors:
-                if is_adapter(name):
+                if is_adapter(name) and adapter is None:
                     _draw_adapter(shards[hf.name], hf, groups, seed)
                 elif hf.name == VALUE_HEAD and VALUE_HEAD not in source.names():
                     chunks[-1].get_submodule(name.removesuffix(".weight")).init_weight(seed)
@@ -110,9 +114,11 @@ def load_hf(
                     _fill(shards[hf.name], source, hf, groups)
 
 
-def _check_source(source: HFFolder, architecture: Architecture, table: Mapping[str, Parameter]) -> None:
+def _check_source(
+    source: HFFolder, architecture: Architecture, table: Mapping[str, Parameter], *, has_adapters: bool
+) -> None:
     """Name the value head as the table does, and check that the folder has the table's tensors, and no others."""
-    expected = hf_tensors_of(entry for name, entry in table.items() if not is_adapter(name))
+    expected = hf_tensors_of(entry for name, entry in table.items() if has_adapters or not is_adapter(name))
     optional = {LM_HEAD} if architecture.head == "value" or architecture.tied else set()
     if architecture.head != "policy":
         optional |= {VALUE_HEAD} if architecture.value_bias else {VALUE_HEAD, VALUE_BIAS}

@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 
 from megappo.architecture.architecture import Architecture
-from megappo.architecture.model_folder import INDEX, SINGLE, tensor_files
+from megappo.architecture.model_folder import ADAPTERS, INDEX, PEFT_PREFIX, SINGLE, tensor_files
 from megappo.architecture.parameters import ExpertStack, expert_stacks, hf_shapes
 from megappo.batch.rows_file import write_tensors
 from megappo.errors import ActionableError
@@ -77,6 +77,13 @@ class HFFolder(AbstractContextManager):
         """Call tensors by other names from now on: `names` maps the file's name to the new one."""
         for old, new in names.items():
             self._stored[new] = self._stored.pop(old)
+
+    def add_adapters(self, folder: str) -> None:
+        """Add the tensors of a folder of adapters; a value head there takes the place of the model's."""
+        file = f"{folder}/{ADAPTERS}"
+        names = tensor_files(Path(folder), ADAPTERS)
+        self._stored |= {name.removeprefix(PEFT_PREFIX): _Stored(file, name) for name in names}
+        self._files[file] = safe_open(file, framework="pt")
 
     def names(self) -> set[str]:
         """Return the names of all tensors."""

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from scoring_adapters import write_adapters
 
 FILE = "model/config.json"
 CANNOT = "cannot use model/config.json: "
@@ -413,6 +414,35 @@ def test_what_is_no_reward_model_cannot_score(run_folder, refusals, accepted, mo
     (error,) = refusals(*scored, "reward.clip=5")
     assert "reward.clip 5.0 changes the score of a response, not those of its steps, which reward_model" in error
     assert "\n  tokenizer and chat template of model\n" in accepted(*scored)
+
+
+ADAPTERS = {
+    "another base": (
+        {"base_model_name_or_path": "models/other"},
+        "are of the base models/other, but reward_model.mo",
+    ),
+    "a policy's": ({"task_type": "CAUSAL_LM"}, "'task_type': 'CAUSAL_LM'", "name the adapters of a reward model"),
+    "without a score": ({"score": ...}, "and a score.weight, found", "name the adapters of a reward model"),
+    "another scale": ({"use_rslora": True}, "'use_rslora': True", "merge these into their base (merge_and_unload)"),
+    "no rank": ({"r": 0}, "rank", "greater than"),
+    "unknown matrices": ({"target_modules": ["wte"]}, "target_modules", "wte"),
+    "no file": ({"file": ...}, "holds no adapter_model.safetensors"),
+    "no folder": ({"folder": ...}, "No such file"),
+}
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_adapters_that_cannot_score(name, run_folder, refusals, accepted):
+    """Adapters of the run's own model are accepted, also under the model's new path."""
+    scored = ("reward_model.model_path=model", "reward_model.adapter=adapter")
+    write_adapters(run_folder / "adapter", "elsewhere/model")
+    accepted(*scored)
+    changes, *expected = ADAPTERS[name]
+    write_adapters(run_folder / "adapter", **changes)
+    (error,) = refusals(*scored)
+    assert "reward_model.adapter adapter: " in error
+    for text in expected:
+        assert text in error
 
 
 CHECKPOINTS = {

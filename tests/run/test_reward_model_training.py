@@ -3,6 +3,8 @@
 import json
 import math
 import re
+import shutil
+import subprocess
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +13,10 @@ import torch
 from example_runs import finish, megappo, write_config
 from program import OF_CLOCKS, Program, logged
 from safetensors.torch import load_file
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from tiny_shapes import EXPERTS
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+from megappo.batch.rows_file import RowsFile
 
 COMMAND, PPO = megappo("reward-model"), megappo("train")
 run = partial(finish, command=COMMAND)
@@ -34,8 +39,10 @@ def finished(tmp_path_factory: pytest.TempPathFactory, pairs_config: Path) -> Pa
     return run(tmp_path_factory.mktemp("reward_model"), pairs_config, "run")
 
 
-def test_the_export_scores_as_the_run_did(finished, pairs_config):
+def check_export(finished: Path, pairs_config: Path) -> None:
+    """Check the last evaluation against transformers' scores of the exported model."""
     steps = {metrics["step"]: metrics for metrics in logged(finished)}
+    last = steps[max(steps)]
     folder = finished / "hf_reward_model"
     judge, loaded = AutoModelForSequenceClassification.from_pretrained(folder, output_loading_info=True)
     assert not any(loaded.values()) and judge.config.num_labels == 1 and judge.config.pad_token_id is not None
@@ -46,11 +53,16 @@ def test_the_export_scores_as_the_run_did(finished, pairs_config):
     with torch.no_grad():
         scores = judge(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.view(-1, 2)
     differences = scores[:, 0] - scores[:, 1]
-    assert steps[4]["val/held_out_pairs/margin"] == pytest.approx(differences.mean().item(), abs=1e-5)
+    assert last["val/held_out_pairs/margin"] == pytest.approx(differences.mean().item(), abs=1e-5)
     loss = torch.nn.functional.softplus(-differences).mean().item()
-    assert steps[4]["val/held_out_pairs/loss"] == pytest.approx(loss, abs=1e-5)
-    assert steps[4]["val/held_out_pairs/accuracy"] == (differences > 0).float().mean().item() > 0.9
-    assert loss < steps[0]["val/held_out_pairs/loss"] and 0 <= steps[4]["val/held_out_pairs/calibration_error"] <= 0.5
+    assert last["val/held_out_pairs/loss"] == pytest.approx(loss, abs=1e-5)
+    assert last["val/held_out_pairs/accuracy"] == (differences > 0).float().mean().item()
+    assert loss < steps[0]["val/held_out_pairs/loss"] and 0 <= last["val/held_out_pairs/calibration_error"] <= 0.5
+
+
+def test_the_export_scores_as_the_run_did(finished, pairs_config):
+    check_export(finished, pairs_config)
+    assert logged(finished)[-1]["val/held_out_pairs/accuracy"] > 0.9
 
 
 def test_the_run_is_shown_as_what_it_is(finished):
@@ -110,3 +122,59 @@ def test_ppo_is_scored_by_the_result(tmp_path, finished, config):
     judge = f"reward_model.model_path={finished / 'hf_reward_model'}"
     steps = logged(run(tmp_path, config, "ppo", judge, "reward.function=null", "trainer.total_steps=1", command=PPO))
     assert steps[-1]["reward/model/mean"] == pytest.approx(steps[-1]["reward/score/mean"], abs=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_actor_critic_and_reward_model_share_a_base_with_an_adapter_each(tmp_path, pairs_config, config):
+    """The policy is scored by the adapters as transformers scores by the model into which they are merged."""
+    adapters = ("reward_model.lora={rank: 4, alpha: 8}", "reward_model.optim.lr=2e-2")
+    judge = run(tmp_path / "judge", pairs_config, "run", *adapters) / "hf_reward_model"
+    check_export(judge.parent, pairs_config)
+    base, record = config.parent / "model", tmp_path / "record"
+    settings = (
+        *(
+            "actor.lora.rank=4",
+            "critic.lora.rank=2",
+            "critic.parallel={tensor: 2, pipeline: 1}",
+            "reward.function=null",
+        ),
+        *(f"reward_model={{model_path: {base}, adapter: {judge}/adapter}}", "actor.use_kl_loss=true"),
+        *("algorithm.use_kl_in_reward=false", "trainer.total_steps=2"),
+        "actor.offload=[weights,optimizer]",
+    )
+    steps = logged(run(tmp_path / "ppo", config, "ppo", *settings, f"trainer.record_rollouts={record}", command=PPO))
+    output = f"trainer.output_dir={tmp_path / 'planned'}"
+    command = (*megappo("plan"), config, *settings, output, "--world-size", "2", "--gpu", "h100", "model.dtype=bf16")
+    plan = subprocess.run(command, capture_output=True, text=True).stdout
+    for name in ("critic", "ref", "reward_model"):
+        assert f"{name}, with the weights of the actor" in plan, plan
+    merged = AutoModelForSequenceClassification.from_pretrained(judge).eval()
+    for metrics in steps[1:]:
+        with RowsFile(record / f"step_{metrics['step']:08d}.safetensors") as file, torch.no_grad():
+            scores = torch.cat([merged(row[None]).logits[0] for row in file.rows(0, len(file.table)).sequences])
+        assert scores.std() > 0.1
+        for kind in ("mean", "max", "min"):
+            assert metrics[f"reward/model/{kind}"] == pytest.approx(float(getattr(scores, kind)()), abs=1e-4)
+        assert metrics["actor/grad_norm"] > 0 and metrics["critic/grad_norm"] > 0
+
+
+@pytest.mark.slow
+def test_a_mixture_of_experts_is_trained_over_expert_parallel_ranks(tmp_path, pairs_config):
+    shape = json.loads((pairs_config.parent / "model" / "config.json").read_text())
+    kept = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    sizes = {name: shape[name] for name in (*kept, "max_position_embeddings", "pad_token_id", "eos_token_id")}
+    torch.manual_seed(1)
+    model = AutoModelForSequenceClassification.from_config(
+        AutoConfig.for_model("qwen3_moe", **sizes, **EXPERTS, head_dim=8, num_labels=1)
+    )
+    shutil.copytree(pairs_config.parent / "model", tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    model.save_pretrained(tmp_path / "model")
+    found = []
+    for name, layout in (("whole", "{tensor: 1}"), ("experts", "{tensor: 1, expert: 2}")):
+        settings = (f"model.path={tmp_path / 'model'}", f"reward_model.parallel={layout}", "trainer.total_steps=1")
+        finished = run(tmp_path / name, pairs_config, "run", *settings, "trainer.eval_interval=1")
+        check_export(finished, pairs_config)
+        found.append(logged(finished)[-1])
+    for name in ("reward_model/bt_loss", "reward_model/grad_norm", "val/held_out_pairs/loss"):
+        assert found[0][name] == pytest.approx(found[1][name], rel=1e-4), name

@@ -14,11 +14,13 @@ import torch.distributed as dist
 from layouts import parallel_of
 from recorder import recorder_in
 from samples_of import sample_of
+from scoring_adapters import write_adapters
 from spawn import run_ranks
-from tiny_shapes import SHAPE
+from tiny_shapes import CHANGES, SHAPE
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoConfig,
+    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     PreTrainedTokenizerFast,
@@ -56,6 +58,11 @@ LAYOUTS = {
     "dp2": Layout((3, 1)),
     "cp2 tp2": Layout((0, 1, 2, 3), tensor=2, context=2),
 }
+MIXTURE_LAYOUTS = {
+    "ep2": Layout((0, 1), expert=2),
+    "ep2 tp2 sp": Layout((0, 1, 2, 3), tensor=2, expert=2),
+    "ep2 pp2": Layout((0, 1, 2, 3), pipeline=2, expert=2),
+}
 HEADS = {"whole": AutoModelForSequenceClassification, "steps": AutoModelForTokenClassification}
 
 
@@ -69,15 +76,32 @@ def write_tokenizer(folder: Path, tokens: list[str], template: str | None = None
     fast.save_pretrained(folder)
 
 
-def write_model(folder: Path, kind: str, tokens: list[str], num_labels: int = 1) -> torch.nn.Module:
+def write_model(folder: Path, kind: str, tokens: list[str], family: str = "qwen2") -> torch.nn.Module:
     """Write a random reward model; return transformers' one."""
     torch.manual_seed(5)
-    shape = SHAPE | {"vocab_size": len(tokens), "pad_token_id": tokens.index("<pad>")}
-    model = HEADS[kind].from_config(AutoConfig.for_model("qwen2", **shape, num_labels=num_labels))
+    shape = SHAPE | CHANGES.get(family, {}) | {"vocab_size": len(tokens), "pad_token_id": tokens.index("<pad>")}
+    model = HEADS[kind].from_config(AutoConfig.for_model(family, **shape, num_labels=1))
     for parameter in model.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
     model.save_pretrained(folder)
     return model.eval()
+
+
+def write_adapted(folder: Path) -> torch.nn.Module:
+    """Write a language model, and a reward model's adapters for it; return transformers' model with these merged."""
+    model = write_model(folder / "merged", "whole", ACTORS)
+    language = AutoModelForCausalLM.from_config(model.config)
+    language.model.load_state_dict(model.model.state_dict())
+    language.save_pretrained(folder / "language")
+    write_tokenizer(folder / "language", ACTORS)
+    tensors = {"score.weight": model.score.weight.data}
+    for name, module in model.model.named_modules():
+        if name.endswith(("q_proj", "down_proj")):
+            low, high = 0.1 * torch.randn(2, module.in_features), torch.randn(module.out_features, 2)
+            tensors |= {f"model.{name}.lora_A.weight": low, f"model.{name}.lora_B.weight": high}
+            module.weight.data += 4 / 2 * high @ low
+    write_adapters(folder / "adapters", str(folder / "language"), tensors, target_modules=["down_proj", "q_proj"])
+    return model
 
 
 def config_of(folder: Path, kind: str = "whole", **settings: object) -> Config:
@@ -131,11 +155,11 @@ def expected_scores(model: torch.nn.Module, kind: str, *, is_rendered: bool) -> 
     return found
 
 
-def check_scores(rank: int, world_size: int, folder: Path, cases: list) -> None:
+def check_scores(rank: int, world_size: int, folder: Path, cases: list, layouts: dict[str, Layout]) -> None:
     exchange = Exchange(dist.group.WORLD)
     tokenizer = load_tokenizer(str(folder / "actor"))
     prompts = [Prompt(i, [ACTORS.index(letter) for letter in text], text, None) for i, (text, _) in enumerate(CASES)]
-    groups, phase = build_groups(LAYOUTS, seed=0), lambda name: nullcontext()
+    groups, phase = build_groups(layouts, seed=0), lambda name: nullcontext()
     for kind, settings, expected in cases:
         config = config_of(folder, kind, **settings)
         dataset = PromptDataset(config.data.files, tokenizer, config.data, 0, needs_label=False)
@@ -148,9 +172,10 @@ def check_scores(rank: int, world_size: int, folder: Path, cases: list) -> None:
         batch = exchange.number(sample_rows(responses.samples))
         mine = batch.rows.prompt_ids.tolist()
         batch = replace(batch, rows=replace(batch.rows, fields=batch.rows.fields | {"scores": torch.ones(len(mine))}))
-        for name, layout in LAYOUTS.items():
+        for name, layout in layouts.items():
             spec = components_of(config)["reward_model"]
-            spec = replace(spec, parallel=spec.parallel._replace(value=parallel_of(layout)))
+            parallel = parallel_of(layout, sequence="sp" in name)
+            spec = replace(spec, parallel=spec.parallel._replace(value=parallel))
             engine = build_engine(config, spec, groups[name]) if groups[name].member else None
             scorer = ResponseScorer(config, Component(name, layout, engine, exchange), dataset, tokenizer, exchange)
             conversations = scorer.scatter(batch, responses)
@@ -182,7 +207,20 @@ def test_scores_are_transformers_in_every_layout(folder: Path) -> None:
         model = write_model(folder / f"own {kind}", kind, OWN)
         write_tokenizer(folder / f"own {kind}", OWN, TEMPLATE)
         cases.append((f"own {kind}", {}, expected_scores(model, kind, is_rendered=True)))
-    run_ranks(4, check_scores, folder, [(kind, settings, found) for kind, settings, found in cases])
+    adapted = expected_scores(write_adapted(folder), "whole", is_rendered=False)
+    cases.append(("language", {"adapter": str(folder / "adapters")}, adapted))
+    run_ranks(4, check_scores, folder, cases, LAYOUTS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe"])
+def test_scores_of_a_mixture_of_experts_are_transformers_in_every_layout(family: str, folder: Path) -> None:
+    cases = []
+    for kind in HEADS:
+        model = write_model(folder / kind, kind, ACTORS, family)
+        write_tokenizer(folder / kind, ACTORS)
+        cases.append((kind, {}, expected_scores(model, kind, is_rendered=False)))
+    run_ranks(4, check_scores, folder, cases, MIXTURE_LAYOUTS)
 
 
 FOUR = {

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from recorder import recorder_in
+from scoring_adapters import write_adapters
 from spawn import run_ranks
 from watched_steps import config_of, numbers_of, weights_of
 
@@ -132,10 +133,16 @@ def config(**sections: dict) -> Config:
         ({"ref": {"parallel": {"tensor": 2}}}, {}),
         ({"actor": {"lora": None, "use_kl_loss": True}, "critic": {"lora": {}}}, {"ref": "critic"}),
         ({"actor": {"lora": None, "use_kl_loss": True}}, {}),
+        (
+            {"critic": {"lora": {}}, "reward_model": {"model_path": "models/m", "adapter": "adapter"}},
+            {"ref": "actor", "critic": "actor", "reward_model": "actor"},
+        ),
     ],
 )
-def test_which_weights_are_shared(sections: dict, bases: dict) -> None:
+def test_which_weights_are_shared(sections: dict, bases: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Models of one folder, on the same ranks and in the same layout, share them if they train adapters or nothing."""
+    monkeypatch.chdir(tmp_path)
+    write_adapters(tmp_path / "adapter", "models/m")
     assert {name: spec.base for name, spec in components_of(config(**sections)).items() if spec.base} == bases
 
 
