@@ -1,4 +1,4 @@
-"""What SGLang cannot serve, by config.json."""
+"""Models that SGLang cannot serve, by their config.json."""
 
 from pathlib import Path
 
