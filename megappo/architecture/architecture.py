@@ -56,6 +56,11 @@ DELTA_CHUNK = 64
 """Tokens that the delta rule of linear attention computes at a time, as the package `fla` does."""
 
 
+def all_but_every(every: int, num_layers: int) -> tuple[bool, ...]:
+    """Return for each layer whether it is another than every so-many-th: as families alternate kinds of layers."""
+    return tuple(number % every != 0 for number in range(1, num_layers + 1))
+
+
 def expert_number_bytes(num_experts: int) -> int:
     """Return the bytes in which rows hold the number of an expert, from 1; 0 is no expert."""
     return 1 if num_experts < 256 else 2

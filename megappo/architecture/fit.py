@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
-from megappo.architecture.architecture import Architecture
+from megappo.architecture.architecture import Architecture, all_but_every
 from megappo.architecture.parameters import adapted_modules, adapts_experts
 from megappo.config.config_error import nearest_divisors
 from megappo.config.model_sections import Lora
@@ -125,7 +125,7 @@ def engine_fit_errors(architecture: Architecture, num_ranks: int) -> Iterator[st
     if architecture.linear is not None:
         layers = architecture.linear.layers
         every = (*layers, False).index(False) + 1
-        if layers != tuple(number % every != 0 for number in range(1, len(layers) + 1)):
+        if layers != all_but_every(every, len(layers)):
             yield (
                 f"{architecture.file}: layer_types is not a regular pattern, and SGLang serves only models in which "
                 "every N-th layer has full attention: choose such a model"

@@ -8,7 +8,15 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from megappo.architecture.architecture import Architecture, Experts, LatentAttention, LinearAttention, Rope, Scales
+from megappo.architecture.architecture import (
+    Architecture,
+    Experts,
+    LatentAttention,
+    LinearAttention,
+    Rope,
+    Scales,
+    all_but_every,
+)
 from megappo.architecture.config_keys import COMPUTED, ONLY, ONLY_OF_EXPERTS, REMEDIES, ROPE_KEYS, uncomputed
 from megappo.architecture.families import (
     FAMILIES,
@@ -105,10 +113,8 @@ def parse(raw: Mapping[str, Any], file: Path, head: HeadKind = "policy") -> Arch
     named = first_architecture(raw) or "none"
     name = language_model(named) if head == "value" else named
     if name not in FAMILIES:
-        supported = ", ".join(FAMILIES)
-        raise ConfigError(
-            f"{file} is of architecture {shorten(named)}; this version trains {supported}: choose one of these"
-        )
+        found = f"{file} is of architecture {shorten(named)}"
+        raise ConfigError(f"{found}; this version trains {', '.join(FAMILIES)}: choose one of these")
     family, values = FAMILIES[name], {key: value for key, value in raw.items() if value is not None}
     if family.experts and not family.experts.dense_layers:  # no layer has another MLP
         values.setdefault(SIZES["ffn_size"], values.get(family.experts.ffn))
@@ -133,7 +139,8 @@ def parse(raw: Mapping[str, Any], file: Path, head: HeadKind = "policy") -> Arch
         tied=values.get("tie_word_embeddings", family.tied),
         qkv_bias=_is_on(family.qkv_bias, values),
         qk_layernorm=_is_on(family.qk_layernorm, values),
-        **_windows(values, family) | {"unrotated": _unrotated(values, family)},
+        **_windows(values, family),
+        unrotated=_unrotated(values, family),
         local_rope_base=local_rope.get("rope_theta", values.get(LOCAL_ROPE, family.local_rope_theta)),
         num_further_layers=values.get("num_nextn_predict_layers") or values.get("num_mtp_layers") or 0,
         raw_config=raw,
@@ -238,10 +245,8 @@ def _windows(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
     window = values.get("sliding_window") or None if is_on else None
     if family.window_pattern is None:
         return {"sliding_window": window, "windows": ()}
-    every, layers = values.get(WINDOW_PATTERN, family.window_pattern), values["num_hidden_layers"]
-    default = ["sliding_attention" if number % every else "full_attention" for number in range(1, layers + 1)]
-    windows = tuple(kind == "sliding_attention" for kind in values.get("layer_types", default))
-    return {"sliding_window": window, "windows": windows}
+    every = values.get(WINDOW_PATTERN, family.window_pattern)
+    return {"sliding_window": window, "windows": _layers_of(values, "sliding_attention", every)}
 
 
 def _unrotated(values: Mapping[str, Any], family: Family) -> tuple[bool, ...]:
@@ -249,17 +254,20 @@ def _unrotated(values: Mapping[str, Any], family: Family) -> tuple[bool, ...]:
     if family.unrotated_pattern is None:
         return ()
     every, layers = values.get(ROTATED_PATTERN, family.unrotated_pattern), values["num_hidden_layers"]
-    rotated = values.get(ROTATED) or [number % every for number in range(1, layers + 1)]
-    return tuple(not is_rotated for is_rotated in rotated)
+    return tuple(not is_rotated for is_rotated in values.get(ROTATED) or all_but_every(every, layers))
 
 
 def _linear(values: Mapping[str, Any]) -> LinearAttention:
-    every, layers = values.get(FULL_PATTERN, 4), values["num_hidden_layers"]
-    default = ["linear_attention" if number % every else "full_attention" for number in range(1, layers + 1)]
-    kinds = values.get("layer_types", default)
     sizes: dict[str, Any] = {size: values[key] for size, key in LINEAR_SIZES.items()}
-    layers = tuple(kind == "linear_attention" for kind in kinds)
+    layers = _layers_of(values, "linear_attention", values.get(FULL_PATTERN, 4))
     return LinearAttention(**sizes, layers=layers, full_interval=values.get(FULL_PATTERN))
+
+
+def _layers_of(values: Mapping[str, Any], kind: str, every: int) -> tuple[bool, ...]:
+    """Return whether each layer is of a kind: by `layer_types`, else all layers but every so-many-th."""
+    if "layer_types" in values:
+        return tuple(one == kind for one in values["layer_types"])
+    return all_but_every(every, values["num_hidden_layers"])
 
 
 def _experts(values: Mapping[str, Any], experts: ExpertFormat) -> Experts:
