@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterator
 
 from megappo.architecture.architecture import Architecture, all_but_every
-from megappo.architecture.parameters import adapted_modules, adapts_experts
+from megappo.architecture.parameters import ROUTER_WEIGHT, adapted_modules, adapts_experts, is_trained
 from megappo.config.config_error import nearest_divisors
-from megappo.config.model_sections import Lora
+from megappo.config.model_sections import Lora, Router
 from megappo.config.sections import Parallel
 
 KeyOf = Callable[[str], str]
@@ -106,6 +106,19 @@ def adapter_errors(architecture: Architecture, lora: Lora, parallel: Parallel, c
         yield (
             f"{component}.lora.target_modules: adapters cannot stand beside {lacking} of {architecture.file}: {remedy}"
         )
+
+
+def router_errors(architecture: Architecture, router: Router, component: str) -> Iterator[str]:
+    """Yield the errors of balancing the experts of a model with its adapters and frozen parameters."""
+    key, file = f"{component}.router", architecture.file
+    if router == Router():
+        return
+    if architecture.experts is None:
+        yield f"{key}: {file} is of no mixture of experts: drop it"
+    elif not is_trained(ROUTER_WEIGHT, architecture):
+        yield f"{key}: {component} keeps the routers of {file} as they are, by lora or freeze: drop either"
+    if router.aux_loss_coef and router.seq_aux_loss_coef:
+        yield f"{key}.aux_loss_coef and {key}.seq_aux_loss_coef are both above 0: set one to 0"
 
 
 def engine_fit_errors(architecture: Architecture, num_ranks: int) -> Iterator[str]:

@@ -32,6 +32,7 @@ class PackedBatch:
         response_index: [N] int64 into b x R: the positions of these tokens in the rows' responses.
         last_token_index: [n] int64 into T: the rows' last tokens that are held here.
         last_row_index: [n] int64 into b: the rows of these last tokens.
+        token_rows: [T] int64: 1 + the row of each token held here, 0 for padding.
         expert_choices: [T, K] uint8, of the tokens held here, as in the rows, 0 for padding; None if they have none.
     """
 
@@ -45,6 +46,7 @@ class PackedBatch:
     response_index: Tensor
     last_token_index: Tensor
     last_row_index: Tensor
+    token_rows: Tensor
     expert_choices: Tensor | None = None
 
     def responses(self, flat: Tensor) -> Tensor:
@@ -105,6 +107,7 @@ def pack(
     last_token_index = place[first + rows.response_lengths - 1]  # [b] into T
     is_held = predictor_index >= 0  # [M]
     has_last = last_token_index >= 0  # [b]
+    owners = torch.arange(1, len(rows) + 1).repeat_interleave(rows.lengths)
     tensors = {
         "input_ids": tokens[held][None],
         "position_ids": positions_in(torch.zeros_like(lengths), lengths)[held][None],
@@ -114,6 +117,7 @@ def pack(
         "response_index": is_written.flatten().nonzero()[is_held, 0],
         "last_token_index": last_token_index[has_last],
         "last_row_index": has_last.nonzero()[:, 0],
+        "token_rows": torch.zeros_like(tokens).index_copy(0, places, owners)[held],
     }
     if (choices := rows.fields.get("expert_choices")) is not None:
         whole = choices.new_zeros(len(tokens), choices.shape[1]).index_copy(0, places, choices)

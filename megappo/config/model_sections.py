@@ -56,12 +56,18 @@ class Lora(Section):
         return self.alpha / self.rank
 
 
+class Router(Section):
+    aux_loss_coef: NonNegativeFloat = key(0.0, "weight of the load-balancing loss over the tokens of each micro-batch (Megatron's aux_loss), such as 0.001; it depends on how rows are packed; 0 = none")
+    seq_aux_loss_coef: NonNegativeFloat = key(0.0, "weight of the load-balancing loss over the tokens of each row (Megatron's seq_aux_loss), such as 0.0001; no layout changes it; 0 = none")
+
+
 class Learner(Section):
     """Keys of every model that a run trains."""
 
     optim: Optim = key(Optim(), "optimizer")
     lora: Lora | None = key(None, "train low-rank adapters beside the matrices, and a value head, instead of the weights; null = train all weights")
     recompute: Literal["none", "selective", "full"] = key("none", "activation recomputation in the backward pass")
+    router: Router = key(Router(), "mixtures of experts: how their load is balanced")
 
 
 class Trained(Learner):

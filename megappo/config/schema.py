@@ -82,7 +82,7 @@ TRAINS_ACTOR = ReadIf(
     "{} leaves the actor as it is",
     always=("parallel", "max_tokens_per_micro_batch", "offload", "lora"),
 )
-ACTOR_OF_PPO = ReadIf("trainer.kind", lambda config: config.is_ppo, always=("parallel", "optim", "lora", "recompute", "offload", "max_tokens_per_micro_batch"))
+ACTOR_OF_PPO = ReadIf("trainer.kind", lambda config: config.is_ppo, always=("parallel", "optim", "lora", "recompute", "router", "offload", "max_tokens_per_micro_batch"))
 
 
 class Actor(Trained):

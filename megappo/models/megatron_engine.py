@@ -127,7 +127,7 @@ class MegatronEngine:
         with self.groups.active():
             results = self._pipeline_schedule(
                 forward_step_func=self._forward_step,
-                data_iterator=[self._packs(rows, parts) for _ in self.wrapped_chunks],
+                data_iterator=[self._packs(rows, parts, num_idle) for _ in self.wrapped_chunks],
                 model=self.wrapped_chunks,
                 num_microbatches=len(parts),
                 seq_length=1,  # with variable_seq_lengths the communicator knows the real one
@@ -169,14 +169,16 @@ class MegatronEngine:
         return held // self._multiple, 1, self.transformer_config.hidden_size
 
     def _packs(
-        self, rows: Rows, parts: Sequence[tuple[Sequence[int], OnOutput]]
+        self, rows: Rows, parts: Sequence[tuple[Sequence[int], OnOutput]], num_idle: int
     ) -> Iterator[tuple[PackedBatch, OnOutput]]:
-        """Yield every micro-batch with the function for its output."""
+        """Yield every micro-batch with the function for its output. Routers count the last ones as padding."""
         context = self.groups.collection.cp
         share = {"context": context.size(), "context_rank": context.rank(), "is_pinned": self._is_pinned}
         for i, (part, on_output) in enumerate(parts):
             heartbeat.count(i, len(parts), "micro-batches")
             packed = pack(rows.select(part), self._multiple, platform.device(), **share)
+            if i >= len(parts) - num_idle:
+                packed.token_rows.zero_()
             yield packed, partial(on_output, packed)
 
     def _forward_step(self, packs: Iterator[tuple[PackedBatch, OnOutput]], model: torch.nn.Module) -> tuple:
@@ -184,16 +186,17 @@ class MegatronEngine:
         return self._output(packed, model), on_output
 
     def _output(self, packed: PackedBatch, model: torch.nn.Module) -> Tensor:
-        choices, tensor = packed.expert_choices, self.groups.collection.tp
-        if choices is not None and self.transformer_config.sequence_parallel:  # a router gets a part of the tokens
-            choices = choices.chunk(tensor.size())[tensor.rank()]
+        routed = [packed.token_rows, packed.expert_choices]
+        if self.transformer_config.sequence_parallel:  # a router gets a part of the tokens
+            tensor = self.groups.collection.tp
+            routed = [None if one is None else one.chunk(tensor.size())[tensor.rank()] for one in routed]
         # The heads cast to fp32 what they need.
         keep_dtype = {"fp32_output": False} if self.transformer_config.bf16 else {}
         return model(
             input_ids=packed.input_ids,
             position_ids=packed.position_ids,
             attention_mask=None,
-            packed_seq_params=Pack(packed.cu_seqlens, packed.lengths, packed.position_ids[0], choices),
+            packed_seq_params=Pack(packed.cu_seqlens, packed.lengths, packed.position_ids[0], *routed),
             **keep_dtype,
         )
 

@@ -24,13 +24,21 @@ class Pack(PackedSeqParams):
         cu_seqlens: [sequences + 1] int32, boundaries of the whole sequences.
         lengths: of the whole sequences.
         positions: [T] int64, of the tokens held here in their sequences.
-        expert_choices: as of `PackedBatch`, of the tokens that a router here gets.
+        token_rows, expert_choices: as of `PackedBatch`, of the tokens that a router here gets.
     """
 
-    def __init__(self, cu_seqlens: Tensor, lengths: list[int], positions: Tensor, expert_choices: Tensor | None = None):
+    def __init__(
+        self,
+        cu_seqlens: Tensor,
+        lengths: list[int],
+        positions: Tensor,
+        token_rows: Tensor | None = None,
+        expert_choices: Tensor | None = None,
+    ):
         longest = max(lengths)
         super().__init__("thd", cu_seqlens, cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest)
-        self.lengths, self.positions, self.expert_choices = lengths, positions, expert_choices
+        self.lengths, self.positions = lengths, positions
+        self.token_rows, self.expert_choices = token_rows, expert_choices
 
 
 class SelfAttention(attention.SelfAttention):

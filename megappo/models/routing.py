@@ -1,15 +1,19 @@
-"""Routers of a mixture of experts: the load of each expert, and replay of the experts that an engine chose."""
+"""Routers of a mixture of experts: load of each expert, losses that balance it, replay of an engine's choices."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, compute_routing_scores_for_aux_loss
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megappo.architecture.architecture import expert_number_bytes
+from megappo.config.model_sections import Router
 from megappo.models.gpt import ModelChunks
+from megappo.models.packed_attention import Pack
 from megappo.observe.metrics import Metric
 from megappo.placement.groups import ComponentGroups
 from megappo.runtime import platform
@@ -19,31 +23,40 @@ NUMBERS = {1: torch.uint8, 2: torch.int16}
 
 
 class LayerRouting:
-    """Counts the tokens of a layer's experts, and replays choices in the place of Megatron's RouterReplay.
+    """Counts the tokens of a layer's experts, balances their load, and replays choices.
 
-    RouterReplay (megatron-core 0.16.1, transformer/moe/router_replay.py) lists the routers of all models of a process
-    together, and replays either all tokens of a micro-batch or none.
+    It replays in the place of Megatron's RouterReplay (megatron-core 0.16.1, transformer/moe/router_replay.py), which
+    lists the routers of all models of a process together, and replays either all tokens of a micro-batch or none.
 
     Args:
-        counts: the layer's row of `RoutingCounts`.
+        routing: of the model.
         replays: the router takes the choices in `Pack.expert_choices`.
     """
 
-    def __init__(self, layer: TransformerLayer, counts: Tensor, replays: bool):
-        self._counts = counts
+    def __init__(self, layer: TransformerLayer, routing: "RoutingCounts", replays: bool):
+        self._routing, counts = routing, routing.counts[layer.layer_number - 1]
+        self._loads, self._replayed, self._loss = counts.split((layer.config.num_moe_experts, 2, 1))
         self._place = layer.layer_number - 1 - layer.config.num_layers  # below 0: layers without experts come first
-        layer.mlp.router.register_forward_hook(self._count)
+        router = layer.mlp.router
+        router.routing = partial(self._route, router.routing)
         if replays:
-            layer.mlp.router.router_replay = self
-            # A layer that is computed again in the backward pass gets the Pack of its micro-batch again.
-            layer.register_forward_pre_hook(self._take_choices, with_kwargs=True)
+            router.router_replay = self
+        # A layer that is computed again in the backward pass gets the Pack of its micro-batch again.
+        layer.register_forward_pre_hook(self._take_pack, with_kwargs=True)
 
-    def _count(self, router: torch.nn.Module, inputs: tuple, outputs: tuple[Tensor, Tensor]) -> None:
+    def _take_pack(self, layer: TransformerLayer, args: tuple, arguments: dict[str, Any]) -> None:
+        self._pack = arguments["packed_seq_params"]
+
+    def _route(self, route: Callable, logits: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        """Route as Megatron's router does, [T, 1, E] -> [T, E] twice. With gradients also count, and add the loss."""
+        probs, chosen = route(logits, **options)
         if torch.is_grad_enabled():
-            self._counts[:-2] += outputs[1].sum(dim=0)
-
-    def _take_choices(self, layer: TransformerLayer, args: tuple, arguments: dict[str, Any]) -> None:
-        self._choices = arguments["packed_seq_params"].expert_choices
+            self._loads += (chosen & (self._pack.token_rows[:, None] > 0)).sum(dim=0)
+            if self._routing.coef:
+                loss = self._routing.balancing_loss(logits.flatten(0, 1), self._pack)
+                self._loss += loss.detach()
+                probs = MoEAuxLossAutoScaler.apply(probs, self._routing.coef * loss)
+        return probs, chosen
 
     def get_replay_topk(
         self, scores: Tensor, top_k: int, num_groups: int | None, group_top_k: int | None, choose: Callable
@@ -51,48 +64,81 @@ class LayerRouting:
         """Return the scores and numbers of the experts of each token, [T, top_k] both: the engine's choice if it is
         known, else that of `choose`."""
         own_scores, own = choose(scores, top_k, num_groups, group_top_k)
-        if self._choices is None:
+        if self._pack.expert_choices is None:
             return own_scores, own
-        numbers = self._choices.view(NUMBERS[expert_number_bytes(scores.shape[1])])
+        numbers = self._pack.expert_choices.view(NUMBERS[expert_number_bytes(scores.shape[1])])
         choices = numbers.unflatten(1, (-1, top_k))[:, self._place].long()
         experts = torch.where(choices > 0, choices - 1, own)
         chosen_scores = scores.gather(1, experts)
         if torch.is_grad_enabled():
             differs = (chosen_scores.sort(descending=True).values != own_scores).any(dim=1)
-            self._counts[-2:] += torch.stack((differs.sum(), (choices[:, 0] > 0).sum()))
+            self._replayed += torch.stack((differs.sum(), (choices[:, 0] > 0).sum()))
         return chosen_scores, experts
 
 
 class RoutingCounts:
-    """Counts of a model's routers on this rank, over training passes since the last metrics.
+    """Counts of a model's routers on this rank, and their load-balancing loss, over the passes of an optimizer step.
 
-    The counts are [layers, experts + 2] int64: the tokens of each expert; then the replayed choices that the router
-    would not have made, and all replayed choices. Only passes with gradients count: those of a layer that is computed
-    again have none the first time.
+    Only passes with gradients count: those of a layer that is computed again have none the first time.
 
     Args:
         name: the component's.
         replays: see `LayerRouting`.
+
+    Attributes:
+        counts: [layers, experts + 3] float64: tokens of each expert, without padding; replayed choices that the router
+            would not have made, and all replayed choices; `balancing_loss`.
+        coef: weight of the loss.
     """
 
-    def __init__(self, chunks: ModelChunks, groups: ComponentGroups, name: str, *, replays: bool):
-        config, self._name, self._group = chunks[0].config, name, groups.collection.intra_dist_opt
-        shape = config.num_layers, config.num_moe_experts + 2
-        self._counts = torch.zeros(shape, dtype=torch.int64, device=platform.device())
+    def __init__(self, chunks: ModelChunks, groups: ComponentGroups, name: str, router: Router, *, replays: bool):
+        self._config, self._name, self._groups = chunks[0].config, name, groups.collection
+        self._by_row = router.seq_aux_loss_coef > 0
+        self.coef = router.aux_loss_coef + router.seq_aux_loss_coef
+        shape = self._config.num_layers, self._config.num_moe_experts + 3
+        self.counts = torch.zeros(shape, dtype=torch.float64, device=platform.device())
         for chunk in chunks:
             for layer in chunk.decoder.layers:
                 if hasattr(layer.mlp, "router"):
-                    LayerRouting(layer, self._counts[layer.layer_number - 1], replays)
+                    LayerRouting(layer, self, replays)
+
+    def begin(self, num_tokens: float) -> None:
+        """Begin an optimizer step on so many tokens, of all data-parallel shards."""
+        self._num_tokens = num_tokens
+        self.counts.zero_()
+
+    def balancing_loss(self, logits: Tensor, pack: Pack) -> Tensor:
+        """Return the part of a router's load-balancing loss of its tokens here, [T, E], over a micro-batch or each row.
+
+        For T tokens that choose K of E experts each, the loss is E x the sum over experts of f P. f is the expert's
+        share of the T x K choices, and P the mean of its scores, which add up to 1 for each token: 1 if all experts are
+        alike. It counts T times, divided by the tokens of the mini-batch.
+
+        Megatron's own (megatron-core 0.16.1, transformer/moe/router.py) counts padding, takes all rows of a pack for
+        one sequence and, with `calculate_per_token_loss`, is divided by the number of ranks that share the tokens.
+
+        Source: Fedus et al. 2021, "Switch Transformers", eq. 4-6; DeepSeek-V3, arXiv:2412.19437, eq. 17-20.
+        """
+        config = self._config
+        top_k, kind = config.moe_router_topk, config.moe_router_score_function
+        chosen, scores = compute_routing_scores_for_aux_loss(logits, top_k, kind)
+        sequences = pack.token_rows if self._by_row else pack.token_rows.clamp(max=1)  # 0 = padding
+        empty = torch.zeros(len(pack.lengths) + 1, config.num_moe_experts, device=logits.device)
+        counts, sums = (empty.index_add(0, sequences, one.float())[1:] for one in (chosen, scores))
+        dist.all_reduce(counts, group=self._groups.tp_cp)
+        of_sequences = (counts * sums).sum(dim=1) / counts.sum(dim=1).clamp(min=1)
+        return config.num_moe_experts * of_sequences.sum() / self._num_tokens
 
     def take_metrics(self) -> dict[str, Metric]:
-        """Return the metrics, the same on all ranks of the component, which call together; then count from 0."""
-        counts = self._counts.clone()
-        self._counts.zero_()
-        dist.all_reduce(counts, group=self._group)
-        tokens = counts[counts.any(dim=1), :-2].double()
+        """Return the metrics of the step, the same on all ranks of the component, which call together."""
+        dist.all_reduce(self.counts, group=self._groups.intra_dist_opt)
+        of_routers = self.counts[self.counts.any(dim=1)]
+        tokens = of_routers[:, :-3]
         load = tokens.max(dim=1).values / tokens.mean(dim=1)
         metrics = {f"{self._name}/expert_load_max": Metric.of(load.mean(), "mean")}
-        differing, replayed = counts[:, -2:].sum(dim=0).tolist()
+        differing, replayed, loss = of_routers[:, -3:].sum(dim=0).tolist()
         if replayed:
             metrics[f"{self._name}/routing_diff_frac"] = Metric((differing, replayed), "mean")
+        if self.coef:
+            metrics[f"{self._name}/load_balancing_loss"] = Metric((loss, len(of_routers)), "mean")
         return metrics

@@ -104,6 +104,8 @@ class TrainedEngine(MegatronEngine):
             chunk.train()
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        if self.routing is not None:
+            self.routing.begin(self.total(float(rows.lengths.sum())))
         on_output, on_idle = partial(self._loss, loss_fn), partial(self._loss, _no_loss)
         parts = self._run(rows, self._bins(rows), on_output, on_idle, forward_only=False)
         metrics = merge_metrics(on_host(parts))

@@ -13,7 +13,13 @@ from functools import cache
 from pathlib import Path
 
 from megappo.architecture.architecture import Architecture
-from megappo.architecture.fit import adapter_errors, dense_stage_errors, engine_fit_errors, fit_errors
+from megappo.architecture.fit import (
+    adapter_errors,
+    dense_stage_errors,
+    engine_fit_errors,
+    fit_errors,
+    router_errors,
+)
 from megappo.architecture.model_folder import check_companions, check_tensors, download_command, end_tokens, other_kind
 from megappo.architecture.parameters import adapts_experts
 from megappo.architecture.parsing import read_architecture
@@ -239,8 +245,11 @@ def _fit_errors(config: Config, spec: ComponentSpec, architecture: Architecture)
                 "take merged only: set rollout.sync.merge_adapters to true, or leave gate_proj, up_proj and down_proj "
                 "out"
             )
-    if training is not None and not training.settings.optim.distributed:
-        yield from dense_stage_errors(architecture, parallel, training.key)
+    if training is not None:
+        changed = architecture.with_lora(spec.lora).with_frozen(spec.frozen)
+        yield from router_errors(changed, training.settings.router, training.key)
+        if not training.settings.optim.distributed:
+            yield from dense_stage_errors(architecture, parallel, training.key)
     if key == "model.path" and config.is_ppo:
         yield from engine_fit_errors(architecture, config.rollout.tensor_parallel)
         if config.rollout.routing_replay and architecture.experts is None:

@@ -215,8 +215,8 @@ def build_models(plan: RunPlan, exchange: Exchange) -> Models:
             factors = partial(_logit_factors, engines, spec.reference) if spec.reference else None
             engine = build_engine(config, spec, groups[name], factors, base)
             if isinstance(engine, TrainedEngine) and engine.transformer_config.num_moe_experts:
-                replays = "expert_choices" in spec.reads
-                engine.routing = RoutingCounts(engine.chunks, groups[name], name, replays=replays)
+                replays, settings = "expert_choices" in spec.reads, spec.training.settings
+                engine.routing = RoutingCounts(engine.chunks, groups[name], name, settings.router, replays=replays)
             engines[name], offloads[name] = engine, Offload(engine, spec.offload.value, base)
             offloads[name].rest(NOTHING)
             platform.empty_cache()  # the next one's tensors are of other sizes

@@ -279,6 +279,20 @@ def test_routing_replay_of_a_dense_model(refusals, accepted, model_config):
     accepted("rollout.routing_replay=true")
 
 
+def test_balancing_experts_that_are_not_there_or_frozen(refusals, accepted, model_config):
+    model_config(architectures=["Qwen2ForCausalLM"])
+    (error,) = refusals("actor.router.aux_loss_coef=0.1")
+    assert error.endswith("actor.router: model/config.json is of no mixture of experts: drop it")
+    model_config(**EXPERTS)
+    accepted("actor.router.aux_loss_coef=0.1", "critic.router.seq_aux_loss_coef=0.1", "critic.freeze=[attention]")
+    (error,) = refusals("actor.router.aux_loss_coef=0.1", "actor.router.seq_aux_loss_coef=0.1")
+    assert error.endswith("actor.router.seq_aux_loss_coef are both above 0: set one to 0")
+    attention = "actor.lora.target_modules=[q_proj, v_proj]"
+    for name, frozen in (("actor", attention), ("critic", "critic.freeze=mlp")):
+        (error,) = refusals(f"{name}.router.aux_loss_coef=0.1", frozen)
+        assert f"{name}.router: {name} keeps the routers of model/config.json as they are" in error
+
+
 def test_settings_that_a_mixture_of_experts_must_have(refusals, accepted, model_config):
     model_config(**EXPERTS | {"shared_expert_intermediate_size": 32})
     assert refusals("actor.parallel.expert=2", "actor.parallel.tensor=2") == [

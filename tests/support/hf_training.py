@@ -211,11 +211,11 @@ def hf_train(
     weighted: bool = False,
     lora: Lora | None = None,
     frozen: Sequence[str] = (),
-    choose: Callable[[torch.nn.Module, Rows], object] = lambda model, rows: None,
+    choose: Callable[[torch.nn.Module, Rows], Callable[[], torch.Tensor] | None] = lambda model, rows: None,
 ) -> dict:
     """Return the outputs before some Adam steps, and the gradient norms and parameters after them: with adapters those
     that are trained; else all, of which those with a part of `frozen` in their names are not. `choose` changes the
-    model first."""
+    model first, and may return a loss that is added after each pass."""
     oracle = Oracle(
         hf_model(folder),
         hf_value_head(folder) if HEADS[kind] != "policy" else None,
@@ -223,7 +223,7 @@ def hf_train(
         is_policy=HEADS[kind] != "value",
     )
     rows = make_rows(oracle.model.config.vocab_size, lengths, weighted=weighted)
-    choose(oracle.model, rows)
+    added_loss = choose(oracle.model, rows)
     named = oracle.parameters()
     if lora is not None:
         named = adapt(oracle.model, lora) | {name: one for name, one in named.items() if name == "score.weight"}
@@ -240,7 +240,8 @@ def hf_train(
     norms = []
     for _ in range(num_steps):
         optimizer.zero_grad()
-        oracle.loss(rows).backward()
+        loss = oracle.loss(rows)
+        (loss if added_loss is None else loss + added_loss()).backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(named.values(), OPTIM.clip_grad)))
         optimizer.step()
     parameters = per_expert(named)
