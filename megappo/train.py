@@ -46,6 +46,7 @@ from megappo.estimate.placed_model import Shapes
 from megappo.estimate.tables import switch_summary
 from megappo.observe.console import escape_unprintable
 from megappo.placement.run_plan import RunPlan
+from megappo.preflight.hub_models import download_models
 from megappo.preflight.output_folder import already_finished, evaluation_of, lock
 from megappo.preflight.run_checks import check_run
 from megappo.runtime import megatron_setup, platform
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
 EXECUTE = "megappo.trainer.main:execute"
 """Imported only by a run that has something to do: megatron-core and transformers take seconds on every rank."""
 BUILD = "megappo.trainer.main:build_run"
+A_DAY = timedelta(days=1)
 ONLY_RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 """Variables that torchrun sets, as a run of one process has them."""
 SET_BY_TORCHRUN = (*ONLY_RANK, "MASTER_ADDR", "MASTER_PORT")
@@ -197,11 +199,24 @@ def _join_store(rank: int) -> dist.Store:
 
 def _run(args: argparse.Namespace, store: dist.Store, rank: int, cleanup: ExitStack) -> None:
     with STATUS.step("config check"):
-        config = load_run_config(args.config, args.overrides)
+        config = _load_config(args, store)
         if config.trainer.eval_only:
             INTERRUPTION.never_saves()
         plan = _checked(config)
     _execute(plan, store, rank, cleanup, EXECUTE)
+
+
+def _load_config(args: argparse.Namespace, store: dist.Store) -> Config:
+    """Read the config, once the first rank of this node has downloaded what models it names by their ids."""
+    downloaded = f"models of node {os.environ.get('GROUP_RANK', '0')}"
+    if os.environ["LOCAL_RANK"] != "0":
+        store.wait([downloaded], A_DAY)
+        return load_run_config(args.config, args.overrides)
+    try:
+        config = load_run_config(args.config, args.overrides)
+        return load_run_config(args.config, args.overrides) if download_models(config) else config
+    finally:
+        store.set(downloaded, "")
 
 
 def _checked(config: Config) -> RunPlan:

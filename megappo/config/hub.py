@@ -6,6 +6,7 @@ from pathlib import Path
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 """The id of a model, such as Qwen/Qwen2.5-7B. A relative path may look like one."""
+CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/\w+", re.ASCII)
 
 
 def cached_model(path: str) -> str:
@@ -19,3 +20,9 @@ def cached_model(path: str) -> str:
     revision = model / "refs" / "main"
     snapshot = model / "snapshots" / (revision.read_text().strip() if revision.is_file() else "none")
     return str(snapshot) if snapshot.is_dir() else path
+
+
+def cached_id(folder: Path) -> str | None:
+    """Return the id of the model of which a folder in the cache is; None for any other folder."""
+    match = CACHED.fullmatch("/".join(folder.parts[-3:]))
+    return "/".join(match.groups()) if match else None

@@ -92,7 +92,7 @@ class Ref(Section):
 
 
 class RewardModel(Learner):
-    model_path: ModelPath | None = key(None, "Hugging Face folder, or id in the local cache, of a frozen reward model with one label: *ForSequenceClassification scores a response at its last token, *ForTokenClassification each of its steps. reward.function is then null unless it is set. null = none", read_if=IS_PPO)
+    model_path: ModelPath | None = key(None, "Hugging Face folder, or id on the hub, of a frozen reward model with one label: *ForSequenceClassification scores a response at its last token, *ForTokenClassification each of its steps. reward.function is then null unless it is set. null = none", read_if=IS_PPO)
     adapter: ModelPath | None = key(None, "folder of LoRA adapters and a score in PEFT's format, such as a run's hf_reward_model/adapter: with them a language model in model_path scores responses, and may share its weights with actor and critic; null = none", read_if=IS_PPO)
     weight: Float = key(1.0, "factor of its scores, which are added to those of reward.function", read_if=IS_PPO)
     retokenize: StrictBool | None = key(None, "render each conversation with its own chat template and tokenize it again; false = it reads the actor's tokens; null = true if its tokenizer or chat template differs from the actor's", read_if=IS_PPO)

@@ -132,7 +132,7 @@ class Gate(Section):
 
 
 class Critic(Trained):
-    model_path: ModelPath | None = key(None, "Hugging Face folder, or id in the local cache, of a language or reward model that the critic starts from; null = model.path")
+    model_path: ModelPath | None = key(None, "Hugging Face folder, or id on the hub, of a language or reward model that the critic starts from; null = model.path")
     dist_checkpointing_path: FilePath | None = key(None, "folder of the critic's initial weights, as model.dist_checkpointing_path; a language model in it gets a new value head; null = the weights of critic.model_path, or of the actor")
     value_clip: PositiveFloat | None = key(0.5, "clip new values to old values +- this in the value loss; null = off")
     huber_delta: PositiveFloat | None = key(None, "Huber value loss: linear beyond this error; null = squared error")

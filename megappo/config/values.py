@@ -76,7 +76,7 @@ Ranks = Annotated[str, Field(coerce_numbers_to_str=True)]  # YAML reads a rank a
 FilePath = Annotated[str, AfterValidator(as_path)]
 """A path, or a name that may begin with one, such as FILE.py:FUNCTION."""
 ModelPath = Annotated[str, AfterValidator(as_path), AfterValidator(cached_model)]
-"""A folder, or the id of a model in the local cache of the Hugging Face hub."""
+"""A folder, or the id of a model on the Hugging Face hub; resolved where the model is in the local cache."""
 FilePaths = Annotated[tuple[FilePath, ...], LISTED]
 SomeFilePaths = Annotated[tuple[FilePath, ...], MinLen(1), LISTED]
 Texts = Annotated[tuple[str, ...], LISTED]

@@ -26,6 +26,7 @@ from megappo.architecture.parsing import read_architecture
 from megappo.checkpoint.folders import METADATA
 from megappo.config.config_error import ConfigError, looked_in, shorten
 from megappo.config.eval_sets import context_errors, eval_sets, longest_request, tasks
+from megappo.config.hub import HUB_ID
 from megappo.config.schema import Config
 from megappo.config.score_checks import step_scores_errors
 from megappo.config.sections import OTHER_KIND, ending
@@ -190,7 +191,8 @@ def _model_folder(config: Config, key: str, path: str, specs: Sequence[Component
     """Yield the errors of a folder, and of the components that start from its weights."""
     folder = Path(path)
     if not folder.is_dir():
-        remedy = f"download the model ({download_command(path)}) or correct the path"
+        by_run = ", or let megappo train do it," if HUB_ID.fullmatch(path) else ""
+        remedy = f"download the model ({download_command(path)}){by_run} or correct the path"
         yield f"{key}: no folder {folder}{looked_in(folder)}: {remedy}"
         return
     if kind := other_kind(folder):

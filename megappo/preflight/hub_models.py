@@ -1,0 +1,55 @@
+"""Downloads of the models that a config names by their ids on the Hugging Face hub, into its local cache."""
+
+import sys
+from pathlib import Path
+
+from megappo.architecture.model_folder import INDEX, read_json_file
+from megappo.config.hub import HUB_ID, cached_id
+from megappo.config.schema import Config
+
+WANTED = ("*.json", "*.jinja", "*.txt", "*.model", "model*.safetensors", "adapter_model.safetensors")
+"""Files that are read or exported; other formats of the weights are not."""
+
+
+def download_models(config: Config) -> bool:
+    """Download the models of a config that are neither folders nor whole in the cache.
+
+    The cause of a download that fails is printed; `run_checks` then reports that the model is missing.
+
+    Returns:
+        Whether there was a download. The config is then to be read again: that finds the folders of ids.
+    """
+    reward = config.reward_model
+    paths = (config.model.path, config.critic.model_path, reward.model_path, reward.adapter)
+    missing = [name for path in dict.fromkeys(filter(None, paths)) if (name := _missing_id(path))]
+    return sum(map(_download, missing)) > 0
+
+
+def _missing_id(path: str) -> str | None:
+    """Return the id of a model that must be downloaded; None for a folder, or a path that looks like an id."""
+    folder = Path(path)
+    if name := cached_id(folder):
+        return None if _is_whole(folder) else name
+    is_path = folder.exists() or Path(folder.parts[0]).is_dir()
+    return path if HUB_ID.fullmatch(path) and not is_path else None
+
+
+def _is_whole(folder: Path) -> bool:
+    """Return False for a model in the cache whose download ended early, or was of its config.json alone."""
+    if (folder / INDEX).is_file():
+        return all((folder / name).is_file() for name in read_json_file(folder / INDEX)["weight_map"].values())
+    return any(folder.glob("*.safetensors"))
+
+
+def _download(name: str) -> bool:
+    import httpx  # the hub's client imports it, which takes a second
+    from huggingface_hub import snapshot_download
+
+    print(f"downloading {name} to the cache of the Hugging Face hub", file=sys.stderr, flush=True)
+    try:
+        snapshot_download(name, allow_patterns=list(WANTED))
+    except (OSError, ValueError, httpx.HTTPError) as error:
+        cause = " ".join(str(error).split())
+        print(f"warning: {name} cannot be downloaded: {type(error).__name__}: {cause}", file=sys.stderr, flush=True)
+        return False
+    return True
