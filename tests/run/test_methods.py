@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 from program import Program, logged
-from slow import slow_ones
 
 METHODS = {
     "grpo": ("algorithm.adv_estimator=grpo", "actor.use_kl_loss=true", "algorithm.use_kl_in_reward=false"),
@@ -42,10 +41,6 @@ METHODS = {
         *("actor.use_kl_loss=true", "actor.kl_loss_type=full"),
     ),
 }
-# The fixture `run` has a critic, test_extensions.py a run without, whose responses are compared; tests/trainer has what
-# each layout computes.
-SLOW = ("shared out rows", "shared backbone", "shared backbone, shared out rows")
-SLOW += ("grpo", "rloo", "reinforce_plus_plus", "remax", "gdpo", "gspo", "clip_cov", "dual clip", "adaptive KL")
 REWARDS = {"gdpo": "sevens_and_pluses"}
 OF_CRITIC = ("critic/vf_loss", "critic/vf_explained_var", "values/mean", "returns/mean")
 
@@ -123,7 +118,10 @@ CHECKS = {
 CRITIC_FREE = ("grpo", "rloo", "reinforce_plus_plus", "remax", "gdpo", "gspo", "clip_cov")
 
 
-@pytest.mark.parametrize("method", slow_ones(METHODS, SLOW))
+# The fixture `run` has a critic, test_extensions.py a run without, whose responses are compared; tests/ppo has what
+# each method computes, tests/trainer what each layout does.
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
 def test_a_method_learns(method: str, config: Path, folder: Path) -> None:
     run = folder / "run"
     short = ("trainer.total_steps=10", "trainer.save_interval=0", "trainer.export_hf=false")

@@ -136,6 +136,7 @@ def test_responses_that_nobody_waits_for_do_not_hold_up_a_sync(client, checkpoin
     assert engine_log_probs(client, [SEQUENCE])[0] == pytest.approx(merged_log_probs(checkpoint, adapters), abs=1e-4)
 
 
+@pytest.mark.slow  # tests/run/test_engine_faults.py restarts engines in runs
 def test_a_restarted_engine_refuses_until_it_has_them(lora_engine, client, checkpoint, engine_shapes, tmp_path):
     sync = sync_of(client, tmp_path, engine_shapes)
     sync()

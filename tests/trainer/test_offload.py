@@ -25,6 +25,7 @@ METHODS = {
 IN_BF16 = {"model": {"dtype": "bf16"}}  # the main parameters are no views of the weights
 BF16 = {
     "bf16, optimizer sharded": {**IN_BF16, "placement": {"actor": "0-3", "critic": "0-1"}},
+    "bf16, optimizer sharded, two ranks": {**IN_BF16, "placement": {"actor": "0-1", "critic": "0", "rollout": "0-1"}},
     "bf16, optimizer not sharded": {
         **IN_BF16,
         "placement": {"actor": "0-1", "critic": "0-3"},
@@ -41,7 +42,7 @@ CASES = [
     *(("tp2 dp2 sp", "KL loss", offload) for offload in OFFLOADS if offload != "everything"),
     *(("actor cp2 dp2, critic tp2 pp2", method, "everything") for method in METHODS if method != "KL loss"),
 ]
-SHOWN = ("bf16, optimizer sharded",)
+SHOWN = ("bf16, optimizer sharded, two ranks",)
 
 
 def compared(rank: int, world_size: int, folder: Path, layout: str, method: str, offload: str) -> None:
@@ -70,7 +71,7 @@ def compared(rank: int, world_size: int, folder: Path, layout: str, method: str,
     [pytest.param(*case, marks=() if case[0] in SHOWN else pytest.mark.slow) for case in CASES],
 )
 def test_the_same_numbers_with_and_without(layout: str, method: str, offload: str, tmp_path: Path) -> None:
-    run_ranks(4, compared, tmp_path, layout, method, offload)
+    run_ranks(2 if "two ranks" in layout else 4, compared, tmp_path, layout, method, offload)
 
 
 def used_while_asleep(rank: int, world_size: int, folder: Path) -> None:
