@@ -14,7 +14,7 @@ from megatron.core.transformer import TransformerConfig
 
 SHAPE = {
     **{"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "vocab_size": 200},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False},
+    **{"num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": False},
 }
 PADDED_VOCABULARY = 256
 """Rows of two tensor-parallel ranks: Megatron-LM pads each to a multiple of 128."""

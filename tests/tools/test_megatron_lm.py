@@ -30,17 +30,25 @@ def check_read(rank: int, world_size: int, written: Path, converted: Path, tenso
         assert torch.equal(loaded[1][name][:rows], expected[:rows]), name
 
 
-@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), pytest.param(2, 2, marks=pytest.mark.slow)])
-def test_a_checkpoint_of_megatron_lm_there_and_back(tensor: int, pipeline: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "between"),
+    [(2, 1, 2), *(pytest.param(2, 2, between, marks=pytest.mark.slow) for between in (1, 2, 4))],
+)
+def test_a_checkpoint_of_megatron_lm_there_and_back(tensor: int, pipeline: int, between: int, tmp_path: Path) -> None:
+    """It is read and written again by `between` tensor-parallel ranks."""
     written, logits, ranks = tmp_path / "written", tmp_path / "logits.pt", tensor * pipeline
     config = hf_folder(tmp_path / "config", "llama", **SHAPE)
     run_ranks(ranks, write_stock, written, tensor, pipeline, logits)
-    printed = convert("megatron-to-hf", written, tmp_path / "hf", "--hf-config", config)
+    printed = convert(
+        "megatron-to-hf", written, tmp_path / "hf", "--hf-config", config, "--tensor", between, ranks=between
+    )
     assert "56 rows of the vocabulary beyond config.json's vocab_size 200 are left out as padding" in printed
     if pipeline == 1:
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
         assert torch.allclose(model(TOKENS).logits, torch.load(logits), atol=1e-5)
-    convert("hf-to-megatron", tmp_path / "hf", tmp_path / "converted", "--megatron-lm", "--tensor", 2, ranks=2)
+    convert(
+        "hf-to-megatron", tmp_path / "hf", tmp_path / "converted", "--megatron-lm", "--tensor", between, ranks=between
+    )
     convert("verify", tmp_path / "converted", tmp_path / "hf")
     run_ranks(ranks, check_read, written, tmp_path / "converted", tensor, pipeline)
 
