@@ -89,6 +89,21 @@ class Experts:
 
 
 @dataclass(frozen=True, config=CHECKED)
+class Heads:
+    """Heads of a layer's attention.
+
+    Attributes:
+        size: numbers of a head's queries and keys.
+        kv_heads: heads of keys and values.
+        keys_are_values: one matrix makes both; keys are then normalised by their own norms, and rotated.
+    """
+
+    size: Size
+    kv_heads: Size
+    keys_are_values: bool = False
+
+
+@dataclass(frozen=True, config=CHECKED)
 class LatentAttention:
     """Sizes of latent vectors (`q_rank` None: queries have none) and of a head's parts: q and k without positions,
     their rotary part, v."""
@@ -188,6 +203,8 @@ class Architecture:
             a limit to rows instead, as nothing computes it.
         unrotated: for each layer, True where queries and keys have no rotary positions; () where all have them.
         local_rope_base: rotary base of the layers with a window; None = that of all.
+        full_heads: heads of the layers without a window; None = those of all.
+        logit_cap: logits x become cap * tanh(x / cap); None = they stay.
         num_further_layers: layers after the last one, which predict further tokens and are not loaded.
         head: what reads the last hidden states.
         value_bias: a value head has a bias.
@@ -222,6 +239,8 @@ class Architecture:
     windows: tuple[bool, ...]
     unrotated: tuple[bool, ...]
     local_rope_base: Positive | None
+    full_heads: Heads | None
+    logit_cap: Positive | None
     num_further_layers: int
     raw_config: Mapping[str, Any] = field(repr=False)
     head: HeadKind = "policy"
@@ -262,6 +281,12 @@ class Architecture:
     def head_size(self) -> int:
         """Numbers of a head's queries and keys."""
         return self.head_dim or self.hidden_size // self.num_heads
+
+    def heads_of(self, layer: int) -> Heads:
+        """Return the heads of a layer."""
+        if self.full_heads and not self.windows[layer]:
+            return self.full_heads
+        return Heads(self.head_size, self.num_kv_heads)
 
     @property
     def num_experts(self) -> int:

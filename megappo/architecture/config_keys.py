@@ -4,6 +4,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+from megappo.architecture.families import LAYER_INPUT
 from megappo.architecture.model_folder import INDEX, SINGLE, UNQUANTIZED
 
 ROPE_KEYS = """
@@ -23,7 +24,13 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "transformers_weights": (SINGLE, INDEX),
 }
 """Keys of config.json with the values that are supported; an absent key, or null, means one of them."""
-REMEDIES = {"quantization_config": f"{UNQUANTIZED} and remove the key"}
+_SIZE_WITHOUT = "choose a size without them, such as 31B"
+REMEDIES = {
+    "quantization_config": f"{UNQUANTIZED} and remove the key",
+    LAYER_INPUT: f"its layers have embeddings of their own: {_SIZE_WITHOUT}",
+    "num_kv_shared_layers": f"its layers share keys and values with earlier ones: {_SIZE_WITHOUT}",
+    "enable_moe_block": f"its layers have experts beside an MLP: {_SIZE_WITHOUT}",
+}
 """Key that is not supported -> the remedy, where it is another than that of most keys."""
 ONLY_OF_EXPERTS: dict[str, tuple[Any, ...]] = {
     "decoder_sparse_step": (1,),

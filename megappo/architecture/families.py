@@ -14,6 +14,8 @@ LANGUAGE_MODEL = "ForCausalLM"
 ROTARY_PART, ROTARY_SIZE = "partial_rotary_factor", "rotary_dim"
 LINEAR_BLOCK, FULL_PATTERN = "linear_attn", "full_attention_interval"
 WINDOW_PATTERN, LOCAL_ROPE = "sliding_window_pattern", "rope_local_base_freq"
+K_IS_V, FULL_HEAD_SIZE, FULL_KV_HEADS = "attention_k_eq_v", "global_head_dim", "num_global_key_value_heads"
+LAYER_SIZES, LAYER_INPUT, LOGIT_CAP = "per_layer_config", "hidden_size_per_layer_input", "final_logit_softcapping"
 ROTATED, ROTATED_PATTERN = "no_rope_layers", "no_rope_layer_interval"
 PLAIN_ROPE: dict[str, tuple[str, ...]] = {"default": ()}
 SCALINGS = {
@@ -89,6 +91,9 @@ class Family:
         window_pattern: every so-many-th layer attends to all tokens, the others to a window, where config.json has
             neither `layer_types` nor `sliding_window_pattern`; None = no layer is limited to the window.
         local_rope_theta: rotary base of the layers with a window, where config.json is silent; None = that of all.
+        full_heads: layers without a window have heads of their own, and rotate a part of each (`proportional`).
+        value_norms: values have norms without weights.
+        layer_scalars: each layer's output is multiplied by a number that is loaded, and not trained.
         experts: None for a dense model.
         rope_theta: rotary base where config.json is silent.
         rotary_part: part of each head that has rotary positions, where config.json has no `partial_rotary_factor`; None
@@ -123,6 +128,9 @@ class Family:
     sliding_window: bool = False
     window_pattern: int | None = None
     local_rope_theta: float | None = None
+    full_heads: bool = False
+    value_norms: bool = False
+    layer_scalars: bool = False
     experts: ExpertFormat | None = None
     rope_theta: float = 10000.0
     rotary_part: float | None = None
@@ -150,6 +158,8 @@ class Family:
     @property
     def rope_scalings(self) -> Mapping[str, tuple[str, ...]]:
         """Kinds of scaled rotary positions that are computed, and the numbers that each takes."""
+        if self.full_heads:
+            return {"proportional": (ROTARY_PART,)}
         if self.local_rope_theta not in (None, self.rope_theta):  # SGLang scales neither of the two
             return PLAIN_ROPE
         if self.latent_attention:
@@ -215,6 +225,37 @@ _QWEN3_5 = replace(
     ignores=(FULL_PATTERN, "mamba_ssm_dtype", "mtp_num_hidden_layers"),
 )
 _STACKED_MLP = {("mlp", "gate_up_proj"): ("gate_proj", "up_proj")}
+_GEMMA3 = Family(
+    qk_layernorm=True,
+    sliding_window=True,
+    window_pattern=6,
+    local_rope_theta=10000.0,
+    rope_theta=1e6,
+    activation="gelu_pytorch_tanh",
+    tied=True,
+    norms_add_one=True,
+    norms=(
+        *("input_layernorm", "post_attention_layernorm"),
+        *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    ),
+    scales={"embedding": ("hidden_size", 0.5), "attention": ("query_pre_attn_scalar", -0.5)},
+    only={"hidden_activation": ("gelu_pytorch_tanh",)},
+    ignores=(WINDOW_PATTERN, LOCAL_ROPE),
+)
+_GEMMA4 = replace(
+    _GEMMA3,
+    norms_add_one=False,
+    scales={"embedding": ("hidden_size", 0.5), "attention": ("hidden_size", 0)},  # 1
+    full_heads=True,
+    value_norms=True,
+    layer_scalars=True,
+    only={**_GEMMA3.only, LAYER_INPUT: (0,), "use_bidirectional_attention": ("vision",)},
+    ignores=(
+        *(K_IS_V, FULL_HEAD_SIZE, FULL_KV_HEADS, LAYER_SIZES, LOGIT_CAP, "vocab_size_per_layer_input"),
+        # of experts, and of layers that share keys and values: both are refused by keys of their own
+        *("num_experts", "top_k_experts", "moe_intermediate_size", "use_double_wide_mlp"),
+    ),
+)
 
 
 FAMILIES = Table(
@@ -246,23 +287,8 @@ FAMILIES = Table(
             rotary_part=1.0,
             fused={("self_attn", "qkv_proj"): ("q_proj", "k_proj", "v_proj"), **_STACKED_MLP},
         ),
-        "Gemma3ForCausalLM": Family(
-            qk_layernorm=True,
-            sliding_window=True,
-            window_pattern=6,
-            local_rope_theta=10000.0,
-            rope_theta=1e6,
-            activation="gelu_pytorch_tanh",
-            tied=True,
-            norms_add_one=True,
-            norms=(
-                *("input_layernorm", "post_attention_layernorm"),
-                *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
-            ),
-            scales={"embedding": ("hidden_size", 0.5), "attention": ("query_pre_attn_scalar", -0.5)},
-            only={"hidden_activation": ("gelu_pytorch_tanh",)},
-            ignores=(WINDOW_PATTERN, LOCAL_ROPE),
-        ),
+        "Gemma3ForCausalLM": _GEMMA3,
+        "Gemma4ForCausalLM": _GEMMA4,
         "Olmo3ForCausalLM": Family(
             qk_layernorm=True,
             norms_all_heads=True,

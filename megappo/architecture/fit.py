@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 
 from megappo.architecture.architecture import Architecture, all_but_every
+from megappo.architecture.families import FULL_KV_HEADS
 from megappo.architecture.parameters import ROUTER_WEIGHT, adapted_modules, adapts_experts, is_trained
 from megappo.config.config_error import nearest_divisors
 from megappo.config.model_sections import Lora, Router
@@ -44,8 +45,8 @@ def fit_errors(architecture: Architecture, parallel: Parallel, key_of: KeyOf = "
 def divided_sizes(architecture: Architecture) -> Iterator[tuple[str, str, int]]:
     """Yield the sizes that a layout divides: the dimension of the layout, the size's key in config.json, the size."""
     yield "tensor", "num_attention_heads", architecture.num_heads
-    if architecture.latent is None:  # whose heads all make their keys and values of the same vector
-        yield "tensor", "num_key_value_heads", architecture.num_kv_heads
+    for key, size in _shared_heads(architecture):
+        yield "tensor", key, size
     if architecture.linear:
         yield "tensor", "linear_num_key_heads", architecture.linear.key_heads
     if architecture.num_dense_layers:
@@ -56,6 +57,14 @@ def divided_sizes(architecture: Architecture) -> Iterator[tuple[str, str, int]]:
         yield "expert_tensor", written.ffn, experts.ffn_size
         if experts.shared_ffn_size:
             yield "tensor", " x ".join(written.shared_ffn), experts.shared_ffn_size
+
+
+def _shared_heads(architecture: Architecture) -> Iterator[tuple[str, int]]:
+    """Yield keys of config.json with numbers of heads of keys and values."""
+    if architecture.latent is None:  # whose heads all make their keys and values of the same vector
+        yield "num_key_value_heads", architecture.num_kv_heads
+    if architecture.full_heads:
+        yield FULL_KV_HEADS, architecture.full_heads.kv_heads
 
 
 def _indivisible(divisor: str, divided: str, size: int, num_ranks: int) -> str:
@@ -127,14 +136,15 @@ def engine_fit_errors(architecture: Architecture, num_ranks: int) -> Iterator[st
     SGLang repeats key-value heads where there are fewer. Of the layers with linear attention it reads only
     `full_attention_interval` (0.5.23, srt/configs/qwen3_next.py), which folders that transformers has written lack.
     """
-    heads, shared, setting = architecture.num_heads, architecture.num_kv_heads, f"rollout.tensor_parallel {num_ranks}"
+    heads, setting = architecture.num_heads, f"rollout.tensor_parallel {num_ranks}"
     if heads % num_ranks:
         yield _indivisible(setting, f"num_attention_heads {heads} of {architecture.file}", heads, num_ranks)
-    elif architecture.latent is None and shared % num_ranks and num_ranks % shared:
-        yield (
-            f"{setting} neither divides num_key_value_heads {shared} of {architecture.file} nor is a multiple of it: "
-            "choose one that does"
-        )
+    for key, shared in _shared_heads(architecture):
+        if heads % num_ranks == 0 and shared % num_ranks and num_ranks % shared:
+            yield (
+                f"{setting} neither divides {key} {shared} of {architecture.file} nor is a multiple of it: choose one "
+                "that does"
+            )
     if architecture.linear is not None:
         layers = architecture.linear.layers
         every = (*layers, False).index(False) + 1

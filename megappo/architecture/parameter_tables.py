@@ -25,10 +25,14 @@ post_attention_layernorm.weight <- {1}.weight (hidden)
 pre_mlp_layernorm.weight | mlp.linear_fc1.layer_norm_weight <- {2}.weight (hidden)
 post_mlp_layernorm.weight <- {3}.weight (hidden)
 """
-ATTENTION = """
+QUERIES_AND_KEYS = """
 self_attention.linear_qkv.weight <- self_attn.q_proj.weight (q/tp hidden)
 self_attention.linear_qkv.weight <- self_attn.k_proj.weight (kv/tp hidden)
+"""
+VALUES = """
 self_attention.linear_qkv.weight <- self_attn.v_proj.weight (kv/tp hidden)
+"""
+ATTENTION_OUTPUT = """
 self_attention.linear_proj.weight <- self_attn.o_proj.weight (hidden attended/tp)
 """
 QKV_BIAS = """
@@ -49,6 +53,9 @@ self_attention.k_layernorm.weight <- self_attn.k_norm.weight (head)
 ALL_HEADS_NORMS = """
 self_attention.q_layernorm.weight <- self_attn.q_norm.weight (q/tp)
 self_attention.k_layernorm.weight <- self_attn.k_norm.weight (kv/tp)
+"""
+LAYER_SCALAR = """
+layer_scalar <- layer_scalar (one)
 """
 QUERY = """
 self_attention.linear_q_proj.weight <- self_attn.q_proj.weight (q/tp hidden)

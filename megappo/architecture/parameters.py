@@ -9,7 +9,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from megappo.architecture import parameter_tables as tables
-from megappo.architecture.architecture import Architecture
+from megappo.architecture.architecture import Architecture, Heads
 from megappo.architecture.families import LINEAR_BLOCK, ExpertFormat
 from megappo.config.model_sections import Lora
 from megappo.config.sections import Parallel
@@ -24,6 +24,7 @@ OUTPUT_LAYER = "output_layer"
 SECOND_HEAD = "value_head"
 ROUTER_WEIGHT = ".mlp.router.weight"
 ROUTER_BIAS = "router.expert_bias"
+LAYER_SCALAR = "layer_scalar"
 ADAPTER = "_adapter"
 """Ends the name of a module with adapters, after the name of the linear layer that it adapts."""
 LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
@@ -99,9 +100,11 @@ def list_parameters(
     num_experts = architecture.num_experts if num_experts is None else num_experts
     found: list[tuple[int | None, str]] = [(None, tables.MODEL + _output_table(architecture))]
     found += enumerate(_layer_tables(architecture, num_experts))
-    sizes, num_ranks = _sizes(architecture), {"": 1, "tp": tensor, "etp": expert_tensor}
+    num_ranks = {"": 1, "tp": tensor, "etp": expert_tensor}
+    sizes = [_sizes(architecture, architecture.heads_of(layer or 0)) for layer, _ in found]
     joined = {f"{part}.weight" for parts in architecture.stacks.values() for part in parts[:-1]}
-    return [one for layer, table in found for one in _read(table, layer, sizes, num_ranks, joined)]
+    tables_and_sizes = zip(found, sizes, strict=True)
+    return [one for (layer, table), own in tables_and_sizes for one in _read(table, layer, own, num_ranks, joined)]
 
 
 def is_adapter(name: str) -> bool:
@@ -122,8 +125,10 @@ def adapts_experts(architecture: Architecture) -> bool:
 
 
 def is_trained(name: str, architecture: Architecture) -> bool:
-    """Return whether a Megatron parameter is trained where its model is: all are but frozen groups, or with adapters
-    only these and a value head."""
+    """Return whether a Megatron parameter is trained where its model is: all are but frozen groups and factors of
+    layers, or with adapters only these and a value head."""
+    if name.endswith(LAYER_SCALAR):
+        return False
     if architecture.lora is None:
         is_frozen = any(FREEZABLE[group] in name for group in architecture.frozen)
         return not is_frozen or name.endswith(FUSED_NORMS)
@@ -242,15 +247,21 @@ def padded_vocab_size(vocab_size: int, tensor: int) -> int:
 def _layer_tables(architecture: Architecture, num_experts: int) -> list[str]:
     """Return the table of each layer, with so many of its experts."""
     kinds = [
-        (layer >= architecture.num_dense_layers, architecture.is_linear(layer))
+        (
+            layer >= architecture.num_dense_layers,
+            architecture.is_linear(layer),
+            architecture.heads_of(layer).keys_are_values,
+        )
         for layer in range(architecture.num_layers)
     ]
     of_kind = {kind: _layer_table(architecture, num_experts, *kind) for kind in set(kinds)}
     return [of_kind[kind] for kind in kinds]
 
 
-def _layer_table(architecture: Architecture, num_experts: int, is_sparse: bool, is_linear: bool) -> str:
-    """Return the table of a layer with or without experts, and with either kind of attention."""
+def _layer_table(
+    architecture: Architecture, num_experts: int, is_sparse: bool, is_linear: bool, keys_are_values: bool
+) -> str:
+    """Return the table of a layer with or without experts, with either kind of attention, with or without values."""
     experts = architecture.family.experts if is_sparse else None
     latent, norms = architecture.latent, architecture.family.norms
     lines = zip(tables.NORMS.strip().splitlines(), norms, strict=True)
@@ -260,13 +271,14 @@ def _layer_table(architecture: Architecture, num_experts: int, is_sparse: bool, 
     elif latent:
         table += (tables.QUERY if latent.q_rank is None else tables.LATENT_QUERY) + tables.LATENT_ATTENTION
     else:
-        table += tables.ATTENTION
+        table += tables.QUERIES_AND_KEYS + ("" if keys_are_values else tables.VALUES) + tables.ATTENTION_OUTPUT
         table += tables.QKV_BIAS if architecture.qkv_bias else ""
         table += tables.OUTPUT_BIAS if architecture.family.linear_bias else ""
         table += tables.SINKS if architecture.family.sinks else ""
         qk_norms = tables.ALL_HEADS_NORMS if architecture.family.norms_all_heads else tables.QK_NORMS
         table += qk_norms if architecture.qk_layernorm else ""
     table += _expert_table(experts, num_experts, architecture.family.linear_bias) if experts else tables.MLP
+    table += tables.LAYER_SCALAR if architecture.family.layer_scalars else ""
     if architecture.lora:
         table += _adapter_table(table, architecture, architecture.lora)
     return table
@@ -330,10 +342,10 @@ def _output_table(architecture: Architecture) -> str:
     return table + (value_output.format(module=SECOND_HEAD) if architecture.head == "policy_value" else "")
 
 
-def _sizes(architecture: Architecture) -> dict[str, int]:
-    """Return the sizes by their names in the tables."""
+def _sizes(architecture: Architecture, own: Heads) -> dict[str, int]:
+    """Return the sizes of a layer with these heads by their names in the tables."""
     experts, latent, lora = architecture.experts, architecture.latent, architecture.lora
-    heads, kv_heads, head = architecture.num_heads, architecture.num_kv_heads, architecture.head_size
+    heads, kv_heads, head = architecture.num_heads, own.kv_heads, own.size
     sizes = {"one": 1, "hidden": architecture.hidden_size, "vocab": architecture.vocab_size}
     sizes |= {"ffn": architecture.ffn_size, "rank": lora.rank if lora else 0}
     sizes |= {"head": head, "heads": heads, "q": heads * head, "kv_heads": kv_heads, "kv": kv_heads * head}

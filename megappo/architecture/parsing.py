@@ -15,24 +15,25 @@ from megappo.architecture.architecture import (
     LinearAttention,
     Rope,
     Scales,
-    all_but_every,
 )
 from megappo.architecture.config_keys import COMPUTED, ONLY, ONLY_OF_EXPERTS, REMEDIES, ROPE_KEYS, uncomputed
 from megappo.architecture.families import (
     FAMILIES,
+    FULL_KV_HEADS,
     FULL_PATTERN,
+    LAYER_INPUT,
     LOCAL_ROPE,
+    LOGIT_CAP,
     PLAIN_ROPE,
     ROTARY_PART,
     ROTARY_SIZE,
     ROTATED,
-    ROTATED_PATTERN,
-    WINDOW_PATTERN,
     ExpertFormat,
     Family,
     HeadKind,
     language_model,
 )
+from megappo.architecture.layer_kinds import irregular_layers, layers_of, unrotated, windows_and_heads
 from megappo.architecture.model_folder import CONFIG_FILE, first_architecture, other_kind, read_json_file
 from megappo.config.config_error import ConfigError, shorten
 from megappo.config.sources import TextFileError
@@ -98,6 +99,7 @@ def _wrong_value(error: ErrorDetails) -> str:
         "base": "rope_theta",
         "tied": "tie_word_embeddings",
         "count": "num_experts",
+        "logit_cap": LOGIT_CAP,
     }
     names = [keys.get(str(name), str(name)) for name in error["loc"]]
     return f"{'.'.join(names)}: {error['msg']}, found {shorten(repr(error['input']))}"
@@ -139,9 +141,10 @@ def parse(raw: Mapping[str, Any], file: Path, head: HeadKind = "policy") -> Arch
         tied=values.get("tie_word_embeddings", family.tied),
         qkv_bias=_is_on(family.qkv_bias, values),
         qk_layernorm=_is_on(family.qk_layernorm, values),
-        **_windows(values, family),
-        unrotated=_unrotated(values, family),
+        **windows_and_heads(values, family),
+        unrotated=unrotated(values, family),
         local_rope_base=local_rope.get("rope_theta", values.get(LOCAL_ROPE, family.local_rope_theta)),
+        logit_cap=values.get(LOGIT_CAP),
         num_further_layers=values.get("num_nextn_predict_layers") or values.get("num_mtp_layers") or 0,
         raw_config=raw,
         head=head,
@@ -190,6 +193,8 @@ def _contradictions(model: Architecture) -> Iterator[str]:
         size, name = model.latent.rope_size, LATENT_SIZES["rope_size"]
     elif heads % shared:
         yield f"num_key_value_heads {shared} does not divide num_attention_heads {heads}"
+    if model.full_heads and heads % model.full_heads.kv_heads:
+        yield f"{FULL_KV_HEADS} {model.full_heads.kv_heads} does not divide num_attention_heads {heads}"
     if not model.latent and not model.head_dim and model.hidden_size % heads:
         yield f"num_attention_heads {heads} does not divide hidden_size {model.hidden_size}, and head_dim is not set"
     elif size * model.rope.part % 2:
@@ -215,7 +220,7 @@ def _contradictions(model: Architecture) -> Iterator[str]:
 
 def _missing(raw: Mapping[str, Any], values: Mapping[str, Any], family: Family) -> Iterator[str]:
     for key in _needed(values, family):
-        if key not in values and not (key == LATENT_SIZES["q_rank"] and key in raw):
+        if key not in values and not (key in (LATENT_SIZES["q_rank"], LAYER_INPUT) and key in raw):
             yield key
     if family.experts and not any(key in values for key in family.experts.count):
         yield family.experts.count[-1]
@@ -232,6 +237,8 @@ def _needed(values: Mapping[str, Any], family: Family) -> list[str]:
         keys += LATENT_SIZES.values()
     if family.linear_attention:
         keys += LINEAR_SIZES.values()
+    if family.full_heads:
+        keys += (LAYER_INPUT, "head_dim")
     return list(dict.fromkeys(keys))
 
 
@@ -239,35 +246,10 @@ def _has_groups(values: Mapping[str, Any], experts: ExpertFormat) -> bool:
     return experts.groups_rated_by is not None and experts.grouping_method in (None, values.get("topk_method"))
 
 
-def _windows(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Return the window of attention, and whether each layer has it, by the names of `Architecture`."""
-    is_on = family.sliding_window or values.get("use_sliding_window")
-    window = values.get("sliding_window") or None if is_on else None
-    if family.window_pattern is None:
-        return {"sliding_window": window, "windows": ()}
-    every = values.get(WINDOW_PATTERN, family.window_pattern)
-    return {"sliding_window": window, "windows": _layers_of(values, "sliding_attention", every)}
-
-
-def _unrotated(values: Mapping[str, Any], family: Family) -> tuple[bool, ...]:
-    """Return whether each layer is without rotary positions; () where all have them."""
-    if family.unrotated_pattern is None:
-        return ()
-    every, layers = values.get(ROTATED_PATTERN, family.unrotated_pattern), values["num_hidden_layers"]
-    return tuple(not is_rotated for is_rotated in values.get(ROTATED) or all_but_every(every, layers))
-
-
 def _linear(values: Mapping[str, Any]) -> LinearAttention:
     sizes: dict[str, Any] = {size: values[key] for size, key in LINEAR_SIZES.items()}
-    layers = _layers_of(values, "linear_attention", values.get(FULL_PATTERN, 4))
+    layers = layers_of(values, "linear_attention", values.get(FULL_PATTERN, 4))
     return LinearAttention(**sizes, layers=layers, full_interval=values.get(FULL_PATTERN))
-
-
-def _layers_of(values: Mapping[str, Any], kind: str, every: int) -> tuple[bool, ...]:
-    """Return whether each layer is of a kind: by `layer_types`, else all layers but every so-many-th."""
-    if "layer_types" in values:
-        return tuple(one == kind for one in values["layer_types"])
-    return all_but_every(every, values["num_hidden_layers"])
 
 
 def _experts(values: Mapping[str, Any], experts: ExpertFormat) -> Experts:
@@ -303,6 +285,8 @@ def _unsupported(values: Mapping[str, Any], architecture: Architecture) -> Itera
     attention |= {"linear_attention"} if architecture.linear else set()
     if not attention.issuperset(values.get("layer_types", ())):
         yield "layer_types"
+    if architecture.full_heads:
+        yield from irregular_layers(values, architecture.windows)
     if family.experts and architecture.experts:
         only |= dict.fromkeys(family.experts.count, ())
         yield from _unsupported_routing(values, family.experts, architecture.experts)
@@ -318,7 +302,14 @@ def _unsupported(values: Mapping[str, Any], architecture: Architecture) -> Itera
 
 def _computing(family: Family) -> tuple[Any, ...]:
     """Return what no key of config.json names, of what a family computes."""
-    return family.norms, family.norms_all_heads, family.scales, family.linear_attention, family.unrotated_pattern
+    return (
+        family.norms,
+        family.norms_all_heads,
+        family.scales,
+        family.linear_attention,
+        family.unrotated_pattern,
+        family.full_heads,
+    )
 
 
 def _unsupported_routing(values: Mapping[str, Any], written: ExpertFormat, experts: Experts) -> Iterator[str]:
@@ -362,7 +353,11 @@ def _unsupported_rope(rope: Mapping[str, Any], scalings: Mapping[str, tuple], fa
     """Yield why rotary positions are not supported, where these kinds of scaling are."""
     kind = rope["rope_type"]
     is_lacking = any(name not in rope for name in scalings.get(kind, ()))
-    if kind not in scalings or is_lacking or any(uncomputed(rope, {*ROPE_KEYS.split(), *family.rope_keys})):
+    if (
+        kind not in scalings
+        or is_lacking
+        or any(uncomputed(rope, {*ROPE_KEYS.split(), *family.rope_keys, *scalings.get(kind, ())}))
+    ):
         needs = [f"{name} ({', '.join(numbers)})" if numbers else name for name, numbers in scalings.items()]
         where = "" if family.rotary_part else "over the whole head, "
         yield f"; supported are, {where}{'; '.join(needs)}"

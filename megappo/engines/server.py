@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import torch
 
 from megappo.engines import sglang_patches
+from megappo.engines.served_folder import served_folder
 from megappo.runtime.keeper import die_with
 from megappo.runtime.listening import bind_stores
 from megappo.runtime.platform import gc_disabled
@@ -60,7 +61,8 @@ def server_arguments(settings: dict[str, Any]) -> Any:
     from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
 
     if "server_args" in settings:
-        return ServerArgs(**settings["server_args"])
+        own = settings["server_args"]
+        return ServerArgs(**{**own, "model_path": _served(own["model_path"])})
     parser = _Parser(
         usage="megappo serve MODEL [SGLang's arguments]",
         description="Serves a Hugging Face folder by stock SGLang, whose arguments follow; --model-path is the folder.",
@@ -73,7 +75,17 @@ def server_arguments(settings: dict[str, Any]) -> Any:
         command_line = ConfigArgumentMerger(parser).merge_config_with_args(command_line)
     arguments = parser.parse_args(command_line)
     _check_port(parser, arguments.host, arguments.port)
+    arguments.served_model_name = arguments.served_model_name or arguments.model_path
+    arguments.model_path = _served(arguments.model_path)
     return ServerArgs.from_cli_args(arguments)
+
+
+def _served(model_path: str) -> str:
+    """Return the folder that SGLang gets for a model."""
+    folder = served_folder(model_path)
+    if folder != model_path:
+        sglang_patches.allow_torch_attention()
+    return folder
 
 
 def _check_port(parser: argparse.ArgumentParser, host: str, port: int) -> None:

@@ -108,6 +108,19 @@ def install_hooks() -> None:
             raise RuntimeError(f"{target} of SGLang could not be replaced: expected SGLang 0.5.23")
 
 
+def allow_torch_attention() -> None:
+    """Let SGLang serve Gemma 4 on a CPU by torch's attention; do nothing where CUDA is present. Call it before SGLang's
+    arguments are made.
+
+    That attention computes the model right, but an assertion (sglang/srt/arg_groups/model_hook.py) demands kernels of
+    GPUs or of sgl_kernel; no argument prevents it. HookRegistry would replace the function in all modules.
+    """
+    if not torch.cuda.is_available():
+        from sglang.srt.arg_groups import model_hook
+
+        model_hook.attention_backends_of = lambda arguments: ("intel_amx", "intel_amx")
+
+
 def fork_on_cpu(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Fork the schedulers on a CPU, which saves most of the start time and half the memory.
 

@@ -101,10 +101,11 @@ def engine_memory(config: Config, policy: Architecture, num_parameters: int, fre
         embeddings = policy.vocab_size * policy.hidden_size * (1 if policy.tied else 2)
         weights -= (num_parameters - embeddings) * (nbytes - 1) / tensor
     if policy.latent:  # each GPU caches the whole latent vector
-        cached: float = policy.latent.kv_rank + policy.latent.rope_size
+        cached: float = policy.num_layers * (policy.latent.kv_rank + policy.latent.rope_size)
     else:  # keys and values, whose heads are repeated if there are fewer than GPUs
-        cached = 2 * max(policy.num_kv_heads / tensor, 1) * policy.head_size
-    cache_per_token = nbytes * (policy.num_layers - policy.num_linear_layers) * cached
+        heads = [policy.heads_of(layer) for layer in range(policy.num_layers) if not policy.is_linear(layer)]
+        cached = sum(2 * max(own.kv_heads / tensor, 1) * own.size for own in heads)
+    cache_per_token = nbytes * cached
     states = 0.0
     if linear := policy.linear:  # in fp32, and the last tokens that the convolution reads
         last = nbytes * (2 * linear.keys + linear.values) * (linear.kernel - 1)

@@ -98,11 +98,11 @@ def flops_of(architecture: Architecture) -> Flops:
         elif parameter.names[0].startswith((OUTPUT_LAYER, SECOND_HEAD)):  # the embedding is only looked up
             head += flops
     latent = architecture.latent
-    keys_and_values = 2 * architecture.head_size
+    attending = [layer for layer in range(architecture.num_layers) if not architecture.is_linear(layer)]
+    keys_and_values = sum(2 * architecture.heads_of(layer).size for layer in attending)
     if latent:
-        keys_and_values = latent.plain_size + latent.rope_size + latent.v_size
-    attending = architecture.num_layers - architecture.num_linear_layers
-    attention = 2 * attending * architecture.num_heads * keys_and_values
+        keys_and_values = len(attending) * (latent.plain_size + latent.rope_size + latent.v_size)
+    attention = 2 * architecture.num_heads * keys_and_values
     training = TRAINING_ADAPTERS if architecture.lora else TRAINING - 1 + trained / layers
     if architecture.linear:  # a token's key and query read the state, and its key changes it
         layers += architecture.num_linear_layers * 3 * 2 * architecture.linear.state
@@ -246,9 +246,10 @@ class PlacedModel:
             between += (latent.q_rank or 0) + latent.kv_rank
             cut = 2 * heads * (latent.plain_size + latent.rope_size + latent.v_size)
         else:
-            copies = 3 if architecture.qk_layernorm else 2
-            cut = copies * (heads + architecture.num_kv_heads) * architecture.head_size
-            cut += 2 * heads * architecture.head_size if linear else 0  # output gates, and their product
+            own, copies = architecture.heads_of(layer), 3 if architecture.qk_layernorm else 2
+            cut = copies * (heads + own.kv_heads) * own.size
+            cut += 2 * heads * own.size if linear else 0  # output gates, and their product
+            cut += own.kv_heads * own.size if architecture.family.value_norms else 0
         inner = INNER_COPIES[architecture.family.activation]
         if layer < architecture.num_dense_layers:
             cut += inner * architecture.ffn_size
@@ -289,7 +290,8 @@ class PlacedModel:
         tensor = self.parallel.tensor
         words = padded_vocab_size(self.shape.architecture.vocab_size, tensor) / tensor
         states = hidden * (self.tokens + predicting) * self.nbytes
-        logits = min(predicting * words, LOGITS_AT_A_TIME["cuda"]) * 4 * FP32_COPIES
+        copies = FP32_COPIES + (self.shape.architecture.logit_cap is not None)  # one more for the slope of the cap
+        logits = min(predicting * words, LOGITS_AT_A_TIME["cuda"]) * 4 * copies
         if not trains:
             return states + logits
         nbytes = 2 * states + hidden * predicting * 4 + logits

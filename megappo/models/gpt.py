@@ -12,6 +12,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 
 from megappo.architecture.architecture import Architecture
+from megappo.architecture.families import ROTARY_PART
 from megappo.architecture.parameters import EMBEDDING_WEIGHT, by_name, is_beside_base, is_trained, list_parameters
 from megappo.architecture.switches import SwitchContext, decide
 from megappo.config.schema import Model
@@ -22,6 +23,7 @@ from megappo.models.layer_specs import (
     change_outputs,
     layer_kind,
     layer_spec,
+    scale_layers,
     separate_expert_outputs,
     use_local_rope,
 )
@@ -145,6 +147,7 @@ def _chunk(
     use_local_rope(gpt, architecture)
     add_norms_of_all_heads(gpt, architecture)
     change_outputs(gpt, architecture, has_te)
+    scale_layers(gpt, architecture.family)
     separate_expert_outputs(gpt)
     if gpt.pre_process:
         gpt.embedding.register_forward_hook(lambda embedding, inputs, output: with_plain_strides(output))
@@ -180,6 +183,10 @@ def _scale_rope(gpt: GPTModel, architecture: Architecture) -> None:
         embedding.inv_freq = embedding.inv_freq / rope.numbers["factor"]
     elif rope.kind == "llama3":
         embedding.inv_freq = embedding._apply_scaling(embedding.inv_freq, **rope.numbers)
+    elif rope.kind == "proportional" and architecture.full_heads:
+        size = architecture.full_heads.size
+        embedding.inv_freq = rope.base ** -(torch.arange(0, size, 2, device=embedding.inv_freq.device) / size)
+        embedding.inv_freq[int(rope.numbers[ROTARY_PART] * size // 2) :] = 0
     elif rope.kind == "yarn":
         numbers, size = rope.numbers, architecture.head_size
         bounds = _yarn_find_correction_range(

@@ -26,6 +26,7 @@ def policy_head(
     vocab_size: int,
     temperature: float,
     reference: Callable[[PackedBatch], LogitFactors] | None = None,
+    logit_cap: float | None = None,
 ) -> Head:
     """Return a head: `log_probs` of response tokens and `entropy` of their distributions, at the temperature (nats).
 
@@ -37,13 +38,14 @@ def policy_head(
         reference: adds `full_kl`, KL(policy || reference) over the vocabulary, both at this temperature. It
             maps a micro-batch to the factors of the reference's logits: `MegatronEngine.logit_factors` of a reference
             on the policy's ranks and in its layout, which costs a forward pass of it each time.
+        logit_cap: see `Architecture`.
     """
 
     def head(output: Tensor, packed: PackedBatch) -> Outputs:
         factors = None
         if reference is not None:
-            ref_hidden, ref_weight = reference(packed)
-            factors = ref_hidden[packed.predictor_index], ref_weight
+            factors = reference(packed)
+            factors = factors._replace(hidden=factors.hidden[packed.predictor_index])
         outputs = vocab_parallel_outputs(
             output[0, packed.predictor_index],
             weight(),
@@ -51,6 +53,7 @@ def policy_head(
             tensor_group,
             vocab_size=vocab_size,
             temperature=temperature,
+            logit_cap=logit_cap,
             reference=factors,
         )
         return {name: packed.responses(values) for name, values in outputs.items()}

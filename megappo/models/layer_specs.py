@@ -32,7 +32,7 @@ from megappo.config.config_error import ConfigError
 from megappo.models.cut_parameters import CutParameters
 from megappo.models.linear_attention import AttentionOfLayer, GatedAttention, PackedGatedAttention
 from megappo.models.megatron_config import concentration
-from megappo.models.packed_attention import PackedAttention, SelfAttention
+from megappo.models.packed_attention import NormedValueAttention, PackedAttention, SelfAttention
 from megappo.runtime import platform
 
 
@@ -83,6 +83,11 @@ def layer_spec(
             "the model has attention sinks, which TransformerEngine computes without packed sequences only: set "
             "model.layer_spec=torch"
         )
+    if has_te and family.full_heads:
+        raise ConfigError(
+            "the model has layers with different heads, which are computed by the layers of torch only: set "
+            "model.layer_spec=torch"
+        )
     decoder = get_gpt_decoder_block_spec(
         config, use_transformer_engine=has_te, normalization="RMSNorm", vp_stage=chunk, pp_rank=stage
     )
@@ -93,6 +98,8 @@ def layer_spec(
             _use_torch_modules(layer.submodules, config)
         if family.norms[0] is None:
             _leave_out_input_norms(layer.submodules, has_te)
+        if family.value_norms:
+            layer.submodules.self_attention.module = NormedValueAttention
         if config.linear_attention_freq:
             mixed = layer.submodules.self_attention
             mixed.module = AttentionOfLayer
@@ -144,6 +151,15 @@ def change_outputs(gpt: GPTModel, architecture: Architecture, has_te: bool) -> N
                 block.register_forward_hook(
                     partial(_change_output, partial(torch.mul, other=architecture.scales.blocks))
                 )
+
+
+def scale_layers(gpt: GPTModel, family: Family) -> None:
+    """Multiply the output of each layer by a number of its own, which is loaded and not trained."""
+    if not family.layer_scalars:
+        return
+    for layer in gpt.decoder.layers:
+        layer.layer_scalar = torch.nn.Parameter(torch.ones(1, dtype=gpt.config.params_dtype))
+        layer.register_forward_hook(lambda layer, inputs, output: (output[0] * layer.layer_scalar, *output[1:]))
 
 
 def separate_expert_outputs(gpt: GPTModel) -> None:

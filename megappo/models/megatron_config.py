@@ -1,5 +1,8 @@
 """megatron-core's TransformerConfig and GPTModel arguments for an Architecture."""
 
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -10,7 +13,14 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _ya
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
-from megappo.architecture.architecture import DTYPES, Architecture, LatentAttention, LinearAttention, Rope
+from megappo.architecture.architecture import (
+    DTYPES,
+    Architecture,
+    Heads,
+    LatentAttention,
+    LinearAttention,
+    Rope,
+)
 from megappo.architecture.families import Family
 from megappo.architecture.fit import fit_errors
 from megappo.architecture.parameters import padded_vocab_size
@@ -30,6 +40,24 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 }
 
 
+@dataclass
+class HeadsConfig(TransformerConfig):
+    """TransformerConfig of layers with different heads: Megatron builds each layer from a config of its own.
+
+    Attributes:
+        heads: of each layer of the model.
+    """
+
+    heads: Sequence[Heads] = ()
+
+    def get_config_for_layer(self, layer_number: int) -> TransformerConfig:
+        """Return the config of a layer, numbered from 1; `keys_are_values` of its heads is added."""
+        config, heads = copy(self), self.heads[layer_number - 1]
+        config.kv_channels, config.num_query_groups = heads.size, heads.kv_heads
+        config.keys_are_values = heads.keys_are_values
+        return config
+
+
 def transformer_config(
     architecture: Architecture, model: Model, parallel: Parallel, recompute: str, switches: frozenset[str]
 ) -> TransformerConfig:
@@ -46,7 +74,7 @@ def transformer_config(
         raise ConfigError(*errors)
     dtype = TORCH_DTYPES[model.dtype]
     kind = MLATransformerConfig if architecture.latent else TransformerConfig
-    config = kind(
+    config = (HeadsConfig if architecture.full_heads else kind)(
         num_layers=architecture.num_layers,
         hidden_size=architecture.hidden_size,
         ffn_hidden_size=architecture.ffn_size,
@@ -78,7 +106,7 @@ def transformer_config(
         **{name: name in switches for name in LAYERS},
         **RECOMPUTE[recompute],
     )
-    config.switches = switches
+    config.switches, config.logit_cap = switches, architecture.logit_cap
     return config
 
 
@@ -117,7 +145,9 @@ def _attention_arguments(architecture: Architecture) -> dict[str, Any]:
     if architecture.latent:
         return _latent_arguments(architecture.latent, architecture.rope)
     window = architecture.sliding_window if any(architecture.windows) else None
+    heads = [architecture.heads_of(layer) for layer in range(architecture.num_layers)]
     return {
+        **({"heads": heads, "heterogeneous_block_specs": True} if architecture.full_heads else {}),
         "num_query_groups": architecture.num_kv_heads,
         "kv_channels": architecture.head_size,
         "add_qkv_bias": architecture.qkv_bias,

@@ -86,7 +86,8 @@ class MegatronEngine:
         ((wrapped,), (chunk,)) = self.wrapped_chunks, self.chunks
         wrapped.eval()
         with self.groups.active():
-            return self._output(packed, wrapped)[0], output_weight(chunk)
+            hidden = self._output(packed, wrapped)[0]
+            return LogitFactors(hidden, output_weight(chunk), self.transformer_config.logit_cap)
 
     def total(self, part: float) -> float:
         """Return the sum of every data-parallel shard's part of a metric, the same on every rank of the component.

@@ -13,6 +13,7 @@ from megatron.core.transformer import TransformerConfig, attention
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
+from megappo.architecture.switches import FLASH_HEAD_SIZE
 from megappo.batch.packing import chunk_numbers, held_positions
 from megappo.models.cut_parameters import CutParameters
 
@@ -54,6 +55,27 @@ class SelfAttention(attention.SelfAttention):
         return super().forward(*args, **options | {"attention_bias": rotary_pos_emb})
 
 
+class NormedValueAttention(SelfAttention):
+    """Attention whose values have norms without weights, and may be the same projection as the keys."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any):
+        super().__init__(config, *args, **kwargs)
+        if config.keys_are_values:
+            rows = self.query_projection_size + self.kv_projection_size
+            weight = self.linear_qkv.weight
+            weight.data = weight.data[: rows // self.pg_collection.tp.size()].clone()
+
+    def get_query_key_value_tensors(self, hidden_states: Tensor, *unused: Any, **options: Any) -> tuple[Tensor, ...]:
+        """Return queries, keys and values, [T, 1, heads, D] each."""
+        mixed, _ = self.linear_qkv(hidden_states)
+        groups, size = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
+        mixed = mixed.view(*mixed.shape[:2], groups, -1, size)
+        num_queries = self.num_attention_heads_per_partition // groups
+        query, key, value = mixed[..., :num_queries, :], mixed[..., num_queries, :], mixed[..., -1, :]
+        value = F.rms_norm(value, (size,), eps=self.config.layernorm_epsilon)
+        return self.q_layernorm(query.flatten(2, 3)), self.k_layernorm(key), value
+
+
 class PackedAttention(CutParameters):
     """Causal self-attention within each sequence of a packed batch, without a mask over the whole pack.
 
@@ -79,7 +101,7 @@ class PackedAttention(CutParameters):
         is_limited = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window = config.window_size[0] + 1 if is_limited else None  # tokens that one attends to, with itself
         self.rotates_neighbours = config.rotary_interleaved
-        self.is_one_kernel = "varlen_attn" in config.switches
+        self.is_one_kernel = "varlen_attn" in config.switches and config.kv_channels <= FLASH_HEAD_SIZE
         self.tp_group = pg_collection.tp
         self.register_parameter("softmax_offset", None)
         if config.softmax_type == "learnable":
@@ -150,9 +172,9 @@ class PackedAttention(CutParameters):
     def _attend_block(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attend with queries [block, heads, D] of the last of the tokens [end, groups, D].
 
-        torch's kernels for GPUs that keep no scores take no dense mask and, in fp32, no groups.
+        torch's kernels for GPUs that keep no scores take no dense mask and, in fp32 or for large heads, no groups.
         """
-        if query.is_cuda and query.dtype == torch.float32:
+        if query.is_cuda and (query.dtype == torch.float32 or query.shape[-1] > FLASH_HEAD_SIZE):
             heads_of_group = query.shape[1] // key.shape[1]
             key, value = (tensor.repeat_interleave(heads_of_group, dim=1) for tensor in (key, value))
         mask = None

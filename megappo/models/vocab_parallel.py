@@ -16,8 +16,24 @@ Hopper's, and on an H100 the head took half of an update of 0.6 billion paramete
 NO_LOGIT = -1e30
 """The maximum of no logits: exp() of it is exactly 0, and unlike -inf it leaves no NaN in 0 x inf."""
 
-LogitFactors = tuple[Tensor, Tensor]
-"""Hidden states [T, H] and this rank's shard of the output weight, [V/tp, H]: logits are hidden @ weight.T."""
+
+class LogitFactors(NamedTuple):
+    """Factors of logits.
+
+    Attributes:
+        hidden: hidden states [T, H].
+        weight: this rank's shard of the output weight, [V/tp, H].
+        cap: of logits, as of `Architecture.logit_cap`.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    cap: float | None = None
+
+    def logits(self, words: slice) -> Tensor:
+        """Return the logits of a block of words, [T, block]: hidden @ weight.T, capped in fp32 if they have a cap."""
+        logits = torch.mm(self.hidden, self.weight[words].T)
+        return logits if self.cap is None else logits.to(_wide(logits)).div_(self.cap).tanh_().mul_(self.cap)
 
 
 def vocab_parallel_outputs(
@@ -28,6 +44,7 @@ def vocab_parallel_outputs(
     *,
     vocab_size: int,
     temperature: float = 1.0,
+    logit_cap: float | None = None,
     reference: LogitFactors | None = None,
     at_a_time: int | None = None,
 ) -> dict[str, Tensor]:
@@ -46,6 +63,7 @@ def vocab_parallel_outputs(
         group: ranks that hold the shards; every one of them calls.
         vocab_size: true vocabulary; words from there on are padding: no probability, gradient 0.
         temperature: divides the logits.
+        logit_cap: caps them before, see `LogitFactors`.
         reference: adds `full_kl`. Another model's [T, H'] and [V/tp, H'], sharded in the same way; no gradient.
         at_a_time: logits worked on at a time, LOGITS_AT_A_TIME by default. It changes the rounding of the result only.
     Returns:
@@ -62,7 +80,7 @@ def vocab_parallel_outputs(
     end = min(max(vocab_size - first, 0), num_words)
     blocks = _blocks(end, len(hidden), at_a_time or LOGITS_AT_A_TIME[hidden.device.type])
     vocabulary = _Vocabulary(group, temperature, blocks)
-    log_probs, entropy, full_kl = _Outputs.apply(hidden, weight, targets - first, reference, vocabulary)
+    log_probs, entropy, full_kl = _Outputs.apply(hidden, weight, logit_cap, targets - first, reference, vocabulary)
     is_word = (targets >= 0) & (targets < vocab_size)
     outputs = {"log_probs": torch.where(is_word, log_probs, torch.nan), "entropy": entropy}
     return outputs if full_kl is None else outputs | {"full_kl": full_kl}
@@ -98,8 +116,7 @@ class _Vocabulary(NamedTuple):
 
     def log_softmax(self, factors: LogitFactors, log_normaliser: Tensor, words: slice) -> Tensor:
         """Return the log-probs of a block of words, [T, block]."""
-        hidden, weight = factors
-        return _divided(torch.mm(hidden, weight[words].T), self.temperature).sub_(log_normaliser[:, None])
+        return _divided(factors.logits(words), self.temperature).sub_(log_normaliser[:, None])
 
 
 class _Outputs(torch.autograd.Function):
@@ -108,30 +125,33 @@ class _Outputs(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
+        cap: float | None,
         columns: Tensor,
         reference: LogitFactors | None,
         vocabulary: _Vocabulary,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Compute outputs. columns: [T], each target's column in this rank's shard; outside it if it is in another."""
-        log_probs, entropy, log_normaliser = _statistics(hidden, weight, columns, vocabulary)
+        factors = LogitFactors(hidden, weight, cap)
+        log_probs, entropy, log_normaliser = _statistics(factors, columns, vocabulary)
         saved, kl = [hidden, weight, columns, log_normaliser, entropy], None
         if reference is not None:
-            *_, ref_log_normaliser = _statistics(*reference, columns, vocabulary)
+            *_, ref_log_normaliser = _statistics(reference, columns, vocabulary)
             kl = torch.zeros_like(entropy)
             for words in vocabulary.blocks:
-                log_p = vocabulary.log_softmax((hidden, weight), log_normaliser, words)
+                log_p = vocabulary.log_softmax(factors, log_normaliser, words)
                 log_q = vocabulary.log_softmax(reference, ref_log_normaliser, words)
                 kl += (log_p.exp() * (log_p - log_q)).sum(1)
             dist.all_reduce(kl, group=vocabulary.group)
-            saved += [*reference, ref_log_normaliser, kl]
+            saved += [reference.hidden, reference.weight, ref_log_normaliser, kl]
+            ctx.ref_cap = reference.cap
         ctx.save_for_backward(*saved)
-        ctx.vocabulary = vocabulary
+        ctx.vocabulary, ctx.cap = vocabulary, cap
         return log_probs, entropy, kl
 
     @staticmethod
     def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor, grad_kl: Tensor | None) -> tuple:
         hidden, weight, columns, log_normaliser, entropy, *for_kl = ctx.saved_tensors
-        vocabulary = ctx.vocabulary
+        vocabulary, factors = ctx.vocabulary, LogitFactors(hidden, weight, ctx.cap)
         grad_block = head_kernels.gradient if head_kernels.has_kernels(hidden) else gradient
         per_token = torch.stack([log_normaliser, entropy, grad_log_probs, grad_entropy])
         grad_hidden = torch.zeros_like(hidden, dtype=_wide(hidden))
@@ -141,33 +161,34 @@ class _Outputs(torch.autograd.Function):
         returned = torch.zeros_like(weight) if ctx.needs_input_grad[1] and into is None else None
         into = returned if into is None else into
         for words in vocabulary.blocks:
-            logits = torch.mm(hidden, weight[words].T)
+            logits = factors.logits(words)
+            slope = None if ctx.cap is None else 1 - (logits / ctx.cap).square()  # that of the cap
             grad = grad_block(logits, columns - words.start, per_token, vocabulary.temperature)
             if grad_kl is not None:
                 ref_hidden, ref_weight, ref_log_normaliser, kl = for_kl
-                log_p = vocabulary.log_softmax((hidden, weight), log_normaliser, words)
-                log_q = vocabulary.log_softmax((ref_hidden, ref_weight), ref_log_normaliser, words)
+                log_p = vocabulary.log_softmax(factors, log_normaliser, words)
+                ref_factors = LogitFactors(ref_hidden, ref_weight, ctx.ref_cap)
+                log_q = vocabulary.log_softmax(ref_factors, ref_log_normaliser, words)
                 p = log_p.exp()
                 of_kl = log_p.sub_(log_q).sub_(kl[:, None]).mul_(p).mul_(grad_kl[:, None] / vocabulary.temperature)
                 grad = of_kl.add_(grad)
-            grad = grad.to(hidden.dtype)
+            grad = (grad if slope is None else grad.mul_(slope)).to(hidden.dtype)
             _add_product(grad_hidden, grad, weight[words])
             if into is not None:
                 _add_product(into[words], grad.T, hidden)
         if vocabulary.group.size() > 1:
             dist.all_reduce(grad_hidden, group=vocabulary.group)
-        return grad_hidden.to(hidden.dtype), returned, None, None, None
+        return grad_hidden.to(hidden.dtype), returned, None, None, None, None
 
 
-def _statistics(
-    hidden: Tensor, weight: Tensor, columns: Tensor, vocabulary: _Vocabulary
-) -> tuple[Tensor, Tensor, Tensor]:
+def _statistics(factors: LogitFactors, columns: Tensor, vocabulary: _Vocabulary) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-prob of the target, entropy, and log sum exp(x) of the logits x over all shards, [T] each."""
+    hidden = factors.hidden
     add = head_kernels.add_sums if head_kernels.has_kernels(hidden) else add_sums
     sums = hidden.new_zeros(4, len(hidden), dtype=_wide(hidden))
     sums[0] = NO_LOGIT
     for words in vocabulary.blocks:
-        logits = torch.mm(hidden, weight[words].T)
+        logits = factors.logits(words)
         sums = add(sums, logits, columns - words.start, vocabulary.temperature)
     shards = sums.new_empty(vocabulary.group.size(), *sums.shape)
     dist.all_gather([*shards], sums, group=vocabulary.group)

@@ -247,6 +247,11 @@ def _fit_errors(config: Config, spec: ComponentSpec, architecture: Architecture)
                 "take merged only: set rollout.sync.merge_adapters to true, or leave gate_proj, up_proj and down_proj "
                 "out"
             )
+        if sends and architecture.full_heads:
+            yield (
+                f"actor.lora: engines take adapters of {architecture.file}, whose layers have different heads, merged "
+                "only: set rollout.sync.merge_adapters to true"
+            )
     if training is not None:
         changed = architecture.with_lora(spec.lora).with_frozen(spec.frozen)
         yield from router_errors(changed, training.settings.router, training.key)

@@ -278,7 +278,8 @@ def build_engine(
             return value
         weight = partial(output_weight, chunks[-1])
         compared, temperature = factors if full_kl else None, config.rollout.temperature
-        policy = policy_head(weight, groups.collection.tp, architecture.vocab_size, temperature, compared)
+        sizes = groups.collection.tp, architecture.vocab_size
+        policy = policy_head(weight, *sizes, temperature, compared, architecture.logit_cap)
         return policy if spec.head == "policy" else policy_value_head(policy, value, chunks[-1])
 
     outputs = spec.forward.fields if spec.forward else {}

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_shapes import GPT_OSS, OLMO3, QWEN2, QWEN3_MOE, V2, V3, YARN
+from tiny_shapes import GEMMA4, GPT_OSS, OLMO3, QWEN2, QWEN3_MOE, SHAPE, V2, V3, YARN
 
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.parsing import parse
@@ -62,6 +62,38 @@ def test_unsupported_mixtures_are_named(changes: dict, message: str) -> None:
 def test_unsupported_latent_models_are_named(changes: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         _parsed(**changes)
+
+
+GEMMA4 = SHAPE | GEMMA4 | {"architectures": ["Gemma4ForCausalLM"], "rms_norm_eps": 1e-6}
+LARGER, OF_HEADS = {"head_dim": 24, "num_key_value_heads": 2}, {"head_dim": 8}
+WINDOWS = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input = 256.*: its layers have embeddings of"),
+        ({"num_kv_shared_layers": 2}, "num_kv_shared_layers = 2.*: its layers share keys and values with earlier"),
+        ({"enable_moe_block": True}, "enable_moe_block = True.*: its layers have experts beside an MLP: choose a size"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention = 'all'.*not supported"),
+        ({"per_layer_config": {"1": LARGER}}, "per_layer_config = .*not supported"),
+        ({"per_layer_config": {"0": OF_HEADS, "1": LARGER, "3": LARGER}}, "per_layer_config = .*not supported"),
+        ({"per_layer_config": {"1": {"sliding_window": 8}, "3": {"sliding_window": 8}}}, "per_layer_config = .*not"),
+        ({"num_global_key_value_heads": 3}, "num_global_key_value_heads 3 does not divide num_attention_heads 4"),
+        ({"layer_types": WINDOWS}, "layer_types = .*not supported"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "supported are, .*proportional"),
+    ],
+)
+def test_other_layers_of_gemma_4_are_named(changes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _parsed(**GEMMA4 | changes)
+
+
+def test_a_key_with_a_default_that_is_not_supported_must_be_there() -> None:
+    given = {key: value for key, value in GEMMA4.items() if key != "hidden_size_per_layer_input"}
+    with pytest.raises(ValueError, match="lacks hidden_size_per_layer_input"):
+        parse(given, Path("model/config.json"))
+    assert parse(given | {"hidden_size_per_layer_input": None}, Path("model/config.json")).logit_cap == 3.0
 
 
 def test_unsupported_architecture_is_named_with_what_is_supported() -> None:

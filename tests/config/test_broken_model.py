@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from scoring_adapters import write_adapters
+from tiny_shapes import GEMMA4
 
 FILE = "model/config.json"
 CANNOT = "cannot use model/config.json: "
@@ -269,6 +270,14 @@ def test_adapters_of_experts_reach_engines_merged_only(refusals, accepted, model
     accepted("actor.lora.rank=4", "rollout.sync.merge_adapters=true")
     accepted("actor.lora.target_modules=[q_proj, v_proj]")
     accepted("critic.lora.rank=4")
+
+
+def test_adapters_of_different_heads_reach_engines_merged_only(refusals, accepted, model_config):
+    own = {"architectures": ["Gemma4ForCausalLM"], "hidden_act": None, "num_hidden_layers": 4}
+    model_config(**GEMMA4 | own)
+    (error,) = refusals("actor.lora.rank=4")
+    assert "actor.lora: engines take adapters of model/config.json, whose layers have different heads, merged" in error
+    accepted("actor.lora.rank=4", "rollout.sync.merge_adapters=true")
 
 
 def test_routing_replay_of_a_dense_model(refusals, accepted, model_config):

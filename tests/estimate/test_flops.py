@@ -23,7 +23,9 @@ def counted_by_torch(folder: Path) -> int:
     return counter.get_total_flops()
 
 
-@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3", "glm4", "gpt_oss"])
+@pytest.mark.parametrize(
+    "model_type", ["qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3", "glm4", "gpt_oss", "gemma4_text"]
+)
 def test_as_many_as_torch_counts(model_type: str, tmp_path: Path) -> None:
     folder = hf_folder(tmp_path, model_type, **CHANGES.get(model_type, {}))
     flops = flops_of(read_architecture(folder))

@@ -49,6 +49,7 @@ CASES = [
     Case("granite", {"pipeline": 2}, True),
     Case("olmo3", {"tensor": 2}, True),
     Case("phi3", {"tensor": 2}, True, "fp32"),
+    Case("gemma4_text", {"tensor": 2}, True),
     Case("gpt_oss", {"tensor": 2, "expert": 2}, True),
     Case("qwen3_moe", {"expert": 2}, True),
     Case("qwen3_moe", {"expert": 4}, False, "fp32"),

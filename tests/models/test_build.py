@@ -13,9 +13,11 @@ from tiny_shapes import (
     DEEPSEEK_V2,
     DEEPSEEK_V3,
     EXPERTS,
+    GEMMA4,
     GLM4_MOE,
     GPT_OSS,
     MINIMAX_M2,
+    OF_TORCH,
     PLAIN_ROPE,
     QWEN3_NEXT,
     SHAPE,
@@ -63,10 +65,13 @@ MODELS = {
     "qwen2": ("qwen2", {"head_dim": 16}),
     "qwen2, tied": ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
     "qwen3": ("qwen3", {"head_dim": 16, "rms_norm_eps": 1e-3}),
-    **{family: (family, changes) for family, changes in VARIANTS.items()},
+    **{family: (family, changes) for family, changes in (VARIANTS | OF_TORCH).items()},
+    "gemma4, values of their own": ("gemma4_text", GEMMA4 | {"attention_k_eq_v": False, "num_key_value_heads": 2}),
     "glm4, a whole head rotates": ("glm4", {"partial_rotary_factor": 1.0, "attention_bias": False, "pad_token_id": 0}),
     "qwen3, tied": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
 }
+OTHERS = VARIANTS.keys() - {"glm4"} | OF_TORCH.keys()
+SLOW_MODELS = {*OTHERS, "glm4, a whole head rotates", "llama, yarn", "gemma4, values of their own"}
 MIXTURES = {
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen2 moe": ("qwen2_moe", EXPERTS | {"shared_expert_intermediate_size": 40}),
@@ -184,7 +189,7 @@ def _check_case(case: Case, groups: ComponentGroups) -> None:
     )
 
 
-@pytest.mark.parametrize("name", slow_ones(MODELS, {*VARIANTS, "glm4, a whole head rotates", "llama, yarn"} - {"glm4"}))
+@pytest.mark.parametrize("name", slow_ones(MODELS, SLOW_MODELS))
 def test_logits_equal_hugging_face_in_every_layout(name: str, tmp_path: Path) -> None:
     model_type, changes = MODELS[name]
     folder = hf_folder(tmp_path, model_type, **changes)

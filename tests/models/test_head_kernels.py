@@ -46,11 +46,12 @@ def check_block(dtype: torch.dtype, tolerance: float, temperature: float) -> Non
     torch.testing.assert_close(found_gradient.float(), expected_gradient, rtol=tolerance, atol=1e-5)
 
 
-def check_head(group: dist.ProcessGroup, uses: tuple[int, ...]) -> None:
+def check_head(group: dist.ProcessGroup, uses: tuple[int, ...], cap: float | None) -> None:
     """Several blocks, of which the last shard's last has nothing but padding; against log_softmax of all logits.
 
     Args:
         uses: outputs that the loss reads: 0 is log_probs, 1 is entropy.
+        cap: of logits.
     """
     vocab_size, padded = 1300, 2048
     words = padded // group.size()
@@ -58,13 +59,14 @@ def check_head(group: dist.ProcessGroup, uses: tuple[int, ...]) -> None:
     targets = torch.tensor([0, 1299, 512, 511, 1024, 700, 1])
     coefficients = draw(2, TOKENS, seed=2)
     whole = [draw(TOKENS, HIDDEN).requires_grad_(), draw(padded, HIDDEN, seed=1).requires_grad_()]
-    log_p = torch.log_softmax(whole[0] @ whole[1][:vocab_size].T / 0.7, -1)
+    logits = whole[0] @ whole[1][:vocab_size].T
+    log_p = torch.log_softmax((logits if cap is None else cap * torch.tanh(logits / cap)) / 0.7, -1)
     expected = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
     sum((coefficients[use] * expected[use]).sum() for use in uses).backward()
 
     shard = [whole[0].detach().clone().requires_grad_(), whole[1].detach()[own].clone().requires_grad_()]
     outputs = vocab_parallel.vocab_parallel_outputs(
-        *shard, targets, group, vocab_size=vocab_size, temperature=0.7, at_a_time=TOKENS * 512
+        *shard, targets, group, vocab_size=vocab_size, temperature=0.7, logit_cap=cap, at_a_time=TOKENS * 512
     )
     found = outputs["log_probs"], outputs["entropy"]
     sum((coefficients[use] * found[use]).sum() for use in uses).backward()
@@ -82,7 +84,7 @@ def check_all(rank: int, folder: str) -> None:
             check_block(torch.float32, 1e-5, temperature)
             check_block(torch.bfloat16, 1e-2, temperature)
     for group, uses in itertools.product((alone, dist.group.WORLD), ((0,), (1,), (0, 1))):
-        check_head(group, uses)
+        check_head(group, uses, cap=2.0 if uses == (0, 1) else None)
     nothing = vocab_parallel.vocab_parallel_outputs(
         torch.zeros(0, HIDDEN), torch.zeros(64, HIDDEN), torch.zeros(0, dtype=torch.int64), alone, vocab_size=64
     )

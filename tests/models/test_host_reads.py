@@ -22,6 +22,7 @@ from megappo.batch.rows import Rows
 from megappo.config.methods import POLICY_LOSSES
 from megappo.config.schema import Config
 from megappo.models.heads import output_weight, policy_head, value_head
+from megappo.models.vocab_parallel import LogitFactors
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
 from megappo.ppo.conventions import KL_KINDS, PRESETS
@@ -90,7 +91,8 @@ def check_heads(rank: int, world_size: int) -> None:
     packed = pack(make_rows(VOCAB_SIZE), 1, CPU)
     num_tokens = packed.input_ids.shape[1]
     ref_hidden, weight = torch.randn(num_tokens, HIDDEN), torch.randn(VOCAB_SIZE, HIDDEN)
-    policy = policy_head(lambda: weight, dist.group.WORLD, VOCAB_SIZE, 0.7, lambda packed: (ref_hidden, weight))
+    reference = LogitFactors(ref_hidden, weight)
+    policy = policy_head(lambda: weight, dist.group.WORLD, VOCAB_SIZE, 0.7, lambda packed: reference)
     for head, width in ((policy, HIDDEN), (value_head(bootstrap=True), 1)):
         output = torch.randn(1, num_tokens, width, requires_grad=True)
         found = host_reads(lambda head=head, output=output: sum(one.sum() for one in head(output, packed).values()))

@@ -17,7 +17,7 @@ from shrunk_models import shrunk_folder
 from slow import slow_ones
 from spawn import run_ranks
 from tiny_models import hf_folder
-from tiny_shapes import DEEPSEEK_V2, DEEPSEEK_V3, EXPERTS, GLM4_MOE, GPT_OSS, MINIMAX_M2, QWEN3_NEXT, VARIANTS
+from tiny_shapes import DEEPSEEK_V2, DEEPSEEK_V3, EXPERTS, GLM4_MOE, GPT_OSS, MINIMAX_M2, OF_TORCH, QWEN3_NEXT, VARIANTS
 
 from megappo.architecture.parsing import read_architecture
 from megappo.batch.exchange import Exchange
@@ -210,7 +210,10 @@ LINEAR = ("qwen3_5_text", "qwen3_next", "qwen3_5_moe_text")
 """Linear attention does not take context parallelism."""
 
 
-@pytest.mark.parametrize("family", slow_ones(VARIANTS, VARIANTS.keys() - {"gemma3_text"}))
+VARIANTS = VARIANTS | OF_TORCH
+
+
+@pytest.mark.parametrize("family", slow_ones(VARIANTS, VARIANTS.keys() - {"gemma3_text", "gemma4_text"}))
 @pytest.mark.parametrize("name", slow_ones(VARIANT_CASES, VARIANT_CASES.keys() - {"cp2 tp2 sp"}))
 def test_other_dense_families_train_as_hugging_face_does(name: str, family: str, tmp_path: Path) -> None:
     folder, kind = hf_folder(tmp_path / "hf", family, **VARIANTS[family]), VARIANT_CASES[name]

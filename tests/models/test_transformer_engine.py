@@ -15,7 +15,7 @@ from ppo_engines import Case, fill_adapters, make_engine, make_rows, with_score
 from safetensors.torch import load_file
 from saved import save_checkpoint
 from tiny_models import build, hf_folder
-from tiny_shapes import GPT_OSS, MIXTURES, TWO_LAYERS, VARIANTS
+from tiny_shapes import GEMMA4, GPT_OSS, MIXTURES, TWO_LAYERS, VARIANTS
 from transformer_engine_stub import call
 
 from megappo.architecture.architecture import Architecture
@@ -88,14 +88,16 @@ def test_layers_of_every_family_take_all_weights_and_give_them_back(tmp_path: Pa
     call(check_weights, tmp_path)
 
 
-def check_sinks(folder: str) -> None:
+def check_refusals(folder: str) -> None:
     groups = build_groups({"actor": Layout((0,))}, seed=0)["actor"]
     with pytest.raises(ConfigError, match="has attention sinks, .* set model.layer_spec=torch"):
         build(hf_folder(Path(folder) / "hf", "gpt_oss", **GPT_OSS), Parallel(), groups)
+    with pytest.raises(ConfigError, match="has layers with different heads, .* set model.layer_spec=torch"):
+        build(hf_folder(Path(folder) / "gemma4", "gemma4_text", **GEMMA4), Parallel(), groups)
 
 
-def test_attention_sinks_are_refused_with_a_remedy(tmp_path: Path) -> None:
-    call(check_sinks, tmp_path)
+def test_attention_sinks_and_different_heads_are_refused_with_a_remedy(tmp_path: Path) -> None:
+    call(check_refusals, tmp_path)
 
 
 def cut(chunks: ModelChunks, groups: ComponentGroups) -> dict[str, list[tuple]]:

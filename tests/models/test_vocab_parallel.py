@@ -6,7 +6,7 @@ import torch.distributed as dist
 from spawn import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megappo.models.vocab_parallel import ALIGNED_WORDS, vocab_parallel_outputs
+from megappo.models.vocab_parallel import ALIGNED_WORDS, LogitFactors, vocab_parallel_outputs
 
 TOKENS, HIDDEN, PADDED = 23, 9, 24
 AT_A_TIME = (1, 5 * TOKENS, 7 * TOKENS, 10**6)
@@ -40,13 +40,19 @@ def leaves(*tensors: torch.Tensor, dtype: torch.dtype | None = None) -> tuple[to
     return tuple(tensor.to(dtype or tensor.dtype).clone().requires_grad_() for tensor in tensors)
 
 
-def check(case: tuple, vocab_size: int, temperature: float, at_a_time: int, tol: float) -> None:
+def capped(logits: torch.Tensor, cap: float | None) -> torch.Tensor:
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+def check(
+    case: tuple, vocab_size: int, temperature: float, at_a_time: int, tol: float, cap: float | None = None
+) -> None:
     hidden, weight, targets, weights = case
     whole = leaves(hidden, weight, dtype=torch.float64)
-    expected = dense(whole[0] @ whole[1].T, targets, vocab_size, temperature)
+    expected = dense(capped(whole[0] @ whole[1].T, cap), targets, vocab_size, temperature)
     (weights[0] * expected[0] + weights[1] * expected[1]).sum().backward()
     shard = leaves(hidden, weight[mine()])
-    settings = {"vocab_size": vocab_size, "temperature": temperature, "at_a_time": at_a_time}
+    settings = {"vocab_size": vocab_size, "temperature": temperature, "at_a_time": at_a_time, "logit_cap": cap}
     outputs = vocab_parallel_outputs(*shard, targets, dist.group.WORLD, **settings)
     log_probs, entropy = outputs["log_probs"], outputs["entropy"]
     (weights[0] * log_probs + weights[1] * entropy).sum().backward()
@@ -65,6 +71,7 @@ def check_all(rank: int, world_size: int) -> None:
         for at_a_time in AT_A_TIME:
             check(make_case(vocab_size, torch.float64), vocab_size, 0.7, at_a_time, 1e-12)
             check(make_case(vocab_size, torch.float32), vocab_size, 0.7, at_a_time, 1e-5)
+            check(make_case(vocab_size, torch.float32), vocab_size, 0.7, at_a_time, 1e-5, cap=2.0)
     check(make_case(21, torch.float32, offset=-1000.0), 21, 1.0, AT_A_TIME[1], 1e-3)
     check(make_case(21, torch.bfloat16), 21, 1.0, AT_A_TIME[1], 0.1)
 
@@ -79,18 +86,28 @@ def dense_kl(logits: torch.Tensor, ref_logits: torch.Tensor, vocab_size: int, te
     return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
-def check_kl(vocab_size: int, dtype: torch.dtype, at_a_time: int, offset: float, tol: float) -> None:
+def check_kl(
+    vocab_size: int,
+    dtype: torch.dtype,
+    at_a_time: int,
+    offset: float,
+    tol: float,
+    cap: float | None = None,
+    ref_cap: float | None = None,
+) -> None:
     """At another temperature and with the reference at another offset, which a softmax does not see."""
     hidden, weight, targets, weights = make_case(vocab_size, dtype)
     ref_hidden, ref_weight, *_ = make_case(vocab_size, dtype, offset)
     ref_hidden = ref_hidden.roll(3, dims=0)
     whole = leaves(hidden, weight, dtype=torch.float64)
-    logits = whole[0] @ whole[1].T
-    expected = dense_kl(logits, ref_hidden.double() @ ref_weight.double().T, vocab_size, 0.7)
+    logits = capped(whole[0] @ whole[1].T, cap)
+    ref_logits = capped(ref_hidden.double() @ ref_weight.double().T, ref_cap)
+    expected = dense_kl(logits, ref_logits, vocab_size, 0.7)
     (weights[0] * expected + weights[1] * dense(logits, targets, vocab_size, 0.7)[0]).sum().backward()
     shard, ref_shard = leaves(hidden, weight[mine()]), leaves(ref_hidden, ref_weight[mine()])
-    settings = {"vocab_size": vocab_size, "temperature": 0.7, "at_a_time": at_a_time}
-    outputs = vocab_parallel_outputs(*shard, targets, dist.group.WORLD, reference=ref_shard, **settings)
+    settings = {"vocab_size": vocab_size, "temperature": 0.7, "at_a_time": at_a_time, "logit_cap": cap}
+    reference = LogitFactors(*ref_shard, ref_cap)
+    outputs = vocab_parallel_outputs(*shard, targets, dist.group.WORLD, reference=reference, **settings)
     kl = outputs["full_kl"]
     (weights[0] * kl + weights[1] * outputs["log_probs"]).sum().backward()
     assert kl.dtype == torch.promote_types(dtype, torch.float32)
@@ -99,7 +116,8 @@ def check_kl(vocab_size: int, dtype: torch.dtype, at_a_time: int, offset: float,
     torch.testing.assert_close(shard[0].grad[:, 1:].double(), whole[0].grad[:, 1:], rtol=tol, atol=tol)
     torch.testing.assert_close(shard[1].grad.double(), whole[1].grad[mine()], rtol=tol, atol=tol)
     assert ref_shard[0].grad is None and ref_shard[1].grad is None
-    itself = vocab_parallel_outputs(*shard, targets, dist.group.WORLD, reference=shard, **settings)["full_kl"]
+    itself = LogitFactors(*shard, cap)
+    itself = vocab_parallel_outputs(*shard, targets, dist.group.WORLD, reference=itself, **settings)["full_kl"]
     gradients = torch.autograd.grad(itself.sum(), shard)
     assert max(float(one.abs().max()) for one in (itself, *gradients)) < 1e-5, "of a policy to itself"
 
@@ -108,6 +126,7 @@ def check_all_kls(rank: int, world_size: int) -> None:
     for vocab_size in (24, 21, 13):
         for at_a_time in AT_A_TIME:
             check_kl(vocab_size, torch.float64, at_a_time, 0.0, 1e-12)
+            check_kl(vocab_size, torch.float64, at_a_time, 0.0, 1e-12, 2.0, 1.0)
             check_kl(vocab_size, torch.float32, at_a_time, 0.0, 1e-4)
     check_kl(21, torch.float32, AT_A_TIME[1], -1000.0, 1e-3)
     check_kl(21, torch.bfloat16, AT_A_TIME[1], 0.0, 0.2)
@@ -165,8 +184,9 @@ def refusals(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match="25 of vocab_size"):
         vocab_parallel_outputs(hidden, weight, targets, group, vocab_size=25)
     with pytest.raises(ValueError, match="the reference must have the policy's vocabulary"):
-        vocab_parallel_outputs(hidden, weight, targets, group, vocab_size=21, reference=(hidden, weight[1:]))
-    reference = hidden[:0], weight
+        shorter = LogitFactors(hidden, weight[1:])
+        vocab_parallel_outputs(hidden, weight, targets, group, vocab_size=21, reference=shorter)
+    reference = LogitFactors(hidden[:0], weight)
     nothing = vocab_parallel_outputs(hidden[:0], weight, targets[:0], group, vocab_size=21, reference=reference)
     assert [tuple(output.shape) for output in nothing.values()] == [(0,), (0,), (0,)]
 

@@ -36,6 +36,12 @@ MODELS = {
         **{"head_dim": 16, "query_pre_attn_scalar": 10, "vocab_size": 24, "pad_token_id": None},
         **{"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     },
+    "gemma4_text": {
+        **{"head_dim": 12, "global_head_dim": 24, "num_key_value_heads": 4, "num_global_key_value_heads": 2},
+        **{"attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 3.0},
+        **{"sliding_window": 4, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
+        **{"vocab_size": 28, "pad_token_id": None},
+    },
     "granite": {
         **{"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.7, "attention_multiplier": 0.2},
         **{"vocab_size": 25, "head_dim": 16},
@@ -72,6 +78,7 @@ LAYOUTS = {
     "glm4": ("{tensor: 2, sequence: true}", "{pipeline: 1, context: 2}"),
     "phi3": ("{tensor: 2}", "{pipeline: 2, pipeline_split: [1, 2]}"),
     "gemma3_text": ("{tensor: 2}", "{pipeline: 1, context: 2}"),
+    "gemma4_text": ("{tensor: 2, sequence: true}", "{pipeline: 1, context: 2}"),
     "granite": ("{tensor: 1, pipeline: 2, pipeline_split: [2, 1]}", "{pipeline: 1, tensor: 2, sequence: true}"),
     "seed_oss": ("{tensor: 2}", "{pipeline: 1, context: 2}"),
     "smollm3": ("{tensor: 1, pipeline: 2, pipeline_split: [1, 2]}", "{pipeline: 1, context: 2}"),

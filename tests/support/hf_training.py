@@ -71,9 +71,10 @@ class Oracle:
             named = dict(self.model.named_parameters())
         return named | ({"score.weight": self.head.weight} if self.head is not None else {})
 
-    def router_biases(self) -> dict[str, torch.Tensor]:
-        """Return the router biases, which training must not change."""
-        return {name: bias for name, bias in self.model.named_buffers() if name.endswith("e_score_correction_bias")}
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Return router biases and factors of layers, which training must not change."""
+        endings = "e_score_correction_bias", "layer_scalar"
+        return {name: buffer for name, buffer in self.model.named_buffers() if name.endswith(endings)}
 
 
 MIXTRAL = {".mlp.": ".block_sparse_moe.", ".gate_proj.": ".w1.", ".up_proj.": ".w3.", ".down_proj.": ".w2."}
@@ -245,7 +246,7 @@ def hf_train(
         norms.append(float(torch.nn.utils.clip_grad_norm_(named.values(), OPTIM.clip_grad)))
         optimizer.step()
     parameters = per_expert(named)
-    parameters |= oracle.router_biases() if lora is None else {}
+    parameters |= oracle.buffers() if lora is None else {}
     if oracle.model.config.model_type in ("mixtral", "minimax_m2"):
         parameters = {with_parts_replaced(name, MIXTRAL): parameter for name, parameter in parameters.items()}
     return {"outputs": before, "grad_norms": norms, "parameters": parameters}

@@ -161,7 +161,8 @@ def make_engine(
             return value
         weight = partial(output_weight, chunks[-1])
         factors = reference.logit_factors if reference and (trains or kind == "full_kl") else None
-        policy = policy_head(weight, groups.collection.tp, architecture.vocab_size, case.temperature, factors)
+        sizes = groups.collection.tp, architecture.vocab_size
+        policy = policy_head(weight, *sizes, case.temperature, factors, architecture.logit_cap)
         return policy if HEADS[kind] == "policy" else policy_value_head(policy, value, chunks[-1])
 
     return TrainedEngine(

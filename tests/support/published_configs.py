@@ -695,6 +695,45 @@ GEMMA_3 = _sized(
     transformers_version="4.50.0.dev0",
     vocab_size=262144,
 )
+GEMMA_4 = _sized(
+    COMMON,
+    *(60, 5376, 21504, 32, 16),
+    architectures=["Gemma4ForCausalLM"],
+    attention_bias=False,
+    attention_dropout=0.0,
+    attention_k_eq_v=True,
+    bos_token_id=2,
+    enable_moe_block=False,
+    eos_token_id=1,
+    final_logit_softcapping=30.0,
+    global_head_dim=512,
+    head_dim=256,
+    hidden_act=ABSENT,
+    hidden_activation="gelu_pytorch_tanh",
+    hidden_size_per_layer_input=0,
+    layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 10,
+    max_position_embeddings=262144,
+    model_type="gemma4_text",
+    moe_intermediate_size=None,
+    num_experts=None,
+    num_global_key_value_heads=4,
+    num_kv_shared_layers=0,
+    pad_token_id=0,
+    rms_norm_eps=1e-06,
+    rope_parameters={
+        "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+        "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+    },
+    rope_theta=ABSENT,
+    sliding_window=1024,
+    tie_word_embeddings=True,
+    top_k_experts=None,
+    use_bidirectional_attention="vision",
+    use_double_wide_mlp=False,
+    vocab_size=262144,
+    vocab_size_per_layer_input=262144,
+)
+"""From memory, except for the sizes."""
 PUBLISHED: dict[str, tuple[Config, int]] = {
     "meta-llama/Llama-2-7b-hf": (LLAMA_2, 6_738_415_616),
     "meta-llama/Llama-2-70b-hf": (_sized(LLAMA_2, 80, 8192, 28672, 64, 8), 68_976_648_192),
@@ -915,6 +954,7 @@ PUBLISHED: dict[str, tuple[Config, int]] = {
         2_533_539_840,
     ),
     "google/gemma-3-1b-it": (GEMMA_3, 999_885_952),
+    "google/gemma-4-31B, its text model": (GEMMA_4, 30_700 * 10**6),
     "google/gemma-3-270m": (
         _sized(
             *(GEMMA_3, 18, 640, 2048, 4, 1),

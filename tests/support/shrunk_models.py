@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_models import move_router_biases
+from tiny_models import move_buffers
 from tiny_shapes import VOCAB_SIZE
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -19,6 +19,8 @@ SIZES = {
     "num_hidden_layers": 3,
     "vocab_size": VOCAB_SIZE,
     "head_dim": HEAD_SIZE,
+    "global_head_dim": HEAD_SIZE * 2,
+    "num_global_key_value_heads": 1,
     "rotary_dim": HEAD_SIZE // 2,
     "original_max_position_embeddings": POSITIONS,
     "first_k_dense_replace": 1,
@@ -52,7 +54,7 @@ def shrunk(config: dict[str, Any]) -> dict[str, Any]:
     if config.get("rope_scaling"):
         original = {"original_max_position_embeddings": POSITIONS // 4}
         small["rope_scaling"] = {key: original.get(key, value) for key, value in config["rope_scaling"].items()}
-    if config["model_type"] in ("gemma3_text", "olmo3"):  # one of so many layers attends to all tokens
+    if config["model_type"] in ("gemma3_text", "gemma4_text", "olmo3"):  # one of so many layers attends to all tokens
         small |= {"num_hidden_layers": 6, "sliding_window": 4}
     if "full_attention_interval" in config:  # the last of so many layers
         small["num_hidden_layers"] = config["full_attention_interval"]
@@ -78,7 +80,7 @@ def shrunk_folder(folder: Path, config: dict[str, Any]) -> Path:
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     for parameter in model.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
-    move_router_biases(model)
+    move_buffers(model)
     model.to(getattr(torch, config.get("torch_dtype") or config["dtype"])).save_pretrained(folder)
     (folder / "config.json").write_text(small)
     return folder

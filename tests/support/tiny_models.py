@@ -37,20 +37,23 @@ def hf_folder(
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SHAPE | changes), dtype=dtype)
     for parameter in model.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
-    move_router_biases(model)
+    move_buffers(model)
     model.save_pretrained(folder, max_shard_size=max_shard_size, save_original_format=save_original_format)
     return folder
 
 
-def move_router_biases(model: torch.nn.Module) -> None:
-    """Give every router a bias that changes its choice of experts, in fp32 as in published models.
+def move_buffers(model: torch.nn.Module) -> None:
+    """Give every router a bias that changes its choice of experts, in fp32 as in published models, and every layer of
+    Gemma 4 a factor.
 
-    transformers initializes these biases to 0.
+    transformers initializes these biases to 0 and the factors to 1.
     """
     generator = torch.Generator().manual_seed(3)
     for module in model.modules():
         if hasattr(module, "e_score_correction_bias"):
             module.e_score_correction_bias = 0.1 * torch.randn(len(module.e_score_correction_bias), generator=generator)
+        if hasattr(module, "layer_scalar"):
+            module.layer_scalar += torch.rand(1, generator=generator)
 
 
 def hf_model(folder: Path) -> torch.nn.Module:
@@ -144,4 +147,7 @@ def outputs(chunks: ModelChunks, groups: ComponentGroups) -> torch.Tensor | None
     if not parts:
         return None
     is_critic = isinstance(chunks[-1].output_layer, ValueHead)
-    return parts[0].detach() if is_critic else parts[0].detach() @ output_weight(chunks[-1]).detach().T
+    if is_critic:
+        return parts[0].detach()
+    logits, cap = parts[0].detach() @ output_weight(chunks[-1]).detach().T, chunks[-1].config.logit_cap
+    return cap * torch.tanh(logits / cap) if cap else logits

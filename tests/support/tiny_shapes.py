@@ -73,6 +73,15 @@ GEMMA3 = {
         "full_attention": {"rope_type": "default", "rope_theta": 5000.0},
     },
 }
+GEMMA4 = {
+    **{"head_dim": 16, "num_key_value_heads": 4, "global_head_dim": 24, "num_global_key_value_heads": 2},
+    **{"attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 3.0},
+    **{"sliding_window": 4, "pad_token_id": None, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+        "full_attention": {"rope_type": "proportional", "rope_theta": 5000.0, "partial_rotary_factor": 0.5},
+    },
+}
 QWEN3_5 = {
     **{"head_dim": 16, "partial_rotary_factor": 0.25, "full_attention_interval": 2, "linear_conv_kernel_dim": 3},
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12},
@@ -112,7 +121,9 @@ GPT_OSS = {
     "rope_parameters": {key: YARN[key] for key in YARN.keys() - {"mscale", "mscale_all_dim"}} | {"truncate": False},
 }
 """Changes to SHAPE of model_type gpt_oss, which TransformerEngine's layers do not compute."""
-CHANGES = VARIANTS | MIXTURES | {"gpt_oss": GPT_OSS}
+OF_TORCH = {"gemma4_text": GEMMA4}
+"""Further variants, whose heads are too large for TransformerEngine."""
+CHANGES = VARIANTS | OF_TORCH | MIXTURES | {"gpt_oss": GPT_OSS}
 """All of them."""
 
 QWEN2 = {

@@ -61,10 +61,16 @@ def test_the_experts_of_a_checkpoint_are_compared_and_resharded(tmp_path: Path) 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "arguments"),
-    [("gpt_oss", ("--expert", 2)), ("qwen3_next", ("--expert", 2)), ("minimax_m2", ()), ("olmo3", ())],
+    [
+        ("gpt_oss", ("--expert", 2)),
+        ("qwen3_next", ("--expert", 2)),
+        ("minimax_m2", ()),
+        ("olmo3", ()),
+        ("gemma4_text", ()),
+    ],
 )
 def test_what_a_family_of_its_own_has_there_and_back(tmp_path: Path, family: str, arguments: tuple) -> None:
-    """Stacks of experts with sinks; linear attention; norms of all heads."""
+    """Stacks of experts with sinks; linear attention; norms of all heads; heads of two sizes."""
     source = hf_folder(tmp_path / "source", family, **CHANGES[family])
     convert("hf-to-megatron", source, tmp_path / "megatron", "--tensor", 2, *arguments, ranks=2)
     assert convert("verify", tmp_path / "megatron", source).startswith("equal to the bit")

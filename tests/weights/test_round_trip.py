@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 import tiny_shapes
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from slow import slow_ones
 from spawn import run_ranks
 from tiny_folders import hf_folder, load
-from tiny_shapes import GPT_OSS, VARIANTS
+from tiny_models import move_buffers
+from tiny_shapes import CHANGES, GPT_OSS, VARIANTS
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -70,7 +72,7 @@ UNEVEN = {
 FAMILIES = {False: ("qwen2", "qwen3", "phi3"), True: ("qwen2", "llama", "mistral")}
 """With an output layer of their own, and without."""
 STACKED = "gpt_oss"
-OTHER_FAMILIES = ("glm4", "gemma3_text", "granite", "qwen3_5_text", "seed_oss", "smollm3", "olmo3")
+OTHER_FAMILIES = ("glm4", "gemma3_text", "granite", "qwen3_5_text", "seed_oss", "smollm3", "olmo3", "gemma4_text")
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -136,25 +138,46 @@ def test_bit_equal(tmp_path: Path, tied: bool) -> None:
 @pytest.mark.parametrize("family", OTHER_FAMILIES)
 def test_other_dense_families_are_bit_equal(tmp_path: Path, family: str) -> None:
     folders = [
-        hf_folder(tmp_path / str(tied), family, **VARIANTS[family], tie_word_embeddings=tied) for tied in (False, True)
+        hf_folder(tmp_path / str(tied), family, **CHANGES[family], tie_word_embeddings=tied) for tied in (False, True)
     ]
     run_ranks(4, round_trips, folders, LAYOUTS, {}, {}, timeout=280)
 
 
+VISION = {
+    "qwen3_5": {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32},
+    "gemma4": {
+        **{"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16},
+        **{"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8},
+    },
+}
+
+
+def save_text_model(family: str, whole: Path, text: Path) -> None:
+    """Take the text model out of a folder as docs/models.md describes it."""
+    if family == "gemma4":
+        names = {"model.language_model.": "model."}
+        model = transformers.Gemma4ForCausalLM.from_pretrained(whole, dtype="auto", key_mapping=names)
+        model.save_pretrained(text, save_original_format=False)
+    else:
+        AutoModelForCausalLM.from_pretrained(whole).save_pretrained(text)
+
+
 @pytest.mark.slow
-def test_a_text_model_is_taken_out_of_one_with_vision_by_transformers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", VISION)
+def test_a_text_model_is_taken_out_of_one_with_vision_by_transformers(family: str, tmp_path: Path) -> None:
     whole, text, plain = (tmp_path / name for name in ("whole", "text", "plain"))
-    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
-    config = AutoConfig.for_model(
-        "qwen3_5", text_config=tiny_shapes.SHAPE | VARIANTS["qwen3_5_text"], vision_config=vision
-    )
-    AutoModelForImageTextToText.from_config(config).save_pretrained(whole)
-    with pytest.raises(ConfigError, match="is of architecture Qwen3_5ForConditionalGeneration"):
+    text_config = tiny_shapes.SHAPE | CHANGES[f"{family}_text"]
+    config = AutoConfig.for_model(family, text_config=text_config, vision_config=VISION[family])
+    model = AutoModelForImageTextToText.from_config(config)
+    move_buffers(model)
+    model.save_pretrained(whole)
+    with pytest.raises(ConfigError, match="is of architecture .*ForConditionalGeneration"):
         read_architecture(whole)
-    AutoModelForCausalLM.from_pretrained(whole).save_pretrained(text)
+    save_text_model(family, whole, text)
     shutil.copytree(text, plain)
-    tensors = {name.replace("model.language_model.", "model."): one for name, one in tensors_of(whole).items()}
-    tensors = {name: one for name, one in tensors.items() if not name.startswith("model.visual.")}
+    of_text = ("model.language_model.", "lm_head.")
+    tensors = {name: one for name, one in tensors_of(whole).items() if name.startswith(of_text)}
+    tensors = {name.replace("model.language_model.", "model."): one for name, one in tensors.items()}
     save_file(tensors, plain / "model.safetensors")
     run_ranks(4, round_trips, [plain], {"TP2xPP2": LAYOUTS["TP2xPP2"]}, {}, {plain: text})
 

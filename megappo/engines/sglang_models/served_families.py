@@ -5,6 +5,7 @@ and SmolLM3 with transformers' code.
 
 from sglang.srt.models.deepseek_v2 import DeepseekV2ForCausalLM, DeepseekV3ForCausalLM
 from sglang.srt.models.gemma3_causal import Gemma3ForCausalLM
+from sglang.srt.models.gemma4_causal import Gemma4ForCausalLM
 from sglang.srt.models.glm4 import Glm4ForCausalLM
 from sglang.srt.models.glm4_moe import Glm4MoeForCausalLM
 from sglang.srt.models.gpt_oss import GptOssForCausalLM
@@ -22,6 +23,6 @@ from sglang.srt.models.qwen3_moe import Qwen3MoeForCausalLM
 EntryClass = [
     *(DeepseekV2ForCausalLM, DeepseekV3ForCausalLM, Glm4ForCausalLM, Glm4MoeForCausalLM, LlamaForCausalLM),
     *(MistralForCausalLM, MixtralForCausalLM, Qwen2ForCausalLM, Qwen2MoeForCausalLM, Qwen3ForCausalLM),
-    *(Qwen3MoeForCausalLM, Gemma3ForCausalLM, GptOssForCausalLM, GraniteForCausalLM, Phi3ForCausalLM),
-    *(MiniMaxM2ForCausalLM, Olmo2ForCausalLM),  # the latter for OLMo 3, too
+    *(Qwen3MoeForCausalLM, Gemma3ForCausalLM, Gemma4ForCausalLM, GraniteForCausalLM, Phi3ForCausalLM),
+    *(GptOssForCausalLM, MiniMaxM2ForCausalLM, Olmo2ForCausalLM),  # the latter for OLMo 3, too
 ]

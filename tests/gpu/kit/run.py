@@ -30,6 +30,7 @@ STAGES: dict[str, tuple[list[str], int]] = {
     "whole_run_moe": ([WHOLE_RUN, "whole_run_moe", "qwen3_moe", "bf16"], 240),
     "whole_run_replay": ([WHOLE_RUN, "whole_run_replay", "qwen3_moe", "bf16", "rollout.routing_replay=true"], 240),
     "whole_run_gpt_oss": ([WHOLE_RUN, "whole_run_gpt_oss", "gpt_oss", "bf16", "model.layer_spec=torch"], 240),
+    "whole_run_gemma4": ([WHOLE_RUN, "whole_run_gemma4", "gemma4_text", "bf16", "model.layer_spec=torch"], 240),
     "whole_run_linear": ([WHOLE_RUN, "whole_run_linear", "qwen3_next", "bf16"], 240),
     "whole_run_fp8": ([WHOLE_RUN, "whole_run_fp8", "qwen3", "fp8"], 240),
     "rlhf": (["tests/gpu/stages/rlhf.py"], 300),

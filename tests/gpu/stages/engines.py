@@ -35,10 +35,15 @@ VOCABULARY, HIDDEN = SHAPE["vocab_size"], SHAPE["hidden_size"]
 EXPERTS = dict(num_hidden_layers=8, num_experts=32, num_experts_per_tok=4, moe_intermediate_size=768)
 UNTIED = {"tie_word_embeddings": False}  # SGLang 0.5.23 has no tied mixtures
 GPT_OSS = dict(num_hidden_layers=8, num_local_experts=32, num_experts_per_tok=4, intermediate_size=768, head_dim=64)
+GEMMA4 = dict(num_hidden_layers=12, num_key_value_heads=8, num_global_key_value_heads=4, head_dim=256)
+GEMMA4 |= dict(
+    global_head_dim=512, sliding_window=512, layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 2
+)
 CHANGES = {
     "qwen3": {},
     "qwen3_moe": sized(EXPERTS | {"norm_topk_prob": True}, tiny_shapes.EXPERTS) | UNTIED,
     "gpt_oss": sized(GPT_OSS, tiny_shapes.GPT_OSS) | UNTIED,
+    "gemma4_text": tiny_shapes.GEMMA4 | sized(GEMMA4, {"num_hidden_layers": 4}),
     "qwen3_next": sized(EXPERTS | {"full_attention_interval": 4}, tiny_shapes.QWEN3_NEXT) | UNTIED,
 }
 """Model type -> changes to SHAPE; each mixture has about a billion parameters."""

@@ -13,7 +13,7 @@ from common import CUDA, DEVICE, GIB, measured, one_rank, report, sized
 
 from megappo.architecture.parameters import LOGITS_AT_A_TIME
 from megappo.models import head_kernels
-from megappo.models.vocab_parallel import vocab_parallel_outputs
+from megappo.models.vocab_parallel import LogitFactors, vocab_parallel_outputs
 
 VOCABULARY = sized(151_936, 91)
 TOKENS = sized((1024, 8192, 16_384), (5, 33))
@@ -55,9 +55,9 @@ def measure() -> dict:
                 with patch.object(head_kernels, "has_kernels", lambda tensor: False):
                     return compute()
 
-            def full_kl(
-                hidden=hidden, weight=weight, targets=targets, reference=(ref_hidden, ref_weight), settings=settings
-            ) -> tuple:
+            reference = LogitFactors(ref_hidden, ref_weight)
+
+            def full_kl(hidden=hidden, weight=weight, targets=targets, reference=reference, settings=settings) -> tuple:
                 hidden.grad = None
                 outputs = vocab_parallel_outputs(
                     hidden, weight, targets, dist.group.WORLD, reference=reference, **settings

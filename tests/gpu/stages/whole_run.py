@@ -1,7 +1,7 @@
 """PPO steps of a random model, such as a Qwen3 of 0.6 billion parameters: actor, critic of the same size, reference and
 engine on one GPU in bf16, all that may sleep offloaded; each phase's seconds and memory beside the plan's.
 
-python tests/gpu/stages/whole_run.py NAME {qwen3,qwen3_moe,gpt_oss,qwen3_next} {bf16,fp8} [KEY=VALUE ...]
+python tests/gpu/stages/whole_run.py NAME {qwen3,qwen3_moe,gpt_oss,gemma4_text,qwen3_next} {bf16,fp8} [KEY=VALUE ...]
 
 The engine's weights are in bf16 or FP8, and the keys are the config's.
 """

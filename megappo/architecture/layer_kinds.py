@@ -1,0 +1,74 @@
+"""Kinds of layers as config.json describes them: with a window or without, with rotary positions or without, with heads
+of one size or another."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megappo.architecture.architecture import Heads, all_but_every
+from megappo.architecture.families import (
+    FULL_HEAD_SIZE,
+    FULL_KV_HEADS,
+    K_IS_V,
+    LAYER_SIZES,
+    ROTATED,
+    ROTATED_PATTERN,
+    WINDOW_PATTERN,
+    Family,
+)
+
+SIZES = {"head_dim", "num_key_value_heads"}
+"""Keys of a layer's section in `per_layer_config`, which transformers 5 writes in place of the two keys."""
+
+
+def windows_and_heads(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Return the window of attention, whether each layer has it, and heads of the others, by the names of
+    `Architecture`."""
+    is_on = family.sliding_window or values.get("use_sliding_window")
+    window = values.get("sliding_window") or None if is_on else None
+    every = values.get(WINDOW_PATTERN, family.window_pattern)
+    layers = () if family.window_pattern is None else layers_of(values, "sliding_attention", every)
+    heads = _full_heads(values, layers) if family.full_heads else None
+    return {"sliding_window": window, "windows": layers, "full_heads": heads}
+
+
+def unrotated(values: Mapping[str, Any], family: Family) -> tuple[bool, ...]:
+    """Return whether each layer is without rotary positions; () where all have them."""
+    if family.unrotated_pattern is None:
+        return ()
+    every, layers = values.get(ROTATED_PATTERN, family.unrotated_pattern), values["num_hidden_layers"]
+    return tuple(not is_rotated for is_rotated in values.get(ROTATED) or all_but_every(every, layers))
+
+
+def layers_of(values: Mapping[str, Any], kind: str, every: int) -> tuple[bool, ...]:
+    """Return whether each layer is of a kind: by `layer_types`, else all layers but every so-many-th."""
+    if "layer_types" in values:
+        return tuple(one == kind for one in values["layer_types"])
+    return all_but_every(every, values["num_hidden_layers"])
+
+
+def _full_heads(values: Mapping[str, Any], windows: tuple[bool, ...]) -> Heads:
+    """Return the heads of the layers without a window."""
+    sizes = {"num_key_value_heads": values["num_attention_heads"], **values, **_full_sizes(values, windows)}
+    return Heads(sizes["head_dim"], sizes["num_key_value_heads"], values.get(K_IS_V, False))
+
+
+def _full_sizes(values: Mapping[str, Any], windows: tuple[bool, ...]) -> Mapping[str, Any]:
+    """Return the sizes that layers without a window have of their own, with transformers' defaults."""
+    if LAYER_SIZES in values:
+        return values[LAYER_SIZES].get(str((*windows, False).index(False)), {})
+    sizes = {"head_dim": values.get(FULL_HEAD_SIZE, 512)}
+    if values.get(K_IS_V) and FULL_KV_HEADS in values:
+        sizes["num_key_value_heads"] = values[FULL_KV_HEADS]
+    return sizes
+
+
+def irregular_layers(values: Mapping[str, Any], windows: tuple[bool, ...]) -> Iterator[str]:
+    """Yield the keys that describe more than two kinds of layers, or a last layer with a window, which transformers
+    does not allow."""
+    if layers := values.get(LAYER_SIZES):
+        full = _full_sizes(values, windows)
+        alike = {str(layer): full for layer, has_window in enumerate(windows) if not has_window}
+        if layers != alike or not SIZES.issuperset(full):
+            yield LAYER_SIZES
+    if windows[-1]:
+        yield "layer_types"

@@ -1,0 +1,33 @@
+"""Folder that SGLang serves a model from, where it does not read the model's own config.json."""
+
+import json
+import tempfile
+from pathlib import Path
+
+from megappo.architecture.families import LAYER_SIZES
+from megappo.architecture.model_folder import CONFIG_FILE, first_architecture
+from megappo.architecture.parsing import read_architecture
+
+OF_DIFFERENT_HEADS = "Gemma4ForCausalLM"
+
+
+def served_folder(model_path: str) -> str:
+    """Return the folder, or for Gemma 4 one in TMPDIR that links to its files, with a config.json for SGLang.
+
+    SGLang 0.5.23 has two sizes of heads, those of layers with a window under names of its own, and derives them for the
+    model with vision only (utils/hf_transformers/config.py, `_apply_gemma4_attention_overrides`).
+    """
+    config_file = Path(model_path, CONFIG_FILE)
+    config = json.loads(config_file.read_text("utf-8")) if config_file.is_file() else {}
+    if first_architecture(config) != OF_DIFFERENT_HEADS:
+        return model_path
+    architecture = read_architecture(model_path)
+    full = architecture.heads_of(architecture.num_layers - 1)
+    config |= {"head_dim": full.size, "num_key_value_heads": full.kv_heads, LAYER_SIZES: None}
+    config |= {"swa_head_dim": architecture.head_size, "swa_num_key_value_heads": architecture.num_kv_heads}
+    folder = Path(tempfile.mkdtemp(prefix="served-"))
+    for file in Path(model_path).resolve().iterdir():
+        if file.name != CONFIG_FILE:
+            (folder / file.name).symlink_to(file)
+    (folder / CONFIG_FILE).write_text(json.dumps(config))
+    return str(folder)
