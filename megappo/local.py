@@ -8,9 +8,6 @@ from collections.abc import Sequence
 
 from megappo import plan
 from megappo.arguments import train_arguments
-from megappo.config.config_error import ConfigError
-from megappo.config.loading import load_config
-from megappo.preflight.hub_models import download_models
 from megappo.runtime.machine import PYTHON, for_python, num_gpus
 from megappo.runtime.status import STATUS
 
@@ -34,10 +31,8 @@ def start(config: str, overrides: Sequence[str], nproc: int | None) -> int:
     words = [config, *overrides]
     num_ranks = nproc or num_gpus() or CPU_RANKS
     STATUS.start("config check")
-    with contextlib.suppress(ConfigError):  # the plan reports it
-        download_models(load_config(config, overrides))
     with contextlib.redirect_stdout(io.StringIO()):
-        code = plan.main(["--world-size", str(num_ranks), *words])
+        code = plan.main(["--world-size", str(num_ranks), "--download", *words])
     STATUS.stop()
     if code:
         return code

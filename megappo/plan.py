@@ -38,6 +38,7 @@ from megappo.observe.console import escape_unprintable
 from megappo.placement.picture import aligned, placement_picture, rank_table
 from megappo.placement.placing import leaves_world_open, smallest_world
 from megappo.placement.run_plan import RunPlan
+from megappo.preflight.hub_models import download_models
 from megappo.preflight.output_folder import already_finished, in_use, resume_warnings
 from megappo.preflight.rehearsal import rehearse
 from megappo.preflight.run_checks import check_run, known_names
@@ -53,7 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _print_instead(args)
     shown = io.StringIO()
     try:
-        config = load_config(args.config, [*args.overrides, *_shape_override(args.shape)])
+        words = [*args.overrides, *_shape_override(args.shape)]
+        config = load_config(args.config, words)
+        if args.download and download_models(config):
+            config = load_config(args.config, words)
         _hide_torch()
         with config.locating():
             world_size = args.world_size or _world_size(config)

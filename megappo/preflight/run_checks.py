@@ -191,8 +191,8 @@ def _model_folder(config: Config, key: str, path: str, specs: Sequence[Component
     """Yield the errors of a folder, and of the components that start from its weights."""
     folder = Path(path)
     if not folder.is_dir():
-        by_run = ", or let megappo train do it," if HUB_ID.fullmatch(path) else ""
-        remedy = f"download the model ({download_command(path)}){by_run} or correct the path"
+        by_run = "; megappo train downloads models of the hub" if HUB_ID.fullmatch(path) else ""
+        remedy = f"download the model ({download_command(path)}) or correct the path{by_run}"
         yield f"{key}: no folder {folder}{looked_in(folder)}: {remedy}"
         return
     if kind := other_kind(folder):

@@ -47,7 +47,7 @@ def test_a_shape_replaces_the_model(plan, run_folder):
     arguments = ("run.yaml", "--gpu", "h100", "--shape")
     done = plan(run_folder, *arguments, "qwen2.5-0.5b")
     assert "Qwen/Qwen2.5-0.5B-Instruct is missing: the estimates take the shape qwen2.5-0.5b" in done.stdout
-    assert "bin/hf download Qwen/Qwen2.5-0.5B-Instruct), or let megappo train do it, or correct" in done.stderr
+    assert "bin/hf download Qwen/Qwen2.5-0.5B-Instruct) or correct the path; megappo train downloads" in done.stderr
     unknown = plan(run_folder, *arguments, "qwen9")
     assert unknown.stderr.startswith("error: --shape: no shape qwen9: expected one of deepseek-llm-7b, llama-3.1-70b")
 
