@@ -229,7 +229,7 @@ def test_a_node_hands_torchrun_its_place_among_the_others(tmp_path, environment,
     python.write_text(python.read_text() + '; [[ $2 != megappo.plan ]] || echo "$@" >&2')
     result = run(["bash", script, "my config.yaml", "trainer.seed=1"], tmp_path, **(NODE | environment))
     assert result.returncode == 0 and result.stderr == (
-        f"-m megappo.plan --world-size {2 * int(nproc)} --nodes 2 my config.yaml trainer.seed=1\n"
+        f"-m megappo.plan --download --world-size {2 * int(nproc)} --nodes 2 my config.yaml trainer.seed=1\n"
     )
     checking, used, *words = result.stdout.splitlines()
     assert (checking, used) == ("checking my config.yaml", folder)
@@ -364,7 +364,7 @@ def test_slurm_starts_no_rank_of_what_the_dry_run_refuses(tmp_path):
     result = slurm(tmp_path, ["gpu07", "gpu08", "gpu09"], REFUSING.replace('echo "plan: $*"', 'echo "$*" >&2'))
     assert (result.returncode, "started" in result.stdout) == (2, False)
     assert result.stderr == (
-        "-m megappo.plan --world-size 24 --nodes 3 configs/x.yaml trainer.seed=1\nwarning: odd\nerror: wrong\n"
+        "-m megappo.plan --download --world-size 24 --nodes 3 configs/x.yaml trainer.seed=1\nwarning: odd\nerror: wrong\n"
     )
 
 
