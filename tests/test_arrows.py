@@ -82,14 +82,14 @@ UNPICKLERS = ("megappo/checkpoint/metadata.py",)
 LONGEST_FILE, LONGEST_FUNCTION = 400, 50
 BUDGETS = {
     ".": 11_680,
-    "architecture": 15_700,
+    "architecture": 15_750,
     "batch": 7_725,
     "checkpoint": 7_945,
-    "config": 19_665,
+    "config": 19_670,
     "data": 14_950,
     "engines": 10_290,
     "estimate": 11_980,
-    "models": 21_050,
+    "models": 21_155,
     "observe": 18_960,
     "placement": 10_720,
     "ppo": 10_240,
@@ -99,7 +99,7 @@ BUDGETS = {
     "sync": 5_250,
     "trainer": 24_700,
     "userland": 21_500,
-    "weights": 9_320,
+    "weights": 9_335,
 }
 """Room ("." for the modules beside the rooms) -> the most syntax nodes that its files may have, counted by `ast.walk`.
 Lower a budget when its room shrinks; raise it for a feature."""

@@ -120,12 +120,15 @@ def adapter_errors(architecture: Architecture, lora: Lora, parallel: Parallel, c
 def router_errors(architecture: Architecture, router: Router, component: str) -> Iterator[str]:
     """Yield the errors of balancing the experts of a model with its adapters and frozen parameters."""
     key, file = f"{component}.router", architecture.file
+    written = architecture.family.experts
     if router == Router():
         return
-    if architecture.experts is None:
+    if architecture.experts is None or written is None:
         yield f"{key}: {file} is of no mixture of experts: drop it"
     elif not is_trained(ROUTER_WEIGHT, architecture):
         yield f"{key}: {component} keeps the routers of {file} as they are, by lora or freeze: drop either"
+    elif router.bias_update_rate and not written.router_bias:
+        yield f"{key}.bias_update_rate {router.bias_update_rate}: the routers of {file} have no biases: set it to 0"
     if router.aux_loss_coef and router.seq_aux_loss_coef:
         yield f"{key}.aux_loss_coef and {key}.seq_aux_loss_coef are both above 0: set one to 0"
 

@@ -222,8 +222,8 @@ def _expert_arguments(architecture: Architecture, parallel: Parallel) -> dict[st
 
     The router softmaxes over all experts and keeps the largest probabilities, or (the same as dividing these by their
     sum) softmaxes over the largest logits. Nothing is added to the loss and no token is dropped. With a router's bias
-    it takes sigmoids and divides them by their sum over the chosen experts. Pretraining moves the bias to balance the
-    load; here it stays as it was loaded: at a rate of 0 Megatron adds 0 to it.
+    it takes sigmoids and divides them by their sum over the chosen experts. `RoutingCounts` adds losses and updates
+    biases: at a rate of 0 Megatron adds 0 to these.
     """
     experts, written = architecture.experts, architecture.family.experts
     if experts is None or written is None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, compute_routing_scores_for_aux_loss
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
@@ -93,6 +94,8 @@ class RoutingCounts:
 
     def __init__(self, chunks: ModelChunks, groups: ComponentGroups, name: str, router: Router, *, replays: bool):
         self._config, self._name, self._groups = chunks[0].config, name, groups.collection
+        self._routers: dict[int, TopKRouter] = {}
+        self._bias_update_rate = router.bias_update_rate
         self._by_row = router.seq_aux_loss_coef > 0
         self.coef = router.aux_loss_coef + router.seq_aux_loss_coef
         shape = self._config.num_layers, self._config.num_moe_experts + 3
@@ -101,6 +104,7 @@ class RoutingCounts:
             for layer in chunk.decoder.layers:
                 if hasattr(layer.mlp, "router"):
                     LayerRouting(layer, self, replays)
+                    self._routers[layer.layer_number - 1] = layer.mlp.router
 
     def begin(self, num_tokens: float) -> None:
         """Begin an optimizer step on so many tokens, of all data-parallel shards."""
@@ -129,9 +133,19 @@ class RoutingCounts:
         of_sequences = (counts * sums).sum(dim=1) / counts.sum(dim=1).clamp(min=1)
         return config.num_moe_experts * of_sequences.sum() / self._num_tokens
 
-    def take_metrics(self) -> dict[str, Metric]:
-        """Return the metrics of the step, the same on all ranks of the component, which call together."""
+    def finish(self) -> dict[str, Metric]:
+        """Update the routers' biases after an optimizer step, and return its metrics, the same on all ranks of the
+        component, which call together.
+
+        Megatron's finalize_model_grads would update the biases even if the step is skipped, and by tokens of padding.
+
+        Source: Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", algorithm 1.
+        """
         dist.all_reduce(self.counts, group=self._groups.intra_dist_opt)
+        if self._bias_update_rate:
+            for layer, router in self._routers.items():
+                loads = self.counts[layer, :-3]
+                router.expert_bias += self._bias_update_rate * (loads.mean() - loads).sign()
         of_routers = self.counts[self.counts.any(dim=1)]
         tokens = of_routers[:, :-3]
         load = tokens.max(dim=1).values / tokens.mean(dim=1)

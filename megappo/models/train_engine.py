@@ -119,7 +119,7 @@ class TrainedEngine(MegatronEngine):
         self.scheduler.step(increment=1)
         metrics.pop(LOSS, None)
         if self.routing is not None:
-            metrics |= self.routing.take_metrics()
+            metrics |= self.routing.finish()
         return OptimizerStep(grad_norm, lr, metrics)
 
     def _not_finite(self, metrics: Mapping[str, Metric]) -> str:

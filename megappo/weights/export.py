@@ -249,12 +249,13 @@ def _all_gather_specs(
     pipeline, expert = groups.collection.pp, groups.collection.ep
     found: dict[str, ExportedTensor] = {}
     for tensor, entry in held.values():
+        changes = tensor.requires_grad or entry.is_buffer  # `RoutingCounts` may update it
         for hf in entry.hf_tensors:
             found[hf.name] = ExportedTensor(
                 name=hf.name,
                 shape=hf.shape,
                 dtype=tensor.dtype,
-                is_frozen=not tensor.requires_grad and hf.name not in changing,
+                is_frozen=not changes and hf.name not in changing,
                 with_next=hf.with_next,
                 sender_index=pipeline.rank() if by_stage else 0,
                 hf=hf,

@@ -300,6 +300,8 @@ def test_balancing_experts_that_are_not_there_or_frozen(refusals, accepted, mode
     for name, frozen in (("actor", attention), ("critic", "critic.freeze=mlp")):
         (error,) = refusals(f"{name}.router.aux_loss_coef=0.1", frozen)
         assert f"{name}.router: {name} keeps the routers of model/config.json as they are" in error
+    (error,) = refusals("actor.router.bias_update_rate=0.001")
+    assert error.endswith("the routers of model/config.json have no biases: set it to 0")
 
 
 def test_settings_that_a_mixture_of_experts_must_have(refusals, accepted, model_config):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from program import Program, logged
+from safetensors.torch import load_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -87,6 +88,15 @@ LAYOUTS = {
     "qwen3_moe": ("{tensor: 1, expert: 2}", "{pipeline: 1, context: 2, expert_tensor: 2}"),
     "glm4_moe": ("{tensor: 1, expert: 2}", "{pipeline: 2, pipeline_split: [1, 2]}"),
 }
+BALANCING = {
+    "mixtral": ["actor.router.aux_loss_coef=0.01"],
+    "qwen3_moe": ["actor.router.seq_aux_loss_coef=0.01", "critic.router.aux_loss_coef=0.01"],
+    "glm4_moe": [
+        "actor.router.bias_update_rate=0.01",
+        "critic.router={seq_aux_loss_coef: 0.01, bias_update_rate: 0.01}",
+    ],
+}
+"""Settings by which a mixture of experts balances its load."""
 
 
 def write_model(folder: Path, family: str) -> Path:
@@ -136,6 +146,7 @@ def test_a_family_trains(family: str, config: Path, folder: Path) -> None:
     settings = [f"model.path={model}", f"data.train_files={prompts}", f"data.val_files={prompts}"]
     settings += ["trainer.total_steps=2", "trainer.eval_interval=2", "rollout.sync.probe_tolerance=1e-4"]
     settings += ["actor.max_tokens_per_micro_batch=48"]  # so few that shards need different numbers of micro-batches
+    settings += BALANCING.get(family, [])
     settings += [f"{name}.parallel={layout}" for name, layout in zip(("actor", "critic"), LAYOUTS[family], strict=True)]
     settings += [f"{name}.offload=[weights,gradients,optimizer]" for name in ("actor", "critic")]
     temporary = folder / ("job-" * 15)  # too long for the names of sockets, as a cluster's may be
@@ -150,4 +161,12 @@ def test_a_family_trains(family: str, config: Path, folder: Path) -> None:
     for name in ("rollout", "sync"):
         assert all(metrics[f"{name}/log_prob_diff/max"] < 1e-4 for metrics in steps)
     assert all(metrics[f"{name}/grad_norm"] > 0 for metrics in steps for name in ("actor", "critic"))
+    balanced = {setting.split(".")[0] for setting in BALANCING.get(family, []) if "aux_loss_coef" in setting}
+    for name in balanced:
+        assert all(0.5 < metrics[f"{name}/load_balancing_loss"] < 5 for metrics in steps)
     check_export(run)
+    before, after = (load_file(one / "model.safetensors") for one in (model, run / "hf_actor"))
+    for key in before:
+        if key.endswith("e_score_correction_bias"):
+            steps_taken = (after[key] - before[key]) / 0.01
+            assert steps_taken.any() and steps_taken.sub(steps_taken.round()).abs().max() < 1e-3
