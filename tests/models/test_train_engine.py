@@ -213,7 +213,7 @@ LINEAR = ("qwen3_5_text", "qwen3_next", "qwen3_5_moe_text")
 VARIANTS = VARIANTS | OF_TORCH
 
 
-@pytest.mark.parametrize("family", slow_ones(VARIANTS, VARIANTS.keys() - {"gemma3_text", "gemma4_text"}))
+@pytest.mark.parametrize("family", slow_ones(VARIANTS, VARIANTS.keys() - {"gemma4_text"}))
 @pytest.mark.parametrize("name", slow_ones(VARIANT_CASES, VARIANT_CASES.keys() - {"cp2 tp2 sp"}))
 def test_other_dense_families_train_as_hugging_face_does(name: str, family: str, tmp_path: Path) -> None:
     folder, kind = hf_folder(tmp_path / "hf", family, **VARIANTS[family]), VARIANT_CASES[name]
