@@ -3,13 +3,14 @@
 from collections.abc import Mapping
 from dataclasses import field, replace
 from itertools import product
+from math import log, sqrt
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Self
 
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from megappo.architecture.families import LANGUAGE_MODEL, LINEAR_BLOCK, REWARD_MODELS, Family, HeadKind
+from megappo.architecture.families import LANGUAGE_MODEL, LINEAR_BLOCK, ORIGINAL, REWARD_MODELS, Family, HeadKind
 from megappo.config.model_sections import Lora
 from megappo.config.values import ParameterGroup
 
@@ -159,12 +160,29 @@ class Rope:
         kind: of scaling.
         numbers: of that kind, by their names in config.json.
         part: part of each head, from its beginning, that is rotated; latent attention names its own.
+        divisors: of each frequency; () = none.
     """
 
     base: Positive
     kind: str
     numbers: Mapping[str, int | float]
     part: Annotated[float, Field(gt=0, le=1)] = 1.0
+    divisors: tuple[Positive, ...] = ()
+
+    @property
+    def magnitude(self) -> float:
+        """Factor of cosines and sines."""
+        growth = log(max(self.numbers.get("factor", 1), 1))
+        if self.kind == "longrope":
+            return sqrt(1 + growth / log(self.numbers[ORIGINAL]))
+        if self.kind != "yarn":
+            return 1.0
+        return (0.1 * self.numbers["mscale"] * growth + 1) / (0.1 * self.numbers["mscale_all_dim"] * growth + 1)
+
+    @property
+    def scales_part(self) -> bool:
+        """True if only a part of each head has the factor, which then is none of the scores."""
+        return self.part < 1 and self.magnitude != 1
 
 
 @dataclass(frozen=True, config=CHECKED)
@@ -287,6 +305,13 @@ class Architecture:
         if self.full_heads and not self.windows[layer]:
             return self.full_heads
         return Heads(self.head_size, self.num_kv_heads)
+
+    @property
+    def row_limit(self) -> tuple[str, int]:
+        """Most tokens of a row, windows aside, and the key of config.json that sets it."""
+        if self.rope.kind == "longrope":  # which SGLang computes otherwise beyond it, for all rows of a batch
+            return ORIGINAL, int(self.rope.numbers[ORIGINAL])
+        return "max_position_embeddings", self.max_positions
 
     @property
     def num_experts(self) -> int:

@@ -9,7 +9,7 @@ from megappo.architecture.model_folder import INDEX, SINGLE, UNQUANTIZED
 
 ROPE_KEYS = """
     rope_type type rope_theta factor low_freq_factor high_freq_factor original_max_position_embeddings beta_fast
-    beta_slow attention_factor mscale mscale_all_dim truncate
+    beta_slow attention_factor mscale mscale_all_dim truncate short_factor long_factor
     """
 """Keys of rotary positions that are read; a kind ignores the numbers of others."""
 ONLY: dict[str, tuple[Any, ...]] = {

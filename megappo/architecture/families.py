@@ -17,13 +17,14 @@ WINDOW_PATTERN, LOCAL_ROPE = "sliding_window_pattern", "rope_local_base_freq"
 K_IS_V, FULL_HEAD_SIZE, FULL_KV_HEADS = "attention_k_eq_v", "global_head_dim", "num_global_key_value_heads"
 LAYER_SIZES, LAYER_INPUT, LOGIT_CAP = "per_layer_config", "hidden_size_per_layer_input", "final_logit_softcapping"
 ROTATED, ROTATED_PATTERN = "no_rope_layers", "no_rope_layer_interval"
+ORIGINAL = "original_max_position_embeddings"
 PLAIN_ROPE: dict[str, tuple[str, ...]] = {"default": ()}
-SCALINGS = {
-    **PLAIN_ROPE,
+YARN = PLAIN_ROPE | {"yarn": ("factor", ORIGINAL)}
+LONG_ROPE = PLAIN_ROPE | {"longrope": ("short_factor", "long_factor", ORIGINAL)}
+WITHOUT_YARN = PLAIN_ROPE | {
     "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL),
 }
-YARN: dict[str, tuple[str, ...]] = {"yarn": ("factor", "original_max_position_embeddings")}
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,8 @@ class Family:
         layer_scalars: each layer's output is multiplied by a number that is loaded, and not trained.
         experts: None for a dense model.
         rope_theta: rotary base where config.json is silent.
+        rope_scalings: kinds of scaled rotary positions that transformers and SGLang compute alike, and the numbers that
+            each takes.
         rotary_part: part of each head that has rotary positions, where config.json has no `partial_rotary_factor`; None
             = the whole head, and the key is not supported.
         unrotated_pattern: every so-many-th layer has no rotary positions, where config.json has neither
@@ -133,6 +136,7 @@ class Family:
     layer_scalars: bool = False
     experts: ExpertFormat | None = None
     rope_theta: float = 10000.0
+    rope_scalings: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: WITHOUT_YARN | YARN)
     rotary_part: float | None = None
     unrotated_pattern: int | None = None
     rope_interleaved: bool = False
@@ -154,17 +158,6 @@ class Family:
         """Further keys of rotary positions that are read. Sections are for images: text has one position a token."""
         sections = ("mrope_section", "mrope_interleaved") if self.linear_attention else ()
         return sections if self.rotary_part is None else (ROTARY_PART, *sections)
-
-    @property
-    def rope_scalings(self) -> Mapping[str, tuple[str, ...]]:
-        """Kinds of scaled rotary positions that are computed, and the numbers that each takes."""
-        if self.full_heads:
-            return {"proportional": (ROTARY_PART,)}
-        if self.local_rope_theta not in (None, self.rope_theta):  # SGLang scales neither of the two
-            return PLAIN_ROPE
-        if self.latent_attention:
-            return PLAIN_ROPE | YARN
-        return SCALINGS if self.rotary_part else SCALINGS | YARN  # whose factor is one of the whole head's scores
 
 
 _MIXTRAL = ExpertFormat(
@@ -194,6 +187,7 @@ _DEEPSEEK_V2 = replace(
 def _deepseek(experts: ExpertFormat, scores: str, methods: tuple[str, ...]) -> Family:
     return Family(
         latent_attention=True,
+        rope_scalings=YARN,
         experts=experts,
         only={
             "rope_interleave": (True,),
@@ -208,6 +202,7 @@ def _deepseek(experts: ExpertFormat, scores: str, methods: tuple[str, ...]) -> F
 _LINEAR_CONV = {(LINEAR_BLOCK, "conv1d"): ("conv1d_q", "conv1d_k", "conv1d_v")}
 _QWEN3_NEXT = Family(
     qk_layernorm=True,
+    rope_scalings=WITHOUT_YARN,
     rotary_part=0.25,
     norms_add_one=True,
     experts=replace(_QWEN2_MOE, renormalizes=True),
@@ -231,6 +226,7 @@ _GEMMA3 = Family(
     window_pattern=6,
     local_rope_theta=10000.0,
     rope_theta=1e6,
+    rope_scalings=PLAIN_ROPE,
     activation="gelu_pytorch_tanh",
     tied=True,
     norms_add_one=True,
@@ -247,6 +243,7 @@ _GEMMA4 = replace(
     norms_add_one=False,
     scales={"embedding": ("hidden_size", 0.5), "attention": ("hidden_size", 0)},  # 1
     full_heads=True,
+    rope_scalings={"proportional": (ROTARY_PART,)},
     value_norms=True,
     layer_scalars=True,
     only={**_GEMMA3.only, LAYER_INPUT: (0,), "use_bidirectional_attention": ("vision",)},
@@ -270,7 +267,11 @@ FAMILIES = Table(
             unrotated_pattern=4, rope_theta=2e6, tied=True, ignores=(ROTATED, ROTATED_PATTERN)
         ),
         "MixtralForCausalLM": Family(
-            sliding_window=True, experts=_MIXTRAL, rope_theta=1e6, only={"norm_topk_prob": (True,)}
+            sliding_window=True,
+            experts=_MIXTRAL,
+            rope_theta=1e6,
+            rope_scalings=PLAIN_ROPE,
+            only={"norm_topk_prob": (True,)},
         ),
         "Qwen2MoeForCausalLM": Family(qkv_bias=True, experts=_QWEN2_MOE),
         "Qwen3MoeForCausalLM": Family(qk_layernorm=True, experts=ExpertFormat()),
@@ -281,10 +282,12 @@ FAMILIES = Table(
             norms=("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
             fused=_STACKED_MLP,
         ),
-        # Phi-4, and Phi-3 of short contexts
+        # Phi-3 and Phi-4
         "Phi3ForCausalLM": Family(
             sliding_window=True,
+            rope_scalings=LONG_ROPE,
             rotary_part=1.0,
+            only={"full_attn_mod": (1,)},
             fused={("self_attn", "qkv_proj"): ("q_proj", "k_proj", "v_proj"), **_STACKED_MLP},
         ),
         "Gemma3ForCausalLM": _GEMMA3,

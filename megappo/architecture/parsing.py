@@ -1,7 +1,7 @@
 """config.json -> `Architecture`, or everything in it that is missing, has several values, or is not supported."""
 
 from collections.abc import Iterator, Mapping
-from math import inf, isclose, log, prod
+from math import inf, prod
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,9 @@ from megappo.architecture.architecture import (
     Experts,
     LatentAttention,
     LinearAttention,
-    Rope,
     Scales,
 )
-from megappo.architecture.config_keys import COMPUTED, ONLY, ONLY_OF_EXPERTS, REMEDIES, ROPE_KEYS, uncomputed
+from megappo.architecture.config_keys import COMPUTED, ONLY, ONLY_OF_EXPERTS, REMEDIES, uncomputed
 from megappo.architecture.families import (
     FAMILIES,
     FULL_KV_HEADS,
@@ -35,6 +34,7 @@ from megappo.architecture.families import (
 )
 from megappo.architecture.layer_kinds import irregular_layers, layers_of, unrotated, windows_and_heads
 from megappo.architecture.model_folder import CONFIG_FILE, first_architecture, other_kind, read_json_file
+from megappo.architecture.rope import read_rope, rope_section, split_rope, unsupported_rope
 from megappo.config.config_error import ConfigError, shorten
 from megappo.config.sources import TextFileError
 
@@ -64,8 +64,6 @@ LINEAR_SIZES = {
     "kernel": "linear_conv_kernel_dim",
 }
 """Further keys of a model with linear attention, by the names of `LinearAttention`."""
-ROPE_SECTIONS = ("rope_parameters", "rope_scaling")
-"""Sections with the rotary positions: transformers 5's, and the older one."""
 
 
 def read_architecture(folder: str | Path, head: HeadKind = "policy") -> Architecture:
@@ -122,8 +120,8 @@ def parse(raw: Mapping[str, Any], file: Path, head: HeadKind = "policy") -> Arch
         values.setdefault(SIZES["ffn_size"], values.get(family.experts.ffn))
     if missing := ", ".join(_missing(raw, values, family)):
         raise ConfigError(f"{file} lacks {missing}: download it again")
-    values, local_rope = _split_rope(values, family)
-    rope, conflicts = _rope_section(values)
+    values, local_rope = split_rope(values, family)
+    rope, conflicts = rope_section(values)
     latent: dict[str, Any] = {size: values.get(key) for size, key in LATENT_SIZES.items()}
     architecture = Architecture(
         name=name,
@@ -133,7 +131,7 @@ def parse(raw: Mapping[str, Any], file: Path, head: HeadKind = "policy") -> Arch
         **{size: values[key] for size, key in SIZES.items()},
         num_kv_heads=values.get("num_key_value_heads", values["num_attention_heads"]),
         head_dim=values.get("head_dim"),
-        rope=_rope(rope, values, family),
+        rope=read_rope(rope, values, family),
         scales=Scales(**{name: _factor(values, *read) for name, read in family.scales.items()}),
         experts=_experts(values, family.experts) if family.experts else None,
         latent=LatentAttention(**latent) if family.latent_attention else None,
@@ -168,8 +166,8 @@ def _errors(
         yield f"{found_value}, which is not supported: {remedy}"
     plain = {"rope_type": "default"} | local_rope
     for positions, scalings in ((rope, family.rope_scalings), (plain, PLAIN_ROPE)):
-        for why in _unsupported_rope(positions, scalings, family):
-            yield f"{file}: rope {positions} is not supported{why}: choose another model"
+        for why in unsupported_rope(positions, scalings, family):
+            yield f"{file}: rope {shorten(str(positions))} is not supported{why}"
 
 
 def _factor(values: Mapping[str, Any], key: str, power: float) -> float:
@@ -195,14 +193,17 @@ def _contradictions(model: Architecture) -> Iterator[str]:
         yield f"num_key_value_heads {shared} does not divide num_attention_heads {heads}"
     if model.full_heads and heads % model.full_heads.kv_heads:
         yield f"{FULL_KV_HEADS} {model.full_heads.kv_heads} does not divide num_attention_heads {heads}"
+    rotated, divisors = size * model.rope.part, len(model.rope.divisors)
     if not model.latent and not model.head_dim and model.hidden_size % heads:
         yield f"num_attention_heads {heads} does not divide hidden_size {model.hidden_size}, and head_dim is not set"
-    elif size * model.rope.part % 2:
+    elif rotated % 2:
         part = "" if model.rope.part == 1 else f"{model.rope.part:g} of "
-        yield f"{part}{name} is {size * model.rope.part:g}, but rotary positions need an even one"
-    rotated = model.raw_config.get(ROTARY_SIZE)
-    if rotated and model.family.rotary_part and rotated != size * model.rope.part:
-        yield f"{ROTARY_SIZE} is {rotated}, {ROTARY_PART} {model.rope.part:g} x head_dim {size} is another number"
+        yield f"{part}{name} is {rotated:g}, but rotary positions need an even one"
+    elif divisors and divisors != rotated // 2:
+        yield f"short_factor has {divisors} numbers, but rotary positions need {rotated // 2:g}"
+    written = model.raw_config.get(ROTARY_SIZE)
+    if written and model.family.rotary_part and written != rotated:
+        yield f"{ROTARY_SIZE} is {written}, {ROTARY_PART} {model.rope.part:g} x head_dim {size} is another number"
     layers = model.linear.layers if model.linear else model.windows
     for key, kinds in (("layer_types", layers), (ROTATED, model.unrotated)):
         if kinds and len(kinds) != model.num_layers:
@@ -319,69 +320,3 @@ def _unsupported_routing(values: Mapping[str, Any], written: ExpertFormat, exper
     # To Megatron a group is as good as its best experts, as many as a token gets in each of its groups.
     if experts.groups and experts.top_k // experts.groups[1] != written.groups_rated_by:
         yield "topk_group"
-
-
-def _split_rope(values: dict[str, Any], family: Family) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return config.json with the rotary positions of layers without a window alone, and those of layers with one."""
-    rope = values.get("rope_parameters")
-    if family.local_rope_theta is None or not isinstance(rope, dict) or "full_attention" not in rope:
-        return values, {}
-    return {**values, "rope_parameters": rope["full_attention"]}, rope.get("sliding_attention") or {}
-
-
-def _rope_section(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the rotary positions of all sections of config.json, and what is wrong: keys with several values."""
-    rope: dict[str, Any] = {}
-    conflicts = []
-    for name in ROPE_SECTIONS:
-        section = values.get(name) or {}
-        if not isinstance(section, dict):
-            raise TypeError(f"{name}: expected an object, found {shorten(repr(section))}")
-        if not section:
-            continue
-        kind = section.get("rope_type") or section.get("type") or "default"
-        for key, value in {**section, "rope_type": kind, "type": None}.items():
-            if value is not None and rope.setdefault(key, value) != value:
-                conflicts.append(f"several values of {key} ({rope[key]}, {value})")
-    for key in ("rope_theta", ROTARY_PART, "original_max_position_embeddings"):
-        if key in rope and values.get(key, rope[key]) != rope[key]:
-            conflicts.append(f"several values of {key} ({values[key]}, {rope[key]})")
-    return {"rope_type": "default"} | rope, conflicts
-
-
-def _unsupported_rope(rope: Mapping[str, Any], scalings: Mapping[str, tuple], family: Family) -> Iterator[str]:
-    """Yield why rotary positions are not supported, where these kinds of scaling are."""
-    kind = rope["rope_type"]
-    is_lacking = any(name not in rope for name in scalings.get(kind, ()))
-    if (
-        kind not in scalings
-        or is_lacking
-        or any(uncomputed(rope, {*ROPE_KEYS.split(), *family.rope_keys, *scalings.get(kind, ())}))
-    ):
-        needs = [f"{name} ({', '.join(numbers)})" if numbers else name for name, numbers in scalings.items()]
-        where = "" if family.rotary_part else "over the whole head, "
-        yield f"; supported are, {where}{'; '.join(needs)}"
-    elif kind == "yarn":
-        is_scaled = bool(rope.get("mscale")), bool(rope.get("mscale_all_dim"))
-        truncates = (True,) if family.latent_attention else (True, False)
-        usual = 0.1 * log(max(rope["factor"], 1)) + 1  # without either mscale
-        has_own = "attention_factor" in rope and (is_scaled[0] or not isclose(rope["attention_factor"], usual))
-        if has_own or rope.get("truncate", True) not in truncates or is_scaled[0] != is_scaled[1]:
-            yield (
-                f": of yarn neither attention_factor other than {usual:g}, nor truncate = false of latent attention, "
-                "nor one of mscale and mscale_all_dim without the other"
-            )
-
-
-def _rope(rope: Mapping[str, Any], values: Mapping[str, Any], family: Family) -> Rope:
-    kind, part = rope["rope_type"], 1.0
-    if family.rotary_part is not None:
-        by_size = values[ROTARY_SIZE] / values["head_dim"] if {ROTARY_SIZE, "head_dim"} <= values.keys() else None
-        part = rope.get(ROTARY_PART, values.get(ROTARY_PART, by_size or family.rotary_part))
-    numbers = {name: rope[name] for name in family.rope_scalings.get(kind, ()) if name in rope}
-    if kind == "yarn":
-        numbers |= {"beta_fast": rope.get("beta_fast", 32), "beta_slow": rope.get("beta_slow", 1)}
-        numbers |= {"mscale": rope.get("mscale") or 1.0, "mscale_all_dim": rope.get("mscale_all_dim") or 0.0}
-        numbers |= {} if family.latent_attention else {"truncate": int(bool(rope.get("truncate", True)))}
-    base = rope.get("rope_theta", values.get("rope_theta", family.rope_theta))
-    return Rope(base=base, kind=kind, numbers=numbers, part=part)

@@ -79,6 +79,8 @@ def _of_layers(context: SwitchContext) -> Reasons:
     unrotated = "latent attention's kernel rotates by YaRN alone" if family.latent_attention else ""
     if family.rope_interleaved:  # megatron-core 0.16.1, rope_utils.py: it takes no `interleaved`
         unrotated = "the kernel for packs rotates halves of a head, not neighbours"
+    elif context.architecture.rope.scales_part:
+        unrotated = "the kernel for packs scales no cosines and sines"
     are_cut = "not known to be right where experts are cut" if context.parallel.expert_tensor > 1 else ""
     yield "apply_rope_fusion", "one kernel rotates queries, one keys", no_te or unrotated
     other = "" if family.activation == "silu" else "Megatron has no kernel of this activation"

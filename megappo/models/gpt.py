@@ -187,8 +187,10 @@ def _scale_rope(gpt: GPTModel, architecture: Architecture) -> None:
         size = architecture.full_heads.size
         embedding.inv_freq = rope.base ** -(torch.arange(0, size, 2, device=embedding.inv_freq.device) / size)
         embedding.inv_freq[int(rope.numbers[ROTARY_PART] * size // 2) :] = 0
+    elif rope.kind == "longrope":
+        embedding.inv_freq = embedding.inv_freq / embedding.inv_freq.new_tensor(rope.divisors)
     elif rope.kind == "yarn":
-        numbers, size = rope.numbers, architecture.head_size
+        numbers, size = rope.numbers, 2 * len(embedding.inv_freq)
         bounds = _yarn_find_correction_range(
             numbers["beta_fast"],
             numbers["beta_slow"],

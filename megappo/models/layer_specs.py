@@ -31,7 +31,6 @@ from megappo.architecture.families import Family
 from megappo.config.config_error import ConfigError
 from megappo.models.cut_parameters import CutParameters
 from megappo.models.linear_attention import AttentionOfLayer, GatedAttention, PackedGatedAttention
-from megappo.models.megatron_config import concentration
 from megappo.models.packed_attention import NormedValueAttention, PackedAttention, SelfAttention
 from megappo.runtime import platform
 
@@ -203,7 +202,7 @@ def add_norms_of_all_heads(gpt: GPTModel, architecture: Architecture) -> None:
     for layer in gpt.decoder.layers:
         attention, group = layer.self_attention, gpt.pg_collection.tp
         is_scaled = architecture.local_rope_base and not architecture.windows[layer.layer_number - 1]
-        factor = concentration(architecture.rope) if is_scaled else 1.0
+        factor = architecture.rope.magnitude**2 if is_scaled else 1.0
         attention.q_layernorm = NormOfAllHeads(gpt.config, architecture.num_heads, group, factor)
         attention.k_layernorm = NormOfAllHeads(gpt.config, architecture.num_kv_heads, group)
 

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
+from math import exp
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.activations import quick_gelu
-from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _yarn_get_mscale
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
@@ -107,6 +107,14 @@ def transformer_config(
         **RECOMPUTE[recompute],
     )
     config.switches, config.logit_cap = switches, architecture.logit_cap
+    return _with_magnitude(config, architecture.rope)
+
+
+def _with_magnitude(config: TransformerConfig, rope: Rope) -> TransformerConfig:
+    """Have attention scale cosines and sines: by 0.1 * log(yarn_rotary_scaling_factor) * yarn_mscale + 1."""
+    if rope.scales_part:
+        config.yarn_rotary_scaling_factor, config.yarn_mscale_all_dim = exp(10), 0.0
+        config.yarn_mscale = rope.magnitude - 1
     return config
 
 
@@ -178,20 +186,13 @@ def _linear_arguments(linear: LinearAttention | None) -> dict[str, Any]:
 
 
 def _softmax_scale(architecture: Architecture) -> float | None:
-    """Return the factor of the products of queries and keys; None = 1 / sqrt(size of a head). YaRN's factor of cosines
-    and sines is in it, as they are in queries and keys alike."""
-    scale, factor = architecture.scales.attention, concentration(architecture.rope)
-    if factor == 1 or architecture.local_rope_base:  # which has no YaRN: see add_norms_of_all_heads
+    """Return the factor of the products of queries and keys; None = 1 / sqrt(size of a head). The factor of cosines and
+    sines of a whole head is in it, as they are in queries and keys alike."""
+    scale, rope = architecture.scales.attention, architecture.rope
+    # Layers with a window have none: see add_norms_of_all_heads.
+    if rope.magnitude == 1 or rope.scales_part or architecture.local_rope_base:
         return scale
-    return (scale or architecture.head_size**-0.5) * factor
-
-
-def concentration(rope: Rope) -> float:
-    """Return YaRN's factor of the products of queries and keys: that of cosines and sines, squared."""
-    if rope.kind != "yarn":
-        return 1.0
-    factor, of_rope, of_softmax = (rope.numbers[name] for name in ("factor", "mscale", "mscale_all_dim"))
-    return (_yarn_get_mscale(factor, of_rope) / _yarn_get_mscale(factor, of_softmax)) ** 2
+    return (scale or architecture.head_size**-0.5) * rope.magnitude**2
 
 
 def _latent_arguments(latent: LatentAttention, rope: Rope) -> dict[str, Any]:

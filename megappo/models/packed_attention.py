@@ -6,6 +6,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
+    _yarn_get_concentration_factor_from_config,
+)
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, set_tensor_model_parallel_attributes
@@ -102,6 +105,7 @@ class PackedAttention(CutParameters):
         self.window = config.window_size[0] + 1 if is_limited else None  # tokens that one attends to, with itself
         self.rotates_neighbours = config.rotary_interleaved
         self.is_one_kernel = "varlen_attn" in config.switches and config.kv_channels <= FLASH_HEAD_SIZE
+        self.magnitude = _yarn_get_concentration_factor_from_config(config)
         self.tp_group = pg_collection.tp
         self.register_parameter("softmax_offset", None)
         if config.softmax_type == "learnable":
@@ -135,7 +139,7 @@ class PackedAttention(CutParameters):
         pack = packed_seq_params
         if attention_bias is not None:
             angles = attention_bias[pack.positions, 0]
-            cosine, sine = angles.cos().to(query.dtype), angles.sin().to(query.dtype)
+            cosine, sine = ((part * self.magnitude).to(query.dtype) for part in (angles.cos(), angles.sin()))
             query, key = (_rotated(tensor, cosine, sine, self.rotates_neighbours) for tensor in (query, key))
         if self.is_one_kernel:
             from torch.nn.attention.varlen import varlen_attn  # here, as it imports torch's compiler: 0.4 s of CPU

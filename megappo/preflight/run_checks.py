@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 
 from megappo.architecture.architecture import Architecture
+from megappo.architecture.families import ORIGINAL
 from megappo.architecture.fit import (
     adapter_errors,
     dense_stage_errors,
@@ -262,12 +263,13 @@ def _fit_errors(config: Config, spec: ComponentSpec, architecture: Architecture)
         if config.rollout.routing_replay and architecture.experts is None:
             yield f"rollout.routing_replay: {architecture.file} is of no mixture of experts: set it to false"
     file, window = architecture.file, None if architecture.windows else architecture.sliding_window
-    positions = architecture.max_positions
+    name, positions = architecture.row_limit
     if not config.is_ppo:
         if config.data.max_length > min(positions, window or positions):
             yield f"{key}: {file} allows {min(positions, window or positions)} tokens: lower data.max_length to that"
         return
-    yield from context_errors(config, f"{key}: {file}'s max_position_embeddings", positions)
+    remedy = "lower" if name == ORIGINAL else "raise it, or lower"
+    yield from context_errors(config, f"{key}: {file}'s {name}", positions, remedy)
     longest = longest_request(config)
     if window and longest.tokens > window:
         yield (

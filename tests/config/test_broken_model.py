@@ -8,6 +8,8 @@ import pytest
 from scoring_adapters import write_adapters
 from tiny_shapes import GEMMA4
 
+from megappo.config.config_error import shorten
+
 FILE = "model/config.json"
 CANNOT = "cannot use model/config.json: "
 HEADS = f"{CANNOT}num_attention_heads: Input should be "
@@ -18,6 +20,9 @@ GRANITE = {
 }
 MINIMAX_M2 = {"architectures": ["MiniMaxM2ForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2}
 GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "hidden_act": None, "query_pre_attn_scalar": 16}
+LONG_ROPE = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+LONG_ROPE_SHOWN = shorten(str({"rope_type": "longrope", **LONG_ROPE}).replace("'type': 'longrope', ", ""))
+PHI3 = {"architectures": ["Phi3ForCausalLM"], "rope_scaling": LONG_ROPE}
 WRONG_VALUES = [
     ({"architectures": ["MambaForCausalLM"]}, f"{FILE} is of architecture MambaForCausalLM; this version trains Llama"),
     ({"architectures": ...}, f"{FILE} is of architecture none; this version trains"),
@@ -52,6 +57,15 @@ WRONG_VALUES = [
     ({"layer_types": "full_attention"}, f"{FILE} of this Qwen2ForCausalLM has layer_types = 'full_attention', which"),
     ({"rope_scaling": "linear"}, f"{CANNOT}rope_scaling: expected an object, found 'linear': correct it"),
     ({"rope_scaling": {"type": "linear", "factor": "2"}}, f"{CANNOT}numbers.factor.int: Input should be a valid int"),
+    (
+        PHI3 | {"original_max_position_embeddings": 2048},
+        f"{FILE}'s original_max_position_embeddings 2048 is below the 2050 tokens that an engine needs for prompts of "
+        "1024 and responses of 1024 tokens (data.train_files): lower max_prompt_length or max_response_length",
+    ),
+    (
+        PHI3 | {"original_max_position_embeddings": 4096, "head_dim": 32},
+        f"{FILE}: short_factor has 8 numbers, but rotary positions need 16: correct it, or download it again",
+    ),
     ({"quantization_config": []}, f"{FILE} of this Qwen2ForCausalLM has quantization_config = [], which is not"),
     (
         {"architectures": ["MistralForCausalLM"], "sliding_window": 2047},
@@ -103,7 +117,21 @@ UNSUPPORTED = [
     ({"layer_types": ["sliding_attention"]}, f"{OF_QWEN2}layer_types = ['sliding_attention'], which is not supported"),
     (
         {"rope_scaling": {"rope_type": "dynamic", "factor": 2}},
-        f"{FILE}: rope {{'rope_type': 'dynamic', 'factor': 2}} is not supported; supported are, over the whole head, ",
+        f"{FILE}: rope {{'rope_type': 'dynamic', 'factor': 2}} is not supported; supported are, over the whole head, "
+        "default; linear (factor); llama3 (factor, low_freq_factor, high_freq_factor, "
+        "original_max_position_embeddings); yarn (factor, original_max_position_embeddings): set rope_scaling to null, "
+        "as up to max_position_embeddings transformers scales nothing by it",
+    ),
+    (
+        {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2}
+        | {"rope_scaling": {"type": "linear", "factor": 2}},
+        f"{FILE}: rope {{'rope_type': 'linear', 'factor': 2}} is not supported; supported are, over the whole head, "
+        "default: choose another model",
+    ),
+    (PHI3, f"{FILE}: rope {LONG_ROPE_SHOWN} is not supported; supported are, default; longrope (short_factor, "),
+    (
+        PHI3 | {"original_max_position_embeddings": 4096, "rope_scaling": LONG_ROPE | {"attention_factor": 1.2}},
+        f"{FILE}: rope {LONG_ROPE_SHOWN} is not supported: of longrope SGLang reads neither factor nor ",
     ),
     (
         QWEN3_MOE | {"num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": [0]},

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from spawn import run_ranks
-from tiny_shapes import CHANGES, SHAPE, architecture_of
+from tiny_shapes import CHANGES, LONG_ROPE, SHAPE, architecture_of
 
 from megappo.architecture.parameters import StageSize, stage_sizes
 from megappo.architecture.parsing import read_architecture
@@ -23,6 +23,7 @@ from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
 
 LARGER = {"vocab_size": 1000, "hidden_size": 128, "intermediate_size": 384}  # so that padding does not count
+LARGER_ROPE = {"phi3": {"rope_parameters": LONG_ROPE | dict.fromkeys(("short_factor", "long_factor"), [1.5] * 8)}}
 
 
 class Case(NamedTuple):
@@ -109,7 +110,7 @@ def test_as_many_as_are_allocated(tmp_path: Path) -> None:
     for model_type in {case.model_type for case in CASES}:
         (tmp_path / model_type).mkdir()
         named = {"architectures": [architecture_of(model_type)], "rms_norm_eps": 1e-6}
-        shape = SHAPE | CHANGES.get(model_type, {}) | LARGER | named
+        shape = SHAPE | CHANGES.get(model_type, {}) | LARGER | LARGER_ROPE.get(model_type, {}) | named
         (tmp_path / model_type / "config.json").write_text(json.dumps(shape))
     run_ranks(4, check_bytes, tmp_path)
 

@@ -14,6 +14,7 @@ from tiny_shapes import (
     DEEPSEEK_V3,
     EXPERTS,
     GEMMA4,
+    GLM4,
     GLM4_MOE,
     GPT_OSS,
     MINIMAX_M2,
@@ -67,6 +68,7 @@ MODELS = {
     "qwen3": ("qwen3", {"head_dim": 16, "rms_norm_eps": 1e-3}),
     **{family: (family, changes) for family, changes in (VARIANTS | OF_TORCH).items()},
     "gemma4, values of their own": ("gemma4_text", GEMMA4 | {"attention_k_eq_v": False, "num_key_value_heads": 2}),
+    "glm4, yarn": ("glm4", GLM4 | {"rope_parameters": YARN | {"partial_rotary_factor": 0.5}}),
     "glm4, a whole head rotates": ("glm4", {"partial_rotary_factor": 1.0, "attention_bias": False, "pad_token_id": 0}),
     "qwen3, tied": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
 }

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.transformer import TransformerConfig
-from tiny_shapes import QWEN2, QWEN3_5, QWEN3_MOE, V3
+from tiny_shapes import PHI3, QWEN2, QWEN3_5, QWEN3_MOE, V3
 
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.parsing import parse
@@ -69,6 +69,7 @@ def test_layers_are_described_as_in_the_table(on: frozenset[str]) -> None:
 
 MIXTURE = architecture(**QWEN3_MOE)
 LINEAR = architecture(**QWEN3_5, architectures=["Qwen3_5ForCausalLM"])
+SCALED_PART = architecture(**PHI3, head_dim=8, architectures=["Phi3ForCausalLM"])
 GROUPED = {"moe_grouped_gemm", "moe_permute_fusion"}
 ON_GPU = {"apply_rope_fusion", "bias_activation_fusion", "gradient_accumulation_fusion", "pinned_copies"}
 TORCH = {"use_te_activation_func", "pinned_copies"}
@@ -97,6 +98,7 @@ TORCH = {"use_te_activation_func", "pinned_copies"}
         ({"data": 2, "is_trained": False}, ON_GPU - {"gradient_accumulation_fusion"}),
         ({"data": 2, "on_gpu": False, "has_te": False}, {"use_te_activation_func"}),
         ({"architecture": architecture(**V3)}, (ON_GPU | GROUPED) - {"apply_rope_fusion"}),
+        ({"architecture": SCALED_PART}, ON_GPU - {"apply_rope_fusion"}),
         ({"parallel": Parallel(pipeline=2)}, ON_GPU | {"known_shapes"}),
         ({"parallel": Parallel(pipeline=2, virtual_pipeline=2)}, ON_GPU),
     ],

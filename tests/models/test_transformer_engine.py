@@ -49,7 +49,8 @@ pytestmark = pytest.mark.xdist_group("transformer_engine")  # they share its pro
 def on_gpu(architecture: Architecture, switches: frozenset[str]) -> set[str]:
     """The layers' switches that are on with TransformerEngine; `switches` has them."""
     found = {"bias_activation_fusion"} if architecture.family.activation == "silu" else set()
-    found |= set() if architecture.latent or architecture.family.rope_interleaved else {"apply_rope_fusion"}
+    is_own = architecture.latent or architecture.family.rope_interleaved or architecture.rope.scales_part
+    found |= set() if is_own else {"apply_rope_fusion"}
     found |= {"moe_grouped_gemm", "moe_permute_fusion"} if architecture.experts else set()
     assert found <= switches
     return found

@@ -32,7 +32,10 @@ MODELS = {
     "qwen2": {"num_attention_heads": 8, "vocab_size": 17, "tie_word_embeddings": True},
     "qwen3": {"num_hidden_layers": 5, "head_dim": 24, "vocab_size": 23, "tie_word_embeddings": True},
     "glm4": {"head_dim": 16, "vocab_size": 19, "attention_bias": True, "pad_token_id": None},
-    "phi3": {"vocab_size": 21, "pad_token_id": None, "tie_word_embeddings": True, "sliding_window": None},
+    "phi3": {
+        **{"vocab_size": 21, "pad_token_id": None, "tie_word_embeddings": True, "sliding_window": None},
+        **{"partial_rotary_factor": 0.75, "max_position_embeddings": 32, "original_max_position_embeddings": 16},
+    },
     "gemma3_text": {
         **{"head_dim": 16, "query_pre_attn_scalar": 10, "vocab_size": 24, "pad_token_id": None},
         **{"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
@@ -66,6 +69,10 @@ MODELS = {
 MODELS["llama"]["rope_parameters"] = {
     **{"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 8},
     **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+}
+MODELS["phi3"]["rope_parameters"] = {
+    **{"rope_type": "longrope", "rope_theta": 500.0, "original_max_position_embeddings": 16},
+    **{"short_factor": [1.1, 1.5, 2.0], "long_factor": [2.0, 4.0, 8.0]},
 }
 # Of the actor and of the critic.
 LAYOUTS = {

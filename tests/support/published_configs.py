@@ -944,7 +944,31 @@ PUBLISHED: dict[str, tuple[Config, int]] = {
         _sized(PHI_3, 40, 5120, 17920, 40, 10, _name_or_path="Phi-3-medium-4k-instruct"),
         13_960_238_080,
     ),
+    "microsoft/Phi-3-mini-128k-instruct": (
+        _model(PHI_3, max_position_embeddings=131072, rope_scaling=LONG_ROPE, sliding_window=262144),
+        3_821_079_552,
+    ),
     "microsoft/phi-4": (PHI_4, 14_659_507_200),
+    "microsoft/Phi-4-mini-instruct": (
+        _sized(
+            *(PHI_3, 32, 3072, 8192, 24, 8),
+            bos_token_id=199999,
+            eos_token_id=199999,
+            full_attn_mod=1,
+            interpolate_factor=1,
+            lm_head_bias=False,
+            max_position_embeddings=131072,
+            mlp_bias=False,
+            pad_token_id=199999,
+            partial_rotary_factor=0.75,
+            rope_scaling=LONG_ROPE,
+            sliding_window=262144,
+            tie_word_embeddings=True,
+            transformers_version="4.45.0",
+            vocab_size=200064,
+        ),
+        3_836_021_760,
+    ),
     "ibm-granite/granite-3.1-8b-instruct": (
         _model(GRANITE, attention_dropout=0.1, transformers_version="4.47.0.dev0", vocab_size=49155),
         8_170_848_256,
@@ -992,10 +1016,6 @@ REFUSED: dict[str, tuple[Config, str]] = {
             topk_method="group_limited_greedy",
         ),
         "topk_group",
-    ),
-    "microsoft/Phi-3-mini-128k-instruct": (
-        _model(PHI_3, max_position_embeddings=131072, rope_scaling=LONG_ROPE, sliding_window=262144),
-        "rope",
     ),
     "Qwen/Qwen2.5-7B-Instruct-1M": (
         _model(

@@ -64,7 +64,14 @@ MINIMAX_M2 = {
 TWO_LAYERS = {"num_hidden_layers": 2}
 GLM4 = {"head_dim": 16, "partial_rotary_factor": 0.5, "attention_bias": True, "pad_token_id": None}
 GRANITE = {"embedding_multiplier": 3.0, "logits_scaling": 0.5, "residual_multiplier": 0.7, "attention_multiplier": 0.2}
-PHI3 = {"partial_rotary_factor": 0.5, "sliding_window": 64, "pad_token_id": None, "eos_token_id": 1}
+LONG_ROPE = {
+    **{"rope_type": "longrope", "short_factor": [1.2, 1.7], "long_factor": [2.5, 6.0]},
+    **{"rope_theta": 500.0, "original_max_position_embeddings": 32},
+}
+PHI3 = {
+    **{"partial_rotary_factor": 0.5, "sliding_window": 64, "pad_token_id": None, "eos_token_id": 1},
+    **{"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 32},
+}
 GEMMA3 = {
     **{"head_dim": 16, "query_pre_attn_scalar": 10, "sliding_window": 4, "pad_token_id": None},
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
