@@ -364,7 +364,8 @@ def test_slurm_starts_no_rank_of_what_the_dry_run_refuses(tmp_path):
     result = slurm(tmp_path, ["gpu07", "gpu08", "gpu09"], REFUSING.replace('echo "plan: $*"', 'echo "$*" >&2'))
     assert (result.returncode, "started" in result.stdout) == (2, False)
     assert result.stderr == (
-        "-m megappo.plan --download --world-size 24 --nodes 3 configs/x.yaml trainer.seed=1\nwarning: odd\nerror: wrong\n"
+        "-m megappo.plan --download --world-size 24 --nodes 3 configs/x.yaml trainer.seed=1\n"
+        "warning: odd\nerror: wrong\n"
     )
 
 
