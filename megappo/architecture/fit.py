@@ -25,6 +25,8 @@ def fit_errors(architecture: Architecture, parallel: Parallel, key_of: KeyOf = "
         if getattr(parallel, dimension) > 1 and not architecture.experts:
             setting = f"{key_of(dimension)} {getattr(parallel, dimension)}"
             yield f"{setting}: {file} is of a dense model, without experts: set it to 1"
+    if parallel.dispatcher == "deepep" and parallel.expert * parallel.expert_tensor == 1:
+        yield f"{key_of('dispatcher')} deepep needs {key_of('expert')} or expert_tensor above 1: set it to alltoall"
     if parallel.expert_tensor > 1 and architecture.family.linear_bias:
         yield (
             f"{key_of('expert_tensor')} {parallel.expert_tensor}: the experts of {file} have biases, which each of "

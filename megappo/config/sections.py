@@ -109,6 +109,7 @@ class Parallel(Section):
     pipeline_split: tuple[Positive, ...] | None = key(None, "layers of each pipeline stage, such as [13, 15], or with virtual_pipeline of each chunk of the model, from the first layer to the last; null = equal shares")
     expert: Positive = key(1, "ranks that share the experts of each layer, among the tensor x context x data ranks of a stage")
     expert_tensor: Positive = key(1, "ranks that split the matrices of each expert, among the same ranks; expert x expert_tensor divides tensor x context x data")
+    dispatcher: Literal["alltoall", "deepep"] = key("alltoall", "how tokens get to the ranks of their experts: by NCCL's all-to-all, or by DeepEP's kernels (package deep_ep, on GPUs, in bf16)")
     sequence: StrictBool = key(False, "sequence parallelism: shard activations between tensor-parallel blocks (needs tensor > 1)")
 
     @property

@@ -1,5 +1,6 @@
 """megatron-core's TransformerConfig and GPTModel arguments for an Architecture."""
 
+import logging
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.activations import quick_gelu
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.moe.fused_a2a import HAVE_DEEP_EP
 from torch import Tensor
 
 from megappo.architecture.architecture import (
@@ -98,9 +100,8 @@ def transformer_config(
         attention_softmax_in_fp32=True,
         calculate_per_token_loss=True,
         cuda_graph_scope=[],  # whole layers, if any; Megatron's default, "full", is deprecated
-        # Packed micro-batches differ in length; Megatron then demands this dispatcher even of dense models.
-        variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",
+        variable_seq_lengths=True,  # packed micro-batches differ in length
+        moe_token_dispatcher_type=_dispatcher(parallel, model),
         **_initialization_arguments(),
         **_expert_arguments(architecture, parallel),
         **{name: name in switches for name in LAYERS},
@@ -116,6 +117,26 @@ def _with_magnitude(config: TransformerConfig, rope: Rope) -> TransformerConfig:
         config.yarn_rotary_scaling_factor, config.yarn_mscale_all_dim = exp(10), 0.0
         config.yarn_mscale = rope.magnitude - 1
     return config
+
+
+def _dispatcher(parallel: Parallel, model: Model) -> str:
+    """Return Megatron's name of the dispatcher of tokens. With variable lengths it demands one of these two, even of
+    dense models; the backend of "flex" is DeepEP by default.
+
+    Raises:
+        ConfigError: DeepEP is not installed, or does not take the dtype.
+    """
+    if parallel.dispatcher == "alltoall":
+        return "alltoall"
+    if not HAVE_DEEP_EP or model.dtype != "bf16":
+        raise ConfigError(
+            f"parallel.dispatcher deepep needs the package deep_ep and bf16, found model.dtype {model.dtype}, deep_ep "
+            f"{'' if HAVE_DEEP_EP else 'not '}installed: install it, or set parallel.dispatcher to alltoall"
+        )
+    # It warns at each dispatch (megatron-core 0.16.1) where the routers' probabilities are in bf16, as the family has
+    # them. DeepEP gets them in fp32, which is exact.
+    logging.getLogger("megatron.core.transformer.moe.token_dispatcher").setLevel(logging.ERROR)
+    return "flex"
 
 
 def _initialization_arguments() -> dict[str, Any]:

@@ -68,7 +68,9 @@ def place(
             if name == "rollout" and external:
                 ranks = ranks[:external]
             at = f"{text.key} with {parallel.key}"
-            layouts[name] = Layout(ranks, **parallel.value.model_dump(exclude={"pipeline_split", "sequence"}))
+            layouts[name] = Layout(
+                ranks, **parallel.value.model_dump(exclude={"pipeline_split", "sequence", "dispatcher"})
+            )
         except ValueError as error:
             errors.append(f"{at}: {error}")
     errors = list(dict.fromkeys(errors))  # components with the same keys have the same errors

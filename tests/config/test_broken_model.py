@@ -256,6 +256,9 @@ EXPERTS = {
     "shared_expert_intermediate_size": 33,
 }
 MIXTURES = {
+    "actor.parallel.dispatcher=deepep": (
+        "actor.parallel.dispatcher deepep needs actor.parallel.expert or expert_tensor above 1: set it to alltoall"
+    ),
     "actor.parallel.expert=3": (
         "placement.actor with actor.parallel: expert 3 x expert_tensor 1 = 3 does not divide 4, the ranks of a stage "
         "(tensor 1 x context 1 x data 4): make expert x expert_tensor 2 or 4"

@@ -10,6 +10,7 @@ from megappo.architecture.parsing import parse
 from megappo.config.config_error import ConfigError
 from megappo.config.schema import Model
 from megappo.config.sections import Parallel
+from megappo.models import megatron_config
 from megappo.models.megatron_config import transformer_config
 
 
@@ -68,6 +69,22 @@ def test_layouts_that_do_not_fit_are_refused_in_the_words_of_the_plan() -> None:
         _config(Parallel(expert=2))
     with pytest.raises(ConfigError, match="parallel.tensor 2 does not divide intermediate_size 47 of config.json"):
         _config(Parallel(tensor=2), intermediate_size=47)
+
+
+def test_deepep_is_taken_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    architecture, parallel = parse(QWEN2 | QWEN3_MOE, Path("config.json")), Parallel(expert=2, dispatcher="deepep")
+    with pytest.raises(
+        ConfigError, match="needs the package deep_ep and bf16, found model.dtype bf16, deep_ep not inst"
+    ):
+        transformer_config(architecture, Model(path="m", dtype="bf16"), parallel, "none", frozenset())
+    monkeypatch.setattr(megatron_config, "HAVE_DEEP_EP", True)
+    with pytest.raises(
+        ConfigError, match="found model.dtype fp32, deep_ep installed: install it, or set parallel.disp"
+    ):
+        _config(parallel, **QWEN3_MOE)
+    config = transformer_config(architecture, Model(path="m", dtype="bf16"), parallel, "none", frozenset())
+    assert (config.moe_token_dispatcher_type, config.moe_flex_dispatcher_backend) == ("flex", "deepep")
+    assert _config(Parallel(expert=2), **QWEN3_MOE).moe_token_dispatcher_type == "alltoall"
 
 
 def test_linear_attention_cuts_heads_and_no_rows() -> None:
