@@ -69,12 +69,23 @@ def decisions(context: SwitchContext) -> Iterator[Decision]:
         yield Decision(name, not why_off, why_off or gain)
 
 
+def te_fault(architecture: Architecture, parallel: Parallel) -> str:
+    """Return what of a model, in its layout, TransformerEngine cannot compute; "" if it can."""
+    if any(architecture.windows) and parallel.context > 1:
+        return "a sliding window with context parallelism"
+    if architecture.family.sinks:
+        return "attention sinks of packed rows"  # 2.11.0, dot_product_attention/utils.py, get_attention_backend
+    return "layers with different heads" if architecture.full_heads else ""
+
+
 Reasons = Iterator[tuple[str, str, str]]
 """Name of a switch, what it gains, and why it is off: "" where it is on."""
 
 
 def _of_layers(context: SwitchContext) -> Reasons:
-    no_te = "" if context.has_te else "the layers are torch's, not TransformerEngine's"
+    fault = te_fault(context.architecture, context.parallel)
+    why_torch = f", which does not compute {fault}" if fault else ""
+    no_te = "" if context.has_te else f"the layers are torch's, not TransformerEngine's{why_torch}"
     family = context.architecture.family
     unrotated = "latent attention's kernel rotates by YaRN alone" if family.latent_attention else ""
     if family.rope_interleaved:  # megatron-core 0.16.1, rope_utils.py: it takes no `interleaved`

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from itertools import chain
 from operator import itemgetter
 
-from megappo.architecture.switches import Decision, SwitchContext, decisions
+from megappo.architecture.switches import Decision, SwitchContext, decisions, te_fault
 from megappo.config.config_error import shorten, show
 from megappo.estimate.fitting import SPARE, fits, remedies
 from megappo.estimate.gpu_memory import ROLLOUT, SYNC, MemoryEstimate, RankKind
@@ -128,14 +128,16 @@ def _decided(plan: RunPlan, shapes: Shapes, on_gpu: bool, has_te: bool) -> dict[
     """Return the components for which each switch is decided so."""
     found = defaultdict[Decision, list[str]](list)
     for name, spec in plan.components.items():
+        architecture, parallel = shapes.of(spec).architecture, spec.parallel.value
+        may_be_te = plan.config.model.layer_spec != "torch" and not te_fault(architecture, parallel)
         context = SwitchContext(
-            shapes.of(spec).architecture,
-            spec.parallel.value,
+            architecture,
+            parallel,
             data=plan.layouts[name].data,
             dtype=plan.config.model.dtype,
             is_trained=spec.training is not None,
             on_gpu=on_gpu,
-            has_te=has_te and plan.config.model.layer_spec != "torch",
+            has_te=has_te and may_be_te,
         )
         for decision in decisions(context):
             found[decision].append(name)

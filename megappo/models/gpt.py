@@ -14,7 +14,7 @@ from megatron.core.transformer import TransformerConfig
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.families import ROTARY_PART
 from megappo.architecture.parameters import EMBEDDING_WEIGHT, by_name, is_beside_base, is_trained, list_parameters
-from megappo.architecture.switches import SwitchContext, decide
+from megappo.architecture.switches import SwitchContext, decide, te_fault
 from megappo.config.schema import Model
 from megappo.config.sections import Parallel
 from megappo.models.heads import ValueHead, add_value_head, return_hidden_states, with_plain_strides
@@ -67,7 +67,7 @@ def build_model(
         dtype=model.dtype,
         is_trained=trained,
         on_gpu=platform.has_cuda(),
-        has_te=layer_kind(model.layer_spec) == "transformer_engine",
+        has_te=layer_kind(model.layer_spec, te_fault(architecture, parallel)) == "transformer_engine",
         has_varlen=platform.has_varlen_attn(),
         has_fla=platform.has_fla(),
     )

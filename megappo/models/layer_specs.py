@@ -35,16 +35,17 @@ from megappo.models.packed_attention import NormedValueAttention, PackedAttentio
 from megappo.runtime import platform
 
 
-def layer_kind(wanted: str) -> str:
+def layer_kind(wanted: str, fault: str = "") -> str:
     """Return the library of the layers, "torch" or "transformer_engine".
 
     Args:
         wanted: model.layer_spec: "torch", "transformer_engine", or "auto", which takes the latter where it is installed
-            with CUDA.
+            with CUDA and can compute the model.
+        fault: why it cannot, see `te_fault`.
     Raises:
         ConfigError: "transformer_engine" is wanted and cannot run here; or it is installed and cannot be imported.
     """
-    if wanted == "torch" or (wanted == "auto" and not platform.has_transformer_engine()):
+    if wanted == "torch" or (wanted == "auto" and (fault or not platform.has_transformer_engine())):
         return "torch"
     if not platform.has_transformer_engine():
         raise ConfigError(
@@ -69,24 +70,7 @@ def layer_spec(
     Args:
         has_te: the layers are TransformerEngine's.
         stage, chunk: pipeline rank and the chunk's index on it, which give the number of layers.
-    Raises:
-        ConfigError: TransformerEngine cannot compute the model in this layout.
     """
-    if has_te and config.window_size and config.context_parallel_size > 1:
-        raise ConfigError(
-            "the model has layers with a sliding window, which TransformerEngine does not compute with "
-            f"parallel.context {config.context_parallel_size}: set it to 1, or model.layer_spec=torch"
-        )
-    if has_te and config.softmax_type != "vanilla":  # 2.11.0, dot_product_attention/utils.py, get_attention_backend
-        raise ConfigError(
-            "the model has attention sinks, which TransformerEngine computes without packed sequences only: set "
-            "model.layer_spec=torch"
-        )
-    if has_te and family.full_heads:
-        raise ConfigError(
-            "the model has layers with different heads, which are computed by the layers of torch only: set "
-            "model.layer_spec=torch"
-        )
     decoder = get_gpt_decoder_block_spec(
         config, use_transformer_engine=has_te, normalization="RMSNorm", vp_stage=chunk, pp_rank=stage
     )

@@ -24,6 +24,7 @@ from megappo.architecture.fit import (
 from megappo.architecture.model_folder import check_companions, check_tensors, download_command, end_tokens, other_kind
 from megappo.architecture.parameters import adapts_experts
 from megappo.architecture.parsing import read_architecture
+from megappo.architecture.switches import te_fault
 from megappo.checkpoint.folders import METADATA
 from megappo.config.config_error import ConfigError, looked_in, shorten
 from megappo.config.eval_sets import context_errors, eval_sets, longest_request, tasks
@@ -262,6 +263,11 @@ def _fit_errors(config: Config, spec: ComponentSpec, architecture: Architecture)
         yield from engine_fit_errors(architecture, config.rollout.tensor_parallel)
         if config.rollout.routing_replay and architecture.experts is None:
             yield f"rollout.routing_replay: {architecture.file} is of no mixture of experts: set it to false"
+    if config.model.layer_spec == "transformer_engine" and (fault := te_fault(architecture, parallel)):
+        yield (
+            f"model.layer_spec: TransformerEngine does not compute {fault}, which {architecture.file} needs: set it to "
+            "auto, which then takes the layers of torch"
+        )
     file, window = architecture.file, None if architecture.windows else architecture.sliding_window
     name, positions = architecture.row_limit
     if not config.is_ppo:

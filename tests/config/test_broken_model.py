@@ -286,11 +286,13 @@ def test_a_mixture_of_experts_that_cannot_be_laid_out(refusals, model_config, ov
     assert error.partition(": ")[2].startswith(message)
 
 
-def test_experts_with_biases_are_not_cut(refusals, model_config):
+def test_experts_with_biases_are_not_cut_and_sinks_need_torchs_layers(refusals, model_config):
     own = {"num_local_experts": 4, "num_experts_per_tok": 2, "quantization_config": {"quant_method": "mxfp4"}}
     model_config(architectures=["GptOssForCausalLM"], model_type="gpt_oss", **own)
     (error,) = refusals("actor.parallel.expert_tensor=2", "critic.model_path=null")
     assert "expert_tensor 2: the experts of model/config.json have biases" in error
+    (error,) = refusals("model.layer_spec=transformer_engine", "critic.model_path=null")
+    assert "TransformerEngine does not compute attention sinks of packed rows, which model/config.json needs" in error
 
 
 def test_adapters_of_experts_reach_engines_merged_only(refusals, accepted, model_config):

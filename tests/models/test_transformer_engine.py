@@ -26,11 +26,11 @@ from megappo.architecture.switches import LAYERS
 from megappo.batch.exchange import Exchange
 from megappo.batch.packing import pack
 from megappo.checkpoint.store import CheckpointStore
-from megappo.config.config_error import ConfigError
 from megappo.config.model_sections import Lora
 from megappo.config.schema import Model
 from megappo.config.sections import Parallel
 from megappo.models.gpt import ModelChunks, build_model
+from megappo.models.packed_attention import PackedAttention
 from megappo.models.sharding import sharded_chunks
 from megappo.models.train_engine import TrainedEngine
 from megappo.placement.groups import ComponentGroups, build_groups
@@ -89,16 +89,18 @@ def test_layers_of_every_family_take_all_weights_and_give_them_back(tmp_path: Pa
     call(check_weights, tmp_path)
 
 
-def check_refusals(folder: str) -> None:
+def check_chosen(folder: str) -> None:
     groups = build_groups({"actor": Layout((0,))}, seed=0)["actor"]
-    with pytest.raises(ConfigError, match="has attention sinks, .* set model.layer_spec=torch"):
-        build(hf_folder(Path(folder) / "hf", "gpt_oss", **GPT_OSS), Parallel(), groups)
-    with pytest.raises(ConfigError, match="has layers with different heads, .* set model.layer_spec=torch"):
-        build(hf_folder(Path(folder) / "gemma4", "gemma4_text", **GEMMA4), Parallel(), groups)
+    for family, config in {"qwen2": {}, "gpt_oss": GPT_OSS, "gemma4_text": GEMMA4}.items():
+        model = Model(path=str(hf_folder(Path(folder) / family, family, **config)), dtype="fp32")
+        architecture = read_architecture(model.path)
+        (chunk,) = build_model(architecture, model, Parallel(), groups, recompute="none", trained=True)
+        assert isinstance(chunk.decoder.layers[0].self_attention.core_attention, PackedAttention) == (family != "qwen2")
 
 
-def test_attention_sinks_and_different_heads_are_refused_with_a_remedy(tmp_path: Path) -> None:
-    call(check_refusals, tmp_path)
+def test_a_model_that_it_cannot_compute_has_the_layers_of_torch(tmp_path: Path) -> None:
+    """Attention sinks, and layers with different heads."""
+    call(check_chosen, tmp_path)
 
 
 def cut(chunks: ModelChunks, groups: ComponentGroups) -> dict[str, list[tuple]]:
