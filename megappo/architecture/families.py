@@ -103,6 +103,8 @@ class Family:
             = the whole head, and the key is not supported.
         unrotated_pattern: every so-many-th layer has no rotary positions, where config.json has neither
             `no_rope_layers` (1 = rotary) nor `no_rope_layer_interval`; None = all layers have them.
+        flat_rope: SGLang reads `rope_theta` and `rope_scaling` of config.json, and not transformers 5's
+            `rope_parameters`.
         rope_interleaved: rotary positions rotate neighbours, (0, 1), (2, 3), ..., not the halves of a head.
         activation: of gates, by its name in config.json.
         glu_limit: gates are cut off above it, what they multiply beyond it on either side; None = nothing is.
@@ -139,6 +141,7 @@ class Family:
     rope_scalings: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: WITHOUT_YARN | YARN)
     rotary_part: float | None = None
     unrotated_pattern: int | None = None
+    flat_rope: bool = False
     rope_interleaved: bool = False
     activation: Literal["silu", "gelu_pytorch_tanh", "quick_gelu"] = "silu"
     glu_limit: float | None = None
@@ -299,6 +302,7 @@ FAMILIES = Table(
             window_pattern=4,
             local_rope_theta=500000.0,
             rope_theta=500000.0,
+            flat_rope=True,
             norms=(None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
         ),
         "GraniteForCausalLM": Family(

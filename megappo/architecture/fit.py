@@ -1,5 +1,6 @@
 """Errors of a model that does not fit its layout, with keys and remedies."""
 
+import json
 from collections.abc import Callable, Iterator
 
 from megappo.architecture.architecture import Architecture, all_but_every
@@ -139,7 +140,8 @@ def engine_fit_errors(architecture: Architecture, num_ranks: int) -> Iterator[st
     """Yield the errors of a model that SGLang cannot serve, or cannot cut over so many ranks.
 
     SGLang repeats key-value heads where there are fewer. Of the layers with linear attention it reads only
-    `full_attention_interval` (0.5.23, srt/configs/qwen3_next.py), which folders that transformers has written lack.
+    `full_attention_interval` (0.5.23, srt/configs/qwen3_next.py), and of OLMo 3's rotary positions only `rope_theta`
+    and `rope_scaling` (srt/configs/olmo3.py), which folders that transformers has written lack.
     """
     heads, setting = architecture.num_heads, f"rollout.tensor_parallel {num_ranks}"
     if heads % num_ranks:
@@ -150,6 +152,16 @@ def engine_fit_errors(architecture: Architecture, num_ranks: int) -> Iterator[st
                 f"{setting} neither divides {key} {shared} of {architecture.file} nor is a multiple of it: choose one "
                 "that does"
             )
+    if architecture.family.flat_rope:
+        base, nested = architecture.rope.base, architecture.raw_config.get("rope_parameters") or {}
+        read = {"rope_theta": base, "rope_scaling": nested.get("full_attention")}
+        if lacking := {key: value for key, value in read.items() if value and not architecture.raw_config.get(key)}:
+            yield (
+                f"{architecture.file}: SGLang reads rope_theta and rope_scaling, not rope_parameters: add "
+                f"{json.dumps(lacking)[1:-1]} to it"
+            )
+        if architecture.local_rope_base != base:
+            yield f"{architecture.file}: SGLang reads no other rope_theta for sliding_attention: choose another model"
     if architecture.linear is not None:
         layers = architecture.linear.layers
         every = (*layers, False).index(False) + 1

@@ -1,9 +1,10 @@
 """Models that SGLang cannot serve, by their config.json."""
 
+import json
 from pathlib import Path
 
 import pytest
-from published_configs import QWEN_3_NEXT
+from published_configs import OLMO_3, QWEN_3_NEXT
 
 from megappo.architecture.fit import engine_fit_errors
 from megappo.architecture.parsing import parse
@@ -32,3 +33,14 @@ def test_other_patterns_are_refused(layers: list[str], message: str) -> None:
     config = {key: value for key, value in QWEN_3_NEXT.items() if key != "full_attention_interval"}
     (error,) = errors(config | {"layer_types": layers})
     assert error.startswith("model/config.json") and message in error
+
+
+def test_olmo3_has_the_keys_that_sglang_reads() -> None:
+    rope = {"rope_type": "default", "rope_theta": 500000.0}
+    nested = {key: value for key, value in OLMO_3.items() if key not in ("rope_theta", "rope_scaling")}
+    nested["rope_parameters"] = {"full_attention": rope, "sliding_attention": rope}
+    (error,) = errors(nested)
+    assert error.endswith(f'add "rope_theta": 500000.0, "rope_scaling": {json.dumps(rope)} to it')
+    assert errors(OLMO_3) == [] == errors(nested | {"rope_theta": 500000.0, "rope_scaling": rope})
+    (error,) = errors(OLMO_3 | {"rope_theta": 1e6})
+    assert "SGLang reads no other rope_theta for sliding_attention" in error
