@@ -366,6 +366,16 @@ FAMILIES = Table(
     },
 )
 
+_SPARSE = " (each token attends to those that an indexer picks, which is not computed)"
+LEFT_OUT = {
+    "DeepseekV32ForCausalLM": _SPARSE,
+    "GlmMoeDsaForCausalLM": _SPARSE,
+    "Glm5NextForConditionalGeneration": _SPARSE,
+    "Llama4ForCausalLM": " (attention in chunks and scaled by position is not computed)",
+    "Llama4ForConditionalGeneration": " (attention in chunks and scaled by position is not computed)",
+}
+"""Architectures that users may expect -> what of them is not computed; docs/models.md has the reasons."""
+
 
 def language_model(architecture: str) -> str:
     """Return the architecture with a language model's head; a critic's or reward model's differs in its head only."""

@@ -21,6 +21,7 @@ from megappo.architecture.families import (
     FULL_KV_HEADS,
     FULL_PATTERN,
     LAYER_INPUT,
+    LEFT_OUT,
     LOCAL_ROPE,
     LOGIT_CAP,
     PLAIN_ROPE,
@@ -113,7 +114,7 @@ def parse(raw: Mapping[str, Any], file: Path, head: HeadKind = "policy") -> Arch
     named = first_architecture(raw) or "none"
     name = language_model(named) if head == "value" else named
     if name not in FAMILIES:
-        found = f"{file} is of architecture {shorten(named)}"
+        found = f"{file} is of architecture {shorten(named)}{LEFT_OUT.get(name, '')}"
         raise ConfigError(f"{found}; this version trains {', '.join(FAMILIES)}: choose one of these")
     family, values = FAMILIES[name], {key: value for key, value in raw.items() if value is not None}
     if family.experts and not family.experts.dense_layers:  # no layer has another MLP

@@ -25,6 +25,11 @@ LONG_ROPE_SHOWN = shorten(str({"rope_type": "longrope", **LONG_ROPE}).replace("'
 PHI3 = {"architectures": ["Phi3ForCausalLM"], "rope_scaling": LONG_ROPE}
 WRONG_VALUES = [
     ({"architectures": ["MambaForCausalLM"]}, f"{FILE} is of architecture MambaForCausalLM; this version trains Llama"),
+    (
+        {"architectures": ["GlmMoeDsaForCausalLM"]},
+        f"{FILE} is of architecture GlmMoeDsaForCausalLM (each token attends to those that an indexer picks, which is "
+        "not computed); this version trains Llama",
+    ),
     ({"architectures": ...}, f"{FILE} is of architecture none; this version trains"),
     ({"architectures": None}, f"{FILE} is of architecture none; this version trains"),
     ({"architectures": "LlamaForCausalLM"}, f"{FILE} is of architecture none; this version trains"),
