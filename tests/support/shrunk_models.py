@@ -53,7 +53,14 @@ def shrunk(config: dict[str, Any]) -> dict[str, Any]:
         small |= {"n_group": 4, "topk_group": 2}
     if config.get("rope_scaling"):
         original = {"original_max_position_embeddings": POSITIONS // 4}
-        small["rope_scaling"] = {key: original.get(key, value) for key, value in config["rope_scaling"].items()}
+        head_size = small.get("head_dim") or small["hidden_size"] // HEADS
+        rotations = (
+            int(head_size * config.get("partial_rotary_factor", 1)) // 2
+        )  # each has a factor in LongRoPE's lists
+        small["rope_scaling"] = {
+            key: value[:rotations] if isinstance(value, list) else original.get(key, value)
+            for key, value in config["rope_scaling"].items()
+        }
     if config["model_type"] in ("gemma3_text", "gemma4_text", "olmo3"):  # one of so many layers attends to all tokens
         small |= {"num_hidden_layers": 6, "sliding_window": 4}
     if "full_attention_interval" in config:  # the last of so many layers
