@@ -56,7 +56,7 @@ def plan_arguments(words: Sequence[str] | None) -> argparse.Namespace:
     )
     on_gpus = f"with --gpu: enough for {GPUS_PER_NODE} GPUs on each"
     run.add_argument("--nodes", type=_count, metavar="N", help=f"nodes of the run (default: 1; {on_gpus})")
-    run.add_argument("--download", action="store_true", help="first download models of the hub, as train does")
+    run.add_argument("--download", action="store_true", help="first download models named by their ids, as train does")
     run.add_argument("--all", action="store_true", help="check every prompt (default: a sample of each file)")
     run.add_argument("--all-keys", action="store_true", help="also print keys that have their default values")
     gpus = parser.add_argument_group("estimates, which need no weights and no data")

@@ -207,7 +207,7 @@ def _run(args: argparse.Namespace, store: dist.Store, rank: int, cleanup: ExitSt
 
 
 def _load_config(args: argparse.Namespace, store: dist.Store) -> Config:
-    """Read the config, once the first rank of this node has downloaded what models it names by their ids."""
+    """Read the config, after the first rank of this node has downloaded the models that it names by id."""
     downloaded = f"models of node {os.environ.get('GROUP_RANK', '0')}"
     if os.environ["LOCAL_RANK"] != "0":
         store.wait([downloaded], A_DAY)

@@ -94,9 +94,9 @@ class Heads:
     """Heads of a layer's attention.
 
     Attributes:
-        size: numbers of a head's queries and keys.
-        kv_heads: heads of keys and values.
-        keys_are_values: one matrix makes both; keys are then normalised by their own norms, and rotated.
+        size: numbers of a query, a key or a value of one head.
+        kv_heads: number of heads of keys and values.
+        keys_are_values: one matrix computes both; only the keys are then rotated and have norms with weights.
     """
 
     size: Size
@@ -160,7 +160,7 @@ class Rope:
         kind: of scaling.
         numbers: of that kind, by their names in config.json.
         part: part of each head, from its beginning, that is rotated; latent attention names its own.
-        divisors: of each frequency; () = none.
+        divisors: what each frequency is divided by; () = nothing.
     """
 
     base: Positive
@@ -181,7 +181,7 @@ class Rope:
 
     @property
     def scales_part(self) -> bool:
-        """True if only a part of each head has the factor, which then is none of the scores."""
+        """True if only a part of each head has the factor, so that the scores cannot be multiplied by it instead."""
         return self.part < 1 and self.magnitude != 1
 
 
@@ -222,7 +222,7 @@ class Architecture:
         unrotated: for each layer, True where queries and keys have no rotary positions; () where all have them.
         local_rope_base: rotary base of the layers with a window; None = that of all.
         full_heads: heads of the layers without a window; None = those of all.
-        logit_cap: logits x become cap * tanh(x / cap); None = they stay.
+        logit_cap: cap * tanh(x / cap) replaces each logit x; None = no cap.
         num_further_layers: layers after the last one, which predict further tokens and are not loaded.
         head: what reads the last hidden states.
         value_bias: a value head has a bias.
@@ -308,8 +308,8 @@ class Architecture:
 
     @property
     def row_limit(self) -> tuple[str, int]:
-        """Most tokens of a row, windows aside, and the key of config.json that sets it."""
-        if self.rope.kind == "longrope":  # which SGLang computes otherwise beyond it, for all rows of a batch
+        """Key of config.json that limits the tokens of a row, windows aside, and the limit."""
+        if self.rope.kind == "longrope":  # beyond it SGLang takes the long factors for all rows of a batch
             return ORIGINAL, int(self.rope.numbers[ORIGINAL])
         return "max_position_embeddings", self.max_positions
 

@@ -92,9 +92,10 @@ class Family:
         window_pattern: every so-many-th layer attends to all tokens, the others to a window, where config.json has
             neither `layer_types` nor `sliding_window_pattern`; None = no layer is limited to the window.
         local_rope_theta: rotary base of the layers with a window, where config.json is silent; None = that of all.
-        full_heads: layers without a window have heads of their own, and rotate a part of each (`proportional`).
+        full_heads: layers without a window have heads of another size and number, and rotate a part of each
+            (`proportional`).
         value_norms: values have norms without weights.
-        layer_scalars: each layer's output is multiplied by a number that is loaded, and not trained.
+        layer_scalars: each layer's output is multiplied by a factor, which is loaded and not trained.
         experts: None for a dense model.
         rope_theta: rotary base where config.json is silent.
         rope_scalings: kinds of scaled rotary positions that transformers and SGLang compute alike, and the numbers that
@@ -244,7 +245,7 @@ _GEMMA3 = Family(
 _GEMMA4 = replace(
     _GEMMA3,
     norms_add_one=False,
-    scales={"embedding": ("hidden_size", 0.5), "attention": ("hidden_size", 0)},  # 1
+    scales={"embedding": ("hidden_size", 0.5), "attention": ("hidden_size", 0)},  # x ** 0 = 1
     full_heads=True,
     rope_scalings={"proportional": (ROTARY_PART,)},
     value_norms=True,
@@ -252,7 +253,7 @@ _GEMMA4 = replace(
     only={**_GEMMA3.only, LAYER_INPUT: (0,), "use_bidirectional_attention": ("vision",)},
     ignores=(
         *(K_IS_V, FULL_HEAD_SIZE, FULL_KV_HEADS, LAYER_SIZES, LOGIT_CAP, "vocab_size_per_layer_input"),
-        # of experts, and of layers that share keys and values: both are refused by keys of their own
+        # of experts and of shared keys and values, which enable_moe_block and num_kv_shared_layers refuse
         *("num_experts", "top_k_experts", "moe_intermediate_size", "use_double_wide_mlp"),
     ),
 )

@@ -63,7 +63,7 @@ def divided_sizes(architecture: Architecture) -> Iterator[tuple[str, str, int]]:
 
 
 def _shared_heads(architecture: Architecture) -> Iterator[tuple[str, int]]:
-    """Yield keys of config.json with numbers of heads of keys and values."""
+    """Yield the numbers of key-value heads: the key of config.json, the number."""
     if architecture.latent is None:  # whose heads all make their keys and values of the same vector
         yield "num_key_value_heads", architecture.num_kv_heads
     if architecture.full_heads:
@@ -127,9 +127,9 @@ def router_errors(architecture: Architecture, router: Router, component: str) ->
     if router == Router():
         return
     if architecture.experts is None or written is None:
-        yield f"{key}: {file} is of no mixture of experts: drop it"
+        yield f"{key}: {file} is of a dense model, without experts: drop it"
     elif not is_trained(ROUTER_WEIGHT, architecture):
-        yield f"{key}: {component} keeps the routers of {file} as they are, by lora or freeze: drop either"
+        yield f"{key}: lora or freeze of {component} keeps the routers of {file} fixed: drop {key}, or train them"
     elif router.bias_update_rate and not written.router_bias:
         yield f"{key}.bias_update_rate {router.bias_update_rate}: the routers of {file} have no biases: set it to 0"
     if router.aux_loss_coef and router.seq_aux_loss_coef:

@@ -1,5 +1,4 @@
-"""Kinds of layers as config.json describes them: with a window or without, with rotary positions or without, with heads
-of one size or another."""
+"""Kinds of layers in config.json: with or without a window, with or without rotary positions, and their heads."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -17,11 +16,12 @@ from megappo.architecture.families import (
 )
 
 SIZES = {"head_dim", "num_key_value_heads"}
-"""Keys of a layer's section in `per_layer_config`, which transformers 5 writes in place of the two keys."""
+"""Keys of a layer in `per_layer_config`, which transformers 5 writes in place of `global_head_dim` and
+`num_global_key_value_heads`."""
 
 
 def windows_and_heads(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Return the window of attention, whether each layer has it, and heads of the others, by the names of
+    """Return the window of attention, which layers have it, and the heads of the others, by the names of
     `Architecture`."""
     is_on = family.sliding_window or values.get("use_sliding_window")
     window = values.get("sliding_window") or None if is_on else None
@@ -55,7 +55,8 @@ def _full_heads(values: Mapping[str, Any], windows: tuple[bool, ...]) -> Heads:
 def _full_sizes(values: Mapping[str, Any], windows: tuple[bool, ...]) -> Mapping[str, Any]:
     """Return the sizes that layers without a window have of their own, with transformers' defaults."""
     if LAYER_SIZES in values:
-        return values[LAYER_SIZES].get(str((*windows, False).index(False)), {})
+        first_full = (*windows, False).index(False)
+        return values[LAYER_SIZES].get(str(first_full), {})
     sizes = {"head_dim": values.get(FULL_HEAD_SIZE, 512)}
     if values.get(K_IS_V) and FULL_KV_HEADS in values:
         sizes["num_key_value_heads"] = values[FULL_KV_HEADS]
@@ -63,8 +64,7 @@ def _full_sizes(values: Mapping[str, Any], windows: tuple[bool, ...]) -> Mapping
 
 
 def irregular_layers(values: Mapping[str, Any], windows: tuple[bool, ...]) -> Iterator[str]:
-    """Yield the keys that describe more than two kinds of layers, or a last layer with a window, which transformers
-    does not allow."""
+    """Yield keys that are not supported: more than two kinds of layers, or a window in the last layer."""
     if layers := values.get(LAYER_SIZES):
         full = _full_sizes(values, windows)
         alike = {str(layer): full for layer, has_window in enumerate(windows) if not has_window}

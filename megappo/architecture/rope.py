@@ -12,14 +12,12 @@ from megappo.config.config_error import shorten
 ROPE_SECTIONS = ("rope_parameters", "rope_scaling")
 """Sections with the rotary positions: transformers 5's, and the older one."""
 ANOTHER = "choose another model"
-DYNAMIC = (
-    "set rope_scaling to null, as up to max_position_embeddings transformers scales nothing by it; SGLang scales all"
-)
-"""Remedies for positions that are not supported."""
+DYNAMIC = "set rope_scaling to null: up to max_position_embeddings transformers does not scale, but SGLang does"
+"""Remedies for rotary positions that are not supported."""
 
 
 def split_rope(values: dict[str, Any], family: Family) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return config.json with the rotary positions of layers without a window alone, and those of layers with one."""
+    """Return config.json with the rotary positions of layers without a window only, and those of layers with one."""
     rope = values.get("rope_parameters")
     if family.local_rope_theta is None or not isinstance(rope, dict) or "full_attention" not in rope:
         return values, {}
@@ -49,7 +47,11 @@ def rope_section(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def unsupported_rope(rope: Mapping[str, Any], scalings: Mapping[str, tuple], family: Family) -> Iterator[str]:
-    """Yield why rotary positions are not supported, where these kinds of scaling are, and the remedy."""
+    """Yield why rotary positions are not supported, with the remedy.
+
+    Args:
+        scalings: supported kinds, as in `Family.rope_scalings`.
+    """
     kind = rope["rope_type"]
     is_lacking = any(name not in rope for name in scalings.get(kind, ()))
     read = {*ROPE_KEYS.split(), *family.rope_keys, *scalings.get(kind, ())}
@@ -64,22 +66,22 @@ def unsupported_rope(rope: Mapping[str, Any], scalings: Mapping[str, tuple], fam
         has_own = "attention_factor" in rope and (is_scaled[0] or not isclose(rope["attention_factor"], usual))
         if has_own or rope.get("truncate", True) not in truncates or is_scaled[0] != is_scaled[1]:
             yield (
-                f": of yarn neither attention_factor other than {usual:g}, nor truncate = false of latent attention, "
-                f"nor one of mscale and mscale_all_dim without the other: {ANOTHER}"
+                f": yarn needs attention_factor {usual:g} or none, truncate = true with latent attention, and both or "
+                f"neither of mscale and mscale_all_dim: {ANOTHER}"
             )
     elif kind == "longrope" and {"factor", "attention_factor"} & rope.keys():
-        yield f": of longrope SGLang reads neither factor nor attention_factor: {ANOTHER}"
+        yield f": SGLang ignores factor and attention_factor of longrope: {ANOTHER}"
 
 
 def read_rope(rope: Mapping[str, Any], values: Mapping[str, Any], family: Family) -> Rope:
-    """Return the rotary positions, as far as they are supported."""
+    """Return the rotary positions; `unsupported_rope` finds what they leave out."""
     kind, part = rope["rope_type"], 1.0
     if family.rotary_part is not None:
         by_size = values[ROTARY_SIZE] / values["head_dim"] if {ROTARY_SIZE, "head_dim"} <= values.keys() else None
         part = rope.get(ROTARY_PART, values.get(ROTARY_PART, by_size or family.rotary_part))
     numbers = {name: rope[name] for name in family.rope_scalings.get(kind, ()) if name in rope}
     divisors = numbers.pop("short_factor", [])
-    if numbers.pop("long_factor", None) and ORIGINAL in numbers:
+    if numbers.pop("long_factor", None) and ORIGINAL in numbers:  # `Rope.magnitude` reads this factor
         numbers["factor"] = values["max_position_embeddings"] / numbers[ORIGINAL]
     if kind == "yarn":
         numbers |= {"beta_fast": rope.get("beta_fast", 32), "beta_slow": rope.get("beta_slow", 1)}

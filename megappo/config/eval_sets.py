@@ -166,11 +166,15 @@ def longest_request(config: Config) -> LongestRequest:
     return max(requests(config), key=attrgetter("tokens"))
 
 
-def context_errors(config: Config, key: str, limit: int, remedy: str = "raise it, or lower") -> Iterator[str]:
-    """Yield an error if `limit` tokens, set by `key`, are too few for the requests that engines are sent."""
+def context_errors(config: Config, key: str, limit: int, *, is_fixed: bool = False) -> Iterator[str]:
+    """Yield an error if `limit` tokens, set by `key`, are too few for the requests that engines are sent.
+
+    Args:
+        is_fixed: the limit cannot be raised.
+    """
     request = max(requests(config), key=attrgetter("context"))
     if limit < request.context:
         yield (
             f"{key} {limit} is below the {request.context} tokens that an engine needs for {request.lengths}: "
-            f"{remedy} max_prompt_length or max_response_length"
+            f"{'lower' if is_fixed else 'raise it, or lower'} max_prompt_length or max_response_length"
         )

@@ -7,6 +7,7 @@ from pathlib import Path
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 """The id of a model, such as Qwen/Qwen2.5-7B. A relative path may look like one."""
 CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/\w+", re.ASCII)
+"""The end of the path of a model in the cache."""
 
 
 def cached_model(path: str) -> str:
@@ -23,6 +24,6 @@ def cached_model(path: str) -> str:
 
 
 def cached_id(folder: Path) -> str | None:
-    """Return the id of the model of which a folder in the cache is; None for any other folder."""
+    """Return the id of the model whose snapshot a folder is; None for a folder outside the cache."""
     match = CACHED.fullmatch("/".join(folder.parts[-3:]))
     return "/".join(match.groups()) if match else None

@@ -35,8 +35,8 @@ IDLE_SECONDS = 60.0
 """Limit for an engine to become idle."""
 HANG_KEY = "watchdog_timeout in rollout.server_args, or --watchdog-timeout of a server of yours"
 TIMEOUT_KEY = "rollout.request_timeout_seconds"
-CONSTANTS = {"skip_tensor_list": [".v_norm.weight"]}
-"""Weights of no model: SGLang 0.5.23 gives Gemma 4's norms without weights buffers of ones."""
+UNCHECKED = {"skip_tensor_list": [".v_norm.weight"]}
+"""Tensors to leave out of checks: in SGLang 0.5.23 Gemma 4's norms without weights have buffers of ones."""
 HANG_SECONDS = 300.0
 """Limit for a busy engine to show that it works; SGLang's own watchdog_timeout."""
 WATCH_SECONDS = 5.0
@@ -193,12 +193,12 @@ class EngineClient:
     def weight_checksums(self) -> list[dict[str, str]]:
         """Return, for each of the engine's ranks, name in SGLang's model -> checksum of its part of the weight; nothing
         after a deferred fault."""
-        reply = self.post("/weights_checker", {"action": "checksum", **CONSTANTS})
+        reply = self.post("/weights_checker", {"action": "checksum", **UNCHECKED})
         return [] if reply is None else [rank["checksums"] for rank in reply["ranks"]]
 
     def reset_weights(self) -> None:
         """Put random numbers in place of all weights."""
-        self.post("/weights_checker", {"action": "reset_tensors", **CONSTANTS})
+        self.post("/weights_checker", {"action": "reset_tensors", **UNCHECKED})
 
     def open_async(self) -> Connections:
         """Return connections for `generate_async`; use as an async context manager."""

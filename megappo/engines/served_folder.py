@@ -8,18 +8,18 @@ from megappo.architecture.families import LAYER_SIZES
 from megappo.architecture.model_folder import CONFIG_FILE, first_architecture
 from megappo.architecture.parsing import read_architecture
 
-OF_DIFFERENT_HEADS = "Gemma4ForCausalLM"
+WITH_TWO_SIZES_OF_HEADS = "Gemma4ForCausalLM"
 
 
 def served_folder(model_path: str) -> str:
-    """Return the folder, or for Gemma 4 one in TMPDIR that links to its files, with a config.json for SGLang.
+    """Return the model's folder, or for Gemma 4 one in TMPDIR with links to its files and a config.json for SGLang.
 
-    SGLang 0.5.23 has two sizes of heads, those of layers with a window under names of its own, and derives them for the
-    model with vision only (utils/hf_transformers/config.py, `_apply_gemma4_attention_overrides`).
+    SGLang 0.5.23 expects the heads of layers with a window under names of its own. It derives these for the model with
+    vision only (utils/hf_transformers/config.py, `_apply_gemma4_attention_overrides`).
     """
     config_file = Path(model_path, CONFIG_FILE)
     config = json.loads(config_file.read_text("utf-8")) if config_file.is_file() else {}
-    if first_architecture(config) != OF_DIFFERENT_HEADS:
+    if first_architecture(config) != WITH_TWO_SIZES_OF_HEADS:
         return model_path
     architecture = read_architecture(model_path)
     full = architecture.heads_of(architecture.num_layers - 1)

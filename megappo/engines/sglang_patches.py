@@ -112,8 +112,8 @@ def allow_torch_attention() -> None:
     """Let SGLang serve Gemma 4 on a CPU by torch's attention; do nothing where CUDA is present. Call it before SGLang's
     arguments are made.
 
-    That attention computes the model right, but an assertion (sglang/srt/arg_groups/model_hook.py) demands kernels of
-    GPUs or of sgl_kernel; no argument prevents it. HookRegistry would replace the function in all modules.
+    That attention computes the model correctly, but an assertion (sglang/srt/arg_groups/model_hook.py) requires kernels
+    for GPUs or of sgl_kernel. No argument turns it off, and HookRegistry would replace the function in all modules.
     """
     if not torch.cuda.is_available():
         from sglang.srt.arg_groups import model_hook

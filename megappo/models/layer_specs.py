@@ -137,7 +137,7 @@ def change_outputs(gpt: GPTModel, architecture: Architecture, has_te: bool) -> N
 
 
 def scale_layers(gpt: GPTModel, family: Family) -> None:
-    """Multiply the output of each layer by a number of its own, which is loaded and not trained."""
+    """Multiply the output of each layer by a factor of its own, which is loaded and not trained."""
     if not family.layer_scalars:
         return
     for layer in gpt.decoder.layers:

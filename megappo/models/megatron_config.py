@@ -15,14 +15,7 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.moe.fused_a2a import HAVE_DEEP_EP
 from torch import Tensor
 
-from megappo.architecture.architecture import (
-    DTYPES,
-    Architecture,
-    Heads,
-    LatentAttention,
-    LinearAttention,
-    Rope,
-)
+from megappo.architecture.architecture import DTYPES, Architecture, Heads, LatentAttention, LinearAttention, Rope
 from megappo.architecture.families import Family
 from megappo.architecture.fit import fit_errors
 from megappo.architecture.parameters import padded_vocab_size
@@ -112,7 +105,10 @@ def transformer_config(
 
 
 def _with_magnitude(config: TransformerConfig, rope: Rope) -> TransformerConfig:
-    """Have attention scale cosines and sines: by 0.1 * log(yarn_rotary_scaling_factor) * yarn_mscale + 1."""
+    """Set YaRN's keys where attention must multiply cosines and sines by their magnitude (`Rope.scales_part`).
+
+    Megatron's factor is 0.1 * log(yarn_rotary_scaling_factor) * yarn_mscale + 1, here with log(...) = 10.
+    """
     if rope.scales_part:
         config.yarn_rotary_scaling_factor, config.yarn_mscale_all_dim = exp(10), 0.0
         config.yarn_mscale = rope.magnitude - 1
@@ -120,21 +116,26 @@ def _with_magnitude(config: TransformerConfig, rope: Rope) -> TransformerConfig:
 
 
 def _dispatcher(parallel: Parallel, model: Model) -> str:
-    """Return Megatron's name of the dispatcher of tokens. With variable lengths it demands one of these two, even of
-    dense models; the backend of "flex" is DeepEP by default.
+    """Return Megatron's name of the token dispatcher: "alltoall", or "flex", whose default backend is DeepEP. With
+    `variable_seq_lengths` Megatron takes no other, even for dense models.
 
     Raises:
-        ConfigError: DeepEP is not installed, or does not take the dtype.
+        ConfigError: DeepEP is not installed, or does not support the dtype.
     """
     if parallel.dispatcher == "alltoall":
         return "alltoall"
-    if not HAVE_DEEP_EP or model.dtype != "bf16":
+    if not HAVE_DEEP_EP:
         raise ConfigError(
-            f"parallel.dispatcher deepep needs the package deep_ep and bf16, found model.dtype {model.dtype}, deep_ep "
-            f"{'' if HAVE_DEEP_EP else 'not '}installed: install it, or set parallel.dispatcher to alltoall"
+            "parallel.dispatcher deepep needs the package deep_ep, which is not installed: install it, or set the key "
+            "to alltoall"
         )
-    # It warns at each dispatch (megatron-core 0.16.1) where the routers' probabilities are in bf16, as the family has
-    # them. DeepEP gets them in fp32, which is exact.
+    if model.dtype != "bf16":
+        raise ConfigError(
+            f"parallel.dispatcher deepep needs bf16, found model.dtype {model.dtype}: set model.dtype to bf16, or "
+            "parallel.dispatcher to alltoall"
+        )
+    # Megatron warns at each dispatch (megatron-core 0.16.1) if the routers' probabilities are in bf16, as some families
+    # have them. DeepEP gets them in fp32, which is exact.
     logging.getLogger("megatron.core.transformer.moe.token_dispatcher").setLevel(logging.ERROR)
     return "flex"
 
@@ -210,7 +211,7 @@ def _softmax_scale(architecture: Architecture) -> float | None:
     """Return the factor of the products of queries and keys; None = 1 / sqrt(size of a head). The factor of cosines and
     sines of a whole head is in it, as they are in queries and keys alike."""
     scale, rope = architecture.scales.attention, architecture.rope
-    # Layers with a window have none: see add_norms_of_all_heads.
+    # With a rotary base of their own, layers with a window have no such factor: see add_norms_of_all_heads.
     if rope.magnitude == 1 or rope.scales_part or architecture.local_rope_base:
         return scale
     return (scale or architecture.head_size**-0.5) * rope.magnitude**2
@@ -243,9 +244,8 @@ def _expert_arguments(architecture: Architecture, parallel: Parallel) -> dict[st
     """Return TransformerConfig's arguments of a mixture of experts; none of a dense model.
 
     The router softmaxes over all experts and keeps the largest probabilities, or (the same as dividing these by their
-    sum) softmaxes over the largest logits. Nothing is added to the loss and no token is dropped. With a router's bias
-    it takes sigmoids and divides them by their sum over the chosen experts. `RoutingCounts` adds losses and updates
-    biases: at a rate of 0 Megatron adds 0 to these.
+    sum) softmaxes over the largest logits. With a router's bias it takes sigmoids and divides them by their sum over
+    the chosen experts. No token is dropped. `ModelRouting` adds losses and updates biases; Megatron does neither.
     """
     experts, written = architecture.experts, architecture.family.experts
     if experts is None or written is None:

@@ -172,7 +172,7 @@ class MegatronEngine:
     def _packs(
         self, rows: Rows, parts: Sequence[tuple[Sequence[int], OnOutput]], num_idle: int
     ) -> Iterator[tuple[PackedBatch, OnOutput]]:
-        """Yield every micro-batch with the function for its output. Routers count the last ones as padding."""
+        """Yield every micro-batch with the function for its output. Routers count the last `num_idle` as padding."""
         context = self.groups.collection.cp
         share = {"context": context.size(), "context_rank": context.rank(), "is_pinned": self._is_pinned}
         for i, (part, on_output) in enumerate(parts):

@@ -34,7 +34,7 @@ class LayerRouting:
         replays: the router takes the choices in `Pack.expert_choices`.
     """
 
-    def __init__(self, layer: TransformerLayer, routing: "RoutingCounts", replays: bool):
+    def __init__(self, layer: TransformerLayer, routing: "ModelRouting", replays: bool):
         self._routing, counts = routing, routing.counts[layer.layer_number - 1]
         self._loads, self._replayed, self._loss = counts.split((layer.config.num_moe_experts, 2, 1))
         self._place = layer.layer_number - 1 - layer.config.num_layers  # below 0: layers without experts come first
@@ -77,10 +77,10 @@ class LayerRouting:
         return chosen_scores, experts
 
 
-class RoutingCounts:
-    """Counts of a model's routers on this rank, and their load-balancing loss, over the passes of an optimizer step.
+class ModelRouting:
+    """Counts, load-balancing losses and bias updates of a model's routers on this rank, for each optimizer step.
 
-    Only passes with gradients count: those of a layer that is computed again have none the first time.
+    Only passes with gradients count: the first pass of a layer that is recomputed has none.
 
     Args:
         name: the component's.
@@ -115,8 +115,8 @@ class RoutingCounts:
         """Return the part of a router's load-balancing loss of its tokens here, [T, E], over a micro-batch or each row.
 
         For T tokens that choose K of E experts each, the loss is E x the sum over experts of f P. f is the expert's
-        share of the T x K choices, and P the mean of its scores, which add up to 1 for each token: 1 if all experts are
-        alike. It counts T times, divided by the tokens of the mini-batch.
+        share of the T x K choices. P is the mean of its scores, which add up to 1 for each token. The loss is 1 if the
+        load is even. It is weighted by T, divided by the tokens of the mini-batch.
 
         Megatron's own (megatron-core 0.16.1, transformer/moe/router.py) counts padding, takes all rows of a pack for
         one sequence and, with `calculate_per_token_loss`, is divided by the number of ranks that share the tokens.
@@ -130,14 +130,14 @@ class RoutingCounts:
         empty = torch.zeros(len(pack.lengths) + 1, config.num_moe_experts, device=logits.device)
         counts, sums = (empty.index_add(0, sequences, one.float())[1:] for one in (chosen, scores))
         dist.all_reduce(counts, group=self._groups.tp_cp)
-        of_sequences = (counts * sums).sum(dim=1) / counts.sum(dim=1).clamp(min=1)
-        return config.num_moe_experts * of_sequences.sum() / self._num_tokens
+        weighted = (counts * sums).sum(dim=1) / counts.sum(dim=1).clamp(min=1)  # sum of f P, times T
+        return config.num_moe_experts * weighted.sum() / self._num_tokens
 
     def finish(self) -> dict[str, Metric]:
         """Update the routers' biases after an optimizer step, and return its metrics, the same on all ranks of the
         component, which call together.
 
-        Megatron's finalize_model_grads would update the biases even if the step is skipped, and by tokens of padding.
+        Megatron's finalize_model_grads would update the biases even if the step is skipped, and would count padding.
 
         Source: Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", algorithm 1.
         """

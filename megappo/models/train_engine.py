@@ -24,7 +24,7 @@ from megappo.config.model_sections import Optim
 from megappo.models.gpt import ModelChunks
 from megappo.models.megatron_engine import Head, MegatronEngine, Outputs
 from megappo.models.optimizer import build_optimizer, clipped_step, data_parallel, lr_scheduler
-from megappo.models.routing import RoutingCounts
+from megappo.models.routing import ModelRouting
 from megappo.models.sharding import sharded_chunks, sharded_optimizer
 from megappo.observe.metrics import Metric, OnDevice, merge_metrics, on_host
 from megappo.placement.groups import ComponentGroups
@@ -44,7 +44,7 @@ class OptimizerStep:
     Attributes:
         grad_norm: before clipping. lr: learning rate. Both are the same on every rank of the component.
         metrics: the loss function's, merged over micro-batches: this shard's part, only on the last stage; and those of
-            `RoutingCounts`. {} after a step that was skipped.
+            `ModelRouting`. {} after a step that was skipped.
         skipped: the value that was not finite, so that no weight was changed; on ranks that did not see it,
             `ELSEWHERE`; "" after a step that was made.
     """
@@ -69,7 +69,7 @@ class TrainedEngine(MegatronEngine):
         routing: of a mixture of experts.
     """
 
-    routing: RoutingCounts | None = None
+    routing: ModelRouting | None = None
 
     def __init__(
         self,

@@ -23,7 +23,7 @@ class LogitFactors(NamedTuple):
     Attributes:
         hidden: hidden states [T, H].
         weight: this rank's shard of the output weight, [V/tp, H].
-        cap: of logits, as of `Architecture.logit_cap`.
+        cap: see `Architecture.logit_cap`.
     """
 
     hidden: Tensor
@@ -63,7 +63,7 @@ def vocab_parallel_outputs(
         group: ranks that hold the shards; every one of them calls.
         vocab_size: true vocabulary; words from there on are padding: no probability, gradient 0.
         temperature: divides the logits.
-        logit_cap: caps them before, see `LogitFactors`.
+        logit_cap: see `Architecture`; the cap comes before the temperature.
         reference: adds `full_kl`. Another model's [T, H'] and [V/tp, H'], sharded in the same way; no gradient.
         at_a_time: logits worked on at a time, LOGITS_AT_A_TIME by default. It changes the rounding of the result only.
     Returns:
@@ -162,7 +162,7 @@ class _Outputs(torch.autograd.Function):
         into = returned if into is None else into
         for words in vocabulary.blocks:
             logits = factors.logits(words)
-            slope = None if ctx.cap is None else 1 - (logits / ctx.cap).square()  # that of the cap
+            slope = None if ctx.cap is None else 1 - (logits / ctx.cap).square()  # derivative of the cap
             grad = grad_block(logits, columns - words.start, per_token, vocabulary.temperature)
             if grad_kl is not None:
                 ref_hidden, ref_weight, ref_log_normaliser, kl = for_kl

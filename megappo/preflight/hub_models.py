@@ -8,21 +8,22 @@ from megappo.config.hub import HUB_ID, cached_id
 from megappo.config.schema import Config
 
 WANTED = ("*.json", "*.jinja", "*.txt", "*.model", "model*.safetensors", "adapter_model.safetensors")
-"""Files that are read or exported; other formats of the weights are not."""
+"""Files that a run reads or exports; weights in other formats are left out."""
 
 
 def download_models(config: Config) -> bool:
-    """Download the models of a config that are neither folders nor whole in the cache.
+    """Download the models that a config names by id and that are missing or incomplete in the cache.
 
-    The cause of a download that fails is printed; `run_checks` then reports that the model is missing.
+    If a download fails, print the cause: `run_checks` then reports that the model is missing.
 
     Returns:
-        Whether there was a download. The config is then to be read again: that finds the folders of ids.
+        True if a model was downloaded. Then read the config again, which finds the model's folder.
     """
     reward = config.reward_model
     paths = (config.model.path, config.critic.model_path, reward.model_path, reward.adapter)
     missing = [name for path in dict.fromkeys(filter(None, paths)) if (name := _missing_id(path))]
-    return sum(map(_download, missing)) > 0
+    are_downloaded = [_download(name) for name in missing]
+    return any(are_downloaded)
 
 
 def _missing_id(path: str) -> str | None:
@@ -35,7 +36,8 @@ def _missing_id(path: str) -> str | None:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Return False for a model in the cache whose download ended early, or was of its config.json alone."""
+    """Return whether a model in the cache has all its weights: a download may have been interrupted, or have fetched
+    config.json alone."""
     if (folder / INDEX).is_file():
         return all((folder / name).is_file() for name in read_json_file(folder / INDEX)["weight_map"].values())
     return any(folder.glob("*.safetensors"))

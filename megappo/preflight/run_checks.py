@@ -274,8 +274,7 @@ def _fit_errors(config: Config, spec: ComponentSpec, architecture: Architecture)
         if config.data.max_length > min(positions, window or positions):
             yield f"{key}: {file} allows {min(positions, window or positions)} tokens: lower data.max_length to that"
         return
-    remedy = "lower" if name == ORIGINAL else "raise it, or lower"
-    yield from context_errors(config, f"{key}: {file}'s {name}", positions, remedy)
+    yield from context_errors(config, f"{key}: {file}'s {name}", positions, is_fixed=name == ORIGINAL)
     longest = longest_request(config)
     if window and longest.tokens > window:
         yield (

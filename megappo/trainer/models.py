@@ -23,7 +23,7 @@ from megappo.models.gpt import build_model
 from megappo.models.heads import output_weight, policy_head, policy_value_head, value_head
 from megappo.models.megatron_engine import Head, MegatronEngine, Outputs
 from megappo.models.offload import Offload
-from megappo.models.routing import RoutingCounts
+from megappo.models.routing import ModelRouting
 from megappo.models.train_engine import TrainedEngine
 from megappo.models.vocab_parallel import LogitFactors
 from megappo.observe.metrics import Metric
@@ -216,7 +216,7 @@ def build_models(plan: RunPlan, exchange: Exchange) -> Models:
             engine = build_engine(config, spec, groups[name], factors, base)
             if isinstance(engine, TrainedEngine) and engine.transformer_config.num_moe_experts:
                 replays, settings = "expert_choices" in spec.reads, spec.training.settings
-                engine.routing = RoutingCounts(engine.chunks, groups[name], name, settings.router, replays=replays)
+                engine.routing = ModelRouting(engine.chunks, groups[name], name, settings.router, replays=replays)
             engines[name], offloads[name] = engine, Offload(engine, spec.offload.value, base)
             offloads[name].rest(NOTHING)
             platform.empty_cache()  # the next one's tensors are of other sizes

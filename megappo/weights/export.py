@@ -249,7 +249,7 @@ def _all_gather_specs(
     pipeline, expert = groups.collection.pp, groups.collection.ep
     found: dict[str, ExportedTensor] = {}
     for tensor, entry in held.values():
-        changes = tensor.requires_grad or entry.is_buffer  # `RoutingCounts` may update it
+        changes = tensor.requires_grad or entry.is_buffer  # `ModelRouting` may update it
         for hf in entry.hf_tensors:
             found[hf.name] = ExportedTensor(
                 name=hf.name,

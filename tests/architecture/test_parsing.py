@@ -52,7 +52,7 @@ def test_unsupported_mixtures_are_named(changes: dict, message: str) -> None:
         (V3 | {"rope_parameters": YARN | {"rope_type": "linear"}}, "'linear'.*not supported; supported.*yarn"),
         (V3 | {"rope_parameters": YARN | {"factor": None}}, "not supported; supported.*yarn .factor, original"),
         (V3 | {"rope_parameters": YARN | {"mscale": None}}, "nor one of mscale and mscale_all_dim without the other"),
-        (V3 | {"rope_parameters": YARN | {"attention_factor": 1.5}}, "of yarn neither attention_factor"),
+        (V3 | {"rope_parameters": YARN | {"attention_factor": 1.5}}, "yarn needs attention_factor"),
         (V3 | {"rope_parameters": YARN | {"truncate": False}}, "nor truncate = false of latent attention"),
         (QWEN2 | {"rope_parameters": GPT_OSS["rope_parameters"] | {"truncate": "no"}}, "nor truncate = false"),
         (QWEN2 | {"rope_parameters": YARN_ALONE | {"attention_factor": 1.2}}, "attention_factor other than 1.13863"),

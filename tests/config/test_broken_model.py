@@ -124,8 +124,8 @@ UNSUPPORTED = [
         {"rope_scaling": {"rope_type": "dynamic", "factor": 2}},
         f"{FILE}: rope {{'rope_type': 'dynamic', 'factor': 2}} is not supported; supported are, over the whole head, "
         "default; linear (factor); llama3 (factor, low_freq_factor, high_freq_factor, "
-        "original_max_position_embeddings); yarn (factor, original_max_position_embeddings): set rope_scaling to null, "
-        "as up to max_position_embeddings transformers scales nothing by it",
+        "original_max_position_embeddings); yarn (factor, original_max_position_embeddings): set rope_scaling to null: "
+        "up to max_position_embeddings transformers does not scale, but SGLang does",
     ),
     (
         {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2}
@@ -136,7 +136,7 @@ UNSUPPORTED = [
     (PHI3, f"{FILE}: rope {LONG_ROPE_SHOWN} is not supported; supported are, default; longrope (short_factor, "),
     (
         PHI3 | {"original_max_position_embeddings": 4096, "rope_scaling": LONG_ROPE | {"attention_factor": 1.2}},
-        f"{FILE}: rope {LONG_ROPE_SHOWN} is not supported: of longrope SGLang reads neither factor nor ",
+        f"{FILE}: rope {LONG_ROPE_SHOWN} is not supported: SGLang ignores factor and ",
     ),
     (
         QWEN3_MOE | {"num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": [0]},
@@ -329,7 +329,7 @@ def test_routing_replay_of_a_dense_model(refusals, accepted, model_config):
 def test_balancing_experts_that_are_not_there_or_frozen(refusals, accepted, model_config):
     model_config(architectures=["Qwen2ForCausalLM"])
     (error,) = refusals("actor.router.aux_loss_coef=0.1")
-    assert error.endswith("actor.router: model/config.json is of no mixture of experts: drop it")
+    assert error.endswith("actor.router: model/config.json is of a dense model, without experts: drop it")
     model_config(**EXPERTS)
     accepted("actor.router.aux_loss_coef=0.1", "critic.router.seq_aux_loss_coef=0.1", "critic.freeze=[attention]")
     (error,) = refusals("actor.router.aux_loss_coef=0.1", "actor.router.seq_aux_loss_coef=0.1")
@@ -337,7 +337,7 @@ def test_balancing_experts_that_are_not_there_or_frozen(refusals, accepted, mode
     attention = "actor.lora.target_modules=[q_proj, v_proj]"
     for name, frozen in (("actor", attention), ("critic", "critic.freeze=mlp")):
         (error,) = refusals(f"{name}.router.aux_loss_coef=0.1", frozen)
-        assert f"{name}.router: {name} keeps the routers of model/config.json as they are" in error
+        assert f"{name}.router: lora or freeze of {name} keeps the routers of model/config.json fixed" in error
     (error,) = refusals("actor.router.bias_update_rate=0.001")
     assert error.endswith("the routers of model/config.json have no biases: set it to 0")
 

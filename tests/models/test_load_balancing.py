@@ -20,7 +20,7 @@ from megappo.batch.exchange import Exchange
 from megappo.batch.rows import Rows
 from megappo.checkpoint.store import CheckpointStore
 from megappo.config.model_sections import Router
-from megappo.models.routing import RoutingCounts
+from megappo.models.routing import ModelRouting
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
 
@@ -127,7 +127,7 @@ class MovedBiases:
 def _trains(rank: int, world_size: int, folder: Path, kind: str, case: Case, router: Router, expected: dict) -> None:
     architecture = read_architecture(folder)
     engine = make_engine(folder, case, build_groups({kind: case.layout}, seed=0)[kind], kind)
-    engine.routing = RoutingCounts(engine.chunks, engine.groups, kind, router, replays=False)
+    engine.routing = ModelRouting(engine.chunks, engine.groups, kind, router, replays=False)
     rows = make_rows(architecture.vocab_size)
     mine = rows.select(shard_of(rows, case.layout))
     for norm, loss in zip(expected["grad_norms"], expected["losses"], strict=True):
@@ -170,7 +170,7 @@ def test_the_loss_over_each_row_is_the_same_in_every_layout(name: str, tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["one rank, small micro-batches", "ep2 cp2 tp2 sp", "ep2 pp2, full recompute"])
-def test_so_is_that_of_sigmoids(name: str, tmp_path: Path) -> None:
+def test_the_loss_of_sigmoid_routers_is_the_same_in_every_layout(name: str, tmp_path: Path) -> None:
     check(sigmoid(tmp_path), "actor", ROW_CASES[name], Router(seq_aux_loss_coef=COEF), BY_ROW)
 
 
@@ -208,7 +208,7 @@ def _saved(rank: int, world_size: int, folder: Path, checkpoint: Path) -> None:
         engine = make_engine(folder, case, build_groups({"actor": case.layout}, seed=0)["actor"], "actor")
         weights.append(exported(engine, architecture, "actor"))
         if store.latest() is None:
-            engine.routing = RoutingCounts(
+            engine.routing = ModelRouting(
                 engine.chunks, engine.groups, "actor", Router(bias_update_rate=RATE), replays=False
             )
             engine.train_batch(rows.select(shard_of(rows, case.layout)), make_loss("actor", rows))
@@ -217,7 +217,9 @@ def _saved(rank: int, world_size: int, folder: Path, checkpoint: Path) -> None:
             store.load(store.latest(), {"actor": engine})
         weights.append(exported(engine, architecture, "actor"))
     before, trained, _, loaded = weights
-    for key in [key for key in before if key.endswith("e_score_correction_bias")]:
+    biases = [key for key in before if key.endswith("e_score_correction_bias")]
+    assert biases
+    for key in biases:
         assert torch.equal(loaded[key], trained[key]) and not torch.equal(trained[key], before[key])
 
 

@@ -18,7 +18,7 @@ from tiny_shapes import DEEPSEEK_V3, EXPERTS, GPT_OSS
 from megappo.architecture.parsing import read_architecture
 from megappo.batch.rows import Rows
 from megappo.config.model_sections import Router
-from megappo.models.routing import RoutingCounts
+from megappo.models.routing import ModelRouting
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
 
@@ -78,7 +78,7 @@ def _replays(rank: int, world_size: int, folder: Path, name: str, expected: dict
     engine = make_engine(folder, case, build_groups({"actor": case.layout}, seed=0)["actor"], "actor")
     experts = architecture.experts
     num_layers = architecture.num_layers - experts.num_dense_layers
-    engine.routing = RoutingCounts(engine.chunks, engine.groups, "actor", Router(), replays=True)
+    engine.routing = ModelRouting(engine.chunks, engine.groups, "actor", Router(), replays=True)
     plain = make_rows(architecture.vocab_size)
     choices = choices_of(plain, num_layers, experts.count, experts.top_k)
     numbers = (choices + 1).to(torch.uint8 if experts.count < 256 else torch.int16).flatten(1)

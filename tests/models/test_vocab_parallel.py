@@ -116,8 +116,8 @@ def check_kl(
     torch.testing.assert_close(shard[0].grad[:, 1:].double(), whole[0].grad[:, 1:], rtol=tol, atol=tol)
     torch.testing.assert_close(shard[1].grad.double(), whole[1].grad[mine()], rtol=tol, atol=tol)
     assert ref_shard[0].grad is None and ref_shard[1].grad is None
-    itself = LogitFactors(*shard, cap)
-    itself = vocab_parallel_outputs(*shard, targets, dist.group.WORLD, reference=itself, **settings)["full_kl"]
+    same = LogitFactors(*shard, cap)
+    itself = vocab_parallel_outputs(*shard, targets, dist.group.WORLD, reference=same, **settings)["full_kl"]
     gradients = torch.autograd.grad(itself.sum(), shard)
     assert max(float(one.abs().max()) for one in (itself, *gradients)) < 1e-5, "of a policy to itself"
 

@@ -38,7 +38,7 @@ def train(folder: Path, endpoint: str, *overrides: str, **variables: str) -> sub
     )
 
 
-def test_what_a_run_reads_is_downloaded_once_and_an_early_end_made_up_for(published: Path) -> None:
+def test_a_model_is_downloaded_once_and_an_interrupted_download_is_completed(published: Path) -> None:
     folder = published.parent
     kept = {path.name: path.read_bytes() for path in published.iterdir() if path.suffix not in (".bin", "")}
     shutil.move(published, folder / "published")
@@ -74,7 +74,7 @@ def test_a_download_that_fails_is_reported_with_its_cause_and_the_command(
     assert any("model.path: no folder Own/Model" in line and "bin/hf download Own/Model" in line for line in rest)
 
 
-def test_a_path_that_looks_like_an_id_is_not_asked_for(published: Path) -> None:
+def test_a_path_that_looks_like_an_id_is_not_downloaded(published: Path) -> None:
     done = train(published.parent, "http://127.0.0.1:9", "model.path=model/mine")
     assert "model.path: no folder model/mine" in done.stderr and "download" not in done.stderr.partition("no folder")[0]
 

@@ -733,7 +733,7 @@ GEMMA_4 = _sized(
     vocab_size=262144,
     vocab_size_per_layer_input=262144,
 )
-"""From memory, except for the sizes."""
+"""Only the sizes are as published: the other keys have not been compared with the file on the hub."""
 PUBLISHED: dict[str, tuple[Config, int]] = {
     "meta-llama/Llama-2-7b-hf": (LLAMA_2, 6_738_415_616),
     "meta-llama/Llama-2-70b-hf": (_sized(LLAMA_2, 80, 8192, 28672, 64, 8), 68_976_648_192),

@@ -24,7 +24,7 @@ from megappo.batch.rows_file import RowsFile
 from megappo.config.model_sections import Router
 from megappo.config.schema import Config
 from megappo.models.megatron_engine import Outputs
-from megappo.models.routing import RoutingCounts
+from megappo.models.routing import ModelRouting
 from megappo.models.train_engine import LossFn, OptimizerStep, TrainedEngine
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
@@ -125,7 +125,7 @@ def _router_biases(rank: int, world_size: int, folder: Path) -> None:
     engine = make_engine(folder, ONE_RANK, build_groups({"actor": ONE_RANK.layout}, seed=0)["actor"], "actor")
     found = {name: bias for name, bias in engine.chunks[0].named_buffers() if name.endswith("expert_bias")}
     before = {name: bias.clone() for name, bias in found.items()}
-    engine.routing = RoutingCounts(engine.chunks, engine.groups, "actor", Router(bias_update_rate=0.1), replays=False)
+    engine.routing = ModelRouting(engine.chunks, engine.groups, "actor", Router(bias_update_rate=0.1), replays=False)
     rows = with_reference(make_rows(read_architecture(folder).vocab_size))
     check_skipped(engine, folder, rows, "gpg", "actor/pg_loss")
     check_gradients(engine, folder, rows, "actor")
