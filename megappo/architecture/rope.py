@@ -66,8 +66,8 @@ def unsupported_rope(rope: Mapping[str, Any], scalings: Mapping[str, tuple], fam
         has_own = "attention_factor" in rope and (is_scaled[0] or not isclose(rope["attention_factor"], usual))
         if has_own or rope.get("truncate", True) not in truncates or is_scaled[0] != is_scaled[1]:
             yield (
-                f": yarn needs attention_factor {usual:g} or none, truncate = true with latent attention, and both or "
-                f"neither of mscale and mscale_all_dim: {ANOTHER}"
+                f": yarn needs attention_factor {usual:g} or none, truncate true (or false without latent attention), "
+                f"and both or neither of mscale and mscale_all_dim: {ANOTHER}"
             )
     elif kind == "longrope" and {"factor", "attention_factor"} & rope.keys():
         yield f": SGLang ignores factor and attention_factor of longrope: {ANOTHER}"
