@@ -367,15 +367,16 @@ FAMILIES = Table(
     },
 )
 
-_SPARSE = " (each token attends to those that an indexer picks, which is not computed)"
+_SPARSE = " (attention to the tokens that an indexer picks is not supported)"
+_CHUNKED = " (attention in chunks, and scaled by position, is not supported)"
 LEFT_OUT = {
     "DeepseekV32ForCausalLM": _SPARSE,
     "GlmMoeDsaForCausalLM": _SPARSE,
     "Glm5NextForConditionalGeneration": _SPARSE,
-    "Llama4ForCausalLM": " (attention in chunks and scaled by position is not computed)",
-    "Llama4ForConditionalGeneration": " (attention in chunks and scaled by position is not computed)",
+    "Llama4ForCausalLM": _CHUNKED,
+    "Llama4ForConditionalGeneration": _CHUNKED,
 }
-"""Architectures that users may expect -> what of them is not computed; docs/models.md has the reasons."""
+"""Architectures that users may expect -> what of them is not supported; docs/models.md has the reasons."""
 
 
 def language_model(architecture: str) -> str:

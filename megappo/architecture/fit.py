@@ -161,7 +161,10 @@ def engine_fit_errors(architecture: Architecture, num_ranks: int) -> Iterator[st
                 f"{json.dumps(lacking)[1:-1]} to it"
             )
         if architecture.local_rope_base != base:
-            yield f"{architecture.file}: SGLang reads no other rope_theta for sliding_attention: choose another model"
+            yield (
+                f"{architecture.file}: SGLang reads one rope_theta for all layers, but sliding_attention has another: "
+                "choose another model"
+            )
     if architecture.linear is not None:
         layers = architecture.linear.layers
         every = (*layers, False).index(False) + 1

@@ -43,4 +43,4 @@ def test_olmo3_has_the_keys_that_sglang_reads() -> None:
     assert error.endswith(f'add "rope_theta": 500000.0, "rope_scaling": {json.dumps(rope)} to it')
     assert errors(OLMO_3) == [] == errors(nested | {"rope_theta": 500000.0, "rope_scaling": rope})
     (error,) = errors(OLMO_3 | {"rope_theta": 1e6})
-    assert "SGLang reads no other rope_theta for sliding_attention" in error
+    assert "SGLang reads one rope_theta for all layers, but sliding_attention has another" in error

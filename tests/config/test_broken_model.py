@@ -27,8 +27,8 @@ WRONG_VALUES = [
     ({"architectures": ["MambaForCausalLM"]}, f"{FILE} is of architecture MambaForCausalLM; this version trains Llama"),
     (
         {"architectures": ["GlmMoeDsaForCausalLM"]},
-        f"{FILE} is of architecture GlmMoeDsaForCausalLM (each token attends to those that an indexer picks, which is "
-        "not computed); this version trains Llama",
+        f"{FILE} is of architecture GlmMoeDsaForCausalLM (attention to the tokens that an indexer picks is not "
+        "supported); this version trains Llama",
     ),
     ({"architectures": ...}, f"{FILE} is of architecture none; this version trains"),
     ({"architectures": None}, f"{FILE} is of architecture none; this version trains"),
