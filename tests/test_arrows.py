@@ -97,7 +97,7 @@ BUDGETS = {
     "rollouts": 17_630,
     "runtime": 12_300,
     "sync": 5_250,
-    "trainer": 24_700,
+    "trainer": 24_720,
     "userland": 21_500,
     "weights": 9_335,
 }

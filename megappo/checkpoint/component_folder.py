@@ -12,7 +12,7 @@ from megappo.architecture.architecture import Architecture
 from megappo.architecture.families import HeadKind
 from megappo.architecture.parameters import OUTPUT_LAYER, SECOND_HEAD, is_adapter, padded_vocab_size
 from megappo.checkpoint.folders import CheckpointError
-from megappo.checkpoint.metadata import EMBEDDING, EXTRA_STATE, ComponentInfo, read_component
+from megappo.checkpoint.metadata import EMBEDDING, EXTRA_STATE, ComponentInfo
 from megappo.checkpoint.sharded import load_sharded
 from megappo.config.config_error import listed
 from megappo.models.gpt import ModelChunks
@@ -44,14 +44,19 @@ def has_value_bias(info: ComponentInfo) -> bool:
 
 
 def load_initial(
-    chunks: ModelChunks, groups: ComponentGroups, folder: Path, architecture: Architecture, seed: int
+    chunks: ModelChunks,
+    groups: ComponentGroups,
+    folder: Path,
+    info: ComponentInfo,
+    architecture: Architecture,
+    seed: int,
 ) -> None:
     """Fill a new model as `load_model` does. A value head that the folder lacks is drawn from `seed`.
 
     Raises:
         CheckpointError: as `load_model`; the folder's model has another value head; or values are not finite.
     """
-    info, drawn = read_component(folder), ""
+    drawn = ""
     if head_of(info) == "policy":
         drawn = {"value": OUTPUT_LAYER, "policy_value": SECOND_HEAD}.get(architecture.head, "")
     elif head_of(info) != architecture.head:

@@ -1,13 +1,13 @@
 """The table of a run's models: their ranks, their folder, their head, their training, and the tensors of them that each
 phase needs. Without torch.
 
-Placement, checks, the plan, building, checkpoints and the steps of the loop iterate over it. SGLang's engines are not
-in the table: `placement.rollout` places them.
+Placement, checks, plan, building, checkpoints and the loop iterate over it; `placement.rollout` places the engines.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -158,7 +158,7 @@ class ComponentSpec:
     scores_pairs: bool = False
     reads: tuple[str, ...] = READS
 
-    @property
+    @cached_property
     def megatron_folder(self) -> Path | None:
         """Checkpoint that `weights` names; None for the weights of `folder`."""
         return newest_iteration(Path(self.weights.value)) if self.weights.value else None

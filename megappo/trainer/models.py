@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 
 from megappo.architecture.architecture import Architecture
@@ -226,6 +226,10 @@ def build_models(plan: RunPlan, exchange: Exchange) -> Models:
     return Models(plan, components, offloads)
 
 
+_read_once = cache(read_component)
+"""Contents of the folders that a run starts from, which its export needs, too."""
+
+
 def architecture_of(spec: ComponentSpec) -> Architecture:
     """Return the architecture of a component, with its adapters and frozen parameters.
 
@@ -234,7 +238,7 @@ def architecture_of(spec: ComponentSpec) -> Architecture:
     folder = spec.folder.value
     architecture = critic_architecture(folder) if spec.head == "value" else read_architecture(folder, spec.head)
     if spec.megatron_folder:
-        architecture = replace(architecture, value_bias=has_value_bias(read_component(spec.megatron_folder)))
+        architecture = replace(architecture, value_bias=has_value_bias(_read_once(spec.megatron_folder)))
     if spec.scores_pairs:
         architecture = replace(architecture, value_bias=False, scores_rows=True)
     return architecture.with_lora(spec.lora).with_frozen(spec.frozen)
@@ -266,8 +270,8 @@ def build_engine(
     chunks = build_model(
         architecture, config.model, spec.parallel.value, groups, recompute=recompute, trained=trained, base=lent
     )
-    if spec.megatron_folder:
-        load_initial(chunks, groups, spec.megatron_folder, architecture, config.trainer.seed)
+    if start := spec.megatron_folder:
+        load_initial(chunks, groups, start, _read_once(start), architecture, config.trainer.seed)
     else:
         folder, adapter = spec.folder.value, spec.adapter
         load_hf(chunks, folder, architecture, groups, seed=config.trainer.seed, base=lent, adapter=adapter)

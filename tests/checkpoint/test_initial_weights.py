@@ -13,6 +13,7 @@ from megappo.architecture.families import HeadKind
 from megappo.architecture.parsing import read_architecture
 from megappo.checkpoint.component_folder import load_initial
 from megappo.checkpoint.folders import CheckpointError
+from megappo.checkpoint.metadata import read_component
 from megappo.checkpoint.sharded import save_sharded
 from megappo.models.gpt import ModelChunks
 from megappo.models.sharding import sharded_chunks
@@ -39,7 +40,7 @@ def check_starts(rank: int, world_size: int, model: Path, folder: Path) -> None:
         for chunk in chunks:
             for parameter in chunk.parameters():
                 parameter.data.fill_(9.0)
-        load_initial(chunks, groups[layout], source, read_architecture(model, head), seed=0)
+        load_initial(chunks, groups[layout], source, read_component(source), read_architecture(model, head), seed=0)
         return chunks
 
     policy = built("tensor", "policy")
