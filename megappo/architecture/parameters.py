@@ -90,7 +90,7 @@ class Parameter:
 def list_parameters(
     architecture: Architecture, *, tensor: int = 1, expert_tensor: int = 1, num_experts: int | None = None
 ) -> list[Parameter]:
-    """Return every parameter of the model under its head, and routers' biases, in the order of the tables.
+    """Return every parameter of the model under its head, with buffers (`is_buffer`), in the order of the tables.
 
     Args:
         tensor: tensor-parallel ranks, for which the vocabulary is padded.
@@ -101,10 +101,12 @@ def list_parameters(
     found: list[tuple[int | None, str]] = [(None, tables.MODEL + _output_table(architecture))]
     found += enumerate(_layer_tables(architecture, num_experts))
     num_ranks = {"": 1, "tp": tensor, "etp": expert_tensor}
-    sizes = [_sizes(architecture, architecture.heads_of(layer or 0)) for layer, _ in found]
     joined = {f"{part}.weight" for parts in architecture.stacks.values() for part in parts[:-1]}
-    tables_and_sizes = zip(found, sizes, strict=True)
-    return [one for (layer, table), own in tables_and_sizes for one in _read(table, layer, own, num_ranks, joined)]
+    parameters: list[Parameter] = []
+    for layer, table in found:
+        sizes = _sizes(architecture, architecture.heads_of(layer or 0))
+        parameters += _read(table, layer, sizes, num_ranks, joined)
+    return parameters
 
 
 def is_adapter(name: str) -> bool:

@@ -172,7 +172,7 @@ def _chunk(
 def _scale_rope(gpt: GPTModel, architecture: Architecture) -> None:
     """Scale the model's rotary frequencies; Megatron's own argument for Llama 3 takes only one of the four numbers.
 
-    Latent attention scales its own, see `latent_arguments`.
+    Latent attention scales its own, see `_latent_arguments`.
 
     Source: transformers 5, modeling_rope_utils.py.
     """
