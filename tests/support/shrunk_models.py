@@ -54,9 +54,8 @@ def shrunk(config: dict[str, Any]) -> dict[str, Any]:
     if config.get("rope_scaling"):
         original = {"original_max_position_embeddings": POSITIONS // 4}
         head_size = small.get("head_dim") or small["hidden_size"] // HEADS
-        rotations = (
-            int(head_size * config.get("partial_rotary_factor", 1)) // 2
-        )  # each has a factor in LongRoPE's lists
+        # Each rotation has a factor in LongRoPE's lists.
+        rotations = int(head_size * config.get("partial_rotary_factor", 1)) // 2
         small["rope_scaling"] = {
             key: value[:rotations] if isinstance(value, list) else original.get(key, value)
             for key, value in config["rope_scaling"].items()
