@@ -116,8 +116,8 @@ install_cpu_torch() {
         pip_install --no-deps "torch==$torch" "torchvision==$vision"
     else
         vision=${vision%+cpu}
-        log "pip finds no CPU build of torchvision $vision: taking the one for CUDA, which also works here (only own scripts" \
-            "that import transformers need a line: docs/troubleshooting.md)"
+        log "pip finds no CPU build of torchvision $vision: taking the one for CUDA, which also works here (your own" \
+            "scripts that import transformers need one more line: docs/troubleshooting.md)"
         pip_install --no-deps "torch==$torch" "torchvision===$vision"
     fi
 }

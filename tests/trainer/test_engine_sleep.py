@@ -10,7 +10,7 @@ from spawn import run_ranks
 from megappo.batch.exchange import Exchange
 from megappo.config.schema import Config
 from megappo.config.trainer_section import Profile
-from megappo.engines.client import EngineClient, EngineError, EngineFault
+from megappo.engines.client import UNCHECKED, EngineClient, EngineError, EngineFault
 from megappo.engines.handle import EngineHandle, Footprint
 from megappo.engines.restarts import EngineRestarts
 from megappo.placement.run_plan import plan_run
@@ -45,7 +45,8 @@ class Recorder(EngineClient):
         if body is None:
             self._fail(path)
             return
-        line = " ".join([path.split("?")[0].removeprefix("/"), *map(str, body.values())])
+        values = [str(value) for name, value in body.items() if name not in UNCHECKED]
+        line = " ".join([path.split("?")[0].removeprefix("/"), *values])
         self._fail(line)
         self.events.append(line)
 
@@ -277,7 +278,7 @@ class Checked(Recorder):
         super().request(method, path, body, timeout)
         if path == "/server_info":
             return {"internal_states": [{"memory_usage": {"weight": 2.0, "kvcache": 40.0}}]}
-        if path == "/weights_checker" and body == {"action": "reset_tensors"}:
+        if path == "/weights_checker" and body["action"] == "reset_tensors":
             self.weights = CORRUPT
         if path == "/resume_memory_occupation" and body["tags"] == ["weights"]:
             self.weights = [{"norm": "?", "embed": "?"}]  # whatever was there before

@@ -11,7 +11,7 @@ from layouts import parallel_of
 from safetensors.torch import load_file, save_file
 from spawn import run_ranks
 from tiny_folders import SHAPE
-from tiny_models import move_router_biases, outputs, sequences
+from tiny_models import move_buffers, outputs, sequences
 from tiny_shapes import DEEPSEEK_V3, GPT_OSS, VARIANTS
 from transformers import (
     AutoConfig,
@@ -59,7 +59,7 @@ def reward_model(folder: Path, family: str, task: str, num_labels: int = 1, **ch
     model = AUTO[task].from_config(AutoConfig.for_model(family, **SHAPE | changes, num_labels=num_labels))
     for parameter in model.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
-    move_router_biases(model)
+    move_buffers(model)
     model.save_pretrained(folder)
     return folder
 
