@@ -69,7 +69,7 @@ LONG_ROPE = {
     **{"rope_theta": 500.0, "original_max_position_embeddings": 32},
 }
 PHI3 = {
-    **{"head_dim": 8, "partial_rotary_factor": 0.5, "sliding_window": 64, "pad_token_id": None, "eos_token_id": 1},
+    **{"partial_rotary_factor": 0.5, "sliding_window": 64, "pad_token_id": None, "eos_token_id": 1},
     **{"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 32},
 }
 GEMMA3 = {
