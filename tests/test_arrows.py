@@ -93,7 +93,7 @@ BUDGETS = {
     "observe": 18_960,
     "placement": 10_720,
     "ppo": 10_240,
-    "preflight": 7_090,
+    "preflight": 7_100,
     "rollouts": 17_630,
     "runtime": 12_300,
     "sync": 5_250,

@@ -107,7 +107,7 @@ class ModelRouting:
                     self._routers[layer.layer_number - 1] = layer.mlp.router
 
     def begin(self, num_tokens: float) -> None:
-        """Begin an optimizer step on so many tokens, of all data-parallel shards."""
+        """Begin an optimizer step on so many tokens, of all data-parallel shards; without a loss they are not read."""
         self._num_tokens = num_tokens
         self.counts.zero_()
 

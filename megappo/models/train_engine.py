@@ -105,7 +105,7 @@ class TrainedEngine(MegatronEngine):
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         if self.routing is not None:
-            self.routing.begin(self.total(float(rows.lengths.sum())))
+            self.routing.begin(self.total(float(rows.lengths.sum())) if self.routing.coef else 0.0)
         on_output, on_idle = partial(self._loss, loss_fn), partial(self._loss, _no_loss)
         parts = self._run(rows, self._bins(rows), on_output, on_idle, forward_only=False)
         metrics = merge_metrics(on_host(parts))

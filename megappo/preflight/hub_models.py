@@ -3,9 +3,10 @@
 import sys
 from pathlib import Path
 
-from megappo.architecture.model_folder import INDEX, read_json_file
+from megappo.architecture.model_folder import INDEX, read_weight_map
 from megappo.config.hub import HUB_ID, cached_id
 from megappo.config.schema import Config
+from megappo.config.sources import TextFileError
 
 WANTED = ("*.json", "*.jinja", "*.txt", "*.model", "model*.safetensors", "adapter_model.safetensors")
 """Files that a run reads or exports; weights in other formats are left out."""
@@ -38,9 +39,13 @@ def _missing_id(path: str) -> str | None:
 def _is_whole(folder: Path) -> bool:
     """Return whether a model in the cache has all its weights: a download may have been interrupted, or have fetched
     config.json alone."""
-    if (folder / INDEX).is_file():
-        return all((folder / name).is_file() for name in read_json_file(folder / INDEX)["weight_map"].values())
-    return any(folder.glob("*.safetensors"))
+    if not (folder / INDEX).is_file():
+        return any(folder.glob("*.safetensors"))
+    try:
+        files = set(read_weight_map(folder).values())
+    except TextFileError:  # `run_checks` reports it
+        return True
+    return all((folder / name).is_file() for name in files)
 
 
 def _download(name: str) -> bool:

@@ -52,6 +52,9 @@ def test_a_model_is_downloaded_once_and_an_interrupted_download_is_completed(pub
         (snapshot / "model.safetensors").unlink()
         assert "downloading Own/Model to the cache" in train(folder, endpoint).stderr
         assert {path.name: path.read_bytes() for path in snapshot.iterdir()} == kept
+        (snapshot / "model.safetensors.index.json").write_text("{")
+        damaged = train(folder, endpoint).stderr
+        assert "Traceback" not in damaged and "downloading" not in damaged and "model.safetensors.index.json" in damaged
 
 
 @pytest.mark.parametrize(
