@@ -78,6 +78,12 @@ def _gpu_errors(config: Config) -> Iterator[str]:
             "model.dtype: fp32 does not run on GPUs, where SGLang's norm takes 16-bit numbers alone: set "
             "model.dtype=bf16, or run on the CPU: CUDA_VISIBLE_DEVICES= before the command, and plan without --gpu"
         )
+    # SGLang 0.5.23, managers/scheduler.py, pause_generation: "in_place" returns while the last forward pass still runs.
+    if not config.rollout.recompute_cache:
+        yield (
+            "rollout.recompute_cache: false would let engines on GPUs write new weights while a forward pass reads "
+            "them, which SGLang does not wait for: set it to true"
+        )
 
 
 def _user_code_errors(config: Config) -> Iterator[str]:

@@ -63,6 +63,13 @@ def test_fp32_is_refused_where_an_engine_would_have_gpus(plan, run_folder, setti
     assert "model.dtype" not in servers.stderr
 
 
+def test_weights_are_never_written_under_a_forward_pass_on_gpus(plan, run_folder):
+    setting, message = "rollout.recompute_cache=false", "rollout.recompute_cache: false would let engines on GPUs write"
+    words = ("run.yaml", setting, "rollout.max_staleness=1", "placement.rollout=2-3", "placement.actor,critic=0-1")
+    assert message in plan(run_folder, *words, "--gpu", "h100").stderr
+    assert "rollout.recompute_cache" not in plan(run_folder, *words).stderr
+
+
 def test_an_engine_needs_as_many_ranks_on_each_of_its_nodes(plan, run_folder):
     words = ("run.yaml", "placement.actor,critic=all", "placement.rollout=0-5", "rollout.tensor_parallel=2")
     words = (*words, "actor.parallel.tensor=1", "critic.parallel.pipeline=1")
