@@ -70,6 +70,17 @@ def test_a_save_copies_frozen_weights_without_states() -> None:
     assert memory.host()["checkpoint copies"] * 4 == pytest.approx(copies, rel=0.003)
 
 
+def test_engines_pin_copies_of_what_a_sleep_loses() -> None:
+    """CUDA graphs always, base weights beside adapters, and 48 x 8 int32 a cached token for the replay of routing."""
+    plain, replayed = estimate(), estimate("rollout.routing_replay=true")
+    adapted = estimate("actor.lora={rank: 8}", "ref.offload=[]")
+    graphs = plain.engine.graphs
+    assert plain.host()["engine backups"] == pytest.approx(8 * graphs)
+    assert adapted.host()["engine backups"] == pytest.approx(8 * (graphs + adapted.engine.weights))
+    pinned = graphs + 4 * 48 * 8 * replayed.engine.cache_tokens
+    assert replayed.host()["engine backups"] == pytest.approx(8 * pinned)
+
+
 def test_the_experts_of_tokens_are_held_by_the_actors_ranks_and_wait_at_the_engines() -> None:
     """A byte for each of 48 layers x 8 experts. A node has 8 ranks, each with a shard's rows, and 2 of 8 engines."""
     data, rollout = load_config(MIXTURE).data, load_config(MIXTURE).rollout
