@@ -76,8 +76,8 @@ compile_all() {
 # The version that this kind's requirements pin.
 pin() { sed -n "s/^$1==//p" "requirements-$kind.txt"; }
 
-# TransformerEngine as GPUs need it.
-transformer_engine() { sed -n '/^transformer-engine==/p' requirements-gpu.txt; }
+# Packages for GPUs whose Python code tests on a CPU read.
+contract() { grep -E '^(transformer-engine|sgl-deep-ep)==' requirements-gpu.txt; }
 
 # usage: finds NAME VERSION [pip options]: whether pip finds that very build, for this machine; soon where no index answers.
 finds() {
@@ -126,9 +126,9 @@ install_cpu() {
     log "installing about 140 packages for a CPU (1 to 3 minutes; log: $log)"
     { has_torch && ! is_torch_for_cuda; } || install_cpu_torch
     pip_install --no-deps -r requirements.txt -r <(grep -Ev '^(torch|torchvision)==' requirements-cpu.txt) -r requirements-dev.txt
-    # TransformerEngine's Python alone, in a folder that no run looks in: tests hold the program against it.
+    # Their Python alone, in a folder that no run looks in: tests hold the program against it.
     rm -rf "$venv/contract"
-    pip_install --no-deps --target "$venv/contract" -r <(transformer_engine)
+    pip_install --no-deps --target "$venv/contract" -r <(contract)
 }
 
 # Read without importing torch, which fails where CUDA's libraries lack.
@@ -237,7 +237,7 @@ main() {
     flock 9 || fail "cannot lock this folder"
     [[ $kind == cpu || $kind == gpu ]] || fail "expected cpu or gpu, found '$kind'"
     local wanted
-    wanted="$kind $(cat setup.py requirements.txt requirements-dev.txt "requirements-$kind.txt" <(transformer_engine) | sha256sum | cut -d ' ' -f 1)"
+    wanted="$kind $(cat setup.py requirements.txt requirements-dev.txt "requirements-$kind.txt" <(contract) | sha256sum | cut -d ' ' -f 1)"
     [[ $build_te == no ]] && wanted+=" without TransformerEngine"
     [[ -f $stamp && $(<"$stamp") == "$wanted" ]] && return
 

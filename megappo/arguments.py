@@ -12,7 +12,7 @@ from megappo.estimate.gpus import GPUS, GPUS_PER_NODE
 
 MOST_RANKS = 100_000
 """Ranks of a run."""
-CHECKS = ("packages", "gpus", "collectives", "attention", "engine", "limits")
+CHECKS = ("packages", "megatron", "gpus", "collectives", "attention", "engine", "limits")
 """Checks of the doctor, in their order."""
 PLAN = """\
 examples:

@@ -16,13 +16,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.multiprocessing import spawn
+from torch.multiprocessing import get_context, spawn
 
 from megappo.arguments import doctor_arguments
 from megappo.config.schema import Rollout
 from megappo.engines.client import SamplingParams
 from megappo.engines.process import Engine
-from megappo.runtime import platform
+from megappo.runtime import megatron_patches, megatron_setup, platform
 from megappo.runtime.listening import stay_on_this_node
 from megappo.runtime.machine import visible_devices
 from megappo.runtime.torchvision_on_cpu import define_torchvision_operators
@@ -41,6 +41,21 @@ def packages() -> str:
     if is_missing or any(map(platform.fault, platform.TRIED)):
         raise RuntimeError(versions)
     return versions
+
+
+def megatron() -> str:
+    """Import megatron-core as a rank does, in a process of its own; return if DeepEP is usable."""
+    with get_context("spawn").Pool(1) as pool:
+        return pool.apply(_import_megatron)
+
+
+def _import_megatron() -> str:
+    megatron_setup.install()
+    try:
+        megatron_patches.import_deep_ep()
+    except Exception as error:
+        return f"imported; parallel.dispatcher=deepep is not usable: {type(error).__name__} {error}".rstrip()
+    return "imported; parallel.dispatcher=deepep is usable"
 
 
 def gpus() -> str:
@@ -143,6 +158,7 @@ def limits() -> str:
 
 CHECKS: dict[str, tuple[Callable[[], str], str]] = {
     "packages": (packages, "bash launch/setup.sh, on GPUs: bash launch/setup.sh gpu"),
+    "megatron": (megatron, "read the error above; bash launch/setup.sh, on GPUs: bash launch/setup.sh gpu"),
     "gpus": (gpus, "run nvidia-smi; in a container, docker run --gpus all"),
     "collectives": (collectives, "read the log of NCCL_DEBUG=INFO; unset NCCL_* and GLOO_*; see /dev/shm"),
     "attention": (attention, "build TransformerEngine again, see docs/clusters.md, or set model.layer_spec=torch"),

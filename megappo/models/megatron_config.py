@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.activations import quick_gelu
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
-from megatron.core.transformer.moe.fused_a2a import HAVE_DEEP_EP
+from megatron.core.transformer.enums import AttnBackend
 from torch import Tensor
 
 from megappo.architecture.architecture import DTYPES, Architecture, Heads, LatentAttention, LinearAttention, Rope
@@ -24,6 +24,7 @@ from megappo.config.config_error import ConfigError
 from megappo.config.schema import Model
 from megappo.config.sections import Parallel
 from megappo.runtime import platform
+from megappo.runtime.megatron_patches import import_deep_ep
 
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, dtype.torch) for name, dtype in DTYPES.items()}
 """torch's dtypes by the names of config keys."""
@@ -91,6 +92,7 @@ def transformer_config(
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         attention_softmax_in_fp32=True,
+        attention_backend=AttnBackend.fused,  # by default TransformerEngine pads packs where it has no kernel for them
         calculate_per_token_loss=True,
         cuda_graph_scope=[],  # whole layers, if any; Megatron's default, "full", is deprecated
         variable_seq_lengths=True,  # packed micro-batches differ in length
@@ -120,15 +122,18 @@ def _dispatcher(parallel: Parallel, model: Model) -> str:
     `variable_seq_lengths` Megatron takes no other, even for dense models.
 
     Raises:
-        ConfigError: DeepEP is not installed, or does not support the dtype.
+        ConfigError: DeepEP cannot be imported, or does not support the dtype.
     """
     if parallel.dispatcher == "alltoall":
         return "alltoall"
-    if not HAVE_DEEP_EP:
+    try:
+        import_deep_ep()
+    except Exception as error:  # it asserts that CUDA's compiler and one NCCL are there
+        reason = f"{type(error).__name__} {error}".rstrip()
         raise ConfigError(
-            "parallel.dispatcher deepep needs the package deep_ep, which is not installed: install it, or set the key "
-            "to alltoall"
-        )
+            f"parallel.dispatcher deepep: the package deep_ep cannot be imported ({reason}). It needs GPUs, CUDA's "
+            "compiler (CUDA_HOME), and no NCCL but pip's: megappo doctor megatron tries it; or set the key to alltoall"
+        ) from error
     if model.dtype != "bf16":
         raise ConfigError(
             f"parallel.dispatcher deepep needs bf16, found model.dtype {model.dtype}: set model.dtype to bf16, or "

@@ -9,12 +9,18 @@ component computes, as megatron-core still reads them where it takes no group.
 
 import contextlib
 import functools
+import importlib
 import logging
+import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils import _device
+
+from megappo.runtime import platform
 
 # Replaced in torch, without CUDA.
 
@@ -196,6 +202,30 @@ def define_missing_names() -> None:
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
     multi_latent_attention.HAVE_TE = transformer_engine.HAVE_TE
+
+
+def import_deep_ep() -> None:
+    """Let megatron-core's token dispatchers use the package deep_ep, which `megatron_setup.install` leaves out.
+
+    megatron-core imports deep_ep for every model and catches ImportError only. sgl-deep-ep 0.1.2.post1, which SGLang
+    pins, raises AssertionError without CUDA's compiler or with two NCCLs, and has `EventOverlap` in `deep_ep` itself.
+
+    Raises:
+        Exception: the package is not installed, or cannot be used here.
+    """
+    from megatron.core.transformer.moe import fused_a2a, token_dispatcher
+
+    if fused_a2a.HAVE_DEEP_EP:
+        return
+    sys.modules.pop("deep_ep", None)
+    if nvcc := platform.nvcc():
+        os.environ.setdefault("CUDA_HOME", str(Path(nvcc).parents[1]))
+    import deep_ep.utils
+
+    deep_ep.utils.EventOverlap = deep_ep.EventOverlap
+    importlib.reload(fused_a2a)
+    for name in ("fused_dispatch", "fused_combine", "set_deepep_num_sms"):
+        setattr(token_dispatcher, name, getattr(fused_a2a, name))
 
 
 def save_and_resume_torch_adamw() -> None:

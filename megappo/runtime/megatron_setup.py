@@ -41,6 +41,7 @@ def install() -> None:
     if platform.fault("transformer-engine"):
         # megatron-core takes only an ImportError for its absence, and a broken one raises others.
         sys.modules["transformer_engine"] = None
+    sys.modules["deep_ep"] = None  # see megatron_patches.import_deep_ep
     if platform.has_cuda():
         torch.cuda.set_device(platform.device())
     else:

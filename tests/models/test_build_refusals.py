@@ -71,11 +71,13 @@ def test_layouts_that_do_not_fit_are_refused_in_the_words_of_the_plan() -> None:
         _config(Parallel(tensor=2), intermediate_size=47)
 
 
-def test_deepep_is_taken_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deepep_is_taken_where_it_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     architecture, parallel = parse(QWEN2 | QWEN3_MOE, Path("config.json")), Parallel(expert=2, dispatcher="deepep")
-    with pytest.raises(ConfigError, match="needs the package deep_ep, which is not installed: install it, or set"):
+    with pytest.raises(
+        ConfigError, match="deep_ep cannot be imported \\(ModuleNotFoundError No module named 'deep_ep'"
+    ):
         transformer_config(architecture, Model(path="m", dtype="bf16"), parallel, "none", frozenset())
-    monkeypatch.setattr(megatron_config, "HAVE_DEEP_EP", True)
+    monkeypatch.setattr(megatron_config, "import_deep_ep", lambda: None)
     with pytest.raises(ConfigError, match="needs bf16, found model.dtype fp32: set model.dtype to bf16, or"):
         _config(parallel, **QWEN3_MOE)
     config = transformer_config(architecture, Model(path="m", dtype="bf16"), parallel, "none", frozenset())
