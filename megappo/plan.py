@@ -165,7 +165,7 @@ def _print_estimates(plan: RunPlan, args: argparse.Namespace) -> list[str]:
         free = f"at least {(gpu.memory - most) / GIB:.1f} GiB stay free on every GPU"
         print(f"  it fits: {free}; the fullest phase is {phase}")
     kernels = "torch's layers" if plan.config.model.layer_spec == "torch" else "TransformerEngine, which set-up builds"
-    table = switch_table(plan, cluster.shapes, on_gpu=True, has_te=True)
+    table = switch_table(plan, cluster.shapes, capability=gpu.capability, has_te=True)
     print(f"\nfast paths on these GPUs, with {kernels}\n{table}")
     seconds = time_table(TimeEstimate(memory, gpu))
     print(f"\nestimated seconds of a step in which every row has the maximum length\n{seconds}")

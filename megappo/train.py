@@ -276,7 +276,7 @@ def _print_capabilities(plan: RunPlan) -> None:
     found = [f"{name} {value}" for name, value in platform.capabilities().items() if value != platform.NOT_INSTALLED]
     STATUS.print(", ".join(found))
     has_te = platform.has_transformer_engine()
-    STATUS.print(switch_summary(plan, Shapes(), on_gpu=platform.has_cuda(), has_te=has_te))
+    STATUS.print(switch_summary(plan, Shapes(), capability=platform.compute_capability(), has_te=has_te))
 
 
 if __name__ == "__main__":

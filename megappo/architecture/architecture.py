@@ -300,6 +300,14 @@ class Architecture:
         """Numbers of a head's queries and keys."""
         return self.head_dim or self.hidden_size // self.num_heads
 
+    @property
+    def attention_sizes(self) -> tuple[int, int]:
+        """Numbers of a head's queries, and of its values."""
+        latent = self.latent
+        if latent is None:
+            return self.head_size, self.head_size
+        return latent.plain_size + latent.rope_size, latent.v_size
+
     def heads_of(self, layer: int) -> Heads:
         """Return the heads of a layer."""
         if self.full_heads and not self.windows[layer]:

@@ -13,6 +13,13 @@ from megappo.config.sections import Parallel
 
 FLASH_HEAD_SIZE = 256
 """The largest that flash attention's kernels take."""
+CUDNN_PACKS = (90, 120)
+"""Compute capabilities, times ten, from and below which TransformerEngine has an attention of packed rows by cuDNN.
+
+Source: TransformerEngine 2.11.0, fused_attn.cpp (nvte_get_fused_attn_backend), dot_product_attention/utils.py."""
+CUDNN_HEAD_SIZE, CUDNN_LATENT_SIZES = 128, (192, 128)
+"""The largest head that this attention trains on every such GPU, the first ones take any; and a pair of sizes, of
+queries and of values, that newer ones take, too."""
 LAYERS = (
     *("apply_rope_fusion", "bias_activation_fusion", "moe_grouped_gemm", "moe_permute_fusion"),
     "use_te_activation_func",
@@ -33,7 +40,7 @@ class SwitchContext:
         data: data-parallel shards.
         dtype: of the weights.
         is_trained: has gradients.
-        on_gpu: CUDA is there.
+        capability: compute capability of its GPU, times ten; None without a GPU.
         has_te: its layers are TransformerEngine's.
         has_varlen: torch has the attention of packs that torch's layers call.
         has_fla: the package fla-core is there.
@@ -44,10 +51,15 @@ class SwitchContext:
     data: int
     dtype: str
     is_trained: bool
-    on_gpu: bool
+    capability: int | None
     has_te: bool
     has_varlen: bool = True
     has_fla: bool = False
+
+    @property
+    def no_gpu(self) -> str:
+        """Reason for a switch that needs a GPU to be off; "" with a GPU."""
+        return "" if self.capability else "there is no GPU"
 
 
 class Decision(NamedTuple):
@@ -69,13 +81,31 @@ def decisions(context: SwitchContext) -> Iterator[Decision]:
         yield Decision(name, not why_off, why_off or gain)
 
 
-def te_fault(architecture: Architecture, parallel: Parallel) -> str:
-    """Return what of a model, in its layout, TransformerEngine cannot compute; "" if it can."""
+def te_fault(architecture: Architecture, parallel: Parallel, dtype: str = "bf16", capability: int | None = None) -> str:
+    """Return what of a model, in its layout, TransformerEngine cannot compute; "" if it can.
+
+    Without a kernel for packed rows, TransformerEngine 2.11.0 would not fail, but pad them and keep the scores of all
+    heads, longest row times longest row.
+
+    Args:
+        capability: compute capability of the GPU, times ten; None if it is unknown: then the dtype is not read, either.
+    """
     if any(architecture.windows) and parallel.context > 1:
         return "a sliding window with context parallelism"
     if architecture.family.sinks:
-        return "attention sinks of packed rows"  # 2.11.0, dot_product_attention/utils.py, get_attention_backend
-    return "layers with different heads" if architecture.full_heads else ""
+        return "attention sinks of packed rows"  # dot_product_attention/utils.py, get_attention_backend
+    if architecture.full_heads:
+        return "layers with different heads"
+    if capability is None:
+        return ""
+    if dtype == "fp32":
+        return "attention of packed rows in fp32"
+    if not CUDNN_PACKS[0] <= capability < CUDNN_PACKS[1]:
+        return f"attention of packed rows on GPUs of compute capability {capability / 10}"
+    sizes = architecture.attention_sizes
+    if max(sizes) > CUDNN_HEAD_SIZE and capability != CUDNN_PACKS[0] and sizes != CUDNN_LATENT_SIZES:
+        return f"attention of packed rows with heads of {max(sizes)} on GPUs of compute capability {capability / 10}"
+    return ""
 
 
 Reasons = Iterator[tuple[str, str, str]]
@@ -83,7 +113,7 @@ Reasons = Iterator[tuple[str, str, str]]
 
 
 def _of_layers(context: SwitchContext) -> Reasons:
-    fault = te_fault(context.architecture, context.parallel)
+    fault = te_fault(context.architecture, context.parallel, context.dtype, context.capability)
     why_torch = f", which does not compute {fault}" if fault else ""
     no_te = "" if context.has_te else f"the layers are torch's, not TransformerEngine's{why_torch}"
     family = context.architecture.family
@@ -104,7 +134,7 @@ def _of_layers(context: SwitchContext) -> Reasons:
 
 
 def _of_our_own(context: SwitchContext) -> Reasons:
-    no_gpu = "" if context.on_gpu else "there is no GPU"
+    no_gpu = context.no_gpu
     is_virtual = "virtual stages take micro-batches in another order" if context.parallel.virtual_pipeline > 1 else ""
     if context.is_trained and context.has_te:
         gain = "TransformerEngine's matrix products add directly to the weights' gradients"
@@ -138,7 +168,7 @@ def _no_varlen(context: SwitchContext) -> str:
 def _of_reduction(context: SwitchContext) -> Reasons:
     if not context.is_trained or context.data * context.parallel.context == 1:  # no rank has the same weights
         return
-    no_gpu = "" if context.on_gpu else "there is no GPU"
-    yield "overlap_grad_reduce", "gradients are summed over ranks while earlier layers compute theirs", no_gpu
+    gain = "gradients are summed over ranks while earlier layers compute theirs"
+    yield "overlap_grad_reduce", gain, context.no_gpu
     untried = "everything that reads weights would have to wait: not tried on a GPU yet"
     yield "overlap_param_gather", "weights are gathered from their ranks while later layers wait for theirs", untried

@@ -18,6 +18,7 @@ class GPU:
         link: bytes per second to another GPU of the node, one way.
         network: bytes per second to another node, one way, with the usual one adapter per GPU.
         host: bytes per second to the host's memory, one way.
+        capability: compute capability, times ten.
     """
 
     name: str
@@ -28,27 +29,28 @@ class GPU:
     link: float
     network: float
     host: float
+    capability: int
 
 
-def _gpu(name: str, gib: float, tflops: float, fp32_tflops: float, *bandwidths: float) -> GPU:
+def _gpu(name: str, capability: int, gib: float, tflops: float, fp32_tflops: float, *bandwidths: float) -> GPU:
     """Return a GPU from GiB, 1e12 operations and 1e9 bytes."""
     memory, link, network, host = (1e9 * bandwidth for bandwidth in bandwidths)
-    return GPU(name, gib * GIB, tflops * 1e12, fp32_tflops * 1e12, memory, link, network, host)
+    return GPU(name, gib * GIB, tflops * 1e12, fp32_tflops * 1e12, memory, link, network, host, capability)
 
 
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        _gpu("a100-40gb", 39.4, 312, 19.5, 1555, 300, 25, 25),
-        _gpu("a100", 79.2, 312, 19.5, 2039, 300, 25, 25),
-        _gpu("a800", 79.2, 312, 19.5, 2039, 200, 25, 25),
-        _gpu("h100", 79.1, 989, 67, 3352, 450, 50, 50),
-        _gpu("h800", 79.1, 989, 67, 3352, 200, 50, 50),
-        _gpu("h20", 95.1, 148, 44, 4000, 450, 50, 50),
-        _gpu("h200", 139.8, 989, 67, 4800, 450, 50, 50),
-        _gpu("b200", 178.3, 2250, 75, 7700, 900, 50, 50),
-        _gpu("l40s", 44.4, 362, 91.6, 864, 25, 25, 25),
-        _gpu("rtx4090", 23.5, 165, 82.6, 1008, 25, 12, 25),
+        _gpu("a100-40gb", 80, 39.4, 312, 19.5, 1555, 300, 25, 25),
+        _gpu("a100", 80, 79.2, 312, 19.5, 2039, 300, 25, 25),
+        _gpu("a800", 80, 79.2, 312, 19.5, 2039, 200, 25, 25),
+        _gpu("h100", 90, 79.1, 989, 67, 3352, 450, 50, 50),
+        _gpu("h800", 90, 79.1, 989, 67, 3352, 200, 50, 50),
+        _gpu("h20", 90, 95.1, 148, 44, 4000, 450, 50, 50),
+        _gpu("h200", 90, 139.8, 989, 67, 4800, 450, 50, 50),
+        _gpu("b200", 100, 178.3, 2250, 75, 7700, 900, 50, 50),
+        _gpu("l40s", 89, 44.4, 362, 91.6, 864, 25, 25, 25),
+        _gpu("rtx4090", 89, 23.5, 165, 82.6, 1008, 25, 12, 25),
     )
 }
 """By the name that --gpu takes; those with NVLink are of the SXM form.

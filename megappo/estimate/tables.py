@@ -1,7 +1,7 @@
 """Print estimates as tables."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from operator import itemgetter
 
@@ -104,40 +104,55 @@ def written_seconds(seconds: float) -> str:
     return f"{seconds:,.1f}" if seconds >= 1 else f"{seconds:.2f}"
 
 
-def switch_table(plan: RunPlan, shapes: Shapes, *, on_gpu: bool, has_te: bool) -> str:
+def switch_table(plan: RunPlan, shapes: Shapes, *, capability: int | None, has_te: bool) -> str:
     """Return a line for each decision about fast paths; components with the same decision share it.
 
     Args:
+        capability: compute capability of the GPUs, times ten; None without GPUs.
         has_te: TransformerEngine is installed.
     """
     rows = []
-    for decision, names in sorted(_decided(plan, shapes, on_gpu, has_te).items()):
+    for decision, names in sorted(_decided(plan, shapes, capability, has_te).items()):
         rows.append([decision.name, "on" if decision.is_on else "off", ", ".join(names), decision.reason])
     return aligned(rows)
 
 
-def switch_summary(plan: RunPlan, shapes: Shapes, *, on_gpu: bool, has_te: bool) -> str:
-    """Return how many of the switches are on, in a line; arguments as for `switch_table`."""
-    decided = _decided(plan, shapes, on_gpu, has_te)
+def switch_summary(plan: RunPlan, shapes: Shapes, *, capability: int | None, has_te: bool) -> str:
+    """Return how many of the switches are on, and the attention on GPUs; arguments as for `switch_table`."""
+    decided = _decided(plan, shapes, capability, has_te)
     switches = {decision.name for decision in decided}
     off = {decision.name for decision in decided if not decision.is_on}
-    return f"performance: {len(switches - off)} of {len(switches)} features on; plan --gpu TYPE explains them"
+    num_on = len(switches - off)
+    summary = f"performance: {num_on} of {len(switches)} features on; plan --gpu TYPE explains them"
+    return "\n".join([*(_attention(plan, decided) if capability else ()), summary])
 
 
-def _decided(plan: RunPlan, shapes: Shapes, on_gpu: bool, has_te: bool) -> dict[Decision, list[str]]:
+def _attention(plan: RunPlan, decided: Mapping[Decision, Sequence[str]]) -> Iterator[str]:
+    """Yield a line for each attention of packed rows, with the components that have it."""
+    others = list(plan.components)
+    for decision, names in decided.items():
+        if decision.name == "varlen_attn":
+            others = [name for name in others if name not in names]
+            kind = "torch's varlen_attn" if decision.is_on else f"torch's, row by row, as {decision.reason}"
+            yield f"attention: {kind} ({', '.join(names)})"
+    if others:
+        yield f"attention: TransformerEngine's ({', '.join(others)})"
+
+
+def _decided(plan: RunPlan, shapes: Shapes, capability: int | None, has_te: bool) -> dict[Decision, list[str]]:
     """Return the components for which each switch is decided so."""
-    found = defaultdict[Decision, list[str]](list)
+    found, model = defaultdict[Decision, list[str]](list), plan.config.model
     for name, spec in plan.components.items():
         architecture, parallel = shapes.of(spec).architecture, spec.parallel.value
-        may_be_te = plan.config.model.layer_spec != "torch" and not te_fault(architecture, parallel)
+        fault = te_fault(architecture, parallel, model.dtype, capability)
         context = SwitchContext(
             architecture,
             parallel,
             data=plan.layouts[name].data,
-            dtype=plan.config.model.dtype,
+            dtype=model.dtype,
             is_trained=spec.training is not None,
-            on_gpu=on_gpu,
-            has_te=has_te and may_be_te,
+            capability=capability,
+            has_te=has_te and model.layer_spec != "torch" and not fault,
         )
         for decision in decisions(context):
             found[decision].append(name)

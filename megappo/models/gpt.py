@@ -60,14 +60,16 @@ def build_model(
     Raises:
         ConfigError: the model does not fit the layout.
     """
+    capability = platform.compute_capability()
+    fault = te_fault(architecture, parallel, model.dtype, capability)
     setting = SwitchContext(
         architecture,
         parallel,
         data=groups.layout.data,
         dtype=model.dtype,
         is_trained=trained,
-        on_gpu=platform.has_cuda(),
-        has_te=layer_kind(model.layer_spec, te_fault(architecture, parallel)) == "transformer_engine",
+        capability=capability,
+        has_te=layer_kind(model.layer_spec, fault) == "transformer_engine",
         has_varlen=platform.has_varlen_attn(),
         has_fla=platform.has_fla(),
     )

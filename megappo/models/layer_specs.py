@@ -45,6 +45,11 @@ def layer_kind(wanted: str, fault: str = "") -> str:
     Raises:
         ConfigError: "transformer_engine" is wanted and cannot run here; or it is installed and cannot be imported.
     """
+    if wanted == "transformer_engine" and fault:
+        raise ConfigError(
+            f"model.layer_spec: TransformerEngine does not compute {fault}: set it to auto, which then takes the "
+            "layers of torch"
+        )
     if wanted == "torch" or (wanted == "auto" and (fault or not platform.has_transformer_engine())):
         return "torch"
     if not platform.has_transformer_engine():

@@ -131,6 +131,14 @@ def gpu_bytes() -> int | None:
     return torch.cuda.get_device_properties(device()).total_memory if has_cuda() else None
 
 
+def compute_capability() -> int | None:
+    """Return the compute capability of this process's GPU, times ten; None on a CPU."""
+    if not has_cuda():
+        return None
+    major, minor = torch.cuda.get_device_capability(device())
+    return 10 * major + minor
+
+
 def free_gpu_share() -> float:
     """Return the free share of the memory of this process's GPU."""
     free, total = torch.cuda.mem_get_info(device())

@@ -156,3 +156,9 @@ def test_a_registered_component_counts(plan: Plan, monkeypatch: pytest.MonkeyPat
     (line,) = unfit(done)
     assert "'critic.recompute=full'" in line and "judge" not in line.partition("it would fit with")[2]
     assert all(values.keys() <= {"placement", "actor", "critic", "ref", "rollout"} for values, _ in suggested(done))
+
+
+def test_layers_are_torchs_where_transformer_engine_would_pad_packs(plan: Plan) -> None:
+    done = plan("qwen2.5_7b_gsm8k_8gpu.yaml", "--gpu", "a100")
+    assert [line.split()[1] for line in done.stdout.splitlines() if line.split()[:1] == ["varlen_attn"]] == ["on"]
+    assert "which does not compute attention of packed rows on GPUs of compute capability 8.0" in done.stdout

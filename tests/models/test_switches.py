@@ -12,7 +12,7 @@ from tiny_shapes import PHI3, QWEN2, QWEN3_5, QWEN3_MOE, V3
 
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.parsing import parse
-from megappo.architecture.switches import LAYERS, OWN, REDUCTION, SwitchContext, decide, decisions
+from megappo.architecture.switches import LAYERS, OWN, REDUCTION, SwitchContext, decide, decisions, te_fault
 from megappo.config.schema import Model
 from megappo.config.sections import Parallel
 from megappo.models.megatron_config import transformer_config
@@ -29,7 +29,9 @@ def architecture(**changes: object) -> Architecture:
 
 
 def setting(**changes: object) -> SwitchContext:
-    on_gpu = SwitchContext(architecture(), Parallel(), data=1, dtype="bf16", is_trained=True, on_gpu=True, has_te=True)
+    on_gpu = SwitchContext(
+        architecture(), Parallel(), data=1, dtype="bf16", is_trained=True, capability=90, has_te=True
+    )
     return replace(on_gpu, **changes)
 
 
@@ -79,7 +81,7 @@ TORCH = {"use_te_activation_func", "pinned_copies"}
     ("changes", "on"),
     [
         ({}, ON_GPU),
-        ({"on_gpu": False, "has_te": False}, {"use_te_activation_func"}),
+        ({"capability": None, "has_te": False}, {"use_te_activation_func"}),
         ({"has_te": False}, TORCH | {"varlen_attn"}),
         ({"has_te": False, "has_varlen": False}, TORCH),
         ({"has_te": False, "dtype": "fp32"}, TORCH),
@@ -96,7 +98,7 @@ TORCH = {"use_te_activation_func", "pinned_copies"}
         ({"architecture": LINEAR, "has_fla": True}, ON_GPU | {"delta_rule_kernel"}),
         ({"data": 2}, ON_GPU | {"overlap_grad_reduce"}),
         ({"data": 2, "is_trained": False}, ON_GPU - {"gradient_accumulation_fusion"}),
-        ({"data": 2, "on_gpu": False, "has_te": False}, {"use_te_activation_func"}),
+        ({"data": 2, "capability": None, "has_te": False}, {"use_te_activation_func"}),
         ({"architecture": architecture(**V3)}, (ON_GPU | GROUPED) - {"apply_rope_fusion"}),
         ({"architecture": SCALED_PART}, ON_GPU - {"apply_rope_fusion"}),
         ({"parallel": Parallel(pipeline=2)}, ON_GPU | {"known_shapes"}),
@@ -108,6 +110,35 @@ def test_what_is_on(changes: dict, on: set[str]) -> None:
     reported = {one.name: one for one in decisions(setting(**changes))}
     assert {name for name, one in reported.items() if one.is_on} == on
     assert all(one.reason for one in reported.values())
+
+
+H100, B200 = 90, 100
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "changes", "fault"),
+    [
+        (None, "fp32", {}, ""),
+        (H100, "bf16", {}, ""),
+        (H100, "bf16", {"head_dim": 256}, ""),
+        (H100, "fp32", {}, "attention of packed rows in fp32"),
+        (80, "bf16", {}, "attention of packed rows on GPUs of compute capability 8.0"),
+        (89, "bf16", {}, "attention of packed rows on GPUs of compute capability 8.9"),
+        (120, "bf16", {}, "attention of packed rows on GPUs of compute capability 12.0"),
+        (B200, "bf16", {"head_dim": 128}, ""),
+        (
+            B200,
+            "bf16",
+            {"head_dim": 256},
+            "attention of packed rows with heads of 256 on GPUs of compute capability 10.0",
+        ),
+        (B200, "bf16", V3 | {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}, ""),
+    ],
+)
+def test_where_transformer_engine_has_no_attention_of_packs(
+    capability: int | None, dtype: str, changes: dict, fault: str
+) -> None:
+    assert te_fault(architecture(**changes), Parallel(), dtype, capability) == fault
 
 
 def test_an_absent_kernel_is_reported_with_its_reason() -> None:
