@@ -116,8 +116,7 @@ install_cpu_torch() {
         pip_install --no-deps "torch==$torch" "torchvision==$vision"
     else
         vision=${vision%+cpu}
-        log "pip finds no CPU build of torchvision $vision: taking the one for CUDA, which also works here (your own" \
-            "scripts that import transformers need one more line: docs/troubleshooting.md)"
+        log "pip finds no CPU build of torchvision $vision: taking the one for CUDA, which also works here"
         pip_install --no-deps "torch==$torch" "torchvision===$vision"
     fi
 }
@@ -126,9 +125,18 @@ install_cpu() {
     log "installing about 140 packages for a CPU (1 to 3 minutes; log: $log)"
     { has_torch && ! is_torch_for_cuda; } || install_cpu_torch
     pip_install --no-deps -r requirements.txt -r <(grep -Ev '^(torch|torchvision)==' requirements-cpu.txt) -r requirements-dev.txt
+    install_torchvision_hook
     # Their Python alone, in a folder that no run looks in: tests hold the program against it.
     rm -rf "$venv/contract"
     pip_install --no-deps --target "$venv/contract" -r <(contract)
+}
+
+# Lets every process import a torchvision for CUDA beside a torch for a CPU.
+install_torchvision_hook() {
+    local site
+    site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    cp launch/torchvision_on_cpu.py "$site/"
+    echo "import torchvision_on_cpu" >"$site/torchvision_on_cpu.pth"
 }
 
 # Read without importing torch, which fails where CUDA's libraries lack.
@@ -237,7 +245,7 @@ main() {
     flock 9 || fail "cannot lock this folder"
     [[ $kind == cpu || $kind == gpu ]] || fail "expected cpu or gpu, found '$kind'"
     local wanted
-    wanted="$kind $(cat setup.py requirements.txt requirements-dev.txt "requirements-$kind.txt" <(contract) | sha256sum | cut -d ' ' -f 1)"
+    wanted="$kind $(cat setup.py launch/torchvision_on_cpu.py requirements.txt requirements-dev.txt "requirements-$kind.txt" <(contract) | sha256sum | cut -d ' ' -f 1)"
     [[ $build_te == no ]] && wanted+=" without TransformerEngine"
     [[ -f $stamp && $(<"$stamp") == "$wanted" ]] && return
 

@@ -25,7 +25,6 @@ from megappo.engines.process import Engine
 from megappo.runtime import megatron_patches, megatron_setup, platform
 from megappo.runtime.listening import stay_on_this_node
 from megappo.runtime.machine import visible_devices
-from megappo.runtime.torchvision_on_cpu import define_torchvision_operators
 
 LEAST_OPEN_FILES = 4096
 LEAST_SHARED_GIB = 1
@@ -129,7 +128,6 @@ def engine() -> str:
 
 def _write_model(folder: Path) -> None:
     """Write a random Qwen2 whose heads have a size that SGLang's GPU kernels support."""
-    define_torchvision_operators()
     from transformers import Qwen2Config, Qwen2ForCausalLM
     from transformers.utils import logging
 

@@ -25,16 +25,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from megappo.runtime.heartbeat import heartbeat
 from megappo.runtime.status import STATUS
-from megappo.runtime.torchvision_on_cpu import define_torchvision_operators
 
 if __name__ == "__main__":
     STATUS.start("imports")
-define_torchvision_operators()  # importing a model of transformers needs them
 
-import torch  # noqa: E402
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers  # noqa: E402
-from transformers import AutoTokenizer, GenerationConfig, Qwen2Config, Qwen2ForCausalLM  # noqa: E402
-from transformers.utils import logging  # noqa: E402
+import torch
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+from transformers.utils import logging
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 VOCABULARY = [PAD, EOS, UNKNOWN, *"0123456789+-="]

@@ -16,7 +16,6 @@ from megappo.config.config_error import ConfigError
 from megappo.config.sources import TextFileError
 from megappo.runtime.heartbeat import heartbeat
 from megappo.runtime.machine import usable
-from megappo.runtime.torchvision_on_cpu import define_torchvision_operators
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -46,7 +45,6 @@ def load_tokenizer(folder: str, key: str = "model.path") -> "PreTrainedTokenizer
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     cores = len(usable()) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     os.environ.setdefault("RAYON_NUM_THREADS", str(max(1, cores)))
-    define_torchvision_operators()  # which some tokenizers need, Llama's among them
     try:
         # Not above: the import takes a second, and with torch four.
         from transformers import AutoTokenizer, PreTrainedTokenizerFast

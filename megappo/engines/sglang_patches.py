@@ -19,8 +19,6 @@ from typing import Any, NoReturn
 import torch
 from torch.overrides import TorchFunctionMode
 
-from megappo.runtime.torchvision_on_cpu import define_torchvision_operators
-
 KERNEL_NAMES = (
     "assign_draft_cache_locs_contiguous_cpu",
     "assign_extend_cache_locs_cpu",
@@ -40,15 +38,14 @@ KEYS = ("api_key", "admin_api_key", "ssl_keyfile_password")
 def prepare_import() -> None:
     """Make `import sglang` work on a CPU; do nothing where CUDA is present. Call it before the import.
 
-    SGLang's variable for its CPU mode is public. The package sgl_kernel exists for CUDA only, and PyPI's torchvision
-    does not load beside a torch built for the CPU: neither import can be switched off.
+    SGLang's variable for its CPU mode is public. The package sgl_kernel exists for CUDA only, and its import cannot be
+    switched off.
     """
     if torch.cuda.is_available():
         return
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     if importlib.util.find_spec("sgl_kernel") is None:
         sys.modules["sgl_kernel"] = _kernel_names()
-    define_torchvision_operators()
 
 
 def hide_megatron() -> None:

@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 
 from megappo.runtime import megatron_setup, platform
-from megappo.runtime.torchvision_on_cpu import define_torchvision_operators
 
 FOLDER = Path(sys.prefix) / "contract"
 
@@ -105,7 +104,6 @@ def serve() -> None:
 if __name__ == "__main__":
     install()
     megatron_setup.install()
-    define_torchvision_operators()
     platform.has_transformer_engine = lambda: True
     importlib.import_module("megappo.trainer.main")
     serve()

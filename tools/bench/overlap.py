@@ -20,16 +20,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from megappo.runtime.torchvision_on_cpu import define_torchvision_operators
 
-define_torchvision_operators()
+import yaml
+from child_run import run_child
+from make_quickstart import VOCABULARY, write_tokenizer
+from timed import Row, parser_of, report, write_llama
 
-import yaml  # noqa: E402
-from child_run import run_child  # noqa: E402
-from make_quickstart import VOCABULARY, write_tokenizer  # noqa: E402
-from timed import Row, parser_of, report, write_llama  # noqa: E402
-
-from megappo.observe.metrics_file import read_metrics  # noqa: E402
+from megappo.observe.metrics_file import read_metrics
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]

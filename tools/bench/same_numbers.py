@@ -29,10 +29,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from megappo.runtime import megatron_setup
-from megappo.runtime.torchvision_on_cpu import define_torchvision_operators
 
 megatron_setup.install()
-define_torchvision_operators()
 
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 

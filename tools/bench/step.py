@@ -28,19 +28,16 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from megappo.runtime.torchvision_on_cpu import define_torchvision_operators
 
-define_torchvision_operators()
+import torch
+import yaml
+from child_run import run_child
+from timed import VOCABULARY, Row, on_ranks, parser_of, report, seconds, write_qwen2
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
-import torch  # noqa: E402
-import yaml  # noqa: E402
-from child_run import run_child  # noqa: E402
-from timed import VOCABULARY, Row, on_ranks, parser_of, report, seconds, write_qwen2  # noqa: E402
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers  # noqa: E402
-
-from megappo.architecture.parsing import read_architecture  # noqa: E402
-from megappo.estimate.placed_model import TRAINING, flops_of  # noqa: E402
-from megappo.observe.metrics_file import read_metrics  # noqa: E402
+from megappo.architecture.parsing import read_architecture
+from megappo.estimate.placed_model import TRAINING, flops_of
+from megappo.observe.metrics_file import read_metrics
 
 ROOT = Path(__file__).parents[2]
 RANKS = 2

@@ -23,10 +23,8 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the engine runs on the CPU, as the ra
 import torch
 
 from megappo.runtime import megatron_setup
-from megappo.runtime.torchvision_on_cpu import define_torchvision_operators
 
 megatron_setup.install()
-define_torchvision_operators()
 
 from timed import Row, parser_of, report, seconds, write_llama  # noqa: E402
 

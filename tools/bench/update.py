@@ -39,10 +39,8 @@ import torch
 import torch.distributed as dist
 
 from megappo.runtime import megatron_setup, platform
-from megappo.runtime.torchvision_on_cpu import define_torchvision_operators
 
 megatron_setup.install()
-define_torchvision_operators()
 
 from timed import (  # noqa: E402
     HIDDEN,

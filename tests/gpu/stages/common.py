@@ -26,10 +26,8 @@ if importlib.util.find_spec("tensorboard") is None:  # which no stage writes
     sys.modules["torch.utils.tensorboard"] = SimpleNamespace(SummaryWriter=None)
 
 from megappo.runtime import megatron_setup, platform  # noqa: E402
-from megappo.runtime.torchvision_on_cpu import define_torchvision_operators  # noqa: E402
 
 megatron_setup.install()
-define_torchvision_operators()
 
 from megappo.placement.groups import ComponentGroups, build_groups  # noqa: E402
 from megappo.placement.layout import Layout  # noqa: E402
