@@ -67,6 +67,10 @@ CLONE_THREAD; open with O_TRUNC alone, which Landlock's first version lets; PR_S
 it; folders that their owner could not list; limits of others. F_SETLK, F_SETLKW, F_SETOWN, F_SETSIG, F_SETOWN_EX,
 F_OFD_SETLK, F_OFD_SETLKW, F_SETLEASE, F_NOTIFY, F_SETPIPE_SZ, FIOSETOWN, SIOCSPGRP, FS_IOC_SETFLAGS and
 FS_IOC_FSSETXATTR send signals, lock, watch or change a file that is open to be read, or take memory."""
+STARTS = {"fork", "vfork", "clone", "execve"}
+"""Calls of REFUSED that start a process."""
+GROUPS = "setpgid 109 154, setsid 112 157"
+"""System calls by which a process leaves the group with which it is killed."""
 HIDDEN = "clone3 435 435, openat2 437 437"
 """Their arguments cannot be seen: as they are not there, the older ones are used in their place."""
 ASKED = """
@@ -85,22 +89,36 @@ class Unprotected(Exception):
     """A process cannot be confined here; the message is the reason."""
 
 
-def confine(folder: str, *, memory_bytes: int, cpu_seconds: int, file_bytes: int) -> None:
+def confine(
+    folder: str,
+    *,
+    memory_bytes: int,
+    cpu_seconds: int,
+    file_bytes: int,
+    programs: Sequence[str] = (),
+    readable: Sequence[str] = (),
+) -> None:
     """Confine this process, which has one thread, for the rest of its life.
 
     Args:
         folder: the files that it may read and write; of all others it may read those of READABLE and of Python.
         memory_bytes: its address space.
         file_bytes: of each file that it writes.
+        programs: files that it may execute. With any, it may start processes, which are confined like it and stay in
+            its process group.
+        readable: further paths that it may read.
     Raises:
         Unprotected: the kernel does not let it.
     """
     limit(memory_bytes=memory_bytes, cpu_seconds=cpu_seconds, file_bytes=file_bytes)
     _machine()
     _check(_libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl")
-    _restrict_files(folder)
+    _restrict_files(folder, programs, readable)
     _drop_capabilities()
-    _filter_calls([*OTHER_NUMBERS, *_rules(REFUSED, REFUSE), *_rules(HIDDEN, ABSENT)], 0)
+    refused = REFUSED
+    if programs:
+        refused = ",".join([GROUPS, *(rule for rule in REFUSED.split(",") if rule.split()[0] not in STARTS)])
+    _filter_calls([*OTHER_NUMBERS, *_rules(refused, REFUSE), *_rules(HIDDEN, ABSENT)], 0)
 
 
 def supervise() -> int:
@@ -156,7 +174,7 @@ def limit(*, memory_bytes: int, cpu_seconds: int, file_bytes: int) -> None:
         resource.setrlimit(what, (most, most))
 
 
-def _restrict_files(folder: str) -> None:
+def _restrict_files(folder: str, programs: Sequence[str], readable: Sequence[str]) -> None:
     version = _libc.syscall(LANDLOCK_CREATE, None, 0, 1)
     if version < 1:
         raise Unprotected("the kernel has no Landlock (Linux 5.13 has it, where it is not switched off)")
@@ -164,10 +182,12 @@ def _restrict_files(folder: str) -> None:
     handled = struct.pack("=3Q", rights, 0, SCOPES) if version >= SCOPES_SINCE else struct.pack("=Q", rights)
     rules = _check(_libc.syscall(LANDLOCK_CREATE, handled, len(handled), 0), "landlock_create_ruleset")
     _allow(rules, folder, rights & ~EXECUTE)
-    for path in (*READABLE, sys.prefix, sys.base_prefix):
+    for path in (*READABLE, sys.prefix, sys.base_prefix, *readable):
         if os.path.exists(path):
             _allow(rules, path, READ_FILE | (READ_DIR if os.path.isdir(path) else 0))
     _allow(rules, "/dev/null", READ_FILE | WRITE_FILE)
+    for path in programs:
+        _allow(rules, path, READ_FILE | EXECUTE)
     _check(_libc.syscall(LANDLOCK_RESTRICT, rules, 0), "landlock_restrict_self")
     os.close(rules)
 
