@@ -16,6 +16,8 @@ from megappo.userland.user_code import BadFunction, JsonObject, home, load
 PROMPTS = "prompts"
 """The column with the prompt as the file has it, if the function takes that."""
 BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+UNSCORED: JsonObject = {"score": 0.0, "loss_weight": 0.0, "unscored": 1.0}
+"""The grade of a row that a function does not score."""
 MAX_SHOWN = 200
 """Characters of a signature that are shown."""
 CallMode = Literal["one", "one_async", "list"]
@@ -94,6 +96,7 @@ class Form:
         per_row: it is called with one row, not with lists.
         optional: the columns that it gets without needing them; None: any.
         raw_prompts: see `InputSpec`.
+        scores_some: its functions return None for a row that they do not score.
     """
 
     shown: str
@@ -102,6 +105,7 @@ class Form:
     per_row: bool = False
     optional: tuple[str, ...] | None = None
     raw_prompts: bool = False
+    scores_some: bool = False
 
 
 FORMS = (
@@ -120,6 +124,7 @@ FORMS = (
         "f(prompts, completions, **columns)",
         own={"completions": "completion", "prompts": "raw_prompt"},
         raw_prompts=True,
+        scores_some=True,
     ),
 )
 
@@ -177,10 +182,16 @@ class RewardFunction:
         arguments = {name: values[0] for name, values in lists.items()} if self.form.per_row else lists
         if self.home is not None:
             self.home.enter()
-        return self.function(**arguments, **self.options)
+        return self._scored(self.function(**arguments, **self.options))
 
     async def call_async(self, rows: Sequence[Row]) -> Any:
-        return await self.call(rows)
+        return self._scored(await self.call(rows))
+
+    def _scored(self, returned: Any) -> Any:
+        """Return what the function returned; TRL's form returns None for a row that it does not score."""
+        if not self.form.scores_some or not isinstance(returned, list | tuple):
+            return returned
+        return [UNSCORED if one is None else one for one in returned]
 
     def _gets(self, column: str) -> bool:
         """Return whether it takes a column; rows have those of other functions, too."""

@@ -47,6 +47,7 @@ cd() {  # also into the folders of another machine
     local to=$HOME
     (($#)) && to=${!#}
     builtin cd -- "$to" 2>/dev/null && return
+    OLDPWD=$PWD
     case $to in /* | '~'* | '$'*) PWD=$to ;; *) PWD=$PWD/$to ;; esac
 }
 pushd() { cd "$@"; }
