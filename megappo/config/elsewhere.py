@@ -64,7 +64,7 @@ class System:
 
     Attributes:
         program: regular expression of the word of a command before the settings of its training.
-        aliases: older names of its keys. One that ends with .* stands for all below it.
+        aliases: older names of its keys.
     """
 
     title: str
@@ -75,32 +75,15 @@ class System:
     method: str = "''"
     aliases: Mapping[str, str] = field(default_factory=dict)
 
-    def present_name(self, key: str) -> str:
-        """Return the present name of a key."""
-        old = next((name for name in _names_of(key) if name in self.aliases), key)
-        new = self.aliases.get(old, key)
-        return new.removesuffix(BELOW) + key.removeprefix(old.removesuffix(BELOW)) if BELOW in old else new
-
     def find(self, key: str) -> tuple[str, TheirKey | None]:
         """Return the name under which the table has a key, or one above it with .*, and its row, if any."""
-        found = next(filter(self.rows.__contains__, _names_of(key)), key)
+        sections = list(accumulate(key.split(".")[:-1], "{}.{}".format))
+        names = [key, *(section + BELOW for section in reversed(sections))]
+        found = next(filter(self.rows.__contains__, names), key)
         row = self.rows.get(found)
         if row is not None and row.is_renamed:
             row = replace(row, key=row.key + key.removeprefix(found.removesuffix(BELOW)))
         return found, row
-
-
-def _names_of(key: str) -> list[str]:
-    """Return the names of rows that stand for a key, the closest first."""
-    sections = list(accumulate(key.split(".")[:-1], "{}.{}".format))
-    return [key, *(section + BELOW for section in reversed(sections))]
-
-
-def _keys_of(names: str) -> list[str]:
-    """Return the keys that `a.{b,c}` stands for."""
-    before, brace, rest = names.partition("{")
-    inside, _, after = rest.partition("}")
-    return [key for one in inside.split(",") for key in _keys_of(before + one + after)] if brace else [names]
 
 
 @cache
@@ -108,7 +91,7 @@ def systems() -> dict[str, System]:
     """Return the other systems by the name that `megappo import` takes."""
     table = yaml.safe_load(TABLE.read_text("utf-8"))
     for fields in table.values():
-        rows = [(key, row) for names, row in fields["rows"].items() for key in _keys_of(names)]
+        rows = fields["rows"].items()
         fields["rows"] = {key: TheirKey(row) if isinstance(row, str) else TheirKey(**row) for key, row in rows}
     return {name: System(**fields) for name, fields in table.items()}
 
@@ -120,7 +103,7 @@ def key_advice(key: str, value: Any, sections: Collection[str]) -> tuple[str, st
         sections: our sections. A key in one of them that a system covers by .* alone is more likely misspelt.
     """
     for command, system in systems().items():
-        for name in (key, OLD_PREFIX + key, system.present_name(key)):
+        for name in (key, OLD_PREFIX + key, system.aliases.get(key, key)):
             found, row = system.find(name)
             above = found.removesuffix(BELOW).removeprefix(name.removesuffix(key))
             if row is not None and above not in sections:

@@ -96,7 +96,6 @@ class Form:
         per_row: it is called with one row, not with lists.
         optional: the columns that it gets without needing them; None: any.
         raw_prompts: see `InputSpec`.
-        scores_some: its functions return None for a row that they do not score.
     """
 
     shown: str
@@ -105,7 +104,6 @@ class Form:
     per_row: bool = False
     optional: tuple[str, ...] | None = None
     raw_prompts: bool = False
-    scores_some: bool = False
 
 
 FORMS = (
@@ -124,7 +122,6 @@ FORMS = (
         "f(prompts, completions, **columns)",
         own={"completions": "completion", "prompts": "raw_prompt"},
         raw_prompts=True,
-        scores_some=True,
     ),
 )
 
@@ -189,9 +186,9 @@ class RewardFunction:
 
     def _scored(self, returned: Any) -> Any:
         """Return what the function returned; TRL's form returns None for a row that it does not score."""
-        if not self.form.scores_some or not isinstance(returned, list | tuple):
-            return returned
-        return [UNSCORED if one is None else one for one in returned]
+        if self.form.raw_prompts and isinstance(returned, list):
+            return [UNSCORED if one is None else one for one in returned]
+        return returned
 
     def _gets(self, column: str) -> bool:
         """Return whether it takes a column; rows have those of other functions, too."""

@@ -40,9 +40,9 @@ def read_settings(script: ShellScript, systems: Sequence[System]) -> tuple[Syste
         raise ConfigError(f"{path}: {error}") from error
     commands = script.commands() if path.suffix != ".py" else []
     for system in systems:
-        if trainings := _trainings(commands, system):
+        if trainings := trainings_of(commands, system):
             _check_decided(script, commands, trainings, system)
-            return system, _of_command(trainings[0], system)
+            return system, of_command(trainings[0], system)
     printed = f" (the last line that it prints: {script.last_line})" if script.last_line else ""
     raise ConfigError(
         f"{path}: found no settings of {systems[0].title}{printed}: name the script that starts its training, and "
@@ -76,7 +76,7 @@ def _literal(node: ast.expr, path: Path, imported: dict[str, str]) -> Any:
         return imported.get(name, f"{path}:{name}") if isinstance(node, ast.Name) else f"${name}"
 
 
-def _trainings(commands: Iterable[Command], system: System) -> list[Command]:
+def trainings_of(commands: Iterable[Command], system: System) -> list[Command]:
     """Return the commands that start a system's program, without repetitions."""
     started = {tuple(one.words): one for one in commands if any(re.search(system.program, word) for word in one.words)}
     return list(started.values())
@@ -97,7 +97,7 @@ def _check_decided(
     failing: list[Command] = []
     if others:
         with suppress(ConfigError):  # an endless loop around what fails
-            failing = _trainings(script.commands(status=1), system)
+            failing = trainings_of(script.commands(status=1), system)
     if failing and [one.words for one in failing] != [one.words for one in trainings]:
         names = listed(dict.fromkeys(f"{one.words[0]} (line {one.line})" for one in others))
         raise ConfigError(
@@ -106,7 +106,7 @@ def _check_decided(
         )
 
 
-def _of_command(command: Command, system: System) -> dict[str, Any]:
+def of_command(command: Command, system: System) -> dict[str, Any]:
     """Return the settings behind a system's program, and those of a launcher before it that have a row."""
     words = command.words
     start = next(number for number, word in enumerate(words) if re.search(system.program, word))

@@ -19,7 +19,7 @@ from signal import SIGKILL
 from typing import NamedTuple
 
 from megappo.config.config_error import ConfigError
-from megappo.userland.graders.jail import Unprotected, confine
+from megappo.userland.graders.jail import EXECUTE, READ_DIR, READ_FILE, REFUSED, Unprotected, confine
 
 PREAMBLE = Path(__file__).with_name("bash_preamble.sh")
 TOOLS = (
@@ -29,6 +29,10 @@ TOOLS = (
 """Programs that are started, as scripts call them for their output. The jail keeps them from all else."""
 COMMANDS = ("accelerate", "deepspeed", "nvidia-smi", "ray", "torchrun", "trl")
 """Commands that `command -v` finds, besides TOOLS and Python."""
+STARTS = ("fork", "vfork", "clone", "execve")
+"""System calls of REFUSED that start a process."""
+GROUPS = "setpgid 109 154, setsid 112 157"
+"""System calls by which a process leaves the group with which it is killed."""
 LOADERS = "/lib*/ld-*.so*"
 MEMORY_BYTES, FILE_BYTES = 2**30, 2**20
 MAX_SECONDS = 10
@@ -63,8 +67,8 @@ class ShellScript:
     """
 
     path: Path
-    arguments: Sequence[str]
-    variables: dict[str, str]
+    arguments: Sequence[str] = ()
+    variables: dict[str, str] = field(default_factory=dict)
     is_protected: bool = True
     last_line: str = ""
     _places: set[str] = field(default_factory=set)
@@ -127,7 +131,10 @@ class ShellScript:
             printed = self._printed(folder, [*programs, sys.executable, *glob(LOADERS)], environment, record.fileno())
             record.seek(0)
             fields = record.read().decode(errors="replace").replace(room, str(Path.cwd())).split("\0")
-            commands = list(_commands(fields))
+            try:
+                commands = list(_commands(fields))
+            except (ValueError, RuntimeError) as error:
+                raise ConfigError(f"{self.path}: writes into the record of its commands: remove that") from error
         problems = [(int(one[1]), one[2]) for one in map(_PROBLEM.fullmatch, printed) if one]
         self.last_line = next(filter(None, reversed(printed)), "")
         return commands, list(dict.fromkeys(problems))
@@ -139,7 +146,7 @@ class ShellScript:
         if place.is_relative_to(Path.cwd()):
             place = Path(room, place.relative_to(Path.cwd()))
         programs = [os.path.realpath(place) for place in programs]
-        readable = [folder, str(PREAMBLE), str(self.path.resolve().parent), str(Path.cwd())]
+        readable = [folder, str(PREAMBLE.parent), str(self.path.resolve().parent), str(Path.cwd())]
         with open(f"{folder}/printed", "w+b") as printed:
             try:
                 process = subprocess.Popen(
@@ -183,10 +190,18 @@ class ShellScript:
                     raise ConfigError(f"{self.path}: {reason}: shorten it to what starts the training")
 
 
-def _confine(room: str, programs: Sequence[str], readable: Sequence[str]) -> None:
-    limits = {"memory_bytes": MEMORY_BYTES, "cpu_seconds": MAX_SECONDS, "file_bytes": FILE_BYTES}
+def _confine(room: str, programs: Sequence[str], folders: Sequence[str]) -> None:
+    """Confine this process and those that it starts."""
+    refused = [rule for rule in REFUSED.split(",") if rule.split()[0] not in STARTS]
     try:
-        confine(room, **limits, programs=programs, readable=readable)
+        confine(
+            room,
+            memory_bytes=MEMORY_BYTES,
+            cpu_seconds=MAX_SECONDS,
+            file_bytes=FILE_BYTES,
+            refused=",".join([GROUPS, *refused]),
+            files=dict.fromkeys(programs, READ_FILE | EXECUTE) | dict.fromkeys(folders, READ_FILE | READ_DIR),
+        )
     except Unprotected as error:
         os.write(2, str(error).encode())
         raise
@@ -211,7 +226,11 @@ def _num_processes(group: int) -> int:
 
 
 def _commands(fields: list[str]) -> Iterator[Command]:
-    """Yield the commands of a record: for each the number of its words, its line, and the words."""
+    """Yield the commands of a record: for each the number of its words, its line, and the words.
+
+    Raises:
+        ValueError, RuntimeError: it is none.
+    """
     rest = iter(fields[:-1])
     for count in rest:
         yield Command(int(next(rest)), list(islice(rest, int(count))))

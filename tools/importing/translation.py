@@ -33,7 +33,7 @@ class Translation:
 
     def __init__(self, system: System, settings: Mapping[str, Any]):
         self.system = system
-        self.theirs = {system.present_name(key): value for key, value in settings.items()}
+        self.theirs = {system.aliases.get(key, key): value for key, value in settings.items()}
         self.values: dict[str, Any] = {}
         self.origins: defaultdict[str, list[str]] = defaultdict(list)
         self.missing: defaultdict[str, list[str]] = defaultdict(list)
@@ -119,7 +119,8 @@ class Translation:
             elif not row.missing and self.origins[row.key]:
                 self.unneeded[f"{row.key} is {', '.join(self.origins[row.key])}"].append(setting)
             else:
-                self.missing[row.missing or f"set {row.key}"].append(setting)
+                condition = f" ({row.computed})" if row.computed else ""
+                self.missing[row.missing or f"set {row.key}{condition}"].append(setting)
         if not self.values.keys() & {"reward.function", "reward_model.model_path", "trainer.kind"}:
             self.missing["name one for these data"].append("reward.function")
 

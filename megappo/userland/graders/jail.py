@@ -12,8 +12,9 @@ import platform
 import resource
 import struct
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from types import MappingProxyType
 
 PR_SET_NO_NEW_PRIVS = 38
 SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_NEW_LISTENER = 1, 8
@@ -67,10 +68,6 @@ CLONE_THREAD; open with O_TRUNC alone, which Landlock's first version lets; PR_S
 it; folders that their owner could not list; limits of others. F_SETLK, F_SETLKW, F_SETOWN, F_SETSIG, F_SETOWN_EX,
 F_OFD_SETLK, F_OFD_SETLKW, F_SETLEASE, F_NOTIFY, F_SETPIPE_SZ, FIOSETOWN, SIOCSPGRP, FS_IOC_SETFLAGS and
 FS_IOC_FSSETXATTR send signals, lock, watch or change a file that is open to be read, or take memory."""
-STARTS = {"fork", "vfork", "clone", "execve"}
-"""Calls of REFUSED that start a process."""
-GROUPS = "setpgid 109 154, setsid 112 157"
-"""System calls by which a process leaves the group with which it is killed."""
 HIDDEN = "clone3 435 435, openat2 437 437"
 """Their arguments cannot be seen: as they are not there, the older ones are used in their place."""
 ASKED = """
@@ -95,8 +92,8 @@ def confine(
     memory_bytes: int,
     cpu_seconds: int,
     file_bytes: int,
-    programs: Sequence[str] = (),
-    readable: Sequence[str] = (),
+    refused: str = REFUSED,
+    files: Mapping[str, int] = MappingProxyType({}),
 ) -> None:
     """Confine this process, which has one thread, for the rest of its life.
 
@@ -104,20 +101,16 @@ def confine(
         folder: the files that it may read and write; of all others it may read those of READABLE and of Python.
         memory_bytes: its address space.
         file_bytes: of each file that it writes.
-        programs: files that it may execute. With any, it may start processes, which are confined like it and stay in
-            its process group.
-        readable: further paths that it may read.
+        refused: system calls.
+        files: further paths -> what it may do with them: READ_FILE, READ_DIR, EXECUTE.
     Raises:
         Unprotected: the kernel does not let it.
     """
     limit(memory_bytes=memory_bytes, cpu_seconds=cpu_seconds, file_bytes=file_bytes)
     _machine()
     _check(_libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl")
-    _restrict_files(folder, programs, readable)
+    _restrict_files(folder, files)
     _drop_capabilities()
-    refused = REFUSED
-    if programs:
-        refused = ",".join([GROUPS, *(rule for rule in REFUSED.split(",") if rule.split()[0] not in STARTS)])
     _filter_calls([*OTHER_NUMBERS, *_rules(refused, REFUSE), *_rules(HIDDEN, ABSENT)], 0)
 
 
@@ -174,7 +167,7 @@ def limit(*, memory_bytes: int, cpu_seconds: int, file_bytes: int) -> None:
         resource.setrlimit(what, (most, most))
 
 
-def _restrict_files(folder: str, programs: Sequence[str], readable: Sequence[str]) -> None:
+def _restrict_files(folder: str, files: Mapping[str, int]) -> None:
     version = _libc.syscall(LANDLOCK_CREATE, None, 0, 1)
     if version < 1:
         raise Unprotected("the kernel has no Landlock (Linux 5.13 has it, where it is not switched off)")
@@ -182,12 +175,11 @@ def _restrict_files(folder: str, programs: Sequence[str], readable: Sequence[str
     handled = struct.pack("=3Q", rights, 0, SCOPES) if version >= SCOPES_SINCE else struct.pack("=Q", rights)
     rules = _check(_libc.syscall(LANDLOCK_CREATE, handled, len(handled), 0), "landlock_create_ruleset")
     _allow(rules, folder, rights & ~EXECUTE)
-    for path in (*READABLE, sys.prefix, sys.base_prefix, *readable):
+    for path in (*READABLE, sys.prefix, sys.base_prefix):
         if os.path.exists(path):
             _allow(rules, path, READ_FILE | (READ_DIR if os.path.isdir(path) else 0))
-    _allow(rules, "/dev/null", READ_FILE | WRITE_FILE)
-    for path in programs:
-        _allow(rules, path, READ_FILE | EXECUTE)
+    for path, allowed in {"/dev/null": READ_FILE | WRITE_FILE, **files}.items():
+        _allow(rules, path, allowed)
     _check(_libc.syscall(LANDLOCK_RESTRICT, rules, 0), "landlock_restrict_self")
     os.close(rules)
 
