@@ -31,6 +31,7 @@ setup(
         "megappo.architecture": ["shapes/*/config.json"],
         "megappo.config": ["*.yaml"],
         "megappo.observe": ["page/*"],
+        "megappo_tools.importing": ["*.sh"],
     },
     entry_points={"console_scripts": ["megappo = megappo.cli:main"]},
     install_requires=pins("requirements.txt"),

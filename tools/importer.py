@@ -1,12 +1,15 @@
 """Translate a training script of verl, TRL or OpenRLHF into a config.
 
-    megappo import {verl,trl,openrlhf} SCRIPT [--output CONFIG]
+    megappo import {verl,trl,openrlhf} SCRIPT [NAME=VALUE ...] [ARGUMENT ...] [--output CONFIG]
 
-The script is read, never run. Variables that it sets are followed. The config's comments name the settings without a
-counterpart; `megappo plan` checks the result. Exits with 2 if the script holds no settings.
+Bash runs a shell script in a jail: without network, with an empty folder to write into, and with no program besides a
+few for texts. Training, and every other command, is recorded and not started. A Python file is only read. The config's
+comments name the settings without a counterpart; `megappo plan` checks the result. Exits with 2 if the script holds no
+settings.
 """
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,21 +19,30 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from megappo.config.config_error import ConfigError, counted
 from megappo.config.elsewhere import systems
 from megappo_tools.importing.script_settings import read_settings
+from megappo_tools.importing.shell_commands import ShellScript
 from megappo_tools.importing.translation import Translation, as_yaml
+
+VARIABLE = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the config; return the process's exit code."""
     parser = argparse.ArgumentParser("megappo import", description=__doc__.partition("\n")[0] if __doc__ else "")
-    parser.add_argument("system", choices=systems())
+    parser.add_argument("system", choices=[name for name in systems() if "_" not in name])
     parser.add_argument("script", type=Path, metavar="SCRIPT", help="shell script; for trl, a Python file, too")
+    parser.add_argument("words", nargs="*", metavar="NAME=VALUE", help="variables of the script, and its arguments")
     parser.add_argument("--output", type=Path, metavar="CONFIG", help="file to write (default: standard output)")
-    args = parser.parse_args(arguments)
-    system = systems()[args.system]
+    parser.add_argument("--unprotected", action="store_true", help="without the jail, which some kernels lack")
+    args = parser.parse_intermixed_args(arguments)
+    variables = {match[1]: match[2] for word in args.words if (match := VARIABLE.fullmatch(word))}
+    others = [word for word in args.words if not VARIABLE.fullmatch(word)]
+    candidates = [system for name, system in systems().items() if name.partition("_")[0] == args.system]
     try:
         if args.output and args.output.exists():
             raise ConfigError(f"--output {args.output}: it exists already: name another file")
-        translation = Translation(system, read_settings(args.script, system))
+        script = ShellScript(args.script, others, variables, is_protected=not args.unprotected)
+        system, settings = read_settings(script, candidates)
+        translation = Translation(system, settings)
     except ConfigError as error:
         print(error.report(0), file=sys.stderr)
         return error.exit_code

@@ -167,7 +167,8 @@ def _together(grades: Sequence[Grade], names: Sequence[str], counts: Counter[str
     for function, grade in zip(names, grades, strict=True):
         for name, part in grade.parts.items():
             parts[name if counts[name] == 1 else f"{function}/{name}"] = part
-    weights = [grade.loss_weight for grade in grades if grade.loss_weight is not None]
+    scored = [grade for grade in grades if "unscored" not in grade.parts] or grades
+    weights = [grade.loss_weight for grade in scored if grade.loss_weight is not None]
     steps = [of_score for grade in grades for of_score in grade.steps or [()] * len(grade.scores)]
     return Grade(
         scores=[score for grade in grades for score in grade.scores],

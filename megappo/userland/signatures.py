@@ -16,6 +16,8 @@ from megappo.userland.user_code import BadFunction, JsonObject, home, load
 PROMPTS = "prompts"
 """The column with the prompt as the file has it, if the function takes that."""
 BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+UNSCORED: JsonObject = {"score": 0.0, "loss_weight": 0.0, "unscored": 1.0}
+"""The grade of a row that a function does not score."""
 MAX_SHOWN = 200
 """Characters of a signature that are shown."""
 CallMode = Literal["one", "one_async", "list"]
@@ -177,10 +179,16 @@ class RewardFunction:
         arguments = {name: values[0] for name, values in lists.items()} if self.form.per_row else lists
         if self.home is not None:
             self.home.enter()
-        return self.function(**arguments, **self.options)
+        return self._scored(self.function(**arguments, **self.options))
 
     async def call_async(self, rows: Sequence[Row]) -> Any:
-        return await self.call(rows)
+        return self._scored(await self.call(rows))
+
+    def _scored(self, returned: Any) -> Any:
+        """Return what the function returned; TRL's form returns None for a row that it does not score."""
+        if self.form.raw_prompts and isinstance(returned, list):
+            return [UNSCORED if one is None else one for one in returned]
+        return returned
 
     def _gets(self, column: str) -> bool:
         """Return whether it takes a column; rows have those of other functions, too."""

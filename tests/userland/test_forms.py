@@ -11,6 +11,7 @@ from verl_style import CHAT_TEMPLATE, record, write_compute_score, write_gsm8k
 from megappo.config.schema import Data
 from megappo.data.prompts import Prompt, PromptDataset
 from megappo.data.tokenizer import load_tokenizer
+from megappo.userland.grades import combined
 from megappo.userland.rewards import RewardError, RewardPool, load_reward
 from megappo.userland.signatures import InputSpec
 
@@ -96,6 +97,19 @@ def test_trls_form_need_not_take_prompts(tmp_path: Path):
     body = "def f(completions, level):\n    return [len(c[0]['content']) * n for c, n in zip(completions, level)]\n"
     with load(tmp_path, body) as pool:
         assert score(pool, [{**row, "prompts": CHAT} for row in COLUMNS]) == [2.0, 4.0, 6.0]
+
+
+def test_none_from_trls_form_leaves_a_row_out(tmp_path: Path):
+    """As in TRL, where nansum adds the functions up; a row that no function scores has no loss."""
+    body = "def f(completions, level):\n    return [None, 2.0, None]\n"
+    columns = [{**row, "prompts": "p"} for row in COLUMNS]
+    with load(tmp_path, body) as pool:
+        grades = pool.score(rows_of(["p0", "p1", "p2"], ["r0", "r1", "r2"], [0, 1, 2], columns))
+    assert [(one.scores, one.loss_weight) for one in grades] == [([0.0], 0.0), ([2.0], None), ([0.0], 0.0)]
+    assert [one.parts.get("unscored") for one in grades] == [1.0, None, 1.0]
+    unscored, scored = grades[0], grades[1]
+    both = combined([[unscored, scored], [unscored, unscored]], ["f", "g"])
+    assert [(sum(one.scores), one.loss_weight) for one in both] == [(2.0, None), (0.0, 0.0)]
 
 
 def test_verls_form_is_called_for_each_row_and_of_a_dictionary_the_score_counts(tmp_path: Path):

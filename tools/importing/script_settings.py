@@ -1,58 +1,53 @@
-"""Settings that a training script of another system passes on, read without running it: of a shell script, or of a
-Python file with TRL's config classes."""
+"""Settings that a training script of another system passes on: of a shell script, or of a Python file with TRL's config
+classes."""
 
 import ast
 import re
-import shlex
-from collections.abc import Iterable, Iterator
-from itertools import chain, takewhile
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from string import Template
 from typing import Any
 
 import yaml
-from jinja2 import StrictUndefined, TemplateError
-from jinja2.sandbox import SandboxedEnvironment
 
-from megappo.config.config_error import ConfigError
+from megappo.config.config_error import ConfigError, listed
 from megappo.config.elsewhere import System
 from megappo.config.sources import LARGEST_FILE, TextFileError, read_text
+from megappo_tools.importing.shell_commands import Command, ShellScript
 
-_IN_PARENTHESES = r"(?:[^()]|\((?:[^()]|\([^()]*\))*\))*"
-_TEXT = r"""(?:\\.|"(?:\\.|[^"\\])*"|'[^']*'|.)"""
-_PREFIX = r"^[ \t]*(?:export[ \t]+)?(?:\w+=[\w./:,-]*[ \t]+(?=\S))*"
-_STATEMENT = re.compile(rf"{_PREFIX}(?:(\w+)=(?:\(({_IN_PARENTHESES})\)|({_TEXT}*))|({_TEXT}+))$", re.MULTILINE)
-_COMMENT = re.compile(r"(?:^|(?<=\s))#.*$", re.MULTILINE)
-_ARITHMETIC = re.compile(rf"\$\(\(({_IN_PARENTHESES})\)\)")
-_COMMAND = re.compile(r"\$\([^()]*\)|`[^`]*`")
-_DEFAULT = re.compile(r"\$\{(\w+):?-((?:[^{}]|\$\{\w+\})*)\}")
-_ARRAY = re.compile(r'("?)\$\{(\w+)\[@\]\}\1')
-_SETTING = re.compile(r"(?:--(?=[A-Za-z])|\+*(?=[\w.-]+\.[\w-]+=))([\w.-]+)(?:=(.*))?", re.DOTALL)
-_NO_ARGUMENT = re.compile(r"[|&;]+|[\d&]?>.*|\$[@*]")
-"""Words that end a command, or stand for the script's own arguments."""
-DEEPEST = 20
-"""Variables within variables that are followed."""
+_FLAG = re.compile(r"--([A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
+_OVERRIDE = re.compile(r"\+*([~\w.@/-]+)=(.*)", re.DOTALL)
 TRL_CLASSES = ("GRPOConfig", "PPOConfig", "RLOOConfig", "GRPOTrainer", "PPOTrainer", "RLOOTrainer", "LoraConfig")
 PROGRAM = "program"
 """Setting with the script or the trainer's class that a system starts, where it has a row."""
 
 
-def read_settings(path: Path, system: System) -> dict[str, Any]:
-    """Return the settings in a script of a system, by its keys, with values as YAML reads them.
+def read_settings(script: ShellScript, systems: Sequence[System]) -> tuple[System, dict[str, Any]]:
+    """Return the first of some systems whose program a script starts, and its settings, by that system's keys, with
+    values as YAML reads them.
 
-    What the script does not set by itself stays as `$NAME` in a value, and the output of a command as `$OUTPUT`.
+    A variable that the script misses stays as `$NAME` in a value, and the output of a command as `$(COMMAND)`.
 
     Raises:
-        ConfigError: the script cannot be read, or holds none.
+        ConfigError: the script cannot be read, or starts no training, or several.
     """
+    path = script.path
     try:
         text = read_text(path, LARGEST_FILE)
-        settings = _of_python(text, path) if path.suffix == ".py" else _of_shell(text, system)
+        if path.suffix == ".py" and (settings := _of_python(text, path)):
+            return systems[0], settings
     except (TextFileError, SyntaxError) as error:
         raise ConfigError(f"{path}: {error}") from error
-    if not settings:
-        raise ConfigError(f"{path}: found no settings of {system.title}: name the script that starts its training")
-    return settings
+    commands = script.commands() if path.suffix != ".py" else []
+    for system in systems:
+        if trainings := trainings_of(commands, system):
+            _check_decided(script, commands, trainings, system)
+            return system, of_command(trainings[0], system)
+    printed = f" (the last line that it prints: {script.last_line})" if script.last_line else ""
+    raise ConfigError(
+        f"{path}: found no settings of {systems[0].title}{printed}: name the script that starts its training, and "
+        "behind it the script's arguments and variables (NAME=VALUE)"
+    )
 
 
 def _of_python(text: str, path: Path) -> dict[str, Any]:
@@ -81,27 +76,60 @@ def _literal(node: ast.expr, path: Path, imported: dict[str, str]) -> Any:
         return imported.get(name, f"{path}:{name}") if isinstance(node, ast.Name) else f"${name}"
 
 
-def _of_shell(text: str, system: System) -> dict[str, Any]:
+def trainings_of(commands: Iterable[Command], system: System) -> list[Command]:
+    """Return the commands that start a system's program, without repetitions."""
+    started = {tuple(one.words): one for one in commands if any(re.search(system.program, word) for word in one.words)}
+    return list(started.values())
+
+
+def _check_decided(
+    script: ShellScript, commands: Sequence[Command], trainings: Sequence[Command], system: System
+) -> None:
+    """Check that a script starts one training, whatever the commands beside it return.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if len(trainings) > 1:
+        lines = ", ".join(str(one.line) for one in trainings)
+        raise ConfigError(f"{script.path}: starts {len(trainings)} trainings that differ (lines {lines}): leave one")
+    others = [one for one in commands if one.words != trainings[0].words]
+    failing: list[Command] = []
+    if others:
+        with suppress(ConfigError):  # an endless loop around what fails
+            failing = trainings_of(script.commands(status=1), system)
+    if failing and [one.words for one in failing] != [one.words for one in trainings]:
+        names = listed(dict.fromkeys(f"{one.words[0]} (line {one.line})" for one in others))
+        raise ConfigError(
+            f"{script.path}: the settings depend on whether a command succeeds that is not run, one of {names}: "
+            "leave the branch that holds"
+        )
+
+
+def of_command(command: Command, system: System) -> dict[str, Any]:
     """Return the settings behind a system's program, and those of a launcher before it that have a row."""
-    settings: dict[str, Any] = {}
-    for words in _commands(text, system):
-        start = next((number for number, word in enumerate(words) if re.search(system.program, word)), None)
-        if start is not None:
-            launcher = _settings(words[:start])
-            settings |= {key: value for key, value in launcher.items() if key in system.rows}
-            settings |= {PROGRAM: words[start]} if PROGRAM in system.rows else {}
-            settings |= _settings(takewhile(lambda word: not _NO_ARGUMENT.fullmatch(word), words[start + 1 :]))
-    return settings
+    words = command.words
+    start = next(number for number, word in enumerate(words) if re.search(system.program, word))
+    launcher = _settings(words[:start], system)
+    settings = {key: value for key, value in launcher.items() if key in system.rows}
+    settings |= {PROGRAM: words[start]} if PROGRAM in system.rows else {}
+    return settings | _settings(words[start + 1 :], system)
 
 
-def _settings(words: Iterable[str]) -> dict[str, Any]:
-    """Return settings of the form `--key value ...`, `--key=value`, `a.key=value`, or `--key`, which is true."""
+def _settings(words: Iterable[str], system: System) -> dict[str, Any]:
+    """Return settings of the form `--key value ...`, `--key=value`, `key=value`, or `--key`, which is true."""
     found: dict[str, list[Any]] = {}
-    values: list[Any] = []
+    values: list[Any] | None = None
     for word in words:
-        if match := _SETTING.fullmatch(word):
-            values = []
-            found[match[1]] = values if match[2] is None else [_value(match[2])]
+        match = _FLAG.fullmatch(word)
+        if not match and (override := _OVERRIDE.fullmatch(word)):
+            is_value = values is not None and "." not in override[1] and override[1] not in system.rows
+            match = None if is_value else override
+        if match:
+            values = [] if match[2] is None else None
+            found[match[1]] = [_value(match[2])] if values is None else values
+        elif values is None:
+            found[word] = []
         else:
             values.append(_value(word.rstrip(",")))
     return {key: values if len(values) > 1 else next(iter(values), True) for key, values in found.items()}
@@ -113,46 +141,3 @@ def _value(text: str) -> Any:
         return float(value) if isinstance(value, str) else value  # 1e-6 is a text to YAML
     except (yaml.YAMLError, ValueError):
         return None if text == "None" else text
-
-
-def _commands(text: str, system: System) -> Iterator[list[str]]:
-    """Yield the words of each command of a shell script, with the variables that it sets before them."""
-    variables = {"HOME": "~", "PWD": "."}
-    for name, array, value, command in _STATEMENT.findall(_COMMENT.sub("", text.replace("\\\n", " "))):
-        try:
-            words = shlex.split(_expanded(value or command, variables))
-        except ValueError:  # a quotation over several lines
-            continue
-        if name:
-            variables[name] = _expanded(" ".join(array.split()) or " ".join(words), variables)
-        else:
-            yield list(chain.from_iterable(_unquoted(word, system) for word in words))
-
-
-def _unquoted(word: str, system: System) -> list[str]:
-    """Return the words of a command line that is one word, as behind `bash -c`, if it starts the program."""
-    try:
-        words = shlex.split(word) if " " in word else []
-    except ValueError:  # a quote that is text
-        return [word]
-    return words if any(re.search(system.program, part) for part in words) else [word]
-
-
-def _expanded(text: str, variables: dict[str, str]) -> str:
-    """Return a text with the values of its variables and its arithmetic."""
-    text = _ARRAY.sub(r"${\2}", text)
-    for _ in range(DEEPEST):
-        defaults = dict(_DEFAULT.findall(text))
-        text = _DEFAULT.sub(r"${\1}", _COMMAND.sub("$OUTPUT", text.replace("$(pwd)", "$PWD")))
-        text = Template(text).safe_substitute(defaults | variables)
-    return _ARITHMETIC.sub(lambda match: _number(match, variables), text)
-
-
-def _number(match: re.Match[str], variables: dict[str, str]) -> str:
-    """Return the value of `$((a * b))`, in which names are variables; the text as it is if it has none."""
-    numbers = {name: _value(text) for name, text in variables.items()}
-    environment = SandboxedEnvironment(undefined=StrictUndefined)
-    try:
-        return str(environment.compile_expression(match[1].replace("/", "//"), undefined_to_none=False)(numbers))
-    except (TemplateError, ArithmeticError, TypeError):
-        return match[0]

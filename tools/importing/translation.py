@@ -119,8 +119,9 @@ class Translation:
             elif not row.missing and self.origins[row.key]:
                 self.unneeded[f"{row.key} is {', '.join(self.origins[row.key])}"].append(setting)
             else:
-                self.missing[row.missing or f"set {row.key}"].append(setting)
-        if not self.values.keys() & {"reward.function", "reward_model.model_path"}:
+                condition = f" ({row.computed})" if row.computed else ""
+                self.missing[row.missing or f"set {row.key}{condition}"].append(setting)
+        if not self.values.keys() & {"reward.function", "reward_model.model_path", "trainer.kind"}:
             self.missing["name one for these data"].append("reward.function")
 
 

@@ -12,8 +12,9 @@ import platform
 import resource
 import struct
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from types import MappingProxyType
 
 PR_SET_NO_NEW_PRIVS = 38
 SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_NEW_LISTENER = 1, 8
@@ -85,22 +86,32 @@ class Unprotected(Exception):
     """A process cannot be confined here; the message is the reason."""
 
 
-def confine(folder: str, *, memory_bytes: int, cpu_seconds: int, file_bytes: int) -> None:
+def confine(
+    folder: str,
+    *,
+    memory_bytes: int,
+    cpu_seconds: int,
+    file_bytes: int,
+    refused: str = REFUSED,
+    files: Mapping[str, int] = MappingProxyType({}),
+) -> None:
     """Confine this process, which has one thread, for the rest of its life.
 
     Args:
         folder: the files that it may read and write; of all others it may read those of READABLE and of Python.
         memory_bytes: its address space.
         file_bytes: of each file that it writes.
+        refused: system calls.
+        files: further paths -> what it may do with them: READ_FILE, READ_DIR, EXECUTE.
     Raises:
         Unprotected: the kernel does not let it.
     """
     limit(memory_bytes=memory_bytes, cpu_seconds=cpu_seconds, file_bytes=file_bytes)
     _machine()
     _check(_libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl")
-    _restrict_files(folder)
+    _restrict_files(folder, files)
     _drop_capabilities()
-    _filter_calls([*OTHER_NUMBERS, *_rules(REFUSED, REFUSE), *_rules(HIDDEN, ABSENT)], 0)
+    _filter_calls([*OTHER_NUMBERS, *_rules(refused, REFUSE), *_rules(HIDDEN, ABSENT)], 0)
 
 
 def supervise() -> int:
@@ -156,7 +167,7 @@ def limit(*, memory_bytes: int, cpu_seconds: int, file_bytes: int) -> None:
         resource.setrlimit(what, (most, most))
 
 
-def _restrict_files(folder: str) -> None:
+def _restrict_files(folder: str, files: Mapping[str, int]) -> None:
     version = _libc.syscall(LANDLOCK_CREATE, None, 0, 1)
     if version < 1:
         raise Unprotected("the kernel has no Landlock (Linux 5.13 has it, where it is not switched off)")
@@ -167,7 +178,8 @@ def _restrict_files(folder: str) -> None:
     for path in (*READABLE, sys.prefix, sys.base_prefix):
         if os.path.exists(path):
             _allow(rules, path, READ_FILE | (READ_DIR if os.path.isdir(path) else 0))
-    _allow(rules, "/dev/null", READ_FILE | WRITE_FILE)
+    for path, allowed in {"/dev/null": READ_FILE | WRITE_FILE, **files}.items():
+        _allow(rules, path, allowed)
     _check(_libc.syscall(LANDLOCK_RESTRICT, rules, 0), "landlock_restrict_self")
     os.close(rules)
 

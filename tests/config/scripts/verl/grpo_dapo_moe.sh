@@ -43,4 +43,4 @@ python3 -m verl.trainer.main_ppo --config-path=config \
     +reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor=1.0 \
     trainer.logger=['console','tensorboard'] \
     trainer.default_local_dir="${SCRIPT_DIR}/run" \
-    trainer.nnodes="${NNODES}" trainer.n_gpus_per_node=8 trainer.val_before_train=False trainer.total_epochs=10
+    trainer.nnodes="${NNODES}" trainer.n_gpus_per_node=8 trainer.val_before_train=False trainer.total_epochs=10 "$@"
