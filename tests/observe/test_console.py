@@ -59,6 +59,12 @@ def test_wide_numbers_are_in_scientific_form():
     assert {format_number(value, ".3f"): value for value in values.values()}.keys() == values.keys()
 
 
+def test_scores_have_four_digits_at_most(tmp_path):
+    scores = {1: 0.25, 2: 1234.5678, 3: 12.3456, 4: -98765.4, 5: 1e9}
+    _, *rows = printed(tmp_path, {step: {"reward/score/mean": score} for step, score in scores.items()})
+    assert [row.split()[1] for row in rows] == ["0.250", "1235", "12.35", "-9.9e+04", "1e+09"]
+
+
 def test_the_remaining_time_does_not_jump_after_an_evaluation():
     """100 steps of 2 s, an evaluation of 30 s after every 10th and a save of 4 s before every 21st."""
     remaining = RemainingTime(100, {"evaluate": 10, "save": 20})
@@ -95,6 +101,12 @@ def test_samples_share_lines_where_they_fit_and_cannot_break_the_terminal():
     lines = format_samples([short[0], long]).splitlines()
     assert len(lines) == 4 and max(map(len, lines)) <= LINE_CHARACTERS
     assert lines[2].startswith("  -> xxx") and lines[2].endswith("xso: 4") and lines[3] == "  (score 1.0)"
+
+
+def test_messages_cannot_command_the_terminal(tmp_path):
+    out = io.StringIO()
+    Console(out).text("WARNING: the logger \x1b[2Jx failed\nagain\r")
+    assert out.getvalue() == "WARNING: the logger \\x1b[2Jx failed\nagain\\r\n"
 
 
 def test_the_first_samples_of_an_evaluation_are_printed_once_and_again_if_they_change(tmp_path):
