@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from megappo.config.config_error import escaped
 from megappo.config.trainer_section import CONSOLE_FIELDS, EVAL_INTERVAL
+from megappo.errors import escaped_lines
 from megappo.observe.health import PREFIX, RULES, Finding
 from megappo.observe.loggers import Logger, RunInfo
 from megappo.observe.samples import format_samples
@@ -203,7 +203,7 @@ class Console(Logger):
 
     def text(self, text: str) -> None:
         """Print a text of any number of lines, with what a terminal would take for commands escaped."""
-        STATUS.print("\n".join(map(escaped, text.split("\n"))), self._out)
+        STATUS.print(escaped_lines(text), self._out)
 
     def _line(self, step: str, *cells: str) -> None:
         padded = [cell.rjust(COLUMN_WIDTH) for cell in cells]
