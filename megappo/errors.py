@@ -22,7 +22,18 @@ class ActionableError(Exception):
 
     def report(self, rank: int) -> str:
         """Return the lines to print when the error ends this rank of a run."""
-        return f"error (rank {rank}): {self}"
+        return f"error (rank {rank}): {escaped_lines(str(self))}"
+
+
+def escaped(text: str) -> str:
+    """Return the text with its unprintable characters escaped, so that no text of a model, a file or a server commands
+    the terminal."""
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
+
+
+def escaped_lines(text: str) -> str:
+    """Return the text with its unprintable characters escaped, except for line breaks."""
+    return "\n".join(map(escaped, text.split("\n")))
 
 
 def own_command(name: str) -> str:

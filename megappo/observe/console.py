@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from megappo.config.trainer_section import CONSOLE_FIELDS, EVAL_INTERVAL
+from megappo.errors import escaped_lines
 from megappo.observe.health import PREFIX, RULES, Finding
 from megappo.observe.loggers import Logger, RunInfo
 from megappo.observe.samples import format_samples
-from megappo.runtime.status import STATUS, format_seconds
+from megappo.runtime.status import STATUS, format_score, format_seconds
 
 HEADER_INTERVAL = 64
 ETA_STEPS = 10
@@ -33,17 +34,19 @@ def held_out_score(metrics: Mapping[str, float | None], metric: str = "score/mea
 
 
 class Column(NamedTuple):
-    """A column of the lines: the metric that it shows, and its format."""
+    """A column of the lines: the metric that it shows, and its format, or SCORE."""
 
     metric: str
     number_format: str
 
 
+SCORE = "score"
+"""The format of a score, which has any size."""
 HELD_OUT = "val"
 KL_PENALTY = "reward/kl_penalty/mean"
 COLUMNS = {
-    "reward": Column("reward/score/mean", ".3f"),
-    "val": Column(HELD_OUT, ".3f"),
+    "reward": Column("reward/score/mean", SCORE),
+    "val": Column(HELD_OUT, SCORE),
     "ref_kl": Column(KL_PENALTY, "z.4f"),
     "ppo_kl": Column("actor/ppo_kl", "z.4f"),
     "entropy": Column("actor/entropy", ".3f"),
@@ -181,7 +184,8 @@ class Console(Logger):
     def on_finding(self, finding: Finding) -> None:
         """Print the finding, and responses that show it."""
         first, *samples = str(finding).splitlines()
-        self.text("\n".join([first if finding.is_over else STATUS.styled(first, UNHEALTHY), *samples]))
+        styled = first if finding.is_over else STATUS.styled(first, UNHEALTHY)
+        STATUS.print("\n".join([styled, *samples]), self._out)
 
     def on_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Print the first samples of an evaluation, of its first data set, unless all are as the last time."""
@@ -198,17 +202,17 @@ class Console(Logger):
         self.text(f"checkpoint {path}")
 
     def text(self, text: str) -> None:
-        """Print a text of any number of lines."""
-        STATUS.print(text, self._out)
+        """Print a text of any number of lines, with what a terminal would take for commands escaped."""
+        STATUS.print(escaped_lines(text), self._out)
 
     def _line(self, step: str, *cells: str) -> None:
         padded = [cell.rjust(COLUMN_WIDTH) for cell in cells]
-        self.text("  ".join([step.rjust(self._step_width), *padded]))
+        STATUS.print("  ".join([step.rjust(self._step_width), *padded]), self._out)
 
 
 def format_number(value: object, number_format: str) -> str:
     """Return a number as a cell: in scientific form where it is wide, "-" where there is none."""
     if not isinstance(value, int | float):
         return "-"
-    text = format(value, number_format)
+    text = format_score(value) if number_format == SCORE else format(value, number_format)
     return text if len(text) <= COLUMN_WIDTH else format(value, ".1e")

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from megappo.errors import escaped
 from megappo.runtime.durable_files import write_durably
 
 CHECKPOINTS = "checkpoints"
@@ -40,7 +41,7 @@ def no_run(folder: Path, missing: str) -> str:
     near = [path.parent for path in sorted(folder.glob(f"*/{missing}"))]
     near += [path for path in folder.absolute().parents if (path / missing).exists()]
     advice = f"did you mean {near[0]}?" if near else "name the output folder of a run"
-    return f"{folder} has no {missing}: {advice}"
+    return escaped(f"{folder} has no {missing}: {advice}")
 
 
 def rows_file(folder: Path, step: int) -> Path:

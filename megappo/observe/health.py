@@ -261,7 +261,7 @@ class Finding:
         lines = [f"unhealthy ({self.rule}): {self.message}. {self.remedy}: {RULES[self.rule].page}"]
         for sample in self.samples:
             prompt, response = (json.dumps(sample[name], ensure_ascii=False) for name in ("prompt", "response"))
-            lines.append(printable(f"  score {sample['score']:g}: {prompt:.60} -> {response:.100}"))
+            lines.append(printable(f"  score {sample['score']:.4g}: {prompt:.60} -> {response:.100}"))
         return "\n".join(lines)
 
 

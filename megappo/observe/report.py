@@ -30,7 +30,7 @@ REPORT_SHARE = 0.005
 ASSETS = Path(__file__).parent / "page"
 LIBRARY, LIBRARY_STYLE = "uPlot.iife.min.js", "uPlot.min.css"
 """uPlot 1.6.32, under the MIT licence of uPlot.LICENSE."""
-SCRIPTS = ("dom.js", "charts.js", "time.js", "samples.js", "main.js")
+SCRIPTS = ("dom.js", "lines.js", "charts.js", "export.js", "time.js", "samples.js", "main.js")
 
 
 class Report(Logger):
@@ -106,7 +106,7 @@ def page(title: str, runs: Sequence[dict[str, Any]], summary: str) -> bytes:
     library, script = _asset(LIBRARY), "\n".join(map(_asset, SCRIPTS))
     style = _asset(LIBRARY_STYLE) + _asset("page.css")
     scripts = f"script-src {_checksum(library)} {_checksum(script)}"
-    data = {"title": title, "written": time.strftime("%Y-%m-%d %H:%M"), "charts": charts(), "runs": runs}
+    data = {"title": title, "written": time.time(), "reload": REPORT_SECONDS, "charts": charts(), "runs": runs}
     text = Template(_asset("page.html")).substitute(
         policy=f"default-src 'none'; {scripts}; style-src {_checksum(style)}",
         title=html.escape(title),

@@ -3,6 +3,7 @@
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,13 @@ from megappo.observe.files import CONFIG_FILE
 from megappo.observe.health import RULES, held_steps
 from megappo.observe.report_samples import report_samples
 from megappo.observe.run_file import read_run
-from megappo.observe.timeline import Interval, read_timeline
+from megappo.observe.timeline import Timeline, read_timeline
 
-LONGEST_CURVE = 1000
+LONGEST_CURVE = 1002
 """Points of a curve; of a longer run several steps become one point."""
+REDUCTIONS = (min, statistics.fmean, max, len)
+DIGITS = 7
+"""Significant digits of a value: those of a float32."""
 NUM_STEPS, NUM_RANKS = 40, 64
 """Most steps and ranks of the timeline."""
 TAIL_BYTES = 2**16
@@ -66,39 +70,33 @@ def rule_summary(name: str, steps: list[int]) -> dict[str, Any]:
 
 
 def curves(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return `steps`, and `metrics`: name -> a value or None for each of them.
+    """Return the curves of a run.
 
-    Where there are more steps than a curve has points, a point is the mean of several steps, of a maximum or minimum
-    the largest or smallest.
+    Returns:
+        `size`, the steps of a point, a power of 2; `steps`, the first and the last step of each point; `metrics`, name
+        -> what `_point` returns for each of them; `ends`, name -> step and value of the first and the last step that
+        has one.
     """
-    size = math.ceil(len(steps) / LONGEST_CURVE) or 1
-    bins = [steps[start : start + size] for start in range(0, len(steps), size)]
+    size = 1 << (len(steps) // LONGEST_CURVE).bit_length()
+    points = [list(several) for _, several in groupby(steps, lambda metrics: metrics["step"] // size)]
     names = {name: None for metrics in steps for name in metrics if name != "step"}
-    table = {name: [_point(name, several) for several in bins] for name in names}
-    return {"steps": [several[-1]["step"] for several in bins], "metrics": table}
+    known = {name: [metrics for metrics in steps if metrics.get(name) is not None] for name in names}
+    ends = {name: [(at["step"], at[name]) for at in (*found[:1], *found[-1:])] for name, found in known.items()}
+    table = {name: [_point(name, several) for several in points] for name in names}
+    return {"size": size, "steps": [(at[0]["step"], at[-1]["step"]) for at in points], "metrics": table, "ends": ends}
 
 
-def _point(name: str, steps: Sequence[Mapping[str, Any]]) -> float | None:
+def _point(name: str, steps: Sequence[Mapping[str, Any]]) -> float | list[float] | None:
+    """Return the value of a metric in these steps: of several their lowest, mean, highest, and their number."""
     values = [metrics[name] for metrics in steps if metrics.get(name) is not None]
-    if not values:
-        return None
-    reduce = {"max": max, "min": min}.get(name.rpartition("/")[2], statistics.fmean)
-    return float(f"{reduce(values):.5g}")
+    numbers = [float(f"{reduce(values):.{DIGITS}g}") for reduce in REDUCTIONS if values]
+    return numbers if values[1:] else next(iter(numbers), None)
 
 
-def recent_timeline(folder: Path) -> dict[int, dict[int, list[Interval]]]:
-    """Return step -> rank -> its outermost phases, from the start of the first one on; {} if the run recorded none."""
+def recent_timeline(folder: Path) -> Timeline:
+    """Return step -> rank -> its phases, of the last steps; {} if the run recorded none."""
     timeline = read_timeline(folder, NUM_RANKS, TAIL_BYTES)
-    recent = {step: timeline[step] for step in list(timeline)[-NUM_STEPS:]}
-    first = math.inf
-    for ranks in recent.values():
-        for rank, phases in ranks.items():
-            ranks[rank] = [phase for phase in phases if "/" not in phase.name]
-            first = min([first, *(phase.start for phase in ranks[rank])])
-    for ranks in recent.values():
-        for rank, phases in ranks.items():
-            ranks[rank] = [Interval(name, round(start - first, 4), round(s, 4)) for name, start, s in phases]
-    return recent
+    return {step: timeline[step] for step in list(timeline)[-NUM_STEPS:]}
 
 
 def differences(folder: Path) -> list[list[str]]:

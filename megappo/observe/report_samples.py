@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from megappo.observe.files import json_lines
-from megappo.observe.samples import sample_files, step_of
+from megappo.observe.samples import mark_passed, sample_files, step_of
 
 ROWS_PER_STEP = 24
 LONGEST_TEXT = 8_000
@@ -34,6 +34,7 @@ def report_samples(folder: Path, most_characters: int) -> list[dict[str, Any]]:
             if remaining < 0:
                 break
             shown.append(sample)
+    mark_passed(shown, folder)
     return sorted(shown, key=lambda sample: sample["step"])
 
 
@@ -49,9 +50,8 @@ def _kept(path: Path) -> Iterator[dict[str, Any]]:
     scores = table["score"].to_pylist()
     lowest = sorted(range(len(scores)), key=lambda row: scores[row])[: ROWS_PER_STEP // 3]
     first = [row for row in range(len(scores)) if row not in lowest][: ROWS_PER_STEP - len(lowest)]
-    for row in table.take(sorted([*lowest, *first])).to_pylist():
+    for row in table.take(sorted([*lowest, *first])).to_pylist(maps_as_pydicts="strict"):
         row = {name: _shortened(value) for name, value in row.items() if value is not None and name != "tokens"}
-        row["parts"] = dict(row.get("parts", ()))
         for name in NUMBERS:
             if name in row:
                 row[name] = [None if number is None else float(f"{number:.4g}") for number in row[name]]

@@ -12,7 +12,7 @@ from megappo.observe.files import CHECKPOINTS, EVALUATION_FILE, ROLLOUTS_FOLDER,
 from megappo.observe.health import held_steps
 from megappo.observe.metrics_file import METRICS_FILE
 from megappo.observe.run_file import exported_model
-from megappo.runtime.status import format_seconds
+from megappo.runtime.status import format_score, format_seconds
 
 REWARD = "reward/score/mean"
 LOSSES = ("actor/nll_loss", "reward_model/bt_loss")
@@ -66,7 +66,7 @@ def _first_and_last(name: str, steps: Steps, values: Sequence[float | None]) -> 
     """Return a row of the first and the last of the steps' values, if there is any."""
     known = [(metrics["step"], value) for metrics, value in zip(steps, values, strict=True) if value is not None]
     ends = known[:1] + known[1:][-1:]
-    return [(name, " -> ".join(f"{value:.3f} (step {step})" for step, value in ends))] if ends else []
+    return [(name, " -> ".join(f"{format_score(value)} (step {step})" for step, value in ends))] if ends else []
 
 
 def _last_evaluation(steps: Steps) -> Rows:
@@ -83,6 +83,6 @@ def _in_words(metrics: Mapping[str, Any], mean: str) -> str:
         name = mean.replace("/mean@", f"/{kind}@")
         if metrics.get(name) is not None:
             half_width = metrics.get(f"{name}/ci95")
-            interval = f" +- {half_width:.3f}" if half_width else ""
-            numbers.append(f"{name.rpartition('/')[2]} {metrics[name]:.3f}{interval}")
+            interval = f" +- {format_score(half_width)}" if half_width else ""
+            numbers.append(f"{name.rpartition('/')[2]} {format_score(metrics[name])}{interval}")
     return ", ".join(numbers)

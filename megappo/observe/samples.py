@@ -6,15 +6,18 @@ from pathlib import Path
 from typing import Any
 
 from megappo.config.config_error import printable
-from megappo.observe.files import ROLLOUTS_FOLDER, json_lines
+from megappo.config.loading import leaves, read_values
+from megappo.observe.files import CONFIG_FILE, ROLLOUTS_FOLDER, json_lines
 from megappo.observe.loggers import Logger, RunInfo
 
 TRAINING = "training"
 """The data set of kept rollouts, as held-out data sets have their names."""
-COLUMNS = ["step", "dataset", "prompt", "response", "label", "score", "parts", "passed", "finish_reason"]
+COLUMNS = ["step", "dataset", "prompt", "response", "label", "score", "parts", "passed", "finish_reason", "turns"]
 """Columns of kept rollouts that are shown."""
-FACTS = ("label", "score")
-"""Fields that are printed after prompt and response."""
+VERDICTS = {-1.0, 0.0, 1.0}
+"""Scores of a reward that is 1 for a right response."""
+FACTS = {"label": "label {}", "score": "score {:.4g}"}
+"""Fields that are printed after prompt and response, and how."""
 LINE_CHARACTERS = 120
 
 
@@ -53,8 +56,22 @@ def read_samples(path: Path) -> list[dict[str, Any]]:
         return json_lines(path)
     from pyarrow import parquet  # not above: a command refuses a wrong argument at once
 
-    rows = parquet.read_table(path, columns=COLUMNS).to_pylist(maps_as_pydicts="strict")
+    with parquet.ParquetFile(path) as file:  # which leaves out columns that an older file lacks
+        rows = file.read(COLUMNS).to_pylist(maps_as_pydicts="strict")
     return [row | {"dataset": row["dataset"] or TRAINING} for row in rows]
+
+
+def mark_passed(samples: Sequence[dict[str, Any]], folder: Path) -> None:
+    """Set `passed` of a run's samples to None where scores are more than right or wrong, as partial rewards are, a
+    judge's, and a reward model's, unless the config has another threshold than 1."""
+    file = folder / CONFIG_FILE
+    config = leaves(read_values(file)) if file.is_file() else ()
+    if any(path.endswith("pass_threshold") and value not in (None, 1) for path, value in config):
+        return
+    graded = {sample.get("dataset") for sample in samples if sample.get("score", 0.0) not in VERDICTS}
+    for sample in samples:
+        if sample.get("dataset") in graded:
+            sample["passed"] = None
 
 
 def step_of(path: Path) -> int:
@@ -64,19 +81,22 @@ def step_of(path: Path) -> int:
 
 def format_samples(samples: Sequence[Mapping[str, Any]]) -> str:
     """Return samples as text, unprintables escaped: as many on a line as fit, else prompt, response and score on a line
-    each, cut where they are longer."""
+    each, cut where they are longer. Each turn of an episode has a line: `->` of the policy, `<-` of the environment."""
     lines = [""]
     for sample in samples:
-        prompt, response = (printable(str(sample.get(name, ""))) for name in ("prompt", "response"))
-        facts = [f"{name} {printable(str(sample[name]))}" for name in FACTS if sample.get(name) is not None]
+        response = [f"-> {sample.get('response', '')}"]
+        if turns := sample.get("turns"):
+            response = [f"{'->' if turn['turn'] else '<-'} {turn['text']}" for turn in turns]
+        facts = [template.format(sample[name]) for name, template in FACTS.items() if sample.get(name) is not None]
         result = f"({', '.join(facts)})" if facts else ""
-        text = f"  {prompt} -> {response} {result}".rstrip()
-        if len(lines[-1]) + len(text) <= LINE_CHARACTERS:
+        parts = [printable(part) for part in (str(sample.get("prompt", "")), *response, result)]
+        text = f"  {' '.join(parts)}".rstrip()
+        if turns or len(text) > LINE_CHARACTERS:
+            lines += [f"  {_fitting(part)}" for part in parts] + [""]
+        elif len(lines[-1]) + len(text) <= LINE_CHARACTERS:
             lines[-1] += text
-        elif len(text) <= LINE_CHARACTERS:
-            lines.append(text)
         else:
-            lines += [f"  {_fitting(part)}" for part in (prompt, f"-> {response}", result)] + [""]
+            lines.append(text)
     return "\n".join(filter(None, lines))
 
 

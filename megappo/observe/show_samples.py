@@ -6,11 +6,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megappo.config.config_error import escaped
+from megappo.errors import escaped
 from megappo.observe.files import ROLLOUTS_FOLDER, no_run
-from megappo.observe.samples import TRAINING, read_samples, sample_files, step_of
+from megappo.observe.samples import TRAINING, mark_passed, read_samples, sample_files, step_of
 
+NO_RESPONSE = """no response is like that
+(where scores are more than right or wrong, none passes, and none does not: use --order)"""
 TEXTS = ("prompt", "response", "label")
+NAME_CHARACTERS = 9
+"""Least width of the column with the names of texts."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,6 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     passed = parser.add_mutually_exclusive_group()
     passed.add_argument("--right", dest="passed", action="store_true", default=None, help="only those that passed")
     passed.add_argument("--wrong", dest="passed", action="store_false", default=None, help="only those that did not")
+    parser.add_argument("--order", choices=["best", "worst"], help="which come first (default: as they were drawn)")
     parser.add_argument("--search", default="", metavar="TEXT", help="only those with this text, in prompt or response")
     parser.add_argument("--num", type=int, default=10, help="responses to show at most (default: 10)")
     args = parser.parse_args(arguments)
@@ -34,11 +39,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if step not in steps:
         parser.error(f"{args.run} has no responses of step {step}, but of {', '.join(map(str, steps))}")
     every = [sample for path in files if step_of(path) == step for sample in read_samples(path)]
+    mark_passed(every, args.run)
     names = sorted({sample["dataset"] for sample in every})
     if args.dataset not in (None, *names):
-        parser.error(f"--dataset {args.dataset}: step {step} has responses of {', '.join(names)}")
+        parser.error(escaped(f"--dataset {args.dataset}: step {step} has responses of {', '.join(names)}"))
     chosen = [sample for sample in every if _is_chosen(sample, args)]
-    print("\n\n".join("\n".join(_lines(sample)) for sample in chosen[: args.num]) or "no response is like that")
+    if args.order:
+        chosen.sort(key=lambda sample: sample["score"], reverse=args.order == "best")
+    print("\n\n".join("\n".join(_lines(sample)) for sample in chosen[: args.num]) or NO_RESPONSE)
     shown = min(args.num, len(chosen))
     print(f"\nstep {step} (of {', '.join(map(str, steps))}): {shown} shown of {len(chosen)} chosen of {len(every)}")
     return 0
@@ -53,11 +61,21 @@ def _is_chosen(sample: Mapping[str, Any], args: argparse.Namespace) -> bool:
 def _lines(sample: Mapping[str, Any]) -> Iterator[str]:
     outcome = {True: ", passed", False: ", not passed", None: ""}[sample["passed"]]
     ending = f", ended by {sample['finish_reason']}" if "finish_reason" in sample else ""
-    parts = "".join(f", {name} {number:g}" for name, number in sample.get("parts", {}).items())
-    yield f"-- {sample['dataset']}, score {sample['score']:g}{outcome}{ending}{parts}"
-    for name in TEXTS:
-        for number, line in enumerate(str(sample[name]).splitlines() or [""]):
-            yield f"   {'' if number else name:<9} {escaped(line)}".rstrip()
+    parts = "".join(f", {name} {number:g}" for name, number in (sample.get("parts") or {}).items())
+    yield escaped(f"-- {sample['dataset']}, score {sample['score']:.4g}{outcome}{ending}{parts}")
+    texts = [(name, sample[name]) for name in TEXTS]
+    if turns := sample.get("turns"):
+        texts[1:2] = [(_writer(**turn), turn["text"]) for turn in turns]
+    width = max(NAME_CHARACTERS, *(len(name) for name, _ in texts))
+    for name, text in texts:
+        for number, line in enumerate(str(text).splitlines() or [""]):
+            yield f"   {'' if number else name:<{width}} {escaped(line)}".rstrip()
+
+
+def _writer(turn: int, reward: float, **_: str) -> str:
+    """Return who wrote a turn, and the reward that it got."""
+    writer = f"policy {turn}" if turn else "environment"
+    return f"{writer}, reward {reward:.4g}" if reward else writer
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ class TensorBoard(Logger):
         for name, value in only_numbers(metrics).items():
             for at, number in self._new_points(name, step, value).items():
                 scalars[at].append(Summary.Value(tag=name, simple_value=number))
-        for at, values in scalars.items():
+        for at, values in sorted(scalars.items()):  # TensorBoard draws points in the order of the file
             self._writer.file_writer.add_summary(Summary(value=values), at)  # as add_scalar would, but all at once
         for name, value in metrics.items():
             if isinstance(value, Histogram):

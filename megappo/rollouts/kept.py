@@ -13,17 +13,20 @@ from megappo.data.tokenizer import token_texts
 from megappo.observe.files import kept_file
 from megappo.rollouts.group_selection import StepResponses
 from megappo.rollouts.rollouts import Rollouts
+from megappo.rollouts.sample_rows import shown_facts
 from megappo.runtime.durable_files import put_whole
 
 KEPT_ROWS = 64
 """Rows of a step that are kept at most: those of the first prompts that it drew."""
 PER_TOKEN = ("rollout_log_probs", "staleness", "old_log_probs", "ref_log_probs", "values", "advantages", "returns")
 """Fields with a number per response token that are kept, where the run has them."""
+TURN = {"turn": pyarrow.int64(), "text": pyarrow.string(), "reward": pyarrow.float64()}
 SCHEMA = pyarrow.schema(
     {
         "step": pyarrow.int64(),
         **dict.fromkeys(("dataset", "prompt", "response", "label"), pyarrow.string()),
         "score": pyarrow.float64(),
+        "turns": pyarrow.list_(pyarrow.struct(TURN)),
         "parts": pyarrow.map_(pyarrow.string(), pyarrow.float64()),
         "passed": pyarrow.bool_(),
         "finish_reason": pyarrow.string(),
@@ -33,8 +36,8 @@ SCHEMA = pyarrow.schema(
         **dict.fromkeys(PER_TOKEN, pyarrow.list_(pyarrow.float32())),
     }
 )
-Facts = dict[tuple[int, int], tuple[dict[str, float], str]]
-"""(prompt_index, sample_index) -> what functions and environments returned beside the score, and how it ended."""
+Facts = dict[tuple[int, int], dict[str, Any]]
+"""(prompt_index, sample_index) -> what people are shown of it beside texts and score."""
 
 
 def keep_rollouts(
@@ -52,7 +55,7 @@ def keep_rollouts(
     kept = range(min(KEPT_ROWS, len(batch.table)))
     names = {*PER_TOKEN, "response_mask", "scores", "truncated", "episodes"} & batch.rows.fields.keys()
     rows = exchange.move(batch, (tuple(kept), *[()] * (exchange.world_size - 1)), sorted(names)).rows
-    facts = exchange.merge(_facts(responses, set(batch.table.prompt_ids[kept].tolist())))
+    facts = exchange.merge(_facts(responses, set(batch.table.prompt_ids[kept].tolist()), rollouts))
     if exchange.rank:
         return
     labels = [] if responses is None else [prompt.label for prompt in responses.prompts]
@@ -65,13 +68,11 @@ def keep_rollouts(
         print(f"WARNING: the rollouts of step {step} are not kept: {error}", flush=True)
 
 
-def _facts(responses: StepResponses | None, prompts: set[int]) -> Facts:
+def _facts(responses: StepResponses | None, prompts: set[int], rollouts: Rollouts) -> Facts:
     """Return the facts about this rank's responses to these prompts."""
     samples = [] if responses is None else responses.samples
     kept = [one for one in samples if one.prompt_index in prompts]
-    return {
-        (one.prompt_index, one.sample_index): ({**(one.parts or {}), **one.grade.parts}, one.ending) for one in kept
-    }
+    return {(one.prompt_index, one.sample_index): shown_facts(one, rollouts.tokenizer) for one in kept}
 
 
 def _records(step: int, rows: Rows, labels: list[Any], facts: Facts, rollouts: Rollouts) -> Iterator[dict[str, Any]]:
@@ -82,18 +83,18 @@ def _records(step: int, rows: Rows, labels: list[Any], facts: Facts, rollouts: R
         prompt_tokens, tokens = sequence.tensor_split([int(rows.prompt_lengths[row])])
         number = int(fields["episodes"][row]) if "episodes" in fields else row - prompt_ids.index(prompt)
         default = "length" if fields["truncated"][row] else "stop"
-        parts, ending = facts.get((prompt, number), ({}, default))
+        own_facts = facts.get((prompt, number), {"finish_reason": default})
         per_token = {name: fields[name][row, : len(tokens)].numpy() for name in PER_TOKEN if name in fields}
-        yield per_token | {
+        record = {
             "step": step,
             "prompt": tokenizer.decode(prompt_tokens),
             "response": tokenizer.decode(tokens, skip_special_tokens=True),
             "label": str(labels[prompt]) if labels else None,
             "score": scores[row],
-            "parts": parts,
+            "parts": {},
             "passed": scores[row] >= rollouts.config.rollout.val_pass_threshold,
-            "finish_reason": ending,
             "tokens": tokens.tolist(),
             "texts": token_texts(tokens.tolist(), tokenizer),
             "response_mask": rows.response_mask[row, : len(tokens)].numpy(),
         }
+        yield record | per_token | own_facts

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from megappo.data.prompts import Prompt
+from megappo.errors import escaped_lines
 from megappo.observe.metrics import Metric
 from megappo.rollouts.sample_rows import UNSCORED, Sample
 from megappo.rollouts.sampler import EngineUsage
@@ -82,7 +83,7 @@ class Responses:
         if self._scoring is not None and self._scoring.failure:
             num_failed = sum(one.failed for one in grades)
             message = f"{num_failed} responses have score 0: {self._scoring.failure}"
-            print(f"WARNING (rank {dist.get_rank()}): {message}", flush=True)
+            print(f"WARNING (rank {dist.get_rank()}): {escaped_lines(message)}", flush=True)
 
     def groups(self) -> dict[int, list[Sample]]:
         """Wait for the scores; return the graded samples by prompt_index, in the order of their sample_index."""

@@ -15,6 +15,7 @@ from megappo.data.tokenizer import showing_special
 from megappo.engines.client import EngineClient, SamplingParams
 from megappo.engines.handle import EngineHandle
 from megappo.engines.restarts import EngineRestarts
+from megappo.errors import escaped_lines
 from megappo.observe.observer import NullObserver, Observer
 from megappo.placement.components import replayed_policy
 from megappo.placement.run_plan import RunPlan
@@ -125,7 +126,7 @@ class Rollouts:
                 finished = set().union(*self.exchange.all_gather({one.prompt_index for one in responses.samples}))
                 remaining = [prompt for prompt in remaining if prompt[0] not in finished]
             responses.end()
-            if lost := [one.lost for one in responses.samples if one.lost]:
+            if lost := [escaped_lines(one.lost) for one in responses.samples if one.lost]:
                 print(f"WARNING (rank {self.exchange.rank}): {len(lost)} episodes were lost: {lost[0]}", flush=True)
             return responses
 

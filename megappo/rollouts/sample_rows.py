@@ -3,11 +3,13 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
-from typing import Literal
+from itertools import chain, groupby
+from operator import itemgetter
+from typing import Any, Literal
 
 import numpy as np
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from megappo.architecture.architecture import Architecture
 from megappo.batch.rows import Rows, padded
@@ -127,6 +129,33 @@ class Sample:
     def is_truncated(self) -> bool:
         """True unless the policy ended the response, or the environment the episode."""
         return self.ending not in ("stop", "done")
+
+
+def episode_turns(episode: Sample, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+    """Return the turns of an episode, each with its text and reward: `turn` counts those of the policy from 1, and is 0
+    where the environment wrote. A response has none."""
+    turns: list[dict[str, Any]] = []
+    for segment in episode.segments:
+        if turns:  # the chat template rewrote the conversation
+            turns.append(
+                {"turn": 0, "text": tokenizer.decode(segment.prompt, skip_special_tokens=False), "reward": 0.0}
+            )
+        for turn, own in groupby(zip(segment.turns, segment.tokens, segment.rewards, strict=False), itemgetter(0)):
+            _, tokens, rewards = zip(*own, strict=True)
+            turns.append(
+                {"turn": turn, "text": tokenizer.decode(tokens, skip_special_tokens=False), "reward": sum(rewards)}
+            )
+    return turns
+
+
+def shown_facts(one: Sample, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Return what people are shown of a sample beside texts and score."""
+    facts = {
+        "finish_reason": one.ending,
+        "parts": {**(one.parts or {}), **one.grade.parts},
+        "turns": episode_turns(one, tokenizer),
+    }
+    return {name: fact for name, fact in facts.items() if fact}
 
 
 def response_sample(prompt_index: int, sample_index: int, prompt: list[int], response: Generation) -> Sample:

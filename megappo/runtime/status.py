@@ -192,3 +192,8 @@ def format_seconds(seconds: float) -> str:
     """Return seconds as H:MM:SS."""
     minutes, rest = divmod(math.ceil(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+
+
+def format_score(value: float) -> str:
+    """Return a score in at most four digits."""
+    return f"{value:.3f}" if abs(value) < 10 else f"{value:.4g}"

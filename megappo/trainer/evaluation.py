@@ -18,7 +18,7 @@ from megappo.observe.observer import NullObserver, Observer
 from megappo.rollouts.datasets import Datasets
 from megappo.rollouts.responses import Responses, episode_metrics, named_metrics, named_parts
 from megappo.rollouts.rollouts import Rollouts
-from megappo.rollouts.sample_rows import Sample
+from megappo.rollouts.sample_rows import Sample, shown_facts
 from megappo.runtime.heartbeat import heartbeat
 from megappo.trainer.statistics import spread
 
@@ -106,6 +106,7 @@ def _shown(rollouts: Rollouts, responses: Responses, name: str, task: Task) -> l
             "score": scores[0],
             "passed": scores[0] >= task.rollout.val_pass_threshold,
         }
+        shown |= shown_facts(group[0], rollouts.tokenizer)
         if task.rollout.n > 1:
             shown["scores"] = scores
             if any(answer is not None for answer in answers):

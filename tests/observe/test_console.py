@@ -59,6 +59,12 @@ def test_wide_numbers_are_in_scientific_form():
     assert {format_number(value, ".3f"): value for value in values.values()}.keys() == values.keys()
 
 
+def test_scores_have_four_digits_at_most(tmp_path):
+    scores = {1: 0.25, 2: 1234.5678, 3: 12.3456, 4: -98765.4, 5: 1e9}
+    _, *rows = printed(tmp_path, {step: {"reward/score/mean": score} for step, score in scores.items()})
+    assert [row.split()[1] for row in rows] == ["0.250", "1235", "12.35", "-9.9e+04", "1e+09"]
+
+
 def test_the_remaining_time_does_not_jump_after_an_evaluation():
     """100 steps of 2 s, an evaluation of 30 s after every 10th and a save of 4 s before every 21st."""
     remaining = RemainingTime(100, {"evaluate": 10, "save": 20})
@@ -87,14 +93,32 @@ def test_times_are_written_as_hours_minutes_and_seconds():
 
 
 def test_samples_share_lines_where_they_fit_and_cannot_break_the_terminal():
-    short = [{"prompt": f"{i}+1=", "response": "2\n\x1b[31m", "label": "3", "score": 0.0} for i in range(3)]
+    short = [{"prompt": f"{i}+1=", "response": "2\n\x1b[31m", "label": "3", "score": 0.0} for i in range(4)]
     first, second = format_samples(short).splitlines()
-    assert first.startswith("  0+1= -> 2\\n\\x1b[31m (label 3, score 0.0)  1+1= -> 2")
-    assert second.startswith("  2+1= -> ")
+    assert first.startswith("  0+1= -> 2\\n\\x1b[31m (label 3, score 0)  1+1= -> 2")
+    assert second.startswith("  3+1= -> ")
     long = {"prompt": "why? " * 100, "response": "x" * 500 + "so: 4", "score": 1.0}
     lines = format_samples([short[0], long]).splitlines()
     assert len(lines) == 4 and max(map(len, lines)) <= LINE_CHARACTERS
-    assert lines[2].startswith("  -> xxx") and lines[2].endswith("xso: 4") and lines[3] == "  (score 1.0)"
+    assert lines[2].startswith("  -> xxx") and lines[2].endswith("xso: 4") and lines[3] == "  (score 1)"
+
+
+def test_an_episode_has_a_line_for_each_turn():
+    turns = [{"turn": 1, "text": "43*68"}, {"turn": 0, "text": "2924\n"}, {"turn": 2, "text": "=2924"}]
+    episode = {"prompt": "43*68=", "response": "43*682924=2924", "score": 1 / 3, "turns": turns}
+    assert format_samples([episode]).splitlines() == [
+        "  43*68=",
+        "  -> 43*68",
+        "  <- 2924\\n",
+        "  -> =2924",
+        "  (score 0.3333)",
+    ]
+
+
+def test_messages_cannot_command_the_terminal(tmp_path):
+    out = io.StringIO()
+    Console(out).text("WARNING: the logger \x1b[2Jx failed\nagain\r")
+    assert out.getvalue() == "WARNING: the logger \\x1b[2Jx failed\nagain\\r\n"
 
 
 def test_the_first_samples_of_an_evaluation_are_printed_once_and_again_if_they_change(tmp_path):

@@ -96,7 +96,7 @@ def test_the_summary_and_the_report_compare_the_first_and_last_evaluation(tmp_pa
     assert "checkpoints" not in rows
 
     [run] = content_of(tmp_path / "report.html")["runs"]
-    assert run["steps"] == [0, 1, 2] and run["seconds"] == 4.0
+    assert run["steps"] == [[0, 0], [1, 1], [2, 2]] and run["seconds"] == 4.0
     assert run["metrics"]["val/a/mean@1"] == [0.2, None, 0.9]
     assert run["metrics"]["reward/score/mean"] == [None, 0.25, 0.75]
 

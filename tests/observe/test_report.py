@@ -87,13 +87,33 @@ def test_every_metric_of_a_chart_is_documented():
     assert unknown == []
 
 
-def test_a_long_run_is_summed_up_in_a_thousand_points():
-    steps = [{"step": step, "a": float(step), "a/max": float(step), "a/min": float(step)} for step in range(2500)]
-    steps[2]["a"] = None
+def test_a_point_of_a_long_run_has_the_lowest_mean_and_highest_value_of_its_steps():
+    steps = [{"step": step, "a": 1.0, **({"val": float(step)} if step % 100 == 1 else {})} for step in range(2500)]
+    steps[5] |= {"a": 1001.0, "b": None}
+    steps[6]["a"] = None
     shown = curves(steps)
-    assert len(shown["steps"]) == 834 and shown["steps"][:2] == [2, 5] and shown["steps"][-1] == 2499
-    assert [shown["metrics"][name][0] for name in ("a", "a/max", "a/min")] == [0.5, 2.0, 0.0]
-    assert [shown["metrics"][name][1] for name in ("a", "a/max", "a/min")] == [4.0, 5.0, 3.0]
+    assert (shown["size"], len(shown["steps"])) == (4, 625)
+    assert shown["steps"][1] == (4, 7) and shown["steps"][-1] == (2496, 2499)
+    assert shown["metrics"]["a"][:2] == [[1.0, 1.0, 1.0, 4.0], [1.0, 334.3333, 1001.0, 3.0]]
+    assert shown["metrics"]["val"][:2] == [1.0, None] and not any(shown["metrics"]["b"])
+    assert shown["ends"] == {"a": [(0, 1.0), (2499, 1.0)], "val": [(1, 1.0), (2401, 2401.0)], "b": []}
+    assert curves(steps[:1001])["size"] == 1 and curves(steps[:1])["ends"]["a"] == [(0, 1.0), (0, 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("scores", "threshold", "passed"),
+    [
+        ([0.0, 1.0, -1.0], 1.0, [False, True, False]),
+        ([0.0, 0.4, 1.0], 1.0, [None] * 3),
+        ([1.0, 7.0, 10.0], 1.0, [None] * 3),
+        ([0.0, 0.4, 0.9], 0.5, [False, False, True]),
+    ],
+)
+def test_only_scores_that_are_right_or_wrong_get_ticks(tmp_path, scores, threshold, passed):
+    run = write_run(tmp_path / "run", 4, rollout={"val_pass_threshold": threshold})
+    write_kept(run, 4, [kept(4, 0, random.Random(0), score=one, passed=one >= threshold) for one in scores])
+    samples = content_of(write_report(run))["runs"][0]["samples"]
+    assert [one.get("passed") for one in samples if one["step"] == 4] == passed
 
 
 def test_kept_rollouts_are_shown_with_the_numbers_of_their_tokens_the_worst_among_them(tmp_path):
@@ -175,7 +195,7 @@ def test_usage_errors_need_nothing_heavy():
     assert done.stdout == "set()\n"
 
 
-def test_the_timeline_shows_the_last_steps_of_the_outermost_phases(tmp_path):
+def test_the_timeline_shows_the_last_steps(tmp_path):
     run = write_run(tmp_path / "run", 50, num_ranks=3)
     for rank in range(3):
         line = {"step": 51, "phases": [["rollout/sync", 1.0, 2.0], ["rollout", 1.7e9 + 102, 3.00004]]}
@@ -183,8 +203,7 @@ def test_the_timeline_shows_the_last_steps_of_the_outermost_phases(tmp_path):
             file.write(json.dumps(line) + "\n" + '{"step": 52, "pha')
     timeline = content_of(write_report(run))["runs"][0]["timeline"]
     assert [int(step) for step in timeline] == list(range(12, 52))
-    assert timeline["51"] == {str(rank): [["rollout", 78.0, 3.0]] for rank in range(3)}
-    assert timeline["12"]["0"][0][:2] == ["rollout", 0.0]
+    assert timeline["51"] == {str(rank): line["phases"] for rank in range(3)}
     assert [phase for phase, _, _ in timeline["12"]["0"]] == list(PHASES)
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import random
 import shutil
+import statistics
 import time
 
 import pytest
@@ -97,10 +98,11 @@ def test_the_figures_are_those_of_the_run(browser, tmp_path):
     cards = [card.inner_text().split("\n") for card in page.locator(".card").all()]
     assert cards[0] == ["Steps", "20 of 20", "finished"]
     first, last = steps[1]["reward/score/mean"], steps[-1]["reward/score/mean"]
-    assert cards[1] == ["Reward", f"{last:.3f}", f"{first:.3f} at step 1"]
+    assert cards[1] == ["Reward", f"{last:.3f}", f"at step 20; {first:.3f} at step 1"]
     assert cards[2][:2] == ["Held out: sums@4", f"{steps[-1]['val/sums/mean@4']:.3f} \u00b1 0.020"]
     legend = page.locator("figure[aria-label=Entropy] .legend").inner_text()
-    assert legend == f"actor {steps[-1]['actor/entropy']:.3g}"
+    entropy = float(f"{steps[-1]['actor/entropy']:.4g}")
+    assert legend == f"step 20:\nactor {entropy}"
     assert page.locator(".lane").count() == 2
     page.close()
 
@@ -149,7 +151,7 @@ def test_responses_are_filtered_searched_and_read_by_keyboard(browser, tmp_path)
     page.locator("#search").fill("0+2=")
     tokens = page.locator(".token")
     assert tokens.count() == 5 and tokens.nth(0).get_attribute("style").startswith("background-color")
-    page.locator(".detail pre[tabindex]").focus()
+    page.locator(".detail .tokens").focus()
     for _ in range(3):
         page.keyboard.press("ArrowRight")
     assert "token 3 of 5" in page.locator(".detail").inner_text()
@@ -176,16 +178,114 @@ def test_all_charts_zoom_together_and_any_metric_can_be_found(browser, tmp_path)
 def test_seeds_are_a_band(browser, tmp_path):
     runs = [write_run(tmp_path / f"seed{seed}", 10, seed=seed) for seed in range(3)]
     runs.append(write_run(tmp_path / "other", 10, seed=7, actor={"optim": {"lr": 0.5}}))
+    for run, step in ((runs[0], 11), (runs[3], 5)):
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        lines = [line | ({"health/truncation": 1.0} if line["step"] == step else {}) for line in lines]
+        lines += [{"step": 11, "health/truncation": 1.0}] if step == 11 else []
+        (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     rewards = []
     for run in runs[:3]:
-        rewards.append(json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["reward/score/mean"])
+        rewards.append(json.loads((run / "metrics.jsonl").read_text().splitlines()[10])["reward/score/mean"])
     page, wrong = opened(browser, write_comparison(runs, tmp_path / "page.html"))
     legend = page.locator("figure[aria-label=Reward] .legend button")
-    assert [text.rpartition(" ")[0] for text in legend.all_inner_texts()] == ["seed0 and 2 more", "other"]
+    assert [text.rpartition(" ")[0] for text in legend.all_inner_texts()] == ["seed0, seed1, seed2", "other"]
     line = page.evaluate("linesOf(DATA.charts['Reward and responses'][0])[0]")
-    assert line["values"][-1] == pytest.approx(sum(rewards) / 3, rel=1e-4)
-    assert [limit[-1] for limit in line["band"]] == pytest.approx([min(rewards), max(rewards)], rel=1e-4)
+    assert line["values"][10] == pytest.approx(sum(rewards) / 3, rel=1e-4)
+    assert [limit[10] for limit in line["band"]] == pytest.approx([min(rewards), max(rewards)], rel=1e-4)
+    assert page.locator("section").first.locator("tbody tr").all_inner_texts() == [
+        "trainer.seed\t0\t1\t2\t7",
+        "actor.optim.lr\t1e-06\t1e-06\t1e-06\t0.5",
+    ]
+    [_, count, reward, _] = page.locator("#results table").first.locator("tbody tr").first.inner_text().split("\t")
+    mean, deviation = statistics.fmean(rewards), statistics.stdev(rewards)
+    assert (count, reward) == ("3", f"{mean:.3f} \u00b1 {deviation:.3f} step 10")
+    assert page.locator(".finding").count() == 1, "a rule of several runs stands once"
+    assert page.locator(".finding li").all_inner_texts() == ["seed0: in the last step; step 11", "other: step 5"]
     page.get_by_role("button", name="Seeds as a band").click()
     page.wait_for_timeout(300)
     assert legend.count() == 4 and wrong == []
+    page.close()
+
+
+def test_a_spike_of_a_long_run_is_drawn_named_and_exported(browser, tmp_path):
+    run = write_run(tmp_path / "run", 3000)
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps[1502]["actor/grad_norm"] = 1000.0
+    del steps[3000]["actor/grad_norm"]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    facts = json.loads((run / "run.json").read_text()) | {"status": "running", "total_steps": 4000}
+    (run / "run.json").write_text(json.dumps(facts))
+    page, wrong = opened(browser, write_report(run))
+    chart = page.locator("figure[aria-label='Gradient norm']")
+    assert page.evaluate("[...plots].some((plot) => plot.scales.y.max >= 1000)")
+    assert chart.locator(".legend").inner_text() == "step 2,999:\nactor 1.0e-5"
+    page.evaluate(
+        "showValues(document.querySelector(\"figure[aria-label='Gradient norm'] .legend\"), "
+        "linesOf(DATA.charts.Optimizer[0]), 375)"
+    )
+    assert chart.locator(".legend").inner_text() == "steps 1,500 to 1,503:\nactor 250 (1.0e-5 to 1,000)"
+    with page.expect_download() as saved:
+        chart.get_by_role("button", name="CSV").click()
+    rows = saved.value.path().read_text().splitlines()
+    assert rows[0] == "first step,last step,actor,actor lowest,actor highest"
+    assert rows[376] == "1500,1503,250,0.00001,1000" and len(rows) == 752
+    with page.expect_download() as saved:
+        chart.get_by_role("button", name="SVG").click()
+    drawing = saved.value.path().read_text()
+    assert drawing.startswith("<svg") and drawing.count("<polyline") == 3 and "mean of 4 steps" in drawing
+    remaining = page.locator(".card", has_text="Remaining").inner_text().split("\n")[1]
+    assert remaining.startswith("0:17:") or remaining.startswith("0:18:"), "1,000 steps of about 1.06 s"
+    assert page.locator(".reload input").is_checked() and wrong == []
+    page.close()
+
+
+def test_phases_of_points_add_up_to_the_step(browser, tmp_path):
+    run = write_run(tmp_path / "run", 1500)
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for step in steps[10::10]:
+        step |= {"timing_s/evaluate": 5.0, "timing_s/step": step["timing_s/step"] + 5}
+    (run / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    page, _ = opened(browser, write_report(run))
+    gaps = page.evaluate("""RUNS[0].metrics["timing_s/step"].map((whole, i) => whole - RUNS[0].phases.reduce(
+        (sum, phase) => sum + (RUNS[0].metrics[`timing_s/${phase}`][i] ?? 0), 0))""")
+    assert len(gaps) == 751 and max(map(abs, gaps)) < 1e-5
+    page.close()
+
+
+def test_a_print_has_all_charts_in_light_colours(browser, tmp_path):
+    page = browser.new_page(viewport={"width": 1400, "height": 300}, color_scheme="dark")
+    page.goto(write_report(write_run(tmp_path / "run", 40)).as_uri())
+    page.wait_for_selector(".uplot")
+    page.evaluate("addEventListener('beforeprint', () => { window.printed = [css('--paper'), plots.size]; })")
+    page.pdf(path=tmp_path / "page.pdf")
+    assert page.evaluate("window.printed") == ["#fff", page.locator(".chart").count()]
+    assert page.evaluate("css('--paper')") == "#181c22"
+    page.close()
+
+
+def test_episodes_are_turns_and_scores_without_a_verdict_have_no_ticks(browser, tmp_path):
+    run = write_run(tmp_path / "run", 4)
+    texts = ["<tool_call>", "3*4", "</tool_call>", "12", "=12"]
+    turns = [{"turn": 1, "text": "<tool_call>3*4</tool_call>", "reward": 0.0}]
+    turns += [{"turn": 0, "text": "12", "reward": 0.0}, {"turn": 2, "text": "=12", "reward": 0.25}]
+    episode = {"texts": texts, "turns": turns, "response_mask": [1, 1, 1, 0, 1], "prompt": "3*4"}
+    rows = [kept(4, row, random.Random(row), score=row / 8) for row in range(8)]
+    write_kept(run, 4, [kept(4, 0, random.Random(0), score=0.3, **episode), *rows])
+    page, wrong = opened(browser, write_report(run))
+    assert page.locator(".segments").count() == 0 and page.locator(".item .good, .item .bad").count() == 0
+    page.locator("#search").fill("3*4")
+    detail = page.locator(".detail")
+    assert [text.split("\n") for text in detail.locator(".turn").all_inner_texts()] == [
+        ["policy, turn 1", "<tool_call>3*4</tool_call>"],
+        ["environment", "12"],
+        ["policy, turn 2 \u00b7 reward 0.25", "=12"],
+    ]
+    assert detail.locator(".token.call").count() == 3
+    assert detail.locator(".legend").inner_text().split("\n") == ["policy", "environment (not trained)", "tool call"]
+    page.locator("#search").fill("")
+    page.locator("#responses label:has-text('Step') select").select_option("4")
+    page.get_by_role("spinbutton", name="Lowest score").fill("0.4")
+    page.locator("#responses label:has-text('Order') select").select_option("highest")
+    scores = page.locator(".item .score").all_inner_texts()
+    assert scores == ["0.875", "0.750", "0.625", "0.500"] and wrong == []
     page.close()

@@ -24,6 +24,7 @@ SCALARS = {
     "episode/lost": {1: 0.0, 2: 0.0, 3: 2.0, 4: 0.0},
     "val/sums/mean@4": {4: 0.75},
     "critic/vf_loss": {1: 1.0, 2: 1.0, 3: 1.0, 4: 1.0},
+    "zz/late": {1: 0.0, 2: 0.0, 3: 1.0},
 }
 """Metric -> what TensorBoard has of the run below: charts show all but the second and third."""
 
@@ -37,7 +38,9 @@ def log(observer: Observer, step: int) -> None:
     lost = 2.0 if step == 3 else 0.0
     metrics = {"reward/score/mean": 0.5 * (step == 4), "actor/skipped_steps": 0.0, "episode/lost": lost}
     histogram = Metric.of(torch.tensor([-1.0, 0.5, 2.0]), "histogram").value
-    observer.log(step, metrics | {"critic/vf_loss": 1.0, "advantages/histogram": histogram})
+    observer.log(
+        step, metrics | {"critic/vf_loss": 1.0, "zz/late": float(step == 3), "advantages/histogram": histogram}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +78,9 @@ def test_a_metric_is_left_out_until_it_changes_unless_a_chart_shows_it(events):
     logged = events.Tags()["scalars"]
     found = {name: {one.step: one.value for one in events.Scalars(name)} if name in logged else {} for name in SCALARS}
     assert found == SCALARS
+    for name in logged:
+        steps = [one.step for one in events.Scalars(name)]
+        assert steps == sorted(steps), name
     assert not [name for name in logged if name.startswith("health/")]
     assert [event.step for event in events.Histograms("advantages/histogram")] == [1, 2, 3]
 

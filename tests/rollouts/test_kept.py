@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ from megappo.rollouts.datasets import Datasets
 from megappo.rollouts.kept import KEPT_ROWS, keep_rollouts
 from megappo.rollouts.rollouts import Rollouts
 from megappo.rollouts.row_builder import RowBuilder
+from megappo.rollouts.sample_rows import Sample, Segment, shown_facts
 from megappo.userland.grades import Grade
 
 NUM_PROMPTS = 40
@@ -119,3 +121,39 @@ def test_the_texts_of_tokens_join_to_the_text(config):
     backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     by_bytes = PreTrainedTokenizerFast(tokenizer_object=backend)
     assert token_texts(by_bytes.encode("a \u00e9"), by_bytes) == ["a", " ", "", "\u00e9"]
+
+
+def test_an_episode_is_shown_as_turns_with_their_rewards(config):
+    tokenizer = load_tokenizer(str(config.parent / "model"))
+    tokens = tokenizer.encode("1+23")
+    first = Segment([5], tokens=tokens, turns=[1, 1, 0, 2], rewards=[0.0, 0.5, 0.0, 1.0])
+    second = Segment(tokenizer.encode("7="), tokens=tokens[:1], turns=[3], rewards=[0.0])
+    shown = shown_facts(Sample(0, 0, [first, second], "done", {"tool_calls": 2.0}), tokenizer)
+    expected = [(1, "1+", 0.5), (0, "2", 0.0), (2, "3", 1.0), (0, "7=", 0.0), (3, "1", 0.0)]
+    assert [tuple(turn.values()) for turn in shown.pop("turns")] == expected
+    assert shown == {"finish_reason": "done", "parts": {"tool_calls": 2.0}}
+    assert shown_facts(Sample(0, 0, [Segment([5], tokens=tokens)], "stop"), tokenizer) == {"finish_reason": "stop"}
+
+
+def test_the_command_reads_episodes_as_such_and_escapes_the_names_of_data_sets(tmp_path, capsys):
+    turns = [{"turn": 1, "text": "43*68", "reward": 0.0}, {"turn": 0, "text": "2924\n!", "reward": 0.0}]
+    turns.append({"turn": 2, "text": "=2924", "reward": 0.5})
+    sample = {"step": 3, "dataset": "v\x1b[2J", "prompt": "43*68=", "response": "?", "label": "2924", "passed": False}
+    lines = [json.dumps(sample | {"score": score, "turns": turns, "parts": {"n\r": 1}}) + "\n" for score in (0.5, 0.75)]
+    (tmp_path / "rollouts").mkdir()
+    (tmp_path / "rollouts" / "step_00000003.jsonl").write_text("".join(lines))
+    assert main([str(tmp_path), "--order", "best", "--num", "1"]) == 0
+    assert capsys.readouterr().out.splitlines()[:-2] == [
+        "-- v\\x1b[2J, score 0.75, n\\r 1",
+        "   prompt               43*68=",
+        "   policy 1             43*68",
+        "   environment          2924",
+        "                        !",
+        "   policy 2, reward 0.5 =2924",
+        "   label                2924",
+    ]
+    assert main([str(tmp_path), "--wrong"]) == 0
+    assert "more than right or wrong" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        main([str(tmp_path), "--dataset", "foo"])
+    assert "step 3 has responses of v\\x1b[2J" in capsys.readouterr().err

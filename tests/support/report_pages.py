@@ -102,7 +102,13 @@ def write_kept(folder: Path, step: int, rows: list[dict[str, Any]]) -> None:
     texts, floats = pyarrow.string(), pyarrow.list_(pyarrow.float32())
     types = {"step": pyarrow.int64(), **dict.fromkeys(("dataset", "prompt", "response", "label"), texts)}
     types |= {"score": pyarrow.float64(), "parts": pyarrow.map_(texts, pyarrow.float64()), "passed": pyarrow.bool_()}
-    types |= {"finish_reason": texts, "tokens": pyarrow.list_(pyarrow.int64()), "texts": pyarrow.list_(texts)}
+    turn = {"turn": pyarrow.int64(), "text": texts, "reward": pyarrow.float64()}
+    types |= {
+        "turns": pyarrow.list_(pyarrow.struct(turn)),
+        "finish_reason": texts,
+        "tokens": pyarrow.list_(pyarrow.int64()),
+        "texts": pyarrow.list_(texts),
+    }
     types |= {"response_mask": pyarrow.list_(pyarrow.int8()), **dict.fromkeys(NUMBERS, floats)}
     table = pyarrow.Table.from_pylist(rows, schema=pyarrow.schema(list(types.items())))
     pyarrow.parquet.write_table(table, folder / "rollouts" / f"step_{step:08d}.parquet")

@@ -143,6 +143,7 @@ def evaluate_on(rank: int, world_size: int) -> None:
         "label": "label 1",
         "score": 0.0,
         "passed": False,
+        "finish_reason": "stop",
         "scores": [0.0, 0.0, 0.0, 1.0],
         "answers": ["2", "2", "2", "1"],
     }

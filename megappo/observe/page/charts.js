@@ -1,18 +1,8 @@
 // Charts over steps: one zoom and one cursor for all of them.
 
-const STEPS = [...new Set(RUNS.flatMap((run) => run.steps))].sort((a, b) => a - b);
 const plots = new Set();
 let smoothing = 0;
-let seedsAsBand = new Set(RUNS.map((run) => run.alike)).size < RUNS.length;
 let zoom = null; // [first step, last step]
-
-/** A run's values at each of STEPS; null where it has none. */
-function aligned(run, values) {
-  if (!values) return null;
-  if (run.steps.length === STEPS.length) return values;
-  const at = new Map(run.steps.map((step, i) => [step, values[i]]));
-  return STEPS.map((step) => at.get(step) ?? null);
-}
 
 function smooth(values) {
   let sum = 0;
@@ -23,82 +13,6 @@ function smooth(values) {
     weight = smoothing * weight + (1 - smoothing);
     return sum / weight;
   });
-}
-
-function expression(pattern) {
-  const parts = pattern.split("*").map((part) => part.replace(/[.*+?^${}()|[\]\\]/g, "\\$&"));
-  return new RegExp(`^${parts.join("([^/]+)")}$`);
-}
-
-/** [label, metric] of each metric of the run that a pattern stands for. */
-function matches(run, label, pattern, except) {
-  const found = [];
-  for (const name of Object.keys(run.metrics)) {
-    const match = name.match(expression(pattern));
-    if (!match || (except && expression(except).test(name))) continue;
-    found.push([label === "*" ? match.slice(1).join("@") : label, name]);
-  }
-  return found;
-}
-
-/** The lower and upper limit of the band around a line, or null. */
-function bandOf(run, metric, kind) {
-  const means = run.metrics[metric];
-  const beside = (suffix) => run.metrics[metric.replace(/\/mean$/, `/${suffix}`)];
-  if (kind === "range" && beside("min") && beside("max")) return [beside("min"), beside("max")];
-  const widths = kind === "std" ? beside("std") : kind === "ci95" ? run.metrics[`${metric}/ci95`] : null;
-  if (!widths) return null;
-  const [least, most] = kind === "std" ? [beside("min"), beside("max")] : [];
-  const shifted = (sign, limit) =>
-    means.map((value, i) => {
-      if (value == null || widths[i] == null) return value;
-      const end = value + sign * widths[i];
-      return limit?.[i] == null ? end : sign < 0 ? Math.max(end, limit[i]) : Math.min(end, limit[i]);
-    });
-  return [shifted(-1, least), shifted(1, most)];
-}
-
-/** Runs that are one line: those that differ by their seed alone, if they are shown as a band. */
-function groupsOfRuns() {
-  if (!seedsAsBand) return RUNS.map((run) => [run]);
-  const groups = new Map();
-  for (const run of RUNS) groups.set(run.alike, [...(groups.get(run.alike) ?? []), run]);
-  return [...groups.values()];
-}
-
-/** The mean of several runs at each step, between the lowest and the highest of them. */
-function together(runs, metric) {
-  const all = runs.map((run) => aligned(run, run.metrics[metric])).filter(Boolean);
-  const known = STEPS.map((step, i) => all.map((values) => values[i]).filter((value) => value != null));
-  const reduced = (reduce) => known.map((values) => (values.length ? reduce(values) : null));
-  return { values: reduced(mean), band: [reduced((values) => Math.min(...values)), reduced((values) => Math.max(...values))] };
-}
-
-function alone(run, metric, kind) {
-  const band = RUNS.length > 1 ? null : bandOf(run, metric, kind)?.map((limit) => aligned(run, limit));
-  return { values: aligned(run, run.metrics[metric]), band };
-}
-
-/** The lines of a chart: {label, colour, values, band}. */
-function linesOf(chart) {
-  const lines = [];
-  groupsOfRuns().forEach((runs, number) => {
-    for (const [label, pattern] of Object.entries(chart.lines)) {
-      for (const [name, metric] of matches(runs[0], label, pattern, chart.except)) {
-        const line = runs.length > 1 ? together(runs, metric) : alone(runs[0], metric, chart.band);
-        if (line.values.some((value) => value != null)) lines.push({ ...line, runs, number, name });
-      }
-    }
-  });
-  const names = [...new Set(lines.map((line) => line.name))];
-  lines.forEach((line, i) => {
-    const several = line.runs.length > 1 ? ` and ${line.runs.length - 1} more` : "";
-    const owner = RUNS.length > 1 ? line.runs[0].name + several : null;
-    line.label = owner && names.length > 1 ? `${owner}: ${line.name}` : owner ?? line.name;
-    line.colour = owner ? line.number : i;
-    line.dash = owner ? names.indexOf(line.name) : 0;
-  });
-  return lines;
 }
 
 function axes() {
@@ -125,6 +39,11 @@ function addLine(line, data, series, bands) {
     data.push(...line.band);
     bands.push({ series: [series.length + 1, series.length], fill: stroke + (line.isArea ? "c0" : "2b") });
     series.push({ ...hidden }, { ...hidden });
+  }
+  if (line.extremes) {
+    data.push(...line.extremes);
+    bands.push({ series: [series.length + 1, series.length], fill: `${stroke}18` });
+    for (const _ of line.extremes) series.push({ ...hidden, stroke: `${stroke}90`, width: 0.75 });
   }
   if (smoothing) {
     data.push(line.values);
@@ -176,8 +95,12 @@ function zoomTo(first, last) {
   any?.setScale("x", { min: Math.max(first, start), max: Math.min(last, end) });
 }
 
+const FEW = 12; // entries of a legend that are shown without a click
+
 function buildLegend(legend, lines, plot) {
+  const more = lines.length > FEW ? el("button.more", { type: "button", click: () => legend.classList.add("whole") }, `${lines.length - FEW} more`) : null;
   legend.replaceChildren(
+    el("span.at.soft"),
     ...lines.map((line) => {
       const swatch = el("span.swatch");
       swatch.style.background = line.fill ? `var(${line.fill})` : colour(line.colour);
@@ -186,17 +109,37 @@ function buildLegend(legend, lines, plot) {
         event.currentTarget.setAttribute("aria-pressed", String(!line.hidden));
         plot.series.forEach((one, i) => one.line === line && plot.setSeries(i, { show: !line.hidden }));
       };
-      return el("button", { type: "button", "aria-pressed": "true", click: toggle }, swatch, `${line.label} `, el("b"));
+      const button = el("button", { type: "button", "aria-pressed": String(!line.hidden), click: toggle }, swatch, `${line.label} `, el("b"), el("span.soft"));
+      if (line.hidden) plot.series.forEach((one, i) => one.line === line && plot.setSeries(i, { show: false }));
+      return button;
     }),
+    ...(more ? [more] : []),
   );
 }
 
+/** "step 7", or "steps 7 to 9". */
+function stepsName(steps) {
+  const [first, last] = [least(steps), most(steps)];
+  return first === last ? `step ${whole(last)}` : `steps ${whole(first)} to ${whole(last)}`;
+}
+
+/** The values at the cursor, or the last ones: those of the step that the legend names. */
 function showValues(legend, lines, index) {
+  const at = legend.querySelector(".at");
+  const ends = lines.filter((line) => line.last).flatMap((line) => line.last.steps);
+  const isOneStep = new Set(ends).size === 1;
+  at.textContent = index != null ? `${pointName(index)}:` : isOneStep ? `${stepsName(ends)}:` : "last values:";
   const cells = legend.querySelectorAll("b");
   lines.forEach((line, i) => {
     const values = line.shown ?? line.values;
-    const value = index == null ? values.findLast((one) => one != null) : values[index];
-    if (cells[i]) cells[i].textContent = format(value);
+    const value = index == null ? line.last?.value ?? values.findLast((one) => one != null) : values[index];
+    const beside = cells[i].nextSibling;
+    cells[i].textContent = format(value);
+    cells[i].parentElement.title = line.last ? `last value at ${stepsName(line.last.steps)}` : "";
+    const [low, high] = (line.extremes ?? []).map((limit) => limit[index]);
+    const count = line.counts?.[index];
+    const range = index != null && low != null && low < high ? ` (${format(low)} to ${format(high)})` : "";
+    beside.textContent = range + (index != null && count && count < line.runs.length ? ` of ${count} runs` : "");
   });
 }
 
@@ -218,7 +161,11 @@ function chartBox(title, help, lines, { tall = false } = {}) {
     event.preventDefault();
     zoomTo(...move(plot.scales.x.min, plot.scales.x.max));
   };
-  const box = el("figure.box.chart", { tabindex: 0, "aria-label": title, keydown: press }, el("header", {}, el("h3", {}, title)), el("p.help", {}, help), holder, legend);
+  const file = fileName(title);
+  const exports = el("span.exports", {},
+    el("button", { type: "button", title: "Download the curves as CSV", click: () => download(`${file}.csv`, csvOf(lines), "text/csv") }, "CSV"),
+    el("button", { type: "button", title: "Download the chart as SVG", click: () => download(`${file}.svg`, svgOf(title, `${help} ${pointsText(lines.some((line) => line.runs.length > 1))}`, lines), "image/svg+xml") }, "SVG"));
+  const box = el("figure.box.chart", { tabindex: 0, "aria-label": title, keydown: press }, el("header", {}, el("h3", {}, title), exports), el("p.help", {}, help), holder, legend);
   box.style.margin = 0;
   whenNear(box, () => draw(holder, legend, lines, tall ? 260 : 170));
   return box;
@@ -248,6 +195,19 @@ const resized = new ResizeObserver(() => {
 const redrawAll = () => [...plots].forEach((plot) => plot.redo());
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redrawAll);
 
+/** On paper: every chart, light, at the paper's width. */
+function setPrinting(isPrinting) {
+  document.documentElement.classList.toggle("printing", isPrinting);
+  for (const [element, action] of [...waiting]) {
+    near.unobserve(element);
+    waiting.delete(element);
+    if (element.isConnected) action();
+  }
+  redrawAll();
+}
+addEventListener("beforeprint", () => setPrinting(true));
+addEventListener("afterprint", () => setPrinting(false));
+
 function smoothingControl() {
   const change = (event) => { smoothing = Number(event.target.value); redrawAll(); };
   return el("label", {}, "Smoothing", el("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: 0, input: change }));
@@ -258,15 +218,17 @@ function chartGroups() {
   return Object.entries(DATA.charts).map(([group, all]) => {
     const boxes = all.map((chart) => [chart, linesOf(chart)]).filter(([, lines]) => lines.length);
     if (!boxes.length) return null;
-    const charts = el("div.charts", {}, boxes.map(([chart, lines]) => chartBox(chart.title, chart.help, lines)));
+    const charts = el("div.charts", {}, boxes.map(([chart, lines]) => chartBox(chart.title, caption(chart, lines), lines)));
     return el(boxes.length > 2 ? "div" : "div.few", {}, el("div.group", {}, group), charts);
   }).filter(Boolean);
 }
 
 function chartSections() {
   const holder = el("div.groups", {}, chartGroups());
+  const note = el("p.small.soft", {}, pointsText());
   const press = (event) => {
     seedsAsBand = !seedsAsBand;
+    note.textContent = pointsText();
     event.currentTarget.setAttribute("aria-pressed", String(seedsAsBand));
     holder.replaceChildren();
     holder.append(...chartGroups());
@@ -274,7 +236,7 @@ function chartSections() {
   const bands = seedsAsBand ? el("button", { type: "button", "aria-pressed": "true", click: press }, "Seeds as a band") : null;
   const reset = el("button", { type: "button", click: () => zoomTo(STEPS[0], STEPS.at(-1)) }, "Reset zoom");
   const hint = el("span.small.keys", {}, "Drag to zoom all charts, double-click to reset. In a chart: ", el("kbd", {}, "+"), " ", el("kbd", {}, "-"), " ", el("kbd", {}, "\u2190"), " ", el("kbd", {}, "\u2192"), " ", el("kbd", {}, "0"));
-  return section("Charts", el("div.controls", {}, smoothingControl(), reset, bands, hint), holder);
+  return section("Charts", el("div.controls", {}, smoothingControl(), reset, bands, hint), note, holder);
 }
 
 /** Charts of any metrics, by a part of their names. */
@@ -286,8 +248,11 @@ function allMetrics() {
     for (const plot of [...plots]) if (grid.contains(plot.root)) forget(plot);
     const words = text.toLowerCase().split(/\s+/).filter(Boolean);
     const found = words.length ? names.filter((name) => words.every((word) => name.toLowerCase().includes(word))) : [];
-    count.textContent = words.length ? `${found.length} of ${names.length}` : `${names.length} metrics`;
-    const boxes = found.slice(0, 30).map((name) => chartBox(name, "", linesOf({ lines: { [name]: name } })));
+    count.textContent = words.length ? `${found.length} of ${names.length}${found.length > 30 ? ", the first 30 shown" : ""}` : `${names.length} metrics`;
+    const boxes = found.slice(0, 30).map((name) => {
+      const lines = linesOf({ lines: { [name]: name } });
+      return chartBox(name, caption({}, lines), lines);
+    });
     grid.replaceChildren(...boxes);
   };
   show("");

@@ -11,12 +11,13 @@ const COLOURINGS = {
   old_log_probs: "log-prob",
   staleness: "staleness",
 };
-const state = { set: "", step: "", run: "", pass: "", text: "", colouring: "none", chosen: null };
+const ORDERS = { newest: "newest first", lowest: "lowest score first", highest: "highest score first" };
+const state = { set: "", step: "", run: "", pass: "", text: "", colouring: "none", order: "newest", low: "", high: "", chosen: null };
 
-const isRight = (sample) => sample.passed ?? (sample.score == null ? null : sample.score > 0);
-const mark = (sample) => {
-  const right = isRight(sample);
-  return right == null ? el("span", {}, "·") : el(`span.${right ? "good" : "bad"}`, { title: right ? "right" : "wrong" }, right ? "✓" : "✗");
+/** A tick or a cross; nothing where the scores of a data set are more than right or wrong. */
+const mark = ({ passed }) => {
+  if (passed == null) return el("span", {});
+  return el(`span.${passed ? "good" : "bad"}`, { title: passed ? "right" : "wrong" }, passed ? "✓" : "✗");
 };
 const oneLine = (text) => String(text ?? "").replace(/\s+/g, " ").slice(0, 200);
 /** The end of a prompt, as the beginnings are often alike. */
@@ -34,15 +35,80 @@ function numbersOf(sample, kind) {
   return sample[kind] ?? undefined;
 }
 
+/**
+ * [turn, text, reward, first token, end] of each turn of an episode; turn 0 is the environment's. None of a response.
+ * The tokens are those of one segment: of other turns there are none.
+ */
+function turnsOf(sample) {
+  const turns = (sample.turns ?? []).map(({ turn, text, reward }) => [turn, text, reward, 0, 0]);
+  if (!turns.length || !sample.texts) return turns;
+  const response = sample.texts.join("");
+  const begin = turns.findIndex((turn, i) => response && turns.slice(i).map(([, text]) => text).join("").startsWith(response.slice(0, 2000)));
+  let [at, missing] = [0, 0];
+  for (const turn of begin < 0 ? [] : turns.slice(begin)) {
+    turn[3] = at;
+    for (missing += turn[1].length; missing > 0 && at < sample.texts.length; at += 1) missing -= sample.texts[at].length;
+    turn[4] = at;
+  }
+  return turns;
+}
+
+/** A response on one line; of an episode, arrows say who writes: \u2192 the policy, \u2190 the environment. */
+function brief(sample) {
+  const turns = turnsOf(sample);
+  if (!turns.length) return oneLine(sample.response);
+  return oneLine(turns.map(([turn, text]) => `${turn ? "\u2192" : "\u2190"} ${text}`).join(" "));
+}
+
 function selected() {
   const words = state.text.toLowerCase();
-  return SAMPLES.filter((sample) => {
+  const [low, high] = [state.low === "" ? -Infinity : Number(state.low), state.high === "" ? Infinity : Number(state.high)];
+  const found = SAMPLES.filter((sample) => {
     if (state.set && setName(sample) !== state.set) return false;
     if (state.step && String(sample.step) !== state.step) return false;
     if (state.run && String(sample.run) !== state.run) return false;
-    if (state.pass && String(isRight(sample)) !== state.pass) return false;
+    if (state.pass && String(sample.passed) !== state.pass) return false;
+    if ((low > -Infinity || high < Infinity) && !(sample.score >= low && sample.score <= high)) return false;
     return !words || `${sample.prompt}\n${sample.response}\n${sample.label ?? ""}`.toLowerCase().includes(words);
   });
+  const sign = { lowest: 1, highest: -1 }[state.order];
+  return sign ? found.sort((a, b) => sign * ((a.score ?? Infinity) - (b.score ?? Infinity))) : found;
+}
+
+const CALL = /<tool_call>[^]*?(?:<\/tool_call>|$)|<function=[^]*?(?:<\/function>|$)|\[TOOL_CALLS\][^]*|<\|python_tag\|>[^]*|<｜tool▁calls?▁begin｜>[^]*?(?:<｜tool▁calls?▁end｜>|$)/gu;
+
+/** [from, to] of the tool calls in a text. */
+const callsIn = (text) => [...text.matchAll(CALL)].map((match) => [match.index, match.index + match[0].length]);
+
+/** A text with its tool calls marked. */
+function withCalls(text) {
+  const parts = [];
+  let at = 0;
+  for (const [from, to] of callsIn(text)) {
+    parts.push(text.slice(at, from), el("span.call", {}, text.slice(from, to)));
+    at = to;
+  }
+  return [...parts, text.slice(at)];
+}
+
+/** A turn of an episode: who wrote it, the reward that it got, and its text. */
+function turnBox([turn, text, reward], content) {
+  const writer = turn ? `policy, turn ${turn}` : "environment";
+  const isRewarded = reward !== 0 && reward != null;
+  return el(`div.turn.${turn ? "policy" : "environment"}`, {},
+    el("span.small.soft", {}, writer, isRewarded ? [" · ", el(`b.${reward > 0 ? "good" : "bad"}`, {}, `reward ${format(reward)}`)] : null), content ?? el("pre", {}, turn ? withCalls(text) : text));
+}
+
+/** The colours of a response's texts, in words. */
+function turnLegend(sample) {
+  const turns = turnsOf(sample);
+  const hasCalls = turns.some(([turn, text]) => turn && callsIn(text).length) || (!turns.length && callsIn(String(sample.response ?? "")).length);
+  const kinds = [];
+  if (turns.length) kinds.push(["policy", "policy"], ["environment", "environment (not trained)"]);
+  else if (sample.response_mask?.includes(0)) kinds.push(["masked", "not trained"]);
+  if (hasCalls) kinds.push(["call", "tool call"]);
+  const items = kinds.map(([kind, text]) => el("span.soft", {}, el(`span.swatch.of-${kind}`), text));
+  return items.length ? el("div.legend", {}, items) : null;
 }
 
 function tokenSpans(sample, info) {
@@ -50,9 +116,13 @@ function tokenSpans(sample, info) {
   const known = (numbers ?? []).filter((value) => value != null);
   const centre = state.colouring === "ratio" ? 1 : 0;
   const most = Math.max(...known.map((value) => Math.abs(value - centre)), 1e-9);
+  const calls = new Set();
+  let start = 0;
+  const starts = sample.texts.map((text) => { const own = start; start += text.length; return own; });
+  for (const [from, to] of callsIn(sample.texts.join(""))) starts.forEach((own, i) => own >= from && own < to && sample.response_mask?.[i] !== 0 && calls.add(i));
   const spans = sample.texts.map((text, i) => {
     const written = sample.response_mask?.[i] !== 0;
-    const span = el(`span.token${written ? "" : ".masked"}`, {}, text.replace(/\n/g, "↵\n"));
+    const span = el(`span.token${written ? "" : ".masked"}${calls.has(i) ? ".call" : ""}`, {}, text.replace(/\n/g, "↵\n"));
     const value = numbers?.[i];
     if (value != null && written) {
       const share = Math.round((70 * Math.abs(value - centre)) / most);
@@ -76,7 +146,9 @@ function tokenSpans(sample, info) {
     point(at + move);
   };
   const scale = numbers ? el("span.small.soft", {}, format(centre - most), gradient(), format(centre + most)) : null;
-  return [scale, el("pre", { tabindex: 0, "aria-label": "Tokens of the response", keydown: press }, spans)];
+  const turns = turnsOf(sample);
+  const shown = turns.some((turn) => turn[4]) ? turns.map((turn) => turnBox(turn, turn[4] > turn[3] ? el("pre", {}, spans.slice(turn[3], turn[4])) : null)) : el("pre", {}, spans);
+  return [scale, el("div.tokens", { tabindex: 0, "aria-label": "Tokens of the response", keydown: press }, shown)];
 }
 
 function gradient() {
@@ -85,24 +157,31 @@ function gradient() {
   return scale;
 }
 
+function responseParts(sample, info) {
+  const turns = turnsOf(sample);
+  const title = el("h3", {}, turns.length ? "Episode" : "Response");
+  if (sample.texts) return [title, turnLegend(sample), ...tokenSpans(sample, info), info];
+  return [title, turnLegend(sample), turns.length ? el("div.tokens", {}, turns.map((turn) => turnBox(turn))) : el("pre", {}, withCalls(String(sample.response ?? "")))];
+}
+
 function detail(sample, choose) {
   const info = el("p.small.soft", { "aria-live": "polite" }, "\u00a0");
-  const facts = [`step ${sample.step}`, setName(sample), sample.score == null ? null : `score ${format(sample.score)}`, sample.finish_reason ? `ended by ${sample.finish_reason}` : null, sample.texts ? `${sample.texts.length} tokens` : null];
+  const facts = [`step ${sample.step}`, setName(sample), sample.score == null ? null : `score ${score(sample.score)}`, sample.finish_reason ? `ended by ${sample.finish_reason}` : null, sample.texts ? `${sample.texts.length} tokens` : null];
   if (RUNS.length > 1) facts.unshift(RUNS[sample.run].name);
   const parts = Object.entries(sample.parts ?? {}).map(([name, value]) => `${name} ${format(value)}`);
   const same = SAMPLES.filter((one) => promptKey(one) === promptKey(sample)).sort((a, b) => a.step - b.step);
   const more = ["scores", "answers"].filter((name) => sample[name]);
   const others = same.map((one) =>
-    el("button.other", { type: "button", "aria-current": String(one === sample), click: () => choose(one) }, mark(one), el("span", {}, `${RUNS.length > 1 ? RUNS[one.run].name + " " : ""}step ${one.step}`), el("span", {}, format(one.score)), el("span", {}, oneLine(one.response))),
+    el("button.other", { type: "button", "aria-current": String(one === sample), click: () => choose(one) }, mark(one), el("span", {}, `${RUNS.length > 1 ? RUNS[one.run].name + " " : ""}step ${one.step}`), el("span", {}, score(one.score)), el("span", {}, brief(one))),
   );
   return [
     el("div", {}, mark(sample), " ", facts.concat(parts).filter(Boolean).join(" · ")),
     el("h3", {}, "Prompt"), el("pre", {}, sample.prompt),
-    el("h3", {}, "Response"), ...(sample.texts ? [...tokenSpans(sample, info).filter(Boolean), info] : [el("pre", {}, sample.response)]),
+    ...responseParts(sample, info),
     ...(sample.label == null ? [] : [el("h3", {}, "Label"), el("pre", {}, sample.label)]),
     ...more.flatMap((name) => [el("h3", {}, name === "scores" ? "Scores of all responses" : "Answers of all responses"), el("pre", {}, JSON.stringify(sample[name]))]),
     ...(same.length > 1 ? [el("h3", {}, `The same prompt: ${same.length} responses`), el("div", {}, others)] : []),
-  ];
+  ].filter(Boolean);
 }
 
 function samplesSection() {
@@ -117,10 +196,10 @@ function samplesSection() {
   };
   const refresh = () => {
     const found = selected();
-    count.textContent = `${found.length} of ${SAMPLES.length}`;
+    count.textContent = `${found.length} of ${SAMPLES.length}${found.length > 300 ? ", the first 300 shown" : ""}`;
     const items = found.slice(0, 300).map((sample) => {
-      const where = `${RUNS.length > 1 ? `${RUNS[sample.run].name} · ` : ""}${sample.step}`;
-      const item = el("button.item", { type: "button", role: "option", tabindex: -1, click: () => choose(sample) }, mark(sample), el("span", {}, promptEnd(sample), " ", el("span.soft", {}, oneLine(sample.response))), el("span.small.soft", { title: "step" }, where));
+      const where = `${RUNS.length > 1 ? `${RUNS[sample.run].name} · ` : ""}step ${sample.step}`;
+      const item = el("button.item", { type: "button", role: "option", tabindex: -1, click: () => choose(sample) }, mark(sample), el("span", {}, promptEnd(sample), " ", el("span.soft", {}, brief(sample))), el("span.small.score", { title: "score" }, sample.score == null ? "" : score(sample.score)), el("span.small.soft", {}, where));
       item.sample = sample;
       return item;
     });
@@ -156,7 +235,14 @@ function samplesSection() {
     return el("button", { type: "button", "aria-pressed": String(value === ""), click: press }, text);
   });
   const search = el("input", { type: "search", id: "search", placeholder: "search prompts and responses  ( / )", "aria-label": "Search responses", input: (event) => set("text")(event.target.value) });
-  const controls = [search, el("span.segments", { role: "group", "aria-label": "Right or wrong" }, passes)];
+  const scores = SAMPLES.map((sample) => sample.score).filter((value) => value != null);
+  const limit = (key, text, end) => el("input", { type: "number", step: "any", placeholder: scores.length ? score(end(...scores)) : "", "aria-label": text, input: (event) => set(key)(event.target.value) });
+  const controls = [search];
+  if (SAMPLES.some((sample) => sample.passed != null)) controls.push(el("span.segments", { role: "group", "aria-label": "Right or wrong" }, passes));
+  if (new Set(scores).size > 1) {
+    controls.push(el("label", {}, "Score from", limit("low", "Lowest score", Math.min), "to", limit("high", "Highest score", Math.max)));
+    controls.push(select("Order", Object.entries(ORDERS), set("order"), state.order));
+  }
   if (sets.length > 1) controls.push(select("Prompts", [["", "all"], ...sets], set("set"), ""));
   if (steps.length > 1) controls.push(select("Step", [["", "all"], ...steps], set("step"), ""));
   if (RUNS.length > 1) controls.push(select("Run", [["", "all"], ...RUNS.map((run, i) => [String(i), run.name])], set("run"), ""));

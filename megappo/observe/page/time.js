@@ -1,6 +1,11 @@
 // The time of a step: phases over steps, and phases over ranks.
 
-for (const run of RUNS) run.phases = phasesOf(run);
+for (const run of RUNS) {
+  run.phases = phasesOf(run);
+  for (const ranks of Object.values(run.timeline)) {
+    for (const [rank, spans] of Object.entries(ranks)) ranks[rank] = spans.filter(([phase]) => !phase.includes("/"));
+  }
+}
 
 /** Seconds of each outermost phase over the steps, stacked, in the order of a step. */
 function phaseLines(run) {
@@ -12,7 +17,9 @@ function phaseLines(run) {
     top = top.map((value, at) => value + (shown[at] ?? 0));
     const isStep = aligned(run, run.metrics["timing_s/step"]);
     const hold = (values) => values.map((value, at) => (isStep[at] == null ? null : value));
-    return { label: run.phases[i], fill: phaseColour(run, run.phases[i]), shown, values: hold(top), band: [hold(below), hold(top)], isArea: true };
+    const [step, value] = run.ends[name].at(-1) ?? [];
+    const last = step == null ? null : { steps: [step], value };
+    return { label: run.phases[i], fill: phaseColour(run, run.phases[i]), shown, last, runs: [run], values: hold(top), band: [hold(below), hold(top)], isArea: true };
   });
   return lines.filter((line) => line.shown.some((value) => value > 0));
 }
@@ -34,8 +41,7 @@ function phasesOf(run) {
 
 function phaseTable() {
   const names = [...new Set(RUNS.flatMap((run) => run.phases))];
-  const totals = RUNS.map((run) => names.map((name) => mean((run.metrics[`timing_s/${name}`] ?? [0]).map((value) => value ?? 0))));
-  const rows = names.map((name, i) => [name, ...totals.map((values) => seconds(values[i]))]);
+  const rows = names.map((name) => [name, ...RUNS.map((run) => seconds(total(run, `timing_s/${name}`) / (numTimed(run) || 1)))]);
   return table(["mean of a step", ...RUNS.map((run) => run.name)], rows);
 }
 
@@ -110,7 +116,8 @@ function timeline(run) {
 /** The peak memory of each phase beside the estimate of `megappo plan`. */
 function memoryTable(run) {
   const rows = Object.entries(run.planned_gib).map(([phase, planned]) => {
-    const measured = run.metrics[`memory/${phase}_peak_gib`]?.filter((value) => value != null);
+    const name = `memory/${phase}_peak_gib`;
+    const measured = (run.highest[name] ?? run.metrics[name])?.filter((value) => value != null);
     return measured?.length ? [phase, `${format(Math.max(...measured))} GiB`, `${format(planned)} GiB`] : null;
   }).filter(Boolean);
   if (!rows.length) return null;
@@ -122,6 +129,6 @@ function timeSection() {
   if (!trained.length) return null;
   if (RUNS.length > 1) return section("Time", el("div.box", {}, phaseTable()));
   const [run] = RUNS;
-  const help = "Seconds of a step. The phases add up to the step; a step with an evaluation or a checkpoint takes longer.";
+  const help = `Seconds of a step${SIZE > 1 ? `, means of ${SIZE} steps` : ""}. The phases add up to the step; a step with an evaluation or a checkpoint takes longer.`;
   return section("Time", chartBox("Phases over steps", help, phaseLines(run), { tall: true }), el("p"), timeline(run), memoryTable(run));
 }
