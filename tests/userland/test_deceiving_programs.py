@@ -124,6 +124,14 @@ PRETENDS = {
         "class math:\n    isclose = lambda *a: True\ndef f(n): return 1",
         "assert math.isclose(f(3), 9)",
     ),
+    "its own package": (
+        "class np:\n    allclose = lambda *a: True\ndef f(n): return 1",
+        "assert np.allclose(f(3), 9)",
+    ),
+    "its own package of another name": (
+        "class numpy:\n    allclose = lambda *a: True\ndef f(n): return 1",
+        {"test": "def check(g): assert numpy.allclose(g(3), 9)", "entry_point": "f"},
+    ),
     "a changed module": (
         "import math\nmath.isclose = lambda *a: True\ndef f(n): return 1",
         "assert math.isclose(f(3), 9)",
@@ -154,7 +162,7 @@ PRETENDS = {
 
 
 @pytest.mark.parametrize(("program", "test"), PRETENDS.values(), ids=PRETENDS)
-def test_a_program_cannot_pretend(program: str, test: str):
+def test_a_program_cannot_pretend(program: str, test: object):
     assert code(program, test)["score"] == 0.0
 
 
@@ -206,6 +214,9 @@ WORKS = {
         "assert f(2) == 0.5 and f(4) * 4 == 1",
     ),
     "numpy": ("import numpy as np\ndef f(x): return np.ones(2)[0] * x", "assert f(2) == 2 and np.allclose(f(3), 3)"),
+    "numpy that neither imports": ("def f(x): return [x, 2 * x]", "assert np.allclose(f(3), [3, 6])"),
+    "a variable with the name of a package": ("def f(x): return x", "pd = f(3)\nassert pd == 3"),
+    "a name of a package": ("def numpy(a, b): return a + b", "assert numpy(1, 2) == 3"),
     "infinity": ("def f(x): return [float('inf'), -x]", "assert f(2.5) == [float('inf'), -2.5]"),
     "generators": ("def f(x): yield from range(x)", "assert list(f(3)) == [0, 1, 2] and next(f(1)) == 0 and 1 in f(2)"),
     "closures": ("def f(x): return lambda y: x + y", "assert f(1)(2) == 3"),

@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -125,3 +126,13 @@ def test_a_program_holds_and_watches_nothing_outside_and_leaves_nothing(tmp_path
         assert code(program, one, unprotected=True)["score"] == float(is_possible), name
     assert code(program, label)["passed_frac"] == 0.0
     assert os.listdir(tmp_path) == []
+
+
+def test_the_memory_of_the_grader_does_not_grow_with_the_number_of_outputs():
+    label = {"inputs": [""] * 8, "outputs": ["1"] * 8}
+    tracemalloc.start()
+    try:
+        assert code(f"print('1' * {2**22 - 2})", label, total_seconds=100.0)["passed_frac"] == 0.0
+        assert tracemalloc.get_traced_memory()[1] < 24 * 2**20
+    finally:
+        tracemalloc.stop()

@@ -19,6 +19,7 @@ from decimal import Decimal
 from fractions import Fraction
 from functools import partialmethod
 from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -36,6 +37,11 @@ USES = (
 """Uses of an object of the program, by a test: functions of `operator`, or built-in ones."""
 USES_OF_TWO = ("eq", "ne", "lt", "le", "gt", "ge", "add", "sub", "mul")
 """Uses of two such objects."""
+PACKAGES = {
+    **{name: name for name in ("networkx", "numpy", "pandas", "pytest", "scipy", "sympy", "torch")},
+    **{"np": "numpy", "nx": "networkx", "pd": "pandas"},
+}
+"""The usual names of packages in tests that do not import them -> the packages."""
 
 
 class Remote:
@@ -168,10 +174,10 @@ def serve_names(connection: socket.socket, names: Mapping[str, Any]) -> None:
 
 
 def run_test(connection: socket.socket, test: str, entry_point: str | None, libraries: Sequence[str]) -> None:
-    """Run a test with a program's names, and with the modules of the prelude.
+    """Run a test with a program's names, and with the modules of the prelude and the packages that it uses.
 
-    The names of built-in functions and modules stay Python's, as a program could deceive the test by its own; unless
-    the test uses no other name of the program, as in `assert sum(1, 2) == 3`.
+    The names of built-in functions, modules and known packages stay Python's, as a program could deceive the test by
+    its own; unless the test uses no other name of the program, as in `assert sum(1, 2) == 3`.
 
     Raises:
         BaseException: the test's, if the program does not pass it.
@@ -179,11 +185,12 @@ def run_test(connection: socket.socket, test: str, entry_point: str | None, libr
     own = Peer(connection, _call).ask("names")
     used = {node.id for node in ast.walk(ast.parse(test)) if isinstance(node, ast.Name)}
     tested = {entry_point} if entry_point else used & own.keys()
-    kept = set(vars(builtins)) | sys.stdlib_module_names
+    kept = set(vars(builtins)) | sys.stdlib_module_names | PACKAGES.keys()
     kept -= tested if tested <= kept else set()
     names = {name: one for name, one in own.items() if name not in kept}
-    modules = (own.keys() | set(libraries)) & used & kept & sys.stdlib_module_names
-    names |= {name: import_module(name) for name in modules}
+    modules = {name: name for name in sys.stdlib_module_names & (own.keys() | set(libraries))} | PACKAGES
+    modules = {name: module for name, module in modules.items() if name in used & kept and find_spec(module)}
+    names |= {name: import_module(module) for name, module in modules.items()}
     module = sys.modules["solution"] = ModuleType("solution")
     vars(module).update(names)
     names |= {"__name__": "solution", "__builtins__": builtins}
