@@ -4,16 +4,16 @@
       engine_0_version_00000012.jsonl    engine 0's responses to prompts begun with the weights after step 12
       choices.jsonl                      the groups that each step trained on
 
-The first line of an engine's file holds the settings that its responses were sampled with. Each further line holds a
-finished response, the first tokens of an unfinished one (`rollout.keep_partial`), or the grades of all responses to a
-prompt. A group is trained on `rollout.max_staleness` + 1 steps after its version at the latest, so old files are
-deleted as a whole. A run that resumes trains on the same groups in the steps that an earlier process has done after the
-checkpoint.
+The first line of an engine's file holds the settings that its responses were sampled with. Each further line holds the
+checksum of a prompt, and a finished response to it, the first tokens of an unfinished one (`rollout.keep_partial`), or
+the grades of all responses. A group is trained on `rollout.max_staleness` + 1 steps after its version at the latest, so
+old files are deleted as a whole. A run that resumes trains on the same groups in the steps that an earlier process has
+done after the checkpoint.
 """
 
 import json
 from base64 import b64decode, b64encode
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from megappo.engines.generations import Generation
 from megappo.observe.files import json_lines, write_json_lines
 from megappo.observe.metrics import Metric, metrics_from_json
+from megappo.rollouts.fingerprint import PROMPTS, changed_settings
 from megappo.rollouts.sample_rows import Sample, Segment
 from megappo.userland.grades import Grade
 
@@ -45,6 +46,7 @@ class Group:
     Attributes:
         position: of the prompt, in the order in which prompts are drawn.
         version: steps that the weights had been trained for when the group was begun.
+        prompt: its `prompt_digest`.
         samples: the finished responses.
         written: sample_index -> first tokens of an unfinished response.
         failures: see `Scored.failure_metrics`.
@@ -54,6 +56,7 @@ class Group:
 
     position: int
     version: int
+    prompt: str = ""
     samples: list[Sample] = field(default_factory=list)
     written: dict[int, Generation] = field(default_factory=dict)
     failures: dict[str, Metric] = field(default_factory=dict)
@@ -98,7 +101,7 @@ class Journal:
 
     Args:
         number: of this rank's engine, among `num_engines`; None without one.
-        settings: see `record.rollout_settings`.
+        settings: see `rollout_settings`.
     """
 
     def __init__(self, output_dir: Path, number: int | None, num_engines: int, settings: Mapping[str, Any]):
@@ -128,25 +131,31 @@ class Journal:
         with path.open("a", encoding="utf-8") as file:
             if file.tell() == 0:
                 file.write(json.dumps(self._settings) + "\n")
-            file.write(json.dumps({"position": group.position, **facts}, default=_plain) + "\n")
+            line = {"position": group.position, "prompt": group.prompt, **facts}
+            file.write(json.dumps(line, default=_plain) + "\n")
 
-    def read(self) -> dict[int, Group]:
-        """Return the groups of an earlier process, by position; delete those of other settings.
+    def read(self, digest_at: Callable[[int], str]) -> dict[int, Group]:
+        """Return the groups of an earlier process, by position; delete those of other settings or prompts.
 
+        Args:
+            digest_at: returns the `prompt_digest` of this run's prompt at a position.
         Raises:
             OSError, ValueError: a file cannot be read.
         """
         groups: dict[int, Group] = {}
         for version, path in self._files():
-            lines = json_lines(path)
-            if not lines or lines[0] != self._settings:
-                print(f"{path} is deleted: its responses have other settings than this run", flush=True)
+            settings, *lines = json_lines(path) or [{}]
+            if changed := changed_settings(settings, self._settings):
+                print(f"{path} is deleted: its responses have other settings: {', '.join(changed)}", flush=True)
                 path.unlink()
                 continue
-            write_json_lines(path, lines)  # without a line that a kill cut short
-            for line in lines[1:]:
+            kept = [line for line in lines if line["prompt"] == digest_at(line["position"])]
+            if len(kept) < len(lines):
+                print(f"{path} loses {len(lines) - len(kept)} lines: {PROMPTS} have changed", flush=True)
+            write_json_lines(path, [settings, *kept])  # without a line that a kill cut short
+            for line in kept:
                 position = line["position"]
-                _add(groups.setdefault(position, Group(position, version)), line)
+                _add(groups.setdefault(position, Group(position, version, line["prompt"])), line)
         return groups
 
     def forget(self, oldest: int) -> None:
