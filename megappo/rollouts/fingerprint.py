@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from hashlib import sha256
+from itertools import product
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ PROMPTS = "prompts, labels or other fields of data.train_files"
 """Name of what `prompt_digest` depends on."""
 IMPORT = re.compile(r"(?:^|[:;])[ \t]*(?:from|import)\b[^\n(]*(?:\([^)]*\))?", re.MULTILINE)
 """An import statement of Python, up to its end."""
+WORD = re.compile(r"\w+")
 
 
 def rollout_settings(config: Config) -> dict[str, Any]:
@@ -41,8 +43,7 @@ def rollout_settings(config: Config) -> dict[str, Any]:
     """
     filters, played = config.algorithm.filter_groups, (config.rollout.environment, *config.rollout.tools)
     settings: dict[str, Any] = key_values(config, SAMPLING_KEYS + EPISODE_KEYS + OTHER_KEYS)
-    masks_alone = config.algorithm.mask_truncated and config.compares_responses
-    settings["algorithm.adv_estimator"] = [config.algorithm.method.needs_greedy_baseline, masks_alone]
+    settings["algorithm.adv_estimator"] = config.algorithm.method.needs_greedy_baseline
     settings["algorithm.filter_groups"] = filters.model_dump() if filters.enable else None
     for spec in (*config.reward.weights, *filter(None, played)):
         if spec not in BUILTIN and (place := parse_spec(spec, builtin={})).file:
@@ -57,7 +58,7 @@ def key_values(config: Config, keys: tuple[str, ...]) -> dict[str, Any]:
 
 def changed_settings(found: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
     """Return the names of the settings whose values differ."""
-    return [name for name in {**settings, **found} if show(found.get(name)) != show(settings.get(name))]
+    return [name for name in {**settings, **found} if found.get(name) != settings.get(name)]
 
 
 def prompt_digest(prompt: Prompt) -> str:
@@ -67,16 +68,14 @@ def prompt_digest(prompt: Prompt) -> str:
 
 
 def _code(spec: Spec) -> Iterator[tuple[str, str]]:
-    """Yield path and checksum of the file that defines a function or class, and of the modules that it imports, and
-    these import, from its folder, the packages around it or the working folder."""
+    """Yield path and checksum of the file that defines a function or class, and of the modules and packages that it
+    imports, and these import, from its folder, their own or the working folder."""
     files = [first := Path(spec.file)]
-    folders = [Path.cwd(), *first.parents[: spec.module.count(".") or not spec.module]]
     for file in files:  # the list grows
         content = file.read_bytes()
         yield os.path.relpath(file, first.parent), sha256(content).hexdigest()
-        imports = " ".join(IMPORT.findall(content.decode(errors="replace")))
-        words = sorted({*re.findall(r"\w+", imports)} - {"megappo"})
-        for place in (folder / word for folder in folders for word in words):  # as do the folders
-            modules = place.with_suffix(".py"), place / "__init__.py"
-            files += [one for one in modules if one.is_file() and one not in files]
-            folders += [place] if place.is_dir() and place not in folders else []
+        words = WORD.findall(" ".join(IMPORT.findall(content.decode(errors="replace"))))
+        folders = {one for one in (first.parent, file.parent, Path.cwd()) if not one.name.endswith("-packages")}
+        for folder, word in product(folders, {*words} - {"megappo"}):
+            found = folder / f"{word}.py", *(folder / word).rglob("*.py")
+            files += [one for one in found if one.is_file() and one not in files]

@@ -13,15 +13,17 @@ done after the checkpoint.
 
 import json
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megappo.config.config_error import counted
+from megappo.data.prompts import Prompt
 from megappo.engines.generations import Generation
 from megappo.observe.files import json_lines, write_json_lines
 from megappo.observe.metrics import Metric, metrics_from_json
-from megappo.rollouts.fingerprint import PROMPTS, changed_settings
+from megappo.rollouts.fingerprint import PROMPTS, changed_settings, prompt_digest
 from megappo.rollouts.sample_rows import Sample, Segment
 from megappo.userland.grades import Grade
 
@@ -106,7 +108,7 @@ class Journal:
 
     def __init__(self, output_dir: Path, number: int | None, num_engines: int, settings: Mapping[str, Any]):
         self._folder, self._number, self._num_engines = output_dir / JOURNAL_FOLDER, number, num_engines
-        self._settings = json.loads(json.dumps(settings))
+        self._settings = settings
 
     def write_sample(self, group: Group, sample: Sample) -> None:
         """Append a finished response, without its grade.
@@ -134,28 +136,23 @@ class Journal:
             line = {"position": group.position, "prompt": group.prompt, **facts}
             file.write(json.dumps(line, default=_plain) + "\n")
 
-    def read(self, digest_at: Callable[[int], str]) -> dict[int, Group]:
-        """Return the groups of an earlier process, by position; delete those of other settings or prompts.
+    def read(self) -> dict[tuple[int, str], Group]:
+        """Return the groups of an earlier process, by position and `prompt_digest`; delete those of other settings.
 
-        Args:
-            digest_at: returns the `prompt_digest` of this run's prompt at a position.
         Raises:
             OSError, ValueError: a file cannot be read.
         """
-        groups: dict[int, Group] = {}
+        groups: dict[tuple[int, str], Group] = {}
         for version, path in self._files():
             settings, *lines = json_lines(path) or [{}]
             if changed := changed_settings(settings, self._settings):
                 print(f"{path} is deleted: its responses have other settings: {', '.join(changed)}", flush=True)
                 path.unlink()
                 continue
-            kept = [line for line in lines if line["prompt"] == digest_at(line["position"])]
-            if len(kept) < len(lines):
-                print(f"{path} loses {len(lines) - len(kept)} lines: {PROMPTS} have changed", flush=True)
-            write_json_lines(path, [settings, *kept])  # without a line that a kill cut short
-            for line in kept:
-                position = line["position"]
-                _add(groups.setdefault(position, Group(position, version, line["prompt"])), line)
+            write_json_lines(path, [settings, *lines])  # without a line that a kill cut short
+            for line in lines:
+                key = position, prompt = line["position"], line["prompt"]
+                _add(groups.setdefault(key, Group(position, version, prompt)), line)
         return groups
 
     def forget(self, oldest: int) -> None:
@@ -185,6 +182,15 @@ class Journal:
             _, number, _, version = path.stem.split("_")
             if self._number is not None and int(number) % self._num_engines == self._number:
                 yield int(version), path
+
+
+def unchanged(groups: Sequence[Group], prompts: Sequence[Prompt]) -> dict[int, Group]:
+    """Return the groups, by position, that have these prompts with the same label and further fields."""
+    digests = map(prompt_digest, prompts)
+    found = {group.position: group for group, digest in zip(groups, digests, strict=True) if group.prompt == digest}
+    if num_changed := len(groups) - len(found):
+        print(f"responses to {counted(num_changed, 'prompt')} are sampled again: {PROMPTS} have changed", flush=True)
+    return found
 
 
 def _add(group: Group, line: Mapping[str, Any]) -> None:

@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -15,10 +15,10 @@ from megappo.data.prompts import Prompt
 from megappo.observe.files import CONFIG_FILE
 from megappo.rollouts.ahead import POLL_SECONDS, AheadSampler
 from megappo.rollouts.datasets import Datasets
-from megappo.rollouts.fingerprint import prompt_digest, rollout_settings
+from megappo.rollouts.fingerprint import rollout_settings
 from megappo.rollouts.group_queue import GroupQueue
 from megappo.rollouts.group_selection import StepResponses
-from megappo.rollouts.journal import Choice, Journal
+from megappo.rollouts.journal import Choice, Journal, unchanged
 from megappo.rollouts.rank_groups import RankGroups, SharedCounts
 from megappo.rollouts.record import Record
 from megappo.rollouts.rollouts import Rollouts, raise_if_interrupted
@@ -70,8 +70,8 @@ class AheadBatches(SampledBatches):
             journal.forget(last)
         waiting = set(pending)
         # Earlier steps have trained on the others.
-        read = journal.read(cache(lambda at: prompt_digest(self._prompts.drawn([at])[0])))
-        groups = {at: group for at, group in read.items() if at in waiting or at >= self.num_drawn}
+        read = [one for one in journal.read().values() if one.position in waiting or one.position >= self.num_drawn]
+        groups = unchanged(read, self._prompts.drawn([one.position for one in read]))
         self.groups.restore(groups)
         begun = self._exchange.merge(dict.fromkeys(groups))
         newest = max(begun, default=-1)

@@ -4,6 +4,7 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,9 @@ from megappo.data.prompts import Prompt
 from megappo.engines.generations import Generation
 from megappo.observe.metrics import Metric
 from megappo.rollouts.ahead import EngineShare
+from megappo.rollouts.fingerprint import prompt_digest
 from megappo.rollouts.group_queue import GroupQueue
-from megappo.rollouts.journal import Choice, Group, GroupFacts, Journal
+from megappo.rollouts.journal import Choice, Group, GroupFacts, Journal, unchanged
 from megappo.rollouts.rank_groups import RankGroups, SharedCounts
 from megappo.rollouts.sample_rows import Sample, Segment
 from megappo.userland.grades import Grade
@@ -169,7 +171,8 @@ def test_the_journal_returns_groups_as_they_were(tmp_path: Path) -> None:
     journal = Journal(tmp_path, 0, 1, {"rollout.n": 1})
     for position in range(4):
         write_group(journal, position, version=position // 2)
-    groups = Journal(tmp_path, 0, 1, {"rollout.n": 1}).read(str)
+    groups = Journal(tmp_path, 0, 1, {"rollout.n": 1}).read()
+    groups = {position: group for (position, _), group in groups.items()}
     assert groups.keys() == {0, 1, 2, 3}
     assert all(group.is_finished for group in groups.values())
     [found] = groups[3].samples
@@ -190,7 +193,7 @@ def test_the_journal_returns_responses_of_groups_that_are_not_finished(tmp_path:
     journal.write_sample(group, sample(order=2))
     group.written[1] = Generation([3, 4], [-1.0, -2.0], "abort", versions=[1, 2])
     journal.write_partial(group, 1)
-    assert Journal(tmp_path, 0, 1, {}).read(str) == {5: Group(5, 1, "5", [sample(order=2)], group.written)}
+    assert Journal(tmp_path, 0, 1, {}).read() == {(5, "5"): Group(5, 1, "5", [sample(order=2)], group.written)}
 
 
 def test_the_journal_survives_a_kill_in_the_middle_of_a_line(tmp_path: Path) -> None:
@@ -199,25 +202,25 @@ def test_the_journal_survives_a_kill_in_the_middle_of_a_line(tmp_path: Path) -> 
     [path] = (tmp_path / "ahead").iterdir()
     path.write_text(path.read_text("utf-8") + '{"position": 1, "samp', "utf-8")
     resumed = Journal(tmp_path, 0, 1, {})
-    assert resumed.read(str).keys() == {0}
+    assert resumed.read().keys() == {(0, "0")}
     write_group(resumed, 2, 0)
-    assert Journal(tmp_path, 0, 1, {}).read(str).keys() == {0, 2}
+    assert Journal(tmp_path, 0, 1, {}).read().keys() == {(0, "0"), (2, "2")}
 
 
 def test_the_journal_of_two_engines_is_taken_over_by_one(tmp_path: Path) -> None:
     for number in range(2):
         write_group(Journal(tmp_path, number, 2, {}), number, 0)
-    assert Journal(tmp_path, None, 1, {}).read(str) == {}
-    assert Journal(tmp_path, 0, 1, {}).read(str).keys() == {0, 1}
+    assert Journal(tmp_path, None, 1, {}).read() == {}
+    assert Journal(tmp_path, 0, 1, {}).read().keys() == {(0, "0"), (1, "1")}
 
 
-def test_the_journal_forgets_responses_to_other_prompts(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    journal = Journal(tmp_path, 0, 1, {})
-    for position in (4, 5):
-        write_group(journal, position, 0)
-    assert journal.read(lambda position: "4").keys() == {4}
-    assert "loses 2 lines: prompts, labels or other fields of data.train_files have changed" in capsys.readouterr().out
-    assert journal.read(str).keys() == {4}
+def test_responses_to_prompts_that_have_changed_are_sampled_again(capsys: pytest.CaptureFixture) -> None:
+    prompts = [Prompt(0, [1], "1+1=", "2"), Prompt(1, [1], "1+1=", "3"), Prompt(2, [2], "2+1=", "3", {"level": 1})]
+    groups = [Group(position, 0, prompt_digest(prompt)) for position, prompt in enumerate(prompts)]
+    assert unchanged(groups, prompts) == dict(enumerate(groups))
+    moved = [replace(prompts[0], index=7), replace(prompts[1], label="2"), replace(prompts[2], columns={"level": 2})]
+    assert unchanged(groups, moved) == {0: groups[0]}
+    assert "responses to 2 prompts are sampled again: prompts, labels or other fields" in capsys.readouterr().out
 
 
 def test_the_journal_forgets_what_is_old_or_of_other_settings(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -225,10 +228,10 @@ def test_the_journal_forgets_what_is_old_or_of_other_settings(tmp_path: Path, ca
     for version in range(3):
         write_group(journal, version, version)
     journal.forget(1)
-    assert journal.read(str).keys() == {1, 2}
-    assert Journal(tmp_path, 0, 1, {"model.path": "b"}).read(str) == {}
+    assert journal.read().keys() == {(1, "1"), (2, "2")}
+    assert Journal(tmp_path, 0, 1, {"model.path": "b"}).read() == {}
     assert "its responses have other settings: model.path\n" in capsys.readouterr().out
-    assert journal.read(str) == {}
+    assert journal.read() == {}
 
 
 def test_the_journal_keeps_the_choices_of_steps(tmp_path: Path) -> None:
