@@ -12,6 +12,7 @@ from typing import Any
 from megappo.engines import sglang_patches
 from megappo.user_modules import share_all
 from megappo.userland.environment_host import called
+from megappo.userland.model_text import model_text
 from megappo.userland.user_code import BadFunction, JsonObject, load, named
 
 UNREADABLE = "error: the call cannot be read: it must be JSON that names one of the functions"
@@ -45,12 +46,20 @@ class ToolEnvironment:
         return [{"role": "tool", "content": text} for text, _ in results], 0.0, False, counts
 
     async def _result(self, call: Any) -> tuple[str, bool]:
-        """Return a call's result as text, and whether it failed."""
+        """Return a call's result as text, and whether it failed.
+
+        Raises:
+            BadFunction: JSON has no form for the result.
+        """
         try:
             result = await called(lambda: self.functions[call.name](**json.loads(call.parameters)))
-            return result if isinstance(result, str) else json.dumps(result), False
         except Exception as error:
             return f"error: {named(error)}", True
+        try:
+            return model_text(result), False
+        except (TypeError, ValueError, RecursionError) as error:
+            expected = "text, numbers, dates, lists or dictionaries of these"
+            raise BadFunction(f"called {call.name}, whose result is no JSON: {error}; expected {expected}") from error
 
 
 def tool_environment(functions: Sequence[tuple[str, str]], parser: str) -> type[ToolEnvironment]:

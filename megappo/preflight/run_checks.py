@@ -9,9 +9,11 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+from megappo.architecture.adapter_folder import adapter_tensor_errors
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.families import ORIGINAL
 from megappo.architecture.fit import (
@@ -221,7 +223,7 @@ def _model_folder(config: Config, key: str, path: str, specs: Sequence[Component
         else:
             yield from _fit_errors(config, spec, architecture)
             if key == REWARD_MODEL_KEY:
-                yield from _reward_model_errors(config, architecture)
+                yield from _reward_model_errors(config, replace(architecture, lora=spec.lora))
 
 
 def _megatron_folder(spec: ComponentSpec) -> Iterator[str]:
@@ -293,6 +295,7 @@ def _reward_model_errors(config: Config, architecture: Architecture) -> Iterator
     """Yield why a model cannot score responses, by its config.json."""
     found = f"{REWARD_MODEL_KEY}: {architecture.file} is of architecture {architecture.named}"
     if config.reward_model.adapter is not None:
+        yield from adapter_tensor_errors(config.reward_model.adapter, architecture)
         return
     if not architecture.is_reward_model:
         yield f"{found}, without a score: name a *ForSequenceClassification or *ForTokenClassification of one label"

@@ -149,7 +149,8 @@ class AheadSampler:
             taken, self._again = self._again[:most], self._again[most:]
             return taken
         positions = self._share.take(most // self._rollouts.config.rollout.n)
-        return self._missing(self._groups.begin(positions, self.version))
+        prompts = {position: self._prompts[position] for position in positions}
+        return self._missing(self._groups.begin(prompts, self.version))
 
     def _missing(self, groups: Iterable[Group]) -> list[Request]:
         """Return requests for the responses of groups that are not finished."""

@@ -4,11 +4,11 @@
       engine_0_version_00000012.jsonl    engine 0's responses to prompts begun with the weights after step 12
       choices.jsonl                      the groups that each step trained on
 
-The first line of an engine's file holds the settings that its responses were sampled with. Each further line holds a
-finished response, the first tokens of an unfinished one (`rollout.keep_partial`), or the grades of all responses to a
-prompt. A group is trained on `rollout.max_staleness` + 1 steps after its version at the latest, so old files are
-deleted as a whole. A run that resumes trains on the same groups in the steps that an earlier process has done after the
-checkpoint.
+The first line of an engine's file holds the settings that its responses were sampled with. Each further line holds the
+checksum of a prompt, and a finished response to it, the first tokens of an unfinished one (`rollout.keep_partial`), or
+the grades of all responses. A group is trained on `rollout.max_staleness` + 1 steps after its version at the latest, so
+old files are deleted as a whole. A run that resumes trains on the same groups in the steps that an earlier process has
+done after the checkpoint.
 """
 
 import json
@@ -18,9 +18,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megappo.config.config_error import counted
+from megappo.data.prompts import Prompt
 from megappo.engines.generations import Generation
 from megappo.observe.files import json_lines, write_json_lines
 from megappo.observe.metrics import Metric, metrics_from_json
+from megappo.rollouts.fingerprint import PROMPTS, changed_settings, prompt_digest
 from megappo.rollouts.sample_rows import Sample, Segment
 from megappo.userland.grades import Grade
 
@@ -45,6 +48,7 @@ class Group:
     Attributes:
         position: of the prompt, in the order in which prompts are drawn.
         version: steps that the weights had been trained for when the group was begun.
+        prompt: its `prompt_digest`.
         samples: the finished responses.
         written: sample_index -> first tokens of an unfinished response.
         failures: see `Scored.failure_metrics`.
@@ -54,6 +58,7 @@ class Group:
 
     position: int
     version: int
+    prompt: str = ""
     samples: list[Sample] = field(default_factory=list)
     written: dict[int, Generation] = field(default_factory=dict)
     failures: dict[str, Metric] = field(default_factory=dict)
@@ -98,12 +103,12 @@ class Journal:
 
     Args:
         number: of this rank's engine, among `num_engines`; None without one.
-        settings: see `record.rollout_settings`.
+        settings: see `rollout_settings`.
     """
 
     def __init__(self, output_dir: Path, number: int | None, num_engines: int, settings: Mapping[str, Any]):
         self._folder, self._number, self._num_engines = output_dir / JOURNAL_FOLDER, number, num_engines
-        self._settings = json.loads(json.dumps(settings))
+        self._settings = settings
 
     def write_sample(self, group: Group, sample: Sample) -> None:
         """Append a finished response, without its grade.
@@ -128,25 +133,26 @@ class Journal:
         with path.open("a", encoding="utf-8") as file:
             if file.tell() == 0:
                 file.write(json.dumps(self._settings) + "\n")
-            file.write(json.dumps({"position": group.position, **facts}, default=_plain) + "\n")
+            line = {"position": group.position, "prompt": group.prompt, **facts}
+            file.write(json.dumps(line, default=_plain) + "\n")
 
-    def read(self) -> dict[int, Group]:
-        """Return the groups of an earlier process, by position; delete those of other settings.
+    def read(self) -> dict[tuple[int, str], Group]:
+        """Return the groups of an earlier process, by position and `prompt_digest`; delete those of other settings.
 
         Raises:
             OSError, ValueError: a file cannot be read.
         """
-        groups: dict[int, Group] = {}
+        groups: dict[tuple[int, str], Group] = {}
         for version, path in self._files():
-            lines = json_lines(path)
-            if not lines or lines[0] != self._settings:
-                print(f"{path} is deleted: its responses have other settings than this run", flush=True)
+            settings, *lines = json_lines(path) or [{}]
+            if changed := changed_settings(settings, self._settings):
+                print(f"{path} is deleted: its responses have other settings: {', '.join(changed)}", flush=True)
                 path.unlink()
                 continue
-            write_json_lines(path, lines)  # without a line that a kill cut short
-            for line in lines[1:]:
-                position = line["position"]
-                _add(groups.setdefault(position, Group(position, version)), line)
+            write_json_lines(path, [settings, *lines])  # without a line that a kill cut short
+            for line in lines:
+                key = position, prompt = line["position"], line["prompt"]
+                _add(groups.setdefault(key, Group(position, version, prompt)), line)
         return groups
 
     def forget(self, oldest: int) -> None:
@@ -176,6 +182,15 @@ class Journal:
             _, number, _, version = path.stem.split("_")
             if self._number is not None and int(number) % self._num_engines == self._number:
                 yield int(version), path
+
+
+def unchanged(groups: Sequence[Group], prompts: Sequence[Prompt]) -> dict[int, Group]:
+    """Return the groups, by position, that have these prompts with the same label and further fields."""
+    digests = map(prompt_digest, prompts)
+    found = {group.position: group for group, digest in zip(groups, digests, strict=True) if group.prompt == digest}
+    if num_changed := len(groups) - len(found):
+        print(f"responses to {counted(num_changed, 'prompt')} are sampled again: {PROMPTS} have changed", flush=True)
+    return found
 
 
 def _add(group: Group, line: Mapping[str, Any]) -> None:

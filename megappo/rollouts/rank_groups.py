@@ -1,11 +1,13 @@
 """The groups of responses that one rank's engine samples ahead of training, and counts of those of all ranks."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from torch.distributed import Store
 
+from megappo.data.prompts import Prompt
+from megappo.rollouts.fingerprint import prompt_digest
 from megappo.rollouts.group_queue import block_of
 from megappo.rollouts.journal import Group, GroupFacts, Journal
 from megappo.rollouts.sample_rows import Sample
@@ -65,9 +67,9 @@ class RankGroups:
             if group.is_finished:
                 self._count(group, 1)
 
-    def begin(self, positions: Sequence[int], version: int) -> list[Group]:
-        """Add groups of this version and return them."""
-        groups = [Group(position, version) for position in positions]
+    def begin(self, prompts: Mapping[int, Prompt], version: int) -> list[Group]:
+        """Add groups of this version, for prompts by position, and return them."""
+        groups = [Group(position, version, prompt_digest(prompt)) for position, prompt in prompts.items()]
         self._groups |= {group.position: group for group in groups}
         return groups
 

@@ -1,10 +1,8 @@
 """Recorded rollouts: each step's scored rows in a file, to inspect, and to train on again without engines."""
 
-import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +14,18 @@ from megappo.config.score_checks import step_scores_errors
 from megappo.data.prompts import Prompt, PromptDataset
 from megappo.errors import ActionableError
 from megappo.observe.files import rows_file
+from megappo.rollouts.fingerprint import (
+    EPISODE_KEYS,
+    PROMPTS,
+    SAMPLING_KEYS,
+    changed_settings,
+    key_values,
+    prompt_digest,
+    rollout_settings,
+)
 from megappo.rollouts.group_selection import Batches
 from megappo.runtime.durable_files import put_durably
-from megappo.userland.spec import BUILTIN, parse_spec
 
-SAMPLING_KEYS = (
-    *("data.train_batch_size", "rollout.n", "rollout.temperature", "rollout.top_p", "rollout.top_k"),
-    "rollout.max_response_length",
-)
-EPISODE_KEYS = ("rollout.environment", "rollout.tools", "rollout.tool_call_parser", "rollout.max_turns")
-OTHER_KEYS = (
-    *("model.path", "rollout.stop", "reward.function", "data.gen_batch_size", "rollout.routing_replay"),
-    *("data.apply_chat_template", "data.system_prompt", "data.chat_template_kwargs"),
-)
-"""A step is sampled again if any of these keys has changed. A replay needs the recorded values of the first two groups:
-log-probs and mini-batches depend on them."""
 ESTIMATOR_FIELDS = {"baselines": "needs_greedy_baseline", "score_components": "needs_score_components"}
 """Fields that some estimators need."""
 
@@ -60,9 +55,10 @@ class Record:
             "step": step,
             "weights_step": settings["weights_step"],
             "model": config.model.path,
-            "sampling": _values(config, SAMPLING_KEYS),
+            "sampling": key_values(config, SAMPLING_KEYS),
             "settings": settings,
             "prompts": [prompt.index for prompt in prompts],
+            "prompt_digests": list(map(prompt_digest, prompts)),
             "labels": [prompt.label for prompt in prompts],
             "prompts_drawn": num_drawn,
             "num_tokens": num_tokens,
@@ -89,19 +85,19 @@ class Record:
                     facts = file.facts
             except (FileNotFoundError, ActionableError):
                 return step - 1, num_drawn, []
-            if "settings" not in facts:  # of another version
-                return step - 1, num_drawn, []
-            changed = [name for name, value in self._settings(step).items() if facts["settings"].get(name) != value]
+            if "prompt_digests" not in facts:
+                return step - 1, num_drawn, ["the version of megappo"]
             draws = range(num_drawn, facts["prompts_drawn"], self._config.data.draw_size)
-            drawn = list(chain.from_iterable(map(prompts.indices, draws)))
-            if not self._may_train_on(facts["prompts"], drawn):
-                changed.append("prompts")
+            drawn = chain.from_iterable(map(prompts.batch, draws))
+            changed = changed_settings(facts["settings"], self._settings(step))
+            if not self._may_train_on(facts["prompt_digests"], list(map(prompt_digest, drawn))):
+                changed.append(PROMPTS)
             if changed:
                 return step - 1, num_drawn, changed
             num_drawn = facts["prompts_drawn"]
         return self._config.trainer.total_steps, num_drawn, []
 
-    def _may_train_on(self, prompts: list[int], drawn: list[int]) -> bool:
+    def _may_train_on(self, prompts: list[str], drawn: list[str]) -> bool:
         """Return whether a step that has drawn these prompts may have chosen those."""
         config = self._config
         chooses = config.data.gen_batch_size is not None or config.algorithm.filter_groups.enable
@@ -157,7 +153,7 @@ class Replay(Batches):
         if "settings" not in facts:
             return ["was written by another version of this program: record the rollouts again"]
         errors = []
-        for key, value in _values(config, SAMPLING_KEYS + EPISODE_KEYS).items():
+        for key, value in key_values(config, SAMPLING_KEYS + EPISODE_KEYS).items():
             recorded = facts["settings"][key]
             is_free = key == "data.train_batch_size" and self._key == "trainer.replay_held_out"
             if recorded != value and not is_free:
@@ -177,29 +173,3 @@ class Replay(Batches):
         if config.rollout.routing_replay and "expert_choices" not in file.names:
             errors.append("has no expert_choices, which rollout.routing_replay needs: record those of a run with it")
         return errors
-
-
-def rollout_settings(config: Config) -> dict[str, Any]:
-    """Return everything that rollouts depend on, except prompts and trained weights.
-
-    Call it at the start of a run, when workers load the users' files: later edits belong to the next run.
-    """
-    data, filters = config.data, config.algorithm.filter_groups
-    return _values(config, SAMPLING_KEYS + EPISODE_KEYS + OTHER_KEYS) | {
-        "filter_groups": filters.model_dump() if filters.enable else None,
-        "cut_to_tokens": data.max_prompt_length if data.too_long == "truncate_left" else None,
-        "reward_file": _digest(spec for spec in config.reward.weights if spec not in BUILTIN),
-        "environment_file": _digest(filter(None, (config.rollout.environment, *config.rollout.tools))),
-    }
-
-
-def _digest(specs: Iterable[str]) -> str:
-    """Return the checksums of the users' files that define these functions or classes; "" without such a file."""
-    files = (parse_spec(spec, builtin={}).file for spec in specs)
-    return " ".join(hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in files if file)
-
-
-def _values(config: Config, keys: Iterable[str]) -> dict[str, Any]:
-    """Return the values of config keys as JSON has them."""
-    values = {key: attrgetter(key)(config) for key in keys}
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}

@@ -15,11 +15,12 @@ from megappo.data.prompts import Prompt
 from megappo.observe.files import CONFIG_FILE
 from megappo.rollouts.ahead import POLL_SECONDS, AheadSampler
 from megappo.rollouts.datasets import Datasets
+from megappo.rollouts.fingerprint import rollout_settings
 from megappo.rollouts.group_queue import GroupQueue
 from megappo.rollouts.group_selection import StepResponses
-from megappo.rollouts.journal import Choice, Journal
+from megappo.rollouts.journal import Choice, Journal, unchanged
 from megappo.rollouts.rank_groups import RankGroups, SharedCounts
-from megappo.rollouts.record import Record, rollout_settings
+from megappo.rollouts.record import Record
 from megappo.rollouts.rollouts import Rollouts, raise_if_interrupted
 from megappo.rollouts.sampler import EngineUsage
 from megappo.runtime.heartbeat import heartbeat
@@ -69,7 +70,8 @@ class AheadBatches(SampledBatches):
             journal.forget(last)
         waiting = set(pending)
         # Earlier steps have trained on the others.
-        groups = {at: group for at, group in journal.read().items() if at in waiting or at >= self.num_drawn}
+        read = [one for one in journal.read().values() if one.position in waiting or one.position >= self.num_drawn]
+        groups = unchanged(read, self._prompts.drawn([one.position for one in read]))
         self.groups.restore(groups)
         begun = self._exchange.merge(dict.fromkeys(groups))
         newest = max(begun, default=-1)

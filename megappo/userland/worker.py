@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any
 
 from megappo.userland.environment_host import EnvironmentHost
+from megappo.userland.model_text import as_json
 from megappo.userland.signatures import RewardHost
 from megappo.userland.user_code import BadFunction, JsonObject, describe, limit_memory
 
@@ -95,19 +96,10 @@ class Worker:
         if os.getpid() != self._pid:  # user code has forked this child, which must not answer, too
             os._exit(0)
         try:
-            line = json.dumps({"call": number, kind: value}, default=_as_json)
+            line = json.dumps({"call": number, kind: value}, default=as_json)
         except (TypeError, ValueError, RecursionError) as error:
             raise BadFunction(f"returned something that is no JSON: {error}") from error
         self._writer.write(line.encode() + b"\n")
-
-
-def _as_json(value: Any) -> Any:
-    """Return the numbers and lists of numbers of other libraries as Python's."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    if hasattr(value, "__float__"):
-        return float(value)
-    raise TypeError(f"{value!r:.80} is {type(value).__name__}")
 
 
 def own_connection() -> socket.socket:

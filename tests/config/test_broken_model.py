@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from scoring_adapters import write_adapters
 from tiny_shapes import GEMMA4
 
@@ -479,16 +480,30 @@ def test_what_is_no_reward_model_cannot_score(run_folder, refusals, accepted, mo
     assert "\n  tokenizer and chat template of model\n" in accepted(*scored)
 
 
+ONE, Q_PROJ = torch.ones(1), "model.layers.0.self_attn.q_proj"
+MERGE = "or merge these into their base (merge_and_unload) and name the result in reward_model.model_path"
 ADAPTERS = {
     "another base": (
         {"base_model_name_or_path": "models/other"},
         "are of the base models/other, but reward_model.mo",
     ),
-    "a policy's": ({"task_type": "CAUSAL_LM"}, "'task_type': 'CAUSAL_LM'", "name the adapters of a reward model"),
-    "without a score": ({"score": ...}, "and a score.weight, found", "name the adapters of a reward model"),
-    "another scale": ({"use_rslora": True}, "'use_rslora': True", "merge these into their base (merge_and_unload)"),
-    "no rank": ({"r": 0}, "rank", "greater than"),
-    "unknown matrices": ({"target_modules": ["wte"]}, "target_modules", "wte"),
+    "a policy's": ({"task_type": "CAUSAL_LM"}, 'found task_type "CAUSAL_LM": name the adapters of a reward model'),
+    "another method": ({"peft_type": "LOHA"}, 'found peft_type "LOHA"'),
+    "no rank": ({"r": 0}, "found rank 0 (Input should be greater than "),
+    "ranks of some matrices": ({"rank_pattern": {"q_proj": 4}}, 'found rank_pattern {"q_proj": 4}', MERGE),
+    "DoRA": ({"use_dora": True}, "found use_dora true", MERGE),
+    "PiSSA": ({"init_lora_weights": "pissa"}, 'found init_lora_weights "pissa"', MERGE),
+    "some layers": ({"layers_to_transform": [0]}, "found layers_to_transform [0]", MERGE),
+    "without a score": ({"lacks": "score"}, "missing score.weight; unknown none"),
+    "without a layer": ({"lacks": "layers.5"}, "missing model.layers.5.self_attn.q_proj.lora_A.weight, ", MERGE),
+    "without a half": (
+        {"lacks": "0.self_attn.v_proj.lora_B"},
+        "missing model.layers.0.self_attn.v_proj.lora_B.weight;",
+    ),
+    "embeddings": ({"more": {"model.embed_tokens.weight": ONE}}, "unknown model.embed_tokens.weight: name", MERGE),
+    "unknown matrices": ({"more": {"model.wte.lora_A.weight": ONE}}, "unknown model.wte.lora_A.weight: "),
+    "biases": ({"more": {f"{Q_PROJ}.lora_B.bias": ONE}}, f"unknown {Q_PROJ}.lora_B.bias: ", MERGE),
+    "magnitudes": ({"more": {f"{Q_PROJ}.lora_magnitude_vector": ONE}}, f"unknown {Q_PROJ}.lora_magnitude_vector: "),
     "no file": ({"file": ...}, "holds no adapter_model.safetensors"),
     "no folder": ({"folder": ...}, "No such file"),
 }
@@ -498,7 +513,13 @@ ADAPTERS = {
 def test_adapters_that_cannot_score(name, run_folder, refusals, accepted):
     """Adapters of the run's own model are accepted, also under the model's new path."""
     scored = ("reward_model.model_path=model", "reward_model.adapter=adapter")
-    write_adapters(run_folder / "adapter", "elsewhere/model")
+    pattern = {
+        "target_modules": r".*\.(q_proj|v_proj)",
+        "use_rslora": True,
+        "fan_in_fan_out": True,
+        "lora_dropout": 0.1,
+    }
+    write_adapters(run_folder / "adapter", "elsewhere/model", **pattern)
     accepted(*scored)
     changes, *expected = ADAPTERS[name]
     write_adapters(run_folder / "adapter", **changes)

@@ -9,6 +9,13 @@ from slow import slow_ones
 from megappo.userland.environments import EnvironmentFault, EnvironmentPool
 
 FUNCTIONS = '''
+import datetime
+from dataclasses import dataclass
+from decimal import Decimal
+
+import numpy
+
+
 def add(a: int, b: int = 1) -> int:
     """Add two numbers.
 
@@ -26,6 +33,22 @@ async def fails(text: str) -> str:
         text: any
     """
     raise ValueError(text)
+
+
+@dataclass
+class Day:
+    date: datetime.date
+    price: Decimal
+
+
+def look_up(key: str) -> str:
+    """Look up a value.
+
+    Args:
+        key: any
+    """
+    day = Day(datetime.date(2026, 1, 2), Decimal("0.10"))
+    return {"day": {"Tag": "schön 好", "day": day, "mean": numpy.float32(0.5)}, "set": {1}, "half": "\\ud83d"}[key]
 
 
 def no_docstring(a: int) -> int:
@@ -74,10 +97,25 @@ def test_calls_are_made_until_there_are_none(tmp_path, capfd):
     assert "Failed to parse" not in capfd.readouterr().err, "a call that cannot be read is counted, not printed"
 
 
+def test_results_are_json_as_people_write_it_or_an_error_that_names_the_tool(tmp_path):
+    async def play(pool, key):
+        async with pool.environment() as environment:
+            await environment.reset({})
+            return await environment.step({"content": call("look_up", key=key), "token_ids": []})
+
+    with pool_of(tmp_path, "look_up") as pool:
+        [message], *_ = asyncio.run(play(pool, "day"))
+        expected = '{"Tag": "schön 好", "day": {"date": "2026-01-02", "price": 0.1}, "mean": 0.5}'
+        assert message == {"role": "tool", "content": expected}
+        for name, reason in (("set", ".1. is set"), ("half", "'utf-8' codec can't encode")):
+            with pytest.raises(EnvironmentFault, match=f"step called look_up, whose result is no JSON: {reason}"):
+                asyncio.run(play(pool, name))
+
+
 MESSAGES = {
     ("add", "qwen99"): "cannot parse calls by 'qwen99': rollout.tool_call_parser is one of .*qwen25",
     ("no_docstring", "qwen25"): "have no JSON schema .*no_docstring because it has no docstring",
-    ("absent", "qwen25"): "does not exist: the file defines add, fails, no_docstring",
+    ("absent", "qwen25"): "does not exist: the file defines Day, add, fails, look_up, no_docstring",
     ("add", "qwen"): None,
 }
 

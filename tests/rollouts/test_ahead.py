@@ -4,17 +4,20 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from megappo.config.schema import Config
+from megappo.data.prompts import Prompt
 from megappo.engines.generations import Generation
 from megappo.observe.metrics import Metric
 from megappo.rollouts.ahead import EngineShare
+from megappo.rollouts.fingerprint import prompt_digest
 from megappo.rollouts.group_queue import GroupQueue
-from megappo.rollouts.journal import Choice, Group, GroupFacts, Journal
+from megappo.rollouts.journal import Choice, Group, GroupFacts, Journal, unchanged
 from megappo.rollouts.rank_groups import RankGroups, SharedCounts
 from megappo.rollouts.sample_rows import Sample, Segment
 from megappo.userland.grades import Grade
@@ -139,7 +142,7 @@ def test_groups_of_equal_scores_make_room_for_others_and_then_fill_up_the_step()
 def test_finished_groups_are_counted_until_a_step_takes_them(tmp_path: Path) -> None:
     shared = SharedCounts(dist.HashStore(), SIZE)
     groups = RankGroups(shared, Journal(tmp_path, 0, 1, {}))
-    first, second, third = groups.begin([7, 8, 9], version=3)
+    first, second, third = groups.begin({at: Prompt(at, [at], str(at), None) for at in (7, 8, 9)}, version=3)
     third.is_equal = True
     for group in (first, third):
         groups.finish(group)
@@ -156,7 +159,7 @@ def sample(order: int = 0) -> Sample:
 
 
 def write_group(journal: Journal, position: int, version: int) -> None:
-    group, graded = Group(position, version), sample()
+    group, graded = Group(position, version, str(position)), sample()
     journal.write_sample(group, graded)
     graded.grade = Grade([1.25], {"part": 0.1}, "answer", steps=[[(3, 0.5)]])
     group.samples.append(graded)
@@ -169,6 +172,7 @@ def test_the_journal_returns_groups_as_they_were(tmp_path: Path) -> None:
     for position in range(4):
         write_group(journal, position, version=position // 2)
     groups = Journal(tmp_path, 0, 1, {"rollout.n": 1}).read()
+    groups = {position: group for (position, _), group in groups.items()}
     assert groups.keys() == {0, 1, 2, 3}
     assert all(group.is_finished for group in groups.values())
     [found] = groups[3].samples
@@ -183,13 +187,13 @@ def test_the_journal_returns_groups_as_they_were(tmp_path: Path) -> None:
 
 
 def test_the_journal_returns_responses_of_groups_that_are_not_finished(tmp_path: Path) -> None:
-    journal, group = Journal(tmp_path, 0, 1, {}), Group(5, 1)
+    journal, group = Journal(tmp_path, 0, 1, {}), Group(5, 1, "5")
     group.written[1] = Generation([3], [-1.0], "abort", versions=[1])
     journal.write_partial(group, 1)
     journal.write_sample(group, sample(order=2))
     group.written[1] = Generation([3, 4], [-1.0, -2.0], "abort", versions=[1, 2])
     journal.write_partial(group, 1)
-    assert Journal(tmp_path, 0, 1, {}).read() == {5: Group(5, 1, [sample(order=2)], group.written)}
+    assert Journal(tmp_path, 0, 1, {}).read() == {(5, "5"): Group(5, 1, "5", [sample(order=2)], group.written)}
 
 
 def test_the_journal_survives_a_kill_in_the_middle_of_a_line(tmp_path: Path) -> None:
@@ -198,25 +202,35 @@ def test_the_journal_survives_a_kill_in_the_middle_of_a_line(tmp_path: Path) -> 
     [path] = (tmp_path / "ahead").iterdir()
     path.write_text(path.read_text("utf-8") + '{"position": 1, "samp', "utf-8")
     resumed = Journal(tmp_path, 0, 1, {})
-    assert resumed.read().keys() == {0}
+    assert resumed.read().keys() == {(0, "0")}
     write_group(resumed, 2, 0)
-    assert Journal(tmp_path, 0, 1, {}).read().keys() == {0, 2}
+    assert Journal(tmp_path, 0, 1, {}).read().keys() == {(0, "0"), (2, "2")}
 
 
 def test_the_journal_of_two_engines_is_taken_over_by_one(tmp_path: Path) -> None:
     for number in range(2):
         write_group(Journal(tmp_path, number, 2, {}), number, 0)
     assert Journal(tmp_path, None, 1, {}).read() == {}
-    assert Journal(tmp_path, 0, 1, {}).read().keys() == {0, 1}
+    assert Journal(tmp_path, 0, 1, {}).read().keys() == {(0, "0"), (1, "1")}
 
 
-def test_the_journal_forgets_what_is_old_or_of_other_settings(tmp_path: Path) -> None:
+def test_responses_to_prompts_that_have_changed_are_sampled_again(capsys: pytest.CaptureFixture) -> None:
+    prompts = [Prompt(0, [1], "1+1=", "2"), Prompt(1, [1], "1+1=", "3"), Prompt(2, [2], "2+1=", "3", {"level": 1})]
+    groups = [Group(position, 0, prompt_digest(prompt)) for position, prompt in enumerate(prompts)]
+    assert unchanged(groups, prompts) == dict(enumerate(groups))
+    moved = [replace(prompts[0], index=7), replace(prompts[1], label="2"), replace(prompts[2], columns={"level": 2})]
+    assert unchanged(groups, moved) == {0: groups[0]}
+    assert "responses to 2 prompts are sampled again: prompts, labels or other fields" in capsys.readouterr().out
+
+
+def test_the_journal_forgets_what_is_old_or_of_other_settings(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     journal = Journal(tmp_path, 0, 1, {"model.path": "a"})
     for version in range(3):
         write_group(journal, version, version)
     journal.forget(1)
-    assert journal.read().keys() == {1, 2}
+    assert journal.read().keys() == {(1, "1"), (2, "2")}
     assert Journal(tmp_path, 0, 1, {"model.path": "b"}).read() == {}
+    assert "its responses have other settings: model.path\n" in capsys.readouterr().out
     assert journal.read() == {}
 
 

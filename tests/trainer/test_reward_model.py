@@ -99,8 +99,9 @@ def write_adapted(folder: Path) -> torch.nn.Module:
         if name.endswith(("q_proj", "down_proj")):
             low, high = 0.1 * torch.randn(2, module.in_features), torch.randn(module.out_features, 2)
             tensors |= {f"model.{name}.lora_A.weight": low, f"model.{name}.lora_B.weight": high}
-            module.weight.data += 4 / 2 * high @ low
-    write_adapters(folder / "adapters", str(folder / "language"), tensors, target_modules=["down_proj", "q_proj"])
+            module.weight.data += 4 / 2**0.5 * high @ low
+    settings = {"target_modules": r".*\.(down_proj|q_proj)", "use_rslora": True}  # PEFT: W x + alpha / r^1/2 * B A x
+    write_adapters(folder / "adapters", str(folder / "language"), tensors, **settings)
     return model
 
 

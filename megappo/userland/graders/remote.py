@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 
 from megappo.runtime.machine import proxy_for
+from megappo.userland.model_text import ModelTextFormatter
 from megappo.userland.user_code import JsonObject
 
 FIRST_PAUSE_SECONDS = 0.5
@@ -135,7 +136,7 @@ async def judge(
     Raises:
         RuntimeError: there is no answer, or it has no score.
     """
-    question = template.format(prompt=prompt_str, response=solution_str, label=ground_truth)
+    question = ModelTextFormatter().format(template, prompt=prompt_str, response=solution_str, label=ground_truth)
     body = {"model": model, "messages": [{"role": "user", "content": question}]}
     body |= {"temperature": temperature, "max_tokens": max_tokens}
     text = ""
