@@ -129,7 +129,11 @@ def evaluate_arguments(words: Sequence[str] | None) -> argparse.Namespace:
 
 def inspect_arguments(words: Sequence[str] | None) -> argparse.Namespace:
     """Parse the arguments of `megappo inspect`."""
-    parser = _parser("inspect", "Show what is in a checkpoint or model folder, or the prompts of a config.", INSPECT)
+    parser = _parser(
+        "inspect",
+        "Show what is in a checkpoint or model folder, or the prompts, examples or pairs of a config.",
+        INSPECT,
+    )
     parser.add_argument("path", type=Path, help="a run, checkpoint, component or Hugging Face folder, or a CONFIG.yaml")
     keys = "of a config: keys that override the file"
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=keys)

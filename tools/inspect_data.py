@@ -1,4 +1,4 @@
-"""Show the prompts of a config as its model will see them, their lengths, and their errors.
+"""Show the prompts of a config, or its examples or pairs, as the model will see them, their lengths, and their errors.
 
 .venv/bin/python tools/inspect_data.py CONFIG [key=value ...]
 .venv/bin/python tools/inspect_data.py configs/quickstart.yaml --show 1 --tokens
@@ -16,6 +16,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,9 +28,12 @@ from megappo.arguments import inspect_arguments
 from megappo.config.config_error import ConfigError
 from megappo.config.eval_sets import TRAINING, eval_sets, training_task
 from megappo.config.loading import load_config
-from megappo.config.schema import Config, Data
+from megappo.config.schema import Config
+from megappo.data.examples import Example
+from megappo.data.preferences import Pair, open_examples
 from megappo.data.prompts import Prompt, PromptDataset
-from megappo.data.tokenizer import load_tokenizer
+from megappo.data.record_dataset import RecordDataset
+from megappo.data.tokenizer import load_tokenizer, stop_token_ids
 from megappo.placement.components import shared_vocabulary
 from megappo.userland.environments import EnvironmentFault, start_workers
 from megappo.userland.rewards import RewardError
@@ -64,68 +69,91 @@ def run(args: argparse.Namespace) -> int:
 
 def _inspect(config: Config, args: argparse.Namespace) -> int:
     tokenizer = load_tokenizer(config.model.path)
-    taken, vocab_size = _taken(config), shared_vocabulary(config)
-    data, order_by = config.data, config.data.order_by
-    reward = config.reward
-    files = [("data.train_files", file, data, order_by, taken[TRAINING], reward) for file in data.files]
-    files += [
-        (one.key, file, one.data, None, taken[name], one.reward)
-        for name, one in eval_sets(config).items()
-        for file in one.files
-    ]
+    vocab_size = shared_vocabulary(config)
     num_wrong = 0
-    for key, file, data, order_by, takes, reward in files:
-        seed = config.trainer.seed
-        dataset = PromptDataset([file], tokenizer, data, seed, key, takes, order_by=order_by, reward=reward)
+    for key, file, dataset in (_prompts if config.is_ppo else _examples)(config, tokenizer):
         chosen = _spread(len(dataset), args.records)
         parts = [dataset.check(vocab_size, partial(_spread, most=args.records))]
         wrong = dataset.errors(parts)
         seen = Seen(args.show)
         left_out = {number for [check] in parts for number in check.left_out}
-        for prompt in _readable(dataset, [number for number in chosen if number not in left_out]):
-            seen.add(prompt)
+        for entry in _readable(dataset, [number for number in chosen if number not in left_out]):
+            seen.add(entry)
         print(f"{key}: {file}: {len(dataset):,} records, {len(chosen):,} inspected")
         lines = [
             *(f"wrong: {line}" for line in wrong),
             *(f"warning: {line}" for line in dataset.warnings(parts)),
             *dataset.leave_out(parts),
-            *_lengths(sorted(seen.lengths), data),
+            *_lengths(sorted(seen.lengths), dataset),
         ]
         print("\n".join(f"  {line}" for line in lines))
-        for prompt in seen.shown:
-            print("\n".join(_shown(prompt, tokenizer if args.tokens else None)))
+        for entry in seen.shown:
+            print(RULE)
+            for row in _rows(entry):
+                print("\n".join(_shown(row, tokenizer, with_tokens=args.tokens)))
         print()
         num_wrong += len(wrong)
     return 1 if num_wrong else 0
 
 
+def _prompts(config: Config, tokenizer: "PreTrainedTokenizerBase") -> Iterator[tuple[str, str, RecordDataset]]:
+    """Yield the prompts of each file, with the key that names it."""
+    taken, data = _taken(config), config.data
+    files = [("data.train_files", file, data, data.order_by, taken[TRAINING], config.reward) for file in data.files]
+    files += [
+        (one.key, file, one.data, None, taken[name], one.reward)
+        for name, one in eval_sets(config).items()
+        for file in one.files
+    ]
+    for key, file, data, order_by, takes, reward in files:
+        seed = config.trainer.seed
+        yield key, file, PromptDataset([file], tokenizer, data, seed, key, takes, order_by=order_by, reward=reward)
+
+
+def _examples(config: Config, tokenizer: "PreTrainedTokenizerBase") -> Iterator[tuple[str, str, RecordDataset]]:
+    """Yield the examples or pairs of each file, with the key that names it."""
+    ends = stop_token_ids(config.model.path, config.rollout.stop, tokenizer)
+    for file in config.data.files:
+        train, _ = open_examples(config.changed("data.train_files", (file,)), tokenizer, ends)
+        yield "data.train_files", file, train
+    _, held_out = open_examples(config, tokenizer, ends)
+    for file, dataset in zip(config.data.val_files, held_out.values(), strict=True):
+        yield "data.val_files", file, dataset
+
+
+def _rows(entry: Prompt | Example | Pair) -> Sequence[Prompt | Example]:
+    return [entry] if isinstance(entry, Prompt) else entry.rows
+
+
 class Seen:
-    """Summary of the prompts read so far, of which there may be many.
+    """Summary of the entries read so far, of which there may be many.
 
     Args:
-        show: number of prompts to show from the beginning.
+        show: number of entries to show from the beginning.
 
     Attributes:
-        lengths: length of each prompt in tokens.
+        lengths: length of each of their rows in tokens.
     """
 
     def __init__(self, show: int):
         self.lengths = array("I")
         self._show = show
-        self._first: list[Prompt] = []
-        self._longest: Prompt | None = None
+        self._first: list[Prompt | Example | Pair] = []
+        self._longest: Prompt | Example | Pair | None = None
+        self._most = 0
 
-    def add(self, prompt: Prompt) -> None:
-        """Add the next prompt."""
-        self.lengths.append(len(prompt.tokens))
+    def add(self, entry: Prompt | Example | Pair) -> None:
+        """Add the next entry."""
+        lengths = [len(row.tokens) for row in _rows(entry)]
+        self.lengths.extend(lengths)
         if len(self._first) < self._show:
-            self._first.append(prompt)
-        if self._longest is None or len(prompt.tokens) > len(self._longest.tokens):
-            self._longest = prompt
+            self._first.append(entry)
+        if max(lengths) > self._most:
+            self._longest, self._most = entry, max(lengths)
 
     @property
-    def shown(self) -> list[Prompt]:
-        """Return the first prompts, and the longest one if it is not among them."""
+    def shown(self) -> list[Prompt | Example | Pair]:
+        """Return the first entries, and the longest one if it is not among them."""
         more = [self._longest] if self._longest and self._longest not in self._first else []
         return [*self._first, *more]
 
@@ -154,8 +182,8 @@ def _spread(size: int, most: int) -> Sequence[int]:
     return [i * size // count for i in range(count)]
 
 
-def _readable(dataset: PromptDataset, chosen: Sequence[int]) -> Iterator[Prompt]:
-    """Yield the prompts of the chosen records, without records that are not valid.
+def _readable(dataset: RecordDataset, chosen: Sequence[int]) -> Iterator[Prompt | Example | Pair]:
+    """Yield the entries of the chosen records, without records that are not valid.
 
     Prompts that are too long come untruncated where that is an error.
     """
@@ -169,13 +197,14 @@ def _readable(dataset: PromptDataset, chosen: Sequence[int]) -> Iterator[Prompt]
                     yield from dataset.at([index])
 
 
-def _lengths(lengths: Sequence[int], data: Data) -> Iterator[str]:
-    """Yield a histogram of the prompts' lengths in tokens after truncation; `lengths` are sorted."""
+def _lengths(lengths: Sequence[int], dataset: RecordDataset) -> Iterator[str]:
+    """Yield a histogram of lengths in tokens after truncation; `lengths` are sorted."""
     if not lengths:
         return
+    key = "max_prompt_length" if isinstance(dataset, PromptDataset) else "max_length"
     yield (
         f"tokens: {lengths[0]} to {lengths[-1]}, median {statistics.median_low(lengths)}, 95 % have at most "
-        f"{lengths[math.ceil(0.95 * len(lengths)) - 1]}; data.max_prompt_length {data.max_prompt_length}"
+        f"{lengths[math.ceil(0.95 * len(lengths)) - 1]}; data.{key} {getattr(dataset.config, key)}"
     )
     width = max(1, -(-(lengths[-1] + 1 - lengths[0]) // BINS))
     bins = Counter((length - lengths[0]) // width for length in lengths)
@@ -185,15 +214,22 @@ def _lengths(lengths: Sequence[int], data: Data) -> Iterator[str]:
         yield f"{first:>7} to {first + width - 1:<7} {bins[i]:>9,} {bar}".rstrip()
 
 
-def _shown(prompt: Prompt, tokenizer: "PreTrainedTokenizerBase | None") -> Iterator[str]:
-    yield RULE
-    yield f"record {prompt.index + 1}: {len(prompt.tokens)} tokens, label {prompt.label!r}"
-    for column, value in prompt.columns.items():
-        yield f"  {column}: {value!r}"
-    yield prompt.text
-    if tokenizer:
+def _shown(row: Prompt | Example, tokenizer: "PreTrainedTokenizerBase", *, with_tokens: bool) -> Iterator[str]:
+    if isinstance(row, Prompt):
+        yield f"record {row.index + 1}: {len(row.tokens)} tokens, label {row.label!r}"
+        for column, value in row.columns.items():
+            yield f"  {column}: {value!r}"
+        yield row.text
+    else:
+        yield f"record {row.index + 1}: {len(row.tokens)} tokens, {sum(row.mask)} in > < with a loss, or scored"
+        text = ""
+        for is_trained, pairs in groupby(zip(row.mask, row.tokens, strict=True), itemgetter(0)):
+            part = tokenizer.decode([token for _, token in pairs])
+            text += f">{part}<" if is_trained else part
+        yield text
+    if with_tokens:
         special = {token for token, one in tokenizer.added_tokens_decoder.items() if one.special}
-        pieces = ((token, f"{token}={tokenizer.decode([token])!r}") for token in prompt.tokens)
+        pieces = ((token, f"{token}={tokenizer.decode([token])!r}") for token in row.tokens)
         yield " ".join(f"[{piece}]" if token in special else piece for token, piece in pieces)
 
 

@@ -1,7 +1,9 @@
-"""Prompts as the model sees them: texts unchanged, chat messages rendered by the tokenizer's template."""
+"""Prompts as the model sees them: texts unchanged, chat messages read and rendered by the tokenizer's template."""
 
+import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from megappo.config.config_error import ConfigError
@@ -14,6 +16,9 @@ if TYPE_CHECKING:
 Tools = Sequence[dict[str, Any]]
 PromptContent = str | list[dict[str, Any]]
 """A text, or messages."""
+SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+OWN_FIELDS = ("role", "content", "tool_call_id", "weight", "train")
+"""Fields of messages that are read beside the template, or that link a result to its call."""
 MESSAGES_AS_TEXT = re.compile(r"""\s*\[?\s*\{\s*['"](role|content)['"]\s*:""")
 """Beginning of chat messages that were written into a text, as JSON or by Python's repr."""
 
@@ -32,13 +37,17 @@ class Chat:
         self._tokenizer = tokenizer
         self._config = config
         self._tools = list(tools) or None
-        is_read = bool(tokenizer.chat_template and (tools or config.chat_template_kwargs))
-        template = tokenizer.get_chat_template() if is_read else ""  # raises if several have no default
+        template = str(tokenizer.chat_template or "")  # several templates: each of them
         if tools and "tools" not in template:
-            keys = "rollout.tools, or eval.datasets.NAME.tools"
+            keys = "rollout.tools, eval.datasets.NAME.tools, or the field 'tools' of a record"
             raise ConfigError(f"{keys}: the tokenizer's chat template lists no tools: use one that does")
-        self._needs_messages = config.system_prompt is not None or bool(config.chat_template_kwargs)
-        _refuse_unread(template, config.chat_template_kwargs)
+        self._needs_messages = config.system_prompt is not None or bool(config.chat_template_kwargs or tools)
+        for name in config.chat_template_kwargs:
+            if not _names(template, name):
+                raise ConfigError(
+                    f"data.chat_template_kwargs: the tokenizer's chat template reads no {name!r}: correct the name, or "
+                    "drop it"
+                )
 
     def content_of(self, prompt: Any) -> PromptContent:
         """Return a file's prompt as a text that goes to the model unchanged, or messages with the system prompt.
@@ -59,14 +68,10 @@ class Chat:
             if self._needs_messages:
                 raise ValueError(
                     "the prompt is a string, for which data.system_prompt and data.chat_template_kwargs have no "
-                    "meaning: set data.apply_chat_template, or drop them"
+                    "meaning, nor a system prompt or tools: set data.apply_chat_template, or drop them"
                 )
             return prompt
-        if not (isinstance(prompt, list) and prompt and all(map(is_message, prompt))):
-            raise ValueError(
-                f"expected a string or a list of {{'role': str, 'content': str}}, found {repr(prompt)[:80]}"
-            )
-        return self.with_system(prompt)
+        return self.with_system(read_messages(prompt, "a string or "))
 
     def text_of(self, content: PromptContent, *, continues: bool = True) -> str:
         """Render a prompt as the model sees it, up to where its answer begins.
@@ -80,7 +85,7 @@ class Chat:
             text = content
         else:
             continues = continues and content[-1]["role"] == "assistant"
-            text = self._rendered(content, continue_final_message=continues, add_generation_prompt=not continues)
+            text = self.whole_text(content, continue_final_message=continues, add_generation_prompt=not continues)
         if not text:
             raise ValueError("the prompt is empty")
         return text
@@ -92,15 +97,19 @@ class Chat:
             return messages
         return [{"role": "system", "content": system}, *messages]
 
-    def whole_text(self, messages: list[dict[str, Any]]) -> str:
-        """Render a conversation up to the end of its last message.
+    def unread_fields(self, content: PromptContent) -> Iterator[str]:
+        """Yield a warning for each field of messages that the template does not read."""
+        names = [name for message in content for name in message] if isinstance(content, list) else []
+        for name in dict.fromkeys(names):
+            if name not in OWN_FIELDS and not _names(str(self._tokenizer.chat_template), name):
+                yield f"messages have a field {name!r}, which the tokenizer's chat template does not read: drop it"
+
+    def whole_text(self, messages: list[dict[str, Any]], **settings: bool) -> str:
+        """Render a conversation up to the end of its last message, or with settings of the template.
 
         Raises:
             ValueError: the template refuses the messages.
         """
-        return self._rendered(messages)
-
-    def _rendered(self, messages: list[dict[str, Any]], **settings: bool) -> str:
         if not self._tokenizer.chat_template:
             raise ValueError(
                 "the prompt is chat messages but the tokenizer has no chat template: use strings, or add one, "
@@ -108,9 +117,48 @@ class Chat:
             )
         given = self._config.chat_template_kwargs | settings
         try:
-            return self._tokenizer.apply_chat_template(messages, tools=self._tools, tokenize=False, **given)
+            text = self._tokenizer.apply_chat_template(messages, tools=self._tools, tokenize=False, **given)
+            text.encode()  # raises for half of a character
+            return text
         except Exception as error:  # templates refuse messages with jinja2's own exceptions
             raise ValueError(f"the chat template refuses the messages: {type(error).__name__}: {error}") from error
+
+
+def read_messages(value: Any, alternative: str = "") -> list[dict[str, Any]]:
+    """Return a conversation as messages for a template.
+
+    As SGLang passes them, null content is empty and arguments of tool calls are objects. Other null fields, which
+    parquet adds, are dropped. ShareGPT's messages have `from` and `value`.
+
+    Args:
+        alternative: what else is expected, for messages.
+    Raises:
+        ValueError: it is none.
+    """
+    expected = f"expected {alternative}a list of {{'role': str, 'content': str}}, found"
+    if not (isinstance(value, list) and value):
+        raise ValueError(f"{expected} {repr(value)[:80]}")
+    messages = []
+    for number, one in enumerate(value, 1):
+        if isinstance(one, dict) and (role := SHAREGPT_ROLES.get(str(one.get("from")))):
+            one = {**one, "role": role, "content": one.get("value"), "from": None, "value": None}
+        if not is_message(one):
+            remedy = "content may be null beside tool_calls, and images are not read"
+            raise ValueError(f"{expected} {one!r:.80} as message {number} of {len(value)}: {remedy}")
+        messages.append(
+            {name: part for name, part in one.items() if part is not None} | {"content": one["content"] or ""}
+        )
+        if calls := one.get("tool_calls"):
+            messages[-1]["tool_calls"] = list(map(_with_object, calls))
+    return messages
+
+
+def _with_object(call: Any) -> Any:
+    """Return a call of a tool with its arguments as an object, if they are JSON in a text."""
+    with suppress(TypeError, KeyError, ValueError):
+        function = call["function"]
+        return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
+    return call
 
 
 def chat_end_warnings(
@@ -144,11 +192,5 @@ def chat_end_warnings(
     ]
 
 
-def _refuse_unread(template: str, given: dict[str, Any]) -> None:
-    """Raise ConfigError for a variable that the template does not know: it would have no effect, without an error."""
-    for name in given:
-        if not re.search(rf"\b{re.escape(name)}\b", template):
-            raise ConfigError(
-                f"data.chat_template_kwargs: the tokenizer's chat template reads no {name!r}: correct the name, or "
-                "drop it"
-            )
+def _names(template: str, name: str) -> bool:
+    return re.search(rf"\b{re.escape(name)}\b", template) is not None

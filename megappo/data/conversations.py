@@ -131,7 +131,8 @@ class Conversations:
         for end in ends:
             reached = (place for place, (_, stop) in enumerate(encoded["offset_mapping"]) if stop >= first + end)
             places.append(next(reached, len(tokens) - 1))
-        return tokens, places
+        extra = int(tokens[:2] == [self._own.bos_token_id] * 2)  # a BOS of the text, and the tokenizer's
+        return tokens[extra:], [place - extra for place in places]
 
     def _rendered(self, content: PromptContent, response: str) -> str:
         """Return the text of a conversation by the chat template.

@@ -2,24 +2,23 @@
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
-from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megappo.config.schema import Reward
 from megappo.data.chat import Chat, PromptContent
-from megappo.data.tokenizer import encode
+from megappo.data.tokenizer import RenderedText
 from megappo.userland.signatures import PROMPTS, InputSpec
 from megappo.userland.spec import check_label
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 NO_REWARD = Reward(function=None)
 ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
+MEDIA = ("images", "image", "videos", "audios")
+"""Fields with what is no text."""
+UNREAD = {"system": "write it as the first message", "tools": "name the functions in rollout.tools"}
+"""Fields that examples have beside their messages -> what to do about them in a record of a prompt."""
 CODE_KEYS = {"reward": "reward.function", "environment": "rollout.environment"}
 """Keys that name user code for training; a data set has keys of its own."""
 
@@ -62,7 +61,12 @@ class RecordFields:
         """All fields that may be read; None: any."""
         if self.takes.optional is None:
             return None
-        return [*self.required, *self.takes.optional]
+        return [*self.required, *self.takes.optional, *MEDIA, *UNREAD]
+
+    @cached_property
+    def taken(self) -> Collection[str]:
+        """Fields that are read by name."""
+        return {*self.required, *(self.takes.optional or ())}
 
     def rank_of(self, values: Mapping[str, Any]) -> float:
         """Return the number by which a record with these values is ordered, ascending.
@@ -84,24 +88,18 @@ class PromptEntry:
     """Text and label of a record.
 
     Attributes:
-        text: as the model sees it.
-        content: the text or messages it was made from.
+        content: the text or messages that the text was made from.
         columns: further fields for the reward function.
         rank: by which it is ordered.
-        left_out: reasons why fields that no function requests by name are not in columns.
+        warnings: fields that are not read, and why.
     """
 
-    text: str
+    rendered: RenderedText
     content: PromptContent
     label: Any
     columns: dict[str, Any]
     rank: float
-    left_out: list[str]
-
-    @property
-    def is_chat(self) -> bool:
-        """True if the chat template made the text, with the special tokens in it."""
-        return not isinstance(self.content, str)
+    warnings: list[str]
 
 
 def entry_of(record: Any, fields: RecordFields, chat: Chat) -> PromptEntry:
@@ -113,14 +111,27 @@ def entry_of(record: Any, fields: RecordFields, chat: Chat) -> PromptEntry:
     values = required_values(record, fields.required)
     prompt, label = values[fields.prompt_key], values[fields.label_key] if fields.needs_label else None
     rank = fields.rank_of(values)
-    _check_value("prompt", prompt)
-    _check_value("label", label)
+    check_value("prompt", prompt)
+    check_value("label", label)
     check_label(label, fields.reward.weights)
-    columns, left_out = _columns(record, fields)
+    columns, warnings = _columns(record, fields)
+    refuse_fields(record, [name for name in MEDIA if name not in fields.taken])
+    for name, remedy in UNREAD.items():
+        if record.get(name) and name not in fields.taken and fields.takes.optional is not None:
+            warnings.append(f"the field {name!r} is not read: {remedy}, or drop it")
     content = chat.content_of(prompt)
     if fields.takes.raw_prompts:
         columns[PROMPTS] = content
-    return PromptEntry(chat.text_of(content), content, label, columns, rank, left_out)
+    rendered = RenderedText(chat.text_of(content), not isinstance(content, str))
+    warnings += chat.unread_fields(content)
+    return PromptEntry(rendered, content, label, columns, rank, warnings)
+
+
+def refuse_fields(record: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Raise ValueError if a record has one of these fields, which are not read, and it is not empty."""
+    for name in names:
+        if record.get(name):
+            raise ValueError(f"the field {name!r} is not read (models get text only): choose other data, or drop it")
 
 
 def required_values(record: Any, required: Mapping[str, str]) -> dict[str, Any]:
@@ -172,7 +183,7 @@ def _columns(record: Mapping[str, Any], fields: RecordFields) -> tuple[dict[str,
     columns, left_out = {}, []
     for name in names:
         try:
-            _check_value(f"field {name!r}, which reward.function takes,", record[name])
+            check_value(f"field {name!r}, which reward.function takes,", record[name])
             columns[name] = record[name]
         except ValueError as error:
             if name in named:
@@ -181,19 +192,10 @@ def _columns(record: Mapping[str, Any], fields: RecordFields) -> tuple[dict[str,
     return columns, left_out
 
 
-def _check_value(name: str, value: Any) -> None:
+def check_value(name: str, value: Any) -> None:
     """Raise ValueError for a value that cannot be tokenised, passed to another process or written as JSON."""
     try:
         text = value if isinstance(value, str) else ENCODER.encode(value)
         text.encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"the {name} is not JSON ({error}): convert it to text or a number") from None
-
-
-def tokens_of(entries: Sequence[PromptEntry], tokenizer: "PreTrainedTokenizerBase") -> list[list[int]]:
-    """Tokenise entries; one BOS where both the text (from a chat template) and the tokenizer add one."""
-    two_bos = [tokenizer.bos_token_id] * 2
-    tokens: list[list[int]] = []
-    for is_chat, group in groupby(entries, key=attrgetter("is_chat")):
-        tokens += encode([entry.text for entry in group], tokenizer, special=not is_chat)
-    return [ids[1:] if ids[:2] == two_bos else ids for ids in tokens]

@@ -1,20 +1,21 @@
 """Examples that a model is fine-tuned on: conversations as tokens, with a loss on the messages of the assistant."""
 
+import json
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from os.path import commonprefix
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 from megappo.config.config_error import ConfigError
 from megappo.config.schema import Data
-from megappo.data.chat import Chat, chat_end_warnings
-from megappo.data.entries import required_values
-from megappo.data.prompt_checks import RECORDS_AT_ONCE, Check
+from megappo.data.chat import Chat, PromptContent, chat_end_warnings, read_messages
+from megappo.data.entries import MEDIA, check_value, refuse_fields, required_values
+from megappo.data.prompt_checks import Check
 from megappo.data.record_dataset import RecordDataset
 from megappo.data.records import Records, Unpack
-from megappo.data.tokenizer import encode
-from megappo.runtime.heartbeat import heartbeat
-from megappo.userland.signatures import is_message
+from megappo.data.tokenizer import RenderedText, added_tokens, encode, with_context
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,10 +26,11 @@ FORMS: Sequence[Mapping[str, str]] = (
     {"prompt": "prompt", "response": "response"},
     {"prompt": "prompt", "response": "completion"},
     {"prompt": "question", "response": "answer"},
+    {"prompt": "instruction", "response": "output"},
 )
 """Part of an example -> the field of a file that holds it; the first form whose fields a file has is taken."""
 E = TypeVar("E")
-SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+EQUAL = "chosen and rejected are equal, a tie, from which no order is learned"
 
 
 @dataclass(frozen=True)
@@ -63,24 +65,28 @@ Encoded = tuple[list[int], list[int]]
 """Tokens of a conversation, and for each of them 1 if it has a loss, else 0."""
 
 
-class Piece(NamedTuple):
-    """A part of a conversation's text.
+class ExampleText(NamedTuple):
+    """A conversation as the model sees it, up to the end of its last part with a loss.
 
     Attributes:
-        is_trained: it has a loss.
-        is_plain: the tokenizer adds its special tokens, as no chat template has.
+        parts: of the text, alternately without and with a loss.
+        content: the text or messages that it was made from.
     """
 
-    text: str
-    is_trained: bool
-    is_plain: bool = False
+    parts: Sequence[str]
+    content: PromptContent
+
+    @property
+    def rendered(self) -> RenderedText:
+        """The whole text."""
+        return RenderedText("".join(self.parts), is_chat=not isinstance(self.content, str))
 
 
 class ConversationDataset(RecordDataset[E]):
     """Records of one or several conversations each; arguments as of `RecordDataset`.
 
     Args:
-        ends: tokens that end a response. The first one in each is the last one with a loss.
+        ends: tokens that end a response.
     Attributes:
         forms: known forms of files; hint: a value of data.columns.
     Raises:
@@ -101,11 +107,11 @@ class ConversationDataset(RecordDataset[E]):
         unpack: Unpack | None = None,
         weights: Sequence[float] = (),
     ):
-        self._tokenizer = tokenizer
         self._ends = ends
-        self._ending = tokenizer.convert_ids_to_tokens(ends[-1])
+        self._endings = tuple(tokenizer.decode([end]) for end in ends)
+        self._ending = tokenizer.eos_token or self._endings[0]
         self._chat = Chat(tokenizer, config)
-        super().__init__(files, config, seed, key, None, unpack, weights)
+        super().__init__(files, tokenizer, config, seed, key, None, unpack, weights)
         self._forms = {file.path: self._form(file) for file in self.files}
 
     def _form(self, file: Records) -> Mapping[str, str]:
@@ -114,6 +120,8 @@ class ConversationDataset(RecordDataset[E]):
         known = (form for form in self.forms if set(form.values()) <= set(file.fields))
         if (form := next(known, None)) is not None:
             return form
+        if not file.fields:  # its lines have faults that a check finds
+            return self.forms[0]
         expected = "; ".join(" and ".join(form.values()) for form in self.forms)
         raise ConfigError(
             f"{self._key}: {file.path} has the fields {', '.join(file.fields)}; expected one of: {expected}. Name its "
@@ -123,14 +131,45 @@ class ConversationDataset(RecordDataset[E]):
     def at(self, indices: Sequence[int]) -> list[E]:
         """Return the entries at these positions in the dataset, which must have no fault."""
         records = [self._record(index) for index in indices]
-        forms = [self._forms[self._located(index)[0].path] for index in indices]
-        texts = [self._conversations(record, form) for record, form in zip(records, forms, strict=True)]
-        encoded = self._encoded(texts)
-        return [self._entry(*parts) for parts in zip(indices, encoded, records, forms, strict=True)]
+        files = [self._located(index)[0] for index in indices]
+        encoded = map(list, self._encoded(list(map(self._texts_of, records, files))))
+        return list(map(self._entry, indices, encoded, records, [self._forms[file.path] for file in files]))
+
+    def _texts_of(self, record: Any, file: Records) -> list[ExampleText]:
+        """Return the conversations of a record.
+
+        Raises:
+            ValueError: it has none, or has a field that is not read.
+        """
+        form = self._forms[file.path]
+        values = required_values(record, dict.fromkeys(form.values(), "data.columns"))
+        system: Any = None if "system" in values else record.get("system")
+        tools: Any = None if "tools" in values else record.get("tools")
+        for name, value in values.items():
+            check_value(f"field {name!r}", value)
+        refuse_fields(record, [name for name in (*MEDIA, "history") if name not in values])
+        if form.get("prompt") == "instruction" and record.get("input"):  # Alpaca's
+            values["instruction"] = f"{values['instruction']}\n{record['input']}"
+        with suppress(TypeError, ValueError):  # no text, or a text that is no JSON
+            tools = json.loads(tools)
+        tools = tools or []
+        if not (isinstance(system or "", str) and isinstance(tools, list)):
+            raise ValueError(f"expected a text as system and a list as tools, found {system!r:.40} and {tools!r:.40}")
+        chat = self._chat
+        if system or tools:
+            chat = Chat(
+                self._tokenizer,
+                self.config.model_copy(update={"system_prompt": system or self.config.system_prompt}),
+                tools,
+            )
+        texts = self._texts(chat, {part: values[name] for part, name in form.items()})
+        if any((system or "").strip() not in text.rendered.text for text in texts):
+            raise ValueError("the field 'system' is not in the rendered text: drop the system message, or the field")
+        return texts
 
     @abstractmethod
-    def _conversations(self, record: Any, form: Mapping[str, str]) -> list[list[Piece]]:
-        """Return the conversations of a record, each in pieces with and without a loss, one after the other.
+    def _texts(self, chat: Chat, parts: Mapping[str, Any]) -> list[ExampleText]:
+        """Return the conversations of a record, by the parts of its form.
 
         Raises:
             ValueError: it has none.
@@ -140,70 +179,94 @@ class ConversationDataset(RecordDataset[E]):
     def _entry(self, index: int, encoded: Sequence[Encoded], record: Any, form: Mapping[str, str]) -> E:
         """Return the entry of a record, of whose conversations these are the tokens."""
 
-    def check(self, vocab_size: int, chosen: Callable[[int], Sequence[int]] = range) -> list[Check]:
-        """Check the records of each file."""
-        return [self._check_file(file, chosen(len(file)), vocab_size) for file in self.files]
+    @abstractmethod
+    def _to_encode(self, text: ExampleText) -> list[RenderedText]:
+        """Return the texts of whose tokens `_joined` makes those of a conversation."""
 
-    def _check_file(self, file: Records, numbers: Sequence[int], vocab_size: int) -> Check:
-        check = Check(len(numbers))
-        for start in range(0, len(numbers), RECORDS_AT_ONCE):
-            heartbeat.beat()
-            part = numbers[start : start + RECORDS_AT_ONCE]
-            texts: dict[int, list[list[Piece]]] = {}
-            for number, record in zip(part, file.at(part), strict=True):
-                try:
-                    texts[number] = self._conversations(record, self._forms[file.path])
-                except ValueError as error:
-                    self._note(check, number, error.args)
-            for number, encoded in zip(texts, self._encoded(list(texts.values())), strict=True):
-                self._check_encoded(check, number, encoded, vocab_size)
-        return check
+    @abstractmethod
+    def _joined(self, tokens: Sequence[list[int]]) -> Encoded:
+        """Return the tokens of a conversation, up to the last one with a loss, and their mask.
 
-    def _check_encoded(self, check: Check, number: int, encoded: Sequence[Encoded], vocab_size: int) -> None:
-        for tokens, mask in encoded:
-            self._check_tokens(check, number, tokens, mask, vocab_size)
+        Raises:
+            ValueError: a token belongs to two parts of the text.
+        """
+
+    def _is_learned(self, message: Mapping[str, Any]) -> bool:
+        """Return whether a message of the assistant has a loss, by its own fields.
+
+        Raises:
+            ValueError: they are neither 0 nor 1.
+        """
+        return True
+
+    def _encoded(self, records: Sequence[Sequence[ExampleText]]) -> Iterator[Iterator[Encoded]]:
+        """Yield for each record the tokens of its conversations and their masks, which raise as `_joined` does."""
+        given = [[self._to_encode(text) for text in texts] for texts in records]
+        tokens = iter(encode([one for of_record in given for texts in of_record for one in texts], self._tokenizer))
+        for of_record in given:
+            yield map(self._joined, [[next(tokens) for _ in texts] for texts in of_record])
+
+    def _read(self, record: Any, file: Records) -> tuple[list[ExampleText], Iterable[str]]:
+        texts = self._texts_of(record, file)
+        warnings = (warning for text in texts for warning in self._chat.unread_fields(text.content))
+        return texts, dict.fromkeys(warnings)
+
+    def _check_entries(
+        self, check: Check, entries: Mapping[int, list[ExampleText]], numbers: Sequence[int], vocab_size: int
+    ) -> None:
+        every = self._encoded(list(entries.values()))
+        for (number, texts), of_record in zip(entries.items(), every, strict=True):
+            try:
+                encoded = list(of_record)
+            except ValueError as error:
+                self._note_bad_row(check, number, error.args)
+                continue
+            for text, (tokens, mask) in zip(texts, encoded, strict=True):
+                self._check_text(check, number, text.rendered, text.content, tokens)
+                self._check_tokens(check, number, tokens, mask, vocab_size)
+            if len(encoded) > 1 and encoded[0] == encoded[1]:
+                self._note_bad_row(check, number, [EQUAL])
 
     def _check_tokens(self, check: Check, number: int, tokens: list[int], mask: list[int], vocab_size: int) -> None:
         limit = self.config.max_length
         if not any(mask):
-            self._note(check, number, ["the response is empty: it has no token"])
+            self._note_bad_row(check, number, ["the response is empty: it has no token"])
         elif mask[0]:
-            self._note(check, number, ["the prompt is empty: it has no token"])
+            self._note_bad_row(check, number, ["the prompt is empty: it has no token"])
         elif len(tokens) > limit:
             text = f"the example has more tokens than data.max_length {limit}"
             remedy = f" ({len(tokens)}): raise it, drop this, or set data.too_long=skip"
             is_skipped = self.config.too_long == "skip"
             check.note(number, "skip" if is_skipped else "error", [text + ("" if is_skipped else remedy)])
-        elif max(tokens) >= vocab_size:
-            known = f"vocab_size in config.json is {vocab_size}"
-            fault = f"the example has token {max(tokens)}, but {known}: use the tokenizer that belongs to the model"
-            check.note(number, "error", [fault])
-
-    def _note(self, check: Check, number: int, faults: Sequence[str]) -> None:
-        if self.config.on_bad_row == "skip":
-            check.note(number, "skip", faults)
         else:
-            check.note(number, "error", [f"{fault} (data.on_bad_row=skip leaves such out)" for fault in faults])
+            check.note(number, "error", self._unknown_tokens(tokens, vocab_size))
+            inner = {token for token, this, after in zip(tokens, mask, mask[1:], strict=False) if this and after}
+            for end in inner.intersection(self._ends):
+                shown = self._tokenizer.decode([end])
+                check.note(number, "warn", [f"a response holds {shown!r}, at which sampling ends: is it meant?"])
 
-    def _answer_pieces(self, prompt: Any, response: Any) -> list[Piece]:
-        """Return the pieces of a prompt and a response, each a text or messages.
+    def _answer_text(self, chat: Chat, prompt: Any, response: Any) -> ExampleText:
+        """Return the text of a prompt and a response, each a text or messages.
 
         Raises:
             ValueError: they are no conversation.
         """
-        content = self._chat.content_of(prompt)
+        content = chat.content_of(prompt)
         if not response:
             raise ValueError("the response is empty")
         if not isinstance(content, str):
             answer = [{"role": "assistant", "content": response}] if isinstance(response, str) else response
-            return self._chat_pieces([*content, *as_messages(answer)], len(content))
+            return self._chat_text(chat, [*content, *read_messages(answer)], len(content))
         if not isinstance(response, str):
             raise ValueError(f"expected a text, as the prompt is one, found the response {repr(response)[:80]}")
-        ending = "" if response.endswith(self._ending) else self._ending
-        return [Piece(content, is_trained=False, is_plain=True), Piece(response + ending, is_trained=True)]
+        return ExampleText([content, self._ended(response)], content)
 
-    def _chat_pieces(self, messages: list[dict[str, Any]], start: int) -> list[Piece]:
-        """Return the pieces of a conversation as the chat template renders it.
+    def _ended(self, text: str) -> str:
+        """Return a text with an end token: the tokenizer's own, unless it has one."""
+        return text if text.endswith(self._endings) else text + self._ending
+
+    def _chat_text(self, chat: Chat, messages: list[dict[str, Any]], start: int) -> ExampleText:
+        """Return the text of a conversation as the chat template renders it.
 
         Args:
             start: number of the first message that may have a loss.
@@ -211,53 +274,54 @@ class ConversationDataset(RecordDataset[E]):
             ValueError: no message of the assistant has a loss, or the template does not render it as the model would
                 write it.
         """
-        whole = self._chat.with_system(messages)
+        whole = chat.with_system(messages)
         start += len(whole) - len(messages)
-        answers = [i for i in range(start, len(whole)) if whole[i]["role"] == "assistant"]
+        answers = [
+            i for i in range(start, len(whole)) if whole[i]["role"] == "assistant" and self._is_learned(whole[i])
+        ]
         if not answers:
             raise ValueError("no message of the assistant, which could be learned: add one")
         if answers[0] == 0:
             raise ValueError("the first message is the assistant's: begin with one that it answers")
-        pieces: list[Piece] = []
-        text = ""
+        whole = whole[: answers[-1] + 1]
+        text, done = chat.whole_text(whole), 0
+        parts: list[str] = []
         for i in answers if self.config.train_on == "all" else answers[-1:]:
-            before = self._chat.text_of(whole[:i], continues=False)
-            after = self._chat.whole_text(whole[: i + 1])
-            _check_rendering(text, before, after, whole[i]["content"])
-            pieces += [Piece(before[len(text) :], is_trained=False), Piece(after[len(before) :], is_trained=True)]
-            text = after
-        return pieces
+            before = chat.text_of(whole[:i], continues=False)
+            end = self._end(text, before, chat.whole_text(whole[: i + 1]), whole[i])
+            parts += [text[done : len(before)], text[len(before) : end]]
+            done = end
+        return ExampleText(parts, whole)
 
-    def _encoded(self, records: Sequence[Sequence[Sequence[Piece]]]) -> Iterator[list[Encoded]]:
-        """Yield the tokens of each record's conversations, up to the last one with a loss, and their masks.
+    def _end(self, text: str, before: str, after: str, answer: Mapping[str, Any]) -> int:
+        """Return where an answer ends in the text of a conversation: behind the end token that follows it, if any.
 
-        Pieces are tokenised one by one: a model that continues a prompt has the prompt's own tokens before it.
+        Args:
+            before: the text up to where the answer begins, as the model gets it.
+            after: the text of the conversation up to the answer.
+        Raises:
+            ValueError: the answer is empty or dropped, or what comes before it changes.
         """
-        every = [piece for texts in records for pieces in texts for piece in pieces]
-        plain = iter(encode([piece.text for piece in every if piece.is_plain], self._tokenizer, special=True))
-        others = iter(encode([piece.text for piece in every if not piece.is_plain], self._tokenizer, special=False))
-        for texts in records:
-            encoded = []
-            for pieces in texts:
-                parts = [(next(plain if piece.is_plain else others), piece.is_trained) for piece in pieces]
-                encoded.append(self._joined(parts))
-            yield encoded
-
-    def _joined(self, parts: Sequence[tuple[list[int], bool]]) -> Encoded:
-        """Return the tokens and the mask of a conversation, given the tokens of its pieces."""
-        tokens: list[int] = []
-        mask: list[int] = []
-        length = 0
-        for added, is_trained in parts:
-            num_trained = self._num_trained(added) if is_trained else 0
-            mask += [1] * num_trained + [0] * (len(added) - num_trained)
-            length = len(tokens) + num_trained if num_trained else length
-            tokens += added
-        return tokens[:length], mask[:length]
-
-    def _num_trained(self, response: list[int]) -> int:
-        """Return how many tokens of a response have a loss: those up to its first end token."""
-        return next((i + 1 for i, token in enumerate(response) if token in self._ends), len(response))
+        start, stop = len(before), len(commonprefix([text, after]))
+        if not text.startswith(before):
+            place = len(commonprefix([text, before]))
+            raise ValueError(
+                "the chat template renders the messages before an answer differently than the beginning of the "
+                f"conversation with it, {before[place:][:30]!r} instead of {text[place:][:30]!r}: if it drops the "
+                "thoughts of earlier answers, set data.train_on=last"
+            )
+        end = start
+        for name in ("content", "reasoning_content"):
+            written = str(answer.get(name, "")).strip()
+            place = text.find(written, start, stop)
+            if place < 0:
+                raise ValueError(f"the chat template drops the text of an answer: render {name}, or drop it")
+            end = max(end, place + len(written))
+        found = ((text.find(ending, end, stop), ending) for ending in self._endings)
+        place, ending = min(((place, ending) for place, ending in found if place >= 0), default=(stop, ""))
+        if not text[start:place].strip():
+            raise ValueError("a message of the assistant is empty, or has tool_calls that the template does not read")
+        return place + len(ending)
 
 
 class ExampleDataset(ConversationDataset[Example]):
@@ -273,47 +337,33 @@ class ExampleDataset(ConversationDataset[Example]):
         ending = chat_end_warnings(self._tokenizer, self._ends, is_learned=True) if uses_chat else []
         return super().warnings(parts) + [f"{self._key}: {line}" for line in ending]
 
-    def _conversations(self, record: Any, form: Mapping[str, str]) -> list[list[Piece]]:
-        values = required_values(record, dict.fromkeys(form.values(), "data.columns"))
-        if "messages" in form:
-            return [self._chat_pieces(as_messages(values[form["messages"]]), 0)]
-        return [self._answer_pieces(values[form["prompt"]], values[form["response"]])]
+    def _texts(self, chat: Chat, parts: Mapping[str, Any]) -> list[ExampleText]:
+        if "messages" in parts:
+            return [self._chat_text(chat, read_messages(parts["messages"]), 0)]
+        return [self._answer_text(chat, parts["prompt"], parts["response"])]
+
+    def _is_learned(self, message: Mapping[str, Any]) -> bool:
+        weights = [message.get(name, 1) for name in ("weight", "train")]
+        if any(weight not in (0, 1) for weight in weights):
+            raise ValueError(f"expected 0 or 1 as weight and train of a message, found {weights}")
+        return all(weights)
+
+    def _to_encode(self, text: ExampleText) -> list[RenderedText]:
+        before, *rest = text.parts
+        texts = [RenderedText(before, text.rendered.is_chat)]
+        for part in rest:
+            texts += with_context(before, part)
+            before += part
+        return texts
+
+    def _joined(self, tokens: Sequence[list[int]]) -> Encoded:
+        joined, mask = list(tokens[0]), [0] * len(tokens[0])
+        for number in range(1, len(tokens), 2):
+            added = added_tokens(tokens[number], tokens[number + 1], self._tokenizer)
+            joined += added
+            mask += [int(number % 4 == 1)] * len(added)
+        return joined, mask
 
     def _entry(self, index: int, encoded: Sequence[Encoded], record: Any, form: Mapping[str, str]) -> Example:
         [(tokens, mask)] = encoded
         return Example(index, tokens, mask)
-
-
-def as_messages(value: Any) -> list[dict[str, Any]]:
-    """Return a conversation as messages of role and content; ShareGPT's have `from` and `value`.
-
-    Raises:
-        ValueError: it is none.
-    """
-    messages = []
-    for one in value if isinstance(value, list) else ():
-        if isinstance(one, dict) and one.get("from") in SHAREGPT_ROLES:
-            one = {"role": SHAREGPT_ROLES[one["from"]], "content": one.get("value")}
-        messages.append(one)
-    if not (messages and all(map(is_message, messages))):
-        raise ValueError(f"expected a list of {{'role': str, 'content': str}}, found {repr(value)[:80]}")
-    return messages
-
-
-def _check_rendering(text: str, before: str, after: str, answer: str) -> None:
-    """Check that a template renders an answer as the model would write it.
-
-    Args:
-        text: the conversation up to the answer before. before: up to where this answer begins. after: up to its end.
-    Raises:
-        ValueError: the answer is empty or dropped, or what comes before it changes.
-    """
-    if not answer.strip():
-        raise ValueError("a message of the assistant is empty")
-    if not (before.startswith(text) and after.startswith(before)):
-        raise ValueError(
-            "the chat template renders the messages before an answer differently than the beginning of the "
-            "conversation with it: if it drops the thoughts of earlier answers, set data.train_on=last"
-        )
-    if answer.strip() not in after[len(before) :]:
-        raise ValueError("the chat template drops the text of an answer: correct the template, or the message")

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from megappo.architecture.parsing import read_architecture
 from megappo.config.schema import Config
-from megappo.data.entries import look_up, required_values
-from megappo.data.examples import ConversationDataset, Encoded, Example, ExampleDataset, Piece, as_messages
-from megappo.data.prompt_checks import Check
+from megappo.data.chat import Chat, read_messages
+from megappo.data.entries import look_up
+from megappo.data.examples import ConversationDataset, Encoded, Example, ExampleDataset, ExampleText
 from megappo.data.records import Records, Unpack
-from megappo.data.tokenizer import padding_token
+from megappo.data.tokenizer import RenderedText, padding_token
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -67,50 +67,46 @@ class PreferenceDataset(ConversationDataset[Pair]):
         has_margin = not self.config.columns and MARGIN in file.fields
         return {**form, MARGIN: MARGIN} if has_margin else form
 
-    def _conversations(self, record: Any, form: Mapping[str, str]) -> list[list[Piece]]:
-        values = required_values(record, dict.fromkeys(form.values(), "data.columns"))
-        if record.get(TIE):
+    def _texts_of(self, record: Any, file: Records) -> list[ExampleText]:
+        if isinstance(record, dict) and record.get(TIE):
             raise ValueError("the record is a tie, from which no order is learned")
-        if MARGIN in form:
-            _margin(values[form[MARGIN]])
-        prompt = values[form["prompt"]] if "prompt" in form else None
-        return [self._conversation(prompt, values[form[side]]) for side in SIDES]
+        return super()._texts_of(record, file)
 
-    def _conversation(self, prompt: Any, response: Any) -> list[Piece]:
-        """Return the pieces of a whole conversation: of `response` alone where that holds the prompt, too."""
+    def _texts(self, chat: Chat, parts: Mapping[str, Any]) -> list[ExampleText]:
+        if MARGIN in parts:
+            _margin(parts[MARGIN])
+        return [self._whole_text(chat, parts.get("prompt"), parts[side]) for side in SIDES]
+
+    def _whole_text(self, chat: Chat, prompt: Any, response: Any) -> ExampleText:
+        """Return the text of a whole conversation: of `response` alone where that holds the prompt, too."""
+        if isinstance(response, str) and prompt is not None:
+            return self._answer_text(chat, prompt, response)
         if isinstance(response, str):
-            return self._text_pieces(response) if prompt is None else self._answer_pieces(prompt, response)
-        messages = as_messages(response)
-        if messages[-1]["role"] != "assistant":
-            raise ValueError(f"a conversation ends with a message of the {messages[-1]['role']}, not the assistant's")
-        if messages[0]["role"] == "assistant" and prompt is not None:
-            return self._answer_pieces(prompt, messages)
-        if prompt is not None and not _is_within(prompt, messages):
-            raise ValueError(f"the prompt {repr(prompt)[:80]} is not in the conversation {repr(messages)[:80]}")
-        return self._chat_pieces(messages, 0)
-
-    def _text_pieces(self, text: str) -> list[Piece]:
-        """Return the pieces of a text that holds a whole conversation."""
-        content = self._chat.content_of(text)
-        if not isinstance(content, str):
+            content = chat.content_of(response)
+            if isinstance(content, str):
+                return ExampleText([self._ended(content)], content)
             raise ValueError(
                 "the responses are texts without a prompt, which data.apply_chat_template cannot divide into messages: "
                 "name the prompt in data.columns, or set apply_chat_template to false"
             )
-        text = content.removesuffix(self._ending)
-        return [Piece(text, is_trained=False, is_plain=True), Piece(self._ending, is_trained=True)]
+        messages = read_messages(response)
+        if messages[-1]["role"] != "assistant":
+            raise ValueError(f"a conversation ends with a message of the {messages[-1]['role']}, not the assistant's")
+        if messages[0]["role"] == "assistant" and prompt is not None:
+            return self._answer_text(chat, prompt, messages)
+        if prompt is not None and not _is_within(prompt, messages):
+            raise ValueError(f"the prompt {repr(prompt)[:80]} is not in the conversation {repr(messages)[:80]}")
+        return self._chat_text(chat, messages, 0)
 
-    def _joined(self, parts: Sequence[tuple[list[int], bool]]) -> Encoded:
-        tokens, _ = super()._joined(parts)
-        while tokens and tokens[-1] == self._padding:
-            tokens.pop()
-        return tokens, [int(place == len(tokens) - 1) for place in range(len(tokens))]
+    def _to_encode(self, text: ExampleText) -> list[RenderedText]:
+        return [text.rendered]
 
-    def _check_encoded(self, check: Check, number: int, encoded: Sequence[Encoded], vocab_size: int) -> None:
-        super()._check_encoded(check, number, encoded, vocab_size)
-        (chosen, _), (rejected, _) = encoded
-        if chosen == rejected:
-            self._note(check, number, ["chosen and rejected are equal, a tie, from which no order is learned"])
+    def _joined(self, tokens: Sequence[list[int]]) -> Encoded:
+        """Return the tokens of a conversation without padding, of which the last one is scored."""
+        [whole] = tokens
+        while whole and whole[-1] == self._padding:
+            whole.pop()
+        return whole, [int(place == len(whole) - 1) for place in range(len(whole))]
 
     def _entry(self, index: int, encoded: Sequence[Encoded], record: Any, form: Mapping[str, str]) -> Pair:
         chosen, rejected = (Example(index, tokens, mask) for tokens, mask in encoded)

@@ -1,6 +1,8 @@
 """Prompts of jsonl or parquet files, in an order that needs no saved state to resume."""
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+import unicodedata
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -9,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 from megappo.config.eval_sets import TRAINING, eval_sets, training_task
 from megappo.config.schema import Config, Data, Reward
 from megappo.data.chat import Chat, PromptContent
-from megappo.data.entries import NO_REWARD, PromptEntry, RecordFields, entry_of, tokens_of
-from megappo.data.prompt_checks import Check, PromptChecker, hidden_token_warnings
+from megappo.data.entries import NO_REWARD, PromptEntry, RecordFields, entry_of
+from megappo.data.prompt_checks import COMPARED, MOST_LENGTHS, Check, end_warnings, hidden_token_warnings
 from megappo.data.record_dataset import RecordDataset
-from megappo.data.records import Unpack
+from megappo.data.records import Records, Unpack
+from megappo.data.tokenizer import encode
 from megappo.userland.signatures import NO_INPUT, InputSpec
 
 if TYPE_CHECKING:
@@ -76,27 +79,67 @@ class PromptDataset(RecordDataset[Prompt]):
         reward: Reward = NO_REWARD,
         needs_label: bool = True,
     ):
-        self._tokenizer = tokenizer
         self._chat = Chat(tokenizer, config, takes.tools)
         section = key.rpartition(".")[0]
         self._fields = RecordFields(config.prompt_key, config.label_key, takes, section, order_by, reward, needs_label)
         names, is_ordered = self._fields.names, order_by is not None
-        super().__init__(files, config, seed, key, names, unpack, weights, is_ordered)
+        self._max_token = max(tokenizer.get_vocab().values())
+        self._num_special = tokenizer.num_special_tokens_to_add(pair=False)
+        super().__init__(files, tokenizer, config, seed, key, names, unpack, weights, is_ordered)
 
     def at(self, indices: Sequence[int]) -> list[Prompt]:
         """Return the prompts at these positions in the dataset, which must have no fault."""
         entries = [self._entry(index) for index in indices]
-        tokens = tokens_of(entries, self._tokenizer)
+        tokens = encode([entry.rendered for entry in entries], self._tokenizer)
         return list(map(self._prompt, indices, tokens, entries))
 
     def content_at(self, index: int) -> PromptContent:
         """Return the text or the messages, with the system prompt, of the prompt at a position in the dataset."""
         return self._entry(index).content
 
-    def check(self, vocab_size: int, chosen: Callable[[int], Sequence[int]] = range) -> list[Check]:
-        """Check the records of each file."""
-        checker = PromptChecker(self._fields, self._chat, self._tokenizer, self.config, vocab_size)
-        return [checker.check(file, chosen(len(file))) for file in self.files]
+    def _read(self, record: Any, file: Records) -> tuple[PromptEntry, Sequence[str]]:
+        entry = entry_of(record, self._fields, self._chat)
+        return entry, entry.warnings
+
+    def _check_entries(
+        self, check: Check, entries: Mapping[int, PromptEntry], numbers: Sequence[int], vocab_size: int
+    ) -> None:
+        """Note prompts with no, too many or unknown tokens. Prompts that are certain to fit are not tokenised."""
+        if self._fields.order_by is not None:
+            check.ranks.extend(entries[number].rank if number in entries else math.nan for number in numbers)
+        limit, too_long = self.config.max_prompt_length, self.config.too_long
+        unsure = {}
+        for number, entry in entries.items():
+            if number < COMPARED or not self._is_short(entry.rendered.text, vocab_size):
+                unsure[number] = entry
+        tokenised = encode([entry.rendered for entry in unsure.values()], self._tokenizer)
+        lengths = {len(tokens) for tokens in tokenised if len(tokens) > limit}
+        longest = f" (the longest has {max(lengths)})" if len(lengths) > MOST_LENGTHS else ""
+        for (number, entry), tokens in zip(unsure.items(), tokenised, strict=True):
+            if not tokens:
+                self._note_bad_row(check, number, ["the prompt is empty: it has no token"])
+                continue
+            if len(tokens) > limit:
+                check.note(number, too_long, [self._too_long(len(tokens), longest)])
+            if len(tokens) <= limit or too_long == "truncate_left":
+                check.note(number, "error", self._unknown_tokens(tokens[-limit:], vocab_size))
+            self._check_text(check, number, entry.rendered, entry.content, tokens)
+            if number < COMPARED:
+                check.note(number, "warn", end_warnings(tokens, self._tokenizer))
+
+    def _is_short(self, text: str, vocab_size: int) -> bool:
+        """True if a prompt fits by its bytes, of which each token has one or more, and every model knows its tokens."""
+        if not (self._keeps_bytes and self._max_token < vocab_size and unicodedata.is_normalized("NFC", text)):
+            return False
+        return len(text.encode()) + self._num_special <= self.config.max_prompt_length
+
+    def _too_long(self, num_tokens: int, longest: str) -> str:
+        """Return the fault of a prompt; many prompts have the same, with the length of the longest."""
+        limit = f"{self._fields.section}.max_prompt_length {self.config.max_prompt_length}"
+        if self.config.too_long != "error":
+            return f"the prompt has more tokens than {limit}"  # the same for all, which are counted together
+        count = "more tokens" if longest else f"{num_tokens} tokens, more"
+        return f"the prompt has {count} than {limit}{longest}: raise it, drop this, or set data.too_long"
 
     def warnings(self, parts: Sequence[Sequence[Check]]) -> list[str]:
         """Return the warnings of several ranks' `check`, and of reward functions' source, one line per reason."""
@@ -104,7 +147,7 @@ class PromptDataset(RecordDataset[Prompt]):
         return super().warnings(parts) + [f"{self._key}: {line}" for line in hidden]
 
     def _prompt(self, index: int, tokens: list[int], entry: PromptEntry) -> Prompt:
-        limit, text = self.config.max_prompt_length, entry.text
+        limit, text = self.config.max_prompt_length, entry.rendered.text
         if len(tokens) > limit and self.config.too_long == "truncate_left":
             tokens = tokens[-limit:]
             text = self._tokenizer.decode(tokens)

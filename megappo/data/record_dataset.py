@@ -4,14 +4,30 @@ import bisect
 import itertools
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Generic, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from megappo.config.config_error import ConfigError
 from megappo.config.schema import Data
+from megappo.data.chat import PromptContent
 from megappo.data.order import Order, Turns
-from megappo.data.prompt_checks import Action, Check, merge_checks
+from megappo.data.prompt_checks import (
+    COMPARED,
+    LOST_TEXT,
+    OTHER_TOKENS,
+    RECORDS_AT_ONCE,
+    Action,
+    Check,
+    loses_text,
+    merge_checks,
+    message_warnings,
+)
 from megappo.data.records import Records, RecordsError, Unpack, open_records
+from megappo.data.tokenizer import RenderedText, ids_by_file, keeps_bytes
+from megappo.runtime.heartbeat import heartbeat
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
 E = TypeVar("E")
@@ -43,6 +59,7 @@ class RecordDataset(ABC, Generic[E]):
     def __init__(
         self,
         files: Sequence[str],
+        tokenizer: "PreTrainedTokenizerBase",
         config: Data,
         seed: int,
         key: str,
@@ -51,6 +68,7 @@ class RecordDataset(ABC, Generic[E]):
         weights: Sequence[float] = (),
         is_ordered: bool = False,
     ):
+        self._tokenizer, self._keeps_bytes = tokenizer, keeps_bytes(tokenizer)
         self.config = config
         self.seed = seed
         self._key = key
@@ -85,6 +103,17 @@ class RecordDataset(ABC, Generic[E]):
         """Return the entries at these positions in the dataset, which must have no fault."""
 
     @abstractmethod
+    def _read(self, record: Any, file: Records) -> tuple[Any, Iterable[str]]:
+        """Return the text and the other values of a record, and warnings.
+
+        Raises:
+            ValueError: it has none; each argument is a fault.
+        """
+
+    @abstractmethod
+    def _check_entries(self, check: Check, entries: Mapping[int, Any], numbers: Sequence[int], vocab_size: int) -> None:
+        """Check what `_read` returned, by the numbers of the records; faulty ones of the numbers have none."""
+
     def check(self, vocab_size: int, chosen: Callable[[int], Sequence[int]] = range) -> list[Check]:
         """Check the records of each file.
 
@@ -92,6 +121,49 @@ class RecordDataset(ABC, Generic[E]):
             vocab_size: tokens below it are known to every model.
             chosen: returns the numbers, from 0, of the records to check for the number of records of a file.
         """
+        return [self._check_file(file, chosen(len(file)), vocab_size) for file in self.files]
+
+    def _check_file(self, file: Records, numbers: Sequence[int], vocab_size: int) -> Check:
+        check = Check(len(numbers))
+        for start in range(0, len(numbers), RECORDS_AT_ONCE):
+            heartbeat.beat()
+            part = numbers[start : start + RECORDS_AT_ONCE]
+            entries = {}
+            for number, record in zip(part, file.at(part), strict=True):
+                try:
+                    entries[number], warnings = self._read(record, file)
+                    check.note(number, "warn", warnings)
+                except ValueError as error:
+                    self._note_bad_row(check, number, error.args)
+            self._check_entries(check, entries, part, vocab_size)
+        return check
+
+    def _note_bad_row(self, check: Check, number: int, faults: Sequence[str]) -> None:
+        if self.config.on_bad_row == "skip":
+            check.note(number, "skip", faults)
+        else:
+            check.note(number, "error", [f"{fault} (data.on_bad_row=skip leaves such out)" for fault in faults])
+
+    def _check_text(
+        self, check: Check, number: int, rendered: RenderedText, content: PromptContent, tokens: list[int]
+    ) -> None:
+        """Note a text with other tokens than tokenizer.json gives it, special tokens in messages, and lost text."""
+        if number >= COMPARED or not tokens:
+            return
+        by_file = ids_by_file(rendered.text, self._tokenizer, special=not rendered.is_chat) or tokens
+        if tokens not in (by_file[: len(tokens)], by_file[1:][: len(tokens)]):  # without a second BOS
+            check.note(number, "error", [OTHER_TOKENS.format(self.noun[:-1])])
+        check.note(number, "warn", message_warnings(content, self._tokenizer))
+        if not self._keeps_bytes and loses_text(rendered.text, tokens, self._tokenizer):
+            check.note(number, "warn", [LOST_TEXT.format(self.noun[:-1])])
+
+    def _unknown_tokens(self, tokens: Sequence[int], vocab_size: int) -> Iterator[str]:
+        """Yield the fault of tokens that a model does not know: the tokenizer is another model's."""
+        if max(tokens) >= vocab_size:
+            yield (
+                f"the {self.noun[:-1]} has token {max(tokens)}, for which a model has no embedding (the smallest "
+                f"vocab_size in config.json is {vocab_size}): drop it, or use the tokenizer that belongs to the model"
+            )
 
     def drawn(self, positions: Sequence[int]) -> list[E]:
         """Return the entries at these positions in the order in which they are drawn."""

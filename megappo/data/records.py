@@ -11,6 +11,7 @@ import tempfile
 import weakref
 import zlib
 from array import array
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -150,7 +151,15 @@ def _no_constant(name: str) -> float:
     raise ValueError(f"{name} is not JSON: write a number, null or text")
 
 
-DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_no_constant)
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        [(name, _)] = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"the key {name!r:.80} stands twice in one object: drop one")
+    return found
+
+
+DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_no_constant, object_pairs_hook=_object)
 
 
 class ParquetRows:

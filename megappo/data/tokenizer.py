@@ -6,9 +6,10 @@ import os
 from bisect import bisect_left
 from collections.abc import Sequence
 from functools import lru_cache, partial
-from itertools import accumulate
+from itertools import accumulate, groupby
+from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.model_folder import end_tokens
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 TOKENIZER_FILE = "tokenizer.json"
 REPLACEMENT = "\ufffd"
 """Character in place of bytes that are no text."""
+MAX_CONTEXT = 200
+"""Characters before a text that are tokenized with it."""
 TEXTS_AT_ONCE = 200
 """Texts in one call of the tokenizer, which needs some hundred bytes of memory for each character."""
 
@@ -51,7 +54,10 @@ def load_tokenizer(folder: str, key: str = "model.path") -> "PreTrainedTokenizer
 
         if Path(folder, TOKENIZER_FILE).is_file():
             return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        found = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        if len(found.get_vocab()) <= len(found.added_tokens_decoder):
+            raise ValueError(f"no {TOKENIZER_FILE}, nor another file with a vocabulary")
+        return found
     except Exception as error:  # transformers raises whatever its parsers do
         reason = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
         raise ConfigError(f"{key}: cannot load the tokenizer in {folder} ({reason}): complete the download") from error
@@ -101,18 +107,59 @@ def keeps_bytes(tokenizer: "PreTrainedTokenizerBase") -> bool:
     return backend.get_vocab(with_added_tokens=False).keys() >= set(pre_tokenizers.ByteLevel.alphabet())
 
 
-def encode(texts: Sequence[str], tokenizer: "PreTrainedTokenizerBase", *, special: bool) -> list[list[int]]:
-    """Return the token ids of each text.
+class RenderedText(NamedTuple):
+    """A text as the model sees it.
+
+    Attributes:
+        is_chat: a chat template made it, with the special tokens in it.
+    """
+
+    text: str
+    is_chat: bool
+
+
+def encode(texts: Sequence[RenderedText], tokenizer: "PreTrainedTokenizerBase") -> list[list[int]]:
+    """Return the tokens of each text; one BOS where both the text and the tokenizer add one."""
+    two_bos = [tokenizer.bos_token_id] * 2
+    tokens: list[list[int]] = []
+    for is_chat, group in groupby(texts, key=attrgetter("is_chat")):
+        alike = [one.text for one in group]
+        for start in range(0, len(alike), TEXTS_AT_ONCE):
+            heartbeat.beat()
+            part, special = alike[start : start + TEXTS_AT_ONCE], not is_chat
+            tokens += tokenizer(part, add_special_tokens=special, return_attention_mask=False, verbose=False)[
+                "input_ids"
+            ]
+    return [ids[1:] if ids[:2] == two_bos else ids for ids in tokens]
+
+
+def with_context(before: str, added: str) -> tuple[RenderedText, RenderedText]:
+    """Return the texts that `added_tokens` compares: the end of the text before, alone and with what is added.
+
+    A tokenizer divides a text by the neighbourhood of each place, so that the end suffices.
+    """
+    end = before[-MAX_CONTEXT:]
+    return RenderedText(end, is_chat=True), RenderedText(end + added, is_chat=True)
+
+
+def added_tokens(before: Sequence[int], whole: Sequence[int], tokenizer: "PreTrainedTokenizerBase") -> list[int]:
+    """Return the tokens that are added to a text.
+
+    Tokenised alone, the added text could get other tokens: SentencePiece's kind writes a blank before each text.
 
     Args:
-        special: add the tokenizer's special tokens; a chat template brings its own.
+        before, whole: tokens of the texts `with_context`.
+    Raises:
+        ValueError: the text before has other tokens once the text is added.
     """
-    tokens: list[list[int]] = []
-    for start in range(0, len(texts), TEXTS_AT_ONCE):
-        heartbeat.beat()
-        part = list(texts[start : start + TEXTS_AT_ONCE])
-        tokens += tokenizer(part, add_special_tokens=special, return_attention_mask=False, verbose=False)["input_ids"]
-    return tokens
+    size = len(before)
+    if whole[:size] != before:
+        alone, here = (tokenizer.decode(ids[max(0, size - 5) : size + 3]) for ids in (before, whole))
+        raise ValueError(
+            f"the tokenizer joins the end of {alone!r}, alone, with what follows, {here!r}, of which one side has a "
+            "loss: move blanks and line ends from one to the other"
+        )
+    return list(whole[size:])
 
 
 def token_texts(

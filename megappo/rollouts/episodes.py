@@ -1,9 +1,10 @@
 """Episodes: the policy and an environment take turns. Many episodes run at once, each as a coroutine.
 
 Tokens that the policy wrote are kept as sampled. Messages become text by the chat template. If the new text of the
-conversation begins, to the character, with the text that the policy has seen, only the rest is tokenized and appended.
-If it does not (templates that drop earlier thoughts, as Qwen3's, or change the response), a new segment begins with the
-new text as its prompt. A prompt that is plain text has no template: observations are appended as they are.
+conversation begins, to the character, with the text that the policy has seen, the tokens that the rest adds to the
+text before it are appended. If it does not (templates that drop earlier thoughts, as Qwen3's, or change the response),
+or a token would hold the end of one and the beginning of the other, a new segment begins with the new text as its
+prompt. A prompt that is plain text has no template: observations are appended as they are.
 """
 
 from collections import Counter
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from megappo.config.schema import Config
 from megappo.data.chat import Chat
 from megappo.data.prompts import Prompt
-from megappo.data.tokenizer import encode
+from megappo.data.tokenizer import RenderedText, added_tokens, encode, with_context
 from megappo.engines.generations import Generation
 from megappo.rollouts.sample_rows import Ending, Sample, Segment
 from megappo.userland.environments import Environment, EnvironmentFault, EnvironmentPool, EpisodeLost, row_of
@@ -59,12 +60,8 @@ class Transcript:
         Raises:
             ValueError: the template refuses the observation.
         """
-        if observation and self._messages is not None:
-            self._messages += observation
-            self.segments = [self._segment(self._chat.text_of(self._messages))]
-        elif observation:
-            text, first = _text(observation), self.segments[0]
-            self.segments = [Segment(first.prompt + self._encode(text), first.text + text)]
+        if observation:
+            self.segments = [self._segment(self._grown(observation, continues=True))]
         return self.room > 0
 
     def write(self, generation: Generation, turn: int) -> str:
@@ -87,36 +84,41 @@ class Transcript:
             ValueError: the template refuses the observation.
         """
         segment = self.segments[-1]
-        if self._messages is None:
-            text = _text(observation)
-        else:
-            self._messages += observation
-            conversation = self._chat.text_of(self._messages, continues=False)
-            if not conversation.startswith(segment.text):
-                new = self._segment(conversation)
-                has_room = self._room_in(new) > 0
-                self.segments += [new] if has_room else []
-                return has_room
-            text = conversation[len(segment.text) :]
-        tokens = self._encode(text)
+        text = self._grown(observation, continues=False)
+        tokens = self._added(segment.text, text)
+        if tokens is None:
+            new = self._segment(text)
+            has_room = self._room_in(new) > 0
+            self.segments += [new] if has_room else []
+            return has_room
         has_room = self._room_in(segment) > len(tokens)
         if has_room:
-            segment.observe(tokens, text)
+            segment.observe(tokens, text[len(segment.text) :])
         return has_room
 
-    def _segment(self, text: str) -> Segment:
-        return Segment(self._encode(text), text)
+    def _grown(self, observation: Observation, *, continues: bool) -> str:
+        """Add an observation to the conversation; return the text of the whole."""
+        if self._messages is None:
+            return self.segments[-1].text + "".join(message["content"] or "" for message in observation)
+        self._messages += observation
+        return self._chat.text_of(self._messages, continues=continues)
 
-    def _encode(self, text: str) -> list[int]:
-        [tokens] = encode([text], self._tokenizer, special=False)
-        return tokens
+    def _added(self, before: str, text: str) -> list[int] | None:
+        """Return the tokens that a text has after those of its beginning; None if it begins otherwise."""
+        if not text.startswith(before):
+            return None
+        texts = with_context(before, text[len(before) :])
+        try:
+            return added_tokens(*encode(texts, self._tokenizer), self._tokenizer)
+        except ValueError:
+            return None
+
+    def _segment(self, text: str) -> Segment:
+        [tokens] = encode([RenderedText(text, is_chat=self._messages is not None)], self._tokenizer)
+        return Segment(tokens, text)
 
     def _decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-
-def _text(observation: Observation) -> str:
-    return "".join(message["content"] for message in observation)
 
 
 class EpisodeRunner:

@@ -201,8 +201,11 @@ class RewardFunction:
 
 
 def is_message(value: Any) -> bool:
-    """Return whether a value is a chat message: a role and a text."""
-    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
+    """Return whether a value is a chat message: a role and a text, which may be null beside calls of tools."""
+    if not (isinstance(value, dict) and isinstance(value.get("role"), str)):
+        return False
+    content = value.get("content")
+    return isinstance(content, str) or (content is None and bool(value.get("tool_calls")))
 
 
 def recognise(function: Callable[..., Any], options: JsonObject, home: Home | None) -> RewardFunction:

@@ -91,3 +91,28 @@ def test_plan_prints_it(folder):
         "error: data.chat_template_kwargs: the tokenizer's chat template reads no 'enable_thinking': correct the name, "
         "or drop it"
     )
+
+
+def test_a_template_for_tools_among_several_is_read(folder, tokenizer):
+    tokenizer.chat_template = {"default": TEMPLATE, "tool_use": "{{ tools[0].name }}: " + TEMPLATE}
+    takes = InputSpec((), (), raw_prompts=True, tools=({"name": "add"},))
+    file = str(folder / "train.jsonl")
+    data = Data(train_files=(file,), max_prompt_length=99, apply_chat_template=True)
+    assert all_of(PromptDataset([file], tokenizer, data, 0, takes=takes))[0].text == "add: user: 1+1=\nassistant:"
+
+
+def test_fields_that_prompts_do_not_read_are_refused_or_counted(folder, tokenizer):
+    records = [{"prompt": [QUESTION | {"name": "Bob"}], "label": "2", "system": "Add.", "tools": [{"name": "add"}]}] * 2
+    records += [{"prompt": "1+1=", "label": "2", "images": [b"".hex(), "a.png"]}]
+    (folder / "train.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    data = opened(folder, tokenizer)
+    parts = [data.check(1000)]
+    [error] = data.errors(parts)
+    assert "line 3: the field 'images' is not read (models get text only)" in error
+    warnings = data.warnings(parts)
+    assert [
+        name
+        for name in ("system", "tools", "name")
+        for line in warnings
+        if "lines 1, 2: " in line and f"'{name}'" in line
+    ] == ["system", "tools", "name"]

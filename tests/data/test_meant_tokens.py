@@ -8,6 +8,7 @@ from planning import all_of, plan_here, write_run
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
+from megappo.config.config_error import ConfigError
 from megappo.config.schema import Data, Reward
 from megappo.data.chat import Chat
 from megappo.data.prompts import Prompt, PromptDataset
@@ -268,3 +269,11 @@ def test_plan_prints_it(tmp_path):
     assert (
         f"warning: data.train_files: train.jsonl lines 1, 2, 3 and 97 more: the prompt ends with '{EOS}'" in done.stderr
     )
+
+
+@pytest.mark.parametrize("name", ["LlamaTokenizerFast", "Qwen2Tokenizer"])
+def test_a_tokenizer_without_a_vocabulary_is_refused(tmp_path, name):
+    folder = write_model(tmp_path / "model", byte_level(), tokenizer_class=name)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match=r"no tokenizer\.json, nor another file with a vocabulary\): complete the"):
+        load_tokenizer(str(folder))

@@ -157,6 +157,10 @@ NESTED = "[" * 100 + "]" * 100
         ('{"prompt": "1", "label": ' + "7" * 5000 + "}", "not readable JSON: Exceeds the limit (4300 digits)"),
         ('{"prompt": "1", "label": 1e999}', "not readable JSON: the number 1e999 is too large"),
         ('{"prompt": "1", "label": NaN}', "not readable JSON: NaN is not JSON: write a number, null or text"),
+        (
+            '{"prompt": "1", "label": 1, "prompt": "2"}',
+            "not readable JSON: the key 'prompt' stands twice in one object",
+        ),
         ('{"prompt": "1", "label": -Infinity}', "not readable JSON: -Infinity is not JSON"),
         ('{"prompt": "1\0", "label": 1}', "not valid JSON: Invalid control character at (column 14)"),
         (

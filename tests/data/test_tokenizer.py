@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from megappo.config.config_error import ConfigError
-from megappo.data.tokenizer import TEXTS_AT_ONCE, encode, load_tokenizer, stop_token_ids
+from megappo.data.tokenizer import TEXTS_AT_ONCE, RenderedText, encode, load_tokenizer, stop_token_ids
 
 WORDS = {"[UNK]": 0, "yes": 1, "no": 2, "</s>": 3, "</a>": 4}
 
@@ -39,7 +39,9 @@ def test_a_folder_without_tokenizer_is_refused(tmp_path, folder):
 
 def test_many_texts_give_the_tokens_of_each(tokenizer):
     texts = ["yes " * 10, "no", *["yes no"] * TEXTS_AT_ONCE, "no no", "", "yes"]
-    assert encode(texts, tokenizer, special=True) == [tokenizer(text)["input_ids"] for text in texts]
+    assert encode([RenderedText(text, is_chat=False) for text in texts], tokenizer) == [
+        tokenizer(text)["input_ids"] for text in texts
+    ]
 
 
 def test_the_end_tokens_are_those_of_the_tokenizer_and_both_configs(folder, tokenizer):

@@ -50,3 +50,36 @@ def test_special_tokens_that_end_a_turn_are_no_part_of_it(tokenizer, end, conten
     assert conversation.segments[0].tokens[: len(written)] == written
     expected = f"[user]hi<|eot_id|>[assistant]{content}<|eot_id|>[user]more<|eot_id|>[assistant]"
     assert tokenizer.decode(conversation.segments[-1].context) == expected
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_an_observation_adds_the_tokens_that_it_has_in_the_whole_text(is_chat):
+    """SentencePiece's kind writes a blank before each text that it gets.
+    https://github.com/NVIDIA-NeMo/RL/issues/2844"""
+    vocab = {token: i for i, token in enumerate(["<unk>", "</s>", "\u2581", *map(chr, range(33, 127)), "\n"])}
+    core = Tokenizer(models.BPE(vocab, [], unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    core.decoder = decoders.Metaspace(prepend_scheme="first", split=False)
+    core.add_special_tokens([AddedToken("</s>", special=True, normalized=False)])
+    blanks = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>")
+    blanks.chat_template = TEMPLATE.replace("<|eot_id|>", "</s>\n")
+    chat = Chat(blanks, Data(train_files=("f.jsonl",)))
+    raw = [{"role": "user", "content": "2+2="}] if is_chat else "2+2="
+    text = chat.text_of(raw)
+    prompt = Prompt(0, blanks.encode(text, add_special_tokens=False), text, None, {PROMPTS: raw})
+    transcript = Transcript(prompt, chat, blanks, (1000, 2000))
+    transcript.write(Generation([vocab["4"], vocab["</s>"]], [-1.0] * 2, "stop"), 1)
+    assert transcript.observe([{"role": "user", "content": "no!"}])
+    [segment] = transcript.segments
+    assert segment.context == blanks.encode(segment.text, add_special_tokens=False)
+    assert segment.text.endswith("4</s>\n[user]no!</s>\n[assistant]" if is_chat else "4</s>no!")
+
+
+def test_an_observation_that_the_tokenizer_joins_with_the_turn_begins_a_segment():
+    joins = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")])))
+    transcript = Transcript(
+        Prompt(0, [1], "b", None, {PROMPTS: "b"}), Chat(joins, Data(train_files=("f",))), joins, (9, 9)
+    )
+    transcript.write(Generation([0], [-1.0], "stop"), 1)
+    assert transcript.observe([{"role": "user", "content": "b"}])
+    assert [segment.context for segment in transcript.segments] == [[1, 0], [1, 2]]

@@ -114,3 +114,28 @@ def test_what_cannot_be_looked_at_is_an_error(folder, override, message):
     done = inspect(folder, override)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith(message), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("kind", "record", "num_tokens", "num_trained", "shown"),
+    [
+        ("sft", {"prompt": "1+1=", "response": "2"}, 6, 2, ["1 + 1 =>2 </s><"]),
+        ("reward_model", {"prompt": "1+1=", "chosen": "2", "rejected": "1"}, 5, 1, ["1 + 1 =>2<", "1 + 1 =>1<"]),
+    ],
+)
+def test_examples_and_pairs_show_where_they_have_a_loss(folder, kind, record, num_tokens, num_trained, shown):
+    (folder / "data.jsonl").write_text(json.dumps(record) + "\n")
+    (folder / "mine.yaml").write_text(
+        "model: {path: model, dtype: fp32}\n"
+        "data: {train_files: data.jsonl, val_files: data.jsonl, train_batch_size: 1, max_length: 16}\n"
+        f"trainer: {{kind: {kind}, output_dir: out, total_steps: 1}}\n"
+    )
+    done = run_here(main, folder, "mine.yaml")
+    assert (done.returncode, done.stderr) == (0, "")
+    train, val = done.stdout.strip().split("\n\n")
+    assert val == train.replace("data.train_files", "data.val_files")
+    first, lengths, _, _, *rows = train.splitlines()
+    assert first == "data.train_files: data.jsonl: 1 records, 1 inspected"
+    assert lengths.endswith(f"95 % have at most {num_tokens}; data.max_length 16")
+    length = f"record 1: {num_tokens} tokens, {num_trained} in > < with a loss, or scored"
+    assert rows == [line for text in shown for line in (length, text)]

@@ -33,7 +33,7 @@ from transformers import PreTrainedTokenizerFast
 from megappo.batch.exchange import Exchange
 from megappo.config.schema import Config
 from megappo.data.prompts import open_datasets
-from megappo.data.tokenizer import encode, load_tokenizer
+from megappo.data.tokenizer import RenderedText, encode, load_tokenizer
 from megappo.rollouts.datasets import Datasets, unpacked_once
 
 KINDS = ("jsonl", "jsonl.gz", "parquet")
@@ -106,7 +106,7 @@ def on_rank(rank: int, folder: str, file: str) -> dict[str, float]:
         "start": took,
         "bytes": max(exchange.all_gather(memory.take())),
         "step": seconds(lambda: [train.batch(place) for place in places]) / STEPS,
-        "encode": seconds(lambda: encode(texts, tokenizer, special=True)) / STEPS,
+        "encode": seconds(lambda: encode([RenderedText(text, is_chat=False) for text in texts], tokenizer)) / STEPS,
     }
 
 
