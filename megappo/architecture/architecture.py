@@ -1,5 +1,6 @@
 """A model as its config.json describes it, see `parsing.read_architecture`; and number formats by their names."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import field, replace
 from itertools import product
@@ -18,6 +19,8 @@ _LABELS = ("id2label", "label2id")
 CHECKED = ConfigDict(strict=True, allow_inf_nan=False)
 """Values are of the declared types, or a pydantic.ValidationError names those that are not."""
 Size = Annotated[int, Field(ge=1, le=2**31 - 1)]
+MOST_LAYERS = 10_000
+Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 
 
@@ -57,9 +60,9 @@ DELTA_CHUNK = 64
 """Tokens that the delta rule of linear attention computes at a time, as the package `fla` does."""
 
 
-def all_but_every(every: int, num_layers: int) -> tuple[bool, ...]:
+def all_but_every(every: float, num_layers: int) -> tuple[bool, ...]:
     """Return for each layer whether it is another than every so-many-th: as families alternate kinds of layers."""
-    return tuple(number % every != 0 for number in range(1, num_layers + 1))
+    return tuple(number % every != 0 for number in range(1, min(num_layers, MOST_LAYERS) + 1))
 
 
 def expert_number_bytes(num_experts: int) -> int:
@@ -82,8 +85,8 @@ class Experts:
     count: Size
     top_k: Size
     ffn_size: Size
-    shared_ffn_size: int | None
-    num_dense_layers: int
+    shared_ffn_size: Count | None
+    num_dense_layers: Count
     renormalizes: bool
     scaling: float | None
     groups: tuple[Size, Size] | None
@@ -237,7 +240,7 @@ class Architecture:
     family: Family
     file: Path
     hidden_size: Size
-    num_layers: Size
+    num_layers: Annotated[int, Field(ge=1, le=MOST_LAYERS)]
     num_heads: Size
     num_kv_heads: Size
     head_dim: Size | None
@@ -253,13 +256,13 @@ class Architecture:
     tied: bool
     qkv_bias: bool
     qk_layernorm: bool
-    sliding_window: int | None
+    sliding_window: Size | None
     windows: tuple[bool, ...]
     unrotated: tuple[bool, ...]
     local_rope_base: Positive | None
     full_heads: Heads | None
     logit_cap: Positive | None
-    num_further_layers: int
+    num_further_layers: Count
     raw_config: Mapping[str, Any] = field(repr=False)
     head: HeadKind = "policy"
     value_bias: bool = False
@@ -376,8 +379,8 @@ class Architecture:
         """Return whether a tensor is in the layers after the last one (multi-token prediction)."""
         if self.linear and tensor.startswith("mtp."):
             return True
-        further = range(self.num_layers, self.num_layers + self.num_further_layers)
-        return tensor.startswith(tuple(f"model.layers.{layer}." for layer in further))
+        layer = re.match(r"model\.layers\.(\d+)\.", tensor)
+        return layer is not None and 0 <= int(layer[1]) - self.num_layers < self.num_further_layers
 
     def hf_config(self) -> dict[str, Any]:
         """Return config.json of the exported model: with a value head, transformers gives one number per token."""

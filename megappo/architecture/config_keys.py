@@ -2,10 +2,12 @@
 
 import re
 from collections.abc import Collection, Iterator, Mapping
+from math import inf
 from typing import Any
 
 from megappo.architecture.families import LAYER_INPUT
 from megappo.architecture.model_folder import INDEX, SINGLE, UNQUANTIZED
+from megappo.config.config_error import shorten
 
 ROPE_KEYS = """
     rope_type type rope_theta factor low_freq_factor high_freq_factor original_max_position_embeddings beta_fast
@@ -19,11 +21,12 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "rope_is_neox_style": (True,),
     "rope_interleaved": (False,),
     "is_causal": (True,),
-    "activation": ("silu", "swiglu"),
-    "position_embedding_type": ("rope", "rotary"),
-    "transformers_weights": (SINGLE, INDEX),
+    "activation": ("silu", "swiglu", None),
+    "position_embedding_type": ("rope", "rotary", None),
+    "transformers_weights": (SINGLE, INDEX, None),
 }
-"""Keys of config.json with the values that are supported; an absent key, or null, means one of them."""
+"""Keys of config.json with the values that are supported; an absent key means one of them. So does null where null or
+another value for "off" is among them: elsewhere transformers and SGLang read it as "off", not as their default."""
 _SIZE_WITHOUT = "choose a size without them, such as 31B"
 REMEDIES = {
     "quantization_config": f"{UNQUANTIZED} and remove the key",
@@ -70,6 +73,16 @@ CHOICES = re.compile("(type|act|fn|func|function|activation|embedding|impl|layou
 """Keys whose text chooses what is computed; any other text is a note."""
 
 
+WITHOUT_IT: dict[str, Any] = {
+    "apply_yarn_scaling": True,
+    "apply_scale": True,
+    "short_mscale": None,
+    "long_mscale": None,
+    "swiglu_limit": None,
+}
+"""Keys that SGLang alone reads -> the value with which it computes the same as without the key."""
+
+
 def uncomputed(raw: Mapping[str, Any], computed: Collection[str]) -> Iterator[str]:
     """Yield the keys whose values need something that is not computed; those in `computed` are read elsewhere."""
     for key, value in raw.items():
@@ -79,8 +92,22 @@ def uncomputed(raw: Mapping[str, Any], computed: Collection[str]) -> Iterator[st
 
 def _is_off(key: str, value: Any) -> bool:
     """Return whether a value turns its key off: null, false, 0, something empty, a factor of 1, a note."""
+    if key in WITHOUT_IT:
+        return value is WITHOUT_IT[key]
     if isinstance(value, str):
         return not value or not CHOICES.search(key)
     if FACTORS.search(key) and type(value) in (int, float):
         return value == 1
     return not value
+
+
+def positive(values: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    """Return the number above 0 that a key has.
+
+    Raises:
+        TypeError: it has something else.
+    """
+    number = values.get(key, default)
+    if type(number) not in (int, float) or not 0 < number < inf:
+        raise TypeError(f"{key}: expected a number greater than 0, found {shorten(repr(number))}")
+    return number

@@ -98,6 +98,7 @@ class Family:
         layer_scalars: each layer's output is multiplied by a factor, which is loaded and not trained.
         experts: None for a dense model.
         rope_theta: rotary base where config.json is silent.
+        default_rope: rotary positions where config.json has no section of them.
         rope_scalings: kinds of scaled rotary positions that transformers and SGLang compute alike, and the numbers that
             each takes.
         rotary_part: part of each head that has rotary positions, where config.json has no `partial_rotary_factor`; None
@@ -110,7 +111,6 @@ class Family:
         activation: of gates, by its name in config.json.
         glu_limit: gates are cut off above it, what they multiply beyond it on either side; None = nothing is.
         glu_offset: added to what gates multiply.
-        tied: the output layer is the embedding, where config.json is silent.
         norms_add_one: norms multiply by their weight plus 1.
         norms: names of a layer's norms: of attention's input and output, of the MLP's input and output; None where
             there is none.
@@ -122,6 +122,7 @@ class Family:
             its inputs, a key of `parameter_tables.LINEAR_INPUTS`; None = all layers have attention.
         only: further keys of config.json with the values that are supported (see `config_keys.ONLY`); an absent key
             means one of them.
+        defaults: values that absent keys have in transformers, where other families have others. null is not absent.
         ignores: further keys of config.json without effect (see `config_keys.WITHOUT_EFFECT`), or with the one that
             other switches give them.
     """
@@ -139,6 +140,7 @@ class Family:
     layer_scalars: bool = False
     experts: ExpertFormat | None = None
     rope_theta: float = 10000.0
+    default_rope: Mapping[str, Any] = field(default_factory=dict)
     rope_scalings: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: WITHOUT_YARN | YARN)
     rotary_part: float | None = None
     unrotated_pattern: int | None = None
@@ -147,7 +149,6 @@ class Family:
     activation: Literal["silu", "gelu_pytorch_tanh", "quick_gelu"] = "silu"
     glu_limit: float | None = None
     glu_offset: float = 0.0
-    tied: bool = False
     norms_add_one: bool = False
     norms: tuple[str | None, ...] = ("input_layernorm", None, "post_attention_layernorm", None)
     scales: Mapping[str, tuple[str, float]] = field(default_factory=dict)
@@ -155,6 +156,7 @@ class Family:
     latent_attention: bool = False
     linear_attention: Literal["by head", "apart"] | None = None
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     ignores: tuple[str, ...] = ()
 
     @property
@@ -212,7 +214,7 @@ _QWEN3_NEXT = Family(
     experts=replace(_QWEN2_MOE, renormalizes=True),
     fused=_LINEAR_CONV,
     linear_attention="by head",
-    only={"norm_topk_prob": (True,)},
+    only={"norm_topk_prob": (True,), "attn_output_gate": (True,)},
     ignores=(FULL_PATTERN,),
 )
 _QWEN3_5 = replace(
@@ -220,9 +222,9 @@ _QWEN3_5 = replace(
     experts=None,
     fused={(LINEAR_BLOCK, "in_proj_qkv"): ("in_proj_q", "in_proj_k", "in_proj_v"), **_LINEAR_CONV},
     linear_attention="apart",
-    only={"attn_output_gate": (True,), "norm_topk_prob": (True,)},
     ignores=(FULL_PATTERN, "mamba_ssm_dtype", "mtp_num_hidden_layers"),
 )
+_WINDOW = {"sliding_window": 4096}
 _STACKED_MLP = {("mlp", "gate_up_proj"): ("gate_proj", "up_proj")}
 _GEMMA3 = Family(
     qk_layernorm=True,
@@ -232,7 +234,6 @@ _GEMMA3 = Family(
     rope_theta=1e6,
     rope_scalings=PLAIN_ROPE,
     activation="gelu_pytorch_tanh",
-    tied=True,
     norms_add_one=True,
     norms=(
         *("input_layernorm", "post_attention_layernorm"),
@@ -240,6 +241,7 @@ _GEMMA3 = Family(
     ),
     scales={"embedding": ("hidden_size", 0.5), "attention": ("query_pre_attn_scalar", -0.5)},
     only={"hidden_activation": ("gelu_pytorch_tanh",)},
+    defaults={"tie_word_embeddings": True, **_WINDOW},
     ignores=(WINDOW_PATTERN, LOCAL_ROPE),
 )
 _GEMMA4 = replace(
@@ -250,7 +252,12 @@ _GEMMA4 = replace(
     rope_scalings={"proportional": (ROTARY_PART,)},
     value_norms=True,
     layer_scalars=True,
-    only={**_GEMMA3.only, LAYER_INPUT: (0,), "use_bidirectional_attention": ("vision",)},
+    only={
+        **_GEMMA3.only,
+        LAYER_INPUT: (0,),
+        "use_bidirectional_attention": ("vision", None),
+    },
+    defaults={"tie_word_embeddings": True, "sliding_window": 512},
     ignores=(
         *(K_IS_V, FULL_HEAD_SIZE, FULL_KV_HEADS, LAYER_SIZES, LOGIT_CAP, "vocab_size_per_layer_input"),
         # of experts and of shared keys and values, which enable_moe_block and num_kv_shared_layers refuse
@@ -263,12 +270,15 @@ FAMILIES = Table(
     "model family",
     {
         "LlamaForCausalLM": Family(sliding_window=True),  # Meta's models have none
-        "MistralForCausalLM": Family(sliding_window=True),
-        "Qwen2ForCausalLM": Family(qkv_bias=True),
-        "Qwen3ForCausalLM": Family(qk_layernorm=True),
+        "MistralForCausalLM": Family(sliding_window=True, defaults=_WINDOW),
+        "Qwen2ForCausalLM": Family(qkv_bias=True, defaults=_WINDOW),
+        "Qwen3ForCausalLM": Family(qk_layernorm=True, defaults=_WINDOW),
         "SeedOssForCausalLM": Family(qkv_bias=True, only={"attention_bias": (True,)}),
         "SmolLM3ForCausalLM": Family(
-            unrotated_pattern=4, rope_theta=2e6, tied=True, ignores=(ROTATED, ROTATED_PATTERN)
+            unrotated_pattern=4,
+            rope_theta=2e6,
+            defaults={"tie_word_embeddings": True},
+            ignores=(ROTATED, ROTATED_PATTERN),
         ),
         "MixtralForCausalLM": Family(
             sliding_window=True,
@@ -277,14 +287,15 @@ FAMILIES = Table(
             rope_scalings=PLAIN_ROPE,
             only={"norm_topk_prob": (True,)},
         ),
-        "Qwen2MoeForCausalLM": Family(qkv_bias=True, experts=_QWEN2_MOE),
-        "Qwen3MoeForCausalLM": Family(qk_layernorm=True, experts=ExpertFormat()),
+        "Qwen2MoeForCausalLM": Family(qkv_bias=True, experts=_QWEN2_MOE, defaults=_WINDOW),
+        "Qwen3MoeForCausalLM": Family(qk_layernorm=True, experts=ExpertFormat(), defaults=_WINDOW),
         "Glm4ForCausalLM": Family(
             qkv_bias="attention_bias",
             rotary_part=0.5,
             rope_interleaved=True,
             norms=("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
             fused=_STACKED_MLP,
+            defaults={"attention_bias": True},
         ),
         # Phi-3 and Phi-4
         "Phi3ForCausalLM": Family(
@@ -292,6 +303,7 @@ FAMILIES = Table(
             rope_scalings=LONG_ROPE,
             rotary_part=1.0,
             only={"full_attn_mod": (1,)},
+            defaults={ORIGINAL: 4096},
             fused={("self_attn", "qkv_proj"): ("q_proj", "k_proj", "v_proj"), **_STACKED_MLP},
         ),
         "Gemma3ForCausalLM": _GEMMA3,
@@ -304,6 +316,7 @@ FAMILIES = Table(
             local_rope_theta=500000.0,
             rope_theta=500000.0,
             flat_rope=True,
+            defaults=_WINDOW,
             norms=(None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
         ),
         "GraniteForCausalLM": Family(
@@ -356,7 +369,10 @@ FAMILIES = Table(
                 "hidden_act": ("silu",),
                 "swiglu_limit": (7.0,),
                 "swiglu_alpha": (1.702,),
+                "hidden_act_alpha": (1.702,),
             },
+            default_rope={"rope_type": "yarn", "factor": 32.0, "truncate": False, ORIGINAL: 4096},
+            defaults={"sliding_window": 128},
             ignores=("experts_per_token",),  # the same as num_experts_per_tok
         ),
         "Qwen3NextForCausalLM": _QWEN3_NEXT,

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megappo.architecture.architecture import Heads, all_but_every
+from megappo.architecture.config_keys import positive
 from megappo.architecture.families import (
     FULL_HEAD_SIZE,
     FULL_KV_HEADS,
@@ -24,9 +25,10 @@ def windows_and_heads(values: Mapping[str, Any], family: Family) -> dict[str, An
     """Return the window of attention, which layers have it, and the heads of the others, by the names of
     `Architecture`."""
     is_on = family.sliding_window or values.get("use_sliding_window")
-    window = values.get("sliding_window") or None if is_on else None
-    every = values.get(WINDOW_PATTERN, family.window_pattern)
-    layers = () if family.window_pattern is None else layers_of(values, "sliding_attention", every)
+    window = values.get("sliding_window") if is_on else None
+    layers = ()
+    if family.window_pattern is not None:
+        layers = layers_of(values, "sliding_attention", positive(values, WINDOW_PATTERN, family.window_pattern))
     heads = _full_heads(values, layers) if family.full_heads else None
     return {"sliding_window": window, "windows": layers, "full_heads": heads}
 
@@ -35,13 +37,13 @@ def unrotated(values: Mapping[str, Any], family: Family) -> tuple[bool, ...]:
     """Return whether each layer is without rotary positions; () where all have them."""
     if family.unrotated_pattern is None:
         return ()
-    every, layers = values.get(ROTATED_PATTERN, family.unrotated_pattern), values["num_hidden_layers"]
+    every, layers = positive(values, ROTATED_PATTERN, family.unrotated_pattern), values["num_hidden_layers"]
     return tuple(not is_rotated for is_rotated in values.get(ROTATED) or all_but_every(every, layers))
 
 
-def layers_of(values: Mapping[str, Any], kind: str, every: int) -> tuple[bool, ...]:
+def layers_of(values: Mapping[str, Any], kind: str, every: float) -> tuple[bool, ...]:
     """Return whether each layer is of a kind: by `layer_types`, else all layers but every so-many-th."""
-    if "layer_types" in values:
+    if values.get("layer_types"):
         return tuple(one == kind for one in values["layer_types"])
     return all_but_every(every, values["num_hidden_layers"])
 

@@ -1,7 +1,7 @@
 """config.json -> `Architecture`, or everything in it that is missing, has several values, or is not supported."""
 
 from collections.abc import Iterator, Mapping
-from math import inf, prod
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from megappo.architecture.architecture import (
     LinearAttention,
     Scales,
 )
-from megappo.architecture.config_keys import COMPUTED, ONLY, ONLY_OF_EXPERTS, REMEDIES, uncomputed
+from megappo.architecture.config_keys import COMPUTED, ONLY, ONLY_OF_EXPERTS, REMEDIES, positive, uncomputed
 from megappo.architecture.families import (
     FAMILIES,
     FULL_KV_HEADS,
@@ -116,13 +116,14 @@ def parse(raw: Mapping[str, Any], file: Path, head: HeadKind = "policy") -> Arch
     if name not in FAMILIES:
         found = f"{file} is of architecture {shorten(named)}{LEFT_OUT.get(name, '')}"
         raise ConfigError(f"{found}; this version trains {', '.join(FAMILIES)}: choose one of these")
-    family, values = FAMILIES[name], {key: value for key, value in raw.items() if value is not None}
+    family = FAMILIES[name]
+    values = {key: value for key, value in {**family.defaults, **raw}.items() if value is not None}
     if family.experts and not family.experts.dense_layers:  # no layer has another MLP
         values.setdefault(SIZES["ffn_size"], values.get(family.experts.ffn))
     if missing := ", ".join(_missing(raw, values, family)):
         raise ConfigError(f"{file} lacks {missing}: download it again")
     values, local_rope = split_rope(values, family)
-    rope, conflicts = rope_section(values)
+    rope, conflicts = rope_section(values, family)
     latent: dict[str, Any] = {size: values.get(key) for size, key in LATENT_SIZES.items()}
     architecture = Architecture(
         name=name,
@@ -133,11 +134,11 @@ def parse(raw: Mapping[str, Any], file: Path, head: HeadKind = "policy") -> Arch
         num_kv_heads=values.get("num_key_value_heads", values["num_attention_heads"]),
         head_dim=values.get("head_dim"),
         rope=read_rope(rope, values, family),
-        scales=Scales(**{name: _factor(values, *read) for name, read in family.scales.items()}),
+        scales=Scales(**{name: positive(values, key) ** power for name, (key, power) in family.scales.items()}),
         experts=_experts(values, family.experts) if family.experts else None,
         latent=LatentAttention(**latent) if family.latent_attention else None,
         linear=_linear(values) if family.linear_attention else None,
-        tied=values.get("tie_word_embeddings", family.tied),
+        tied=values.get("tie_word_embeddings", False),
         qkv_bias=_is_on(family.qkv_bias, values),
         qk_layernorm=_is_on(family.qk_layernorm, values),
         **windows_and_heads(values, family),
@@ -162,21 +163,13 @@ def _errors(
     """Yield the errors of values that are not supported."""
     file, family = architecture.file, architecture.family
     for key in _unsupported(values, architecture):
-        found_value = f"{file} of this {architecture.named} has {key} = {shorten(repr(values[key]))}"
+        value = shorten(repr(architecture.raw_config.get(key)))
         remedy = REMEDIES.get(key, "choose another model, or remove the key if the model computes the same without it")
-        yield f"{found_value}, which is not supported: {remedy}"
+        yield f"{file} of this {architecture.named} has {key} = {value}, which is not supported: {remedy}"
     plain = {"rope_type": "default"} | local_rope
     for positions, scalings in ((rope, family.rope_scalings), (plain, PLAIN_ROPE)):
         for why in unsupported_rope(positions, scalings, family):
             yield f"{file}: rope {shorten(str(positions))} is not supported{why}"
-
-
-def _factor(values: Mapping[str, Any], key: str, power: float) -> float:
-    """Return a power of the number that a key of config.json has."""
-    number = values[key]
-    if type(number) not in (int, float) or not 0 < number < inf:
-        raise TypeError(f"{key}: expected a number greater than 0, found {shorten(repr(number))}")
-    return float(number**power)
 
 
 def _is_on(switch: bool | str, values: Mapping[str, Any]) -> bool:
@@ -190,6 +183,8 @@ def _contradictions(model: Architecture) -> Iterator[str]:
     size, name = model.head_size, "the size of a head"
     if model.latent:
         size, name = model.latent.rope_size, LATENT_SIZES["rope_size"]
+        if model.head_dim not in (None, size):  # transformers rotates head_dim numbers, SGLang the others
+            yield f"head_dim {model.head_dim} is another number than {name} {size}"
     elif heads % shared:
         yield f"num_key_value_heads {shared} does not divide num_attention_heads {heads}"
     if model.full_heads and heads % model.full_heads.kv_heads:
@@ -209,6 +204,8 @@ def _contradictions(model: Architecture) -> Iterator[str]:
     for key, kinds in (("layer_types", layers), (ROTATED, model.unrotated)):
         if kinds and len(kinds) != model.num_layers:
             yield f"{key} has {len(kinds)} layers, num_hidden_layers is {model.num_layers}"
+    if any(model.windows) and not model.sliding_window:
+        yield "sliding_window is not set, but layers have sliding_attention"
     if model.linear and model.linear.value_heads % model.linear.key_heads:
         yield (
             f"linear_num_key_heads {model.linear.key_heads} does not divide linear_num_value_heads "
@@ -240,7 +237,7 @@ def _needed(values: Mapping[str, Any], family: Family) -> list[str]:
     if family.linear_attention:
         keys += LINEAR_SIZES.values()
     if family.full_heads:
-        keys += (LAYER_INPUT, "head_dim")
+        keys += (LAYER_INPUT, "head_dim", "layer_types")
     return list(dict.fromkeys(keys))
 
 
@@ -250,7 +247,7 @@ def _has_groups(values: Mapping[str, Any], experts: ExpertFormat) -> bool:
 
 def _linear(values: Mapping[str, Any]) -> LinearAttention:
     sizes: dict[str, Any] = {size: values[key] for size, key in LINEAR_SIZES.items()}
-    layers = layers_of(values, "linear_attention", values.get(FULL_PATTERN, 4))
+    layers = layers_of(values, "linear_attention", positive(values, FULL_PATTERN, 4))
     return LinearAttention(**sizes, layers=layers, full_interval=values.get(FULL_PATTERN))
 
 
@@ -265,23 +262,26 @@ def _experts(values: Mapping[str, Any], experts: ExpertFormat) -> Experts:
         shared_ffn_size=prod(values[key] for key in experts.shared_ffn) if experts.shared else None,
         num_dense_layers=min(dense, values["num_hidden_layers"]),
         renormalizes=values.get("norm_topk_prob", False) if renormalizes is None else renormalizes,
-        scaling=values[experts.scaling] if experts.scaling else None,
+        scaling=positive(values, experts.scaling) if experts.scaling else None,
         groups=(values["n_group"], values["topk_group"]) if has_groups else None,
     )
 
 
 def _unsupported(values: Mapping[str, Any], architecture: Architecture) -> Iterator[str]:
     """Yield the keys of config.json whose values are not supported."""
-    family = architecture.family
+    family, raw = architecture.family, architecture.raw_config
     only = {**ONLY, "qkv_bias": (architecture.qkv_bias,), "use_qk_norm": (architecture.qk_layernorm,)}
-    only |= {"hidden_act": (family.activation,)}
+    only |= {"hidden_act": (family.activation, None)}
     only |= {switch: (False, True) for switch in (family.qkv_bias, family.qk_layernorm) if isinstance(switch, str)}
     only |= ONLY_OF_EXPERTS if family.experts else {}
     quantized = values.get("quantization_config") or {}
     if family.experts and family.experts.stacked and quantized.get("quant_method") == "mxfp4":  # read in bf16
         only["quantization_config"] = (quantized,)
     only |= family.only
-    yield from (key for key, supported in only.items() if key in values and values[key] not in supported)
+    only |= {ROTARY_PART: (values.get(ROTARY_PART, 1),)} if family.rotary_part is not None else {}
+    for key, supported in only.items():
+        if key in raw and raw[key] not in supported and (raw[key] is not None or all(supported)):
+            yield key
     # A window is at least as long as any row.
     attention = {"full_attention", "sliding_attention" if architecture.sliding_window else "full_attention"}
     attention |= {"linear_attention"} if architecture.linear else set()

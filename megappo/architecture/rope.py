@@ -5,12 +5,15 @@ from math import isclose, log
 from typing import Any
 
 from megappo.architecture.architecture import Rope
-from megappo.architecture.config_keys import ROPE_KEYS, uncomputed
+from megappo.architecture.config_keys import ROPE_KEYS, WITHOUT_IT, positive, uncomputed
 from megappo.architecture.families import ORIGINAL, ROTARY_PART, ROTARY_SIZE, Family
 from megappo.config.config_error import shorten
 
 ROPE_SECTIONS = ("rope_parameters", "rope_scaling")
 """Sections with the rotary positions: transformers 5's, and the older one."""
+FACTOR_LISTS = {"short_factor", "long_factor"}
+YARN_NUMBERS = {"beta_fast": 32, "beta_slow": 1, "mscale": 1.0}
+"""Further numbers of YaRN with their defaults."""
 ANOTHER = "choose another model"
 DYNAMIC = "set rope_scaling to null: up to max_position_embeddings transformers does not scale, but SGLang does"
 """Remedies for rotary positions that are not supported."""
@@ -24,7 +27,7 @@ def split_rope(values: dict[str, Any], family: Family) -> tuple[dict[str, Any], 
     return {**values, "rope_parameters": rope["full_attention"]}, rope.get("sliding_attention") or {}
 
 
-def rope_section(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def rope_section(values: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], list[str]]:
     """Return the rotary positions of all sections of config.json, and what is wrong: keys with several values."""
     rope: dict[str, Any] = {}
     conflicts = []
@@ -36,8 +39,10 @@ def rope_section(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             continue
         kind = section.get("rope_type") or section.get("type") or "default"
         for key, value in {**section, "rope_type": kind, "type": None}.items():
-            if value is not None and rope.setdefault(key, value) != value:
+            if (value is not None or WITHOUT_IT.get(key)) and rope.setdefault(key, value) != value:
                 conflicts.append(f"several values of {key} ({rope[key]}, {value})")
+    if not rope and ROPE_SECTIONS[0] not in values:
+        rope |= family.default_rope
     for key in ("rope_theta", ROTARY_PART, ORIGINAL):
         if key in rope and values.get(key, rope[key]) != rope[key]:
             conflicts.append(f"several values of {key} ({values[key]}, {rope[key]})")
@@ -55,6 +60,7 @@ def unsupported_rope(rope: Mapping[str, Any], scalings: Mapping[str, tuple], fam
     kind = rope["rope_type"]
     is_lacking = any(name not in rope for name in scalings.get(kind, ()))
     read = {*ROPE_KEYS.split(), *family.rope_keys, *scalings.get(kind, ())}
+    read -= {"factor"} if kind == "proportional" else set()  # SGLang ignores it
     if kind not in scalings or is_lacking or any(uncomputed(rope, read)):
         needs = [f"{name} ({', '.join(numbers)})" if numbers else name for name, numbers in scalings.items()]
         where = "" if family.rotary_part else "over the whole head, "
@@ -74,18 +80,23 @@ def unsupported_rope(rope: Mapping[str, Any], scalings: Mapping[str, tuple], fam
 
 
 def read_rope(rope: Mapping[str, Any], values: Mapping[str, Any], family: Family) -> Rope:
-    """Return the rotary positions; `unsupported_rope` finds what they leave out."""
+    """Return the rotary positions; `unsupported_rope` finds what they leave out.
+
+    Raises:
+        TypeError: a number of their kind is not above 0.
+    """
     kind, part = rope["rope_type"], 1.0
     if family.rotary_part is not None:
         by_size = values[ROTARY_SIZE] / values["head_dim"] if {ROTARY_SIZE, "head_dim"} <= values.keys() else None
         part = rope.get(ROTARY_PART, values.get(ROTARY_PART, by_size or family.rotary_part))
-    numbers = {name: rope[name] for name in family.rope_scalings.get(kind, ()) if name in rope}
-    divisors = numbers.pop("short_factor", [])
-    if numbers.pop("long_factor", None) and ORIGINAL in numbers:  # `Rope.magnitude` reads this factor
+    named = rope.keys() & family.rope_scalings.get(kind, ())
+    numbers = {name: positive(rope, name) for name in named - FACTOR_LISTS}
+    divisors = rope["short_factor"] if "short_factor" in named else ()
+    if divisors and ORIGINAL in numbers:  # `Rope.magnitude` reads this factor
         numbers["factor"] = values["max_position_embeddings"] / numbers[ORIGINAL]
     if kind == "yarn":
-        numbers |= {"beta_fast": rope.get("beta_fast", 32), "beta_slow": rope.get("beta_slow", 1)}
-        numbers |= {"mscale": rope.get("mscale") or 1.0, "mscale_all_dim": rope.get("mscale_all_dim") or 0.0}
+        numbers |= {name: positive(rope, name, default) for name, default in YARN_NUMBERS.items()}
+        numbers["mscale_all_dim"] = rope.get("mscale_all_dim") or 0.0
         numbers |= {} if family.latent_attention else {"truncate": int(bool(rope.get("truncate", True)))}
     base = rope.get("rope_theta", values.get("rope_theta", family.rope_theta))
     return Rope(base=base, kind=kind, numbers=numbers, part=part, divisors=tuple(divisors))

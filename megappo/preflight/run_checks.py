@@ -7,7 +7,7 @@ import os
 import re
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -46,8 +46,12 @@ RESERVED = {"model_path", "host", "port", "api_key", "admin_api_key", "skip_toke
 RESERVED |= {"tp_size", "random_seed", "nnodes", "node_rank", "dist_init_addr", "base_gpu_id", "gpu_id_step"}
 RESERVED |= {"incremental_streaming_output", "enable_return_routed_experts"}
 RESERVED |= {"enable_lora", "max_lora_rank", "lora_target_modules", "lora_paths", "max_loras_per_batch"}
-RESERVED |= {"lora_strict_loading", "enable_weights_cpu_backup"}
+RESERVED |= {"pp_size", "lora_strict_loading", "enable_weights_cpu_backup"}
 PARSERS = Path("srt", "function_call", "function_call_parser.py")
+TOKENIZER_KEYS = ("model.path", REWARD_MODEL_KEY)
+"""Keys of folders whose tokenizer a run reads: critic and reference read the tokens of model.path."""
+DIVIDING = ("ep_size", "dp_size", "attn_cp_size", "moe_dp_size")
+"""ServerArgs with numbers of ranks into which SGLang divides an engine's (0.5.23, arg_groups/parallel_hook.py)."""
 FIELDS = "srt/arg_groups/fields"
 """SGLang's folder with the classes that declare the fields of ServerArgs."""
 
@@ -68,7 +72,8 @@ def check_run(
         errors += plan.sleep_errors()
     except ConfigError as error:
         errors += error.errors
-    errors += [*file_errors(config), *server_args_errors(config.rollout.server_args), *_user_code_errors(config)]
+    errors += [*file_errors(config), *_user_code_errors(config)]
+    errors += server_args_errors(config.rollout.server_args, config.rollout.tensor_parallel)
     errors += [*logger_errors(config.trainer.loggers), *_parser_errors(config)]
     return plan, config.located(dict.fromkeys(errors) or resume_errors(config))  # which reads the output folder
 
@@ -110,11 +115,17 @@ def _missing(spec: str, key: str, builtin: Mapping[str, str]) -> Iterator[str]:
         yield f"{key}: cannot read {shorten(spec)} ({error.strerror}): correct the path, or make it readable"
 
 
-def server_args_errors(names: Iterable[str]) -> Iterator[str]:
-    """Yield what is wrong with the names in rollout.server_args, one line each."""
+def server_args_errors(arguments: Mapping[str, object], num_ranks: int = 1) -> Iterator[str]:
+    """Yield what is wrong with rollout.server_args, one line each, for engines of so many ranks."""
     known = known_names()
-    for name in names:
-        if name in RESERVED:
+    divisors = [size for size in range(1, num_ranks + 1) if num_ranks % size == 0]
+    for name, value in arguments.items():
+        if name in DIVIDING and value not in divisors:
+            yield (
+                f"rollout.server_args: {name} {value} does not divide rollout.tensor_parallel {num_ranks}: choose one "
+                f"of {divisors}"
+            )
+        elif name in RESERVED:
             yield f"rollout.server_args: {name} may not be set: megappo sets it itself; remove it"
         elif known and name not in known:
             near = difflib.get_close_matches(name, known, n=1)
@@ -208,7 +219,7 @@ def _model_folder(config: Config, key: str, path: str, specs: Sequence[Component
     if kind := other_kind(folder):
         yield f"{key}: {folder} {kind}"
         return
-    if not (folder / "tokenizer_config.json").is_file():
+    if key in TOKENIZER_KEYS and not (folder / "tokenizer_config.json").is_file():
         yield f"{key}: {folder} holds no tokenizer_config.json: complete the download"
     for read in (check_tensors, check_companions, end_tokens):
         try:
@@ -224,6 +235,12 @@ def _model_folder(config: Config, key: str, path: str, specs: Sequence[Component
             yield from _fit_errors(config, spec, architecture)
             if key == REWARD_MODEL_KEY:
                 yield from _reward_model_errors(config, replace(architecture, lora=spec.lora))
+            if spec.head == "value" and architecture.is_reward_model and architecture.num_labels != 1:
+                yield (
+                    f"{key}: {architecture.file} is of architecture {architecture.named} with "
+                    f"{architecture.num_labels} labels: name a reward model of one label, or set num_labels to 1 there "
+                    "if its head has one"
+                )
 
 
 def _megatron_folder(spec: ComponentSpec) -> Iterator[str]:
@@ -299,9 +316,6 @@ def _reward_model_errors(config: Config, architecture: Architecture) -> Iterator
         return
     if not architecture.is_reward_model:
         yield f"{found}, without a score: name a *ForSequenceClassification or *ForTokenClassification of one label"
-    elif architecture.num_labels != 1:
-        remedy = "name a reward model of one label, or set num_labels to 1 there if its head has one"
-        yield f"{found} with {architecture.num_labels} labels: {remedy}"
     if architecture.scores_steps:
         yield from step_scores_errors(config, architecture.named)
 

@@ -228,6 +228,17 @@ def import_deep_ep() -> None:
         setattr(token_dispatcher, name, getattr(fused_a2a, name))
 
 
+def cache_uncut_yarn_tables() -> None:
+    """Cache YaRN's tables as packed rows take them: whole.
+
+    megatron-core cuts them over the context-parallel ranks while it builds latent attention, which fails where twice
+    the ranks do not divide `original_max_position_embeddings`. No argument reaches this call.
+    """
+    from megatron.core.models.common.embeddings import YarnRotaryEmbedding
+
+    YarnRotaryEmbedding._set_cos_sin_cache.__defaults__ = (True,)  # of packed_seq
+
+
 def save_and_resume_torch_adamw() -> None:
     """Let torch's AdamW take its step in one pass, and be saved and resumed by megatron-core, whose optimizers expect
     the states of Apex's.

@@ -53,5 +53,6 @@ def install() -> None:
         megatron_patches.skip_collectives_of_one_rank()
         megatron_patches.name_cpu_tensors_as_cuda()
     megatron_patches.define_missing_names()
+    megatron_patches.cache_uncut_yarn_tables()
     megatron_patches.save_and_resume_torch_adamw()
     install.done = True

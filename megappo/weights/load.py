@@ -161,10 +161,10 @@ def _fill(shard: torch.Tensor, source: HFFolder, hf: HFTensor, groups: Component
         rank, size, whole = shard_group(hf, groups).rank(), hf.shard_shape[dim], hf.shape[dim]
         start, stop = min(rank * size, whole), min((rank + 1) * size, whole)
     read = source.read(hf.name, dim, start, stop)
-    if not all_finite(read):
+    if not read.is_floating_point() or read.itemsize == 1 or not all_finite(read):
         raise ActionableError(
-            f"{hf.name} in {source.folder} holds values that are not finite: the model is corrupt, or its file "
-            "damaged; take an earlier one, or copy it again"
+            f"{hf.name} in {source.folder} holds values that are not finite numbers of 16 bits or more ({read.dtype}): "
+            "the model is corrupt or quantised, or its file damaged; take an earlier one, or copy it again"
         )
     if read.shape == hf.shard_shape:
         shard.copy_(read.unflatten(0, shard.shape[:2]))

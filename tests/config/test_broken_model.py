@@ -62,7 +62,10 @@ WRONG_VALUES = [
     ({"use_sliding_window": True, "sliding_window": 16}, f"{FILE}'s sliding_window 16 is below"),
     ({"layer_types": "full_attention"}, f"{FILE} of this Qwen2ForCausalLM has layer_types = 'full_attention', which"),
     ({"rope_scaling": "linear"}, f"{CANNOT}rope_scaling: expected an object, found 'linear': correct it"),
-    ({"rope_scaling": {"type": "linear", "factor": "2"}}, f"{CANNOT}numbers.factor.int: Input should be a valid int"),
+    (
+        {"rope_scaling": {"type": "linear", "factor": "2"}},
+        f"{CANNOT}factor: expected a number greater than 0, found '2': correct it",
+    ),
     (
         PHI3 | {"original_max_position_embeddings": 2048},
         f"{FILE}'s original_max_position_embeddings 2048 is below the 2050 tokens that an engine needs for prompts of "
@@ -134,7 +137,10 @@ UNSUPPORTED = [
         f"{FILE}: rope {{'rope_type': 'linear', 'factor': 2}} is not supported; supported are, over the whole head, "
         "default: choose another model",
     ),
-    (PHI3, f"{FILE}: rope {LONG_ROPE_SHOWN} is not supported; supported are, default; longrope (short_factor, "),
+    (
+        PHI3 | {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}},
+        f"{FILE}: rope {{'type': 'longrope'",
+    ),
     (
         PHI3 | {"original_max_position_embeddings": 4096, "rope_scaling": LONG_ROPE | {"attention_factor": 1.2}},
         f"{FILE}: rope {LONG_ROPE_SHOWN} is not supported: SGLang ignores factor and ",

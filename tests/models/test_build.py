@@ -220,6 +220,15 @@ def test_logits_of_mixtures_equal_hugging_face_in_layouts(name: str, tmp_path: P
     run_ranks(4, _check_logits, [Case(layout, folder, expected, EXPERT_LAYOUTS[layout]) for layout in layouts])
 
 
+def _builds_on_three(rank: int, world_size: int, folder: Path) -> None:
+    groups = build_groups({"actor": Layout((0, 1, 2), context=3)}, seed=0)["actor"]
+    build(folder, Parallel(context=3), groups, trained=False)
+
+
+def test_latent_attention_with_yarn_is_built_on_ranks_that_do_not_divide_its_table(tmp_path: Path) -> None:
+    run_ranks(3, _builds_on_three, hf_folder(tmp_path, "deepseek_v3", **DEEPSEEK_V3))
+
+
 def test_logits_equal_hugging_face_with_stages_of_any_size_and_in_bf16(tmp_path: Path) -> None:
     cases = []
     for tied in (False, True):

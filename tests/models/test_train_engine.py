@@ -259,6 +259,11 @@ def test_mixture_of_experts_trains_as_hugging_face_does(name: str, family: str, 
     check(name, "actor", hf_folder(tmp_path / "hf", family, **MIXTURES[family]))
 
 
+@pytest.mark.slow  # tests/models/test_build.py builds it
+def test_latent_attention_with_yarn_trains_on_ranks_that_do_not_divide_its_table(tmp_path: Path) -> None:
+    check("cp3, selective recompute", "actor", hf_folder(tmp_path / "hf", "deepseek_v3", **DEEPSEEK_V3))
+
+
 def _biases_kept(rank: int, world_size: int, folder: Path) -> None:
     engine = build(folder, Case(Layout(TWO, expert=2), dtype="bf16"), "actor")
     rows, architecture = make_rows(91), read_architecture(folder)

@@ -46,6 +46,10 @@ def refusals(rank: int, world_size: int, untied: Path, tied: Path) -> None:
         "unknown model.layers.3.input_layernorm.weight": rewrite(untied, {}, num_hidden_layers=3),
         r"lm_head.weight .* has shape \[91, 32\].* \[90, 32\]": rewrite(untied, {}, vocab_size=90),
         "k_proj.bias in .* holds values that are not finite": rewrite(untied, {bias: torch.ones(16) / torch.zeros(16)}),
+        r"k_proj.bias in .* not finite numbers .* \(torch.int32\)": rewrite(untied, {bias: torch.ones(16).int()}),
+        r"k_proj.bias in .* not finite numbers .* \(torch.float8": rewrite(
+            untied, {bias: torch.ones(16).to(torch.float8_e4m3fn)}
+        ),
         "lm_head.weight differs": rewrite(tied, {"lm_head.weight": torch.ones(91, 32)}),
     }
     for message, folder in cases.items():
