@@ -2,7 +2,11 @@
 
 from collections.abc import Iterator
 
+from megappo.config.eval_sets import longest_row
 from megappo.config.schema import Config
+
+MOST_TOKENS = 2**36
+"""Tokens of a step, a million rows of 65,536: the memory of no cluster holds more."""
 
 
 def example_errors(config: Config) -> Iterator[str]:
@@ -29,6 +33,15 @@ def offload_errors(config: Config) -> Iterator[str]:
     if absent and not config.trains_reward_model:
         names = " and ".join(sorted(absent))
         yield f"reward_model.offload names {names}, which only a model that is trained has: set it to [weights]"
+
+
+def size_errors(config: Config) -> Iterator[str]:
+    """Yield an error if no memory holds the rows of a step, with those of the batches that are sampled ahead."""
+    prompts = config.data.draw_size * (1 + config.rollout.max_staleness)
+    tokens = prompts * config.rows_per_prompt * longest_row(config)
+    if tokens > MOST_TOKENS:
+        keys = "data.train_batch_size, rollout.n, rollout.max_staleness and the lengths of rows"
+        yield f"{keys} let a step hold {tokens:,} tokens, more than {MOST_TOKENS:,}: lower one of them"
 
 
 def hang_errors(config: Config) -> Iterator[str]:

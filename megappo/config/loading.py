@@ -133,6 +133,7 @@ def run_extensions(values: Mapping[str, Any], before: Callable[[], None] | None 
         except BaseException as error:  # SystemExit too, and exceptions that libraries keep from `except Exception`
             text = traceback.format_exception_only(error)[-1].strip()
             lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+            lines += [error.lineno] if isinstance(error, SyntaxError) and error.filename == path else []
             where = f" (line {lines[-1]})" if lines else ""
             errors.append(f"trainer.extensions: {file} raised {shorten(text)}{where}: correct the file")
     share_all()
@@ -152,11 +153,15 @@ def _schema_errors(error: ValidationError, sources: Sources) -> list[str]:
         if kind == "missing" and declared(path) in known:  # a list too short misses an item, not a key
             lines[path] = f"{path}: must be set ({known[declared(path)].meaning})"
             continue
+        inner = path
         while declared(path) not in known:  # pydantic's path leads into list items and union members
             path = path.rpartition(".")[0]
+        values = known[declared(path)].values
+        if path == "eval.datasets" and path != inner:
+            path, values = inner, "section such as {files: val.jsonl}"
         reason = f" ({problem['msg']})" if kind == EXPLAINED else value_advice(path, problem["input"])
         if path not in lines or reason:
-            values, written = known[declared(path)].values, shorten(show(problem["input"]))
+            written = shorten(show(problem["input"]))
             lines[path] = f"{path}: expected {values}, found {written}{reason}"
     errors = [f"{sources.place_of(path)}: {line}" for path, line in lines.items()]
     for system, count in systems.items():

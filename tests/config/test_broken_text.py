@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,9 @@ DOCUMENTS = {
         "algorithm: {adv_estimator: ...}"
     ),
     "base: run.yaml\nactor: {<<: {}}\n": "bad.yaml:2: actor.<<: unknown key",
-    "base: run.yaml\nactor: &a {optim: *a}\n": "bad.yaml: not valid YAML: maximum recursion depth exceeded",
+    "base: run.yaml\nactor: &a {optim: *a}\n": (
+        "bad.yaml:2: not valid YAML: with its aliases (*) it holds inf values, more than 65,536; correct it"
+    ),
     "base: run.yaml\nactor: {}\nactor: {}\n": "bad.yaml:3: actor: set twice, first at bad.yaml:2; remove one",
     "base: run.yaml\nactor: {optim: {lr: 1, lr: 2}}\n": "bad.yaml:2: actor.optim.lr: set twice, first at bad.yaml:2",
     "base: run.yaml\nplacement:\n  actor: all\n  critic, actor: 0-3\n": (
@@ -53,8 +56,12 @@ DOCUMENTS = {
     "base: run.yaml\nmodel: {path: !!binary aGk=}\n": NOT_SUPPORTED,
     "base: run.yaml\nmodel: !!python/object:os.system {}\n": NOT_SUPPORTED,
     "base: run.yaml\ntrainer: {seed: 2020-13-45}\n": 'bad.yaml:2: trainer.seed: expected int >= 0, found "2020-13-45"',
-    "base: run.yaml\ntrainer: {seed: 0x_}\n": "bad.yaml: not valid YAML: invalid literal for int() with base 16: ''",
-    f"base: run.yaml\nactor: {'[' * 100_000}\n": "bad.yaml: not valid YAML: maximum recursion depth exceeded",
+    "base: run.yaml\ntrainer: {seed: 0x_}\n": 'bad.yaml:2: trainer.seed: expected int >= 0, found "0x_"',
+    f"base: run.yaml\nactor: {'[' * 100_000}\n": "bad.yaml:2: not valid YAML: it is nested too deep",
+    "".join(f"{c}: &{c} [{','.join(['*' + b] * 9)}]\n" for b, c in pairwise("zabcdefgh")).replace("*z", "1"): (
+        "bad.yaml:5: not valid YAML: with its aliases (*) it holds 66,430 values, more than 65,536"
+    ),
+    "base: run.yaml\ntrainer: {time_limit: 1:30:00}\n": "bad.yaml:2: trainer.time_limit: expected float >= 0.1",
     f"base: run.yaml\nactor: {'x' * 300_000}\n": "bad.yaml: it has 300,023 bytes, more than 262,144: is it the right",
 }
 
@@ -155,7 +162,7 @@ ARGUMENTS = {
     "rollout.stop=!!python/name:os.system": "tags (!) are not supported: drop it",
     "model.path=caf\udce9": "not valid YAML: unacceptable character #xdce9: special characters are not allowed",
     "caf\udce9=1": "'caf\\udce9=1': expected key=value",
-    "actor=" + "[" * 100_000: "not valid YAML: maximum recursion depth exceeded",
+    "actor=" + "[" * 100_000: "not valid YAML: it is nested too deep",
     "trainer.seed=\x1b[2J": "not valid YAML: unacceptable character #x001b",
 }
 
@@ -172,6 +179,8 @@ ACCEPTED = {
     "base: run.yaml\r\ntrainer: {seed: 3}\r\n": "seed=3",
     "base: run.yaml\nactor: &a {parallel: &p {tensor: 2}}\ncritic: {parallel: *p}\n": "critic: data 2 x tensor 2",
     "base: run.yaml\nplacement: {'actor, critic': 0-3, rollout: 0}\n": 'reward_model=null  rollout="0"',
+    "base: run.yaml\ntrainer: {total_steps: 0100}\n": "total_steps=100",
+    "base: run.yaml\nplacement: {actor, critic: 0-3, rollout: 0}\n": 'reward_model=null  rollout="0"',
     "base: run.yaml\nplacement: {ref: , critic: 0-3}\n": 'critic="0-3"  ref=null',
 }
 
