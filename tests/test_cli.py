@@ -139,7 +139,14 @@ def test_init_writes_a_config_that_fits(tmp_path):
     assert absent.returncode == 2
     assert "hf download Own/Absent config.json), or name one of the shapes deepseek-llm-7b, " in absent.stderr
     few = megappo("plan", "--init", "llama-3.1-70b", "--gpu", "h100", "--gpus", "2")
-    assert few.returncode == 2 and "--init: no layout of llama-3.1-70b fits 2 h100: take more" in few.stderr
+    assert (
+        few.returncode == 2
+        and "fits 2 h100: split as far as possible, it needs " in few.stderr
+        and " would do" in few.stderr
+    )
+    assert (
+        done.stdout.count("\n#   # ") == 2 and "rollout: {tensor_parallel: " in done.stdout.partition("\n#   # 2: ")[2]
+    )
 
 
 @pytest.mark.slow

@@ -38,6 +38,11 @@ class ConfigError(ActionableError, ValueError):
         return "\n".join(f"error: {line}" for line in self.errors)
 
 
+class Missing(str):
+    """An error about a file that is not here, in a config that may be right. `megappo plan --ignore-missing` prints a
+    warning in its place."""
+
+
 def printable(text: str) -> str:
     """Return the text on one line that any terminal shows as it is: unprintable characters are escaped, and the middle
     of a long text is left out."""

@@ -251,6 +251,10 @@ class TextFileError(ActionableError, ValueError):
     """The reason why a file is not read, and the remedy. The caller adds the path."""
 
 
+class MissingFileError(TextFileError):
+    """A file of a download is not here yet."""
+
+
 def read_text(path: Path, most_bytes: int) -> str:
     """Return the text of a file.
 
