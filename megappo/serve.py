@@ -6,6 +6,8 @@ It listens on 127.0.0.1:30000 by default, and computes in fp32 by default on a C
 and their shared memory.
 """
 
+import argparse
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if {"-h", "--help"} & set(arguments):
         return resolved(SERVE)(["--help"])
     folder, *rest = cached_model(arguments[0]), *arguments[1:]
-    fault = folder_fault(Path(folder)) or resolved(UNSEEN_GPUS)()
+    fault = folder_fault(Path(folder)) or port_fault(rest) or resolved(UNSEEN_GPUS)()
     return _refuse(fault) if fault else resolved(SERVE)(["--model-path", folder, *rest])
 
 
@@ -46,6 +48,20 @@ def folder_fault(folder: Path) -> str | None:
         return str(error)
     if named.endswith(CRITIC):
         return f"{folder} is a critic ({named}), which SGLang does not serve: name a language model, such as hf_actor"
+    return None
+
+
+def port_fault(words: Sequence[str]) -> str | None:
+    """Return why the address in SGLang's arguments cannot be listened on; None if it can. SGLang would try it after a
+    minute."""
+    parser = argparse.ArgumentParser("megappo serve", add_help=False, allow_abbrev=False)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=30000)
+    host, port = vars(parser.parse_known_args(words)[0]).values()
+    try:
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except (OSError, OverflowError) as error:
+        return f"cannot listen on port {port} of {host} ({error}): end what uses it, or choose another one, --port N"
     return None
 
 

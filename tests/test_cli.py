@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import zipfile
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from planning import REPOSITORY
+from planning import REPOSITORY, write_run
 
 from megappo.cli import COMMANDS
 from megappo.config.loading import load_config
@@ -110,6 +111,15 @@ def test_a_reader_of_the_output_that_has_left_ends_a_command_without_a_traceback
     done = subprocess.run(command, cwd=REPOSITORY, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
     os.close(writer)
     assert done.returncode == 128 + signal.SIGPIPE and done.stderr == ""
+
+
+def test_a_port_in_use_is_refused_at_once(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as used:
+        port = str(used.getsockname()[1])
+        done = megappo("serve", str(write_run(tmp_path) / "model"), "--port", port)
+    assert done.returncode == 2 and "torch" not in heavy_imports(done)
+    assert f"error: cannot listen on port {port} of 127.0.0.1 ([Errno 98] Address already in use" in done.stderr
+    assert "choose another one, --port N\n" in done.stderr
 
 
 def test_an_unknown_command_is_named():

@@ -23,7 +23,7 @@ from megappo.placement.components import shared_vocabulary
 from megappo.userland import user_code
 from megappo.userland.environments import EnvironmentFault, EnvironmentPool, EpisodeLost, row_of, start_workers
 from megappo.userland.grades import Grade
-from megappo.userland.rewards import RewardError, RewardPool
+from megappo.userland.rewards import SCORE_ZERO, RewardError, RewardPool
 from megappo.userland.signatures import Row
 
 if TYPE_CHECKING:
@@ -111,6 +111,8 @@ def rehearse(config: Config, *, everything: bool) -> Findings:
                     shown = f"{asyncio.run(_reset(environments, prompt))!r:.200}"
                     findings.checked.append(f"{environments.spec}: reset for the first prompt, {shown}")
             tried |= {rewards, environments}
+    if config.reward.on_error == "zero":  # so that it is no remedy
+        findings.errors = [error.replace(f", {SCORE_ZERO}", "") for error in findings.errors]
     return findings
 
 

@@ -81,7 +81,7 @@ class Responses:
         self._is_graded = True
         if self._scoring is not None and self._scoring.failure:
             num_failed = sum(one.failed for one in grades)
-            message = f"{num_failed} responses have score 0: {self._scoring.failure}"
+            message = f"{num_failed} responses have score 0: {self._rewards.report_of(self._scoring.failure)}"
             print(f"WARNING (rank {dist.get_rank()}): {message}", flush=True)
 
     def groups(self) -> dict[int, list[Sample]]:

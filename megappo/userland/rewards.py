@@ -36,6 +36,7 @@ MAX_LATE_ALONE = 3
 MAX_SHOWN = 200
 """Characters of a text in a message."""
 
+SCORE_ZERO = "or, if few calls fail, set reward.on_error=zero, which scores these responses 0"
 LIMIT_SIGNS = ("ended its process", "MemoryError", "allocate memory", "CalledProcessError")
 """Parts of messages about failures that a limit of memory may cause."""
 
@@ -124,6 +125,7 @@ class RewardPool(WorkerPool):
         self._has_work = asyncio.Event()
         self._changed = threading.Condition()
         self._error: RewardError | None = None
+        self._reported: set[str] = set()
         self.post(self._begin)
 
     def fault(self, reason: str) -> RewardError:
@@ -148,6 +150,15 @@ class RewardPool(WorkerPool):
         scoring = self.begin()
         scoring.add(rows)
         return scoring.results()
+
+    def report_of(self, failure: str) -> str:
+        """Return a message about a failure: whole for the first of its function and type, then its first line."""
+        first, *_ = failure.splitlines()
+        kind = first.partition(": ")[0]
+        if kind in self._reported:
+            return f"{first} (a first failure is reported above in full)"
+        self._reported.add(kind)
+        return failure
 
     def put(self, rows: Sequence[Row]) -> list[list[PendingRow]]:
         """Queue rows for the functions that are called as rows come; return each row once for each function."""
@@ -254,7 +265,7 @@ class RewardPool(WorkerPool):
         has_met_limit = failure.is_late or any(sign in str(failure) for sign in LIMIT_SIGNS)
         limits = f"reward.timeout_seconds={self.timeout_seconds:g}, reward.memory_limit_gib={self.memory_limit_gib}"
         change = f"change its limits ({limits}), " if has_met_limit else ""
-        return f"fix it, {change}or, if few calls fail, set reward.on_error=zero, which scores these responses 0"
+        return f"fix it, {change}{SCORE_ZERO}"
 
     async def _handle(
         self, worker: WorkerProcess, queue: FunctionQueue, rows: Sequence[PendingRow], failure: CallError

@@ -211,6 +211,34 @@ def test_a_function_that_fails_on_empty_responses_is_warned_of(plan, run_folder)
     assert kept_on.returncode == 0 and "empty response" not in kept_on.stderr
 
 
+def test_a_failing_function_gets_no_advice_that_was_followed_already(plan, run_folder):
+    (run_folder / "reward.py").write_text("def f(p, r, l):\n    return [None.x]\n")
+    for setting, advice in (
+        ("raise", "fix it, or, if few calls fail, set reward.on_error=zero, which"),
+        ("zero", "fix it"),
+    ):
+        [error] = errors_of(plan(run_folder, "run.yaml", "reward.function=reward.py:f", f"reward.on_error={setting}"))
+        assert error.partition("in f): ")[2].startswith(advice) and ("zero" in error) == (setting == "raise")
+
+
+def test_what_is_missing_follows_layout_errors_and_can_be_ignored(plan, run_folder):
+    """The weights of a shape that ships are missing: its layout is checked all the same."""
+    keys = ("model.path=Qwen2.5-7B", "data.train_files=trian.jsnol")
+    found = errors_of(plan(run_folder, "run.yaml", *keys, "actor.parallel.tensor=3", "placement.actor=0-2"))
+    is_missing = [": no f" in line for line in found]
+    assert is_missing == sorted(is_missing) and is_missing.count(True) == 2 and "actor.parallel.tensor 3" in found[0]
+    assert "error: data.train_files: no file trian.jsnol" in found[-1] and "did you mean train.jsonl?" in found[-1]
+    (run_folder / "model" / "model.safetensors").unlink()
+    for given, count in ((keys, 2), (("critic.model_path=absent",), 2)):
+        done = plan(run_folder, "run.yaml", *given, "--ignore-missing")
+        assert [line.split(":")[0] for line in done.stderr.splitlines()] == ["warning"] * count, done.stderr
+        assert done.returncode == 0 and done.stdout.endswith(
+            f"no error, {count} warnings above the plan: ready for 4 processes of megappo.train\n"
+        )
+    refused = plan(run_folder, "run.yaml", *keys, "rollout.stop=['']", "--ignore-missing")
+    assert refused.returncode == 2 and refused.stdout.endswith("not ready: 1 error, above the plan\n")
+
+
 @pytest.mark.parametrize(
     ("score", "is_warned"), [("0.0", True), ("float(one == '#### 2')", False), ("len(one) / 8", False)]
 )

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 
 from megappo.runtime.machine import proxy_for
-from megappo.userland.user_code import JsonObject
+from megappo.userland.user_code import BadFunction, JsonObject
 
 FIRST_PAUSE_SECONDS = 0.5
 """Before the second try; each further pause is twice as long."""
@@ -135,7 +135,16 @@ async def judge(
     Raises:
         RuntimeError: there is no answer, or it has no score.
     """
-    question = template.format(prompt=prompt_str, response=solution_str, label=ground_truth)
+    try:
+        question = template.format(prompt=prompt_str, response=solution_str, label=ground_truth)
+        has_group = re.compile(score_pattern).groups > 0
+    except (LookupError, ValueError, re.error) as error:
+        fields = "a template has {prompt}, {response} and {label}, and {{ for a brace"
+        raise BadFunction(
+            f"cannot use its template or score_pattern ({type(error).__name__}: {error}): {fields}"
+        ) from error
+    if not has_group:
+        raise BadFunction(f"has a score_pattern without a group, {score_pattern!r}: put the number in parentheses")
     body = {"model": model, "messages": [{"role": "user", "content": question}]}
     body |= {"temperature": temperature, "max_tokens": max_tokens}
     text = ""
