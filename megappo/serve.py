@@ -30,7 +30,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return resolved(SERVE)(["--help"])
     folder, *rest = cached_model(arguments[0]), *arguments[1:]
     fault = folder_fault(Path(folder)) or port_fault(rest) or resolved(UNSEEN_GPUS)()
-    return _refuse(fault) if fault else resolved(SERVE)(["--model-path", folder, *rest])
+    if fault:
+        return _refuse(fault)
+    print("importing torch and SGLang", file=sys.stderr, flush=True)
+    return resolved(SERVE)(["--model-path", folder, *rest])
 
 
 def folder_fault(folder: Path) -> str | None:

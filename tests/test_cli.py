@@ -122,6 +122,13 @@ def test_a_port_in_use_is_refused_at_once(tmp_path):
     assert "choose another one, --port N\n" in done.stderr
 
 
+def test_a_command_that_imports_for_seconds_says_so_first():
+    done = megappo("doctor", "limits")
+    assert done.stderr.index("\nimporting torch\n") < done.stderr.index("| torch\n") and done.stdout.startswith(
+        "limits"
+    )
+
+
 def test_an_unknown_command_is_named():
     done = megappo("trian")
     assert done.returncode == 2 and "No such command 'trian'" in done.stderr
