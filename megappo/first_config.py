@@ -1,6 +1,7 @@
 """A commented config for a model on GPUs of a type: `megappo plan --init`."""
 
 import textwrap
+from math import ceil, log2
 from operator import attrgetter
 from typing import Any
 
@@ -11,12 +12,11 @@ from megappo.config.hub import HUB_ID
 from megappo.config.schema import Config
 from megappo.config.values import Section
 from megappo.errors import own_command
-from megappo.estimate.fitting import fits
 from megappo.estimate.gpu_memory import Cluster
 from megappo.estimate.gpus import GIB, GPU, GPUS_PER_NODE
 from megappo.estimate.suggest import SHOWN as SUGGESTED
 from megappo.estimate.suggest import fitting_runs, most_split, suggestion
-from megappo.placement.run_plan import RunPlan, plan_run
+from megappo.placement.run_plan import plan_run
 
 OF_MODELS = ("parallel", "offload", "recompute", "optim.lr", "ppo_mini_batch_size", "max_tokens_per_micro_batch")
 SHOWN = (
@@ -28,8 +28,6 @@ SHOWN = (
     *("trainer.output_dir", "trainer.total_steps", "trainer.save_interval"),
 )
 """Keys to touch first."""
-DOUBLINGS = 6
-"""If a number of GPUs does not suffice, how often twice as many are tried."""
 
 
 def first_config(model: str, gpu: GPU, num_gpus: int) -> str:
@@ -49,15 +47,15 @@ def first_config(model: str, gpu: GPU, num_gpus: int) -> str:
         download = f"download it ({own_command('hf')} download {model} {CONFIG_FILE})"
         remedy = download if HUB_ID.fullmatch(model) else "name a folder that has one"
         raise ConfigError(f"--init: {model} has no {CONFIG_FILE} here: {remedy}, or name one of the shapes {shapes}")
-    plan, cluster = _run_on(num_gpus, config, gpu)
+    plan = plan_run(config, num_gpus, min(num_gpus, GPUS_PER_NODE))
+    cluster = Cluster(gpu.memory, min(num_gpus, GPUS_PER_NODE))
     found = fitting_runs(plan, cluster, gpu)
     if not found:
         most, phase = most_split(plan, cluster).fullest.peak
         needed = f"split as far as possible, it needs {most / GIB:,.0f} of {gpu.memory / GIB:,.0f} GiB in {phase}"
-        counts = [num_gpus * 2**power for power in range(1, DOUBLINGS + 1)]
-        enough = (f"{count} would do" for count in counts if fits(most_split(*_run_on(count, config, gpu))))
-        remedy = next(enough, "take larger GPUs")
-        raise ConfigError(f"--init: no layout of {model} fits {num_gpus} {gpu.name}: {needed}: {remedy}")
+        enough = num_gpus * 2 ** max(1, ceil(log2(most / gpu.memory)))  # layouts have powers of two
+        fault = f"no layout of {model} fits {num_gpus} {gpu.name}: {needed}"
+        raise ConfigError(f"--init: {fault}: take about {enough}, or larger GPUs")
     fastest, meanings = found[0].config, {key.path: key.meaning for key in keys()}
     lines = [
         f"# {model} on {num_gpus} {gpu.name}, in the layout that is the fastest by estimate; others that fit follow."
@@ -70,11 +68,6 @@ def first_config(model: str, gpu: GPU, num_gpus: int) -> str:
     for number, one in enumerate(found[1:SUGGESTED], 2):
         lines += ["#", *(f"# {line}" for line in suggestion(number, plan, one).splitlines())]
     return "\n".join(lines)
-
-
-def _run_on(num_gpus: int, config: Config, gpu: GPU) -> tuple[RunPlan, Cluster]:
-    per_node = min(num_gpus, GPUS_PER_NODE)
-    return plan_run(config, num_gpus, per_node), Cluster(gpu.memory, per_node)
 
 
 def _value(config: Config, path: str) -> Any:

@@ -6,7 +6,7 @@ It listens on 127.0.0.1:30000 by default, and computes in fp32 by default on a C
 and their shared memory.
 """
 
-import argparse
+import re
 import socket
 import sys
 from collections.abc import Sequence
@@ -19,6 +19,8 @@ from megappo.config.sources import TextFileError
 from megappo.table import resolved
 
 CRITIC = "ForTokenClassification"
+PORT = 30000
+"""SGLang's default."""
 SERVE, UNSEEN_GPUS = "megappo.engines.foreground_server:serve", "megappo.runtime.platform:unseen_gpus"
 
 
@@ -55,17 +57,16 @@ def folder_fault(folder: Path) -> str | None:
 
 
 def port_fault(words: Sequence[str]) -> str | None:
-    """Return why the address in SGLang's arguments cannot be listened on; None if it can. SGLang would try it after a
-    minute."""
-    parser = argparse.ArgumentParser("megappo serve", add_help=False, allow_abbrev=False)
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=30000)
-    host, port = vars(parser.parse_known_args(words)[0]).values()
-    try:
-        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
-    except (OSError, OverflowError) as error:
-        return f"cannot listen on port {port} of {host} ({error}): end what uses it, or choose another one, --port N"
-    return None
+    """Return an error if the port in SGLang's arguments is in use, which SGLang finds after a minute; else None."""
+    named = re.search(r"--port[= ](\d+)", " ".join(words))
+    port = int(named[1]) if named else PORT
+    with socket.socket() as probe:
+        is_used = port < 2**16 and probe.connect_ex(("127.0.0.1", port)) == 0
+    return (
+        f"port {port} is in use: end the server that listens on it, or choose another port, --port N"
+        if is_used
+        else None
+    )
 
 
 def _refuse(fault: str) -> int:

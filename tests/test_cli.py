@@ -118,8 +118,7 @@ def test_a_port_in_use_is_refused_at_once(tmp_path):
         port = str(used.getsockname()[1])
         done = megappo("serve", str(write_run(tmp_path) / "model"), "--port", port)
     assert done.returncode == 2 and "torch" not in heavy_imports(done)
-    assert f"error: cannot listen on port {port} of 127.0.0.1 ([Errno 98] Address already in use" in done.stderr
-    assert "choose another one, --port N\n" in done.stderr
+    assert f"error: port {port} is in use: end the server that listens on it, or choose another port, --" in done.stderr
 
 
 def test_a_command_that_imports_for_seconds_says_so_first():
@@ -159,7 +158,7 @@ def test_init_writes_a_config_that_fits(tmp_path):
     assert (
         few.returncode == 2
         and "fits 2 h100: split as far as possible, it needs " in few.stderr
-        and " would do" in few.stderr
+        and ": take about 32, or larger" in few.stderr
     )
     assert (
         done.stdout.count("\n#   # ") == 2 and "rollout: {tensor_parallel: " in done.stdout.partition("\n#   # 2: ")[2]

@@ -2,11 +2,9 @@
 
 from collections.abc import Iterator
 
-from megappo.config.eval_sets import longest_row
 from megappo.config.schema import Config
 
-MOST_TOKENS = 2**36
-"""Tokens of a step, a million rows of 65,536: the memory of no cluster holds more."""
+MOST_ROWS = 2**24
 
 
 def example_errors(config: Config) -> Iterator[str]:
@@ -36,12 +34,10 @@ def offload_errors(config: Config) -> Iterator[str]:
 
 
 def size_errors(config: Config) -> Iterator[str]:
-    """Yield an error if no memory holds the rows of a step, with those of the batches that are sampled ahead."""
-    prompts = config.data.draw_size * (1 + config.rollout.max_staleness)
-    tokens = prompts * config.rows_per_prompt * longest_row(config)
-    if tokens > MOST_TOKENS:
-        keys = "data.train_batch_size, rollout.n, rollout.max_staleness and the lengths of rows"
-        yield f"{keys} let a step hold {tokens:,} tokens, more than {MOST_TOKENS:,}: lower one of them"
+    """Yield an error if a step has more rows than any memory holds."""
+    rows = config.data.draw_size * config.rows_per_prompt
+    if rows > MOST_ROWS:
+        yield f"data.train_batch_size and rollout.n make {rows:,} rows a step, more than {MOST_ROWS:,}: lower one"
 
 
 def hang_errors(config: Config) -> Iterator[str]:

@@ -132,9 +132,9 @@ def run_extensions(values: Mapping[str, Any], before: Callable[[], None] | None 
             raise
         except BaseException as error:  # SystemExit too, and exceptions that libraries keep from `except Exception`
             text = traceback.format_exception_only(error)[-1].strip()
-            lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
-            lines += [error.lineno] if isinstance(error, SyntaxError) and error.filename == path else []
-            where = f" (line {lines[-1]})" if lines else ""
+            frames = traceback.extract_tb(error.__traceback__)
+            lines = [getattr(error, "lineno", None), *(frame.lineno for frame in frames if frame.filename == path)]
+            where = f" (line {lines[-1]})" if lines[-1] else ""
             errors.append(f"trainer.extensions: {file} raised {shorten(text)}{where}: correct the file")
     share_all()
     return errors

@@ -37,7 +37,6 @@ YAML_PROBLEMS = {
 }
 """Part of PyYAML's message -> what is wrong."""
 _TAG = "tag:yaml.org,2002:"
-INTEGER = re.compile(r"[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F]+)$")
 _KEYS = re.compile(r"^[a-z_]+(?=:)|[a-z_]+(?:\.[\w-]+)+")
 """Possible keys in the text of an error: a section only at its start, as its name may be a word like any other."""
 
@@ -51,12 +50,7 @@ class Place(NamedTuple):
 
 
 class _Loader(yaml.SafeLoader):
-    """Loader that reads dates, 0100 and 1:30 as text (YAML 1.1 reads 64 and 90) and refuses tags."""
-
-    yaml_implicit_resolvers = {
-        first: [(tag, INTEGER if tag == f"{_TAG}int" else pattern) for tag, pattern in resolvers]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
+    """Loader that reads dates as text and refuses tags, 0100 and 1:30, which are 64 and 90 in YAML 1.1."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.peek_event()
@@ -69,6 +63,14 @@ class _Loader(yaml.SafeLoader):
 
 
 yaml.add_constructor(_TAG + "timestamp", yaml.SafeLoader.construct_yaml_str, _Loader)
+yaml.add_constructor(_TAG + "int", lambda loader, node: _integer(node), _Loader)
+
+
+def _integer(node: yaml.Node) -> int:
+    try:
+        return int(node.value, 0)
+    except ValueError as error:
+        raise yaml.MarkedYAMLError(problem=f"{node.value} is no integer", problem_mark=node.start_mark) from error
 
 
 class Sources:

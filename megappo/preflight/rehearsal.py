@@ -23,7 +23,7 @@ from megappo.placement.components import shared_vocabulary
 from megappo.userland import user_code
 from megappo.userland.environments import EnvironmentFault, EnvironmentPool, EpisodeLost, row_of, start_workers
 from megappo.userland.grades import Grade
-from megappo.userland.rewards import SCORE_ZERO, RewardError, RewardPool
+from megappo.userland.rewards import RewardError, RewardPool
 from megappo.userland.signatures import Row
 
 if TYPE_CHECKING:
@@ -111,8 +111,6 @@ def rehearse(config: Config, *, everything: bool) -> Findings:
                     shown = f"{asyncio.run(_reset(environments, prompt))!r:.200}"
                     findings.checked.append(f"{environments.spec}: reset for the first prompt, {shown}")
             tried |= {rewards, environments}
-    if config.reward.on_error == "zero":  # so that it is no remedy
-        findings.errors = [error.replace(f", {SCORE_ZERO}", "") for error in findings.errors]
     return findings
 
 
@@ -217,4 +215,4 @@ def _in_a_line(error: Exception) -> str:
     own = str(Path(user_code.__file__).parent)
     places = [line.strip() for line in rest if line.strip().startswith('File "') and own not in line]
     where = f" ({places[-1]})" if places else ""
-    return f"{first}{where}: {rest[-1]}" if rest else first
+    return f"{first}{where}: {rest[-1].partition(', or, if few')[0]}" if rest else first  # a first call must not fail

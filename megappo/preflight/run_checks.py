@@ -75,7 +75,7 @@ def check_run(
     except ConfigError as error:
         errors += error.errors
     errors += [*file_errors(config), *server_args_errors(config.rollout.server_args), *_user_code_errors(config)]
-    errors += [*logger_errors(config.trainer.loggers), *_parser_errors(config)]
+    errors += [*logger_errors(config.trainer.loggers), *_parser_errors(config), *cache_errors()]
     errors = list(dict.fromkeys(errors)) or resume_errors(config)  # which reads the output folder
     return plan, config.located(sorted(errors, key=lambda error: isinstance(error, Missing)))
 
@@ -183,6 +183,12 @@ def file_errors(config: Config) -> list[str]:
         if folder is not None:
             errors += _path_errors(key, folder, _output_folder(key, Path(folder)))
     return list(dict.fromkeys(errors))  # several components may have one model and one layout
+
+
+def cache_errors() -> Iterator[str]:
+    """Yield an error if torch and other libraries cannot write their caches."""
+    folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    yield from _path_errors("HOME", folder, _output_folder("HOME", Path(folder)))
 
 
 def _path_errors(key: str, path: str, faults: Iterator[str]) -> Iterator[str]:
@@ -317,9 +323,7 @@ def _data_file(key: str, path: Path) -> Iterator[str]:
     if path.is_dir():
         yield f"{key}: {path} is a folder: name its files"
     elif not path.is_file():  # nor a pipe, which would be waited for
-        near = difflib.get_close_matches(path.name, [file.name for file in path.parent.glob("*.*")], 1)
-        remedy = f"did you mean {path.with_name(near[0])}?" if near else "create it or correct the path"
-        remedy = "write several as a list, [A,B]" if "," in str(path) else remedy
+        remedy = "write several as a list, [A,B]" if "," in str(path) else "create it or correct the path"
         yield Missing(f"{key}: no file {path}{looked_in(path)}: {remedy}")
     elif not ending(path.name):
         yield f"{key}: {path} {OTHER_KIND}"

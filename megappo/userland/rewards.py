@@ -36,7 +36,6 @@ MAX_LATE_ALONE = 3
 MAX_SHOWN = 200
 """Characters of a text in a message."""
 
-SCORE_ZERO = "or, if few calls fail, set reward.on_error=zero, which scores these responses 0"
 LIMIT_SIGNS = ("ended its process", "MemoryError", "allocate memory", "CalledProcessError")
 """Parts of messages about failures that a limit of memory may cause."""
 
@@ -265,7 +264,7 @@ class RewardPool(WorkerPool):
         has_met_limit = failure.is_late or any(sign in str(failure) for sign in LIMIT_SIGNS)
         limits = f"reward.timeout_seconds={self.timeout_seconds:g}, reward.memory_limit_gib={self.memory_limit_gib}"
         change = f"change its limits ({limits}), " if has_met_limit else ""
-        return f"fix it, {change}{SCORE_ZERO}"
+        return f"fix it, {change}or, if few calls fail, set reward.on_error=zero, which scores these responses 0"
 
     async def _handle(
         self, worker: WorkerProcess, queue: FunctionQueue, rows: Sequence[PendingRow], failure: CallError

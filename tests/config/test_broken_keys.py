@@ -148,7 +148,7 @@ CONTRADICTIONS = {
     "algorithm.rollout_correction={level: token, mode: mask, threshold: 1}": (
         "algorithm.rollout_correction.threshold_lower 1 must be below algorithm.rollout_correction.threshold 1.0"
     ),
-    "rollout.n=2000000000": "data.train_batch_size, rollout.n, rollout.max_staleness and the lengths of rows let a",
+    "rollout.n=2000000000": "data.train_batch_size and rollout.n make 512,000,000,000 rows a step, more than",
     "rollout.engines=[http://a:1, http://A:1]": "rollout.engines names http://a:1 2 times: drop the others, or",
     "rollout.engines=[http://b:1, http://h:99999]": "rollout.engines: http://h:99999 is not an address such as http",
     "rollout.engines=[http://h:0]": "rollout.engines: http://h:0 is not an address such as http://10.0.0.7:30000: wr",

@@ -117,8 +117,7 @@ def test_errors_in_tokenizer_data_and_reward_are_reported_together_and_soon(plan
         "error: data.train_batch_size 320 takes 320 prompts of data.train_files, which has 300, so that a step would "
         "hold some twice: lower it, or name more files",
         "error: reward.function: reward function reward.py:f raised IndexError: list index out of range (File "
-        f'"{run_folder}/reward.py", line 2, in f): fix it, or, if few calls fail, set reward.on_error=zero, '
-        "which scores these responses 0",
+        f'"{run_folder}/reward.py", line 2, in f): fix it',
     ]
 
 
@@ -211,14 +210,9 @@ def test_a_function_that_fails_on_empty_responses_is_warned_of(plan, run_folder)
     assert kept_on.returncode == 0 and "empty response" not in kept_on.stderr
 
 
-def test_a_failing_function_gets_no_advice_that_was_followed_already(plan, run_folder):
-    (run_folder / "reward.py").write_text("def f(p, r, l):\n    return [None.x]\n")
-    for setting, advice in (
-        ("raise", "fix it, or, if few calls fail, set reward.on_error=zero, which"),
-        ("zero", "fix it"),
-    ):
-        [error] = errors_of(plan(run_folder, "run.yaml", "reward.function=reward.py:f", f"reward.on_error={setting}"))
-        assert error.partition("in f): ")[2].startswith(advice) and ("zero" in error) == (setting == "raise")
+def test_a_home_that_cannot_be_written_is_named(plan, run_folder):
+    [error] = errors_of(plan(run_folder, "run.yaml", HOME="/proc/nowhere", XDG_CACHE_HOME=""))
+    assert error.startswith("error: HOME: cannot write in /proc (")
 
 
 def test_what_is_missing_follows_layout_errors_and_can_be_ignored(plan, run_folder):
@@ -227,7 +221,7 @@ def test_what_is_missing_follows_layout_errors_and_can_be_ignored(plan, run_fold
     found = errors_of(plan(run_folder, "run.yaml", *keys, "actor.parallel.tensor=3", "placement.actor=0-2"))
     is_missing = [": no f" in line for line in found]
     assert is_missing == sorted(is_missing) and is_missing.count(True) == 2 and "actor.parallel.tensor 3" in found[0]
-    assert "error: data.train_files: no file trian.jsnol" in found[-1] and "did you mean train.jsonl?" in found[-1]
+    assert "error: data.train_files: no file trian.jsnol" in found[-1]
     (run_folder / "model" / "model.safetensors").unlink()
     for given, count in ((keys, 2), (("critic.model_path=absent",), 2)):
         done = plan(run_folder, "run.yaml", *given, "--ignore-missing")
