@@ -133,8 +133,11 @@ def _write_model(folder: Path) -> None:
 
 
 def limits() -> str:
-    """Return the free shared memory, and the files that a process may open: ranks raise theirs to the hard limit. Caches
-    must be writable."""
+    """Return the free shared memory, and the files that a process may open: ranks raise theirs to the hard limit.
+
+    Raises:
+        RuntimeError: it is too little, or caches cannot be written.
+    """
     for fault in cache_errors():
         raise RuntimeError(fault)
     free_gib = shutil.disk_usage("/dev/shm").free / 2**30
