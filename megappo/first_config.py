@@ -14,7 +14,6 @@ from megappo.config.values import Section
 from megappo.errors import own_command
 from megappo.estimate.gpu_memory import Cluster
 from megappo.estimate.gpus import GIB, GPU, GPUS_PER_NODE
-from megappo.estimate.suggest import SHOWN as SUGGESTED
 from megappo.estimate.suggest import fitting_runs, most_split, suggestion
 from megappo.placement.run_plan import plan_run
 
@@ -52,10 +51,11 @@ def first_config(model: str, gpu: GPU, num_gpus: int) -> str:
     found = fitting_runs(plan, cluster, gpu)
     if not found:
         most, phase = most_split(plan, cluster).fullest.peak
-        needed = f"split as far as possible, it needs {most / GIB:,.0f} of {gpu.memory / GIB:,.0f} GiB in {phase}"
         enough = num_gpus * 2 ** max(1, ceil(log2(most / gpu.memory)))  # layouts have powers of two
-        fault = f"no layout of {model} fits {num_gpus} {gpu.name}: {needed}"
-        raise ConfigError(f"--init: {fault}: take about {enough}, or larger GPUs")
+        raise ConfigError(
+            f"--init: no layout of {model} fits {num_gpus} {gpu.name}: split as far as possible, it needs "
+            f"{most / GIB:,.0f} of {gpu.memory / GIB:,.0f} GiB in {phase}: take about {enough}, or larger GPUs"
+        )
     fastest, meanings = found[0].config, {key.path: key.meaning for key in keys()}
     lines = [
         f"# {model} on {num_gpus} {gpu.name}, in the layout that is the fastest by estimate; others that fit follow."
@@ -65,7 +65,7 @@ def first_config(model: str, gpu: GPU, num_gpus: int) -> str:
         indent = " " * (len(line) - len(line.lstrip())) + "# "
         lines += textwrap.wrap(meanings[path], 100, initial_indent=indent, subsequent_indent=indent) if path else []
         lines.append(line)
-    for number, one in enumerate(found[1:SUGGESTED], 2):
+    for number, one in enumerate(found[1:3], 2):
         lines += ["#", *(f"# {line}" for line in suggestion(number, plan, one).splitlines())]
     return "\n".join(lines)
 

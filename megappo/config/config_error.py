@@ -29,8 +29,8 @@ class ConfigError(ActionableError, ValueError):
 
     def __init__(self, *errors: str):
         rest = len(errors) - MOST_ERRORS
-        more = (f"{counted(rest, 'more error')}: correct the first ones",) if rest > 0 else ()
-        self.errors = (*map(printable, errors[:MOST_ERRORS]), *more)
+        more = (f"{counted(rest, 'more error')}: correct the first ones",) if rest > 1 else errors[MOST_ERRORS:]
+        self.errors = tuple(map(printable, (*errors[:MOST_ERRORS], *more)))
         super().__init__("\n".join(self.errors))
 
     def report(self, rank: int) -> str:

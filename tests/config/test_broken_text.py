@@ -146,6 +146,13 @@ def test_the_error_of_a_base_of_two_files_comes_once(run_folder, refusals):
     assert refusals(config="3.yaml") == ["0.yaml:2: rollout.n: set twice, first at 0.yaml:2; remove one"]
 
 
+def test_of_thousands_of_errors_the_first_are_listed_and_the_others_counted(run_folder, refusals):
+    (run_folder / "bad.yaml").write_text("base: run.yaml\n" + "".join(f"x{i}: 1\n" for i in range(5001)))
+    *first, last = refusals(config="bad.yaml")
+    assert len(first) == 50 and first[0].startswith("bad.yaml:2: x0: unknown key; ")
+    assert last == "4951 more errors: correct the first ones"
+
+
 def test_a_list_of_thousands_of_wrong_values_is_one_error(refusals):
     (error,) = refusals(f"data.train_files=[{'1, ' * 4000}]")
     expected = "non-empty list of text | keys with float >= 0"
