@@ -70,7 +70,9 @@ def _integer(node: yaml.Node) -> int:
     try:
         return int(node.value, 0)
     except ValueError as error:
-        raise yaml.MarkedYAMLError(problem=f"{node.value} is no integer", problem_mark=node.start_mark) from error
+        raise yaml.MarkedYAMLError(
+            problem=f"{node.value} is not a decimal number", problem_mark=node.start_mark
+        ) from error
 
 
 class Sources:

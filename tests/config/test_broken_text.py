@@ -56,13 +56,13 @@ DOCUMENTS = {
     "base: run.yaml\nmodel: {path: !!binary aGk=}\n": NOT_SUPPORTED,
     "base: run.yaml\nmodel: !!python/object:os.system {}\n": NOT_SUPPORTED,
     "base: run.yaml\ntrainer: {seed: 2020-13-45}\n": 'bad.yaml:2: trainer.seed: expected int >= 0, found "2020-13-45"',
-    "base: run.yaml\ntrainer: {seed: 0x_}\n": "bad.yaml:2: not valid YAML: 0x_ is no integer; correct it, or",
+    "base: run.yaml\ntrainer: {seed: 0x_}\n": "bad.yaml:2: not valid YAML: 0x_ is not a decimal number; corr",
     f"base: run.yaml\nactor: {'[' * 100_000}\n": "bad.yaml:2: not valid YAML: it is nested too deep",
     "".join(f"{c}: &{c} [{','.join(['*' + b] * 9)}]\n" for b, c in pairwise("zabcdefgh")).replace("*z", "1"): (
         "bad.yaml:5: not valid YAML: with its aliases (*) it holds 66,430 values, more than 65,536"
     ),
-    "base: run.yaml\ntrainer: {total_steps: 0100}\n": "bad.yaml:2: not valid YAML: 0100 is no integer; correct it,",
-    "base: run.yaml\ntrainer: {time_limit: 1:30:00}\n": "bad.yaml:2: not valid YAML: 1:30:00 is no integer; correct",
+    "base: run.yaml\ntrainer: {total_steps: 0100}\n": "bad.yaml:2: not valid YAML: 0100 is not a decimal number; co",
+    "base: run.yaml\ntrainer: {time_limit: 1:30:00}\n": "bad.yaml:2: not valid YAML: 1:30:00 is not a decimal number",
     f"base: run.yaml\nactor: {'x' * 300_000}\n": "bad.yaml: it has 300,023 bytes, more than 262,144: is it the right",
 }
 
