@@ -121,7 +121,7 @@ def test_a_port_in_use_is_refused_at_once(tmp_path):
     assert f"error: port {port} is in use: end the server that listens on it, or choose another port, --" in done.stderr
 
 
-def test_a_command_that_imports_for_seconds_says_so_first():
+def test_a_command_that_imports_for_seconds_reports_it_first():
     done = megappo("doctor", "limits")
     assert done.stderr.index("\nimporting torch\n") < done.stderr.index("| torch\n") and done.stdout.startswith(
         "limits"

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from megappo.config.config_error import ConfigError, shorten, show
+from megappo.config.config_error import MOST_ERRORS, ConfigError, shorten, show
 from megappo.config.describe import declared, keys, nearest_key
 from megappo.config.elsewhere import key_advice, value_advice
 from megappo.config.schema import Config
@@ -147,6 +147,9 @@ def _schema_errors(error: ValidationError, sources: Sources) -> list[str]:
     systems: Counter[str] = Counter()
     for problem in error.errors(include_url=False, include_context=False):
         path, kind = ".".join(map(str, problem["loc"])), problem["type"]
+        if len(lines) > MOST_ERRORS:  # they are counted, and advice takes time
+            lines.setdefault(path, path)
+            continue
         if kind == "extra_forbidden" or not path:  # a key that is not text has no path
             lines |= _unknown_keys(path, problem["input"], systems)
             continue
@@ -163,14 +166,14 @@ def _schema_errors(error: ValidationError, sources: Sources) -> list[str]:
         if path not in lines or reason:
             written = shorten(show(problem["input"]))
             lines[path] = f"{path}: expected {values}, found {written}{reason}"
-    errors = [f"{sources.place_of(path)}: {line}" for path, line in lines.items()]
+    hints = []
     for system, count in systems.items():
         if system and count >= FOREIGN:
-            errors.append(
+            hints.append(
                 f"{sources.file}: {count} keys are of {system}: write ours, or translate the script: megappo import "
                 f"{system} SCRIPT"
             )
-    return errors
+    return hints + [f"{sources.place_of(path)}: {line}" for path, line in lines.items()]
 
 
 def _unknown_keys(path: str, value: object, systems: Counter[str]) -> dict[str, str]:

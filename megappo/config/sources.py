@@ -161,7 +161,7 @@ class Sources:
             place = source if source == COMMAND_LINE else f"{source}:{key.start_mark.line + 1}"
             written = f"{shared}{key.value}"
             shared, mark = "", value.start_mark
-            if path == "placement." and node.flow_style and mark.buffer[mark.pointer] == ",":
+            if path == "placement." and getattr(node, "flow_style", False) and mark.buffer[mark.pointer] == ",":
                 shared = f"{written},"  # of {actor, critic: 0-7}, in which actor has no value to YAML
                 continue
             for name in written.split(",") if path == "placement." else [written]:
@@ -208,7 +208,7 @@ def _bases(value: object, place: str) -> tuple[str, ...]:
         raise ConfigError(f"{place}expected a path or a list of paths, found {shorten(repr(value))}") from error
 
 
-def _num_values(node: yaml.Node, known: dict[int, float]) -> float:
+def _num_values(node: yaml.Node | None, known: dict[int, float]) -> float:
     """Return the number of values in a node, each as often as aliases (*name) repeat it.
 
     Args:

@@ -81,7 +81,9 @@ class Responses:
         self._is_graded = True
         if self._scoring is not None and self._scoring.failure:
             num_failed = sum(one.failed for one in grades)
-            message = f"{num_failed} responses have score 0: {self._rewards.report_of(self._scoring.failure)}"
+            message = (
+                f"{num_failed} responses have score 0: {failure_report(self._scoring.failure, self._rewards.reported)}"
+            )
             print(f"WARNING (rank {dist.get_rank()}): {message}", flush=True)
 
     def groups(self) -> dict[int, list[Sample]]:
@@ -104,6 +106,15 @@ class Responses:
             "errors": Metric((self._scoring.num_errors,), "sum"),
             "timeouts": Metric((self._scoring.num_timeouts,), "sum"),
         }
+
+
+def failure_report(failure: str, reported: set[str]) -> str:
+    """Return a function's failure: whole for the first one of its type, which is added to `reported`, else in a line."""
+    kind, first = failure.partition(": ")[0], failure.partition("\n")[0]
+    if kind in reported:
+        return f"{first} (a first failure is reported above in full)"
+    reported.add(kind)
+    return failure
 
 
 def _fill(samples: Sequence[Sample], grades: Sequence[Grade]) -> None:

@@ -124,7 +124,7 @@ class RewardPool(WorkerPool):
         self._has_work = asyncio.Event()
         self._changed = threading.Condition()
         self._error: RewardError | None = None
-        self._reported: set[str] = set()
+        self.reported: set[str] = set()
         self.post(self._begin)
 
     def fault(self, reason: str) -> RewardError:
@@ -149,15 +149,6 @@ class RewardPool(WorkerPool):
         scoring = self.begin()
         scoring.add(rows)
         return scoring.results()
-
-    def report_of(self, failure: str) -> str:
-        """Return a message about a failure: whole for the first of its function and type, then its first line."""
-        first, *_ = failure.splitlines()
-        kind = first.partition(": ")[0]
-        if kind in self._reported:
-            return f"{first} (a first failure is reported above in full)"
-        self._reported.add(kind)
-        return failure
 
     def put(self, rows: Sequence[Row]) -> list[list[PendingRow]]:
         """Queue rows for the functions that are called as rows come; return each row once for each function."""

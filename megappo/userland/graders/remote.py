@@ -137,11 +137,11 @@ async def judge(
     """
     try:
         question = template.format(prompt=prompt_str, response=solution_str, label=ground_truth)
-        has_group = re.compile(score_pattern).groups > 0
+        has_group = re.compile(score_pattern).groups
     except (LookupError, ValueError, re.error) as error:
-        fields = "a template has {prompt}, {response} and {label}, and {{ for a brace"
+        fault = f"cannot use its template or score_pattern ({type(error).__name__}: {error})"
         raise BadFunction(
-            f"cannot use its template or score_pattern ({type(error).__name__}: {error}): {fields}"
+            f"{fault}: a template has {{prompt}}, {{response}}, {{label}}, and {{{{ for a brace"
         ) from error
     if not has_group:
         raise BadFunction(f"has a score_pattern without a group, {score_pattern!r}: put the number in parentheses")
