@@ -234,16 +234,10 @@ def test_a_score_is_a_whole_number_of_a_judges_text(text: str, score: float | No
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"template": "{prompt} {answer}"},
-            r"cannot use its template or score_pattern \(KeyError: 'answer'\): a template",
-        ),
-        ({"template": "{"}, r"cannot use its template or score_pattern \(ValueError: Single '{'"),
-        ({"score_pattern": "["}, r"cannot use its template or score_pattern \(error: unterminated character set"),
-        (
-            {"score_pattern": r"Score: \d"},
-            r"has a score_pattern without a group, 'Score: .*d': put the number in paren",
-        ),
+        ({"template": "{prompt} {answer}"}, r"needs a template of {prompt}, .* Python reads: KeyError\('answer'\)"),
+        ({"template": "{"}, r"that Python reads: ValueError\(\"Single '{'"),
+        ({"score_pattern": "["}, r"that Python reads: error\('unterminated character set"),
+        ({"score_pattern": "Score: 1"}, r"has a score_pattern without a group, 'Score: 1': put the number in paren"),
     ],
 )
 def test_a_judges_wrong_template_or_pattern_is_named_before_a_request(server: Server, options: dict, message: str):

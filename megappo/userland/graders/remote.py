@@ -137,16 +137,14 @@ async def judge(
     """
     try:
         question = template.format(prompt=prompt_str, response=solution_str, label=ground_truth)
-        has_group = re.compile(score_pattern).groups
+        num_groups = re.compile(score_pattern).groups
     except (LookupError, ValueError, re.error) as error:
-        fault = f"cannot use its template or score_pattern ({type(error).__name__}: {error})"
-        raise BadFunction(
-            f"{fault}: a template has {{prompt}}, {{response}}, {{label}}, and {{{{ for a brace"
-        ) from error
-    if not has_group:
+        needs = "needs a template of {prompt}, {response}, {label} and a score_pattern that Python reads"
+        raise BadFunction(f"{needs}: {error!r}") from error
+    if not num_groups:
         raise BadFunction(f"has a score_pattern without a group, {score_pattern!r}: put the number in parentheses")
-    body = {"model": model, "messages": [{"role": "user", "content": question}]}
-    body |= {"temperature": temperature, "max_tokens": max_tokens}
+    settings = {"model": model, "temperature": temperature, "max_tokens": max_tokens}
+    body = settings | {"messages": [{"role": "user", "content": question}]}
     text = ""
     for _ in range(1 + retries):
         async with _free(concurrency):
