@@ -87,7 +87,7 @@ FAULTS: dict[str, tuple[str, Callable[[Patch], None], str, str]] = {
 
 def test_a_home_that_cannot_be_written_is_found(monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
-    assert doctor.main(["limits"]) == 1 and "HOME: cannot write in /proc (" in capsys.readouterr().out
+    assert doctor.main(["limits"]) == 1 and "HOME or XDG_CACHE_HOME: cannot write in /proc (" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("fault", slow_ones(FAULTS, ("no such interface",)))  # it starts processes

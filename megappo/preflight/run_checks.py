@@ -53,6 +53,7 @@ RESERVED |= {"incremental_streaming_output", "enable_return_routed_experts"}
 RESERVED |= {"enable_lora", "max_lora_rank", "lora_target_modules", "lora_paths", "max_loras_per_batch"}
 RESERVED |= {"lora_strict_loading", "enable_weights_cpu_backup"}
 PARSERS = Path("srt", "function_call", "function_call_parser.py")
+CACHES = "HOME or XDG_CACHE_HOME"
 FIELDS = "srt/arg_groups/fields"
 """SGLang's folder with the classes that declare the fields of ServerArgs."""
 
@@ -188,7 +189,7 @@ def file_errors(config: Config) -> list[str]:
 def cache_errors() -> Iterator[str]:
     """Yield an error if torch and other libraries cannot write their caches."""
     folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    yield from _path_errors("HOME", folder, _output_folder("HOME", Path(folder)))
+    yield from _path_errors(CACHES, folder, _output_folder(CACHES, Path(folder)))
 
 
 def _path_errors(key: str, path: str, faults: Iterator[str]) -> Iterator[str]:

@@ -212,7 +212,7 @@ def test_a_function_that_fails_on_empty_responses_is_warned_of(plan, run_folder)
 
 def test_a_home_that_cannot_be_written_is_named(plan, run_folder):
     [error] = errors_of(plan(run_folder, "run.yaml", HOME="/proc/nowhere", XDG_CACHE_HOME=""))
-    assert error.startswith("error: HOME: cannot write in /proc (")
+    assert error.startswith("error: HOME or XDG_CACHE_HOME: cannot write in /proc (")
 
 
 def test_what_is_missing_follows_layout_errors_and_can_be_ignored(plan, run_folder):
