@@ -21,8 +21,8 @@ examples:
   megappo plan --init Qwen/Qwen2.5-7B --gpu h100 --gpus 8 > my_run.yaml
   megappo plan --keys actor.optim
 
-The exit code is 0 if the run could start here, else 2: a model or data that is missing is an error, although --gpu
-estimates without them."""
+The exit code is 0 if the run could start here, else 2. A model or data that is missing is an error, unless
+--ignore-missing is given. --gpu estimates without them."""
 TRAIN = """\
 example: megappo train configs/quickstart.yaml trainer.output_dir=outputs/mine actor.optim.lr=1e-6
 all keys: megappo plan --keys. Several nodes: launch/torchrun_node.sh, launch/slurm.sbatch."""
@@ -57,6 +57,8 @@ def plan_arguments(words: Sequence[str] | None) -> argparse.Namespace:
     on_gpus = f"with --gpu: enough for {GPUS_PER_NODE} GPUs on each"
     run.add_argument("--nodes", type=_count, metavar="N", help=f"nodes of the run (default: 1; {on_gpus})")
     run.add_argument("--download", action="store_true", help="first download models named by their ids, as train does")
+    absent = "weights, tokenizers and data that are not here yet are warnings, not errors"
+    run.add_argument("--ignore-missing", action="store_true", help=absent)
     run.add_argument("--all", action="store_true", help="check every prompt (default: a sample of each file)")
     run.add_argument("--all-keys", action="store_true", help="also print keys that have their default values")
     gpus = parser.add_argument_group("estimates, which need no weights and no data")

@@ -20,6 +20,7 @@ from megappo.table import resolved
 TRAIN, MODELS, RESULTS = "Train", "Models and checkpoints", "Inspect a run"
 EXAMPLE = "Example: megappo plan configs/quickstart.yaml. Each command has a --help of its own."
 KEYS = "megappo.config.describe:keys"
+RANKS = "checking the config; the processes that start then import torch, megatron-core and SGLang"
 TAKES_KEYS = ("train", "sft", "reward-model", "plan", "evaluate", "quickstart", "inspect")
 
 
@@ -29,25 +30,30 @@ class Command(NamedTuple):
     Attributes:
         module: has `main(arguments) -> exit code`. Where importing it takes long, `megappo.arguments` has a function
             NAME_arguments, which ends the process if the arguments are wrong or ask for help.
+        note: printed first where the command then imports for seconds.
     """
 
     module: str
     meaning: str
     group: str
+    note: str = ""
 
 
 COMMANDS = {
     "quickstart": Command("megappo_tools.quickstart", "train a small model on this machine, in a minute", TRAIN),
     "plan": Command("megappo.plan", "check a config, show what it means, estimate memory and time", TRAIN),
-    "train": Command("megappo.local", "train on this node, one process per GPU", TRAIN),
-    "sft": Command("megappo.sft", "fine-tune a model on examples, on this node", TRAIN),
-    "reward-model": Command("megappo.reward_model", "train a reward model on preferences, on this node", TRAIN),
-    "doctor": Command("megappo.doctor", "check that this machine can train", TRAIN),
-    "evaluate": Command("megappo_tools.evaluate", "evaluate a checkpoint or a model on held-out data", MODELS),
-    "convert": Command("megappo_tools.convert", "convert, compare and reshard weights", MODELS),
+    "train": Command("megappo.local", "train on this node, one process per GPU", TRAIN, RANKS),
+    "sft": Command("megappo.sft", "fine-tune a model on examples, on this node", TRAIN, RANKS),
+    "reward-model": Command("megappo.reward_model", "train a reward model on preferences, on this node", TRAIN, RANKS),
+    "doctor": Command("megappo.doctor", "check that this machine can train", TRAIN, "importing torch"),
+    "evaluate": Command("megappo_tools.evaluate", "evaluate a checkpoint or a model on held-out data", MODELS, RANKS),
+    "convert": Command("megappo_tools.convert", "convert, compare and reshard weights", MODELS, "importing torch"),
     "serve": Command("megappo.serve", "serve a model by SGLang over HTTP", MODELS),
     "inspect": Command(
-        "megappo_tools.inspect_checkpoint", "show a checkpoint, a model folder, or a config's prompts", RESULTS
+        "megappo_tools.inspect_checkpoint",
+        "show a checkpoint, a model folder, or a config's prompts",
+        RESULTS,
+        "importing torch",
     ),
     "samples": Command("megappo.observe.show_samples", "show a run's responses, with their scores", RESULTS),
     "timeline": Command("megappo.observe.timeline", "write one trace of the phases of all ranks", RESULTS),
@@ -92,6 +98,8 @@ def _run(words: Sequence[str]) -> int:
     name, *rest = words
     if check := getattr(arguments, f"{name.replace('-', '_')}_arguments", None):
         check(rest)
+    if COMMANDS[name].note and not {"-h", "--help"} & set(rest):
+        print(COMMANDS[name].note, file=sys.stderr, flush=True)
     return resolved(f"{COMMANDS[name].module}:main")(rest)
 
 

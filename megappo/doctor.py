@@ -22,6 +22,7 @@ from megappo.arguments import doctor_arguments
 from megappo.config.schema import Rollout
 from megappo.engines.client import SamplingParams
 from megappo.engines.process import Engine
+from megappo.preflight.run_checks import cache_errors
 from megappo.runtime import megatron_patches, megatron_setup, platform
 from megappo.runtime.listening import stay_on_this_node
 from megappo.runtime.machine import visible_devices
@@ -145,7 +146,13 @@ def _write_model(folder: Path) -> None:
 
 
 def limits() -> str:
-    """Return the free shared memory, and the files that a process may open: ranks raise theirs to the hard limit."""
+    """Return the free shared memory, and the files that a process may open: ranks raise theirs to the hard limit.
+
+    Raises:
+        RuntimeError: it is too little, or caches cannot be written.
+    """
+    for fault in cache_errors():
+        raise RuntimeError(fault)
     free_gib = shutil.disk_usage("/dev/shm").free / 2**30
     _, open_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     state = f"{free_gib:.2f} GiB of /dev/shm are free, {open_files:,} files for a process"

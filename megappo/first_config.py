@@ -1,6 +1,7 @@
 """A commented config for a model on GPUs of a type: `megappo plan --init`."""
 
 import textwrap
+from math import ceil, log2
 from operator import attrgetter
 from typing import Any
 
@@ -12,8 +13,8 @@ from megappo.config.schema import Config
 from megappo.config.values import Section
 from megappo.errors import own_command
 from megappo.estimate.gpu_memory import Cluster
-from megappo.estimate.gpus import GPU, GPUS_PER_NODE
-from megappo.estimate.suggest import fitting_runs
+from megappo.estimate.gpus import GIB, GPU, GPUS_PER_NODE
+from megappo.estimate.suggest import fitting_runs, most_split, suggestion
 from megappo.placement.run_plan import plan_run
 
 OF_MODELS = ("parallel", "offload", "recompute", "optim.lr", "ppo_mini_batch_size", "max_tokens_per_micro_batch")
@@ -46,16 +47,26 @@ def first_config(model: str, gpu: GPU, num_gpus: int) -> str:
         remedy = download if HUB_ID.fullmatch(model) else "name a folder that has one"
         raise ConfigError(f"--init: {model} has no {CONFIG_FILE} here: {remedy}, or name one of the shapes {shapes}")
     plan = plan_run(config, num_gpus, min(num_gpus, GPUS_PER_NODE))
-    found = fitting_runs(plan, Cluster(gpu.memory, min(num_gpus, GPUS_PER_NODE)), gpu)
+    cluster = Cluster(gpu.memory, min(num_gpus, GPUS_PER_NODE))
+    found = fitting_runs(plan, cluster, gpu)
     if not found:
-        raise ConfigError(f"--init: no layout of {model} fits {num_gpus} {gpu.name}: take more or larger GPUs")
+        most, phase = most_split(plan, cluster).fullest.peak
+        enough = num_gpus * 2 ** max(1, ceil(log2(most / gpu.memory)))  # layouts have powers of two
+        raise ConfigError(
+            f"--init: no layout of {model} fits {num_gpus} {gpu.name}: split as far as possible, it needs "
+            f"{most / GIB:,.0f} of {gpu.memory / GIB:,.0f} GiB in {phase}: take about {enough}, or larger GPUs"
+        )
     fastest, meanings = found[0].config, {key.path: key.meaning for key in keys()}
-    lines = [f"# {model} on {num_gpus} {gpu.name}, in the layout that is the fastest by estimate."]
+    lines = [
+        f"# {model} on {num_gpus} {gpu.name}, in the layout that is the fastest by estimate; others that fit follow."
+    ]
     lines += ["# All keys: megappo plan --keys", "placement:", f"  actor, critic, ref, rollout: 0-{num_gpus - 1}"]
     for path, line in yaml_lines({path: _value(fastest, path) for path in SHOWN}):
         indent = " " * (len(line) - len(line.lstrip())) + "# "
         lines += textwrap.wrap(meanings[path], 100, initial_indent=indent, subsequent_indent=indent) if path else []
         lines.append(line)
+    for number, one in enumerate(found[1:3], 2):
+        lines += ["#", *(f"# {line}" for line in suggestion(number, plan, one).splitlines())]
     return "\n".join(lines)
 
 

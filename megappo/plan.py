@@ -13,14 +13,14 @@ import io
 import os
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megappo.architecture.architecture import DTYPES
 from megappo.architecture.model_folder import SHAPES, hub_id, shape_folder, shipped_shape
 from megappo.arguments import MOST_RANKS, plan_arguments
 from megappo.config.checks import config_warnings
-from megappo.config.config_error import ConfigError, counted, printable, show
+from megappo.config.config_error import ConfigError, Missing, counted, printable, show
 from megappo.config.describe import config_help
 from megappo.config.eval_sets import eval_sets, longest_row
 from megappo.config.loading import leaves, load_config
@@ -40,7 +40,7 @@ from megappo.placement.placing import leaves_world_open, smallest_world
 from megappo.placement.run_plan import RunPlan
 from megappo.preflight.hub_models import download_models
 from megappo.preflight.output_folder import already_finished, in_use, resume_warnings
-from megappo.preflight.rehearsal import rehearse
+from megappo.preflight.rehearsal import Findings, rehearse
 from megappo.preflight.run_checks import check_run, known_names
 
 WIDTH = 120
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     escape_unprintable()
     if args.keys is not None or args.init:
         return _print_instead(args)
-    shown = io.StringIO()
+    shown, warnings = io.StringIO(), list[str]()
     try:
         words = [*args.overrides, *_shape_override(args.shape)]
         config = load_config(args.config, words)
@@ -64,17 +64,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if args.nodes and world_size % args.nodes:
                 raise ConfigError(f"--nodes {args.nodes} does not divide the {world_size} ranks: each has as many")
             with contextlib.redirect_stdout(shown):
-                errors = _check(config, world_size, args)
+                errors = _check(config, world_size, args, warnings)
     except ConfigError as error:
         errors = list(error.errors)
-    for line in errors:  # before the plan, which is longer than a screen
-        print(f"error: {line}", file=sys.stderr, flush=True)
+    for line in [*(f"warning: {one}" for one in warnings), *(f"error: {one}" for one in errors)]:
+        print(line, file=sys.stderr, flush=True)  # before the plan, which is longer than a screen
     print(shown.getvalue(), end="", flush=True)
     if errors:
         if shown.getvalue():
             print(f"\nnot ready: {counted(len(errors), 'error')}, above the plan")
         return 2
-    ready = f"nothing is wrong: ready for {counted(world_size, 'process')} of megappo.train"
+    found = f"no error, {counted(len(warnings), 'warning')} above the plan" if warnings else "nothing is wrong"
+    ready = f"{found}: ready for {counted(world_size, 'process')} of megappo.train"
     print(f"\n{already_finished(config) or ready}")
     return 0
 
@@ -103,16 +104,18 @@ def _print_instead(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check(config: Config, world_size: int, args: argparse.Namespace) -> list[str]:
-    """Print every part of the plan that can be made, and warnings; return the errors."""
+def _check(config: Config, world_size: int, args: argparse.Namespace, warnings: list[str]) -> list[str]:
+    """Print every part of the plan that can be made, and add warnings; return the errors."""
     print(f"plan of {printable(args.config)} on {counted(world_size, 'rank')}\n")
     print(config_summary(config, all_keys=args.all_keys))
-    plan, errors = check_run(config, world_size, world_size // (args.nodes or 1), on_gpus=bool(args.gpu))
-    _warn([*config_warnings(config), *(() if errors else resume_warnings(config))])
+    plan, found = check_run(config, world_size, world_size // (args.nodes or 1), on_gpus=bool(args.gpu))
+    errors = [error for error in found if not (args.ignore_missing and isinstance(error, Missing))]
+    missing = [error for error in found if error not in errors]
+    warnings += [*config_warnings(config), *(() if found else resume_warnings(config)), *missing]
     if plan is None:
         return errors
     _print_placement(plan)
-    if not errors:
+    if not found:
         print(f"\nweights, in {config.model.dtype}\n{weights_summary(plan)}")
     if args.gpu:
         try:
@@ -125,15 +128,10 @@ def _check(config: Config, world_size: int, args: argparse.Namespace) -> list[st
     if errors:
         return errors
     sys.stdout.flush()
-    findings = rehearse(config, everything=args.all)
-    _warn(findings.warnings)
-    print("\nchecked", *findings.checked, f"not checked: {_unchecked(config)}", sep="\n  ")
+    findings = Findings() if missing else rehearse(config, everything=args.all)
+    warnings += findings.warnings
+    print("\nchecked", *findings.checked, f"not checked: {_unchecked(config, missing)}", sep="\n  ")
     return config.located(findings.errors)
-
-
-def _warn(warnings: Iterable[str]) -> None:
-    for warning in warnings:
-        print(f"warning: {warning}", file=sys.stderr)
 
 
 def _print_placement(plan: RunPlan) -> None:
@@ -174,8 +172,10 @@ def _print_estimates(plan: RunPlan, args: argparse.Namespace) -> list[str]:
     return list(memory_errors(memory, gpu))
 
 
-def _unchecked(config: Config) -> str:
-    """Return what only the run itself can check."""
+def _unchecked(config: Config, missing: Sequence[str]) -> str:
+    """Return what only the run itself can check, and what cannot be checked without missing files."""
+    if missing:
+        return "tokenizer, prompts, reward functions, environments (files are missing), weights, memory, engines"
     unknown = "the names in rollout.server_args (this machine's SGLang could not be read), "
     return (unknown if config.rollout.server_args and not known_names() else "") + "weights, memory, engines"
 

@@ -6,6 +6,8 @@ It listens on 127.0.0.1:30000 by default, and computes in fp32 by default on a C
 and their shared memory.
 """
 
+import re
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +19,8 @@ from megappo.config.sources import TextFileError
 from megappo.table import resolved
 
 CRITIC = "ForTokenClassification"
+PORT = 30000
+"""SGLang's default."""
 SERVE, UNSEEN_GPUS = "megappo.engines.foreground_server:serve", "megappo.runtime.platform:unseen_gpus"
 
 
@@ -27,8 +31,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if {"-h", "--help"} & set(arguments):
         return resolved(SERVE)(["--help"])
     folder, *rest = cached_model(arguments[0]), *arguments[1:]
-    fault = folder_fault(Path(folder)) or resolved(UNSEEN_GPUS)()
-    return _refuse(fault) if fault else resolved(SERVE)(["--model-path", folder, *rest])
+    fault = folder_fault(Path(folder)) or port_fault(rest) or resolved(UNSEEN_GPUS)()
+    if fault:
+        return _refuse(fault)
+    print("importing torch and SGLang", file=sys.stderr, flush=True)
+    return resolved(SERVE)(["--model-path", folder, *rest])
 
 
 def folder_fault(folder: Path) -> str | None:
@@ -47,6 +54,19 @@ def folder_fault(folder: Path) -> str | None:
     if named.endswith(CRITIC):
         return f"{folder} is a critic ({named}), which SGLang does not serve: name a language model, such as hf_actor"
     return None
+
+
+def port_fault(words: Sequence[str]) -> str | None:
+    """Return an error if the port in SGLang's arguments is in use, which SGLang finds after a minute; else None."""
+    named = re.search(r"--port[= ](\d+)", " ".join(words))
+    port = int(named[1]) if named else PORT
+    with socket.socket() as probe:
+        is_used = port < 2**16 and probe.connect_ex(("127.0.0.1", port)) == 0
+    return (
+        f"port {port} is in use: end the server that listens on it, or choose another port, --port N"
+        if is_used
+        else None
+    )
 
 
 def _refuse(fault: str) -> int:

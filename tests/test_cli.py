@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import zipfile
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from planning import REPOSITORY
+from planning import REPOSITORY, write_run
 
 from megappo.cli import COMMANDS
 from megappo.config.loading import load_config
@@ -112,6 +113,21 @@ def test_a_reader_of_the_output_that_has_left_ends_a_command_without_a_traceback
     assert done.returncode == 128 + signal.SIGPIPE and done.stderr == ""
 
 
+def test_a_port_in_use_is_refused_at_once(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as used:
+        port = str(used.getsockname()[1])
+        done = megappo("serve", str(write_run(tmp_path) / "model"), "--port", port)
+    assert done.returncode == 2 and "torch" not in heavy_imports(done)
+    assert f"error: port {port} is in use: end the server that listens on it, or choose another port, --" in done.stderr
+
+
+def test_a_command_that_imports_for_seconds_reports_it_first():
+    done = megappo("doctor", "limits")
+    assert done.stderr.index("\nimporting torch\n") < done.stderr.index("| torch\n") and done.stdout.startswith(
+        "limits"
+    )
+
+
 def test_an_unknown_command_is_named():
     done = megappo("trian")
     assert done.returncode == 2 and "No such command 'trian'" in done.stderr
@@ -139,7 +155,14 @@ def test_init_writes_a_config_that_fits(tmp_path):
     assert absent.returncode == 2
     assert "hf download Own/Absent config.json), or name one of the shapes deepseek-llm-7b, " in absent.stderr
     few = megappo("plan", "--init", "llama-3.1-70b", "--gpu", "h100", "--gpus", "2")
-    assert few.returncode == 2 and "--init: no layout of llama-3.1-70b fits 2 h100: take more" in few.stderr
+    assert (
+        few.returncode == 2
+        and "fits 2 h100: split as far as possible, it needs " in few.stderr
+        and ": take about 32, or larger" in few.stderr
+    )
+    assert (
+        done.stdout.count("\n#   # ") == 2 and "rollout: {tensor_parallel: " in done.stdout.partition("\n#   # 2: ")[2]
+    )
 
 
 @pytest.mark.slow

@@ -85,6 +85,11 @@ FAULTS: dict[str, tuple[str, Callable[[Patch], None], str, str]] = {
 }
 
 
+def test_a_home_that_cannot_be_written_is_found(monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
+    assert doctor.main(["limits"]) == 1 and "HOME or XDG_CACHE_HOME: cannot write in /proc (" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("fault", slow_ones(FAULTS, ("no such interface",)))  # it starts processes
 def test_a_fault_is_reported_with_its_remedy(fault, monkeypatch, capsys):
     check, break_it, found, remedy = FAULTS[fault]

@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from megappo.architecture.architecture import DTYPES, Architecture
 from megappo.config.config_error import looked_in, shorten
 from megappo.config.hub import HUB_ID
-from megappo.config.sources import TextFileError, read_json
+from megappo.config.sources import MissingFileError, TextFileError, read_json
 from megappo.errors import own_command
 
 CONFIG_FILE = "config.json"
@@ -241,7 +241,7 @@ def tensor_files(folder: Path, single: str = SINGLE, *, floats_only: bool = Fals
     paths = [folder / file for file in files]
     if lacking := [path.name for path in paths if not path.is_file() and not path.is_symlink()]:
         what = f"lacks {shorten(', '.join(lacking))}" if has_index else f"holds no {single} and no {INDEX}"
-        raise TextFileError(f"{folder} {what}: complete the download; other weight formats are not read")
+        raise MissingFileError(f"{folder} {what}: complete the download; other weight formats are not read")
     file_of: dict[str, str] = {}
     for file in files:
         _add(file_of, folder / file, floats_only)

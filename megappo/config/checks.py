@@ -9,7 +9,7 @@ from operator import attrgetter
 
 from megappo.config.config_error import shorten, show
 from megappo.config.eval_sets import TRAINING, Task, context_errors, eval_sets, tasks, training_task
-from megappo.config.kind_checks import example_errors, hang_errors, offload_errors
+from megappo.config.kind_checks import example_errors, hang_errors, offload_errors, size_errors
 from megappo.config.model_checks import model_errors
 from megappo.config.schema import Config
 from megappo.config.score_checks import reward_model_errors, shapings
@@ -33,7 +33,7 @@ USUAL = {
 
 def config_errors(config: Config) -> list[str]:
     """Return every contradiction, one line each, with the keys, their values and the remedy."""
-    errors = [*_section_errors(config), *_unread_errors(config), *hang_errors(config)]
+    errors = [*_section_errors(config), *_unread_errors(config), *hang_errors(config), *size_errors(config)]
     errors += [*offload_errors(config), *_name_errors(config)]
     if not config.is_ppo:
         return [*errors, *example_errors(config)]
@@ -178,13 +178,16 @@ def _engine_errors(config: Config) -> Iterator[str]:
     rollout = config.rollout
     if rollout.max_total_tokens is not None:
         yield from context_errors(config, "rollout.max_total_tokens", rollout.max_total_tokens)
-    servers = {url.lower() for url in rollout.engines}
-    are_valid = all(ADDRESS.fullmatch(url) and 0 < int(url.rpartition(":")[2]) <= LARGEST_PORT for url in servers)
-    if not are_valid or len(servers) < len(rollout.engines):
-        yield (
-            "rollout.engines: expected different addresses such as http://10.0.0.7:30000: correct it, and put a key "
-            "into the environment variable MEGAPPO_ENGINE_API_KEY"
-        )
+    servers = [url.lower() for url in rollout.engines]
+    for url in dict.fromkeys(servers):
+        if not ADDRESS.fullmatch(url) or not 0 < int(url.rpartition(":")[2]) <= LARGEST_PORT:
+            yield (
+                f"rollout.engines: {shorten(re.sub('//.*@', '//', url))} is not an address such as "
+                "http://10.0.0.7:30000: write scheme, host and port alone, and put a key into the environment variable "
+                "MEGAPPO_ENGINE_API_KEY"
+            )
+        elif servers.count(url) > 1:
+            yield f"rollout.engines names {url} {servers.count(url)} times: drop the others, or correct them"
 
 
 def _ahead_errors(config: Config) -> Iterator[str]:

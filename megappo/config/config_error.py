@@ -12,6 +12,8 @@ LONGEST_VALUE = 80
 """Characters of a wrong value that an error repeats."""
 LONGEST_ERROR = 1000
 """Characters of an error; the middle of a longer one (it may repeat a path of thousands) is left out."""
+MOST_ERRORS = 50
+"""Errors that are listed; the rest is counted."""
 LARGEST_DIVISOR = 10**6
 """Advice names no larger one."""
 
@@ -26,12 +28,19 @@ class ConfigError(ActionableError, ValueError):
     exit_code = EXIT_CONFIG
 
     def __init__(self, *errors: str):
-        self.errors = tuple(map(printable, errors))
+        rest = len(errors) - MOST_ERRORS
+        more = (f"{counted(rest, 'more error')}: correct the first ones",) if rest > 1 else errors[MOST_ERRORS:]
+        self.errors = tuple(map(printable, (*errors[:MOST_ERRORS], *more)))
         super().__init__("\n".join(self.errors))
 
     def report(self, rank: int) -> str:
         """Return a line for each error. All ranks find the same, so none is named."""
         return "\n".join(f"error: {line}" for line in self.errors)
+
+
+class Missing(str):
+    """An error about a file that is not here, in a config that may be right. `megappo plan --ignore-missing` prints a
+    warning in its place."""
 
 
 def printable(text: str) -> str:

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 
 from megappo.config.schema import Config
 
+MOST_ROWS = 2**24
+
 
 def example_errors(config: Config) -> Iterator[str]:
     """Yield what a run on examples cannot do."""
@@ -29,6 +31,13 @@ def offload_errors(config: Config) -> Iterator[str]:
     if absent and not config.trains_reward_model:
         names = " and ".join(sorted(absent))
         yield f"reward_model.offload names {names}, which only a model that is trained has: set it to [weights]"
+
+
+def size_errors(config: Config) -> Iterator[str]:
+    """Yield an error if a step has more rows than any memory holds."""
+    rows = config.data.draw_size * config.rows_per_prompt
+    if rows > MOST_ROWS:
+        yield f"data.train_batch_size and rollout.n make {rows:,} rows a step, more than {MOST_ROWS:,}: lower one"
 
 
 def hang_errors(config: Config) -> Iterator[str]:

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from megappo.config.config_error import ConfigError, shorten, show
+from megappo.config.config_error import MOST_ERRORS, ConfigError, shorten, show
 from megappo.config.describe import declared, keys, nearest_key
 from megappo.config.elsewhere import key_advice, value_advice
 from megappo.config.schema import Config
@@ -132,8 +132,9 @@ def run_extensions(values: Mapping[str, Any], before: Callable[[], None] | None 
             raise
         except BaseException as error:  # SystemExit too, and exceptions that libraries keep from `except Exception`
             text = traceback.format_exception_only(error)[-1].strip()
-            lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
-            where = f" (line {lines[-1]})" if lines else ""
+            frames = traceback.extract_tb(error.__traceback__)
+            lines = [getattr(error, "lineno", None), *(frame.lineno for frame in frames if frame.filename == path)]
+            where = f" (line {lines[-1]})" if lines[-1] else ""
             errors.append(f"trainer.extensions: {file} raised {shorten(text)}{where}: correct the file")
     share_all()
     return errors
@@ -146,26 +147,33 @@ def _schema_errors(error: ValidationError, sources: Sources) -> list[str]:
     systems: Counter[str] = Counter()
     for problem in error.errors(include_url=False, include_context=False):
         path, kind = ".".join(map(str, problem["loc"])), problem["type"]
+        if len(lines) > MOST_ERRORS:  # they are counted, and advice takes time
+            lines.setdefault(path, path)
+            continue
         if kind == "extra_forbidden" or not path:  # a key that is not text has no path
             lines |= _unknown_keys(path, problem["input"], systems)
             continue
         if kind == "missing" and declared(path) in known:  # a list too short misses an item, not a key
             lines[path] = f"{path}: must be set ({known[declared(path)].meaning})"
             continue
+        inner = path
         while declared(path) not in known:  # pydantic's path leads into list items and union members
             path = path.rpartition(".")[0]
+        values = known[declared(path)].values
+        if path == "eval.datasets" and path != inner:
+            path, values = inner, "section such as {files: val.jsonl}"
         reason = f" ({problem['msg']})" if kind == EXPLAINED else value_advice(path, problem["input"])
         if path not in lines or reason:
-            values, written = known[declared(path)].values, shorten(show(problem["input"]))
+            written = shorten(show(problem["input"]))
             lines[path] = f"{path}: expected {values}, found {written}{reason}"
-    errors = [f"{sources.place_of(path)}: {line}" for path, line in lines.items()]
+    hints = []
     for system, count in systems.items():
         if system and count >= FOREIGN:
-            errors.append(
+            hints.append(
                 f"{sources.file}: {count} keys are of {system}: write ours, or translate the script: megappo import "
                 f"{system} SCRIPT"
             )
-    return errors
+    return hints + [f"{sources.place_of(path)}: {line}" for path, line in lines.items()]
 
 
 def _unknown_keys(path: str, value: object, systems: Counter[str]) -> dict[str, str]:

@@ -3,13 +3,14 @@
 from typing import Annotated, Literal
 
 from annotated_types import MinLen
-from pydantic import StrictBool
+from pydantic import Field, StrictBool
 
 from megappo.config.methods import POLICY_LOSSES
 from megappo.config.sections import IS_PPO, Parallel
 from megappo.config.values import (
     ADAPTED_MODULES,
     LISTED,
+    NUMBER,
     AdaptedModule,
     Aggregation,
     BetweenZeroAndOne,
@@ -41,7 +42,7 @@ class Optim(Section):
 
 
 class Lora(Section):
-    rank: Positive = key(16, "rank of each adapter: numbers per token between its two matrices")
+    rank: Annotated[int, Field(ge=1, le=2**16), NUMBER] = key(16, "rank of each adapter: numbers per token between its two matrices")
     alpha: PositiveFloat = key(32.0, "an adapter's product is multiplied by alpha / rank")
     target_modules: Literal["all-linear"] | Annotated[tuple[AdaptedModule, ...], MinLen(1), LISTED] = key("all-linear", "matrices of each layer that get an adapter; all-linear = all of them")
 

@@ -194,7 +194,7 @@ class Config(Section):
 
     def located(self, errors: Iterable[str]) -> list[str]:
         """Put the file and line of the first key that an error names, and that was set, before each error."""
-        return [printable(self._sources.located(error)) for error in errors]
+        return [type(error)(printable(self._sources.located(error))) for error in errors]
 
     def overrides(self, key: str, others: tuple[str, ...]) -> bool:
         """Return whether a source that overrides the one of this key sets one of the others."""

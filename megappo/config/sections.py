@@ -27,6 +27,7 @@ from megappo.config.values import (
     Processes,
     ReadIf,
     Rejection,
+    Seconds,
     Section,
     SomeFilePaths,
     Texts,
@@ -225,8 +226,8 @@ class Rollout(Section):
     mem_fraction_static: BetweenZeroAndOne = key(0.5, "share of GPU memory for the engine's weights and KV cache (GPU only)", read_if=OWN_ENGINES)
     sleep: Literal["always", "auto", "never"] = key("always", "when an engine gives its memory to the models on its GPUs; auto = when memory needs it (GPU only)", read_if=OWN_ENGINES)
     max_total_tokens: Positive | None = key(None, "KV-cache tokens of an engine; null = from mem_fraction_static (on a CPU: 65536)", read_if=OWN_ENGINES)
-    start_timeout_seconds: PositiveFloat = key(1500.0, "timeout for the start of an engine; the first on a GPU compiles kernels")
-    request_timeout_seconds: PositiveFloat = key(1800.0, "timeout for the next response of a rollout request, and for an engine to read weights from disk")
+    start_timeout_seconds: Seconds = key(1500.0, "timeout for the start of an engine; the first on a GPU compiles kernels")
+    request_timeout_seconds: Seconds = key(1800.0, "timeout for the next response of a rollout request, and for an engine to read weights from disk")
     max_engine_restarts: NonNegative = key(3, "restarts in a row of an engine that crashes, hangs or gives invalid answers, before the run saves and ends", read_if=OWN_ENGINES)
     engines: Texts = key((), "addresses, http://host:port, of SGLang servers that you start and watch, used instead of megappo's own; their key is in the environment variable MEGAPPO_ENGINE_API_KEY")
     port: Port = key(0, "first port of the engines on a node (engine i takes port + i); 0 = any free port", read_if=OWN_ENGINES)
@@ -236,7 +237,7 @@ class Rollout(Section):
     tool_call_parser: str | None = key(None, "SGLang's name of the parser for the calls, such as qwen25 or llama3", read_if=OFFERS_TOOLS)
     max_turns: Positive = key(10, "environment: turns of the policy after which an episode is truncated; rollout.max_response_length limits its tokens, observations included", read_if=PLAYS_EPISODES)
     num_environment_workers: Processes = key(1, "environment: worker processes per engine, each with any number of environments at once; reward.memory_limit_gib and reward.pass_env apply to them", read_if=PLAYS_EPISODES)
-    environment_timeout_seconds: PositiveFloat = key(60.0, "environment: timeout of a reset, step or close; an episode whose reset or step exceeds it is truncated and counted", read_if=PLAYS_EPISODES)
+    environment_timeout_seconds: Seconds = key(60.0, "environment: timeout of a reset, step or close; an episode whose reset or step exceeds it is truncated and counted", read_if=PLAYS_EPISODES)
     routing_replay: StrictBool = key(False, "mixtures of experts: the actor sends each token to the experts that the engine chose when it sampled, in log-probs and updates", read_if=TRAINS_ACTOR)
     sync: Sync = key(Sync(), "weight sync after each update")
     max_staleness: NonNegative = key(0, "training steps by which sampling may run ahead: the engines sample while the models train, and no response is older than this when it is trained; 0 = sample, then train", read_if=SAMPLES)
@@ -261,7 +262,7 @@ class Reward(Section):
 
     function: FilePath | dict[FilePath, Float] | None = key("exact_match", "built-in name, or FILE.py:FUNCTION or package.module:FUNCTION of (prompts, responses, labels, **columns) -> list of scores, or of lists of them; verl's and TRL's signatures work, too. Several functions with weights, as {gsm8k: 1, my_rewards.py:brevity: 0.1}, score each response together; weight 0 drops one that base names. null = none: rollout.environment gives the rewards")
     num_workers: Processes = key(1, "worker processes that run the function, per engine")
-    timeout_seconds: PositiveFloat = key(60.0, "timeout of one call of the function, for one response or for the whole list")
+    timeout_seconds: Seconds = key(60.0, "timeout of one call of the function, for one response or for the whole list")
     memory_limit_gib: PositiveFloat | None = key(16.0, "memory limit of each of these processes, and of each that it starts; null = none")
     pass_env: Texts = key((), "environment variables that the function gets although they are named like secrets, such as OPENAI_API_KEY")
     on_error: Literal["raise", "zero"] = key("raise", "a call that raises, hangs, ends its process or returns an invalid value: raise = the run ends; zero = its response gets score 0 and is counted")

@@ -2,11 +2,13 @@
 config's YAML with its `key=value` overrides, as nested dicts with the place where each key was written."""
 
 import json
+import math
 import os
 import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +25,8 @@ LARGEST_FILE = 256 * 2**10
 """Bytes of a config; one with every key has 5 KiB."""
 COMMAND_LINE = "command line"
 FILE_PATHS = TypeAdapter(FilePaths)
+MOST_VALUES = 2**16
+"""Values of a config, with those that an alias (*name) repeats."""
 UNCLOSED = "is not closed"
 YAML_PROBLEMS = {
     "<block end>": "the line is not indented like those above it",
@@ -46,16 +50,29 @@ class Place(NamedTuple):
 
 
 class _Loader(yaml.SafeLoader):
-    """Loader that reads dates as text and refuses tags."""
+    """Loader that reads dates as text and refuses tags, 0100 and 1:30, which are 64 and 90 in YAML 1.1."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.peek_event()
         if getattr(event, "tag", None):
             raise yaml.MarkedYAMLError(problem="tags (!) are not supported: drop it", problem_mark=event.start_mark)
-        return super().compose_node(parent, index)
+        try:
+            return super().compose_node(parent, index)
+        except RecursionError as error:
+            raise yaml.MarkedYAMLError(problem="it is nested too deep", problem_mark=event.start_mark) from error
 
 
 yaml.add_constructor(_TAG + "timestamp", yaml.SafeLoader.construct_yaml_str, _Loader)
+yaml.add_constructor(_TAG + "int", lambda loader, node: _integer(node), _Loader)
+
+
+def _integer(node: yaml.Node) -> int:
+    try:
+        return int(node.value, 0)
+    except ValueError as error:
+        raise yaml.MarkedYAMLError(
+            problem=f"{node.value} is not a decimal number", problem_mark=node.start_mark
+        ) from error
 
 
 class Sources:
@@ -98,6 +115,7 @@ class Sources:
         with _reporting(str(path)):
             loader = _Loader(text)
             node = loader.get_single_node()
+            _num_values(node, {})
         if not isinstance(node, yaml.MappingNode):
             raise ConfigError(f"{path}:1: expected sections such as `model:`")
         for key, value in node.value:
@@ -128,6 +146,7 @@ class Sources:
                 loader = _Loader(value)
                 node = loader.get_single_node() or yaml.ScalarNode(_TAG + "null", "")
                 _check_colons(node)
+                _num_values(node, {})
                 for name in reversed(names):
                     node = yaml.MappingNode(_TAG + "map", [(yaml.ScalarNode(_TAG + "str", name), node)])
                 self._merge(loader, node, self.values, "", COMMAND_LINE)
@@ -137,9 +156,14 @@ class Sources:
     def _merge(self, loader: _Loader, node: yaml.Node, values: dict[str, Any], path: str, source: str) -> None:
         """Merge a mapping into `values`, the section at `path`. Components share a key, as `actor, critic: 0-7`."""
         seen: dict[str, str] = {}
+        shared = ""
         for key, value in node.value:
             place = source if source == COMMAND_LINE else f"{source}:{key.start_mark.line + 1}"
-            written = str(key.value)
+            written = f"{shared}{key.value}"
+            shared, mark = "", value.start_mark
+            if path == "placement." and getattr(node, "flow_style", False) and mark.buffer[mark.pointer] == ",":
+                shared = f"{written},"  # of {actor, critic: 0-7}, in which actor has no value to YAML
+                continue
             for name in written.split(",") if path == "placement." else [written]:
                 name = name.strip()
                 if name in seen:
@@ -184,6 +208,25 @@ def _bases(value: object, place: str) -> tuple[str, ...]:
         raise ConfigError(f"{place}expected a path or a list of paths, found {shorten(repr(value))}") from error
 
 
+def _num_values(node: yaml.Node | None, known: dict[int, float]) -> float:
+    """Return the number of values in a node, each as often as aliases (*name) repeat it.
+
+    Args:
+        known: id of a node -> its number. A node that is in progress, and so within itself, has infinitely many.
+    Raises:
+        MarkedYAMLError: they are too many.
+    """
+    if id(node) not in known:
+        known[id(node)] = math.inf
+        inner = node.value if isinstance(node, yaml.CollectionNode) else ()
+        parts = chain.from_iterable(inner) if isinstance(node, yaml.MappingNode) else inner
+        known[id(node)] = 1 + sum(_num_values(part, known) for part in parts)
+        if known[id(node)] > MOST_VALUES:
+            problem = f"with its aliases (*) it holds {known[id(node)]:,} values, more than {MOST_VALUES:,}"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+    return known[id(node)]
+
+
 def _check_colons(node: yaml.Node) -> None:
     """Refuse `{a:1}`, a mapping to Hydra, which to YAML has the key `a:1`."""
     pairs = node.value if isinstance(node, yaml.MappingNode) else []
@@ -210,6 +253,10 @@ def _reporting(source: str) -> Iterator[None]:
 
 class TextFileError(ActionableError, ValueError):
     """The reason why a file is not read, and the remedy. The caller adds the path."""
+
+
+class MissingFileError(TextFileError):
+    """A file of a download is not here yet."""
 
 
 def read_text(path: Path, most_bytes: int) -> str:

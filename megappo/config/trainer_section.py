@@ -15,8 +15,8 @@ from megappo.config.values import (
     NonNegative,
     NonNegativeFloat,
     Positive,
-    PositiveFloat,
     ReadIf,
+    Seconds,
     Section,
     Texts,
     key,
@@ -57,7 +57,7 @@ class Trainer(Section):
     console_fields: Texts = key(CONSOLE_FIELDS, "columns of the line that is printed after each step: these, or any metric by its name (docs/metrics.md)")
     stop_on: Annotated[tuple[HealthRule, ...], LISTED] = key((), "rules of docs/metrics.md#health that end the run, with everything saved and exit code 5, in the step in which one begins to hold; the others are reported")
     max_bad_steps: NonNegative = key(3, "optimizer steps in a row that may be skipped because loss or gradients are not finite, with their rows kept in bad_steps/; one more ends the run")
-    time_limit: PositiveFloat | None = key(None, "seconds that the job may take, from the start of its allocation; the run saves and ends before; null = SLURM's limit, else none")
+    time_limit: Seconds | None = key(None, "seconds that the job may take, from the start of its allocation; the run saves and ends before; null = SLURM's limit, else none")
     grace_seconds: NonNegativeFloat = key(120.0, "seconds before the limit at which the run begins to save; with async_save two saves must fit, as one may be running")
     loggers: FilePaths = key(("tensorboard",), "trackers that get metrics, samples, checkpoints and the end of the run: tensorboard, wandb, mlflow, swanlab, trackio, FILE.py:CLASS")
     keep_rollouts: NonNegative | None = key(None, "keep up to 64 rows of the training rollouts of step 1, of steps that this divides and of the last one in rollouts/step_XXXXXXXX.parquet: texts, scores, and each token's log-probs, value and advantage; 0 = off; null = with each evaluation, or every 10 steps without evaluations", read_if=IS_PPO)
@@ -69,8 +69,8 @@ class Trainer(Section):
     eval_only: StrictBool = key(False, "evaluate once and train nothing: output_dir's newest checkpoint, or model.path if there is none", read_if=IS_PPO)
     eval_checkpoint: FilePath | None = key(None, "eval_only: checkpoint to evaluate instead of output_dir's newest, a folder step_XXXXXXXX of any run of the same model", read_if=ONLY_EVALUATES)
     extensions: FilePaths = key((), "Python files that every rank runs before it reads the config; they register your own methods, families, components, transports and metrics")
-    process_group_timeout_seconds: PositiveFloat = key(1800.0, "timeout of a collective; a longer wait ends the run")
-    hang_timeout_seconds: PositiveFloat | None = key(None, "time without a heartbeat of any rank after which the run logs the ranks' stacks and ends; null = half of process_group_timeout_seconds")
+    process_group_timeout_seconds: Seconds = key(1800.0, "timeout of a collective; a longer wait ends the run")
+    hang_timeout_seconds: Seconds | None = key(None, "time without a heartbeat of any rank after which the run logs the ranks' stacks and ends; null = half of process_group_timeout_seconds")
 
     def contradictions(self) -> Iterator[str]:
         modes = [name for name in ("eval_only", "rollout_only", "replay_rollouts") if getattr(self, name)]

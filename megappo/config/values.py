@@ -41,11 +41,14 @@ def as_path(text: str) -> str:
 
 
 def as_number(value: object) -> object:
-    """Read text such as 1e-6, which YAML does not take for a number; refuse true and false, which pydantic does."""
+    """Read text such as 1e-6, which YAML does not take for a number; refuse true and false, which pydantic reads, and
+    integers of more than 64 bits."""
     if isinstance(value, bool):
         raise ValueError("not a number")
-    if isinstance(value, str) and not value.isdigit():
-        return float(value)
+    if isinstance(value, str):
+        value = int(value) if value.isdigit() else float(value)
+    if isinstance(value, int) and value >= 2**63:
+        raise PydanticCustomError(EXPLAINED, "at most 2**63 - 1")
     return value
 
 
@@ -65,6 +68,8 @@ Fraction = Annotated[float, Field(ge=0, le=1), NUMBER]
 PositiveFraction = Annotated[float, Field(gt=0, le=1), NUMBER]
 BetweenZeroAndOne = Annotated[float, Field(gt=0, lt=1), NUMBER]
 Decay = Annotated[float, Field(ge=0, lt=1), NUMBER]
+Seconds = Annotated[float, Field(ge=0.1, le=10**9), NUMBER]
+"""A timeout: a shorter one ends what it limits at once, and the clocks of libraries overflow at longer ones."""
 Positive = Annotated[int, Field(ge=1), NUMBER]
 NonNegative = Annotated[int, Field(ge=0), NUMBER]
 TopK = Literal[-1] | Positive

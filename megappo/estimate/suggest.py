@@ -41,9 +41,7 @@ def suggestions(plan: RunPlan, cluster: Cluster, gpu: GPU) -> str:
     found = together = fitting_runs(plan, cluster, gpu)
     if plan.requested.rollout.max_staleness:
         found = apart_runs(plan, cluster, gpu, together)
-    texts = []
-    for number, one in enumerate(found[:SHOWN], 1):
-        texts.append(_text(number, plan, one))
+    texts = [suggestion(number, plan, one) for number, one in enumerate(found[:SHOWN], 1)]
     if found is not together and together:
         texts.append(f"  # everything on all ranks, with rollout.max_staleness=0: {_seconds(together[0])}")
     return "\n".join(texts) or "  none: take more or larger GPUs, shorter rows or smaller micro-batches"
@@ -58,6 +56,13 @@ def fitting_runs(plan: RunPlan, cluster: Cluster, gpu: GPU) -> list[TimeEstimate
         config = _placed(plan, EVERYWHERE, layout, recompute)
         fitting += _fitting(plan, config.changed(ENGINE_SIZE, size), cluster, gpu)
     return sorted(fitting, key=attrgetter("step"))
+
+
+def most_split(plan: RunPlan, cluster: Cluster) -> MemoryEstimate:
+    """Return the memory of a run whose models and engines are split the most, with recomputation and offload."""
+    *_, layout = _layouts(plan, cluster)
+    config = _placed(plan, EVERYWHERE, layout, "full").changed(ENGINE_SIZE, _engine_sizes(plan, cluster)[-1])
+    return MemoryEstimate(resolve_offload(plan_run(config, plan.world_size), cluster), cluster)
 
 
 def apart_runs(plan: RunPlan, cluster: Cluster, gpu: GPU, together: list[TimeEstimate]) -> list[TimeEstimate]:
@@ -148,7 +153,8 @@ def _powers(most: int) -> list[int]:
     return [2**power for power in range(most.bit_length())]
 
 
-def _text(number: int, plan: RunPlan, found: TimeEstimate) -> str:
+def suggestion(number: int, plan: RunPlan, found: TimeEstimate) -> str:
+    """Return a config that fits as YAML to paste, indented below its number, seconds and memory."""
     keys = differences(found.config, plan.requested, _placed(plan, EVERYWHERE, Parallel(), "none"))
     if max_staleness := found.config.rollout.max_staleness:
         keys["rollout.max_staleness"] = max_staleness

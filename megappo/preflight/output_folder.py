@@ -138,10 +138,11 @@ def _missing_rollouts(config: Config, begun: int) -> Iterator[str]:
             "record those of held-out prompts by trainer.rollout_only and trainer.total_steps=1"
         )
     folder = Path(config.trainer.replay_rollouts)
-    missing = sorted(set(range(begun + 1, config.trainer.total_steps + 1)) - set(recorded_steps(folder)))
-    if missing:
+    recorded = set(recorded_steps(folder))
+    missing = next((step for step in range(begun + 1, config.trainer.total_steps + 1) if step not in recorded), None)
+    if missing is not None:
         yield (
-            f"trainer.replay_rollouts: {folder}{looked_in(folder)} has no rollouts of step {missing[0]}: correct the "
+            f"trainer.replay_rollouts: {folder}{looked_in(folder)} has no rollouts of step {missing}: correct the "
             "path, or lower trainer.total_steps"
         )
 

@@ -215,4 +215,4 @@ def _in_a_line(error: Exception) -> str:
     own = str(Path(user_code.__file__).parent)
     places = [line.strip() for line in rest if line.strip().startswith('File "') and own not in line]
     where = f" ({places[-1]})" if places else ""
-    return f"{first}{where}: {rest[-1]}" if rest else first
+    return f"{first}{where}: {rest[-1].partition(', or, if few')[0]}" if rest else first  # a first call must not fail

@@ -23,18 +23,25 @@ from megappo.architecture.fit import (
     fit_errors,
     router_errors,
 )
-from megappo.architecture.model_folder import check_companions, check_tensors, download_command, end_tokens, other_kind
+from megappo.architecture.model_folder import (
+    check_companions,
+    check_tensors,
+    download_command,
+    end_tokens,
+    other_kind,
+    shape_folder,
+)
 from megappo.architecture.parameters import adapts_experts
 from megappo.architecture.parsing import read_architecture
 from megappo.architecture.switches import te_fault
 from megappo.checkpoint.folders import METADATA
-from megappo.config.config_error import ConfigError, looked_in, shorten
+from megappo.config.config_error import ConfigError, Missing, looked_in, shorten
 from megappo.config.eval_sets import context_errors, eval_sets, longest_request, tasks
 from megappo.config.hub import HUB_ID
 from megappo.config.schema import Config
 from megappo.config.score_checks import step_scores_errors
 from megappo.config.sections import OTHER_KIND, ending
-from megappo.config.sources import TextFileError
+from megappo.config.sources import MissingFileError, TextFileError
 from megappo.observe.loggers import logger_errors
 from megappo.placement.components import REWARD_MODEL_KEY, ComponentSpec, Setting, components_of
 from megappo.placement.run_plan import RunPlan, plan_run
@@ -52,6 +59,7 @@ TOKENIZER_KEYS = ("model.path", REWARD_MODEL_KEY)
 """Keys of folders whose tokenizer a run reads: critic and reference read the tokens of model.path."""
 DIVIDING = ("ep_size", "dp_size", "attn_cp_size", "moe_dp_size")
 """ServerArgs with numbers of ranks into which SGLang divides an engine's (0.5.23, arg_groups/parallel_hook.py)."""
+CACHES = "HOME or XDG_CACHE_HOME"
 FIELDS = "srt/arg_groups/fields"
 """SGLang's folder with the classes that declare the fields of ServerArgs."""
 
@@ -59,8 +67,9 @@ FIELDS = "srt/arg_groups/fields"
 def check_run(
     config: Config, world_size: int, ranks_per_node: int | None = None, *, on_gpus: bool = False
 ) -> tuple[RunPlan | None, list[str]]:
-    """Return the plan of a run, and every error in its config, one line each, where its key was written first:
-    contradictions between keys, then missing files. A config that contradicts itself has no plan.
+    """Return the plan of a run, and every error in its config, one line each, after the place of its key:
+    contradictions between keys, then layouts, then files that are `Missing`. A config that contradicts itself has no
+    plan.
 
     Args:
         ranks_per_node: None if all ranks are on one node.
@@ -74,8 +83,9 @@ def check_run(
         errors += error.errors
     errors += [*file_errors(config), *_user_code_errors(config)]
     errors += server_args_errors(config.rollout.server_args, config.rollout.tensor_parallel)
-    errors += [*logger_errors(config.trainer.loggers), *_parser_errors(config)]
-    return plan, config.located(dict.fromkeys(errors) or resume_errors(config))  # which reads the output folder
+    errors += [*logger_errors(config.trainer.loggers), *_parser_errors(config), *cache_errors()]
+    errors = list(dict.fromkeys(errors)) or resume_errors(config)  # which reads the output folder
+    return plan, config.located(sorted(errors, key=lambda error: isinstance(error, Missing)))
 
 
 def _gpu_errors(config: Config) -> Iterator[str]:
@@ -195,6 +205,12 @@ def file_errors(config: Config) -> list[str]:
     return list(dict.fromkeys(errors))  # several components may have one model and one layout
 
 
+def cache_errors() -> Iterator[str]:
+    """Yield an error if torch and other libraries cannot write their caches."""
+    folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    yield from _path_errors(CACHES, folder, _output_folder(CACHES, Path(folder)))
+
+
 def _path_errors(key: str, path: str, faults: Iterator[str]) -> Iterator[str]:
     """Yield the errors of a path's files, or of the path itself: too long, a loop of links, no permission."""
     if "\0" in path:
@@ -211,24 +227,20 @@ def _path_errors(key: str, path: str, faults: Iterator[str]) -> Iterator[str]:
 def _model_folder(config: Config, key: str, path: str, specs: Sequence[ComponentSpec]) -> Iterator[str]:
     """Yield the errors of a folder, and of the components that start from its weights."""
     folder = Path(path)
+    shape = shape_folder(folder)  # of a missing model, if it ships: layouts are checked by that
     if not folder.is_dir():
         by_run = "; megappo train downloads models of the hub" if HUB_ID.fullmatch(path) else ""
         remedy = f"download the model ({download_command(path)}) or correct the path{by_run}"
-        yield f"{key}: no folder {folder}{looked_in(folder)}: {remedy}"
-        return
-    if kind := other_kind(folder):
+        yield Missing(f"{key}: no folder {folder}{looked_in(folder)}: {remedy}")
+        specs = specs if shape.is_dir() else ()
+    elif kind := other_kind(folder):
         yield f"{key}: {folder} {kind}"
         return
-    if key in TOKENIZER_KEYS and not (folder / "tokenizer_config.json").is_file():
-        yield f"{key}: {folder} holds no tokenizer_config.json: complete the download"
-    for read in (check_tensors, check_companions, end_tokens):
-        try:
-            read(folder)
-        except TextFileError as error:
-            yield f"{key}: {error}"
+    else:
+        yield from _model_files(key, folder)
     for spec in specs:
         try:
-            architecture = read_architecture(folder, head="value" if spec.head == "value" else "policy")
+            architecture = read_architecture(shape, head="value" if spec.head == "value" else "policy")
         except ConfigError as faulty:
             yield from (f"{key}: {error}" for error in faulty.errors)
         else:
@@ -241,6 +253,17 @@ def _model_folder(config: Config, key: str, path: str, specs: Sequence[Component
                     f"{architecture.num_labels} labels: name a reward model of one label, or set num_labels to 1 there "
                     "if its head has one"
                 )
+
+
+def _model_files(key: str, folder: Path) -> Iterator[str]:
+    if key in TOKENIZER_KEYS and not (folder / "tokenizer_config.json").is_file():
+        yield Missing(f"{key}: {folder} holds no tokenizer_config.json: complete the download")
+    for read in (check_tensors, check_companions, end_tokens):
+        try:
+            read(folder)
+        except TextFileError as error:
+            kind = Missing if isinstance(error, MissingFileError) else str
+            yield kind(f"{key}: {error}")
 
 
 def _megatron_folder(spec: ComponentSpec) -> Iterator[str]:
@@ -323,11 +346,11 @@ def _reward_model_errors(config: Config, architecture: Architecture) -> Iterator
 def _data_file(key: str, path: Path) -> Iterator[str]:
     if path.is_dir():
         yield f"{key}: {path} is a folder: name its files"
-    elif not ending(path.name):
-        yield f"{key}: {path} {OTHER_KIND}"
     elif not path.is_file():  # nor a pipe, which would be waited for
         remedy = "write several as a list, [A,B]" if "," in str(path) else "create it or correct the path"
-        yield f"{key}: no file {path}{looked_in(path)}: {remedy}"
+        yield Missing(f"{key}: no file {path}{looked_in(path)}: {remedy}")
+    elif not ending(path.name):
+        yield f"{key}: {path} {OTHER_KIND}"
     elif not path.stat().st_size:
         yield f"{key}: {path} is empty: put prompts in it"
     elif not os.access(path, os.R_OK):

@@ -82,7 +82,8 @@ class Responses:
         self._is_graded = True
         if self._scoring is not None and self._scoring.failure:
             num_failed = sum(one.failed for one in grades)
-            message = f"{num_failed} responses have score 0: {self._scoring.failure}"
+            failure = failure_report(self._scoring.failure, self._rewards.reported)
+            message = f"{num_failed} responses have score 0: {failure}"
             print(f"WARNING (rank {dist.get_rank()}): {escaped_lines(message)}", flush=True)
 
     def groups(self) -> dict[int, list[Sample]]:
@@ -105,6 +106,15 @@ class Responses:
             "errors": Metric((self._scoring.num_errors,), "sum"),
             "timeouts": Metric((self._scoring.num_timeouts,), "sum"),
         }
+
+
+def failure_report(failure: str, reported: set[str]) -> str:
+    """Return a function's failure: whole for the first of its type, which is added to `reported`, else in a line."""
+    kind, first = failure.partition(": ")[0], failure.partition("\n")[0]
+    if kind in reported:
+        return f"{first} (a first failure is reported above in full)"
+    reported.add(kind)
+    return failure
 
 
 def _fill(samples: Sequence[Sample], grades: Sequence[Grade]) -> None:

@@ -124,6 +124,7 @@ class RewardPool(WorkerPool):
         self._has_work = asyncio.Event()
         self._changed = threading.Condition()
         self._error: RewardError | None = None
+        self.reported: set[str] = set()
         self.post(self._begin)
 
     def fault(self, reason: str) -> RewardError:

@@ -148,11 +148,12 @@ CONTRADICTIONS = {
     "algorithm.rollout_correction={level: token, mode: mask, threshold: 1}": (
         "algorithm.rollout_correction.threshold_lower 1 must be below algorithm.rollout_correction.threshold 1.0"
     ),
-    "rollout.engines=[http://a:1, http://A:1]": "rollout.engines: expected different addresses such as",
-    "rollout.engines=[http://h:99999]": "rollout.engines: expected different addresses such as",
-    "rollout.engines=[http://h:0]": "rollout.engines: expected different addresses such as",
-    "rollout.engines=['http://a:30000:30001']": "rollout.engines: expected different addresses such as",
-    "rollout.engines=['http://[::1:30000']": "rollout.engines: expected different addresses such as",
+    "rollout.n=2000000000": "data.train_batch_size and rollout.n make 512,000,000,000 rows a step, more than",
+    "rollout.engines=[http://a:1, http://A:1]": "rollout.engines names http://a:1 2 times: drop the others, or",
+    "rollout.engines=[http://b:1, http://h:99999]": "rollout.engines: http://h:99999 is not an address such as http",
+    "rollout.engines=[http://h:0]": "rollout.engines: http://h:0 is not an address such as http://10.0.0.7:30000: wr",
+    "rollout.engines=['http://a:30000:30001']": "rollout.engines: http://a:30000:30001 is not an address such as",
+    "rollout.engines=['http://[::1:30000']": "rollout.engines: http://[::1:30000 is not an address such as",
     "actor.clip_ratio=1": "actor.clip_ratio 1.0 must be below 1: lower it",
     "actor.clip_ratio_low=1.5": "actor.clip_ratio_low 1.5 must be below 1: lower it",
     "actor.policy_loss=clip_cov actor.clip_cov_lb=5": "actor.clip_cov_lb 5.0 must be below actor.clip_cov_ub 5.0",
@@ -219,19 +220,16 @@ CONTRADICTIONS = {
     "algorithm.mask_truncated=true algorithm.bootstrap_truncated=true": (
         "algorithm.mask_truncated and algorithm.bootstrap_truncated are both true: drop one"
     ),
-    "rollout.engines=[10.0.0.7:30000]": (
-        "rollout.engines: expected different addresses such as http://10.0.0.7:30000: correct it, and put a key"
-    ),
-    "rollout.engines=[http://a:1, http://a:1]": "rollout.engines: expected different addresses such as",
     **{
-        f"rollout.engines={url}": "rollout.engines: expected different addresses such as http://10.0.0.7:30000: correct"
-        for url in (
-            "http://me:secret@h:30000",
-            "https://key@h:30000",
-            "http://h:30000/v1",
-            "http://h?engine:30000",
-            "h:30",
-        )
+        f"rollout.engines={url}": f"rollout.engines: {shown} is not an address such as http://10.0.0.7:30000: write sch"
+        for url, shown in {
+            "[10.0.0.7:30000]": "10.0.0.7:30000",
+            "http://me:secret@h:30000": "http://h:30000",
+            "https://key@h:30000": "https://h:30000",
+            "http://h:30000/v1": "http://h:30000/v1",
+            "http://h?engine:30000": "http://h?engine:30000",
+            "h:30": "h:30",
+        }.items()
     },
     "model.layer_spec=torch actor.lora.target_modules=[q_proj, k_proj]": (
         "actor.lora.target_modules q_proj, k_proj: SGLang serves q_proj and v_proj together only, k_proj with these"

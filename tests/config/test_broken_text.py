@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,9 @@ DOCUMENTS = {
         "algorithm: {adv_estimator: ...}"
     ),
     "base: run.yaml\nactor: {<<: {}}\n": "bad.yaml:2: actor.<<: unknown key",
-    "base: run.yaml\nactor: &a {optim: *a}\n": "bad.yaml: not valid YAML: maximum recursion depth exceeded",
+    "base: run.yaml\nactor: &a {optim: *a}\n": (
+        "bad.yaml:2: not valid YAML: with its aliases (*) it holds inf values, more than 65,536; correct it"
+    ),
     "base: run.yaml\nactor: {}\nactor: {}\n": "bad.yaml:3: actor: set twice, first at bad.yaml:2; remove one",
     "base: run.yaml\nactor: {optim: {lr: 1, lr: 2}}\n": "bad.yaml:2: actor.optim.lr: set twice, first at bad.yaml:2",
     "base: run.yaml\nplacement:\n  actor: all\n  critic, actor: 0-3\n": (
@@ -53,8 +56,13 @@ DOCUMENTS = {
     "base: run.yaml\nmodel: {path: !!binary aGk=}\n": NOT_SUPPORTED,
     "base: run.yaml\nmodel: !!python/object:os.system {}\n": NOT_SUPPORTED,
     "base: run.yaml\ntrainer: {seed: 2020-13-45}\n": 'bad.yaml:2: trainer.seed: expected int >= 0, found "2020-13-45"',
-    "base: run.yaml\ntrainer: {seed: 0x_}\n": "bad.yaml: not valid YAML: invalid literal for int() with base 16: ''",
-    f"base: run.yaml\nactor: {'[' * 100_000}\n": "bad.yaml: not valid YAML: maximum recursion depth exceeded",
+    "base: run.yaml\ntrainer: {seed: 0x_}\n": "bad.yaml:2: not valid YAML: 0x_ is not a decimal number; corr",
+    f"base: run.yaml\nactor: {'[' * 100_000}\n": "bad.yaml:2: not valid YAML: it is nested too deep",
+    "".join(f"{c}: &{c} [{','.join(['*' + b] * 9)}]\n" for b, c in pairwise("zabcdefgh")).replace("*z", "1"): (
+        "bad.yaml:5: not valid YAML: with its aliases (*) it holds 66,430 values, more than 65,536"
+    ),
+    "base: run.yaml\ntrainer: {total_steps: 0100}\n": "bad.yaml:2: not valid YAML: 0100 is not a decimal number; co",
+    "base: run.yaml\ntrainer: {time_limit: 1:30:00}\n": "bad.yaml:2: not valid YAML: 1:30:00 is not a decimal number",
     f"base: run.yaml\nactor: {'x' * 300_000}\n": "bad.yaml: it has 300,023 bytes, more than 262,144: is it the right",
 }
 
@@ -138,6 +146,13 @@ def test_the_error_of_a_base_of_two_files_comes_once(run_folder, refusals):
     assert refusals(config="3.yaml") == ["0.yaml:2: rollout.n: set twice, first at 0.yaml:2; remove one"]
 
 
+def test_of_thousands_of_errors_the_first_are_listed_and_the_others_counted(run_folder, refusals):
+    (run_folder / "bad.yaml").write_text("base: run.yaml\n" + "".join(f"x{i}: 1\n" for i in range(5001)))
+    *first, last = refusals(config="bad.yaml")
+    assert len(first) == 50 and first[0].startswith("bad.yaml:2: x0: unknown key; ")
+    assert last == "4951 more errors: correct the first ones"
+
+
 def test_a_list_of_thousands_of_wrong_values_is_one_error(refusals):
     (error,) = refusals(f"data.train_files=[{'1, ' * 4000}]")
     expected = "non-empty list of text | keys with float >= 0"
@@ -155,7 +170,7 @@ ARGUMENTS = {
     "rollout.stop=!!python/name:os.system": "tags (!) are not supported: drop it",
     "model.path=caf\udce9": "not valid YAML: unacceptable character #xdce9: special characters are not allowed",
     "caf\udce9=1": "'caf\\udce9=1': expected key=value",
-    "actor=" + "[" * 100_000: "not valid YAML: maximum recursion depth exceeded",
+    "actor=" + "[" * 100_000: "not valid YAML: it is nested too deep",
     "trainer.seed=\x1b[2J": "not valid YAML: unacceptable character #x001b",
 }
 
@@ -172,6 +187,7 @@ ACCEPTED = {
     "base: run.yaml\r\ntrainer: {seed: 3}\r\n": "seed=3",
     "base: run.yaml\nactor: &a {parallel: &p {tensor: 2}}\ncritic: {parallel: *p}\n": "critic: data 2 x tensor 2",
     "base: run.yaml\nplacement: {'actor, critic': 0-3, rollout: 0}\n": 'reward_model=null  rollout="0"',
+    "base: run.yaml\nplacement: {actor, critic: 0-3, rollout: 0}\n": 'reward_model=null  rollout="0"',
     "base: run.yaml\nplacement: {ref: , critic: 0-3}\n": 'critic="0-3"  ref=null',
 }
 

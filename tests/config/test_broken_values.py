@@ -35,7 +35,16 @@ KEYS_AND_VALUES = {
     "eval.datasets={aime: {files: val.jsonl, zzz: 0}}": (
         "eval.datasets.aime.zzz: unknown key; eval.datasets.aime has files, n, temperature,"
     ),
-    "eval.datasets={aime: val.jsonl}": 'eval.datasets: expected keys with section, found "val.jsonl"',
+    "eval.datasets={aime: val.jsonl}": "eval.datasets.aime: expected section such as {files: val.jsonl}, found",
+    "eval.datasets={aime: null}": "eval.datasets.aime: expected section such as {files: val.jsonl}, found null",
+    "trainer.seed=36893488147419103232": (
+        "trainer.seed: expected int >= 0, found 36893488147419103232 (at most 2**63 - 1)"
+    ),
+    "actor.lora={rank: 100000}": "actor.lora.rank: expected int >= 1 and <= 65536, found 100000",
+    "trainer.process_group_timeout_seconds=1e-9": (
+        "trainer.process_group_timeout_seconds: expected float >= 0.1 and <= 1e+09, found 1e-09"
+    ),
+    "trainer.hang_timeout_seconds=1e20": "trainer.hang_timeout_seconds: expected float >= 0.1 and <= 1e+09 | null",
     "algorithm.adv_estimator=groo": '| optimal_token_baseline, found "groo"',
     "eval.dataset={}": "eval.dataset: unknown key; did you mean eval.datasets?",
     "data.shuffle=1": "data.shuffle: expected true | false, found 1",

@@ -52,7 +52,7 @@ def test_what_an_extension_registers_is_a_value_of_its_key(tmp_path):
     [
         (None, "raised ImportError: no Python file"),
         ("x = 1\nraise OSError('gone')\n", "raised OSError: gone (line 2): correct the file"),
-        ("def f(:\n", "raised SyntaxError: "),
+        ("x = 1\ndef f(:\n", "raised SyntaxError: invalid syntax (line 2): correct the file"),
         ("import sys\nsys.exit('stop')\n", "raised SystemExit: stop (line 2)"),
         ("raise ValueError\n", "raised ValueError (line 1): correct the file"),
         (

@@ -371,9 +371,9 @@ def test_each_of_a_systems_keys_is_answered(refusals) -> None:
 
 def test_a_whole_script_on_the_command_line_is_pointed_to_the_importer(refusals) -> None:
     script = (SCRIPTS / "verl" / "ppo_small.sh").read_text()
-    *errors, last = refusals(*[word for word in script.split() if "=" in word])
+    first, *errors = refusals(*[word for word in script.split() if "=" in word])
     assert len(errors) == 12 and all("verl's" in error or "did you mean trainer.loggers?" in error for error in errors)
-    assert last == "run.yaml: 11 keys are of verl: write ours, or translate the script: megappo import verl SCRIPT"
+    assert first == "run.yaml: 11 keys are of verl: write ours, or translate the script: megappo import verl SCRIPT"
 
 
 def test_the_page_has_the_table_of_today() -> None:

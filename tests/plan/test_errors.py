@@ -124,8 +124,7 @@ def test_errors_in_tokenizer_data_and_reward_are_reported_together_and_soon(plan
         "error: data.train_batch_size 320 takes 320 prompts of data.train_files, which has 300, so that a step would "
         "hold some twice: lower it, or name more files",
         "error: reward.function: reward function reward.py:f raised IndexError: list index out of range (File "
-        f'"{run_folder}/reward.py", line 2, in f): fix it, or, if few calls fail, set reward.on_error=zero, '
-        "which scores these responses 0",
+        f'"{run_folder}/reward.py", line 2, in f): fix it',
     ]
 
 
@@ -216,6 +215,29 @@ def test_a_function_that_fails_on_empty_responses_is_warned_of(plan, run_folder)
     assert done.returncode == 0 and f"warning: for an empty response, which models write, the {raised}\n" in done.stderr
     kept_on = plan(run_folder, "run.yaml", "reward.function=reward.py:f", "reward.on_error=zero")
     assert kept_on.returncode == 0 and "empty response" not in kept_on.stderr
+
+
+def test_a_home_that_cannot_be_written_is_named(plan, run_folder):
+    [error] = errors_of(plan(run_folder, "run.yaml", HOME="/proc/nowhere", XDG_CACHE_HOME=""))
+    assert error.startswith("error: HOME or XDG_CACHE_HOME: cannot write in /proc (")
+
+
+def test_what_is_missing_follows_layout_errors_and_can_be_ignored(plan, run_folder):
+    """The weights of a shape that ships are missing: its layout is checked all the same."""
+    keys = ("model.path=Qwen2.5-7B", "data.train_files=trian.jsnol")
+    found = errors_of(plan(run_folder, "run.yaml", *keys, "actor.parallel.tensor=3", "placement.actor=0-2"))
+    is_missing = [": no f" in line for line in found]
+    assert is_missing == sorted(is_missing) and is_missing.count(True) == 2 and "actor.parallel.tensor 3" in found[0]
+    assert "error: data.train_files: no file trian.jsnol" in found[-1]
+    (run_folder / "model" / "model.safetensors").unlink()
+    for given, count in ((keys, 2), (("critic.model_path=absent",), 2)):
+        done = plan(run_folder, "run.yaml", *given, "--ignore-missing")
+        assert [line.split(":")[0] for line in done.stderr.splitlines()] == ["warning"] * count, done.stderr
+        assert done.returncode == 0 and done.stdout.endswith(
+            f"no error, {count} warnings above the plan: ready for 4 processes of megappo.train\n"
+        )
+    refused = plan(run_folder, "run.yaml", *keys, "rollout.stop=['']", "--ignore-missing")
+    assert refused.returncode == 2 and refused.stdout.endswith("not ready: 1 error, above the plan\n")
 
 
 @pytest.mark.parametrize(

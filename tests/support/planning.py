@@ -96,7 +96,7 @@ def run_here(
 def errors_of(done: subprocess.CompletedProcess) -> list[str]:
     """Return the reported errors, after checking the exit code and that there is no traceback."""
     assert done.returncode == (2 if "error: " in done.stderr else 0)
-    assert "Traceback" not in done.stderr and ("nothing is wrong" in done.stdout) == (done.returncode == 0)
+    assert "Traceback" not in done.stderr and (": ready for " in done.stdout) == (done.returncode == 0)
     return [PLACE.sub("error: ", line) for line in done.stderr.splitlines()]
 
 

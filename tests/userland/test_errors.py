@@ -8,6 +8,7 @@ import pytest
 from reward_pools import load, rows_of
 from waiting import wait_until
 
+from megappo.rollouts.responses import failure_report
 from megappo.userland.rewards import RewardError, Scoring, load_reward
 from megappo.userland.signatures import Row
 
@@ -45,6 +46,12 @@ def test_rows_that_fail_cost_nothing_but_their_time_limit(tmp_path: Path):
         assert (scoring.num_errors, scoring.num_timeouts) == (6, 2)
         assert "reward.py:f raised KeyError: 'no such answer'\n" in scoring.failure
         assert "it was scoring response '3' to prompt 'p3' (record 13)" in scoring.failure
+        reported: set[str] = set()
+        assert failure_report(scoring.failure, reported) == scoring.failure
+        first, *_ = scoring.failure.splitlines()
+        again = failure_report(f"{first} again\nplace", reported)
+        assert again == f"{first} again (a first failure is reported above in full)"
+        assert "\nplace" in failure_report(first.replace("KeyError", "ValueError") + "\nplace", reported)
         assert took < 8 * 1.5, "only the two that hang last as long as their limit"
         again = pool.begin()
         assert scored(again, rows("well", "well")) == [[0.0], [1.0]] and not again.failure

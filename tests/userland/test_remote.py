@@ -231,6 +231,21 @@ def test_a_score_is_a_whole_number_of_a_judges_text(text: str, score: float | No
     assert list(map(float, re.findall(SCORE, text))) == ([] if score is None else [score])
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"template": "{prompt} {answer}"}, r"needs a template of {prompt}, .* Python reads: KeyError\('answer'\)"),
+        ({"template": "{"}, r"that Python reads: ValueError\(\"Single '{'"),
+        ({"score_pattern": "["}, r"that Python reads: error\('unterminated character set"),
+        ({"score_pattern": "Score: 1"}, r"has a score_pattern without a group, 'Score: 1': put the number in paren"),
+    ],
+)
+def test_a_judges_wrong_template_or_pattern_is_named_before_a_request(server: Server, options: dict, message: str):
+    with pytest.raises(RewardError, match=message):
+        scores(load("judge", server, model="m", **options))
+    assert server.requests == []
+
+
 def test_a_judge_without_a_score_gets_another_request_and_costs_its_row_alone(server: Server):
     def answers(count: int, body: dict) -> tuple[int, dict]:
         return 200, judge_scores("I do not know." if "r1" in body["messages"][0]["content"] else "Score: 1")

@@ -12,7 +12,7 @@ import httpx
 
 from megappo.runtime.machine import proxy_for
 from megappo.userland.model_text import ModelTextFormatter
-from megappo.userland.user_code import JsonObject
+from megappo.userland.user_code import BadFunction, JsonObject
 
 FIRST_PAUSE_SECONDS = 0.5
 """Before the second try; each further pause is twice as long."""
@@ -136,9 +136,17 @@ async def judge(
     Raises:
         RuntimeError: there is no answer, or it has no score.
     """
-    question = ModelTextFormatter().format(template, prompt=prompt_str, response=solution_str, label=ground_truth)
-    body = {"model": model, "messages": [{"role": "user", "content": question}]}
-    body |= {"temperature": temperature, "max_tokens": max_tokens}
+    values = {"prompt": prompt_str, "response": solution_str, "label": ground_truth}
+    try:
+        question = ModelTextFormatter().format(template, **values)
+        num_groups = re.compile(score_pattern).groups
+    except (LookupError, ValueError, re.error) as error:
+        needs = "needs a template of {prompt}, {response}, {label} and a score_pattern that Python reads"
+        raise BadFunction(f"{needs}: {error!r}") from error
+    if not num_groups:
+        raise BadFunction(f"has a score_pattern without a group, {score_pattern!r}: put the number in parentheses")
+    settings = {"model": model, "temperature": temperature, "max_tokens": max_tokens}
+    body = settings | {"messages": [{"role": "user", "content": question}]}
     text = ""
     for _ in range(1 + retries):
         async with _free(concurrency):
