@@ -14,6 +14,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
+import psutil
 from torch.distributed import DistError, Store
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -36,6 +37,8 @@ from megappo.runtime.status import STATUS
 BEAT_SECONDS = 2.0
 LOST_SECONDS = 30.0
 """A node that has sent no heartbeat for so long is lost."""
+PAUSE_SECONDS = 10.0
+"""Time after which a rank that is stopped is reported."""
 FAREWELL_SECONDS = 5.0
 """Time that a launcher waits at its end for the store or, if it serves the store, for the others to read it."""
 
@@ -61,6 +64,7 @@ class Agent(LocalElasticAgent):
         super().__init__(*args, **kwargs)
         self._nodes: Nodes | None = None
         self._ended: dict[int, int] = {}  # exit codes of local ranks that ended before any was stopped
+        self._pauses: dict[int, float] = {}  # of local ranks that do not run: since when; inf once that is reported
         self._stopped_by = ""  # the signal by which the ranks were stopped
         self._first_saved = math.inf  # when the first rank had
         os.environ[LAUNCHER] = str(os.getpid())
@@ -117,6 +121,7 @@ class Agent(LocalElasticAgent):
         super()._restart_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._warn_of_stopped()
         by_rank = self._codes()
         codes = set(by_rank.values())
         if EXIT_AGAIN in codes and codes <= {0, EXIT_AGAIN, None}:
@@ -138,6 +143,20 @@ class Agent(LocalElasticAgent):
         else:  # rank 0 shows nothing any more, and torchrun takes up to two seconds where the machine has other work
             STATUS.start("end of the launcher", writes_heartbeats=False)
         return super()._monitor_workers(worker_group)
+
+    def _warn_of_stopped(self) -> None:
+        """Warn of each rank that SIGSTOP has stopped: if all are, no watchdog of a rank can."""
+        now = time.monotonic()
+        for local, process in self._processes().items():
+            if process.returncode is not None or psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
+                self._pauses.pop(local, None)
+            elif now - self._pauses.setdefault(local, now) > PAUSE_SECONDS:
+                self._pauses[local] = math.inf
+                print(
+                    f"WARNING: {self._named(local)} is stopped (SIGSTOP), and the run waits for it: let it continue by "
+                    f"kill -CONT {process.pid}, or end the run by Ctrl-C",
+                    file=sys.stderr,
+                )
 
     def _report(self) -> None:
         """Report the ranks that failed without an error message."""
