@@ -10,7 +10,7 @@ from megappo.architecture.parameters import VALUE_HEAD
 from megappo.config.config_error import ConfigError
 from megappo.config.hub import cached_model
 from megappo.config.model_sections import Lora
-from megappo.config.sources import TextFileError, read_json
+from megappo.config.text_files import TextFileError, read_json
 
 EXPECTED = {
     "task_type": "SEQ_CLS",

@@ -1,14 +1,13 @@
 """Responses for the report's browser: those of evaluations, and kept rollouts with the numbers of their tokens."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
-
-from megappo.observe.files import json_lines
-from megappo.observe.samples import sample_files, step_of
+from megappo.observe.files import number_of
+from megappo.observe.kept_table import read_kept
+from megappo.observe.samples import read_samples, sample_files
 
 ROWS_PER_STEP = 24
 LONGEST_TEXT = 8_000
@@ -23,7 +22,7 @@ NUMBERS = ("old_log_probs", "rollout_log_probs", "staleness", "ref_log_probs", "
 def report_samples(folder: Path, most_characters: int) -> list[dict[str, Any]]:
     """Return responses of as many steps as fit into a page: of the last step, the first, then the others from the last
     one back."""
-    files = sorted([*sample_files(folder), *sample_files(folder, "parquet")], key=step_of)
+    files = sorted([*sample_files(folder), *sample_files(folder, "parquet")], key=number_of)
     shown: list[dict[str, Any]] = []
     remaining = most_characters
     for path in dict.fromkeys([*files[-1:], *files[:1], *reversed(files)]):
@@ -39,23 +38,24 @@ def report_samples(folder: Path, most_characters: int) -> list[dict[str, Any]]:
 
 def _held_out(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the responses of an evaluation."""
-    for sample in json_lines(path):
+    for sample in read_samples(path):
         yield {name: _shortened(value) for name, value in sample.items()}
 
 
 def _kept(path: Path) -> Iterator[dict[str, Any]]:
     """Yield kept rollouts of a step: those with the lowest scores, and the first ones."""
-    table = pq.read_table(path)
-    scores = table["score"].to_pylist()
-    lowest = sorted(range(len(scores)), key=lambda row: scores[row])[: ROWS_PER_STEP // 3]
-    first = [row for row in range(len(scores)) if row not in lowest][: ROWS_PER_STEP - len(lowest)]
-    for row in table.take(sorted([*lowest, *first])).to_pylist():
+    for row in read_kept(path, choose=_lowest_and_first):
         row = {name: _shortened(value) for name, value in row.items() if value is not None and name != "tokens"}
-        row["parts"] = dict(row.get("parts", ()))
         for name in NUMBERS:
             if name in row:
                 row[name] = [None if number is None else float(f"{number:.4g}") for number in row[name]]
         yield row
+
+
+def _lowest_and_first(scores: Sequence[float]) -> list[int]:
+    lowest = sorted(range(len(scores)), key=lambda row: scores[row])[: ROWS_PER_STEP // 3]
+    first = [row for row in range(len(scores)) if row not in lowest][: ROWS_PER_STEP - len(lowest)]
+    return sorted([*lowest, *first])
 
 
 def _shortened(value: Any) -> Any:

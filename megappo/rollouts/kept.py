@@ -11,28 +11,13 @@ from megappo.batch.exchange import Batch
 from megappo.batch.rows import Rows
 from megappo.data.tokenizer import token_texts
 from megappo.observe.files import kept_file
+from megappo.observe.kept_table import PER_TOKEN, SCHEMA
 from megappo.rollouts.group_selection import StepResponses
 from megappo.rollouts.rollouts import Rollouts
 from megappo.runtime.durable_files import put_whole
 
 KEPT_ROWS = 64
 """Rows of a step that are kept at most: those of the first prompts that it drew."""
-PER_TOKEN = ("rollout_log_probs", "staleness", "old_log_probs", "ref_log_probs", "values", "advantages", "returns")
-"""Fields with a number per response token that are kept, where the run has them."""
-SCHEMA = pyarrow.schema(
-    {
-        "step": pyarrow.int64(),
-        **dict.fromkeys(("dataset", "prompt", "response", "label"), pyarrow.string()),
-        "score": pyarrow.float64(),
-        "parts": pyarrow.map_(pyarrow.string(), pyarrow.float64()),
-        "passed": pyarrow.bool_(),
-        "finish_reason": pyarrow.string(),
-        "tokens": pyarrow.list_(pyarrow.int64()),
-        "texts": pyarrow.list_(pyarrow.string()),
-        "response_mask": pyarrow.list_(pyarrow.int8()),
-        **dict.fromkeys(PER_TOKEN, pyarrow.list_(pyarrow.float32())),
-    }
-)
 Facts = dict[tuple[int, int], tuple[dict[str, float], str]]
 """(prompt_index, sample_index) -> what functions and environments returned beside the score, and how it ended."""
 

@@ -16,7 +16,8 @@ from jinja2.sandbox import SandboxedEnvironment
 
 from megappo.config.config_error import ConfigError
 from megappo.config.elsewhere import System
-from megappo.config.sources import LARGEST_FILE, TextFileError, read_text
+from megappo.config.sources import LARGEST_FILE
+from megappo.config.text_files import TextFileError, read_text
 
 _IN_PARENTHESES = r"(?:[^()]|\((?:[^()]|\([^()]*\))*\))*"
 _TEXT = r"""(?:\\.|"(?:\\.|[^"\\])*"|'[^']*'|.)"""
