@@ -155,5 +155,6 @@ def _text(sums: dict[str, str]) -> str:
 
 def _sum(path: Path) -> str:
     heartbeat.beat()
-    with open_file(path, LARGEST_JSON if path.suffix in (".json", ".yaml") else math.inf) as file:
+    is_small = path.name == STATE or path.suffix == ".yaml"
+    with open_file(path, LARGEST_JSON if is_small else math.inf) as file:
         return hashlib.file_digest(file, new_sum).hexdigest()

@@ -117,7 +117,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         state = read_record(checkpoint / STATE, SavedState.model_validate, "use another checkpoint")
     except ConfigError as error:
         raise CheckpointError(str(error)) from error
-    step = step_of(checkpoint.resolve())
+    step = step_of(checkpoint)
     if state["step"] != step:
         raise CheckpointError(f"{checkpoint / STATE} is of step {state['step']}, not {step}; use another checkpoint")
     return state

@@ -16,11 +16,11 @@ from pydantic import ValidationError
 from megappo.config.config_error import ConfigError, looked_in
 from megappo.errors import ActionableError
 
-LARGEST_JSON = 16 * 2**20
+LARGEST_JSON = 2**24
 """Bytes. An index of a model's tensors has a few MiB at most, its other files some KiB."""
-LARGEST_LINES = 64 * 2**30
+LARGEST_LINES = 2**36
 """Bytes of a file of JSON lines, or of another file that grows with a run or a model."""
-LONGEST_LINE = 256 * 2**20
+LONGEST_LINE = 2**28
 """Bytes of a line. One of a long episode with the experts of each token has 100 MiB."""
 
 Check = Callable[[Any], object]

@@ -1,8 +1,7 @@
 """Kept rollouts as they are stored: the columns of the Parquet file of a step, and reading it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pyarrow
 from pyarrow import parquet
@@ -28,23 +27,17 @@ SCHEMA = pyarrow.schema(
 )
 
 
-def read_kept(
-    path: Path,
-    columns: Sequence[str] | None = None,
-    choose: Callable[[Sequence[float]], Sequence[int]] = lambda scores: range(len(scores)),
-) -> list[dict[str, Any]]:
-    """Return rows of a file of kept rollouts, as mappings of these columns, or of all.
+def read_kept(path: Path, columns: Sequence[str] | None = None) -> pyarrow.Table:
+    """Return these columns of a file of kept rollouts, or all.
 
-    Args:
-        choose: the numbers of the rows to return, from the scores of all.
     Raises:
         ConfigError: the file cannot be read, or is not what a run writes.
     """
     try:
         with open_file(path) as file:
             table = parquet.read_table(file, columns=columns, schema=SCHEMA)
-        if nulls := [name for name in ("step", "score", "parts") if table[name].null_count]:
-            raise ValueError(f"{nulls[0]} is missing in a row")
-        return table.take(list(choose(table["score"].to_pylist()))).to_pylist(maps_as_pydicts="strict")
-    except (OSError, ValueError, TypeError, KeyError) as error:  # pyarrow's are among them
+        if table["score"].null_count or table["parts"].null_count:
+            raise ValueError("a row without a score")
+    except (OSError, ValueError, KeyError) as error:  # pyarrow's are among them
         raise ConfigError(f"{path} is not what a run writes: {error}; remove the file") from error
+    return table

@@ -1,7 +1,7 @@
 """Responses for the report's browser: those of evaluations, and kept rollouts with the numbers of their tokens."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,18 +44,17 @@ def _held_out(path: Path) -> Iterator[dict[str, Any]]:
 
 def _kept(path: Path) -> Iterator[dict[str, Any]]:
     """Yield kept rollouts of a step: those with the lowest scores, and the first ones."""
-    for row in read_kept(path, choose=_lowest_and_first):
+    table = read_kept(path)
+    scores = table["score"].to_pylist()
+    lowest = sorted(range(len(scores)), key=lambda row: scores[row])[: ROWS_PER_STEP // 3]
+    first = [row for row in range(len(scores)) if row not in lowest][: ROWS_PER_STEP - len(lowest)]
+    for row in table.take(sorted([*lowest, *first])).to_pylist():
         row = {name: _shortened(value) for name, value in row.items() if value is not None and name != "tokens"}
+        row["parts"] = dict(row.get("parts", ()))
         for name in NUMBERS:
             if name in row:
                 row[name] = [None if number is None else float(f"{number:.4g}") for number in row[name]]
         yield row
-
-
-def _lowest_and_first(scores: Sequence[float]) -> list[int]:
-    lowest = sorted(range(len(scores)), key=lambda row: scores[row])[: ROWS_PER_STEP // 3]
-    first = [row for row in range(len(scores)) if row not in lowest][: ROWS_PER_STEP - len(lowest)]
-    return sorted([*lowest, *first])
 
 
 def _shortened(value: Any) -> Any:

@@ -69,7 +69,8 @@ def read_samples(path: Path) -> list[dict[str, Any]]:
     if path.suffix == ".jsonl":
         return json_lines(path, StoredSample.model_validate, REMEDY)
     read_kept = resolved("megappo.observe.kept_table:read_kept")  # a command refuses a wrong argument at once
-    return [row | {"dataset": row["dataset"] or TRAINING} for row in read_kept(path, COLUMNS)]
+    rows = read_kept(path, COLUMNS).to_pylist(maps_as_pydicts="strict")
+    return [row | {"dataset": row["dataset"] or TRAINING} for row in rows]
 
 
 def format_samples(samples: Sequence[Mapping[str, Any]]) -> str:

@@ -47,8 +47,9 @@ def check_lock(output_dir: Path) -> None:
     """
     if output_dir in _HELD and not _is_there(output_dir, _HELD[output_dir][0]):
         print(f"WARNING: {output_dir / LOCK} was removed or replaced: this run locks its folder again", flush=True)
-        _HELD[output_dir][1].close()
-        lock(output_dir)
+        held = _HELD[output_dir][1]
+        held.close()
+        held.enter_context(lock(output_dir))
 
 
 def in_use(output_dir: Path) -> str:
@@ -109,5 +110,5 @@ def _busy(output_dir: Path) -> str:
 def _refusal(output_dir: Path, error: OSError) -> str:
     return (
         f"trainer.output_dir: cannot write and lock a file in {output_dir} ({error.strerror}): name a folder where "
-        "both are possible, since two runs must not write into one"
+        f"both are possible, since two runs must not write into one; remove {LOCK} there if it is a link"
     )

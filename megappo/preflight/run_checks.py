@@ -318,9 +318,9 @@ def _output_folder(key: str, path: Path) -> Iterator[str]:
     if not there.is_dir():
         yield f"{key}: {there} is a file: name a folder"
         return
-    for model in (path / HF_ACTOR, path / HF_CRITIC, path / HF_REWARD_MODEL):
-        if model.is_file():
-            yield f"{key}: {model} is a file, but the trained model will be a folder there: remove it"
+    for name in (HF_ACTOR, HF_CRITIC, HF_REWARD_MODEL):
+        if (path / name).is_file():
+            yield f"{key}: {path / name} is a file, but the trained model will be a folder there: remove it"
     try:
         with tempfile.TemporaryFile(dir=there):  # without a name, and gone at once
             for name in path.parts:

@@ -37,8 +37,6 @@ from megappo.runtime.status import STATUS
 BEAT_SECONDS = 2.0
 LOST_SECONDS = 30.0
 """A node that has sent no heartbeat for so long is lost."""
-PAUSE_SECONDS = 10.0
-"""Time after which a rank that is stopped is reported."""
 FAREWELL_SECONDS = 5.0
 """Time that a launcher waits at its end for the store or, if it serves the store, for the others to read it."""
 
@@ -64,7 +62,7 @@ class Agent(LocalElasticAgent):
         super().__init__(*args, **kwargs)
         self._nodes: Nodes | None = None
         self._ended: dict[int, int] = {}  # exit codes of local ranks that ended before any was stopped
-        self._pauses: dict[int, float] = {}  # of local ranks that do not run: since when; inf once that is reported
+        self._paused: set[int] = set()  # local ranks that SIGSTOP has stopped
         self._stopped_by = ""  # the signal by which the ranks were stopped
         self._first_saved = math.inf  # when the first rank had
         os.environ[LAUNCHER] = str(os.getpid())
@@ -146,17 +144,15 @@ class Agent(LocalElasticAgent):
 
     def _warn_of_stopped(self) -> None:
         """Warn of each rank that SIGSTOP has stopped: if all are, no watchdog of a rank can."""
-        now = time.monotonic()
-        for local, process in self._processes().items():
-            if process.returncode is not None or psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
-                self._pauses.pop(local, None)
-            elif now - self._pauses.setdefault(local, now) > PAUSE_SECONDS:
-                self._pauses[local] = math.inf
-                print(
-                    f"WARNING: {self._named(local)} is stopped (SIGSTOP), and the run waits for it: let it continue by "
-                    f"kill -CONT {process.pid}, or end the run by Ctrl-C",
-                    file=sys.stderr,
-                )
+        running = {local: process.pid for local, process in self._processes().items() if process.returncode is None}
+        paused = {local for local, pid in running.items() if psutil.Process(pid).status() == psutil.STATUS_STOPPED}
+        for local in paused - self._paused:
+            print(
+                f"WARNING: {self._named(local)} is stopped (SIGSTOP), and the run waits for it: let it continue by "
+                f"kill -CONT {running[local]}, or end the run by Ctrl-C",
+                file=sys.stderr,
+            )
+        self._paused = paused
 
     def _report(self) -> None:
         """Report the ranks that failed without an error message."""

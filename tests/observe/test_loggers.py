@@ -152,7 +152,7 @@ class Hanging(Recorded):
 
 @pytest.mark.parametrize("hook", ["start", "step", "end"])
 def test_a_tracker_that_hangs_is_named_and_left_out(hook, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("megappo.observe.observer.CALL_SECONDS", 0.3)
+    monkeypatch.setattr("megappo.observe.observer.CALL_SECONDS", 1.5)
     hanging, sound = Hanging(hook), Recorded()
     observer = Observer(RunInfo(tmp_path, 2), {"hanging": hanging, "sound": sound})
     log_everything(observer, tmp_path)

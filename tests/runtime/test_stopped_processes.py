@@ -127,10 +127,9 @@ def test_an_environment(user_code: Path, kind: str):
 
 def test_a_rank(monkeypatch, capfd):
     """The launcher reports it once each time that it is stopped: a run of one rank has nobody else to notice it."""
-    monkeypatch.setattr(launcher, "PAUSE_SECONDS", 0.2)
     with subprocess.Popen(["sleep", "54321"]) as rank, subprocess.Popen(["true"]) as ended:
         agent = object.__new__(launcher.Agent)
-        agent._pauses = {}
+        agent._paused = set()
         monkeypatch.setattr(agent, "_processes", lambda: {0: rank, 1: ended})
         monkeypatch.setattr(agent, "_named", lambda local: f"rank {local}")
         ended.wait()
