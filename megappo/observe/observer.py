@@ -69,12 +69,12 @@ class Observer(AbstractContextManager):
             self._trackers[name].begin(hook)
         deadline = time.monotonic() + CALL_SECONDS
         for name in called:
-            fault = self._trackers[name].fault(deadline)
-            if fault:
-                self._failed_calls[name] = self._failed_calls.get(name, 0) + 1
+            if not (fault := self._trackers[name].fault(deadline)):
+                continue
+            self._failed_calls[name] = self._failed_calls.get(name, 0) + 1
             if fault == LATE:
                 del self._trackers[name]
-            if fault == LATE or (fault and self._failed_calls[name] == 1):
+            if fault == LATE or self._failed_calls[name] == 1:
                 self.message(f"WARNING: the logger {name} failed, and the run continues: {fault}")
 
     @property
