@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Annotated, NamedTuple, NoReturn
 
 from megappo import arguments
-from megappo.errors import own_command
+from megappo.errors import ActionableError, own_command
 from megappo.runtime.interruption import COMMAND
 from megappo.table import resolved
 
@@ -100,7 +100,11 @@ def _run(words: Sequence[str]) -> int:
         check(rest)
     if COMMANDS[name].note and not {"-h", "--help"} & set(rest):
         print(COMMANDS[name].note, file=sys.stderr, flush=True)
-    return resolved(f"{COMMANDS[name].module}:main")(rest)
+    try:
+        return resolved(f"{COMMANDS[name].module}:main")(rest)
+    except ActionableError as error:
+        print(error.report(0), file=sys.stderr)
+        return error.exit_code
 
 
 def _help(words: Sequence[str]) -> NoReturn:

@@ -38,8 +38,9 @@ from megappo.observe.console import escape_unprintable
 from megappo.placement.picture import aligned, placement_picture, rank_table
 from megappo.placement.placing import leaves_world_open, smallest_world
 from megappo.placement.run_plan import RunPlan
+from megappo.preflight.folder_lock import in_use
 from megappo.preflight.hub_models import download_models
-from megappo.preflight.output_folder import already_finished, in_use, resume_warnings
+from megappo.preflight.output_folder import already_finished, resume_warnings
 from megappo.preflight.rehearsal import Findings, rehearse
 from megappo.preflight.run_checks import check_run, known_names
 

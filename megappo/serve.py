@@ -15,7 +15,7 @@ from pathlib import Path
 from megappo.architecture.model_folder import CONFIG_FILE, named_architecture, no_model, other_kind
 from megappo.arguments import serve_arguments
 from megappo.config.hub import cached_model
-from megappo.config.sources import TextFileError
+from megappo.config.text_files import TextFileError
 from megappo.table import resolved
 
 CRITIC = "ForTokenClassification"

@@ -46,8 +46,9 @@ from megappo.estimate.placed_model import Shapes
 from megappo.estimate.tables import switch_summary
 from megappo.observe.console import escape_unprintable
 from megappo.placement.run_plan import RunPlan
+from megappo.preflight.folder_lock import lock
 from megappo.preflight.hub_models import download_models
-from megappo.preflight.output_folder import already_finished, evaluation_of, lock
+from megappo.preflight.output_folder import already_finished, evaluation_of
 from megappo.preflight.run_checks import check_run
 from megappo.runtime import megatron_setup, platform
 from megappo.runtime.failure import report, report_failed_threads

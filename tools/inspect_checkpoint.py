@@ -30,7 +30,7 @@ from megappo.checkpoint.folders import (
     read_state,
 )
 from megappo.checkpoint.metadata import TensorInfo, read_component
-from megappo.config.sources import TextFileError
+from megappo.config.text_files import TextFileError
 from megappo.errors import ActionableError
 from megappo.table import resolved
 from megappo.weights.safetensors_io import INDEX, SINGLE, HFFolder

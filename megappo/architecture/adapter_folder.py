@@ -14,7 +14,7 @@ from megappo.architecture.parameters import LORA_A, LORA_B, VALUE_HEAD, hf_shape
 from megappo.config.config_error import ConfigError, listed, show
 from megappo.config.hub import cached_model
 from megappo.config.model_sections import Lora
-from megappo.config.sources import TextFileError, read_json
+from megappo.config.text_files import TextFileError, read_json
 from megappo.config.values import ADAPTED_MODULES
 
 SUPPORTED: dict[str, Sequence[Any]] = {

@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from megappo.architecture.architecture import DTYPES, Architecture
 from megappo.config.config_error import looked_in, shorten
 from megappo.config.hub import HUB_ID
-from megappo.config.sources import MissingFileError, TextFileError, read_json
+from megappo.config.text_files import MissingFileError, TextFileError, read_json
 from megappo.errors import own_command
 
 CONFIG_FILE = "config.json"

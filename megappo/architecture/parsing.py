@@ -37,7 +37,7 @@ from megappo.architecture.layer_kinds import irregular_layers, layers_of, unrota
 from megappo.architecture.model_folder import CONFIG_FILE, first_architecture, other_kind, read_json_file
 from megappo.architecture.rope import read_rope, rope_section, split_rope, unsupported_rope
 from megappo.config.config_error import ConfigError, shorten
-from megappo.config.sources import TextFileError
+from megappo.config.text_files import TextFileError
 
 SIZES = {
     "num_heads": "num_attention_heads",

@@ -7,6 +7,7 @@ facts (in the header): JSON, the writer's facts about all rows
 """
 
 import json
+import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch import Tensor
 from megappo.batch.exchange import Batch, Exchange, RowTable
 from megappo.batch.fields import FIELDS, field_of
 from megappo.batch.rows import Rows, is_within, padded
+from megappo.config.text_files import open_file
 from megappo.errors import ActionableError
 
 FACTS = "facts"
@@ -69,11 +71,14 @@ class RowsFile(AbstractContextManager):
 
     def __init__(self, path: Path):
         try:
+            open_file(path, math.inf).close()  # safetensors would wait for the writer of a pipe
             self._file = safe_open(path, framework="pt")
             self.facts = json.loads((self._file.metadata() or {})[FACTS])
             prompt_ids, prompt_lengths, response_lengths = (self._file.get_tensor(name) for name in COLUMNS)
             mask = self._file.get_tensor(FIELD + "response_mask")
-        except (SafetensorError, KeyError, ValueError) as error:
+        except FileNotFoundError:
+            raise
+        except (OSError, SafetensorError, KeyError, ValueError) as error:
             raise ActionableError(f"{path} holds no whole rows of a run ({error}): copy it again") from error
         self.names = [name.removeprefix(FIELD) for name in sorted(self._file.keys()) if name.startswith(FIELD)]
         if unknown := [name for name in self.names if name not in FIELDS]:

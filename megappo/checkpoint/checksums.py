@@ -4,6 +4,7 @@ Imports no torch: the dry run checks state.json.
 """
 
 import hashlib
+import math
 import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megappo.checkpoint.folders import STATE, CheckpointError
+from megappo.config.text_files import LARGEST_JSON, TextFileError, open_file, read_text
 from megappo.runtime.durable_files import sync
 from megappo.runtime.heartbeat import heartbeat
 
@@ -118,14 +120,14 @@ def read_sums(checkpoint: Path) -> dict[str, str]:
     """
     path = checkpoint / SUMS
     try:
-        text = path.read_text("utf-8")
-    except FileNotFoundError as error:
+        text = read_text(path, LARGEST_JSON)
+    except TextFileError as error:
+        if not isinstance(error.__cause__, FileNotFoundError):
+            raise CheckpointError(f"{path} cannot be read ({error})") from error
         raise CheckpointError(
             f"{path} is missing, so the other files cannot be checked; if you trust "
             f"them: cd {checkpoint} && find * -type f -exec sha256sum {{}} + > {SUMS}"
         ) from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error})") from error
     sums: dict[str, str] = {}
     for line in text.splitlines():
         digest, _, name = line.partition("  ")
@@ -153,5 +155,6 @@ def _text(sums: dict[str, str]) -> str:
 
 def _sum(path: Path) -> str:
     heartbeat.beat()
-    with path.open("rb") as file:
+    is_small = path.name == STATE or path.suffix == ".yaml"
+    with open_file(path, LARGEST_JSON if is_small else math.inf) as file:
         return hashlib.file_digest(file, new_sum).hexdigest()

@@ -3,12 +3,14 @@
 Without torch: the dry run reads them too.
 """
 
-import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from megappo.config.config_error import listed
+from pydantic import BaseModel, Field
+
+from megappo.config.config_error import ConfigError, listed
+from megappo.config.text_files import TextFileError, read_record, read_text
 from megappo.errors import ActionableError
 
 LATEST = "latest"
@@ -19,7 +21,21 @@ PARTIAL = ".partial"
 """Ends the name of a checkpoint that is being written, or removed."""
 NOT_BEGUN = -1
 """Number of updates of a step that has not begun."""
+LONGEST_NAME = 4096
+"""Bytes of `latest`."""
 _NAME = re.compile(r"step_(\d{8,})(?:_(\d{4,}))?")
+
+
+class SavedState(BaseModel, strict=True, allow_inf_nan=False):
+    """Types of what state.json has; see `trainer.progress.STATE_KEYS`."""
+
+    step: int = Field(ge=0)
+    prompts_drawn: int = Field(0, ge=0)
+    prompts_pending: list[Annotated[int, Field(ge=0)]] = []
+    kl: dict[Literal["value"], float] = {}
+    reward_moments: dict[Literal["count", "mean", "squares"], float] = {}
+    models: dict[str, str] = {}
+    optimizer_steps: dict[str, tuple[int, int]] = {}
 
 
 class CheckpointError(ActionableError, RuntimeError):
@@ -82,9 +98,9 @@ def candidates(folder: Path) -> tuple[list[Path], str]:
             )
         return [], ""
     try:
-        name = pointer.read_text("utf-8", errors="replace").strip()
-    except OSError as error:
-        return newest_first, f"{pointer} cannot be read ({error.strerror})"
+        name = read_text(pointer, LONGEST_NAME).strip()
+    except TextFileError as error:
+        return newest_first, f"{pointer} cannot be read ({error})"
     names = [checkpoint.name for checkpoint in newest_first]
     if name not in names:
         return newest_first, f"{pointer} names no checkpoint that is there: found {name[:60]!r}"
@@ -95,17 +111,15 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     """Return the trainer's state in a checkpoint.
 
     Raises:
-        CheckpointError: state.json is missing, damaged, or has no step.
+        CheckpointError: state.json is missing, damaged, or of another step than the folder's name.
     """
-    path, remedy = checkpoint / STATE, "use another checkpoint"
     try:
-        state = json.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}; {remedy}") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not JSON ({error}); {remedy}") from error
-    if not isinstance(state, dict) or type(state.get("step")) is not int:
-        raise CheckpointError(f"{path} is not what a run saved: expected an object with a step; {remedy}")
+        state = read_record(checkpoint / STATE, SavedState.model_validate, "use another checkpoint")
+    except ConfigError as error:
+        raise CheckpointError(str(error)) from error
+    step = step_of(checkpoint)
+    if state["step"] != step:
+        raise CheckpointError(f"{checkpoint / STATE} is of step {state['step']}, not {step}; use another checkpoint")
     return state
 
 

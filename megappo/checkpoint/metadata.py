@@ -10,6 +10,7 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
 from megappo.checkpoint.folders import METADATA, CheckpointError
+from megappo.config.text_files import open_file
 
 OPTIMIZER_PREFIX = "optimizer."
 _OF_OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
@@ -84,7 +85,7 @@ def read_metadata(folder: Path) -> Metadata:
     """
     path = folder / METADATA
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             metadata = _Unpickler(file).load()
         _check_files(folder, metadata.storage_data)
     except CheckpointError:

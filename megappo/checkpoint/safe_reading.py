@@ -1,6 +1,7 @@
 """Reading a component's folder without running its code: torch and Megatron would unpickle what they find."""
 
 import io
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch.futures import Future
 
 from megappo.checkpoint.folders import CheckpointError
 from megappo.checkpoint.metadata import read_metadata
+from megappo.config.text_files import open_file
 from megappo.runtime.heartbeat import heartbeat
 
 
@@ -38,7 +40,7 @@ class SafeReader(FileSystemReader):
         for item in plan.items:
             items_by_file[self.storage_data[item.storage_index].relative_path].append(item)
         for name, items in items_by_file.items():
-            with Path(self.path, name).open("rb") as file:
+            with open_file(Path(self.path, name), math.inf) as file:
                 for item in items:
                     heartbeat.beat()
                     stored = self._slice_file(file, self.storage_data[item.storage_index])
@@ -92,7 +94,8 @@ class SafeCommon(TorchCommonLoadStrategy):
 
     def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
         """Return learning-rate schedule and optimizer settings."""
-        return torch.load(Path(checkpoint_dir, COMMON_STATE_FNAME), map_location="cpu", weights_only=True)
+        with open_file(Path(checkpoint_dir, COMMON_STATE_FNAME)) as file:
+            return torch.load(file, map_location="cpu", weights_only=True)
 
 
 class NoCommon(TorchCommonLoadStrategy):

@@ -1,11 +1,8 @@
-"""Read the files that a user names, or report why they cannot be read, whatever the path leads to: text, JSON, and a
-config's YAML with its `key=value` overrides, as nested dicts with the place where each key was written."""
+"""Read a config's YAML with its `key=value` overrides, as nested dicts with the place where each key was written."""
 
-import json
 import math
 import os
 import re
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
@@ -15,12 +12,10 @@ from typing import Any, NamedTuple
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from megappo.config.config_error import ConfigError, looked_in, shorten
+from megappo.config.config_error import ConfigError, shorten
+from megappo.config.text_files import TextFileError, read_text
 from megappo.config.values import FilePaths
-from megappo.errors import ActionableError
 
-LARGEST_JSON = 16 * 2**20
-"""Bytes. An index of a model's tensors has a few MiB at most, its other files some KiB."""
 LARGEST_FILE = 256 * 2**10
 """Bytes of a config; one with every key has 5 KiB."""
 COMMAND_LINE = "command line"
@@ -249,53 +244,3 @@ def _reporting(source: str) -> Iterator[None]:
         place = f"{source}:{mark.line + 1}" if mark and source != COMMAND_LINE else source
         remedy = "correct it, or quote what is text"
         raise ConfigError(f"{place}: not valid YAML: {problem}; {remedy}") from error
-
-
-class TextFileError(ActionableError, ValueError):
-    """The reason why a file is not read, and the remedy. The caller adds the path."""
-
-
-class MissingFileError(TextFileError):
-    """A file of a download is not here yet."""
-
-
-def read_text(path: Path, most_bytes: int) -> str:
-    """Return the text of a file.
-
-    Raises:
-        TextFileError: it is missing, not a file (a folder, a pipe, a device), too large, unreadable, or not UTF-8.
-    """
-    try:
-        info = os.stat(path)  # first: to open a pipe would wait for a writer
-        is_file = stat.S_ISREG(info.st_mode)
-        data = path.read_bytes() if is_file and info.st_size <= most_bytes else b""
-    except OSError as error:
-        remedy = "correct the path or its permissions"
-        raise TextFileError(f"{error.strerror}{looked_in(path)}: {remedy}") from error
-    except ValueError as error:  # a NUL in the path
-        raise TextFileError(f"{error}: correct the path") from error
-    if not is_file:
-        raise TextFileError("it is a folder, or no ordinary file: name a file")
-    if info.st_size > most_bytes:
-        raise TextFileError(f"it has {info.st_size:,} bytes, more than {most_bytes:,}: is it the right file?")
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise TextFileError(f"it is not UTF-8 text (line {line}): save it as UTF-8") from error
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the content of a file that holds one JSON object.
-
-    Raises:
-        TextFileError: as `read_text`, or it is not valid JSON, or not an object.
-    """
-    text = read_text(path, LARGEST_JSON)
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise TextFileError(f"it is not valid JSON ({error}): copy it again") from error
-    if not isinstance(content, dict):
-        raise TextFileError("it is not a JSON object: copy it again")
-    return content

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.model_folder import end_tokens
 from megappo.config.config_error import ConfigError
-from megappo.config.sources import TextFileError
+from megappo.config.text_files import TextFileError
 from megappo.runtime.heartbeat import heartbeat
 from megappo.runtime.machine import usable
 

@@ -27,7 +27,6 @@ EVALUATION_FILE = "evaluation.json"
 TENSORBOARD_FOLDER = "tensorboard"
 REPORT_FILE = "report.html"
 """Written while a run trains, and whenever it ends."""
-_ROWS_FILE = re.compile(r"step_(\d{8,})\.safetensors")
 
 
 def no_run(folder: Path, missing: str) -> str:
@@ -54,20 +53,6 @@ def kept_file(output_dir: Path, step: int) -> Path:
     return Path(output_dir, ROLLOUTS_FOLDER, f"step_{step:08d}.parquet")
 
 
-def json_lines(path: Path, last_bytes: int | None = None) -> list[dict[str, Any]]:
-    """Return the objects in a file of JSON lines, without a last line that a kill cut short.
-
-    Args:
-        last_bytes: read only the whole lines among the last so many bytes; None: all.
-    """
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        start = 0 if last_bytes is None else max(size - last_bytes, 0)
-        file.seek(start)
-        lines = file.read().split(b"\n")[:-1]
-    return [json.loads(line) for line in lines[start > 0 :]]
-
-
 def write_json_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
     """Put objects in a file's place, one a line."""
     write_durably(path, "".join(json.dumps(line) + "\n" for line in lines))
@@ -75,13 +60,23 @@ def write_json_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
 
 def keep_earlier(path: Path) -> None:
     """Rename a file or folder of an earlier run, if there is one, to NAME-DATE-TIME, by the time of its last change."""
-    if path.exists():
-        date = time.strftime("%Y%m%d-%H%M%S", time.localtime(path.stat().st_mtime))
+    if os.path.lexists(path):
+        date = time.strftime("%Y%m%d-%H%M%S", time.localtime(path.lstat().st_mtime))
         path.rename(path.with_stem(f"{path.stem}-{date}"))
+
+
+def files_named(folder: Path, name: str, *, ending: str) -> list[Path]:
+    """Return the files `NAME_NUMBER.ENDING` in a folder, in the order of their numbers."""
+    pattern = re.compile(rf"{name}_\d{{5,}}\.{ending}")
+    paths = folder.iterdir() if folder.is_dir() else ()
+    return sorted((path for path in paths if pattern.fullmatch(path.name)), key=number_of)
+
+
+def number_of(path: Path) -> int:
+    """Return the number of one of `files_named`."""
+    return int(path.stem.rpartition("_")[2])
 
 
 def recorded_steps(folder: Path) -> list[int]:
     """Return the steps in a folder of recorded rollouts, ascending."""
-    paths = folder.iterdir() if folder.is_dir() else ()
-    matches = (_ROWS_FILE.fullmatch(path.name) for path in paths)
-    return sorted(int(match[1]) for match in matches if match)
+    return [number_of(path) for path in files_named(folder, "step", ending="safetensors")]

@@ -115,7 +115,7 @@ def describe(error: BaseException) -> str:
 
 
 class Logger:
-    """Base of all loggers: each hook does nothing. Rank 0 calls them, in its main thread."""
+    """Base of all loggers: each hook does nothing. Rank 0 calls them, those of a tracker in a thread of its own."""
 
     def on_start(self, run: RunInfo) -> None:
         """Begin to log, before any other hook."""

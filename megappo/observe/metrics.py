@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy
 import torch
+from pydantic import TypeAdapter
 
 from megappo.moments import explained_variance, merged_moments, moments
 from megappo.observe.loggers import BUCKETS, Histogram
@@ -174,6 +175,9 @@ class Metric(NamedTuple):
         return REDUCTIONS[self.reduction].value(*self.part)
 
 
+_METRICS = TypeAdapter(dict[str, Metric])
+
+
 def on_host(several: Sequence[Mapping[str, OnDevice]]) -> list[dict[str, Metric]]:
     """Return the metrics as plain numbers, by one copy from the device."""
     parts = [one.part for metrics in several for one in metrics.values()]
@@ -185,8 +189,15 @@ def on_host(several: Sequence[Mapping[str, OnDevice]]) -> list[dict[str, Metric]
 
 
 def metrics_from_json(metrics: Mapping[str, tuple[Sequence[float], str]]) -> dict[str, Metric]:
-    """Return metrics that were written as JSON."""
-    return {name: Metric(tuple(part), reduction) for name, (part, reduction) in metrics.items()}
+    """Return metrics that were written as JSON.
+
+    Raises:
+        ValueError: they are of other types.
+    """
+    found = _METRICS.validate_python(metrics)
+    if unknown := {metric.reduction for metric in found.values()} - REDUCTIONS.keys():
+        raise ValueError(f"there is no reduction {unknown}")
+    return found
 
 
 def merge_metrics(several: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:

@@ -2,19 +2,31 @@
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megappo.config.config_error import ConfigError
+from pydantic import BaseModel, Field
+
+from megappo.config.text_files import json_lines
 from megappo.observe.files import keep_earlier, write_json_lines
-from megappo.observe.loggers import Logger, RunEnd, RunInfo, only_numbers
+from megappo.observe.loggers import Logger, RunInfo, only_numbers
+from megappo.runtime.durable_files import append
 
 METRICS_FILE = "metrics.jsonl"
+REMEDY = "delete the line, or start in a new trainer.output_dir"
+
+
+class StepMetrics(BaseModel, extra="allow", strict=True, allow_inf_nan=False):
+    """A line of metrics.jsonl: the step and its metrics, null where one is no number."""
+
+    __pydantic_extra__: dict[str, float | None]
+    step: int = Field(ge=0)
 
 
 class MetricsFile(Logger):
-    """Appends one line a step to metrics.jsonl, flushed at once."""
+    """Appends one line a step to metrics.jsonl, a whole one at a time."""
 
     def on_start(self, run: RunInfo) -> None:
         """Open the file. Drop what earlier runs logged for `resume_step` and later, so that no step stands twice; a run
@@ -29,42 +41,19 @@ class MetricsFile(Logger):
             keep_earlier(path)
         earlier = read_metrics(run.output_dir)
         write_json_lines(path, (metrics for metrics in earlier if metrics["step"] < run.resume_step))
-        self._file = path.open("a", encoding="utf-8")
+        self._path = path
 
     def on_step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Write one step. NaN and infinity, which JSON lacks, become null; histograms are left out."""
         finite = {name: value if math.isfinite(value) else None for name, value in only_numbers(metrics).items()}
-        self._file.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
-        self._file.flush()
-
-    def on_end(self, end: RunEnd) -> None:
-        """Close the file."""
-        self._file.close()
+        append(self._path, json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
 
 
 def read_metrics(output_dir: str | Path) -> list[dict[str, Any]]:
     """Return the steps logged so far, in file order; a last line cut short by a kill is left out.
 
     Raises:
-        ConfigError: a line that is not the last is not a JSON object with a `step`.
+        ConfigError: the file cannot be read, or a line is not a step's metrics.
     """
     path = Path(output_dir) / METRICS_FILE
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
-    steps = []
-    for number, line in enumerate(lines, start=1):
-        if (metrics := _parse_step(line)) is not None:
-            steps.append(metrics)
-        elif number < len(lines):
-            raise ConfigError(
-                f"{path}, line {number}: expected one step's metrics as a JSON object with 'step', found "
-                f"{line[:60]!r}; delete the line or start in a new trainer.output_dir"
-            )
-    return steps
-
-
-def _parse_step(line: str) -> dict[str, Any] | None:
-    try:
-        metrics = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return metrics if isinstance(metrics, dict) and isinstance(metrics.get("step"), int) else None
+    return json_lines(path, StepMetrics.model_validate, REMEDY) if os.path.lexists(path) else []

@@ -1,5 +1,6 @@
 """The training loop's output: rank 0's observer writes and prints, the other ranks' does nothing."""
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import cache
@@ -11,15 +12,19 @@ from typing import Any
 from megappo.observe.console import Console
 from megappo.observe.files import HF_ACTOR, HF_CRITIC, HF_REWARD_MODEL, REPORT_FILE, kept_file
 from megappo.observe.health import Examples, Health
-from megappo.observe.loggers import Logger, RunEnd, RunInfo, describe, make_tracker, replaces_steps
+from megappo.observe.loggers import Logger, RunEnd, RunInfo, make_tracker, replaces_steps
 from megappo.observe.metrics_file import MetricsFile, read_metrics
 from megappo.observe.report import Report
 from megappo.observe.run_file import RunFile, exported_model
 from megappo.observe.run_summary import summary
 from megappo.observe.samples import SampleFiles, read_samples
+from megappo.observe.tracker_thread import LATE, TrackerThread
 
 FAILED_CALLS = "loggers/failed_calls"
-"""Metric: calls of trackers that raised since the run started. Only a run with such a call has it."""
+"""Metric: calls of trackers that failed, or were late, since the run started. Only a run with such a call has it."""
+CALL_SECONDS = 120.0
+"""Time that a run waits for a call of its trackers, also for the last one. Weights & Biases gives up a start after 90.
+"""
 NUM_ROLLOUTS = 16
 """Kept rollouts of a step that trackers get."""
 
@@ -27,8 +32,8 @@ NUM_ROLLOUTS = 16
 class Observer(AbstractContextManager):
     """Passes what happens in a run to its loggers, and ends them when the run ends.
 
-    A failure of the core loggers (console, metrics.jsonl, run.json, samples) is raised. A tracker that fails, or the
-    report, is reported once and counted, and the run continues.
+    A failure of the core loggers (console, metrics.jsonl, run.json, samples) is raised. A tracker that
+    fails, or the report, is reported once and counted, and one that hangs is left out; the run continues.
     """
 
     def __init__(self, run: RunInfo, trackers: Mapping[str, Logger] | None = None) -> None:
@@ -42,13 +47,14 @@ class Observer(AbstractContextManager):
         self._run = run
         self._console = Console()
         self._core: list[Logger] = [self._console, MetricsFile(), SampleFiles(), RunFile()]
-        self._trackers = {"report": Report(), **(trackers or {})}
+        loggers = {"report": Report(), **(trackers or {})}
+        self._trackers = {name: TrackerThread(name, logger) for name, logger in loggers.items()}
         self._failed_calls: dict[str, int] = {}
         self._has_ended = False
         self._call(lambda logger: logger.on_start(run))
         self._health = Health(run.config, read_metrics(run.output_dir))
         for name in self._failed_calls:
-            del self._trackers[name]  # without a start there is nothing to log to
+            self._trackers.pop(name, None)  # without a start there is nothing to log to
 
     def _call(self, hook: Callable[[Logger], None], step: int | None = None) -> None:
         """Call a hook of all loggers; one that logs a step, only of trackers that have not logged it already."""
@@ -58,15 +64,18 @@ class Observer(AbstractContextManager):
 
     def _call_trackers(self, hook: Callable[[Logger], None], step: int | None) -> None:
         has_logged = step is not None and step <= self._run.logged_step
-        for name, tracker in self._trackers.items():
-            if has_logged and not replaces_steps(name):
+        called = [name for name in self._trackers if not has_logged or replaces_steps(name)]
+        for name in called:
+            self._trackers[name].begin(hook)
+        deadline = time.monotonic() + CALL_SECONDS
+        for name in called:
+            if not (fault := self._trackers[name].fault(deadline)):
                 continue
-            try:
-                hook(tracker)
-            except (Exception, SystemExit) as error:
-                self._failed_calls[name] = self._failed_calls.get(name, 0) + 1
-                if self._failed_calls[name] == 1:
-                    self.message(f"WARNING: the logger {name} failed, and the run continues: {describe(error)}")
+            self._failed_calls[name] = self._failed_calls.get(name, 0) + 1
+            if fault == LATE:
+                del self._trackers[name]
+            if fault == LATE or self._failed_calls[name] == 1:
+                self.message(f"WARNING: the logger {name} failed, and the run continues: {fault}")
 
     @property
     def stop_reason(self) -> str:

@@ -15,7 +15,7 @@ from megappo.config.loading import leaves, read_values
 from megappo.observe.files import CONFIG_FILE
 from megappo.observe.health import RULES, held_steps
 from megappo.observe.report_samples import report_samples
-from megappo.observe.run_file import read_run
+from megappo.observe.run_file import RunFacts, read_run
 from megappo.observe.timeline import Timeline, read_timeline
 
 LONGEST_CURVE = 1002
@@ -31,11 +31,6 @@ EXCHANGES = ("scatter", "gather", "advantages", "scatter_fields", "gather_metric
 """Phases in which all ranks exchange rows or numbers: those that arrive early wait in them for the last."""
 OF_A_RUN = ("trainer.seed", "trainer.output_dir")
 """Keys by which runs that are alike may differ."""
-FACTS: dict[str, Any] = {
-    **{"status": "", "message": "", "run_id": "", "commit": "", "total_steps": 0},
-    **{"hardware": {}, "placement": {}, "planned_gib": {}},
-}
-"""Content of run.json that is shown, and what stands for it where a run has none."""
 
 
 def run_data(name: str, folder: Path, steps: Sequence[Mapping[str, Any]], most_characters: int) -> dict[str, Any]:
@@ -48,9 +43,9 @@ def run_data(name: str, folder: Path, steps: Sequence[Mapping[str, Any]], most_c
     Raises:
         ConfigError: config.yaml is damaged.
     """
-    facts, changed = FACTS | read_run(folder), differences(folder)
+    facts, changed = read_run(folder), differences(folder)
     return {
-        **{fact: facts[fact] for fact in FACTS},
+        **{fact: facts[fact] for fact in RunFacts.model_fields},
         "name": name,
         "alike": show([row for row in changed if row[0] not in OF_A_RUN]) if changed else name,
         "seconds": math.fsum(metrics.get("timing_s/step") or 0.0 for metrics in steps),

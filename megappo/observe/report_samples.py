@@ -5,10 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
-
-from megappo.observe.files import json_lines
-from megappo.observe.samples import mark_passed, sample_files, step_of
+from megappo.observe.files import number_of
+from megappo.observe.kept_table import read_kept
+from megappo.observe.samples import mark_passed, read_samples, sample_files
 
 ROWS_PER_STEP = 24
 LONGEST_TEXT = 8_000
@@ -23,7 +22,7 @@ NUMBERS = ("old_log_probs", "rollout_log_probs", "staleness", "ref_log_probs", "
 def report_samples(folder: Path, most_characters: int) -> list[dict[str, Any]]:
     """Return responses of as many steps as fit into a page: of the last step, the first, then the others from the last
     one back."""
-    files = sorted([*sample_files(folder), *sample_files(folder, "parquet")], key=step_of)
+    files = sorted([*sample_files(folder), *sample_files(folder, "parquet")], key=number_of)
     shown: list[dict[str, Any]] = []
     remaining = most_characters
     for path in dict.fromkeys([*files[-1:], *files[:1], *reversed(files)]):
@@ -40,13 +39,13 @@ def report_samples(folder: Path, most_characters: int) -> list[dict[str, Any]]:
 
 def _held_out(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the responses of an evaluation."""
-    for sample in json_lines(path):
+    for sample in read_samples(path):
         yield {name: _shortened(value) for name, value in sample.items()}
 
 
 def _kept(path: Path) -> Iterator[dict[str, Any]]:
     """Yield kept rollouts of a step: those with the lowest scores, and the first ones."""
-    table = pq.read_table(path)
+    table = read_kept(path)
     scores = table["score"].to_pylist()
     lowest = sorted(range(len(scores)), key=lambda row: scores[row])[: ROWS_PER_STEP // 3]
     first = [row for row in range(len(scores)) if row not in lowest][: ROWS_PER_STEP - len(lowest)]

@@ -1,13 +1,17 @@
 """run.json: facts about a run, and how it ended."""
 
 import json
+import os
 import subprocess
 import uuid
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megappo.config.loading import read_values
+from pydantic import BaseModel
+
+from megappo.config.loading import leaves, read_values
+from megappo.config.text_files import read_record
 from megappo.observe.files import CONFIG_FILE, HF_ACTOR, HF_CRITIC, HF_REWARD_MODEL
 from megappo.observe.loggers import Logger, RunEnd, RunInfo
 from megappo.observe.metrics_file import read_metrics
@@ -16,6 +20,20 @@ from megappo.runtime.durable_files import write_durably
 RUN_FILE = "run.json"
 RUNNING = "running"
 """The status of a run that has not ended; a kill leaves it, too."""
+
+
+class RunFacts(BaseModel, extra="allow", strict=True, allow_inf_nan=False):
+    """Content of run.json that is read again, and what stands for it where a run has none."""
+
+    status: str = ""
+    message: str = ""
+    run_id: str = ""
+    commit: str = ""
+    total_steps: int = 0
+    logged_step: int = -1
+    hardware: dict[str, str] = {}
+    placement: dict[str, str] = {}
+    planned_gib: dict[str, float] = {}
 
 
 class RunFile(Logger):
@@ -42,17 +60,19 @@ def _write(output_dir: Path, facts: dict[str, Any]) -> None:
 
 
 def read_run(output_dir: str | Path) -> dict[str, Any]:
-    """Return the content of run.json; {} if the folder has none, or a damaged one."""
-    try:
-        facts = json.loads(Path(output_dir, RUN_FILE).read_text("utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return facts if isinstance(facts, dict) else {}
+    """Return the content of run.json, or what stands for it.
+
+    Raises:
+        ConfigError: it cannot be read, or is not what a run writes.
+    """
+    path = Path(output_dir, RUN_FILE)
+    facts = read_record(path, RunFacts.model_validate, "remove the file") if os.path.lexists(path) else {}
+    return RunFacts(**facts).model_dump()
 
 
 def has_finished(output_dir: str | Path) -> bool:
     """Return whether the last run in a folder has done everything: its steps, its export and its last evaluation."""
-    return read_run(output_dir).get("status") == "finished"
+    return read_run(output_dir)["status"] == "finished"
 
 
 def exported_model(folder: Path) -> Path | None:
@@ -61,16 +81,15 @@ def exported_model(folder: Path) -> Path | None:
     None without any. A run that resumes without trainer.export_hf leaves an older one as it is.
     """
     config = folder / CONFIG_FILE
-    values = read_values(config) if config.is_file() else {}
-    trainer = values.get("trainer") or {}
-    name = HF_ACTOR if "actor" in trainer.get("train", ["actor"]) else HF_CRITIC
-    model = folder / (HF_REWARD_MODEL if trainer.get("kind") == "reward_model" else name)
-    return model if model.is_dir() and trainer.get("export_hf", True) else None
+    values = dict(leaves(read_values(config))) if os.path.lexists(config) else {}
+    name = HF_ACTOR if "actor" in str(values.get("trainer.train", "actor")) else HF_CRITIC
+    model = folder / (HF_REWARD_MODEL if values.get("trainer.kind") == "reward_model" else name)
+    return model if model.is_dir() and values.get("trainer.export_hf", True) else None
 
 
 def run_id_of(output_dir: str | Path, resume_step: int) -> str:
     """Return the id of the run that resumes at a step, or a new one for a run from the beginning."""
-    earlier = read_run(output_dir).get("run_id") if resume_step else None
+    earlier = read_run(output_dir)["run_id"] if resume_step else None
     return str(earlier or uuid.uuid4().hex[:8])
 
 
@@ -79,7 +98,7 @@ def logged_step_of(output_dir: str | Path, resume_step: int) -> int:
     if not resume_step:
         return -1
     steps = [metrics["step"] for metrics in read_metrics(output_dir)]
-    return max(read_run(output_dir).get("logged_step", -1), *steps, -1)
+    return max(read_run(output_dir)["logged_step"], *steps, -1)
 
 
 def git_commit(folder: Path) -> str:

@@ -5,10 +5,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, Field
+
 from megappo.config.config_error import printable
 from megappo.config.loading import leaves, read_values
-from megappo.observe.files import CONFIG_FILE, ROLLOUTS_FOLDER, json_lines
+from megappo.config.text_files import json_lines
+from megappo.observe.files import CONFIG_FILE, ROLLOUTS_FOLDER, files_named, number_of
 from megappo.observe.loggers import Logger, RunInfo
+from megappo.runtime.durable_files import append
+from megappo.table import resolved
 
 TRAINING = "training"
 """The data set of kept rollouts, as held-out data sets have their names."""
@@ -19,6 +24,16 @@ VERDICTS = {-1.0, 0.0, 1.0}
 FACTS = {"label": "label {}", "score": "score {:.4g}"}
 """Fields that are printed after prompt and response, and how."""
 LINE_CHARACTERS = 120
+REMEDY = "remove the file"
+
+
+class StoredSample(BaseModel, strict=True, allow_inf_nan=False):
+    """Types of a sample's fields in a file of JSON lines."""
+
+    step: int = Field(ge=0)
+    dataset: str = ""
+    score: float = 0.0
+    passed: bool | None = None
 
 
 class SampleFiles(Logger):
@@ -32,32 +47,32 @@ class SampleFiles(Logger):
     def on_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Append the samples, one JSON object a line, to `rollouts/step_XXXXXXXX.jsonl`."""
         path = self._output_dir / ROLLOUTS_FOLDER / f"step_{step:08d}.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
-            for sample in samples:
-                file.write(json.dumps({"step": step, **sample}, ensure_ascii=False) + "\n")
+        lines = (json.dumps({"step": step, **sample}, ensure_ascii=False) + "\n" for sample in samples)
+        append(path, "".join(lines))
 
 
 def drop_samples(output_dir: str | Path, resume_step: int, ending: str = "jsonl") -> None:
     """Remove what an earlier run sampled at `resume_step` and later, so that no step stands twice."""
     for path in sample_files(output_dir, ending):
-        if step_of(path) >= resume_step:
+        if number_of(path) >= resume_step:
             path.unlink()
 
 
 def sample_files(output_dir: str | Path, ending: str = "jsonl") -> list[Path]:
     """Return the files of a run's samples, jsonl, or of its kept rollouts, parquet; a file a step, in their order."""
-    return sorted((Path(output_dir) / ROLLOUTS_FOLDER).glob(f"step_[0-9]*.{ending}"))
+    return files_named(Path(output_dir, ROLLOUTS_FOLDER), "step", ending=ending)
 
 
 def read_samples(path: Path) -> list[dict[str, Any]]:
-    """Return the samples of one of `sample_files`; of kept rollouts without the numbers of their tokens."""
-    if path.suffix == ".jsonl":
-        return json_lines(path)
-    from pyarrow import parquet  # not above: a command refuses a wrong argument at once
+    """Return the samples of one of `sample_files`; of kept rollouts without the numbers of their tokens.
 
-    with parquet.ParquetFile(path) as file:  # which leaves out columns that an older file lacks
-        rows = file.read(COLUMNS).to_pylist(maps_as_pydicts="strict")
+    Raises:
+        ConfigError: the file cannot be read, or is not what a run writes.
+    """
+    if path.suffix == ".jsonl":
+        return json_lines(path, StoredSample.model_validate, REMEDY)
+    read_kept = resolved("megappo.observe.kept_table:read_kept")  # a command refuses a wrong argument at once
+    rows = read_kept(path, COLUMNS).to_pylist(maps_as_pydicts="strict")
     return [row | {"dataset": row["dataset"] or TRAINING} for row in rows]
 
 
@@ -72,11 +87,6 @@ def mark_passed(samples: Sequence[dict[str, Any]], folder: Path) -> None:
     for sample in samples:
         if sample.get("dataset") in graded:
             sample["passed"] = None
-
-
-def step_of(path: Path) -> int:
-    """Return the step of one of `sample_files`."""
-    return int(path.stem.removeprefix("step_"))
 
 
 def format_samples(samples: Sequence[Mapping[str, Any]]) -> str:

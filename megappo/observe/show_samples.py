@@ -1,20 +1,23 @@
 """Show a run's responses: those to held-out prompts, and the training rollouts that it kept."""
 
 import argparse
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megappo.errors import escaped
-from megappo.observe.files import ROLLOUTS_FOLDER, no_run
-from megappo.observe.samples import TRAINING, mark_passed, read_samples, sample_files, step_of
+from megappo.observe.files import ROLLOUTS_FOLDER, no_run, number_of
+from megappo.observe.samples import TRAINING, mark_passed, read_samples, sample_files
 
 NO_RESPONSE = """no response is like that
 (where scores are more than right or wrong, none passes, and none does not: use --order)"""
 TEXTS = ("prompt", "response", "label")
 NAME_CHARACTERS = 9
 """Least width of the column with the names of texts."""
+ABSENT = {"dataset": "", "score": math.nan, "passed": None, **dict.fromkeys(TEXTS)}
+"""Fields of a sample that are shown, as one without them has them."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,14 +34,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--num", type=int, default=10, help="responses to show at most (default: 10)")
     args = parser.parse_args(arguments)
     files = [*sample_files(args.run), *sample_files(args.run, "parquet")]
-    steps = sorted({step_of(path) for path in files})
+    steps = sorted({number_of(path) for path in files})
     if not steps:
         is_run = (args.run / ROLLOUTS_FOLDER).is_dir()
         parser.error(f"{args.run} has no responses yet" if is_run else no_run(args.run, ROLLOUTS_FOLDER))
     step = steps[-1] if args.step is None else args.step
     if step not in steps:
         parser.error(f"{args.run} has no responses of step {step}, but of {', '.join(map(str, steps))}")
-    every = [sample for path in files if step_of(path) == step for sample in read_samples(path)]
+    every = [ABSENT | sample for path in files if number_of(path) == step for sample in read_samples(path)]
     mark_passed(every, args.run)
     names = sorted({sample["dataset"] for sample in every})
     if args.dataset not in (None, *names):

@@ -6,13 +6,19 @@ start in seconds since 1970 by the clock of the rank's node, and its seconds.
 
 import argparse
 import json
+import math
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from megappo.observe.files import json_lines, no_run, write_json_lines
+from pydantic import BaseModel, Field
+
+from megappo.config.config_error import ConfigError
+from megappo.config.text_files import json_lines
+from megappo.observe.files import files_named, no_run, number_of, write_json_lines
+from megappo.runtime.durable_files import append
 
 TIMELINE_FOLDER = "timeline"
 TRACE_FILE = "timeline.json"
@@ -30,6 +36,13 @@ class Interval(NamedTuple):
     seconds: float
 
 
+class StepPhases(BaseModel, strict=True, allow_inf_nan=False):
+    """A line of a rank's file."""
+
+    step: int = Field(ge=0)
+    phases: list[Annotated[tuple[str, float, float], Field(strict=False)]]
+
+
 Timeline = dict[int, dict[int, list[Interval]]]
 """Step -> rank -> its phases, in the order of their ends."""
 
@@ -40,19 +53,24 @@ def append_phases(output_dir: str | Path, rank: int, step: int, intervals: Seque
     A checkpoint written after a step counts in the next one, as in `timing_s/save`.
     """
     path = Path(output_dir, TIMELINE_FOLDER, f"rank_{rank:05d}.jsonl")
-    path.parent.mkdir(parents=True, exist_ok=True)
     phases = [[name, round(start, 6), round(seconds, 6)] for name, start, seconds in intervals]
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"step": step, "phases": phases}) + "\n")
+    append(path, json.dumps({"step": step, "phases": phases}) + "\n")
 
 
 def drop_phases(output_dir: str | Path, resume_step: int) -> None:
-    """Remove what an earlier run, of any number of ranks, left of `resume_step` and later."""
+    """Remove what an earlier run, of any number of ranks, left of `resume_step` and later. A damaged file is renamed,
+    with a warning: nothing but the timeline needs it."""
     for path in _rank_files(output_dir):
-        write_json_lines(path, (line for line in json_lines(path) if line["step"] < resume_step))
+        try:
+            earlier = json_lines(path, StepPhases.model_validate, f"it is now {path.name}.damaged")
+        except ConfigError as error:
+            print(f"WARNING: the timeline begins again: {error}", flush=True)
+            path.rename(path.with_name(f"{path.name}.damaged"))
+            continue
+        write_json_lines(path, (line for line in earlier if line["step"] < resume_step))
 
 
-def read_timeline(output_dir: str | Path, most_ranks: int = sys.maxsize, last_bytes: int | None = None) -> Timeline:
+def read_timeline(output_dir: str | Path, most_ranks: int = sys.maxsize, last_bytes: float = math.inf) -> Timeline:
     """Return the phases of all ranks, without a last line of a rank that a kill cut short; {} without any.
 
     Args:
@@ -63,14 +81,13 @@ def read_timeline(output_dir: str | Path, most_ranks: int = sys.maxsize, last_by
     files = _rank_files(output_dir)
     stride = -(-len(files) // most_ranks) or 1
     for path in files[::stride]:
-        rank = int(path.stem.removeprefix("rank_"))
-        for line in json_lines(path, last_bytes):
-            timeline[line["step"]][rank] = [Interval(*phase) for phase in line["phases"]]
+        for line in json_lines(path, StepPhases.model_validate, "remove the file", last_bytes):
+            timeline[line["step"]][number_of(path)] = [Interval(*phase) for phase in line["phases"]]
     return dict(sorted(timeline.items()))
 
 
 def _rank_files(output_dir: str | Path) -> list[Path]:
-    return sorted(Path(output_dir, TIMELINE_FOLDER).glob("rank_*.jsonl"))
+    return files_named(Path(output_dir, TIMELINE_FOLDER), "rank", ending="jsonl")
 
 
 def trace_events(timeline: Timeline) -> Iterator[dict[str, Any]]:

@@ -15,7 +15,7 @@ from megappo.observe.loggers import RunEnd
 from megappo.observe.metrics_file import read_metrics
 from megappo.observe.report import write_report
 from megappo.observe.run_file import RUN_FILE, RUNNING, read_run, write_end
-from megappo.preflight.output_folder import in_use
+from megappo.preflight.folder_lock import in_use
 
 
 class Ending(NamedTuple):
@@ -42,15 +42,14 @@ def ending_of(arguments: Sequence[str], started: float) -> Ending | None:
     """
     try:
         folder = _run_folder(arguments)
-        steps = [] if folder is None else read_metrics(folder)
+        if folder is None:
+            return None
+        steps, run = read_metrics(folder), read_run(folder)
     except ConfigError:
-        return None
-    if folder is None:
         return None
     num_done = steps[-1]["step"] if steps else 0
     checkpoints = checkpoints_in(folder / CHECKPOINTS)
-    run = read_run(folder)
-    reason = run["message"] if run.get("status") == "interrupted" else ""
+    reason = run["message"] if run["status"] == "interrupted" else ""
     has_trained = _has_begun(folder, started) and bool(num_done or checkpoints)
     return Ending(_account(checkpoints, num_done), reason, has_trained)
 
@@ -66,7 +65,7 @@ def end_abandoned_run(arguments: Sequence[str], started: float, code: int) -> No
         folder = _run_folder(arguments)
         if folder is None or not _has_begun(folder, started):
             return
-        if read_run(folder).get("status") == RUNNING and not in_use(folder):
+        if read_run(folder)["status"] == RUNNING and not in_use(folder):
             write_end(folder, _end(code))
             write_report(folder)
     except Exception as error:  # the run has ended for a reason of its own, which must stay its exit code

@@ -6,7 +6,7 @@ from pathlib import Path
 from megappo.architecture.model_folder import INDEX, read_weight_map
 from megappo.config.hub import HUB_ID, cached_id
 from megappo.config.schema import Config
-from megappo.config.sources import TextFileError
+from megappo.config.text_files import TextFileError
 
 WANTED = ("*.json", "*.jinja", "*.txt", "*.model", "model*.safetensors", "adapter_model.safetensors")
 """Files that a run reads or exports; weights in other formats are left out."""

@@ -1,14 +1,10 @@
-"""Check what a run finds in its output folder, by names and state.json alone, and keep other runs out of it. Without
-torch, for the dry run."""
+"""Check what a run finds in its output folder, by names and state.json alone. Without torch, for the dry run."""
 
-import fcntl
-import json
 import os
-import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+
+from pydantic import BaseModel
 
 from megappo.checkpoint.checksums import refuse_altered
 from megappo.checkpoint.folders import (
@@ -24,12 +20,16 @@ from megappo.checkpoint.folders import (
 )
 from megappo.config.config_error import ConfigError, looked_in
 from megappo.config.schema import Config
+from megappo.config.text_files import read_record
 from megappo.observe.files import CHECKPOINTS, EVALUATION_FILE, EVALUATIONS, recorded_steps
 from megappo.observe.run_file import exported_model, has_finished
 from megappo.placement.components import models_in_words
 
-LOCK = ".lock"
-"""Name of a file that the run of a folder has locked: the kernel releases it however the run ends."""
+
+class EvaluationFacts(BaseModel):
+    """What evaluation.json names."""
+
+    weights: str
 
 
 def resume_errors(config: Config) -> list[str]:
@@ -98,11 +98,14 @@ def _other_evaluation(config: Config) -> Iterator[str]:
     own = evaluation_of(config)
     weights = Path(own.trainer.eval_checkpoint or own.initial_weights)
     file = Path(own.trainer.output_dir, EVALUATION_FILE)
-    try:
-        recorded = Path(json.loads(file.read_text())["weights"]) if file.exists() else weights
-    except (ValueError, KeyError, TypeError):
-        yield f"trainer.output_dir: {file} is not what an evaluation writes: remove it, or choose another one"
-        return
+    recorded = weights
+    if os.path.lexists(file):
+        try:
+            content = read_record(file, EvaluationFacts.model_validate, "remove it, or choose another folder")
+        except ConfigError as error:
+            yield f"trainer.output_dir: {error}"
+            return
+        recorded = Path(content["weights"])
     if recorded.exists() and recorded.resolve() != weights.resolve():  # a run's folder may have been moved since
         yield (
             f"trainer.output_dir: {file} is of {recorded}, and would be overwritten with that of {weights}: choose "
@@ -189,55 +192,3 @@ def _choice(config: Config) -> tuple[Path | None, list[str]]:
     if checkpoints:
         raise CheckpointError("; ".join(faults))
     return None, faults
-
-
-def lock(output_dir: Path) -> IO[str]:
-    """Lock a run's folder, made if need be, for as long as this process lives and the file returned is open.
-
-    Raises:
-        ConfigError: another run has locked it, or nothing can be written or locked there.
-    """
-    try:
-        output_dir.mkdir(parents=True, exist_ok=True)
-        file = (output_dir / LOCK).open("a+", encoding="utf-8")
-        if not _locked(file, fcntl.LOCK_EX):
-            raise ConfigError(_busy(output_dir, file))
-        file.truncate(0)
-        file.write(f"{socket.gethostname()}, pid {os.getpid()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
-        file.flush()
-    except OSError as error:
-        raise ConfigError(_refusal(output_dir, error)) from error
-    return file
-
-
-def in_use(output_dir: Path) -> str:
-    """Return an error if a run has a folder, else ""."""
-    try:
-        with (output_dir / LOCK).open(encoding="utf-8", errors="replace") as file:
-            return "" if _locked(file, fcntl.LOCK_SH) else _busy(output_dir, file)
-    except FileNotFoundError:
-        return ""
-    except OSError as error:
-        return _refusal(output_dir, error)
-
-
-def _busy(output_dir: Path, file: IO[str]) -> str:
-    file.seek(0)
-    line = file.readline(200).strip()
-    holder = line if line.isprintable() else "unknown"
-    return f"trainer.output_dir: {output_dir} is in use by a run ({holder}): wait for its end, or choose another folder"
-
-
-def _locked(file: IO[str], kind: int) -> bool:
-    try:
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _refusal(output_dir: Path, error: OSError) -> str:
-    return (
-        f"trainer.output_dir: cannot write and lock a file in {output_dir} ({error.strerror}): name a folder where "
-        "both are possible, since two runs must not write into one"
-    )

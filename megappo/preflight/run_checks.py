@@ -41,7 +41,8 @@ from megappo.config.hub import HUB_ID
 from megappo.config.schema import Config
 from megappo.config.score_checks import step_scores_errors
 from megappo.config.sections import OTHER_KIND, ending
-from megappo.config.sources import MissingFileError, TextFileError
+from megappo.config.text_files import MissingFileError, TextFileError
+from megappo.observe.files import HF_ACTOR, HF_CRITIC, HF_REWARD_MODEL
 from megappo.observe.loggers import logger_errors
 from megappo.placement.components import REWARD_MODEL_KEY, ComponentSpec, Setting, components_of
 from megappo.placement.run_plan import RunPlan, plan_run
@@ -363,6 +364,9 @@ def _output_folder(key: str, path: Path) -> Iterator[str]:
     if not there.is_dir():
         yield f"{key}: {there} is a file: name a folder"
         return
+    for name in (HF_ACTOR, HF_CRITIC, HF_REWARD_MODEL):
+        if (path / name).is_file():
+            yield f"{key}: {path / name} is a file, but the trained model will be a folder there: remove it"
     try:
         with tempfile.TemporaryFile(dir=there):  # without a name, and gone at once
             for name in path.parts:

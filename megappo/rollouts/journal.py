@@ -12,22 +12,31 @@ done after the checkpoint.
 """
 
 import json
+import os
+import re
 from base64 import b64decode, b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import index
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megappo.config.config_error import counted
+from pydantic import TypeAdapter
+
+from megappo.config.config_error import ConfigError, counted
+from megappo.config.text_files import json_lines
 from megappo.data.prompts import Prompt
 from megappo.engines.generations import Generation
-from megappo.observe.files import json_lines, write_json_lines
+from megappo.observe.files import write_json_lines
 from megappo.observe.metrics import Metric, metrics_from_json
 from megappo.rollouts.fingerprint import PROMPTS, changed_settings, prompt_digest
-from megappo.rollouts.sample_rows import Sample, Segment
+from megappo.rollouts.sample_rows import Sample
+from megappo.runtime.durable_files import append
 from megappo.userland.grades import Grade
 
 JOURNAL_FOLDER, CHOICES_FILE = "ahead", "choices.jsonl"
+REMEDY = "remove the file: its responses are sampled again"
+_ENGINE_FILE = re.compile(r"engine_(\d+)_version_(\d+)\.jsonl")
 
 
 class GroupFacts(NamedTuple):
@@ -98,6 +107,10 @@ class Choice(NamedTuple):
     num_draws: int
 
 
+_SAMPLE, _GENERATION = TypeAdapter(Sample), TypeAdapter(Generation)
+_GRADES, _CHOICE = TypeAdapter(list[Grade]), TypeAdapter(Choice)
+
+
 class Journal:
     """Journal of one rank's engine, which takes over files of an earlier process that may have had more engines.
 
@@ -128,31 +141,34 @@ class Journal:
         self._append(group, grades=grades, failures=group.failures, is_equal=group.is_equal)
 
     def _append(self, group: Group, **facts: Any) -> None:
-        self._folder.mkdir(exist_ok=True)
         path = self._folder / f"engine_{self._number}_version_{group.version:08d}.jsonl"
-        with path.open("a", encoding="utf-8") as file:
-            if file.tell() == 0:
-                file.write(json.dumps(self._settings) + "\n")
-            line = {"position": group.position, "prompt": group.prompt, **facts}
-            file.write(json.dumps(line, default=_plain) + "\n")
+        if not path.exists():
+            append(path, json.dumps(self._settings) + "\n")
+        line = {"position": group.position, "prompt": group.prompt, **facts}
+        append(path, json.dumps(line, default=_plain) + "\n")
 
     def read(self) -> dict[tuple[int, str], Group]:
         """Return the groups of an earlier process, by position and `prompt_digest`; delete those of other settings.
 
         Raises:
-            OSError, ValueError: a file cannot be read.
+            ConfigError: a file cannot be read, or is not what a run writes.
         """
         groups: dict[tuple[int, str], Group] = {}
         for version, path in self._files():
-            settings, *lines = json_lines(path) or [{}]
-            if changed := changed_settings(settings, self._settings):
+            lines = json_lines(path, bool, REMEDY)
+            if changed := changed_settings(lines[0] if lines else {}, self._settings):
                 print(f"{path} is deleted: its responses have other settings: {', '.join(changed)}", flush=True)
                 path.unlink()
                 continue
-            write_json_lines(path, [settings, *lines])  # without a line that a kill cut short
-            for line in lines:
-                key = position, prompt = line["position"], line["prompt"]
-                _add(groups.setdefault(key, Group(position, version, prompt)), line)
+            write_json_lines(path, lines)  # without a line that a kill cut short
+            for number, line in enumerate(lines[1:], start=2):
+                try:
+                    key = position, prompt = index(line["position"]), str(line["prompt"])
+                    _add(groups.setdefault(key, Group(position, version, prompt)), line)
+                except (ValueError, TypeError, KeyError) as error:
+                    raise ConfigError(
+                        f"{path}, line {number}, is not what a run writes: {error!r}; {REMEDY}"
+                    ) from error
         return groups
 
     def forget(self, oldest: int) -> None:
@@ -163,25 +179,23 @@ class Journal:
 
     def write_choice(self, choice: Choice) -> None:
         """Append the choice of a step."""
-        self._folder.mkdir(exist_ok=True)
-        with (self._folder / CHOICES_FILE).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(choice._asdict()) + "\n")
+        append(self._folder / CHOICES_FILE, json.dumps(choice._asdict()) + "\n")
 
     def forget_choices(self, last: int) -> dict[int, Choice]:
         """Delete the choices of steps up to this one; return the others, by step."""
         path = self._folder / CHOICES_FILE
-        if not path.exists():
+        if not os.path.lexists(path):
             return {}
-        lines = [line for line in json_lines(path) if line["step"] > last]
+        lines = [line for line in json_lines(path, _CHOICE.validate_python, "remove the file") if line["step"] > last]
         write_json_lines(path, lines)  # without a line that a kill cut short
         return {line["step"]: Choice(**line) for line in lines}
 
     def _files(self) -> Iterator[tuple[int, Path]]:
         """Yield version and path of each file of this engine."""
         for path in sorted(self._folder.glob("engine_*_version_*.jsonl")):
-            _, number, _, version = path.stem.split("_")
-            if self._number is not None and int(number) % self._num_engines == self._number:
-                yield int(version), path
+            found = _ENGINE_FILE.fullmatch(path.name)
+            if found and self._number is not None and int(found[1]) % self._num_engines == self._number:
+                yield int(found[2]), path
 
 
 def unchanged(groups: Sequence[Group], prompts: Sequence[Prompt]) -> dict[int, Group]:
@@ -196,18 +210,18 @@ def unchanged(groups: Sequence[Group], prompts: Sequence[Prompt]) -> dict[int, G
 def _add(group: Group, line: Mapping[str, Any]) -> None:
     """Add what a line of the journal holds."""
     if "sample" in line:
-        group.samples.append(_sample(**line["sample"]))
+        segments = list(map(_with_bytes, line["sample"]["segments"]))
+        sample = _SAMPLE.validate_python({**line["sample"], "segments": segments})
+        if any(len(one.tokens) != len(one.log_probs) for one in sample.segments):
+            raise ValueError("not every token has a log-prob")
+        group.samples.append(sample)
     elif "written" in line:
-        group.written[line["sample_index"]] = Generation(**_with_bytes(line["written"]))
+        group.written[index(line["sample_index"])] = _GENERATION.validate_python(_with_bytes(line["written"]))
     else:
-        for sample, grade in zip(group.samples, line["grades"], strict=True):
-            sample.grade = Grade(*grade)
+        for sample, grade in zip(group.samples, _GRADES.validate_python(line["grades"]), strict=True):
+            sample.grade = grade
         group.failures = metrics_from_json(line["failures"])
-        group.is_equal, group.is_finished = line["is_equal"], True
-
-
-def _sample(*, segments: Sequence[Mapping[str, Any]], **fields: Any) -> Sample:
-    return Sample(segments=[Segment(**_with_bytes(one)) for one in segments], **fields)
+        group.is_equal, group.is_finished = bool(line["is_equal"]), True
 
 
 def _plain(value: Any) -> Any:

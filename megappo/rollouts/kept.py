@@ -11,6 +11,7 @@ from megappo.batch.exchange import Batch
 from megappo.batch.rows import Rows
 from megappo.data.tokenizer import token_texts
 from megappo.observe.files import kept_file
+from megappo.observe.kept_table import PER_TOKEN, SCHEMA
 from megappo.rollouts.group_selection import StepResponses
 from megappo.rollouts.rollouts import Rollouts
 from megappo.rollouts.sample_rows import shown_facts
@@ -18,24 +19,6 @@ from megappo.runtime.durable_files import put_whole
 
 KEPT_ROWS = 64
 """Rows of a step that are kept at most: those of the first prompts that it drew."""
-PER_TOKEN = ("rollout_log_probs", "staleness", "old_log_probs", "ref_log_probs", "values", "advantages", "returns")
-"""Fields with a number per response token that are kept, where the run has them."""
-TURN = {"turn": pyarrow.int64(), "text": pyarrow.string(), "reward": pyarrow.float64()}
-SCHEMA = pyarrow.schema(
-    {
-        "step": pyarrow.int64(),
-        **dict.fromkeys(("dataset", "prompt", "response", "label"), pyarrow.string()),
-        "score": pyarrow.float64(),
-        "turns": pyarrow.list_(pyarrow.struct(TURN)),
-        "parts": pyarrow.map_(pyarrow.string(), pyarrow.float64()),
-        "passed": pyarrow.bool_(),
-        "finish_reason": pyarrow.string(),
-        "tokens": pyarrow.list_(pyarrow.int64()),
-        "texts": pyarrow.list_(pyarrow.string()),
-        "response_mask": pyarrow.list_(pyarrow.int8()),
-        **dict.fromkeys(PER_TOKEN, pyarrow.list_(pyarrow.float32())),
-    }
-)
 Facts = dict[tuple[int, int], dict[str, Any]]
 """(prompt_index, sample_index) -> what people are shown of it beside texts and score."""
 

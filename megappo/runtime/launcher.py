@@ -14,6 +14,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
+import psutil
 from torch.distributed import DistError, Store
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -61,6 +62,7 @@ class Agent(LocalElasticAgent):
         super().__init__(*args, **kwargs)
         self._nodes: Nodes | None = None
         self._ended: dict[int, int] = {}  # exit codes of local ranks that ended before any was stopped
+        self._paused: set[int] = set()  # local ranks that SIGSTOP has stopped
         self._stopped_by = ""  # the signal by which the ranks were stopped
         self._first_saved = math.inf  # when the first rank had
         os.environ[LAUNCHER] = str(os.getpid())
@@ -117,6 +119,7 @@ class Agent(LocalElasticAgent):
         super()._restart_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._warn_of_stopped()
         by_rank = self._codes()
         codes = set(by_rank.values())
         if EXIT_AGAIN in codes and codes <= {0, EXIT_AGAIN, None}:
@@ -138,6 +141,18 @@ class Agent(LocalElasticAgent):
         else:  # rank 0 shows nothing any more, and torchrun takes up to two seconds where the machine has other work
             STATUS.start("end of the launcher", writes_heartbeats=False)
         return super()._monitor_workers(worker_group)
+
+    def _warn_of_stopped(self) -> None:
+        """Warn of each rank that SIGSTOP has stopped: if all are, no watchdog of a rank can."""
+        running = {local: process.pid for local, process in self._processes().items() if process.returncode is None}
+        paused = {local for local, pid in running.items() if psutil.Process(pid).status() == psutil.STATUS_STOPPED}
+        for local in paused - self._paused:
+            print(
+                f"WARNING: {self._named(local)} is stopped (SIGSTOP), and the run waits for it: let it continue by "
+                f"kill -CONT {running[local]}, or end the run by Ctrl-C",
+                file=sys.stderr,
+            )
+        self._paused = paused
 
     def _report(self) -> None:
         """Report the ranks that failed without an error message."""

@@ -18,6 +18,7 @@ from rich.color import ColorSystem
 from rich.console import Console as Terminal
 from rich.style import Style
 
+from megappo.runtime.durable_files import naming
 from megappo.runtime.heartbeat import AFTER, heartbeat
 
 REFRESH_SECONDS = 0.5
@@ -133,7 +134,8 @@ class Status:
     def print(self, text: str, out: TextIO | None = None) -> None:
         """Print lines; in a log they count as a heartbeat."""
         self._last_line = time.monotonic()
-        print(text, file=out or self._out or sys.stdout, flush=True)
+        with naming("the output of the run"):
+            print(text, file=out or self._out or sys.stdout, flush=True)
 
     def styled(self, text: str, style: str) -> str:
         """Return a text in a style of rich, such as "bold red", where the output is a terminal with colours."""

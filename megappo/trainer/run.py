@@ -17,6 +17,7 @@ from megappo.observe.loggers import RunEnd
 from megappo.observe.metrics import reduce_ranks
 from megappo.observe.observer import NullObserver, Observer
 from megappo.observe.timeline import append_phases
+from megappo.preflight.folder_lock import check_lock
 from megappo.rollouts.datasets import Datasets
 from megappo.rollouts.group_selection import StepResponses
 from megappo.rollouts.kept import keep_rollouts
@@ -217,6 +218,7 @@ class Run:
             FloatingPointError, OtherRankError: weights are not finite.
         """
         self.finish_save()
+        self._check_lock()
         self.engines.sleep()  # saving takes memory
         with self.phase("save"):
             self.models.check_finite(self.exchange)
@@ -232,10 +234,14 @@ class Run:
             CheckpointError, OtherRankError: it cannot be written, and `may_fail` is False.
         """
         if self.progress.store.is_saving:
+            self._check_lock()
             with self.phase("finish_save"), self._failing_save(may_fail):
                 self.progress.checkpoint = checkpoint = self.progress.store.finish()
                 self.observer.checkpoint(step_of(checkpoint), checkpoint)
                 self.batches.forget_saved(step_of(checkpoint))
+
+    def _check_lock(self) -> None:
+        self.exchange.on_rank_0(lambda: check_lock(Path(self.config.trainer.output_dir)))
 
     def finish_save_if_written(self) -> None:
         """Complete a checkpoint that all ranks have written."""

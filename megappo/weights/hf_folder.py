@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -26,6 +27,7 @@ from megappo.batch.rows_file import write_tensors
 from megappo.config.model_sections import Lora
 from megappo.models.gpt import ModelChunks
 from megappo.placement.groups import ComponentGroups
+from megappo.runtime.durable_files import naming
 from megappo.weights.buckets import NamedTensors
 from megappo.weights.export import Export
 from megappo.weights.safetensors_io import ShardedWriter
@@ -219,12 +221,12 @@ def staged(target: Path) -> Iterator[Path]:
     if target.is_file():
         raise FileExistsError(f"{target} is a file; name a folder to write to")
     temporary = temporary_folder(target)
-    if temporary.exists():
-        shutil.rmtree(temporary)
+    _remove(temporary)
     temporary.mkdir(parents=True)
     try:
-        yield temporary
-        _replace(temporary, target)
+        with naming(target):
+            yield temporary
+            _replace(temporary, target)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -233,15 +235,21 @@ def staged(target: Path) -> Iterator[Path]:
 def _replace(temporary: Path, target: Path) -> None:
     """Put the finished folder in the old one's place; a kill between the renames leaves the old one as `.old`."""
     old = target.with_name(target.name + ".old")
-    if old.exists():
-        shutil.rmtree(old)
+    _remove(old)
     try:
-        if target.exists():
+        if os.path.lexists(target):
             target.rename(old)
         temporary.rename(target)
     except BaseException:
-        if old.exists() and not target.exists():
+        if os.path.lexists(old) and not os.path.lexists(target):
             old.rename(target)
         raise
-    if old.exists():
-        shutil.rmtree(old)
+    _remove(old)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder, or a link to one, if it is there. What the link leads to stays."""
+    if folder.is_symlink():
+        folder.unlink()
+    elif folder.exists():
+        shutil.rmtree(folder)

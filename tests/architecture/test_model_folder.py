@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megappo.architecture.model_folder import INDEX, SINGLE, check_companions, companions, other_kind, tensor_files
-from megappo.config.sources import TextFileError
+from megappo.config.text_files import TextFileError
 from megappo.weights.hf_folder import copy_companions
 
 

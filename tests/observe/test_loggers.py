@@ -2,6 +2,7 @@
 
 import json
 from contextlib import ExitStack
+from threading import Event
 
 import pytest
 
@@ -105,8 +106,6 @@ def test_a_resumed_run_keeps_its_id_and_a_new_one_gets_another(tmp_path):
     assert len(run_id_of(tmp_path, 3)) == 8, "a folder of an older version"
     Observer(RunInfo(tmp_path, 2, run_id="abc")).end(RunEnd("interrupted"))
     assert run_id_of(tmp_path, 3) == "abc" != run_id_of(tmp_path, 0)
-    (tmp_path / "run.json").write_text("[")
-    assert read_run(tmp_path) == {}
 
 
 def test_a_step_that_is_trained_again_is_logged_again_only_where_it_replaces_the_first(tmp_path, monkeypatch):
@@ -136,3 +135,31 @@ def test_an_unknown_logger_is_an_error():
     assert console == "trainer.loggers: there is no logger 'console': drop it, as each step is printed"
     [text] = logger_errors(["wandb,tensorboard"])
     assert text == "trainer.loggers: there is no logger 'wandb,tensorboard': write a list, [wandb,tensorboard]"
+
+
+class Hanging(Recorded):
+    """Hangs in one hook until it is released."""
+
+    def __init__(self, hook):
+        super().__init__()
+        self.hook, self.released = hook, Event()
+
+    def _note(self, hook, *values):
+        super()._note(hook, *values)
+        if hook == self.hook:
+            self.released.wait()
+
+
+@pytest.mark.parametrize("hook", ["start", "step", "end"])
+def test_a_tracker_that_hangs_is_named_and_left_out(hook, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("megappo.observe.observer.CALL_SECONDS", 1.5)
+    hanging, sound = Hanging(hook), Recorded()
+    observer = Observer(RunInfo(tmp_path, 2), {"hanging": hanging, "sound": sound})
+    log_everything(observer, tmp_path)
+    observer.end(RunEnd())
+    printed = capsys.readouterr().out
+    fault = "WARNING: the logger hanging failed, and the run continues: it has not returned in time"
+    assert printed.count(fault) == 1 and printed.splitlines()[-1] == "finished"
+    assert hanging.calls[-1][0] == hook and len([call for call in hanging.calls if call[0] == hook]) == 1
+    assert [call[:2] for call in sound.calls if call[0] == "step"] == [("step", 1), ("step", 2)]
+    hanging.released.set()

@@ -113,8 +113,11 @@ def test_a_histogram_of_several_parts_is_in_tensorboard_alone(tmp_path):
     assert found.min < -2.0 and found.max > 3.0
 
 
-@pytest.mark.parametrize("broken", ["not json", "\udcff\x00", "[" * 100_000, "[1]", '{"x": 1}', '{"step": "1"}'])
+BROKEN = ["not json", "\udcff\x00", "[" * 100_000, "[1]", '{"x": 1}', '{"step": "1"}', '{"step": -1}', '{"step": true}']
+
+
+@pytest.mark.parametrize("broken", [*BROKEN, '{"step": 2, "x": "1"}', '{"step": 2, "x": NaN}'])
 def test_a_broken_line_in_the_middle_is_named(tmp_path, broken):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n' + broken + '\n{"step": 3}\n', errors="surrogateescape")
-    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2: expected one step's metrics"):
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2 .*, is not what a run writes: "):
         read_metrics(tmp_path)

@@ -186,7 +186,10 @@ def test_the_commands_refuse_what_is_no_run(tmp_path, capsys):
         assert error in capsys.readouterr().err
     (run / "metrics.jsonl").write_text("broken\n{}\n")
     assert report_command.main([str(run)]) == 2
-    assert "metrics.jsonl, line 1: expected one step's metrics" in capsys.readouterr().err
+    assert (
+        "metrics.jsonl, line 1 (b'broken\\n'), is not what a run writes: it is not valid JSON"
+        in capsys.readouterr().err
+    )
 
 
 def test_usage_errors_need_nothing_heavy():

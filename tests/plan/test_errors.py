@@ -11,7 +11,7 @@ import torch
 from planning import HF_CONFIG, LINE, errors_of, start_plan
 from torch.distributed.checkpoint import FileSystemWriter, save
 
-from megappo.preflight.output_folder import lock
+from megappo.preflight.folder_lock import lock
 
 IMPORTED = re.compile(r"^import time: .*\| +(\w+)", re.MULTILINE)
 
@@ -431,7 +431,7 @@ def test_a_flipped_bit_leads_to_the_checkpoint_before(plan, run_folder, name, fi
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (Path.unlink, "latest cannot be read (No such file or directory)"),
+        (Path.unlink, "latest cannot be read (No such file or directory"),
         (
             lambda pointer: pointer.write_text("step_00000009\n"),
             "latest names no checkpoint that is there: found 'step_00000009'",

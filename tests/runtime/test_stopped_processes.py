@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megappo.runtime import launcher
 from megappo.runtime.keeper import ask_to_end
 from megappo.userland.environments import EnvironmentPool, EpisodeLost
 from megappo.userland.rewards import RewardError, load_reward
@@ -122,6 +123,32 @@ def test_an_environment(user_code: Path, kind: str):
             else:
                 asyncio.run(episode(pool, started))
             assert time.monotonic() - begun < 10
+
+
+def test_a_rank(monkeypatch, capfd):
+    """The launcher reports it once each time that it is stopped: a run of one rank has nobody else to notice it."""
+    with subprocess.Popen(["sleep", "54321"]) as rank, subprocess.Popen(["true"]) as ended:
+        agent = object.__new__(launcher.Agent)
+        agent._paused = set()
+        monkeypatch.setattr(agent, "_processes", lambda: {0: rank, 1: ended})
+        monkeypatch.setattr(agent, "_named", lambda local: f"rank {local}")
+        ended.wait()
+
+        def watch() -> int:
+            for _ in range(10):
+                agent._warn_of_stopped()
+                time.sleep(0.05)
+            return capfd.readouterr().err.count("rank 0 is stopped (SIGSTOP), and the run waits for it: ")
+
+        try:
+            assert watch() == 0
+            for _ in range(2):
+                rank.send_signal(signal.SIGSTOP)
+                assert (watch(), watch()) == (1, 0)
+                rank.send_signal(signal.SIGCONT)
+                assert watch() == 0
+        finally:
+            rank.kill()
 
 
 OWNER = """

@@ -98,7 +98,7 @@ def kept(step: int, number: int, rng: random.Random, **others: Any) -> dict[str,
 
 
 def write_kept(folder: Path, step: int, rows: list[dict[str, Any]]) -> None:
-    """Write kept rollouts, in the columns of `megappo.rollouts.kept`."""
+    """Write kept rollouts, in the columns of `megappo.observe.kept_table`."""
     texts, floats = pyarrow.string(), pyarrow.list_(pyarrow.float32())
     types = {"step": pyarrow.int64(), **dict.fromkeys(("dataset", "prompt", "response", "label"), texts)}
     types |= {"score": pyarrow.float64(), "parts": pyarrow.map_(texts, pyarrow.float64()), "passed": pyarrow.bool_()}

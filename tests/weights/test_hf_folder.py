@@ -23,7 +23,7 @@ from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
 from megappo.weights.buckets import into_buckets, num_bytes, views
 from megappo.weights.export import Export
-from megappo.weights.hf_folder import write_adapters, write_hf_folder
+from megappo.weights.hf_folder import staged, write_adapters, write_hf_folder
 from megappo.weights.load import load_hf
 
 
@@ -201,3 +201,17 @@ def test_only_ranks_that_are_needed_gather(tmp_path: Path) -> None:
         index = json.loads((tmp_path / "target" / name / "model.safetensors.index.json").read_text())
         assert set(index["weight_map"].values()) == {file.name for file in files}
         assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in expected.values())
+
+
+@pytest.mark.parametrize("is_dangling", [False, True])
+def test_a_link_in_the_place_of_the_folder_is_replaced_and_its_target_stays(is_dangling: bool, tmp_path: Path) -> None:
+    target, other = tmp_path / "hf_actor", tmp_path / "other"
+    target.symlink_to(other)
+    if not is_dangling:
+        other.mkdir()
+        (other / "mine").touch()
+    with staged(target) as folder:
+        (folder / "model").touch()
+    assert [path.name for path in target.iterdir()] == ["model"] and not target.is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf_actor", "other"][: 2 - is_dangling]
+    assert is_dangling or [path.name for path in other.iterdir()] == ["mine"]

@@ -12,7 +12,8 @@ import yaml
 
 from megappo.config.config_error import ConfigError, listed
 from megappo.config.elsewhere import System
-from megappo.config.sources import LARGEST_FILE, TextFileError, read_text
+from megappo.config.sources import LARGEST_FILE
+from megappo.config.text_files import TextFileError, read_text
 from megappo_tools.importing.shell_commands import Command, ShellScript
 
 _FLAG = re.compile(r"--([A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
