@@ -141,6 +141,7 @@ def test_what_the_script_misses_is_named(tmp_path: Path) -> None:
 
 def test_the_files_of_the_folder_and_of_the_script_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "conf").symlink_to(tmp_path)
     (tmp_path / "conf" / "env.sh").write_text("export X=5\n")
     (tmp_path / "inner.sh").write_text('/opt/conda/bin/python -m verl.trainer.main_ppo a.here=$HERE a.x=$X "$@"\n')
     text = (

@@ -113,6 +113,8 @@ class ShellScript:
             Path(folder, "tools").mkdir()
             _mirror(Path.cwd(), Path(room), f"{self._text} {self.path.resolve()}")
             programs = [place for name in ("bash", *TOOLS) if (place := shutil.which(name))]
+            if not shutil.which("bash"):
+                raise ConfigError(f"{self.path}: bash runs it, and is not installed here: install bash")
             for place in programs:
                 Path(folder, "tools", Path(place).name).symlink_to(place)
             environment = self.variables | {
@@ -211,7 +213,7 @@ def _mirror(folder: Path, copy: Path, text: str) -> None:
     """Make a folder with links to the files in another that a text names, and with the folders that it names."""
     copy.mkdir()
     for entry in filter(lambda entry: entry.name in text, os.scandir(folder)):
-        if entry.is_dir():
+        if entry.is_dir(follow_symlinks=False) and os.access(entry, os.R_OK | os.X_OK):
             _mirror(Path(entry), copy / entry.name, text)
         else:
             (copy / entry.name).symlink_to(entry)
