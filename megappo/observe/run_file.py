@@ -55,14 +55,22 @@ def has_finished(output_dir: str | Path) -> bool:
     return read_run(output_dir).get("status") == "finished"
 
 
+def config_of(folder: Path) -> dict[str, Any]:
+    """Return the content of a run's config.yaml; {} if the folder has none.
+
+    Raises:
+        ConfigError: it is damaged.
+    """
+    file = folder / CONFIG_FILE
+    return read_values(file) if file.is_file() else {}
+
+
 def exported_model(folder: Path) -> Path | None:
     """Return the Hugging Face folder that a finished run wrote: its actor's, or that of the model it trained alone.
 
     None without any. A run that resumes without trainer.export_hf leaves an older one as it is.
     """
-    config = folder / CONFIG_FILE
-    values = read_values(config) if config.is_file() else {}
-    trainer = values.get("trainer") or {}
+    trainer = config_of(folder).get("trainer") or {}
     name = HF_ACTOR if "actor" in trainer.get("train", ["actor"]) else HF_CRITIC
     model = folder / (HF_REWARD_MODEL if trainer.get("kind") == "reward_model" else name)
     return model if model.is_dir() and trainer.get("export_hf", True) else None
