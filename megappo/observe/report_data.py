@@ -11,11 +11,10 @@ from pydantic_core import PydanticUndefined, to_jsonable_python
 
 from megappo.config.config_error import show
 from megappo.config.describe import declared, keys
-from megappo.config.loading import leaves, read_values
-from megappo.observe.files import CONFIG_FILE
+from megappo.config.loading import leaves
 from megappo.observe.health import RULES, held_steps
 from megappo.observe.report_samples import report_samples
-from megappo.observe.run_file import RunFacts, read_run
+from megappo.observe.run_file import RunFacts, config_of, read_run
 from megappo.observe.timeline import Timeline, read_timeline
 
 LONGEST_CURVE = 1002
@@ -96,10 +95,9 @@ def recent_timeline(folder: Path) -> Timeline:
 
 def differences(folder: Path) -> list[list[str]]:
     """Return key, value and default of each config key that the run has set to something else."""
-    file = folder / CONFIG_FILE
     defaults = {key.path: key.default for key in keys()}
     rows = []
-    for path, value in leaves(read_values(file)) if file.is_file() else ():
+    for path, value in leaves(config_of(folder)):
         default = defaults.get(declared(path), PydanticUndefined)
         if default is PydanticUndefined:
             rows.append([path, show(value), "none"])

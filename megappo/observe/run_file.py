@@ -75,13 +75,22 @@ def has_finished(output_dir: str | Path) -> bool:
     return read_run(output_dir)["status"] == "finished"
 
 
+def config_of(folder: Path) -> dict[str, Any]:
+    """Return the content of a run's config.yaml; {} if the folder has none.
+
+    Raises:
+        ConfigError: it is damaged.
+    """
+    file = folder / CONFIG_FILE
+    return read_values(file) if os.path.lexists(file) else {}
+
+
 def exported_model(folder: Path) -> Path | None:
     """Return the Hugging Face folder that a finished run wrote: its actor's, or that of the model it trained alone.
 
     None without any. A run that resumes without trainer.export_hf leaves an older one as it is.
     """
-    config = folder / CONFIG_FILE
-    values = dict(leaves(read_values(config))) if os.path.lexists(config) else {}
+    values = dict(leaves(config_of(folder)))
     name = HF_ACTOR if "actor" in str(values.get("trainer.train", "actor")) else HF_CRITIC
     model = folder / (HF_REWARD_MODEL if values.get("trainer.kind") == "reward_model" else name)
     return model if model.is_dir() and values.get("trainer.export_hf", True) else None

@@ -8,10 +8,11 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from megappo.config.config_error import printable
-from megappo.config.loading import leaves, read_values
+from megappo.config.loading import leaves
 from megappo.config.text_files import json_lines
-from megappo.observe.files import CONFIG_FILE, ROLLOUTS_FOLDER, files_named, number_of
+from megappo.observe.files import ROLLOUTS_FOLDER, files_named, number_of
 from megappo.observe.loggers import Logger, RunInfo
+from megappo.observe.run_file import config_of
 from megappo.runtime.durable_files import append
 from megappo.table import resolved
 
@@ -79,9 +80,8 @@ def read_samples(path: Path) -> list[dict[str, Any]]:
 def mark_passed(samples: Sequence[dict[str, Any]], folder: Path) -> None:
     """Set `passed` of a run's samples to None where scores are more than right or wrong, as partial rewards are, a
     judge's, and a reward model's, unless the config has another threshold than 1."""
-    file = folder / CONFIG_FILE
-    config = leaves(read_values(file)) if file.is_file() else ()
-    if any(path.endswith("pass_threshold") and value not in (None, 1) for path, value in config):
+    settings = leaves(config_of(folder))
+    if any(path.endswith("pass_threshold") and value not in (None, 1) for path, value in settings):
         return
     graded = {sample.get("dataset") for sample in samples if sample.get("score", 0.0) not in VERDICTS}
     for sample in samples:

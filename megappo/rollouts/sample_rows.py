@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, groupby
 from operator import itemgetter
 from typing import Any, Literal
@@ -134,17 +135,14 @@ class Sample:
 def episode_turns(episode: Sample, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
     """Return the turns of an episode, each with its text and reward: `turn` counts those of the policy from 1, and is 0
     where the environment wrote. A response has none."""
+    decode = partial(tokenizer.decode, skip_special_tokens=False)
     turns: list[dict[str, Any]] = []
     for segment in episode.segments:
         if turns:  # the chat template rewrote the conversation
-            turns.append(
-                {"turn": 0, "text": tokenizer.decode(segment.prompt, skip_special_tokens=False), "reward": 0.0}
-            )
+            turns.append({"turn": 0, "text": decode(segment.prompt), "reward": 0.0})
         for turn, own in groupby(zip(segment.turns, segment.tokens, segment.rewards, strict=False), itemgetter(0)):
             _, tokens, rewards = zip(*own, strict=True)
-            turns.append(
-                {"turn": turn, "text": tokenizer.decode(tokens, skip_special_tokens=False), "reward": sum(rewards)}
-            )
+            turns.append({"turn": turn, "text": decode(tokens), "reward": sum(rewards)})
     return turns
 
 

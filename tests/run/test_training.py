@@ -204,7 +204,7 @@ def test_no_pickle_beside_the_model_was_read(run, config):
 def test_report_and_tensorboard_are_there(run):
     assert "mean reward" in (run / "report.html").read_text()  # its summary
     [report] = content_of(run / "report.html")["runs"]
-    assert report["status"] == "finished" and report["steps"] == list(range(TOTAL_STEPS + 1))
+    assert report["status"] == "finished" and report["steps"] == [[step, step] for step in range(TOTAL_STEPS + 1)]
     assert report["commit"] == git_commit(Path(__file__).parent)
     last = report["timeline"][str(TOTAL_STEPS)]
     assert len(last) > 1 and all("rollout" in [phase for phase, _, _ in spans] for spans in last.values())
