@@ -24,7 +24,7 @@ CONFIG = {
 
 
 LAYERS, SHAPES = 6, {"q_proj": 64, "v_proj": 32}
-"""Of the matrices in `tests/config/conftest.py`: layers, and outputs; each has 64 inputs."""
+"""Layers of the model in `tests/config/conftest.py`, and outputs of its matrices, which have 64 inputs."""
 
 
 def adapters() -> dict[str, torch.Tensor]:
@@ -49,7 +49,7 @@ def write_adapters(
     """Replace a folder.
 
     Args:
-        more, lacks: tensors that it holds besides; part of the names of those that it lacks.
+        more, lacks: further tensors; a part of the names of tensors that it lacks.
         changes: of adapter_config.json, or `...`: without the file, the folder.
     """
     shutil.rmtree(folder, ignore_errors=True)
