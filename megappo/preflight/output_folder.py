@@ -27,7 +27,7 @@ from megappo.placement.components import models_in_words
 
 
 class EvaluationFacts(BaseModel):
-    """What evaluation.json names."""
+    """Types of the part of evaluation.json that is read again."""
 
     weights: str
 

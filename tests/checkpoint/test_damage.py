@@ -36,7 +36,7 @@ def a_shard(component: str) -> Callable[[Path], Path]:
 
 # The damage, its name in the warning, and the error when the checkpoint is loaded nevertheless.
 DAMAGES: dict[str, tuple[Callable[[Path], object], str, str]] = {
-    "no state": (lambda step: (step / "state.json").unlink(), "state.json is missing", "cannot read .*state.json"),
+    "no state": (lambda step: (step / "state.json").unlink(), "state.json is missing", "state.json is not what a run"),
     "cut state": (lambda step: truncate(step / "state.json"), "state.json is altered or cut off", "state.json is not"),
     "no actor": (lambda step: shutil.rmtree(step / "actor"), "actor/.metadata is missing", "cannot load actor from"),
     "no shard": (lambda step: a_shard("critic")(step).unlink(), "critic/__.*distcp is missing", "critic from.*distcp"),

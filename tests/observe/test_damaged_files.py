@@ -1,4 +1,4 @@
-"""Whatever a path in a run's folder leads to, and whatever a file there holds: an error that names the file."""
+"""Pipes, devices, giants and nonsense in a run's folder are an error that names the file."""
 
 import json
 import os
