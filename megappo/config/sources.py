@@ -110,7 +110,8 @@ class Sources:
         with _reporting(str(path)):
             loader = _Loader(text)
             node = loader.get_single_node()
-            _num_values(node, {})
+            if node:
+                _num_values(node, {})
         if not isinstance(node, yaml.MappingNode):
             raise ConfigError(f"{path}:1: expected sections such as `model:`")
         for key, value in node.value:
@@ -203,7 +204,7 @@ def _bases(value: object, place: str) -> tuple[str, ...]:
         raise ConfigError(f"{place}expected a path or a list of paths, found {shorten(repr(value))}") from error
 
 
-def _num_values(node: yaml.Node | None, known: dict[int, float]) -> float:
+def _num_values(node: yaml.Node, known: dict[int, float]) -> float:
     """Return the number of values in a node, each as often as aliases (*name) repeat it.
 
     Args:
