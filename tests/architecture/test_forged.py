@@ -28,7 +28,7 @@ def written(model_type: str, changes: dict[str, Any]) -> dict[str, Any]:
             section = section.setdefault(name, {})
         section.pop(key, None)
         section |= {} if value is ABSENT else {key: value}
-    return found
+    return json.loads(json.dumps(found))  # transformers changes what it is given
 
 
 def parsed(folder: Path, config: dict[str, Any]) -> Architecture:
