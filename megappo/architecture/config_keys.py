@@ -76,11 +76,12 @@ CHOICES = re.compile("(type|act|fn|func|function|activation|embedding|impl|layou
 WITHOUT_IT: dict[str, Any] = {
     "apply_yarn_scaling": True,
     "apply_scale": True,
+    "truncate": True,
     "short_mscale": None,
     "long_mscale": None,
     "swiglu_limit": None,
 }
-"""Keys that SGLang alone reads -> the value with which it computes the same as without the key."""
+"""Keys that SGLang alone reads, or reads null of as "off" -> the value that changes nothing."""
 
 
 def uncomputed(raw: Mapping[str, Any], computed: Collection[str]) -> Iterator[str]:

@@ -224,7 +224,7 @@ _QWEN3_5 = replace(
     linear_attention="apart",
     ignores=(FULL_PATTERN, "mamba_ssm_dtype", "mtp_num_hidden_layers"),
 )
-_WINDOW = {"sliding_window": 4096}
+_WINDOW, _TIED = {"sliding_window": 4096}, {"tie_word_embeddings": True}
 _STACKED_MLP = {("mlp", "gate_up_proj"): ("gate_proj", "up_proj")}
 _GEMMA3 = Family(
     qk_layernorm=True,
@@ -241,7 +241,7 @@ _GEMMA3 = Family(
     ),
     scales={"embedding": ("hidden_size", 0.5), "attention": ("query_pre_attn_scalar", -0.5)},
     only={"hidden_activation": ("gelu_pytorch_tanh",)},
-    defaults={"tie_word_embeddings": True, **_WINDOW},
+    defaults=_TIED | _WINDOW,
     ignores=(WINDOW_PATTERN, LOCAL_ROPE),
 )
 _GEMMA4 = replace(
@@ -275,10 +275,7 @@ FAMILIES = Table(
         "Qwen3ForCausalLM": Family(qk_layernorm=True, defaults=_WINDOW),
         "SeedOssForCausalLM": Family(qkv_bias=True, only={"attention_bias": (True,)}),
         "SmolLM3ForCausalLM": Family(
-            unrotated_pattern=4,
-            rope_theta=2e6,
-            defaults={"tie_word_embeddings": True},
-            ignores=(ROTATED, ROTATED_PATTERN),
+            unrotated_pattern=4, rope_theta=2e6, defaults=_TIED, ignores=(ROTATED, ROTATED_PATTERN)
         ),
         "MixtralForCausalLM": Family(
             sliding_window=True,
@@ -368,8 +365,7 @@ FAMILIES = Table(
                 "attention_bias": (True,),
                 "hidden_act": ("silu",),
                 "swiglu_limit": (7.0,),
-                "swiglu_alpha": (1.702,),
-                "hidden_act_alpha": (1.702,),
+                **dict.fromkeys(("swiglu_alpha", "hidden_act_alpha"), (1.702,)),
             },
             default_rope={"rope_type": "yarn", "factor": 32.0, "truncate": False, ORIGINAL: 4096},
             defaults={"sliding_window": 128},

@@ -26,7 +26,7 @@ def windows_and_heads(values: Mapping[str, Any], family: Family) -> dict[str, An
     `Architecture`."""
     is_on = family.sliding_window or values.get("use_sliding_window")
     window = values.get("sliding_window") if is_on else None
-    layers = ()
+    layers: tuple[bool, ...] = ()
     if family.window_pattern is not None:
         layers = layers_of(values, "sliding_attention", positive(values, WINDOW_PATTERN, family.window_pattern))
     heads = _full_heads(values, layers) if family.full_heads else None

@@ -124,7 +124,6 @@ def parse(raw: Mapping[str, Any], file: Path, head: HeadKind = "policy") -> Arch
         raise ConfigError(f"{file} lacks {missing}: download it again")
     values, local_rope = split_rope(values, family)
     rope, conflicts = rope_section(values, family)
-    latent: dict[str, Any] = {size: values.get(key) for size, key in LATENT_SIZES.items()}
     architecture = Architecture(
         name=name,
         named=named,
@@ -136,7 +135,7 @@ def parse(raw: Mapping[str, Any], file: Path, head: HeadKind = "policy") -> Arch
         rope=read_rope(rope, values, family),
         scales=Scales(**{name: positive(values, key) ** power for name, (key, power) in family.scales.items()}),
         experts=_experts(values, family.experts) if family.experts else None,
-        latent=LatentAttention(**latent) if family.latent_attention else None,
+        latent=_latent(values) if family.latent_attention else None,
         linear=_linear(values) if family.linear_attention else None,
         tied=values.get("tie_word_embeddings", False),
         qkv_bias=_is_on(family.qkv_bias, values),
@@ -243,6 +242,11 @@ def _needed(values: Mapping[str, Any], family: Family) -> list[str]:
 
 def _has_groups(values: Mapping[str, Any], experts: ExpertFormat) -> bool:
     return experts.groups_rated_by is not None and experts.grouping_method in (None, values.get("topk_method"))
+
+
+def _latent(values: Mapping[str, Any]) -> LatentAttention:
+    sizes: dict[str, Any] = {size: values.get(key) for size, key in LATENT_SIZES.items()}
+    return LatentAttention(**sizes)
 
 
 def _linear(values: Mapping[str, Any]) -> LinearAttention:

@@ -28,7 +28,7 @@ def written(model_type: str, changes: dict[str, Any]) -> dict[str, Any]:
             section = section.setdefault(name, {})
         section.pop(key, None)
         section |= {} if value is ABSENT else {key: value}
-    return found
+    return json.loads(json.dumps(found))  # transformers changes what it is given
 
 
 def parsed(folder: Path, config: dict[str, Any]) -> Architecture:
@@ -46,6 +46,7 @@ REFUSED = [
     *(("qwen3_next", "attn_output_gate", value, UNSUPPORTED) for value in (False, None)),
     *(("deepseek_v3", "rope_parameters.apply_yarn_scaling", value, "rope {{'rope_type'") for value in (False, None)),
     *(("phi3", f"rope_parameters.{key}", 1.0, "rope {{'rope_type'") for key in ("short_mscale", "long_mscale")),
+    ("gpt_oss", "rope_parameters.truncate", None, "rope {{'rope_type'"),
     ("llama", "is_causal", None, UNSUPPORTED),
     ("llama", "rope_is_neox_style", None, UNSUPPORTED),
     ("glm4", "partial_rotary_factor", None, UNSUPPORTED),

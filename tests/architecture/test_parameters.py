@@ -32,7 +32,7 @@ def test_names_and_shapes_are_hugging_faces(model_type: str, tied: bool) -> None
 
 @pytest.mark.parametrize("model_type", ["qwen2", "deepseek_v3"])
 def test_as_many_parameters_as_hugging_face_counts(model_type: str) -> None:
-    changes = DEEPSEEK_V3 if model_type == "deepseek_v3" else {}
+    changes = DEEPSEEK_V3 | {"head_dim": 8} if model_type == "deepseek_v3" else {}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SHAPE | changes))
     name = type(model).__name__
     parsed = parse({**model.config.to_dict(), "architectures": [name]}, Path("config.json"))
@@ -64,7 +64,8 @@ def test_transformer_engines_fused_norms_have_the_same_pieces() -> None:
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "qwen2_moe", "deepseek_v3"])
 def test_groups_to_freeze_are_hugging_faces_modules_under_either_layer_spec(model_type: str) -> None:
     name = {"qwen2_moe": "Qwen2MoeForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM"}.get(model_type)
-    shape = AutoConfig.for_model(model_type, **SHAPE | MIXTURES.get(model_type, {})).to_dict()
+    changes = MIXTURES.get(model_type, {}) | ({"head_dim": 8} if model_type == "deepseek_v3" else {})
+    shape = AutoConfig.for_model(model_type, **SHAPE | changes).to_dict()
     named = name or f"{model_type.capitalize()}ForCausalLM"
     whole = parse(shape | {"architectures": [named]}, Path("config.json")).with_head("value")
     modules = {"embedding": ".embed_tokens.", "attention": ".self_attn.", "mlp": ".mlp."}

@@ -138,8 +138,8 @@ UNSUPPORTED = [
         "default: choose another model",
     ),
     (
-        PHI3 | {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}},
-        f"{FILE}: rope {{'type': 'longrope'",
+        PHI3 | {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8}},
+        f"{FILE}: rope {{'rope_type': 'longrope', 'short_factor': [1.0",
     ),
     (
         PHI3 | {"original_max_position_embeddings": 4096, "rope_scaling": LONG_ROPE | {"attention_factor": 1.2}},
@@ -463,8 +463,15 @@ def test_an_empty_data_file(run_folder, refusals):
 
 def test_a_critic_may_start_from_a_reward_model_an_actor_may_not(run_folder, refusals, accepted, model_config):
     shutil.copytree(run_folder / "model", run_folder / "language")
-    model_config(architectures=["Qwen2ForSequenceClassification"])
+    model_config(architectures=["Qwen2ForSequenceClassification"])  # transformers writes no labels for two
+    (error,) = refusals("model.path=language", "critic.model_path=model")
+    assert "critic.model_path: model/config.json is of architecture Qwen2ForSequenceClassification with 2 lab" in error
+    model_config(architectures=["Qwen2ForSequenceClassification"], num_labels=1)
+    for name in ("tokenizer.json", "tokenizer_config.json"):  # a critic reads the actor's tokens
+        (run_folder / "model" / name).unlink()
     accepted("model.path=language", "critic.model_path=model")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(run_folder / "language" / name, run_folder / "model" / name)
     (error,) = refusals("critic.model_path=language")
     assert "model/config.json is of architecture Qwen2ForSequenceClassification; this version trains" in error
 

@@ -93,6 +93,13 @@ def test_reserved_and_unknown_names_are_reported_with_the_remedy():
     ]
 
 
+@pytest.mark.parametrize(("size", "divides"), [(64, False), (3, False), (0, False), ("2", False), (8, True), (2, True)])
+def test_ranks_that_an_engine_does_not_have_are_refused(size: object, divides: bool) -> None:
+    errors = list(server_args_errors({"ep_size": size}, 8))
+    text = f"rollout.server_args: ep_size {size} does not divide rollout.tensor_parallel 8: choose one of [1, 2, 4, 8]"
+    assert errors == ([] if divides else [text])
+
+
 @pytest.fixture
 def forgotten():
     known_names.cache_clear()
