@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from megappo.errors import EXIT_CONFIG, ActionableError
+from megappo.errors import EXIT_CONFIG, ActionableError, escaped
 
 LONGEST_VALUE = 80
 """Characters of a wrong value that an error repeats."""
@@ -41,11 +41,6 @@ def printable(text: str) -> str:
         end = LONGEST_ERROR // 2
         text = f"{text[:end]} ... {text[-end:]}"
     return escaped(text)
-
-
-def escaped(text: str) -> str:
-    """Return the text with its unprintable characters escaped."""
-    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
 
 
 def shorten(text: str) -> str:
