@@ -104,7 +104,7 @@ def _run_programs(asked: socket.socket) -> None:
 
 
 def _write(outcome: dict[str, Any]) -> None:
-    print(json.dumps(outcome), flush=True)
+    print(json.dumps(outcome, ensure_ascii=False), flush=True)
 
 
 def _outcome(runner: socket.socket, job: Mapping[str, Any], test: dict[str, Any], seconds: float) -> dict[str, Any]:
