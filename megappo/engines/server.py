@@ -10,6 +10,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import secrets
 import socket
 import sys
 from typing import Any, NoReturn
@@ -77,6 +78,8 @@ def server_arguments(settings: dict[str, Any]) -> Any:
     _check_port(parser, arguments.host, arguments.port)
     arguments.served_model_name = arguments.served_model_name or arguments.model_path
     arguments.model_path = _served(arguments.model_path)
+    if not arguments.api_key:  # else every user of the machine could write profiles and change the weights or the log
+        arguments.admin_api_key = arguments.admin_api_key or secrets.token_urlsafe(32)
     return ServerArgs.from_cli_args(arguments)
 
 

@@ -30,6 +30,8 @@ KERNEL_NAMES = (
     "verify_tree_greedy_cpu",
 )
 """Names that SGLang's CPU mode imports from sgl_kernel at module level. Without AMX instructions it calls none."""
+MAX_SAMPLES = 1024
+"""Most responses of one request to a prompt."""
 KEYS = ("api_key", "admin_api_key", "ssl_keyfile_password")
 """Arguments of the server whose values are secrets."""
 
@@ -81,6 +83,7 @@ def install_hooks() -> None:
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    keep_tools()
     server = "sglang.srt.entrypoints"
     hooks = {
         f"{server}.engine.Engine._launch_scheduler_processes": (fork_on_cpu, HookType.AROUND),
@@ -90,6 +93,9 @@ def install_hooks() -> None:
             refuse_empty_prompt,
             HookType.BEFORE,
         ),
+        "sglang.srt.managers.io_struct.GenerateReqInput._handle_parallel_sampling": (limit_samples, HookType.AFTER),
+        f"{server}.http_server.build_server_info": (hide_keys, HookType.AFTER),
+        f"{server}.openai.protocol.Tool.model_dump": (as_given, HookType.AROUND),
         "sglang.srt.managers.scheduler.Scheduler._record_scheduler_state_for_paused_engine": (
             sleep_while_paused,
             HookType.AFTER,
@@ -103,6 +109,18 @@ def install_hooks() -> None:
     for target in hooks:
         if not hasattr(pkgutil.resolve_name(target), "__wrapped__"):
             raise RuntimeError(f"{target} of SGLang could not be replaced: expected SGLang 0.5.23")
+
+
+def keep_tools() -> None:
+    """Let requests keep what SGLang does not know of a tool, such as "return". Call it before the server is imported.
+
+    What a chat template renders must be what training rendered (sglang/srt/entrypoints/openai/protocol.py).
+    """
+    from sglang.srt.entrypoints.openai import protocol
+
+    protocol.Function.model_config["extra"] = "allow"
+    for name in ("Function", "Tool", "ChatCompletionMessageGenericParam", "ChatCompletionRequest"):
+        getattr(protocol, name).model_rebuild(force=True)
 
 
 def allow_torch_attention() -> None:
@@ -151,6 +169,17 @@ def refuse_empty_prompt(manager: Any, request: Any, input_ids: list[int] | None)
     """Answer a prompt without a token with an error: it would crash SGLang's scheduler, and so the server."""
     if input_ids is not None and len(input_ids) == 0:
         raise ValueError("the prompt has no token: it is empty, or the tokenizer knows none of it")
+
+
+def limit_samples(_: None, request: Any) -> None:
+    """Refuse a request for too many responses: SGLang copies the prompt for each before it checks anything."""
+    if not 1 <= request.parallel_sample_num <= MAX_SAMPLES:
+        raise ValueError(f"n must be from 1 to {MAX_SAMPLES}: send several requests for more responses to a prompt")
+
+
+def as_given(original: Any, tool: Any) -> dict[str, Any]:
+    """Return a tool for a chat template without the keys that its client left out: SGLang adds "defer_loading"."""
+    return original(tool, exclude_unset=True)
 
 
 def sleep_while_paused(_: None, scheduler: Any) -> None:

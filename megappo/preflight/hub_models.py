@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 from megappo.architecture.model_folder import INDEX, read_weight_map
+from megappo.config.config_error import printable
 from megappo.config.hub import HUB_ID, cached_id
 from megappo.config.schema import Config
 from megappo.config.text_files import TextFileError
@@ -50,13 +51,21 @@ def _is_whole(folder: Path) -> bool:
 
 def _download(name: str) -> bool:
     import httpx  # the hub's client imports it, which takes a second
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import constants, get_session, set_client_factory, snapshot_download
 
+    seconds = constants.HF_HUB_DOWNLOAD_TIMEOUT
+    limits = httpx.Timeout(seconds).as_dict()
+    # The hub's client waits for most answers without end (huggingface_hub 1.33, hf_api.py), whatever its default is.
+    hooks = get_session().event_hooks
+    hooks["request"].append(lambda request: request.extensions.update(timeout=limits))
+    set_client_factory(lambda: httpx.Client(event_hooks=hooks, follow_redirects=True))
     print(f"downloading {name} to the cache of the Hugging Face hub", file=sys.stderr, flush=True)
     try:
         snapshot_download(name, allow_patterns=list(WANTED))
     except (OSError, ValueError, httpx.HTTPError) as error:
-        cause = " ".join(str(error).split())
-        print(f"warning: {name} cannot be downloaded: {type(error).__name__}: {cause}", file=sys.stderr, flush=True)
+        cause = printable(f"{type(error).__name__}: {' '.join(str(error).split())}")
+        if "timed out" in cause:
+            cause += f" (HF_HUB_DOWNLOAD_TIMEOUT={seconds}: the hub was silent for so many seconds)"
+        print(f"warning: {name} cannot be downloaded: {cause}", file=sys.stderr, flush=True)
         return False
     return True

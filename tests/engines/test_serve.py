@@ -5,6 +5,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,19 @@ from served_folder import COMMAND, save_character_tokenizer, served
 from transformers import AutoTokenizer
 
 PROMPTS = ["37+45=", "(12+a)*b"]
+
+
+TOOLS = """
+import json
+from megappo.engines import sglang_patches
+sglang_patches.prepare_import()
+sglang_patches.install_hooks()
+from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
+function = {"parameters": {"a": {"default": None}}, "name": "f", "return": {"type": "string"}}
+tools = [{"type": "function", "function": function}, {"type": "function", "function": {"name": "g"}}]
+request = ChatCompletionRequest(model="m", messages=[{"role": "user", "content": "1"}], tools=tools)
+assert json.dumps([tool.model_dump() for tool in request.tools]) == json.dumps(tools)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +78,10 @@ def test_it_answers_text_as_hugging_face_does_and_leaves_nothing_behind(folder, 
         request = {"model": "any", "prompt": prompt, "temperature": 0, "max_tokens": 12}
         completion = client.post("/v1/completions", json=request).json()
         assert completion["choices"][0]["text"] == answer["text"] == tokenizer.decode(expected)
+    assert client.post("/v1/completions", json=request | {"n": 2000}).status_code == 400
+    assert client.get("/flush_cache").status_code == client.post("/configure_logging", json={}).status_code == 401
     arguments = client.get("/server_info").json()
+    assert arguments["admin_api_key"] == "***"
     given = {"max_total_tokens": 2048, "host": "127.0.0.1", "dtype": "float32", "attention_backend": "torch_native"}
     assert given.items() <= arguments.items(), "flags and the defaults for a CPU"
 
@@ -77,6 +94,10 @@ def test_it_answers_text_as_hugging_face_does_and_leaves_nothing_behind(folder, 
     assert psutil.wait_procs(processes, timeout=10)[1] == []
     assert not any(path.exists() for path in memory) and not list(home.glob("megappo-engine-*"))
     assert "Traceback" not in (home / "output.txt").read_text()
+
+
+def test_chat_templates_get_tools_as_a_client_writes_them():
+    subprocess.run([sys.executable, "-c", TOOLS], cwd=REPOSITORY, check=True, timeout=120)
 
 
 def refused(*arguments: object) -> str:

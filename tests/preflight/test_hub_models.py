@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -60,7 +61,7 @@ def test_a_model_is_downloaded_once_and_an_interrupted_download_is_completed(pub
 @pytest.mark.parametrize(
     ("variables", "cause"),
     [
-        ({}, "RepositoryNotFoundError"),
+        ({}, "\\x1b[2J no such model"),
         ({"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE=0"),
         ({"HF_ENDPOINT": "http://127.0.0.1:9"}, "ConnectError"),
     ],
@@ -75,6 +76,13 @@ def test_a_download_that_fails_is_reported_with_its_cause_and_the_command(
     warning, *rest = [line for line in done.stderr.splitlines() if "Own/Model" in line][1:]
     assert warning.startswith("warning: Own/Model cannot be downloaded: ") and cause in warning
     assert any("model.path: no folder Own/Model" in line and "bin/hf download Own/Model" in line for line in rest)
+
+
+def test_a_silent_hub_is_not_waited_for_without_end(published: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        done = train(published.parent, endpoint, HF_HUB_DOWNLOAD_TIMEOUT="1")
+    assert done.returncode == 2 and "(HF_HUB_DOWNLOAD_TIMEOUT=1: the hub was silent" in done.stderr
 
 
 def test_a_path_that_looks_like_an_id_is_not_downloaded(published: Path) -> None:

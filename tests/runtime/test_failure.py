@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megappo.batch.rows_file import RowsFile
 from megappo.config.config_error import ConfigError
 from megappo.engines.generations import checked
+from megappo.errors import ActionableError
 from megappo.runtime.failure import report
 
 
@@ -89,6 +90,11 @@ def test_other_errors_keep_their_traceback(capsys):
         1 // 0  # noqa: B018
     report(caught.value, dist.HashStore(), 0)
     assert "Traceback" in capsys.readouterr().err
+
+
+def test_commands_to_a_terminal_are_escaped(capsys):
+    report(ActionableError("the server answered: \x1b[2J gone\nits log ends:"), dist.HashStore(), 0)
+    assert capsys.readouterr().err == "error (rank 0): the server answered: \\x1b[2J gone\nits log ends:\n"
 
 
 def test_a_rank_that_fails_later_leaves_the_word_and_the_exit_code_to_the_first(capsys):

@@ -9,6 +9,8 @@ from pathlib import Path
 from threading import Thread
 
 COMMIT = "0123456789" * 4
+REFUSAL = "\x1b[2J no such model"
+"""A message that would clear a terminal."""
 
 
 @contextmanager
@@ -28,12 +30,13 @@ def serve_model(name: str, folder: Path) -> Iterator[str]:
             self.send_response(200 if found is not None else 404)
             if found is None:
                 self.send_header("X-Error-Code", "RepoNotFound")
-            self.send_header("Content-Length", str(len(found or b"")))
+                found = json.dumps({"error": REFUSAL}).encode()
+            self.send_header("Content-Length", str(len(found)))
             self.send_header("X-Repo-Commit", COMMIT)
             self.send_header("ETag", f'"{etags.get(path, where)}"')
             self.end_headers()
             if self.command == "GET":
-                self.wfile.write(found or b"")
+                self.wfile.write(found)
 
         do_HEAD = do_GET
 

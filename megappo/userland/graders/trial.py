@@ -33,7 +33,6 @@ from megappo.userland.graders.remote_calls import run_test, serve_names
 FILE_BYTES = 2**22 + 1
 """Largest file of a program, which may create jail.MAX_CREATED of them."""
 MAX_REASON = 300
-MAX_ERRORS = 1000
 STDIN, STDOUT, STDERR, RESULT = range(4)
 """Descriptors of a program."""
 LIBRARIES = (
@@ -131,8 +130,7 @@ def _outcome(runner: socket.socket, job: Mapping[str, Any], test: dict[str, Any]
         ended = json.loads(runner.recv(100))
         status = None if examined is None or ended is None else ended or examined
         written = files[RESULT if "function" in test else STDOUT]
-        output = _read(written, FILE_BYTES) if status == 0 else ""
-        return {"status": status, "output": output, "errors": _read(files[STDERR], MAX_ERRORS)}
+        return {"status": status, "output": _read(written), "errors": _read(files[STDERR])}
     finally:
         for file in files:
             file.close()
@@ -238,9 +236,9 @@ def _finish() -> None:
     atexit._run_exitfuncs()
 
 
-def _read(file: IO[bytes], most: int) -> str:
+def _read(file: IO[bytes]) -> str:
     file.seek(0)
-    return file.read(most).decode(errors="replace")
+    return file.read().decode(errors="replace")
 
 
 if __name__ == "__main__":
