@@ -36,11 +36,6 @@ def escaped_lines(text: str) -> str:
     return "\n".join(map(escaped, text.split("\n")))
 
 
-def escaped(text: str) -> str:
-    """Return the text with its unprintable characters, such as a terminal's commands, escaped."""
-    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
-
-
 def own_command(name: str) -> str:
     """Return how to call a program of this Python's environment from the working folder, or its name alone where the
     environment lacks it."""

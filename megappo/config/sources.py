@@ -217,7 +217,7 @@ def _num_values(node: yaml.Node, known: dict[int, float]) -> float:
         inner = node.value if isinstance(node, yaml.CollectionNode) else ()
         parts = chain.from_iterable(inner) if isinstance(node, yaml.MappingNode) else inner
         known[id(node)] = 1 + sum(_num_values(part, known) for part in parts)
-        if known[id(node)] > MOST_VALUES:
+        if node is not None and known[id(node)] > MOST_VALUES:
             problem = f"with its aliases (*) it holds {known[id(node)]:,} values, more than {MOST_VALUES:,}"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
     return known[id(node)]

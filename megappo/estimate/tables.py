@@ -39,7 +39,7 @@ def memory_table(estimate: MemoryEstimate) -> str:
             lines.append(f"  on {_ranks(rank_kind)}: {_gib(most)} at most, in {phase}")
     host = estimate.host()
     parts = ", ".join(f"{entry} {_gib(size)}" for entry, size in host.items() if size)
-    lines.append(f"  host memory of the fullest node, about {_gib(sum(host.values()))} GiB ({parts})")
+    lines += [f"  host memory of the fullest node, about {_gib(sum(host.values()))} GiB:", f"    {parts}"]
     return "\n".join(lines)
 
 

@@ -60,19 +60,7 @@ def build_model(
     Raises:
         ConfigError: the model does not fit the layout.
     """
-    capability = platform.compute_capability()
-    fault = te_fault(architecture, parallel, model.dtype, capability)
-    setting = SwitchContext(
-        architecture,
-        parallel,
-        data=groups.layout.data,
-        dtype=model.dtype,
-        is_trained=trained,
-        capability=capability,
-        has_te=layer_kind(model.layer_spec, fault) == "transformer_engine",
-        has_varlen=platform.has_varlen_attn(),
-        has_fla=platform.has_fla(),
-    )
+    setting = _setting(architecture, model, parallel, groups, trained)
     config = transformer_config(architecture, model, parallel, recompute, decide(setting))
     if base is not None:  # most weights will be the base's: these are allocated on the host, unmarked
         config.use_cpu_initialization, config.perform_initialization = True, False
@@ -89,6 +77,29 @@ def build_model(
         with router_bias_kept(chunk):
             chunk.to(platform.device(), config.params_dtype)
     return chunks
+
+
+def _setting(
+    architecture: Architecture, model: Model, parallel: Parallel, groups: ComponentGroups, trained: bool
+) -> SwitchContext:
+    """Return by what the switches of a model are decided on this machine.
+
+    Raises:
+        ConfigError: model.layer_spec names layers that cannot compute the model here.
+    """
+    capability = platform.compute_capability()
+    fault = te_fault(architecture, parallel, model.dtype, capability)
+    return SwitchContext(
+        architecture,
+        parallel,
+        data=groups.layout.data,
+        dtype=model.dtype,
+        is_trained=trained,
+        capability=capability,
+        has_te=layer_kind(model.layer_spec, fault) == "transformer_engine",
+        has_varlen=platform.has_varlen_attn(),
+        has_fla=platform.has_fla(),
+    )
 
 
 def _mark(chunk: GPTModel, architecture: Architecture, trained: bool) -> None:

@@ -461,6 +461,7 @@ FILES = {
 def test_a_run_that_cannot_be(run_folder, refusals, overrides, message):
     (run_folder / "circle").symlink_to("circle")
     os.mkfifo(run_folder / "pipe.jsonl")
+    (run_folder / "data.csv").touch()
     keys = yaml_aware_split(overrides)
     (error,) = refusals(*keys)
     assert error.startswith(f"command line: {message}")
