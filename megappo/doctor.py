@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.multiprocessing import get_context, spawn
 
+from megappo.architecture.switches import CUDNN_PACKS
 from megappo.arguments import doctor_arguments
 from megappo.config.schema import Rollout
 from megappo.engines.client import SamplingParams
@@ -92,8 +93,10 @@ def _sum(rank: int, ranks: int, store: str) -> None:
 
 def attention() -> str:
     """Compare TransformerEngine's attention over two packed sequences with torch's over each."""
-    if not platform.has_transformer_engine():
-        return "torch's: no TransformerEngine, or no GPU"
+    first, last = CUDNN_PACKS
+    if not platform.has_transformer_engine() or not first <= platform.compute_capability() < last:
+        return "torch's: no TransformerEngine, or none of its kernels on this GPU"
+    os.environ["NVTE_UNFUSED_ATTN"] = "0"  # which pads the sequences, as runs forbid
     from transformer_engine.pytorch import DotProductAttention
 
     packed = torch.randn(3, 512, 4, 128, dtype=torch.bfloat16, device="cuda")
