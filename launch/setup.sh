@@ -21,6 +21,7 @@ build_te=${TRANSFORMER_ENGINE:-yes}
 venv=.venv
 [[ $kind == gpu ]] && venv=.venv-gpu
 stamp=$venv/setup-stamp
+torchvision_hook=megappo/runtime/torchvision_on_cpu.py
 log=$venv/setup.log
 # Containers pin the torch they ship by it; this environment has its own pins.
 unset PIP_CONSTRAINT
@@ -135,8 +136,8 @@ install_cpu() {
 install_torchvision_hook() {
     local site
     site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-    cp launch/torchvision_on_cpu.py "$site/"
-    echo "import torchvision_on_cpu" >"$site/torchvision_on_cpu.pth"
+    cp "$torchvision_hook" "$site/"
+    echo "import torchvision_on_cpu; torchvision_on_cpu.define_torchvision_operators()" >"$site/torchvision_on_cpu.pth"
 }
 
 # Read without importing torch, which fails where CUDA's libraries lack.
@@ -245,7 +246,7 @@ main() {
     flock 9 || fail "cannot lock this folder"
     [[ $kind == cpu || $kind == gpu ]] || fail "expected cpu or gpu, found '$kind'"
     local wanted
-    wanted="$kind $(cat setup.py launch/torchvision_on_cpu.py requirements.txt requirements-dev.txt "requirements-$kind.txt" <(contract) | sha256sum | cut -d ' ' -f 1)"
+    wanted="$kind $(cat setup.py "$torchvision_hook" requirements.txt requirements-dev.txt "requirements-$kind.txt" <(contract) | sha256sum | cut -d ' ' -f 1)"
     [[ $build_te == no ]] && wanted+=" without TransformerEngine"
     [[ -f $stamp && $(<"$stamp") == "$wanted" ]] && return
 

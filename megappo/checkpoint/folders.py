@@ -35,7 +35,7 @@ class SavedState(BaseModel, strict=True, allow_inf_nan=False):
     kl: dict[Literal["value"], float] = {}
     reward_moments: dict[Literal["count", "mean", "squares"], float] = {}
     models: dict[str, str] = {}
-    optimizer_steps: dict[str, tuple[int, int]] = {}
+    optimizer_steps: dict[str, Annotated[tuple[int, int], Field(strict=False)]] = {}
 
 
 class CheckpointError(ActionableError, RuntimeError):

@@ -119,8 +119,9 @@ def set_up(tmp_path: Path, python: Path, indexes: tuple[Index, Index]) -> Callab
     configured, pytorch = indexes
     repository = tmp_path / "repository"
     (repository / "launch").mkdir(parents=True)
-    for name in ("setup.sh", "waiting.sh", "torchvision_on_cpu.py"):
-        (repository / "launch" / name).write_text((ROOT / "launch" / name).read_text())
+    (repository / "megappo" / "runtime").mkdir(parents=True)
+    for name in ("launch/setup.sh", "launch/waiting.sh", "megappo/runtime/torchvision_on_cpu.py"):
+        (repository / name).write_text((ROOT / name).read_text())
     (repository / "setup.py").touch()
     (repository / "backend.py").write_text(BACKEND)
     make_wheel(repository, "megappo", "1.0", {})

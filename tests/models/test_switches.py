@@ -86,7 +86,7 @@ TORCH = {"use_te_activation_func", "pinned_copies"}
         ({"has_te": False, "has_varlen": False}, TORCH),
         ({"has_te": False, "dtype": "fp32"}, TORCH),
         ({"has_te": False, "architecture": architecture(head_dim=36)}, TORCH),
-        ({"has_te": False, "architecture": architecture(**V3)}, TORCH),
+        ({"has_te": False, "architecture": architecture(**V3, head_dim=V3["qk_rope_head_dim"])}, TORCH),
         ({"has_te": False, "parallel": Parallel(context=2)}, TORCH | {"overlap_grad_reduce"}),
         ({"architecture": MIXTURE}, ON_GPU | GROUPED),
         (
@@ -99,7 +99,10 @@ TORCH = {"use_te_activation_func", "pinned_copies"}
         ({"data": 2}, ON_GPU | {"overlap_grad_reduce"}),
         ({"data": 2, "is_trained": False}, ON_GPU - {"gradient_accumulation_fusion"}),
         ({"data": 2, "capability": None, "has_te": False}, {"use_te_activation_func"}),
-        ({"architecture": architecture(**V3)}, (ON_GPU | GROUPED) - {"apply_rope_fusion"}),
+        (
+            {"architecture": architecture(**V3, head_dim=V3["qk_rope_head_dim"])},
+            (ON_GPU | GROUPED) - {"apply_rope_fusion"},
+        ),
         ({"architecture": SCALED_PART}, ON_GPU - {"apply_rope_fusion"}),
         ({"parallel": Parallel(pipeline=2)}, ON_GPU | {"known_shapes"}),
         ({"parallel": Parallel(pipeline=2, virtual_pipeline=2)}, ON_GPU),

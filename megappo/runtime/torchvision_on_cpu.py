@@ -1,6 +1,6 @@
 """Lets transformers and SGLang import a torchvision that is built for CUDA beside a torch that is built for a CPU.
 
-launch/setup.sh copies this file into .venv, where Python imports it at every start (torchvision_on_cpu.pth). While
+launch/setup.sh copies this file into .venv, where Python calls it at every start (torchvision_on_cpu.pth). While
 torchvision is imported, it describes operators of its library, and fails if the library did not load. Here these
 operators are declared first; a call of one is an error. A torchvision whose library loads is left alone.
 """
@@ -12,6 +12,11 @@ OPERATORS = ("nms", "qnms")
 SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 declared = []
 """The library of the declarations, which end with it."""
+
+
+def define_torchvision_operators() -> None:
+    """Have the operators declared when torchvision is imported. In .venv this is done already."""
+    sys.meta_path.insert(0, Declaring)
 
 
 class Declaring:
@@ -27,7 +32,4 @@ class Declaring:
         declared.append(torch.library.Library("torchvision", "FRAGMENT"))
         for operator in OPERATORS:
             if not hasattr(torch.ops.torchvision, operator):
-                declared[0].define(operator + SCHEMA)
-
-
-sys.meta_path.insert(0, Declaring)
+                declared[-1].define(operator + SCHEMA)
