@@ -28,9 +28,8 @@ def test_a_run_resumes_from_the_newest_intact_checkpoint(run):
     checkpoints, output = run / "checkpoints", (run.parent / "2" / "output.txt").read_text()
     [warning] = [line for line in output.splitlines() if "is damaged" in line]
     damaged, intact = re.fullmatch(".*; (.*) is damaged: critic/__.*; resuming from (.*)", warning).groups()
-    assert warning.startswith(
-        f"WARNING: {checkpoints}/latest cannot be read (No such file or directory: correct the path or its permissions); {damaged}"
-    )
+    reason = "No such file or directory: correct the path or its permissions"
+    assert warning.startswith(f"WARNING: {checkpoints}/latest cannot be read ({reason}); {damaged}")
     steps = [int(path.removeprefix(f"{checkpoints}/step_")) for path in (damaged, intact)]
     assert steps in ([6, 3], [9, 6]) and f"resuming after step {steps[1]} from {intact}" in output
     assert "changed since then: trainer.num_samples: 8 -> 7" in output
