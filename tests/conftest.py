@@ -2,6 +2,7 @@
 checkpoint with one SGLang engine: an engine takes many seconds to start."""
 
 import functools
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -38,8 +39,19 @@ SHARED = ("engine", "lora_engine", "run", "of_sglang", "set_up")
 """Fixtures that take many seconds to make: all tests that use one run in the same process."""
 
 
+def _slow_cases() -> re.Pattern[str]:
+    lines = Path(__file__).with_name("slow_cases.txt").read_text("utf-8").splitlines()
+    ids = [line for line in lines if line and not line.startswith("#")]
+    return re.compile("|".join(re.escape(one).replace(r"\*", ".*") for one in ids))
+
+
+SLOW_CASES = _slow_cases()
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
     # Only this hook: pytest-xdist reads the groups before any other hook gets the items.
+    if SLOW_CASES.fullmatch(item.nodeid):
+        item.add_marker(pytest.mark.slow)
     for name in SHARED:
         if name in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group(name))
