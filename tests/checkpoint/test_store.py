@@ -166,8 +166,8 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_the_checkpoint_be
 
 # Damages of `latest`, and the warning about each.
 POINTERS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "missing": (Path.unlink, "latest cannot be read .No such file or directory."),
-    "not text": (lambda pointer: pointer.write_bytes(b"\xff\x00step"), "latest names no checkpoint that is there: .*"),
+    "missing": (Path.unlink, "latest cannot be read .No such file or directory: correct the path or its permissions."),
+    "not text": (lambda pointer: pointer.write_bytes(b"\xff\x00step"), "latest cannot be read .it is not UTF-8 text.*"),
     "empty": (lambda pointer: pointer.write_text(""), "latest names no checkpoint that is there: found ''"),
     "garbage": (lambda pointer: pointer.write_text("../../etc\n"), "latest names no checkpoint .*found '../../etc'"),
     "of nothing": (lambda pointer: pointer.write_text("step_00000009\n"), "latest names no .*found 'step_00000009'"),
