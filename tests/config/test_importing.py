@@ -319,7 +319,7 @@ REASONS = {
     "actor_rollout_ref.actor.fsdp_config.dtype=float16": ("missing", "set model.dtype"),
     "async_training.partial_rollout=True": ("missing", "see rollout.on_sync"),
 }
-"""What becomes of a setting of verl, and why."""
+"""Settings of verl -> the list that has them, and the reason."""
 
 
 def test_each_setting_has_its_own_reason() -> None:
