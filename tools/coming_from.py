@@ -51,16 +51,6 @@ def group_of(key: str, row: TheirKey) -> tuple[str, str, str]:
     return "", key.rpartition(".")[0], row.key.partition(".")[0]
 
 
-def ours_cell(keys: list[str], system: System) -> str:
-    """Return our keys for those of a line."""
-    ours = list(dict.fromkeys(system.rows[key].key for key in keys))
-    places = {one.rpartition(".")[0] for one in ours}
-    has_same_names = [key.rpartition(".")[2] for key in keys] == [one.rpartition(".")[2] for one in ours]
-    if len(ours) > 1 and has_same_names and len(places) == 1:
-        return f"the same in `{places.pop()}`"
-    return cell(ours)
-
-
 def lines(system: System) -> Iterator[str]:
     """Yield the lines of a system's table."""
     groups: dict[tuple[str, str, str], list[str]] = {}
@@ -69,7 +59,8 @@ def lines(system: System) -> Iterator[str]:
             groups.setdefault(group_of(key, row), []).append(key)
     yield from ("", f"## {system.title}", f"| {system.title} | here | remark |", "| --- | --- | --- |")
     for (remark, _, _), keys in groups.items():
-        yield f"| {cell(keys)} | {ours_cell(keys, system)} | {remark} |"
+        ours = cell(list(dict.fromkeys(system.rows[key].key for key in keys)))
+        yield f"| {cell(keys)} | {ours} | {remark} |"
     for method, values in system.defaults.items():
         settings = ", ".join(f"`{key}={'null' if value is None else value}`" for key, value in values.items())
         name = f" with {method}" if method else ""

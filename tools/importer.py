@@ -2,8 +2,8 @@
 
     megappo import {verl,trl,openrlhf} SCRIPT [NAME=VALUE ...] [ARGUMENT ...] [--output CONFIG]
 
-Bash runs a shell script in a jail: without network, with an empty folder to write into, and with no program besides a
-few for texts. Training, and every other command, is recorded and not started. A Python file is only read. The config's
+Bash runs a shell script in a jail: no network, an empty folder to write into, and no programs except a few text tools.
+The training command and every other command are recorded, not started. A Python file is only read. The config's
 comments name the settings without a counterpart; `megappo plan` checks the result. Exits with 2 if the script holds no
 settings.
 """

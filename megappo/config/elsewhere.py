@@ -1,10 +1,11 @@
 """Keys of verl, TRL and OpenRLHF with ours beside them (elsewhere.yaml): for `megappo import`, for errors about unknown
 keys and values, and for docs/coming_from.md."""
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, product
 from pathlib import Path
 from typing import Any
 
@@ -91,8 +92,11 @@ def systems() -> dict[str, System]:
     """Return the other systems by the name that `megappo import` takes."""
     table = yaml.safe_load(TABLE.read_text("utf-8"))
     for fields in table.values():
-        rows = fields["rows"].items()
-        fields["rows"] = {key: TheirKey(row) if isinstance(row, str) else TheirKey(**row) for key, row in rows}
+        fields["rows"] = {
+            "".join(parts): TheirKey(row) if isinstance(row, str) else TheirKey(**row)
+            for key, row in fields["rows"].items()
+            for parts in product(*(part.split(",") for part in re.split("[{}]", key)))
+        }
     return {name: System(**fields) for name, fields in table.items()}
 
 

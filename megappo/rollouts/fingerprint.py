@@ -20,7 +20,7 @@ SAMPLING_KEYS = (
     "rollout.max_response_length",
 )
 EPISODE_KEYS = ("rollout.environment", "rollout.tools", "rollout.tool_call_parser", "rollout.max_turns")
-OTHER_KEYS = (
+REMAINING_KEYS = (
     *("model.path", "model.dtype", "rollout.stop", "rollout.routing_replay", "trainer.seed"),
     *("data.prompt_key", "data.label_key", "data.gen_batch_size", "data.apply_chat_template", "data.system_prompt"),
     *("data.chat_template_kwargs", "reward.function", "reward.options", "reward.skip_special_tokens"),
@@ -28,7 +28,7 @@ OTHER_KEYS = (
 )
 """Responses are sampled again if any of these keys has changed. A replay needs the recorded values of the first two
 groups: log-probs and mini-batches depend on them."""
-PROMPTS = "prompts, labels or other fields of data.train_files"
+PROMPT_CONTENT = "prompts, labels or other fields of data.train_files"
 """Name of what `prompt_digest` depends on."""
 IMPORT = re.compile(r"(?:^|[:;])[ \t]*(?:from|import)\b[^\n(]*(?:\([^)]*\))?", re.MULTILINE)
 """An import statement of Python, up to its end."""
@@ -42,7 +42,7 @@ def rollout_settings(config: Config) -> dict[str, Any]:
     Call it at the start of a run, when workers load the users' files: later edits belong to the next run.
     """
     filters, played = config.algorithm.filter_groups, (config.rollout.environment, *config.rollout.tools)
-    settings: dict[str, Any] = key_values(config, SAMPLING_KEYS + EPISODE_KEYS + OTHER_KEYS)
+    settings: dict[str, Any] = key_values(config, SAMPLING_KEYS + EPISODE_KEYS + REMAINING_KEYS)
     settings["algorithm.adv_estimator"] = config.algorithm.method.needs_greedy_baseline
     settings["algorithm.filter_groups"] = filters.model_dump() if filters.enable else None
     for spec in (*config.reward.weights, *filter(None, played)):

@@ -29,7 +29,7 @@ from megappo.data.prompts import Prompt
 from megappo.engines.generations import Generation
 from megappo.observe.files import write_json_lines
 from megappo.observe.metrics import Metric, metrics_from_json
-from megappo.rollouts.fingerprint import PROMPTS, changed_settings, prompt_digest
+from megappo.rollouts.fingerprint import PROMPT_CONTENT, changed_settings, prompt_digest
 from megappo.rollouts.sample_rows import Sample
 from megappo.runtime.durable_files import append
 from megappo.userland.grades import Grade
@@ -203,7 +203,10 @@ def unchanged(groups: Sequence[Group], prompts: Sequence[Prompt]) -> dict[int, G
     digests = map(prompt_digest, prompts)
     found = {group.position: group for group, digest in zip(groups, digests, strict=True) if group.prompt == digest}
     if num_changed := len(groups) - len(found):
-        print(f"responses to {counted(num_changed, 'prompt')} are sampled again: {PROMPTS} have changed", flush=True)
+        print(
+            f"responses to {counted(num_changed, 'prompt')} are sampled again: {PROMPT_CONTENT} have changed",
+            flush=True,
+        )
     return found
 
 

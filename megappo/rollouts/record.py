@@ -16,7 +16,7 @@ from megappo.errors import ActionableError
 from megappo.observe.files import rows_file
 from megappo.rollouts.fingerprint import (
     EPISODE_KEYS,
-    PROMPTS,
+    PROMPT_CONTENT,
     SAMPLING_KEYS,
     changed_settings,
     key_values,
@@ -91,7 +91,7 @@ class Record:
             drawn = chain.from_iterable(map(prompts.batch, draws))
             changed = changed_settings(facts["settings"], self._settings(step))
             if not self._may_train_on(facts["prompt_digests"], list(map(prompt_digest, drawn))):
-                changed.append(PROMPTS)
+                changed.append(PROMPT_CONTENT)
             if changed:
                 return step - 1, num_drawn, changed
             num_drawn = facts["prompts_drawn"]

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
+from megappo.userland.signatures import NO_SCORE
 from megappo.userland.user_code import JsonObject
 from megappo.userland.worker_process import CallError
 
@@ -35,6 +36,7 @@ class Grade(NamedTuple):
         failed: a function has failed.
         loss_weight: factor of its losses; None if no function gives one.
         steps: per score, its step scores, sorted by end; empty without any.
+        unscored: the function left the response to others.
     """
 
     scores: list[float]
@@ -43,6 +45,7 @@ class Grade(NamedTuple):
     failed: bool = False
     loss_weight: float | None = None
     steps: Sequence[Sequence[Step]] = ()
+    unscored: bool = False
 
     @property
     def totals(self) -> list[float]:
@@ -90,7 +93,7 @@ def _grade(value: Any, num_characters: int, weight: float) -> Grade:
     steps = [_steps(fields[STEP_SCORES], num_characters, weight)] if STEP_SCORES in fields else ()
     if steps and len(scores) > 1:
         raise ValueError(f"expected one score beside {STEP_SCORES}, found {len(scores)}")
-    grade = Grade(scores, _parts(fields), _answer(fields.get(ANSWER)), False, loss_weight, steps)
+    grade = Grade(scores, _parts(fields), _answer(fields.get(ANSWER)), False, loss_weight, steps, value == NO_SCORE)
     _number(math.fsum(grade.totals), "the sum of its scores")
     return grade
 
@@ -126,7 +129,7 @@ def _answer(answer: Any) -> str | None:
     """Return an answer's own text; None for lists and the like."""
     if not isinstance(answer, str | int | float):
         return None
-    return str(answer)[:MAX_ANSWER_CHARACTERS].encode(errors="replace").decode()  # UTF-8 has no half of a character
+    return str(answer)[:MAX_ANSWER_CHARACTERS].encode(errors="replace").decode()  # UTF-8 has no lone surrogate
 
 
 def _steps(steps: Any, num_characters: int, weight: float) -> list[Step]:
@@ -167,7 +170,7 @@ def _together(grades: Sequence[Grade], names: Sequence[str], counts: Counter[str
     for function, grade in zip(names, grades, strict=True):
         for name, part in grade.parts.items():
             parts[name if counts[name] == 1 else f"{function}/{name}"] = part
-    scored = [grade for grade in grades if "unscored" not in grade.parts] or grades
+    scored = [grade for grade in grades if not grade.unscored] or grades
     weights = [grade.loss_weight for grade in scored if grade.loss_weight is not None]
     steps = [of_score for grade in grades for of_score in grade.steps or [()] * len(grade.scores)]
     return Grade(

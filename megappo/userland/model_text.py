@@ -25,7 +25,7 @@ def model_text(value: Any) -> str:
 
     Raises:
         TypeError: JSON has no form for a value; the message names its type.
-        ValueError, RecursionError: it holds half of a character, or itself.
+        ValueError, RecursionError: it holds a lone surrogate, or itself.
     """
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=as_json)
     text.encode()

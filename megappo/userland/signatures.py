@@ -16,7 +16,7 @@ from megappo.userland.user_code import BadFunction, JsonObject, home, load
 PROMPTS = "prompts"
 """The column with the prompt as the file has it, if the function takes that."""
 BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-UNSCORED: JsonObject = {"score": 0.0, "loss_weight": 0.0, "unscored": 1.0}
+NO_SCORE: JsonObject = {"score": 0.0, "loss_weight": 0.0, "unscored": 1.0}
 """The grade of a row that a function does not score."""
 MAX_SHOWN = 200
 """Characters of a signature that are shown."""
@@ -187,7 +187,7 @@ class RewardFunction:
     def _scored(self, returned: Any) -> Any:
         """Return what the function returned; TRL's form returns None for a row that it does not score."""
         if self.form.raw_prompts and isinstance(returned, list):
-            return [UNSCORED if one is None else one for one in returned]
+            return [NO_SCORE if one is None else one for one in returned]
         return returned
 
     def _gets(self, column: str) -> bool:

@@ -15,7 +15,7 @@ from megappo.placement.placing import smallest_world
 from megappo.preflight.run_checks import check_run
 from megappo_tools import coming_from, importer
 from megappo_tools.importing.script_settings import PROGRAM, of_command, read_settings, trainings_of
-from megappo_tools.importing.shell_commands import Command, ShellScript
+from megappo_tools.importing.shell_commands import RecordedCommand, ShellScript
 from megappo_tools.importing.translation import Translation
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -268,7 +268,7 @@ def test_settings_are_translated(script: str) -> None:
 
 @pytest.mark.parametrize("name", OF_ARGUMENTS)
 def test_present_arguments_are_translated(name: str) -> None:
-    command = Command(1, ARGUMENTS[name])
+    command = RecordedCommand(1, ARGUMENTS[name])
     system = next(system for system in candidates("verl") if trainings_of([command], system))
     translation = Translation(system, of_command(command, system))
     assert {key: translation.values.get(key) for key in OF_ARGUMENTS[name]} == OF_ARGUMENTS[name]
@@ -307,6 +307,31 @@ def test_the_dry_run_accepts_a_complete_script(run_folder, capsys) -> None:
     printed = capsys.readouterr()
     assert (code, "error" in printed.err) == (0, False)
     assert "\n  24 prompts in 3 steps: 0.375 epochs\n" in printed.out
+
+
+REASONS = {
+    "actor_rollout_ref.actor.megatron.load_weight=False": ("missing", "a model starts from model.path"),
+    "critic.megatron.load_weight=True": ("unneeded", "the default here"),
+    "critic.megatron.override_transformer_config.moe_router_dtype=fp32": ("missing", "routers have the dtype"),
+    "actor_rollout_ref.ref.fsdp_config.pad_to_length=128": ("unneeded", "sequences are always packed"),
+    "critic.model.tokenizer_path=tokenizer": ("unneeded", "the critic reads the actor's tokens"),
+    "critic.fsdp.full_determinism=True": ("missing", "sampling is not reproducible"),
+    "actor_rollout_ref.actor.fsdp_config.dtype=float16": ("missing", "set model.dtype"),
+    "async_training.partial_rollout=True": ("missing", "see rollout.on_sync"),
+}
+"""Settings of verl -> the list that has them, and the reason."""
+
+
+def test_each_setting_has_its_own_reason() -> None:
+    words = [*REASONS, "actor_rollout_ref.actor.megatron.override_transformer_config.use_distributed_optimizer=False"]
+    command = RecordedCommand(1, ["python3", "-m", "verl.experimental.fully_async_policy.fully_async_main", *words])
+    [verl] = [system for system in candidates("verl") if trainings_of([command], system)]
+    translation = Translation(verl, of_command(command, verl))
+    for setting, (group, reason) in REASONS.items():
+        key, _, value = setting.partition("=")
+        given = getattr(translation, group).items()
+        assert [why for why, settings in given if f"{key}={value.lower()}" in settings and reason in why], setting
+    assert translation.values["actor.optim.distributed"] is False
 
 
 def test_what_is_no_script_is_refused(tmp_path, capsys) -> None:

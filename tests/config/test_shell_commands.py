@@ -134,6 +134,12 @@ def settings_of(script: Path, *arguments: str, **variables: str) -> dict[str, ob
 
 
 def test_what_the_script_misses_is_named(tmp_path: Path) -> None:
+    variables = {"HOME": "/home/me"}
+    script = script_of(tmp_path, "TRAIN a.x=$HOME a.y=$MISSING")
+    assert [one.words[3:] for one in ShellScript(script, (), variables).commands()] == [
+        ["a.x=/home/me", "a.y=$MISSING"]
+    ]
+    assert variables == {"HOME": "/home/me"}
     script = script_of(tmp_path, 'if [ -n "$MORE" ]; then X=3; fi\nTRAIN a.x=${X:-4} a.p=$MODEL_PATH/a a.n=$(nproc)')
     assert settings_of(script) == {"a.x": 4, "a.p": "$MODEL_PATH/a", "a.n": "$(nproc)"}
     assert settings_of(script, MODEL_PATH="m", MORE="1") == {"a.x": 3, "a.p": "m/a", "a.n": "$(nproc)"}
@@ -142,17 +148,19 @@ def test_what_the_script_misses_is_named(tmp_path: Path) -> None:
 def test_the_files_of_the_folder_and_of_the_script_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "conf").mkdir()
     (tmp_path / "conf" / "conf").symlink_to(tmp_path)
+    (tmp_path / "logs").mkdir()
     (tmp_path / "conf" / "env.sh").write_text("export X=5\n")
     (tmp_path / "inner.sh").write_text('/opt/conda/bin/python -m verl.trainer.main_ppo a.here=$HERE a.x=$X "$@"\n')
     text = (
-        'HERE=$(cd "$(dirname "$0")" && pwd)\nexport HERE\n[ -f conf/env.sh ] && source conf/env.sh\n./inner.sh a.y=1'
+        'HERE=$(cd "$(dirname "$0")" && pwd)\nexport HERE\n[ -f conf/env.sh ] && source conf/env.sh\n'
+        "./inner.sh a.y=1 > logs/run.log"
     )
     monkeypatch.chdir(tmp_path)
     assert settings_of(script_of(tmp_path, text)) == {"a.here": str(tmp_path), "a.x": 5, "a.y": 1}
 
 
 UNDECIDED = {
-    "if nvidia-smi | grep -q H100; then N=8; else N=4; fi\nTRAIN a.n=$N": "depend on .* nvidia-smi \\(line 1\\)",
+    "if nvidia-smi | grep -q H100; then N=8; else N=4; fi\nTRAIN a.n=$N": "the exit code .* nvidia-smi \\(line 1\\)",
     "N=$(nvidia-smi -L | wc -l)\nTRAIN a.n=$((N * 2))": "run.sh:2: bash reports: .*nvidia-smi.*NAME=VALUE",
     "TRAIN \\\n  a.x=1\nTRAIN a.x=2": r"starts 2 trainings that differ \(lines 1, 3\)",
     "if true; then\nTRAIN a.x=1": "run.sh:3: bash reports: syntax error",

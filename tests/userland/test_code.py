@@ -6,13 +6,14 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
 import pytest
 from reward_pools import rows_of
 
-from megappo.userland.graders.code import code, program_in, trials_of
+from megappo.userland.graders.code import _tried, code, program_in, trials_of
 from megappo.userland.rewards import load_reward
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -210,6 +211,17 @@ def test_a_thousand_folders_in_each_other_are_removed(tmp_path: Path, monkeypatc
     program = "import os\nfor _ in range(1200): os.mkdir('a'); os.chdir('a')\nprint(1)"
     assert code(program, PRINTS_1, unprotected=True)["score"] == 1.0
     assert os.listdir(tmp_path) == []
+
+
+def test_a_trial_that_is_given_up_leaves_no_timer(tmp_path: Path):
+    limits = {"test_seconds": 5, "total_seconds": 30, "memory_bytes": 2**30, "is_protected": True}
+    outcomes = _tried({"code": "print(1)", "tests": [{"stdin": ""}] * 2, "folder": str(tmp_path), **limits})
+    assert next(outcomes)["output"] == "1\n"
+    timers = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+    outcomes.close()
+    for timer in timers:
+        timer.join(5)
+    assert timers and not any(timer.is_alive() for timer in timers)
 
 
 def test_a_program_that_ends_its_trial_passes_nothing():

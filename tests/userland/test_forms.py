@@ -11,7 +11,7 @@ from verl_style import CHAT_TEMPLATE, record, write_compute_score, write_gsm8k
 from megappo.config.schema import Data
 from megappo.data.prompts import Prompt, PromptDataset
 from megappo.data.tokenizer import load_tokenizer
-from megappo.userland.grades import combined
+from megappo.userland.grades import combined, grades_of
 from megappo.userland.rewards import RewardError, RewardPool, load_reward
 from megappo.userland.signatures import InputSpec
 
@@ -110,6 +110,8 @@ def test_none_from_trls_form_leaves_a_row_out(tmp_path: Path):
     unscored, scored = grades[0], grades[1]
     both = combined([[unscored, scored], [unscored, unscored]], ["f", "g"])
     assert [(sum(one.scores), one.loss_weight) for one in both] == [(2.0, None), (0.0, 0.0)]
+    own_part = grades_of([{"score": 1.0, "loss_weight": 0.5, "unscored": 1.0}], ["r0"], weight=1.0)[0]
+    assert combined([[own_part, scored]], ["f", "g"])[0].loss_weight == 0.5
 
 
 def test_verls_form_is_called_for_each_row_and_of_a_dictionary_the_score_counts(tmp_path: Path):

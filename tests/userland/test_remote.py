@@ -236,6 +236,9 @@ def test_a_score_is_a_whole_number_of_a_judges_text(text: str, score: float | No
     [
         ({"template": "{prompt} {answer}"}, r"needs a template of {prompt}, .* Python reads: KeyError\('answer'\)"),
         ({"template": "{"}, r"that Python reads: ValueError\(\"Single '{'"),
+        ({"template": "{prompt.x}"}, r"that Python reads: AttributeError"),
+        ({"template": "{prompt[a]}"}, r"that Python reads: TypeError"),
+        ({"template": "{label[a]:d}"}, r"that Python reads: TypeError"),
         ({"score_pattern": "["}, r"that Python reads: error\('unterminated character set"),
         ({"score_pattern": "Score: 1"}, r"has a score_pattern without a group, 'Score: 1': put the number in paren"),
     ],

@@ -12,9 +12,7 @@ import yaml
 
 from megappo.config.config_error import ConfigError, listed
 from megappo.config.elsewhere import System
-from megappo.config.sources import LARGEST_FILE
-from megappo.config.text_files import TextFileError, read_text
-from megappo_tools.importing.shell_commands import Command, ShellScript
+from megappo_tools.importing.shell_commands import RecordedCommand, ShellScript
 
 _FLAG = re.compile(r"--([A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
 _OVERRIDE = re.compile(r"\+*([~\w.@/-]+)=(.*)", re.DOTALL)
@@ -34,10 +32,9 @@ def read_settings(script: ShellScript, systems: Sequence[System]) -> tuple[Syste
     """
     path = script.path
     try:
-        text = read_text(path, LARGEST_FILE)
-        if path.suffix == ".py" and (settings := _of_python(text, path)):
+        if path.suffix == ".py" and (settings := _of_python(script.text, path)):
             return systems[0], settings
-    except (TextFileError, SyntaxError) as error:
+    except SyntaxError as error:
         raise ConfigError(f"{path}: {error}") from error
     commands = script.commands() if path.suffix != ".py" else []
     for system in systems:
@@ -77,14 +74,14 @@ def _literal(node: ast.expr, path: Path, imported: dict[str, str]) -> Any:
         return imported.get(name, f"{path}:{name}") if isinstance(node, ast.Name) else f"${name}"
 
 
-def trainings_of(commands: Iterable[Command], system: System) -> list[Command]:
+def trainings_of(commands: Iterable[RecordedCommand], system: System) -> list[RecordedCommand]:
     """Return the commands that start a system's program, without repetitions."""
     started = {tuple(one.words): one for one in commands if any(re.search(system.program, word) for word in one.words)}
     return list(started.values())
 
 
 def _check_decided(
-    script: ShellScript, commands: Sequence[Command], trainings: Sequence[Command], system: System
+    script: ShellScript, commands: Sequence[RecordedCommand], trainings: Sequence[RecordedCommand], system: System
 ) -> None:
     """Check that a script starts one training, whatever the commands beside it return.
 
@@ -93,21 +90,21 @@ def _check_decided(
     """
     if len(trainings) > 1:
         lines = ", ".join(str(one.line) for one in trainings)
-        raise ConfigError(f"{script.path}: starts {len(trainings)} trainings that differ (lines {lines}): leave one")
+        raise ConfigError(f"{script.path}: starts {len(trainings)} trainings that differ (lines {lines}): keep one")
     others = [one for one in commands if one.words != trainings[0].words]
-    failing: list[Command] = []
+    failing: list[RecordedCommand] = []
     if others:
         with suppress(ConfigError):  # an endless loop around what fails
             failing = trainings_of(script.commands(status=1), system)
     if failing and [one.words for one in failing] != [one.words for one in trainings]:
         names = listed(dict.fromkeys(f"{one.words[0]} (line {one.line})" for one in others))
         raise ConfigError(
-            f"{script.path}: the settings depend on whether a command succeeds that is not run, one of {names}: "
-            "leave the branch that holds"
+            f"{script.path}: the settings depend on the exit code of a command that is not run (one of {names}): "
+            "delete the branches that do not apply"
         )
 
 
-def of_command(command: Command, system: System) -> dict[str, Any]:
+def of_command(command: RecordedCommand, system: System) -> dict[str, Any]:
     """Return the settings behind a system's program, and those of a launcher before it that have a row."""
     words = command.words
     start = next(number for number, word in enumerate(words) if re.search(system.program, word))

@@ -19,6 +19,8 @@ from signal import SIGKILL
 from typing import NamedTuple
 
 from megappo.config.config_error import ConfigError
+from megappo.config.sources import LARGEST_FILE
+from megappo.config.text_files import TextFileError, read_text
 from megappo.userland.graders.jail import EXECUTE, READ_DIR, READ_FILE, REFUSED, Unprotected, confine
 
 PREAMBLE = Path(__file__).with_name("bash_preamble.sh")
@@ -27,7 +29,7 @@ TOOLS = (
     *("realpath", "sed", "seq", "sort", "tail", "tee", "tr", "uname", "uniq", "wc"),
 )
 """Programs that are started, as scripts call them for their output. The jail keeps them from all else."""
-COMMANDS = ("accelerate", "deepspeed", "nvidia-smi", "ray", "torchrun", "trl")
+KNOWN_COMMANDS = ("accelerate", "deepspeed", "nvidia-smi", "ray", "torchrun", "trl")
 """Commands that `command -v` finds, besides TOOLS and Python."""
 STARTS = ("fork", "vfork", "clone", "execve")
 """System calls of REFUSED that start a process."""
@@ -37,8 +39,11 @@ LOADERS = "/lib*/ld-*.so*"
 MEMORY_BYTES, FILE_BYTES = 2**30, 2**20
 MAX_SECONDS = 10
 POLL_SECONDS = 0.02
-MAX_CHILDREN = 64
-"""Processes at a time, and files that the script writes."""
+MAX_FILES = 64
+"""Files that a script writes."""
+MAX_PROCESSES = 64
+"""Processes of a script at a time. They are counted, as the kernel's own limit does not hold for root."""
+SHORTEN = "shorten it to what starts the training"
 MAX_RUNS = 100
 STARTED = time.time()
 """Seconds since 1970 that all runs of a script see."""
@@ -48,7 +53,7 @@ _PLACE = re.compile(r"([\w.~@+-]*/[\w/.~@+-]*): (?:No such file or directory|Per
 _TEST = re.compile(r"(?:^|[\s;(!])(?:\[\[?|test|case)\s")
 
 
-class Command(NamedTuple):
+class RecordedCommand(NamedTuple):
     """A command that was not started, and the line that names it."""
 
     line: int
@@ -73,11 +78,22 @@ class ShellScript:
     last_line: str = ""
     _places: set[str] = field(default_factory=set)
 
-    @cached_property
-    def _text(self) -> str:
-        return self.path.read_text("utf-8")
+    def __post_init__(self) -> None:
+        self.variables = dict(self.variables)
 
-    def commands(self, status: int = 0) -> list[Command]:
+    @cached_property
+    def text(self) -> str:
+        """The script's text.
+
+        Raises:
+            ConfigError: it cannot be read.
+        """
+        try:
+            return read_text(self.path, LARGEST_FILE)
+        except TextFileError as error:
+            raise ConfigError(f"{self.path}: {error}") from error
+
+    def commands(self, status: int = 0) -> list[RecordedCommand]:
         """Return the commands that the script starts.
 
         Args:
@@ -85,7 +101,7 @@ class ShellScript:
         Raises:
             ConfigError: bash reports a problem, takes too long or cannot be confined.
         """
-        lines = self._text.splitlines()
+        lines = self.text.splitlines()
         for _ in range(MAX_RUNS):
             commands, problems = self._run(status)
             if not [text for line, text in problems if self._learn(lines[line - 1 : line], text)]:
@@ -105,13 +121,13 @@ class ShellScript:
             return True
         return False
 
-    def _run(self, status: int) -> tuple[list[Command], list[tuple[int, str]]]:
+    def _run(self, status: int) -> tuple[list[RecordedCommand], list[tuple[int, str]]]:
         """Run the script once; return its commands, and line and text of each problem."""
         with tempfile.TemporaryDirectory(prefix="megappo_import_") as folder, open(f"{folder}/record", "w+b") as record:
             folder = os.path.realpath(folder)
             room = f"{folder}/room"
             Path(folder, "tools").mkdir()
-            _mirror(Path.cwd(), Path(room), f"{self._text} {self.path.resolve()}")
+            _mirror(Path.cwd(), Path(room), f"{self.text} {self.path.resolve()}")
             programs = [place for name in ("bash", *TOOLS) if (place := shutil.which(name))]
             if not shutil.which("bash"):
                 raise ConfigError(f"{self.path}: bash runs it, and is not installed here: install bash")
@@ -127,7 +143,7 @@ class ShellScript:
                 "IMPORT_STATUS": str(status),
                 "IMPORT_TIME": str(int(STARTED)),
                 "IMPORT_TOOLS": " ".join(TOOLS),
-                "IMPORT_COMMANDS": " ".join([*COMMANDS, *sorted(self._places)]),
+                "IMPORT_COMMANDS": " ".join([*KNOWN_COMMANDS, *sorted(self._places)]),
                 "IMPORT_PYTHON": sys.executable,
             }
             printed = self._printed(folder, [*programs, sys.executable, *glob(LOADERS)], environment, record.fileno())
@@ -181,15 +197,13 @@ class ShellScript:
         ending = time.monotonic() + MAX_SECONDS
         while process.poll() is None:
             time.sleep(POLL_SECONDS)
-            num_files = len(list(islice(Path(room).rglob("*"), MAX_CHILDREN + 1)))
-            excess = {
-                f"it has not ended after {MAX_SECONDS} s": time.monotonic() > ending,
-                f"it writes more than {MAX_CHILDREN} files": num_files > MAX_CHILDREN,
-                f"it has more than {MAX_CHILDREN} processes": _num_processes(process.pid) > MAX_CHILDREN,
-            }
-            for reason, is_so in excess.items():
-                if is_so:
-                    raise ConfigError(f"{self.path}: {reason}: shorten it to what starts the training")
+            num_files = len(list(islice(Path(room).rglob("*"), MAX_FILES + 1)))
+            if time.monotonic() > ending:
+                raise ConfigError(f"{self.path}: it has not ended after {MAX_SECONDS} s: {SHORTEN}")
+            if num_files > MAX_FILES:
+                raise ConfigError(f"{self.path}: it writes more than {MAX_FILES} files: {SHORTEN}")
+            if _num_processes(process.pid) > MAX_PROCESSES:
+                raise ConfigError(f"{self.path}: it has more than {MAX_PROCESSES} processes: {SHORTEN}")
 
 
 def _confine(room: str, programs: Sequence[str], folders: Sequence[str]) -> None:
@@ -227,7 +241,7 @@ def _num_processes(group: int) -> int:
     return count
 
 
-def _commands(fields: list[str]) -> Iterator[Command]:
+def _commands(fields: list[str]) -> Iterator[RecordedCommand]:
     """Yield the commands of a record: for each the number of its words, its line, and the words.
 
     Raises:
@@ -235,4 +249,4 @@ def _commands(fields: list[str]) -> Iterator[Command]:
     """
     rest = iter(fields[:-1])
     for count in rest:
-        yield Command(int(next(rest)), list(islice(rest, int(count))))
+        yield RecordedCommand(int(next(rest)), list(islice(rest, int(count))))

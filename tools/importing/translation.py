@@ -16,7 +16,7 @@ from megappo.config.loading import nested
 from megappo.config.schema import Config
 
 OFF = (None, False, "", 0)
-"""Values with which a setting needs no counterpart."""
+"""Values with which a setting needs no counterpart; where a row names true, None alone."""
 PLACEHOLDERS = {"model.path": "unset", "data.train_files": "unset", "trainer.output_dir": "unset"}
 
 
@@ -114,7 +114,7 @@ class Translation:
                 self.missing["it is not in the importer's table"].append(setting)
             elif key in self._unread:
                 self.unneeded[self._unread[key]].append(key)
-            elif row.note or value in [*OFF, *row.values]:
+            elif row.note or value in [*(OFF if True not in row.values else (None,)), *row.values]:
                 self.unneeded[row.note or "it is off, or the default here"].append(setting)
             elif not row.missing and self.origins[row.key]:
                 self.unneeded[f"{row.key} is {', '.join(self.origins[row.key])}"].append(setting)

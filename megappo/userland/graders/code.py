@@ -152,12 +152,15 @@ def _tried(job: JsonObject) -> Iterator[JsonObject]:
         given.seek(0)
         trial = subprocess.Popen(command, stdin=given, stdout=subprocess.PIPE, stderr=errors, env=environment)
         timer = Timer(job["total_seconds"] + ENDING_SECONDS, trial.kill)
-        with trial:
-            timer.start()
-            outcomes = (json.loads(line) for line in trial.stdout if line.endswith(b"\n"))
-            begun = next(outcomes, None)
-            if begun == {}:
-                yield from outcomes
+        timer.daemon = True
+        timer.start()
+        try:
+            with trial:
+                outcomes = (json.loads(line) for line in trial.stdout if line.endswith(b"\n"))
+                begun = next(outcomes, None)
+                if begun == {}:
+                    yield from outcomes
+        finally:
             timer.cancel()
         errors.seek(0)
         cause = errors.read().decode(errors="replace")[-1000:]

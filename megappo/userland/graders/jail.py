@@ -101,7 +101,7 @@ def confine(
         folder: the files that it may read and write; of all others it may read those of READABLE and of Python.
         memory_bytes: its address space.
         file_bytes: of each file that it writes.
-        refused: system calls.
+        refused: system calls that fail, in the form of REFUSED.
         files: further paths -> what it may do with them: READ_FILE, READ_DIR, EXECUTE.
     Raises:
         Unprotected: the kernel does not let it.

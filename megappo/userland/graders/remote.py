@@ -140,7 +140,7 @@ async def judge(
     try:
         question = ModelTextFormatter().format(template, **values)
         num_groups = re.compile(score_pattern).groups
-    except (LookupError, ValueError, re.error) as error:
+    except (AttributeError, LookupError, TypeError, ValueError, re.error) as error:
         needs = "needs a template of {prompt}, {response}, {label} and a score_pattern that Python reads"
         raise BadFunction(f"{needs}: {error!r}") from error
     if not num_groups:
