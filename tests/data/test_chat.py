@@ -68,10 +68,7 @@ def test_a_system_prompt_and_variables_are_what_the_template_is_given(folder, to
 def test_a_text_that_stays_one_is_a_bad_row_where_these_have_no_meaning(folder, tokenizer, keys):
     data = opened(folder, tokenizer, **keys)
     [error] = data.errors([data.check(100)])
-    assert (
-        f"{folder}/train.jsonl line 1: the prompt is a string, which takes no system prompt, tools or data.chat"
-        in error
-    )
+    assert f"{folder}/train.jsonl line 1: the prompt is a string, which takes no system prompt, tools or data." in error
 
 
 def test_an_empty_text_is_no_message(folder, tokenizer):
