@@ -191,6 +191,7 @@ def tokenizer_as_trained(original: Any, folder: str, *args: Any, **kwargs: Any) 
     AutoTokenizer of transformers 5.19, which SGLang calls, takes the class of config.json's model_type:
     Qwen2Tokenizer replaces the model and the normalizer of a tokenizer.json of another kind. SGLang repairs only the
     pre-tokenizer and the decoder, and adds a BOS for some classes (sglang/srt/utils/hf_transformers/tokenizer.py).
+    Processes that are spawned, on GPUs, lack this hook; they decode tokens and encode no prompt.
     """
     from sglang.srt.utils.hf_transformers.common import attach_additional_stop_token_ids
 

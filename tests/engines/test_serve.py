@@ -122,7 +122,7 @@ def test_an_unknown_argument_is_refused_before_anything_is_loaded(folder):
 def test_a_taken_port_is_refused_before_anything_is_loaded(folder):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        assert f"cannot listen on 127.0.0.1:{port} (Address already in use)" in refused(folder, "--port", port)
+        assert f"port {port} is in use: end the server that listens on it, or choose" in refused(folder, "--port", port)
 
 
 @pytest.mark.slow  # two starts of Python with SGLang; the test before shows that arguments reach its parser
