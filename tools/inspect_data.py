@@ -33,7 +33,7 @@ from megappo.data.examples import Example
 from megappo.data.preferences import Pair, open_examples
 from megappo.data.prompts import Prompt, PromptDataset
 from megappo.data.record_dataset import RecordDataset
-from megappo.data.tokenizer import load_tokenizer, stop_token_ids
+from megappo.data.tokenizer import load_tokenizer, stop_token_ids, token_texts
 from megappo.placement.components import shared_vocabulary
 from megappo.userland.environments import EnvironmentFault, start_workers
 from megappo.userland.rewards import RewardError
@@ -89,8 +89,9 @@ def _inspect(config: Config, args: argparse.Namespace) -> int:
         print("\n".join(f"  {line}" for line in lines))
         for entry in seen.shown:
             print(RULE)
+            marked = "scored" if isinstance(entry, Pair) else "with a loss"
             for row in _rows(entry):
-                print("\n".join(_shown(row, tokenizer, with_tokens=args.tokens)))
+                print("\n".join(_shown(row, tokenizer, marked, with_tokens=args.tokens)))
         print()
         num_wrong += len(wrong)
     return 1 if num_wrong else 0
@@ -214,17 +215,19 @@ def _lengths(lengths: Sequence[int], dataset: RecordDataset) -> Iterator[str]:
         yield f"{first:>7} to {first + width - 1:<7} {bins[i]:>9,} {bar}".rstrip()
 
 
-def _shown(row: Prompt | Example, tokenizer: "PreTrainedTokenizerBase", *, with_tokens: bool) -> Iterator[str]:
+def _shown(
+    row: Prompt | Example, tokenizer: "PreTrainedTokenizerBase", marked: str, *, with_tokens: bool
+) -> Iterator[str]:
     if isinstance(row, Prompt):
         yield f"record {row.index + 1}: {len(row.tokens)} tokens, label {row.label!r}"
         for column, value in row.columns.items():
             yield f"  {column}: {value!r}"
         yield row.text
     else:
-        yield f"record {row.index + 1}: {len(row.tokens)} tokens, {sum(row.mask)} in > < with a loss, or scored"
+        yield f"record {row.index + 1}: {len(row.tokens)} tokens, {sum(row.mask)} of them, between > and <, {marked}"
         text = ""
-        for is_trained, pairs in groupby(zip(row.mask, row.tokens, strict=True), itemgetter(0)):
-            part = tokenizer.decode([token for _, token in pairs])
+        for is_trained, pairs in groupby(zip(row.mask, token_texts(row.tokens, tokenizer), strict=True), itemgetter(0)):
+            part = "".join(piece for _, piece in pairs)
             text += f">{part}<" if is_trained else part
         yield text
     if with_tokens:

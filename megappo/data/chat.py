@@ -43,7 +43,7 @@ class Chat:
             raise ConfigError(f"{keys}: the tokenizer's chat template lists no tools: use one that does")
         self._needs_messages = config.system_prompt is not None or bool(config.chat_template_kwargs or tools)
         for name in config.chat_template_kwargs:
-            if not _names(template, name):
+            if not _reads(template, name):
                 raise ConfigError(
                     f"data.chat_template_kwargs: the tokenizer's chat template reads no {name!r}: correct the name, or "
                     "drop it"
@@ -67,8 +67,8 @@ class Chat:
                 return self.with_system([{"role": "user", "content": prompt}])
             if self._needs_messages:
                 raise ValueError(
-                    "the prompt is a string, for which data.system_prompt and data.chat_template_kwargs have no "
-                    "meaning, nor a system prompt or tools: set data.apply_chat_template, or drop them"
+                    "the prompt is a string, which takes no system prompt, tools or data.chat_template_kwargs: set "
+                    "data.apply_chat_template=true, or drop them"
                 )
             return prompt
         return self.with_system(read_messages(prompt, "a string or "))
@@ -101,7 +101,7 @@ class Chat:
         """Yield a warning for each field of messages that the template does not read."""
         names = [name for message in content for name in message] if isinstance(content, list) else []
         for name in dict.fromkeys(names):
-            if name not in OWN_FIELDS and not _names(str(self._tokenizer.chat_template), name):
+            if name not in OWN_FIELDS and not _reads(str(self._tokenizer.chat_template), name):
                 yield f"messages have a field {name!r}, which the tokenizer's chat template does not read: drop it"
 
     def whole_text(self, messages: list[dict[str, Any]], **settings: bool) -> str:
@@ -118,7 +118,7 @@ class Chat:
         given = self._config.chat_template_kwargs | settings
         try:
             text = self._tokenizer.apply_chat_template(messages, tools=self._tools, tokenize=False, **given)
-            text.encode()  # raises for half of a character
+            text.encode()  # raises for a lone surrogate
             return text
         except Exception as error:  # templates refuse messages with jinja2's own exceptions
             raise ValueError(f"the chat template refuses the messages: {type(error).__name__}: {error}") from error
@@ -192,5 +192,5 @@ def chat_end_warnings(
     ]
 
 
-def _names(template: str, name: str) -> bool:
+def _reads(template: str, name: str) -> bool:
     return re.search(rf"\b{re.escape(name)}\b", template) is not None

@@ -9,7 +9,7 @@ from megappo.architecture.architecture import Architecture
 from megappo.config.config_error import ConfigError, shorten
 from megappo.config.schema import Config
 from megappo.data.chat import PromptContent
-from megappo.data.tokenizer import completing_tokens, load_tokenizer, padding_token
+from megappo.data.tokenizer import completing_tokens, load_tokenizer, one_bos, padding_token
 from megappo.placement.components import REWARD_MODEL_KEY
 
 if TYPE_CHECKING:
@@ -131,8 +131,8 @@ class Conversations:
         for end in ends:
             reached = (place for place, (_, stop) in enumerate(encoded["offset_mapping"]) if stop >= first + end)
             places.append(next(reached, len(tokens) - 1))
-        extra = int(tokens[:2] == [self._own.bos_token_id] * 2)  # a BOS of the text, and the tokenizer's
-        return tokens[extra:], [place - extra for place in places]
+        kept = one_bos(tokens, self._own)
+        return kept, [place - len(tokens) + len(kept) for place in places]
 
     def _rendered(self, content: PromptContent, response: str) -> str:
         """Return the text of a conversation by the chat template.

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,8 +15,9 @@ from megappo.userland.spec import check_label
 
 NO_REWARD = Reward(function=None)
 ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
-MEDIA = ("images", "image", "videos", "audios")
-"""Fields with what is no text."""
+MEDIA = dict.fromkeys(("images", "image", "videos", "audios"), "models get text only; choose other data, or drop it")
+"""Fields with what is no text -> what to do about them."""
+HISTORY = {"history": "put the earlier turns into messages, or drop it"}
 UNREAD = {"system": "write it as the first message", "tools": "name the functions in rollout.tools"}
 """Fields that examples have beside their messages -> what to do about them in a record of a prompt."""
 CODE_KEYS = {"reward": "reward.function", "environment": "rollout.environment"}
@@ -115,7 +116,7 @@ def entry_of(record: Any, fields: RecordFields, chat: Chat) -> PromptEntry:
     check_value("label", label)
     check_label(label, fields.reward.weights)
     columns, warnings = _columns(record, fields)
-    refuse_fields(record, [name for name in MEDIA if name not in fields.taken])
+    refuse_fields(record, MEDIA, fields.taken)
     for name, remedy in UNREAD.items():
         if record.get(name) and name not in fields.taken and fields.takes.optional is not None:
             warnings.append(f"the field {name!r} is not read: {remedy}, or drop it")
@@ -127,11 +128,11 @@ def entry_of(record: Any, fields: RecordFields, chat: Chat) -> PromptEntry:
     return PromptEntry(rendered, content, label, columns, rank, warnings)
 
 
-def refuse_fields(record: Mapping[str, Any], names: Iterable[str]) -> None:
-    """Raise ValueError if a record has one of these fields, which are not read, and it is not empty."""
-    for name in names:
-        if record.get(name):
-            raise ValueError(f"the field {name!r} is not read (models get text only): choose other data, or drop it")
+def refuse_fields(record: Mapping[str, Any], remedies: Mapping[str, str], taken: Collection[str]) -> None:
+    """Raise ValueError if a record has one of the fields of `remedies` that is neither empty nor taken."""
+    for name, remedy in remedies.items():
+        if record.get(name) and name not in taken:
+            raise ValueError(f"the field {name!r} is not read: {remedy}")
 
 
 def required_values(record: Any, required: Mapping[str, str]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 from megappo.config.config_error import ConfigError
 from megappo.config.schema import Data
 from megappo.data.chat import Chat, PromptContent, chat_end_warnings, read_messages
-from megappo.data.entries import MEDIA, check_value, refuse_fields, required_values
+from megappo.data.entries import HISTORY, MEDIA, check_value, refuse_fields, required_values
 from megappo.data.prompt_checks import Check
 from megappo.data.record_dataset import RecordDataset
 from megappo.data.records import Records, Unpack
@@ -147,7 +147,7 @@ class ConversationDataset(RecordDataset[E]):
         tools: Any = None if "tools" in values else record.get("tools")
         for name, value in values.items():
             check_value(f"field {name!r}", value)
-        refuse_fields(record, [name for name in (*MEDIA, "history") if name not in values])
+        refuse_fields(record, MEDIA | HISTORY, values)
         if form.get("prompt") == "instruction" and record.get("input"):  # Alpaca's
             values["instruction"] = f"{values['instruction']}\n{record['input']}"
         with suppress(TypeError, ValueError):  # no text, or a text that is no JSON
@@ -181,7 +181,7 @@ class ConversationDataset(RecordDataset[E]):
 
     @abstractmethod
     def _to_encode(self, text: ExampleText) -> list[RenderedText]:
-        """Return the texts of whose tokens `_joined` makes those of a conversation."""
+        """Return the texts whose tokens `_joined` joins into those of the conversation."""
 
     @abstractmethod
     def _joined(self, tokens: Sequence[list[int]]) -> Encoded:
@@ -190,14 +190,6 @@ class ConversationDataset(RecordDataset[E]):
         Raises:
             ValueError: a token belongs to two parts of the text.
         """
-
-    def _is_learned(self, message: Mapping[str, Any]) -> bool:
-        """Return whether a message of the assistant has a loss, by its own fields.
-
-        Raises:
-            ValueError: they are neither 0 nor 1.
-        """
-        return True
 
     def _encoded(self, records: Sequence[Sequence[ExampleText]]) -> Iterator[Iterator[Encoded]]:
         """Yield for each record the tokens of its conversations and their masks, which raise as `_joined` does."""
@@ -222,7 +214,7 @@ class ConversationDataset(RecordDataset[E]):
                 self._note_bad_row(check, number, error.args)
                 continue
             for text, (tokens, mask) in zip(texts, encoded, strict=True):
-                self._check_text(check, number, text.rendered, text.content, tokens)
+                self._check_text(check, number, text.rendered, text.content, tokens, is_cut=True)
                 self._check_tokens(check, number, tokens, mask, vocab_size)
             if len(encoded) > 1 and encoded[0] == encoded[1]:
                 self._note_bad_row(check, number, [EQUAL])
@@ -276,9 +268,7 @@ class ConversationDataset(RecordDataset[E]):
         """
         whole = chat.with_system(messages)
         start += len(whole) - len(messages)
-        answers = [
-            i for i in range(start, len(whole)) if whole[i]["role"] == "assistant" and self._is_learned(whole[i])
-        ]
+        answers = [i for i in range(start, len(whole)) if whole[i]["role"] == "assistant" and is_learned(whole[i])]
         if not answers:
             raise ValueError("no message of the assistant, which could be learned: add one")
         if answers[0] == 0:
@@ -324,6 +314,18 @@ class ConversationDataset(RecordDataset[E]):
         return place + len(ending)
 
 
+def is_learned(message: Mapping[str, Any]) -> bool:
+    """Return whether a message of the assistant is learned, by its own fields.
+
+    Raises:
+        ValueError: they are neither 0 nor 1.
+    """
+    weights = [message.get(name, 1) for name in ("weight", "train")]
+    if any(weight not in (0, 1) for weight in weights):
+        raise ValueError(f"expected 0 or 1 as weight and train of a message, found {weights}")
+    return all(weights)
+
+
 class ExampleDataset(ConversationDataset[Example]):
     """Examples of supervised fine-tuning."""
 
@@ -342,12 +344,6 @@ class ExampleDataset(ConversationDataset[Example]):
             return [self._chat_text(chat, read_messages(parts["messages"]), 0)]
         return [self._answer_text(chat, parts["prompt"], parts["response"])]
 
-    def _is_learned(self, message: Mapping[str, Any]) -> bool:
-        weights = [message.get(name, 1) for name in ("weight", "train")]
-        if any(weight not in (0, 1) for weight in weights):
-            raise ValueError(f"expected 0 or 1 as weight and train of a message, found {weights}")
-        return all(weights)
-
     def _to_encode(self, text: ExampleText) -> list[RenderedText]:
         before, *rest = text.parts
         texts = [RenderedText(before, text.rendered.is_chat)]
@@ -361,7 +357,7 @@ class ExampleDataset(ConversationDataset[Example]):
         for number in range(1, len(tokens), 2):
             added = added_tokens(tokens[number], tokens[number + 1], self._tokenizer)
             joined += added
-            mask += [int(number % 4 == 1)] * len(added)
+            mask += [int(number % 4 == 1)] * len(added)  # two texts a part, and every other part has a loss
         return joined, mask
 
     def _entry(self, index: int, encoded: Sequence[Encoded], record: Any, form: Mapping[str, str]) -> Example:

@@ -10,7 +10,7 @@ from megappo.architecture.parsing import read_architecture
 from megappo.config.schema import Config
 from megappo.data.chat import Chat, read_messages
 from megappo.data.entries import look_up
-from megappo.data.examples import ConversationDataset, Encoded, Example, ExampleDataset, ExampleText
+from megappo.data.examples import ConversationDataset, Encoded, Example, ExampleDataset, ExampleText, is_learned
 from megappo.data.records import Records, Unpack
 from megappo.data.tokenizer import RenderedText, padding_token
 
@@ -92,6 +92,8 @@ class PreferenceDataset(ConversationDataset[Pair]):
         messages = read_messages(response)
         if messages[-1]["role"] != "assistant":
             raise ValueError(f"a conversation ends with a message of the {messages[-1]['role']}, not the assistant's")
+        if not is_learned(messages[-1]):
+            raise ValueError("the last message, which is scored, has weight 0 or train false: drop that, or the pair")
         if messages[0]["role"] == "assistant" and prompt is not None:
             return self._answer_text(chat, prompt, messages)
         if prompt is not None and not _is_within(prompt, messages):

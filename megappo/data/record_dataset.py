@@ -23,7 +23,7 @@ from megappo.data.prompt_checks import (
     message_warnings,
 )
 from megappo.data.records import Records, RecordsError, Unpack, open_records
-from megappo.data.tokenizer import RenderedText, ids_by_file, keeps_bytes
+from megappo.data.tokenizer import RenderedText, ids_by_file, keeps_bytes, one_bos
 from megappo.runtime.heartbeat import heartbeat
 
 if TYPE_CHECKING:
@@ -145,13 +145,25 @@ class RecordDataset(ABC, Generic[E]):
             check.note(number, "error", [f"{fault} (data.on_bad_row=skip leaves such out)" for fault in faults])
 
     def _check_text(
-        self, check: Check, number: int, rendered: RenderedText, content: PromptContent, tokens: list[int]
+        self,
+        check: Check,
+        number: int,
+        rendered: RenderedText,
+        content: PromptContent,
+        tokens: list[int],
+        *,
+        is_cut: bool = False,
     ) -> None:
-        """Note a text with other tokens than tokenizer.json gives it, special tokens in messages, and lost text."""
+        """Note a text with other tokens than tokenizer.json gives it, special tokens in messages, and lost text.
+
+        Args:
+            is_cut: tokens may follow, which are not read.
+        """
         if number >= COMPARED or not tokens:
             return
         by_file = ids_by_file(rendered.text, self._tokenizer, special=not rendered.is_chat) or tokens
-        if tokens not in (by_file[: len(tokens)], by_file[1:][: len(tokens)]):  # without a second BOS
+        expected = one_bos(by_file, self._tokenizer)
+        if tokens != (expected[: len(tokens)] if is_cut else expected):
             check.note(number, "error", [OTHER_TOKENS.format(self.noun[:-1])])
         check.note(number, "warn", message_warnings(content, self._tokenizer))
         if not self._keeps_bytes and loses_text(rendered.text, tokens, self._tokenizer):

@@ -120,7 +120,6 @@ class RenderedText(NamedTuple):
 
 def encode(texts: Sequence[RenderedText], tokenizer: "PreTrainedTokenizerBase") -> list[list[int]]:
     """Return the tokens of each text; one BOS where both the text and the tokenizer add one."""
-    two_bos = [tokenizer.bos_token_id] * 2
     tokens: list[list[int]] = []
     for is_chat, group in groupby(texts, key=attrgetter("is_chat")):
         alike = [one.text for one in group]
@@ -130,7 +129,12 @@ def encode(texts: Sequence[RenderedText], tokenizer: "PreTrainedTokenizerBase") 
             tokens += tokenizer(part, add_special_tokens=special, return_attention_mask=False, verbose=False)[
                 "input_ids"
             ]
-    return [ids[1:] if ids[:2] == two_bos else ids for ids in tokens]
+    return [one_bos(ids, tokenizer) for ids in tokens]
+
+
+def one_bos(ids: list[int], tokenizer: "PreTrainedTokenizerBase") -> list[int]:
+    """Return tokens without the first of two BOS: a text had one, and the tokenizer added another."""
+    return ids[1:] if ids[:2] == [tokenizer.bos_token_id] * 2 else ids
 
 
 def with_context(before: str, added: str) -> tuple[RenderedText, RenderedText]:
@@ -156,8 +160,8 @@ def added_tokens(before: Sequence[int], whole: Sequence[int], tokenizer: "PreTra
     if whole[:size] != before:
         alone, here = (tokenizer.decode(ids[max(0, size - 5) : size + 3]) for ids in (before, whole))
         raise ValueError(
-            f"the tokenizer joins the end of {alone!r}, alone, with what follows, {here!r}, of which one side has a "
-            "loss: move blanks and line ends from one to the other"
+            f"one token spans the end of {alone!r} and the text that follows it ({here!r}), but only one of them has a "
+            "loss: move blanks and line breaks from one to the other"
         )
     return list(whole[size:])
 

@@ -19,6 +19,8 @@ from typing import Any, NoReturn
 import torch
 from torch.overrides import TorchFunctionMode
 
+from megappo.data.tokenizer import TOKENIZER_FILE, load_tokenizer
+
 KERNEL_NAMES = (
     "assign_draft_cache_locs_contiguous_cpu",
     "assign_extend_cache_locs_cpu",
@@ -96,6 +98,7 @@ def install_hooks() -> None:
         "sglang.srt.managers.io_struct.GenerateReqInput._handle_parallel_sampling": (limit_samples, HookType.AFTER),
         f"{server}.http_server.build_server_info": (hide_keys, HookType.AFTER),
         f"{server}.openai.protocol.Tool.model_dump": (as_given, HookType.AROUND),
+        "sglang.srt.utils.hf_transformers.tokenizer.get_tokenizer": (tokenizer_as_trained, HookType.AROUND),
         "sglang.srt.managers.scheduler.Scheduler._record_scheduler_state_for_paused_engine": (
             sleep_while_paused,
             HookType.AFTER,
@@ -180,6 +183,24 @@ def limit_samples(_: None, request: Any) -> None:
 def as_given(original: Any, tool: Any) -> dict[str, Any]:
     """Return a tool for a chat template without the keys that its client left out: SGLang adds "defer_loading"."""
     return original(tool, exclude_unset=True)
+
+
+def tokenizer_as_trained(original: Any, folder: str, *args: Any, **kwargs: Any) -> Any:
+    """Load a folder's tokenizer.json as training does, so that served prompts get the trained tokens.
+
+    AutoTokenizer of transformers 5.19, which SGLang calls, takes the class of config.json's model_type:
+    Qwen2Tokenizer replaces the model and the normalizer of a tokenizer.json of another kind. SGLang repairs only the
+    pre-tokenizer and the decoder, and adds a BOS for some classes (sglang/srt/utils/hf_transformers/tokenizer.py).
+    Processes that are spawned, on GPUs, lack this hook; they decode tokens and encode no prompt.
+    """
+    from sglang.srt.utils.hf_transformers.common import attach_additional_stop_token_ids
+
+    is_other = kwargs.get("tokenizer_backend", "huggingface") != "huggingface"
+    if is_other or not Path(folder, TOKENIZER_FILE).is_file():
+        return original(folder, *args, **kwargs)
+    tokenizer = load_tokenizer(folder, "--tokenizer-path")
+    attach_additional_stop_token_ids(tokenizer)  # as SGLang does
+    return tokenizer
 
 
 def sleep_while_paused(_: None, scheduler: Any) -> None:

@@ -68,7 +68,7 @@ def test_a_system_prompt_and_variables_are_what_the_template_is_given(folder, to
 def test_a_text_that_stays_one_is_a_bad_row_where_these_have_no_meaning(folder, tokenizer, keys):
     data = opened(folder, tokenizer, **keys)
     [error] = data.errors([data.check(100)])
-    assert f"{folder}/train.jsonl line 1: the prompt is a string, for which data.system_prompt and data.chat" in error
+    assert f"{folder}/train.jsonl line 1: the prompt is a string, which takes no system prompt, tools or data." in error
 
 
 def test_an_empty_text_is_no_message(folder, tokenizer):
@@ -108,7 +108,7 @@ def test_fields_that_prompts_do_not_read_are_refused_or_counted(folder, tokenize
     data = opened(folder, tokenizer)
     parts = [data.check(1000)]
     [error] = data.errors(parts)
-    assert "line 3: the field 'images' is not read (models get text only)" in error
+    assert "line 3: the field 'images' is not read: models get text only; choose other data" in error
     warnings = data.warnings(parts)
     assert [
         name

@@ -189,8 +189,9 @@ def test_fields_beside_messages_are_rendered(tmp_path, tokenizer, record, text, 
         ),
         ({"messages": TALK[:2], "tools": "add"}, "expected a text as system and a list as tools, found None and 'add'"),
         ({"messages": [{"role": "system", "content": "B"}, *TALK], "system": "A"}, "'system' is not in the rendered"),
-        ({"prompt": "2+2=", "response": "4", "system": "Add."}, "the prompt is a string, for which data.system_prompt"),
-        ({"messages": TALK, "images": ["a.png"]}, "the field 'images' is not read"),
+        ({"prompt": "2+2=", "response": "4", "system": "Add."}, "the prompt is a string, which takes no system prompt"),
+        ({"messages": TALK, "images": ["a.png"]}, "the field 'images' is not read: models get text only"),
+        ({"messages": TALK, "history": [["1", "2"]]}, "the field 'history' is not read: put the earlier turns into"),
         ({"messages": [TALK[0], TALK[1] | {"weight": 0.5}]}, "expected 0 or 1 as weight and train of a message"),
         ({"messages": [TALK[0], TALK[1] | {"reasoning_content": "2 and 2"}]}, "render reasoning_content, or drop it"),
         ({"messages": [TALK[0], CALL | {"content": None}]}, "has tool_calls that the template does not read"),
@@ -261,4 +262,4 @@ def test_a_prompt_that_the_tokenizer_joins_with_its_response_is_refused(tmp_path
     joins = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>")
     of = dataset(tmp_path, joins, {"prompt": "ba", "response": "b"}, {"prompt": "ab", "response": "b"})
     [error] = of.errors([of.check(4)])
-    assert "line 1: the tokenizer joins the end of 'ba', alone, with what follows, 'bab</s>', of which one" in error
+    assert "line 1: one token spans the end of 'ba' and the text that follows it ('bab</s>'), but only one of" in error

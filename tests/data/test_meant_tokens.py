@@ -100,6 +100,8 @@ def test_a_class_that_builds_itself_otherwise_changes_no_tokens(tmp_path, core, 
         ({"split_special_tokens": True}, f"1 {BOS} 2"),
         ({"added_tokens_decoder": {"900": {"content": "<extra>", "special": True}}}, "1 <extra> 2"),
         ({"additional_special_tokens": ["answer"]}, "an answer"),
+        ({"added_tokens_decoder": {"256": {"content": BOS, "special": True, "lstrip": True}}}, f" {BOS}1"),
+        ({"added_tokens_decoder": {"256": {"content": BOS, "special": True, "rstrip": True}}}, f"1{BOS} "),
     ],
 )
 def test_tokens_that_the_two_files_make_otherwise_are_an_error(tmp_path, config, text):

@@ -84,6 +84,8 @@ def test_margins_are_read_and_padding_is_not(tmp_path, tokenizer):
         ({"chosen": TALK[:3], "rejected": WORSE}, {}, "a conversation ends with a message of the user"),
         ({"chosen": TALK[1:2], "rejected": WORSE}, {}, "the first message is the assistant's"),
         ({"chosen": 4, "rejected": "5"}, {}, "expected a list of"),
+        ({"chosen": [*TALK[:3], TALK[3] | {"weight": 0}], "rejected": WORSE}, {}, "which is scored, has weight 0 or"),
+        ({"chosen": [TALK[0], TALK[1] | {"train": 2}], "rejected": WORSE}, {}, "expected 0 or 1 as weight and train"),
         ({"prompt": "2+2=", "chosen": "4444", "rejected": "5"}, {"max_length": 8}, "more tokens than data.max_length"),
     ],
 )

@@ -5,7 +5,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,20 +17,11 @@ from program import REPOSITORY
 from served_folder import COMMAND, save_character_tokenizer, served
 from transformers import AutoTokenizer
 
+from megappo.data.tokenizer import load_tokenizer
+
 PROMPTS = ["37+45=", "(12+a)*b"]
-
-
-TOOLS = """
-import json
-from megappo.engines import sglang_patches
-sglang_patches.prepare_import()
-sglang_patches.install_hooks()
-from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
-function = {"parameters": {"a": {"default": None}}, "name": "f", "return": {"type": "string"}}
-tools = [{"type": "function", "function": function}, {"type": "function", "function": {"name": "g"}}]
-request = ChatCompletionRequest(model="m", messages=[{"role": "user", "content": "1"}], tools=tools)
-assert json.dumps([tool.model_dump() for tool in request.tools]) == json.dumps(tools)
-"""
+TEMPLATE = "{{ tools | tojson }}{% for m in messages %}\n<{{ m.role }}>  {{ m.content }}{% endfor %}"
+TOOLS = [{"parameters": {"a": {"default": None}}, "name": "f", "return": {}}, {"name": "g"}]
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +30,7 @@ def folder(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("export") / "hf_actor"
     shutil.copytree(checkpoint, folder)
     save_character_tokenizer(folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
 
 
@@ -78,6 +69,12 @@ def test_it_answers_text_as_hugging_face_does_and_leaves_nothing_behind(folder, 
         request = {"model": "any", "prompt": prompt, "temperature": 0, "max_tokens": 12}
         completion = client.post("/v1/completions", json=request).json()
         assert completion["choices"][0]["text"] == answer["text"] == tokenizer.decode(expected)
+    for function in TOOLS:
+        messages, tools = [{"role": "user", "content": "1 + 2"}], [{"type": "function", "function": function}]
+        chat = {"model": "any", "messages": messages, "tools": tools, "max_tokens": 1}
+        answer = client.post("/v1/chat/completions", json=chat | {"return_input_ids_in_sglext": True}).json()
+        expected = load_tokenizer(str(folder)).apply_chat_template(messages, tools=tools, return_dict=False)
+        assert answer["sglext"]["input_ids"] == expected, "the tokens of training, and tools as the client writes them"
     assert client.post("/v1/completions", json=request | {"n": 2000}).status_code == 400
     assert client.get("/flush_cache").status_code == client.post("/configure_logging", json={}).status_code == 401
     arguments = client.get("/server_info").json()
@@ -94,10 +91,6 @@ def test_it_answers_text_as_hugging_face_does_and_leaves_nothing_behind(folder, 
     assert psutil.wait_procs(processes, timeout=10)[1] == []
     assert not any(path.exists() for path in memory) and not list(home.glob("megappo-engine-*"))
     assert "Traceback" not in (home / "output.txt").read_text()
-
-
-def test_chat_templates_get_tools_as_a_client_writes_them():
-    subprocess.run([sys.executable, "-c", TOOLS], cwd=REPOSITORY, check=True, timeout=120)
 
 
 def refused(*arguments: object) -> str:
@@ -129,7 +122,7 @@ def test_an_unknown_argument_is_refused_before_anything_is_loaded(folder):
 def test_a_taken_port_is_refused_before_anything_is_loaded(folder):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        assert f"cannot listen on 127.0.0.1:{port} (Address already in use)" in refused(folder, "--port", port)
+        assert f"port {port} is in use: end the server that listens on it, or choose" in refused(folder, "--port", port)
 
 
 @pytest.mark.slow  # two starts of Python with SGLang; the test before shows that arguments reach its parser

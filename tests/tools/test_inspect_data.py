@@ -119,8 +119,8 @@ def test_what_cannot_be_looked_at_is_an_error(folder, override, message):
 @pytest.mark.parametrize(
     ("kind", "record", "num_tokens", "num_trained", "shown"),
     [
-        ("sft", {"prompt": "1+1=", "response": "2"}, 6, 2, ["1 + 1 =>2 </s><"]),
-        ("reward_model", {"prompt": "1+1=", "chosen": "2", "rejected": "1"}, 5, 1, ["1 + 1 =>2<", "1 + 1 =>1<"]),
+        ("sft", {"prompt": "1+1=", "response": "2"}, 6, 2, ["1 + 1 => 2 </s><"]),
+        ("reward_model", {"prompt": "1+1=", "chosen": "2", "rejected": "1"}, 5, 1, ["1 + 1 => 2<", "1 + 1 => 1<"]),
     ],
 )
 def test_examples_and_pairs_show_where_they_have_a_loss(folder, kind, record, num_tokens, num_trained, shown):
@@ -137,5 +137,6 @@ def test_examples_and_pairs_show_where_they_have_a_loss(folder, kind, record, nu
     first, lengths, _, _, *rows = train.splitlines()
     assert first == "data.train_files: data.jsonl: 1 records, 1 inspected"
     assert lengths.endswith(f"95 % have at most {num_tokens}; data.max_length 16")
-    length = f"record 1: {num_tokens} tokens, {num_trained} in > < with a loss, or scored"
+    marked = "with a loss" if kind == "sft" else "scored"
+    length = f"record 1: {num_tokens} tokens, {num_trained} of them, between > and <, {marked}"
     assert rows == [line for text in shown for line in (length, text)]
