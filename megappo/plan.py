@@ -109,7 +109,8 @@ def _check(config: Config, world_size: int, args: argparse.Namespace, warnings: 
     """Print every part of the plan that can be made, and add warnings; return the errors."""
     print(f"plan of {printable(args.config)} on {counted(world_size, 'rank')}\n")
     print(config_summary(config, all_keys=args.all_keys))
-    plan, found = check_run(config, world_size, world_size // (args.nodes or 1), on_gpus=bool(args.gpu))
+    capability = GPUS[args.gpu].capability if args.gpu else None
+    plan, found = check_run(config, world_size, world_size // (args.nodes or 1), capability)
     errors = [error for error in found if not (args.ignore_missing and isinstance(error, Missing))]
     missing = [error for error in found if error not in errors]
     warnings += [*config_warnings(config), *(() if found else resume_warnings(config)), *missing]

@@ -81,7 +81,7 @@ def decisions(context: SwitchContext) -> Iterator[Decision]:
         yield Decision(name, not why_off, why_off or gain)
 
 
-def te_fault(architecture: Architecture, parallel: Parallel, dtype: str = "bf16", capability: int | None = None) -> str:
+def te_fault(architecture: Architecture, parallel: Parallel, dtype: str, capability: int | None) -> str:
     """Return what of a model, in its layout, TransformerEngine cannot compute; "" if it can.
 
     Without a kernel for packed rows, TransformerEngine 2.11.0 would not fail, but pad them and keep the scores of all
@@ -109,6 +109,18 @@ def te_fault(architecture: Architecture, parallel: Parallel, dtype: str = "bf16"
 
 
 Reasons = Iterator[tuple[str, str, str]]
+def te_refusal(fault: str) -> str:
+    """Return the error for layers of TransformerEngine that cannot compute a model.
+
+    Args:
+        fault: what they cannot compute, see `te_fault`.
+    """
+    return (
+        f"model.layer_spec: TransformerEngine does not compute {fault}: set it to auto, which then takes the layers of "
+        "torch"
+    )
+
+
 """Name of a switch, what it gains, and why it is off: "" where it is on."""
 
 
