@@ -75,8 +75,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if shown.getvalue():
             print(f"\nnot ready: {counted(len(errors), 'error')}, above the plan")
         return 2
-    found = f"no error, {counted(len(warnings), 'warning')} above the plan" if warnings else "nothing is wrong"
-    ready = f"{found}: ready for {counted(world_size, 'process')} of megappo.train"
+    is_missing = any(isinstance(one, Missing) for one in warnings)
+    error, once = ("other error", " once the missing files are here") if is_missing else ("error", "")
+    found = f"no {error}, {counted(len(warnings), 'warning')} above the plan" if warnings else "nothing is wrong"
+    ready = f"{found}: ready for {counted(world_size, 'process')} of megappo.train{once}"
     print(f"\n{already_finished(config) or ready}")
     return 0
 
@@ -177,7 +179,8 @@ def _print_estimates(plan: RunPlan, args: argparse.Namespace) -> list[str]:
 def _unchecked(config: Config, missing: Sequence[str]) -> str:
     """Return what only the run itself can check, and what cannot be checked without missing files."""
     if missing:
-        return "tokenizer, prompts, reward functions, environments (files are missing), weights, memory, engines"
+        by_files = "output folder, tokenizer, prompts, reward functions, environments"
+        return f"{by_files} (files are missing), weights, memory, engines"
     unknown = "the names in rollout.server_args (this machine's SGLang could not be read), "
     return (unknown if config.rollout.server_args and not known_names() else "") + "weights, memory, engines"
 
