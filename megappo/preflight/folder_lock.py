@@ -47,7 +47,7 @@ def check_lock(output_dir: Path) -> None:
     """
     if output_dir in _HELD and not _is_there(output_dir, _HELD[output_dir][0]):
         print(f"WARNING: {output_dir / LOCK} was removed or replaced: this run locks its folder again", flush=True)
-        held = _HELD[output_dir][1]
+        _, held = _HELD.pop(output_dir)
         held.close()
         held.enter_context(lock(output_dir))
 
