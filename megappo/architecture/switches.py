@@ -14,12 +14,13 @@ from megappo.config.sections import Parallel
 FLASH_HEAD_SIZE = 256
 """The largest that flash attention's kernels take."""
 CUDNN_PACKS = (90, 120)
-"""Compute capabilities, times ten, from and below which TransformerEngine has an attention of packed rows by cuDNN.
+"""Range of compute capabilities, times ten, without its end, in which TransformerEngine's cuDNN attention takes packed
+rows.
 
 Source: TransformerEngine 2.11.0, fused_attn.cpp (nvte_get_fused_attn_backend), dot_product_attention/utils.py."""
 CUDNN_HEAD_SIZE, CUDNN_LATENT_SIZES = 128, (192, 128)
-"""The largest head that this attention trains on every such GPU, the first ones take any; and a pair of sizes, of
-queries and of values, that newer ones take, too."""
+"""Largest head size that it trains on all of these GPUs (9.0 has no limit), and a pair of query and value sizes that
+newer GPUs take as well."""
 LAYERS = (
     *("apply_rope_fusion", "bias_activation_fusion", "moe_grouped_gemm", "moe_permute_fusion"),
     "use_te_activation_func",
@@ -108,7 +109,6 @@ def te_fault(architecture: Architecture, parallel: Parallel, dtype: str, capabil
     return ""
 
 
-Reasons = Iterator[tuple[str, str, str]]
 def te_refusal(fault: str) -> str:
     """Return the error for layers of TransformerEngine that cannot compute a model.
 
@@ -121,6 +121,7 @@ def te_refusal(fault: str) -> str:
     )
 
 
+Reasons = Iterator[tuple[str, str, str]]
 """Name of a switch, what it gains, and why it is off: "" where it is on."""
 
 

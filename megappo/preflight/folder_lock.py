@@ -13,7 +13,7 @@ from megappo.config.config_error import ConfigError
 from megappo.config.text_files import TextFileError, read_text
 
 LOCK = ".lock"
-"""Name of a file that the run of a folder has locked, as it has the folder: that alone not every file system can."""
+"""File that a run locks besides its folder: some file systems cannot lock folders."""
 _HELD: dict[Path, tuple[int, ExitStack]] = {}
 """Folder -> the descriptor of its file, and what `lock` returned."""
 
