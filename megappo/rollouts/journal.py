@@ -12,6 +12,7 @@ done after the checkpoint.
 """
 
 import json
+import os
 import re
 from base64 import b64decode, b64encode
 from collections.abc import Iterator, Mapping, Sequence
@@ -183,6 +184,8 @@ class Journal:
     def forget_choices(self, last: int) -> dict[int, Choice]:
         """Delete the choices of steps up to this one; return the others, by step."""
         path = self._folder / CHOICES_FILE
+        if not os.path.lexists(path):
+            return {}
         lines = [line for line in json_lines(path, _CHOICE.validate_python, "remove the file") if line["step"] > last]
         write_json_lines(path, lines)  # without a line that a kill cut short
         return {line["step"]: Choice(**line) for line in lines}
