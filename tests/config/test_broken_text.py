@@ -169,7 +169,6 @@ ARGUMENTS = {
     "=3": "'=3': expected key=value",
     "++actor.optim.l=1": "actor.optim.l: unknown key; did you mean actor.optim.lr?",
     "algorithm={gamma:1.0,lam:0.9}": "a key and its value have no space between them: write {key: value}",
-    "placement={critic: 0-1, actor,}": "placement.actor has no ranks: write {actor, critic: 0-7}",
     "~actor.optim.lr": "'~actor.optim.lr': keys cannot be removed: set the key to its default",
     "actor..lr=1": "'actor..lr=1': expected key=value",
     "rollout.stop=[a": "not valid YAML: [ is not closed; correct it, or quote what is text (in 'rollout.stop=[a')",
@@ -178,6 +177,7 @@ ARGUMENTS = {
     "caf\udce9=1": "'caf\\udce9=1': expected key=value",
     "actor=" + "[" * 100_000: "not valid YAML: it is nested too deep",
     "trainer.seed=\x1b[2J": "not valid YAML: unacceptable character #x001b",
+    "placement={critic: 0-1, actor,}": "placement.actor has no ranks: write {actor, critic: 0-7}",
 }
 
 
