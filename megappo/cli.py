@@ -20,7 +20,7 @@ from megappo.table import resolved
 TRAIN, MODELS, RESULTS = "Train", "Models and checkpoints", "Inspect a run"
 EXAMPLE = "Example: megappo plan configs/quickstart.yaml. Each command has a --help of its own."
 KEYS = "megappo.config.describe:keys"
-RANKS = "checking the config; the processes that start then import torch, megatron-core and SGLang"
+RANKS = "checking the config, then starting processes that import torch, megatron-core and SGLang"
 TAKES_KEYS = ("train", "sft", "reward-model", "plan", "evaluate", "quickstart", "inspect")
 
 

@@ -75,8 +75,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if shown.getvalue():
             print(f"\nnot ready: {counted(len(errors), 'error')}, above the plan")
         return 2
-    found = f"no error, {counted(len(warnings), 'warning')} above the plan" if warnings else "nothing is wrong"
-    ready = f"{found}: ready for {counted(world_size, 'process')} of megappo.train"
+    is_missing = any(isinstance(one, Missing) for one in warnings)
+    error, once = ("other error", " once the missing files are here") if is_missing else ("error", "")
+    found = f"no {error}, {counted(len(warnings), 'warning')} above the plan" if warnings else "nothing is wrong"
+    ready = f"{found}: ready for {counted(world_size, 'process')} of megappo.train{once}"
     print(f"\n{already_finished(config) or ready}")
     return 0
 
@@ -94,14 +96,7 @@ def _shape_override(name: str | None) -> list[str]:
 
 def _print_instead(args: argparse.Namespace) -> int:
     """Print the keys, or a config for a model, in place of a plan."""
-    try:
-        if args.init:
-            print(first_config(args.init, GPUS[args.gpu], args.gpus))
-        else:
-            print(config_help(args.keys))
-    except ConfigError as error:
-        print(error.report(0), file=sys.stderr)
-        return error.exit_code
+    print(first_config(args.init, GPUS[args.gpu], args.gpus) if args.init else config_help(args.keys))
     return 0
 
 
@@ -109,7 +104,8 @@ def _check(config: Config, world_size: int, args: argparse.Namespace, warnings: 
     """Print every part of the plan that can be made, and add warnings; return the errors."""
     print(f"plan of {printable(args.config)} on {counted(world_size, 'rank')}\n")
     print(config_summary(config, all_keys=args.all_keys))
-    plan, found = check_run(config, world_size, world_size // (args.nodes or 1), on_gpus=bool(args.gpu))
+    capability = GPUS[args.gpu].capability if args.gpu else None
+    plan, found = check_run(config, world_size, world_size // (args.nodes or 1), capability)
     errors = [error for error in found if not (args.ignore_missing and isinstance(error, Missing))]
     missing = [error for error in found if error not in errors]
     warnings += [*config_warnings(config), *(() if found else resume_warnings(config)), *missing]
@@ -176,7 +172,8 @@ def _print_estimates(plan: RunPlan, args: argparse.Namespace) -> list[str]:
 def _unchecked(config: Config, missing: Sequence[str]) -> str:
     """Return what only the run itself can check, and what cannot be checked without missing files."""
     if missing:
-        return "tokenizer, prompts, reward functions, environments (files are missing), weights, memory, engines"
+        by_files = "output folder, tokenizer, prompts, reward functions, environments"
+        return f"{by_files} (files are missing), weights, memory, engines"
     unknown = "the names in rollout.server_args (this machine's SGLang could not be read), "
     return (unknown if config.rollout.server_args and not known_names() else "") + "weights, memory, engines"
 

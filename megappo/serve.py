@@ -62,11 +62,9 @@ def port_fault(words: Sequence[str]) -> str | None:
     port = int(named[1]) if named else PORT
     with socket.socket() as probe:
         is_used = port < 2**16 and probe.connect_ex(("127.0.0.1", port)) == 0
-    return (
-        f"port {port} is in use: end the server that listens on it, or choose another port, --port N"
-        if is_used
-        else None
-    )
+    if is_used:
+        return f"port {port} is in use: end the server that listens on it, or choose another port, --port N"
+    return None
 
 
 def _refuse(fault: str) -> int:

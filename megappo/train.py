@@ -222,7 +222,7 @@ def _load_config(args: argparse.Namespace, store: dist.Store) -> Config:
 
 def _checked(config: Config) -> RunPlan:
     world_size, ranks_per_node = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    plan, errors = check_run(config, world_size, ranks_per_node, on_gpus=platform.has_cuda())
+    plan, errors = check_run(config, world_size, ranks_per_node, platform.compute_capability())
     if plan is None or errors:
         raise ConfigError(*errors)
     return plan

@@ -62,7 +62,7 @@ def test_a_commands_help_fits_a_screen_and_imports_nothing_heavy(name):
         (("plan", "--init", "m", "--gpu", "h100"), "--init needs --gpu TYPE and --gpus N"),
         (("train", "c.yaml", "--nproc", "0"), "expected a number of at least 1, at most 100000, found 0"),
         (("convert", "hf-to-megatron"), "the following arguments are required: --input, --output"),
-        (("doctor", "gpu"), "error: no check gpu: expected some of packages, gpus, "),
+        (("doctor", "gpu"), "error: no check gpu: expected some of packages, megatron, gpus, "),
         (("serve",), "error: expected a model first, found nothing; usage: megappo serve MODEL"),
     ],
 )

@@ -61,7 +61,7 @@ DELTA_CHUNK = 64
 
 
 def all_but_every(every: float, num_layers: int) -> tuple[bool, ...]:
-    """Return for each layer whether it is another than every so-many-th: as families alternate kinds of layers."""
+    """Return for each layer whether it is another than every n-th: as families alternate kinds of layers."""
     return tuple(number % every != 0 for number in range(1, min(num_layers, MOST_LAYERS) + 1))
 
 
@@ -305,7 +305,7 @@ class Architecture:
 
     @property
     def attention_sizes(self) -> tuple[int, int]:
-        """Numbers of a head's queries, and of its values."""
+        """Size of a head's queries, and of its values."""
         latent = self.latent
         if latent is None:
             return self.head_size, self.head_size

@@ -81,7 +81,7 @@ WITHOUT_IT: dict[str, Any] = {
     "long_mscale": None,
     "swiglu_limit": None,
 }
-"""Keys that SGLang alone reads, or reads null of as "off" -> the value that changes nothing."""
+"""Keys that only SGLang reads, or whose null it reads as "off" -> the value that changes nothing."""
 
 
 def uncomputed(raw: Mapping[str, Any], computed: Collection[str]) -> Iterator[str]:

@@ -89,7 +89,7 @@ class Family:
         linear_bias: all other matrices of the layers have a bias, too.
         sinks: each head attends to nothing with a learnable score, too (attention sinks).
         sliding_window: the window of config.json, if it has one, is on; else only `use_sliding_window` switches it on.
-        window_pattern: every so-many-th layer attends to all tokens, the others to a window, where config.json has
+        window_pattern: every n-th layer attends to all tokens, the others to a window, where config.json has
             neither `layer_types` nor `sliding_window_pattern`; None = no layer is limited to the window.
         local_rope_theta: rotary base of the layers with a window, where config.json is silent; None = that of all.
         full_heads: layers without a window have heads of another size and number, and rotate a part of each
@@ -103,7 +103,7 @@ class Family:
             each takes.
         rotary_part: part of each head that has rotary positions, where config.json has no `partial_rotary_factor`; None
             = the whole head, and the key is not supported.
-        unrotated_pattern: every so-many-th layer has no rotary positions, where config.json has neither
+        unrotated_pattern: every n-th layer has no rotary positions, where config.json has neither
             `no_rope_layers` (1 = rotary) nor `no_rope_layer_interval`; None = all layers have them.
         flat_rope: SGLang reads `rope_theta` and `rope_scaling` of config.json, and not transformers 5's
             `rope_parameters`.

@@ -42,7 +42,7 @@ def unrotated(values: Mapping[str, Any], family: Family) -> tuple[bool, ...]:
 
 
 def layers_of(values: Mapping[str, Any], kind: str, every: float) -> tuple[bool, ...]:
-    """Return whether each layer is of a kind: by `layer_types`, else all layers but every so-many-th."""
+    """Return whether each layer is of a kind: by `layer_types`, else all layers but every n-th."""
     if values.get("layer_types"):
         return tuple(one == kind for one in values["layer_types"])
     return all_but_every(every, values["num_hidden_layers"])

@@ -14,12 +14,13 @@ from megappo.config.sections import Parallel
 FLASH_HEAD_SIZE = 256
 """The largest that flash attention's kernels take."""
 CUDNN_PACKS = (90, 120)
-"""Compute capabilities, times ten, from and below which TransformerEngine has an attention of packed rows by cuDNN.
+"""Range of compute capabilities, times ten, without its end, in which TransformerEngine's cuDNN attention takes packed
+rows.
 
 Source: TransformerEngine 2.11.0, fused_attn.cpp (nvte_get_fused_attn_backend), dot_product_attention/utils.py."""
 CUDNN_HEAD_SIZE, CUDNN_LATENT_SIZES = 128, (192, 128)
-"""The largest head that this attention trains on every such GPU, the first ones take any; and a pair of sizes, of
-queries and of values, that newer ones take, too."""
+"""Largest head size that it trains on all of these GPUs (9.0 has no limit), and a pair of query and value sizes that
+newer GPUs take as well."""
 LAYERS = (
     *("apply_rope_fusion", "bias_activation_fusion", "moe_grouped_gemm", "moe_permute_fusion"),
     "use_te_activation_func",
@@ -81,7 +82,7 @@ def decisions(context: SwitchContext) -> Iterator[Decision]:
         yield Decision(name, not why_off, why_off or gain)
 
 
-def te_fault(architecture: Architecture, parallel: Parallel, dtype: str = "bf16", capability: int | None = None) -> str:
+def te_fault(architecture: Architecture, parallel: Parallel, dtype: str, capability: int | None) -> str:
     """Return what of a model, in its layout, TransformerEngine cannot compute; "" if it can.
 
     Without a kernel for packed rows, TransformerEngine 2.11.0 would not fail, but pad them and keep the scores of all
@@ -106,6 +107,18 @@ def te_fault(architecture: Architecture, parallel: Parallel, dtype: str = "bf16"
     if max(sizes) > CUDNN_HEAD_SIZE and capability != CUDNN_PACKS[0] and sizes != CUDNN_LATENT_SIZES:
         return f"attention of packed rows with heads of {max(sizes)} on GPUs of compute capability {capability / 10}"
     return ""
+
+
+def te_refusal(fault: str) -> str:
+    """Return the error for layers of TransformerEngine that cannot compute a model.
+
+    Args:
+        fault: what they cannot compute, see `te_fault`.
+    """
+    return (
+        f"model.layer_spec: TransformerEngine does not compute {fault}: set it to auto, which then takes the layers of "
+        "torch"
+    )
 
 
 Reasons = Iterator[tuple[str, str, str]]

@@ -118,8 +118,9 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     except ConfigError as error:
         raise CheckpointError(str(error)) from error
     step = step_of(checkpoint)
-    if state["step"] != step:
-        raise CheckpointError(f"{checkpoint / STATE} is of step {state['step']}, not {step}; use another checkpoint")
+    found = state.get("step", "none")
+    if found != step:
+        raise CheckpointError(f"{checkpoint / STATE} is of step {found}, not {step}; use another checkpoint")
     return state
 
 

@@ -173,6 +173,8 @@ class Sources:
                     self._merge(loader, value, values[name], f"{path}{name}.", source)
                 else:
                     values[name] = loader.construct_object(value, deep=True)
+        if shared:
+            self.errors.append(f"{place}: {path}{shared[:-1]} has no ranks: write {{actor, critic: 0-7}}")
 
     def place_of(self, key: str) -> str:
         """Return the place of a key, else of the section it would be in, else the file."""
@@ -217,7 +219,7 @@ def _num_values(node: yaml.Node, known: dict[int, float]) -> float:
         inner = node.value if isinstance(node, yaml.CollectionNode) else ()
         parts = chain.from_iterable(inner) if isinstance(node, yaml.MappingNode) else inner
         known[id(node)] = 1 + sum(_num_values(part, known) for part in parts)
-        if node is not None and known[id(node)] > MOST_VALUES:
+        if known[id(node)] > MOST_VALUES:
             problem = f"with its aliases (*) it holds {known[id(node)]:,} values, more than {MOST_VALUES:,}"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
     return known[id(node)]

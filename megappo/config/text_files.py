@@ -1,5 +1,5 @@
-"""The door through which the program reads what users name and what runs have left: ordinary files alone, bounded,
-decoded and checked. A path may lead to a pipe, a device or a file without end, and a file may hold anything."""
+"""Reads files that users name or that runs have left: regular files only, with a bound on their size, decoded and
+checked. A path may lead to a pipe, a device or a file without end, and a file may hold anything."""
 
 import errno
 import json
@@ -23,7 +23,7 @@ LARGEST_LINES = 2**36
 LONGEST_LINE = 2**28
 """Bytes of a line. One of a long episode with the experts of each token has 100 MiB."""
 
-Check = Callable[[Any], object]
+Validator = Callable[[Any], object]
 """Raises ValueError for content of wrong types or values, as `model_validate` of a pydantic model does."""
 
 
@@ -87,27 +87,32 @@ def read_json(path: Path) -> dict[str, Any]:
         raise TextFileError(f"{error}: copy it again") from error
 
 
-def read_record(path: Path, check: Check, remedy: str) -> dict[str, Any]:
-    """Return the JSON object in a file that a run has written.
+def read_record(path: Path, check: Validator, remedy: str) -> dict[str, Any]:
+    """Return the JSON object in a file that a run has written; {} if there is no such file.
 
     Raises:
         ConfigError: it cannot be read, or is not what a run writes; the message names the file and ends with the
             remedy.
     """
+    if not os.path.lexists(path):
+        return {}
     try:
         return _parsed(read_text(path, LARGEST_JSON), check)
     except ValueError as error:
         raise ConfigError(f"{path} is not what a run writes: {error}; {remedy}") from error
 
 
-def json_lines(path: Path, check: Check, remedy: str, last_bytes: float = math.inf) -> list[dict[str, Any]]:
-    """Return the JSON objects in a file to which a run appends one a line, without a last line that a kill cut short.
+def json_lines(path: Path, check: Validator, remedy: str, last_bytes: float = math.inf) -> list[dict[str, Any]]:
+    """Return the JSON objects in a file to which a run appends one a line, without a last line that a kill cut short;
+    none if there is no such file.
 
     Args:
         last_bytes: read only the whole lines among the last so many bytes.
     Raises:
         ConfigError: as `read_record`; the message names the line, too.
     """
+    if not os.path.lexists(path):
+        return []
     found, line = [], b""
     try:
         with open_file(path) as file:
@@ -126,7 +131,7 @@ def json_lines(path: Path, check: Check, remedy: str, last_bytes: float = math.i
     return found
 
 
-def _parsed(text: str | bytes, check: Check = bool) -> dict[str, Any]:
+def _parsed(text: str | bytes, check: Validator = bool) -> dict[str, Any]:
     """Return the JSON object in a text; raise ValueError with one line about what else it is."""
     try:
         content = json.loads(text)

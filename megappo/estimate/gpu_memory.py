@@ -124,6 +124,21 @@ def engine_memory(config: Config, policy: Architecture, num_parameters: int, fre
     )
 
 
+def engine_pinned(config: Config, engine: EngineMemory, policy: Architecture) -> float:
+    """Return the host memory that an engine pins for each of its GPUs.
+
+    It holds the pool of CUDA graphs, the weights where a sync sends adapters only, and for routing replay an int32
+    for each choice of an expert for each token of the cache.
+    Source: SGLang 0.5.23, full_cuda_graph_backend.py, state_capturer/base.py; `server_arguments` of engines.
+    """
+    pinned = engine.graphs
+    if config.sent_lora is not None:
+        pinned += engine.weights
+    if config.rollout.routing_replay and policy.experts is not None:
+        pinned += 4 * policy.num_layers * policy.experts.top_k * max(engine.cache_tokens, 0)
+    return pinned
+
+
 def queue_bytes(config: Config) -> float:
     """Return the host memory that responses need at most, over all owners of engines, until they are trained.
 
@@ -186,7 +201,7 @@ class MemoryEstimate:
         policy = cluster.shapes.at(plan.config.model.path, "value" if plan.config.trains_reward_model else "policy")
         free_bytes = cluster.gpu_bytes - CONTEXT_BYTES - ENGINE_CONTEXT_BYTES
         self.engine = engine_memory(plan.config, policy.architecture, policy.size, free_bytes)
-        self._engine_backup = self._pinned_by_engine(policy.architecture)
+        self._engine_pinned = engine_pinned(plan.config, self.engine, policy.architecture)
         self._policy_bytes = policy.size * DTYPES[dtype].nbytes
         self.bucket_bytes = plan.config.rollout.sync.bucket_bytes or GPU_BUCKET_BYTES
         self.num_buckets = math.ceil(self._policy_bytes / self.bucket_bytes)
@@ -246,7 +261,7 @@ class MemoryEstimate:
                 node = nodes[rank // gpus_per_node]
                 node["processes"] += PROCESS_BYTES + kind.has_engine * ENGINE_PROCESS_BYTES
                 node["offloaded states"] += asleep
-                node["engine backups"] += kind.has_engine * self._engine_backup
+                node["pinned by engines"] += kind.has_engine * self._engine_pinned
                 if "actor" in kind.stages:
                     node["expert choices"] += choices / self.models["actor"].layout.data
         for engine in self.plan.route.engines if self.config.is_ppo else ():
@@ -261,20 +276,6 @@ class MemoryEstimate:
             node["checkpoint copies"] = combined([saved.get(number, 0.0) for saved in saves])
         fullest = max(nodes, key=lambda number: sum(nodes[number].values()))
         return dict(nodes[fullest])
-
-    def _pinned_by_engine(self, policy: Architecture) -> float:
-        """Return the host memory that an engine pins for each of its GPUs.
-
-        It holds the pool of CUDA graphs, the weights where a sync sends adapters only, and for routing replay an int32
-        for each choice of an expert for each token of the cache.
-        Source: SGLang 0.5.23, full_cuda_graph_backend.py, state_capturer/base.py; `server_arguments` of engines.
-        """
-        pinned = self.engine.graphs
-        if self.config.sent_lora is not None:
-            pinned += self.engine.weights
-        if self.config.rollout.routing_replay and policy.experts is not None:
-            pinned += 4 * policy.num_layers * policy.experts.top_k * max(self.engine.cache_tokens, 0)
-        return pinned
 
     def _ledger(self, stages: Mapping[str, int], has_engine: bool, phase: str) -> Ledger:
         ledger = self._building(stages) if phase == START else self._model_entries(stages, phase)

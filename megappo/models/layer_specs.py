@@ -28,6 +28,7 @@ from torch import Tensor
 
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.families import Family
+from megappo.architecture.switches import te_refusal
 from megappo.config.config_error import ConfigError
 from megappo.models.cut_parameters import CutParameters
 from megappo.models.linear_attention import AttentionOfLayer, GatedAttention, PackedGatedAttention
@@ -46,10 +47,7 @@ def layer_kind(wanted: str, fault: str = "") -> str:
         ConfigError: "transformer_engine" is wanted and cannot run here; or it is installed and cannot be imported.
     """
     if wanted == "transformer_engine" and fault:
-        raise ConfigError(
-            f"model.layer_spec: TransformerEngine does not compute {fault}: set it to auto, which then takes the "
-            "layers of torch"
-        )
+        raise ConfigError(te_refusal(fault))
     if wanted == "torch" or (wanted == "auto" and (fault or not platform.has_transformer_engine())):
         return "torch"
     if not platform.has_transformer_engine():

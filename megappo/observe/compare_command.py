@@ -4,7 +4,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from megappo.observe.report_command import check_runs, write
+from megappo.observe.report_command import check_runs
+from megappo.table import resolved
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -21,4 +22,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = args.output.absolute().parent
     if not folder.is_dir():
         parser.error(f"--output: there is no folder {folder}: create it, or choose another one")
-    return write("megappo.observe.report:write_comparison", args.runs, args.output)
+    print(f"wrote {resolved('megappo.observe.report:write_comparison')(args.runs, args.output)}")
+    return 0

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -55,5 +54,4 @@ def read_metrics(output_dir: str | Path) -> list[dict[str, Any]]:
     Raises:
         ConfigError: the file cannot be read, or a line is not a step's metrics.
     """
-    path = Path(output_dir) / METRICS_FILE
-    return json_lines(path, StepMetrics.model_validate, REMEDY) if os.path.lexists(path) else []
+    return json_lines(Path(output_dir) / METRICS_FILE, StepMetrics.model_validate, REMEDY)

@@ -1,11 +1,9 @@
 """`megappo report`: write a run's report again. Imports nothing heavy until the arguments are known to be right."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megappo.errors import ActionableError
 from megappo.observe.files import no_run
 from megappo.observe.metrics_file import METRICS_FILE
 from megappo.table import resolved
@@ -17,7 +15,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("run", type=Path, metavar="RUN", help="output folder of a run")
     args = parser.parse_args(arguments)
     check_runs(parser, [args.run])
-    return write("megappo.observe.report:write_report", args.run)
+    print(f"wrote {resolved('megappo.observe.report:write_report')(args.run)}")
+    return 0
 
 
 def check_runs(parser: argparse.ArgumentParser, folders: Sequence[Path]) -> None:
@@ -25,13 +24,3 @@ def check_runs(parser: argparse.ArgumentParser, folders: Sequence[Path]) -> None
     for folder in folders:
         if not (folder / METRICS_FILE).is_file():
             parser.error(no_run(folder, METRICS_FILE))
-
-
-def write(function: str, *arguments: object) -> int:
-    """Call a function that writes a file, and print the file or the error; return the exit code."""
-    try:
-        print(f"wrote {resolved(function)(*arguments)}")
-    except ActionableError as error:
-        print(error.report(0), file=sys.stderr)
-        return error.exit_code
-    return 0

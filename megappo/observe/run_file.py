@@ -65,9 +65,8 @@ def read_run(output_dir: str | Path) -> dict[str, Any]:
     Raises:
         ConfigError: it cannot be read, or is not what a run writes.
     """
-    path = Path(output_dir, RUN_FILE)
-    facts = read_record(path, RunFacts.model_validate, "remove the file") if os.path.lexists(path) else {}
-    return RunFacts(**facts).model_dump()
+    facts = read_record(Path(output_dir, RUN_FILE), RunFacts.model_validate, "remove the file")
+    return RunFacts().model_dump() | facts
 
 
 def has_finished(output_dir: str | Path) -> bool:

@@ -28,6 +28,14 @@ LINE_CHARACTERS = 120
 REMEDY = "remove the file"
 
 
+class StoredTurn(BaseModel, strict=True, allow_inf_nan=False):
+    """Types of a turn's fields in a file of JSON lines."""
+
+    turn: int
+    text: str
+    reward: float
+
+
 class StoredSample(BaseModel, strict=True, allow_inf_nan=False):
     """Types of a sample's fields in a file of JSON lines."""
 
@@ -35,6 +43,9 @@ class StoredSample(BaseModel, strict=True, allow_inf_nan=False):
     dataset: str = ""
     score: float = 0.0
     passed: bool | None = None
+    finish_reason: str = ""
+    parts: dict[str, float] = {}
+    turns: list[StoredTurn] = []
 
 
 class SampleFiles(Logger):

@@ -44,12 +44,16 @@ def ending_of(arguments: Sequence[str], started: float) -> Ending | None:
         folder = _run_folder(arguments)
         if folder is None:
             return None
-        steps, run = read_metrics(folder), read_run(folder)
+        steps = read_metrics(folder)
     except ConfigError:
         return None
+    try:
+        run = read_run(folder)
+        reason = run["message"] if run["status"] == "interrupted" else ""
+    except ConfigError:  # a damaged run.json
+        reason = ""
     num_done = steps[-1]["step"] if steps else 0
     checkpoints = checkpoints_in(folder / CHECKPOINTS)
-    reason = run["message"] if run["status"] == "interrupted" else ""
     has_trained = _has_begun(folder, started) and bool(num_done or checkpoints)
     return Ending(_account(checkpoints, num_done), reason, has_trained)
 

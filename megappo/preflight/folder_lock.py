@@ -13,7 +13,7 @@ from megappo.config.config_error import ConfigError
 from megappo.config.text_files import TextFileError, read_text
 
 LOCK = ".lock"
-"""Name of a file that the run of a folder has locked, as it has the folder: that alone not every file system can."""
+"""File that a run locks besides its folder: some file systems cannot lock folders."""
 _HELD: dict[Path, tuple[int, ExitStack]] = {}
 """Folder -> the descriptor of its file, and what `lock` returned."""
 
@@ -47,7 +47,7 @@ def check_lock(output_dir: Path) -> None:
     """
     if output_dir in _HELD and not _is_there(output_dir, _HELD[output_dir][0]):
         print(f"WARNING: {output_dir / LOCK} was removed or replaced: this run locks its folder again", flush=True)
-        held = _HELD[output_dir][1]
+        _, held = _HELD.pop(output_dir)
         held.close()
         held.enter_context(lock(output_dir))
 

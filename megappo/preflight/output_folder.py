@@ -1,6 +1,5 @@
 """Check what a run finds in its output folder, by names and state.json alone. Without torch, for the dry run."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -98,14 +97,12 @@ def _other_evaluation(config: Config) -> Iterator[str]:
     own = evaluation_of(config)
     weights = Path(own.trainer.eval_checkpoint or own.initial_weights)
     file = Path(own.trainer.output_dir, EVALUATION_FILE)
-    recorded = weights
-    if os.path.lexists(file):
-        try:
-            content = read_record(file, EvaluationFacts.model_validate, "remove it, or choose another folder")
-        except ConfigError as error:
-            yield f"trainer.output_dir: {error}"
-            return
-        recorded = Path(content["weights"])
+    try:
+        content = read_record(file, EvaluationFacts.model_validate, "remove it, or choose another folder")
+    except ConfigError as error:
+        yield f"trainer.output_dir: {error}"
+        return
+    recorded = Path(content.get("weights", weights))
     if recorded.exists() and recorded.resolve() != weights.resolve():  # a run's folder may have been moved since
         yield (
             f"trainer.output_dir: {file} is of {recorded}, and would be overwritten with that of {weights}: choose "

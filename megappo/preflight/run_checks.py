@@ -33,7 +33,7 @@ from megappo.architecture.model_folder import (
 )
 from megappo.architecture.parameters import adapts_experts
 from megappo.architecture.parsing import read_architecture
-from megappo.architecture.switches import te_fault
+from megappo.architecture.switches import te_fault, te_refusal
 from megappo.checkpoint.folders import METADATA
 from megappo.config.config_error import ConfigError, Missing, looked_in, shorten
 from megappo.config.eval_sets import context_errors, eval_sets, longest_request, tasks
@@ -66,7 +66,7 @@ FIELDS = "srt/arg_groups/fields"
 
 
 def check_run(
-    config: Config, world_size: int, ranks_per_node: int | None = None, *, on_gpus: bool = False
+    config: Config, world_size: int, ranks_per_node: int | None = None, capability: int | None = None
 ) -> tuple[RunPlan | None, list[str]]:
     """Return the plan of a run, and every error in its config, one line each, after the place of its key:
     contradictions between keys, then layouts, then files that are `Missing`. A config that contradicts itself has no
@@ -74,15 +74,15 @@ def check_run(
 
     Args:
         ranks_per_node: None if all ranks are on one node.
-        on_gpus: the run would have GPUs.
+        capability: compute capability of the run's GPUs, times ten; None without GPUs, or if they are unknown.
     """
-    plan, errors = None, list(_gpu_errors(config) if on_gpus else ())
+    plan, errors = None, list(_gpu_errors(config) if capability else ())
     try:
         plan = plan_run(config, world_size, ranks_per_node)
         errors += plan.sleep_errors()
     except ConfigError as error:
         errors += error.errors
-    errors += [*file_errors(config), *_user_code_errors(config)]
+    errors += [*file_errors(config, capability), *_user_code_errors(config)]
     errors += server_args_errors(config.rollout.server_args, config.rollout.tensor_parallel)
     errors += [*logger_errors(config.trainer.loggers), *_parser_errors(config), *cache_errors()]
     errors = list(dict.fromkeys(errors)) or resume_errors(config)  # which reads the output folder
@@ -180,8 +180,12 @@ def known_names() -> frozenset[str]:
     return frozenset(re.findall(r"^    (\w+): \w", source, re.M))
 
 
-def file_errors(config: Config) -> list[str]:
-    """Return missing or unusable files, one line each, with the key, the path and the remedy."""
+def file_errors(config: Config, capability: int | None) -> list[str]:
+    """Return missing or unusable files, one line each, with the key, the path and the remedy.
+
+    Args:
+        capability: as for `check_run`.
+    """
     errors: list[str] = []
     by_folder: dict[Setting, list[ComponentSpec]] = defaultdict(list)
     try:
@@ -190,7 +194,7 @@ def file_errors(config: Config) -> list[str]:
     except ConfigError as error:
         errors += error.errors
     for setting, specs in by_folder.items():
-        errors += _path_errors(*setting, _model_folder(config, *setting, specs))
+        errors += _path_errors(*setting, _model_folder(config, capability, *setting, specs))
         for spec in specs:
             errors += _path_errors(*spec.weights, _megatron_folder(spec)) if spec.weights.value else ()
     files = [] if config.trainer.eval_only else [("data.train_files", path) for path in config.data.files]
@@ -225,7 +229,9 @@ def _path_errors(key: str, path: str, faults: Iterator[str]) -> Iterator[str]:
         yield f"{key}: cannot look at {shorten(path)}: {error.strerror}: correct the path or its permissions"
 
 
-def _model_folder(config: Config, key: str, path: str, specs: Sequence[ComponentSpec]) -> Iterator[str]:
+def _model_folder(
+    config: Config, capability: int | None, key: str, path: str, specs: Sequence[ComponentSpec]
+) -> Iterator[str]:
     """Yield the errors of a folder, and of the components that start from its weights."""
     folder = Path(path)
     shape = shape_folder(folder)  # of a missing model, if it ships: layouts are checked by that
@@ -245,7 +251,7 @@ def _model_folder(config: Config, key: str, path: str, specs: Sequence[Component
         except ConfigError as faulty:
             yield from (f"{key}: {error}" for error in faulty.errors)
         else:
-            yield from _fit_errors(config, spec, architecture)
+            yield from _fit_errors(config, capability, spec, architecture)
             if key == REWARD_MODEL_KEY:
                 yield from _reward_model_errors(config, replace(architecture, lora=spec.lora))
             if spec.head == "value" and architecture.is_reward_model and architecture.num_labels != 1:
@@ -285,7 +291,9 @@ def _megatron_folder(spec: ComponentSpec) -> Iterator[str]:
             yield f"{key}: {folder} lacks {shorten(', '.join(missing))}, which its {METADATA} names: copy it again"
 
 
-def _fit_errors(config: Config, spec: ComponentSpec, architecture: Architecture) -> Iterator[str]:
+def _fit_errors(
+    config: Config, capability: int | None, spec: ComponentSpec, architecture: Architecture
+) -> Iterator[str]:
     """Yield where the model does not fit layouts, engines and the length of rows."""
     key, (parallel_key, parallel), training = spec.folder.key, spec.parallel, spec.training
     yield from fit_errors(architecture, parallel, f"{parallel_key}.{{}}".format)
@@ -312,11 +320,9 @@ def _fit_errors(config: Config, spec: ComponentSpec, architecture: Architecture)
         yield from engine_fit_errors(architecture, config.rollout.tensor_parallel)
         if config.rollout.routing_replay and architecture.experts is None:
             yield f"rollout.routing_replay: {architecture.file} is of no mixture of experts: set it to false"
-    if config.model.layer_spec == "transformer_engine" and (fault := te_fault(architecture, parallel)):
-        yield (
-            f"model.layer_spec: TransformerEngine does not compute {fault}, which {architecture.file} needs: set it to "
-            "auto, which then takes the layers of torch"
-        )
+    fault = te_fault(architecture, parallel, config.model.dtype, capability)
+    if config.model.layer_spec == "transformer_engine" and fault:
+        yield te_refusal(f"{fault}, which {architecture.file} needs")
     file, window = architecture.file, None if architecture.windows else architecture.sliding_window
     name, positions = architecture.row_limit
     if not config.is_ppo:

@@ -157,7 +157,7 @@ class Journal:
         for version, path in self._files():
             lines = json_lines(path, bool, REMEDY)
             if changed := changed_settings(lines[0] if lines else {}, self._settings):
-                print(f"{path} is deleted: its responses have other settings: {', '.join(changed)}", flush=True)
+                print(f"deleted {path}: its responses were sampled with another {', '.join(changed)}", flush=True)
                 path.unlink()
                 continue
             write_json_lines(path, lines)  # without a line that a kill cut short

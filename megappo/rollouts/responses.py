@@ -112,7 +112,7 @@ def failure_report(failure: str, reported: set[str]) -> str:
     """Return a function's failure: whole for the first of its type, which is added to `reported`, else in a line."""
     kind, first = failure.partition(": ")[0], failure.partition("\n")[0]
     if kind in reported:
-        return f"{first} (a first failure is reported above in full)"
+        return f"{first} (the first one is reported above in full)"
     reported.add(kind)
     return failure
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 @contextmanager
 def naming(file: str | Path) -> Iterator[None]:
-    """Name a file in the errors of the operating system that name none: a write to a full disk raises such."""
+    """Add the file's name to errors of the operating system that lack it, such as those of a write to a full disk."""
     try:
         yield
     except OSError as error:

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megappo.errors import ActionableError, escaped
+from megappo.errors import ActionableError, escaped_lines
 from megappo.runtime.interruption import EXIT_LOST_RANK, LAUNCHER
 
 LOST_RANK = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
@@ -78,7 +78,7 @@ def report(error: Exception, store: dist.Store, rank: int) -> int:
 
 def report_message(message: str, store: dist.Store, code: int) -> None:
     """Print why the run ends. Ranks that fail because of it print nothing and end with the same exit code."""
-    message = "\n".join(map(escaped, message.splitlines()))  # servers and programs write parts of it
+    message = escaped_lines(message)  # servers and programs write parts of it
     print(message, file=sys.stderr, flush=True)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:  # torchrun repeats it at the end of its own report

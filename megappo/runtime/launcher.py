@@ -148,8 +148,8 @@ class Agent(LocalElasticAgent):
         paused = {local for local, pid in running.items() if psutil.Process(pid).status() == psutil.STATUS_STOPPED}
         for local in paused - self._paused:
             print(
-                f"WARNING: {self._named(local)} is stopped (SIGSTOP), and the run waits for it: let it continue by "
-                f"kill -CONT {running[local]}, or end the run by Ctrl-C",
+                f"WARNING: {self._named(local)} is stopped (SIGSTOP), and the run waits for it: continue it with "
+                f"kill -CONT {running[local]}, or end the run with Ctrl-C",
                 file=sys.stderr,
             )
         self._paused = paused

@@ -10,6 +10,7 @@ component computes, as megatron-core still reads them where it takes no group.
 import contextlib
 import functools
 import importlib
+import inspect
 import logging
 import os
 import sys
@@ -231,12 +232,24 @@ def import_deep_ep() -> None:
 def cache_uncut_yarn_tables() -> None:
     """Cache YaRN's tables as packed rows take them: whole.
 
-    megatron-core cuts them over the context-parallel ranks while it builds latent attention, which fails where twice
-    the ranks do not divide `original_max_position_embeddings`. No argument reaches this call.
+    megatron-core 0.16.1 (yarn_rotary_pos_embedding.py, `YarnRotaryEmbedding.__init__`) cuts them over the
+    context-parallel ranks while it builds latent attention, which fails where twice the ranks do not divide
+    `original_max_position_embeddings`. No argument reaches this call. A constructor that passes `packed_seq` on, or
+    leaves the tables to the first pass, would make this unnecessary.
+
+    Raises:
+        RuntimeError: the function has other defaults than `packed_seq`.
     """
     from megatron.core.models.common.embeddings import YarnRotaryEmbedding
 
-    YarnRotaryEmbedding._set_cos_sin_cache.__defaults__ = (True,)  # of packed_seq
+    fill = YarnRotaryEmbedding._set_cos_sin_cache
+    defaults = [name for name, one in inspect.signature(fill).parameters.items() if one.default is not one.empty]
+    if defaults != ["packed_seq"]:
+        raise RuntimeError(
+            f"megatron-core's YarnRotaryEmbedding._set_cos_sin_cache has defaults of {defaults}, not of packed_seq "
+            "alone: install megatron-core 0.16.1"
+        )
+    fill.__defaults__ = (True,)
 
 
 def save_and_resume_torch_adamw() -> None:

@@ -177,6 +177,7 @@ ARGUMENTS = {
     "caf\udce9=1": "'caf\\udce9=1': expected key=value",
     "actor=" + "[" * 100_000: "not valid YAML: it is nested too deep",
     "trainer.seed=\x1b[2J": "not valid YAML: unacceptable character #x001b",
+    "placement={critic: 0-1, actor,}": "placement.actor has no ranks: write {actor, critic: 0-7}",
 }
 
 

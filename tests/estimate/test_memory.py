@@ -75,10 +75,10 @@ def test_engines_pin_copies_of_what_a_sleep_loses() -> None:
     plain, replayed = estimate(), estimate("rollout.routing_replay=true")
     adapted = estimate("actor.lora={rank: 8}", "ref.offload=[]")
     graphs = plain.engine.graphs
-    assert plain.host()["engine backups"] == pytest.approx(8 * graphs)
-    assert adapted.host()["engine backups"] == pytest.approx(8 * (graphs + adapted.engine.weights))
+    assert plain.host()["pinned by engines"] == pytest.approx(8 * graphs)
+    assert adapted.host()["pinned by engines"] == pytest.approx(8 * (graphs + adapted.engine.weights))
     pinned = graphs + 4 * 48 * 8 * replayed.engine.cache_tokens
-    assert replayed.host()["engine backups"] == pytest.approx(8 * pinned)
+    assert replayed.host()["pinned by engines"] == pytest.approx(8 * pinned)
 
 
 def test_the_experts_of_tokens_are_held_by_the_actors_ranks_and_wait_at_the_engines() -> None:

@@ -161,4 +161,9 @@ def test_a_registered_component_counts(plan: Plan, monkeypatch: pytest.MonkeyPat
 def test_layers_are_torchs_where_transformer_engine_would_pad_packs(plan: Plan) -> None:
     done = plan("qwen2.5_7b_gsm8k_8gpu.yaml", "--gpu", "a100")
     assert [line.split()[1] for line in done.stdout.splitlines() if line.split()[:1] == ["varlen_attn"]] == ["on"]
-    assert "which does not compute attention of packed rows on GPUs of compute capability 8.0" in done.stdout
+    packed = "attention of packed rows on GPUs of compute capability 8.0"
+    assert f"which does not compute {packed}" in done.stdout
+    asked = plan(
+        "qwen2.5_7b_gsm8k_8gpu.yaml", "--gpu", "a100", "--ignore-missing", "model.layer_spec=transformer_engine"
+    )
+    assert asked.returncode == 2 and f"TransformerEngine does not compute {packed}, which " in asked.stderr

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.models.common.embeddings import YarnRotaryEmbedding
 from slow import slow_ones
 from spawn import run_ranks
 from tiny_models import build, hf_folder, hf_model, inputs, outputs, run, sequences
@@ -38,6 +39,7 @@ from megappo.models.megatron_config import gpt_arguments
 from megappo.placement.groups import ComponentGroups, build_groups
 from megappo.placement.layout import Layout
 from megappo.runtime import platform
+from megappo.runtime.megatron_patches import cache_uncut_yarn_tables
 
 LAYOUTS = {
     "tp1": Layout((0,)),
@@ -227,6 +229,14 @@ def _builds_on_three(rank: int, world_size: int, folder: Path) -> None:
 
 def test_latent_attention_with_yarn_is_built_on_ranks_that_do_not_divide_its_table(tmp_path: Path) -> None:
     run_ranks(3, _builds_on_three, hf_folder(tmp_path, "deepseek_v3", **DEEPSEEK_V3))
+
+
+def test_a_yarn_with_other_defaults_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def changed(self: YarnRotaryEmbedding, seq_len: int, dtype: object = None, packed_seq: bool = False) -> None: ...
+
+    monkeypatch.setattr(YarnRotaryEmbedding, "_set_cos_sin_cache", changed)
+    with pytest.raises(RuntimeError, match=r"has defaults of \['dtype', 'packed_seq'\]"):
+        cache_uncut_yarn_tables()
 
 
 def test_logits_equal_hugging_face_with_stages_of_any_size_and_in_bf16(tmp_path: Path) -> None:

@@ -88,7 +88,15 @@ READERS = {
     "samples": Reader(
         "rollouts/step_00000001.jsonl",
         lambda run: read_samples(run / "rollouts" / "step_00000001.jsonl"),
-        ('{"score": 1}\n', '{"step": 1, "score": "1"}\n'),
+        (
+            '{"score": 1}\n',
+            '{"step": 1, "score": "1"}\n',
+            '{"step": 1, "parts": 3}\n',
+            '{"step": 1, "finish_reason": 3}\n',
+            '{"step": 1, "turns": 5}\n',
+            '{"step": 1, "turns": [{"turn": 1, "reward": 0.0}]}\n',
+            '{"step": 1, "turns": [{"turn": 1, "text": "x", "reward": "a"}]}\n',
+        ),
     ),
     "kept": Reader(
         "rollouts/step_00000001.parquet", lambda run: read_kept(run / "rollouts" / "step_00000001.parquet"), ("PAR1",)

@@ -15,6 +15,7 @@ import pytest
 import yaml
 from report_pages import PHASES, Tags, content_of, kept, write_kept, write_run
 
+from megappo.config.config_error import ConfigError
 from megappo.observe import compare_command, report_command
 from megappo.observe.report import ASSETS, short_names, write_report
 from megappo.observe.report_data import curves
@@ -185,11 +186,8 @@ def test_the_commands_refuse_what_is_no_run(tmp_path, capsys):
             main([str(argument) for argument in arguments])
         assert error in capsys.readouterr().err
     (run / "metrics.jsonl").write_text("broken\n{}\n")
-    assert report_command.main([str(run)]) == 2
-    assert (
-        "metrics.jsonl, line 1 (b'broken\\n'), is not what a run writes: it is not valid JSON"
-        in capsys.readouterr().err
-    )
+    with pytest.raises(ConfigError, match="metrics.jsonl, line 1 .*broken.* is not what a run writes: it is not valid"):
+        report_command.main([str(run)])
 
 
 def test_usage_errors_need_nothing_heavy():

@@ -234,8 +234,10 @@ def test_what_is_missing_follows_layout_errors_and_can_be_ignored(plan, run_fold
         done = plan(run_folder, "run.yaml", *given, "--ignore-missing")
         assert [line.split(":")[0] for line in done.stderr.splitlines()] == ["warning"] * count, done.stderr
         assert done.returncode == 0 and done.stdout.endswith(
-            f"no error, {count} warnings above the plan: ready for 4 processes of megappo.train\n"
+            f"no other error, {count} warnings above the plan: ready for 4 processes of megappo.train once the missing "
+            "files are here\n"
         )
+        assert "not checked: output folder, tokenizer" in done.stdout
     refused = plan(run_folder, "run.yaml", *keys, "rollout.stop=['']", "--ignore-missing")
     assert refused.returncode == 2 and refused.stdout.endswith("not ready: 1 error, above the plan\n")
 

@@ -44,6 +44,8 @@ def test_the_reason_is_the_one_that_the_run_has_noted(arguments, tmp_path):
     for status, reason in (("interrupted", "the time limit"), ("running", "")):
         (tmp_path / "run" / "run.json").write_text(json.dumps({"status": status, "message": "the time limit"}))
         assert ending_of(arguments, 0).reason == reason
+    (tmp_path / "run" / "run.json").write_text("{")
+    assert ending_of(arguments, 0)[:2] == ("before the first step; nothing is lost", "")
 
 
 @pytest.mark.parametrize("words", [(), ("none.yaml",), ("run.yaml", "trainer.eval_only=true")])

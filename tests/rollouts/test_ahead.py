@@ -230,7 +230,7 @@ def test_the_journal_forgets_what_is_old_or_of_other_settings(tmp_path: Path, ca
     journal.forget(1)
     assert journal.read().keys() == {(1, "1"), (2, "2")}
     assert Journal(tmp_path, 0, 1, {"model.path": "b"}).read() == {}
-    assert "its responses have other settings: model.path\n" in capsys.readouterr().out
+    assert "its responses were sampled with another model.path\n" in capsys.readouterr().out
     assert journal.read() == {}
 
 

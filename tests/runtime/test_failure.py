@@ -95,6 +95,8 @@ def test_other_errors_keep_their_traceback(capsys):
 def test_commands_to_a_terminal_are_escaped(capsys):
     report(ActionableError("the server answered: \x1b[2J gone\nits log ends:"), dist.HashStore(), 0)
     assert capsys.readouterr().err == "error (rank 0): the server answered: \\x1b[2J gone\nits log ends:\n"
+    report(MemoryError("no room\r\u2028here"), dist.HashStore(), 0)
+    assert capsys.readouterr().err == "error (rank 0): no room\\r\\u2028here\n"
 
 
 def test_a_rank_that_fails_later_leaves_the_word_and_the_exit_code_to_the_first(capsys):

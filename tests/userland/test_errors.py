@@ -50,7 +50,7 @@ def test_rows_that_fail_cost_nothing_but_their_time_limit(tmp_path: Path):
         assert failure_report(scoring.failure, reported) == scoring.failure
         first, *_ = scoring.failure.splitlines()
         again = failure_report(f"{first} again\nplace", reported)
-        assert again == f"{first} again (a first failure is reported above in full)"
+        assert again == f"{first} again (the first one is reported above in full)"
         assert "\nplace" in failure_report(first.replace("KeyError", "ValueError") + "\nplace", reported)
         assert took < 8 * 1.5, "only the two that hang last as long as their limit"
         again = pool.begin()
