@@ -298,4 +298,7 @@ def _hide_torch() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except ConfigError as error:
+        sys.exit(error.report(0))
