@@ -301,4 +301,5 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except ConfigError as error:
-        sys.exit(error.report(0))
+        print(error.report(0), file=sys.stderr)
+        sys.exit(error.exit_code)
