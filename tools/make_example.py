@@ -26,6 +26,8 @@ from grid_environment import SIZE, STEPS, shown
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
+from megappo.runtime.status import STATUS
+
 PAD, EOS, UNKNOWN = quickstart.PAD, quickstart.EOS, quickstart.UNKNOWN
 TOOLS = "<s>"
 ROLES = {"user": "<u>", "assistant": "<a>", "tool": "<t>"}
@@ -198,8 +200,10 @@ EXAMPLES = {"grid": grid, "calculator": calculator}
 def main() -> None:
     """Build the example named on the command line."""
     args = quickstart.parse_args(__doc__, example=EXAMPLES)
+    STATUS.start("the model")
     with quickstart.building(args.output) as folder:
         build(folder, EXAMPLES[args.example](), args.seed)
+    STATUS.stop()
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ from megappo.errors import escaped
 from megappo.observe.files import ROLLOUTS_FOLDER, no_run, number_of
 from megappo.observe.samples import TRAINING, mark_passed, read_samples, sample_files
 
-NO_RESPONSE = """no response is like that
-(where scores are more than right or wrong, none passes, and none does not: use --order)"""
+NO_RESPONSE = """no response is like that (scores that are more than right or wrong, such as partial rewards, neither
+pass nor fail: use --order worst in place of --wrong)"""
 TEXTS = ("prompt", "response", "label")
 NAME_CHARACTERS = 9
 """Least width of the column with the names of texts."""
