@@ -93,9 +93,11 @@ def _sum(rank: int, ranks: int, store: str) -> None:
 
 def attention() -> str:
     """Compare TransformerEngine's attention over two packed sequences with torch's over each."""
-    first, last = CUDNN_PACKS
-    if not platform.has_transformer_engine() or not first <= platform.compute_capability() < last:
-        return "torch's: no TransformerEngine, or none of its kernels on this GPU"
+    if not platform.has_transformer_engine():
+        return "torch's: no TransformerEngine, or no GPU"
+    capability, (first, last) = platform.compute_capability(), CUDNN_PACKS
+    if capability is not None and not first <= capability < last:
+        return "torch's: TransformerEngine has no kernel for packed rows on this GPU"
     os.environ["NVTE_UNFUSED_ATTN"] = "0"  # which pads the sequences, as runs forbid
     from transformer_engine.pytorch import DotProductAttention
 

@@ -54,6 +54,12 @@ def without_sglang(patch: Patch) -> None:
     patch.setattr(importlib.metadata, "version", known)
 
 
+def with_broken_megatron(patch: Patch) -> None:
+    Path("megatron").mkdir()
+    Path("megatron", "__init__.py").write_text("raise ImportError('it is broken')")
+    patch.syspath_prepend(Path.cwd())
+
+
 def with_cuda_build(patch: Patch) -> None:
     patch.setattr(torch.version, "cuda", "13.0")
     patch.setattr(torch.cuda, "device_count", lambda: 0)
@@ -62,6 +68,7 @@ def with_cuda_build(patch: Patch) -> None:
 
 FAULTS: dict[str, tuple[str, Callable[[Patch], None], str, str]] = {
     "no SGLang installed": ("packages", without_sglang, "sglang not installed", "bash launch/setup.sh"),
+    "a broken Megatron": ("megatron", with_broken_megatron, "ImportError: it is broken", "bash launch/setup.sh"),
     "no driver": ("gpus", with_cuda_build, "torch for CUDA 13.0 sees no GPU", "nvidia-smi"),
     "no such interface": (
         "collectives",
@@ -91,7 +98,8 @@ def test_a_home_that_cannot_be_written_is_found(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("fault", slow_ones(FAULTS, ("no such interface",)))  # it starts processes
-def test_a_fault_is_reported_with_its_remedy(fault, monkeypatch, capsys):
+def test_a_fault_is_reported_with_its_remedy(fault, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
     check, break_it, found, remedy = FAULTS[fault]
     break_it(monkeypatch)
     assert doctor.main([check]) == 1

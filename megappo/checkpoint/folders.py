@@ -118,9 +118,10 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     except ConfigError as error:
         raise CheckpointError(str(error)) from error
     step = step_of(checkpoint)
-    found = state.get("step", "none")
-    if found != step:
-        raise CheckpointError(f"{checkpoint / STATE} is of step {found}, not {step}; use another checkpoint")
+    if not state:
+        raise CheckpointError(f"{checkpoint / STATE} is not what a run writes: it is missing; use another checkpoint")
+    if state["step"] != step:
+        raise CheckpointError(f"{checkpoint / STATE} is of step {state['step']}, not {step}; use another checkpoint")
     return state
 
 

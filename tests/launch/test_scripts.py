@@ -206,7 +206,8 @@ def test_train_shows_the_warnings_of_the_dry_run_and_starts_no_rank_of_what_it_r
     words += ["actor.use_kl_loss=true", f"model.path={tmp_path}/nowhere"]
     refused = run([sys.executable, "-m", "megappo", *words], ROOT, **variables)
     assert (refused.returncode, refused.stdout) == (2, "")
-    warning, *errors = refused.stderr.splitlines()
+    note, warning, *errors = refused.stderr.splitlines()
+    assert note.startswith("checking the config")
     assert warning.startswith("warning: actor.use_kl_loss true is unusual: ")
     assert errors[0].startswith("error: configs/quickstart.yaml:8: placement: ranks 2 of this run's 3 belong to no ")
     assert all(line.startswith("error: ") for line in errors)
@@ -385,7 +386,9 @@ def test_slurm_fails_with_the_job_step_and_without_nodes(tmp_path):
 
 def test_setup_refuses_an_old_python_with_the_remedy(tmp_path):
     script = copy_script("setup.sh", tmp_path)
-    for name in ("setup.py", "requirements.txt", "requirements-dev.txt", "requirements-cpu.txt"):
+    (tmp_path / "megappo" / "runtime").mkdir(parents=True)
+    files = [f"requirements{kind}.txt" for kind in ("", "-dev", "-cpu", "-gpu")]
+    for name in ("setup.py", "megappo/runtime/torchvision_on_cpu.py", *files):
         (tmp_path / name).write_text((ROOT / name).read_text())
     executable(tmp_path / "old-python", "exit 1")
     result = run(["bash", script, "cpu"], tmp_path, PYTHON=str(tmp_path / "old-python"))

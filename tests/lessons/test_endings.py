@@ -45,7 +45,7 @@ def save_killed(store: CheckpointStore, calls: int) -> bool:
     with pytest.MonkeyPatch.context() as patch:
         killed_before(patch, calls)
         try:
-            save_checkpoint(store, 2, {"actor": None}, {"kl": 0.5})
+            save_checkpoint(store, 2, {"actor": None}, {"kl": {"value": 0.5}})
         except Killed:
             return True
     return False
@@ -60,14 +60,14 @@ def check_kills(rank: int, world_size: int, root: Path) -> None:
     exchange, was_killed, steps, newest = Exchange(dist.group.WORLD), True, [], []
     while was_killed:
         folder = root / str(len(steps))
-        save_checkpoint(CheckpointStore(folder, 1, exchange), 1, {"actor": None}, {"kl": 0.25})
+        save_checkpoint(CheckpointStore(folder, 1, exchange), 1, {"actor": None}, {"kl": {"value": 0.25}})
         was_killed = save_killed(CheckpointStore(folder, 1, exchange), len(steps))
         store = CheckpointStore(folder, 1, exchange)
         state = load_checkpoint(store, store.latest(), {})
-        assert state in ({"step": 1, "kl": 0.25}, {"step": 2, "kl": 0.5})
+        assert state in ({"step": 1, "kl": {"value": 0.25}}, {"step": 2, "kl": {"value": 0.5}})
         steps.append(state["step"])
         newest.append(newest_folder(folder))
-        save_checkpoint(store, 3, {"actor": None}, {"kl": 1.0})
+        save_checkpoint(store, 3, {"actor": None}, {"kl": {"value": 1.0}})
         assert sorted(path.name for path in folder.iterdir()) == ["latest", "step_00000003"]
     assert steps == sorted(steps) and steps[-1] == 2 and len(steps) > 10
     assert newest.count("step_00000002.partial") > 3

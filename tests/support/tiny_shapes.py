@@ -118,7 +118,7 @@ MIXTURES = {
     "qwen3_next": TWO_LAYERS | QWEN3_NEXT,
     "qwen3_5_moe_text": TWO_LAYERS | QWEN3_NEXT,
     "deepseek_v2": TWO_LAYERS | DEEPSEEK_V2,
-    "deepseek_v3": TWO_LAYERS | DEEPSEEK_V3,
+    "deepseek_v3": TWO_LAYERS | DEEPSEEK_V3 | {"head_dim": DEEPSEEK_V3["qk_rope_head_dim"]},
 }
 """Changes to SHAPE, by Hugging Face's model_type."""
 
