@@ -1,4 +1,4 @@
-"""A graded reward for sums, for configs/smollm2.yaml: few answers are right at first, so partly right ones count, too."""
+"""A graded reward for sums, for configs/smollm2.yaml: few answers are right at first, so partly right ones count."""
 
 import re
 
