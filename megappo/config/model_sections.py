@@ -86,6 +86,10 @@ class Trained(Learner):
         """Return the mini-batches of a step with so many prompts, per epoch."""
         return num_prompts // self.ppo_mini_batch_size
 
+    def num_updates(self, num_prompts: int) -> int:
+        """Return the optimizer steps of a step with so many prompts."""
+        return self.ppo_epochs * self.num_mini_batches(num_prompts)
+
 
 class Ref(Section):
     parallel: Parallel | None = key(None, "layout of the frozen reference; null = the actor's")

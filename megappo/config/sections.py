@@ -362,7 +362,7 @@ class Algorithm(Section):
     use_kl_in_reward: StrictBool = key(True, "subtract kl_coef x KL(policy, reference) from each token's reward; builds a reference")
     kl_penalty: KLKind = key("k1", "KL estimator of that penalty", read_if=KL_IN_REWARD)
     kl_ctrl: KLCtrl = key(KLCtrl(), "KL coefficient", read_if=KL_IN_REWARD)
-    old_log_probs: Literal["trainer", "engine"] = key("trainer", "log-probs with which the policy loss compares: trainer = those of the actor before the step's first update, by a forward pass; engine = those that sampled the tokens, without that pass")
+    old_log_probs: Literal["trainer", "engine"] = key("trainer", "log-probs with which the policy loss compares: trainer = those of the actor before the step's first update, by a forward pass, or by the update where a step has only one and nothing needs them before; engine = those that sampled the tokens, without that pass")
     rollout_correction: RolloutCorrection = key(RolloutCorrection(), "weights that correct for the mismatch between engine and trainer", read_if=OLD_FROM_TRAINER)
     filter_groups: FilterGroups = key(FilterGroups(), "which groups of responses a step trains on")
     shared_backbone: StrictBool = key(False, "gae: one model with a policy head and a value head instead of a separate critic; the critic's value_clip, huber_delta and loss_agg_mode still apply", read_if=HAS_VALUES)
