@@ -139,6 +139,14 @@ def compute_capability() -> int | None:
     return 10 * major + minor
 
 
+def pci_address() -> str:
+    """Return the PCI address of this process's GPU, as sysfs names it; "" on a CPU."""
+    if not has_cuda():
+        return ""
+    gpu = torch.cuda.get_device_properties(device())
+    return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+
+
 def free_gpu_share() -> float:
     """Return the free share of the memory of this process's GPU."""
     free, total = torch.cuda.mem_get_info(device())
