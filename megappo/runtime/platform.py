@@ -18,7 +18,7 @@ import torch
 
 from megappo.runtime.machine import visible_devices
 
-PACKAGES = ("torch", "megatron-core", "transformer-engine", "apex", "sglang", "flash-attn")
+PACKAGES = ("torch", "megatron-core", "transformer-engine", "apex", "sglang", "flash-attn", "fla-core")
 TRIED = {"transformer-engine": "transformer_engine.pytorch.fp8", "apex": "apex.optimizers"}
 """Packages that megatron-core does without where they cannot be imported, and the module it imports of each."""
 
