@@ -210,6 +210,12 @@ def test_a_sync_takes_round_trips_and_two_buckets_at_most() -> None:
     assert small.num_buckets == -(-2 * sum(size) // 2**29) and whole.num_buckets == 1
     seconds = [TimeEstimate(one, GPUS["h100"]).seconds["sync"] for one in (small, large)]
     assert seconds[0] - seconds[1] == pytest.approx((small.num_buckets - large.num_buckets) * BUCKET_SECONDS)
+    tensors = 48 * (4 + 2 + 2 + 1 + 3 * 128) + 3  # a layer's attention, its and the layer's norms, router and experts
+    assert TimeEstimate(large, GPUS["h100"]).num_tensors == tensors
+    adapted = TimeEstimate(
+        estimate("actor.lora={rank: 8, target_modules: [q_proj, v_proj]}", "ref.offload=[]"), GPUS["h100"]
+    )
+    assert adapted.num_tensors == 48 * 2 * 2
     taken = [one.fullest.ledgers["sync"]["sync buckets"] for one in (small, large, whole)]
     assert taken == [2**30, 2**32, 2 * sum(size)]
 

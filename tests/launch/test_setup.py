@@ -20,7 +20,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 TORCH_FAMILY = ("torch", "torchvision", "torchaudio")
 OTHERS = {"requirements.txt": ["six"], "requirements-dev.txt": ["pytest"]}
-OTHERS |= {"requirements-cpu.txt": ["sglang"], "requirements-gpu.txt": ["sglang", "pybind11", "ninja", "wheel"]}
+OTHERS |= {
+    "requirements-cpu.txt": ["sglang"],
+    "requirements-gpu.txt": ["sglang", "fla-core", "pybind11", "ninja", "wheel"],
+}
 BACKEND = """
 import pathlib
 def build_editable(folder, *args):
