@@ -257,10 +257,12 @@ class MemoryEstimate:
         choices = num_tokens * self._choice_bytes
         for kind in self.rank_kinds:
             asleep = sum(sum(self.models[name].copied(stage).values()) for name, stage in kind.stages.items())
+            on_host = sum(self.models[name].on_host(stage) for name, stage in kind.stages.items())
             for rank in kind.ranks:
                 node = nodes[rank // gpus_per_node]
                 node["processes"] += PROCESS_BYTES + kind.has_engine * ENGINE_PROCESS_BYTES
                 node["offloaded states"] += asleep
+                node["optimizer states"] += on_host
                 node["pinned by engines"] += kind.has_engine * self._engine_pinned
                 if "actor" in kind.stages:
                     node["expert choices"] += choices / self.models["actor"].layout.data

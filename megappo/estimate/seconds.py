@@ -239,10 +239,12 @@ class TimeEstimate:
 
     def _moved(self, rank_kind: RankKind) -> float:
         """Return the bytes that a rank moves in a step between its GPU and the host: a state that changes on the GPU
-        both ways, another one there."""
+        both ways, another one there; optimizer states in host memory both ways in each optimizer step."""
         moved = 0.0
         for name, stage in rank_kind.stages.items():
-            copied = self.memory.models[name].copied(stage)
+            model = self.memory.models[name]
+            moved += 2 * model.split.optimizer_steps * model.on_host(stage)
+            copied = model.copied(stage)
             for phase, uses in self.memory.uses.items():
                 if phase in BETWEEN_STEPS or name not in uses:
                     continue

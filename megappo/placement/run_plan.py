@@ -7,6 +7,7 @@ from functools import cached_property
 from megappo.config.checks import config_errors
 from megappo.config.config_error import ConfigError, counted, nearest_divisors, shorten
 from megappo.config.eval_sets import longest_unit
+from megappo.config.model_sections import Optim
 from megappo.config.schema import Config
 from megappo.config.sections import Parallel
 from megappo.placement.components import AUTO, ComponentSpec, Training, components_of
@@ -214,6 +215,25 @@ def _optimizer_errors(config: Config, training: Training) -> Iterator[str]:
         yield (
             f"{key}.lr_warmup_steps {optim.lr_warmup_steps} must be below the run's "
             f"{counted(steps, 'optimizer step')}: shorten it or raise trainer.total_steps"
+        )
+    yield from _compact_errors(key, optim)
+
+
+def _compact_errors(key: str, optim: Optim) -> Iterator[str]:
+    """Yield what moments in bf16, or states in host memory, do not go together with.
+
+    bf16 has 8 binary digits, so that a moment times more than 1 - 2^-8 may be rounded to the moment itself: it would
+    grow, and never decay.
+    """
+    if not optim.is_compact:
+        return
+    setting = f"{key}.moments_dtype bf16" if optim.moments_dtype != "fp32" else f"{key}.offload_fraction above 0"
+    if not optim.distributed:
+        yield f"{setting} needs Megatron's distributed optimizer: set {key}.distributed to true"
+    if optim.moments_dtype == "bf16" and max(optim.betas) > 1 - 2**-8:
+        yield (
+            f"{key}.betas {', '.join(map(str, optim.betas))} with {setting}: a moment that decays by less than 1/256 a "
+            "step is rounded back to itself and never decays: lower it to 0.996, or set moments_dtype to fp32"
         )
 
 
