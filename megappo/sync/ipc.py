@@ -5,7 +5,9 @@ SGLang: importing it takes a trainer rank seconds and patches torch. SGLang's Sa
 """
 
 import base64
+import hashlib
 import io
+from collections.abc import Mapping
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 from typing import Any
@@ -41,7 +43,7 @@ class HandleSender(Sender):
     def __init__(self, link: Link, client: EngineClient | None):
         self.client = client
         self.peers = link.peers
-        self.lora = link.config.actor.lora
+        self.config = link.config
         self.num_ranks = link.config.rollout.tensor_parallel
         # On a CPU two buffers take turns, kept from sync to sync: new pages cost more time than the copy into them.
         self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
@@ -90,15 +92,32 @@ class AdapterHandles(HandleSender):
 
     On a CPU SGLang reads some of them as late as the first request: they stay as they are until the engine has the next
     ones, because the two buffers take turns.
+
+    With `rollout.sync.verify` each of the engine's ranks compares every tensor with its SHA-256 at the owner. An engine
+    that finds a difference ends, and its log names the tensors.
+
+    Attributes:
+        checksums: of the last tensors, by name.
     """
 
     replaces_model = False
 
+    checksums: Mapping[str, str] | None = None
+
+    def send(self, bucket: Bucket, flat: torch.Tensor) -> None:
+        if self.client is not None and self.config.rollout.sync.verify:
+            # As SGLang 0.5.23 computes them (managers/tp_worker.py).
+            parts = flat.cpu().split([tensor.nbytes for tensor in bucket])
+            hashes = (hashlib.sha256(part.numpy()).hexdigest() for part in parts)
+            self.checksums = dict(zip([tensor.name for tensor in bucket], hashes, strict=True))
+        super().send(bucket, flat)
+
     def _post(self, payloads: list[str]) -> None:
         body = {
-            "config_dict": peft_config(self.lora),
+            "config_dict": peft_config(self.config.actor.lora),
             "serialized_named_tensors": payloads,
             "load_format": FLATTENED_BUCKET,
+            "expected_checksums": self.checksums,
         }
         self.client.load_adapter("/load_lora_adapter_from_tensors", body)
 
