@@ -203,6 +203,7 @@ class MemoryEstimate:
         self.engine = engine_memory(plan.config, policy.architecture, policy.size, free_bytes)
         self._engine_pinned = engine_pinned(plan.config, self.engine, policy.architecture)
         self._policy_bytes = policy.size * DTYPES[dtype].nbytes
+        self._largest_bytes = policy.largest_tensor * DTYPES[dtype].nbytes
         self.bucket_bytes = plan.config.rollout.sync.bucket_bytes or GPU_BUCKET_BYTES
         self.num_buckets = math.ceil(self._policy_bytes / self.bucket_bytes)
         self._choice_bytes = policy.architecture.choice_bytes if plan.config.rollout.routing_replay else 0
@@ -283,7 +284,9 @@ class MemoryEstimate:
             ledger |= self._engine_entries(phase, stays_awake=not stages or self.config.rollout.sleep == "never")
         num_buckets = 2 if "actor" in stages and not self.config.replays else int(has_engine)
         if phase == SYNC and num_buckets:  # the actor's ranks gather a bucket while they send the one before
-            ledger["sync buckets"] = min(num_buckets * self.bucket_bytes, self._policy_bytes)
+            # A tensor that is larger than a bucket is one by itself.
+            largest = max(self.bucket_bytes, self._largest_bytes)
+            ledger["sync buckets"] = min(num_buckets * largest, self._policy_bytes)
         # Each stage of the actor sends to engines with GPUs of their own in a group of its own.
         sync_groups = self.models["actor"].layout.pipeline if has_engine and not stages else 1
         communicators = sum(_communicators(self.models[name].layout) for name in stages) + sync_groups

@@ -18,6 +18,8 @@ from megappo.architecture.parameters import (
     OUTPUT_LAYER,
     SECOND_HEAD,
     StageSize,
+    expert_stacks,
+    hf_tensors_of,
     is_trained,
     list_parameters,
     padded_vocab_size,
@@ -124,6 +126,13 @@ class Shape:
     def size(self) -> int:
         """Parameters of the whole model."""
         return sum(self.stages(Parallel())[0])
+
+    @cached_property
+    def largest_tensor(self) -> int:
+        """Numbers in the largest tensor that an engine takes whole: a matrix, or all experts of a layer in a stack."""
+        tensors = hf_tensors_of(list_parameters(self.architecture, num_experts=1)).values()
+        stacks = expert_stacks(self.architecture).values()
+        return max(prod(tensor.shape) for tensor in (*tensors, *stacks))
 
     @property
     def expert_share(self) -> float:
