@@ -7,6 +7,7 @@ SGLang: importing it takes a trainer rank seconds and patches torch. SGLang's Sa
 import base64
 import hashlib
 import io
+import re
 from collections.abc import Mapping
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
@@ -57,7 +58,7 @@ class HandleSender(Sender):
 
     def next_buffer(self, size: int) -> torch.Tensor | None:
         if platform.has_cuda():
-            return None
+            return readable_bytes(size)
         self._buffers.reverse()
         if len(self._buffers[0]) < size:
             self._buffers[0] = shared_bytes(size)
@@ -139,6 +140,24 @@ def shared_bytes(size: int) -> torch.Tensor:
             f"rollout.sync.transport to broadcast ({error})"
         ) from error
     return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+def readable_bytes(size: int) -> torch.Tensor | None:
+    """Return uint8 [size] outside of expandable segments, which the user has turned on; None where they are off.
+
+    Torch 2.14 shares such a segment by pidfd_getfd, which Ubuntu (kernel.yama.ptrace_scope 1) and containers forbid:
+    https://github.com/pytorch/pytorch/issues/165685. While the option is off, its allocator takes memory of other
+    segments only (c10/cuda/CUDACachingAllocator.cpp, get_free_block).
+    """
+    settings = torch._C._accelerator_getAllocatorSettings()
+    without, are_on = re.subn(r"(?<=expandable_segments:)\s*True", "False", settings)
+    if not are_on:
+        return None
+    torch._C._accelerator_setAllocatorSettings(without)
+    try:
+        return torch.empty(size, dtype=torch.uint8, device=platform.device())
+    finally:
+        torch._C._accelerator_setAllocatorSettings(settings)
 
 
 def _metadata(bucket: Bucket) -> list[SimpleNamespace]:

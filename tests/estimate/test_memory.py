@@ -206,12 +206,12 @@ def test_activations_are_those_that_an_h100_measured(
 
 def test_a_sync_takes_round_trips_and_two_buckets_at_most() -> None:
     [size] = stage_sizes(read_architecture("models/Qwen3-30B-A3B"), Parallel())
-    small, large, whole = (estimate(f"rollout.sync.bucket_bytes={one}") for one in (2**29, 2**31, 2**40))
-    assert small.num_buckets == -(-2 * sum(size) // 2**29) and whole.num_buckets == 1
+    small, large, whole = (estimate(f"rollout.sync.bucket_bytes={one}") for one in (2**30, 2**31, 2**40))
+    assert small.num_buckets == -(-2 * sum(size) // 2**30) and whole.num_buckets == 1
     seconds = [TimeEstimate(one, GPUS["h100"]).seconds["sync"] for one in (small, large)]
     assert seconds[0] - seconds[1] == pytest.approx((small.num_buckets - large.num_buckets) * BUCKET_SECONDS)
     taken = [one.fullest.ledgers["sync"]["sync buckets"] for one in (small, large, whole)]
-    assert taken == [2**30, 2**32, 2 * sum(size)]
+    assert taken == [2**31, 2**32, 2 * sum(size)]
 
 
 CRITIC_BUILT = {"actor weights", "critic weights", "critic gradients", "critic optimizer"}
