@@ -102,17 +102,36 @@ class RunPlan:
         """Return the plan with a config that places everything on the same ranks."""
         return replace(self, config=config, components=components_of(config))
 
-    def sleep_errors(self) -> Iterator[str]:
+    def sleep_errors(self, *, on_gpus: bool) -> Iterator[str]:
         """Yield why engines cannot sample while the models train. Such a plan has estimates and suggestions."""
-        if not self.config.is_ppo:
+        if not self.config.is_ppo or not self.config.rollout.max_staleness:
             return
+        ahead = f"rollout.max_staleness {self.config.rollout.max_staleness}"
         asleep = [rank for engine in self.route.engines if engine.frees_memory for rank in engine.ranks]
-        if self.config.rollout.max_staleness and asleep:
+        if asleep:
             yield (
-                f"rollout.max_staleness {self.config.rollout.max_staleness} has the engines sample while the models "
-                f"train, but those on the GPUs of ranks {format_ranks(asleep)} sleep then: give placement.rollout "
-                "ranks of its own, or set rollout.sleep to never"
+                f"{ahead} has the engines sample while the models train, but those on the GPUs of ranks "
+                f"{format_ranks(asleep)} sleep then: give placement.rollout ranks of its own, or set rollout.sleep to "
+                "never"
             )
+        elif on_gpus and (shared := self._ranks_of_both()):
+            yield (
+                f"rollout.sleep never: with {ahead}, engines and models compute at once on the GPUs of ranks "
+                f"{format_ranks(shared)}. A GPU gives them turns without regard to other GPUs, so collectives wait for "
+                "each other; nobody has measured how long: give placement.rollout ranks of its own, or set "
+                "rollout.max_staleness to 0"
+            )
+
+    def _ranks_of_both(self) -> list[int]:
+        """Return the ranks whose GPU has an engine and a model, of which one is on several GPUs."""
+        engines = () if self.config.rollout.engines else self.route.engines
+        models = [set(layout.ranks) for name, layout in self.layouts.items() if name != "rollout"]
+        found: set[int] = set()
+        for engine in engines:
+            for ranks in models:
+                shared = ranks.intersection(engine.ranks)
+                found |= shared if max(len(ranks), len(engine.ranks)) > 1 else set()
+        return sorted(found)
 
     def decisions(self) -> Iterator[str]:
         """Yield the value that each `auto` has become, a line each."""
