@@ -107,31 +107,20 @@ class RunPlan:
         if not self.config.is_ppo or not self.config.rollout.max_staleness:
             return
         ahead = f"rollout.max_staleness {self.config.rollout.max_staleness}"
-        asleep = [rank for engine in self.route.engines if engine.frees_memory for rank in engine.ranks]
-        if asleep:
+        shared = [rank for engine in self.route.engines if engine.shares_gpus for rank in engine.ranks]
+        if shared and self.config.rollout.sleep != "never":
             yield (
                 f"{ahead} has the engines sample while the models train, but those on the GPUs of ranks "
-                f"{format_ranks(asleep)} sleep then: give placement.rollout ranks of its own, or set rollout.sleep to "
+                f"{format_ranks(shared)} sleep then: give placement.rollout ranks of its own, or set rollout.sleep to "
                 "never"
             )
-        elif on_gpus and (shared := self._ranks_of_both()):
+        elif shared and on_gpus and self.world_size > 1:
             yield (
                 f"rollout.sleep never: with {ahead}, engines and models compute at once on the GPUs of ranks "
                 f"{format_ranks(shared)}. A GPU gives them turns without regard to other GPUs, so collectives wait for "
                 "each other; nobody has measured how long: give placement.rollout ranks of its own, or set "
                 "rollout.max_staleness to 0"
             )
-
-    def _ranks_of_both(self) -> list[int]:
-        """Return the ranks whose GPU has an engine and a model, of which one is on several GPUs."""
-        engines = () if self.config.rollout.engines else self.route.engines
-        models = [set(layout.ranks) for name, layout in self.layouts.items() if name != "rollout"]
-        found: set[int] = set()
-        for engine in engines:
-            for ranks in models:
-                shared = ranks.intersection(engine.ranks)
-                found |= shared if max(len(ranks), len(engine.ranks)) > 1 else set()
-        return sorted(found)
 
     def decisions(self) -> Iterator[str]:
         """Yield the value that each `auto` has become, a line each."""

@@ -109,8 +109,8 @@ class AdapterHandles(HandleSender):
         if self.client is not None and self.config.rollout.sync.verify:
             # As SGLang 0.5.23 computes them (managers/tp_worker.py).
             parts = flat.cpu().split([tensor.nbytes for tensor in bucket])
-            hashes = (hashlib.sha256(part.numpy()).hexdigest() for part in parts)
-            self.checksums = dict(zip([tensor.name for tensor in bucket], hashes, strict=True))
+            named = zip(bucket, parts, strict=True)
+            self.checksums = {tensor.name: hashlib.sha256(part.numpy()).hexdigest() for tensor, part in named}
         super().send(bucket, flat)
 
     def _post(self, payloads: list[str]) -> None:

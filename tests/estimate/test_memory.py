@@ -339,3 +339,16 @@ def test_auto_has_engines_sleep_only_where_memory_needs_it(
 def test_sleep_is_the_first_remedy_where_an_awake_engine_leaves_too_little() -> None:
     config = load_config(BOTH_7B, ["rollout.sleep=never"])
     assert remedies(plan_run(config, 8), Cluster(79.1 * GIB)) == {"rollout.sleep": "always"}
+
+
+def test_the_free_memory_holds_uneven_loads_of_experts() -> None:
+    """Counted by hand: 48 layers keep input, output, gate, up and their product of 8 experts a token in bf16, cut over
+    four tensor-parallel ranks."""
+    memory = estimate()
+    config, free = memory.config, 79.1 * GIB - sum(memory.fullest.ledgers["update_actor"].values())
+    even = 48 * config.actor.max_tokens_per_micro_batch * 8 * (2 * 2048 + 3 * 768) * 2 / 4
+    assert memory.expert_loads() == {"actor": pytest.approx(1 + free / even)}
+    full = estimate("actor.recompute=full")
+    free = 79.1 * GIB - sum(full.fullest.ledgers["update_actor"].values())
+    assert full.expert_loads() == {"actor": pytest.approx(1 + free / (even / 48), rel=0.01)}
+    assert estimate("actor.parallel.expert=1").expert_loads() == {}, "each rank has all experts"

@@ -202,7 +202,7 @@ def test_an_engine_sleeps_where_it_shares_gpus_unless_it_stays_awake(monkeypatch
         (config_of("0-1", "2-3", 2), None),
         (config_of("0-1", "0-3", 2), "0-1"),
         (config_of("0-1", "1-2"), "1"),
-        (config_of("0", "0-1", 2), "0"),
+        (config_of("0", "0-1", 2), "0-1"),
     ],
 )
 def test_engines_and_models_do_not_compute_at_once_on_gpus_that_wait_for_others(
