@@ -25,7 +25,7 @@ ENTRIES = frozenset(
 STARTING = frozenset({"arguments", "local", "plan"})
 """Modules of a command that parses arguments and starts ranks."""
 FROM_TOOLS = BOTTOM | STARTING | {"batch", "weights", "checkpoint", "models", "placement", "data", "observe"}
-FROM_TOOLS |= {"userland", "estimate", "rollouts"}
+FROM_TOOLS |= {"userland", "estimate", "rollouts", "preflight"}
 FROM_BENCHES = MIDDLE | BOTTOM | {"sync", "estimate", "ppo", "preflight", "trainer"}
 HEAVY = {
     "megatron": (

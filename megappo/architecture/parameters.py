@@ -158,13 +158,6 @@ def hf_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     return {name: hf.shape for name, hf in hf_tensors_of(list_parameters(architecture)).items()}
 
 
-def num_exported(architecture: Architecture, *, adapters: bool = False) -> int:
-    """Return the number of tensors of a weight sync, as engines get them: the model's, or its adapters alone."""
-    names = hf_tensors_of(one for one in list_parameters(architecture) if is_adapter(one.names[0]) == adapters)
-    stacks = [*linear_stacks(architecture).values(), *(stack.parts for stack in expert_stacks(architecture).values())]
-    return len(names) - sum(len(parts) - 1 for parts in stacks) * (not adapters)
-
-
 class ExpertStack(NamedTuple):
     """One tensor of a layer's experts in files and engines: [experts, in, n x out] of the n matrices [out, in] of each
     expert, or [experts, n x out] of their biases. Outputs of the n alternate: g0 u0 g1 u1 ... for gate and up.

@@ -347,15 +347,6 @@ class Config(Section):
         return None if self.rollout.sync.merge_adapters else self.actor.lora
 
     @property
-    def proves_weights(self) -> bool:
-        """True if the first sync is compared with the weights that the engines had loaded.
-
-        Adapters are compared as they are sent. The weights beside them would not be sent again after they were
-        overwritten.
-        """
-        return self.rollout.sync.verify and self.sent_lora is None
-
-    @property
     def kl_kinds(self) -> tuple[str, ...]:
         """Estimators of the KL to the reference that the run uses; without any it builds no reference.
 

@@ -6,7 +6,7 @@ The estimates are for TransformerEngine's layers, whose attention keeps no score
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from math import prod
 
@@ -18,6 +18,8 @@ from megappo.architecture.parameters import (
     OUTPUT_LAYER,
     SECOND_HEAD,
     StageSize,
+    expert_stacks,
+    hf_tensors_of,
     is_trained,
     list_parameters,
     padded_vocab_size,
@@ -123,6 +125,12 @@ class Shape:
         """Parameters of the whole model."""
         return sum(self.stages(Parallel())[0])
 
+    @cached_property
+    def largest_tensor(self) -> int:
+        """Numbers in the largest tensor that an engine takes whole: a matrix, or all experts of a layer in a stack."""
+        tensors = hf_tensors_of(list_parameters(self.architecture, num_experts=1)) | expert_stacks(self.architecture)
+        return max(prod(tensor.shape) for tensor in tensors.values())
+
     @property
     def expert_share(self) -> float:
         """Share of the parameters that experts have."""
@@ -222,6 +230,16 @@ class PlacedModel:
             layer_input = self.tokens * self.nbytes * architecture.hidden_size / self._sharing
             return in_flight * len(layers) * layer_input + largest
         return max(in_flight * sum(layers), largest)
+
+    def expert_activations(self, stage: int) -> float:
+        """Return the part of an update's `activations` that grows with the tokens that a rank's experts get: 0 if each
+        rank has all experts, which then get its own tokens."""
+        experts = self.shape.architecture.experts
+        if self.parallel.expert == 1 or experts is None:
+            return 0.0
+        one_more = replace(self.shape.architecture, experts=replace(experts, top_k=experts.top_k + 1))
+        with_it = replace(self, shape=Shape(one_more)).activations(stage, trains=True)
+        return experts.top_k * (with_it - self.activations(stage, trains=True))
 
     def _layer_bytes(self, layer: int) -> float:
         """Return the bytes that a layer keeps for its backward pass, per token that the rank holds of a micro-batch.

@@ -9,8 +9,14 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
-from megappo.architecture.architecture import DTYPES
-from megappo.architecture.parameters import num_exported
+from megappo.architecture.architecture import DTYPES, Architecture
+from megappo.architecture.parameters import (
+    expert_stacks,
+    hf_tensors_of,
+    is_adapter,
+    linear_stacks,
+    list_parameters,
+)
 from megappo.config.eval_sets import longest_response, longest_row
 from megappo.estimate.gpu_memory import ROLLOUT, SAVE, SYNC, MemoryEstimate, RankKind
 from megappo.estimate.gpus import GPU
@@ -260,3 +266,12 @@ def _touched(policy: Shape, tokens: float) -> float:
         return 1.0
     untouched = (1 - experts.top_k / experts.count) ** tokens
     return 1 - policy.expert_share * untouched
+
+
+def num_exported(architecture: Architecture, *, adapters: bool = False) -> int:
+    """Return the number of tensors of a weight sync, as engines get them: the model's, or its adapters alone."""
+    names = hf_tensors_of(one for one in list_parameters(architecture) if is_adapter(one.names[0]) == adapters)
+    if adapters:
+        return len(names)
+    stacks = [*linear_stacks(architecture).values(), *(stack.parts for stack in expert_stacks(architecture).values())]
+    return len(names) - sum(len(parts) - 1 for parts in stacks)

@@ -37,6 +37,8 @@ def memory_table(estimate: MemoryEstimate) -> str:
         if rank_kind is not fullest:
             most, phase = rank_kind.peak
             lines.append(f"  on {_ranks(rank_kind)}: {_gib(most)} at most, in {phase}")
+    for name, load in estimate.expert_loads().items():
+        lines.append(f"  experts of the {name}: a rank may get {load:.1f} times its even share of the tokens")
     host = estimate.host()
     parts = ", ".join(f"{entry} {_gib(size)}" for entry, size in host.items() if size)
     lines += [f"  host memory of the fullest node, about {_gib(sum(host.values()))} GiB:", f"    {parts}"]

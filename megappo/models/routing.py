@@ -160,6 +160,8 @@ class ModelRouting:
         tokens = of_routers[:, :-3]
         load = tokens.max(dim=1).values / tokens.mean(dim=1)
         metrics = {f"{self._name}/expert_load_max": Metric.of(load.mean(), "mean")}
+        of_ranks = tokens.sum(dim=0).view(self._groups.ep.size(), -1).sum(dim=1)
+        metrics[f"{self._name}/expert_rank_load_max"] = Metric.of(of_ranks.max() / of_ranks.mean(), "mean")
         differing, replayed, loss = of_routers[:, -3:].sum(dim=0).tolist()
         if replayed:
             metrics[f"{self._name}/routing_diff_frac"] = Metric((differing, replayed), "mean")

@@ -103,16 +103,24 @@ class RunPlan:
         """Return the plan with a config that places everything on the same ranks."""
         return replace(self, config=config, components=components_of(config))
 
-    def sleep_errors(self) -> Iterator[str]:
+    def sleep_errors(self, *, on_gpus: bool) -> Iterator[str]:
         """Yield why engines cannot sample while the models train. Such a plan has estimates and suggestions."""
-        if not self.config.is_ppo:
+        if not self.config.is_ppo or not self.config.rollout.max_staleness:
             return
-        asleep = [rank for engine in self.route.engines if engine.frees_memory for rank in engine.ranks]
-        if self.config.rollout.max_staleness and asleep:
+        ahead = f"rollout.max_staleness {self.config.rollout.max_staleness}"
+        shared = [rank for engine in self.route.engines if engine.shares_gpus for rank in engine.ranks]
+        if shared and self.config.rollout.sleep != "never":
             yield (
-                f"rollout.max_staleness {self.config.rollout.max_staleness} has the engines sample while the models "
-                f"train, but those on the GPUs of ranks {format_ranks(asleep)} sleep then: give placement.rollout "
-                "ranks of its own, or set rollout.sleep to never"
+                f"{ahead} has the engines sample while the models train, but those on the GPUs of ranks "
+                f"{format_ranks(shared)} sleep then: give placement.rollout ranks of its own, or set rollout.sleep to "
+                "never"
+            )
+        elif shared and on_gpus and self.world_size > 1:
+            yield (
+                f"rollout.sleep never: with {ahead}, engines and models compute at once on the GPUs of ranks "
+                f"{format_ranks(shared)}. A GPU gives them turns without regard to other GPUs, so collectives wait for "
+                "each other; nobody has measured how long: give placement.rollout ranks of its own, or set "
+                "rollout.max_staleness to 0"
             )
 
     def decisions(self) -> Iterator[str]:

@@ -100,7 +100,7 @@ def states(engine: TrainedEngine) -> dict[str, Tensor]:
 
 
 def check_stock(rank: int, world_size: int, folder: Path, cases: list[Case]) -> None:
-    """Where states lie changes no bit of them, of the weights, or of the norm of clipped gradients."""
+    """States on the host change no bit of states, weights, or the norm of clipped gradients."""
     for case in cases:
         found = []
         for fraction in (0.0, 0.4):

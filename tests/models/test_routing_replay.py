@@ -96,8 +96,8 @@ def _replays(rank: int, world_size: int, folder: Path, name: str, expected: dict
         step = engine.train_batch(rows.select(mine), make_loss("actor", rows))
         assert step.grad_norm == pytest.approx(norm, rel=2e-5)
         assert 0.5 < step.metrics["actor/routing_diff_frac"].value <= 1, "random choices are rarely the routers' own"
-        loads.append(step.metrics["actor/expert_load_max"].value)
-    assert loads[0] == pytest.approx(expected["load"])
+        loads.append([step.metrics[f"actor/{name}"].value for name in ("expert_load_max", "expert_rank_load_max")])
+    assert loads[0] == pytest.approx([expected["load"], expected["rank load"]])
     found = exported(engine, architecture, "actor")
     for key, parameter in expected["parameters"].items():
         torch.testing.assert_close(found[key], parameter, rtol=0, atol=2e-5, msg=f"{key} differs from Hugging Face's")
@@ -112,6 +112,8 @@ def check(folder: Path, name: str) -> None:
     choose: Callable = partial(patch_routers, counts=counts, top_k=experts.top_k)
     expected = hf_train(folder, "actor", None, num_steps=2, lengths=LENGTHS, choose=choose)
     expected["load"] = float((counts.max(dim=1).values / counts.mean(dim=1)).mean())
+    of_ranks = [float(counts[:, part].sum()) for part in torch.arange(experts.count).chunk(CASES[name].layout.expert)]
+    expected["rank load"] = max(of_ranks) * len(of_ranks) / sum(of_ranks)
     run_ranks(len(CASES[name].layout.ranks), _replays, folder, name, expected)
 
 

@@ -19,10 +19,10 @@ from tiny_shapes import CHANGES, GPT_OSS, VARIANTS
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from megappo.architecture.parameters import num_exported
 from megappo.architecture.parsing import read_architecture
 from megappo.config.config_error import ConfigError
 from megappo.errors import ActionableError
+from megappo.estimate.seconds import num_exported
 from megappo.models.gpt import ModelChunks
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
