@@ -12,7 +12,7 @@ if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then
 fi
 bash launch/setup.sh
 
-# Tests of the reports drive Debian's browser. Without it they are skipped, and say so.
+# Tests of the reports drive Debian's browser. Without it they are skipped, with the reason.
 install_chromium() {
     command -v chromium >/dev/null && return
     if ((EUID != 0)) || ! command -v apt-get >/dev/null; then

@@ -24,7 +24,7 @@ ERROR = (
     "error: rank 1: the SGLang engine ended (exit code 1); /output" + "/a-long-folder" * 9 + "/engine_0.log ends:\n..."
 )
 PAPER_WIDTH = 794
-"""Of A4, in pixels of CSS."""
+"""Width of A4, in pixels of CSS."""
 RUNS = "document.title='run'"
 HOSTILE = f"</script><script>{RUNS}</script><img src=http://a.example/x onerror={RUNS}>"
 LONG = "a-very-long-name-without-any-place-to-break-it/" * 4
