@@ -50,7 +50,7 @@ def train(config: Path, settings: Iterable[str], num_ranks: int = 1) -> None:
 
 
 def train_command(config: Path, settings: Iterable[str], num_ranks: int = 1) -> list[str | Path]:
-    """Return the command of a run; one rank has everything, and with several ranks the settings place the components."""
+    """Return the command of a run; one rank has everything, and with several the settings place the components."""
     layout = ONE_RANK_EACH if num_ranks == 1 else ()
     share = [f"rollout.mem_fraction_static={MEMORY_SHARE}"] if MEMORY_SHARE else []
     return ["bash", "launch/local.sh", config, *layout, *engine_settings(), *settings, *share]
