@@ -118,7 +118,7 @@ def opened(browser, path, width=1400, scheme="light"):
     page.goto(path.as_uri())
     page.wait_for_selector(".uplot")
     # A chart is drawn when it comes near the window.
-    page.evaluate("for (const [box, action] of [...waiting]) { near.unobserve(box); waiting.delete(box); action(); }")
+    page.evaluate("for (const [box, draw] of [...waiting]) { near.unobserve(box); waiting.delete(box); draw(); } null")
     return page, wrong
 
 
