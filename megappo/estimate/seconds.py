@@ -80,7 +80,7 @@ class TimeEstimate:
         self.mfu: dict[str, float] = {}
         for phase, uses in memory.passes.items():
             self._add_passes(phase, [memory.models[name] for name in uses])
-        sends = "actor" in memory.plan.training and not self.config.replays
+        sends = self.config.is_ppo and "actor" in memory.plan.training and not self.config.replays
         self.num_tensors = 0
         if sends:
             actor, adapters = memory.models["actor"].shape.architecture, memory.plan.route.adapters

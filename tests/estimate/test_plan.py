@@ -104,8 +104,8 @@ def test_a_node_has_eight_gpus_unless_the_nodes_are_counted(plan: Plan) -> None:
 
 
 def test_a_run_that_no_key_makes_fit_is_refused(plan: Plan) -> None:
-    done = plan("llama3.1_70b_8node.yaml", "placement.actor=0-7", "placement.critic=0-7", "placement.rollout=0-7",
-                "actor.parallel.pipeline=1", "rollout.mem_fraction_static=0.6")  # fmt: skip
+    done = plan("llama3.1_70b_8node.yaml", "placement.actor=0-3", "placement.critic=0-3", "placement.rollout=0-3",
+                "actor.parallel.pipeline=1", "actor.parallel.tensor=4", "rollout.tensor_parallel=4")  # fmt: skip
     (line,) = unfit(done)
     assert "more or larger GPUs" in line
 

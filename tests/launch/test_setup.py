@@ -44,14 +44,15 @@ def make_wheel(
     folder: Path, name: str, version: str, files: dict[str, str], requires: str = "", executable: str = "none"
 ) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    info = f"{name}-{version}.dist-info"
+    stem = f"{name.replace('-', '_')}-{version}"  # as wheels are named
+    info = f"{stem}.dist-info"
     metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
     files = files | {
         f"{info}/METADATA": metadata + (f"Requires-Dist: {requires}\n" if requires else ""),
         f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
     files[f"{info}/RECORD"] = "".join(f"{path},,\n" for path in [*files, f"{info}/RECORD"])
-    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as archive:
+    with zipfile.ZipFile(folder / f"{stem}-py3-none-any.whl", "w") as archive:
         for path, text in files.items():
             mode = 0o755 if Path(path).name == executable else 0o644
             entry = zipfile.ZipInfo(path)
