@@ -1,5 +1,6 @@
 """The memory of a weight sync beside the models, against the bytes that an actual sync allocates."""
 
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -60,11 +61,8 @@ class Counting(TorchDispatchMode):
 class Slow(Sender):
     """Reads a bucket as long as the next one is gathered."""
 
-    def __init__(self) -> None:
-        self.before: torch.Tensor | None = None
-
     def send(self, bucket: Any, flat: torch.Tensor) -> None:
-        self.before = flat
+        time.sleep(0.1)
 
 
 def check_counted(rank: int, world_size: int, folder: Path, bucket_bytes: int) -> None:
@@ -89,7 +87,7 @@ def check_counted(rank: int, world_size: int, folder: Path, bucket_bytes: int) -
     }
     config = Config.model_validate(SECTIONS | own | {"model": {"path": str(folder), "dtype": "fp32"}})
     planned = MemoryEstimate(plan_run(config, 1), Cluster(80 * GIB)).fullest.ledgers[SYNC]["sync buckets"]
-    assert 0.6 * planned < counting.most < 1.1 * planned
+    assert 0.6 * planned < counting.most < 1.1 * planned, (counting.most, planned)
 
 
 @pytest.mark.parametrize("bucket_bytes", [LARGEST_BYTES // 8, LARGEST_BYTES])
