@@ -88,7 +88,7 @@ BUDGETS = {
     "config": 21_080,
     "data": 16_380,
     "engines": 10_810,
-    "estimate": 13_310,
+    "estimate": 13_320,
     "models": 22_540,
     "observe": 20_060,
     "placement": 11_050,
