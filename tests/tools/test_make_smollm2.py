@@ -2,6 +2,9 @@
 
 import importlib.util
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -27,6 +30,22 @@ def test_no_held_out_pair_is_used_in_training(tmp_path: Path) -> None:
         pairs[name] = [frozenset(pair) for pair in numbers]
     assert len(pairs["train"]) + len(pairs["val"]) == 49 * 50 / 2
     assert not set(pairs["train"]) & set(pairs["val"])
+
+
+def test_what_an_interrupted_download_has_left_is_not_the_model(tmp_path: Path) -> None:
+    model = tmp_path / "models--HuggingFaceTB--SmolLM2-135M-Instruct"
+    (model / "snapshots" / "abc").mkdir(parents=True)
+    (model / "snapshots" / "abc" / "config.json").write_text("{}")
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text("abc")
+    done = subprocess.run(
+        [sys.executable, "-c", "import smollm2; print(smollm2._from_hub())"],
+        env=os.environ | {"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{ROOT}/tools:{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout == "None\n", done.stderr
 
 
 @pytest.mark.parametrize(
