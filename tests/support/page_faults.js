@@ -56,12 +56,17 @@
     checkContrast(node);
   }
 
-  // A chart in which nothing but the grid is drawn.
+  // A chart in which nothing but the grid is drawn. A copy is read: browsers warn of canvases that are read themselves.
+  const pixelsOf = (drawn, left, top, width, height) => {
+    const copy = new OffscreenCanvas(width, height).getContext("2d", { willReadFrequently: true });
+    copy.drawImage(drawn, -left, -top);
+    return copy.getImageData(0, 0, width, height).data;
+  };
   const grid = rgba(css("--line"));
   for (const chart of document.querySelectorAll(".chart")) {
     const plot = [...plots].find((one) => chart.contains(one.root));
     const { left, top, width, height } = plot?.bbox ?? { width: 0, height: 0 };
-    const data = width && height ? plot.ctx.getImageData(left, top, width, height).data : [];
+    const data = width && height ? pixelsOf(plot.ctx.canvas, left, top, width, height) : [];
     let drawn = 0;
     for (let at = 0; at < data.length && drawn < 20; at += 4) {
       const differs = [0, 1, 2].some((i) => Math.abs(data[at + i] - grid[i]) > 30);
