@@ -34,42 +34,50 @@ def add_advantages(run: "Run", step: int, batch: Batch, metrics: dict[str, Any])
     """Compute the advantages of scored rows; all ranks together.
 
     The rows get `shaped_scores`, `advantages` and, if the run has values, `returns`; with a KL penalty in the rewards
-    `kl_penalty`, with advantages_clip `clipped_advantages`, with a rollout correction `rollout_is_weights`.
+    `kl_penalty`, with advantages_clip `clipped_advantages`, with a rollout correction `rollout_is_weights`. The metrics
+    compare the engines' log-probs with the actor's, where these are known.
 
     Args:
         batch: all responses to a prompt are at one owner.
         metrics: of the step so far.
     """
-    rows = batch.rows
-    if run.config.algorithm.rollout_correction.is_on and "old_log_probs" in rows.fields:
-        weights, _ = _correction(run, rows)
-        rows = replace(rows, fields=rows.fields | {"rollout_is_weights": weights})
+    rows, compared = batch.rows, Unreduced()
+    if "old_log_probs" in rows.fields:
+        weights, compared = _compared(run, rows)
+        if run.config.algorithm.rollout_correction.is_on:
+            rows = replace(rows, fields=rows.fields | {"rollout_is_weights": weights})
     rows, shaping_metrics = with_advantages(run, rows, run.progress.reward_moments)
     of_values = {f"critic/{name}": part for name, part in value_metrics(rows).items()}
-    more = row_metrics(run.exchange, rows, step, shaping_metrics | of_values)
+    more = row_metrics(run.exchange, rows, step, compared | shaping_metrics | of_values)
     return _experience(run, step, replace(batch, rows=rows), metrics | more)
 
 
 def compare_engines(run: "Run", experience: Experience) -> None:
-    """Add the metrics that compare the engines' log-probs with the actor's; all ranks together.
+    """Add the metrics that compare the engines' log-probs with the actor's, where the update computes these; all ranks
+    together."""
+    _, values = _compared(run, experience.batch.rows)
+    experience.metrics |= over_ranks(run.exchange, values)
+
+
+def check_engines(run: "Run", experience: Experience) -> None:
+    """Check that the engines sampled as the actor would, where the metrics compare them; all ranks together.
 
     Raises:
         EngineError: they differ too much, see `check_log_probs`.
     """
-    rows = experience.batch.rows
-    _, values = _correction(run, rows)
+    experience.metrics |= run.engines.check_rollouts(experience.metrics.get("rollout/log_prob_diff/mean"))
+
+
+def _compared(run: "Run", rows: Rows) -> tuple[torch.Tensor, Unreduced]:
+    """Return the importance weights of the trainer against the engines, and the metrics that compare their log-probs;
+    all ranks together."""
+    old, sampled = rows.fields["old_log_probs"], rows.fields["rollout_log_probs"]
+    correction = run.config.algorithm.rollout_correction
+    weights, values = rollout_is_weights(old, sampled, rows.response_mask, correction, group=run.exchange.group)
     differences = log_prob_diff(rows)
     if differences is not None:
         values |= spread("rollout/log_prob_diff", differences)
-    reduced = over_ranks(run.exchange, values)
-    experience.metrics |= reduced | run.engines.check_rollouts(reduced.get("rollout/log_prob_diff/mean"))
-
-
-def _correction(run: "Run", rows: Rows) -> tuple[torch.Tensor, Unreduced]:
-    """Return the importance weights of the trainer against the engines, and their metrics; all ranks together."""
-    old, sampled = rows.fields["old_log_probs"], rows.fields["rollout_log_probs"]
-    correction = run.config.algorithm.rollout_correction
-    return rollout_is_weights(old, sampled, rows.response_mask, correction, group=run.exchange.group)
+    return weights, values
 
 
 def with_advantages(run: "Run", rows: Rows, reward_moments: RunningMoments) -> tuple[Rows, Unreduced]:
