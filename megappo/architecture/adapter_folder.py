@@ -79,7 +79,7 @@ def adapter_tensor_errors(folder: str, architecture: Architecture) -> Iterator[s
     would not be read.
 
     Args:
-        architecture: of the base, with the adapters.
+        architecture: architecture of the base, with the adapters.
     """
     names = {name.removeprefix(PEFT_PREFIX) for name in tensor_files(Path(folder), ADAPTERS)}
     read = {name for name in hf_shapes(architecture) if name.endswith((LORA_A, LORA_B, VALUE_HEAD))}

@@ -46,7 +46,7 @@ class ExpertFormat:
         shared_ffn: keys whose product is its inner size.
         shared_gated: a gate of its own weights it.
         groups_rated_by: experts are in groups, `n_group` in config.json, of which a token reaches the best few,
-            `topk_group`: a group is as good as the sum of its best so many experts. None = no groups.
+            `topk_group`: a group's score is the sum of this number of its best scores. None = no groups.
         grouping_method: value of `topk_method` that switches the groups on; None = always on.
         router: module of the router in `block`.
         stacked: files and engines have a layer's experts in stacks, see `parameters.ExpertStack`.
@@ -91,7 +91,7 @@ class Family:
         sliding_window: the window of config.json, if it has one, is on; else only `use_sliding_window` switches it on.
         window_pattern: every n-th layer attends to all tokens, the others to a window, where config.json has
             neither `layer_types` nor `sliding_window_pattern`; None = no layer is limited to the window.
-        local_rope_theta: rotary base of the layers with a window, where config.json is silent; None = that of all.
+        local_rope_theta: rotary base of the layers with a window, where config.json is silent; None = as in all layers.
         full_heads: layers without a window have heads of another size and number, and rotate a part of each
             (`proportional`).
         value_norms: values have norms without weights.
@@ -108,7 +108,7 @@ class Family:
         flat_rope: SGLang reads `rope_theta` and `rope_scaling` of config.json, and not transformers 5's
             `rope_parameters`.
         rope_interleaved: rotary positions rotate neighbours, (0, 1), (2, 3), ..., not the halves of a head.
-        activation: of gates, by its name in config.json.
+        activation: activation of gates, by its name in config.json.
         glu_limit: gates are cut off above it, what they multiply beyond it on either side; None = nothing is.
         glu_offset: added to what gates multiply.
         norms_add_one: norms multiply by their weight plus 1.

@@ -11,7 +11,7 @@ from megappo.config.model_sections import Lora, Router
 from megappo.config.sections import Parallel
 
 KeyOf = Callable[[str], str]
-"""From a dimension of a layout, such as "tensor", to its key for the reader: "actor.parallel.tensor", "--tensor"."""
+"""Dimension of a layout, such as "tensor" -> its key for the reader: "actor.parallel.tensor", "--tensor"."""
 
 
 def fit_errors(architecture: Architecture, parallel: Parallel, key_of: KeyOf = "parallel.{}".format) -> Iterator[str]:
@@ -137,11 +137,11 @@ def router_errors(architecture: Architecture, router: Router, component: str) ->
 
 
 def engine_fit_errors(architecture: Architecture, num_ranks: int) -> Iterator[str]:
-    """Yield the errors of a model that SGLang cannot serve, or cannot cut over so many ranks.
+    """Yield the errors of a model that SGLang cannot serve, or cannot cut over `num_ranks` ranks.
 
-    SGLang repeats key-value heads where there are fewer. Of the layers with linear attention it reads only
-    `full_attention_interval` (0.5.23, srt/configs/qwen3_next.py), and of OLMo 3's rotary positions only `rope_theta`
-    and `rope_scaling` (srt/configs/olmo3.py), which folders that transformers has written lack.
+    SGLang repeats key-value heads where there are fewer. It reads only `full_attention_interval` about layers with
+    linear attention (0.5.23, srt/configs/qwen3_next.py), and only `rope_theta` and `rope_scaling` about OLMo 3's rotary
+    positions (srt/configs/olmo3.py), which folders that transformers has written lack.
     """
     heads, setting = architecture.num_heads, f"rollout.tensor_parallel {num_ranks}"
     if heads % num_ranks:

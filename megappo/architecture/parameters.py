@@ -65,7 +65,7 @@ class Parameter:
     """One Megatron parameter. Its dimension 0 is `groups` repeats of [rows of tensor 1, rows of tensor 2, ...].
 
     Attributes:
-        names: with layers and experts numbered over the whole model, one for each layer spec that has its own.
+        names: names with layers and experts numbered over the whole model, one for each layer spec that has its own.
         layer: None outside the layers.
         groups: 1, or the KV heads of a rank: queries, keys and values alternate per head (q q k v, q q k v, ...); key
             heads of linear attention.
@@ -95,7 +95,7 @@ def list_parameters(
     Args:
         tensor: tensor-parallel ranks, for which the vocabulary is padded.
         expert_tensor: ranks that cut each expert.
-        num_experts: of each layer, the first so many; None = all.
+        num_experts: take only this number of experts of each layer, the first; None = all.
     """
     num_experts = architecture.num_experts if num_experts is None else num_experts
     found: list[tuple[int | None, str]] = [(None, tables.MODEL + _output_table(architecture))]
@@ -247,7 +247,7 @@ def padded_vocab_size(vocab_size: int, tensor: int) -> int:
 
 
 def _layer_tables(architecture: Architecture, num_experts: int) -> list[str]:
-    """Return the table of each layer, with so many of its experts."""
+    """Return the table of each layer, with its first `num_experts` experts."""
     kinds = [
         (
             layer >= architecture.num_dense_layers,
@@ -287,7 +287,7 @@ def _layer_table(
 
 
 def _adaptable(table: str, architecture: Architecture) -> Iterator[tuple[re.Match[str], str]]:
-    """Yield the lines of the matrices that can have adapters, all but those of latent attention and of stacks of
+    """Yield the lines of the matrices that can have adapters, all except matrices of latent attention and of stacks of
     experts, each with its name in `Lora.target_modules`."""
     experts = architecture.family.experts
     roles = {experts.gate: "gate_proj", experts.up: "up_proj", experts.down: "down_proj"} if experts else {}
@@ -302,8 +302,8 @@ def _adaptable(table: str, architecture: Architecture) -> Iterator[tuple[re.Matc
 
 
 def _adapter_table(table: str, architecture: Architecture, lora: Lora) -> str:
-    """Return the table of a layer's adapters: one for each Hugging Face matrix, as a linear layer may hold several. Of
-    a [in -> rank] and b [rank -> out] that one is cut which has the dimension along which the layer is cut."""
+    """Return the table of a layer's adapters: one for each Hugging Face matrix, as a linear layer may hold several. A
+    layer that is cut along its output cuts b [rank -> out]; a layer that is cut along its input cuts a [in -> rank]."""
     lines = []
     for line, name in _adaptable(table, architecture):
         if name in lora.modules:

@@ -298,7 +298,7 @@ def _unsupported(values: Mapping[str, Any], architecture: Architecture) -> Itera
         yield from _unsupported_routing(values, family.experts, architecture.experts)
     read = {*COMPUTED.split(), *_needed(values, family), *only, *family.rope_keys}
     yield from uncomputed(values, {*read, *family.ignores})
-    # By the type transformers chooses what is computed: that of a family with other norms or factors is refused.
+    # transformers chooses by the type what is computed: the type of a family with other norms or factors is refused.
     kind = values.get("model_type", "").removesuffix("_text").replace("_", "")
     own = _computing(family)
     alike = (name for name, one in FAMILIES.items() if _computing(one) == own)
@@ -307,7 +307,7 @@ def _unsupported(values: Mapping[str, Any], architecture: Architecture) -> Itera
 
 
 def _computing(family: Family) -> tuple[Any, ...]:
-    """Return what no key of config.json names, of what a family computes."""
+    """Return the properties of a family's computation that no key of config.json names."""
     return (
         family.norms,
         family.norms_all_heads,
@@ -322,6 +322,6 @@ def _unsupported_routing(values: Mapping[str, Any], written: ExpertFormat, exper
     if experts.top_k == 1 and experts.renormalizes:
         yield "num_experts_per_tok"  # its probability would always be 1, and the router could not learn
     yield from (key for key in written.shared_ffn if not values[key])
-    # To Megatron a group is as good as its best experts, as many as a token gets in each of its groups.
+    # Megatron rates a group by the sum of its best scores: as many as a token's experts divided by its groups.
     if experts.groups and experts.top_k // experts.groups[1] != written.groups_rated_by:
         yield "topk_group"

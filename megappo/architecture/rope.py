@@ -20,7 +20,8 @@ DYNAMIC = "set rope_scaling to null: up to max_position_embeddings transformers 
 
 
 def split_rope(values: dict[str, Any], family: Family) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return config.json with the rotary positions of layers without a window only, and those of layers with one."""
+    """Return config.json with only the rotary positions of layers without a window, then the positions of layers with
+    one."""
     rope = values.get("rope_parameters")
     if family.local_rope_theta is None or not isinstance(rope, dict) or "full_attention" not in rope:
         return values, {}

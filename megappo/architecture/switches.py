@@ -39,7 +39,7 @@ class SwitchContext:
 
     Attributes:
         data: data-parallel shards.
-        dtype: of the weights.
+        dtype: dtype of the weights.
         is_trained: has gradients.
         capability: compute capability of its GPU, times ten; None without a GPU.
         has_te: its layers are TransformerEngine's.

@@ -48,7 +48,8 @@ def micro_batches(lengths: list[int], max_tokens: int, at_least: int = 1) -> lis
     Args:
         lengths: tokens of each row.
         max_tokens: bound on a bin's tokens.
-        at_least: number of bins, as far as there are rows; fewer where so many, once balanced, would break the bound.
+        at_least: number of bins, as far as there are rows; fewer where this number of balanced bins would break the
+            bound.
 
     Returns:
         Row positions of each bin, longest row first. At most as many bins as first-fit-decreasing needs (11/9 of the
@@ -94,10 +95,10 @@ def _first_fit_decreasing(lengths: list[int], max_tokens: int) -> list[list[int]
 def partition_groups(
     lengths: Sequence[int], keys: Sequence[int], partition: Callable[[list[int]], list[list[int]]]
 ) -> list[list[int]]:
-    """Partition rows so that those with the same key stay together, next to each other.
+    """Partition rows so that rows with the same key stay together, next to each other.
 
     Args:
-        keys: of the rows; equal ones stand next to each other.
+        keys: keys of the rows; equal ones stand next to each other.
         partition: partitions items by their costs.
     """
     groups: dict[int, list[int]] = {}

@@ -66,7 +66,7 @@ class Batch:
     """A step's rows at the ranks that hold them, and what every rank knows about all of them.
 
     Attributes:
-        rows: those of this rank.
+        rows: this rank's rows.
         owners: the rows at each rank; after `Exchange.number` each is on one.
     """
 
@@ -177,7 +177,7 @@ class Exchange:
                 even where there are none.
 
         Raises:
-            ValueError: the rows are not those of `batch.owners`.
+            ValueError: the rows differ from `batch.owners`.
         """
         tokens = self._all_to_all(batch, destinations, batch.rows.input_ids.to("cpu", torch.int32), batch.table.lengths)
         moved = replace(empty_rows(destinations[self.rank], batch.table), input_ids=tokens.long())
@@ -213,10 +213,10 @@ class Exchange:
         return arrived.reshape(len(into.rows), columns) if field.has_columns else arrived
 
     def _all_to_all(self, batch: Batch, destinations: RankRows, numbers: Tensor, lengths: Tensor) -> Tensor:
-        """Send numbers of the rows here; return those of the rows `destinations[rank]`.
+        """Send numbers of the rows here; return the numbers of the rows `destinations[rank]`.
 
         Args:
-            numbers: of each row of `batch.rows`, end to end, [n] or [n, K].
+            numbers: numbers of each row of `batch.rows`, end to end, [n] or [n, K].
             lengths: [B] int64, how many each row of the table has.
         """
         held, needed = list(batch.owners[self.rank]), list(destinations[self.rank])

@@ -62,7 +62,7 @@ class RowsFile(AbstractContextManager):
 
     Attributes:
         facts: as given to `write_rows`.
-        table: of all rows.
+        table: table of all rows.
 
     Raises:
         FileNotFoundError: it does not exist.

@@ -81,7 +81,7 @@ def load_model(
     optimizer's state is not read.
 
     Args:
-        info: of `folder`.
+        info: facts about `folder`.
         vocab_size: true vocabulary, without padding.
         drawn: module that is not loaded.
     Raises:
@@ -125,7 +125,7 @@ def load_component(
     """Load `state` from the folder. The folder may also hold objects.
 
     Args:
-        info: of `folder`.
+        info: facts about `folder`.
         weights_only: leave out the unsharded state, an optimizer's, and layers for multi-token prediction.
     Raises:
         CheckpointError: a tensor is missing or unknown, or the folder is damaged.

@@ -191,7 +191,7 @@ def begin_sharded(state: dict[str, Any], folder: Path, as_world: AsWorld, copies
     """Begin to write a component's sharded state into an existing folder; all its ranks together.
 
     Args:
-        copies: makes copies, in place of those of the last save, so that training can continue while they are written;
+        copies: makes copies, in place of the last save's, so that training can continue while they are written;
             None: what is on the host is written from where it is.
     """
     writing = Writing(folder, as_world)

@@ -46,7 +46,7 @@ class Saving:
 
     Attributes:
         path: its name when it is complete. partial: its name until then.
-        writings: of the components on this rank, in the same order everywhere.
+        writings: writings of the components on this rank, in the same order everywhere.
         thread: writes them in the background; None = they are written. A process that exits does not wait for it: an
             incomplete checkpoint has no name to resume from.
     """
@@ -123,7 +123,7 @@ class CheckpointStore:
         as they are now. No other save may be in progress.
 
         Args:
-            step: the last finished step. num_updates: of the next step, or NOT_BEGUN.
+            step: the last finished step. num_updates: updates of the next step, or NOT_BEGUN.
             write_more: called on all ranks with the folder, to write further files.
             in_background: a thread writes a copy; otherwise it is on the disk when this returns.
         Raises:

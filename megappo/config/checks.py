@@ -96,7 +96,7 @@ def unread_keys(config: Config) -> Iterator[tuple[str, object, str]]:
 def _unread(
     config: Config, section: Section, path: str, above: tuple[ReadIf, ...], is_optional: bool = False
 ) -> Iterator[tuple[str, object, str]]:
-    """Yield the unread keys of a section; of one that is null by default, those that were written."""
+    """Yield the unread keys of a section; of a section that is null by default, only keys that were written."""
     for name, field in type(section).model_fields.items():
         key, value = path + name, getattr(section, name)
         own = tuple(item for item in field.metadata if isinstance(item, ReadIf))
@@ -238,8 +238,8 @@ def _reward_errors(config: Config) -> Iterator[str]:
     if config.rollout.environment is not None:
         for shaping in shapings(config):
             yield (
-                f"{shaping} changes the sum of an episode's rewards, not those of its turns, which rollout.environment "
-                "gives: drop it, and have the environment do it"
+                f"{shaping} changes the sum of an episode's rewards, not the rewards of its turns, which "
+                "rollout.environment gives: drop it, and do it in the environment"
             )
 
 
@@ -268,6 +268,6 @@ def _greedy_errors(name: str, task: Task) -> Iterator[str]:
         key = "rollout.val_n" if task.section == "data" else f"{task.section}.n"
         yield (
             f"{key} {rollout.n} requests the same response to each prompt of {name} as many times, with temperature "
-            f"{rollout.temperature:g} and top_k {rollout.top_k}: raise rollout.val_temperature (or that of the data "
+            f"{rollout.temperature:g} and top_k {rollout.top_k}: raise rollout.val_temperature (or the one of the data "
             f"set), or set {key} to 1"
         )

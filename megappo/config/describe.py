@@ -112,7 +112,7 @@ def describe(schema: dict[str, Any]) -> str:
 
 
 def yaml_lines(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the lines of a YAML config that sets dotted keys, one line each, with the key; "" for those of sections."""
+    """Yield the lines of a YAML config that sets dotted keys, one line each, with its key; "" for lines of sections."""
     above: list[str] = []
     for key, value in values.items():
         *sections, name = key.split(".")

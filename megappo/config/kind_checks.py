@@ -1,4 +1,4 @@
-"""Contradictions that a run of any kind may have, and those of a run that learns from examples."""
+"""Contradictions that a run of any kind may have, and contradictions of a run that learns from examples."""
 
 from collections.abc import Iterator
 

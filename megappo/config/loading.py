@@ -113,7 +113,7 @@ def run_extensions(values: Mapping[str, Any], before: Callable[[], None] | None 
     """Run the files of trainer.extensions, each once in a process, and return their errors, one line each.
 
     Args:
-        values: of a whole config. Values of a wrong type are left to the schema.
+        values: values of a whole config. Values of a wrong type are left to the schema.
         before: called once before the first file.
     """
     trainer = values.get("trainer")

@@ -191,4 +191,4 @@ TRANSPORTS: Table[Transport] = Table(
         ),
     },
 )
-"""By rollout.sync.transport."""
+"""Value of rollout.sync.transport -> its transport."""

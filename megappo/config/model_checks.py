@@ -78,8 +78,8 @@ def _critic_errors(config: Config) -> Iterator[str]:
 def _adapter_errors(config: Config) -> Iterator[str]:
     """Yield what engines do not support of the actor's adapters.
 
-    Source: SGLang 0.5.23, lora/lora.py: the adapters of q, k and v become one, and those of gate and up; of these only
-    k and up may be missing.
+    Source: SGLang 0.5.23, lora/lora.py: the adapters of q, k and v become one, and the adapters of gate and up; only
+        the adapters of k and of up may be missing.
     """
     lora, sync = config.sent_lora, config.rollout.sync
     if lora is None or config.trainer.replay_rollouts is not None:

@@ -202,7 +202,7 @@ class Config(Section):
 
     @contextmanager
     def locating(self) -> Iterator[None]:
-        """Add files and lines to a ConfigError raised inside."""
+        """Add files and lines to a ConfigError that is raised while the block runs."""
         try:
             yield
         except ConfigError as error:

@@ -21,7 +21,7 @@ LARGEST_FILE = 256 * 2**10
 COMMAND_LINE = "command line"
 FILE_PATHS = TypeAdapter(FilePaths)
 MOST_VALUES = 2**16
-"""Values of a config, with those that an alias (*name) repeats."""
+"""Values of a config, including values that an alias (*name) repeats."""
 UNCLOSED = "is not closed"
 YAML_PROBLEMS = {
     "<block end>": "the line is not indented like those above it",

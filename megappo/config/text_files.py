@@ -107,7 +107,7 @@ def json_lines(path: Path, check: Validator, remedy: str, last_bytes: float = ma
     none if there is no such file.
 
     Args:
-        last_bytes: read only the whole lines among the last so many bytes.
+        last_bytes: read only the whole lines among this number of bytes at the end.
     Raises:
         ConfigError: as `read_record`; the message names the line, too.
     """

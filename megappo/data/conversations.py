@@ -31,7 +31,7 @@ class Conversations:
     """Makes conversations of the actor's tokens.
 
     Args:
-        architecture: of the reward model.
+        architecture: architecture of the reward model.
         tokenizer: the actor's; no other thread may use it.
     Attributes:
         are_rendered: they are rendered and tokenized again.
@@ -45,7 +45,7 @@ class Conversations:
         self._max_tokens = settings.max_tokens_per_micro_batch or config.actor.max_tokens_per_micro_batch
         self._architecture, self._actors = architecture, tokenizer
         self._own = load_tokenizer(self._folder, REWARD_MODEL_KEY)
-        # A language model's folder may leave it to the tokenizer; that of its adapters was found so in training.
+        # A language model's folder may leave it to the tokenizer, which training with adapters read, too.
         self._padding = padding_token(architecture, self._own) if settings.adapter else architecture.pad_token
         vocabulary, template = self._own.get_vocab(), self._own.chat_template
         has_same_tokens = vocabulary == tokenizer.get_vocab()

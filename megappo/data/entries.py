@@ -30,7 +30,7 @@ class RecordFields:
 
     Attributes:
         takes: fields of the reward function and the environment.
-        section: of the config, with the keys of these files.
+        section: section of the config with the keys of these files.
         order_by: see data.order_by.
         reward: the section with the functions that get the label.
         needs_label: records must have one; else it is None.
@@ -91,7 +91,7 @@ class PromptEntry:
     Attributes:
         content: the text or messages that the text was made from.
         columns: further fields for the reward function.
-        rank: by which it is ordered.
+        rank: number by which it is ordered.
         warnings: fields that are not read, and why.
     """
 

@@ -39,7 +39,7 @@ class Example:
 
     Attributes:
         index: position in the dataset (files in order, lines in order), from 0.
-        tokens: up to the last one with a loss.
+        tokens: tokens up to the last one with a loss.
         mask: for each token, 1 if it has a loss, else 0. The first one has none.
     """
 
@@ -69,7 +69,7 @@ class ExampleText(NamedTuple):
     """A conversation as the model sees it, up to the end of its last part with a loss.
 
     Attributes:
-        parts: of the text, alternately without and with a loss.
+        parts: parts of the text, alternately without and with a loss.
         content: the text or messages that it was made from.
     """
 
@@ -181,7 +181,7 @@ class ConversationDataset(RecordDataset[E]):
 
     @abstractmethod
     def _to_encode(self, text: ExampleText) -> list[RenderedText]:
-        """Return the texts whose tokens `_joined` joins into those of the conversation."""
+        """Return the texts whose tokens `_joined` joins into the conversation's tokens."""
 
     @abstractmethod
     def _joined(self, tokens: Sequence[list[int]]) -> Encoded:

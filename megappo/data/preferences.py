@@ -28,9 +28,9 @@ class Pair:
 
     Attributes:
         index: position in the dataset (files in order, lines in order), from 0.
-        rows: the conversation with the chosen response, and that with the rejected one. The last token of each, at
-            which it is scored, has mask 1.
-        margin: by which the chosen one's score should exceed the other's.
+        rows: the conversation with the chosen response, and the conversation with the rejected one. The last token of
+            each, at which it is scored, has mask 1.
+        margin: difference by which the chosen one's score should exceed the other's.
     """
 
     index: int
@@ -119,7 +119,7 @@ class PreferenceDataset(ConversationDataset[Pair]):
 def open_examples(
     config: Config, tokenizer: "PreTrainedTokenizerBase", ends: Sequence[int], unpack: Unpack | None = None
 ) -> tuple[ConversationDataset[Any], dict[str, ConversationDataset[Any]]]:
-    """Open the examples of data.train_files, and those of each of data.val_files, by name; arguments as of
+    """Open the examples of data.train_files, and the examples of each of data.val_files, by name; arguments as of
     `ConversationDataset`."""
     data = config.data
     opened: Any = partial(ExampleDataset, config=data)

@@ -30,7 +30,7 @@ class Prompt:
         index: position in the dataset (files in order, lines in order), from 0.
         tokens: token ids, at least one.
         text: the prompt as the model sees it; chat messages are rendered by the chat template.
-        label: for the reward function, as the file has it.
+        label: label for the reward function, as the file has it.
         columns: further fields for it, by name.
         place: file and line, for messages.
     """
@@ -49,11 +49,11 @@ class PromptDataset(RecordDataset[Prompt]):
     Args:
         files: jsonl or parquet files.
         config: the data section, apart from its files.
-        seed: of the order (trainer.seed).
+        seed: seed of the order (trainer.seed).
         key: that names the files, for messages.
         takes: fields for reward function and environment besides prompt and label.
         unpack: see `open_records`.
-        weights: of the files, each of which then has its own epochs; none: they are one.
+        weights: weights of the files, each of which then has its own epochs; none: they are one.
         order_by: see data.order_by; prompts are ordered once all have been checked.
         reward: the section with the functions that score responses.
         needs_label: see `RecordFields`.
@@ -163,7 +163,8 @@ def open_datasets(
     takes: Mapping[str, InputSpec] = MappingProxyType({}),
     unpack: Unpack | None = None,
 ) -> tuple[PromptDataset | None, dict[str, PromptDataset]]:
-    """Open the training prompts, None where there are only evaluations, and those of each of `eval_sets`, by name.
+    """Open the training prompts (None where there are only evaluations), and the prompts of each of `eval_sets`, by
+    name.
 
     Args:
         takes: fields for reward function and environment of each of `played_tasks`, besides prompt and label.

@@ -39,11 +39,11 @@ class RecordDataset(ABC, Generic[E]):
     Args:
         files: jsonl or parquet files.
         config: the data section, apart from its files.
-        seed: of the order (trainer.seed).
+        seed: seed of the order (trainer.seed).
         key: that names the files, for messages.
         names: fields that are read; None: any.
         unpack: see `open_records`.
-        weights: of the files, each of which then has its own epochs; none: they are one.
+        weights: weights of the files, each of which then has its own epochs; none: they are one.
         is_ordered: records are ordered by numbers that `leave_out` gets, once all have been checked.
 
     Attributes:
@@ -214,7 +214,7 @@ class RecordDataset(ABC, Generic[E]):
         """Drop the records to leave out; report these and the prompts to cut, one line per reason.
 
         Args:
-            parts: several ranks' `check`, each of records after those of the rank before.
+            parts: several ranks' `check`, each of the records after the previous rank's.
         """
         checks = merged(parts)
         is_kept = bytearray(b"\1") * self._starts[-1]
@@ -236,7 +236,7 @@ class RecordDataset(ABC, Generic[E]):
         """Find the places in `kept` of each part that has its own epochs, and its order.
 
         Args:
-            ranks: of all that are kept; if some are missing, there is no order by them.
+            ranks: ranks of all kept records; if some are missing, there is no order by them.
         """
         bounds = self._starts if self._weights else [0, self._starts[-1]]
         places = [bisect.bisect_left(self.kept, bound) for bound in bounds]

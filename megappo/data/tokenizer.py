@@ -180,7 +180,7 @@ def token_texts(
 
 
 def completing_tokens(tokens: Sequence[int], ends: Sequence[int], tokenizer: "PreTrainedTokenizerBase") -> list[int]:
-    """Return for each of `ends` the position of the token that completes `text[:end]`, where `text` is that of the
+    """Return for each of `ends` the position of the token that completes `text[:end]`, where `text` is the text of the
     tokens without special ones.
 
     Where the texts that the tokens add do not make the whole (the end of a truncated response, bytes that are no text),
@@ -204,7 +204,7 @@ def completing_tokens(tokens: Sequence[int], ends: Sequence[int], tokenizer: "Pr
 
 
 def end_token_ids(folder: str, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
-    """Return the tokens that end a response: the tokenizer's, and those of generation_config.json and config.json.
+    """Return the tokens that end a response: the tokenizer's, and the ones in generation_config.json and config.json.
 
     Raises:
         ConfigError: there is none, so every response would be cut off.

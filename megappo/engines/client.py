@@ -66,7 +66,7 @@ class EngineClient:
         hang_seconds: limit for any other request; see also `watch`.
     Attributes:
         adapter: name that every generation requests once an adapter has been loaded; an unknown one is refused.
-        version: of the weights of an engine that samples ahead of training; see `taking_weights`.
+        version: version of the weights, for an engine that samples ahead of training; see `taking_weights`.
     Raises:
         EngineError: (every method) the server does not answer or refuses; the message holds its reply.
     """
@@ -182,7 +182,7 @@ class EngineClient:
         SGLang numbers adapters, so what is cached from the one before is not found any more.
 
         Args:
-            path: of SGLang's request that loads one.
+            path: path of SGLang's request that loads one.
             body: without its name.
         """
         listed = self.defer(self.request, "GET", "/v1/models")
@@ -265,8 +265,8 @@ class EngineClient:
             await asyncio.sleep(WATCH_SECONDS)
             self._check_alive()  # another process may listen at its address by now, and need not answer
             sent = time.monotonic()
-            # The process that serves HTTP may be well while those that compute hang. Idle, they compute a token for
-            # this; else they answer after their next batch.
+            # The process that serves HTTP may be well while the processes that compute hang. Idle, they compute a token
+            # for this; else they answer after their next batch.
             with contextlib.suppress(httpx.TransportError):
                 async with connections.free() as http:
                     response = await http.get("/health_generate", timeout=self.hang_seconds)
@@ -288,7 +288,7 @@ class EngineClient:
         """Send any request of SGLang's HTTP API; return the reply's JSON, or None.
 
         Args:
-            timeout: of a request that may take longer than `hang_seconds`.
+            timeout: limit of a request that may take longer than `hang_seconds`.
         """
         return self.defer(self.request, "POST", path, body, timeout)
 
@@ -357,7 +357,8 @@ class EngineClient:
 
 @contextlib.contextmanager
 def deferring_faults(client: EngineClient | None) -> Iterator[None]:
-    """Defer an EngineFault of `post` and `check_health` inside, for `take_fault`, and send no request after it.
+    """Defer an EngineFault that `post` or `check_health` raises while the block runs, for `take_fault`; then send no
+    request.
 
     Other ranks wait at collectives that this rank must still reach. Without a client it does nothing.
     """
@@ -373,7 +374,8 @@ def deferring_faults(client: EngineClient | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def taking_weights(client: EngineClient | None, version: WeightVersion) -> Iterator[None]:
-    """Pause an engine's requests, and new ones, while it takes weights inside; afterwards they resume with these.
+    """Pause an engine's requests, and new ones, while the block gives it weights; then they resume with the new
+    weights.
 
     The tokens that requests have so far are processed again, unless the cache is kept. After an error requests resume,
     too, as nothing may wait for them forever, but their responses are refused. Without a client it does nothing.

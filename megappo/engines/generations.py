@@ -95,7 +95,7 @@ def generate_body(
 
     Args:
         adapter: name of the adapter that is added to the engine's model.
-        version: of the engine's weights.
+        version: version of the engine's weights.
     """
     sampling = {
         "max_new_tokens": params.max_response_length,
@@ -133,7 +133,7 @@ def checked(
 
     Args:
         may_abort: the request may have been aborted.
-        version: of the engine's weights when the request was sent.
+        version: version of the engine's weights when the request was sent.
         replayed: as of its `SamplingParams`.
     Raises:
         EngineError: the reply holds none. EngineFault: by the engine's fault.
@@ -154,7 +154,7 @@ def checked(
         entries = meta["output_token_logprobs"]
         log_probs = [entry[0] for entry in entries]
         if [entry[1] for entry in entries] != tokens:
-            raise EngineFault(f"the engine's tokens {tokens} and those of its log-probs {entries} differ")
+            raise EngineFault(f"the engine's tokens {tokens} and the tokens of its log-probs {entries} differ")
         if any(value is None or not math.isfinite(value) for value in log_probs):
             raise EngineFault(f"the engine returned a log-prob that is no number: {log_probs}; are its weights finite?")
         versions = [] if version is None else _token_versions(meta["weight_versions"], count, version)

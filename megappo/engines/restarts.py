@@ -45,7 +45,7 @@ class EngineRestarts:
         """Restart the engines that failed in a rollout; return whether any did. All then have the same weights.
 
         Args:
-            fault: of this rank's engine.
+            fault: fault of this rank's engine.
         Raises:
             EngineLost: an engine has failed too often, or does not start.
         """

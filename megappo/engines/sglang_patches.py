@@ -170,7 +170,7 @@ def freeze_after_warmup(original: Any, server_args: Any) -> None:
 
 
 def register_with_cuda(original: Any, *args: Any, **kwargs: Any) -> None:
-    """Pin host memory only where there is CUDA: SGLang pins that of the tokens' experts in any case
+    """Pin host memory only where there is CUDA: SGLang pins the memory of the tokens' experts in any case
     (sglang/srt/state_capturer/base.py)."""
     if torch.cuda.is_available():
         original(*args, **kwargs)

@@ -25,13 +25,13 @@ class CompactAdam:
 
     Args:
         adam: the optimizer that megatron-core chose. Its groups hold this rank's range of each parameter, flat.
-        dtype: of the moments between steps; rounded to nearest.
+        dtype: dtype of the moments between steps; rounded to nearest.
         offload_fraction: share of the states that is in host memory: whole parameters, the largest first, until it is
             reached.
     Attributes:
         param_groups: with the number of steps as "step".
         state: parameter -> its main parameter in fp32, which is the parameter itself if that is in fp32, and moments.
-        host_bytes: of the states in host memory.
+        host_bytes: bytes of the states in host memory.
     """
 
     def __init__(self, adam: torch.optim.Optimizer, dtype: torch.dtype, offload_fraction: float):

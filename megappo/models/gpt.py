@@ -55,7 +55,7 @@ def build_model(
             tied; "policy_value" has both, the ValueHead as `value_head` (see `add_value_head`).
         groups: the component's groups, built for the layout of `parallel`; this rank is a member.
         recompute: "none", "selective" or "full".
-        trained: False freezes every parameter; else those that adapters stand beside, and `architecture.frozen`.
+        trained: False freezes every parameter; True only parameters that adapters adapt, and `architecture.frozen`.
         base: a model with adapters in the same layout: the built one uses its frozen weights, and has no copy.
     Raises:
         ConfigError: the model does not fit the layout.
@@ -103,10 +103,10 @@ def _setting(
 
 
 def _mark(chunk: GPTModel, architecture: Architecture, trained: bool) -> None:
-    """Freeze the parameters that do not change, and mark those of experts and those that checkpoints lack."""
+    """Freeze the parameters that do not change, and mark parameters of experts and parameters that checkpoints lack."""
     for name, parameter in chunk.named_parameters():
         if ".mlp.experts." in name:
-            # Megatron marks biases that no rank cuts as those of a dense layer: it would sum their gradients over
+            # Megatron marks biases that no rank cuts as biases of a dense layer: it would sum their gradients over
             # tensor-parallel ranks, which have other experts, or the same, and count them on the first rank only.
             parameter.sequence_parallel, parameter.tensor_model_parallel = False, True
             # Megatron does so with expert parallelism only. Without, it would not sum the gradients of experts over
@@ -118,7 +118,7 @@ def _mark(chunk: GPTModel, architecture: Architecture, trained: bool) -> None:
 
 
 def _share_base(chunk: GPTModel, base: GPTModel, architecture: Architecture) -> None:
-    """Have a chunk use the frozen weights and the rotary frequencies of another model's, in place of its own."""
+    """Replace a chunk's frozen weights and rotary frequencies by the tensors of another model's chunk."""
     shared = {name: weight for name, weight in base.named_parameters() if weight.is_base}
     own = [name for name, _ in chunk.named_parameters() if is_beside_base(name, architecture)]
     shared |= {name: module for name, module in base.named_modules() if name.endswith("rotary_pos_emb")}
@@ -128,7 +128,7 @@ def _share_base(chunk: GPTModel, base: GPTModel, architecture: Architecture) -> 
 
 
 def _fuse_gradient_accumulation(chunk: GPTModel) -> None:
-    """Have TransformerEngine's layers add their weights' gradients to `main_grad` themselves.
+    """Make TransformerEngine's layers add their weights' gradients to `main_grad` themselves.
 
     TransformerConfig's field of that name does so, too, but then Megatron's own output layer, whose product the heads
     compute, needs Apex (megatron-core 0.16.1, tensor_parallel/layers.py).

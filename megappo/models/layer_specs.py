@@ -1,5 +1,5 @@
 """Modules of a transformer layer: TransformerEngine's, or torch-only ones that also run on a CPU. The latter replace
-those that Megatron has none of, or none for packed batches and sequence parallelism."""
+modules that Megatron lacks, or lacks for packed batches and sequence parallelism."""
 
 from collections.abc import Callable
 from functools import partial
@@ -102,7 +102,7 @@ def _leave_out_input_norms(layer: TransformerLayerSubmodules, has_te: bool) -> N
 
 
 def _use_torch_modules(layer: TransformerLayerSubmodules, config: TransformerConfig) -> None:
-    """Replace modules of Megatron's local layer: those that refuse sequence parallelism and packs, or are slow."""
+    """Replace the modules of Megatron's local layer that refuse sequence parallelism and packs, or are slow."""
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     attention = layer.self_attention
     attention.module = LatentSelfAttention if config.multi_latent_attention else SelfAttention
@@ -157,7 +157,7 @@ def separate_expert_outputs(gpt: GPTModel) -> None:
 
 
 def use_local_rope(gpt: GPTModel, architecture: Architecture) -> None:
-    """Have the layers with a window rotate by positions of another base."""
+    """Make the layers with a window rotate by positions of another base."""
     if architecture.local_rope_base is None:
         return
     gpt.local_rotary_pos_emb = RotaryEmbedding(
@@ -181,8 +181,9 @@ def use_local_rope(gpt: GPTModel, architecture: Architecture) -> None:
 def add_norms_of_all_heads(gpt: GPTModel, architecture: Architecture) -> None:
     """Give attention norms of the queries, and of the keys, of all heads together.
 
-    Megatron's norm those of each head, and its layers hand them no group of the ranks that have the others. YaRN's
-    factor is in the queries' where layers with a window have plain positions, as `softmax_scale` is one of all layers.
+    Megatron's norms are over each head, and its layers pass them no group of the ranks with the other heads. Where
+    layers with a window have plain positions, YaRN's factor is in the queries' norm, as all layers share one
+    `softmax_scale`.
     """
     if not architecture.family.norms_all_heads:
         return
@@ -198,8 +199,8 @@ class NormOfAllHeads(CutParameters):
     """RMS norm of all heads together, of which each tensor-parallel rank has some.
 
     Args:
-        num_heads: of all ranks.
-        factor: of the result.
+        num_heads: heads of all ranks.
+        factor: factor of the result.
     """
 
     cut = MappingProxyType({"weight": 0})

@@ -32,7 +32,7 @@ class GatedDeltaNet(CutParameters):
     and a decay of its state.
 
     Args:
-        submodules: those of attention, of which it takes the two linear layers.
+        submodules: attention's submodules, of which it takes the two linear layers.
     """
 
     cut = MappingProxyType({"conv1d": 0, "A_log": 0, "dt_bias": 0})
@@ -110,7 +110,7 @@ class GatedDeltaNet(CutParameters):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
-        """Return the state, with that of the linear layers."""
+        """Return the state, with the state of the linear layers."""
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         for name, module in self.named_children():
             state |= sharded_state_dict_default(

@@ -41,7 +41,7 @@ class HeadsConfig(TransformerConfig):
     """TransformerConfig of layers with different heads: Megatron builds each layer from a config of its own.
 
     Attributes:
-        heads: of each layer of the model.
+        heads: heads of each layer of the model.
     """
 
     heads: Sequence[Heads] = ()

@@ -26,7 +26,7 @@ class Pack(PackedSeqParams):
 
     Args:
         cu_seqlens: [sequences + 1] int32, boundaries of the whole sequences.
-        lengths: of the whole sequences.
+        lengths: lengths of the whole sequences.
         positions: [T] int64, of the tokens held here in their sequences.
         token_rows, expert_choices: as of `PackedBatch`, of the tokens that a router here gets.
     """

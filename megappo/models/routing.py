@@ -31,7 +31,7 @@ class LayerRouting:
     lists the routers of all models of a process together, and replays either all tokens of a micro-batch or none.
 
     Args:
-        routing: of the model.
+        routing: the model's routing.
         replays: the router takes the choices in `Pack.expert_choices`.
     """
 
@@ -66,7 +66,7 @@ class LayerRouting:
         self, scores: Tensor, top_k: int, num_groups: int | None, group_top_k: int | None, choose: Callable
     ) -> tuple[Tensor, Tensor]:
         """Return the scores and numbers of the experts of each token, [T, top_k] both: the engine's choice if it is
-        known, else that of `choose`."""
+        known, else the choice of `choose`."""
         own_scores, own = choose(scores, top_k, num_groups, group_top_k)
         if self._pack.expert_choices is None:
             return own_scores, own
@@ -117,7 +117,8 @@ class ModelRouting:
                     self._routers[layer.layer_number - 1] = layer.mlp.router
 
     def begin(self, num_tokens: float) -> None:
-        """Begin an optimizer step on so many tokens, of all data-parallel shards; without a loss they are not read."""
+        """Begin an optimizer step on `num_tokens` tokens of all data-parallel shards; without a loss they are not
+        read."""
         self._num_tokens = num_tokens
         self.counts.zero_()
 

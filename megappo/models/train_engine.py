@@ -31,8 +31,8 @@ from megappo.observe.metrics import Metric, OnDevice, merge_metrics, on_host
 from megappo.placement.groups import ComponentGroups
 
 LossFn = Callable[[Outputs, Rows], tuple[Tensor, Mapping[str, OnDevice]]]
-"""Outputs and their rows -> loss and metrics, both parts of the mini-batch's: losses added up, and metrics merged, over
-micro-batches and data-parallel shards are what one pass over the whole mini-batch would give."""
+"""Outputs and their rows -> a part of the mini-batch's loss, and a part of its metrics. The sum of the losses, and the
+merged metrics, of all micro-batches and data-parallel shards equal the result of one pass over the whole mini-batch."""
 ELSEWHERE = "the loss of an optimizer step is not finite on another rank"
 LOSS = "loss"
 """Name of the loss itself among the loss function's metrics; its other sums are the loss's parts."""
@@ -43,9 +43,10 @@ class OptimizerStep:
     """Result of one optimizer step.
 
     Attributes:
-        grad_norm: before clipping. lr: learning rate. Both are the same on every rank of the component.
-        metrics: the loss function's, merged over micro-batches: this shard's part, only on the last stage; and those of
-            `ModelRouting`. {} after a step that was skipped.
+        grad_norm: norm of the gradients before clipping. lr: learning rate. Both are the same on every rank of the
+            component.
+        metrics: this shard's part of the loss function's metrics, merged over micro-batches, only on the last stage;
+            and the metrics of `ModelRouting`. {} after a step that was skipped.
         skipped: the value that was not finite, so that no weight was changed; on ranks that did not see it,
             `ELSEWHERE`; "" after a step that was made.
     """
@@ -61,13 +62,13 @@ class TrainedEngine(MegatronEngine):
 
     Args:
         optim: the optimizer's settings.
-        total_optimizer_steps: over the whole run; the learning rate decays over them.
-        loss_head: the head of training steps, where it differs from `head`, that of forward passes.
+        total_optimizer_steps: optimizer steps of the whole run, over which the learning rate decays.
+        loss_head: head of training steps, where it differs from `head`, the head of forward passes.
         keeps_prompts: see `MegatronEngine`.
 
     Attributes:
         skipped_in_a_row: number of optimizer steps that were skipped since the last one that was made.
-        routing: of a mixture of experts.
+        routing: routing of a mixture of experts.
     """
 
     routing: ModelRouting | None = None
@@ -164,7 +165,7 @@ class TrainedEngine(MegatronEngine):
         """Take the result of `dist_checkpointing.load` for `sharded_state_dict(is_loading=True)`; the weights were
         loaded in place.
 
-        The optimizer's settings stay those of this run's config, whichever the checkpoint was trained with.
+        The optimizer keeps the settings of this run's config, whichever the checkpoint was trained with.
         """
         with self.groups.active():
             self.optimizer.load_state_dict(state["optimizer"])

@@ -100,7 +100,7 @@ def _check(num_words: int, group: dist.ProcessGroup, vocab_size: int, reference:
 
 
 def _blocks(num_words: int, num_tokens: int, at_a_time: int) -> list[slice]:
-    """Cut words into blocks for which all tokens have so many logits."""
+    """Cut words into blocks for which all tokens have about `at_a_time` logits."""
     block = max(at_a_time // max(num_tokens, 1), 1)
     if block > ALIGNED_WORDS:
         block -= block % ALIGNED_WORDS
@@ -232,7 +232,7 @@ def gradient(logits: Tensor, columns: Tensor, per_token: Tensor, temperature: fl
     Args:
         logits, columns: as in `add_sums`.
         per_token: [4, T]: log sum exp(x) over all words; the entropy of the token's distribution; the loss's gradient
-            of the target's log-prob; that of the entropy.
+            of the target's log-prob; the loss's gradient of the entropy.
     """
     log_normaliser, entropy, grad_log_probs, grad_entropy = per_token
     log_p = _divided(logits, temperature).sub_(log_normaliser[:, None])
@@ -250,7 +250,8 @@ def _divided(logits: Tensor, temperature: float) -> Tensor:
 
 
 def _add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
-    """Add a product to the total, summed in its numbers; a CPU rounds each product to those of its factors first."""
+    """Add a product to the total, summed in the total's dtype; a CPU first rounds each product to the factors'
+    dtype."""
     if total.dtype == one.dtype:
         total.addmm_(one, other)
     elif total.is_cuda:

@@ -96,7 +96,7 @@ class Training:
         return self._of_ppo.ppo_epochs if self._of_ppo else 1
 
     def num_mini_batches(self, num_prompts: int) -> int:
-        """Return the mini-batches of a step with so many prompts, per epoch."""
+        """Return the mini-batches per epoch of a step with `num_prompts` prompts."""
         return self._of_ppo.num_mini_batches(num_prompts) if self._of_ppo else 1
 
     @property
@@ -172,7 +172,7 @@ class ComponentSpec:
 
 
 def _settings(config: Config, name: str) -> dict[str, Any]:
-    """Return the settings that every component has; those that are null are the actor's, as is where it starts."""
+    """Return the settings that every component has; a setting that is null, and the starting point, are the actor's."""
     max_tokens = "max_tokens_per_micro_batch"
     return {
         "ranks": setting(config, f"placement.{name}", "placement.actor"),
@@ -313,7 +313,7 @@ def components_of(config: Config) -> dict[str, ComponentSpec]:
 
 
 def _with_bases(specs: Mapping[str, ComponentSpec]) -> dict[str, ComponentSpec]:
-    """Have models of one folder, on the same ranks and in the same layout, share the weights that none of them trains.
+    """Share the weights that no model trains between models of one folder, on the same ranks and in the same layout.
 
     The first of them that has adapters owns the weights. With actor.lora, the reference is thus the actor without its
     adapters.
@@ -333,8 +333,8 @@ def _placed_weights(spec: ComponentSpec) -> tuple[object, ...]:
 
 
 def build_order(specs: Mapping[str, ComponentSpec]) -> list[str]:
-    """Return names of models in the order of building: those that have a reference follow it, and those that use
-    others' weights come last."""
+    """Return names of models in the order of building: a model that has a reference follows it; models that use others'
+    weights come last."""
     return sorted(specs, key=lambda name: (specs[name].base is not None, specs[name].reference is not None))
 
 
@@ -393,8 +393,8 @@ def uses_of(specs: Mapping[str, ComponentSpec]) -> dict[str, dict[str, DeviceUse
 
 
 def exported(specs: Mapping[str, ComponentSpec]) -> tuple[str, ...]:
-    """Return the models that a run writes as Hugging Face folders at its end: those of the table that are trained; the
-    first of them if none is."""
+    """Return the models that a run writes as Hugging Face folders at its end: the trained ones; the first one if none
+    is trained."""
     names = [name for name in ("actor", "critic", "reward_model") if name in specs]
     trained = [name for name in names if specs[name].training is not None]
     return tuple(trained or names[:1])

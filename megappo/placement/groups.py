@@ -86,8 +86,8 @@ class ComponentGroups:
     def as_world(self) -> Iterator[None]:
         """Make the component's group the default one: for building the optimizer and dist_checkpointing.save/load.
 
-        Ranks count from 0 within the component meanwhile. Create no groups and address no other component inside.
-        torch has no public way to do this, hence its private names (torch is pinned, a test covers this).
+        Ranks count from 0 within the component meanwhile. Create no groups and address no other component while the
+        block runs. torch has no public way to do this, hence its private names (torch is pinned, a test covers this).
         """
         self._require_member()
         group = self.collection.intra_dist_opt
@@ -127,8 +127,8 @@ def build_groups(layouts: dict[str, Layout], seed: int, timeout: timedelta | Non
 
     Args:
         layouts: component -> layout, whose ranks ascend, as torch orders groups by rank.
-        seed: of the components' random streams.
-        timeout: after which a collective on these groups ends the run; None = torch's default.
+        seed: seed of the components' random streams.
+        timeout: time after which a collective on these groups ends the run; None = torch's default.
     Raises:
         ValueError: a layout's ranks are not all in the world.
     """
@@ -181,7 +181,7 @@ def _rank_groups(layout: Layout) -> Iterator[tuple[str, Ranks]]:
 
 
 def _globals(layout: Layout, collection: ProcessGroupCollection, own: dict[str, Ranks]) -> dict[str, Any]:
-    """Return parallel_state's globals for this component. The embedding's ranks are those of this rank's pipeline."""
+    """Return parallel_state's globals for this component. Its embedding ranks are in this rank's pipeline."""
     pipeline = list(own["pp"])
     return {
         **{name: list(own[of]) if "RANKS" in name else getattr(collection, of) for name, of in GLOBALS.items()},

@@ -113,7 +113,7 @@ def _next_targets(terms: Tensor, lengths: Tensor, decay: Tensor, last: Tensor | 
     """Return the target after each token, targets[t + 1] with targets[t] = terms[t] + decay * targets[t + 1].
 
     Args:
-        terms: of the tokens of all responses, end to end.
+        terms: terms of the tokens of all responses, end to end.
         lengths: [B] int64, tokens per response.
         last: [B], the target after each response's last token; None = 0.
     """
@@ -230,7 +230,7 @@ def whiten(
         shift_mean: False keeps the mean.
         group: ranks whose tokens are whitened together; each must call, with its own rows (possibly none).
             None = the tokens given here alone, even where torch.distributed is initialised.
-        whitening: by default ddof 1 and eps 1e-8, added to the variance.
+        whitening: how advantages are whitened; default: ddof 1 and eps 1e-8, added to the variance.
 
     Returns:
         (x - mean) * rsqrt(var + eps), or rsqrt(max(var, eps)); [B, R] float32, 0 where the mask is 0.

@@ -95,7 +95,7 @@ def _kept(log_ratio: Tensor, valid: Tensor, config: Any) -> tuple[Tensor, dict[s
 
 
 def _ratios(log_ratio: Tensor, valid: Tensor, level: str) -> Tensor:
-    """Return each token's ratio, or that of its response, [B, R]. `log_ratio` is 0 where the mask is 0."""
+    """Return each token's ratio, or its response's ratio, [B, R]. `log_ratio` is 0 where the mask is 0."""
     if level in LOG_RATIOS:
         log_ratio = _over_response(log_ratio, valid, LOG_RATIOS[level]).expand_as(log_ratio)
     return _bounded(log_ratio).exp()
@@ -110,7 +110,7 @@ def _over_response(x: Tensor, valid: Tensor, reduction: str) -> Tensor:
 
 
 def _weights(ratio: Tensor, config: Any) -> tuple[Tensor, Tensor]:
-    """Return the weights within the thresholds, and a mask of those that a threshold changed."""
+    """Return the weights within the thresholds, and a mask of the weights that a threshold changed."""
     if config.level == "none":
         return torch.ones_like(ratio), torch.zeros_like(ratio, dtype=torch.bool)
     if config.mode == "truncate":
@@ -166,7 +166,7 @@ def _metrics(
 ) -> Unreduced:
     """Return the metrics `rollout_is/<name>`, over the tokens with mask 1.
 
-    mean, max, min: of the weights before bounds and rejection (level none: of the tokens' ratios), as in verl's
+    mean, max, min: taken over the weights before bounds and rejection (level none: the tokens' ratios), as in verl's
         versions of 2025; its newer ones take the bounded weights, whose maximum is the threshold, at level token alone.
     clipped_frac: tokens whose weight a threshold capped or made 0. <name>_frac: tokens that this `reject` rejects.
     rejected_frac: responses with no weight above 0, for any reason. veto_frac: responses with a vetoed token.

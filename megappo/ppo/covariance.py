@@ -27,7 +27,7 @@ def select_for_clip_cov(
 
     The covariance of a token is (A - mean A) x (log_prob - mean log_prob), with means over the mini-batch's tokens.
     The max(1, floor(clip_cov_ratio x tokens)) largest with clip_cov_lb < covariance < clip_cov_ub are selected; none
-    with a ratio of 0. The paper and verl draw them at random inside the band; the largest come first here, so
+    with a ratio of 0. The paper and verl draw them at random within the band; the largest come first here, so
     the choice depends neither on the cut into ranks and micro-batches nor on a seed. Ties are common (a sure token has
     log_prob 0) and are broken by the sum of the row's log-probs, then by the position, earlier first.
 

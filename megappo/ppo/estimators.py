@@ -6,10 +6,10 @@ response_mask is 0; never whitened, so that whitening, where the method has it, 
 the same numbers where an estimator does not document its returns. Sums are taken in float64. `groups` [B] int64 has the
 same number for responses that answer the same prompt, in any order; all of a prompt's responses must be in one call.
 
-Every estimator raises ValueError for a response without any token with mask 1, those that compare the responses to a
-prompt also for a prompt with one response only; and FloatingPointError for a reward on a token with mask 1 that is not
-finite. For a single response NeMo-RL's advantage is 0; verl's is the score itself, but its vectorised rloo gives 0 and
-its grpo_passk raises, too.
+Every estimator raises ValueError for a response without any token with mask 1, and FloatingPointError for a reward on a
+token with mask 1 that is not finite. Estimators that compare the responses to a prompt also raise ValueError for a
+prompt with one response only: NeMo-RL's advantage is 0 there; verl's is the score itself, but its vectorised rloo gives
+0 and its grpo_passk raises, too.
 """
 
 import torch
@@ -57,8 +57,8 @@ def reinforce_plus_plus(token_level_rewards: Tensor, response_mask: Tensor, gamm
     The sum is carried through tokens with mask 0, without discount, as in verl since August 2026; before, it ended
     there, so that rewards after an environment's turn did not count before it.
 
-    Source: Hu et al. 2025 (REINFORCE++); its KL is part of the rewards (NeMo-RL gives a token its own KL alone, not
-        that of the tokens after it).
+    Source: Hu et al. 2025 (REINFORCE++); its KL is part of the rewards (NeMo-RL gives a token its own KL alone, not the
+        KL of the tokens after it).
     """
     check_has_tokens(response_mask)
     check_finite("rewards", token_level_rewards, response_mask.bool())

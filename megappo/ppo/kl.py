@@ -19,7 +19,7 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str, *, conventi
     With q = ref_log_probs - log_probs: k1 = -q; abs = |q|; k2 = q^2 / 2; k3 = e^q - 1 - q. k1+ and k3+ have the value
     of k1 and k3 and the gradient of k2, whose expectation is the gradient of the KL. The expected gradient of k1 and k3
     is not: it lacks the term estimate x grad log_prob, for the policy's influence on which tokens are sampled.
-    conventions.kl_true_gradient adds it; k3 then has k2's gradient, and k1 that of k2 plus grad log_prob, whose
+    conventions.kl_true_gradient adds it; k3 then has k2's gradient, and k1 has k2's gradient plus grad log_prob, whose
     expectation is 0.
 
     Args:

@@ -3,7 +3,7 @@
 Each loss takes (`PolicyInputs`, the actor section of the config) and returns (loss, metrics), both divided by counts of
 the whole mini-batch (`Normaliser`); `megappo.config.methods.POLICY_LOSSES` registers it. Ratios belong to a token
 (clip, cispo, sapo, gpg, dis), to a sequence (gspo, gmpo), or give way to a divergence (dppo_tv, dppo_kl, dro).
-`covariance` has those that treat some tokens separately.
+`covariance` has the losses that treat some tokens separately.
 """
 
 import math
@@ -26,12 +26,12 @@ class PolicyInputs:
     """Inputs of a policy loss, [B, R], set to 0 wherever the mask is 0.
 
     Args:
-        log_probs: of the policy being trained; the only input that gets a gradient.
-        old_log_probs: of the policy before the update.
+        log_probs: log-probs of the policy being trained; the only input that gets a gradient.
+        old_log_probs: log-probs of the policy before the update.
         advantages, response_mask: float32.
         rollout_is_weights: importance weights, detached and multiplied in after clipping; None = 1.
         selected: bool, the tokens that a method treats separately; None = none.
-        normaliser: of the mini-batch; None = counted from response_mask.
+        normaliser: normaliser of the mini-batch; None = counted from response_mask.
         conventions: log_ratio_clamp bounds the log-ratio before exp.
         opsm_delta: off-policy sequence masking: tokens with A < 0 have weight 0 in rows whose mean of old_log_probs -
             log_probs is above it; None = off.
@@ -231,8 +231,8 @@ def gmpo(inputs: PolicyInputs, config: PolicyConfig) -> Result:
     1e-10. A weight of 0 (a rejected token, OPSM) scales its sequence by 1e-10 ** (1 / tokens): one of 100 tokens keeps
     0.79 of the loss. In verl a rejected token leaves the mask, and with it the mean: 1.0 remains.
     log_ratio_clamp bounds the log of the sequence's ratio (verl: nothing does). pg_clipfrac counts the tokens whose
-    log-ratio was clipped (verl: those of positive advantages; pg_clipfrac_lower has those of negative ones); ratio is
-    the mean over tokens of their sequence's.
+    log-ratio was clipped (verl: only tokens of positive advantages; pg_clipfrac_lower counts tokens of negative ones);
+    ratio is the mean over tokens of their sequence's.
     Source: Zhao et al. 2025 (Geometric-Mean Policy Optimization); verl's compute_policy_loss_geo_mean.
     """
     low, high = clip_range(config)
@@ -253,7 +253,7 @@ def dppo_tv(inputs: PolicyInputs, config: PolicyConfig) -> Result:
     A <= 0 and p_old - p > clip_ratio_low, with p and p_old the token's probabilities.
 
     Args and Returns: as `clip`; clip_ratio_c null = the ratio is not truncated; the paper advises a large one (verl's
-    default is 3.0, its example's 10000). pg_clipfrac is the fraction of tokens left out, pg_clipfrac_lower of those
+    default is 3.0, its example's 10000). pg_clipfrac is the fraction of tokens left out, pg_clipfrac_lower of tokens
     kept with a truncated ratio.
     Source: Qi et al. 2026 (Rethinking the Trust Region in LLM RL, arXiv 2602.04879), DPPO-Binary-TV; verl's
         compute_policy_loss_dppo_tv.

@@ -153,7 +153,7 @@ def aggregate(
             seq-mean-token-sum = mean over sequences of the sum of a sequence's tokens;
             seq-mean-token-mean = mean over sequences of the mean of its tokens;
             seq-mean-token-sum-norm = mean over sequences of (sum of its tokens / max_length), Dr. GRPO's.
-        normaliser: of the mini-batch; None = counted from `mask`, with max_length R.
+        normaliser: normaliser of the mini-batch; None = counted from `mask`, with max_length R.
         loss_weights: [B], factors of each row's losses, which do not change the counts. None = 1.
 
     Returns:

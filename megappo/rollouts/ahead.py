@@ -35,7 +35,7 @@ class EngineShare:
         self._places = range(0)  # in `admitted`, or after its end: taken by this engine
 
     def take(self, most: int) -> list[int]:
-        """Return the positions of the next prompts: an even share of those that wait, so that no engine takes them
+        """Return the positions of the next prompts: an even share of the waiting prompts, so that no engine takes them
         all."""
         num_admitted = len(self._admitted)
         if not self._places:
@@ -58,11 +58,11 @@ class AheadSampler:
 
     Args:
         shared: None on ranks without an engine.
-        queue: whose admitted prompts are sampled.
+        queue: the queue whose admitted prompts are sampled.
         groups: this rank's.
     Attributes:
         version: steps that the engines' weights have been trained for. Written by the main thread.
-        fault: of the engine, for the main thread to restart it. Written by the sampling thread, as are the next two.
+        fault: fault of the engine, for the main thread to restart it. The sampling thread writes it and the next two.
         error: ended the sampling thread; the main thread raises it.
         usage: the engine's work so far.
     """
@@ -96,10 +96,10 @@ class AheadSampler:
 
     @contextmanager
     def held(self, *, until_idle: bool = False) -> Iterator[None]:
-        """Send the engine no further requests inside.
+        """Send the engine no further requests while the block runs.
 
         Args:
-            until_idle: wait first until it has answered those that it has.
+            until_idle: wait first until it has answered the requests that it has.
         """
         self._num_holds += 1
         try:
@@ -215,7 +215,7 @@ class AheadSampler:
             tasks.create_task(self._score(group))
 
     async def _score(self, group: Group) -> None:
-        """Have a group scored, and finish it once its scores have arrived."""
+        """Score a group, and finish it once its scores have arrived."""
         responses = self._rollouts.new_responses(self._prompts)
         positions = responses.add(group.samples)
         responses.end()

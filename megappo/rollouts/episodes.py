@@ -104,7 +104,7 @@ class Transcript:
         return self._chat.text_of(self._messages, continues=continues)
 
     def _added(self, before: str, text: str) -> list[int] | None:
-        """Return the tokens that a text has after those of its beginning; None if it begins otherwise."""
+        """Return the tokens that a text has after the tokens of its beginning; None if it begins otherwise."""
         if not text.startswith(before):
             return None
         texts = with_context(before, text[len(before) :])
@@ -125,7 +125,7 @@ class EpisodeRunner:
     """Plays episodes from some prompts, in the environments of a pool.
 
     Args:
-        prompts: by their indices.
+        prompts: prompts by their indices.
         longest_prompt: most tokens of a prompt.
         tokenizer: serves one thread at a time.
         max_response_length: tokens of a segment after its prompt.

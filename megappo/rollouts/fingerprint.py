@@ -37,7 +37,7 @@ WORD = re.compile(r"\w+")
 
 def rollout_settings(config: Config) -> dict[str, Any]:
     """Return everything that scored responses depend on, as JSON, except prompts and trained weights. A reward model is
-    no part of it: its scores are added to those of recorded rows.
+    no part of it: its scores are added to the scores of recorded rows.
 
     Call it at the start of a run, when workers load the users' files: later edits belong to the next run.
     """

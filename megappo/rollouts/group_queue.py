@@ -25,20 +25,20 @@ def block_of(position: int, size: int) -> int:
 class GroupQueue:
     """Prompts, and facts about their groups, that no step has trained on or left out yet. The same on all ranks.
 
-    As many prompts may be admitted and not trained on as 1 + rollout.max_staleness steps take. Steps train on groups in
-    the order in which their prompts were drawn, and wait for slow ones: the first finished ones are the shortest, and a
-    batch of these alone would mislead the update. So no group becomes too old.
+    The admitted prompts that no step has trained on never exceed the prompts of 1 + rollout.max_staleness steps. Steps
+    train on groups in the order in which their prompts were drawn, and wait for slow groups, so no group becomes too
+    old. The first finished groups are the shortest: a batch of these alone would mislead the update.
 
     Attributes:
         drawn: prompts that are not admitted yet, by position.
-        prompts: admitted ones, by position.
+        prompts: admitted prompts, by position.
         admitted: positions of the prompts that engines begin, in this order. Engines count in it, so it only grows.
         finished: facts about the finished groups, in the order of their prompts.
         lookahead: batches that may be begun ahead of the step's own; at most rollout.max_staleness.
         num_draws: batches of prompts that were drawn for the current step.
 
     Source: the limit is AReaL's (Fu et al. 2025, arXiv 2505.24298, eq. 3). There, a response may be too old when it is
-    finished; here none is, and none is dropped.
+        finished; here no response is too old, and none is dropped.
     """
 
     def __init__(self, config: Config):
@@ -52,7 +52,8 @@ class GroupQueue:
 
     @property
     def takes_equal(self) -> bool:
-        """True if groups that algorithm.filter_groups leaves out fill up the step."""
+        """True if the step has drawn its most batches: groups that algorithm.filter_groups leaves out then fill it
+        up."""
         filters = self._config.algorithm.filter_groups
         return filters.enable and self.num_draws >= filters.max_num_gen_batches
 
@@ -80,12 +81,12 @@ class GroupQueue:
         return Counter(block_of(position, self._size) for position in self.prompts)
 
     def has_enough(self, waiting: Mapping[int, int], finished: Mapping[int, int], equal: Mapping[int, int]) -> bool:
-        """Return whether the first blocks without an unfinished group suffice for a step.
+        """Return whether the blocks before the first one with an unfinished group have enough groups for a step.
 
         Args:
             waiting: see `num_waiting`.
-            finished: number of finished groups of each block, without those that algorithm.filter_groups leaves out.
-            equal: number of these.
+            finished: number of finished groups of each block, without groups that algorithm.filter_groups leaves out.
+            equal: number of finished groups of each block that algorithm.filter_groups leaves out.
         """
         num_found = 0
         for block, num_waiting in sorted(waiting.items()):

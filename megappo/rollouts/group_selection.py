@@ -102,7 +102,7 @@ class StepResponses:
             one.fill_grades()
 
     def failure_metrics(self) -> dict[str, Metric]:
-        """Return those of `Scored`, for all samples of all parts."""
+        """Return the failure metrics of all samples of all parts, see `Scored`."""
         return merge_metrics(one.failure_metrics() for one in self.parts)
 
     def engine_metrics(self) -> dict[str, Metric]:
@@ -116,7 +116,7 @@ class Batches:
 
     Attributes:
         num_drawn: prompts, or examples, that have been drawn so far.
-        pending: positions, in the order of drawing, of those that no step has trained on or left out yet.
+        pending: positions, in the order of drawing, of prompts or examples that no step has trained on or left out yet.
     """
 
     num_drawn = 0
@@ -158,7 +158,7 @@ def choose_groups(
     If the rounds of dynamic sampling yield too few groups, the first others fill up the step.
 
     Args:
-        sample: samples responses to a draw of prompts, of which so many groups are still needed.
+        sample: samples responses to a draw of prompts; its second argument is the number of groups still needed.
         draw: returns the prompts of the next round.
         over_samples: draws have more prompts than a step trains on, and sampling stops when enough groups count.
     Raises:
@@ -207,7 +207,8 @@ def differ(group: Sequence[Sample], metric: str) -> bool:
 
 
 def _finished_groups(responses: Responses, metric: str | None, exchange: Exchange) -> tuple[set[int], set[int]]:
-    """Return the prompts of finished groups of all ranks, and of those that count. With a metric, wait for scores."""
+    """Return the prompts of all ranks' finished groups, and the prompts of groups that count. With a metric, wait for
+    scores."""
     finished = counted = {one.prompt_index for one in responses.samples}
     if metric is not None:
         counted = {index for index, group in responses.groups().items() if differ(group, metric)}

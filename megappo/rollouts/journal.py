@@ -55,7 +55,7 @@ class Group:
     """Responses to a prompt.
 
     Attributes:
-        position: of the prompt, in the order in which prompts are drawn.
+        position: position of the prompt, in the order in which prompts are drawn.
         version: steps that the weights had been trained for when the group was begun.
         prompt: its `prompt_digest`.
         samples: the finished responses.
@@ -88,7 +88,7 @@ class Group:
         """Do nothing: the samples of a finished group have their grades."""
 
     def failure_metrics(self) -> dict[str, Metric]:
-        """Return those of `Scored`."""
+        """Return the failure metrics of its responses, see `Scored`."""
         return self.failures
 
 
@@ -115,7 +115,7 @@ class Journal:
     """Journal of one rank's engine, which takes over files of an earlier process that may have had more engines.
 
     Args:
-        number: of this rank's engine, among `num_engines`; None without one.
+        number: number of this rank's engine, among `num_engines`; None without one.
         settings: see `rollout_settings`.
     """
 
@@ -148,7 +148,7 @@ class Journal:
         append(path, json.dumps(line, default=_plain) + "\n")
 
     def read(self) -> dict[tuple[int, str], Group]:
-        """Return the groups of an earlier process, by position and `prompt_digest`; delete those of other settings.
+        """Return the groups of an earlier process, by position and `prompt_digest`; delete groups of other settings.
 
         Raises:
             ConfigError: a file cannot be read, or is not what a run writes.

@@ -18,7 +18,7 @@ from megappo.rollouts.sample_rows import shown_facts
 from megappo.runtime.durable_files import put_whole
 
 KEPT_ROWS = 64
-"""Rows of a step that are kept at most: those of the first prompts that it drew."""
+"""Rows of a step that are kept at most: rows of the first prompts that it drew."""
 Facts = dict[tuple[int, int], dict[str, Any]]
 """(prompt_index, sample_index) -> what people are shown of it beside texts and score."""
 

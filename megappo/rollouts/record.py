@@ -171,5 +171,5 @@ class Replay(Batches):
                 needed = f"which algorithm.adv_estimator {config.algorithm.adv_estimator} needs"
                 errors.append(f"has no {field}, {needed}: record the rollouts of a run with that estimator")
         if config.rollout.routing_replay and "expert_choices" not in file.names:
-            errors.append("has no expert_choices, which rollout.routing_replay needs: record those of a run with it")
+            errors.append("has no expert_choices, which rollout.routing_replay needs: record a run with it")
         return errors

@@ -29,8 +29,8 @@ class Responses:
         rewards: workers of the reward function; None where there is none, or on ranks without responses.
         tokenizer: no other thread may use it.
     Attributes:
-        samples: so far; `prompt_index` is an index into `prompts`.
-        usage: of this rank's engine while it sampled them.
+        samples: samples so far; `prompt_index` is an index into `prompts`.
+        usage: work of this rank's engine while it sampled them.
     """
 
     def __init__(self, prompts: Prompts, rewards: RewardPool | None, tokenizer: PreTrainedTokenizerBase):
@@ -42,7 +42,7 @@ class Responses:
         self._is_graded = False
 
     def add(self, samples: Sequence[Sample]) -> range:
-        """Have the whole texts scored, the environment's turns included; return the samples' positions."""
+        """Score the whole texts, including the environment's turns; return the samples' positions."""
         positions = range(len(self.samples), len(self.samples) + len(samples))
         self.samples += samples
         if self._scoring is None or not samples:  # batch_decode makes one text of no tokens at all

@@ -80,8 +80,8 @@ class RowBuilder:
         return batch, {"rollout/num_tokens": sum(nums_tokens)} | reduce_ranks(metrics_by_rank)
 
     def scores(self, samples: Sequence[Sample], counts_by_rank: Iterable[set[int]]) -> torch.Tensor:
-        """Return the scores of each sample, those of its steps included, [b, K] float32. With an environment, the first
-        is the sum of its rewards.
+        """Return the scores of each sample, including the scores of its steps, [b, K] float32. With an environment, the
+        first is the sum of its rewards.
 
         Args:
             counts_by_rank: `score_counts` of all ranks.
@@ -155,7 +155,7 @@ def step_rewards(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> list[flo
     token before it.
 
     Args:
-        tokenizer: with which the reward function's text was decoded; no other thread may use it.
+        tokenizer: tokenizer that decoded the reward function's text; no other thread may use it.
     """
     tokens = sample.tokens
     rewards = [0.0] * len(tokens)

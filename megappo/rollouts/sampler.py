@@ -34,10 +34,11 @@ class EngineUsage:
     """Work of an engine in one or more sessions.
 
     Attributes:
-        seconds: since the first request. sequence_seconds: the seconds of all sequences, added up.
-        prompt_tokens: of finished sequences. cached_tokens: those of them that the engine had in its cache.
-        written_tokens: of all sequences, also of aborted ones.
-        idle_seconds: those of `seconds` without a sequence.
+        seconds: time since the first request. sequence_seconds: sum of the times of all sequences.
+        prompt_tokens: prompt tokens of finished sequences. cached_tokens: prompt tokens that the engine had in its
+            cache.
+        written_tokens: tokens that the engine wrote for all sequences, including aborted ones.
+        idle_seconds: part of `seconds` in which no sequence ran.
     """
 
     seconds: float = 0.0
@@ -101,8 +102,8 @@ class PromptSource(Protocol):
     """Gives each engine the responses that it writes next."""
 
     async def take(self, most: int) -> Sequence[Request]:
-        """Return requests for the next responses: those of one prompt, or more, but at most so many; none once there
-        are no more."""
+        """Return requests for the next responses, to one prompt or to several, but at most `most`; none once there are
+        no more."""
 
     def put_back(self, request: Request) -> None:
         """Take back a request that was aborted."""
@@ -253,7 +254,7 @@ class RolloutSession:
                 await asyncio.sleep(GATHERING_SECONDS)
 
     async def _answer(self, requests: Sequence[Request]) -> None:
-        """Have these responses written in one request to the engine. One that is begun comes alone."""
+        """Sample these responses by one request to the engine. A response that is begun comes alone."""
         if not requests:
             return
         params, contexts = self.params, [request.prompt for request in requests]

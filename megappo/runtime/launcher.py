@@ -71,7 +71,7 @@ class Agent(LocalElasticAgent):
     def run(self, role: str = "default") -> RunResult:
         """Run the ranks to their end, and report what went wrong if no rank can.
 
-        The result's failures are those of the ranks that failed by themselves.
+        The result's failures name only ranks that failed by themselves.
 
         Raises:
             OtherNodeError, SignalException: what ended them.

@@ -41,7 +41,7 @@ def run_store() -> Store:
 
 
 def bind_stores() -> None:
-    """Have each TCPStore that this process serves from now on listen on the address of its host name alone.
+    """Make each TCPStore that this process serves from now on listen on the address of its host name alone.
 
     It reaches the stores that torchrun and SGLang make as well. Once per process.
     """
@@ -72,7 +72,7 @@ def bind_stores() -> None:
 
 
 def stay_on_this_node() -> None:
-    """Have gloo and NCCL use loopback in a run of one node, where the user names no interface.
+    """Make gloo and NCCL use loopback in a run of one node, where the user names no interface.
 
     gloo would take the interface that the host's name leads to.
     """
@@ -88,7 +88,7 @@ def own_address(peer: str) -> str:
 
 
 def node_address() -> str:
-    """Return this node's address for all ranks: the head's is that of torchrun's rendezvous, which they all reach."""
+    """Return this node's address for all ranks: on the head the address of torchrun's rendezvous, which all reach."""
     if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
         return LOOPBACK
     master = os.environ["MASTER_ADDR"]

@@ -158,7 +158,7 @@ def skip_collectives_of_one_rank() -> None:
 
 
 def name_cpu_tensors_as_cuda() -> None:
-    """Let `Tensor.type()` name CPU tensors as if they were on a GPU, inside the optimizers alone.
+    """Let `Tensor.type()` name CPU tensors as if they were on a GPU, in the optimizers alone.
 
     They compare it with names such as 'torch.cuda.FloatTensor', and raise for any other.
     """
@@ -258,8 +258,9 @@ def save_and_resume_torch_adamw() -> None:
 
     Without this, DistributedOptimizer.state_dict() asserts before the first step; a fully reshardable load ends in
     KeyError 'step'; after a load all parameters share one step tensor, which then advances once per parameter; a load
-    of state saved before the first step leaves no step at all; a rank that has no parameters for an optimizer (that of
-    experts, where a stage has dense layers only) has no step, and asserts. OptimizerConfig has no setting for it.
+    of state saved before the first step leaves no step at all; a rank that has no parameters for an optimizer (the
+    experts' optimizer, where a stage has dense layers only) has no step, and asserts. OptimizerConfig has no setting
+    for it.
     """
     import megatron.core.optimizer as package
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -341,8 +342,8 @@ def leave_main_params_to_adam(config: Any) -> None:
 def save_optimizer_states_by(optimizer: Any, sharded_states: Callable[..., dict[int, Any]]) -> None:
     """Let a DistributedOptimizer give its states to checkpoints by another function, which loads them in place.
 
-    Of megatron-core's formats "fully_reshardable" gathers all states in the memory of one rank, which alone writes
-    them, and has every rank load all of them; "dp_reshardable" loads in the same model-parallel layout only.
+    Two formats of megatron-core do not suffice: "fully_reshardable" gathers all states in the memory of one rank, which
+    alone writes them, and every rank loads all of them; "dp_reshardable" loads in the same model-parallel layout only.
     """
     optimizer.sharded_param_state_fully_reshardable = functools.partial(sharded_states, optimizer)
     optimizer.load_parameter_state_from_fully_reshardable = lambda states: None  # they are in their places

@@ -59,7 +59,7 @@ def share_terminal() -> bool:
 
 
 class Status:
-    """Shows this process's heartbeat while it runs. Of the ranks of a run, rank 0 shows it.
+    """Shows this process's heartbeat while it runs. In a run with several ranks, only rank 0 shows it.
 
     Attributes:
         ends_at: estimated end of the run, by `time.monotonic`; None while it is unknown.

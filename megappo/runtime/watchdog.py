@@ -102,7 +102,7 @@ class RankState(NamedTuple):
     Attributes:
         call: function in which it waits for other ranks; "" if it does not.
         num_phases, phase: see `Heartbeat`.
-        stacks: of its threads, the main one first.
+        stacks: stacks of its threads, the main thread's first.
     """
 
     call: str
@@ -130,8 +130,8 @@ def describe_hang(states: Sequence[RankState | None], names: Sequence[str], seco
     """Describe a run that hangs: each state once, with its ranks; the state that likely stops all others first.
 
     Args:
-        states: of every rank; None for ranks that have not answered.
-        names: of every rank.
+        states: state of every rank; None for ranks that have not answered.
+        names: name of every rank.
     """
     ranks: dict[RankState | None, list[int]] = {}
     for rank, state in enumerate(states):

@@ -44,7 +44,7 @@ def build_sync(
     Args:
         architecture: the language model's.
         actor: this rank's part of it.
-        client: of the engine that this rank owns.
+        client: client of the engine that this rank owns.
     Raises:
         ConfigError: the route does not work on these GPUs.
     """
@@ -81,7 +81,7 @@ def build_sync(
 
 
 def adapter_shapes(shapes: Mapping[str, tuple[int, ...]], lora: Lora) -> dict[str, tuple[int, ...]]:
-    """Return names and shapes of a model's adapters, from those of its own tensors."""
+    """Return names and shapes of a model's adapters, from the names and shapes of its own tensors."""
     found = {}
     for name, shape in shapes.items():
         matrix, _, kind = name.rpartition(".")
@@ -112,8 +112,8 @@ def _engine_endpoints(
     """Build this rank's endpoints for the engines whose ranks include it; all ranks together.
 
     Args:
-        links: by transport.
-        addresses: by transport, for each rank of `SyncRoute.senders`.
+        links: links by transport.
+        addresses: addresses by transport, for each rank of `SyncRoute.senders`.
     """
     senders: list[Sender] = []
     receivers: list[Receiver] = []

@@ -98,7 +98,7 @@ class AdapterHandles(HandleSender):
     that finds a difference ends, and its log names the tensors.
 
     Attributes:
-        checksums: of the last tensors, by name.
+        checksums: checksums of the last tensors, by name.
     """
 
     replaces_model = False

@@ -1,4 +1,4 @@
-"""Steps whose responses were sampled while the models trained on those of earlier steps."""
+"""Steps whose responses were sampled while the models trained on the responses of earlier steps."""
 
 import sys
 import time
@@ -37,7 +37,7 @@ class AheadBatches(SampledBatches):
     Attributes:
         queue: groups of all ranks, which steps take.
         groups: this rank's.
-        sampler: of this rank's engine.
+        sampler: sampler of this rank's engine.
     """
 
     def __init__(self, datasets: Datasets, rollouts: Rollouts, record: Record | None, num_drawn: int, journal: Journal):
@@ -62,7 +62,7 @@ class AheadBatches(SampledBatches):
         """Take over the groups that an earlier process has left, and draw their prompts.
 
         Args:
-            progress: of the checkpoint that the run resumes from.
+            progress: progress of the checkpoint that the run resumes from.
         """
         journal, queue, pending, last = self._journal, self.queue, progress.pending, progress.start_step
         if progress.is_new and not self._exchange.on_rank_0(partial(_is_repeated, progress.config)):
@@ -114,8 +114,8 @@ class AheadBatches(SampledBatches):
     def _wait_for_choice(self, step: int) -> Choice:
         """Return the groups that the step trains on, as soon as there are enough.
 
-        The engines begin no prompt in steps that an earlier process has done and that need no further responses: it
-        would be older, once it is trained on, than it may be.
+        A step whose groups an earlier process chose and finished does not call this, so the engines begin no prompt in
+        it: the response would be older than rollout.max_staleness allows once a step trains on it.
         """
         self.sampler.begin_step(step - 1)
         self.queue.num_draws = 0
@@ -157,7 +157,8 @@ class AheadBatches(SampledBatches):
         return any(enough)
 
     def _take(self, choice: Choice, waited: float) -> StepResponses:
-        """Return the chosen groups, in the order of their prompts; forget them, and those that are left out."""
+        """Return the chosen groups, in the order of their prompts; forget these groups, and the groups that are left
+        out."""
         if self._exchange.rank == 0 and choice.step not in self._choices:
             self._journal.write_choice(choice)
         places = {position: place for place, position in enumerate(choice.chosen)}
@@ -204,7 +205,7 @@ def make_ahead_batches(
 
     Args:
         engines: their weights are synced after each step.
-        progress: of the checkpoint that the run resumes from.
+        progress: progress of the checkpoint that the run resumes from.
         cleanup: ends the sampling however the run ends.
     """
     config, restarts = rollouts.config, rollouts.restarts

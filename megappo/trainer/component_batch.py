@@ -80,7 +80,7 @@ class ComponentBatch:
         step: PPO step; 0 until there are fields to train on.
         num_updates: mini-batches of all epochs that the component has been trained on.
         optimizer_steps: steps of this process, on the component's output ranks.
-        outputs: of the last update on the component's output ranks, where the run reads them.
+        outputs: outputs of the last update on the component's output ranks, where the run reads them.
     """
 
     component: Component

@@ -1,7 +1,7 @@
 """Evaluation of a critic that is trained alone: its values of held-out rollouts beside their returns, and the gate that
 ends the run.
 
-The policy does not change, so its rollouts are sampled once, as those of training are, and kept at their owners.
+The policy does not change, so its rollouts are sampled once, with training's settings, and kept at their owners.
 """
 
 import copy

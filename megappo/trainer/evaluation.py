@@ -152,7 +152,7 @@ def pass_at(k: int, n: int, num_passed: int) -> float:
 def best_at(k: int, scores: Sequence[float]) -> float:
     """Return the mean, over all choices of k responses, of their largest score: `pass_at` for scores of any value."""
     n = len(scores)
-    # Of ascending scores one is the largest of k if the k - 1 others are before it.
+    # The scores ascend: one is the largest of k if the k - 1 others are before it.
     return math.fsum(score * (math.comb(i, k - 1) / math.comb(n, k)) for i, score in enumerate(sorted(scores)))
 
 

@@ -38,7 +38,7 @@ def add_advantages(run: "Run", step: int, batch: Batch, metrics: dict[str, Any])
 
     Args:
         batch: all responses to a prompt are at one owner.
-        metrics: of the step so far.
+        metrics: the step's metrics so far.
     """
     rows = batch.rows
     if run.config.algorithm.rollout_correction.is_on and "old_log_probs" in rows.fields:
@@ -77,7 +77,7 @@ def with_advantages(run: "Run", rows: Rows, reward_moments: RunningMoments) -> t
     their scores; all ranks together.
 
     Args:
-        reward_moments: of all scores before; these scores are added.
+        reward_moments: moments of all earlier scores; these scores are added.
     """
     config = run.config
     if config.penalizes_kl:
@@ -148,7 +148,7 @@ def _advantages(run: "Run", rows: Rows, scores: torch.Tensor) -> tuple[torch.Ten
 def _estimate(run: "Run", rows: Rows, rewards: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return advantages and returns. In decoupled and length-adaptive GAE they have different lambdas."""
     algorithm, mask = run.config.algorithm, rows.response_mask
-    inputs = {  # `estimate` passes on those that the estimator has as parameters
+    inputs = {  # `estimate` passes on what the estimator has as parameters
         **rows.fields,  # the critic's `values` for gae
         "old_log_probs": None if run.config.old_log_probs == "update" else rows.old_log_probs,
         **{key: getattr(algorithm, key) for key in algorithm.method.reads},

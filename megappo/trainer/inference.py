@@ -100,15 +100,16 @@ class InferenceEngines:
         engine_handle: this rank's engine, which has been started.
         is_new: the actor starts with its initial weights.
     Attributes:
-        as_loaded: the engines have loaded the weights that the first sync leaves them: those of a new actor, or those
+        as_loaded: the first sync leaves the engines the weights that they have loaded: a new actor's, or the weights
             beside adapters. Servers that were already running may hold the weights of an earlier run.
         sleeps: this rank owns an engine that frees its memory while the models on its GPUs are trained.
         asleep: the engines that can sleep are asleep.
         loaded: checksums of the weights that this rank's engine has loaded; see `verified_sync`.
-        footprint: of the engine on this rank's GPU.
+        footprint: memory of the engine on this rank's GPU.
         sent: stats of the last sync.
         version: training steps that the engines' weights have been trained for.
-        hold: in a run that samples ahead of training, entered on every rank while the engines take weights.
+        hold: context manager that a run which samples ahead of training enters on every rank while the engines take
+            weights.
     """
 
     def __init__(self, plan: RunPlan, engine_handle: EngineHandle, exchange: Exchange, *, is_new: bool):
@@ -127,7 +128,7 @@ class InferenceEngines:
         return self.engine_handle.client
 
     def start(self) -> None:
-        """Wait until all engines serve, then put those that share GPUs with models to sleep."""
+        """Wait until all engines serve, then put engines that share GPUs with models to sleep."""
         with STATUS.step("engine start"):
             client, held_bytes = self.engine_handle.wait_ready(), 0.0
         if client is not None:
@@ -207,13 +208,13 @@ class InferenceEngines:
         self.footprint.wait_asleep()
 
     def stop(self) -> None:
-        """Stop the engines that this run has started, even those that hang."""
+        """Stop the engines that this run has started, even if they hang."""
         self.asleep = True
         self.engine_handle.stop()
         self.exchange.all_gather(None)
 
     def wake(self, *, changed: bool = False) -> None:
-        """Give the engines their GPU memory and the weights, and restart those that have failed.
+        """Give the engines their GPU memory and the weights, and restart failed engines.
 
         Args:
             changed: see `sync`.
@@ -236,12 +237,12 @@ class InferenceEngines:
             self.probe()
 
     def _wake(self, give: Callable[[], object]) -> None:
-        """Wake the engines that sleep, and restart those that have failed.
+        """Wake the sleeping engines, and restart failed engines.
 
         The memory of weights comes first, the rest after the sync has freed its buffers, for a lower peak.
 
         Args:
-            give: gives them the weights; called again after a restart.
+            give: gives the engines the weights; called again after a restart.
         """
         self._wake_memory(WEIGHTS)
         if not any(self.exchange.all_gather(self._has_failed())):
@@ -278,7 +279,7 @@ class InferenceEngines:
 
     @contextmanager
     def _taking_weights(self, *, changed: bool = True) -> Iterator[None]:
-        """Let the engines take weights inside, if any are to be sent. Engines that sample ahead of training pause."""
+        """Prepare the engines for weights, if any are to be sent: engines that sample ahead of training pause."""
         rollout = self.plan.config.rollout
         if not rollout.max_staleness:
             yield

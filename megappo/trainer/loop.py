@@ -18,7 +18,7 @@ def train(run: Run, make_step: Callable[[Run, int], dict[str, Any]]) -> None:
     """Train from the newest checkpoint, or from the beginning, to the last step; then save and export.
 
     Args:
-        make_step: runs one step and returns its metrics: `ppo_step`, or that of another kind of run.
+        make_step: runs one step and returns its metrics: `ppo_step`, or the step of another kind of run.
     Raises:
         Interrupted: a signal to any rank, or the time limit, stops the run. Everything is saved.
         EngineLost: an engine failed too often. Everything is saved.

@@ -59,8 +59,8 @@ class Models:
     """The components of `placement.components` that the run has.
 
     Args:
-        components: by name, in the table's order.
-        offloads: of the components on this rank.
+        components: components by name, in the table's order.
+        offloads: offloads of the components on this rank.
     """
 
     def __init__(self, plan: RunPlan, components: Mapping[str, Component], offloads: Mapping[str, Offload]):
@@ -198,7 +198,7 @@ class Models:
 def build_models(plan: RunPlan, exchange: Exchange) -> Models:
     """Build the run's models with their initial weights; all ranks together.
 
-    They are built one after another: the tensors of one that sleep leave the device before the next takes memory.
+    They are built one after another: the offloaded tensors of a model leave the device before the next model is built.
     """
     config, specs = plan.config, plan.components
     layouts = {name: plan.layouts[name] for name in specs}
@@ -233,7 +233,8 @@ _read_once = cache(read_component)
 def architecture_of(spec: ComponentSpec) -> Architecture:
     """Return the architecture of a component, with its adapters and frozen parameters.
 
-    A value head may start from a reward model. That of pairs has no bias: only differences of scores count.
+    A value head may start from a reward model. A reward model that was trained on pairs has no bias: only differences
+    of scores count.
     """
     folder = spec.folder.value
     architecture = critic_architecture(folder) if spec.head == "value" else read_architecture(folder, spec.head)
@@ -245,7 +246,7 @@ def architecture_of(spec: ComponentSpec) -> Architecture:
 
 
 def _logit_factors(engines: Mapping[str, MegatronEngine | None], name: str, packed: PackedBatch) -> LogitFactors:
-    """Return the factors of the logits of a reference, which may be built after the model that it is compared with."""
+    """Return the factors of a reference's logits. It is looked up by name, as it may be built after its policy."""
     reference = engines[name]
     assert reference is not None, "a reference lives on the ranks of its policy"
     return reference.logit_factors(packed)
@@ -261,7 +262,7 @@ def build_engine(
     """Build this rank's part of a component, with its initial weights and heads.
 
     Args:
-        factors: of the logits that a policy's head compares with its own, see `policy_head`.
+        factors: factors of the logits that a policy's head compares with its own, see `policy_head`.
         base: the model whose frozen weights this one uses.
     """
     architecture, training = architecture_of(spec), spec.training

@@ -36,7 +36,7 @@ class Experience:
 
     Attributes:
         batch: rows at their owners, with all fields that losses read.
-        metrics: of the step until its advantages.
+        metrics: the step's metrics until its advantages.
         kl_penalty: mean of the KL to the reference over the tokens; None without a penalty in the rewards or a token.
         num_updates: component -> mini-batches of all epochs that it has been trained on.
         optimizer_steps: component -> metrics of its optimizer steps.
@@ -64,12 +64,12 @@ class Progress:
         start_step: steps done before this process started, once it is restored.
         step: the last finished step.
         experience: the next step, if its rows have their advantages.
-        num_drawn: prompts that the steps so far have drawn, including that one.
-        pending: positions of those that no step has trained on yet.
+        num_drawn: prompts that the steps so far have drawn, including the next step's if `experience` has it.
+        pending: positions of drawn prompts that no step has trained on yet.
         is_overdue: the last save failed.
         failed_saves: number of failed saves in this process.
         kl: controller of the KL coefficient.
-        reward_moments: of all scores so far, for reward.normalize running.
+        reward_moments: moments of all scores so far, for reward.normalize running.
     """
 
     def __init__(self, config: Config, exchange: Exchange):

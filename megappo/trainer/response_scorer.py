@@ -29,7 +29,7 @@ class ConversationBatch:
     """Conversations at the reward model's shards.
 
     Attributes:
-        owned: those of this rank's rows, without fields.
+        owned: the conversations of this rank's rows, as rows without fields.
         conversations: the same, before they became rows.
     """
 
@@ -43,7 +43,7 @@ class ResponseScorer:
 
     Args:
         component: the model, on the ranks that have it.
-        dataset: of the prompts that steps train on; None in a run that only evaluates.
+        dataset: data set of the prompts that steps train on; None in a run that only evaluates.
         tokenizer: the actor's; no other thread may use it.
     Raises:
         ConfigError: see `Conversations`.
@@ -69,7 +69,7 @@ class ResponseScorer:
         Args:
             batch: rows with their tokens, at their owners.
             responses: have the rows' prompts by their prompt_ids; None if the rows are recorded.
-            dataset: of the prompts; None: of training.
+            dataset: data set of the prompts; None: the training prompts.
         Raises:
             ConfigError: see `Conversations.of`.
         """
@@ -95,7 +95,8 @@ class ResponseScorer:
             return scattered.shard.forward()
 
     def add_scores(self, batch: Batch, scattered: ConversationBatch, outputs: Outputs) -> Batch:
-        """Return the rows with `reward_model_scores`, which count in their scores, those of steps on their tokens."""
+        """Return the rows with `reward_model_scores`, and with scores that include them; scores of steps are on
+        tokens."""
         token_scores, weight = self._token_scores(batch.rows, scattered, outputs), self._config.reward_model.weight
         scores = token_scores.sum(dim=1)
         fields = dict(batch.rows.fields)

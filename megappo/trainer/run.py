@@ -146,7 +146,8 @@ class Run:
         self.progress.num_drawn, self.progress.pending = self.batches.num_drawn, self.batches.pending
 
     def end_updates(self, experience: Experience, shards: Shards) -> dict[str, Any]:
-        """Return the step's metrics so far, with those of the updates on all ranks. All ranks wait for the slowest.
+        """Return the step's metrics so far, with the metrics of the updates on all ranks. All ranks wait for the
+        slowest.
 
         Raises:
             Interrupted: the updates were interrupted.
@@ -182,7 +183,7 @@ class Run:
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Log a step's metrics and complete a checkpoint that was written meanwhile.
 
-        A step's `timing_s/save` is that of the checkpoint between the step before and this one.
+        A step's `timing_s/save` is the time of the checkpoint between the previous step and this one.
         """
         saves = {"checkpoint/failed_saves": self.progress.failed_saves}
         self.observer.log(step, {**metrics, **self.phase.timers.lap(), **saves}, self.responses)

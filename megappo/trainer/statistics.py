@@ -36,7 +36,7 @@ def over_ranks(exchange: Exchange, values: Unreduced) -> dict[str, Any]:
 def row_metrics(exchange: Exchange, rows: Rows, step: int, extra: Unreduced | None = None) -> dict[str, Any]:
     """Return the ROW_METRICS that the run has, and extra metrics, over the rows of all ranks.
 
-    Histograms are those of the first step and of every `HISTOGRAM_INTERVAL`-th.
+    Histograms are logged in the first step and in every `HISTOGRAM_INTERVAL`-th.
     """
     has_histograms = step == 1 or step % HISTOGRAM_INTERVAL == 0
     values = dict(extra or {})

@@ -52,7 +52,7 @@ def update(batch: ComponentBatch, config: Config, epochs: int, loss_of: Callable
 
     Args:
         epochs: passes over the rows.
-        loss_of: returns the loss of a mini-batch with so many tokens with mask 1, and rows.
+        loss_of: returns the loss of a mini-batch, by its number of tokens with mask 1 and its number of rows.
     """
     engine = batch.component.engine
     if not isinstance(engine, TrainedEngine):
@@ -64,7 +64,7 @@ def update(batch: ComponentBatch, config: Config, epochs: int, loss_of: Callable
 def _mini_batches(
     batch: ComponentBatch, engine: TrainedEngine, ppo_epochs: int, config: Config
 ) -> Iterator[tuple[Rows, int, int]]:
-    """Yield `ComponentBatch.mini_batches` epoch after epoch: those that remain, until the run is interrupted."""
+    """Yield the remaining `ComponentBatch.mini_batches`, epoch after epoch, until the run is interrupted."""
     parts = batch.mini_batches(counts_empty_rows=conventions(config).counts_empty_rows)
     while batch.num_updates < ppo_epochs * len(parts) and not engine.anywhere(bool(INTERRUPTION.reason)):
         batch.num_updates += 1

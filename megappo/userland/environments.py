@@ -1,6 +1,6 @@
 """Environments in worker processes, many in each: user code can neither hang nor crash the trainer.
 
-The workers of a task are those of its environment, which answers the responses, and of its reward function.
+The workers of a task run its environment, which answers the responses, or its reward function.
 """
 
 import asyncio
@@ -132,7 +132,7 @@ class EnvironmentPool(WorkerPool):
     """The workers of an environment, which may be used as a context manager.
 
     Args:
-        spec: for messages.
+        spec: the environment's name, for messages.
         code: source and name of the environment, and a list of arguments, see `EnvironmentHost`.
         limits: further arguments of `WorkerPool`.
     Raises:
@@ -179,7 +179,7 @@ class EnvironmentPool(WorkerPool):
         return worker
 
     def _leave(self, worker: WorkerProcess, number: int) -> None:
-        """Have an environment closed, without waiting for it."""
+        """Close an environment, without waiting for it."""
         self._num_episodes[worker] -= 1
         task = self._loop.create_task(self._close_environment(worker, number))
         self._closing.add(task)

@@ -63,7 +63,7 @@ class Row(NamedTuple):
     Attributes:
         prompt: as the model sees it.
         columns: the fields that the functions take besides prompt and label, as JSON.
-        name: of the record, for messages; the worker does not get it.
+        name: name of the record, for messages; the worker does not get it.
     """
 
     prompt: str
@@ -191,7 +191,7 @@ class RewardFunction:
         return returned
 
     def _gets(self, column: str) -> bool:
-        """Return whether it takes a column; rows have those of other functions, too."""
+        """Return whether it takes a column; rows have columns for other functions, too."""
         needed = self.inputs.needed
         optional = self.inputs.optional
         return column not in self.options and (optional is None or column in (*needed, *optional))

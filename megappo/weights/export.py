@@ -43,7 +43,7 @@ class ExportedTensor(TensorSpec):
         hf: its shards.
         stage: the pipeline stage that holds it.
         expert_rank: the expert-parallel rank that holds it; None = not an expert's, and held by all of them.
-        parts: of a stack, each gathered by itself; `hf` and `expert_rank` are those of the first.
+        parts: parts of a stack, each gathered by itself; `hf` and `expert_rank` are the first part's.
     """
 
     hf: HFTensor
@@ -75,7 +75,7 @@ class Export:
         with_stacks: export stacks of experts, and of linear attention, as files and engines of the family have them
             (`expert_stacks`, `linear_stacks`).
     Attributes:
-        tensors: in the order in which they are gathered. Tied embeddings come once, as the embedding.
+        tensors: tensors in the order in which they are gathered. Tied embeddings come once, as the embedding.
         participates: this rank must call `gather`, for itself or for others.
         sender_index: `sender_index` of the tensors that this rank gathers: its pipeline stage with `by_stage`, else 0.
     Raises:
@@ -184,7 +184,7 @@ class Export:
             _join_rows(tensors, rows, target)
 
     def _load_row(self, tensors: Sequence[ExportedTensor], row: torch.Tensor) -> None:
-        """Fill this rank's row, [row_size], with its shards: its own, or those of another expert or stage."""
+        """Fill this rank's row, [row_size], with its shards: its own, or the shards of another expert or stage."""
         first, collection = tensors[0], self.groups.collection
         slots = row.split([prod(tensor.hf.shard_shape) for tensor in tensors])
         for tensor, slot in zip(tensors, slots, strict=True):
@@ -219,15 +219,16 @@ class Export:
 def _shard_receivers(
     layout: Layout, full_ranks: Collection[int], *, by_stage: bool
 ) -> tuple[frozenset[int], frozenset[int]]:
-    """Return the ranks that receive shards from other pipeline stages, and those that receive shards of experts.
+    """Return the ranks that receive shards from other pipeline stages, and the ranks that receive shards of experts.
 
     A full tensor needs the shards of all ranks in its rank's tensor-parallel group, so each of these ranks must get the
     shards of tensors that other stages or expert-parallel ranks hold. Experts are broadcast first, in the stage that
     holds them, and then to other stages: all stages of a pipeline take part unless `by_stage`.
 
-    Example: TP2 PP1 on ranks 0-3 with full tensors on rank 0 gives {0, 1} twice: rank 0 joins its shards with those of
-    rank 1, and ranks 2 and 3, which are data-parallel replicas, take no part. With TP2 PP2 on the same ranks (stages
-    0-1 and 2-3) it gives {0, 1} and {0, 1, 2, 3}: ranks 2 and 3 send the shards of their stage to ranks 0 and 1.
+    Example: TP2 PP1 on ranks 0-3 with full tensors on rank 0 gives {0, 1} twice: rank 0 joins its shards with the
+    shards of rank 1, and ranks 2 and 3, which are data-parallel replicas, take no part. With TP2 PP2 on the same ranks
+    (stages 0-1 and 2-3) it gives {0, 1} and {0, 1, 2, 3}: ranks 2 and 3 send the shards of their stage to ranks 0 and
+    1.
     """
     receivers = layout.sharing(full_ranks, layout.tensor) | layout.sharing(full_ranks, layout.expert_tensor)
     if by_stage:

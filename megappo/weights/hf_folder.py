@@ -54,7 +54,7 @@ def write_hf_folder(
     `target`. It is there when any rank returns.
 
     Args:
-        architecture: of `source`, under the head that is exported; written with the dtype of the weights.
+        architecture: architecture of `source`, under the head that is exported; written with the dtype of the weights.
         sizes: bucket_bytes, max_shard_bytes, as of `write_hf_files`.
     Raises:
         FileExistsError: `target` is a file.

@@ -25,7 +25,7 @@ class _Stored(NamedTuple):
     """Place of a tensor: `rows` of a tensor of a file or, with `expert`, of one expert's matrix in it.
 
     Attributes:
-        shape: of a matrix, or bias, in an `ExpertStack`; () outside of these.
+        shape: shape of a matrix, or bias, in an `ExpertStack`; () for other tensors.
         scales: tensor beside a stack in MXFP4, whose `name` holds the blocks.
     """
 
@@ -40,12 +40,12 @@ class _Stored(NamedTuple):
 class HFFolder(AbstractContextManager):
     """The tensors of a Hugging Face folder by name, of which only the requested slices are read.
 
-    A context manager: the files stay open (memory-mapped) inside it.
+    A context manager: the files stay open (memory-mapped) while the block runs.
 
     Args:
-        architecture: its matrices have one tensor each, also those that a family stacks in its files
-            (`Family.fused`, `expert_stacks`), and those of experts where the folder keeps the experts of a layer in two
-            3-D tensors. transformers 5 holds a mixture of experts so, and writes it so in its own format:
+        architecture: its matrices have one tensor each, also matrices that a family stacks in its files
+            (`Family.fused`, `expert_stacks`), and matrices of experts where the folder keeps the experts of a layer in
+            two 3-D tensors. transformers 5 holds a mixture of experts so, and writes it so in its own format:
 
                 mlp.experts.gate_up_proj [experts, 2 x ffn, hidden]     mlp.experts.down_proj [experts, hidden, ffn]
     Raises:

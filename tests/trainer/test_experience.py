@@ -298,7 +298,7 @@ def test_every_method_gives_what_loops_over_all_rows_give() -> None:
 
 LEFT = {
     "all are masked": [],
-    "those of one rank are masked": [(4, 0), (4, 1), (5, 0)],
+    "all of one rank are masked": [(4, 0), (4, 1), (5, 0)],
     "one response is left": [(0, 0), (0, 1), (0, 2)],
     "one token is left": [(5, 1)],
 }
@@ -311,7 +311,7 @@ def degenerate(rank: int, world_size: int) -> None:
     for case, (name, algorithm) in itertools.product(LEFT, METHODS.items()):
         config = make_config(algorithm)
         # Where responses are compared one that is alone is masked, too.
-        alone = config.algorithm.method.compares_responses and case != "those of one rank are masked"
+        alone = config.algorithm.method.compares_responses and case != "all of one rank are masked"
         left = torch.zeros(len(SAMPLED), 3)
         for row, place in [] if alone else LEFT[case]:
             left[row, place] = 1.0

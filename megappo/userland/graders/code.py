@@ -43,8 +43,8 @@ def code(
     Args:
         ground_truth: see LABELS, also as JSON.
         partial_credit: the share is the score.
-        test_seconds: of a test; total_seconds: of all tests of a response: those beyond fail.
-        memory_mib: of a process.
+        test_seconds: time limit of a test; total_seconds: time limit of all tests of a response: tests beyond it fail.
+        memory_mib: memory limit of a process.
         unprotected: where the kernel has no such protection, do without it.
     Raises:
         ValueError: the label is none of these.

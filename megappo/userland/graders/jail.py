@@ -24,13 +24,13 @@ NOTIFICATION, RESPONSE = struct.Struct("=QIIi60x"), struct.Struct("=QqiI")
 LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8
 RIGHTS_OF_ABI = {1: 0x1FFF, 2: 0x3FFF, 3: 0x7FFF}
-"""All that Landlock can refuse of files: the first version, and what later ones have added (renaming, truncating)."""
+"""Version of Landlock -> bits of all file accesses that it can refuse; later versions add renaming, then truncating."""
 SCOPES_SINCE, SCOPES = 6, 3
-"""The version with scopes, and all of them: no signal and no abstract socket of a process that is not confined, too."""
+"""First version with scopes, and the bits of both: they refuse signals and abstract sockets to unconfined processes."""
 READABLE = ("/usr", "/lib", "/lib64", "/bin", "/dev/null", "/dev/urandom", "/etc/ld.so.cache", "/proc/cpuinfo")
 """Paths that Python and its libraries read outside Python's own folders."""
 MAX_OPEN_FILES = 64
-"""Per process: it also bounds the kernel's memory in pairs of sockets, pipes and the like."""
+"""Open files of a process: the limit also bounds the kernel's memory in socket pairs, pipes and the like."""
 MAX_THREADS = 64
 MAX_CREATED = 64
 """Files and folders that a process may create in its life."""
@@ -69,7 +69,7 @@ it; folders that their owner could not list; limits of others. F_SETLK, F_SETLKW
 F_OFD_SETLK, F_OFD_SETLKW, F_SETLEASE, F_NOTIFY, F_SETPIPE_SZ, FIOSETOWN, SIOCSPGRP, FS_IOC_SETFLAGS and
 FS_IOC_FSSETXATTR send signals, lock, watch or change a file that is open to be read, or take memory."""
 HIDDEN = "clone3 435 435, openat2 437 437"
-"""Their arguments cannot be seen: as they are not there, the older ones are used in their place."""
+"""Calls whose arguments cannot be seen: they fail as missing, so that programs use the older calls."""
 ASKED = """
     clone 56 220 0 0x10000 != 0, open 2 - 1 0x400040 != 0, openat 257 56 2 0x400040 != 0, mkdir 83 -, mkdirat 258 34
 """
@@ -98,9 +98,9 @@ def confine(
     """Confine this process, which has one thread, for the rest of its life.
 
     Args:
-        folder: the files that it may read and write; of all others it may read those of READABLE and of Python.
+        folder: the files that it may read and write; of other files it may only read READABLE's and Python's.
         memory_bytes: its address space.
-        file_bytes: of each file that it writes.
+        file_bytes: size of each file that it writes.
         refused: system calls that fail, in the form of REFUSED.
         files: further paths -> what it may do with them: READ_FILE, READ_DIR, EXECUTE.
     Raises:
@@ -115,7 +115,7 @@ def confine(
 
 
 def supervise() -> int:
-    """Have every process that this one starts from now on wait for `answer` before it starts a thread, or creates a
+    """Make every process that this one starts from now on wait for `answer` before it starts a thread, or creates a
     file or folder. This process must do neither.
 
     Returns:

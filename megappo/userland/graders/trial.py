@@ -48,7 +48,7 @@ class Program(NamedTuple):
 
     Attributes:
         is_protected: False: limited, but not confined.
-        folder: for what it writes.
+        folder: folder for what it writes.
     """
 
     code: str
