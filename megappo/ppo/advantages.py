@@ -235,8 +235,7 @@ def whiten(
     Returns:
         (x - mean) * rsqrt(var + eps), or rsqrt(max(var, eps)); [B, R] float32, 0 where the mask is 0.
 
-    The variance of fewer than two tokens is 0, so a single one becomes 0 with shift_mean and keeps its value without,
-    as in slime. verl raises there.
+    The variance of fewer than two tokens is 0, so a single one becomes 0 with shift_mean and keeps its value without.
 
     Raises:
         FloatingPointError: a token with mask 1 is not finite, on every rank of the group alike.

@@ -46,10 +46,7 @@ def rollout_is_weights(
 ) -> tuple[Tensor, Unreduced]:
     """Compute importance weights pi_trainer / pi_engine, bounded, and 0 where a token or response is rejected.
 
-    The policy loss multiplies them in after clipping. A rejected token still counts in that loss's normaliser, as for
-    IcePop in verl, slime and NeMo-RL. Tokens that verl rejects (rollout_rs, veto) leave the mask: the divisor of
-    token-mean alone (seq-mean modes have a constant), whitening, GAE, KL, entropy, the critic. Advantages differed by
-    up to 1.1.
+    The policy loss multiplies them in after clipping. A rejected token still counts in that loss's normaliser.
 
     Args:
         old_log_probs: [B, R] of the trainer, before the update.
@@ -166,8 +163,7 @@ def _metrics(
 ) -> Unreduced:
     """Return the metrics `rollout_is/<name>`, over the tokens with mask 1.
 
-    mean, max, min: taken over the weights before bounds and rejection (level none: the tokens' ratios), as in verl's
-        versions of 2025; its newer ones take the bounded weights, whose maximum is the threshold, at level token alone.
+    mean, max, min: taken over the weights before bounds and rejection (level none: the tokens' ratios).
     clipped_frac: tokens whose weight a threshold capped or made 0. <name>_frac: tokens that this `reject` rejects.
     rejected_frac: responses with no weight above 0, for any reason. veto_frac: responses with a vetoed token.
     ess: effective sample size of the weights returned, (sum w)^2 / (n sum w^2); 1 = all equal, 0 = all rejected.

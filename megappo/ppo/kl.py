@@ -92,8 +92,7 @@ class KLController:
         """Multiply an adaptive value by 1 + clip(current_kl / target_kl - 1, -0.2, 0.2) * n_steps / horizon.
 
         Args:
-            current_kl: mean KL per response token of this step, over all ranks (verl: the mean over responses of
-                each one's mean).
+            current_kl: mean KL per response token of this step, over all ranks.
             n_steps: responses of this step, over all ranks.
 
         Raises:

@@ -125,8 +125,7 @@ def kl_loss(
     Raises:
         ValueError: unknown kl_loss_type, full without kl=, kl_loss_unbiased without old_log_probs.
     Source: DeepSeekMath (GRPO), eqs. 3 and 4; DeepSeek-AI 2025 (DeepSeek-V3.2), section 3.1, unbiased KL estimate.
-        Conventions.kl_output_clamp bounds the estimate before the ratio multiplies it. slime, miles and NeMo-RL clamp
-        the product, whose gradient vanishes beyond the bound: where the policy moved most.
+        Conventions.kl_output_clamp bounds the estimate before the ratio multiplies it.
     """
     mask = response_mask.bool()
     if kl is None:
