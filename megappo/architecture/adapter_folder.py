@@ -48,7 +48,8 @@ def read_lora(folder: str, base: str) -> Lora:
         ConfigError: they cannot be read, are no reward model's, are of another base, or have unsupported settings.
     """
     try:
-        raw, tensors = read_json(Path(folder, "adapter_config.json")), tensor_files(Path(folder), ADAPTERS)
+        raw = read_json(Path(folder, "adapter_config.json"))
+        tensors = tensor_files(Path(folder), ADAPTERS)
     except TextFileError as error:
         remedy = "name a folder of adapters in PEFT's format"
         raise ConfigError(f"reward_model.adapter {folder}: {error}: {remedy}") from error

@@ -172,11 +172,13 @@ class ExpertStack(NamedTuple):
 
 def expert_stacks(architecture: Architecture) -> dict[str, ExpertStack]:
     """Return the stacks of the model's experts by name; none if its family does not stack them."""
-    experts, written = architecture.experts, architecture.family.experts
+    experts = architecture.experts
+    written = architecture.family.experts
     found: dict[str, ExpertStack] = {}
     if experts is None or written is None or not written.stacked:
         return found
-    hidden, count = architecture.hidden_size, experts.count
+    hidden = architecture.hidden_size
+    count = experts.count
     for layer in range(experts.num_dense_layers, architecture.num_layers):
         prefix = f"model.layers.{layer}.{written.block}.experts."
         for stack, modules, into, out in (
@@ -214,11 +216,14 @@ def stage_sizes(
         trained: count trained parameters only (see `is_trained`).
         beside_base: count adapters and a value head only.
     """
-    stages, local_experts = stage_of_layers(architecture, parallel), architecture.num_experts // parallel.expert
-    dense, experts = [0] * parallel.pipeline, [0] * parallel.pipeline
+    stages = stage_of_layers(architecture, parallel)
+    local_experts = architecture.num_experts // parallel.expert
+    dense = [0] * parallel.pipeline
+    experts = [0] * parallel.pipeline
     cut = {"tensor": parallel.tensor, "expert_tensor": parallel.expert_tensor}
     for parameter in list_parameters(architecture, **cut, num_experts=1):  # all of a layer are alike
-        name, hf = parameter.names[0], parameter.hf_tensors[0]
+        name = parameter.names[0]
+        hf = parameter.hf_tensors[0]
         is_embedding = name.startswith("embedding.")
         is_tied = hf.name == EMBEDDING and not is_embedding
         if parameter.is_buffer or (is_tied and parallel.pipeline == 1):
@@ -265,7 +270,8 @@ def _layer_table(
 ) -> str:
     """Return the table of a layer with or without experts, with either kind of attention, with or without values."""
     experts = architecture.family.experts if is_sparse else None
-    latent, norms = architecture.latent, architecture.family.norms
+    latent = architecture.latent
+    norms = architecture.family.norms
     lines = zip(tables.NORMS.strip().splitlines(), norms, strict=True)
     table = "".join(f"{line.format(*norms)}\n" for line, name in lines if name)
     if is_linear:
@@ -324,7 +330,8 @@ def _adapter_of(weight: str) -> str:
 
 
 def _expert_table(experts: ExpertFormat, count: int, has_biases: bool) -> str:
-    table, of_expert = tables.ROUTER, tables.EXPERT
+    table = tables.ROUTER
+    of_expert = tables.EXPERT
     if has_biases:
         table += tables.ROUTER_LINEAR_BIAS
         of_expert += tables.EXPERT_BIAS
@@ -346,8 +353,12 @@ def _output_table(architecture: Architecture) -> str:
 
 def _sizes(architecture: Architecture, own: Heads) -> dict[str, int]:
     """Return the sizes of a layer with these heads by their names in the tables."""
-    experts, latent, lora = architecture.experts, architecture.latent, architecture.lora
-    heads, kv_heads, head = architecture.num_heads, own.kv_heads, own.size
+    experts = architecture.experts
+    latent = architecture.latent
+    lora = architecture.lora
+    heads = architecture.num_heads
+    kv_heads = own.kv_heads
+    head = own.size
     sizes = {"one": 1, "hidden": architecture.hidden_size, "vocab": architecture.vocab_size}
     sizes |= {"ffn": architecture.ffn_size, "rank": lora.rank if lora else 0}
     sizes |= {"head": head, "heads": heads, "q": heads * head, "kv_heads": kv_heads, "kv": kv_heads * head}
@@ -378,7 +389,8 @@ def _read(
     model, decoder = ("", "") if layer is None else (f"model.layers.{layer}.", f"decoder.layers.{layer}.")
     for megatron, lines in groupby(LINE.finditer(table), key=itemgetter("megatron")):
         number = EXPERT_NUMBER.search(megatron)
-        expert, hf_tensors = int(number[0]) if number else None, []
+        expert = int(number[0]) if number else None
+        hf_tensors = []
         for line in lines:
             symbols = [text.partition("/") for text in line["sizes"].split()]
             shape = tuple(sizes[size] for size, _, _ in symbols)

@@ -86,7 +86,8 @@ def read_rope(rope: Mapping[str, Any], values: Mapping[str, Any], family: Family
     Raises:
         TypeError: a number of their kind is not above 0.
     """
-    kind, part = rope["rope_type"], 1.0
+    kind = rope["rope_type"]
+    part = 1.0
     if family.rotary_part is not None:
         by_size = values[ROTARY_SIZE] / values["head_dim"] if {ROTARY_SIZE, "head_dim"} <= values.keys() else None
         part = rope.get(ROTARY_PART, values.get(ROTARY_PART, by_size or family.rotary_part))

@@ -68,14 +68,16 @@ def micro_batches(lengths: list[int], max_tokens: int, at_least: int = 1) -> lis
     best = _first_fit_decreasing(lengths, max_tokens)
     low = max(1, -(-sum(lengths) // max_tokens), sum(2 * length > max_tokens for length in lengths))
     fewest = min(at_least, len(lengths))
-    low, high = max(low, fewest), max(len(best), fewest)
+    low = max(low, fewest)
+    high = max(len(best), fewest)
     while low <= high:
         middle = (low + high) // 2
         bins = balanced_partitions(lengths, middle)
         if any(sum(lengths[row] for row in rows) > max_tokens for rows in bins):
             low = middle + 1
         else:
-            best, high = bins, middle - 1
+            best = bins
+            high = middle - 1
     return [sorted(rows, key=lambda row: -lengths[row]) for rows in best]
 
 

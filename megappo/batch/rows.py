@@ -39,7 +39,8 @@ class Rows:
 
     def __post_init__(self) -> None:
         size = len(self.ids)
-        found, expected = len(self.input_ids), int(self.lengths.sum())
+        found = len(self.input_ids)
+        expected = int(self.lengths.sum())
         if found and found != expected:
             raise ValueError(f"{found} input_ids; expected {expected}, the sum of prompt and response lengths")
         longest = int(self.response_lengths.max()) if size else 0

@@ -130,7 +130,8 @@ def load_component(
     Raises:
         CheckpointError: a tensor is missing or unknown, or the folder is damaged.
     """
-    strict, replicas = StrictHandling.RETURN_ALL, groups.collection.dp_cp
+    strict = StrictHandling.RETURN_ALL
+    replicas = groups.collection.dp_cp
     loaded, extra, absent = load_sharded(state, folder, groups.as_world, strict, replicas, weights_only=weights_only)
     wanted = [name for name in info.model if not name.startswith(MORE_PREDICTIONS)] if weights_only else info.tensors
     unknown = {name for name in extra.intersection(wanted) if EXTRA_STATE not in name}

@@ -80,7 +80,8 @@ class Writing(TorchDistSaveShardedStrategy):
         self.sums: dict[str, str] = {}
         self.error: Exception | None = None
         self.finalize: Callable[[], None]
-        self._folder, self._as_world = folder, as_world
+        self._folder = folder
+        self._as_world = as_world
         self._writer: FileSystemWriterAsync
 
     def _get_save_and_finalize_callbacks(self, writer: FileSystemWriterAsync, save_state_dict_ret: Any) -> AsyncRequest:

@@ -173,7 +173,8 @@ class CheckpointStore:
             CheckpointError, OtherRankError: it cannot be written, raised on all ranks. Older checkpoints are
                 untouched, and the incomplete one is removed.
         """
-        saving, self._saving = self._saving, None
+        saving = self._saving
+        self._saving = None
         if saving is None:
             return None
         with self._cleanup_on_failure(saving.path, saving.partial):
@@ -228,7 +229,8 @@ class CheckpointStore:
     def _publish(self, saving: Saving) -> None:
         """Give the checkpoint its name, then name it in `latest`, then remove what is old; a kill in between loses
         nothing."""
-        partial, path = saving.partial, saving.path
+        partial = saving.partial
+        path = saving.path
         for folder in (*(child for child in partial.iterdir() if child.is_dir()), partial):
             sync(folder)
         # The same step may have been saved before a resume from an older checkpoint.

@@ -41,13 +41,16 @@ class Conversations:
 
     def __init__(self, config: Config, architecture: Architecture, tokenizer: "PreTrainedTokenizerBase"):
         settings = config.reward_model
-        self._folder, self._separator = str(settings.model_path), settings.step_separator
+        self._folder = str(settings.model_path)
+        self._separator = settings.step_separator
         self._max_tokens = settings.max_tokens_per_micro_batch or config.actor.max_tokens_per_micro_batch
-        self._architecture, self._actors = architecture, tokenizer
+        self._architecture = architecture
+        self._actors = tokenizer
         self._own = load_tokenizer(self._folder, REWARD_MODEL_KEY)
         # A language model's folder may leave it to the tokenizer, which training with adapters read, too.
         self._padding = padding_token(architecture, self._own) if settings.adapter else architecture.pad_token
-        vocabulary, template = self._own.get_vocab(), self._own.chat_template
+        vocabulary = self._own.get_vocab()
+        template = self._own.chat_template
         has_same_tokens = vocabulary == tokenizer.get_vocab()
         is_same = has_same_tokens and template == tokenizer.chat_template
         self.are_rendered = not is_same if settings.retokenize is None else settings.retokenize
@@ -127,7 +130,8 @@ class Conversations:
                 "folder"
             )
         encoded = self._own(text, add_special_tokens=not is_chat, return_offsets_mapping=bool(ends), verbose=False)
-        tokens, places = encoded["input_ids"], []
+        tokens = encoded["input_ids"]
+        places = []
         for end in ends:
             reached = (place for place, (_, stop) in enumerate(encoded["offset_mapping"]) if stop >= first + end)
             places.append(next(reached, len(tokens) - 1))
@@ -143,7 +147,8 @@ class Conversations:
         messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
         begun = ""
         if messages[-1]["role"] == "assistant":
-            begun, messages = messages[-1]["content"], messages[:-1]
+            begun = messages[-1]["content"]
+            messages = messages[:-1]
         messages = [*messages, {"role": "assistant", "content": begun + response}]
         try:
             text = self._own.apply_chat_template(messages, tokenize=False)

@@ -130,10 +130,16 @@ class ConversationDataset(RecordDataset[E]):
 
     def at(self, indices: Sequence[int]) -> list[E]:
         """Return the entries at these positions in the dataset, which must have no fault."""
-        records = [self._record(index) for index in indices]
-        files = [self._located(index)[0] for index in indices]
-        encoded = map(list, self._encoded(list(map(self._texts_of, records, files))))
-        return list(map(self._entry, indices, encoded, records, [self._forms[file.path] for file in files]))
+        records = []
+        files = []
+        for index in indices:
+            records.append(self._record(index))
+            file, _ = self._located(index)
+            files.append(file)
+        texts = map(self._texts_of, records, files)
+        encoded = map(list, self._encoded(list(texts)))
+        forms = [self._forms[file.path] for file in files]
+        return list(map(self._entry, indices, encoded, records, forms))
 
     def _texts_of(self, record: Any, file: Records) -> list[ExampleText]:
         """Return the conversations of a record.
@@ -274,7 +280,8 @@ class ConversationDataset(RecordDataset[E]):
         if answers[0] == 0:
             raise ValueError("the first message is the assistant's: begin with one that it answers")
         whole = whole[: answers[-1] + 1]
-        text, done = chat.whole_text(whole), 0
+        text = chat.whole_text(whole)
+        done = 0
         parts: list[str] = []
         for i in answers if self.config.train_on == "all" else answers[-1:]:
             before = chat.text_of(whole[:i], continues=False)
@@ -292,7 +299,8 @@ class ConversationDataset(RecordDataset[E]):
         Raises:
             ValueError: the answer is empty or dropped, or what comes before it changes.
         """
-        start, stop = len(before), len(commonprefix([text, after]))
+        start = len(before)
+        stop = len(commonprefix([text, after]))
         if not text.startswith(before):
             place = len(commonprefix([text, before]))
             raise ValueError(
@@ -353,7 +361,8 @@ class ExampleDataset(ConversationDataset[Example]):
         return texts
 
     def _joined(self, tokens: Sequence[list[int]]) -> Encoded:
-        joined, mask = list(tokens[0]), [0] * len(tokens[0])
+        joined = list(tokens[0])
+        mask = [0] * len(tokens[0])
         for number in range(1, len(tokens), 2):
             added = added_tokens(tokens[number], tokens[number + 1], self._tokenizer)
             joined += added

@@ -112,7 +112,8 @@ def loses_text(text: str, tokens: Sequence[int], tokenizer: "PreTrainedTokenizer
     decoded = tokenizer.decode(tokens)
     if tokenizer.unk_token:
         decoded = decoded.replace(tokenizer.unk_token, "")
-    before, after = _letters(text), _letters(decoded)
+    before = _letters(text)
+    after = _letters(decoded)
     lost = (before - after).total()
     return lost > 0 and 2 * lost >= before.total()
 

@@ -82,7 +82,8 @@ class PromptDataset(RecordDataset[Prompt]):
         self._chat = Chat(tokenizer, config, takes.tools)
         section = key.rpartition(".")[0]
         self._fields = RecordFields(config.prompt_key, config.label_key, takes, section, order_by, reward, needs_label)
-        names, is_ordered = self._fields.names, order_by is not None
+        names = self._fields.names
+        is_ordered = order_by is not None
         self._max_token = max(tokenizer.get_vocab().values())
         self._num_special = tokenizer.num_special_tokens_to_add(pair=False)
         super().__init__(files, tokenizer, config, seed, key, names, unpack, weights, is_ordered)
@@ -107,7 +108,8 @@ class PromptDataset(RecordDataset[Prompt]):
         """Note prompts with no, too many or unknown tokens. Prompts that are certain to fit are not tokenised."""
         if self._fields.order_by is not None:
             check.ranks.extend(entries[number].rank if number in entries else math.nan for number in numbers)
-        limit, too_long = self.config.max_prompt_length, self.config.too_long
+        limit = self.config.max_prompt_length
+        too_long = self.config.too_long
         unsure = {}
         for number, entry in entries.items():
             if number < COMPARED or not self._is_short(entry.rendered.text, vocab_size):
@@ -147,7 +149,8 @@ class PromptDataset(RecordDataset[Prompt]):
         return super().warnings(parts) + [f"{self._key}: {line}" for line in hidden]
 
     def _prompt(self, index: int, tokens: list[int], entry: PromptEntry) -> Prompt:
-        limit, text = self.config.max_prompt_length, entry.rendered.text
+        limit = self.config.max_prompt_length
+        text = entry.rendered.text
         if len(tokens) > limit and self.config.too_long == "truncate_left":
             tokens = tokens[-limit:]
             text = self._tokenizer.decode(tokens)
@@ -172,7 +175,9 @@ def open_datasets(
     Raises:
         ConfigError: a file is missing, empty, or of another format.
     """
-    data, train, val = config.data, None, {}
+    data = config.data
+    train = None
+    val = {}
     opened = partial(PromptDataset, tokenizer=tokenizer, seed=config.trainer.seed, unpack=unpack)
     if not config.trainer.eval_only:
         task = training_task(config)

@@ -68,7 +68,8 @@ class RecordDataset(ABC, Generic[E]):
         weights: Sequence[float] = (),
         is_ordered: bool = False,
     ):
-        self._tokenizer, self._keeps_bytes = tokenizer, keeps_bytes(tokenizer)
+        self._tokenizer = tokenizer
+        self._keeps_bytes = keeps_bytes(tokenizer)
         self.config = config
         self.seed = seed
         self._key = key

@@ -85,7 +85,8 @@ def showing_special(tokenizer: "PreTrainedTokenizerBase") -> "PreTrainedTokenize
 
     ends = end_token_ids(tokenizer.name_or_path, tokenizer)
     hidden = {*tokenizer.special_tokens_map.values(), *tokenizer.convert_ids_to_tokens(ends)}
-    shown, state = copy.deepcopy(tokenizer), json.loads(tokenizer.backend_tokenizer.to_str())
+    shown = copy.deepcopy(tokenizer)
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
     for token in state["added_tokens"]:
         token["special"] &= token["content"] in hidden
     shown._tokenizer = Tokenizer.from_str(json.dumps(state))
@@ -125,7 +126,8 @@ def encode(texts: Sequence[RenderedText], tokenizer: "PreTrainedTokenizerBase") 
         alike = [one.text for one in group]
         for start in range(0, len(alike), TEXTS_AT_ONCE):
             heartbeat.beat()
-            part, special = alike[start : start + TEXTS_AT_ONCE], not is_chat
+            part = alike[start : start + TEXTS_AT_ONCE]
+            special = not is_chat
             tokens += tokenizer(part, add_special_tokens=special, return_attention_mask=False, verbose=False)[
                 "input_ids"
             ]

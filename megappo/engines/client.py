@@ -210,7 +210,8 @@ class EngineClient:
     ) -> AsyncIterator[tuple[int, Generation]]:
         """Yield each prompt's position and its response as soon as that is finished; a caller that does not want all of
         them closes the iterator. Many requests may run at a time over the connections."""
-        path, version = "/generate", self.version
+        path = "/generate"
+        version = self.version
         missing = set(range(len(prompts)))
         try:
             body = stream_body(prompts, params, self.adapter, version)
@@ -386,7 +387,8 @@ def taking_weights(client: EngineClient | None, version: WeightVersion) -> Itera
     if client.version is None and version.keeps_cache:
         client.flush_cache()  # a run before may have used the server, and the same versions
     client.post("/pause_generation", {"mode": "in_place" if version.keeps_cache else "retract"})
-    client._is_paused, client.version = True, version
+    client._is_paused = True
+    client.version = version
     name = INCOMPLETE
     try:
         yield

@@ -77,7 +77,8 @@ class Generation:
 
     def __add__(self, rest: "Generation") -> "Generation":
         """Return the response as a whole; `rest` was requested with the tokens of this part after its prompt."""
-        tokens, log_probs = self.tokens + rest.tokens, self.log_probs + rest.log_probs
+        tokens = self.tokens + rest.tokens
+        log_probs = self.log_probs + rest.log_probs
         return replace(rest, tokens=tokens, log_probs=log_probs, versions=[*self.versions, *rest.versions])
 
     def without_last_token(self) -> "Generation":

@@ -35,7 +35,8 @@ class CompactAdam:
     """
 
     def __init__(self, adam: torch.optim.Optimizer, dtype: torch.dtype, offload_fraction: float):
-        self._adam, self.param_groups = adam, adam.param_groups
+        self._adam = adam
+        self.param_groups = adam.param_groups
         self.state: dict[Tensor, dict[str, Tensor]] = {}
         self.host_bytes = 0
         self._rest_adam()
@@ -87,7 +88,8 @@ class CompactAdam:
 
     def _rest_adam(self) -> None:
         """Release what Adam holds of a parameter."""
-        self._adam.param_groups, self._adam.state = [], {}
+        self._adam.param_groups = []
+        self._adam.state = {}
 
     def get_unscaled_state(self, parameter: Tensor, name: str) -> Tensor:
         """Return a state of a parameter, for checkpoints: itself, so that a load can fill it."""

@@ -63,7 +63,8 @@ def build_model(
     setting = _setting(architecture, model, parallel, groups, trained)
     config = transformer_config(architecture, model, parallel, recompute, decide(setting))
     if base is not None:  # most weights will be the base's: these are allocated on the host, unmarked
-        config.use_cpu_initialization, config.perform_initialization = True, False
+        config.use_cpu_initialization = True
+        config.perform_initialization = False
     with groups.active():
         chunks = [
             _chunk(architecture, config, setting.has_te, groups, index) for index in range(parallel.virtual_pipeline)
@@ -108,7 +109,8 @@ def _mark(chunk: GPTModel, architecture: Architecture, trained: bool) -> None:
         if ".mlp.experts." in name:
             # Megatron marks biases that no rank cuts as biases of a dense layer: it would sum their gradients over
             # tensor-parallel ranks, which have other experts, or the same, and count them on the first rank only.
-            parameter.sequence_parallel, parameter.tensor_model_parallel = False, True
+            parameter.sequence_parallel = False
+            parameter.tensor_model_parallel = True
             # Megatron does so with expert parallelism only. Without, it would not sum the gradients of experts over
             # tensor-parallel ranks, each of which sends its own tokens to its own copy.
             parameter.allreduce = False
@@ -146,7 +148,8 @@ def _chunk(
     index: int,
 ) -> GPTModel:
     """Build chunk `index` of this rank's stage: the first of all has the embedding, the last of all the head."""
-    layout, stage = groups.layout, groups.collection.pp.rank()
+    layout = groups.layout
+    stage = groups.collection.pp.rank()
     gpt = GPTModel(
         config,
         layer_spec(config, architecture.family, has_te, stage, index),
@@ -191,7 +194,8 @@ def _scale_rope(gpt: GPTModel, architecture: Architecture) -> None:
     """
     if architecture.latent:
         return
-    rope, embedding = architecture.rope, gpt.rotary_pos_emb
+    rope = architecture.rope
+    embedding = gpt.rotary_pos_emb
     if rope.kind == "linear":
         embedding.inv_freq = embedding.inv_freq / rope.numbers["factor"]
     elif rope.kind == "llama3":
@@ -203,7 +207,8 @@ def _scale_rope(gpt: GPTModel, architecture: Architecture) -> None:
     elif rope.kind == "longrope":
         embedding.inv_freq = embedding.inv_freq / embedding.inv_freq.new_tensor(rope.divisors)
     elif rope.kind == "yarn":
-        numbers, size = rope.numbers, 2 * len(embedding.inv_freq)
+        numbers = rope.numbers
+        size = 2 * len(embedding.inv_freq)
         bounds = _yarn_find_correction_range(
             numbers["beta_fast"],
             numbers["beta_slow"],

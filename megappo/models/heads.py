@@ -199,7 +199,8 @@ class ValueHead(torch.nn.Module):
         """
         if self._kept is None:
             raise RuntimeError("values were taken twice, or before a forward pass of the model they belong to")
-        values, self._kept = self._kept, None
+        values = self._kept
+        self._kept = None
         return values.transpose(0, 1)
 
 

@@ -122,7 +122,8 @@ def change_outputs(gpt: GPTModel, architecture: Architecture, has_te: bool) -> N
 
     Megatron's layer has no place for them (megatron-core 0.16.1, transformer_layer.py).
     """
-    config, kind = gpt.config, TENorm if has_te else RMSNorm
+    config = gpt.config
+    kind = TENorm if has_te else RMSNorm
     _, after_attention, _, after_mlp = architecture.family.norms
     for layer in gpt.decoder.layers:
         for name, block, is_there in (
@@ -188,7 +189,8 @@ def add_norms_of_all_heads(gpt: GPTModel, architecture: Architecture) -> None:
     if not architecture.family.norms_all_heads:
         return
     for layer in gpt.decoder.layers:
-        attention, group = layer.self_attention, gpt.pg_collection.tp
+        attention = layer.self_attention
+        group = gpt.pg_collection.tp
         is_scaled = architecture.local_rope_base and not architecture.windows[layer.layer_number - 1]
         factor = architecture.rope.magnitude**2 if is_scaled else 1.0
         attention.q_layernorm = NormOfAllHeads(gpt.config, architecture.num_heads, group, factor)
@@ -207,18 +209,23 @@ class NormOfAllHeads(CutParameters):
 
     def __init__(self, config: TransformerConfig, num_heads: int, group: dist.ProcessGroup, factor: float = 1.0):
         super().__init__()
-        self.tp_group, self.eps, self.factor = group, config.layernorm_epsilon, factor
+        self.tp_group = group
+        self.eps = config.layernorm_epsilon
+        self.factor = factor
         self.size = num_heads * config.kv_channels
         self.weight = torch.nn.Parameter(torch.empty(self.size // group.size(), dtype=config.params_dtype))
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
 
     def forward(self, heads: Tensor) -> Tensor:
         """Normalise [..., heads, D], the heads of this rank."""
-        wide = heads.flatten(-2).to(torch.promote_types(heads.dtype, torch.float32))
-        squares = reduce_from_tensor_model_parallel_region(wide.square().sum(-1, keepdim=True), group=self.tp_group)
+        dtype = torch.promote_types(heads.dtype, torch.float32)
+        wide = heads.flatten(-2).to(dtype)
+        own = wide.square().sum(-1, keepdim=True)
+        squares = reduce_from_tensor_model_parallel_region(own, group=self.tp_group)
         squares = copy_to_tensor_model_parallel_region(squares, group=self.tp_group)  # sums their gradient
         scale = torch.rsqrt(squares / self.size + self.eps) * self.factor
-        return (wide * scale * self.weight).to(heads.dtype).view_as(heads)
+        normalised = wide * scale * self.weight
+        return normalised.to(heads.dtype).view_as(heads)
 
 
 def _change_output(

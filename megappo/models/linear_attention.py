@@ -48,8 +48,10 @@ class GatedDeltaNet(CutParameters):
         super().__init__()
         self.config = config
         self.tp_group = pg_collection.tp
-        key_heads, value_heads = config.linear_num_key_heads, config.linear_num_value_heads
-        key, self.value_size = config.linear_key_head_dim, config.linear_value_head_dim
+        key_heads = config.linear_num_key_heads
+        value_heads = config.linear_num_value_heads
+        key = config.linear_key_head_dim
+        self.value_size = config.linear_value_head_dim
         per_key = value_heads // key_heads
         self.key_heads = key_heads // self.tp_group.size()
         self.qkv_sizes = [key, key, per_key * self.value_size]
@@ -184,8 +186,11 @@ def delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: T
         unitriangular=True,
     )
     values, read = solved.split([value.shape[-1], key.shape[-1]], dim=-1)
-    within, query, key = query @ key.mT * pairs, query * from_state, key * to_state
-    state, outputs = key.new_zeros(heads, key.shape[-1], value.shape[-1]), []
+    within = query @ key.mT * pairs
+    query = query * from_state
+    key = key * to_state
+    state = key.new_zeros(heads, key.shape[-1], value.shape[-1])
+    outputs = []
     for chunk in range(len(first)):
         new = values[chunk] - read[chunk] @ state
         outputs.append(query[chunk] @ state + within[chunk] @ new)
@@ -210,7 +215,8 @@ class _Gated:
 
     def get_query_key_value_tensors(self, hidden_states: Tensor, *unused: Any, **options: Any) -> tuple[Tensor, ...]:
         mixed, _ = self.linear_qkv(hidden_states)
-        size, groups = self.hidden_size_per_attention_head, self.num_query_groups_per_partition
+        size = self.hidden_size_per_attention_head
+        groups = self.num_query_groups_per_partition
         mixed = mixed.view(*mixed.shape[:2], groups, -1, size)
         queries, key, value = mixed.split([mixed.shape[3] - 2, 1, 1], dim=3)
         query, gate = (part.flatten(2, 3) for part in queries.unflatten(3, (-1, 2)).unbind(4))

@@ -51,7 +51,8 @@ class LowRank(CutParameters):
         is_expert: bool,
     ):
         super().__init__()
-        self.tp_group, self.cut = group, {"a": 1} if cuts_input else {"b": 0}
+        self.tp_group = group
+        self.cut = {"a": 1} if cuts_input else {"b": 0}
         self.a = torch.nn.Parameter(torch.empty(rank, sizes[0], dtype=config.params_dtype))
         self.b = torch.nn.Parameter(torch.empty(sizes[1], rank, dtype=config.params_dtype))
         cut, whole = (self.a, self.b) if cuts_input else (self.b, self.a)
@@ -81,7 +82,8 @@ class Adapter(MegatronModule):
     ):
         super().__init__(config)
         self.is_expert = weight.hf_tensors[0].expert is not None
-        self.scale, self.tp_group = lora.scale, groups.expt_tp if self.is_expert else groups.tp
+        self.scale = lora.scale
+        self.tp_group = groups.expt_tp if self.is_expert else groups.tp
         self.rows = {hf.name.split(".")[-2]: hf.shard_shape[0] for hf in weight.hf_tensors}
         self.num_groups = weight.groups
         self.cuts_input = weight.hf_tensors[0].shard_dim == 1
@@ -147,7 +149,8 @@ class GroupedAdapter(MegatronModule):
     ) -> ShardedStateDict:
         """Return the state as Megatron's SequentialMLP does, so that checkpoints of either load into the other."""
         found: ShardedStateDict = {}
-        count, rank = len(self.local_experts), self.groups.ep.rank()
+        count = len(self.local_experts)
+        rank = self.groups.ep.rank()
         for index, adapter in enumerate(self.local_experts):
             offset = len(sharded_offsets), rank * count + index, self.groups.ep.size() * count
             own = f"{prefix}local_experts.{index}."

@@ -48,8 +48,10 @@ class HeadsConfig(TransformerConfig):
 
     def get_config_for_layer(self, layer_number: int) -> TransformerConfig:
         """Return the config of a layer, numbered from 1; `keys_are_values` of its heads is added."""
-        config, heads = copy(self), self.heads[layer_number - 1]
-        config.kv_channels, config.num_query_groups = heads.size, heads.kv_heads
+        config = copy(self)
+        heads = self.heads[layer_number - 1]
+        config.kv_channels = heads.size
+        config.num_query_groups = heads.kv_heads
         config.keys_are_values = heads.keys_are_values
         return config
 
@@ -102,7 +104,8 @@ def transformer_config(
         **{name: name in switches for name in LAYERS},
         **RECOMPUTE[recompute],
     )
-    config.switches, config.logit_cap = switches, architecture.logit_cap
+    config.switches = switches
+    config.logit_cap = architecture.logit_cap
     return _with_magnitude(config, architecture.rope)
 
 
@@ -112,7 +115,8 @@ def _with_magnitude(config: TransformerConfig, rope: Rope) -> TransformerConfig:
     Megatron's factor is 0.1 * log(yarn_rotary_scaling_factor) * yarn_mscale + 1, here with log(...) = 10.
     """
     if rope.scales_part:
-        config.yarn_rotary_scaling_factor, config.yarn_mscale_all_dim = exp(10), 0.0
+        config.yarn_rotary_scaling_factor = exp(10)
+        config.yarn_mscale_all_dim = 0.0
         config.yarn_mscale = rope.magnitude - 1
     return config
 
@@ -215,7 +219,8 @@ def _linear_arguments(linear: LinearAttention | None) -> dict[str, Any]:
 def _softmax_scale(architecture: Architecture) -> float | None:
     """Return the factor of the products of queries and keys; None = 1 / sqrt(size of a head). The factor of cosines and
     sines of a whole head is in it, as they are in queries and keys alike."""
-    scale, rope = architecture.scales.attention, architecture.rope
+    scale = architecture.scales.attention
+    rope = architecture.rope
     # With a rotary base of their own, layers with a window have no such factor: see add_norms_of_all_heads.
     if rope.magnitude == 1 or rope.scales_part or architecture.local_rope_base:
         return scale
@@ -252,10 +257,12 @@ def _expert_arguments(architecture: Architecture, parallel: Parallel) -> dict[st
     sum) softmaxes over the largest logits. With a router's bias it takes sigmoids and divides them by their sum over
     the chosen experts. No token is dropped. `ModelRouting` adds losses and updates biases; Megatron does neither.
     """
-    experts, written = architecture.experts, architecture.family.experts
+    experts = architecture.experts
+    written = architecture.family.experts
     if experts is None or written is None:
         return {}
-    dense, layers = experts.num_dense_layers, architecture.num_layers
+    dense = experts.num_dense_layers
+    layers = architecture.num_layers
     num_groups, group_top_k = experts.groups or (None, None)
     return {
         "num_moe_experts": experts.count,

@@ -30,7 +30,8 @@ class Offload:
     """
 
     def __init__(self, engine: MegatronEngine, kinds: Collection[TensorKind], base: MegatronEngine | None = None):
-        self._engine, self._base = engine, base
+        self._engine = engine
+        self._base = base
         self._kinds = tuple(kinds)
         self._memories: dict[TensorKind, list[_Memory]] = {}
         self.asleep: set[TensorKind] = set()
@@ -78,7 +79,8 @@ class _Memory:
     """
 
     def __init__(self, storage: UntypedStorage, is_kept: bool):
-        self.storage, self.size = storage, storage.nbytes()
+        self.storage = storage
+        self.size = storage.nbytes()
         sizes = block_sizes(self.size) if is_kept else []
         self.copy = [torch.empty(size, dtype=torch.uint8, pin_memory=platform.has_cuda()) for size in sizes]
         self.is_saved = False

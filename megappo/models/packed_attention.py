@@ -41,8 +41,10 @@ class Pack(PackedSeqParams):
     ):
         longest = max(lengths)
         super().__init__("thd", cu_seqlens, cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest)
-        self.lengths, self.positions = lengths, positions
-        self.token_rows, self.expert_choices = token_rows, expert_choices
+        self.lengths = lengths
+        self.positions = positions
+        self.token_rows = token_rows
+        self.expert_choices = expert_choices
 
 
 class SelfAttention(attention.SelfAttention):
@@ -71,10 +73,13 @@ class NormedValueAttention(SelfAttention):
     def get_query_key_value_tensors(self, hidden_states: Tensor, *unused: Any, **options: Any) -> tuple[Tensor, ...]:
         """Return queries, keys and values, [T, 1, heads, D] each."""
         mixed, _ = self.linear_qkv(hidden_states)
-        groups, size = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
+        groups = self.num_query_groups_per_partition
+        size = self.hidden_size_per_attention_head
         mixed = mixed.view(*mixed.shape[:2], groups, -1, size)
         num_queries = self.num_attention_heads_per_partition // groups
-        query, key, value = mixed[..., :num_queries, :], mixed[..., num_queries, :], mixed[..., -1, :]
+        query = mixed[..., :num_queries, :]
+        key = mixed[..., num_queries, :]
+        value = mixed[..., -1, :]
         value = F.rms_norm(value, (size,), eps=self.config.layernorm_epsilon)
         return self.q_layernorm(query.flatten(2, 3)), self.k_layernorm(key), value
 
@@ -158,7 +163,8 @@ class PackedAttention(CutParameters):
             ).flatten(1)
         key, value = (whole_pack(tensor, pack.cu_seqlens_kv, self.context) for tensor in (key, value))
         queries = query.split([length // self.context.size() for length in pack.lengths])
-        keys, values = key.split(pack.lengths), value.split(pack.lengths)
+        keys = key.split(pack.lengths)
+        values = value.split(pack.lengths)
         return torch.cat([self._attend(*sequence) for sequence in zip(queries, keys, values, strict=True)]).flatten(1)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

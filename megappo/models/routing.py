@@ -36,7 +36,8 @@ class LayerRouting:
     """
 
     def __init__(self, layer: TransformerLayer, routing: "ModelRouting", replays: bool):
-        self._routing, counts = routing, routing.counts[layer.layer_number - 1]
+        self._routing = routing
+        counts = routing.counts[layer.layer_number - 1]
         self._loads, self._replayed, self._loss = counts.split((layer.config.num_moe_experts, 2, 1))
         self._place = layer.layer_number - 1 - layer.config.num_layers  # below 0: layers without experts come first
         frequency = layer.config.moe_layer_freq
@@ -103,7 +104,9 @@ class ModelRouting:
     """
 
     def __init__(self, chunks: ModelChunks, groups: ComponentGroups, name: str, router: Router, *, replays: bool):
-        self._config, self._name, self._groups = chunks[0].config, name, groups.collection
+        self._config = chunks[0].config
+        self._name = name
+        self._groups = groups.collection
         self._routers: dict[int, TopKRouter] = {}
         self._bias_update_rate = router.bias_update_rate
         self._by_row = router.seq_aux_loss_coef > 0
@@ -135,7 +138,8 @@ class ModelRouting:
         Source: Fedus et al. 2021, "Switch Transformers", eq. 4-6; DeepSeek-V3, arXiv:2412.19437, eq. 17-20.
         """
         config = self._config
-        top_k, kind = config.moe_router_topk, config.moe_router_score_function
+        top_k = config.moe_router_topk
+        kind = config.moe_router_score_function
         chosen, scores = compute_routing_scores_for_aux_loss(logits, top_k, kind)
         sequences = pack.token_rows if self._by_row else pack.token_rows.clamp(max=1)  # 0 = padding
         empty = torch.zeros(len(pack.lengths) + 1, config.num_moe_experts, device=logits.device)

@@ -89,7 +89,8 @@ class TrainedEngine(MegatronEngine):
         self.optim = optim
         self.skipped_in_a_row = 0
         with groups.active(), groups.as_world():
-            config, chunks = self.transformer_config, self.wrapped_chunks
+            config = self.transformer_config
+            chunks = self.wrapped_chunks
             self.wrapped_chunks = [data_parallel(chunk, config, optim, groups) for chunk in chunks]
             self.optimizer = build_optimizer(self.wrapped_chunks, self.transformer_config, optim, groups)
         self.scheduler = lr_scheduler(self.optimizer, optim, total_optimizer_steps)
@@ -108,7 +109,8 @@ class TrainedEngine(MegatronEngine):
         self.optimizer.zero_grad()
         if self.routing is not None:
             self.routing.begin(self.total(float(rows.lengths.sum())) if self.routing.coef else 0.0)
-        on_output, on_idle = partial(self._loss, loss_fn), partial(self._loss, _no_loss)
+        on_output = partial(self._loss, loss_fn)
+        on_idle = partial(self._loss, _no_loss)
         parts = self._run(rows, self._bins(rows), on_output, on_idle, forward_only=False)
         metrics = merge_metrics(on_host(parts))
         lr = max(group["lr"] for group in self.optimizer.param_groups)
@@ -140,11 +142,15 @@ class TrainedEngine(MegatronEngine):
     @property
     def num_steps(self) -> set[int]:
         """The number of optimizer steps by the learning-rate schedule and by Adam's own counters: one number."""
-        parts = [part.optimizer for part in self.optimizer.chained_optimizers if not part.is_stub_optimizer]
-        counters = [state for part in parts for state in part.state.values() if "step" in state]
-        # Fused Adams count by group; torch's leaves the counters that Megatron has loaded into the groups alone.
-        counters = counters or [group for group in self.optimizer.param_groups if "step" in group]
-        return {self.scheduler.num_steps, *(int(counter["step"]) for counter in counters)}
+        counters = []
+        for part in self.optimizer.chained_optimizers:
+            if not part.is_stub_optimizer:
+                counters += [state for state in part.optimizer.state.values() if "step" in state]
+        if not counters:
+            # Fused Adams count by group; torch's leaves the counters that Megatron has loaded into the groups alone.
+            counters = [group for group in self.optimizer.param_groups if "step" in group]
+        nums_steps = {int(counter["step"]) for counter in counters}
+        return nums_steps | {self.scheduler.num_steps}
 
     @property
     def host_bytes(self) -> int:

@@ -258,7 +258,8 @@ def _ref(config: Config) -> ComponentSpec | None:
 def _reward_model(config: Config) -> ComponentSpec | None:
     if not config.has_reward_model:
         return None
-    folder, adapter = setting(config, REWARD_MODEL_KEY), config.reward_model.adapter
+    folder = setting(config, REWARD_MODEL_KEY)
+    adapter = config.reward_model.adapter
     return ComponentSpec(
         **_settings(config, "reward_model") | {"folder": folder, "weights": NO_WEIGHTS, "adapter": adapter},
         lora=read_lora(adapter, folder.value) if adapter else None,

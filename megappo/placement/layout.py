@@ -260,11 +260,22 @@ EXPERT_GROUPS = {
 def rank_groups(layout: Layout) -> Iterator[tuple[str, Ranks]]:
     """Yield the groups of a component, except for the embeddings': field of the collection, and global ranks."""
     replicas = layout.tensor * layout.context * layout.data // (layout.expert * layout.expert_tensor)
-    sizes = {"pp": layout.pipeline, "dp": layout.data, "cp": layout.context, "tp": layout.tensor}
-    of_experts = {"pp": layout.pipeline, "dp": replicas, "ep": layout.expert, "tp": layout.expert_tensor}
-    for own, table in ((sizes, GROUPS), (of_experts, EXPERT_GROUPS)):
+    sizes = {
+        "pp": layout.pipeline,
+        "dp": layout.data,
+        "cp": layout.context,
+        "tp": layout.tensor,
+    }
+    expert_sizes = {
+        "pp": layout.pipeline,
+        "dp": replicas,
+        "ep": layout.expert,
+        "tp": layout.expert_tensor,
+    }
+    for own, table in ((sizes, GROUPS), (expert_sizes, EXPERT_GROUPS)):
         for name, (dimensions, *_) in table.items():
-            yield from ((name, ranks) for ranks in _spanning(layout.ranks, own, dimensions.split("-")))
+            for ranks in _spanning(layout.ranks, own, dimensions.split("-")):
+                yield name, ranks
 
 
 def num_groups(layouts: Iterable[Layout], world_size: int) -> int:
@@ -284,6 +295,11 @@ def _spanning(ranks: Ranks, sizes: Mapping[str, int], dimensions: Sequence[str])
     As megatron-core's RankGenerator, which loops over all ranks for each group.
     """
     groups = defaultdict[tuple[int, ...], list[int]](list)
-    for rank, place in zip(ranks, product(*map(range, sizes.values())), strict=True):
-        groups[tuple(at for name, at in zip(sizes, place, strict=True) if name not in dimensions)].append(rank)
+    places = product(*map(range, sizes.values()))
+    for rank, place in zip(ranks, places, strict=True):
+        others = []  # the rank's place in the other dimensions, which its group shares
+        for dimension, at in zip(sizes, place, strict=True):
+            if dimension not in dimensions:
+                others.append(at)
+        groups[tuple(others)].append(rank)
     return map(tuple, groups.values())

@@ -139,13 +139,20 @@ def _discounted_sums(x: Tensor, decay: Tensor) -> Tensor:
     Source: Blelloch 1990 (Prefix sums and their applications), section 1.4: first-order recurrences as scans.
     """
     offsets = torch.arange(BLOCK, device=x.device)
-    powers = (decay[..., None, None] ** (offsets[:, None] - offsets).clamp(min=0)).tril().to(x.dtype)
-    blocks = x.unflatten(1, (x.shape[1] // BLOCK, BLOCK))
-    firsts = (blocks @ powers[..., :1]).squeeze(-1).double()
-    for block in reversed(range(blocks.shape[1] - 1)):
+    distances = (offsets[:, None] - offsets).clamp(min=0)
+    powers = decay[..., None, None] ** distances
+    weights = powers.tril().to(x.dtype)  # of position i in the sum from position j on
+
+    num_blocks = x.shape[1] // BLOCK
+    blocks = x.unflatten(1, (num_blocks, BLOCK))
+    sums = blocks @ weights[..., :1]
+    firsts = sums.squeeze(-1).double()  # the sum from the beginning of each block on
+    for block in reversed(range(num_blocks - 1)):
         firsts[:, block].addcmul_(firsts[:, block + 1], decay**BLOCK)
-    blocks[:, :-1, -1] += (decay[..., None] * firsts[:, 1:]).to(x.dtype)
-    return blocks @ powers
+
+    carried = decay[..., None] * firsts[:, 1:]
+    blocks[:, :-1, -1] += carried.to(x.dtype)
+    return blocks @ weights
 
 
 @contextmanager
@@ -245,7 +252,8 @@ def whiten(
     count, mean, squares = moments_over_ranks(x.detach().double()[valid], group)
     if not math.isfinite(mean):
         raise FloatingPointError(f"the {int(count)} tokens with mask 1 are not all finite")
-    variance, eps = squares / max(count - whitening.ddof, 1), whitening.eps
+    variance = squares / max(count - whitening.ddof, 1)
+    eps = whitening.eps
     scale = (max(variance, eps) if whitening.clamps_variance else variance + eps) ** -0.5
     whitened = (x.double() - mean) * scale
     if not shift_mean:

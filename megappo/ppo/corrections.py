@@ -172,7 +172,8 @@ def _metrics(
     kl_reverse: E[r log r], KL(old, rollout): its expectation under the trainer, reweighted by r because the
     tokens come from the engine; may be negative on few tokens.
     """
-    ratio, log_ratio = ratio[valid], log_ratio[valid]
+    ratio = ratio[valid]
+    log_ratio = log_ratio[valid]
     bounded = _bounded(log_ratio)
     present = valid.any(dim=1)
     found = {

@@ -197,7 +197,8 @@ def optimal_token_baseline(
         compute_optimal_token_baseline_advantage with handle_zero_tail.
     """
     returns, _ = reinforce_plus_plus(token_level_rewards, response_mask, gamma=1.0)
-    prompts, valid = PromptGroups(groups), response_mask.bool()
+    prompts = PromptGroups(groups)
+    valid = response_mask.bool()
     p = old_log_probs.double().exp()
     energy = 1 - 2 * p + (p if sum_pi_squared is None else sum_pi_squared.double())
     if rollout_is_weights is not None:

@@ -268,7 +268,8 @@ def dppo_kl(inputs: PolicyInputs, config: PolicyConfig) -> Result:
     """
     low, high = clip_range(config)
     new, old = _log_probs(inputs)
-    p, p_old = new.exp(), old.exp()
+    p = new.exp()
+    p_old = old.exp()
     kl = p_old * (old - new) + (1 - p_old) * torch.log((1 - p_old + 1e-8) / (1 - p + 1e-8))
     up = (kl <= high) | (p <= p_old)
     down = (kl <= low) | (p >= p_old)

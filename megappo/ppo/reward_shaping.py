@@ -41,7 +41,9 @@ class RunningMoments:
     """Mean and standard deviation (ddof 1) of all numbers so far, the same on every rank; see `merged_moments`."""
 
     def __init__(self) -> None:
-        self.count, self.mean, self._squares = 0.0, 0.0, 0.0
+        self.count = 0.0
+        self.mean = 0.0
+        self._squares = 0.0
 
     @property
     def std(self) -> float:
@@ -61,7 +63,9 @@ class RunningMoments:
         return {"count": self.count, "mean": self.mean, "squares": self._squares}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        self.count, self.mean, self._squares = state["count"], state["mean"], state["squares"]
+        self.count = state["count"]
+        self.mean = state["mean"]
+        self._squares = state["squares"]
 
 
 def normalize_scores(

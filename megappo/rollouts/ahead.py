@@ -31,7 +31,9 @@ class EngineShare:
     """
 
     def __init__(self, admitted: Sequence[int], num_engines: int, shared: SharedCounts):
-        self._admitted, self._num_engines, self._shared = admitted, num_engines, shared
+        self._admitted = admitted
+        self._num_engines = num_engines
+        self._shared = shared
         self._places = range(0)  # in `admitted`, or after its end: taken by this engine
 
     def take(self, most: int) -> list[int]:
@@ -72,7 +74,9 @@ class AheadSampler:
         self.fault: EngineFault | None = None
         self.error: BaseException | None = None
         self.usage = EngineUsage()
-        self._rollouts, self._prompts, self._groups = rollouts, queue.prompts, groups
+        self._rollouts = rollouts
+        self._prompts = queue.prompts
+        self._groups = groups
         self._share = EngineShare(queue.admitted, rollouts.num_engines, shared)
         self._again: list[Request] = []  # of groups that are begun
         self._session: RolloutSession | None = None
@@ -146,7 +150,8 @@ class AheadSampler:
     def _next(self, most: int) -> list[Request]:
         """Return requests: for groups that are begun, or for further prompts."""
         if self._again:
-            taken, self._again = self._again[:most], self._again[most:]
+            taken = self._again[:most]
+            self._again = self._again[most:]
             return taken
         positions = self._share.take(most // self._rollouts.config.rollout.n)
         prompts = {position: self._prompts[position] for position in positions}
@@ -156,7 +161,8 @@ class AheadSampler:
         """Return requests for the responses of groups that are not finished."""
         requests: list[Request] = []
         for group in groups:
-            position, prompt = group.position, self._prompts[group.position].tokens
+            position = group.position
+            prompt = self._prompts[group.position].tokens
             finished = {sample.sample_index for sample in group.samples}
             missing = [order for order in range(self._rollouts.config.rollout.n) if order not in finished]
             requests += [Request(position, order, prompt, group.written.get(order)) for order in missing]

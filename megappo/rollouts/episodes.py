@@ -39,7 +39,9 @@ class Transcript:
     """
 
     def __init__(self, prompt: Prompt, chat: Chat, tokenizer: "PreTrainedTokenizerBase", limits: tuple[int, int]):
-        self._chat, self._tokenizer, self._limits = chat, tokenizer, limits
+        self._chat = chat
+        self._tokenizer = tokenizer
+        self._limits = limits
         raw = prompt.columns[PROMPTS]
         self._messages: list[dict[str, Any]] | None = None if isinstance(raw, str) else list(raw)
         self.segments = [Segment(prompt.tokens, prompt.text)]
@@ -140,7 +142,9 @@ class EpisodeRunner:
         max_response_length: int,
         longest_prompt: int,
     ):
-        self._prompts, self._environments, self._tokenizer = prompts, environments, tokenizer
+        self._prompts = prompts
+        self._environments = environments
+        self._tokenizer = tokenizer
         self._limits = (max_response_length, longest_prompt + max_response_length)
         self._chat = Chat(tokenizer, config.data, environments.takes.tools)
         self._max_turns = config.rollout.max_turns

@@ -41,7 +41,8 @@ def rollout_settings(config: Config) -> dict[str, Any]:
 
     Call it at the start of a run, when workers load the users' files: later edits belong to the next run.
     """
-    filters, played = config.algorithm.filter_groups, (config.rollout.environment, *config.rollout.tools)
+    filters = config.algorithm.filter_groups
+    played = (config.rollout.environment, *config.rollout.tools)
     settings: dict[str, Any] = key_values(config, SAMPLING_KEYS + EPISODE_KEYS + REMAINING_KEYS)
     settings["algorithm.adv_estimator"] = config.algorithm.method.needs_greedy_baseline
     settings["algorithm.filter_groups"] = filters.model_dump() if filters.enable else None

@@ -3,7 +3,6 @@ on which groups a step trains."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from itertools import takewhile
 
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
@@ -42,7 +41,8 @@ class GroupQueue:
     """
 
     def __init__(self, config: Config):
-        self._config, self._size = config, config.data.train_batch_size
+        self._config = config
+        self._size = config.data.train_batch_size
         self.drawn: dict[int, Prompt] = {}
         self.prompts: dict[int, Prompt] = {}
         self.admitted: list[int] = []
@@ -101,10 +101,17 @@ class GroupQueue:
         """Return the groups that a step trains on, once there are enough: the first ones whose predecessors are
         finished, too."""
         facts_of = {facts.position: facts for facts in self.finished}
-        first = [facts_of[position] for position in takewhile(facts_of.__contains__, sorted(self.prompts))]
+        first = []
+        for position in sorted(self.prompts):
+            if position not in facts_of:
+                break
+            first.append(facts_of[position])
         ranked = sorted(first, key=lambda facts: (facts.is_equal, facts.position))
         chosen = sorted(facts.position for facts in ranked[: self._size])
-        left_out = [facts.position for facts in self.finished if facts.is_equal and facts.position not in chosen]
+        left_out = []
+        for facts in self.finished:
+            if facts.is_equal and facts.position not in chosen:
+                left_out.append(facts.position)
         return Choice(step, chosen, left_out, self.num_draws)
 
     def remove(self, choice: Choice) -> None:

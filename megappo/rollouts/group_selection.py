@@ -36,7 +36,9 @@ class GroupQuota:
     """
 
     def __init__(self, num_groups: int, metric: str | None, take: Callable[[int], int]):
-        self._num_groups, self._metric, self._take = num_groups, metric, take
+        self._num_groups = num_groups
+        self._metric = metric
+        self._take = take
         self._pending: list[tuple[Sequence[Sample], Callable[[], bool]]] = []
 
     def add(self, group: Sequence[Sample], fill_if_scored: Callable[[], bool]) -> None:
@@ -45,7 +47,8 @@ class GroupQuota:
 
     def is_met(self) -> bool:
         """Count the added groups whose scores have arrived; return whether all ranks together have enough."""
-        pending, num_new = [], 0
+        pending = []
+        num_new = 0
         for group, fill_if_scored in self._pending:
             if self._metric is not None and not fill_if_scored():
                 pending.append((group, fill_if_scored))
@@ -165,7 +168,8 @@ def choose_groups(
         RewardError: a reward function failed, or returns no such metric.
     """
     rounds: list[Responses] = []
-    counted, others = list[GroupKey](), list[GroupKey]()
+    counted = list[GroupKey]()
+    others = list[GroupKey]()
     metric, max_rounds = (filters.metric, filters.max_num_gen_batches) if filters.enable else (None, 1)
     while len(counted) < num_groups and len(rounds) < max_rounds:
         with phase("rollout"):

@@ -120,7 +120,9 @@ class Journal:
     """
 
     def __init__(self, output_dir: Path, number: int | None, num_engines: int, settings: Mapping[str, Any]):
-        self._folder, self._number, self._num_engines = output_dir / JOURNAL_FOLDER, number, num_engines
+        self._folder = output_dir / JOURNAL_FOLDER
+        self._number = number
+        self._num_engines = num_engines
         self._settings = settings
 
     def write_sample(self, group: Group, sample: Sample) -> None:
@@ -224,7 +226,8 @@ def _add(group: Group, line: Mapping[str, Any]) -> None:
         for sample, grade in zip(group.samples, _GRADES.validate_python(line["grades"]), strict=True):
             sample.grade = grade
         group.failures = metrics_from_json(line["failures"])
-        group.is_equal, group.is_finished = bool(line["is_equal"]), True
+        group.is_equal = bool(line["is_equal"])
+        group.is_finished = True
 
 
 def _plain(value: Any) -> Any:

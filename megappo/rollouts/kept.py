@@ -60,8 +60,10 @@ def _facts(responses: StepResponses | None, prompts: set[int], rollouts: Rollout
 
 def _records(step: int, rows: Rows, labels: list[Any], facts: Facts, rollouts: Rollouts) -> Iterator[dict[str, Any]]:
     """Yield what is kept of each row, by the names of SCHEMA."""
-    fields, tokenizer = rows.fields, rollouts.tokenizer
-    prompt_ids, scores = rows.prompt_ids.tolist(), fields["scores"].tolist()
+    fields = rows.fields
+    tokenizer = rollouts.tokenizer
+    prompt_ids = rows.prompt_ids.tolist()
+    scores = fields["scores"].tolist()
     for row, (prompt, sequence) in enumerate(zip(prompt_ids, rows.sequences, strict=True)):
         prompt_tokens, tokens = sequence.tensor_split([int(rows.prompt_lengths[row])])
         number = int(fields["episodes"][row]) if "episodes" in fields else row - prompt_ids.index(prompt)

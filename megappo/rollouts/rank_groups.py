@@ -26,7 +26,8 @@ class SharedCounts:
     """
 
     def __init__(self, store: Store, block_size: int):
-        self._store, self._block_size = store, block_size
+        self._store = store
+        self._block_size = block_size
 
     def take(self, count: int) -> int:
         """Take the next `count` admitted prompts; return how many were taken before."""
@@ -57,7 +58,8 @@ class RankGroups:
     num_equal = 0
 
     def __init__(self, shared: SharedCounts | None, journal: Journal):
-        self._shared, self._journal = shared, journal
+        self._shared = shared
+        self._journal = journal
         self._groups: dict[int, Group] = {}  # by position
 
     def restore(self, groups: dict[int, Group]) -> None:

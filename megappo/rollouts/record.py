@@ -35,7 +35,8 @@ class Record:
 
     def __init__(self, folder: Path, config: Config, exchange: Exchange):
         self.folder = folder
-        self._config, self._exchange = config, exchange
+        self._config = config
+        self._exchange = exchange
         self._rollout_settings = rollout_settings(config)
 
     def write(self, step: int, batch: Batch, prompts: Sequence[Prompt], num_tokens: int, num_drawn: int) -> None:
@@ -49,7 +50,8 @@ class Record:
         Raises:
             OSError, OtherRankError: the file cannot be written.
         """
-        rows, config = batch.at_rank_0(self._exchange), self._config
+        rows = batch.at_rank_0(self._exchange)
+        config = self._config
         settings = self._settings(step)
         facts = {
             "step": step,
@@ -119,8 +121,11 @@ class Replay(Batches):
     def __init__(
         self, folder: Path, config: Config, vocab_size: int, exchange: Exchange, key: str = "trainer.replay_rollouts"
     ):
-        self._folder, self._config, self._key = folder, config, key
-        self._vocab_size, self._exchange = vocab_size, exchange
+        self._folder = folder
+        self._config = config
+        self._key = key
+        self._vocab_size = vocab_size
+        self._exchange = exchange
 
     def sample(self, step: int, phase: Callable[[str], AbstractContextManager[None]]) -> None:
         """Do nothing: the record has the step's responses with their scores."""
@@ -149,7 +154,8 @@ class Replay(Batches):
             return batch, {"rollout/num_tokens": file.facts["num_tokens"]}
 
     def _errors(self, file: RowsFile) -> list[str]:
-        config, facts = self._config, file.facts
+        config = self._config
+        facts = file.facts
         if "settings" not in facts:
             return ["was written by another version of this program: record the rollouts again"]
         errors = []

@@ -37,7 +37,8 @@ class Responses:
         self.prompts = prompts
         self.samples: list[Sample] = []
         self.usage = EngineUsage()
-        self._rewards, self._tokenizer = rewards, tokenizer
+        self._rewards = rewards
+        self._tokenizer = tokenizer
         self._scoring = None if rewards is None else rewards.begin()
         self._is_graded = False
 
@@ -110,7 +111,8 @@ class Responses:
 
 def failure_report(failure: str, reported: set[str]) -> str:
     """Return a function's failure: whole for the first of its type, which is added to `reported`, else in a line."""
-    kind, first = failure.partition(": ")[0], failure.partition("\n")[0]
+    kind = failure.partition(": ")[0]
+    first = failure.partition("\n")[0]
     if kind in reported:
         return f"{first} (the first one is reported above in full)"
     reported.add(kind)

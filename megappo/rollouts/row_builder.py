@@ -33,8 +33,11 @@ class RowBuilder:
     """
 
     def __init__(self, config: Config, vocab_size: int, tokenizer: PreTrainedTokenizerBase, exchange: Exchange):
-        self._config, self._vocab_size, self._replayed = config, vocab_size, replayed_policy(config)
-        self._tokenizer, self._exchange = tokenizer, exchange
+        self._config = config
+        self._vocab_size = vocab_size
+        self._replayed = replayed_policy(config)
+        self._tokenizer = tokenizer
+        self._exchange = exchange
         self._score_counts: set[int] = set()
 
     def build(self, responses: StepResponses, step: int | None = None) -> tuple[Batch, dict[str, float]]:
@@ -47,7 +50,8 @@ class RowBuilder:
             ConfigError: see `scores`; the critic does not know a token; or the estimator does not support step scores.
             EngineError: responses are missing.
         """
-        samples, config = responses.samples, self._config
+        samples = responses.samples
+        config = self._config
         check_tokens(samples, self._vocab_size)
         responses.fill_grades()
         if config.algorithm.mask_truncated:

@@ -181,7 +181,8 @@ class RolloutSession:
         self._num_free = max(self.n, most_open)  # further responses that may begin
         self._has_room = asyncio.Event()
         self._slots = asyncio.Semaphore(self.max_running_requests)  # turns of episodes that the engine decodes at once
-        self._num_running, self._since = 0, time.perf_counter()
+        self._num_running = 0
+        self._since = time.perf_counter()
         self._stopping = False
 
     def run(
@@ -257,7 +258,8 @@ class RolloutSession:
         """Sample these responses by one request to the engine. A response that is begun comes alone."""
         if not requests:
             return
-        params, contexts = self.params, [request.prompt for request in requests]
+        params = self.params
+        contexts = [request.prompt for request in requests]
         if (written := requests[0].written) is not None:
             params = replace(params, max_response_length=params.max_response_length - len(written.tokens))
             contexts = [requests[0].prompt + written.tokens]
@@ -326,7 +328,8 @@ class RolloutSession:
         if self.is_idle:
             self.usage.idle_seconds += now - self._since
         self.usage.sequence_seconds += self._num_running * (now - self._since)
-        self._num_running, self._since = self._num_running + count, now
+        self._num_running = self._num_running + count
+        self._since = now
 
 
 async def _wait_for_cancellation() -> None:

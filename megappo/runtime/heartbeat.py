@@ -51,7 +51,8 @@ class Heartbeat:
 
     def begin(self, part: str) -> None:
         """Note where in the phase the process is from now on."""
-        self.part, self.counted = part, None
+        self.part = part
+        self.counted = None
         self.beat()
 
     def count(self, done: int, total: int, unit: str, tokens: float = 0.0) -> None:
@@ -61,7 +62,8 @@ class Heartbeat:
 
     def enter(self, phase: str) -> None:
         """Note where in a step the process is from now on."""
-        self.phase, self.since = phase, time.monotonic()
+        self.phase = phase
+        self.since = time.monotonic()
         self.num_phases += 1
         self.begin("")
 

@@ -65,7 +65,8 @@ def bind_stores() -> None:
                     raise
                 # torch reports it too, or finds that the store at this port is this process's own.
             else:
-                port, options["master_listen_fd"] = served.getsockname()[1], served.detach()
+                port = served.getsockname()[1]
+                options["master_listen_fd"] = served.detach()
         initialize(store, host_name, port, world_size, is_master, *rest, **options)
 
     TCPStore.__init__ = bound

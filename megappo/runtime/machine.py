@@ -37,7 +37,8 @@ def proxy_for(url: str) -> str | None:
     """Return the proxy for requests to a server; None for this machine, its cluster, and what no_proxy names."""
     from urllib.request import getproxies_environment, proxy_bypass_environment  # takes longer than all the above
 
-    server, proxies = urlsplit(url), getproxies_environment()
+    server = urlsplit(url)
+    proxies = getproxies_environment()
     proxy = proxies.get(server.scheme) or proxies.get("all")
     if not proxy or proxy_bypass_environment(server.netloc.rpartition("@")[2]) or is_near(server.hostname or ""):
         return None

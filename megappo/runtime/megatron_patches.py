@@ -116,7 +116,8 @@ def gather_uneven_parts() -> None:
     """Gather and sum parts of different lengths, as experts have them: gloo's collectives take equal ones only."""
     from megatron.core.tensor_parallel import mappings
 
-    gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+    gather = mappings._gather_along_first_dim
+    reduce_scatter = mappings._reduce_scatter_along_first_dim
 
     def gather_any(input_: torch.Tensor, group: Any, output_split_sizes: Any = None, *args: Any, **kwargs: Any) -> Any:
         if output_split_sizes is None or group.size() == 1:
@@ -356,7 +357,8 @@ def expect_shapes(communicator: Any, shapes: Iterable[tuple[int, ...]]) -> None:
     virtual stages each stage takes micro-batches from the one before, and gradients from the one after, in their order.
     """
     shapes = list(shapes)
-    from_previous, from_next = iter(shapes), iter(shapes)
+    from_previous = iter(shapes)
+    from_next = iter(shapes)
 
     def next_shapes(tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool) -> tuple:
         return next(from_previous) if recv_prev else None, next(from_next) if recv_next else None

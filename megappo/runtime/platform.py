@@ -115,7 +115,8 @@ def keep_freed_memory() -> None:
 
 def num_cores() -> int:
     """Return the number of cores that this process may use, by its affinity and by a container's limit (cgroup v2)."""
-    cores, limit = len(os.sched_getaffinity(0)), Path("/sys/fs/cgroup/cpu.max")
+    cores = len(os.sched_getaffinity(0))
+    limit = Path("/sys/fs/cgroup/cpu.max")
     quota, period = limit.read_text().split() if limit.exists() else ("max", "")
     return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
 

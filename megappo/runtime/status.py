@@ -172,7 +172,8 @@ def describe_progress(ends_at: float | None) -> str:
     Args:
         ends_at: estimated end of the run, by `time.monotonic`.
     """
-    now, counted = time.monotonic(), heartbeat.counted
+    now = time.monotonic()
+    counted = heartbeat.counted
     seconds = now - heartbeat.since
     name = heartbeat.phase
     phase = f"after {name.removeprefix(AFTER)}" if name.startswith(AFTER) else name

@@ -86,7 +86,8 @@ class BroadcastSender(Sender):
         self._unless_broken(partial(self._broadcast, flat))
 
     def abort(self) -> None:
-        group, self._group = self._group, None
+        group = self._group
+        self._group = None
         if group is not None:
             group.abort()  # destroying it would wait for members that have ended
 

@@ -118,7 +118,8 @@ def _engine_endpoints(
     senders: list[Sender] = []
     receivers: list[Receiver] = []
     for number, engine in enumerate(route.engines):
-        name, ranks = engine.transport, route.endpoint_ranks(engine, on_gpus=platform.has_cuda())
+        name = engine.transport
+        ranks = route.endpoint_ranks(engine, on_gpus=platform.has_cuda())
         peers = None
         if len(ranks) > 1:
             # Made by all ranks: if only its members made it, torch would name it by the number of groups that each is

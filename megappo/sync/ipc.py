@@ -162,7 +162,8 @@ def readable_bytes(size: int) -> torch.Tensor | None:
 
 def _metadata(bucket: Bucket) -> list[SimpleNamespace]:
     """Describe where each tensor lies. Source: SGLang's FlattenedTensorMetadata."""
-    metadata, start = [], 0
+    metadata = []
+    start = 0
     for tensor in bucket:
         end = start + tensor.nbytes
         span = {"start_idx": start, "end_idx": end, "numel": tensor.nbytes}

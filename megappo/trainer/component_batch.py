@@ -67,8 +67,11 @@ class Component:
         already."""
         mini_batches = split(batch.table, self.layout, num_mini_batches, keeps_prompts=self.keeps_prompts)
         destinations = shard_destinations(self.layout, shards_of(mini_batches), self.exchange.world_size)
-        moved = next((one.batch for one in others if one.batch.owners == destinations), None)
-        return ComponentBatch(self, mini_batches, moved or self.exchange.move(batch, destinations, self.reads))
+        for other in others:
+            if other.batch.owners == destinations:
+                return ComponentBatch(self, mini_batches, other.batch)
+        moved = self.exchange.move(batch, destinations, self.reads)
+        return ComponentBatch(self, mini_batches, moved)
 
 
 @dataclass
@@ -115,7 +118,8 @@ class ComponentBatch:
         Args:
             fields: output -> the field that it becomes.
         """
-        component, table = self.component, self.batch.table
+        component = self.component
+        table = self.batch.table
         sources = output_sources(component.layout, shards_of(self.split), component.exchange.world_size)
         rows = empty_rows((), table)
         if component.engine is not None and component.engine.is_output:

@@ -116,7 +116,8 @@ class CriticEvaluation:
         if not self._batches:  # eval.datasets alone, whose rewards may be others
             return {}
         run.engines.sleep()
-        metrics, explained = {}, []
+        metrics = {}
+        explained = []
         for name, batch in self._batches.items():
             measured = over_ranks(run.exchange, value_metrics(_with_values(run, name, batch)))
             metrics |= {f"val/{name}/critic/{metric}": value for metric, value in measured.items()}
@@ -130,7 +131,8 @@ class CriticEvaluation:
 
 def _held_out_rollouts(run: "Run") -> Iterator[tuple[str, Batch]]:
     """Yield the name of each held-out data set and its scored rollouts."""
-    config, vocab_size = run.config, run.datasets.vocab_size
+    config = run.config
+    vocab_size = run.datasets.vocab_size
     if config.trainer.replay_held_out is not None:
         folder = Path(config.trainer.replay_held_out)
         replay = Replay(folder, config, vocab_size, run.exchange, "trainer.replay_held_out")

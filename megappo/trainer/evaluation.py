@@ -37,7 +37,9 @@ def evaluate(
     Args:
         grade: has the reward model score the responses to some data sets.
     """
-    metrics, tasks, all_responses = {}, eval_sets(rollouts.config), {}
+    metrics = {}
+    tasks = eval_sets(rollouts.config)
+    all_responses = {}
     for name, task in tasks.items():
         prompts = datasets.held_out(name, rollouts.exchange)
         own = task.rollout
@@ -48,7 +50,8 @@ def evaluate(
         grade(by_model)
     for name, responses in all_responses.items():
         task = tasks[name]
-        threshold, has_spread = task.rollout.val_pass_threshold, len(responses.prompts) > 1
+        threshold = task.rollout.val_pass_threshold
+        has_spread = len(responses.prompts) > 1
         parts = _metric_parts(responses, threshold, has_spread=has_spread)
         shown = _shown(rollouts, responses, name, task)
         has_answers = any(one.grade.answer is not None for one in responses.samples)
@@ -97,7 +100,8 @@ def _shown(rollouts: Rollouts, responses: Responses, name: str, task: Task) -> l
     for index, group in responses.groups().items():
         if index >= rollouts.config.trainer.num_samples:
             continue
-        prompt, (scores, answers) = responses.prompts[index], _scores_and_answers(group)
+        prompt = responses.prompts[index]
+        (scores, answers) = _scores_and_answers(group)
         shown = {
             "dataset": name,
             "prompt": prompt.text,
@@ -170,8 +174,12 @@ def majority_at(k: int, scores: Sequence[float], answers: Sequence[str | None]) 
 
 
 def _majority_score(votes: list[tuple[str | None, float]]) -> float:
-    counts = Counter(answer for answer, _ in votes if answer is not None) or Counter([None])
+    answers = [answer for answer, _ in votes if answer is not None]
+    counts = Counter(answers or [None])
     most = max(counts.values())
-    winners = [answer for answer, count in counts.items() if count == most]
-    means = [statistics.fmean(score for answer, score in votes if answer == winner) for winner in winners]
+    means = []
+    for winner, count in counts.items():
+        if count == most:
+            scores = [score for answer, score in votes if answer == winner]
+            means.append(statistics.fmean(scores))
     return statistics.fmean(means)

@@ -36,7 +36,9 @@ class Probe:
     """
 
     def __init__(self, rollouts: Rollouts, prompts: PromptDataset, actor: Component):
-        self.config, self.restarts, self.actor = rollouts.config, rollouts.restarts, actor
+        self.config = rollouts.config
+        self.restarts = rollouts.restarts
+        self.actor = actor
         length = min(PROBE_TOKENS, self.config.rollout.max_response_length)
         self.params = replace(rollouts.training, max_response_length=length)
         # Every data-parallel shard of the actor needs a row.
@@ -54,7 +56,8 @@ class Probe:
         interval = self.config.rollout.sync.probe_interval
         if interval == 0 or (self._calls - 1) % interval:
             return {}
-        number, exchange = self.restarts.engine_handle.number, self.actor.exchange
+        number = self.restarts.engine_handle.number
+        exchange = self.actor.exchange
         generations, fault = self._generate()
         while self.restarts.restart_failed(fault):
             generations, fault = self._generate()
@@ -113,12 +116,16 @@ class InferenceEngines:
     """
 
     def __init__(self, plan: RunPlan, engine_handle: EngineHandle, exchange: Exchange, *, is_new: bool):
-        self.plan, self.engine_handle, self.exchange = plan, engine_handle, exchange
+        self.plan = plan
+        self.engine_handle = engine_handle
+        self.exchange = exchange
         keeps_loaded = is_new or plan.config.sent_lora is not None
         self.as_loaded = keeps_loaded and not (plan.config.model.dist_checkpointing_path or plan.config.rollout.engines)
         self.sleeps = engine_handle.number is not None and engine_sleeps(plan.route, engine_handle.number)
         self.asleep = False
-        self.loaded, self.footprint, self.sent = (), Footprint(0), SyncStats()
+        self.loaded = ()
+        self.footprint = Footprint(0)
+        self.sent = SyncStats()
         self.version = 0
         self.hold: Callable[[], AbstractContextManager[object]] = nullcontext
 
@@ -130,7 +137,8 @@ class InferenceEngines:
     def start(self) -> None:
         """Wait until all engines serve, then put engines that share GPUs with models to sleep."""
         with STATUS.step("engine start"):
-            client, held_bytes = self.engine_handle.wait_ready(), 0.0
+            client = self.engine_handle.wait_ready()
+            held_bytes = 0.0
         if client is not None:
             with deferring_faults(client):
                 if self.as_loaded and self.plan.config.rollout.sync.verify:
@@ -145,7 +153,9 @@ class InferenceEngines:
 
     def connect(self, models: Models, rollouts: Rollouts, datasets: Datasets, phase: Phases) -> None:
         """Build the weight sync and the probe, once the models are there."""
-        self.phase, self.restarts, actor = phase, rollouts.restarts, models.actor
+        self.phase = phase
+        self.restarts = rollouts.restarts
+        actor = models.actor
         prompts = datasets.train if datasets.train is not None else next(iter(datasets.val.values()))
         self.probe = Probe(rollouts, prompts, actor)
         self.make_sync = partial(
@@ -170,7 +180,8 @@ class InferenceEngines:
         """
         self.version = step
         self.wake(changed=changed)
-        num_bytes, seconds = self.sent.bytes, max(self.exchange.all_gather(self.sent.seconds))
+        num_bytes = self.sent.bytes
+        seconds = max(self.exchange.all_gather(self.sent.seconds))
         metrics = {"sync/bytes": num_bytes, "sync/seconds": seconds}
         return metrics | {"sync/gib_per_second": num_bytes / 2**30 / seconds} | self.probe()
 

@@ -186,7 +186,8 @@ class Models:
     def export(self) -> None:
         """Write the models that the run trains as Hugging Face folders."""
         for name in exported(self.specs):
-            engine, source = self.components[name].engine, self.specs[name].folder.value
+            engine = self.components[name].engine
+            source = self.specs[name].folder.value
             if engine is not None:
                 architecture = self.architecture if name == "actor" else architecture_of(self.specs[name])
                 if self.specs[name].scores_pairs:
@@ -200,7 +201,8 @@ def build_models(plan: RunPlan, exchange: Exchange) -> Models:
 
     They are built one after another: the offloaded tensors of a model leave the device before the next model is built.
     """
-    config, specs = plan.config, plan.components
+    config = plan.config
+    specs = plan.components
     layouts = {name: plan.layouts[name] for name in specs}
     timeout = timedelta(seconds=config.trainer.process_group_timeout_seconds)
     groups = build_groups(layouts, config.trainer.seed, timeout)
@@ -211,11 +213,13 @@ def build_models(plan: RunPlan, exchange: Exchange) -> Models:
     for name in build_order(specs):
         engines[name] = None
         if groups[name].member:
-            spec, base = specs[name], engines.get(specs[name].base)
+            spec = specs[name]
+            base = engines.get(specs[name].base)
             factors = partial(_logit_factors, engines, spec.reference) if spec.reference else None
             engine = build_engine(config, spec, groups[name], factors, base)
             if isinstance(engine, TrainedEngine) and engine.transformer_config.num_moe_experts:
-                replays, settings = "expert_choices" in spec.reads, spec.training.settings
+                replays = "expert_choices" in spec.reads
+                settings = spec.training.settings
                 engine.routing = ModelRouting(engine.chunks, groups[name], name, settings.router, replays=replays)
             engines[name], offloads[name] = engine, Offload(engine, spec.offload.value, base)
             offloads[name].rest(NOTHING)
@@ -265,16 +269,19 @@ def build_engine(
         factors: factors of the logits that a policy's head compares with its own, see `policy_head`.
         base: the model whose frozen weights this one uses.
     """
-    architecture, training = architecture_of(spec), spec.training
+    architecture = architecture_of(spec)
+    training = spec.training
     lent = base.chunks if base else None
-    recompute, trained = training.settings.recompute if training else "none", training is not None
+    recompute = training.settings.recompute if training else "none"
+    trained = training is not None
     chunks = build_model(
         architecture, config.model, spec.parallel.value, groups, recompute=recompute, trained=trained, base=lent
     )
     if start := spec.megatron_folder:
         load_initial(chunks, groups, start, _read_once(start), architecture, config.trainer.seed)
     else:
-        folder, adapter = spec.folder.value, spec.adapter
+        folder = spec.folder.value
+        adapter = spec.adapter
         load_hf(chunks, folder, architecture, groups, seed=config.trainer.seed, base=lent, adapter=adapter)
 
     def head(full_kl: bool, bootstrap: bool) -> Head:
@@ -282,7 +289,8 @@ def build_engine(
         if spec.head == "value":
             return value
         weight = partial(output_weight, chunks[-1])
-        compared, temperature = factors if full_kl else None, config.rollout.temperature
+        compared = factors if full_kl else None
+        temperature = config.rollout.temperature
         sizes = groups.collection.tp, architecture.vocab_size
         policy = policy_head(weight, *sizes, temperature, compared, architecture.logit_cap)
         return policy if spec.head == "policy" else policy_value_head(policy, value, chunks[-1])

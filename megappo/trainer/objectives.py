@@ -61,8 +61,11 @@ class ActorLoss:
         return float(sum(self._policy_kl))
 
     def __call__(self, outputs: Outputs, rows: Rows) -> LossPart:
-        config, actor, log_probs = self.config, self.config.actor, outputs["log_probs"]
-        mask, fields = rows.response_mask, rows.fields
+        config = self.config
+        actor = self.config.actor
+        log_probs = outputs["log_probs"]
+        mask = rows.response_mask
+        fields = rows.fields
         if config.old_log_probs == "update":
             old = log_probs.detach()
             self.old_log_probs |= zip(rows.ids.tolist(), old, strict=True)
@@ -121,7 +124,9 @@ def _shared(config: Config, num_tokens: int, num_sequences: int) -> dict[str, An
 
 
 def _value_loss(config: Config, outputs: Outputs, rows: Rows, shared: dict[str, Any]) -> LossPart:
-    values, old, returns = outputs["values"], rows.fields["values"], rows.fields["returns"]
+    values = outputs["values"]
+    old = rows.fields["values"]
+    returns = rows.fields["returns"]
     loss, metrics = value_loss(values, old, returns, rows.response_mask, config.critic, **shared)
     return loss, prefixed("critic", {"vf_loss": loss, **metrics})
 

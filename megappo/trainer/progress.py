@@ -86,7 +86,8 @@ class Progress:
         self.experience = None
         self.num_drawn = 0
         self.pending: Sequence[int] = ()
-        self.is_overdue, self.failed_saves = False, 0
+        self.is_overdue = False
+        self.failed_saves = 0
         self.kl = KLController(config.algorithm.kl_ctrl)
         self.reward_moments = RunningMoments()
 
@@ -105,7 +106,8 @@ class Progress:
         if self.checkpoint is None:
             return
         if self.config.trainer.eval_only:
-            engine, folder = models.actor.engine, self.checkpoint / "actor"
+            engine = models.actor.engine
+            folder = self.checkpoint / "actor"
             if engine is not None:
                 vocab_size = models.architecture.vocab_size
                 load_model(engine.chunks, engine.groups, folder, read_component(folder), vocab_size)
@@ -122,7 +124,8 @@ class Progress:
         self.kl.load_state_dict(state["kl"])
         self.reward_moments.load_state_dict(state["reward_moments"])
         self.start_step = self.step = state["step"]
-        self.num_drawn, self.pending = state["prompts_drawn"], state["prompts_pending"]
+        self.num_drawn = state["prompts_drawn"]
+        self.pending = state["prompts_pending"]
         self.experience = self._read_experience(models.num_mini_batches())
 
     def _restore_models(self, models: Models, optimizer_steps: dict[str, list[int]]) -> None:
@@ -146,7 +149,8 @@ class Progress:
         if experience.kl_penalty is not None and "actor" in experience.num_updates:
             num_responses = self.config.data.train_batch_size * self.config.rollout.n  # a row may be a part of one
             self.kl.update(experience.kl_penalty, num_responses)
-        self.step, self.experience = experience.step, None
+        self.step = experience.step
+        self.experience = None
 
     @property
     def is_new(self) -> bool:
@@ -225,7 +229,8 @@ class Progress:
         if not path.exists():
             return None
         with RowsFile(path) as file:
-            facts, batch = file.facts, file.batch(self.exchange)
+            facts = file.facts
+            batch = file.batch(self.exchange)
         for name, saved in facts["num_mini_batches"].items():
             if num_mini_batches[name] != saved:
                 raise CheckpointError(

@@ -57,7 +57,10 @@ class ResponseScorer:
         tokenizer: PreTrainedTokenizerBase,
         exchange: Exchange,
     ):
-        self._config, self._component, self._dataset, self._exchange = config, component, dataset, exchange
+        self._config = config
+        self._component = component
+        self._dataset = dataset
+        self._exchange = exchange
         self._architecture = critic_architecture(str(config.reward_model.model_path))
         self._conversations = Conversations(config, self._architecture, tokenizer)
 
@@ -73,8 +76,10 @@ class ResponseScorer:
         Raises:
             ConfigError: see `Conversations.of`.
         """
-        rows, dataset = batch.rows, dataset or self._dataset
-        starts, prompt_ids = rows.prompt_lengths.tolist(), rows.prompt_ids.tolist()
+        rows = batch.rows
+        dataset = dataset or self._dataset
+        starts = rows.prompt_lengths.tolist()
+        prompt_ids = rows.prompt_ids.tolist()
         are_truncated = rows.fields["truncated"].bool().tolist()
         conversations = []
         for row, tokens in enumerate(rows.sequences):
@@ -97,7 +102,8 @@ class ResponseScorer:
     def add_scores(self, batch: Batch, scattered: ConversationBatch, outputs: Outputs) -> Batch:
         """Return the rows with `reward_model_scores`, and with scores that include them; scores of steps are on
         tokens."""
-        token_scores, weight = self._token_scores(batch.rows, scattered, outputs), self._config.reward_model.weight
+        token_scores = self._token_scores(batch.rows, scattered, outputs)
+        weight = self._config.reward_model.weight
         scores = token_scores.sum(dim=1)
         fields = dict(batch.rows.fields)
         if self._config.reward.weights:
@@ -150,8 +156,21 @@ def _rows(rows: Rows, conversations: Sequence[Conversation]) -> Rows:
     A value is read before each token of a response. So responses begin behind the first token that is scored, and a
     further token, which scores no longer depend on, ends them.
     """
-    starts = integers(steps[0][0] + 1 for _, steps in conversations)
-    lengths = integers(len(one.tokens) + 1 for one in conversations) - starts
-    tokens = integers(token for one in conversations for token in [*one.tokens, 0])
-    mask = is_within(lengths, int(lengths.max()) if len(lengths) else 0).float()
-    return Rows(rows.ids, rows.prompt_ids, starts, lengths, tokens, {"response_mask": mask})
+    starts = []
+    lengths = []
+    tokens = []
+    for read, steps in conversations:
+        first_scored, _ = steps[0]
+        starts.append(first_scored + 1)
+        lengths.append(len(read) - first_scored)
+        tokens += [*read, 0]
+    response_lengths = integers(lengths)
+    mask = is_within(response_lengths, max(lengths, default=0)).float()
+    return Rows(
+        rows.ids,
+        rows.prompt_ids,
+        integers(starts),
+        response_lengths,
+        integers(tokens),
+        {"response_mask": mask},
+    )

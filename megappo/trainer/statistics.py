@@ -117,7 +117,8 @@ class Utilisation:
 
         Source: Chowdhery et al. 2022 (PaLM), appendix B; `estimate.placed_model`.
         """
-        name, table = shard.component.name, shard.batch.table
+        name = shard.component.name
+        table = shard.batch.table
         lengths = list(zip(table.lengths.tolist(), table.response_lengths.tolist(), strict=True))
         flops = self._flops[name]
         num_epochs = num_steps / len(shard.split)

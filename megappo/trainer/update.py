@@ -25,7 +25,8 @@ from megappo.trainer.objectives import SELECTED, ActorLoss, conventions, critic_
 
 def update_actor(batch: ComponentBatch, config: Config) -> None:
     """Train the actor; stop once its KL to the policy before the step exceeds actor.target_kl."""
-    engine, actor = batch.component.engine, config.actor
+    engine = batch.component.engine
+    actor = config.actor
     if not isinstance(engine, TrainedEngine):
         return
     for rows, num_tokens, num_rows in _mini_batches(batch, engine, actor.ppo_epochs, config):
@@ -88,7 +89,8 @@ def _optimizer_step(batch: ComponentBatch, engine: TrainedEngine, rows: Rows, lo
 
 def _report_skipped(batch: ComponentBatch, engine: TrainedEngine, rows: Rows, reason: str, config: Config) -> None:
     """Warn about a skipped optimizer step, and raise if too many were skipped in a row. The rows are kept."""
-    rank, limit = batch.component.exchange.rank, config.trainer.max_bad_steps
+    rank = batch.component.exchange.rank
+    limit = config.trainer.max_bad_steps
     which = f"the {batch.component.name}'s update {batch.num_updates} of step {batch.step}"
     kept = _keep_rows(batch, rows, reason, config) if engine.is_output else ""
     if engine.skipped_in_a_row <= limit:
@@ -106,7 +108,8 @@ def _report_skipped(batch: ComponentBatch, engine: TrainedEngine, rows: Rows, re
 
 def _keep_rows(batch: ComponentBatch, rows: Rows, reason: str, config: Config) -> str:
     """Write this rank's rows of a skipped step; return where they are. Warn if they cannot be written."""
-    name, rank = batch.component.name, batch.component.exchange.rank
+    name = batch.component.name
+    rank = batch.component.exchange.rank
     file = f"step_{batch.step:08d}_{name}_{batch.num_updates:04d}_rank_{rank}.safetensors"
     path = Path(config.trainer.output_dir, "bad_steps", file)
     facts = {"step": batch.step, "weights_step": batch.step - 1, "model": config.model.path, "reason": reason}

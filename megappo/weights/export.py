@@ -94,7 +94,8 @@ class Export:
         with_stacks: bool = True,
     ):
         self.groups = groups
-        table, all_parameters = table_of(architecture, groups), global_parameters(chunks)
+        table = table_of(architecture, groups)
+        all_parameters = global_parameters(chunks)
         self._adapters: dict[str, torch.Tensor] = {}  # to merge, by Hugging Face name
         self._scale = architecture.lora.scale if architecture.lora else 0.0
 
@@ -185,7 +186,8 @@ class Export:
 
     def _load_row(self, tensors: Sequence[ExportedTensor], row: torch.Tensor) -> None:
         """Fill this rank's row, [row_size], with its shards: its own, or the shards of another expert or stage."""
-        first, collection = tensors[0], self.groups.collection
+        first = tensors[0]
+        collection = self.groups.collection
         slots = row.split([prod(tensor.hf.shard_shape) for tensor in tensors])
         for tensor, slot in zip(tensors, slots, strict=True):
             if tensor.name in self._held and tensor.stage == collection.pp.rank():
@@ -247,7 +249,8 @@ def _all_gather_specs(
     Args:
         changing: frozen tensors that are not sent as they are, but with trained adapters merged.
     """
-    pipeline, expert = groups.collection.pp, groups.collection.ep
+    pipeline = groups.collection.pp
+    expert = groups.collection.ep
     found: dict[str, ExportedTensor] = {}
     for tensor, entry in held.values():
         changes = tensor.requires_grad or entry.is_buffer  # `ModelRouting` may update it
@@ -297,12 +300,14 @@ def _portions(bucket: Sequence[ExportedTensor]) -> list[list[ExportedTensor]]:
     A larger tensor is a portion by itself.
     """
     portions: list[list[ExportedTensor]] = []
-    room, last = 0, None
+    room = 0
+    last = None
     for tensor in bucket:
         source = tensor.stage, tensor.expert_rank, tensor.is_cut
         if source != last or (tensor.is_cut and tensor.nbytes > room):
             portions.append([])
-            room, last = PORTION_BYTES, source
+            room = PORTION_BYTES
+            last = source
         portions[-1].append(tensor)
         room -= tensor.nbytes
     return portions
@@ -317,10 +322,14 @@ def _broadcast_if_needed(part: torch.Tensor, source: int, group: dist.ProcessGro
 
 def _join_rows(tensors: Sequence[ExportedTensor], rows: torch.Tensor, target: torch.Tensor) -> None:
     """Fill `target` with full tensors, one after the other, from all tensor-parallel ranks' rows, [tp, row_size]."""
-    all_shards = rows.split([prod(tensor.hf.shard_shape) for tensor in tensors], dim=1)
-    for tensor, flat_shards, (_, full) in zip(tensors, all_shards, views(tensors, target), strict=True):
-        shards, dim = flat_shards.unflatten(1, tensor.hf.shard_shape), tensor.hf.shard_dim  # [tp, *shard_shape]
-        if len(shards) * shards.shape[1 + dim] == full.shape[dim]:
-            full.unflatten(dim, (len(shards), -1)).copy_(shards.movedim(0, dim))
+    sizes = [prod(tensor.hf.shard_shape) for tensor in tensors]
+    all_shards = rows.split(sizes, dim=1)
+    for tensor, flat, (_, full) in zip(tensors, all_shards, views(tensors, target), strict=True):
+        shards = flat.unflatten(1, tensor.hf.shard_shape)  # [tp, *shard_shape]
+        dim = tensor.hf.shard_dim
+        size = len(shards) * shards.shape[1 + dim]
+        if size == full.shape[dim]:
+            places = full.unflatten(dim, (len(shards), -1))
+            places.copy_(shards.movedim(0, dim))
         else:  # the last rows are padding
             full.copy_(shards.flatten(0, 1)[: len(full)])

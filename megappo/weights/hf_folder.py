@@ -90,7 +90,8 @@ def write_hf_files(
     if architecture.lora is not None:
         _write_adapters(chunks, architecture, groups, source, folder / ADAPTER_FOLDER)
     first = groups.layout.ranks[0]
-    export, is_first = Export(chunks, architecture, groups, full_tensor_ranks=(first,)), dist.get_rank() == first
+    export = Export(chunks, architecture, groups, full_tensor_ranks=(first,))
+    is_first = dist.get_rank() == first
     if not export.participates:
         return
     buckets: Iterable[NamedTensors] = export.buckets(bucket_bytes)
@@ -111,11 +112,17 @@ def write_hf_files(
 
 def fuse_bucket(architecture: Architecture, bucket: NamedTensors) -> NamedTensors:
     """Return a bucket in which matrices that the family's files stack are one tensor."""
-    stack_of = {f"{part}.weight": f"{stack}.weight" for stack, parts in architecture.stacks.items() for part in parts}
+    stack_of = {}
+    for stack, parts in architecture.stacks.items():
+        for part in parts:
+            stack_of[f"{part}.weight"] = f"{stack}.weight"
     found: dict[str, list[torch.Tensor]] = {}
     for name, tensor in bucket:
         found.setdefault(stack_of.get(name, name), []).append(tensor)
-    return [(name, torch.cat(tensors) if len(tensors) > 1 else tensors[0]) for name, tensors in found.items()]
+    fused = []
+    for name, tensors in found.items():
+        fused.append((name, torch.cat(tensors) if len(tensors) > 1 else tensors[0]))
+    return fused
 
 
 def critic_buckets(buckets: Iterable[NamedTensors], has_bias: bool = False) -> Iterator[NamedTensors]:
@@ -158,12 +165,19 @@ def _write_adapters(
 def _fuse_adapters(architecture: Architecture, adapters: NamedTensors) -> NamedTensors:
     """Return adapters of the matrices that the family's files have, with the same products: for a stack, A is the As
     of its matrices below each other, and B has their Bs along its diagonal."""
-    found, shapes = dict(adapters), hf_shapes(architecture)
+    found = dict(adapters)
+    shapes = hf_shapes(architecture)
     for stack, parts in architecture.stacks.items():
-        if downs := [found.pop(part + LORA_A) for part in parts if part + LORA_A in found]:
-            empty = {part: downs[0].new_zeros(shapes[f"{part}.weight"][0], 0) for part in parts}
-            found[stack + LORA_A] = torch.cat(downs)
-            found[stack + LORA_B] = torch.block_diag(*(found.pop(part + LORA_B, empty[part]) for part in parts))
+        downs = [found.pop(part + LORA_A) for part in parts if part + LORA_A in found]
+        if not downs:
+            continue
+        ups = []
+        for part in parts:
+            num_rows, *_ = shapes[f"{part}.weight"]
+            empty = downs[0].new_zeros(num_rows, 0)
+            ups.append(found.pop(part + LORA_B, empty))
+        found[stack + LORA_A] = torch.cat(downs)
+        found[stack + LORA_B] = torch.block_diag(*ups)
     return list(found.items())
 
 

@@ -92,7 +92,8 @@ def load_hf(
             not finite; each named.
         FileNotFoundError: the folder, or a file of it, is missing.
     """
-    table, parameters = table_of(architecture, groups), global_parameters(chunks)
+    table = table_of(architecture, groups)
+    parameters = global_parameters(chunks)
     check_parameters(parameters, table)
     loaded = {id(parameter) for chunk in base or () for parameter in chunk.parameters()}
     with HFFolder(folder, architecture) as source:
@@ -156,10 +157,15 @@ def _fill(shard: torch.Tensor, source: HFFolder, hf: HFTensor, groups: Component
 
     The files are mapped into memory, so that nothing but the parameter itself takes any.
     """
-    dim, start, stop = hf.shard_dim or 0, 0, None
+    dim = hf.shard_dim or 0
+    start = 0
+    stop = None
     if hf.shard_dim is not None:
-        rank, size, whole = shard_group(hf, groups).rank(), hf.shard_shape[dim], hf.shape[dim]
-        start, stop = min(rank * size, whole), min((rank + 1) * size, whole)
+        rank = shard_group(hf, groups).rank()
+        size = hf.shard_shape[dim]
+        whole = hf.shape[dim]
+        start = min(rank * size, whole)
+        stop = min((rank + 1) * size, whole)
     read = source.read(hf.name, dim, start, stop)
     if not read.is_floating_point() or read.itemsize == 1 or not all_finite(read):
         raise ActionableError(

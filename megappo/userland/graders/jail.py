@@ -201,12 +201,19 @@ def _filter_calls(instructions: Sequence[tuple[int, int, int, int]], flags: int)
     """Run a program of the kernel's packet filter before each call from now on: operation, instructions to skip if so,
     if not, operand. Return the descriptor that the flags request."""
     column, machine = _machine()
-    whole = [(LOAD, 0, 0, MACHINE_AT), (JUMP_EQUAL, 1, 0, machine), (RETURN, 0, 0, KILL), (LOAD, 0, 0, NUMBER_AT)]
-    whole += [*instructions, (RETURN, 0, 0, ALLOW)]
+    whole = [
+        (LOAD, 0, 0, MACHINE_AT),
+        (JUMP_EQUAL, 1, 0, machine),
+        (RETURN, 0, 0, KILL),
+        (LOAD, 0, 0, NUMBER_AT),
+        *instructions,
+        (RETURN, 0, 0, ALLOW),
+    ]
     program = b"".join(struct.pack("=HBBI", *instruction) for instruction in whole)
     kept = ctypes.create_string_buffer(program, len(program))
     described = struct.pack("@HP", len(whole), ctypes.addressof(kept))
-    return _check(_libc.syscall(SECCOMP[column], SECCOMP_SET_MODE_FILTER, flags, described), "seccomp")
+    descriptor = _libc.syscall(SECCOMP[column], SECCOMP_SET_MODE_FILTER, flags, described)
+    return _check(descriptor, "seccomp")
 
 
 def _rules(table: str, verdict: int) -> Iterator[tuple[int, int, int, int]]:
