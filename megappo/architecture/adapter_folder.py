@@ -82,10 +82,13 @@ def adapter_tensor_errors(folder: str, architecture: Architecture) -> Iterator[s
     Args:
         architecture: architecture of the base, with the adapters.
     """
-    names = {name.removeprefix(PEFT_PREFIX) for name in tensor_files(Path(folder), ADAPTERS)}
+    files = tensor_files(Path(folder), ADAPTERS)
+    names = {name.removeprefix(PEFT_PREFIX) for name in files}
     read = {name for name in hf_shapes(architecture) if name.endswith((LORA_A, LORA_B, VALUE_HEAD))}
     if names != read:
-        found = f"missing {listed(sorted(read - names))}; unknown {listed(sorted(names - read))}"
+        missing = listed(sorted(read - names))
+        unknown = listed(sorted(names - read))
+        found = f"missing {missing}; unknown {unknown}"
         yield f"reward_model.adapter {folder}: expected adapters of each layer and a {VALUE_HEAD}, {found}: {REMEDY}"
 
 

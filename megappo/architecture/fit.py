@@ -106,7 +106,12 @@ def dense_stage_errors(architecture: Architecture, parallel: Parallel, component
         )
 
 
-def adapter_errors(architecture: Architecture, lora: Lora, parallel: Parallel, component: str) -> Iterator[str]:
+def adapter_errors(
+    architecture: Architecture,
+    lora: Lora,
+    parallel: Parallel,
+    component: str,
+) -> Iterator[str]:
     """Yield the errors of adapters that the model has no place for: latent attention takes none, nor do experts that
     are cut."""
     if parallel.expert_tensor > 1 and adapts_experts(architecture.with_lora(lora)):

@@ -315,18 +315,15 @@ def _adapter_table(table: str, architecture: Architecture, lora: Lora) -> str:
         if name in lora.modules:
             matrix = line["hf"].removesuffix(".weight")
             module = matrix.rpartition(".")[2]
-            layers = [_adapter_of(weight) for weight in line["megatron"].split(" | ")]
+            layers = []
+            for weight in line["megatron"].split(" | "):
+                layer, _, expert = weight.rpartition(".weight")
+                layers.append(f"{layer}{ADAPTER}.local_experts.{expert}" if expert else f"{layer}{ADAPTER}")
             out, into = line["sizes"].split()
             for part, end, sizes in (("a", LORA_A, f"rank {into}"), ("b", LORA_B, f"{out} rank")):
                 names = " | ".join(f"{layer}.{module}.{part}" for layer in layers)
                 lines.append(f"{names} <- {matrix}{end} ({sizes})")
     return "\n".join(lines)
-
-
-def _adapter_of(weight: str) -> str:
-    """Return the name of the module that adapts a weight; a layer of several experts has one for each."""
-    layer, _, expert = weight.rpartition(".weight")
-    return f"{layer}{ADAPTER}.local_experts.{expert}" if expert else f"{layer}{ADAPTER}"
 
 
 def _expert_table(experts: ExpertFormat, count: int, has_biases: bool) -> str:
@@ -361,7 +358,13 @@ def _sizes(architecture: Architecture, own: Heads) -> dict[str, int]:
     head = own.size
     sizes = {"one": 1, "hidden": architecture.hidden_size, "vocab": architecture.vocab_size}
     sizes |= {"ffn": architecture.ffn_size, "rank": lora.rank if lora else 0}
-    sizes |= {"head": head, "heads": heads, "q": heads * head, "kv_heads": kv_heads, "kv": kv_heads * head}
+    sizes |= {
+        "head": head,
+        "heads": heads,
+        "q": heads * head,
+        "kv_heads": kv_heads,
+        "kv": kv_heads * head,
+    }
     sizes["attended"] = heads * head
     if latent:
         sizes |= {"q": heads * (latent.plain_size + latent.rope_size), "q_latent": latent.q_rank or 0}

@@ -19,15 +19,22 @@ def balanced_partitions(costs: list[int], k: int) -> list[list[int]]:
     if k < 1 or any(cost < 0 for cost in costs):
         raise ValueError(f"cannot partition into {k} parts: needs k >= 1 and costs >= 0")
     # Heap of partial solutions: (-spread, tie-break, parts by falling cost without the empty ones).
-    heap: list[tuple[int, int, list[_Part]]] = [(-cost, item, [(cost, (item,))]) for item, cost in enumerate(costs)]
+    heap: list[tuple[int, int, list[_Part]]] = []
+    for item, cost in enumerate(costs):
+        heap.append((-cost, item, [(cost, (item,))]))
     heapq.heapify(heap)
     while len(heap) > 1:
         _, tie, first = heapq.heappop(heap)
         _, _, second = heapq.heappop(heap)
         merged = _merge(first, second, k)
-        smallest = merged[-1][0] if len(merged) == k else 0
-        heapq.heappush(heap, (smallest - merged[0][0], tie, merged))
-    parts = sorted(sorted(items) for _, items in (heap[0][2] if heap else []))
+        largest, _ = merged[0]
+        smallest, _ = merged[-1]
+        if len(merged) < k:  # the other parts are empty
+            smallest = 0
+        heapq.heappush(heap, (smallest - largest, tie, merged))
+    parts: list[list[int]] = []
+    for _, _, solution in heap:
+        parts = sorted(sorted(items) for _, items in solution)
     return parts + [[] for _ in range(k - len(parts))]
 
 

@@ -55,10 +55,13 @@ class RowTable:
 
     def split(self, size: int) -> RankRows:
         """Split all rows into `size` parts of consecutive prompts, as evenly as they divide, each with all its rows."""
-        counts = self.prompt_ids.unique_consecutive(return_counts=True)[1]
+        _, counts = self.prompt_ids.unique_consecutive(return_counts=True)
         ends = [0, *counts.cumsum(0).tolist()]
         bounds = [ends[len(counts) * part // size] for part in range(size + 1)]
-        return tuple(tuple(range(start, stop)) for start, stop in pairwise(bounds))
+        parts = []
+        for start, stop in pairwise(bounds):
+            parts.append(tuple(range(start, stop)))
+        return tuple(parts)
 
 
 @dataclass(frozen=True)
@@ -215,7 +218,13 @@ class Exchange:
         arrived = self._all_to_all(batch, into.owners, values.flatten(), torch.full((len(table),), columns))
         return arrived.reshape(len(into.rows), columns) if field.has_columns else arrived
 
-    def _all_to_all(self, batch: Batch, destinations: RankRows, numbers: Tensor, lengths: Tensor) -> Tensor:
+    def _all_to_all(
+        self,
+        batch: Batch,
+        destinations: RankRows,
+        numbers: Tensor,
+        lengths: Tensor,
+    ) -> Tensor:
         """Send numbers of the rows here; return the numbers of the rows `destinations[rank]`.
 
         Args:

@@ -100,7 +100,12 @@ def load_model(
     load_component({"model": state}, groups, folder, info, weights_only=True)
 
 
-def check_vocabulary(chunks: ModelChunks, folder: Path, info: ComponentInfo, vocab_size: int) -> None:
+def check_vocabulary(
+    chunks: ModelChunks,
+    folder: Path,
+    info: ComponentInfo,
+    vocab_size: int,
+) -> None:
     """Check the vocabulary, the one dimension that dist_checkpointing leaves: its padding depends on the layout."""
     found = info.tensors.get(EMBEDDING)
     if found is None:

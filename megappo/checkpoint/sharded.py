@@ -188,7 +188,12 @@ _COMMON = _DeferringCommonSave("torch", 1)
 register_default_strategy(StrategyAction.SAVE_COMMON, "torch", 1, _COMMON)  # `save` takes no other
 
 
-def begin_sharded(state: dict[str, Any], folder: Path, as_world: AsWorld, copies: HostCopies | None) -> Writing:
+def begin_sharded(
+    state: dict[str, Any],
+    folder: Path,
+    as_world: AsWorld,
+    copies: HostCopies | None,
+) -> Writing:
     """Begin to write a component's sharded state into an existing folder; all its ranks together.
 
     Args:
@@ -202,7 +207,12 @@ def begin_sharded(state: dict[str, Any], folder: Path, as_world: AsWorld, copies
             if isinstance(leaf, ShardedTensor) and is_main_replica(leaf.replica_id):
                 name = f"{folder.name}/{leaf.key}{leaf.global_offset}"
                 leaf.data = copies.copy(name, leaf.data) if copies else leaf.data.cpu()
-        request = dist_checkpointing.save(state, str(folder), sharded_strategy=writing, async_sharded_save=True)
+        request = dist_checkpointing.save(
+            state,
+            str(folder),
+            sharded_strategy=writing,
+            async_sharded_save=True,
+        )
     # Without the second, which ends in a barrier: the others would wait there for a first rank that fails.
     writing.finalize = request.finalize_fns[0]
     writing.error = _COMMON.error

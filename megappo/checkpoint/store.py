@@ -150,7 +150,12 @@ class CheckpointStore:
             self.exchange.on_rank_0(lambda: (partial / STATE).write_text(text))
         thread = None
         if in_background:
-            thread = threading.Thread(target=_write, name="checkpoint", args=[writings], daemon=True)
+            thread = threading.Thread(
+                target=_write,
+                name="checkpoint",
+                args=[writings],
+                daemon=True,
+            )
             thread.start()
         self._saving = Saving(path, partial, writings, thread)
 
@@ -243,7 +248,12 @@ class CheckpointStore:
         if saving.thread is None:
             _remove(*old)
         else:  # slow for large files; the next save removes what remains
-            threading.Thread(target=_remove, name="checkpoint-removal", args=old, daemon=True).start()
+            threading.Thread(
+                target=_remove,
+                name="checkpoint-removal",
+                args=old,
+                daemon=True,
+            ).start()
 
     def _old(self, newest: Path) -> list[Path]:
         """List the checkpoints to remove after the newest was saved."""

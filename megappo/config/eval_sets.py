@@ -150,7 +150,8 @@ def requests(config: Config) -> list[LongestRequest]:
     """
     longest = []
     for task in (training_task(config), *eval_sets(config).values()):
-        prompt, response = task.data.max_prompt_length, task.rollout.max_response_length
+        prompt = task.data.max_prompt_length
+        response = task.rollout.max_response_length
         longest_prompt = prompt
         if task.rollout.has_environment:
             prompt = max(prompt, config.data.max_prompt_length)

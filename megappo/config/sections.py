@@ -258,7 +258,8 @@ class Rollout(Section):
 
 
 class Reward(Section):
-    method_key, methods = "length_penalty", LENGTH_PENALTIES
+    method_key = "length_penalty"
+    methods = LENGTH_PENALTIES
 
     function: FilePath | dict[FilePath, Float] | None = key("exact_match", "built-in name, or FILE.py:FUNCTION or package.module:FUNCTION of (prompts, responses, labels, **columns) -> list of scores, or of lists of them; verl's and TRL's signatures work, too. Several functions with weights, as {gsm8k: 1, my_rewards.py:brevity: 0.1}, score each response together; weight 0 drops one that base names. null = none: rollout.environment gives the rewards")
     num_workers: Processes = key(1, "worker processes that run the function, per engine")
@@ -345,7 +346,8 @@ class FilterGroups(Section):
 
 
 class Algorithm(Section):
-    method_key, methods = "adv_estimator", ESTIMATORS
+    method_key = "adv_estimator"
+    methods = ESTIMATORS
 
     preset: Literal["verl", "slime", "miles", "openrlhf", "nemo_rl"] | None = key(None, "numerical conventions of another system (whitening, clamps, KL gradient, KL in the reward with a baseline, factor of the value loss, averaging); null = megappo's")
     adv_estimator: Annotated[str, OneOf(ESTIMATORS)] = key("gae", f"advantage estimator; only {_WITH_VALUES} needs a critic")

@@ -26,7 +26,8 @@ EVAL_INTERVAL = 10
 """Value of trainer.eval_interval where it is null and there is something to evaluate on."""
 CONSOLE_FIELDS = ("reward", "val", "ref_kl", "ppo_kl", "entropy", "clipfrac", "vf_ev", "length", "tok/s", "step_s")
 """Default of trainer.console_fields: `observe.console.COLUMNS` has their metrics."""
-DELETES_CHECKPOINTS, SAVES_BETWEEN = ReadIf("trainer.keep_checkpoints"), ReadIf("trainer.save_interval")
+DELETES_CHECKPOINTS = ReadIf("trainer.keep_checkpoints")
+SAVES_BETWEEN = ReadIf("trainer.save_interval")
 PROFILES = ReadIf("trainer.profile.steps")
 ONLY_EVALUATES = ReadIf("trainer.eval_only")
 TRAINS_CRITIC_ALONE = ReadIf(

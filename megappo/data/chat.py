@@ -117,7 +117,12 @@ class Chat:
             )
         given = self._config.chat_template_kwargs | settings
         try:
-            text = self._tokenizer.apply_chat_template(messages, tools=self._tools, tokenize=False, **given)
+            text = self._tokenizer.apply_chat_template(
+                messages,
+                tools=self._tools,
+                tokenize=False,
+                **given,
+            )
             text.encode()  # raises for a lone surrogate
             return text
         except Exception as error:  # templates refuse messages with jinja2's own exceptions

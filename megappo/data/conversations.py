@@ -39,7 +39,12 @@ class Conversations:
         ConfigError: the reward model's tokenizer or chat template cannot be used.
     """
 
-    def __init__(self, config: Config, architecture: Architecture, tokenizer: "PreTrainedTokenizerBase"):
+    def __init__(
+        self,
+        config: Config,
+        architecture: Architecture,
+        tokenizer: "PreTrainedTokenizerBase",
+    ):
         settings = config.reward_model
         self._folder = str(settings.model_path)
         self._separator = settings.step_separator
@@ -71,7 +76,14 @@ class Conversations:
         if template:
             self._rendered("A question", "An answer")
 
-    def of(self, tokens: list[int], start: int, content: PromptContent, *, is_truncated: bool) -> Conversation:
+    def of(
+        self,
+        tokens: list[int],
+        start: int,
+        content: PromptContent,
+        *,
+        is_truncated: bool,
+    ) -> Conversation:
         """Return a conversation; one that is scored as a whole ends before padding, as in transformers.
 
         Args:
@@ -129,7 +141,12 @@ class Conversations:
                 "the tokenizer has no chat template, but prompts are chat messages: add chat_template.jinja to the "
                 "folder"
             )
-        encoded = self._own(text, add_special_tokens=not is_chat, return_offsets_mapping=bool(ends), verbose=False)
+        encoded = self._own(
+            text,
+            add_special_tokens=not is_chat,
+            return_offsets_mapping=bool(ends),
+            verbose=False,
+        )
         tokens = encoded["input_ids"]
         places = []
         for end in ends:

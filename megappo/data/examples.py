@@ -182,7 +182,13 @@ class ConversationDataset(RecordDataset[E]):
         """
 
     @abstractmethod
-    def _entry(self, index: int, encoded: Sequence[Encoded], record: Any, form: Mapping[str, str]) -> E:
+    def _entry(
+        self,
+        index: int,
+        encoded: Sequence[Encoded],
+        record: Any,
+        form: Mapping[str, str],
+    ) -> E:
         """Return the entry of a record, of whose conversations these are the tokens."""
 
     @abstractmethod
@@ -225,7 +231,14 @@ class ConversationDataset(RecordDataset[E]):
             if len(encoded) > 1 and encoded[0] == encoded[1]:
                 self._note_bad_row(check, number, [EQUAL])
 
-    def _check_tokens(self, check: Check, number: int, tokens: list[int], mask: list[int], vocab_size: int) -> None:
+    def _check_tokens(
+        self,
+        check: Check,
+        number: int,
+        tokens: list[int],
+        mask: list[int],
+        vocab_size: int,
+    ) -> None:
         limit = self.config.max_length
         if not any(mask):
             self._note_bad_row(check, number, ["the response is empty: it has no token"])
@@ -263,7 +276,12 @@ class ConversationDataset(RecordDataset[E]):
         """Return a text with an end token: the tokenizer's own, unless it has one."""
         return text if text.endswith(self._endings) else text + self._ending
 
-    def _chat_text(self, chat: Chat, messages: list[dict[str, Any]], start: int) -> ExampleText:
+    def _chat_text(
+        self,
+        chat: Chat,
+        messages: list[dict[str, Any]],
+        start: int,
+    ) -> ExampleText:
         """Return the text of a conversation as the chat template renders it.
 
         Args:
@@ -369,6 +387,12 @@ class ExampleDataset(ConversationDataset[Example]):
             mask += [int(number % 4 == 1)] * len(added)  # two texts a part, and every other part has a loss
         return joined, mask
 
-    def _entry(self, index: int, encoded: Sequence[Encoded], record: Any, form: Mapping[str, str]) -> Example:
+    def _entry(
+        self,
+        index: int,
+        encoded: Sequence[Encoded],
+        record: Any,
+        form: Mapping[str, str],
+    ) -> Example:
         [(tokens, mask)] = encoded
         return Example(index, tokens, mask)

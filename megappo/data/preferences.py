@@ -110,7 +110,13 @@ class PreferenceDataset(ConversationDataset[Pair]):
             whole.pop()
         return whole, [int(place == len(whole) - 1) for place in range(len(whole))]
 
-    def _entry(self, index: int, encoded: Sequence[Encoded], record: Any, form: Mapping[str, str]) -> Pair:
+    def _entry(
+        self,
+        index: int,
+        encoded: Sequence[Encoded],
+        record: Any,
+        form: Mapping[str, str],
+    ) -> Pair:
         chosen, rejected = (Example(index, tokens, mask) for tokens, mask in encoded)
         margin = _margin(look_up(record, form[MARGIN])) if MARGIN in form else 0.0
         return Pair(index, (chosen, rejected), margin)
@@ -126,7 +132,13 @@ def open_examples(
     if config.trains_reward_model:
         padding = padding_token(read_architecture(config.model.path, head="value"), tokenizer)
         opened = partial(PreferenceDataset, config=data.model_copy(update={"train_on": "last"}), padding=padding)
-    opened = partial(opened, tokenizer=tokenizer, ends=ends, seed=config.trainer.seed, unpack=unpack)
+    opened = partial(
+        opened,
+        tokenizer=tokenizer,
+        ends=ends,
+        seed=config.trainer.seed,
+        unpack=unpack,
+    )
     train = opened(data.files, weights=tuple(data.shares.values()))
     val = {}
     for name, file in zip(data.val_names, data.val_files, strict=True):

@@ -178,7 +178,12 @@ def open_datasets(
     data = config.data
     train = None
     val = {}
-    opened = partial(PromptDataset, tokenizer=tokenizer, seed=config.trainer.seed, unpack=unpack)
+    opened = partial(
+        PromptDataset,
+        tokenizer=tokenizer,
+        seed=config.trainer.seed,
+        unpack=unpack,
+    )
     if not config.trainer.eval_only:
         task = training_task(config)
         train = opened(

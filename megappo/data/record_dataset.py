@@ -112,7 +112,13 @@ class RecordDataset(ABC, Generic[E]):
         """
 
     @abstractmethod
-    def _check_entries(self, check: Check, entries: Mapping[int, Any], numbers: Sequence[int], vocab_size: int) -> None:
+    def _check_entries(
+        self,
+        check: Check,
+        entries: Mapping[int, Any],
+        numbers: Sequence[int],
+        vocab_size: int,
+    ) -> None:
         """Check what `_read` returned, by the numbers of the records; faulty ones of the numbers have none."""
 
     def check(self, vocab_size: int, chosen: Callable[[int], Sequence[int]] = range) -> list[Check]:
@@ -247,7 +253,14 @@ class RecordDataset(ABC, Generic[E]):
             for number, part in enumerate(self._parts):
                 seed = f"{self.seed}/{number}" if self._weights else str(self.seed)
                 values = ranks[part.start : part.stop]
-                self._orders.append(Order(seed, len(part), shuffle=self.config.shuffle, values=values))
+                self._orders.append(
+                    Order(
+                        seed,
+                        len(part),
+                        shuffle=self.config.shuffle,
+                        values=values,
+                    )
+                )
 
     def _lines(self, checks: Sequence[Check], action: Action) -> list[str]:
         lines: list[str] = []

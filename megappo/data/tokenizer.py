@@ -128,9 +128,12 @@ def encode(texts: Sequence[RenderedText], tokenizer: "PreTrainedTokenizerBase") 
             heartbeat.beat()
             part = alike[start : start + TEXTS_AT_ONCE]
             special = not is_chat
-            tokens += tokenizer(part, add_special_tokens=special, return_attention_mask=False, verbose=False)[
-                "input_ids"
-            ]
+            tokens += tokenizer(
+                part,
+                add_special_tokens=special,
+                return_attention_mask=False,
+                verbose=False,
+            )["input_ids"]
     return [one_bos(ids, tokenizer) for ids in tokens]
 
 

@@ -237,7 +237,12 @@ class EngineClient:
                 raise self._refusal(path, event["error"]["code"], data.decode())
             if not event["meta_info"]["finish_reason"]:
                 return None
-            generation = checked(event, may_abort=self._aborts, version=version, replayed=replayed)
+            generation = checked(
+                event,
+                may_abort=self._aborts,
+                version=version,
+                replayed=replayed,
+            )
             missing.remove(event["index"])
         return event["index"], generation
 
@@ -305,7 +310,13 @@ class EngineClient:
             self._fault = fault
             return None
 
-    def request(self, method: str, path: str, body: JsonObject | None = None, timeout: float | None = None) -> Any:
+    def request(
+        self,
+        method: str,
+        path: str,
+        body: JsonObject | None = None,
+        timeout: float | None = None,
+    ) -> Any:
         """Send a request, as `post`, but raise its faults at once."""
         limit = timeout or self.hang_seconds
         try:
@@ -350,7 +361,14 @@ class EngineClient:
             beginning = data[:500].decode(errors="replace")
             raise EngineFault(f"{self.url}{path} did not answer with JSON ({error}): {beginning}") from error
 
-    def _refusal(self, path: str, status: int, reply: str, *, is_fault: bool = False) -> EngineError:
+    def _refusal(
+        self,
+        path: str,
+        status: int,
+        reply: str,
+        *,
+        is_fault: bool = False,
+    ) -> EngineError:
         # A request that is wrong itself would fail again after a restart.
         kind = EngineFault if is_fault or status >= 500 else EngineError
         return kind(f"{self.url}{path} refused (HTTP {status}): {reply}")

@@ -79,11 +79,21 @@ class Generation:
         """Return the response as a whole; `rest` was requested with the tokens of this part after its prompt."""
         tokens = self.tokens + rest.tokens
         log_probs = self.log_probs + rest.log_probs
-        return replace(rest, tokens=tokens, log_probs=log_probs, versions=[*self.versions, *rest.versions])
+        return replace(
+            rest,
+            tokens=tokens,
+            log_probs=log_probs,
+            versions=[*self.versions, *rest.versions],
+        )
 
     def without_last_token(self) -> "Generation":
         """Return the response without its last token."""
-        return replace(self, tokens=self.tokens[:-1], log_probs=self.log_probs[:-1], versions=self.versions[:-1])
+        return replace(
+            self,
+            tokens=self.tokens[:-1],
+            log_probs=self.log_probs[:-1],
+            versions=self.versions[:-1],
+        )
 
 
 def generate_body(

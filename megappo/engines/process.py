@@ -65,7 +65,14 @@ class Engine:
     ):
         if importlib.util.find_spec("sglang") is None:
             raise EngineError("SGLang, which writes rollouts, is not installed: run launch/setup.sh")
-        arguments = launch.server_arguments(model_path, rollout, dtype, on_gpu=bool(gpu_ids), seed=seed, lora=lora)
+        arguments = launch.server_arguments(
+            model_path,
+            rollout,
+            dtype,
+            on_gpu=bool(gpu_ids),
+            seed=seed,
+            lora=lora,
+        )
         self._arguments = arguments | (node_arguments or {})
         self._rollout = rollout
         self._gpu_ids = list(gpu_ids)

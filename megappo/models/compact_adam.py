@@ -34,7 +34,12 @@ class CompactAdam:
         host_bytes: bytes of the states in host memory.
     """
 
-    def __init__(self, adam: torch.optim.Optimizer, dtype: torch.dtype, offload_fraction: float):
+    def __init__(
+        self,
+        adam: torch.optim.Optimizer,
+        dtype: torch.dtype,
+        offload_fraction: float,
+    ):
         self._adam = adam
         self.param_groups = adam.param_groups
         self.state: dict[Tensor, dict[str, Tensor]] = {}
@@ -71,7 +76,13 @@ class CompactAdam:
         if platform.has_cuda():
             torch.cuda.synchronize()  # the host's states are read without the device
 
-    def _step_part(self, group: dict[str, Any], weights: Tensor, gradient: Tensor, states: dict[str, Tensor]) -> None:
+    def _step_part(
+        self,
+        group: dict[str, Any],
+        weights: Tensor,
+        gradient: Tensor,
+        states: dict[str, Tensor],
+    ) -> None:
         device = weights.device
         on_device = {
             name: state.to(device, torch.float32, copy=True, non_blocking=True) for name, state in states.items()

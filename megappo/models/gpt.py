@@ -121,12 +121,19 @@ def _mark(chunk: GPTModel, architecture: Architecture, trained: bool) -> None:
 
 def _share_base(chunk: GPTModel, base: GPTModel, architecture: Architecture) -> None:
     """Replace a chunk's frozen weights and rotary frequencies by the tensors of another model's chunk."""
-    shared = {name: weight for name, weight in base.named_parameters() if weight.is_base}
-    own = [name for name, _ in chunk.named_parameters() if is_beside_base(name, architecture)]
-    shared |= {name: module for name, module in base.named_modules() if name.endswith("rotary_pos_emb")}
-    for name in shared.keys() - own:
+    shared: dict[str, object] = {}
+    for name, weight in base.named_parameters():
+        if weight.is_base:
+            shared[name] = weight
+    for name, module in base.named_modules():
+        if name.endswith("rotary_pos_emb"):
+            shared[name] = module
+    for name, _ in chunk.named_parameters():
+        if is_beside_base(name, architecture):
+            shared.pop(name, None)
+    for name, value in shared.items():
         path, _, attribute = name.rpartition(".")
-        setattr(chunk.get_submodule(path), attribute, shared[name])
+        setattr(chunk.get_submodule(path), attribute, value)
 
 
 def _fuse_gradient_accumulation(chunk: GPTModel) -> None:

@@ -143,7 +143,12 @@ class ValueHead(torch.nn.Module):
         bias: adds a bias, of shape [1].
     """
 
-    def __init__(self, config: TransformerConfig, tensor_group: dist.ProcessGroup, bias: bool = False):
+    def __init__(
+        self,
+        config: TransformerConfig,
+        tensor_group: dist.ProcessGroup,
+        bias: bool = False,
+    ):
         super().__init__()
         self.tp_group = tensor_group
         self.sequence_parallel = config.sequence_parallel

@@ -207,7 +207,13 @@ class NormOfAllHeads(CutParameters):
 
     cut = MappingProxyType({"weight": 0})
 
-    def __init__(self, config: TransformerConfig, num_heads: int, group: dist.ProcessGroup, factor: float = 1.0):
+    def __init__(
+        self,
+        config: TransformerConfig,
+        num_heads: int,
+        group: dist.ProcessGroup,
+        factor: float = 1.0,
+    ):
         super().__init__()
         self.tp_group = group
         self.eps = config.layernorm_epsilon

@@ -56,9 +56,19 @@ class LowRank(CutParameters):
         self.a = torch.nn.Parameter(torch.empty(rank, sizes[0], dtype=config.params_dtype))
         self.b = torch.nn.Parameter(torch.empty(sizes[1], rank, dtype=config.params_dtype))
         cut, whole = (self.a, self.b) if cuts_input else (self.b, self.a)
-        set_tensor_model_parallel_attributes(cut, is_parallel=True, dim=int(cuts_input), stride=1)
+        set_tensor_model_parallel_attributes(
+            cut,
+            is_parallel=True,
+            dim=int(cuts_input),
+            stride=1,
+        )
         if is_expert:  # else the gradient norm would leave it out on all tensor-parallel ranks except the first
-            set_tensor_model_parallel_attributes(whole, is_parallel=True, dim=int(not cuts_input), stride=1)
+            set_tensor_model_parallel_attributes(
+                whole,
+                is_parallel=True,
+                dim=int(not cuts_input),
+                stride=1,
+            )
         else:
             # Under sequence parallelism each rank sees its own tokens there: Megatron then sums the gradient over them.
             whole.sequence_parallel = config.sequence_parallel
@@ -134,12 +144,22 @@ class Adapter(MegatronModule):
 class GroupedAdapter(MegatronModule):
     """The adapters of TransformerEngine's layer of several experts: an `Adapter` for each."""
 
-    def __init__(self, config: TransformerConfig, adapters: Sequence[Adapter], groups: ProcessGroupCollection):
+    def __init__(
+        self,
+        config: TransformerConfig,
+        adapters: Sequence[Adapter],
+        groups: ProcessGroupCollection,
+    ):
         super().__init__(config)
         self.local_experts = torch.nn.ModuleList(adapters)
         self.groups = groups
 
-    def add(self, linear: torch.nn.Module, inputs: tuple[Tensor, list[int]], output: tuple) -> tuple:
+    def add(
+        self,
+        linear: torch.nn.Module,
+        inputs: tuple[Tensor, list[int]],
+        output: tuple,
+    ) -> tuple:
         """Add the adapters' outputs, as a forward hook of the layer, which takes (tokens, their number per expert)."""
         parts = zip(self.local_experts, inputs[0].split(inputs[1]), strict=True)
         return output[0] + torch.cat([adapter(tokens) for adapter, tokens in parts]), output[1]

@@ -16,7 +16,6 @@ from megatron.core.transformer.enums import AttnBackend
 from torch import Tensor
 
 from megappo.architecture.architecture import DTYPES, Architecture, Heads, LatentAttention, LinearAttention, Rope
-from megappo.architecture.families import Family
 from megappo.architecture.fit import fit_errors
 from megappo.architecture.parameters import padded_vocab_size
 from megappo.architecture.switches import LAYERS
@@ -81,7 +80,10 @@ def transformer_config(
         **_linear_arguments(architecture.linear),
         layernorm_epsilon=architecture.norm_eps,
         normalization="RMSNorm",
-        **_activation_arguments(architecture.family),
+        gated_linear_unit=True,
+        activation_func=ACTIVATIONS[architecture.family.activation],
+        activation_func_clamp_value=architecture.family.glu_limit,
+        glu_linear_offset=architecture.family.glu_offset,
         layernorm_zero_centered_gamma=architecture.family.norms_add_one,
         add_bias_linear=architecture.family.linear_bias,
         hidden_dropout=0.0,
@@ -99,7 +101,14 @@ def transformer_config(
         cuda_graph_scope=[],  # whole layers, if any; Megatron's default, "full", is deprecated
         variable_seq_lengths=True,  # packed micro-batches differ in length
         moe_token_dispatcher_type=_dispatcher(parallel, model),
-        **_initialization_arguments(),
+        # Every weight is loaded later. An initialization still has to mark weights as sharded: else they would be
+        # missing in the gradient norm of all tensor-parallel ranks except the first. On a CPU Megatron would draw every
+        # weight whole, in float32, on each rank.
+        use_cpu_initialization=not platform.has_cuda(),
+        perform_initialization=True,
+        init_method=_leave,
+        output_layer_init_method=_leave,
+        embedding_init_method=_leave,
         **_expert_arguments(architecture, parallel),
         **{name: name in switches for name in LAYERS},
         **RECOMPUTE[recompute],
@@ -149,34 +158,9 @@ def _dispatcher(parallel: Parallel, model: Model) -> str:
     return "flex"
 
 
-def _initialization_arguments() -> dict[str, Any]:
-    """Return TransformerConfig's arguments of an initialization that marks weights as sharded and writes nothing.
-
-    Every weight is loaded later, but unmarked ones would be missing in the gradient norm of all tensor-parallel ranks
-    except the first. On a CPU Megatron would draw every weight whole, in float32, on each rank.
-    """
-    return {
-        "use_cpu_initialization": not platform.has_cuda(),
-        "perform_initialization": True,
-        "init_method": _leave,
-        "output_layer_init_method": _leave,
-        "embedding_init_method": _leave,
-    }
-
-
 def _leave(weight: Tensor) -> Tensor:
     """Leave a weight as it is: an initialization that initializes nothing."""
     return weight
-
-
-def _activation_arguments(family: Family) -> dict[str, Any]:
-    """Return TransformerConfig's arguments of the activation of MLPs and experts."""
-    return {
-        "gated_linear_unit": True,
-        "activation_func": ACTIVATIONS[family.activation],
-        "activation_func_clamp_value": family.glu_limit,
-        "glu_linear_offset": family.glu_offset,
-    }
 
 
 def _attention_arguments(architecture: Architecture) -> dict[str, Any]:

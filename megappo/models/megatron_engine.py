@@ -106,7 +106,13 @@ class MegatronEngine:
         dist.all_reduce(total, group=self.groups.collection.intra_dist_opt)
         return float(total)
 
-    def _outputs(self, head: Head, packed: PackedBatch, output: Tensor, non_loss_data: bool = False) -> Outputs:
+    def _outputs(
+        self,
+        head: Head,
+        packed: PackedBatch,
+        output: Tensor,
+        non_loss_data: bool = False,
+    ) -> Outputs:
         """Return a head's outputs for all tokens of the micro-batch, the same on every context-parallel rank.
 
         Each has its share of the tokens and 0 elsewhere. All compute the same loss from the sum, so the gradient is

@@ -29,7 +29,12 @@ class Offload:
         asleep: the kinds that sleep now.
     """
 
-    def __init__(self, engine: MegatronEngine, kinds: Collection[TensorKind], base: MegatronEngine | None = None):
+    def __init__(
+        self,
+        engine: MegatronEngine,
+        kinds: Collection[TensorKind],
+        base: MegatronEngine | None = None,
+    ):
         self._engine = engine
         self._base = base
         self._kinds = tuple(kinds)

@@ -40,7 +40,13 @@ class Pack(PackedSeqParams):
         expert_choices: Tensor | None = None,
     ):
         longest = max(lengths)
-        super().__init__("thd", cu_seqlens, cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest)
+        super().__init__(
+            "thd",
+            cu_seqlens,
+            cu_seqlens,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+        )
         self.lengths = lengths
         self.positions = positions
         self.token_rows = token_rows
@@ -116,7 +122,12 @@ class PackedAttention(CutParameters):
         if config.softmax_type == "learnable":
             num_heads = config.num_attention_heads // self.tp_group.size()
             self.softmax_offset = torch.nn.Parameter(torch.empty(num_heads, dtype=config.params_dtype))
-            set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
+            set_tensor_model_parallel_attributes(
+                self.softmax_offset,
+                is_parallel=True,
+                dim=0,
+                stride=1,
+            )
 
     def forward(
         self,
@@ -206,7 +217,12 @@ class PackedAttention(CutParameters):
         return output.squeeze(0).transpose(0, 1)
 
 
-def _with_sinks(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _with_sinks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Put a key before the others, whose product with a query is its head's sink, and whose value is 0.
 
     Queries get further numbers for it, which meet zeros in other keys: 8, as torch's kernels want a multiple of that.

@@ -49,7 +49,12 @@ class LayerRouting:
         # A layer that is computed again in the backward pass gets the Pack of its micro-batch again.
         layer.register_forward_pre_hook(self._take_pack, with_kwargs=True)
 
-    def _take_pack(self, layer: TransformerLayer, args: tuple, arguments: dict[str, Any]) -> None:
+    def _take_pack(
+        self,
+        layer: TransformerLayer,
+        args: tuple,
+        arguments: dict[str, Any],
+    ) -> None:
         self._pack = arguments["packed_seq_params"]
 
     def _route(self, route: Callable, logits: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
@@ -103,7 +108,15 @@ class ModelRouting:
         coef: weight of the loss.
     """
 
-    def __init__(self, chunks: ModelChunks, groups: ComponentGroups, name: str, router: Router, *, replays: bool):
+    def __init__(
+        self,
+        chunks: ModelChunks,
+        groups: ComponentGroups,
+        name: str,
+        router: Router,
+        *,
+        replays: bool,
+    ):
         self._config = chunks[0].config
         self._name = name
         self._groups = groups.collection

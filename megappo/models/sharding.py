@@ -86,7 +86,12 @@ def sharded_states(
     return states
 
 
-def _own_boxes(of_parameter: Sharded, name: str, own: Tensor, start: int) -> list[ShardedTensor]:
+def _own_boxes(
+    of_parameter: Sharded,
+    name: str,
+    own: Tensor,
+    start: int,
+) -> list[ShardedTensor]:
     """Return the boxes of a state's stored tensors that `own` holds: the state's numbers from `start` on."""
     # On the meta device, without memory. A factory cuts it into views that are stored as tensors of their own, such as
     # gate and up of an MLP.

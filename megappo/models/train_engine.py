@@ -190,7 +190,12 @@ class TrainedEngine(MegatronEngine):
         """The ranks that hold the same weights, experts aside."""
         return self.groups.collection.dp_cp
 
-    def _loss(self, loss_fn: LossFn, packed: PackedBatch, output: Tensor) -> tuple[Tensor, Tensor, dict]:
+    def _loss(
+        self,
+        loss_fn: LossFn,
+        packed: PackedBatch,
+        output: Tensor,
+    ) -> tuple[Tensor, Tensor, dict]:
         outputs = self._outputs(self.loss_head, packed, output)
         fields = {}
         for name, field in packed.rows.fields.items():

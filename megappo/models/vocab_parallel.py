@@ -86,7 +86,12 @@ def vocab_parallel_outputs(
     return outputs if full_kl is None else outputs | {"full_kl": full_kl}
 
 
-def _check(num_words: int, group: dist.ProcessGroup, vocab_size: int, reference: LogitFactors | None) -> None:
+def _check(
+    num_words: int,
+    group: dist.ProcessGroup,
+    vocab_size: int,
+    reference: LogitFactors | None,
+) -> None:
     if num_words * group.size() < vocab_size:
         raise ValueError(
             f"{group.size()} shards of {num_words} words hold fewer than the {vocab_size} of vocab_size; "
@@ -114,7 +119,12 @@ class _Vocabulary(NamedTuple):
     temperature: float
     blocks: list[slice]
 
-    def log_softmax(self, factors: LogitFactors, log_normaliser: Tensor, words: slice) -> Tensor:
+    def log_softmax(
+        self,
+        factors: LogitFactors,
+        log_normaliser: Tensor,
+        words: slice,
+    ) -> Tensor:
         """Return the log-probs of a block of words, [T, block]."""
         return _divided(factors.logits(words), self.temperature).sub_(log_normaliser[:, None])
 
@@ -151,7 +161,12 @@ class _Outputs(torch.autograd.Function):
         return log_probs, entropy, kl
 
     @staticmethod
-    def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor, grad_kl: Tensor | None) -> tuple:
+    def backward(
+        ctx: Any,
+        grad_log_probs: Tensor,
+        grad_entropy: Tensor,
+        grad_kl: Tensor | None,
+    ) -> tuple:
         hidden, weight, columns, log_normaliser, entropy, *for_kl = ctx.saved_tensors
         vocabulary = ctx.vocabulary
         factors = LogitFactors(hidden, weight, ctx.cap)

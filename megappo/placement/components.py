@@ -303,7 +303,15 @@ def components_of(config: Config) -> dict[str, ComponentSpec]:
     found = {name: spec for name, spec in specs.items() if spec is not None}
     if config.trainer.eval_only:
         scoring = {name: spec for name, spec in found.items() if spec.own_rows}
-        return _with_bases({"actor": _frozen(found["actor"])} | scoring)
+        # The actor sends weights, and compares log-probs with the engines'.
+        actor = replace(
+            found["actor"],
+            forward=ForwardPass("old_log_probs", {"log_probs": "old_log_probs"}),
+            training=None,
+            reference=None,
+            offload=Setting("", ()),
+        )
+        return _with_bases({"actor": actor} | scoring)
     for name in {"actor", "critic"} - {*config.trainer.train} & found.keys():
         found[name] = replace(found[name], training=None)
     if config.trains_critic_alone:  # the actor only gives the engines its weights
@@ -337,12 +345,6 @@ def build_order(specs: Mapping[str, ComponentSpec]) -> list[str]:
     """Return names of models in the order of building: a model that has a reference follows it; models that use others'
     weights come last."""
     return sorted(specs, key=lambda name: (specs[name].base is not None, specs[name].reference is not None))
-
-
-def _frozen(actor: ComponentSpec) -> ComponentSpec:
-    """Return the actor of a run that only evaluates: it sends weights, and compares log-probs with the engines'."""
-    forward = ForwardPass("old_log_probs", {"log_probs": "old_log_probs"})
-    return replace(actor, forward=forward, training=None, reference=None, offload=Setting("", ()))
 
 
 def models_in_words(config: Config) -> dict[str, str]:

@@ -160,7 +160,12 @@ def _is_of_the_host(name: str, layout: Layout) -> bool:
     return name in ("intra_dist_opt", "intra_dp_cp") or (name == "intra_expt_dp" and layout.expert > 1)
 
 
-def _component_groups(layout: Layout, seed: int, named: list[tuple[str, Ranks]], made: Groups) -> ComponentGroups:
+def _component_groups(
+    layout: Layout,
+    seed: int,
+    named: list[tuple[str, Ranks]],
+    made: Groups,
+) -> ComponentGroups:
     own = {name: ranks for name, ranks in named if dist.get_rank() in ranks}
     if dist.get_rank() not in layout.ranks:
         return ComponentGroups(layout, None)

@@ -109,7 +109,12 @@ def gae(
     return advantages, returns
 
 
-def _next_targets(terms: Tensor, lengths: Tensor, decay: Tensor, last: Tensor | None) -> Tensor:
+def _next_targets(
+    terms: Tensor,
+    lengths: Tensor,
+    decay: Tensor,
+    last: Tensor | None,
+) -> Tensor:
     """Return the target after each token, targets[t + 1] with targets[t] = terms[t] + decay * targets[t + 1].
 
     Args:
@@ -198,10 +203,15 @@ def gae_over_turns(
     num_turns = int(numbers.max()) if numbers.numel() else 0
     # Column 0 takes the tokens that belong to no turn; its mask is 0.
     zeros = values.new_zeros(len(values), 1 + num_turns, dtype=torch.float32)
-    rewards = zeros.scatter_add(1, numbers, torch.where(valid, token_level_rewards.float(), 0.0))
-    mask = zeros.scatter_add(1, numbers, valid.float()).clamp(max=1)
-    previous = pad(numbers.cummax(dim=1).values[:, :-1], (1, 0))
-    first_values = torch.where(valid & (numbers > previous), values.float(), 0.0)
+    token_rewards = torch.where(valid, token_level_rewards.float(), 0.0)
+    rewards = zeros.scatter_add(1, numbers, token_rewards)
+    num_tokens = zeros.scatter_add(1, numbers, valid.float())
+    mask = num_tokens.clamp(max=1)
+
+    latest, _ = numbers.cummax(dim=1)
+    previous = pad(latest[:, :-1], (1, 0))
+    is_first = valid & (numbers > previous)
+    first_values = torch.where(is_first, values.float(), 0.0)
     turn_values = zeros.scatter_add(1, numbers, first_values)
     advantages, returns = gae(rewards, turn_values, mask, gamma, lam, bootstrap_values=bootstrap_values)
     return advantages.gather(1, numbers), returns.gather(1, numbers)

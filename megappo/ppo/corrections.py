@@ -126,7 +126,12 @@ def _outside(values: Tensor, lower: float, upper: float) -> Tensor:
     return (values < lower) | (values > upper)
 
 
-def _mean_weight(weights: Tensor, valid: Tensor, level: str, group: ProcessGroup | None) -> Tensor:
+def _mean_weight(
+    weights: Tensor,
+    valid: Tensor,
+    level: str,
+    group: ProcessGroup | None,
+) -> Tensor:
     """Return the mean over all ranks' tokens, or over responses where each has one weight; 1 if all weights are 0."""
     shares = valid.double()
     if level != "token":
@@ -135,7 +140,12 @@ def _mean_weight(weights: Tensor, valid: Tensor, level: str, group: ProcessGroup
     return torch.where(total > 1e-8 * count, total / count, 1.0)
 
 
-def _diverging(log_ratio: Tensor, valid: Tensor, name: str, bound: float | tuple[float, float]) -> Tensor:
+def _diverging(
+    log_ratio: Tensor,
+    valid: Tensor,
+    name: str,
+    bound: float | tuple[float, float],
+) -> Tensor:
     """Return a mask, [B, R] bool, of the tokens whose divergence, or their response's, is outside of its bounds.
 
     Args:

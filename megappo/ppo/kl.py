@@ -13,7 +13,13 @@ VERL_NAMES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 """verl's names for some kinds, also accepted."""
 
 
-def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str, *, conventions: Conventions = DEFAULT) -> Tensor:
+def kl_estimate(
+    log_probs: Tensor,
+    ref_log_probs: Tensor,
+    kind: str,
+    *,
+    conventions: Conventions = DEFAULT,
+) -> Tensor:
     """Estimate KL(policy, reference) at each sampled token from its two log-probs.
 
     With q = ref_log_probs - log_probs: k1 = -q; abs = |q|; k2 = q^2 / 2; k3 = e^q - 1 - q. k1+ and k3+ have the value

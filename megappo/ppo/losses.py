@@ -93,7 +93,13 @@ def entropy_loss(
         (loss, metrics): entropy, the mean per token.
     """
     mode = agg_mode(config, conventions)
-    total = aggregate(entropy, response_mask, mode, normaliser=normaliser, loss_weights=loss_weights)
+    total = aggregate(
+        entropy,
+        response_mask,
+        mode,
+        normaliser=normaliser,
+        loss_weights=loss_weights,
+    )
     return -config.entropy_coeff * total, {"entropy": token_mean(entropy, response_mask, normaliser)}
 
 
@@ -177,7 +183,13 @@ def value_loss(
     metrics: Metrics = {"vf_clipfrac": token_mean(worse > error, mask, normaliser)}
     loss = torch.maximum(error, worse)
     mode = agg_mode(config, conventions)
-    return aggregate(loss, mask, mode, normaliser=normaliser, loss_weights=loss_weights), metrics
+    return aggregate(
+        loss,
+        mask,
+        mode,
+        normaliser=normaliser,
+        loss_weights=loss_weights,
+    ), metrics
 
 
 def _error(difference: Tensor, delta: float | None, conventions: Conventions) -> Tensor:

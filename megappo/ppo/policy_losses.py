@@ -121,7 +121,13 @@ class PolicyInputs:
         if self.off_policy is not None:
             metrics["opsm_frac"] = self.token_mean(self.off_policy)
         mode = agg_mode(config, self.conventions, config.method.loss_agg_mode)
-        total = aggregate(loss, self.mask, mode, normaliser=self.normaliser, loss_weights=self.loss_weights)
+        total = aggregate(
+            loss,
+            self.mask,
+            mode,
+            normaliser=self.normaliser,
+            loss_weights=self.loss_weights,
+        )
         return total, metrics
 
 
@@ -160,7 +166,13 @@ def clip(inputs: PolicyInputs, config: PolicyConfig) -> Result:
         bound = -config.clip_ratio_c * inputs.advantages
         held = (inputs.advantages < 0) & (loss > bound)
         loss = torch.where(held, bound, loss)
-    return inputs.result(inputs.weighted(loss), config, ratios=ratios, clipped=clipped, held=held)
+    return inputs.result(
+        inputs.weighted(loss),
+        config,
+        ratios=ratios,
+        clipped=clipped,
+        held=held,
+    )
 
 
 def cispo(inputs: PolicyInputs, config: PolicyConfig) -> Result:
@@ -316,4 +328,10 @@ def _dppo(inputs: PolicyInputs, config: PolicyConfig, kept: Tensor) -> Result:
     bounded = ratios if config.clip_ratio_c is None else ratios.clamp(max=config.clip_ratio_c)
     loss = torch.where(kept, -inputs.advantages * bounded * inputs.log_probs, 0.0)
     held = kept & (ratios > bounded) & inputs.mask
-    return inputs.result(inputs.weighted(loss), config, ratios=ratios, clipped=~kept, held=held)
+    return inputs.result(
+        inputs.weighted(loss),
+        config,
+        ratios=ratios,
+        clipped=~kept,
+        held=held,
+    )

@@ -23,7 +23,13 @@ def nll_loss(
         This call's share of the mean, 0-dim: shares of all micro-batches and ranks add up to it. No metrics.
     Source: Ouyang et al. 2022 (InstructGPT), section 3.5: cross-entropy on demonstrations.
     """
-    loss = aggregate(-log_probs, response_mask, "token-mean", normaliser=normaliser, loss_weights=loss_weights)
+    loss = aggregate(
+        -log_probs,
+        response_mask,
+        "token-mean",
+        normaliser=normaliser,
+        loss_weights=loss_weights,
+    )
     return loss, {"nll_loss": loss.detach()}
 
 

@@ -69,7 +69,13 @@ class AheadSampler:
         usage: the engine's work so far.
     """
 
-    def __init__(self, rollouts: Rollouts, shared: SharedCounts | None, queue: GroupQueue, groups: RankGroups):
+    def __init__(
+        self,
+        rollouts: Rollouts,
+        shared: SharedCounts | None,
+        queue: GroupQueue,
+        groups: RankGroups,
+    ):
         self.version = 0
         self.fault: EngineFault | None = None
         self.error: BaseException | None = None

@@ -38,7 +38,13 @@ class Transcript:
         limits: tokens that a segment may have after its prompt, and together with it.
     """
 
-    def __init__(self, prompt: Prompt, chat: Chat, tokenizer: "PreTrainedTokenizerBase", limits: tuple[int, int]):
+    def __init__(
+        self,
+        prompt: Prompt,
+        chat: Chat,
+        tokenizer: "PreTrainedTokenizerBase",
+        limits: tuple[int, int],
+    ):
         self._chat = chat
         self._tokenizer = tokenizer
         self._limits = limits

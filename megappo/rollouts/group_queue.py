@@ -80,7 +80,12 @@ class GroupQueue:
         """Return the number of groups that no step has trained on or left out yet, by block."""
         return Counter(block_of(position, self._size) for position in self.prompts)
 
-    def has_enough(self, waiting: Mapping[int, int], finished: Mapping[int, int], equal: Mapping[int, int]) -> bool:
+    def has_enough(
+        self,
+        waiting: Mapping[int, int],
+        finished: Mapping[int, int],
+        equal: Mapping[int, int],
+    ) -> bool:
         """Return whether the blocks before the first one with an unfinished group have enough groups for a step.
 
         Args:

@@ -189,7 +189,9 @@ def choose_groups(
             "filter_groups/surplus_groups": surplus,
         }
     if filters.enable or over_samples:
-        chosen.num_dropped_tokens = sum(exchange.all_gather(_num_dropped_tokens(chosen)))
+        num_written = sum(usage.written_tokens for usage in chosen.usages)
+        num_dropped = num_written - sum(one.num_policy_tokens for one in chosen.samples)
+        chosen.num_dropped_tokens = sum(exchange.all_gather(num_dropped))
     if over_samples:
         num_finished = len(counted) + len(others)
         chosen.metrics["over_sampling/unfinished_groups"] = sum(len(one.prompts) for one in rounds) - num_finished
@@ -197,12 +199,6 @@ def choose_groups(
         if not filters.enable:
             chosen.metrics["over_sampling/surplus_groups"] = surplus
     return chosen
-
-
-def _num_dropped_tokens(chosen: StepResponses) -> int:
-    """Return how many tokens this rank's engine wrote for other responses."""
-    num_written = sum(usage.written_tokens for usage in chosen.usages)
-    return num_written - sum(one.num_policy_tokens for one in chosen.samples)
 
 
 def differ(group: Sequence[Sample], metric: str) -> bool:

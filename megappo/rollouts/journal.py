@@ -34,7 +34,8 @@ from megappo.rollouts.sample_rows import Sample
 from megappo.runtime.durable_files import append
 from megappo.userland.grades import Grade
 
-JOURNAL_FOLDER, CHOICES_FILE = "ahead", "choices.jsonl"
+JOURNAL_FOLDER = "ahead"
+CHOICES_FILE = "choices.jsonl"
 REMEDY = "remove the file: its responses are sampled again"
 _ENGINE_FILE = re.compile(r"engine_(\d+)_version_(\d+)\.jsonl")
 
@@ -107,8 +108,10 @@ class Choice(NamedTuple):
     num_draws: int
 
 
-_SAMPLE, _GENERATION = TypeAdapter(Sample), TypeAdapter(Generation)
-_GRADES, _CHOICE = TypeAdapter(list[Grade]), TypeAdapter(Choice)
+_SAMPLE = TypeAdapter(Sample)
+_GENERATION = TypeAdapter(Generation)
+_GRADES = TypeAdapter(list[Grade])
+_CHOICE = TypeAdapter(Choice)
 
 
 class Journal:
@@ -119,7 +122,13 @@ class Journal:
         settings: see `rollout_settings`.
     """
 
-    def __init__(self, output_dir: Path, number: int | None, num_engines: int, settings: Mapping[str, Any]):
+    def __init__(
+        self,
+        output_dir: Path,
+        number: int | None,
+        num_engines: int,
+        settings: Mapping[str, Any],
+    ):
         self._folder = output_dir / JOURNAL_FOLDER
         self._number = number
         self._num_engines = num_engines

@@ -58,7 +58,13 @@ def _facts(responses: StepResponses | None, prompts: set[int], rollouts: Rollout
     return {(one.prompt_index, one.sample_index): shown_facts(one, rollouts.tokenizer) for one in kept}
 
 
-def _records(step: int, rows: Rows, labels: list[Any], facts: Facts, rollouts: Rollouts) -> Iterator[dict[str, Any]]:
+def _records(
+    step: int,
+    rows: Rows,
+    labels: list[Any],
+    facts: Facts,
+    rollouts: Rollouts,
+) -> Iterator[dict[str, Any]]:
     """Yield what is kept of each row, by the names of SCHEMA."""
     fields = rows.fields
     tokenizer = rollouts.tokenizer

@@ -39,7 +39,14 @@ class Record:
         self._exchange = exchange
         self._rollout_settings = rollout_settings(config)
 
-    def write(self, step: int, batch: Batch, prompts: Sequence[Prompt], num_tokens: int, num_drawn: int) -> None:
+    def write(
+        self,
+        step: int,
+        batch: Batch,
+        prompts: Sequence[Prompt],
+        num_tokens: int,
+        num_drawn: int,
+    ) -> None:
         """Write a step's rows over what an earlier run left; all ranks together.
 
         Only the labels of the prompts' records are kept, to be shown: other fields may be large, and the prompts'
@@ -80,6 +87,8 @@ class Record:
         return self._exchange.on_rank_0(lambda: self._valid_steps(prompts))
 
     def _valid_steps(self, prompts: PromptDataset) -> tuple[int, int, list[str]]:
+        config = self._config
+        chooses = config.data.gen_batch_size is not None or config.algorithm.filter_groups.enable
         num_drawn = 0
         for step in range(1, self._config.trainer.total_steps + 1):
             try:
@@ -90,20 +99,16 @@ class Record:
             if "prompt_digests" not in facts:
                 return step - 1, num_drawn, ["the version of megappo"]
             draws = range(num_drawn, facts["prompts_drawn"], self._config.data.draw_size)
-            drawn = chain.from_iterable(map(prompts.batch, draws))
+            drawn = [prompt_digest(prompt) for prompt in chain.from_iterable(map(prompts.batch, draws))]
             changed = changed_settings(facts["settings"], self._settings(step))
-            if not self._may_train_on(facts["prompt_digests"], list(map(prompt_digest, drawn))):
+            trained = facts["prompt_digests"]
+            is_known = set(trained) <= set(drawn) if chooses else trained == drawn
+            if not is_known:
                 changed.append(PROMPT_CONTENT)
             if changed:
                 return step - 1, num_drawn, changed
             num_drawn = facts["prompts_drawn"]
         return self._config.trainer.total_steps, num_drawn, []
-
-    def _may_train_on(self, prompts: list[str], drawn: list[str]) -> bool:
-        """Return whether a step that has drawn these prompts may have chosen those."""
-        config = self._config
-        chooses = config.data.gen_batch_size is not None or config.algorithm.filter_groups.enable
-        return set(prompts) <= set(drawn) if chooses else prompts == drawn
 
     def _settings(self, step: int) -> dict[str, Any]:
         """Return everything that a step's rollouts depend on, except its prompts."""

@@ -33,7 +33,12 @@ class Responses:
         usage: work of this rank's engine while it sampled them.
     """
 
-    def __init__(self, prompts: Prompts, rewards: RewardPool | None, tokenizer: PreTrainedTokenizerBase):
+    def __init__(
+        self,
+        prompts: Prompts,
+        rewards: RewardPool | None,
+        tokenizer: PreTrainedTokenizerBase,
+    ):
         self.prompts = prompts
         self.samples: list[Sample] = []
         self.usage = EngineUsage()

@@ -206,7 +206,14 @@ def make_rollouts(
     restarts = EngineRestarts(engine_handle, exchange, observer.message, plan.config.rollout.max_engine_restarts)
     num_engines = plan.layouts["rollout"].data if plan.config.is_ppo else 0
     workers = engine_handle.workers
-    return Rollouts(plan.config, datasets, restarts, exchange, workers=workers, num_engines=num_engines)
+    return Rollouts(
+        plan.config,
+        datasets,
+        restarts,
+        exchange,
+        workers=workers,
+        num_engines=num_engines,
+    )
 
 
 def raise_if_interrupted(exchange: Exchange) -> None:

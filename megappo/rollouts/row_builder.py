@@ -32,7 +32,13 @@ class RowBuilder:
         tokenizer: serves one thread at a time.
     """
 
-    def __init__(self, config: Config, vocab_size: int, tokenizer: PreTrainedTokenizerBase, exchange: Exchange):
+    def __init__(
+        self,
+        config: Config,
+        vocab_size: int,
+        tokenizer: PreTrainedTokenizerBase,
+        exchange: Exchange,
+    ):
         self._config = config
         self._vocab_size = vocab_size
         self._replayed = replayed_policy(config)
@@ -56,7 +62,12 @@ class RowBuilder:
         responses.fill_grades()
         if config.algorithm.mask_truncated:
             mask_truncated(samples, compared=config.compares_responses)
-        rows = sample_rows(samples, episodes=config.rollout.has_environment, step=step, replayed=self._replayed)
+        rows = sample_rows(
+            samples,
+            episodes=config.rollout.has_environment,
+            step=step,
+            replayed=self._replayed,
+        )
         greedy = [] if responses.greedy is None else responses.greedy.samples
         num_tokens = sum(one.num_policy_tokens for one in [*samples, *greedy])
         rewards = responses.failure_metrics() | extra_metrics(samples)
@@ -133,7 +144,13 @@ def total_scores(scores: torch.Tensor) -> torch.Tensor:
     return scores.sum(dim=1, dtype=torch.float64).float()
 
 
-def with_scores(rows: Rows, samples: Sequence[Sample], scores: torch.Tensor, *, has_weights: bool) -> Rows:
+def with_scores(
+    rows: Rows,
+    samples: Sequence[Sample],
+    scores: torch.Tensor,
+    *,
+    has_weights: bool,
+) -> Rows:
     """Add the scores of samples [b, K], and their loss weights if any rank has some, to `sample_rows`."""
     sample_of_row = torch.arange(len(samples)).repeat_interleave(integers(len(one.segments) for one in samples))
     fields = {"scores": total_scores(scores)[sample_of_row]}

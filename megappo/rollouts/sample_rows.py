@@ -158,7 +158,12 @@ def shown_facts(one: Sample, tokenizer: PreTrainedTokenizerBase) -> dict[str, An
     return {name: fact for name, fact in facts.items() if fact}
 
 
-def response_sample(prompt_index: int, sample_index: int, prompt: list[int], response: Generation) -> Sample:
+def response_sample(
+    prompt_index: int,
+    sample_index: int,
+    prompt: list[int],
+    response: Generation,
+) -> Sample:
     """Return an engine's response to a prompt as a sample."""
     segment = Segment(
         prompt,

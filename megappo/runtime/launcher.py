@@ -272,7 +272,12 @@ class Nodes:
     def leave(self, reason: str) -> None:
         """Report to the others why this node ends, unless another has ended before."""
         account = f"{self._name}: {reason}"
-        farewell = threading.Thread(target=self._publish, name="farewell", args=[account], daemon=True)
+        farewell = threading.Thread(
+            target=self._publish,
+            name="farewell",
+            args=[account],
+            daemon=True,
+        )
         farewell.start()
         farewell.join(FAREWELL_SECONDS)  # a store that was cut off would not answer for minutes
 

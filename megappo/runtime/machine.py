@@ -72,7 +72,12 @@ def num_gpus() -> int:
     named = visible_devices(os.environ)
     if named is not None or not shutil.which("nvidia-smi"):
         return len(named or ())
-    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
+    listed = subprocess.run(
+        ["nvidia-smi", "-L"],
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout
     return sum(line.startswith("GPU ") for line in listed.splitlines())
 
 

@@ -360,7 +360,12 @@ def expect_shapes(communicator: Any, shapes: Iterable[tuple[int, ...]]) -> None:
     from_previous = iter(shapes)
     from_next = iter(shapes)
 
-    def next_shapes(tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool) -> tuple:
+    def next_shapes(
+        tensor_send_next: Any,
+        tensor_send_prev: Any,
+        recv_prev: bool,
+        recv_next: bool,
+    ) -> tuple:
         return next(from_previous) if recv_prev else None, next(from_next) if recv_next else None
 
     communicator._communicate_shapes = next_shapes

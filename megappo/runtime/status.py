@@ -53,7 +53,12 @@ def share_terminal() -> bool:
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if not isinstance(stream, TerminalStream):
-            own = TerminalStream(stream.buffer, stream.encoding, errors="backslashreplace", line_buffering=True)
+            own = TerminalStream(
+                stream.buffer,
+                stream.encoding,
+                errors="backslashreplace",
+                line_buffering=True,
+            )
             setattr(sys, name, own)
     return True
 

@@ -51,7 +51,16 @@ def build_sync(
     on_gpus = platform.has_cuda()
     if errors := list(route.errors(on_gpus=on_gpus)):
         raise ConfigError(*errors)
-    export = None if actor is None else _build_export(route, architecture, actor)
+    export = None
+    if actor is not None:
+        export = Export(
+            actor.chunks,
+            architecture,
+            actor.groups,
+            full_tensor_ranks=route.full_tensor_ranks(on_gpus=on_gpus),
+            by_stage=len(route.senders) > 1,
+            adapters=route.adapters,
+        )
     bucket_bytes = config.rollout.sync.bucket_bytes or (GPU_BUCKET_BYTES if on_gpus else CPU_BUCKET_BYTES)
     shapes = folder_shapes(config.model.path, architecture)
     if config.sent_lora is not None:
@@ -91,17 +100,6 @@ def adapter_shapes(shapes: Mapping[str, tuple[int, ...]], lora: Lora) -> dict[st
     return found
 
 
-def _build_export(route: SyncRoute, architecture: Architecture, actor: MegatronEngine) -> Export:
-    return Export(
-        actor.chunks,
-        architecture,
-        actor.groups,
-        full_tensor_ranks=route.full_tensor_ranks(on_gpus=platform.has_cuda()),
-        by_stage=len(route.senders) > 1,
-        adapters=route.adapters,
-    )
-
-
 def _engine_endpoints(
     route: SyncRoute,
     links: Mapping[str, Link],
@@ -129,7 +127,12 @@ def _engine_endpoints(
         if exchange.rank in ranks:
             position = route.transports[name].index(number)
             sender_addresses = [by_transport.get(name) for by_transport in addresses]
-            link = replace(links[name], number=position, addresses=sender_addresses, peers=peers)
+            link = replace(
+                links[name],
+                number=position,
+                addresses=sender_addresses,
+                peers=peers,
+            )
             endpoint = resolved(engine.entry.engine_endpoint)(link, client)
             if engine.entry.sender:
                 receivers.append(endpoint)

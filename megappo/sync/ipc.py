@@ -167,7 +167,14 @@ def _metadata(bucket: Bucket) -> list[SimpleNamespace]:
     for tensor in bucket:
         end = start + tensor.nbytes
         span = {"start_idx": start, "end_idx": end, "numel": tensor.nbytes}
-        metadata.append(SimpleNamespace(name=tensor.name, shape=torch.Size(tensor.shape), dtype=tensor.dtype, **span))
+        metadata.append(
+            SimpleNamespace(
+                name=tensor.name,
+                shape=torch.Size(tensor.shape),
+                dtype=tensor.dtype,
+                **span,
+            )
+        )
         start = end
     return metadata
 

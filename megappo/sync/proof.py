@@ -88,7 +88,12 @@ def check_probe(
     return {f"sync/log_prob_diff/{name}": value for name, value in metrics.items()}
 
 
-def check_log_probs(tokens: str, difference: float, config: Config, warn: Callable[[str], object]) -> int:
+def check_log_probs(
+    tokens: str,
+    difference: float,
+    config: Config,
+    warn: Callable[[str], object],
+) -> int:
     """Check that engine and actor agree; return the number of warnings, 0 or 1.
 
     Args:

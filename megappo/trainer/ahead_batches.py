@@ -40,7 +40,14 @@ class AheadBatches(SampledBatches):
         sampler: sampler of this rank's engine.
     """
 
-    def __init__(self, datasets: Datasets, rollouts: Rollouts, record: Record | None, num_drawn: int, journal: Journal):
+    def __init__(
+        self,
+        datasets: Datasets,
+        rollouts: Rollouts,
+        record: Record | None,
+        num_drawn: int,
+        journal: Journal,
+    ):
         super().__init__(datasets, rollouts, lambda: None, record, num_drawn=num_drawn)
         self._exchange = rollouts.exchange
         self._journal = journal

@@ -66,7 +66,12 @@ class SampledBatches(Batches):
         responses.seconds = phase.seconds("rollout")
         return responses
 
-    def score(self, step: int, responses: StepResponses, phase: Phases) -> tuple[Batch, dict[str, Any]]:
+    def score(
+        self,
+        step: int,
+        responses: StepResponses,
+        phase: Phases,
+    ) -> tuple[Batch, dict[str, Any]]:
         """Wait for the scores of a step's responses; return each row on the rank that owns it, and metrics. Scoring
         began in `sample`."""
         with phase("reward"):

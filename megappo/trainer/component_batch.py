@@ -22,7 +22,13 @@ MiniBatches = tuple[RankRows, ...]
 """A step's rows as a component splits them: `[i][shard]` are the row numbers of mini-batch i."""
 
 
-def split(table: RowTable, layout: Layout, num_mini_batches: int, *, keeps_prompts: bool = False) -> MiniBatches:
+def split(
+    table: RowTable,
+    layout: Layout,
+    num_mini_batches: int,
+    *,
+    keeps_prompts: bool = False,
+) -> MiniBatches:
     """Return mini-batches of consecutive prompts, whose order is random, each balanced over the shards by tokens.
 
     Args:

@@ -94,7 +94,12 @@ def _scores_and_answers(group: Sequence[Sample]) -> tuple[list[float], list[str 
     return [math.fsum(one.grade.scores) for one in group], [one.grade.answer for one in group]
 
 
-def _shown(rollouts: Rollouts, responses: Responses, name: str, task: Task) -> list[tuple[int, dict[str, Any]]]:
+def _shown(
+    rollouts: Rollouts,
+    responses: Responses,
+    name: str,
+    task: Task,
+) -> list[tuple[int, dict[str, Any]]]:
     """Return the first prompts of a data set, if they are among these, with their first response and all scores."""
     records = []
     for index, group in responses.groups().items():

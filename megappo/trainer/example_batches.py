@@ -24,7 +24,12 @@ from megappo.trainer.models import Models, Phases
 class ExampleBatches(Batches):
     """Examples in place of rollouts."""
 
-    def __init__(self, dataset: RecordDataset[Example] | RecordDataset[Pair], exchange: Exchange, num_drawn: int):
+    def __init__(
+        self,
+        dataset: RecordDataset[Example] | RecordDataset[Pair],
+        exchange: Exchange,
+        num_drawn: int,
+    ):
         self.num_drawn = num_drawn
         self._dataset = dataset
         self._exchange = exchange
@@ -98,7 +103,12 @@ def pair_scores(outputs: Outputs) -> tuple[torch.Tensor, torch.Tensor]:
     return chosen, rejected
 
 
-def evaluate_examples(models: Models, datasets: Datasets, exchange: Exchange, batch_size: int) -> dict[str, Any]:
+def evaluate_examples(
+    models: Models,
+    datasets: Datasets,
+    exchange: Exchange,
+    batch_size: int,
+) -> dict[str, Any]:
     """Return the metrics of each held-out data set, means over its tokens with a loss, or pairs; all ranks together.
 
     Raises:

@@ -115,7 +115,14 @@ class InferenceEngines:
             weights.
     """
 
-    def __init__(self, plan: RunPlan, engine_handle: EngineHandle, exchange: Exchange, *, is_new: bool):
+    def __init__(
+        self,
+        plan: RunPlan,
+        engine_handle: EngineHandle,
+        exchange: Exchange,
+        *,
+        is_new: bool,
+    ):
         self.plan = plan
         self.engine_handle = engine_handle
         self.exchange = exchange
@@ -151,7 +158,13 @@ class InferenceEngines:
         self.exchange.all_gather(None)  # every rank has measured the engines that are awake
         self.sleep()
 
-    def connect(self, models: Models, rollouts: Rollouts, datasets: Datasets, phase: Phases) -> None:
+    def connect(
+        self,
+        models: Models,
+        rollouts: Rollouts,
+        datasets: Datasets,
+        phase: Phases,
+    ) -> None:
         """Build the weight sync and the probe, once the models are there."""
         self.phase = phase
         self.restarts = rollouts.restarts

@@ -63,7 +63,12 @@ class Models:
         offloads: offloads of the components on this rank.
     """
 
-    def __init__(self, plan: RunPlan, components: Mapping[str, Component], offloads: Mapping[str, Offload]):
+    def __init__(
+        self,
+        plan: RunPlan,
+        components: Mapping[str, Component],
+        offloads: Mapping[str, Offload],
+    ):
         self.config = plan.config
         self.specs = plan.components
         self.training = plan.training
@@ -282,7 +287,15 @@ def build_engine(
     else:
         folder = spec.folder.value
         adapter = spec.adapter
-        load_hf(chunks, folder, architecture, groups, seed=config.trainer.seed, base=lent, adapter=adapter)
+        load_hf(
+            chunks,
+            folder,
+            architecture,
+            groups,
+            seed=config.trainer.seed,
+            base=lent,
+            adapter=adapter,
+        )
 
     def head(full_kl: bool, bootstrap: bool) -> Head:
         value = value_head(bootstrap=bootstrap)

@@ -99,7 +99,12 @@ class ResponseScorer:
         with phase("reward_model"):
             return scattered.shard.forward()
 
-    def add_scores(self, batch: Batch, scattered: ConversationBatch, outputs: Outputs) -> Batch:
+    def add_scores(
+        self,
+        batch: Batch,
+        scattered: ConversationBatch,
+        outputs: Outputs,
+    ) -> Batch:
         """Return the rows with `reward_model_scores`, and with scores that include them; scores of steps are on
         tokens."""
         token_scores = self._token_scores(batch.rows, scattered, outputs)
@@ -124,7 +129,12 @@ class ResponseScorer:
             weighted = self._config.reward_model.weight * score
             sample.grade = sample.grade._replace(scores=[*sample.grade.scores, weighted])
 
-    def _token_scores(self, rows: Rows, scattered: ConversationBatch, outputs: Outputs) -> Tensor:
+    def _token_scores(
+        self,
+        rows: Rows,
+        scattered: ConversationBatch,
+        outputs: Outputs,
+    ) -> Tensor:
         """Return the scores of rows on the actor's tokens, [b, R]: of each step, or of the whole on the last token."""
         gathered = scattered.shard.gather(outputs, {"values": TOKEN_SCORES}, scattered.owned).rows.fields[TOKEN_SCORES]
         token_scores = torch.zeros(len(rows), rows.max_response_length)
@@ -138,7 +148,12 @@ class ResponseScorer:
 class NoResponseScorer:
     """Null object with the methods of ResponseScorer that a step calls."""
 
-    def scatter(self, batch: Batch, responses: StepResponses | None, dataset: PromptDataset | None = None) -> None:
+    def scatter(
+        self,
+        batch: Batch,
+        responses: StepResponses | None,
+        dataset: PromptDataset | None = None,
+    ) -> None:
         """Do nothing: there is nothing to score."""
 
     def forward(self, scattered: None, phase: Phases) -> Outputs:

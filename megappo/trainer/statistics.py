@@ -33,7 +33,12 @@ def over_ranks(exchange: Exchange, values: Unreduced) -> dict[str, Any]:
     return reduce_ranks(exchange.all_gather(parts))
 
 
-def row_metrics(exchange: Exchange, rows: Rows, step: int, extra: Unreduced | None = None) -> dict[str, Any]:
+def row_metrics(
+    exchange: Exchange,
+    rows: Rows,
+    step: int,
+    extra: Unreduced | None = None,
+) -> dict[str, Any]:
     """Return the ROW_METRICS that the run has, and extra metrics, over the rows of all ranks.
 
     Histograms are logged in the first step and in every `HISTOGRAM_INTERVAL`-th.

@@ -48,7 +48,12 @@ def update_critic(batch: ComponentBatch, config: Config) -> None:
     update(batch, config, config.critic.ppo_epochs, partial(critic_loss, config))
 
 
-def update(batch: ComponentBatch, config: Config, epochs: int, loss_of: Callable[[int, int], LossFn]) -> None:
+def update(
+    batch: ComponentBatch,
+    config: Config,
+    epochs: int,
+    loss_of: Callable[[int, int], LossFn],
+) -> None:
     """Train a component.
 
     Args:
@@ -67,13 +72,21 @@ def _mini_batches(
 ) -> Iterator[tuple[Rows, int, int]]:
     """Yield the remaining `ComponentBatch.mini_batches`, epoch after epoch, until the run is interrupted."""
     parts = batch.mini_batches(counts_empty_rows=conventions(config).counts_empty_rows)
-    while batch.num_updates < ppo_epochs * len(parts) and not engine.anywhere(bool(INTERRUPTION.reason)):
+    total = ppo_epochs * len(parts)
+    while batch.num_updates < total and not engine.anywhere(bool(INTERRUPTION.reason)):
+        position = batch.num_updates % len(parts)
         batch.num_updates += 1
-        heartbeat.begin(f"mini-batch {batch.num_updates} of {ppo_epochs * len(parts)}")
-        yield parts[(batch.num_updates - 1) % len(parts)]
+        heartbeat.begin(f"mini-batch {batch.num_updates} of {total}")
+        yield parts[position]
 
 
-def _optimizer_step(batch: ComponentBatch, engine: TrainedEngine, rows: Rows, loss: LossFn, config: Config) -> None:
+def _optimizer_step(
+    batch: ComponentBatch,
+    engine: TrainedEngine,
+    rows: Rows,
+    loss: LossFn,
+    config: Config,
+) -> None:
     """Make one optimizer step.
 
     Raises:
@@ -87,7 +100,13 @@ def _optimizer_step(batch: ComponentBatch, engine: TrainedEngine, rows: Rows, lo
         batch.optimizer_steps.append(step)
 
 
-def _report_skipped(batch: ComponentBatch, engine: TrainedEngine, rows: Rows, reason: str, config: Config) -> None:
+def _report_skipped(
+    batch: ComponentBatch,
+    engine: TrainedEngine,
+    rows: Rows,
+    reason: str,
+    config: Config,
+) -> None:
     """Warn about a skipped optimizer step, and raise if too many were skipped in a row. The rows are kept."""
     rank = batch.component.exchange.rank
     limit = config.trainer.max_bad_steps
@@ -112,7 +131,12 @@ def _keep_rows(batch: ComponentBatch, rows: Rows, reason: str, config: Config) -
     rank = batch.component.exchange.rank
     file = f"step_{batch.step:08d}_{name}_{batch.num_updates:04d}_rank_{rank}.safetensors"
     path = Path(config.trainer.output_dir, "bad_steps", file)
-    facts = {"step": batch.step, "weights_step": batch.step - 1, "model": config.model.path, "reason": reason}
+    facts = {
+        "step": batch.step,
+        "weights_step": batch.step - 1,
+        "model": config.model.path,
+        "reason": reason,
+    }
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_rows(path, rows, facts)
@@ -122,7 +146,12 @@ def _keep_rows(batch: ComponentBatch, rows: Rows, reason: str, config: Config) -
     return f"; its rows are in {path}"
 
 
-def _with_selection(engine: TrainedEngine, rows: Rows, select: Callable[..., torch.Tensor], actor: Actor) -> Rows:
+def _with_selection(
+    engine: TrainedEngine,
+    rows: Rows,
+    select: Callable[..., torch.Tensor],
+    actor: Actor,
+) -> Rows:
     """Return the rows with a field of the tokens that the loss treats differently.
 
     Selecting them takes the current log-probs of the whole mini-batch, so another forward pass; this makes the

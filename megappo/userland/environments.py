@@ -142,7 +142,13 @@ class EnvironmentPool(WorkerPool):
     def __init__(self, spec: str, code: Sequence[Any], *, timeout_seconds: float, **limits: Any):
         source, name, *arguments = code
         hosted = {"source": source, "name": name, "arguments": arguments, "seconds": timeout_seconds}
-        super().__init__(spec, "environments", hosted, timeout_seconds=timeout_seconds, **limits)
+        super().__init__(
+            spec,
+            "environments",
+            hosted,
+            timeout_seconds=timeout_seconds,
+            **limits,
+        )
         self._numbers = itertools.count()
         self._replacing = asyncio.Lock()
         self._closing: set[asyncio.Task] = set()

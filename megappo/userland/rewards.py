@@ -218,7 +218,12 @@ class RewardPool(WorkerPool):
                 return queue, queue.take(self.num_workers)
         return None
 
-    async def _score(self, worker: WorkerProcess, queue: FunctionQueue, rows: Sequence[PendingRow]) -> WorkerProcess:
+    async def _score(
+        self,
+        worker: WorkerProcess,
+        queue: FunctionQueue,
+        rows: Sequence[PendingRow],
+    ) -> WorkerProcess:
         """Score rows in a worker. Return it, or the worker that replaces it if it is lost; the rows that a lost worker
         has not begun wait again.
 
@@ -246,7 +251,12 @@ class RewardPool(WorkerPool):
                 return await self._handle(worker, queue, called, error)
         return worker
 
-    def _call(self, worker: WorkerProcess, queue: FunctionQueue, rows: Sequence[PendingRow]) -> asyncio.Future:
+    def _call(
+        self,
+        worker: WorkerProcess,
+        queue: FunctionQueue,
+        rows: Sequence[PendingRow],
+    ) -> asyncio.Future:
         arguments = {"function": queue.index, "rows": [one.row[:4] for one in rows]}  # without their names
         return worker.begin("score", arguments, self.timeout_seconds)
 

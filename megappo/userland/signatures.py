@@ -267,7 +267,12 @@ class RewardHost:
     """
 
     def __init__(self, functions: Sequence[tuple[str, str, JsonObject]]):
-        self._functions = [_load_function(*one, is_alone=len(functions) == 1) for one in functions]
+        self._functions = []
+        for source, name, options in functions:
+            try:
+                self._functions.append(recognise(load(source, name), options, home(source)))
+            except BadFunction as error:
+                raise BadFunction(str(error) if len(functions) == 1 else f"({name}) {error}") from error
         inputs = reduce(or_, [one.inputs for one in self._functions])
         self.description = {"inputs": asdict(inputs), "modes": [one.mode for one in self._functions]}
 
@@ -276,10 +281,3 @@ class RewardHost:
         called = self._functions[function]
         given = [Row(*row) for row in rows]
         return called.call_async(given) if called.is_async else partial(called.call, given)
-
-
-def _load_function(source: str, name: str, options: JsonObject, *, is_alone: bool) -> RewardFunction:
-    try:
-        return recognise(load(source, name), options, home(source))
-    except BadFunction as error:
-        raise BadFunction(str(error) if is_alone else f"({name}) {error}") from error

@@ -80,7 +80,12 @@ class Worker:
         self._host = HOSTS[host](**arguments)
         return self._host.description
 
-    async def _answer(self, number: int, work: Coroutine[Any, Any, Any], seconds: float) -> None:
+    async def _answer(
+        self,
+        number: int,
+        work: Coroutine[Any, Any, Any],
+        seconds: float,
+    ) -> None:
         limit = asyncio.timeout(seconds)
         try:
             async with limit:

@@ -47,7 +47,14 @@ class CallError(Exception):
         index: number of the row that is to blame; None: unknown.
     """
 
-    def __init__(self, reason: str, *, is_late: bool = False, has_raised: bool = False, index: int | None = None):
+    def __init__(
+        self,
+        reason: str,
+        *,
+        is_late: bool = False,
+        has_raised: bool = False,
+        index: int | None = None,
+    ):
         super().__init__(reason)
         self.is_late = is_late
         self.has_raised = has_raised
@@ -109,7 +116,12 @@ class WorkerProcess:
             reply.set_result(None)
         return reply
 
-    async def result(self, reply: asyncio.Future, seconds: float, grace_seconds: float = 0.0) -> Any:
+    async def result(
+        self,
+        reply: asyncio.Future,
+        seconds: float,
+        grace_seconds: float = 0.0,
+    ) -> Any:
         """Return the result of a call that was begun; stop the process if there is none in time.
 
         Raises:

@@ -278,7 +278,13 @@ def _stack(tensors: dict[str, ExportedTensor], architecture: Architecture) -> No
     for name, names in linear_stacks(architecture).items():
         parts = tuple(tensors.pop(part) for part in names)
         shape = sum(part.shape[0] for part in parts), *parts[0].shape[1:]
-        tensors[name] = replace(parts[0], name=name, shape=shape, parts=parts, with_next=False)
+        tensors[name] = replace(
+            parts[0],
+            name=name,
+            shape=shape,
+            parts=parts,
+            with_next=False,
+        )
     for name, stack in expert_stacks(architecture).items():
         parts = tuple(tensors.pop(part) for part in stack.parts)
         tensors[name] = replace(parts[0], name=name, shape=stack.shape, parts=parts)
@@ -313,7 +319,12 @@ def _portions(bucket: Sequence[ExportedTensor]) -> list[list[ExportedTensor]]:
     return portions
 
 
-def _broadcast_if_needed(part: torch.Tensor, source: int, group: dist.ProcessGroup, receivers: Collection[int]) -> None:
+def _broadcast_if_needed(
+    part: torch.Tensor,
+    source: int,
+    group: dist.ProcessGroup,
+    receivers: Collection[int],
+) -> None:
     """Broadcast from the rank of this number in the group, unless none of the group's other ranks is a receiver."""
     ranks = dist.get_process_group_ranks(group)
     if any(rank in receivers for rank in ranks if rank != ranks[source]):

@@ -203,16 +203,25 @@ def write_adapters(folder: Path, adapters: NamedTensors, lora: Lora, base: str |
     Raises:
         OSError: they cannot be written.
     """
-    tensors = {PEFT_PREFIX + name: tensor.contiguous() for name, tensor in adapters}
-    write_tensors(folder / ADAPTERS, tensors, {"format": "pt"})
-    ranks = {name.split(".")[-3]: len(tensor) for name, tensor in tensors.items() if name.endswith(LORA_A)}
-    own: dict[str, Any] = {"base_model_name_or_path": str(base), "target_modules": sorted(ranks)}
     names = dict(adapters)
-    if VALUE_HEAD in names:
-        task = "TOKEN_CLS" if VALUE_BIAS in names else "SEQ_CLS"
-        own |= {"task_type": task, "modules_to_save": [VALUE_HEAD.removesuffix(".weight")]}
+    tensors = {}
+    ranks = {}  # of each module's matrix; a stack's has several adapters' together
+    for name, tensor in adapters:
+        tensors[PEFT_PREFIX + name] = tensor.contiguous()
+        if name.endswith(LORA_A):
+            ranks[name.split(".")[-3]] = len(tensor)
+    write_tensors(folder / ADAPTERS, tensors, {"format": "pt"})
+
     stacks = {module: rank for module, rank in ranks.items() if rank != lora.rank}
-    own |= {"rank_pattern": stacks, "alpha_pattern": {name: lora.scale * rank for name, rank in stacks.items()}}
+    own: dict[str, Any] = {
+        "base_model_name_or_path": str(base),
+        "target_modules": sorted(ranks),
+    }
+    if VALUE_HEAD in names:
+        own["task_type"] = "TOKEN_CLS" if VALUE_BIAS in names else "SEQ_CLS"
+        own["modules_to_save"] = [VALUE_HEAD.removesuffix(".weight")]
+    own["rank_pattern"] = stacks
+    own["alpha_pattern"] = {name: lora.scale * rank for name, rank in stacks.items()}
     config = peft_config(lora) | own
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
 

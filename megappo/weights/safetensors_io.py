@@ -102,7 +102,13 @@ class HFFolder(AbstractContextManager):
         """Return the dtype of a tensor, as safetensors spells it: F32, BF16, ..."""
         return self._slice(name).get_dtype()
 
-    def read(self, name: str, dim: int = 0, start: int = 0, stop: int | None = None) -> torch.Tensor:
+    def read(
+        self,
+        name: str,
+        dim: int = 0,
+        start: int = 0,
+        stop: int | None = None,
+    ) -> torch.Tensor:
         """Read elements start:stop (default: all) of a tensor along dimension 0 or 1, on a CPU in the file's dtype."""
         stored = self._stored[name]
         stop = self.shape(name)[dim] if stop is None else stop

@@ -150,7 +150,13 @@ def _tried(job: JsonObject) -> Iterator[JsonObject]:
     with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as errors:
         given.write(json.dumps(job).encode())
         given.seek(0)
-        trial = subprocess.Popen(command, stdin=given, stdout=subprocess.PIPE, stderr=errors, env=environment)
+        trial = subprocess.Popen(
+            command,
+            stdin=given,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env=environment,
+        )
         timer = Timer(job["total_seconds"] + ENDING_SECONDS, trial.kill)
         timer.daemon = True
         timer.start()
@@ -201,7 +207,12 @@ def _same_word(word: str, expected: str) -> bool:
     if word == expected:
         return True
     try:
-        return "." in expected and math.isclose(float(word), float(expected), rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+        return "." in expected and math.isclose(
+            float(word),
+            float(expected),
+            rel_tol=TOLERANCE,
+            abs_tol=TOLERANCE,
+        )
     except ValueError:
         return False
 

@@ -17,12 +17,20 @@ from contextlib import suppress
 from types import MappingProxyType
 
 PR_SET_NO_NEW_PRIVS = 38
-SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_NEW_LISTENER = 1, 8
-NOTIF_RECV, NOTIF_SEND, CONTINUE = 0xC0502100, 0xC0182101, 1
+SECCOMP_SET_MODE_FILTER = 1
+SECCOMP_FILTER_FLAG_NEW_LISTENER = 8
+NOTIF_RECV = 0xC0502100
+NOTIF_SEND = 0xC0182101
+CONTINUE = 1
 NOTIFICATION, RESPONSE = struct.Struct("=QIIi60x"), struct.Struct("=QqiI")
 """Linux's seccomp_notif (id, the thread's pid, flags, the call's number, the rest skipped) and seccomp_notif_resp."""
-LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
-EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8
+LANDLOCK_CREATE = 444
+LANDLOCK_ADD = 445
+LANDLOCK_RESTRICT = 446
+EXECUTE = 1
+WRITE_FILE = 2
+READ_FILE = 4
+READ_DIR = 8
 RIGHTS_OF_ABI = {1: 0x1FFF, 2: 0x3FFF, 3: 0x7FFF}
 """Version of Landlock -> bits of all file accesses that it can refuse; later versions add renaming, then truncating."""
 SCOPES_SINCE, SCOPES = 6, 3
@@ -34,11 +42,15 @@ MAX_OPEN_FILES = 64
 MAX_THREADS = 64
 MAX_CREATED = 64
 """Files and folders that a process may create in its life."""
-ALLOW, KILL, ASK = 0x7FFF0000, 0x80000000, 0x7FC00000
-REFUSE, ABSENT = 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS
+ALLOW = 0x7FFF0000
+KILL = 0x80000000
+ASK = 0x7FC00000
+REFUSE = 0x50000 | errno.EPERM
+ABSENT = 0x50000 | errno.ENOSYS
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 """Column in what follows, and the number by which seccomp knows it."""
-SECCOMP, CLONE = (317, 277), (56, 220)
+SECCOMP = (317, 277)
+CLONE = (56, 220)
 REFUSED = """
     socket 41 198, kill 62 129, tkill 200 130, tgkill 234 131, ptrace 101 117, execve 59 221, execveat 322 281,
     fork 57 -, vfork 58 -, process_vm_readv 310 270, process_vm_writev 311 271, pidfd_getfd 438 438,
@@ -74,8 +86,14 @@ ASKED = """
     clone 56 220 0 0x10000 != 0, open 2 - 1 0x400040 != 0, openat 257 56 2 0x400040 != 0, mkdir 83 -, mkdirat 258 34
 """
 """Calls that `answer` decides: they start a thread, create a file (O_CREAT, O_TMPFILE) or a folder."""
-LOAD, JUMP_EQUAL, JUMP_FROM, AND, RETURN = 0x20, 0x15, 0x35, 0x54, 0x06
-NUMBER_AT, MACHINE_AT, ARGUMENTS_AT = 0, 4, 16
+LOAD = 0x20
+JUMP_EQUAL = 0x15
+JUMP_FROM = 0x35
+AND = 0x54
+RETURN = 0x06
+NUMBER_AT = 0
+MACHINE_AT = 4
+ARGUMENTS_AT = 16
 ALWAYS = ("0", "0", "==", "0")
 OTHER_NUMBERS = ((JUMP_FROM, 0, 1, 0x40000000), (RETURN, 0, 0, REFUSE))
 """Refuse the other numbers that the same calls have (x32)."""

@@ -162,7 +162,13 @@ async def judge(
     raise RuntimeError(f"the judge {model} at {url} gave no score ({score_pattern}): {_cut(text)}")
 
 
-async def _posted(url: str, body: JsonObject, api_key_env: str, seconds: float, retries: int) -> Any:
+async def _posted(
+    url: str,
+    body: JsonObject,
+    api_key_env: str,
+    seconds: float,
+    retries: int,
+) -> Any:
     """Return a server's answer, parsed as JSON.
 
     Raises:
@@ -175,7 +181,12 @@ async def _posted(url: str, body: JsonObject, api_key_env: str, seconds: float, 
         await asyncio.sleep(FIRST_PAUSE_SECONDS * 2 ** (i - 1) if i else 0)
         try:
             async with asyncio.timeout(seconds):
-                answer = await _client(proxy).post(url, json=body, headers=headers, timeout=None)
+                answer = await _client(proxy).post(
+                    url,
+                    json=body,
+                    headers=headers,
+                    timeout=None,
+                )
         except TimeoutError:
             failure = f"gave no answer in {seconds:g} seconds"
             continue
