@@ -50,7 +50,7 @@ class PromptDataset(RecordDataset[Prompt]):
         files: jsonl or parquet files.
         config: the data section, apart from its files.
         seed: seed of the order (trainer.seed).
-        key: that names the files, for messages.
+        key: key that names the files, for messages.
         takes: fields for reward function and environment besides prompt and label.
         unpack: see `open_records`.
         weights: weights of the files, each of which then has its own epochs; none: they are one.

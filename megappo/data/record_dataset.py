@@ -40,7 +40,7 @@ class RecordDataset(ABC, Generic[E]):
         files: jsonl or parquet files.
         config: the data section, apart from its files.
         seed: seed of the order (trainer.seed).
-        key: that names the files, for messages.
+        key: key that names the files, for messages.
         names: fields that are read; None: any.
         unpack: see `open_records`.
         weights: weights of the files, each of which then has its own epochs; none: they are one.
@@ -253,14 +253,8 @@ class RecordDataset(ABC, Generic[E]):
             for number, part in enumerate(self._parts):
                 seed = f"{self.seed}/{number}" if self._weights else str(self.seed)
                 values = ranks[part.start : part.stop]
-                self._orders.append(
-                    Order(
-                        seed,
-                        len(part),
-                        shuffle=self.config.shuffle,
-                        values=values,
-                    )
-                )
+                order = Order(seed, len(part), shuffle=self.config.shuffle, values=values)
+                self._orders.append(order)
 
     def _lines(self, checks: Sequence[Check], action: Action) -> list[str]:
         lines: list[str] = []

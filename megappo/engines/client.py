@@ -183,7 +183,7 @@ class EngineClient:
 
         Args:
             path: path of SGLang's request that loads one.
-            body: without its name.
+            body: the request's body without the adapter's name.
         """
         listed = self.defer(self.request, "GET", "/v1/models")
         if listed is not None and ADAPTER in [model["id"] for model in listed["data"]]:

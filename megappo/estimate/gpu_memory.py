@@ -180,7 +180,7 @@ class MemoryEstimate:
     """The memory of a run.
 
     Args:
-        plan: without an undecided offload.
+        plan: plan without an undecided offload.
     Attributes:
         models: the run's models on their ranks, by name.
         engine: one of the run's engines.

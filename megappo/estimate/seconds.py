@@ -42,8 +42,8 @@ class Overlap(NamedTuple):
 
     Attributes:
         trainers: work of the models.
-        trainers_wait: until a batch is complete, before they begin.
-        engines_wait: without a prompt that may be started.
+        trainers_wait: time until a batch is complete, before they begin.
+        engines_wait: time in which engines have no prompt that they may start.
     """
 
     trainers: float
@@ -201,7 +201,7 @@ class TimeEstimate:
         holds at once, each of which reads weights and cache.
 
         Args:
-            batches: as many are in progress at once.
+            batches: batches that are in progress at once.
         """
         rollout = self.config.rollout
         sequences = self._rows / self.memory.plan.layouts[ROLLOUT].data

@@ -61,7 +61,7 @@ def transformer_config(
     """Return Megatron's description of the layers, in one layout.
 
     Args:
-        parallel: without contradictions between its own keys.
+        parallel: layout without contradictions between its own keys.
         recompute: "none", "selective" (attention) or "full" (every layer).
         switches: what is on (see `architecture.switches`); the layers and the engine read it off the config.
     Raises:

@@ -36,7 +36,7 @@ def run_data(name: str, folder: Path, steps: Sequence[Mapping[str, Any]], most_c
     """Return the content of a run's report, from the files in its folder.
 
     Args:
-        name: under which the page shows the run.
+        name: name under which the page shows the run.
         steps: content of its metrics.jsonl.
         most_characters: characters of JSON that its responses may take.
     Raises:

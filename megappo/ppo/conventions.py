@@ -73,7 +73,7 @@ class Conventions:
         kl_true_gradient: True = a KL estimate also has the gradient of the probability that its token was sampled with,
             estimate x grad log_prob; see `kl_estimate`.
         value_loss_factor: factor of the squared error in the value loss.
-        loss_agg_mode: where neither the config nor the policy loss's method sets one.
+        loss_agg_mode: averaging where neither the config nor the policy loss's method sets one.
         counts_empty_rows: True = the seq-mean modes divide by all rows of a mini-batch; False = by rows with a token.
         token_kl_gamma: where estimators compare the responses to a prompt, the KL in the reward is subtracted after the
             baseline, from a token's advantage: the sum from the token on, with this discount (0 = its own, 1 = of all).

@@ -83,7 +83,7 @@ def normalize_scores(
         prompt_ids: [B] int64; the same number = the same prompt. All responses to a prompt are on one rank.
         normalize: whose mean and std: batch = the scores of all ranks; running = also all earlier ones; group = the
             scores of the same prompt; none = scores unchanged.
-        running: with normalize running, updated with the scores before they are normalised; unchanged otherwise.
+        running: moments that normalize running updates with the scores before they are normalised; unchanged otherwise.
         process_group: ranks that batch and running take together; each must call.
 
     Returns:

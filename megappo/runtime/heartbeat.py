@@ -23,7 +23,7 @@ class Heartbeat:
 
     Attributes:
         num_beats: heartbeats so far. Two threads at once may count as one.
-        phase: where in a step the process is.
+        phase: part of a step in which the process is.
         since: when it entered the phase, by `time.monotonic`.
         step: the step that it trains, in words; "" before training.
         part: where in the phase it is, such as "mini-batch 2 of 8"; "" if the phase has no parts.

@@ -72,13 +72,8 @@ def num_gpus() -> int:
     named = visible_devices(os.environ)
     if named is not None or not shutil.which("nvidia-smi"):
         return len(named or ())
-    listed = subprocess.run(
-        ["nvidia-smi", "-L"],
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout
-    return sum(line.startswith("GPU ") for line in listed.splitlines())
+    done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
+    return sum(line.startswith("GPU ") for line in done.stdout.splitlines())
 
 
 def share(cores: Sequence[int], rank: int, num_ranks: int) -> Sequence[int]:
@@ -97,8 +92,8 @@ def bind(local_rank: int, num_ranks: int, num_cores: int, num_threads: int) -> N
 
     Args:
         num_ranks: ranks on this node.
-        num_cores: that the process may use by all limits.
-        num_threads: that compute at the same time.
+        num_cores: cores that the process may use by all limits.
+        num_threads: threads that compute at the same time.
     """
     mine = os.sched_getaffinity(0)
     ours = share(sorted(mine), local_rank, num_ranks)

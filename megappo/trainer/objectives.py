@@ -98,17 +98,8 @@ class ActorLoss:
         if actor.use_kl_loss:
             ref = fields.get("ref_log_probs", log_probs)
             full = outputs["full_kl"] if actor.kl_loss_type == "full" else None
-            terms.append(
-                kl_loss(
-                    log_probs,
-                    ref,
-                    mask,
-                    actor,
-                    old_log_probs=old,
-                    kl=full,
-                    **shared,
-                )
-            )
+            of_kl = kl_loss(log_probs, ref, mask, actor, old_log_probs=old, kl=full, **shared)
+            terms.append(of_kl)
         if actor.positive_nll_coef:
             nll, _ = nll_loss(log_probs, positive_mask(rows), self._positive, shared["loss_weights"])
             terms.append((actor.positive_nll_coef * nll, {"positive_nll_loss": nll.detach()}))

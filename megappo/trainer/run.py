@@ -203,13 +203,9 @@ class Run:
             lengths = self.shown.prompt_lengths.tolist()
             scores = self.shown.fields["scores"].tolist()
             for tokens, length, score in zip(self.shown.sequences, lengths, scores, strict=True):
-                records.append(
-                    {
-                        "prompt": decode(tokens[:length]),
-                        "response": decode(tokens[length:]),
-                        "score": score,
-                    }
-                )
+                prompt = decode(tokens[:length])
+                response = decode(tokens[length:])
+                records.append({"prompt": prompt, "response": response, "score": score})
         return records
 
     def save_if_due(self, step: int) -> None:

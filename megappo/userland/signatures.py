@@ -61,7 +61,7 @@ class Row(NamedTuple):
     """A response, and what reward functions may see of its record.
 
     Attributes:
-        prompt: as the model sees it.
+        prompt: the prompt as the model sees it.
         columns: the fields that the functions take besides prompt and label, as JSON.
         name: name of the record, for messages; the worker does not get it.
     """
@@ -89,7 +89,7 @@ class Form:
     """A form of reward functions.
 
     Attributes:
-        shown: as messages show it.
+        shown: the form as messages show it.
         own: parameters that are no columns -> the attribute of a row. A function may leave out any but the first one,
             by which its form is recognised.
         if_named: parameters that **kwargs does not get.

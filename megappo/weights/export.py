@@ -147,7 +147,7 @@ class Export:
         """Gather a bucket of `tensors`; all ranks that take part call it together, for the same buckets.
 
         Args:
-            flat: where to put them, uint8 [their bytes] on the model's device; None = newly allocated.
+            flat: memory for them, uint8 [their bytes] on the model's device; None = newly allocated.
         Returns:
             `flat`, of copies in the parameters' dtype, without the vocabulary's padding; see `views`. Only ranks among
             `full_tensor_ranks` may read it.

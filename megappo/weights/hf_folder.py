@@ -80,7 +80,7 @@ def write_hf_files(
     """Write as `write_hf_folder` does, into an existing folder. No rank waits for the first one to be done.
 
     Args:
-        folder: where the component's first rank writes.
+        folder: folder into which the component's first rank writes.
         bucket_bytes: weights gathered at a time, on the device.
         max_shard_bytes: bytes per safetensors file, which the first rank holds until it is full.
         progress: called with the number of elements written, on that rank.

@@ -145,7 +145,7 @@ class Product:
 
     Args:
         tokens, inputs, outputs: inputs [tokens, inputs] are multiplied by weights [outputs, inputs].
-        times: as many layers have this shape.
+        times: number of layers that have this shape.
     """
 
     def __init__(self, tokens: int, inputs: int, outputs: int, times: int):

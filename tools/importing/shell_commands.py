@@ -69,7 +69,7 @@ class ShellScript:
         variables: variables of its environment. One that it misses is added as `$NAME`, or as "" where the script tests
             it.
         is_protected: False: bash runs without a jail.
-        last_line: that it printed.
+        last_line: last line that it printed.
     """
 
     path: Path
