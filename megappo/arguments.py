@@ -36,7 +36,7 @@ EVALUATE = """\
 CHECKPOINT is a run's folder (its newest checkpoint), one of its checkpoints (step_XXXXXXXX), or a Hugging Face folder.
 CONFIG sets the held-out data (data.val_files, eval.datasets), the sampling and the ranks. Engines are started, nothing
 is trained, and the run does not change. evaluations/NAME gets metrics.jsonl, evaluation.json, rollouts/ and
-report.html, in place of those of the previous evaluation, whose metrics are kept under a name with the date.
+report.html. They replace the previous evaluation's files, whose metrics are kept under a name with the date.
 
 example: megappo evaluate outputs/quickstart/run rollout.val_n=4 rollout.val_temperature=1"""
 INSPECT = """\

@@ -90,7 +90,8 @@ def candidates(folder: Path) -> tuple[list[Path], str]:
     Raises:
         CheckpointError: there is a `latest`, but no checkpoint.
     """
-    newest_first, pointer = checkpoints_in(folder)[::-1], folder / LATEST
+    newest_first = checkpoints_in(folder)[::-1]
+    pointer = folder / LATEST
     if not newest_first:
         if pointer.exists():
             raise CheckpointError(

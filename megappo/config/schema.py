@@ -86,7 +86,8 @@ ACTOR_OF_PPO = ReadIf("trainer.kind", lambda config: config.is_ppo, always=("par
 
 
 class Actor(Trained):
-    method_key, methods = "policy_loss", POLICY_LOSSES
+    method_key = "policy_loss"
+    methods = POLICY_LOSSES
 
     policy_loss: Annotated[str, OneOf(POLICY_LOSSES)] = key("clip", "policy loss; clip is PPO's, with clip-higher and dual clip")
     clip_ratio: PositiveFloat = key(0.2, "PPO's epsilon: the probability ratio is clipped to 1 +- this", read_if=ONE_CLIP_RATIO)
@@ -182,7 +183,8 @@ class Config(Section):
         """Set reward.function to null, if it is not set and there is a reward model."""
         if not isinstance(values, dict):
             return values
-        model, reward = values.get("reward_model"), values.get("reward", {})
+        model = values.get("reward_model")
+        reward = values.get("reward", {})
         if isinstance(model, dict) and model.get("model_path") is not None and isinstance(reward, dict):
             return values | {"reward": {"function": None} | reward}
         return values
@@ -202,7 +204,7 @@ class Config(Section):
 
     @contextmanager
     def locating(self) -> Iterator[None]:
-        """Add files and lines to a ConfigError raised inside."""
+        """Add files and lines to a ConfigError that is raised while the block runs."""
         try:
             yield
         except ConfigError as error:

@@ -117,7 +117,12 @@ class Chat:
             )
         given = self._config.chat_template_kwargs | settings
         try:
-            text = self._tokenizer.apply_chat_template(messages, tools=self._tools, tokenize=False, **given)
+            text = self._tokenizer.apply_chat_template(
+                messages,
+                tools=self._tools,
+                tokenize=False,
+                **given,
+            )
             text.encode()  # raises for a lone surrogate
             return text
         except Exception as error:  # templates refuse messages with jinja2's own exceptions
@@ -181,7 +186,8 @@ def chat_end_warnings(
     tail = tokenizer.encode(text.rpartition(answer)[2], add_special_tokens=False)
     if set(tail) & set(ends) or not (tail or is_learned):
         return []
-    written, known = tokenizer.decode(tail[:1]), " or ".join(tokenizer.convert_ids_to_tokens(list(ends)))
+    written = tokenizer.decode(tail[:1])
+    known = " or ".join(tokenizer.convert_ids_to_tokens(list(ends)))
     ending = f"ends a message with {written!r}" if tail else "writes nothing after an answer"
     remedy = f"if prompts are chat messages, set rollout.stop=[{written!r}]"
     if is_learned:

@@ -14,7 +14,7 @@ class Order:
     """The order of some prompts, epoch after epoch.
 
     Args:
-        seed: of the shuffling.
+        seed: seed of the shuffling.
         size: number of prompts.
         shuffle: shuffle each epoch; else they keep their order.
         values: numbers, one per prompt, by which an epoch ascends; prompts with equal ones keep their order. Empty:

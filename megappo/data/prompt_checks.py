@@ -26,7 +26,7 @@ MOST_LENGTHS = 3
 """Lengths of too long prompts up to which each is an error of its own."""
 RECORDS_AT_ONCE = 1000
 COMPARED = 100
-"""Records of a file whose tokens are decoded, and compared with those that tokenizer.json gives."""
+"""Records of a file whose tokens are decoded, and compared with the tokens that tokenizer.json gives."""
 MAX_FAULTS = 10
 """Different faults of a file that are reported; the records with others are counted."""
 MAX_NAMED = 3
@@ -58,7 +58,7 @@ class Check:
 
     Attributes:
         num_checked: how many.
-        ranks: by which the records are ordered, NaN for faulty ones; empty without data.order_by.
+        ranks: numbers by which the records are ordered, NaN for faulty ones; empty without data.order_by.
     """
 
     num_checked: int = 0
@@ -78,7 +78,7 @@ class Check:
         """Yield one line per fault with this action.
 
         Args:
-            key: of the config, that names the file.
+            key: key of the config that names the file.
         """
         numbers: dict[str, list[int]] = {}
         for fault in self.faults:
@@ -112,7 +112,8 @@ def loses_text(text: str, tokens: Sequence[int], tokenizer: "PreTrainedTokenizer
     decoded = tokenizer.decode(tokens)
     if tokenizer.unk_token:
         decoded = decoded.replace(tokenizer.unk_token, "")
-    before, after = _letters(text), _letters(decoded)
+    before = _letters(text)
+    after = _letters(decoded)
     lost = (before - after).total()
     return lost > 0 and 2 * lost >= before.total()
 

@@ -85,7 +85,8 @@ def showing_special(tokenizer: "PreTrainedTokenizerBase") -> "PreTrainedTokenize
 
     ends = end_token_ids(tokenizer.name_or_path, tokenizer)
     hidden = {*tokenizer.special_tokens_map.values(), *tokenizer.convert_ids_to_tokens(ends)}
-    shown, state = copy.deepcopy(tokenizer), json.loads(tokenizer.backend_tokenizer.to_str())
+    shown = copy.deepcopy(tokenizer)
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
     for token in state["added_tokens"]:
         token["special"] &= token["content"] in hidden
     shown._tokenizer = Tokenizer.from_str(json.dumps(state))
@@ -125,10 +126,14 @@ def encode(texts: Sequence[RenderedText], tokenizer: "PreTrainedTokenizerBase") 
         alike = [one.text for one in group]
         for start in range(0, len(alike), TEXTS_AT_ONCE):
             heartbeat.beat()
-            part, special = alike[start : start + TEXTS_AT_ONCE], not is_chat
-            tokens += tokenizer(part, add_special_tokens=special, return_attention_mask=False, verbose=False)[
-                "input_ids"
-            ]
+            part = alike[start : start + TEXTS_AT_ONCE]
+            special = not is_chat
+            tokens += tokenizer(
+                part,
+                add_special_tokens=special,
+                return_attention_mask=False,
+                verbose=False,
+            )["input_ids"]
     return [one_bos(ids, tokenizer) for ids in tokens]
 
 
@@ -180,7 +185,7 @@ def token_texts(
 
 
 def completing_tokens(tokens: Sequence[int], ends: Sequence[int], tokenizer: "PreTrainedTokenizerBase") -> list[int]:
-    """Return for each of `ends` the position of the token that completes `text[:end]`, where `text` is that of the
+    """Return for each of `ends` the position of the token that completes `text[:end]`, where `text` is the text of the
     tokens without special ones.
 
     Where the texts that the tokens add do not make the whole (the end of a truncated response, bytes that are no text),
@@ -204,7 +209,7 @@ def completing_tokens(tokens: Sequence[int], ends: Sequence[int], tokenizer: "Pr
 
 
 def end_token_ids(folder: str, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
-    """Return the tokens that end a response: the tokenizer's, and those of generation_config.json and config.json.
+    """Return the tokens that end a response: the tokenizer's, and the ones in generation_config.json and config.json.
 
     Raises:
         ConfigError: there is none, so every response would be cut off.

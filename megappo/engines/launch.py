@@ -39,7 +39,7 @@ TORCHRUN_PREFIXES = ("MASTER_", "TORCHELASTIC_", "RANK", "LOCAL_", "GROUP_", "RO
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 TRACES_PREFIX = "megappo-engine-"
 PROBE_SLOTS = 4
-"""Requests that run beside those of rollouts, which run at all times: the probe of a weight sync need not wait."""
+"""Requests that an engine runs beside the rollouts, which never pause: the probe of a weight sync need not wait."""
 SPIN_COUNT = "3000"
 """GOMP_SPINCOUNT: how often a thread of libgomp looks for work before it sleeps. On two idle cores an engine of a 110M
 model writes 150 tokens/s with one thread; with two 160 at 1,000 looks, 198 at 2,000, 212 at 3,000, 221 at 6,000 and
@@ -56,7 +56,7 @@ def server_arguments(
     """Return SGLang's ServerArgs by name, without host, port and key.
 
     Args:
-        lora: of the adapters that the engine will get.
+        lora: configuration of the adapters that the engine will get.
     """
     arguments = {
         "model_path": str(model_path),

@@ -45,7 +45,7 @@ NOT_TORCH = (
     *("engine weights", "KV cache", "CUDA graphs", "engine working memory"),
     *(ASSUMED := ("CUDA contexts", "NCCL communicators")),
 )
-"""Entries that torch's allocator in a rank does not hold; ASSUMED: those that are assumed, not derived."""
+"""Entries that torch's allocator in a rank does not hold; ASSUMED: entries that are assumed, not derived."""
 
 Ledger = dict[str, float]
 """Entry -> bytes."""
@@ -58,7 +58,7 @@ class Cluster:
     Attributes:
         gpu_bytes: memory of a GPU that a program can use.
         gpus_per_node: ranks that share a node's memory and the links between its GPUs.
-        shapes: of the models read so far.
+        shapes: shapes of the models read so far.
     """
 
     gpu_bytes: float
@@ -71,7 +71,7 @@ class EngineMemory(NamedTuple):
 
     Attributes:
         weights: the policy's, sharded over the engine's GPUs.
-        states: those of linear attention, of all running requests.
+        states: states of linear attention, for all running requests.
         cache_per_token: keys and values of a token.
         cache_tokens: tokens that the cache can hold; below 0 if the weights alone are too large.
         graphs: CUDA graphs of decoding.
@@ -180,14 +180,14 @@ class MemoryEstimate:
     """The memory of a run.
 
     Args:
-        plan: without an undecided offload.
+        plan: plan without an undecided offload.
     Attributes:
         models: the run's models on their ranks, by name.
         engine: one of the run's engines.
         bucket_bytes: weights that an engine receives at a time; num_buckets: in a sync.
         uses: phase -> model -> its use.
         passes: the same for the phases that run models: an update if the use has gradients, else a forward pass.
-        phases: the start, then those of a step in their order.
+        phases: the start, then the phases of a step in their order.
         rank_kinds: each kind of rank; fullest: the one with the highest peak.
     Raises:
         ConfigError: a model's config.json is wrong, or its layout does not fit the model.
@@ -314,7 +314,8 @@ class MemoryEstimate:
         return ledger
 
     def _building(self, stages: Mapping[str, int]) -> Ledger:
-        """Return the fullest moment of building: each model is built whole, then offloaded before the next one."""
+        """Return the memory at the peak of building the models: each is built whole, then offloaded before the next
+        one."""
         resident: Ledger = {}
         moments: list[Ledger] = [{}]
         for name in build_order(self.plan.components):
@@ -361,8 +362,8 @@ class MemoryEstimate:
 
 
 def _communicators(layout: Layout) -> int:
-    """Return the NCCL communicators of a rank: one for each set of ranks that share collectives, those of a dimension,
-    of the gradients or of the gradient norm."""
+    """Return the NCCL communicators of a rank: one for each set of ranks that share the collectives of a dimension, of
+    the gradients or of the gradient norm."""
     sizes = {"t": layout.tensor, "c": layout.context, "d": layout.data, "p": layout.pipeline}
     spanned = {"".join(one for one in dims if sizes[one] > 1) for dims in ("t", "c", "cd", "p", "tcdp")}
     return len(spanned - {""}) + (2 if layout.expert_run > 1 else 0)

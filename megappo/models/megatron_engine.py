@@ -106,13 +106,20 @@ class MegatronEngine:
         dist.all_reduce(total, group=self.groups.collection.intra_dist_opt)
         return float(total)
 
-    def _outputs(self, head: Head, packed: PackedBatch, output: Tensor, non_loss_data: bool = False) -> Outputs:
+    def _outputs(
+        self,
+        head: Head,
+        packed: PackedBatch,
+        output: Tensor,
+        non_loss_data: bool = False,
+    ) -> Outputs:
         """Return a head's outputs for all tokens of the micro-batch, the same on every context-parallel rank.
 
         Each has its share of the tokens and 0 elsewhere. All compute the same loss from the sum, so the gradient is
         passed on as it is: a rank's own share of it counts.
         """
-        shares, context = head(output, packed).items(), self.groups.collection.cp
+        shares = head(output, packed).items()
+        context = self.groups.collection.cp
         return {name: reduce_from_tensor_model_parallel_region(share.clone(), context) for name, share in shares}
 
     def _run(
@@ -146,7 +153,8 @@ class MegatronEngine:
         Shards that share experts must run equally many micro-batches, as the tokens of all go to the experts of all. An
         interleaved schedule runs them in groups.
         """
-        most, layout = num_bins, self.groups.layout
+        most = num_bins
+        layout = self.groups.layout
         if layout.expert * layout.expert_tensor > 1:
             largest = torch.tensor(num_bins, device=platform.device())
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.groups.collection.dp)

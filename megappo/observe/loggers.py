@@ -117,7 +117,7 @@ def describe(error: BaseException) -> str:
 
 
 class Logger:
-    """Base of all loggers: each hook does nothing. Rank 0 calls them, those of a tracker in a thread of its own."""
+    """Base of all loggers: each hook does nothing. Rank 0 calls the hooks, a tracker's in a thread of its own."""
 
     def on_start(self, run: RunInfo) -> None:
         """Begin to log, before any other hook."""

@@ -40,7 +40,7 @@ class Observer(AbstractContextManager):
         """Start the loggers.
 
         Args:
-            trackers: by the names under which trainer.loggers has them.
+            trackers: trackers by their names in trainer.loggers.
         Raises:
             ConfigError: metrics.jsonl, which an earlier run left, cannot be read.
         """

@@ -1,4 +1,4 @@
-"""Responses for the report's browser: those of evaluations, and kept rollouts with the numbers of their tokens."""
+"""Responses for the report's browser: responses of evaluations, and kept rollouts with the numbers of their tokens."""
 
 import json
 from collections.abc import Iterator

@@ -37,7 +37,8 @@ class RunFacts(BaseModel, extra="allow", strict=True, allow_inf_nan=False):
 
 
 class RunFile(Logger):
-    """Writes run.json: the fields of `RunInfo` except the config, which config.yaml has, then those of `RunEnd`."""
+    """Writes run.json: the fields of `RunInfo` except the config, which config.yaml has, then the fields of
+    `RunEnd`."""
 
     def on_start(self, run: RunInfo) -> None:
         """Write the facts that are known at the start."""
@@ -85,7 +86,8 @@ def config_of(folder: Path) -> dict[str, Any]:
 
 
 def exported_model(folder: Path) -> Path | None:
-    """Return the Hugging Face folder that a finished run wrote: its actor's, or that of the model it trained alone.
+    """Return the Hugging Face folder that a finished run wrote: its actor's, or the folder of the model it trained
+    alone.
 
     None without any. A run that resumes without trainer.export_hf leaves an older one as it is.
     """

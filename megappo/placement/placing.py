@@ -85,7 +85,8 @@ def place(
 
 
 def _engine_errors(config: Config, rollout: Layout, ranks_per_node: int) -> Iterator[str]:
-    """Check the ranks of engines: those of each follow each other, and SGLang needs as many on each of its nodes."""
+    """Check the ranks of engines: each engine's follow each other, and SGLang needs equally many on each of its
+    nodes."""
     external = len(config.rollout.engines)
     if rollout.data < external:
         yield (

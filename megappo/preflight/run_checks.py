@@ -127,7 +127,7 @@ def _missing(spec: str, key: str, builtin: Mapping[str, str]) -> Iterator[str]:
 
 
 def server_args_errors(arguments: Mapping[str, object], num_ranks: int = 1) -> Iterator[str]:
-    """Yield what is wrong with rollout.server_args, one line each, for engines of so many ranks."""
+    """Yield what is wrong with rollout.server_args, one line each, for engines of `num_ranks` ranks."""
     known = known_names()
     divisors = [size for size in range(1, num_ranks + 1) if num_ranks % size == 0]
     for name, value in arguments.items():

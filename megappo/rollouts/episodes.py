@@ -38,8 +38,16 @@ class Transcript:
         limits: tokens that a segment may have after its prompt, and together with it.
     """
 
-    def __init__(self, prompt: Prompt, chat: Chat, tokenizer: "PreTrainedTokenizerBase", limits: tuple[int, int]):
-        self._chat, self._tokenizer, self._limits = chat, tokenizer, limits
+    def __init__(
+        self,
+        prompt: Prompt,
+        chat: Chat,
+        tokenizer: "PreTrainedTokenizerBase",
+        limits: tuple[int, int],
+    ):
+        self._chat = chat
+        self._tokenizer = tokenizer
+        self._limits = limits
         raw = prompt.columns[PROMPTS]
         self._messages: list[dict[str, Any]] | None = None if isinstance(raw, str) else list(raw)
         self.segments = [Segment(prompt.tokens, prompt.text)]
@@ -104,7 +112,7 @@ class Transcript:
         return self._chat.text_of(self._messages, continues=continues)
 
     def _added(self, before: str, text: str) -> list[int] | None:
-        """Return the tokens that a text has after those of its beginning; None if it begins otherwise."""
+        """Return the tokens that a text has after the tokens of its beginning; None if it begins otherwise."""
         if not text.startswith(before):
             return None
         texts = with_context(before, text[len(before) :])
@@ -125,7 +133,7 @@ class EpisodeRunner:
     """Plays episodes from some prompts, in the environments of a pool.
 
     Args:
-        prompts: by their indices.
+        prompts: prompts by their indices.
         longest_prompt: most tokens of a prompt.
         tokenizer: serves one thread at a time.
         max_response_length: tokens of a segment after its prompt.
@@ -140,7 +148,9 @@ class EpisodeRunner:
         max_response_length: int,
         longest_prompt: int,
     ):
-        self._prompts, self._environments, self._tokenizer = prompts, environments, tokenizer
+        self._prompts = prompts
+        self._environments = environments
+        self._tokenizer = tokenizer
         self._limits = (max_response_length, longest_prompt + max_response_length)
         self._chat = Chat(tokenizer, config.data, environments.takes.tools)
         self._max_turns = config.rollout.max_turns

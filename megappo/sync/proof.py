@@ -30,10 +30,10 @@ def verified_sync(
     """Overwrite the engines' weights, sync, and compare the engines' own checksums: no corrupt weight may remain.
 
     Args:
-        client: of the engine that this rank owns.
+        client: client of the engine that this rank owns.
         barrier: waits for all ranks.
-        as_loaded: the model's weights are those that the engines loaded from the same folder, so the sync must
-            restore them to the bit. Otherwise only a weight that was not set at all is found.
+        as_loaded: the model has the weights that the engines loaded from the same folder, so the sync must restore them
+            to the bit. Otherwise only a weight that was not set at all is found.
         loaded: checksums of the weights that the engine loaded, if it has slept since; empty = it still has them.
         overwrites: False for a sync of adapters, which would not restore the other weights.
     Raises:
@@ -71,7 +71,7 @@ def check_probe(
 
     Args:
         rows: responses of this rank's engine, with old_log_probs, which are the actor's, and rollout_log_probs.
-        engine_number: of that engine; None without one.
+        engine_number: number of that engine; None without one.
         warn: see `check_log_probs`.
     Raises:
         EngineError: the log-probs of an engine differ too much on average; see `check_log_probs`.
@@ -88,7 +88,12 @@ def check_probe(
     return {f"sync/log_prob_diff/{name}": value for name, value in metrics.items()}
 
 
-def check_log_probs(tokens: str, difference: float, config: Config, warn: Callable[[str], object]) -> int:
+def check_log_probs(
+    tokens: str,
+    difference: float,
+    config: Config,
+    warn: Callable[[str], object],
+) -> int:
     """Check that engine and actor agree; return the number of warnings, 0 or 1.
 
     Args:

@@ -39,7 +39,7 @@ def add_advantages(run: "Run", step: int, batch: Batch, metrics: dict[str, Any])
 
     Args:
         batch: all responses to a prompt are at one owner.
-        metrics: of the step so far.
+        metrics: the step's metrics so far.
     """
     rows, compared = batch.rows, Unreduced()
     if "old_log_probs" in rows.fields:
@@ -85,7 +85,7 @@ def with_advantages(run: "Run", rows: Rows, reward_moments: RunningMoments) -> t
     their scores; all ranks together.
 
     Args:
-        reward_moments: of all scores before; these scores are added.
+        reward_moments: moments of all earlier scores; these scores are added.
     """
     config = run.config
     if config.penalizes_kl:
@@ -110,7 +110,8 @@ def with_advantages(run: "Run", rows: Rows, reward_moments: RunningMoments) -> t
 
 def _experience(run: "Run", step: int, batch: Batch, metrics: dict[str, Any]) -> Experience:
     """Return a step's experience, with the statistics of its rows that the run itself reads."""
-    config, rows = run.config, batch.rows
+    config = run.config
+    rows = batch.rows
     values: Unreduced = {"num_tokens": (rows.response_mask, "sum")}
     if config.penalizes_kl:
         values["kl_penalty"] = (of_tokens("kl_penalty")(rows), "mean")
@@ -122,7 +123,8 @@ def _experience(run: "Run", step: int, batch: Batch, metrics: dict[str, Any]) ->
 
 def _kl_penalty(run: "Run", rows: Rows) -> torch.Tensor:
     """Return the KL of each token to the reference, before its coefficient."""
-    kind, fields = run.config.algorithm.kl_penalty, rows.fields
+    kind = run.config.algorithm.kl_penalty
+    fields = rows.fields
     if kind == "full":
         return fields["full_kl"]
     return kl_estimate(rows.old_log_probs, fields["ref_log_probs"], kind, conventions=conventions(run.config))
@@ -136,7 +138,9 @@ def _advantages(run: "Run", rows: Rows, scores: torch.Tensor) -> tuple[torch.Ten
     scores; the remaining score (of the reward function, the length penalty) is on the last token. The KL penalty is a
     part of the rewards, or subtracted after the baseline: see `Conventions.token_kl_gamma`.
     """
-    kl, kl_coef, gamma = rows.fields.get("kl_penalty"), run.progress.kl.value, conventions(run.config).token_kl_gamma
+    kl = rows.fields.get("kl_penalty")
+    kl_coef = run.progress.kl.value
+    gamma = conventions(run.config).token_kl_gamma
     compares = run.config.algorithm.method.compares_responses
     after_baseline = kl is not None and gamma is not None and compares
     turn_rewards = rows.fields.get("turn_rewards")
@@ -155,8 +159,9 @@ def _advantages(run: "Run", rows: Rows, scores: torch.Tensor) -> tuple[torch.Ten
 
 def _estimate(run: "Run", rows: Rows, rewards: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return advantages and returns. In decoupled and length-adaptive GAE they have different lambdas."""
-    algorithm, mask = run.config.algorithm, rows.response_mask
-    inputs = {  # `estimate` passes on those that the estimator has as parameters
+    algorithm = run.config.algorithm
+    mask = rows.response_mask
+    inputs = {  # `estimate` passes on what the estimator has as parameters
         **rows.fields,  # the critic's `values` for gae
         "old_log_probs": None if run.config.old_log_probs == "update" else rows.old_log_probs,
         **{key: getattr(algorithm, key) for key in algorithm.method.reads},

@@ -68,7 +68,8 @@ def execute(plan: RunPlan, engine_handle: EngineHandle, cleanup: ExitStack) -> N
 
 def build_run(plan: RunPlan, engine_handle: EngineHandle, cleanup: ExitStack) -> Run:
     """Build the parts of a run on this rank; all ranks together. Arguments as for `execute`."""
-    exchange, config = Exchange(dist.group.WORLD), plan.config
+    exchange = Exchange(dist.group.WORLD)
+    config = plan.config
     with STATUS.step("checkpoint check"):
         progress = Progress(plan.requested, exchange)
     with STATUS.step("prompts"):
@@ -76,7 +77,8 @@ def build_run(plan: RunPlan, engine_handle: EngineHandle, cleanup: ExitStack) ->
         left_out = datasets.check(exchange)
         if datasets.train and not config.replays:
             progress.note_data(datasets.train.files)
-    engines, models = NoEngines(), Models(replace(plan, components={}), {}, {})
+    engines = NoEngines()
+    models = Models(replace(plan, components={}), {}, {})
     if _needs_models(config):
         if config.samples:
             engines = InferenceEngines(plan, engine_handle, exchange, is_new=progress.is_new)
@@ -107,7 +109,8 @@ def build_run(plan: RunPlan, engine_handle: EngineHandle, cleanup: ExitStack) ->
     else:
         batches = SampledBatches(datasets, rollouts, engines.sleep, record, num_drawn=progress.num_drawn)
     mfu = Utilisation(models, exchange)
-    scorer, judge = NoResponseScorer(), models.components.get("reward_model")
+    scorer = NoResponseScorer()
+    judge = models.components.get("reward_model")
     if judge is not None and config.is_ppo:
         scorer = ResponseScorer(config, judge, datasets.train, rollouts.tokenizer, exchange)
     if exchange.rank == 0:  # not before: a folder that is refused stays as it was
@@ -118,11 +121,15 @@ def build_run(plan: RunPlan, engine_handle: EngineHandle, cleanup: ExitStack) ->
 
 def run_info(plan: RunPlan, resume_step: int) -> RunInfo:
     """Return the facts about a run that its loggers record."""
-    trainer, gpu_bytes = plan.config.trainer, platform.gpu_bytes()
-    output_dir, planned, loads = Path(trainer.output_dir), {}, {}
+    trainer = plan.config.trainer
+    gpu_bytes = platform.gpu_bytes()
+    output_dir = Path(trainer.output_dir)
+    planned = {}
+    loads = {}
     if gpu_bytes is not None and plan.training:
         estimate = MemoryEstimate(plan, Cluster(gpu_bytes))
-        planned, loads = estimate.allocated(), estimate.expert_loads()
+        planned = estimate.allocated()
+        loads = estimate.expert_loads()
     return RunInfo(
         output_dir=output_dir,
         total_steps=trainer.total_steps,
@@ -150,7 +157,8 @@ def _needs_models(config: Config) -> bool:
 def _resume_record(record: Record, prompts: PromptDataset, progress: Progress) -> list[str]:
     """Continue after the last step that is recorded as this run would record it; return lines about it."""
     progress.start_step, progress.num_drawn, changed = record.valid_steps(prompts)
-    step, lines = progress.start_step, []
+    step = progress.start_step
+    lines = []
     if step:
         lines.append(f"continuing after step {step}, the last one in {record.folder} with the same settings")
     if changed:
@@ -189,7 +197,8 @@ def rollout_only(run: Run) -> None:
 
 def evaluate_only(run: Run) -> None:
     """Evaluate a checkpoint, or the model of model.path, once; write evaluation.json beside metrics and report."""
-    step, weights = run.progress.step, run.progress.checkpoint or Path(run.config.initial_weights)
+    step = run.progress.step
+    weights = run.progress.checkpoint or Path(run.config.initial_weights)
     with run.phase("sync"):
         run.engines.first_sync(step)
     metrics = run.evaluate(step)

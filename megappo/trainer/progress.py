@@ -42,7 +42,7 @@ class Experience:
 
     Attributes:
         batch: rows at their owners, with all fields that losses read.
-        metrics: of the step until its advantages.
+        metrics: the step's metrics until its advantages.
         kl_penalty: mean of the KL to the reference over the tokens; None without a penalty in the rewards or a token.
         num_updates: component -> mini-batches of all epochs that it has been trained on.
         optimizer_steps: component -> metrics of its optimizer steps.
@@ -71,12 +71,12 @@ class Progress:
         step: the last finished step.
         experience: the next step, if its rows have their advantages.
         data: training file -> description of its content.
-        num_drawn: prompts that the steps so far have drawn, including that one.
-        pending: positions of those that no step has trained on yet.
+        num_drawn: prompts that the steps so far have drawn, including the next step's if `experience` has it.
+        pending: positions of drawn prompts that no step has trained on yet.
         is_overdue: the last save failed.
         failed_saves: number of failed saves in this process.
         kl: controller of the KL coefficient.
-        reward_moments: of all scores so far, for reward.normalize running.
+        reward_moments: moments of all scores so far, for reward.normalize running.
     """
 
     def __init__(self, config: Config, exchange: Exchange):
@@ -94,7 +94,8 @@ class Progress:
         self.num_drawn = 0
         self.data: dict[str, str] = {}
         self.pending: Sequence[int] = ()
-        self.is_overdue, self.failed_saves = False, 0
+        self.is_overdue = False
+        self.failed_saves = 0
         self.kl = KLController(config.algorithm.kl_ctrl)
         self.reward_moments = RunningMoments()
 
@@ -133,7 +134,8 @@ class Progress:
         if self.checkpoint is None:
             return
         if self.config.trainer.eval_only:
-            engine, folder = models.actor.engine, self.checkpoint / "actor"
+            engine = models.actor.engine
+            folder = self.checkpoint / "actor"
             if engine is not None:
                 vocab_size = models.architecture.vocab_size
                 load_model(engine.chunks, engine.groups, folder, read_component(folder), vocab_size)
@@ -150,7 +152,8 @@ class Progress:
         self.kl.load_state_dict(state["kl"])
         self.reward_moments.load_state_dict(state["reward_moments"])
         self.start_step = self.step = state["step"]
-        self.num_drawn, self.pending = state["prompts_drawn"], state["prompts_pending"]
+        self.num_drawn = state["prompts_drawn"]
+        self.pending = state["prompts_pending"]
         self.experience = self._read_experience(models.num_mini_batches())
 
     def _restore_models(self, models: Models, optimizer_steps: dict[str, list[int]]) -> None:
@@ -174,7 +177,8 @@ class Progress:
         if experience.kl_penalty is not None and "actor" in experience.num_updates:
             num_responses = self.config.data.train_batch_size * self.config.rollout.n  # a row may be a part of one
             self.kl.update(experience.kl_penalty, num_responses)
-        self.step, self.experience = experience.step, None
+        self.step = experience.step
+        self.experience = None
 
     @property
     def is_new(self) -> bool:
@@ -254,7 +258,8 @@ class Progress:
         if not path.exists():
             return None
         with RowsFile(path) as file:
-            facts, batch = file.facts, file.batch(self.exchange)
+            facts = file.facts
+            batch = file.batch(self.exchange)
         for name, saved in facts["num_mini_batches"].items():
             if num_mini_batches[name] != saved:
                 raise CheckpointError(

@@ -130,7 +130,8 @@ class Run:
 
     def keep_rollouts(self, experience: Experience, responses: StepResponses | None) -> None:
         """Keep the first rows of a step in the output folder, if they are due."""
-        settings, step = self.config.trainer, experience.step
+        settings = self.config.trainer
+        step = experience.step
         interval = settings.keep_rollouts
         if interval is None:
             interval = self.config.eval_interval or EVAL_INTERVAL
@@ -142,10 +143,12 @@ class Run:
         """Check that the engines sampled as the actor would. From here on an interrupted step is resumed."""
         check_engines(self, experience)
         self.progress.experience = experience
-        self.progress.num_drawn, self.progress.pending = self.batches.num_drawn, self.batches.pending
+        self.progress.num_drawn = self.batches.num_drawn
+        self.progress.pending = self.batches.pending
 
     def end_updates(self, experience: Experience, shards: Shards) -> dict[str, Any]:
-        """Return the step's metrics so far, with those of the updates on all ranks. All ranks wait for the slowest.
+        """Return the step's metrics so far, with the metrics of the updates on all ranks. All ranks wait for the
+        slowest.
 
         Raises:
             Interrupted: the updates were interrupted.
@@ -153,7 +156,8 @@ class Run:
         trained = self.models.trained_in(experience.step)
         local = {}
         for name in trained:
-            shard, seconds = shards[name], self.phase.seconds(f"update_{name}")
+            shard = shards[name]
+            seconds = self.phase.seconds(f"update_{name}")
             local[name] = (shard.num_updates, shard.optimizer_steps, seconds)
         updates, memory = zip(*self.exchange.all_gather((local, self.phase.memory())), strict=True)
         if self.config.old_log_probs == "update" and any(of_rank["actor"][1] for of_rank in updates):
@@ -182,7 +186,7 @@ class Run:
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Log a step's metrics and complete a checkpoint that was written meanwhile.
 
-        A step's `timing_s/save` is that of the checkpoint between the step before and this one.
+        A step's `timing_s/save` is the time of the checkpoint between the previous step and this one.
         """
         saves = {"checkpoint/failed_saves": self.progress.failed_saves}
         self.observer.log(step, {**metrics, **self.phase.timers.lap(), **saves}, self.responses)
@@ -196,9 +200,12 @@ class Run:
         records = []
         if self.shown is not None:
             decode = self.rollouts.tokenizer.decode
-            lengths, scores = self.shown.prompt_lengths.tolist(), self.shown.fields["scores"].tolist()
+            lengths = self.shown.prompt_lengths.tolist()
+            scores = self.shown.fields["scores"].tolist()
             for tokens, length, score in zip(self.shown.sequences, lengths, scores, strict=True):
-                records.append({"prompt": decode(tokens[:length]), "response": decode(tokens[length:]), "score": score})
+                prompt = decode(tokens[:length])
+                response = decode(tokens[length:])
+                records.append({"prompt": prompt, "response": response, "score": score})
         return records
 
     def save_if_due(self, step: int) -> None:

@@ -489,7 +489,7 @@ def test_what_is_no_reward_model_cannot_score(run_folder, refusals, accepted, mo
     assert "is of architecture Qwen2ForTokenClassification with 3 labels" in error
     model_config(architectures=["Qwen2ForTokenClassification"], id2label={"0": "score"})
     (error,) = refusals(*scored, "reward.clip=5")
-    assert "reward.clip 5.0 changes the score of a response, not those of its steps, which reward_model" in error
+    assert "reward.clip 5.0 changes the score of a response, not the scores of its steps, which reward_model" in error
     assert "\n  tokenizer and chat template of model\n" in accepted(*scored)
 
 

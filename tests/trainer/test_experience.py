@@ -319,7 +319,7 @@ def test_a_step_compares_engines_and_trainer_once() -> None:
 
 LEFT = {
     "all are masked": [],
-    "those of one rank are masked": [(4, 0), (4, 1), (5, 0)],
+    "all of one rank are masked": [(4, 0), (4, 1), (5, 0)],
     "one response is left": [(0, 0), (0, 1), (0, 2)],
     "one token is left": [(5, 1)],
 }
@@ -332,7 +332,7 @@ def degenerate(rank: int, world_size: int) -> None:
     for case, (name, algorithm) in itertools.product(LEFT, METHODS.items()):
         config = make_config(algorithm)
         # Where responses are compared one that is alone is masked, too.
-        alone = config.algorithm.method.compares_responses and case != "those of one rank are masked"
+        alone = config.algorithm.method.compares_responses and case != "all of one rank are masked"
         left = torch.zeros(len(SAMPLED), 3)
         for row, place in [] if alone else LEFT[case]:
             left[row, place] = 1.0

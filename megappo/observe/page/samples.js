@@ -37,7 +37,7 @@ function numbersOf(sample, kind) {
 
 /**
  * [turn, text, reward, first token, end] of each turn of an episode; turn 0 is the environment's. None of a response.
- * The tokens are those of one segment: of other turns there are none.
+ * The tokens are in one segment: other turns have none.
  */
 function turnsOf(sample) {
   const turns = (sample.turns ?? []).map(({ turn, text, reward }) => [turn, text, reward, 0, 0]);
