@@ -227,7 +227,7 @@ install_gpu() {
     log "installing the CUDA packages (10 to 20 minutes; log: $log)"
     { has_torch && is_torch_for_cuda; } || install_cuda_torch
     # With torch there, whichever build of it, pip keeps it.
-    pip_install -c requirements-gpu.txt -r requirements.txt -r requirements-dev.txt sglang pybind11 ninja wheel
+    pip_install -c requirements-gpu.txt -r requirements.txt -r requirements-dev.txt sglang fla-core pybind11 ninja wheel
     link_cuda_runtime
     if [[ $build_te == no ]]; then
         log "leaving out TransformerEngine, as requested: model.layer_spec auto takes the slower torch layers"

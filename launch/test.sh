@@ -11,6 +11,19 @@ if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then
     exit
 fi
 bash launch/setup.sh
+
+# Tests of the reports drive Debian's browser. Without it they are skipped, with the reason.
+install_chromium() {
+    command -v chromium >/dev/null && return
+    if ((EUID != 0)) || ! command -v apt-get >/dev/null; then
+        echo "test: found no chromium: the tests of reports in a browser are skipped. Install it (Debian: apt-get install chromium)"
+        return
+    fi
+    echo "test: installing chromium for the tests of reports in a browser"
+    { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends chromium; } >/dev/null ||
+        echo "test: apt-get did not install chromium: the tests of reports in a browser are skipped"
+}
+[[ -n ${CHROMIUM:-} ]] || install_chromium
 # Tests spawn several processes on few cores.
 export OMP_NUM_THREADS=1
 # Else the CPU's environment refuses to start ranks where there are GPUs.

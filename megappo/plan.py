@@ -27,7 +27,7 @@ from megappo.config.loading import leaves, load_config
 from megappo.config.schema import Config
 from megappo.config.sections import Parallel
 from megappo.estimate.fitting import fits, resolve_offload
-from megappo.estimate.gpu_memory import Cluster, MemoryEstimate, queue_bytes
+from megappo.estimate.gpu_memory import ASSUMED, MARGIN_BYTES, Cluster, MemoryEstimate, queue_bytes
 from megappo.estimate.gpus import GIB, GPUS, GPUS_PER_NODE
 from megappo.estimate.placed_model import Shapes
 from megappo.estimate.seconds import TimeEstimate
@@ -159,6 +159,7 @@ def _print_estimates(plan: RunPlan, args: argparse.Namespace) -> list[str]:
         most, phase = memory.fullest.peak
         free = f"at least {(gpu.memory - most) / GIB:.1f} GiB stay free on every GPU"
         print(f"  it fits: {free}; the fullest phase is {phase}")
+        print(f"  keep {MARGIN_BYTES / GIB:.0f} GiB of that: {' and '.join(ASSUMED)} are assumed, not measured")
     kernels = "torch's layers" if plan.config.model.layer_spec == "torch" else "TransformerEngine, which set-up builds"
     table = switch_table(plan, cluster.shapes, capability=gpu.capability, has_te=True)
     print(f"\nfast paths on these GPUs, with {kernels}\n{table}")

@@ -54,7 +54,7 @@ from megappo.runtime import megatron_setup, platform
 from megappo.runtime.failure import report, report_failed_threads
 from megappo.runtime.heartbeat import heartbeat
 from megappo.runtime.listening import stay_on_this_node
-from megappo.runtime.machine import bind
+from megappo.runtime.machine import bind, bind_near
 from megappo.runtime.watchdog import Watchdog
 from megappo.table import resolved
 
@@ -232,6 +232,8 @@ def _execute(plan: RunPlan, store: dist.Store, rank: int, cleanup: ExitStack, fu
     """Start this rank's engine, join the other ranks, and return what a function of the run returns; None if there is
     nothing to do."""
     config, gpu_bytes = plan.config, platform.gpu_bytes()
+    if (bound := bind_near(platform.pci_address())) and rank < int(os.environ["LOCAL_WORLD_SIZE"]):
+        print(f"rank {rank} is {bound}", flush=True)
     with config.locating():
         if rank == 0:  # before the ranks meet, so that no other error can come first
             store.set("finished", _occupy_folder(plan, cleanup))

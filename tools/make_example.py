@@ -1,11 +1,12 @@
-"""Make the data and the model of a multi-turn example.
+"""Make the data and the model of an example.
 
-`grid` is a game, for configs/grid.yaml; `calculator` is multiplication by a tool, for configs/calculator.yaml.
+`grid` is a game, for configs/grid.yaml; `calculator` is multiplication by a tool, for configs/calculator.yaml;
+`smollm2` is a public model with sums, for configs/smollm2.yaml: see tools/smollm2.py.
 
-As in tools/make_quickstart.py, a small Qwen2 is warm-started by supervised steps on the dialogues of a careless player.
-The walker of the grid mistakes left for right with probability CONFUSE, so that the model greedily walks the wrong way,
-while its samples often reach the goal. The pupil with the calculator guesses with probability GUESS instead of using
-it. No held-out game or product is used in training.
+For the first two, as in tools/make_quickstart.py, a small Qwen2 is warm-started by supervised steps on the dialogues of
+a careless player. The walker of the grid mistakes left for right with probability CONFUSE, so that the model greedily
+walks the wrong way, while its samples often reach the goal. The pupil with the calculator guesses with probability
+GUESS instead of using it. No held-out game or product is used in training.
 """
 
 import itertools
@@ -21,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "configs"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import make_quickstart as quickstart
+import smollm2
 import torch
 from grid_environment import SIZE, STEPS, shown
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -194,7 +196,12 @@ def build(folder: Path, example: Example, seed: int) -> None:
     model.save_pretrained(folder / "model")
 
 
-EXAMPLES = {"grid": grid, "calculator": calculator}
+EXAMPLES: dict[str, Callable[[Path, int], None]] = {
+    "grid": lambda folder, seed: build(folder, grid(), seed),
+    "calculator": lambda folder, seed: build(folder, calculator(), seed),
+    "smollm2": smollm2.build,
+}
+"""Name -> writes all files of the example into a folder, by a seed."""
 
 
 def main() -> None:
@@ -202,7 +209,7 @@ def main() -> None:
     args = quickstart.parse_args(__doc__, example=EXAMPLES)
     STATUS.start("the model")
     with quickstart.building(args.output) as folder:
-        build(folder, EXAMPLES[args.example](), args.seed)
+        EXAMPLES[args.example](folder, args.seed)
     STATUS.stop()
 
 

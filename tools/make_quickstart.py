@@ -202,15 +202,15 @@ def build(folder: Path, seed: int) -> None:
 
 
 def publish(folder: Path, output: Path) -> None:
-    """Move the PARTS to `output` once they are complete; other files there, such as runs, stay."""
+    """Move the parts to `output` once they are complete; other files there, such as runs, stay."""
     if not output.exists():
         folder.rename(output)
         return
-    for part in PARTS:
-        target = output / part
+    for part in sorted(folder.iterdir()):
+        target = output / part.name
         if target.is_dir():
             shutil.rmtree(target)
-        (folder / part).replace(target)
+        part.replace(target)
 
 
 def parse_args(description: str | None, **more: Any) -> argparse.Namespace:

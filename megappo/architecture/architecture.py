@@ -65,9 +65,10 @@ def all_but_every(every: float, num_layers: int) -> tuple[bool, ...]:
     return tuple(number % every != 0 for number in range(1, min(num_layers, MOST_LAYERS) + 1))
 
 
-def expert_number_bytes(num_experts: int) -> int:
-    """Return the bytes in which rows hold the number of an expert, from 1; 0 is no expert."""
-    return 1 if num_experts < 256 else 2
+def expert_number_bytes(num_experts: int, top_k: int) -> int:
+    """Return the bytes in which rows hold the number of an expert, from 1. Where all `top_k` of a token are 0, its
+    experts are unknown; so number 256 may be a 0 in one byte beside others."""
+    return 1 if num_experts < 256 or (num_experts == 256 and top_k > 1) else 2
 
 
 @dataclass(frozen=True, config=CHECKED)
@@ -276,7 +277,8 @@ class Architecture:
         experts = self.experts
         if experts is None:
             return 0
-        return (self.num_layers - experts.num_dense_layers) * experts.top_k * expert_number_bytes(experts.count)
+        number_bytes = expert_number_bytes(experts.count, experts.top_k)
+        return (self.num_layers - experts.num_dense_layers) * experts.top_k * number_bytes
 
     @property
     def is_reward_model(self) -> bool:

@@ -33,7 +33,10 @@ FIELDS: Table[Field] = Table(
             True, "the rollout", "training steps between the weights that wrote the token and its step's"
         ),
         "expert_choices": Field(
-            False, "the rollout", "the experts that each token went to, numbered from 1; 0 if unknown", has_bytes=True
+            False,
+            "the rollout",
+            "the experts that each token went to, numbered from 1; all 0 if unknown",
+            has_bytes=True,
         ),
         "scores": Field(False, "the rollout", "the reward function's score of the response"),
         "score_components": Field(

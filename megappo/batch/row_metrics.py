@@ -48,18 +48,18 @@ def of_tokens(field: str) -> RowValues:
 
 
 def log_prob_diff(rows: Any) -> Any:
-    """Return |old_log_probs - rollout_log_probs| of each token that the policy wrote; None without a trainer.
+    """Return |old_log_probs - rollout_log_probs| of each token that the policy wrote; None without a trainer or
+    any token to compare.
 
-    Where the engines sample ahead of training, only rows count that were written wholly by the weights of the step;
-    None without any.
+    Where the engines sample ahead of training, only rows count that were written wholly by the weights of the step.
     """
     if "old_log_probs" not in rows.fields:
         return None
     compared = rows.response_mask.bool()
     if "staleness" in rows.fields:
         compared = compared & ~rows.fields["staleness"].any(dim=1, keepdim=True)
-        if not compared.any():
-            return None
+    if not compared.any():
+        return None
     return (rows.fields["old_log_probs"] - rows.fields["rollout_log_probs"]).abs()[compared]
 
 
@@ -137,7 +137,6 @@ ROW_METRICS = Table(
         "rollout/truncated_frac": RowMetric(of_rows("truncated"), "mean"),
         "rollout/repetition_frac": RowMetric(repeats, "mean"),
         "rollout/masked_frac": RowMetric(lambda rows: ~rows.response_mask.bool().any(dim=1), "mean"),
-        "rollout/log_prob_diff": RowMetric(log_prob_diff),
         "rollout/staleness": RowMetric(of_tokens("staleness"), ("mean", "max", HISTOGRAM)),
         "rollout/response_staleness": RowMetric(oldest_tokens, ("mean", "max", HISTOGRAM)),
         "rollout/mixed_versions_frac": RowMetric(mixed_versions, "mean"),

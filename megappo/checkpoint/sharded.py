@@ -38,6 +38,7 @@ from megappo.checkpoint.folders import CheckpointError
 from megappo.checkpoint.safe_reading import NoCommon, SafeCommon
 from megappo.runtime import platform
 from megappo.runtime.heartbeat import heartbeat
+from megappo.runtime.host_memory import HostMemory
 
 # Megatron's own queue of results lives in a further process of each rank, which would import the whole program again:
 # seconds, and several hundred MiB. `Writing` makes one for each save, in this process.
@@ -45,39 +46,21 @@ filesystem_async._results_queue = queue.Queue()
 
 AsWorld = Callable[[], AbstractContextManager]
 """Makes the component's group the default one: dist_checkpointing is hard-wired to that."""
-BLOCK_BYTES = 2**28
-ALIGNMENT = 64
-"""Bytes, of the memory for copies."""
 
 
 class HostCopies:
     """Makes the copies of one save after the other, each in the memory of the last copy of its name: fresh memory takes
-    longer to be mapped than to be filled. It is pinned where tensors come from a GPU.
-
-    Memory is cut out of blocks whose sizes are powers of two: torch's allocator of pinned memory rounds each allocation
-    up to one.
-    """
+    longer to be mapped than to be filled."""
 
     def __init__(self) -> None:
         self._kept: dict[str, torch.Tensor] = {}
-        self._rests: list[torch.Tensor] = []
+        self._memory = HostMemory()
 
     def copy(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return a contiguous copy on the host, in place of the last one of this name."""
         if name not in self._kept:
-            self._kept[name] = self._cut(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
+            self._kept[name] = self._memory.empty(tensor.shape, tensor.dtype)
         return self._kept[name].copy_(tensor.detach())
-
-    def _cut(self, nbytes: int) -> torch.Tensor:
-        """Return so many bytes with a storage of their own: of a view, torch.save would write the whole storage."""
-        taken = -(-nbytes // ALIGNMENT) * ALIGNMENT
-        number = next((i for i, rest in enumerate(self._rests) if len(rest) >= taken), len(self._rests))
-        if number == len(self._rests):
-            size = 1 << (max(taken, BLOCK_BYTES) - 1).bit_length()  # the next power of two
-            self._rests.append(torch.empty(size, dtype=torch.uint8, pin_memory=platform.has_cuda()))
-        rest = self._rests[number]
-        self._rests[number] = rest[taken:]
-        return torch.from_numpy(rest.numpy()[:nbytes])
 
 
 class Writing(TorchDistSaveShardedStrategy):

@@ -150,7 +150,7 @@ def _group_errors(config: Config) -> Iterator[str]:
 
 def _run_errors(config: Config) -> Iterator[str]:
     trainer, actor, warmup = config.trainer, config.actor, config.critic.warmup_steps
-    if actor.target_kl is not None and actor.ppo_epochs * actor.num_mini_batches(config.data.train_batch_size) == 1:
+    if actor.target_kl is not None and actor.num_updates(config.data.train_batch_size) == 1:
         yield (
             f"actor.target_kl {actor.target_kl} has nothing to skip: a step has one optimizer step only; drop it, or "
             "raise actor.ppo_epochs or lower actor.ppo_mini_batch_size"

@@ -40,6 +40,7 @@ class Estimator(Method):
         compares_responses: it compares the responses to a prompt, so there must be several.
         needs_greedy_baseline: it needs the score of the greedy response to each prompt.
         needs_score_components: it takes the several scores of each response, not their sum.
+        needs_old_log_probs: it takes the actor's log-probs before the step's first update.
         whitens: it whitens the advantages over the whole batch.
     """
 
@@ -47,6 +48,7 @@ class Estimator(Method):
     compares_responses: bool = False
     needs_greedy_baseline: bool = False
     needs_score_components: bool = False
+    needs_old_log_probs: bool = False
     whitens: bool = False
 
 
@@ -94,7 +96,9 @@ ESTIMATORS = Table(
             needs_score_components=True,
             whitens=True,
         ),
-        "optimal_token_baseline": Estimator(f"{ESTIMATES}:optimal_token_baseline", compares_responses=True),
+        "optimal_token_baseline": Estimator(
+            f"{ESTIMATES}:optimal_token_baseline", compares_responses=True, needs_old_log_probs=True
+        ),
     },
 )
 """Estimators by algorithm.adv_estimator."""

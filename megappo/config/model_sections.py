@@ -16,6 +16,7 @@ from megappo.config.values import (
     BetweenZeroAndOne,
     Decay,
     Float,
+    Fraction,
     ModelPath,
     NonNegative,
     NonNegativeFloat,
@@ -39,6 +40,13 @@ class Optim(Section):
     eps: PositiveFloat = key(1e-8, "Adam's epsilon")
     clip_grad: NonNegativeFloat = key(1.0, "clip the global gradient norm to this; 0 = off")
     distributed: StrictBool = key(True, "shard optimizer state over data-parallel ranks (Megatron's distributed optimizer)")
+    moments_dtype: Literal["fp32", "bf16"] = key("fp32", "dtype of Adam's two moments between optimizer steps, which compute in fp32; bf16 takes half the memory")
+    offload_fraction: Fraction = key(0.0, "share of main parameters and moments that stays in host memory, in updates, too: each optimizer step moves them to the device and back, a part at a time. It changes no number")
+
+    @property
+    def is_compact(self) -> bool:
+        """True if Adam's states rest in bf16, or in host memory."""
+        return self.moments_dtype != "fp32" or self.offload_fraction > 0
 
 
 class Lora(Section):
@@ -85,6 +93,10 @@ class Trained(Learner):
     def num_mini_batches(self, num_prompts: int) -> int:
         """Return the mini-batches of a step with so many prompts, per epoch."""
         return num_prompts // self.ppo_mini_batch_size
+
+    def num_updates(self, num_prompts: int) -> int:
+        """Return the optimizer steps of a step with so many prompts."""
+        return self.ppo_epochs * self.num_mini_batches(num_prompts)
 
 
 class Ref(Section):

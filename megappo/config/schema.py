@@ -347,15 +347,6 @@ class Config(Section):
         return None if self.rollout.sync.merge_adapters else self.actor.lora
 
     @property
-    def proves_weights(self) -> bool:
-        """True if the first sync is compared with the weights that the engines had loaded.
-
-        Adapters are compared as they are sent. The weights beside them would not be sent again after they were
-        overwritten.
-        """
-        return self.rollout.sync.verify and self.sent_lora is None
-
-    @property
     def kl_kinds(self) -> tuple[str, ...]:
         """Estimators of the KL to the reference that the run uses; without any it builds no reference.
 
@@ -375,5 +366,19 @@ class Config(Section):
 
     @property
     def old_log_probs(self) -> str:
-        """The log-probs that the run's rows have: algorithm.old_log_probs; a critic alone reads the engines'."""
-        return "engine" if self.trains_critic_alone else self.algorithm.old_log_probs
+        """The source of old log-probs: algorithm.old_log_probs. A critic alone reads the engines'. "update" = the pass of
+        the actor's only update of a step, in place of a pass of their own."""
+        if self.trains_critic_alone:
+            return "engine"
+        algorithm = self.algorithm
+        has_one_update = self.is_ppo and self.trains_actor and self.actor.num_updates(self.data.train_batch_size) == 1
+        needs_pass = (
+            self.penalizes_kl
+            or algorithm.method.needs_old_log_probs
+            or algorithm.rollout_correction.is_on
+            or algorithm.shared_backbone  # the pass has the values, too
+            or self.critic.warmup_steps  # steps without an update
+        )
+        if algorithm.old_log_probs == "trainer" and has_one_update and not needs_pass:
+            return "update"
+        return algorithm.old_log_probs

@@ -203,7 +203,7 @@ class Eval(Section):
 class Sync(Section):
     transport: Literal["auto"] | Annotated[str, OneOf(TRANSPORTS)] = key("auto", "how weights reach the engines. ipc: CUDA handles (shared memory on a CPU); the engine's first rank must be one of the actor's, and all of them if the engine spans nodes. broadcast: the engine must not be on the GPU of a rank that sends. disk: a file system that all nodes share. auto = ipc where possible, else broadcast")
     bucket_bytes: Positive | None = key(None, "bytes of weights sent to the engine at a time, with two such buckets in flight; null = 2 GiB (on a CPU: 128 MiB)")
-    verify: StrictBool = key(True, "before training, overwrite the engines' weights, sync, and compare the engines' checksums with those of the weights they had loaded")
+    verify: StrictBool = key(True, "before training, overwrite the engines' weights, sync, and compare the engines' checksums with those of the weights they had loaded; for adapters, compare the SHA-256 of each at every sync over ipc, and once the weights beside them")
     merge_adapters: StrictBool = key(False, "send the actor's weights with its adapters merged, for matrices whose adapters SGLang does not apply, such as experts'; false = send the adapters alone", read_if=ReadIf("actor.lora"))
     probe_interval: NonNegative = key(1, "syncs between probes, the first of them after the first sync: each engine continues a few prompts, and the actor must agree about the log-probs; 0 = compare the rollouts only")
     probe_tolerance: PositiveFloat = key(0.05, "mean difference of trainer and engine log-probs, in the probe or the rollouts, above which the run warns and counts it (fp32: 1e-3); the run stops at 5 times this")
@@ -362,7 +362,7 @@ class Algorithm(Section):
     use_kl_in_reward: StrictBool = key(True, "subtract kl_coef x KL(policy, reference) from each token's reward; builds a reference")
     kl_penalty: KLKind = key("k1", "KL estimator of that penalty", read_if=KL_IN_REWARD)
     kl_ctrl: KLCtrl = key(KLCtrl(), "KL coefficient", read_if=KL_IN_REWARD)
-    old_log_probs: Literal["trainer", "engine"] = key("trainer", "log-probs with which the policy loss compares: trainer = those of the actor before the step's first update, by a forward pass; engine = those that sampled the tokens, without that pass")
+    old_log_probs: Literal["trainer", "engine"] = key("trainer", "log-probs with which the policy loss compares: trainer = those of the actor before the step's first update, by a forward pass, or by the update where a step has only one and nothing needs them before; engine = those that sampled the tokens, without that pass")
     rollout_correction: RolloutCorrection = key(RolloutCorrection(), "weights that correct for the mismatch between engine and trainer", read_if=OLD_FROM_TRAINER)
     filter_groups: FilterGroups = key(FilterGroups(), "which groups of responses a step trains on")
     shared_backbone: StrictBool = key(False, "gae: one model with a policy head and a value head instead of a separate critic; the critic's value_clip, huber_delta and loss_agg_mode still apply", read_if=HAS_VALUES)

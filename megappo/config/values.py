@@ -117,6 +117,7 @@ HealthRule = Literal[
     "log_prob_diff",
     "reward_failures",
     "staleness",
+    "expert_load",
 ]
 """Names of `observe.health.RULES`."""
 TooLong = Literal["error", "skip", "truncate_left"]

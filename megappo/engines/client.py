@@ -13,6 +13,7 @@ from megappo.architecture.architecture import Architecture
 from megappo.engines.connections import Connections, events
 from megappo.engines.generations import (
     INCOMPLETE,
+    RAW_BYTES,
     EngineError,
     EngineFault,
     Generation,
@@ -342,7 +343,8 @@ class EngineClient:
 
     def _parsed(self, path: str, data: bytes) -> Any:
         try:
-            return json.loads(data)
+            is_raw = RAW_BYTES in data
+            return json.loads(data.decode("latin-1" if is_raw else "utf-8"), strict=not is_raw)
         except ValueError as error:
             beginning = data[:500].decode(errors="replace")
             raise EngineFault(f"{self.url}{path} did not answer with JSON ({error}): {beginning}") from error

@@ -38,9 +38,11 @@ class Connections(contextlib.AsyncExitStack):
 
 async def events(response: httpx.Response) -> AsyncIterator[bytes]:
     """Yield the data of server-sent events."""
-    rest = b""
+    rest = bytearray()  # the beginning of a line, which may have megabytes
     async for part in response.aiter_bytes():  # aiter_lines would also end them within a text
-        *lines, rest = (rest + part).split(b"\n")
-        for line in lines:
-            if line.startswith(EVENT) and line != LAST_EVENT:
-                yield line.removeprefix(EVENT)
+        rest += part
+        if b"\n" in part:
+            *lines, rest = rest.split(b"\n")
+            for line in lines:
+                if line.startswith(EVENT) and line != LAST_EVENT:
+                    yield bytes(line.removeprefix(EVENT))

@@ -14,6 +14,9 @@ from megappo.errors import ActionableError
 from megappo.userland.user_code import JsonObject
 
 FINISH_REASONS = ("stop", "length")
+RAW_BYTES = b'"latin-1":"'
+"""Key of a JSON string that holds bytes, of which only line feed, quote and backslash are escaped: such a reply is in
+latin-1, with other strings in ASCII. Base64 would make them a third longer."""
 INCOMPLETE = "incomplete"
 """SGLang's version of weights that are part old, part new: `checked` refuses what they write."""
 
@@ -160,20 +163,28 @@ def checked(
 
 
 def _choices(meta: JsonObject, replayed: Architecture) -> bytes:
-    """Return `Generation.choices` from SGLang's `routed_experts`: int32 [tokens - 1, layers, top_k]."""
+    """Return `Generation.choices` from SGLang's `routed_experts`, [tokens - 1, layers, top_k], numbered from 0: int32
+    in base64, or what `sglang_patches.send_few_bytes` makes of them."""
     experts = replayed.experts
     assert experts is not None, "preflight refuses the replay of a dense model"
     num_tokens = meta["prompt_tokens"] + meta["completion_tokens"] - 1
-    numbers = np.frombuffer(b64decode(meta.get("routed_experts", "")), np.int32).reshape(num_tokens, -1, experts.top_k)
+    sent = meta.get("routed_experts", "")
+    raw = b64decode(sent) if isinstance(sent, str) else sent["latin-1"].encode("latin-1")
+    number_bytes = len(raw) // (num_tokens * replayed.num_layers * experts.top_k)
+    numbers = np.frombuffer(raw, f"<u{number_bytes or 4}").reshape(num_tokens, -1, experts.top_k)
     chosen = numbers[:, experts.num_dense_layers :]
     # Kernels that choose the experts themselves leave zeros.
-    if not chosen.size or (experts.top_k > 1 and (chosen[..., 0] == chosen[..., 1]).any()):
+    if (
+        not chosen.size
+        or chosen.max() >= experts.count
+        or (experts.top_k > 1 and (chosen[..., 0] == chosen[..., 1]).any())
+    ):
         raise EngineError(
             "the engine does not return the experts that it chose, which rollout.routing_replay needs: start a server "
             "of rollout.engines with --enable-return-routed-experts; otherwise set another moe_runner_backend in "
             "rollout.server_args"
         )
-    return (chosen + 1).astype(f"<u{expert_number_bytes(experts.count)}").tobytes()
+    return (chosen + 1).astype(f"<u{expert_number_bytes(experts.count, experts.top_k)}").tobytes()
 
 
 def _token_versions(spans: Sequence[JsonObject], num_tokens: int, requested: WeightVersion) -> list[int]:

@@ -67,7 +67,6 @@ class Engine:
             raise EngineError("SGLang, which writes rollouts, is not installed: run launch/setup.sh")
         arguments = launch.server_arguments(model_path, rollout, dtype, on_gpu=bool(gpu_ids), seed=seed, lora=lora)
         self._arguments = arguments | (node_arguments or {})
-        self._variables = launch.NODES_VARIABLES if node_arguments else {}
         self._rollout = rollout
         self._gpu_ids = list(gpu_ids)
         self._index = index
@@ -167,7 +166,7 @@ class Engine:
         descriptor = os.open(self.log_path, os.O_WRONLY | os.O_CREAT | self._log_mode, 0o600)
         self._log_mode = os.O_APPEND  # a restart keeps the log that explains it
         with os.fdopen(descriptor, "w") as log, unbound():
-            self._process = launch.start_keeper(settings, self._temporary, variables | self._variables, log)
+            self._process = launch.start_keeper(settings, self._temporary, variables, log)
         self._started = time.monotonic()
         atexit.register(self.stop)
 

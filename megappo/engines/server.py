@@ -45,7 +45,7 @@ def main() -> None:
                 sglang_patches.pin_no_memory()
             from sglang import launch_server
 
-            sglang_patches.install_hooks()
+            sglang_patches.install_hooks(of_run="server_args" in settings)
         launch_server.run_server(arguments)
     finally:
         for child in multiprocessing.active_children():

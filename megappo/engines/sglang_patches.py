@@ -16,10 +16,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
+import orjson
 import torch
 from torch.overrides import TorchFunctionMode
 
 from megappo.data.tokenizer import TOKENIZER_FILE, load_tokenizer
+from megappo.engines.generations import RAW_BYTES
 
 KERNEL_NAMES = (
     "assign_draft_cache_locs_contiguous_cpu",
@@ -77,9 +80,11 @@ class _Unpinned(TorchFunctionMode):
         return function(*args, **{name: value for name, value in (kwargs or {}).items() if name != "pin_memory"})
 
 
-def install_hooks() -> None:
+def install_hooks(*, of_run: bool = False) -> None:
     """Replace functions of the server, in the process that starts it.
 
+    Args:
+        of_run: the server is the engine of a run, whose client is megappo's.
     Raises:
         RuntimeError: SGLang has no such function.
     """
@@ -106,6 +111,9 @@ def install_hooks() -> None:
         "sglang.srt.server_args.PortArgs.init_new": (name_shared_memory, HookType.AFTER),
         "sglang.srt.mem_cache.pool_host.common._cuda_host_register": (register_with_cuda, HookType.AROUND),
     }
+    if of_run:
+        handle_output = "sglang.srt.managers.tokenizer_manager.TokenizerManager._handle_batch_output"
+        hooks[handle_output] = (send_few_bytes, HookType.BEFORE)
     for target, (hook, kind) in hooks.items():
         HookRegistry.register(target, hook, kind)
     HookRegistry.apply_hooks()  # logs a failure instead of raising it
@@ -172,6 +180,21 @@ def refuse_empty_prompt(manager: Any, request: Any, input_ids: list[int] | None)
     """Answer a prompt without a token with an error: it would crash SGLang's scheduler, and so the server."""
     if input_ids is not None and len(input_ids) == 0:
         raise ValueError("the prompt has no token: it is empty, or the tokenizer knows none of it")
+
+
+def send_few_bytes(_: Any, received: Any) -> None:
+    """Send the experts of a finished response as bytes in a string of JSON (`generations.RAW_BYTES`), of the smallest
+    integer that holds them: 1.02 bytes for each number.
+
+    SGLang encodes int32 in base64, 5.33 bytes a number (sglang/srt/managers/tokenizer_manager.py), and has no argument
+    for it. A smaller type there, or a reply that is not JSON, would make this unnecessary. Only the engines of a run
+    have this hook: servers that others start keep SGLang's format.
+    """
+    for index, experts in enumerate(getattr(received, "routed_experts", None) or ()):
+        if experts is not None and len(experts):
+            raw = experts.numpy().astype(np.min_scalar_type(experts.max().item())).tobytes()
+            raw = raw.replace(b"\\", b"\\\\").replace(b'"', b'\\"').replace(b"\n", b"\\n")
+            received.routed_experts[index] = orjson.Fragment(b'{%b%b"}' % (RAW_BYTES, raw))
 
 
 def limit_samples(_: None, request: Any) -> None:

@@ -53,7 +53,8 @@ def remedies(plan: RunPlan, cluster: Cluster) -> dict[str, object] | None:
     """Return keys and values with which a run that does not fit would; None if none of these help.
 
     An engine without room for a row gets a larger share of the GPU first. Of the rest, what costs least comes first:
-    gradients, which are freed, other offloads, recomputation, smaller micro-batches, a smaller engine.
+    gradients, which are freed, other offloads, optimizer states in host memory, recomputation, smaller micro-batches,
+    a smaller engine.
     """
     candidates = [plan]
     if not _has_room(MemoryEstimate(plan, cluster)):
@@ -101,6 +102,9 @@ def _changes(plan: RunPlan) -> Iterator[Change]:
     if rollout.sleep == "never":
         yield "rollout.sleep", "always"
     yield from _offloads(plan)
+    for training in plan.training.values():
+        if training.settings.optim.distributed:
+            yield f"{training.key}.optim.offload_fraction", 1.0
     for training in plan.training.values():
         yield f"{training.key}.recompute", "full"
     for key, most in dict.fromkeys(spec.max_tokens for spec in plan.components.values()):

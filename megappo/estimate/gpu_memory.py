@@ -36,11 +36,16 @@ FP32_LOGITS = 3
 """Copies of a batch's logits that sampling makes."""
 START, ROLLOUT, SYNC, PROBE, SAVE = "start", "rollout", "sync", "probe", "save"
 
+MARGIN_BYTES = 10 * GIB
+"""Free memory that a plan should keep for what is assumed. Others measured 0.6 to 1 GB for one communicator of eight
+GPUs (https://github.com/sgl-project/sglang/pull/30908, https://github.com/vllm-project/vllm/pull/51485), which does not
+sleep with an engine."""
+
 NOT_TORCH = (
     *("engine weights", "KV cache", "CUDA graphs", "engine working memory"),
-    *("CUDA contexts", "NCCL communicators"),
+    *(ASSUMED := ("CUDA contexts", "NCCL communicators")),
 )
-"""Entries that torch's allocator in a rank does not hold."""
+"""Entries that torch's allocator in a rank does not hold; ASSUMED: those that are assumed, not derived."""
 
 Ledger = dict[str, float]
 """Entry -> bytes."""
@@ -202,8 +207,11 @@ class MemoryEstimate:
         free_bytes = cluster.gpu_bytes - CONTEXT_BYTES - ENGINE_CONTEXT_BYTES
         self.engine = engine_memory(plan.config, policy.architecture, policy.size, free_bytes)
         self._engine_pinned = engine_pinned(plan.config, self.engine, policy.architecture)
-        self._policy_bytes = policy.size * DTYPES[dtype].nbytes
+        nbytes = DTYPES[dtype].nbytes
+        self._policy_bytes = policy.size * nbytes
         self.bucket_bytes = plan.config.rollout.sync.bucket_bytes or GPU_BUCKET_BYTES
+        # A tensor that is larger than a bucket is one by itself.
+        self._largest_bucket = max(self.bucket_bytes, policy.largest_tensor * nbytes)
         self.num_buckets = math.ceil(self._policy_bytes / self.bucket_bytes)
         self._choice_bytes = policy.architecture.choice_bytes if plan.config.rollout.routing_replay else 0
         self.uses = uses_of(plan.components)
@@ -249,6 +257,18 @@ class MemoryEstimate:
                 held[phase] = max(held[phase], of_torch)
         return held
 
+    def expert_loads(self) -> dict[str, float]:
+        """Return trained model -> how often its even share of the tokens a rank's experts may get before its GPU is
+        full, if the experts are divided over ranks."""
+        loads: dict[str, float] = {}
+        for kind in self.rank_kinds:
+            for name, stage in kind.stages.items():
+                ledger = kind.ledgers.get(f"update_{name}")
+                if ledger and (even := self.models[name].expert_activations(stage)):
+                    load = 1 + (self.cluster.gpu_bytes - sum(ledger.values())) / even
+                    loads[name] = min(load, loads.get(name, load))
+        return loads
+
     def host(self) -> Ledger:
         """Return the host memory of the node that holds most."""
         gpus_per_node = self.cluster.gpus_per_node
@@ -257,10 +277,12 @@ class MemoryEstimate:
         choices = num_tokens * self._choice_bytes
         for kind in self.rank_kinds:
             asleep = sum(sum(self.models[name].copied(stage).values()) for name, stage in kind.stages.items())
+            on_host = sum(self.models[name].on_host(stage) for name, stage in kind.stages.items())
             for rank in kind.ranks:
                 node = nodes[rank // gpus_per_node]
                 node["processes"] += PROCESS_BYTES + kind.has_engine * ENGINE_PROCESS_BYTES
                 node["offloaded states"] += asleep
+                node["optimizer states"] += on_host
                 node["pinned by engines"] += kind.has_engine * self._engine_pinned
                 if "actor" in kind.stages:
                     node["expert choices"] += choices / self.models["actor"].layout.data
@@ -283,7 +305,7 @@ class MemoryEstimate:
             ledger |= self._engine_entries(phase, stays_awake=not stages or self.config.rollout.sleep == "never")
         num_buckets = 2 if "actor" in stages and not self.config.replays else int(has_engine)
         if phase == SYNC and num_buckets:  # the actor's ranks gather a bucket while they send the one before
-            ledger["sync buckets"] = min(num_buckets * self.bucket_bytes, self._policy_bytes)
+            ledger["sync buckets"] = min(num_buckets * self._largest_bucket, self._policy_bytes)
         # Each stage of the actor sends to engines with GPUs of their own in a group of its own.
         sync_groups = self.models["actor"].layout.pipeline if has_engine and not stages else 1
         communicators = sum(_communicators(self.models[name].layout) for name in stages) + sync_groups

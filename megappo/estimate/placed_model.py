@@ -6,7 +6,7 @@ The estimates are for TransformerEngine's layers, whose attention keeps no score
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from math import prod
 
@@ -18,6 +18,8 @@ from megappo.architecture.parameters import (
     OUTPUT_LAYER,
     SECOND_HEAD,
     StageSize,
+    expert_stacks,
+    hf_tensors_of,
     is_trained,
     list_parameters,
     padded_vocab_size,
@@ -34,8 +36,6 @@ from megappo.placement.run_plan import BatchSplit
 
 FP32_COPIES = 3
 """Memory for a chunk of logits, in fp32 copies of it: logits, probabilities, and both in the weights' dtype."""
-STATE_BYTES_PER_PARAMETER = 12
-"""Main parameter and moments in fp32, which a save copies to the hosts of the ranks that share them."""
 TRAINING = 3
 """Forward passes that a training step is worth: the backward pass multiplies each matrix twice."""
 TRAINING_ADAPTERS = 2
@@ -125,6 +125,12 @@ class Shape:
         """Parameters of the whole model."""
         return sum(self.stages(Parallel())[0])
 
+    @cached_property
+    def largest_tensor(self) -> int:
+        """Numbers in the largest tensor that an engine takes whole: a matrix, or all experts of a layer in a stack."""
+        tensors = hf_tensors_of(list_parameters(self.architecture, num_experts=1)) | expert_stacks(self.architecture)
+        return max(prod(tensor.shape) for tensor in tensors.values())
+
     @property
     def expert_share(self) -> float:
         """Share of the parameters that experts have."""
@@ -187,9 +193,18 @@ class PlacedModel:
     def states(self, stage: int) -> dict[TensorKind, float]:
         """Return the bytes that a rank keeps from step to step."""
         size = self.shape.stages(self.parallel, beside_base=self.spec.base is not None)[stage]
-        trained = self.shape.stages(self.parallel, trained=True)[stage]
         optim = self.settings.optim if self.settings else None
-        return state_bytes(size, trained, self.layout, self.dtype, optim)
+        return state_bytes(size, self._trained(stage), self.layout, self.dtype, optim)
+
+    def on_host(self, stage: int) -> float:
+        """Return the bytes of optimizer states that a rank has in host memory, by offload_fraction."""
+        if self.settings is None:
+            return 0.0
+        optim = self.settings.optim
+        return optim.offload_fraction * optimizer_bytes(self._trained(stage), self.layout, self.dtype, optim)
+
+    def _trained(self, stage: int) -> StageSize:
+        return self.shape.stages(self.parallel, trained=True)[stage]
 
     def copied(self, stage: int) -> dict[TensorKind, float]:
         """Return the part of the states that is offloaded to pinned host memory; gradients are freed instead."""
@@ -215,6 +230,16 @@ class PlacedModel:
             layer_input = self.tokens * self.nbytes * architecture.hidden_size / self._sharing
             return in_flight * len(layers) * layer_input + largest
         return max(in_flight * sum(layers), largest)
+
+    def expert_activations(self, stage: int) -> float:
+        """Return the part of an update's `activations` that grows with the tokens that a rank's experts get: 0 if each
+        rank has all experts, which then get its own tokens."""
+        experts = self.shape.architecture.experts
+        if self.parallel.expert == 1 or experts is None:
+            return 0.0
+        one_more = replace(self.shape.architecture, experts=replace(experts, top_k=experts.top_k + 1))
+        with_it = replace(self, shape=Shape(one_more)).activations(stage, trains=True)
+        return experts.top_k * (with_it - self.activations(stage, trains=True))
 
     def _layer_bytes(self, layer: int) -> float:
         """Return the bytes that a layer keeps for its backward pass, per token that the rank holds of a micro-batch.
@@ -307,9 +332,10 @@ class PlacedModel:
         layout = self.layout
         trained = self.shape.stages(self.parallel, trained=True)
         written = trained if self.spec.lora else self.shape.stages(self.parallel)  # adapters are saved alone
+        of_states = state_bytes_per_parameter("bf16", self.settings.optim)  # weights in fp32 are saved twice
         for ranks, *sizes in zip(layout.stages, trained, written, strict=True):
             states, weights = (size.dense * layout.tensor + size.experts * layout.expert_run for size in sizes)
-            each = (STATE_BYTES_PER_PARAMETER * states + self.nbytes * weights) / len(ranks)
+            each = (of_states * states + self.nbytes * weights) / len(ranks)
             for rank in ranks:
                 nodes[rank // gpus_per_node] += each
         return nodes
@@ -320,8 +346,8 @@ def state_bytes(
 ) -> dict[TensorKind, float]:
     """Return the bytes that a rank keeps of a model from step to step.
 
-    A parameter has, in bytes, its weight of `dtype` (fp32 4, bf16 2), an fp32 gradient 4, Adam's two moments 8 and, in
-    bf16, the main parameter 4. A distributed optimizer cuts the last two over the ranks that hold the same parameters.
+    A parameter has, in bytes, its weight of `dtype` (fp32 4, bf16 2), an fp32 gradient 4, and the optimizer's states,
+    of which a share may be in host memory.
 
     Args:
         size: parameters of the rank's stage.
@@ -329,13 +355,23 @@ def state_bytes(
         optim: None for a frozen model.
     Source: Megatron Core's developer guide, "Distributed Optimizer": bf16 6 + 12/d, fp32 8 + 8/d bytes per parameter.
     """
-    nbytes = DTYPES[dtype].nbytes
-    states: dict[TensorKind, float] = {"weights": nbytes * sum(size)}
+    states: dict[TensorKind, float] = {"weights": DTYPES[dtype].nbytes * sum(size)}
     if optim is not None:
-        per_parameter = 8 if nbytes == 4 else 12
-        parameters: float = sum(trained)
-        states["gradients"] = 4 * parameters
-        if optim.distributed:
-            parameters = trained.dense / (layout.data * layout.context) + trained.experts / layout.expert_replicas
-        states["optimizer"] = per_parameter * parameters
+        states["gradients"] = 4 * sum(trained)
+        states["optimizer"] = (1 - optim.offload_fraction) * optimizer_bytes(trained, layout, dtype, optim)
     return states
+
+
+def optimizer_bytes(trained: StageSize, layout: Layout, dtype: str, optim: Optim) -> float:
+    """Return the bytes of a rank's optimizer states, on the device and in host memory. A distributed optimizer shards
+    them over the ranks that hold the same parameters."""
+    parameters: float = sum(trained)
+    if optim.distributed:
+        parameters = trained.dense / (layout.data * layout.context) + trained.experts / layout.expert_replicas
+    return state_bytes_per_parameter(dtype, optim) * parameters
+
+
+def state_bytes_per_parameter(dtype: str, optim: Optim) -> int:
+    """Return the bytes of a parameter's two moments (fp32 4, bf16 2 each), and of its main parameter 4 where weights
+    are in bf16."""
+    return 2 * DTYPES[optim.moments_dtype].nbytes + (0 if dtype == "fp32" else 4)

@@ -9,7 +9,14 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
-from megappo.architecture.architecture import DTYPES
+from megappo.architecture.architecture import DTYPES, Architecture
+from megappo.architecture.parameters import (
+    expert_stacks,
+    hf_tensors_of,
+    is_adapter,
+    linear_stacks,
+    list_parameters,
+)
 from megappo.config.eval_sets import longest_response, longest_row
 from megappo.estimate.gpu_memory import ROLLOUT, SAVE, SYNC, MemoryEstimate, RankKind
 from megappo.estimate.gpus import GPU
@@ -23,9 +30,10 @@ LAUNCH_SECONDS = 15e-6
 """Assumed seconds of a layer in a decoding step, besides its reads."""
 SYNC_SHARE = 0.3
 """Assumed share of the link between GPUs: gathering, packing and sending take turns."""
-BUCKET_SECONDS = 0.015
-"""Seconds of a bucket's messages between ranks and to its engine: measured on an H100, where 1.1 GiB over CUDA IPC in
-three buckets took 45 ms."""
+BUCKET_SECONDS, TENSOR_SECONDS, GROUP_SECONDS = 0.004, 80e-6, 65e-6
+"""Seconds of a bucket's messages between ranks and to its engine; of a tensor, which ranks copy and the engine's Python
+loads; and of a process group at the start, for each rank, which meets the others at one store. The last two are
+assumed, the first follows: on an H100 1.1 GiB over CUDA IPC, 310 tensors in three buckets, took 45 ms."""
 BETWEEN_STEPS = (SAVE, "export")
 
 
@@ -54,6 +62,7 @@ class TimeEstimate:
 
     Attributes:
         seconds: phase -> seconds of a step, in the step's order; "rollout" is that of one batch alone.
+        num_tensors: tensors of a weight sync.
         mfu: phase that computes -> the models' own work over what their ranks could do meanwhile.
     """
 
@@ -71,10 +80,14 @@ class TimeEstimate:
         self.mfu: dict[str, float] = {}
         for phase, uses in memory.passes.items():
             self._add_passes(phase, [memory.models[name] for name in uses])
-        sends = "actor" in memory.plan.training and not self.config.replays
+        sends = self.config.is_ppo and "actor" in memory.plan.training and not self.config.replays
+        self.num_tensors = 0
+        if sends:
+            actor, adapters = memory.models["actor"].shape.architecture, memory.plan.route.adapters
+            self.num_tensors = num_exported(actor.with_head("policy"), adapters=adapters)
         sending = memory.engine.weights / (gpu.link * SYNC_SHARE) + memory.num_buckets * BUCKET_SECONDS
         if self.config.is_ppo:
-            self.seconds[SYNC] = sending if sends else 0.0
+            self.seconds[SYNC] = sends * (sending + self.num_tensors * TENSOR_SECONDS)
         # Offloaded tensors move over the rank's own bus, once a phase that needs them; those of a save do not count.
         if moved := max(map(self._moved, memory.rank_kinds)):
             self.seconds["offload"] = moved / (gpu.host * LINK_SHARE)
@@ -232,10 +245,12 @@ class TimeEstimate:
 
     def _moved(self, rank_kind: RankKind) -> float:
         """Return the bytes that a rank moves in a step between its GPU and the host: a state that changes on the GPU
-        both ways, another one there."""
+        both ways, another one there; optimizer states in host memory both ways in each optimizer step."""
         moved = 0.0
         for name, stage in rank_kind.stages.items():
-            copied = self.memory.models[name].copied(stage)
+            model = self.memory.models[name]
+            moved += 2 * model.split.optimizer_steps * model.on_host(stage)
+            copied = model.copied(stage)
             for phase, uses in self.memory.uses.items():
                 if phase in BETWEEN_STEPS or name not in uses:
                     continue
@@ -251,3 +266,12 @@ def _touched(policy: Shape, tokens: float) -> float:
         return 1.0
     untouched = (1 - experts.top_k / experts.count) ** tokens
     return 1 - policy.expert_share * untouched
+
+
+def num_exported(architecture: Architecture, *, adapters: bool = False) -> int:
+    """Return the number of tensors of a weight sync, as engines get them: the model's, or its adapters alone."""
+    names = hf_tensors_of(one for one in list_parameters(architecture) if is_adapter(one.names[0]) == adapters)
+    if adapters:
+        return len(names)
+    stacks = [*linear_stacks(architecture).values(), *(stack.parts for stack in expert_stacks(architecture).values())]
+    return len(names) - sum(len(parts) - 1 for parts in stacks)

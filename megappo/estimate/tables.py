@@ -11,8 +11,8 @@ from megappo.estimate.fitting import SPARE, fits, remedies
 from megappo.estimate.gpu_memory import ROLLOUT, SYNC, MemoryEstimate, RankKind
 from megappo.estimate.gpus import GIB, GPU
 from megappo.estimate.placed_model import Shapes
-from megappo.estimate.seconds import TimeEstimate
-from megappo.placement.layout import format_ranks
+from megappo.estimate.seconds import GROUP_SECONDS, TENSOR_SECONDS, TimeEstimate
+from megappo.placement.layout import format_ranks, num_groups
 from megappo.placement.picture import aligned
 from megappo.placement.run_plan import RunPlan
 
@@ -37,6 +37,8 @@ def memory_table(estimate: MemoryEstimate) -> str:
         if rank_kind is not fullest:
             most, phase = rank_kind.peak
             lines.append(f"  on {_ranks(rank_kind)}: {_gib(most)} at most, in {phase}")
+    for name, load in estimate.expert_loads().items():
+        lines.append(f"  experts of the {name}: a rank may get {load:.1f} times its even share of the tokens")
     host = estimate.host()
     parts = ", ".join(f"{entry} {_gib(size)}" for entry, size in host.items() if size)
     lines += [f"  host memory of the fullest node, about {_gib(sum(host.values()))} GiB:", f"    {parts}"]
@@ -58,7 +60,12 @@ def time_table(estimate: TimeEstimate) -> str:
     rows.append(["overlapped" if estimate.overlap else "together", written_seconds(estimate.step), "", ""])
     steps = estimate.config.trainer.total_steps
     duration = f"  {steps:,} steps: {_duration(steps * estimate.step)}, without evaluations and saves"
-    return "\n".join([aligned(rows), *_timeline(estimate), duration])
+    plan, tensors = estimate.memory.plan, estimate.num_tensors
+    groups = num_groups([plan.layouts[name] for name in plan.components], plan.world_size)
+    meeting = written_seconds(groups * plan.world_size * GROUP_SECONDS)
+    sent = f"  a sync sends {tensors:,} tensors, assuming {TENSOR_SECONDS * 1e6:.0f} us each besides their bytes"
+    made = f"  at the start ranks make the models' {groups:,} process groups, in an assumed {meeting} s"
+    return "\n".join([aligned(rows), *_timeline(estimate), *([sent] if tensors else []), made, duration])
 
 
 def _timeline(estimate: TimeEstimate) -> Iterator[str]:

@@ -37,8 +37,9 @@ class Offload:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the copies on the host, which are kept for the next time."""
-        return sum(len(part) for kind in self._memories.values() for memory in kind for part in memory.copy)
+        """Bytes of the copies on the host, which are kept for the next time, and of optimizer states that stay."""
+        staying = self._engine.host_bytes if isinstance(self._engine, TrainedEngine) else 0
+        return staying + sum(len(part) for kind in self._memories.values() for memory in kind for part in memory.copy)
 
     def rest(self, use: DeviceUse) -> None:
         """Put the kinds to sleep that are not needed."""

@@ -10,11 +10,13 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 
+from megappo.architecture.architecture import DTYPES
 from megappo.architecture.switches import REDUCTION
 from megappo.config.model_sections import Optim
+from megappo.models.compact_adam import CompactAdam
 from megappo.models.sharding import sharded_states
 from megappo.placement.groups import ComponentGroups
-from megappo.runtime.megatron_patches import count_padding, save_optimizer_states_by
+from megappo.runtime.megatron_patches import count_padding, leave_main_params_to_adam, save_optimizer_states_by
 
 
 def data_parallel(
@@ -42,8 +44,7 @@ def build_optimizer(
     optim: Optim,
     groups: ComponentGroups,
 ) -> ChainedOptimizer:
-    """Build decoupled Adam with fp32 moments and master weights, ready to be saved. Same preconditions as
-    `data_parallel`."""
+    """Build decoupled Adam with fp32 master weights, ready to be saved. Same preconditions as `data_parallel`."""
     settings = OptimizerConfig(
         optimizer="adam",
         lr=optim.lr,  # becomes the groups' max_lr, which get_lr of the scheduler prefers to its own max_lr
@@ -57,17 +58,22 @@ def build_optimizer(
         params_dtype=transformer_config.params_dtype,
         use_distributed_optimizer=optim.distributed,
     )
+    if optim.is_compact:
+        leave_main_params_to_adam(settings)
     optimizer = get_megatron_optimizer(
         settings, wrapped_chunks, use_gloo_process_groups=False, pg_collection=groups.collection
     )
-    init_optimizer_state(optimizer)
+    init_optimizer_state(optimizer, optim)
     return optimizer
 
 
-def init_optimizer_state(optimizer: ChainedOptimizer) -> None:
+def init_optimizer_state(optimizer: ChainedOptimizer, optim: Optim) -> None:
     """Make the moments now, so that a checkpoint can be saved before the first step."""
     for part in optimizer.chained_optimizers:
-        if part.init_state_fn is not None:
+        if optim.is_compact and not part.is_stub_optimizer:
+            dtype = getattr(torch, DTYPES[optim.moments_dtype].torch)
+            part.optimizer = CompactAdam(part.optimizer, dtype, optim.offload_fraction)
+        elif part.init_state_fn is not None:
             part.init_state_fn(part.optimizer, part.config)
         if isinstance(part, DistributedOptimizer) and not part.is_stub_optimizer:
             save_optimizer_states_by(part, sharded_states)
@@ -85,7 +91,8 @@ def clipped_step(optimizer: ChainedOptimizer) -> float:
         for part in optimizer.chained_optimizers:
             parameters = [] if part.is_stub_optimizer else part.get_parameters()
             if parameters and part.config.clip_grad > 0:
-                clip_grad_by_total_norm_fp32(parameters, max_norm=part.config.clip_grad, total_norm=norm)
+                is_decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+                clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, norm, is_decoupled)
         optimizer.step_with_ready_grads()
     return norm
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megappo.architecture.architecture import expert_number_bytes
 from megappo.config.model_sections import Router
+from megappo.errors import ActionableError
 from megappo.models.gpt import ModelChunks
 from megappo.models.packed_attention import Pack
 from megappo.observe.metrics import Metric
@@ -38,6 +39,8 @@ class LayerRouting:
         self._routing, counts = routing, routing.counts[layer.layer_number - 1]
         self._loads, self._replayed, self._loss = counts.split((layer.config.num_moe_experts, 2, 1))
         self._place = layer.layer_number - 1 - layer.config.num_layers  # below 0: layers without experts come first
+        frequency = layer.config.moe_layer_freq
+        self._num_replayed = layer.config.num_layers if frequency == 1 else sum(frequency)
         router = layer.mlp.router
         router.routing = partial(self._route, router.routing)
         if replays:
@@ -67,13 +70,20 @@ class LayerRouting:
         own_scores, own = choose(scores, top_k, num_groups, group_top_k)
         if self._pack.expert_choices is None:
             return own_scores, own
-        numbers = self._pack.expert_choices.view(NUMBERS[expert_number_bytes(scores.shape[1])])
-        choices = numbers.unflatten(1, (-1, top_k))[:, self._place].long()
-        experts = torch.where(choices > 0, choices - 1, own)
+        numbers = self._pack.expert_choices.view(NUMBERS[expert_number_bytes(scores.shape[1], top_k)])
+        if numbers.shape[1] != self._num_replayed * top_k:
+            raise ActionableError(
+                f"the rows hold {numbers.shape[1]} numbers of experts for each token; expected "
+                f"{self._num_replayed * top_k}: rollout.routing_replay needs rollouts of this model by this version "
+                "of megappo, so record or sample them again"
+            )
+        choices = numbers.unflatten(1, (-1, top_k))[:, self._place]
+        is_known = choices.any(dim=1)
+        experts = torch.where(is_known[:, None], (choices - 1).long(), own)  # 256 is 0 in one byte: 0 - 1 = 255
         chosen_scores = scores.gather(1, experts)
         if torch.is_grad_enabled():
             differs = (chosen_scores.sort(descending=True).values != own_scores).any(dim=1)
-            self._replayed += torch.stack((differs.sum(), (choices[:, 0] > 0).sum()))
+            self._replayed += torch.stack((differs.sum(), is_known.sum()))
         return chosen_scores, experts
 
 
@@ -150,6 +160,8 @@ class ModelRouting:
         tokens = of_routers[:, :-3]
         load = tokens.max(dim=1).values / tokens.mean(dim=1)
         metrics = {f"{self._name}/expert_load_max": Metric.of(load.mean(), "mean")}
+        of_ranks = tokens.sum(dim=0).view(self._groups.ep.size(), -1).sum(dim=1)
+        metrics[f"{self._name}/expert_rank_load_max"] = Metric.of(of_ranks.max() / of_ranks.mean(), "mean")
         differing, replayed, loss = of_routers[:, -3:].sum(dim=0).tolist()
         if replayed:
             metrics[f"{self._name}/routing_diff_frac"] = Metric((differing, replayed), "mean")

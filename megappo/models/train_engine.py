@@ -21,6 +21,7 @@ from megappo.batch.fields import field_of
 from megappo.batch.packing import PackedBatch, copied
 from megappo.batch.rows import Rows
 from megappo.config.model_sections import Optim
+from megappo.models.compact_adam import CompactAdam
 from megappo.models.gpt import ModelChunks
 from megappo.models.megatron_engine import Head, MegatronEngine, Outputs
 from megappo.models.optimizer import build_optimizer, clipped_step, data_parallel, lr_scheduler
@@ -143,6 +144,12 @@ class TrainedEngine(MegatronEngine):
         # Fused Adams count by group; torch's leaves the counters that Megatron has loaded into the groups alone.
         counters = counters or [group for group in self.optimizer.param_groups if "step" in group]
         return {self.scheduler.num_steps, *(int(counter["step"]) for counter in counters)}
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of optimizer states that are in host memory."""
+        parts = [part.optimizer for part in self.optimizer.chained_optimizers]
+        return sum(part.host_bytes for part in parts if isinstance(part, CompactAdam))
 
     def sharded_state_dict(self, is_loading: bool) -> dict[str, Any]:
         """Return model, optimizer and schedule as dist_checkpointing takes them; loads into any other layout."""

@@ -18,6 +18,7 @@ from megappo.observe.health_conditions import (
     Condition,
     History,
     all_scores_equal,
+    beyond_limits,
     beyond_scores,
     entropy_collapsed,
     few_effective_samples,
@@ -230,6 +231,14 @@ RULES: Table[Rule] = Table(
             "Lower rollout.max_staleness, record the rollouts again, or set algorithm.rollout_correction.level=token",
             "docs/methods.md#when-engine-and-trainer-disagree",
         ),
+        "expert_load": Rule(
+            ("actor/expert_rank_load_max", "critic/expert_rank_load_max"),
+            beyond_limits,
+            "on GPUs, the experts of a rank get more tokens in 3 steps than its memory allows by the plan",
+            "the experts of a rank get {0:.2f} times their even share of the tokens, and have memory for {1:.2f} times",
+            "Balance the load by router.seq_aux_loss_coef, or lower max_tokens_per_micro_batch",
+            "docs/placement.md#load-balancing",
+        ),
     },
 )
 """By the rest of their metric's name, health/<rule>; trainer.stop_on names them."""
@@ -278,7 +287,7 @@ class Health:
     """Checks the rules after each step.
 
     Args:
-        config: all keys of the run, nested as in YAML.
+        config: see `History`.
         steps: metrics of the earlier steps of a run that is resumed.
     Attributes:
         stop_reason: the first rule of trainer.stop_on that began to hold since this process started; "" before.

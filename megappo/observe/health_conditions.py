@@ -23,7 +23,7 @@ class History:
     """Values of some metrics, step by step; NaN where a step has none. NaN is neither above nor below anything.
 
     Attributes:
-        config: all keys of the run, nested as in YAML.
+        config: all keys of the run, nested as in YAML, and `RunInfo.limits`.
     """
 
     def __init__(self, names: Iterable[str], config: Mapping[str, Any]) -> None:
@@ -158,3 +158,10 @@ def few_effective_samples(history: History) -> Figures:
     correction = history.config.get("algorithm", {}).get("rollout_correction") or {}
     size = history.mean("rollout_is/ess")
     return (size,) if size < (0.3 if correction.get("level") == "sequence" else 0.8) else ()
+
+
+def beyond_limits(history: History) -> Figures:
+    for name, limit in history.config.get("limits", {}).items():
+        if (mean := history.mean(name)) > limit:
+            return (mean, limit)
+    return ()

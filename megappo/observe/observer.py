@@ -52,7 +52,7 @@ class Observer(AbstractContextManager):
         self._failed_calls: dict[str, int] = {}
         self._has_ended = False
         self._call(lambda logger: logger.on_start(run))
-        self._health = Health(run.config, read_metrics(run.output_dir))
+        self._health = Health({**run.config, "limits": run.limits}, read_metrics(run.output_dir))
         for name in self._failed_calls:
             self._trackers.pop(name, None)  # without a start there is nothing to log to
 

@@ -194,7 +194,7 @@ def _actor(config: Config) -> ComponentSpec:
     return ComponentSpec(
         **_settings(config, "actor"),
         head="policy_value" if algorithm.shared_backbone else "policy",
-        forward=ForwardPass("old_log_probs", fields) if algorithm.old_log_probs == "trainer" else None,
+        forward=ForwardPass("old_log_probs", fields) if config.old_log_probs == "trainer" else None,
         training=Training(
             "actor",
             actor,
@@ -210,8 +210,8 @@ def _actor(config: Config) -> ComponentSpec:
 
 def _actor_fields(config: Config) -> tuple[str, ...]:
     """Return the fields that the actor's loss reads."""
-    old = {"trainer": "old_log_probs", "engine": "rollout_log_probs"}
-    fields = [old[config.algorithm.old_log_probs], "advantages"]
+    old = {"trainer": ["old_log_probs"], "engine": ["rollout_log_probs"], "update": []}
+    fields = [*old[config.old_log_probs], "advantages"]
     if config.actor.use_kl_loss and config.actor.kl_loss_type != "full":
         fields.append("ref_log_probs")
     if config.algorithm.rollout_correction.is_on:

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import chain
-from math import prod
 from typing import Any
 
 import torch
@@ -20,32 +19,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 from torch.distributed import distributed_c10d
 
-from megappo.placement.layout import Layout, Ranks
+from megappo.placement.layout import EXPERT_GROUPS, GROUPS, Layout, Ranks, rank_groups
 from megappo.runtime import platform
 
-# Field of the collection -> dimensions its ranks span, outside the experts, then what it is in parallel_state: the
-# globals that hold the group, or its global ranks (those with RANKS in their names).
-GROUPS = {
-    "tp": ("tp", "_TENSOR_MODEL_PARALLEL_GROUP", "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS"),
-    "pp": ("pp", "_PIPELINE_MODEL_PARALLEL_GROUP", "_PIPELINE_GLOBAL_RANKS"),
-    "cp": ("cp", "_CONTEXT_PARALLEL_GROUP", "_CONTEXT_PARALLEL_GLOBAL_RANKS"),
-    "dp": ("dp", "_DATA_PARALLEL_GROUP", "_DATA_PARALLEL_GLOBAL_RANKS"),
-    "mp": ("tp-pp", "_MODEL_PARALLEL_GROUP", "_MODEL_PARALLEL_GLOBAL_RANKS"),
-    "tp_cp": ("tp-cp", "_TENSOR_AND_CONTEXT_PARALLEL_GROUP"),
-    "dp_cp": ("dp-cp", "_DATA_PARALLEL_GROUP_WITH_CP", "_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP"),
-    "intra_dp_cp": ("dp-cp", "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP"),
-    "tp_dp_cp": ("tp-dp-cp", "_TENSOR_AND_DATA_PARALLEL_GROUP", "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP"),
-    "intra_dist_opt": ("tp-cp-dp-pp", "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP"),
-}
-# The same for experts, which have a tensor and a data parallelism of their own, and no context parallelism.
-EXPERT_GROUPS = {
-    "ep": ("ep", "_EXPERT_MODEL_PARALLEL_GROUP", "_EXPERT_MODEL_PARALLEL_RANKS"),
-    "expt_tp": ("tp", "_EXPERT_TENSOR_PARALLEL_GROUP"),
-    "expt_dp": ("dp", "_EXPERT_DATA_PARALLEL_GROUP"),
-    "intra_expt_dp": ("dp", "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP"),
-    "tp_ep": ("tp-ep", "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP"),
-    "tp_ep_pp": ("tp-ep-pp", "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP"),
-}
 # Those over some stages of each pipeline: which, then as above.
 EMBEDDING_GROUPS = {
     "embd": (default_embedding_ranks, "_EMBEDDING_GROUP"),
@@ -198,26 +174,10 @@ def _component_groups(layout: Layout, seed: int, named: list[tuple[str, Ranks]],
 
 def _rank_groups(layout: Layout) -> Iterator[tuple[str, Ranks]]:
     """Yield every group of a component: its field in the collection and its global ranks."""
-    replicas = layout.tensor * layout.context * layout.data // (layout.expert * layout.expert_tensor)
-    sizes = {"pp": layout.pipeline, "dp": layout.data, "cp": layout.context, "tp": layout.tensor}
-    of_experts = {"pp": layout.pipeline, "dp": replicas, "ep": layout.expert, "tp": layout.expert_tensor}
-    for own, table in ((sizes, GROUPS), (of_experts, EXPERT_GROUPS)):
-        for name, (dimensions, *_) in table.items():
-            yield from ((name, ranks) for ranks in _spanning(layout.ranks, own, dimensions))
-    for stages in _spanning(layout.ranks, sizes, "pp"):
-        yield from ((name, tuple(among(list(stages)))) for name, (among, _) in EMBEDDING_GROUPS.items())
-
-
-def _spanning(ranks: Ranks, sizes: dict[str, int], dimensions: str) -> Iterator[Ranks]:
-    """Return the groups over some dimensions ("tp-pp") of ranks that lie in a grid of these sizes, the slowest first.
-
-    As megatron-core's RankGenerator, which takes a loop over all ranks for each.
-    """
-    grid = torch.tensor(ranks).view(*sizes.values())
-    spanned = [i for i, name in enumerate(sizes) if name in dimensions.split("-")]
-    others = [i for i in range(grid.dim()) if i not in spanned]
-    size = prod(grid.shape[i] for i in spanned)
-    return map(tuple, grid.permute(*others, *spanned).reshape(-1, size).tolist())
+    for name, ranks in rank_groups(layout):
+        yield name, ranks
+        if name == "pp":
+            yield from ((own, tuple(among(list(ranks)))) for own, (among, _) in EMBEDDING_GROUPS.items())
 
 
 def _globals(layout: Layout, collection: ProcessGroupCollection, own: dict[str, Ranks]) -> dict[str, Any]:

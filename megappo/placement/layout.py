@@ -3,9 +3,10 @@ torch."""
 
 import math
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, product
 from typing import NamedTuple
 
 from megappo.config.config_error import counted, nearest_divisors, shorten
@@ -229,3 +230,60 @@ def format_ranks(ranks: Iterable[int]) -> str:
 def by_node(ranks: Sequence[int], ranks_per_node: int) -> tuple[Ranks, ...]:
     """Group ascending ranks by node: torchrun numbers them node by node, and starts as many on each."""
     return tuple(tuple(part) for _, part in groupby(ranks, key=lambda rank: rank // ranks_per_node))
+
+
+# Field of the collection -> dimensions its ranks span, outside the experts, then what it is in parallel_state: the
+# globals that hold the group, or its global ranks (those with RANKS in their names).
+GROUPS = {
+    "tp": ("tp", "_TENSOR_MODEL_PARALLEL_GROUP", "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS"),
+    "pp": ("pp", "_PIPELINE_MODEL_PARALLEL_GROUP", "_PIPELINE_GLOBAL_RANKS"),
+    "cp": ("cp", "_CONTEXT_PARALLEL_GROUP", "_CONTEXT_PARALLEL_GLOBAL_RANKS"),
+    "dp": ("dp", "_DATA_PARALLEL_GROUP", "_DATA_PARALLEL_GLOBAL_RANKS"),
+    "mp": ("tp-pp", "_MODEL_PARALLEL_GROUP", "_MODEL_PARALLEL_GLOBAL_RANKS"),
+    "tp_cp": ("tp-cp", "_TENSOR_AND_CONTEXT_PARALLEL_GROUP"),
+    "dp_cp": ("dp-cp", "_DATA_PARALLEL_GROUP_WITH_CP", "_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP"),
+    "intra_dp_cp": ("dp-cp", "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP"),
+    "tp_dp_cp": ("tp-dp-cp", "_TENSOR_AND_DATA_PARALLEL_GROUP", "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP"),
+    "intra_dist_opt": ("tp-cp-dp-pp", "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP"),
+}
+# The same for experts, which have a tensor and a data parallelism of their own, and no context parallelism.
+EXPERT_GROUPS = {
+    "ep": ("ep", "_EXPERT_MODEL_PARALLEL_GROUP", "_EXPERT_MODEL_PARALLEL_RANKS"),
+    "expt_tp": ("tp", "_EXPERT_TENSOR_PARALLEL_GROUP"),
+    "expt_dp": ("dp", "_EXPERT_DATA_PARALLEL_GROUP"),
+    "intra_expt_dp": ("dp", "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP"),
+    "tp_ep": ("tp-ep", "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP"),
+    "tp_ep_pp": ("tp-ep-pp", "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP"),
+}
+
+
+def rank_groups(layout: Layout) -> Iterator[tuple[str, Ranks]]:
+    """Yield the groups of a component, except for the embeddings': field of the collection, and global ranks."""
+    replicas = layout.tensor * layout.context * layout.data // (layout.expert * layout.expert_tensor)
+    sizes = {"pp": layout.pipeline, "dp": layout.data, "cp": layout.context, "tp": layout.tensor}
+    of_experts = {"pp": layout.pipeline, "dp": replicas, "ep": layout.expert, "tp": layout.expert_tensor}
+    for own, table in ((sizes, GROUPS), (of_experts, EXPERT_GROUPS)):
+        for name, (dimensions, *_) in table.items():
+            yield from ((name, ranks) for ranks in _spanning(layout.ranks, own, dimensions.split("-")))
+
+
+def num_groups(layouts: Iterable[Layout], world_size: int) -> int:
+    """Return the number of process groups that components' ranks make: one for each set of ranks except for all."""
+    found = {tuple(range(world_size))}
+    for layout in layouts:
+        for name, ranks in rank_groups(layout):
+            found.add(ranks)
+            if name == "pp":  # the stages of the embedding
+                found |= {ranks[:1], (*ranks[:1], *ranks[1:][-1:])}
+    return len(found) - 1
+
+
+def _spanning(ranks: Ranks, sizes: Mapping[str, int], dimensions: Sequence[str]) -> Iterator[Ranks]:
+    """Return the groups over some dimensions of ranks that lie in a grid of these sizes, the slowest first.
+
+    As megatron-core's RankGenerator, which loops over all ranks for each group.
+    """
+    groups = defaultdict[tuple[int, ...], list[int]](list)
+    for rank, place in zip(ranks, product(*map(range, sizes.values())), strict=True):
+        groups[tuple(at for name, at in zip(sizes, place, strict=True) if name not in dimensions)].append(rank)
+    return map(tuple, groups.values())

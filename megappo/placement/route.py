@@ -16,7 +16,8 @@ class EngineRoute:
         transport: name of the transport.
         entry: the transport's entry in the table, or with adapters alone its `adapters` entry.
         ranks: the engine's ranks; the first owns it.
-        frees_memory: a model is on one of its GPUs, and the engine sleeps while that model is trained.
+        shares_gpus: a model is on one of its GPUs.
+        frees_memory: the engine sleeps while that model is trained.
         is_external: the engine runs elsewhere, on none of the ranks' GPUs.
         spans_nodes: its ranks are on several nodes.
     """
@@ -24,6 +25,7 @@ class EngineRoute:
     transport: str
     entry: Transport
     ranks: Ranks
+    shares_gpus: bool
     frees_memory: bool
     is_external: bool
     spans_nodes: bool
@@ -149,9 +151,9 @@ def find_route(config: Config, layouts: Mapping[str, Layout], ranks_per_node: in
     engines = []
     for number in range(rollout.data):
         ranks = rollout.block(0, number)
-        frees_memory = may_sleep and not is_external and not models.isdisjoint(ranks)
+        shares_gpus = not is_external and not models.isdisjoint(ranks)
         spans_nodes = len(by_node(ranks, ranks_per_node)) > 1
-        facts = ranks, frees_memory, is_external, spans_nodes
+        facts = ranks, shares_gpus, shares_gpus and may_sleep, is_external, spans_nodes
         routes = {name: EngineRoute(name, entry, *facts) for name, entry in entries.items() if entry}
         chosen = routes.get(config.rollout.sync.transport)
         engines.append(chosen or next(route for route in routes.values() if _is_open(route, layouts["actor"])))

@@ -7,6 +7,7 @@ from functools import cached_property
 from megappo.config.checks import config_errors
 from megappo.config.config_error import ConfigError, counted, nearest_divisors, shorten
 from megappo.config.eval_sets import longest_unit
+from megappo.config.model_sections import Optim
 from megappo.config.schema import Config
 from megappo.config.sections import Parallel
 from megappo.placement.components import AUTO, ComponentSpec, Training, components_of
@@ -102,16 +103,24 @@ class RunPlan:
         """Return the plan with a config that places everything on the same ranks."""
         return replace(self, config=config, components=components_of(config))
 
-    def sleep_errors(self) -> Iterator[str]:
+    def sleep_errors(self, *, on_gpus: bool) -> Iterator[str]:
         """Yield why engines cannot sample while the models train. Such a plan has estimates and suggestions."""
-        if not self.config.is_ppo:
+        if not self.config.is_ppo or not self.config.rollout.max_staleness:
             return
-        asleep = [rank for engine in self.route.engines if engine.frees_memory for rank in engine.ranks]
-        if self.config.rollout.max_staleness and asleep:
+        ahead = f"rollout.max_staleness {self.config.rollout.max_staleness}"
+        shared = [rank for engine in self.route.engines if engine.shares_gpus for rank in engine.ranks]
+        if shared and self.config.rollout.sleep != "never":
             yield (
-                f"rollout.max_staleness {self.config.rollout.max_staleness} has the engines sample while the models "
-                f"train, but those on the GPUs of ranks {format_ranks(asleep)} sleep then: give placement.rollout "
-                "ranks of its own, or set rollout.sleep to never"
+                f"{ahead} has the engines sample while the models train, but those on the GPUs of ranks "
+                f"{format_ranks(shared)} sleep then: give placement.rollout ranks of its own, or set rollout.sleep to "
+                "never"
+            )
+        elif shared and on_gpus and self.world_size > 1:
+            yield (
+                f"rollout.sleep never: with {ahead}, engines and models compute at once on the GPUs of ranks "
+                f"{format_ranks(shared)}. A GPU gives them turns without regard to other GPUs, so collectives wait for "
+                "each other; nobody has measured how long: give placement.rollout ranks of its own, or set "
+                "rollout.max_staleness to 0"
             )
 
     def decisions(self) -> Iterator[str]:
@@ -214,6 +223,25 @@ def _optimizer_errors(config: Config, training: Training) -> Iterator[str]:
         yield (
             f"{key}.lr_warmup_steps {optim.lr_warmup_steps} must be below the run's "
             f"{counted(steps, 'optimizer step')}: shorten it or raise trainer.total_steps"
+        )
+    yield from _compact_errors(key, optim)
+
+
+def _compact_errors(key: str, optim: Optim) -> Iterator[str]:
+    """Yield what moments in bf16, or states in host memory, do not go together with.
+
+    bf16 has 8 binary digits, so that a moment times more than 1 - 2^-8 may be rounded to the moment itself: it would
+    grow, and never decay.
+    """
+    if not optim.is_compact:
+        return
+    setting = f"{key}.moments_dtype bf16" if optim.moments_dtype != "fp32" else f"{key}.offload_fraction above 0"
+    if not optim.distributed:
+        yield f"{setting} needs Megatron's distributed optimizer: set {key}.distributed to true"
+    if optim.moments_dtype == "bf16" and max(optim.betas) > 1 - 2**-8:
+        yield (
+            f"{key}.betas {', '.join(map(str, optim.betas))} with {setting}: a moment that decays by less than 1/256 a "
+            "step is rounded back to itself and never decays: lower it to 0.996, or set moments_dtype to fp32"
         )
 
 

@@ -23,12 +23,12 @@ def download_models(config: Config) -> bool:
     """
     reward = config.reward_model
     paths = (config.model.path, config.critic.model_path, reward.model_path, reward.adapter)
-    missing = [name for path in dict.fromkeys(filter(None, paths)) if (name := _missing_id(path))]
-    are_downloaded = [_download(name) for name in missing]
+    missing = [name for path in dict.fromkeys(filter(None, paths)) if (name := missing_id(path))]
+    are_downloaded = [download_model(name) for name in missing]
     return any(are_downloaded)
 
 
-def _missing_id(path: str) -> str | None:
+def missing_id(path: str) -> str | None:
     """Return the id of a model that must be downloaded; None for a folder, or a path that looks like an id."""
     folder = Path(path)
     if name := cached_id(folder):
@@ -49,7 +49,8 @@ def _is_whole(folder: Path) -> bool:
     return all((folder / name).is_file() for name in files)
 
 
-def _download(name: str) -> bool:
+def download_model(name: str) -> bool:
+    """Download the model with this id to the local cache; print the cause and return False if that fails."""
     import httpx  # the hub's client imports it, which takes a second
     from huggingface_hub import constants, get_session, set_client_factory, snapshot_download
 

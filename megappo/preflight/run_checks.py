@@ -79,7 +79,7 @@ def check_run(
     plan, errors = None, list(_gpu_errors(config) if capability else ())
     try:
         plan = plan_run(config, world_size, ranks_per_node)
-        errors += plan.sleep_errors()
+        errors += plan.sleep_errors(on_gpus=capability is not None)
     except ConfigError as error:
         errors += error.errors
     errors += [*file_errors(config, capability), *_user_code_errors(config)]

@@ -8,7 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from itertools import takewhile
@@ -97,10 +97,36 @@ def bind(local_rank: int, num_ranks: int, num_cores: int, num_threads: int) -> N
     mine = os.sched_getaffinity(0)
     ours = share(sorted(mine), local_rank, num_ranks)
     if num_ranks <= len(mine) == num_cores and num_threads <= len(ours):
-        _BEFORE[:] = [mine]
-        for thread in os.listdir("/proc/self/task"):
-            with suppress(ProcessLookupError):  # it has ended meanwhile
-                os.sched_setaffinity(int(thread), ours)
+        _bind_threads(ours)
+
+
+def bind_near(pci_address: str, sysfs: Path = Path("/sys")) -> str:
+    """Bind this process's threads, and those that they start, to those of its cores that are on the NUMA node of a GPU;
+    return a line for the log. It does nothing and returns "" where the node is unknown, or has all or none of them.
+
+    Host memory that a thread pins lies on its node, and copies between a GPU and another node's memory cross the link
+    between the CPUs, which is slower.
+
+    Args:
+        pci_address: of the GPU, as sysfs writes it; "" without one.
+    """
+    try:
+        mask = int((sysfs / "bus/pci/devices" / pci_address / "local_cpus").read_text().replace(",", ""), 16)
+    except OSError:
+        return ""
+    mine = os.sched_getaffinity(0)
+    near = {core for core in mine if mask >> core & 1}  # with an unknown node the mask has all cores
+    if near in (set(), mine):
+        return ""
+    _bind_threads(near)
+    return f"bound to {len(near)} of its {len(mine)} cores: the NUMA node of its GPU, {pci_address}"
+
+
+def _bind_threads(cores: Collection[int]) -> None:
+    _BEFORE[:] = [os.sched_getaffinity(0)]
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(ProcessLookupError):  # it has ended meanwhile
+            os.sched_setaffinity(int(thread), cores)
 
 
 def usable() -> set[int]:

@@ -328,6 +328,16 @@ def count_padding(wrapped: Any) -> None:
         buffer.numel_unpadded = sum(bucket.numel_unpadded for bucket in buffer.buckets)
 
 
+def leave_main_params_to_adam(config: Any) -> None:
+    """Let the DistributedOptimizers of an OptimizerConfig leave main parameters to their Adam, and pass it gradients as
+    `decoupled_grad`.
+
+    The public setting, `use_precision_aware_optimizer`, takes no Adam but TransformerEngine's. An argument for the
+    optimizer's class would make this unnecessary.
+    """
+    config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+
+
 def save_optimizer_states_by(optimizer: Any, sharded_states: Callable[..., dict[int, Any]]) -> None:
     """Let a DistributedOptimizer give its states to checkpoints by another function, which loads them in place.
 

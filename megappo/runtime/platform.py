@@ -18,7 +18,7 @@ import torch
 
 from megappo.runtime.machine import visible_devices
 
-PACKAGES = ("torch", "megatron-core", "transformer-engine", "apex", "sglang", "flash-attn")
+PACKAGES = ("torch", "megatron-core", "transformer-engine", "apex", "sglang", "flash-attn", "fla-core")
 TRIED = {"transformer-engine": "transformer_engine.pytorch.fp8", "apex": "apex.optimizers"}
 """Packages that megatron-core does without where they cannot be imported, and the module it imports of each."""
 
@@ -137,6 +137,14 @@ def compute_capability() -> int | None:
         return None
     major, minor = torch.cuda.get_device_capability(device())
     return 10 * major + minor
+
+
+def pci_address() -> str:
+    """Return the PCI address of this process's GPU, as sysfs names it; "" on a CPU."""
+    if not has_cuda():
+        return ""
+    gpu = torch.cuda.get_device_properties(device())
+    return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
 
 
 def free_gpu_share() -> float:

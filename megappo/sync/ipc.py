@@ -5,7 +5,10 @@ SGLang: importing it takes a trainer rank seconds and patches torch. SGLang's Sa
 """
 
 import base64
+import hashlib
 import io
+import re
+from collections.abc import Mapping
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 from typing import Any
@@ -41,7 +44,7 @@ class HandleSender(Sender):
     def __init__(self, link: Link, client: EngineClient | None):
         self.client = client
         self.peers = link.peers
-        self.lora = link.config.actor.lora
+        self.config = link.config
         self.num_ranks = link.config.rollout.tensor_parallel
         # On a CPU two buffers take turns, kept from sync to sync: new pages cost more time than the copy into them.
         self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
@@ -55,7 +58,7 @@ class HandleSender(Sender):
 
     def next_buffer(self, size: int) -> torch.Tensor | None:
         if platform.has_cuda():
-            return None
+            return readable_bytes(size)
         self._buffers.reverse()
         if len(self._buffers[0]) < size:
             self._buffers[0] = shared_bytes(size)
@@ -90,15 +93,32 @@ class AdapterHandles(HandleSender):
 
     On a CPU SGLang reads some of them as late as the first request: they stay as they are until the engine has the next
     ones, because the two buffers take turns.
+
+    With `rollout.sync.verify` each of the engine's ranks compares every tensor with its SHA-256 at the owner. An engine
+    that finds a difference ends, and its log names the tensors.
+
+    Attributes:
+        checksums: of the last tensors, by name.
     """
 
     replaces_model = False
 
+    checksums: Mapping[str, str] | None = None
+
+    def send(self, bucket: Bucket, flat: torch.Tensor) -> None:
+        if self.client is not None and self.config.rollout.sync.verify:
+            # As SGLang 0.5.23 computes them (managers/tp_worker.py).
+            parts = flat.cpu().split([tensor.nbytes for tensor in bucket])
+            named = zip(bucket, parts, strict=True)
+            self.checksums = {tensor.name: hashlib.sha256(part.numpy()).hexdigest() for tensor, part in named}
+        super().send(bucket, flat)
+
     def _post(self, payloads: list[str]) -> None:
         body = {
-            "config_dict": peft_config(self.lora),
+            "config_dict": peft_config(self.config.actor.lora),
             "serialized_named_tensors": payloads,
             "load_format": FLATTENED_BUCKET,
+            "expected_checksums": self.checksums,
         }
         self.client.load_adapter("/load_lora_adapter_from_tensors", body)
 
@@ -120,6 +140,24 @@ def shared_bytes(size: int) -> torch.Tensor:
             f"rollout.sync.transport to broadcast ({error})"
         ) from error
     return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+def readable_bytes(size: int) -> torch.Tensor | None:
+    """Return uint8 [size] outside of expandable segments, which the user has turned on; None where they are off.
+
+    Torch 2.14 shares such a segment by pidfd_getfd, which Ubuntu (kernel.yama.ptrace_scope 1) and containers forbid:
+    https://github.com/pytorch/pytorch/issues/165685. While the option is off, its allocator takes memory of other
+    segments only (c10/cuda/CUDACachingAllocator.cpp, get_free_block).
+    """
+    settings = torch._C._accelerator_getAllocatorSettings()
+    without, are_on = re.subn(r"(?<=expandable_segments:)\s*True", "False", settings)
+    if not are_on:
+        return None
+    torch._C._accelerator_setAllocatorSettings(without)
+    try:
+        return torch.empty(size, dtype=torch.uint8, device=platform.device())
+    finally:
+        torch._C._accelerator_setAllocatorSettings(settings)
 
 
 def _metadata(bucket: Bucket) -> list[SimpleNamespace]:

@@ -25,6 +25,7 @@ def verified_sync(
     barrier: Callable[[], object],
     as_loaded: bool,
     loaded: Checksums = (),
+    overwrites: bool = True,
 ) -> None:
     """Overwrite the engines' weights, sync, and compare the engines' own checksums: no corrupt weight may remain.
 
@@ -34,14 +35,16 @@ def verified_sync(
         as_loaded: the model's weights are those that the engines loaded from the same folder, so the sync must
             restore them to the bit. Otherwise only a weight that was not set at all is found.
         loaded: checksums of the weights that the engine loaded, if it has slept since; empty = it still has them.
+        overwrites: False for a sync of adapters, which would not restore the other weights.
     Raises:
         EngineError: some of an engine's weights were not set, or differ from those it loaded; the message names some.
     """
     corrupt = []
     if client is not None:
-        loaded = loaded or client.weight_checksums()
-        client.reset_weights()
-        corrupt = client.weight_checksums()
+        corrupt = loaded = loaded or client.weight_checksums()
+        if overwrites:
+            client.reset_weights()
+            corrupt = client.weight_checksums()
     barrier()
     sync()
     if client is None:
@@ -50,7 +53,7 @@ def verified_sync(
     if client.has_failed:  # an engine that will be restarted proves nothing
         return
     for rank, (before, without, now) in enumerate(zip(loaded, corrupt, synced, strict=True)):
-        unset = [name for name, checksum in now.items() if checksum == without[name]]
+        unset = [name for name, checksum in now.items() if overwrites and checksum == without[name]]
         changed = [name for name, checksum in now.items() if as_loaded and checksum != before[name]]
         for names, what in ((unset, "were not set by"), (changed, "differ from the folder's after")):
             if names:

@@ -80,6 +80,7 @@ class ComponentBatch:
         step: PPO step; 0 until there are fields to train on.
         num_updates: mini-batches of all epochs that the component has been trained on.
         optimizer_steps: steps of this process, on the component's output ranks.
+        outputs: of the last update on the component's output ranks, where the run reads them.
     """
 
     component: Component
@@ -88,6 +89,7 @@ class ComponentBatch:
     step: int = 0
     num_updates: int = 0
     optimizer_steps: list[OptimizerStep] = field(default_factory=list)
+    outputs: Outputs = field(default_factory=dict)
 
     def forward(self) -> Outputs:
         """Return the head's outputs for the rows here; {} except on the component's last stages.

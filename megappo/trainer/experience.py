@@ -23,7 +23,7 @@ from megappo.ppo.reductions import Unreduced
 from megappo.ppo.reward_shaping import RunningMoments, shape_scores
 from megappo.trainer.objectives import conventions
 from megappo.trainer.progress import Experience
-from megappo.trainer.statistics import over_ranks, row_metrics
+from megappo.trainer.statistics import over_ranks, row_metrics, spread
 from megappo.trainer.value_metrics import value_metrics
 
 if TYPE_CHECKING:  # a run evaluates a critic by the returns of this module
@@ -40,20 +40,36 @@ def add_advantages(run: "Run", step: int, batch: Batch, metrics: dict[str, Any])
         batch: all responses to a prompt are at one owner.
         metrics: of the step so far.
     """
-    config, exchange = run.config, run.exchange
-    rows, fields = batch.rows, dict(batch.rows.fields)
-    correction_metrics: Unreduced = {}
-    if config.old_log_probs == "trainer":
-        correction = config.algorithm.rollout_correction
-        weights, correction_metrics = rollout_is_weights(
-            fields["old_log_probs"], fields["rollout_log_probs"], rows.response_mask, correction, group=exchange.group
-        )
-        if correction.is_on:
-            fields["rollout_is_weights"] = weights
-    rows, shaping_metrics = with_advantages(run, replace(rows, fields=fields), run.progress.reward_moments)
+    rows = batch.rows
+    if run.config.algorithm.rollout_correction.is_on and "old_log_probs" in rows.fields:
+        weights, _ = _correction(run, rows)
+        rows = replace(rows, fields=rows.fields | {"rollout_is_weights": weights})
+    rows, shaping_metrics = with_advantages(run, rows, run.progress.reward_moments)
     of_values = {f"critic/{name}": part for name, part in value_metrics(rows).items()}
-    more = row_metrics(exchange, rows, step, correction_metrics | shaping_metrics | of_values)
+    more = row_metrics(run.exchange, rows, step, shaping_metrics | of_values)
     return _experience(run, step, replace(batch, rows=rows), metrics | more)
+
+
+def compare_engines(run: "Run", experience: Experience) -> None:
+    """Add the metrics that compare the engines' log-probs with the actor's; all ranks together.
+
+    Raises:
+        EngineError: they differ too much, see `check_log_probs`.
+    """
+    rows = experience.batch.rows
+    _, values = _correction(run, rows)
+    differences = log_prob_diff(rows)
+    if differences is not None:
+        values |= spread("rollout/log_prob_diff", differences)
+    reduced = over_ranks(run.exchange, values)
+    experience.metrics |= reduced | run.engines.check_rollouts(reduced.get("rollout/log_prob_diff/mean"))
+
+
+def _correction(run: "Run", rows: Rows) -> tuple[torch.Tensor, Unreduced]:
+    """Return the importance weights of the trainer against the engines, and their metrics; all ranks together."""
+    old, sampled = rows.fields["old_log_probs"], rows.fields["rollout_log_probs"]
+    correction = run.config.algorithm.rollout_correction
+    return rollout_is_weights(old, sampled, rows.response_mask, correction, group=run.exchange.group)
 
 
 def with_advantages(run: "Run", rows: Rows, reward_moments: RunningMoments) -> tuple[Rows, Unreduced]:
@@ -88,17 +104,12 @@ def _experience(run: "Run", step: int, batch: Batch, metrics: dict[str, Any]) ->
     """Return a step's experience, with the statistics of its rows that the run itself reads."""
     config, rows = run.config, batch.rows
     values: Unreduced = {"num_tokens": (rows.response_mask, "sum")}
-    differences = log_prob_diff(rows)
-    if differences is not None:
-        values["log_prob_diff"] = (differences, "mean")
     if config.penalizes_kl:
         values["kl_penalty"] = (of_tokens("kl_penalty")(rows), "mean")
         metrics["reward/kl_coef"] = run.progress.kl.value
     reduced = over_ranks(run.exchange, values)
     num_tokens = metrics["rollout/trained_tokens"] = reduced["num_tokens"]
-    if not num_tokens:
-        return Experience(step, batch, metrics)
-    return Experience(step, batch, metrics, reduced.get("kl_penalty"), reduced.get("log_prob_diff"))
+    return Experience(step, batch, metrics, reduced.get("kl_penalty") if num_tokens else None)
 
 
 def _kl_penalty(run: "Run", rows: Rows) -> torch.Tensor:
@@ -139,7 +150,7 @@ def _estimate(run: "Run", rows: Rows, rewards: torch.Tensor) -> tuple[torch.Tens
     algorithm, mask = run.config.algorithm, rows.response_mask
     inputs = {  # `estimate` passes on those that the estimator has as parameters
         **rows.fields,  # the critic's `values` for gae
-        "old_log_probs": rows.old_log_probs,
+        "old_log_probs": None if run.config.old_log_probs == "update" else rows.old_log_probs,
         **{key: getattr(algorithm, key) for key in algorithm.method.reads},
         "token_level_rewards": rewards,
         "response_mask": mask,

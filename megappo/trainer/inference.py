@@ -100,8 +100,8 @@ class InferenceEngines:
         engine_handle: this rank's engine, which has been started.
         is_new: the actor starts with its initial weights.
     Attributes:
-        as_loaded: the engines have loaded the actor's first weights. Servers that were already running may hold the
-            weights of an earlier run.
+        as_loaded: the engines have loaded the weights that the first sync leaves them: those of a new actor, or those
+            beside adapters. Servers that were already running may hold the weights of an earlier run.
         sleeps: this rank owns an engine that frees its memory while the models on its GPUs are trained.
         asleep: the engines that can sleep are asleep.
         loaded: checksums of the weights that this rank's engine has loaded; see `verified_sync`.
@@ -113,7 +113,8 @@ class InferenceEngines:
 
     def __init__(self, plan: RunPlan, engine_handle: EngineHandle, exchange: Exchange, *, is_new: bool):
         self.plan, self.engine_handle, self.exchange = plan, engine_handle, exchange
-        self.as_loaded = is_new and not (plan.config.model.dist_checkpointing_path or plan.config.rollout.engines)
+        keeps_loaded = is_new or plan.config.sent_lora is not None
+        self.as_loaded = keeps_loaded and not (plan.config.model.dist_checkpointing_path or plan.config.rollout.engines)
         self.sleeps = engine_handle.number is not None and engine_sleeps(plan.route, engine_handle.number)
         self.asleep = False
         self.loaded, self.footprint, self.sent = (), Footprint(0), SyncStats()
@@ -131,7 +132,7 @@ class InferenceEngines:
             client, held_bytes = self.engine_handle.wait_ready(), 0.0
         if client is not None:
             with deferring_faults(client):
-                if self.as_loaded and self.plan.config.proves_weights:
+                if self.as_loaded and self.plan.config.rollout.sync.verify:
                     self.loaded = client.weight_checksums()  # now: an engine that sleeps loses its weights
                 held_bytes = client.held_bytes() if self.sleeps else 0.0
         held_bytes_per_rank = self.exchange.all_gather(held_bytes)
@@ -176,7 +177,7 @@ class InferenceEngines:
         """Sync for the first time, after this step, and prove that all of the engines' weights are the actor's."""
         self.version = step
         with STATUS.step("first weight sync"):
-            self._wake(self._prove if self.plan.config.proves_weights else self._send)
+            self._wake(self._prove if self.plan.config.rollout.sync.verify else self._send)
             self.probe()
 
     def check_rollouts(self, difference: float | None) -> dict[str, int]:
@@ -262,7 +263,14 @@ class InferenceEngines:
         self.weight_sync.forget()  # the proof corrupts frozen weights as well
         barrier = partial(self.exchange.all_gather, None)
         with deferring_faults(self.client), self._taking_weights():
-            verified_sync(self.weight_sync, self.client, barrier=barrier, as_loaded=self.as_loaded, loaded=self.loaded)
+            verified_sync(
+                self.weight_sync,
+                self.client,
+                barrier=barrier,
+                as_loaded=self.as_loaded,
+                loaded=self.loaded,
+                overwrites=self.plan.config.sent_lora is None,
+            )
 
     def _send(self, *, changed: bool = True) -> None:
         with deferring_faults(self.client), self._taking_weights(changed=changed):

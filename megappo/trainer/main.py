@@ -117,9 +117,10 @@ def build_run(plan: RunPlan, engine_handle: EngineHandle, cleanup: ExitStack) ->
 def run_info(plan: RunPlan, resume_step: int) -> RunInfo:
     """Return the facts about a run that its loggers record."""
     trainer, gpu_bytes = plan.config.trainer, platform.gpu_bytes()
-    output_dir, planned = Path(trainer.output_dir), {}
+    output_dir, planned, loads = Path(trainer.output_dir), {}, {}
     if gpu_bytes is not None and plan.training:
-        planned = MemoryEstimate(plan, Cluster(gpu_bytes)).allocated()
+        estimate = MemoryEstimate(plan, Cluster(gpu_bytes))
+        planned, loads = estimate.allocated(), estimate.expert_loads()
     return RunInfo(
         output_dir=output_dir,
         total_steps=trainer.total_steps,
@@ -131,6 +132,7 @@ def run_info(plan: RunPlan, resume_step: int) -> RunInfo:
         hardware={"ranks": f"{plan.world_size}, {plan.ranks_per_node} on each node", **platform.capabilities()},
         placement=placement_lines(plan),
         planned_gib={phase: nbytes / GIB for phase, nbytes in planned.items()},
+        limits={f"{name}/expert_rank_load_max": load for name, load in loads.items()},
     )
 
 

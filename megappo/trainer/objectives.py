@@ -42,6 +42,9 @@ class ActorLoss:
         num_tokens: tokens with mask 1 of the whole mini-batch.
         num_sequences: rows of the whole mini-batch that count (`Conventions.counts_empty_rows`).
         num_positive_tokens: tokens with 1 in `positive_mask` of the whole mini-batch.
+    Attributes:
+        old_log_probs: row number -> the log-probs that it was called with, if the policy before the update is the one
+            that is updated (`Config.old_log_probs`).
     Source of the likelihood term: Yue et al. 2025 (VAPO, arXiv 2504.05118), positive example LM loss.
     """
 
@@ -50,6 +53,7 @@ class ActorLoss:
         self._positive = Normaliser(num_positive_tokens, 0, 0)
         self._shared = _shared(config, num_tokens, num_sequences)
         self._policy_kl = []
+        self.old_log_probs = {}
 
     @property
     def policy_kl(self) -> float:
@@ -59,7 +63,12 @@ class ActorLoss:
     def __call__(self, outputs: Outputs, rows: Rows) -> LossPart:
         config, actor, log_probs = self.config, self.config.actor, outputs["log_probs"]
         mask, fields = rows.response_mask, rows.fields
-        old, shared = rows.old_log_probs, self._shared | {"loss_weights": fields.get(LOSS_WEIGHTS)}
+        if config.old_log_probs == "update":
+            old = log_probs.detach()
+            self.old_log_probs |= zip(rows.ids.tolist(), old, strict=True)
+        else:
+            old = rows.old_log_probs
+        shared = self._shared | {"loss_weights": fields.get(LOSS_WEIGHTS)}
         if actor.target_kl is not None:
             self._policy_kl.append(policy_kl(log_probs, old, mask, **self._shared).double())
         loss, loss_metrics = policy_loss(

@@ -38,8 +38,6 @@ class Experience:
         batch: rows at their owners, with all fields that losses read.
         metrics: of the step until its advantages.
         kl_penalty: mean of the KL to the reference over the tokens; None without a penalty in the rewards or a token.
-        log_prob_diff: mean of |old_log_probs - rollout_log_probs| over the tokens; 0 without a token, None without
-            tokens to compare. Not saved.
         num_updates: component -> mini-batches of all epochs that it has been trained on.
         optimizer_steps: component -> metrics of its optimizer steps.
     """
@@ -48,7 +46,6 @@ class Experience:
     batch: Batch
     metrics: dict[str, Any]
     kl_penalty: float | None = None
-    log_prob_diff: float | None = 0.0
     num_updates: dict[str, int] = field(default_factory=dict)
     optimizer_steps: dict[str, list[dict[str, Metric]]] = field(default_factory=dict)
 

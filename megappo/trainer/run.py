@@ -30,6 +30,7 @@ from megappo.trainer.batches import SampledBatches
 from megappo.trainer.critic_evaluation import CriticEvaluation, GateProgress
 from megappo.trainer.evaluation import evaluate
 from megappo.trainer.example_batches import ExampleBatches, evaluate_examples
+from megappo.trainer.experience import compare_engines
 from megappo.trainer.inference import InferenceEngines, NoEngines
 from megappo.trainer.models import Models, Phases, Shards
 from megappo.trainer.progress import Experience, Progress
@@ -139,7 +140,8 @@ class Run:
 
     def begin_updates(self, experience: Experience) -> None:
         """Check that the engines sampled as the actor would. From here on an interrupted step is resumed."""
-        experience.metrics |= self.engines.check_rollouts(experience.log_prob_diff)
+        if "old_log_probs" in experience.batch.rows.fields:
+            compare_engines(self, experience)
         self.progress.experience = experience
         self.progress.num_drawn, self.progress.pending = self.batches.num_drawn, self.batches.pending
 
@@ -155,6 +157,10 @@ class Run:
             shard, seconds = shards[name], self.phase.seconds(f"update_{name}")
             local[name] = (shard.num_updates, shard.optimizer_steps, seconds)
         updates, memory = zip(*self.exchange.all_gather((local, self.phase.memory())), strict=True)
+        if self.config.old_log_probs == "update" and any(of_rank["actor"][1] for of_rank in updates):
+            actor = shards["actor"]
+            experience.batch = actor.gather(actor.outputs, {"log_probs": "old_log_probs"}, experience.batch)
+            compare_engines(self, experience)
         metrics = experience.metrics | reduce_ranks(memory)
         rows = experience.batch.rows
         self.shown = rows.select(range(min(len(rows), NUM_SHOWN)))

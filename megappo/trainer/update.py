@@ -36,6 +36,8 @@ def update_actor(batch: ComponentBatch, config: Config) -> None:
         if actor.method.select is not None:
             rows = _with_selection(engine, rows, actor.method.select, actor)
         _optimizer_step(batch, engine, rows, loss, config)
+        if loss.old_log_probs:
+            batch.outputs = {"log_probs": torch.stack([loss.old_log_probs[row] for row in rows.ids.tolist()]).cpu()}
         if actor.target_kl is not None and engine.total(loss.policy_kl) > actor.target_kl:
             batch.num_updates = actor.ppo_epochs * len(batch.split)
 

@@ -281,10 +281,13 @@ def _stack(tensors: dict[str, ExportedTensor], architecture: Architecture) -> No
 
 
 def _interleave(parts: Sequence[ExportedTensor], whole: torch.Tensor) -> None:
-    """Put the numbers of a stack in its order; its memory has the parts one after the other."""
-    numbers = whole.clone().view(len(whole), -1, *parts[0].shape)  # [experts, n, out, in], of biases [experts, n, out]
-    numbers = numbers.permute(0, *range(numbers.ndim - 1, 0, -1))
-    whole.view(numbers.shape).copy_(numbers)
+    """Put the numbers of a stack in its order; its memory has the parts one after the other.
+
+    A copy of the whole stack would take as much memory as the bucket: GPT-OSS-120B has stacks of 4 GB.
+    """
+    for expert in whole.view(len(whole), -1, *parts[0].shape):  # [n, out, in], of biases [n, out]
+        numbers = expert.clone().permute(*reversed(range(expert.ndim)))
+        expert.view(numbers.shape).copy_(numbers)
 
 
 def _portions(bucket: Sequence[ExportedTensor]) -> list[list[ExportedTensor]]:

@@ -91,3 +91,6 @@ def test_each_token_of_an_episode_keeps_the_choice_with_which_it_was_sampled(tmp
     rows = sample_rows([replace(sample, segments=[segment]), sample], replayed=policy)
     assert rows.fields["expert_choices"][:, 0].tolist() == [1, 2, 3, 4, 5, 0, 0, 6, 0]
     assert sample_rows([], replayed=policy).fields["expert_choices"].shape == (0, 1)
+    wide = response_sample(0, 0, [5], Generation([6, 7], [-1.0, -1.0], "stop", choices=bytes(4)))
+    with pytest.raises(ValueError, match="field expert_choices"):  # of another version's journal
+        sample_rows([wide], replayed=policy)

@@ -51,7 +51,7 @@ def test_new_memory_takes_little_more_than_the_copies_in_powers_of_two() -> None
     """torch rounds each allocation of pinned memory up to a power of two."""
     copies, sizes = HostCopies(), [3 * 2**10 + 4, 2**16 + 4, 4, 2**17 + 8] * 8
     with (
-        patch("megappo.checkpoint.sharded.BLOCK_BYTES", 2**16),
+        patch("megappo.runtime.host_memory.BLOCK_BYTES", 2**16),
         patch.object(torch, "empty", wraps=torch.empty) as empty,
     ):
         made = [copies.copy(str(number), torch.zeros(size // 4)) for number, size in enumerate(sizes)]

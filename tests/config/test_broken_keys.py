@@ -74,6 +74,12 @@ CONTRADICTIONS = {
         "actor.optim.min_lr 0.001 is above actor.optim.lr 1e-06: lower it"
     ),
     "critic.optim.min_lr=1e-7": "critic.optim.min_lr 1e-07 has no effect with lr_decay_style constant",
+    "actor.optim.offload_fraction=0.5 actor.optim.distributed=false": (
+        "actor.optim.offload_fraction above 0 needs Megatron's distributed optimizer: set "
+    ),
+    "critic.optim.moments_dtype=bf16 critic.optim.betas=[0.9,0.999]": (
+        "critic.optim.betas 0.9, 0.999 with critic.optim.moments_dtype bf16: a moment that decays by less than 1/256"
+    ),
     "actor.optim.lr_warmup_steps=100": (
         "actor.optim.lr_warmup_steps 100 must be below the run's 100 optimizer steps: "
         "shorten it or raise trainer.total_steps"

@@ -3,8 +3,10 @@
 from base64 import b64encode
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
+import orjson
 import pytest
 import torch
 from engine_server import response
@@ -14,8 +16,10 @@ from tiny_shapes import GLM4_MOE, MIXTURES
 from megappo.architecture.architecture import expert_number_bytes
 from megappo.architecture.parsing import read_architecture
 from megappo.config.schema import Rollout
-from megappo.engines.generations import EngineError, SamplingParams, checked, generate_body
+from megappo.engines.client import EngineClient
+from megappo.engines.generations import EngineError, EngineFault, SamplingParams, checked, generate_body
 from megappo.engines.process import Engine
+from megappo.engines.sglang_patches import send_few_bytes
 
 PROMPTS = [[5, 6, 7], [11], [9, 8, 7, 6, 5, 4, 3, 2], [9, 8, 7, 6, 5, 4, 3, 2]]
 
@@ -29,18 +33,47 @@ def reply_of(routed: np.ndarray | None) -> dict:
     return reply
 
 
+def reply_of_run(routed: np.ndarray) -> bytes:
+    """Return the reply of `reply_of` as an engine of a run sends it."""
+    output = SimpleNamespace(routed_experts=[None, torch.from_numpy(routed.astype(np.int32))])
+    send_few_bytes(None, output)
+    reply = reply_of(None)
+    reply["meta_info"]["routed_experts"] = output.routed_experts[1]
+    return orjson.dumps(reply)
+
+
+def parsed(data: bytes) -> dict:
+    return EngineClient("http://127.0.0.1:1", "", 1.0)._parsed("/generate", data)
+
+
 @pytest.mark.parametrize("count", [8, 255, 256, 384])
 def test_choices_are_numbered_from_one_in_as_few_bytes_as_hold_them(tmp_path: Path, count: int) -> None:
     architecture = read_architecture(hf_folder(tmp_path / "hf", "glm4_moe", **GLM4_MOE | {"n_routed_experts": 8}))
     experts = replace(architecture.experts, count=count)
     routed = np.arange(3 * 4 * 2).reshape(3, 4, 2) % count
     routed[0, 1] = [count - 1, 0]
-    choices = checked(reply_of(routed), replayed=replace(architecture, experts=experts)).choices
-    size = 1 if count < 256 else 2
-    assert expert_number_bytes(experts.count) == size and len(choices) == 3 * 3 * 2 * size
+    replayed = replace(architecture, experts=experts)
+    choices = checked(reply_of(routed), replayed=replayed).choices
+    assert checked(parsed(reply_of_run(routed)), replayed=replayed).choices == choices
+    size = 1 if count <= 256 else 2
+    assert expert_number_bytes(experts.count, 2) == size and len(choices) == 3 * 3 * 2 * size
     found = np.frombuffer(choices, np.uint8 if size == 1 else np.int16).reshape(3, 3, 2)
-    assert (found == routed[:, 1:] + 1).all(), "the first layer has no experts"
+    assert (found == (routed[:, 1:] + 1) % (256 if size == 1 else 2**15)).all(), "the first layer has no experts"
     assert not checked(reply_of(routed)).choices
+    assert expert_number_bytes(256, 1) == 2, "a single 0 is an unknown expert"
+    with pytest.raises(EngineError, match="--enable-return-routed-experts"):
+        checked(reply_of(np.where(routed == 0, count, routed)), replayed=replayed)
+
+
+@pytest.mark.parametrize(("count", "top_k"), [(8, 2), (128, 8), (256, 8)])
+def test_an_engine_of_a_run_sends_about_a_byte_for_each_expert(count: int, top_k: int) -> None:
+    routed = np.random.default_rng(0).integers(count, size=(500, 48, top_k))
+    data = reply_of_run(routed)
+    assert len(data) < 1.05 * routed.size + 500 < len(orjson.dumps(reply_of(routed))) / 5
+    sent = parsed(data)["meta_info"]["routed_experts"]
+    assert (np.frombuffer(sent["latin-1"].encode("latin-1"), np.uint8) == routed.flatten()).all()
+    with pytest.raises(EngineFault, match="did not answer with JSON"):
+        parsed(data.replace(b"latin-1", b"raw"))
 
 
 @pytest.mark.parametrize("routed", [None, np.zeros((3, 4, 2))])
@@ -65,6 +98,10 @@ def test_an_engine_returns_what_hugging_faces_routers_choose(family: str, tmp_pa
         client = engine.wait_ready()
         generations = client.generate(PROMPTS, SamplingParams(6, replayed=architecture))
         assert not client.generate(PROMPTS[:1], SamplingParams(6))[0].choices
+        bodies = [generate_body(PROMPTS[2:3], SamplingParams(6, replayed=one)) for one in (architecture, None)]
+        with_experts, without = (len(client._http.post("/generate", json=body).content) for body in bodies)
+        num_sent = (len(PROMPTS[2]) + 5) * architecture.num_layers * architecture.experts.top_k
+        assert 0 < with_experts - without < 1.2 * num_sent + 100, "100 for the names around them"
     finally:
         engine.stop()
     model, chosen = hf_model(folder), []

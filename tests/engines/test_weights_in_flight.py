@@ -1,19 +1,15 @@
 """Weights that change while an engine writes: which weights wrote each token, by Hugging Face's log-probs."""
 
-import asyncio
 import copy
 import os
 import signal
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
 from engine_server import response
 from hf_oracle import log_probs_of, named_weights
+from watched_engine import Watched, writing
 from weight_sources import push
 
 from megappo.config.schema import Rollout
@@ -25,36 +21,6 @@ PROMPTS = [[5, 6, 7, 3, 2, 9, 30, last] for last in range(24)]
 LONG = SamplingParams(100)
 """The checkpoint has 128 positions, and its responses never end by themselves."""
 Shapes = Mapping[str, tuple[int, ...]]
-
-
-class Watched(EngineClient):
-    """A client that counts the events of its streams: the first ones are each sequence's first token."""
-
-    def __init__(self, engine: Engine):
-        super().__init__(engine.url, engine._api_key, 60.0, engine.check_alive)
-        self.num_events, self.has_begun = 0, threading.Event()
-
-    def _finished(self, *arguments: Any) -> tuple[int, Generation] | None:
-        self.num_events += 1
-        if self.num_events == len(PROMPTS):
-            self.has_begun.set()
-        return super()._finished(*arguments)
-
-
-@contextmanager
-def writing(client: Watched, times: int = 1) -> Iterator[Future]:
-    """While the block runs, the engine responds so many times to PROMPTS, each of which has a token; yields the
-    responses to come."""
-
-    async def generate() -> list[Generation]:
-        async with client.open_async() as http:
-            found = [one async for one in client.generate_async(http, PROMPTS * times, LONG)]
-        return [generation for _, generation in sorted(found, key=lambda one: one[0])]
-
-    with ThreadPoolExecutor(1) as threads:
-        responses = threads.submit(asyncio.run, generate())
-        assert client.has_begun.wait(60)
-        yield responses
 
 
 def give(client: EngineClient, model: torch.nn.Module, shapes: Shapes, version: WeightVersion) -> None:
@@ -81,7 +47,7 @@ def swapped(
     def swap(*, keeps_cache: bool) -> tuple[Watched, list[Generation]]:
         client = Watched(engine)
         give(client, hf_model, engine_shapes, WeightVersion(3, keeps_cache))
-        with writing(client) as responses:
+        with writing(client, PROMPTS, LONG) as responses:
             give(client, changed_model, engine_shapes, WeightVersion(4, keeps_cache))
             return client, responses.result()
 
@@ -150,7 +116,7 @@ def test_an_engine_is_not_left_paused_by_a_failed_sync_and_nothing_that_it_write
 ):
     client = Watched(engine)
     give(client, hf_model, engine_shapes, WeightVersion(3, keeps_cache))
-    with writing(client, 4) as responses, pytest.raises(EngineFault, match="incomplete"):
+    with writing(client, PROMPTS, LONG, 4) as responses, pytest.raises(EngineFault, match="incomplete"):
         with pytest.raises(FloatingPointError), taking_weights(client, WeightVersion(4, keeps_cache)):
             raise FloatingPointError("the actor's weights are corrupt")
         responses.result()
@@ -167,7 +133,7 @@ def test_an_engine_that_is_killed_while_it_is_paused_is_restarted(checkpoint, hf
         engine.wait_ready()
         client = Watched(engine)
         give(client, hf_model, engine_shapes, WeightVersion(3))
-        with writing(client) as responses, deferring_faults(client):
+        with writing(client, PROMPTS, LONG) as responses, deferring_faults(client):
             with taking_weights(client, WeightVersion(4)):
                 os.killpg(engine._process.pid, signal.SIGKILL)
             with pytest.raises(EngineFault):

@@ -206,12 +206,18 @@ def test_activations_are_those_that_an_h100_measured(
 
 def test_a_sync_takes_round_trips_and_two_buckets_at_most() -> None:
     [size] = stage_sizes(read_architecture("models/Qwen3-30B-A3B"), Parallel())
-    small, large, whole = (estimate(f"rollout.sync.bucket_bytes={one}") for one in (2**29, 2**31, 2**40))
-    assert small.num_buckets == -(-2 * sum(size) // 2**29) and whole.num_buckets == 1
+    small, large, whole = (estimate(f"rollout.sync.bucket_bytes={one}") for one in (2**30, 2**31, 2**40))
+    assert small.num_buckets == -(-2 * sum(size) // 2**30) and whole.num_buckets == 1
     seconds = [TimeEstimate(one, GPUS["h100"]).seconds["sync"] for one in (small, large)]
     assert seconds[0] - seconds[1] == pytest.approx((small.num_buckets - large.num_buckets) * BUCKET_SECONDS)
+    tensors = 48 * (4 + 2 + 2 + 1 + 3 * 128) + 3  # a layer's attention, its and the layer's norms, router and experts
+    assert TimeEstimate(large, GPUS["h100"]).num_tensors == tensors
+    adapted = TimeEstimate(
+        estimate("actor.lora={rank: 8, target_modules: [q_proj, v_proj]}", "ref.offload=[]"), GPUS["h100"]
+    )
+    assert adapted.num_tensors == 48 * 2 * 2
     taken = [one.fullest.ledgers["sync"]["sync buckets"] for one in (small, large, whole)]
-    assert taken == [2**30, 2**32, 2 * sum(size)]
+    assert taken == [2**31, 2**32, 2 * sum(size)]
 
 
 CRITIC_BUILT = {"actor weights", "critic weights", "critic gradients", "critic optimizer"}
@@ -339,3 +345,16 @@ def test_auto_has_engines_sleep_only_where_memory_needs_it(
 def test_sleep_is_the_first_remedy_where_an_awake_engine_leaves_too_little() -> None:
     config = load_config(BOTH_7B, ["rollout.sleep=never"])
     assert remedies(plan_run(config, 8), Cluster(79.1 * GIB)) == {"rollout.sleep": "always"}
+
+
+def test_the_free_memory_holds_uneven_loads_of_experts() -> None:
+    """Counted by hand: 48 layers keep input, output, gate, up and their product of 8 experts a token in bf16, cut over
+    four tensor-parallel ranks."""
+    memory = estimate()
+    config, free = memory.config, 79.1 * GIB - sum(memory.fullest.ledgers["update_actor"].values())
+    even = 48 * config.actor.max_tokens_per_micro_batch * 8 * (2 * 2048 + 3 * 768) * 2 / 4
+    assert memory.expert_loads() == {"actor": pytest.approx(1 + free / even)}
+    full = estimate("actor.recompute=full")
+    free = 79.1 * GIB - sum(full.fullest.ledgers["update_actor"].values())
+    assert full.expert_loads() == {"actor": pytest.approx(1 + free / (even / 48), rel=0.01)}
+    assert estimate("actor.parallel.expert=1").expert_loads() == {}, "each rank has all experts"

@@ -50,7 +50,8 @@ def fullest(done: subprocess.CompletedProcess) -> float:
 def test_recipes_fit(plan: Plan, name: str) -> None:
     done = plan(name)
     assert unfit(done) == []
-    assert fullest(done) < 0.95 * 79.1 and "it fits: " in done.stdout
+    margin = int(re.search(r"it fits: .*\n  keep (\d+) GiB of that: CUDA contexts and NCCL", done.stdout)[1])
+    assert fullest(done) < min(0.95 * 79.1, 79.1 - margin)
     assert re.search(r"^  pinned_copies +on +actor", done.stdout, re.MULTILINE)
     others = [line for line in done.stderr.splitlines() if not re.search("no (folder|file)|holds no", line)]
     assert others == []
@@ -103,8 +104,8 @@ def test_a_node_has_eight_gpus_unless_the_nodes_are_counted(plan: Plan) -> None:
 
 
 def test_a_run_that_no_key_makes_fit_is_refused(plan: Plan) -> None:
-    done = plan("llama3.1_70b_8node.yaml", "placement.actor=0-7", "placement.critic=0-7", "placement.rollout=0-7",
-                "actor.parallel.pipeline=1", "rollout.mem_fraction_static=0.6")  # fmt: skip
+    done = plan("llama3.1_70b_8node.yaml", "placement.actor=0-3", "placement.critic=0-3", "placement.rollout=0-3",
+                "actor.parallel.pipeline=1", "actor.parallel.tensor=4", "rollout.tensor_parallel=4")  # fmt: skip
     (line,) = unfit(done)
     assert "more or larger GPUs" in line
 

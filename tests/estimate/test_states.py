@@ -15,7 +15,7 @@ from megappo.architecture.parsing import read_architecture
 from megappo.config.model_sections import Lora, Optim
 from megappo.config.sections import Model, Parallel
 from megappo.config.values import ParameterGroup
-from megappo.estimate.placed_model import state_bytes
+from megappo.estimate.placed_model import optimizer_bytes, state_bytes
 from megappo.models.gpt import build_model
 from megappo.models.heads import value_head
 from megappo.models.train_engine import TrainedEngine
@@ -33,6 +33,7 @@ class Case(NamedTuple):
     dtype: str = "bf16"
     lora: Lora | None = None
     frozen: tuple[ParameterGroup, ...] = ()
+    compact: dict[str, object] = {}
 
 
 CASES = [
@@ -61,6 +62,9 @@ CASES = [
     Case("qwen2", {"tensor": 2}, False, "fp32", frozen=("embedding", "mlp")),
     Case("qwen3_moe", {"expert": 2}, True, frozen=("attention",)),
     Case("deepseek_v3", {"tensor": 2, "pipeline": 2}, True, frozen=("embedding", "attention", "mlp")),
+    Case("qwen2", {"tensor": 2}, True, compact={"moments_dtype": "bf16", "offload_fraction": 1}),
+    Case("qwen2", {}, True, "fp32", compact={"moments_dtype": "bf16"}),
+    Case("qwen3_moe", {"expert": 2}, True, compact={"offload_fraction": 1}),
 ]
 
 
@@ -84,7 +88,8 @@ def measured(engine: TrainedEngine) -> dict[str, int]:
     return {
         "weights": sum(weights.values()),
         "gradients": sum(storages(buffer.grad_data for buffer in buffers).values()),
-        "optimizer": sum(size for address, size in rest.items() if address not in weights),
+        "optimizer": sum(size for address, size in rest.items() if address not in weights) - engine.host_bytes,
+        "on host": engine.host_bytes,
     }
 
 
@@ -98,11 +103,12 @@ def check_bytes(rank: int, world_size: int, folder: Path) -> None:
         parallel = Parallel(**case.sizes, sequence=layout.tensor > 1)
         model = Model(path=".", dtype=case.dtype)
         chunks = build_model(architecture, model, parallel, groups[name], recompute="none", trained=True)
-        optim = Optim(distributed=case.distributed)
+        optim = Optim(distributed=case.distributed, **case.compact)
         engine = TrainedEngine(chunks, groups[name], value_head(), 64, optim, 10)
         stage = groups[name].collection.pp.rank()
         sizes = [stage_sizes(architecture, parallel, trained=trained)[stage] for trained in (False, True)]
         expected = state_bytes(*sizes, layout, case.dtype, optim)
+        expected["on host"] = optim.offload_fraction * optimizer_bytes(sizes[1], layout, case.dtype, optim)
         assert measured(engine) == pytest.approx(expected, rel=0.02), case
 
 

@@ -14,11 +14,12 @@ from gpu_kit import KIT, kit_module
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory) -> Path:
-    """Parts of 1 MiB of an environment with one small package and one large file, and the kit's own folder."""
+    """Parts of an environment with a small package, one of CUDA's libraries and a developer tool, and the kit."""
     folder = tmp_path_factory.mktemp("bundle")
     venv.create(folder / "env", symlinks=True)
     (site,) = (folder / "env" / "lib").glob("python*/site-packages")
-    for name, text in (("small_one", "answer = 42\n"), ("nvidia_cublas", "here = False\n")):
+    texts = {"small_one": "answer = 42\n", "nvidia_cublas": "here = False\n", "kubernetes_validate": ""}
+    for name, text in texts.items():
         info = site / f"{name}-1.0.dist-info"
         info.mkdir()
         (site / f"{name}.py").write_text(text)
@@ -41,10 +42,11 @@ def unpack(repository: Path, folder: Path) -> subprocess.CompletedProcess:
 def test_parts_become_an_environment_with_the_machines_packages_behind_its_own(bundle, tmp_path):
     done = unpack(tmp_path, bundle)
     assert done.returncode == 0, done.stderr
-    question = "import small_one, torch, importlib.util as u; print(small_one.answer, u.find_spec('nvidia_cublas'))"
+    question = "import small_one, torch; from importlib.util import find_spec as f; print(small_one.answer"
+    question += ", f('nvidia_cublas'), f('kubernetes_validate'))"
     python = tmp_path / ".venv-gpu" / "bin" / "python"
     answer = subprocess.run([python, "-c", question], capture_output=True, text=True)
-    assert answer.stdout == "42 None\n", answer.stderr  # torch is this machine's, CUDA's libraries would be
+    assert answer.stdout == "42 None None\n", answer.stderr  # torch is this machine's, CUDA's libraries would be
 
 
 def test_a_missing_or_damaged_part_is_named(bundle, tmp_path):
@@ -89,6 +91,12 @@ def test_other_architectures_code_becomes_zeros_in_place():
     assert data == section.replace(b"a" * 24, bytes(24)).replace(b"b" * 16, bytes(16))
 
 
+@pytest.mark.parametrize("script", ["bundle.py", "node.py", "report.py", "run.py", "unpack.py"])
+def test_each_script_explains_itself(script):
+    done = subprocess.run([sys.executable, KIT / script, "--help"], capture_output=True, text=True)
+    assert done.returncode == 0 and "usage:" in done.stdout, done.stderr
+
+
 def test_an_unknown_stage_is_refused():
     done = subprocess.run([sys.executable, KIT / "run.py", "quickstrat"], capture_output=True, text=True)
-    assert done.returncode == 2 and "no stage quickstrat: choose from doctor, group, quickstart" in done.stderr
+    assert done.returncode == 2 and "no stage quickstrat: choose from doctor, imports, chosen_attention" in done.stderr

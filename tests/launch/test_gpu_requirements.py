@@ -15,6 +15,7 @@ PLATFORMS += ["--platform=manylinux2014_x86_64"]  # and what came before it
 """Platforms of wheels that run with glibc 2.34."""
 WANTED = [
     "sglang",
+    "fla-core",
     "pybind11",
     "ninja",
     "wheel",

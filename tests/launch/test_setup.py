@@ -20,7 +20,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 TORCH_FAMILY = ("torch", "torchvision", "torchaudio")
 OTHERS = {"requirements.txt": ["six"], "requirements-dev.txt": ["pytest"]}
-OTHERS |= {"requirements-cpu.txt": ["sglang"], "requirements-gpu.txt": ["sglang", "pybind11", "ninja", "wheel"]}
+OTHERS |= {
+    "requirements-cpu.txt": ["sglang"],
+    "requirements-gpu.txt": ["sglang", "fla-core", "pybind11", "ninja", "wheel"],
+}
 BACKEND = """
 import pathlib
 def build_editable(folder, *args):
@@ -41,14 +44,15 @@ def make_wheel(
     folder: Path, name: str, version: str, files: dict[str, str], requires: str = "", executable: str = "none"
 ) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    info = f"{name}-{version}.dist-info"
+    stem = f"{name.replace('-', '_')}-{version}"  # as wheels are named
+    info = f"{stem}.dist-info"
     metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
     files = files | {
         f"{info}/METADATA": metadata + (f"Requires-Dist: {requires}\n" if requires else ""),
         f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
     files[f"{info}/RECORD"] = "".join(f"{path},,\n" for path in [*files, f"{info}/RECORD"])
-    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as archive:
+    with zipfile.ZipFile(folder / f"{stem}-py3-none-any.whl", "w") as archive:
         for path, text in files.items():
             mode = 0o755 if Path(path).name == executable else 0o644
             entry = zipfile.ZipInfo(path)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from commands import assert_equal
 from component_engines import build as build_engines
-from ppo_engines import Case, fill_adapters, make_engine, make_rows, with_score
+from ppo_engines import OPTIM, Case, fill_adapters, make_engine, make_rows, with_score
 from safetensors.torch import load_file
 from saved import save_checkpoint
 from tiny_models import build, hf_folder
@@ -29,6 +29,7 @@ from megappo.checkpoint.store import CheckpointStore
 from megappo.config.model_sections import Lora
 from megappo.config.schema import Model
 from megappo.config.sections import Parallel
+from megappo.models.compact_adam import CompactAdam
 from megappo.models.gpt import ModelChunks, build_model
 from megappo.models.packed_attention import PackedAttention
 from megappo.models.sharding import sharded_chunks
@@ -202,16 +203,19 @@ def moments(engine: TrainedEngine) -> list[dict[str, torch.Tensor]]:
     return [state for part in engine.optimizer.chained_optimizers for state in part.optimizer.state.values()]
 
 
+COMPACT = OPTIM.model_copy(update={"moments_dtype": "bf16", "offload_fraction": 0.5})
+
+
 def check_adam(folder: str) -> None:
     from transformer_engine.pytorch.optimizers import FusedAdam
 
     folders = {"actor": hf_folder(Path(folder) / "actor", "qwen3_moe", **MIXTURES["qwen3_moe"])}
     store = CheckpointStore(Path(folder) / "checkpoints", 0, Exchange(dist.group.WORLD))
-    for dtype in ("fp32", "bf16"):
-        case = Case(Layout((0,)), dtype=dtype)
+    for dtype, optim in (("fp32", OPTIM), ("bf16", OPTIM), ("bf16", COMPACT)):
+        case = Case(Layout((0,)), dtype=dtype, optim=optim)
         engines = build_engines(folders, {"actor": case})
         optimizers = [part.optimizer for part in engines["actor"].optimizer.chained_optimizers]
-        assert len(optimizers) == 2 and all(isinstance(one, FusedAdam) for one in optimizers)
+        assert len(optimizers) == 2 and all(isinstance(getattr(one, "_adam", one), FusedAdam) for one in optimizers)
         for steps in (0, 1):
             path = save_checkpoint(store, steps, engines, {})
             resumed = build_engines(folders, {"actor": case})
@@ -221,17 +225,66 @@ def check_adam(folder: str) -> None:
             for group in resumed["actor"].optimizer.param_groups:
                 assert group.get("step", 0) == steps
             for optimizer in optimizers:
-                for group in optimizer.param_groups:
-                    for parameter in group["params"]:
-                        parameter.grad = torch.ones_like(parameter)
+                set_gradients(optimizer)
                 optimizer.step()
             for state in moments(engines["actor"]):
                 state["exp_avg"].normal_()  # as the kernel would leave them
                 state["exp_avg_sq"].uniform_()
 
 
+def set_gradients(optimizer: torch.optim.Optimizer | CompactAdam) -> None:
+    generator = torch.Generator().manual_seed(0)
+    name = "decoupled_grad" if isinstance(optimizer, CompactAdam) else "grad"
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            setattr(parameter, name, torch.randn(parameter.shape, generator=generator))
+
+
 def test_adams_state_is_saved_and_resumed_before_and_after_the_first_step(tmp_path: Path) -> None:
     call(check_adam, tmp_path)
+
+
+def adam_kernel(
+    chunk_size: int,
+    noop: torch.Tensor,
+    lists: list[list[torch.Tensor]],
+    lr: float,
+    beta: float,
+    beta_sq: float,
+    eps: float,
+    step: int,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+) -> None:
+    assert mode == bias_correction == 1
+    for gradient, parameter, m, v in zip(*lists, strict=True):
+        m.lerp_(gradient, 1 - beta)
+        v.mul_(beta_sq).addcmul_(gradient, gradient, value=1 - beta_sq)
+        update = m / (1 - beta**step) / ((v / (1 - beta_sq**step)).sqrt() + eps)
+        parameter -= lr * (update + weight_decay * parameter)
+
+
+def check_compact(folder: str) -> None:
+    """Two steps of FusedAdam's Python in fp32, with states on the device and with half of them in host memory."""
+    folders = {"actor": hf_folder(Path(folder), "qwen2")}
+    for dtype in ("fp32", "bf16"):
+        found = []
+        for optim in (OPTIM, OPTIM.model_copy(update={"offload_fraction": 0.5})):
+            engines = build_engines(folders, {"actor": Case(Layout((0,)), dtype=dtype, optim=optim)})
+            [part] = engines["actor"].optimizer.chained_optimizers
+            getattr(part.optimizer, "_adam", part.optimizer).multi_tensor_adam = adam_kernel
+            for _ in range(2):
+                set_gradients(part.optimizer)
+                part.step_with_ready_grads()
+            parameters = [one for group in part.optimizer.param_groups for one in group["params"]]
+            tensors = [part.optimizer.state[one][name] for one in parameters for name in ("exp_avg", "exp_avg_sq")]
+            found.append(dict(enumerate([*tensors, *(one.data for one in engines["actor"].chunks[0].parameters())])))
+        assert_equal(*found)
+
+
+def test_adam_steps_alike_wherever_its_states_lie(tmp_path: Path) -> None:
+    call(check_compact, tmp_path)
 
 
 def check_packs(folder: str) -> None:

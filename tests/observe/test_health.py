@@ -107,7 +107,16 @@ def test_a_rule_holds_from_a_step_on(rule, series, step):
 
 
 def test_every_rule_has_a_case():
-    assert {rule for rule, _, step in CASES if step} == RULES.keys() - {"no_reward_signal"}
+    assert {rule for rule, _, step in CASES if step} == RULES.keys() - {"no_reward_signal", "expert_load"}
+
+
+@pytest.mark.parametrize(("limit", "held"), [(1.8, {"expert_load": 4}), (2.5, {})])
+def test_experts_get_more_tokens_than_the_plan_has_memory_for(limit, held):
+    """Without a limit, on a CPU and for models whose ranks have all experts, any load is healthy."""
+    series = steady(
+        5, **{"actor/expert_rank_load_max": [1.2, 1.5, 1.7, 2.3, 2.4], "critic/expert_rank_load_max": [9.0] * 5}
+    )
+    assert check(series, {"limits": {"actor/expert_rank_load_max": limit}}) == held and check(series) == {}
 
 
 def test_equal_scores_are_one_finding():

@@ -6,6 +6,7 @@ import random
 import shutil
 import statistics
 import time
+from pathlib import Path
 
 import pytest
 from report_pages import kept, write_kept, write_run
@@ -13,11 +14,17 @@ from report_pages import kept, write_kept, write_run
 from megappo.observe.report import write_comparison, write_report
 
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
-playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
+playwright = pytest.importorskip("playwright.sync_api", reason="no playwright: bash launch/setup.sh installs it")
 pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not CHROMIUM, reason="no Chromium: install one, or name it in CHROMIUM"),
+    pytest.mark.xdist_group("browser"),  # one process of it for all
+    pytest.mark.skipif(not CHROMIUM, reason="no Chromium: apt-get install chromium, or name it in CHROMIUM"),
 ]
+FAULTS = (Path(__file__).parents[1] / "support" / "page_faults.js").read_text()
+ERROR = (
+    "error: rank 1: the SGLang engine ended (exit code 1); /output" + "/a-long-folder" * 9 + "/engine_0.log ends:\n..."
+)
+PAPER_WIDTH = 794
+"""Width of A4, in pixels of CSS."""
 RUNS = "document.title='run'"
 HOSTILE = f"</script><script>{RUNS}</script><img src=http://a.example/x onerror={RUNS}>"
 LONG = "a-very-long-name-without-any-place-to-break-it/" * 4
@@ -30,6 +37,61 @@ def browser():
         chromium = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield chromium
         chromium.close()
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    """Reports of a finished, a running, a failed and a long run, and their comparison."""
+    folder = tmp_path_factory.mktemp("pages")
+    endings = {
+        "finished": {"num_steps": 40},
+        "running": {"num_steps": 30, "status": "running", "total_steps": 100},
+        "failed": {"num_steps": 3, "status": "failed", "total_steps": 100, "message": ERROR},
+        "long": {"num_steps": 5000},
+    }
+    found = {}
+    for name, facts in endings.items():
+        run = write_run(folder / name, facts.pop("num_steps"), num_parts=3)
+        (run / "run.json").write_text(json.dumps(json.loads((run / "run.json").read_text()) | facts))
+        found[name] = write_report(run)
+    runs = [folder / name for name in ("finished", "running", "failed")]
+    return found | {"compare": write_comparison(runs, folder / "compare.html")}
+
+
+@pytest.mark.parametrize("name", ["finished", "running", "failed", "long", "compare"])
+def test_a_reader_sees_nothing_wrong_at_any_width_in_any_colours_and_on_paper(browser, pages, name, tmp_path):
+    for width in (400, 1400):
+        page, wrong = opened(browser, pages[name], width)
+        for scheme in ("light", "dark"):
+            page.emulate_media(color_scheme=scheme)
+            page.wait_for_timeout(50)  # the charts are drawn again
+            assert page.evaluate(FAULTS) == [], (width, scheme)
+        assert wrong == []
+        assert page.locator(".chart").count() >= 5
+        page.close()
+    page, wrong = opened(browser, pages[name], PAPER_WIDTH, "dark")
+    page.pdf(path=tmp_path / "page.pdf")
+    page.emulate_media(media="print")
+    page.evaluate("setPrinting(true)")
+    assert page.evaluate(FAULTS) == [] and wrong == []
+    page.close()
+
+
+@pytest.mark.parametrize(
+    ("damage", "fault"),
+    [
+        ("document.querySelector('.card b').style.cssText = 'white-space: nowrap; margin-left: 99%'", "is outside of"),
+        ("document.querySelector('.card b').style.color = 'var(--paper)'", "has a contrast of 1.0"),
+        ("[...plots][0].setData([[], []])", "nothing is drawn in the chart"),
+        ("document.body.style.width = '3000px'", "the page is 3000 px wide"),
+    ],
+)
+def test_what_a_reader_would_see_wrong_is_found(browser, pages, damage, fault):
+    page, _ = opened(browser, pages["failed"])
+    page.evaluate(damage)
+    page.wait_for_timeout(50)
+    assert any(fault in found for found in page.evaluate(FAULTS))
+    page.close()
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +116,9 @@ def opened(browser, path, width=1400, scheme="light"):
     page.on("request", lambda request: wrong.append(request.url) if request.url != path.as_uri() else None)
     page.on("dialog", lambda dialog: wrong.append(dialog.message))
     page.goto(path.as_uri())
-    for y in range(0, page.evaluate("document.documentElement.scrollHeight"), 700):
-        page.evaluate(f"window.scrollTo(0, {y})")
-        page.wait_for_timeout(30)
-    page.evaluate("window.scrollTo(0, 0)")
+    page.wait_for_selector(".uplot")
+    # A chart is drawn when it comes near the window.
+    page.evaluate("for (const [box, draw] of [...waiting]) { near.unobserve(box); waiting.delete(box); draw(); } null")
     return page, wrong
 
 

@@ -16,13 +16,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megappo.estimate.gpu_memory import _communicators
 from megappo.placement.groups import (
     EMBEDDING_GROUPS,
-    EXPERT_GROUPS,
-    GROUPS,
     ComponentGroups,
     _rank_groups,
     build_groups,
 )
-from megappo.placement.layout import Layout
+from megappo.placement.layout import EXPERT_GROUPS, GROUPS, Layout, num_groups
 from megappo.runtime import platform
 
 NUM_STEPS = 2
@@ -260,6 +258,20 @@ def test_only_pipelines_connect_before_they_are_used() -> None:
 )
 def test_the_plan_counts_the_groups_that_are_used(layout: Layout, count: int) -> None:
     assert _communicators(layout) == count
+
+
+def _count_groups(rank: int, world_size: int, layouts: dict[str, Layout]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        made = []
+        new_group = dist.new_group
+        patch.setattr(dist, "new_group", lambda *args, **options: made.append(args) or new_group(*args, **options))
+        build_groups(layouts, seed=0)
+    assert len(made) == num_groups(layouts.values(), world_size)
+
+
+def test_the_plan_counts_the_groups_of_the_start() -> None:
+    both = {"actor": Layout((0, 1, 2, 3), tensor=2, pipeline=2), "critic": Layout((0, 1, 2, 3), expert=2, pipeline=2)}
+    run_ranks(4, _count_groups, both | {"ref": Layout((0, 1)), "reward_model": Layout((3,))})
 
 
 ORDER = "tp-cp-ep-dp-pp"

@@ -193,3 +193,25 @@ def test_an_engine_sleeps_where_it_shares_gpus_unless_it_stays_awake(monkeypatch
     monkeypatch.setattr("megappo.runtime.platform.has_cuda", lambda: True)
     route = plan_run(config, 2).route
     assert [engine_sleeps(route, number) for number in (0, 1)] == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "shared"),
+    [
+        (config_of("0", "0"), None),  # neither engine nor models have collectives
+        (config_of("0-1", "2-3", 2), None),
+        (config_of("0-1", "0-3", 2), "0-1"),
+        (config_of("0-1", "1-2"), "1"),
+        (config_of("0", "0-1", 2), "0-1"),
+    ],
+)
+def test_engines_and_models_do_not_compute_at_once_on_gpus_that_wait_for_others(
+    config: Config, shared: str | None
+) -> None:
+    """A GPU gives two processes turns without regard to other GPUs: a collective waits until all have its turn."""
+    ahead = config.changed("rollout.max_staleness", 1).changed("rollout.sleep", "never")
+    world_size = 1 + max(int(ranks[-1]) for ranks in (config.placement.actor, config.placement.rollout))
+    plan, planned = plan_run(ahead, world_size), plan_run(ahead.changed("rollout.max_staleness", 0), world_size)
+    assert not [*plan.sleep_errors(on_gpus=False), *planned.sleep_errors(on_gpus=True)]
+    errors = [line.partition(" compute at once on the GPUs of ranks ")[2] for line in plan.sleep_errors(on_gpus=True)]
+    assert [line.partition(".")[0] for line in errors] == ([shared] if shared else [])

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
-from program import Program
+from program import START_SECONDS, Program
 
 
 def megappo(name: str) -> tuple[str, ...]:
@@ -38,8 +38,15 @@ def write_config(path: Path, kind: str, component: str, max_tokens: int, files: 
     return path
 
 
-def finish(folder: Path, config: Path, name: str, *overrides: str, command: tuple[str, ...]) -> Path:
+def finish(
+    folder: Path,
+    config: Path,
+    name: str,
+    *overrides: str,
+    command: tuple[str, ...],
+    seconds: float = START_SECONDS,
+) -> Path:
     """Make a run to its end; return its output folder, `name` in `folder`."""
     with Program(folder / "program", config, f"trainer.output_dir={folder / name}", *overrides, command=command) as one:
-        assert one.wait() == 0, one.output
+        assert one.wait(seconds) == 0, one.output
     return folder / name

@@ -41,8 +41,10 @@ def content_of(path: Path) -> dict[str, Any]:
     return json.loads(text)
 
 
-def write_run(folder: Path, num_steps: int, num_ranks: int = 2, seed: int = 0, **config: Any) -> Path:
-    """Write the files of a run that a report is made of, with random numbers."""
+def write_run(
+    folder: Path, num_steps: int, num_ranks: int = 2, seed: int = 0, num_parts: int = 80, **config: Any
+) -> Path:
+    """Write the files of a run that a report is made of, with random numbers; num_parts more metrics are of rewards."""
     rng = random.Random(seed)
     (folder / "rollouts").mkdir(parents=True)
     (folder / "timeline").mkdir()
@@ -50,24 +52,25 @@ def write_run(folder: Path, num_steps: int, num_ranks: int = 2, seed: int = 0, *
     (folder / "config.yaml").write_text(json.dumps(sections))
     facts = {"status": "finished", "total_steps": num_steps, "commit": "4ac0f14aa0f3b2c5", "run_id": "a1"}
     (folder / "run.json").write_text(json.dumps(facts | {"hardware": {"device": "cpu", "ranks": str(num_ranks)}}))
-    steps = [metrics(step, num_steps, rng) for step in range(num_steps + 1)]
+    steps = [metrics(step, num_steps, rng, num_parts) for step in range(num_steps + 1)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    timed = range(max(1, num_steps - 999), num_steps + 1)
     for rank in range(num_ranks):
-        lines = [json.dumps({"step": step, "phases": spans(step, rng)}) for step in range(1, num_steps + 1)]
+        lines = [json.dumps({"step": step, "phases": spans(step, rng)}) for step in timed]
         (folder / "timeline" / f"rank_{rank:05d}.jsonl").write_text("\n".join(lines) + "\n")
     for step in (1, num_steps // 2, num_steps):
         write_kept(folder, step, [kept(step, row, rng) for row in range(32)])
     return folder
 
 
-def metrics(step: int, num_steps: int, rng: random.Random) -> dict[str, float]:
+def metrics(step: int, num_steps: int, rng: random.Random, num_parts: int) -> dict[str, float]:
     reward = 0.3 + 0.6 * step / num_steps + 0.03 * rng.random()
     found = {"step": step, "val/sums/mean@4": reward, "val/sums/mean@4/ci95": 0.02, "val/sums/pass@4": reward}
     if step == 0:
         return found
     found |= {"reward/score/mean": reward, "reward/score/std": 0.2, "reward/score/min": 0.0, "reward/score/max": 1.0}
     found |= {"actor/entropy": 1 - reward, "rollout/tokens_per_second": 4000 * rng.random(), "actor/grad_norm": 1e-5}
-    found |= {f"reward/part/{number}": rng.random() for number in range(80)}
+    found |= {f"reward/part/{number}": rng.random() for number in range(num_parts)}
     found |= {f"memory/{phase}_peak_gib": 2 + rng.random() for phase in PHASES}
     timings = {f"timing_s/{phase}": seconds * (1 + rng.random()) for phase, seconds in PHASES.items()}
     return found | timings | {"timing_s/other": 0.01, "timing_s/step": sum(timings.values()) + 0.01}

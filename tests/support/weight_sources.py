@@ -4,9 +4,10 @@ from collections.abc import Mapping
 
 import torch
 
+from megappo.config.model_sections import Lora
 from megappo.config.schema import Config
 from megappo.engines.client import EngineClient
-from megappo.sync.ipc import HandleSender
+from megappo.sync.ipc import AdapterHandles, HandleSender
 from megappo.sync.sync import SyncStats, WeightSync
 from megappo.sync.transport import Link
 from megappo.weights.buckets import Bucket, NamedTensors, TensorSpec, num_bytes
@@ -30,10 +31,11 @@ def specs(weights: NamedTensors) -> list[TensorSpec]:
     return [TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in weights]
 
 
-def handle_sender(client: EngineClient, tensor_parallel: int = 1) -> HandleSender:
-    """Return a sender for an engine of this process."""
-    config = Config.model_validate(SECTIONS | {"rollout": {"tensor_parallel": tensor_parallel}})
-    return HandleSender(Link(config, None, bucket_bytes=1, num_engines=1), client)
+def handle_sender(client: EngineClient, tensor_parallel: int = 1, lora: Lora | None = None) -> HandleSender:
+    """Return a sender for an engine of this process: of adapters, if their settings are given."""
+    sections = SECTIONS | {"rollout": {"tensor_parallel": tensor_parallel}, "actor": {"lora": lora}}
+    link = Link(Config.model_validate(sections), None, bucket_bytes=1, num_engines=1)
+    return AdapterHandles(link, client) if lora else HandleSender(link, client)
 
 
 def push(

@@ -13,14 +13,14 @@ from transformers import AutoModelForCausalLM
 from weight_sources import SECTIONS, Given, specs
 
 from megappo.config.schema import Config
-from megappo.engines.client import EngineClient, EngineError, SamplingParams
+from megappo.engines.client import EngineClient, EngineError, EngineFault, SamplingParams
 from megappo.engines.process import Engine
 from megappo.sync.build import adapter_shapes
 from megappo.sync.disk import AdapterReader, AdapterWriter
 from megappo.sync.ipc import AdapterHandles
 from megappo.sync.sync import WeightSync
 from megappo.sync.transport import Link
-from megappo.weights.buckets import NamedTensors, num_bytes
+from megappo.weights.buckets import Bucket, NamedTensors, num_bytes
 
 SEQUENCE = [5, 6, 7, 3, 2, 9, 30, 12]
 LORA = {"rank": 4, "alpha": 6.0}
@@ -160,3 +160,25 @@ def test_every_rank_of_a_tensor_parallel_engine_gets_them(checkpoint, engine_sha
         assert engine_log_probs(client, [SEQUENCE])[0] == pytest.approx(expected, abs=1e-4)
     finally:
         engine.stop()
+
+
+class Damaging(AdapterHandles):
+    """A transport that damages a bit of an adapter on the way."""
+
+    def send(self, bucket: Bucket, flat: torch.Tensor) -> None:
+        self.flat = flat
+        super().send(bucket, flat)
+
+    def _post(self, payloads: list[str]) -> None:
+        self.flat[-1] ^= 1
+        super()._post(payloads)
+
+
+def test_an_adapter_that_arrives_damaged_is_named(lora_engine, client, engine_shapes, tmp_path):
+    """The last test of this engine, which ends."""
+    sync = sync_of(client, tmp_path, engine_shapes)
+    sync.senders = [Damaging(Link(config_of(tmp_path), None, sys.maxsize, num_engines=1), client)]
+    *_, last = sync.tensors
+    with pytest.raises(EngineFault) as caught:
+        sync()
+    assert "1 value-diff" in lora_engine.explain(str(caught.value)) and last.name in lora_engine.explain("")

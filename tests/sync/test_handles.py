@@ -2,6 +2,7 @@
 
 import base64
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -158,3 +159,38 @@ def read(payload: bytes) -> tuple[torch.Tensor, list, str]:
 
 def test_each_rank_of_an_engine_is_handed_all_weights_on_its_own_gpu(checkpoint):
     run_ranks(3, hand_over_from_each, checkpoint)
+
+
+ALLOCATE = """
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from megappo.sync.ipc import readable_bytes
+
+class Settings(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        print(func, torch._C._accelerator_getAllocatorSettings())
+        return func(*args, **(kwargs or {}))
+
+with Settings():
+    memory = readable_bytes(64)
+print(None if memory is None else memory.numel(), torch._C._accelerator_getAllocatorSettings())
+"""
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+@pytest.mark.parametrize(
+    ("settings", "printed"),
+    [
+        (
+            "max_split_size_mb:64,expandable_segments: True",
+            ["aten.empty.memory_format max_split_size_mb:64,expandable_segments:False", "64 {}"],
+        ),
+        ("expandable_segments:False", ["None {}"]),
+        ("max_split_size_mb:64", ["None {}"]),
+    ],
+)
+def test_buckets_lie_outside_expandable_segments_which_few_processes_may_share(name, settings, printed):
+    """Sharing those fails with "pidfd_getfd: Operation not permitted". The user's other settings stay."""
+    environment = {key: value for key, value in os.environ.items() if "ALLOC_CONF" not in key} | {name: settings}
+    done = subprocess.run([sys.executable, "-c", ALLOCATE], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [line.format(settings) for line in printed]

@@ -1,8 +1,10 @@
 """Weights handed to the real engine, judged by its log-probs against Hugging Face's."""
 
 import os
+import re
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from engine_log_probs import engine_log_probs
@@ -43,7 +45,9 @@ def test_tensors_of_several_dtypes_arrive(client, hf_model, oracle, engine_shape
     assert engine_log_probs(client, [SEQUENCE])[0] == pytest.approx(oracle(SEQUENCE[:1], SEQUENCE[1:]), abs=1e-4)
 
 
-def test_every_rank_of_a_tensor_parallel_engine_gets_the_weights(checkpoint, hf_model, oracle, engine_shapes, tmp_path):
+def test_every_rank_of_an_engine_gets_the_weights_and_leaves_no_shared_memory(
+    checkpoint, hf_model, oracle, engine_shapes, tmp_path
+):
     rollout = Rollout(tensor_parallel=2, max_total_tokens=1024, start_timeout_seconds=250)
     engine = Engine(checkpoint, rollout, "fp32", index=0, gpu_ids=[], log_path=tmp_path / "engine.log", seed=0)
     engine.start()
@@ -54,8 +58,11 @@ def test_every_rank_of_a_tensor_parallel_engine_gets_the_weights(checkpoint, hf_
                 tensor.mul_(0.9)
         push(client, named_weights(hf_model), engine_shapes, tensor_parallel=2)
         assert engine_log_probs(client, [SEQUENCE])[0] == pytest.approx(oracle(SEQUENCE[:1], SEQUENCE[1:]), abs=1e-4)
+        pids = {str(process.pid) for process in psutil.Process(engine._process.pid).children(recursive=True)}
     finally:
         engine.stop()
+    assert len(pids) >= 3
+    assert not [path for path in Path("/dev/shm").iterdir() if pids & set(re.findall(r"\d+", path.name))]
 
 
 def test_two_buckets_stay_in_shared_memory_and_no_more(client, hf_model, engine_shapes):

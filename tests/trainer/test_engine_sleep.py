@@ -8,6 +8,7 @@ import torch.distributed as dist
 from spawn import run_ranks
 
 from megappo.batch.exchange import Exchange
+from megappo.config.model_sections import Lora
 from megappo.config.schema import Config
 from megappo.config.trainer_section import Profile
 from megappo.engines.client import UNCHECKED, EngineClient, EngineError, EngineFault
@@ -216,11 +217,18 @@ def test_of_an_engine_that_fails_as_it_falls_asleep_no_part_keeps_its_memory():
 
 
 @pytest.mark.parametrize(
-    ("servers", "is_new", "as_loaded"), [([], True, True), ([], False, False), ([URL], True, False)]
+    ("servers", "is_new", "lora", "as_loaded"),
+    [
+        ([], True, None, True),
+        ([], False, None, False),
+        ([URL], True, None, False),
+        ([], False, Lora(), True),
+        ([URL], True, Lora(), False),
+    ],
 )
-def test_engines_that_a_run_starts_have_loaded_the_first_weights_of_a_new_actor(servers, is_new, as_loaded):
-    """A run before may have left other weights in servers."""
-    plan = plan_run(CONFIG.changed("rollout.engines", servers), 1)
+def test_engines_that_a_run_starts_have_loaded_the_first_weights_of_a_new_actor(servers, is_new, lora, as_loaded):
+    """A run before may have left other weights in servers. Adapters leave the folder's weights as they are."""
+    plan = plan_run(CONFIG.changed("rollout.engines", servers).changed("actor.lora", lora), 1)
     assert InferenceEngines(plan, EngineHandle(), None, is_new=is_new).as_loaded == as_loaded
 
 
@@ -365,6 +373,24 @@ def test_what_an_engine_lost_as_it_slept_and_did_not_get_back_is_named(events, o
     found, client = started(events)
     with pytest.raises(EngineError, match=message):
         first_sync_of(events, found, client, synced)
+
+
+@pytest.mark.parametrize("woken", [LOADED, [{"norm": "a", "embed": "?"}]])
+def test_weights_beside_adapters_must_come_back_from_the_hosts_copy(events, on_a_gpu, woken):
+    """They are not sent, and a sync would not restore them if the proof overwrote them."""
+    on_a_gpu([45.0, 3.0])
+    loaded, client = started(events)
+    made = engines(events)
+    made.plan = plan_run(CONFIG.changed("actor.lora", Lora()), 1)
+    made.engine_handle.client, made.asleep, made.loaded = client, True, loaded
+    client.synced = woken
+    events.clear()
+    if woken == LOADED:
+        made.first_sync(0)
+    else:
+        with pytest.raises(EngineError, match="differ from the folder's after the first weight sync: embed"):
+            made.first_sync(0)
+    assert CHECKSUM in events and RESET not in events
 
 
 def test_an_engine_that_keeps_its_memory_is_reported_with_who_holds_it(events, on_a_gpu, capsys):

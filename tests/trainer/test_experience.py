@@ -20,7 +20,8 @@ from megappo.batch.rows import Rows
 from megappo.config.schema import Config
 from megappo.ppo.kl import KLController
 from megappo.ppo.reward_shaping import RunningMoments
-from megappo.trainer.experience import add_advantages
+from megappo.trainer.experience import add_advantages, compare_engines
+from megappo.trainer.inference import NoEngines
 
 SAMPLED = (
     *((1, "111"), (1, "1")),
@@ -236,15 +237,16 @@ def check(rank: int, world_size: int) -> None:
         config = make_config(algorithm, "group" if name == "groups' rewards" else "none")
         kl = KLController(config.algorithm.kl_ctrl)
         progress = SimpleNamespace(kl=kl, reward_moments=RunningMoments())
-        run = SimpleNamespace(config=config, exchange=exchange, progress=progress)
+        run = SimpleNamespace(config=config, exchange=exchange, progress=progress, engines=NoEngines())
         is_engines = config.algorithm.old_log_probs == "engine"
         absent = {"bootstrap_values"} if "decoupled" not in name else set()
         absent |= {"old_log_probs", "full_kl"} if is_engines else set()
         kept = {key: x for key, x in owned.fields.items() if key not in absent}
         result = add_advantages(run, 1, replace(batch, rows=replace(owned, fields=kept)), {})
         rows, metrics = result.batch.rows, result.metrics
-        assert metrics.get("rollout/log_prob_diff/mean") == result.log_prob_diff
-        assert (result.log_prob_diff is None) == ("rollout_is/mean" not in metrics) == is_engines
+        if not is_engines:
+            compare_engines(run, result)
+            assert_compared(every, metrics)
         assert metrics.get("reward/kl_penalty/mean") == result.kl_penalty
         advantages, returns = plain(every, config)
         for i, row in enumerate(owned.ids.tolist()):
@@ -267,6 +269,19 @@ def check(rank: int, world_size: int) -> None:
         assert metrics.get("reward/kl_coef") == (0.3 if config.algorithm.use_kl_in_reward else None)
         assert ("advantages/clipped/mean" in metrics) == (config.algorithm.advantages_clip is not None)
         assert_weights(name, every, rows)
+
+
+def assert_compared(every: Rows, metrics: dict[str, float]) -> None:
+    expected = [
+        abs(old - rollout)
+        for row in range(len(LENGTHS))
+        for old, rollout in zip(
+            values_of(every, "old_log_probs", row), values_of(every, "rollout_log_probs", row), strict=True
+        )
+    ]
+    assert metrics["rollout/log_prob_diff/mean"] == pytest.approx(statistics.fmean(expected))
+    assert metrics["rollout/log_prob_diff/max"] == pytest.approx(max(expected))
+    assert "rollout_is/mean" in metrics
 
 
 def assert_weights(name: str, every: Rows, rows: Rows) -> None:
@@ -304,12 +319,14 @@ def degenerate(rank: int, world_size: int) -> None:
         batch = at_owners(exchange, replace(every, fields=fields))
         mine = batch.rows
         progress = SimpleNamespace(kl=KLController(config.algorithm.kl_ctrl), reward_moments=RunningMoments())
-        result = add_advantages(SimpleNamespace(config=config, exchange=exchange, progress=progress), 1, batch, {})
+        run = SimpleNamespace(config=config, exchange=exchange, progress=progress, engines=NoEngines())
+        result = add_advantages(run, 1, batch, {})
+        compare_engines(run, result)
         num_tokens = int(left.sum())
         assert result.metrics["rollout/trained_tokens"] == num_tokens
         assert result.metrics["rollout/masked_frac"] == pytest.approx(1 - len(left.sum(1).nonzero()) / len(SAMPLED))
         assert (result.kl_penalty is None) == (num_tokens == 0 or not config.algorithm.use_kl_in_reward)
-        assert math.isfinite(result.log_prob_diff or 0.0)
+        assert math.isfinite(result.metrics.get("rollout/log_prob_diff/mean", 0.0))
         if config.has_values:
             assert math.isnan(result.metrics["critic/vf_explained_var"]) == (num_tokens < 2)
         for field in ("advantages", "returns") if config.has_values else ("advantages",):

@@ -26,6 +26,12 @@ IN_BF16 = {"model": {"dtype": "bf16"}}  # the main parameters are no views of th
 BF16 = {
     "bf16, optimizer sharded": {**IN_BF16, "placement": {"actor": "0-3", "critic": "0-1"}},
     "bf16, optimizer sharded, two ranks": {**IN_BF16, "placement": {"actor": "0-1", "critic": "0", "rollout": "0-1"}},
+    "bf16, moments in bf16, two ranks": {
+        **IN_BF16,
+        "placement": {"actor": "0-1", "critic": "0", "rollout": "0-1"},
+        "actor": {"optim": {"moments_dtype": "bf16"}},
+        "critic": {"optim": {"moments_dtype": "bf16"}},
+    },
     "bf16, optimizer not sharded": {
         **IN_BF16,
         "placement": {"actor": "0-1", "critic": "0-3"},

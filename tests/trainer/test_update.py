@@ -24,6 +24,7 @@ from tiny_models import hf_folder
 
 from megappo.architecture.parsing import read_architecture
 from megappo.batch.exchange import Batch, Exchange
+from megappo.config.schema import Config
 from megappo.observe.loggers import Histogram
 from megappo.placement.components import components_of
 from megappo.placement.groups import build_groups
@@ -173,3 +174,70 @@ def test_presets_divide_by_the_samples_that_their_systems_divide_by(tmp_path: Pa
     """verl by ppo_mini_batch_size x rollout.n, slime and miles by the global batch size; OpenRLHF and NeMo-RL, as
     megappo, by the samples that have a token."""
     run_ranks(2, check_divisors, hf_folder(tmp_path / "hf", "qwen2"))
+
+
+def check_only_update(rank: int, world_size: int, folder: Path, cases: dict[str, Case]) -> None:
+    """Old log-probs of a pass before the step's only update, and those of the update itself."""
+    exchange = Exchange(dist.group.WORLD)
+    architecture = read_architecture(folder)
+    config = make_config("actor")
+    without_pass = config.model_copy(
+        update={"algorithm": config.algorithm.model_copy(update={"use_kl_in_reward": False})}
+    )
+    assert (config.old_log_probs, without_pass.old_log_probs) == ("trainer", "update")
+    every = make_rows(architecture.vocab_size, LENGTHS, ROWS_PER_PROMPT)
+    del every.fields["old_log_probs"]
+    batch = at_owners(exchange, every)
+    groups = build_groups({name: case.layout for name, case in cases.items()}, seed=0)
+    for name, case in cases.items():
+        found = []
+        for one in (config, without_pass):
+            engine = make_engine(folder, case, groups[name], "actor") if groups[name].member else None
+            shard = Component("actor", case.layout, engine, exchange).scatter(batch)
+            outputs = shard.forward()
+            owned = batch if one is without_pass else shard.gather(outputs, {"log_probs": "old_log_probs"}, batch)
+            shard.scatter_fields(owned, components_of(one)["actor"].training.fields)
+            update_actor(shard, one)
+            if one is without_pass:
+                owned = shard.gather(shard.outputs, {"log_probs": "old_log_probs"}, batch)
+            steps = merge_optimizer_steps(exchange.all_gather(shard.optimizer_steps), "actor")
+            weights = exported(engine, architecture, "actor") if engine else {}
+            found.append((owned.rows.fields["old_log_probs"], weights, steps[0]["actor/pg_loss"].value))
+        (expected, weights, loss), (old, same_weights, same_loss) = found
+        torch.testing.assert_close(old, expected, rtol=0, atol=1e-6)
+        assert_same(name, same_weights, weights)
+        assert same_loss == pytest.approx(loss, abs=1e-6)
+
+
+def test_the_only_update_of_a_step_needs_no_pass_before_it(tmp_path: Path) -> None:
+    cases = {name: CASES[name] for name in (ONE_RANK, "dp2", "tp2 pp2 vpp2 sp")}
+    run_ranks(4, check_only_update, hf_folder(tmp_path / "hf", "qwen2"), cases)
+
+
+ONE_UPDATE = {"adv_estimator": "grpo", "use_kl_in_reward": False}
+
+
+@pytest.mark.parametrize(
+    ("expected", "algorithm", "sections"),
+    [
+        ("update", {}, {}),
+        ("update", {}, {"actor": {"use_kl_loss": True}}),
+        ("engine", {"old_log_probs": "engine"}, {}),
+        ("trainer", {}, {"actor": {"ppo_epochs": 2}}),
+        ("trainer", {}, {"actor": {"ppo_mini_batch_size": 128}}),
+        ("trainer", {"use_kl_in_reward": True}, {}),
+        ("trainer", {"adv_estimator": "optimal_token_baseline"}, {}),
+        ("trainer", {"rollout_correction": {"level": "token"}}, {}),
+        ("trainer", {"adv_estimator": "gae"}, {"critic": {"warmup_steps": 1}}),
+        ("trainer", {"adv_estimator": "gae", "shared_backbone": True}, {}),
+    ],
+)
+def test_old_log_probs_come_from_the_update_where_nothing_needs_them_before(
+    expected: str, algorithm: dict, sections: dict
+) -> None:
+    base = {"model": {"path": "m"}, "data": {"train_files": ["f"], "train_batch_size": 256}, "rollout": {"n": 2}}
+    config = Config.model_validate(
+        base | {"trainer": {"output_dir": "o"}, "algorithm": ONE_UPDATE | algorithm} | sections
+    )
+    assert config.old_log_probs == expected
+    assert (components_of(config)["actor"].forward is not None) == (expected == "trainer")

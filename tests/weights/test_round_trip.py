@@ -22,6 +22,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from megappo.architecture.parsing import read_architecture
 from megappo.config.config_error import ConfigError
 from megappo.errors import ActionableError
+from megappo.estimate.seconds import num_exported
 from megappo.models.gpt import ModelChunks
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
@@ -110,8 +111,9 @@ def round_trips(
         for name in layouts:
             chunks = load(fused.get(folder, folder), groups[name], dtype, split=splits.get(name))
             before = {key: parameter.detach().clone() for key, parameter in parameters_of(chunks)}
-            given = Export(chunks, architecture, groups[name]).buckets(8_000)
-            buckets = [fuse_bucket(architecture, bucket) for bucket in given]
+            export = Export(chunks, architecture, groups[name])
+            assert len(export.tensors) == num_exported(architecture), "as plan counts them"
+            buckets = [fuse_bucket(architecture, bucket) for bucket in export.buckets(8_000)]
             check_buckets(buckets, 8_000)
             exported = [pair for bucket in buckets for pair in bucket]
             assert len(exported) == len(expected), (folder, name)

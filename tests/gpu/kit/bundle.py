@@ -23,10 +23,12 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from prune import prune
 
 MIB = 2**20
+WANTED_MIB = 300
 REPOSITORY = Path(__file__).resolve().parents[3]
 OUTPUT = REPOSITORY / "outputs" / "gpu-kit"
 LARGE_FILE_BYTES, LARGE_DISTRIBUTION_BYTES = 20 * MIB, 8 * MIB
@@ -65,8 +67,26 @@ def read_patterns() -> dict[str, list[str]]:
     return patterns
 
 
+def left_out() -> list[str]:
+    """Return the patterns of the distributions that are not packed and that the target need not have: those of
+    packages.txt, and the developer tools that the program does not need."""
+    tools, needed = pins("requirements-dev.txt"), pins("requirements.txt") | pins("requirements-gpu.txt")
+    return [*read_patterns()["left out"], *sorted(tools - needed)]
+
+
+def pins(name: str) -> set[str]:
+    """Return the distributions of a requirements file."""
+    lines = (REPOSITORY / name).read_text().splitlines()
+    return {canonical(line.partition("==")[0]) for line in lines if "==" in line and not line.startswith("#")}
+
+
+def canonical(name: str) -> str:
+    """Return the one spelling of a distribution's name."""
+    return name.strip().lower().replace("_", "-")
+
+
 def matches(name: str, patterns: list[str]) -> bool:
-    return any(fnmatch.fnmatch(name.lower(), pattern.lower()) for pattern in patterns)
+    return any(fnmatch.fnmatch(canonical(name), canonical(pattern)) for pattern in patterns)
 
 
 def archives_of(site: Path, extra: list[Path]) -> Iterator[Archive]:
@@ -75,7 +95,7 @@ def archives_of(site: Path, extra: list[Path]) -> Iterator[Archive]:
     together: list[tuple[Path, str]] = []
     for distribution in importlib.metadata.distributions(path=[str(site)]):
         name = distribution.metadata["Name"]
-        if matches(name, patterns["borrowed"] + patterns["left out"]):
+        if matches(name, patterns["borrowed"] + left_out()):
             continue
         names = sorted(
             str(file) for file in distribution.files or () if not matches(str(file), patterns["skipped files"])
@@ -120,18 +140,29 @@ def compress_missing(archives: list[Archive], paths: dict[str, Path], architectu
             print(f"compressed {name}: {paths[name].stat().st_size / MIB:.1f} MiB", flush=True)
 
 
-def write_parts(files: list[Path], output: Path, part_bytes: int) -> list[dict[str, object]]:
+def write_parts(files: list[Path], output: Path, part_bytes: int) -> list[dict[str, Any]]:
     """Concatenate the compressed archives, cut the result into parts, and return the parts' manifest entries."""
     for old in output.glob("part-*"):
         old.unlink()
     stream = b"".join(file.read_bytes() for file in files)
-    parts: list[dict[str, object]] = []
+    parts: list[dict[str, Any]] = []
     for number, start in enumerate(range(0, len(stream), part_bytes)):
         part = stream[start : start + part_bytes]
         path = output / f"part-{number:02}"
         path.write_bytes(part)
         parts.append({"name": path.name, "bytes": len(part), "sha256": hashlib.sha256(part).hexdigest()})
     return parts
+
+
+def report_sizes(parts: list[dict[str, Any]]) -> None:
+    """Print the size of each part, and how far all are above the size that a bundle should have."""
+    for part in parts:
+        print(f"{part['bytes'] / MIB:9.1f} MiB  {part['name']}")
+    total = sum(part["bytes"] for part in parts) / MIB
+    above = (
+        f", {total - WANTED_MIB:.1f} MiB above {WANTED_MIB}: README.md has the reasons" if total > WANTED_MIB else ""
+    )
+    print(f"{total:9.1f} MiB  together{above}")
 
 
 def main() -> None:
@@ -164,8 +195,8 @@ def main() -> None:
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     manifest = {"python": python, "parts": parts, "pieces": listed}
     (args.output / "manifest.json").write_text(json.dumps(manifest, indent=1))
-    total = sum(archive["bytes"] for archive in listed)
-    print(f"wrote {total / MIB:.1f} MiB for Python {python} to {args.output}, number of parts: {len(parts)}")
+    report_sizes(parts)
+    print(f"wrote them for Python {python} to {args.output}, number of parts: {len(parts)}")
 
 
 if __name__ == "__main__":

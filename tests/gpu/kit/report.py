@@ -3,8 +3,8 @@
 .venv/bin/python tests/gpu/kit/report.py outputs/gpu-kit/results/results.json [...]
 """
 
+import argparse
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,7 +59,9 @@ def gib(value: float | None) -> str:
 
 
 if __name__ == "__main__":
-    first, *others = (json.loads(Path(path).read_text()) for path in sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path, nargs="+", help="results.json of run.py")
+    first, *others = (json.loads(path.read_text()) for path in parser.parse_args().results)
     for other in others:
         first["stages"] += other["stages"]
     print("\n".join(lines(first)))

@@ -17,34 +17,63 @@ import time
 from datetime import date
 from pathlib import Path
 
+from report import lines
+
 REPOSITORY = Path(__file__).resolve().parents[3]
 OUTPUT = REPOSITORY / "outputs" / "gpu-kit" / "results"
-DOCTOR = ["-m", "megappo.doctor", "packages", "gpus", "collectives", "attention"]
-WHOLE_RUN = "tests/gpu/stages/whole_run.py"
-STAGES: dict[str, tuple[list[str], int]] = {
-    "doctor": (DOCTOR, 90),
-    "group": (["tests/gpu/stages/group.py"], 120),
-    "quickstart": (["tests/gpu/stages/quickstart.py"], 300),
-    "whole_run_te": ([WHOLE_RUN, "whole_run_te", "qwen3", "bf16", "model.layer_spec=transformer_engine"], 240),
-    "whole_run_torch": ([WHOLE_RUN, "whole_run_torch", "qwen3", "bf16", "model.layer_spec=torch"], 240),
-    "whole_run_moe": ([WHOLE_RUN, "whole_run_moe", "qwen3_moe", "bf16"], 240),
-    "whole_run_replay": ([WHOLE_RUN, "whole_run_replay", "qwen3_moe", "bf16", "rollout.routing_replay=true"], 240),
-    "whole_run_gpt_oss": ([WHOLE_RUN, "whole_run_gpt_oss", "gpt_oss", "bf16"], 240),
-    "whole_run_gemma4": ([WHOLE_RUN, "whole_run_gemma4", "gemma4_text", "bf16"], 240),
-    "whole_run_linear": ([WHOLE_RUN, "whole_run_linear", "qwen3_next", "bf16"], 240),
-    "whole_run_fp8": ([WHOLE_RUN, "whole_run_fp8", "qwen3", "fp8"], 240),
-    "rlhf": (["tests/gpu/stages/rlhf.py"], 300),
-    "ahead": (["tests/gpu/stages/ahead.py"], 240),
-    "syncs": (["tests/gpu/stages/syncs.py"], 300),
-    "heads": (["tests/gpu/stages/heads.py"], 240),
-    "activations": (["tests/gpu/stages/activations.py"], 120),
-    "offload": (["tests/gpu/stages/offload.py"], 240),
-    "attention": (["tests/gpu/stages/attention.py"], 300),
-    "ipc": (["tests/gpu/stages/ipc.py"], 300),
-    "export": (["tests/gpu/stages/export.py"], 240),
-    "models": (["tests/gpu/stages/models.py"], 600),
-    "training": (["tests/gpu/stages/training.py"], 300),
-    "checkpoint": (["tests/gpu/stages/checkpoint.py"], 300),
+DOCTOR = ["-m", "megappo.doctor", "packages", "megatron", "gpus", "collectives", "attention"]
+Stages = dict[str, tuple[list[str], int]]
+STAGE_FOLDER = "tests/gpu/stages"
+LIMIT = 240
+
+
+def whole_run(name: str, model_type: str, variant: str = "bf16", *keys: str) -> tuple[list[str], int]:
+    """Return the command and limit of a stage of whole_run.py."""
+    return [f"{STAGE_FOLDER}/whole_run.py", name, model_type, variant, *keys], LIMIT
+
+
+def stage(name: str, *arguments: str, limit: int = LIMIT) -> tuple[list[str], int]:
+    return [f"{STAGE_FOLDER}/{name}.py", *arguments], limit
+
+
+STAGES: Stages = {
+    "doctor": (DOCTOR, 120),
+    "imports": stage("imports", limit=180),
+    "chosen_attention": stage("chosen_attention"),
+    "group": stage("group", limit=120),
+    "quickstart": stage("quickstart", limit=300),
+    "kernels": stage("kernels", limit=300),
+    "in_flight": stage("in_flight"),
+    "whole_run_te": whole_run("whole_run_te", "qwen3", "bf16", "model.layer_spec=transformer_engine"),
+    "whole_run_torch": whole_run("whole_run_torch", "qwen3", "bf16", "model.layer_spec=torch"),
+    "whole_run_lora": whole_run("whole_run_lora", "qwen3", "lora"),
+    "whole_run_critic_lora": whole_run("whole_run_critic_lora", "qwen3", "critic_lora"),
+    "whole_run_moe": whole_run("whole_run_moe", "qwen3_moe"),
+    "whole_run_replay": whole_run("whole_run_replay", "qwen3_moe", "bf16", "rollout.routing_replay=true"),
+    "whole_run_gemma3": whole_run("whole_run_gemma3", "gemma3_text"),
+    "whole_run_mla": whole_run("whole_run_mla", "deepseek_v3"),
+    "whole_run_gpt_oss": whole_run("whole_run_gpt_oss", "gpt_oss"),
+    "whole_run_gemma4": whole_run("whole_run_gemma4", "gemma4_text"),
+    "whole_run_linear": whole_run("whole_run_linear", "qwen3_next"),
+    "whole_run_fp8": whole_run("whole_run_fp8", "qwen3", "fp8"),
+    "drift": stage("drift"),
+    "starts": stage("starts", limit=300),
+    "rlhf": stage("rlhf", limit=300),
+    "ahead_continue": stage("ahead", "continue"),
+    "ahead_keep_cache": stage("ahead", "keep_cache"),
+    "ahead_adapters": stage("ahead", "adapters"),
+    "balancing": stage("balancing"),
+    "memory": stage("memory", limit=300),
+    "syncs": stage("syncs", limit=300),
+    "heads": stage("heads"),
+    "activations": stage("activations", limit=120),
+    "offload": stage("offload"),
+    "attention": stage("attention", limit=300),
+    "ipc": stage("ipc", limit=300),
+    "export": stage("export"),
+    "models": stage("models", limit=600),
+    "training": stage("training", limit=300),
+    "checkpoint": stage("checkpoint", limit=300),
 }
 """Stage -> Python's arguments, and the limit in seconds."""
 VARIABLES = {
@@ -56,9 +85,9 @@ LEAST_SECONDS = 10
 """A stage is not started with less time than this."""
 
 
-def run_stage(name: str, folder: Path, limit: float) -> dict:
+def run_stage(name: str, stages: Stages, folder: Path, limit: float) -> dict:
     """Run a stage in a session of its own, end all of its processes, and return the result."""
-    arguments, seconds = STAGES[name]
+    arguments, seconds = stages[name]
     variables = VARIABLES | os.environ | {"STAGE_OUTPUT": str(folder), "OUT": str(folder)}
     command = [sys.executable, *arguments]
     started = time.monotonic()
@@ -95,29 +124,32 @@ def commit() -> str:
     return found.stdout.strip() or "unknown"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stages", nargs="*", metavar="STAGE", help=f"of {', '.join(STAGES)} (default: all)")
-    parser.add_argument("--seconds", type=float, default=600, help="for all stages together (default: 600)")
+def main(stages: Stages = STAGES, description: str = __doc__, seconds: int = 600, *, prints_table: bool = False) -> int:
+    """Run the stages that the command line names; return the exit code."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("stages", nargs="*", metavar="STAGE", help=f"of {', '.join(stages)} (default: all)")
+    parser.add_argument("--seconds", type=float, default=seconds, help=f"for all stages together (default: {seconds})")
     parser.add_argument("--output", type=Path, default=OUTPUT, help="folder (default: outputs/gpu-kit/results)")
     args = parser.parse_args()
-    if unknown := set(args.stages) - STAGES.keys():
-        parser.error(f"no stage {', '.join(sorted(unknown))}: choose from {', '.join(STAGES)}")
+    if unknown := set(args.stages) - stages.keys():
+        parser.error(f"no stage {', '.join(sorted(unknown))}: choose from {', '.join(stages)}")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends the stage at work, too
     folder = args.output.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     deadline, results = time.monotonic() + args.seconds, []
-    for name in args.stages or STAGES:
+    for name in args.stages or stages:
         remaining = deadline - time.monotonic()
         if remaining < LEAST_SECONDS:
             print(f"{name}: not run, no time remains", flush=True)
             continue
-        result = run_stage(name, folder, remaining)
+        result = run_stage(name, stages, folder, remaining)
         outcome = "passed" if result["rc"] == 0 else f"FAILED with exit code {result['rc']}, see {folder}/{name}.log"
         print(f"{name}: {outcome}, {result['seconds']} s", flush=True)
         results.append(result)
         found = {"commit": commit(), "date": date.today().isoformat(), "stages": results}
         (folder / "results.json").write_text(json.dumps(found, indent=1))
+    if prints_table and results:
+        print("\n".join(lines(found)))
     return int(any(result["rc"] for result in results))
 
 

@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 
 REPOSITORY = Path(__file__).parents[3]
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests" / "support")]
-os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+if "RANK" not in os.environ:  # ranks of spawn.py have it
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402

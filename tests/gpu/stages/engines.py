@@ -1,5 +1,6 @@
 """Random models and their train engines, for the stages that need one."""
 
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -7,10 +8,12 @@ from typing import Any
 import tiny_shapes
 import torch
 from common import DEVICE, sized
+from ppo_engines import fill_adapters
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from megappo.architecture.architecture import Architecture
 from megappo.architecture.parsing import read_architecture
-from megappo.config.model_sections import Optim
+from megappo.config.model_sections import Lora, Optim
 from megappo.config.sections import Model, Parallel
 from megappo.models.gpt import build_model
 from megappo.models.heads import output_weight, policy_head
@@ -39,10 +42,16 @@ GEMMA4 = dict(num_hidden_layers=12, num_key_value_heads=8, num_global_key_value_
 GEMMA4 |= dict(
     global_head_dim=512, sliding_window=512, layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 2
 )
+GEMMA3 = dict(num_hidden_layers=12, num_attention_heads=8, num_key_value_heads=4, head_dim=256, sliding_window=512)
+GEMMA3 |= dict(query_pre_attn_scalar=256, layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 2)
+MLA = dict(num_hidden_layers=8, num_key_value_heads=16, q_lora_rank=768, kv_lora_rank=512, qk_nope_head_dim=128)
+MLA |= dict(qk_rope_head_dim=64, v_head_dim=128, head_dim=64, n_routed_experts=32, moe_intermediate_size=768)
 CHANGES = {
     "qwen3": {},
     "qwen3_moe": sized(EXPERTS | {"norm_topk_prob": True}, tiny_shapes.EXPERTS) | UNTIED,
     "gpt_oss": sized(GPT_OSS, tiny_shapes.GPT_OSS) | UNTIED,
+    "gemma3_text": tiny_shapes.GEMMA3 | sized(GEMMA3, {"num_hidden_layers": 4}),
+    "deepseek_v3": tiny_shapes.DEEPSEEK_V3 | sized(MLA, {"head_dim": 8}) | UNTIED,
     "gemma4_text": tiny_shapes.GEMMA4 | sized(GEMMA4, {"num_hidden_layers": 4}),
     "qwen3_next": sized(EXPERTS | {"full_attention_interval": 4}, tiny_shapes.QWEN3_NEXT) | UNTIED,
 }
@@ -60,22 +69,36 @@ def model_folder(folder: Path, model_type: str = "qwen3", **changes: Any) -> Pat
     return folder
 
 
+def architecture_of(folder: Path, lora: Lora | None = None) -> Architecture:
+    return read_architecture(folder).with_lora(lora)
+
+
 def trained_engine(
-    folder: Path, groups: ComponentGroups, *, recompute: str = "none", max_tokens: int = 16_384
+    folder: Path,
+    groups: ComponentGroups,
+    *,
+    recompute: str = "none",
+    max_tokens: int = 16_384,
+    lora: Lora | None = None,
+    without: Collection[str] = (),
 ) -> TrainedEngine:
-    """An actor in bf16 with the folder's weights."""
-    architecture = read_architecture(folder)
+    """An actor in bf16 with the folder's weights, without some switches; adapters change the model from the start."""
+    architecture = architecture_of(folder, lora)
     model = Model(path=str(folder), dtype="bf16")
     chunks = build_model(architecture, model, Parallel(), groups, recompute=recompute, trained=True)
+    chunks[0].config.switches -= frozenset(without)
     load_hf(chunks, folder, architecture, groups)
+    if lora is not None:
+        fill_adapters(chunks, architecture, groups)
     weight = partial(output_weight, chunks[-1])
     head = policy_head(weight, groups.collection.tp, architecture.vocab_size, temperature=1.0)
     return TrainedEngine(chunks, groups, head, max_tokens, Optim(lr=1e-5), total_optimizer_steps=100)
 
 
-def weights_of(engine: TrainedEngine, folder: Path) -> dict[str, torch.Tensor]:
-    """Return the weights of an engine whose model came from this folder, under their Hugging Face names."""
-    buckets = Export(engine.chunks, read_architecture(folder), engine.groups).buckets(2**28)
+def weights_of(engine: TrainedEngine, folder: Path, lora: Lora | None = None) -> dict[str, torch.Tensor]:
+    """Return the weights of an engine whose model came from this folder, adapters merged, under their Hugging Face
+    names."""
+    buckets = Export(engine.chunks, architecture_of(folder, lora), engine.groups).buckets(2**28)
     return {name: tensor.cpu() for bucket in buckets for name, tensor in bucket}
 
 

@@ -1,9 +1,10 @@
 """PPO steps of a random model, such as a Qwen3 of 0.6 billion parameters: actor, critic of the same size, reference and
 engine on one GPU in bf16, all that may sleep offloaded; each phase's seconds and memory beside the plan's.
 
-python tests/gpu/stages/whole_run.py NAME {qwen3,qwen3_moe,gpt_oss,gemma4_text,qwen3_next} {bf16,fp8} [KEY=VALUE ...]
+python tests/gpu/stages/whole_run.py NAME MODEL_TYPE {bf16,fp8,lora,critic_lora} [KEY=VALUE ...]
 
-The engine's weights are in bf16 or FP8, and the keys are the config's.
+The model types are those of engines.py. The engine's weights are in bf16 or FP8; adapters are trained for the actor and
+the critic, or the critic alone. The keys are the config's.
 """
 
 import json
@@ -27,13 +28,18 @@ SMALL = (
     *("rollout.max_response_length=6", "data.max_prompt_length=8", "rollout.max_total_tokens=2048"),
 )
 """For a CPU."""
-FP8 = (
-    *("rollout.server_args.quantization=fp8", "rollout.server_args.load_format=flash_rl", "rollout.sync.verify=false"),
-    *("rollout.sync.probe_tolerance=0.2", "algorithm.rollout_correction.level=token"),
-)
+FP8_ARGUMENTS = {"quantization": "fp8", "load_format": "flash_rl"}
 """SGLang quantizes the weights when it loads them, and again in every sync."""
-LARGEST_DIFFERENCE = {"bf16": 0.05, "fp8": 0.3}
-"""Bounds on the mean difference between the log-probs of engine and trainer."""
+FP8 = (
+    *(f"rollout.server_args.{name}={value}" for name, value in FP8_ARGUMENTS.items()),
+    *("rollout.sync.verify=false", "rollout.sync.probe_tolerance=0.2", "algorithm.rollout_correction.level=token"),
+)
+LORA = ("actor.lora.rank=16", "actor.optim.lr=1e-5", "ref.offload=[]")
+"""The engine gets adapters alone; its other weights come back from the host after a sleep."""
+CRITIC_LORA = ("critic.lora.rank=16", "ref.offload=[]")
+VARIANTS = {"bf16": (), "fp8": FP8, "lora": LORA + CRITIC_LORA, "critic_lora": CRITIC_LORA}
+BOUND, FP8_BOUND = 0.05, 0.3
+"""Limit of the mean difference between the log-probs of engine and trainer."""
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -66,14 +72,14 @@ def new_run(name: str, model_type: str = "qwen3", **changes: int) -> tuple[Path,
 
 
 def measure() -> dict:
-    name, model_type, engine_dtype, *keys = sys.argv[1:]
+    name, model_type, variant, *keys = sys.argv[1:]
     run, paths = new_run(name, model_type, **CHANGES[model_type])
-    settings = [*paths, *keys, *(FP8 if engine_dtype == "fp8" else ()), *(() if CUDA else SMALL)]
+    settings = [*paths, *keys, *VARIANTS[variant], *(() if CUDA else SMALL)]
     train(CONFIG, settings)
     steps = read_metrics(run)
     planned = planned_gib(CONFIG, [*settings, *engine_settings()], torch.cuda.get_device_name(DEVICE)) if CUDA else {}
     differences = [step["rollout/log_prob_diff/mean"] for step in steps]
-    assert max(differences) < LARGEST_DIFFERENCE[engine_dtype], differences
+    assert max(differences) < (FP8_BOUND if variant == "fp8" else BOUND), differences
     found = {"stage": name, "log_prob_diffs": differences, **figures(run)}
     return found | {f"planned/{phase}_gib": size for phase, size in planned.items()}
 
