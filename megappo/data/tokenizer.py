@@ -23,6 +23,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TOKENIZER_FILE = "tokenizer.json"
+OTHER_TOKENIZERS = {
+    "*tekken*.json": "transformers.integrations.mistral.convert_tekken_tokenizer(FILE).save_pretrained(FOLDER), with "
+    "mistral-common installed, which writes the chat template, too",
+    "*tiktoken*": "transformers.integrations.tiktoken.convert_tiktoken_to_fast(ENCODING, FOLDER), with the encoding "
+    "that the model's own code makes of the file",
+    "*.model*": "transformers.LlamaTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER), or the tokenizer class "
+    "of another model",
+}
+"""Names of files of other kinds of tokenizers (SentencePiece's last) -> how such a file is converted."""
 REPLACEMENT = "\ufffd"
 """Character in place of bytes that are no text."""
 MAX_CONTEXT = 200
@@ -42,8 +51,8 @@ def load_tokenizer(folder: str, key: str = "model.path") -> "PreTrainedTokenizer
     Raises:
         ConfigError: the folder has no usable tokenizer.
     """
-    if not (Path(folder) / "tokenizer_config.json").is_file():
-        raise ConfigError(f"{key}: no tokenizer in {folder}: expected tokenizer_config.json and tokenizer.json")
+    if fault := folder_fault(Path(folder)):
+        raise ConfigError(f"{key}: {fault}")
     # Its threads share the texts of a call. Set explicitly, or a process that forks later gets a warning.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     cores = len(usable()) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -52,15 +61,36 @@ def load_tokenizer(folder: str, key: str = "model.path") -> "PreTrainedTokenizer
         # Not above: the import takes a second, and with torch four.
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+        kept = {"local_files_only": True, "clean_up_tokenization_spaces": False}  # cleaning drops blanks of responses
         if Path(folder, TOKENIZER_FILE).is_file():
-            return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-        found = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+            return PreTrainedTokenizerFast.from_pretrained(folder, **kept)
+        found = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **kept)
         if len(found.get_vocab()) <= len(found.added_tokens_decoder):
             raise ValueError(f"no {TOKENIZER_FILE}, nor another file with a vocabulary")
         return found
     except Exception as error:  # transformers raises whatever its parsers do
         reason = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
         raise ConfigError(f"{key}: cannot load the tokenizer in {folder} ({reason}): complete the download") from error
+
+
+def folder_fault(folder: Path) -> str:
+    """Return why a folder holds no tokenizer that can be loaded, with the remedy; "" if it may hold one.
+
+    Another kind of file beside tokenizer_config.json is refused, too, except for SentencePiece's: transformers 5.19
+    divides texts of every tiktoken file by Llama 3's pattern (convert_slow_tokenizer.TikTokenConverter), so they get
+    other tokens.
+    """
+    has_config = (folder / "tokenizer_config.json").is_file()
+    is_whole = has_config and (folder / TOKENIZER_FILE).is_file()
+    refused = [] if is_whole else list(OTHER_TOKENIZERS)[: 2 if has_config else 3]
+    for pattern in refused:
+        for found in folder.glob(pattern):
+            return (
+                f"{folder} has its tokenizer in {found.name}, which is not read: add tokenizer.json and "
+                "tokenizer_config.json from the model's repository on the Hugging Face hub, or write them by "
+                f"{OTHER_TOKENIZERS[pattern]}"
+            )
+    return "" if has_config else f"no tokenizer in {folder}: expected tokenizer_config.json and tokenizer.json"
 
 
 def ids_by_file(text: str, tokenizer: "PreTrainedTokenizerBase", *, special: bool) -> list[int] | None:
@@ -90,6 +120,11 @@ def showing_special(tokenizer: "PreTrainedTokenizerBase") -> "PreTrainedTokenize
         token["special"] &= token["content"] in hidden
     shown._tokenizer = Tokenizer.from_str(json.dumps(state))
     return shown
+
+
+def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> set[str]:
+    """Return the texts of the tokens that a text shows only by mistake, such as those that begin and end messages."""
+    return {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
 
 
 def keeps_bytes(tokenizer: "PreTrainedTokenizerBase") -> bool:
