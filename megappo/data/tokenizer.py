@@ -26,12 +26,13 @@ TOKENIZER_FILE = "tokenizer.json"
 OTHER_TOKENIZERS = {
     "*tekken*.json": "transformers.integrations.mistral.convert_tekken_tokenizer(FILE).save_pretrained(FOLDER), with "
     "mistral-common installed, which writes the chat template, too",
-    "*tiktoken*": "transformers.integrations.tiktoken.convert_tiktoken_to_fast(ENCODING, FOLDER), with the encoding "
-    "that the model's own code makes of the file",
-    "*.model*": "transformers.LlamaTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER), or the tokenizer class "
-    "of another model",
+    "*tiktoken*": "transformers.convert_slow_tokenizer.TikTokenConverter(FILE, PATTERN, extra_special_tokens=TOKENS)"
+    ".converted(), with tiktoken installed and the pattern and tokens of the model's code, saved by "
+    "transformers.PreTrainedTokenizerFast(tokenizer_object=..., eos_token=...).save_pretrained(FOLDER)",
+    "*.model*": "transformers.LlamaTokenizerFast.from_pretrained(FOLDER).save_pretrained(FOLDER), or by another model's "
+    "class, with transformers 4.57 (5.19 gives two blanks other tokens) and the file named tokenizer.model",
 }
-"""Names of files of other kinds of tokenizers (SentencePiece's last) -> how such a file is converted."""
+"""Names of files of other kinds of tokenizers -> how such a file is converted."""
 REPLACEMENT = "\ufffd"
 """Character in place of bytes that are no text."""
 MAX_CONTEXT = 200
@@ -76,19 +77,19 @@ def load_tokenizer(folder: str, key: str = "model.path") -> "PreTrainedTokenizer
 def folder_fault(folder: Path) -> str:
     """Return why a folder holds no tokenizer that can be loaded, with the remedy; "" if it may hold one.
 
-    Another kind of file beside tokenizer_config.json is refused, too, except for SentencePiece's: transformers 5.19
-    divides texts of every tiktoken file by Llama 3's pattern (convert_slow_tokenizer.TikTokenConverter), so they get
-    other tokens.
+    tokenizer_config.json beside a file of another kind does not help. transformers 5.19 divides the texts of every
+    tiktoken file by Llama 3's pattern (convert_slow_tokenizer.TikTokenConverter), and gives two blanks other tokens than
+    a SentencePiece model does (SentencePieceExtractor).
     """
     has_config = (folder / "tokenizer_config.json").is_file()
-    is_whole = has_config and (folder / TOKENIZER_FILE).is_file()
-    refused = [] if is_whole else list(OTHER_TOKENIZERS)[: 2 if has_config else 3]
-    for pattern in refused:
+    if has_config and (folder / TOKENIZER_FILE).is_file():
+        return ""
+    for pattern, conversion in OTHER_TOKENIZERS.items():
         for found in folder.glob(pattern):
             return (
                 f"{folder} has its tokenizer in {found.name}, which is not read: add tokenizer.json and "
                 "tokenizer_config.json from the model's repository on the Hugging Face hub, or write them by "
-                f"{OTHER_TOKENIZERS[pattern]}"
+                f"{conversion}"
             )
     return "" if has_config else f"no tokenizer in {folder}: expected tokenizer_config.json and tokenizer.json"
 

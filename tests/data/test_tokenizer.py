@@ -42,9 +42,10 @@ def test_a_folder_without_tokenizer_is_refused(tmp_path, folder):
     [
         ("tekken.json", False, "convert_tekken_tokenizer"),
         ("tekken.json", True, "convert_tekken_tokenizer"),
-        ("qwen.tiktoken", True, "convert_tiktoken_to_fast"),
-        ("tiktoken.model", True, "convert_tiktoken_to_fast"),
-        ("tokenizer.model.v3", False, "transformers.LlamaTokenizer"),
+        ("qwen.tiktoken", True, "TikTokenConverter"),
+        ("tiktoken.model", True, "TikTokenConverter"),
+        ("tokenizer.model.v3", False, "transformers.LlamaTokenizerFast"),
+        ("tokenizer.model", True, "transformers.LlamaTokenizerFast"),
     ],
 )
 def test_a_tokenizer_of_another_kind_is_named_with_its_remedy(tmp_path, folder, file, has_config, remedy):
