@@ -29,8 +29,8 @@ OTHER_TOKENIZERS = {
     "*tiktoken*": "transformers.convert_slow_tokenizer.TikTokenConverter(FILE, PATTERN, extra_special_tokens=TOKENS)"
     ".converted(), with tiktoken installed and the pattern and tokens of the model's code, saved by "
     "transformers.PreTrainedTokenizerFast(tokenizer_object=..., eos_token=...).save_pretrained(FOLDER)",
-    "*.model*": "transformers.LlamaTokenizerFast.from_pretrained(FOLDER).save_pretrained(FOLDER), or by another model's "
-    "class, with transformers 4.57 (5.19 gives two blanks other tokens) and the file named tokenizer.model",
+    "*.model*": "transformers.LlamaTokenizerFast.from_pretrained(FOLDER).save_pretrained(FOLDER), or by the model's "
+    "own class, with transformers 4.57 (5.19 gives two blanks other tokens) and the file named tokenizer.model",
 }
 """Names of files of other kinds of tokenizers -> how such a file is converted."""
 REPLACEMENT = "\ufffd"
@@ -78,7 +78,7 @@ def folder_fault(folder: Path) -> str:
     """Return why a folder holds no tokenizer that can be loaded, with the remedy; "" if it may hold one.
 
     tokenizer_config.json beside a file of another kind does not help. transformers 5.19 divides the texts of every
-    tiktoken file by Llama 3's pattern (convert_slow_tokenizer.TikTokenConverter), and gives two blanks other tokens than
+    tiktoken file by Llama 3's pattern (convert_slow_tokenizer.TikTokenConverter). It gives two blanks other tokens than
     a SentencePiece model does (SentencePieceExtractor).
     """
     has_config = (folder / "tokenizer_config.json").is_file()

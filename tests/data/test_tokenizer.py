@@ -58,7 +58,7 @@ def test_a_tokenizer_of_another_kind_is_named_with_its_remedy(tmp_path, folder, 
         load_tokenizer(str(folder))
 
 
-def test_responses_keep_their_blanks_whatever_the_config_says(folder):
+def test_responses_keep_their_blanks_despite_the_config(folder):
     """Clean-up writes "yes." for "yes ."; the reward function would get another text than was sampled."""
     backend = Tokenizer(models.WordLevel(WORDS | {".": 5}, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
