@@ -331,12 +331,15 @@ class ConversationDataset(RecordDataset[E]):
             written = str(answer.get(name, "")).strip()
             place = text.find(written, start, stop)
             if place < 0:
-                raise ValueError(f"the chat template drops the text of an answer: render {name}, or drop it")
+                fault = f"drops the text of an answer: render {name}, or drop it"
+                if written in after[start:]:  # Qwen3 writes an empty thought before the last answer alone
+                    fault = "renders an answer differently once messages follow it: set data.train_on=last"
+                raise ValueError(f"the chat template {fault}")
             end = max(end, place + len(written))
         found = ((text.find(ending, end, stop), ending) for ending in self._endings)
         place, ending = min(((place, ending) for place, ending in found if place >= 0), default=(stop, ""))
         if not text[start:place].strip():
-            raise ValueError("a message of the assistant is empty, or has tool_calls that the template does not read")
+            raise ValueError("a message of the assistant is empty")
         return place + len(ending)
 
 

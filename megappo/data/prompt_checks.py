@@ -7,7 +7,7 @@ import sys
 import unicodedata
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
@@ -17,6 +17,7 @@ from megappo.config.config_error import shorten
 from megappo.config.schema import Reward
 from megappo.data.chat import PromptContent
 from megappo.data.records import Records
+from megappo.data.tokenizer import special_tokens
 from megappo.userland.spec import parse_spec
 
 if TYPE_CHECKING:
@@ -132,11 +133,11 @@ def end_warnings(tokens: Sequence[int], tokenizer: "PreTrainedTokenizerBase") ->
         )
 
 
-def message_warnings(content: PromptContent, tokenizer: "PreTrainedTokenizerBase") -> Iterator[str]:
+def message_warnings(content: PromptContent, specials: Collection[str]) -> Iterator[str]:
     """Return warnings about special tokens in messages by mistake, in the same words for all, to be counted."""
     messages = "" if isinstance(content, str) else str(content)
-    for special in (tokenizer.bos_token, tokenizer.eos_token):
-        if special and special in messages:
+    for special in specials:
+        if special in messages:
             yield (
                 f"a message holds {special!r}, so a chat template may have been applied before: use the original "
                 "messages, or set data.apply_chat_template=false"
@@ -145,8 +146,7 @@ def message_warnings(content: PromptContent, tokenizer: "PreTrainedTokenizerBase
 
 def hidden_token_warnings(reward: Reward, tokenizer: "PreTrainedTokenizerBase") -> Iterator[str]:
     """Return warnings about reward functions whose source names special tokens that responses come without."""
-    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    special -= set(tokenizer.special_tokens_map.values())
+    special = special_tokens(tokenizer) - set(tokenizer.special_tokens_map.values())
     for spec in reward.weights if reward.skip_special_tokens else ():
         file = parse_spec(spec).file
         source = Path(file).read_text("utf-8", "replace") if file else ""

@@ -23,7 +23,7 @@ from megappo.data.prompt_checks import (
     message_warnings,
 )
 from megappo.data.records import Records, RecordsError, Unpack, open_records
-from megappo.data.tokenizer import RenderedText, ids_by_file, keeps_bytes, one_bos
+from megappo.data.tokenizer import RenderedText, ids_by_file, keeps_bytes, one_bos, special_tokens
 from megappo.runtime.heartbeat import heartbeat
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ class RecordDataset(ABC, Generic[E]):
     ):
         self._tokenizer = tokenizer
         self._keeps_bytes = keeps_bytes(tokenizer)
+        self._specials = special_tokens(tokenizer)
         self.config = config
         self.seed = seed
         self._key = key
@@ -172,7 +173,7 @@ class RecordDataset(ABC, Generic[E]):
         expected = one_bos(by_file, self._tokenizer)
         if tokens != (expected[: len(tokens)] if is_cut else expected):
             check.note(number, "error", [OTHER_TOKENS.format(self.noun[:-1])])
-        check.note(number, "warn", message_warnings(content, self._tokenizer))
+        check.note(number, "warn", message_warnings(content, self._specials))
         if not self._keeps_bytes and loses_text(rendered.text, tokens, self._tokenizer):
             check.note(number, "warn", [LOST_TEXT.format(self.noun[:-1])])
 

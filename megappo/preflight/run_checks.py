@@ -42,6 +42,7 @@ from megappo.config.schema import Config
 from megappo.config.score_checks import step_scores_errors
 from megappo.config.sections import OTHER_KIND, ending
 from megappo.config.text_files import MissingFileError, TextFileError
+from megappo.data.tokenizer import folder_fault
 from megappo.observe.files import HF_ACTOR, HF_CRITIC, HF_REWARD_MODEL
 from megappo.observe.loggers import logger_errors
 from megappo.placement.components import REWARD_MODEL_KEY, ComponentSpec, Setting, components_of
@@ -263,8 +264,8 @@ def _model_folder(
 
 
 def _model_files(key: str, folder: Path) -> Iterator[str]:
-    if key in TOKENIZER_KEYS and not (folder / "tokenizer_config.json").is_file():
-        yield Missing(f"{key}: {folder} holds no tokenizer_config.json: complete the download")
+    if key in TOKENIZER_KEYS and (fault := folder_fault(folder)):
+        yield Missing(f"{key}: {fault}")
     for read in (check_tensors, check_companions, end_tokens):
         try:
             read(folder)

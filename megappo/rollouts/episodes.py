@@ -76,9 +76,9 @@ class Transcript:
         """Append a turn of the policy; return its text without the special token that ends it. The first turn continues
         an assistant message at the end of the prompt."""
         tokens = generation.tokens
-        self.segments[-1].write(generation, self._decode(tokens), turn)
+        self.segments[-1].write(generation, self._tokenizer.decode(tokens), turn)
         has_end = bool(tokens) and not self._tokenizer.decode(tokens[-1:], skip_special_tokens=True)
-        text = self._decode(tokens[:-1] if has_end else tokens)
+        text = self._tokenizer.decode(tokens[:-1] if has_end else tokens)
         if self._messages is not None:
             is_continued = turn == 1 and self._messages[-1]["role"] == "assistant"
             before = self._messages.pop()["content"] if is_continued else ""
@@ -124,9 +124,6 @@ class Transcript:
     def _segment(self, text: str) -> Segment:
         [tokens] = encode([RenderedText(text, is_chat=self._messages is not None)], self._tokenizer)
         return Segment(tokens, text)
-
-    def _decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 class EpisodeRunner:

@@ -229,8 +229,8 @@ FOLDERS = [
         {INDEX: '{"weight_map": {"a": "1.safetensors"}}', "model.safetensors": None},
         "model lacks 1.safetensors: complete the download",
     ),
-    ({"tokenizer_config.json": None}, "model holds no tokenizer_config.json: complete the download"),
-    ({"tokenizer_config.json": "a folder"}, "model holds no tokenizer_config.json: complete the download"),
+    ({"tokenizer_config.json": None}, "no tokenizer in model: expected tokenizer_config.json and tokenizer.json"),
+    ({"tokenizer_config.json": "a folder"}, "no tokenizer in model: expected tokenizer_config.json and tokenizer.json"),
     ({"generation_config.json": "[2]"}, "cannot use model/generation_config.json: it is not a JSON object"),
     (
         {"generation_config.json": '{"eos_token_id": ["</s>"]}'},
