@@ -22,7 +22,7 @@ examples:
   megappo plan --keys actor.optim
 
 The exit code is 0 if the run could start here, else 2. A model or data that is missing is an error, unless
---ignore-missing is given. --gpu estimates without them."""
+--ignore-missing is given or a run downloads the model. --gpu estimates without them."""
 TRAIN = """\
 example: megappo train configs/quickstart.yaml trainer.output_dir=outputs/mine actor.optim.lr=1e-6
 all keys: megappo plan --keys. Several nodes: launch/torchrun_node.sh, launch/slurm.sbatch."""

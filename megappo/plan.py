@@ -20,12 +20,13 @@ from megappo.architecture.architecture import DTYPES
 from megappo.architecture.model_folder import SHAPES, hub_id, shape_folder, shipped_shape
 from megappo.arguments import MOST_RANKS, plan_arguments
 from megappo.config.checks import config_warnings
-from megappo.config.config_error import ConfigError, Missing, counted, printable, show
+from megappo.config.config_error import ConfigError, Downloadable, Missing, counted, printable, show
 from megappo.config.describe import config_help
 from megappo.config.eval_sets import eval_sets, longest_row
 from megappo.config.loading import leaves, load_config
 from megappo.config.schema import Config
 from megappo.config.sections import Parallel
+from megappo.errors import ActionableError
 from megappo.estimate.fitting import fits, resolve_offload
 from megappo.estimate.gpu_memory import ASSUMED, MARGIN_BYTES, Cluster, MemoryEstimate, queue_bytes
 from megappo.estimate.gpus import GIB, GPUS, GPUS_PER_NODE
@@ -42,7 +43,7 @@ from megappo.preflight.folder_lock import in_use
 from megappo.preflight.hub_models import download_models
 from megappo.preflight.output_folder import already_finished, resume_warnings
 from megappo.preflight.rehearsal import Findings, rehearse
-from megappo.preflight.run_checks import check_run, known_names
+from megappo.preflight.run_checks import check_run, known_names, output_errors
 
 WIDTH = 120
 
@@ -106,11 +107,13 @@ def _check(config: Config, world_size: int, args: argparse.Namespace, warnings: 
     print(config_summary(config, all_keys=args.all_keys))
     capability = GPUS[args.gpu].capability if args.gpu else None
     plan, found = check_run(config, world_size, world_size // (args.nodes or 1), capability)
-    errors = [error for error in found if not (args.ignore_missing and isinstance(error, Missing))]
+    ignored = Missing if args.ignore_missing else () if args.download else Downloadable
+    errors = [error for error in found if not isinstance(error, ignored)]
     missing = [error for error in found if error not in errors]
     warnings += [*config_warnings(config), *(() if found else resume_warnings(config)), *missing]
     if plan is None:
         return errors
+    are_of_output = set(errors) <= set(config.located(output_errors(config)))
     _print_placement(plan)
     if not found:
         print(f"\nweights, in {config.model.dtype}\n{weights_summary(plan)}")
@@ -122,13 +125,13 @@ def _check(config: Config, world_size: int, args: argparse.Namespace, warnings: 
             errors = errors or config.located(error.errors)
     if not errors and (busy := in_use(Path(config.trainer.output_dir))):
         errors = config.located([busy])
-    if errors:
+    if not are_of_output:
         return errors
     sys.stdout.flush()
     findings = Findings() if missing else rehearse(config, everything=args.all)
     warnings += findings.warnings
     print("\nchecked", *findings.checked, f"not checked: {_unchecked(config, missing)}", sep="\n  ")
-    return config.located(findings.errors)
+    return errors + config.located(findings.errors)
 
 
 def _print_placement(plan: RunPlan) -> None:
@@ -173,7 +176,7 @@ def _print_estimates(plan: RunPlan, args: argparse.Namespace) -> list[str]:
 def _unchecked(config: Config, missing: Sequence[str]) -> str:
     """Return what only the run itself can check, and what cannot be checked without missing files."""
     if missing:
-        by_files = "output folder, tokenizer, prompts, reward functions, environments"
+        by_files = "tokenizer, prompts, reward functions, environments"
         return f"{by_files} (files are missing), weights, memory, engines"
     unknown = "the names in rollout.server_args (this machine's SGLang could not be read), "
     return (unknown if config.rollout.server_args and not known_names() else "") + "weights, memory, engines"
@@ -209,7 +212,7 @@ BATCH_ROWS = (
     "mini-batches per epoch",
     "epochs",
     "optimizer steps",
-    "trajectories per mini-batch",
+    "rows per mini-batch",
     "per shard, about",
     "micro-batches needed per rank and mini-batch, at best",
     "at worst",
@@ -301,6 +304,6 @@ def _hide_torch() -> None:
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except ConfigError as error:
+    except ActionableError as error:
         print(error.report(0), file=sys.stderr)
         sys.exit(error.exit_code)

@@ -1,9 +1,9 @@
 """Keys of models: their training, the frozen reference, and a reward model, which PPO reads and a run of its own trains."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import MinLen
-from pydantic import Field, StrictBool
+from pydantic import Field, StrictBool, model_serializer
 
 from megappo.config.methods import POLICY_LOSSES
 from megappo.config.sections import IS_PPO, Parallel
@@ -53,6 +53,11 @@ class Lora(Section):
     rank: Annotated[int, Field(ge=1, le=2**16), NUMBER] = key(16, "rank of each adapter: numbers per token between its two matrices")
     alpha: PositiveFloat = key(32.0, "an adapter's product is multiplied by alpha / rank")
     target_modules: Literal["all-linear"] | Annotated[tuple[AdaptedModule, ...], MinLen(1), LISTED] = key("all-linear", "matrices of each layer that get an adapter; all-linear = all of them")
+
+    @model_serializer(mode="wrap")
+    def _with_size(self, dump: Any) -> dict[str, Any]:
+        """Dump rank and alpha even if they are the defaults, which a dump may exclude."""
+        return {"rank": self.rank, "alpha": self.alpha} | dump(self)
 
     @property
     def modules(self) -> tuple[AdaptedModule, ...]:

@@ -12,6 +12,7 @@ from megappo.config.config_error import ConfigError
 from megappo.config.eval_sets import longest_response, longest_row
 from megappo.config.methods import GPU_BUCKET_BYTES
 from megappo.config.schema import Config
+from megappo.config.sections import Parallel
 from megappo.estimate.gpus import GIB, GPUS_PER_NODE
 from megappo.estimate.placed_model import PlacedModel, Shapes
 from megappo.placement.components import build_order, uses_of
@@ -184,6 +185,7 @@ class MemoryEstimate:
     Attributes:
         models: the run's models on their ranks, by name.
         engine: one of the run's engines.
+        sent_bytes: of the weights, or adapters, that a sync sends.
         bucket_bytes: weights that an engine receives at a time; num_buckets: in a sync.
         uses: phase -> model -> its use.
         passes: the same for the phases that run models: an update if the use has gradients, else a forward pass.
@@ -208,11 +210,14 @@ class MemoryEstimate:
         self.engine = engine_memory(plan.config, policy.architecture, policy.size, free_bytes)
         self._engine_pinned = engine_pinned(plan.config, self.engine, policy.architecture)
         nbytes = DTYPES[dtype].nbytes
-        self._policy_bytes = policy.size * nbytes
+        self.sent_bytes = policy.size * nbytes
         self.bucket_bytes = plan.config.rollout.sync.bucket_bytes or GPU_BUCKET_BYTES
+        if plan.config.is_ppo and plan.route.adapters:  # an engine takes them all at once
+            adapters = self.models["actor"].shape.stages(Parallel(), trained=True)[0]
+            self.sent_bytes = self.bucket_bytes = sum(adapters) * nbytes
         # A tensor that is larger than a bucket is one by itself.
         self._largest_bucket = max(self.bucket_bytes, policy.largest_tensor * nbytes)
-        self.num_buckets = math.ceil(self._policy_bytes / self.bucket_bytes)
+        self.num_buckets = math.ceil(self.sent_bytes / self.bucket_bytes)
         self._choice_bytes = policy.architecture.choice_bytes if plan.config.rollout.routing_replay else 0
         self.uses = uses_of(plan.components)
         forward = [spec.forward.phase for spec in plan.components.values() if spec.forward]
@@ -305,7 +310,7 @@ class MemoryEstimate:
             ledger |= self._engine_entries(phase, stays_awake=not stages or self.config.rollout.sleep == "never")
         num_buckets = 2 if "actor" in stages and not self.config.replays else int(has_engine)
         if phase == SYNC and num_buckets:  # the actor's ranks gather a bucket while they send the one before
-            ledger["sync buckets"] = min(num_buckets * self._largest_bucket, self._policy_bytes)
+            ledger["sync buckets"] = min(num_buckets * self._largest_bucket, self.sent_bytes)
         # Each stage of the actor sends to engines with GPUs of their own in a group of its own.
         sync_groups = self.models["actor"].layout.pipeline if has_engine and not stages else 1
         communicators = sum(_communicators(self.models[name].layout) for name in stages) + sync_groups

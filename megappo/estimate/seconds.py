@@ -85,7 +85,8 @@ class TimeEstimate:
         if sends:
             actor, adapters = memory.models["actor"].shape.architecture, memory.plan.route.adapters
             self.num_tensors = num_exported(actor.with_head("policy"), adapters=adapters)
-        sending = memory.engine.weights / (gpu.link * SYNC_SHARE) + memory.num_buckets * BUCKET_SECONDS
+        received = min(memory.engine.weights, memory.sent_bytes)  # by a rank of an engine
+        sending = received / (gpu.link * SYNC_SHARE) + memory.num_buckets * BUCKET_SECONDS
         if self.config.is_ppo:
             self.seconds[SYNC] = sends * (sending + self.num_tensors * TENSOR_SECONDS)
         # Offloaded tensors move over the rank's own bus, once for each phase that needs them; moves for a save do not

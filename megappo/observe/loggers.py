@@ -64,6 +64,7 @@ class RunInfo:
         hardware: what the run computes on, and the versions of its libraries.
         placement: component -> its ranks and layout.
         planned_gib: phase -> estimate of `memory/<phase>_peak_gib`; empty on a CPU.
+        data: checksums of the training files.
         limits: metric -> highest value for which the run has memory, by the same estimate.
     """
 
@@ -77,6 +78,7 @@ class RunInfo:
     hardware: Mapping[str, str] = field(default_factory=dict)
     placement: Mapping[str, str] = field(default_factory=dict)
     planned_gib: Mapping[str, float] = field(default_factory=dict)
+    data: str = ""
     limits: Mapping[str, float] = field(default_factory=dict)
 
     @property

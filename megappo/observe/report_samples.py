@@ -29,10 +29,11 @@ def report_samples(folder: Path, most_characters: int) -> list[dict[str, Any]]:
         if remaining < 0:
             break
         for sample in _kept(path) if path.suffix == ".parquet" else _held_out(path):
-            remaining -= len(json.dumps(sample))
+            text = json.dumps(sample)
+            remaining -= len(text)
             if remaining < 0:
                 break
-            shown.append(sample)
+            shown.append(json.loads(text, parse_constant=str))  # NaN, which JSON lacks, becomes text
     mark_passed(shown, folder)
     return sorted(shown, key=lambda sample: sample["step"])
 

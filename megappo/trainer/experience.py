@@ -59,15 +59,6 @@ def compare_engines(run: "Run", experience: Experience) -> None:
     experience.metrics |= over_ranks(run.exchange, values)
 
 
-def check_engines(run: "Run", experience: Experience) -> None:
-    """Check that the engines sampled as the actor would, where the metrics compare them; all ranks together.
-
-    Raises:
-        EngineError: they differ too much, see `check_log_probs`.
-    """
-    experience.metrics |= run.engines.check_rollouts(experience.metrics.get("rollout/log_prob_diff/mean"))
-
-
 def _compared(run: "Run", rows: Rows) -> tuple[torch.Tensor, Unreduced]:
     """Return the importance weights of the trainer against the engines, and the metrics that compare their log-probs;
     all ranks together."""

@@ -1,6 +1,6 @@
 """Engines and weight sync together: engines sleep, wake, take the actor's weights, and are probed afterwards."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -205,8 +205,10 @@ class InferenceEngines:
             self._wake(self._prove if self.plan.config.rollout.sync.verify else self._send)
             self.probe()
 
-    def check_rollouts(self, difference: float | None) -> dict[str, int]:
-        """Check that the engines' log-probs of the rollouts are the actor's, if known; see `check_log_probs`."""
+    def check_rollouts(self, metrics: Mapping[str, float]) -> dict[str, int]:
+        """Check that the engines' log-probs of the rollouts are the actor's, if a step's metrics compare them; see
+        `check_log_probs`."""
+        difference = metrics.get("rollout/log_prob_diff/mean")
         if difference is None:
             return {}
         warnings = check_log_probs("the rollouts", difference, self.probe.config, self.restarts.warn)

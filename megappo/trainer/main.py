@@ -8,7 +8,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megappo.batch.exchange import Exchange
-from megappo.config.loading import dump_config
+from megappo.checkpoint.checksums import file_sum
+from megappo.config.loading import changes_since, dump_config
 from megappo.config.schema import Config
 from megappo.data.prompts import PromptDataset
 from megappo.estimate.gpu_memory import Cluster, MemoryEstimate
@@ -17,7 +18,7 @@ from megappo.observe.files import CONFIG_FILE, EVALUATION_FILE
 from megappo.observe.loggers import RunEnd, RunInfo
 from megappo.observe.metrics import reduce_ranks
 from megappo.observe.observer import Observer, open_observer
-from megappo.observe.run_file import git_commit, logged_step_of, run_id_of
+from megappo.observe.run_file import changed_data, git_commit, logged_step_of, run_id_of
 from megappo.observe.samples import drop_samples
 from megappo.observe.timeline import drop_phases
 from megappo.placement.picture import placement_lines
@@ -75,8 +76,6 @@ def build_run(plan: RunPlan, engine_handle: EngineHandle, cleanup: ExitStack) ->
     with STATUS.step("prompts"):
         datasets = load_datasets(config, engine_handle.workers, exchange)
         left_out = datasets.check(exchange)
-        if datasets.train and not config.replays:
-            progress.note_data(datasets.train.files)
     engines = NoEngines()
     models = Models(replace(plan, components={}), {}, {})
     if _needs_models(config):
@@ -94,6 +93,7 @@ def build_run(plan: RunPlan, engine_handle: EngineHandle, cleanup: ExitStack) ->
         progress_lines = _resume_record(record, datasets.train, progress) or progress_lines
     lines = [*progress_lines, *config.absences, *left_out, *(plan.decisions() if models.training else ())]
     facts = run_info(plan, progress.resume_step) if exchange.rank == 0 else None
+    lines += [changed_data(facts)] if facts else []
     observer = open_observer(facts, config.trainer.loggers, lines, cleanup)
     phase = Phases(models)
     with STATUS.step("engine start"):
@@ -141,6 +141,7 @@ def run_info(plan: RunPlan, resume_step: int) -> RunInfo:
         hardware={"ranks": f"{plan.world_size}, {plan.ranks_per_node} on each node", **platform.capabilities()},
         placement=placement_lines(plan),
         planned_gib={phase: nbytes / GIB for phase, nbytes in planned.items()},
+        data=" ".join(file_sum(Path(path)) for path in plan.config.data.files if plan.training),
         limits={f"{name}/expert_rank_load_max": load for name, load in loads.items()},
     )
 
@@ -170,8 +171,9 @@ def _begin_folder(config: Config, progress: Progress, observer: Observer) -> Non
     """Write the resolved config beside the results, report what has changed since the checkpoint's, and remove what an
     earlier run left of the steps to come."""
     output_dir = Path(config.trainer.output_dir)
-    for change in progress.changes():
-        observer.message(f"changed since then: {change}")
+    if progress.checkpoint is not None and not config.trainer.eval_only:
+        for change in changes_since(progress.checkpoint / CONFIG_FILE, config):
+            observer.message(f"changed since then: {change}")
     write_durably(output_dir / CONFIG_FILE, dump_config(config))
     drop_phases(output_dir, progress.resume_step)
     is_in_step = progress.experience is not None  # whose rollouts have been kept

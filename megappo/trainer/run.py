@@ -30,7 +30,7 @@ from megappo.trainer.batches import SampledBatches
 from megappo.trainer.critic_evaluation import CriticEvaluation, GateProgress
 from megappo.trainer.evaluation import evaluate
 from megappo.trainer.example_batches import ExampleBatches, evaluate_examples
-from megappo.trainer.experience import check_engines, compare_engines
+from megappo.trainer.experience import compare_engines
 from megappo.trainer.inference import InferenceEngines, NoEngines
 from megappo.trainer.models import Models, Phases, Shards
 from megappo.trainer.progress import Experience, Progress
@@ -141,7 +141,7 @@ class Run:
 
     def begin_updates(self, experience: Experience) -> None:
         """Check that the engines sampled as the actor would. From here on an interrupted step is resumed."""
-        check_engines(self, experience)
+        experience.metrics |= self.engines.check_rollouts(experience.metrics)
         self.progress.experience = experience
         self.progress.num_drawn = self.batches.num_drawn
         self.progress.pending = self.batches.pending
@@ -164,7 +164,7 @@ class Run:
             actor = shards["actor"]
             experience.batch = actor.gather(actor.outputs, {"log_probs": "old_log_probs"}, experience.batch)
             compare_engines(self, experience)
-            check_engines(self, experience)
+            experience.metrics |= self.engines.check_rollouts(experience.metrics)
         metrics = experience.metrics | reduce_ranks(memory)
         rows = experience.batch.rows
         self.shown = rows.select(range(min(len(rows), NUM_SHOWN)))

@@ -237,9 +237,20 @@ def test_what_is_missing_follows_layout_errors_and_can_be_ignored(plan, run_fold
             f"no other error, {count} warnings above the plan: ready for 4 processes of megappo.train once the missing "
             "files are here\n"
         )
-        assert "not checked: output folder, tokenizer" in done.stdout
+        assert "not checked: tokenizer, prompts" in done.stdout
     refused = plan(run_folder, "run.yaml", *keys, "rollout.stop=['']", "--ignore-missing")
     assert refused.returncode == 2 and refused.stdout.endswith("not ready: 1 error, above the plan\n")
+
+
+def test_errors_of_data_stand_beside_those_of_the_output_folder(plan, run_folder):
+    (run_folder / "file").write_text("")
+    with (run_folder / "train.jsonl").open("a") as file:
+        file.write('{"answer": "2"}\n')
+    found = errors_of(plan(run_folder, "run.yaml", "trainer.output_dir=file"))
+    assert [key for error in found for key in ("trainer.output_dir", "data.train_files") if f"{key}: " in error] == [
+        "trainer.output_dir",
+        "data.train_files",
+    ]
 
 
 @pytest.mark.parametrize(
