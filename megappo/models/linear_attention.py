@@ -110,7 +110,10 @@ class GatedDeltaNet(CutParameters):
         return (weight * normalised.to(gate.dtype) * F.silu(gate.float())).to(gate.dtype)
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple = (),
+        metadata: dict[str, Any] | None = None,
     ) -> ShardedStateDict:
         """Return the state, with the state of the linear layers."""
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)

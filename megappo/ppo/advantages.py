@@ -36,7 +36,10 @@ def estimate(estimator: Callable[..., Estimates], **inputs: Any) -> Estimates:
 
 
 def compute_token_level_rewards(
-    scores: Tensor, response_mask: Tensor, kl: Tensor | None = None, kl_coef: float = 0.0
+    scores: Tensor,
+    response_mask: Tensor,
+    kl: Tensor | None = None,
+    kl_coef: float = 0.0,
 ) -> Tensor:
     """Put each response's score on its last token with mask 1 and subtract the KL penalty from every token.
 

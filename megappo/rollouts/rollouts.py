@@ -134,7 +134,10 @@ class Rollouts:
             return responses
 
     def _group_handler(
-        self, responses: Responses, quota: GroupQuota | None, n: int
+        self,
+        responses: Responses,
+        quota: GroupQuota | None,
+        n: int,
     ) -> Callable[[Sequence[Sample]], None]:
         count_finished = self.new_counter()
         total = n * len(responses.prompts)
