@@ -71,7 +71,7 @@ def start_engine(plan: RunPlan, rank: int, store: Store, cleanup: ExitStack) -> 
     part of it.
 
     Args:
-        store: torchrun's, through which those parts find each other.
+        store: torchrun's, through which the parts find each other.
     """
     config = plan.config
     layout = plan.layouts["rollout"]

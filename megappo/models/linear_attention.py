@@ -207,7 +207,7 @@ def delta_rule(
     to_state = (total[..., -1:] - total).exp() * (first == first[..., -1:])
     to_state = to_state[..., None]
 
-    # Within a chunk each token's writing depends on those before it: a triangular system for all of them.
+    # Within a chunk each token's writing depends on the tokens before it: a triangular system for all of them.
     written = key * beta
     solved = torch.linalg.solve_triangular(
         written @ key.mT * pairs,

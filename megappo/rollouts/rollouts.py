@@ -34,7 +34,7 @@ NO_WORKERS = TaskWorkers()
 
 
 class Rollouts:
-    """Samples responses with the engines of all ranks. All ranks call it together; those without an engine only join
+    """Samples responses with the engines of all ranks. All ranks call it together; ranks without an engine only join
     the exchanges.
 
     Args:

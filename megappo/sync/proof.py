@@ -37,7 +37,8 @@ def verified_sync(
         loaded: checksums of the weights that the engine loaded, if it has slept since; empty = it still has them.
         overwrites: False for a sync of adapters, which would not restore the other weights.
     Raises:
-        EngineError: some of an engine's weights were not set, or differ from those it loaded; the message names some.
+        EngineError: some of an engine's weights were not set, or differ from the weights it loaded; the message names
+            some.
     """
     corrupt = []
     if client is not None:
