@@ -85,7 +85,7 @@ WITHOUT_IT: dict[str, Any] = {
 
 
 def uncomputed(raw: Mapping[str, Any], computed: Collection[str]) -> Iterator[str]:
-    """Yield the keys whose values need something that is not computed; those in `computed` are read elsewhere."""
+    """Yield the keys whose values need something that is not computed; keys in `computed` are read elsewhere."""
     for key, value in raw.items():
         if key not in computed and not WITHOUT_EFFECT.search(key) and not _is_off(key, value):
             yield key

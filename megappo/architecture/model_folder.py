@@ -266,7 +266,7 @@ def check_tensors(folder: Path) -> None:
 
 
 def _add(file_of: dict[str, str], path: Path, floats_only: bool) -> None:
-    """Add the tensors of a file to those found before; none may be in both."""
+    """Add the tensors of a file to the tensors found before; none may be in both."""
     _check_readable(path)
     try:
         with safe_open(path, framework="np") as file:

@@ -88,7 +88,11 @@ class Parameter:
 
 
 def list_parameters(
-    architecture: Architecture, *, tensor: int = 1, expert_tensor: int = 1, num_experts: int | None = None
+    architecture: Architecture,
+    *,
+    tensor: int = 1,
+    expert_tensor: int = 1,
+    num_experts: int | None = None,
 ) -> list[Parameter]:
     """Return every parameter of the model under its head, with buffers (`is_buffer`), in the order of the tables.
 
@@ -208,7 +212,11 @@ class StageSize(NamedTuple):
 
 
 def stage_sizes(
-    architecture: Architecture, parallel: Parallel, *, trained: bool = False, beside_base: bool = False
+    architecture: Architecture,
+    parallel: Parallel,
+    *,
+    trained: bool = False,
+    beside_base: bool = False,
 ) -> list[StageSize]:
     """Return the sizes of each pipeline stage; the model fits the layout.
 
@@ -266,7 +274,11 @@ def _layer_tables(architecture: Architecture, num_experts: int) -> list[str]:
 
 
 def _layer_table(
-    architecture: Architecture, num_experts: int, is_sparse: bool, is_linear: bool, keys_are_values: bool
+    architecture: Architecture,
+    num_experts: int,
+    is_sparse: bool,
+    is_linear: bool,
+    keys_are_values: bool,
 ) -> str:
     """Return the table of a layer with or without experts, with either kind of attention, with or without values."""
     experts = architecture.family.experts if is_sparse else None
@@ -381,7 +393,11 @@ def _sizes(architecture: Architecture, own: Heads) -> dict[str, int]:
 
 
 def _read(
-    table: str, layer: int | None, sizes: Mapping[str, int], num_ranks: Mapping[str, int], joined: Collection[str]
+    table: str,
+    layer: int | None,
+    sizes: Mapping[str, int],
+    num_ranks: Mapping[str, int],
+    joined: Collection[str],
 ) -> Iterator[Parameter]:
     """Read the parameters of a table in one layer.
 

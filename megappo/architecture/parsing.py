@@ -157,7 +157,10 @@ def parse(raw: Mapping[str, Any], file: Path, head: HeadKind = "policy") -> Arch
 
 
 def _errors(
-    values: Mapping[str, Any], rope: dict[str, Any], local_rope: dict[str, Any], architecture: Architecture
+    values: Mapping[str, Any],
+    rope: dict[str, Any],
+    local_rope: dict[str, Any],
+    architecture: Architecture,
 ) -> Iterator[str]:
     """Yield the errors of values that are not supported."""
     file = architecture.file

@@ -27,11 +27,8 @@ def balanced_partitions(costs: list[int], k: int) -> list[list[int]]:
         _, tie, first = heapq.heappop(heap)
         _, _, second = heapq.heappop(heap)
         merged = _merge(first, second, k)
-        largest, _ = merged[0]
-        smallest, _ = merged[-1]
-        if len(merged) < k:  # the other parts are empty
-            smallest = 0
-        heapq.heappush(heap, (smallest - largest, tie, merged))
+        smallest = merged[-1][0] if len(merged) == k else 0
+        heapq.heappush(heap, (smallest - merged[0][0], tie, merged))
     parts: list[list[int]] = []
     for _, _, solution in heap:
         parts = sorted(sorted(items) for _, items in solution)

@@ -58,10 +58,7 @@ class RowTable:
         _, counts = self.prompt_ids.unique_consecutive(return_counts=True)
         ends = [0, *counts.cumsum(0).tolist()]
         bounds = [ends[len(counts) * part // size] for part in range(size + 1)]
-        parts = []
-        for start, stop in pairwise(bounds):
-            parts.append(tuple(range(start, stop)))
-        return tuple(parts)
+        return tuple(tuple(range(start, stop)) for start, stop in pairwise(bounds))
 
 
 @dataclass(frozen=True)

@@ -41,10 +41,7 @@ def write_rows(path: Path, rows: Rows, facts: Mapping[str, Any]) -> None:
     tensors["tokens"] = rows.input_ids.clone()
     mask = is_within(rows.response_lengths, rows.max_response_length)
     for name, values in rows.fields.items():
-        if field_of(name).per_token:
-            tensors[FIELD + name] = values[mask]
-        else:
-            tensors[FIELD + name] = values.clone()
+        tensors[FIELD + name] = values[mask] if field_of(name).per_token else values.clone()
     write_tensors(path, tensors, {FACTS: json.dumps(facts)})
 
 

@@ -75,7 +75,12 @@ def load_initial(
 
 
 def load_model(
-    chunks: ModelChunks, groups: ComponentGroups, folder: Path, info: ComponentInfo, vocab_size: int, drawn: str = ""
+    chunks: ModelChunks,
+    groups: ComponentGroups,
+    folder: Path,
+    info: ComponentInfo,
+    vocab_size: int,
+    drawn: str = "",
 ) -> None:
     """Fill the model from a component's folder, or a checkpoint of Megatron-LM, whatever layout it was written in. An
     optimizer's state is not read.
@@ -125,7 +130,12 @@ def check_vocabulary(
 
 
 def load_component(
-    state: dict[str, Any], groups: ComponentGroups, folder: Path, info: ComponentInfo, *, weights_only: bool
+    state: dict[str, Any],
+    groups: ComponentGroups,
+    folder: Path,
+    info: ComponentInfo,
+    *,
+    weights_only: bool,
 ) -> dict[str, Any]:
     """Load `state` from the folder. The folder may also hold objects.
 

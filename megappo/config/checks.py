@@ -90,7 +90,11 @@ def unread_keys(config: Config) -> Iterator[tuple[str, object, str]]:
 
 
 def _unread(
-    config: Config, section: Section, path: str, above: tuple[ReadIf, ...], is_optional: bool = False
+    config: Config,
+    section: Section,
+    path: str,
+    above: tuple[ReadIf, ...],
+    is_optional: bool = False,
 ) -> Iterator[tuple[str, object, str]]:
     """Yield the unread keys of a section; of a section that is null by default, only keys that were written."""
     for name, field in type(section).model_fields.items():

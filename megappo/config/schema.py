@@ -104,7 +104,7 @@ class Actor(Trained):
     dro_beta: PositiveFloat = key(0.1, "dro: weight of the squared log-ratio")
     opsm_delta: PositiveFloat | None = key(None, "off-policy sequence masking: no gradient from tokens of negative advantage in a response whose mean of old_log_probs - log_probs exceeds this, such as 1e-4; null = off")
     entropy_coeff: NonNegativeFloat = key(0.0, "weight of the entropy bonus")
-    positive_nll_coef: NonNegativeFloat = key(0.0, "weight of the negative log-likelihood of correct responses (VAPO), those whose score, before it is shaped, is above 0; 0 = off")
+    positive_nll_coef: NonNegativeFloat = key(0.0, "weight of the negative log-likelihood of correct responses (VAPO), which have a score above 0 before it is shaped; 0 = off")
     use_kl_loss: StrictBool = key(False, "add kl_loss_coef x KL(policy, reference) to the loss; builds a reference")
     kl_loss_coef: NonNegativeFloat = key(0.001, "weight of the KL loss", read_if=HAS_KL_LOSS)
     kl_loss_type: KLKind = key("k3", "KL estimator of the loss; k1+ and k3+ have k2's gradient; full = over the whole vocabulary", read_if=HAS_KL_LOSS)

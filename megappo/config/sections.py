@@ -121,7 +121,7 @@ class Parallel(Section):
 
 class Model(Section):
     path: ModelPath = key(..., "Hugging Face folder (config.json, safetensors, tokenizer) that training starts from, or the id of a model on the hub, such as Qwen/Qwen2.5-7B, which a run downloads")
-    dist_checkpointing_path: FilePath | None = key(None, "folder of Megatron-LM, slime, Megatron-Bridge or verl (torch_dist), or a component of a checkpoint, whose weights the models of model.path start from instead of its safetensors; null = those", read_if=(BUILDS_MODELS, BUILDS_ACTOR))
+    dist_checkpointing_path: FilePath | None = key(None, "folder of Megatron-LM, slime, Megatron-Bridge or verl (torch_dist), or a component of a checkpoint, whose weights the models of model.path start from instead of its safetensors; null = its safetensors", read_if=(BUILDS_MODELS, BUILDS_ACTOR))
     dtype: Literal["fp32", "bf16"] = key("bf16", "parameter and activation type of every model; fp32 on a CPU")
     layer_spec: Literal["auto", "torch", "transformer_engine"] = key("auto", "transformer layers; auto = TransformerEngine's where it is installed with CUDA and can compute the model, else torch's")
 

@@ -50,7 +50,7 @@ class Trainer(Section):
     async_save: StrictBool = key(True, "continue training while a checkpoint is written; from the first save on, a copy of what is saved stays in host memory")
     keep_checkpoints: NonNegative = key(2, "newest checkpoints to keep; 0 = all")
     keep_every: NonNegative = key(0, "also keep the checkpoints of steps that this divides; 0 = none", read_if=(SAVES_BETWEEN, DELETES_CHECKPOINTS))
-    eval_interval: NonNegative | None = key(None, "steps between evaluations on data.val_files and eval.datasets, besides those before the first step and after the last; 0 = off; null = 10 if there are any")
+    eval_interval: NonNegative | None = key(None, "steps between evaluations on data.val_files and eval.datasets, besides evaluations before the first step and after the last; 0 = off; null = 10 if there are any")
     resume: Literal["auto", "never"] = key("auto", "auto: resume from output_dir's newest checkpoint; never: refuse a folder that has one")
     export_hf: StrictBool = key(True, "write the trained models among actor, critic and reward model as Hugging Face folders (hf_actor/, hf_critic/, hf_reward_model/) at the end")
     num_samples: NonNegative = key(4, "prompts of each held-out data set whose responses are kept per evaluation", read_if=(IS_PPO, HAS_HELD_OUT))

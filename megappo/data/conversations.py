@@ -126,7 +126,12 @@ class Conversations:
         return [found.end() for found in re.finditer(rf"(?:{separator})+|(?<!{separator})\Z", response)]
 
     def _tokenized(
-        self, content: PromptContent, response: str, ends: Sequence[int], *, is_truncated: bool
+        self,
+        content: PromptContent,
+        response: str,
+        ends: Sequence[int],
+        *,
+        is_truncated: bool,
     ) -> tuple[list[int], list[int]]:
         """Return the tokens of a rendered conversation, and the positions of the last token of each step."""
         is_chat = bool(self._own.chat_template)

@@ -216,7 +216,11 @@ class ConversationDataset(RecordDataset[E]):
         return texts, dict.fromkeys(warnings)
 
     def _check_entries(
-        self, check: Check, entries: Mapping[int, list[ExampleText]], numbers: Sequence[int], vocab_size: int
+        self,
+        check: Check,
+        entries: Mapping[int, list[ExampleText]],
+        numbers: Sequence[int],
+        vocab_size: int,
     ) -> None:
         every = self._encoded(list(entries.values()))
         for (number, texts), of_record in zip(entries.items(), every, strict=True):

@@ -123,7 +123,10 @@ class PreferenceDataset(ConversationDataset[Pair]):
 
 
 def open_examples(
-    config: Config, tokenizer: "PreTrainedTokenizerBase", ends: Sequence[int], unpack: Unpack | None = None
+    config: Config,
+    tokenizer: "PreTrainedTokenizerBase",
+    ends: Sequence[int],
+    unpack: Unpack | None = None,
 ) -> tuple[ConversationDataset[Any], dict[str, ConversationDataset[Any]]]:
     """Open the examples of data.train_files, and the examples of each of data.val_files, by name; arguments as of
     `ConversationDataset`."""

@@ -85,13 +85,17 @@ class Check:
         for fault in self.faults:
             if fault.action == action:
                 is_known = fault.text in numbers or len(numbers) < MAX_FAULTS
-                numbers.setdefault(fault.text if is_known else OTHER_FAULTS, []).append(fault.number + 1)
+                text = fault.text if is_known else OTHER_FAULTS
+                numbers.setdefault(text, []).append(fault.number + 1)
         for text, at in numbers.items():
-            places = f"{file.unit}{'s' if len(at) > 1 else ''} {', '.join(map(str, at[:MAX_NAMED]))}"
+            unit = f"{file.unit}s" if len(at) > 1 else file.unit
+            places = ", ".join(map(str, at[:MAX_NAMED]))
             if len(at) > MAX_NAMED:
                 places += f" and {len(at) - MAX_NAMED:,} more"
-            fields = f"; the file has: {shorten(', '.join(file.fields))}" if text.startswith("no field") else ""
-            yield f"{key}: {file.path} {places}: {text}{fields}"
+            fields = ""
+            if text.startswith("no field"):
+                fields = f"; the file has: {shorten(', '.join(file.fields))}"
+            yield f"{key}: {file.path} {unit} {places}: {text}{fields}"
 
 
 def merge_checks(parts: Sequence[Check]) -> Check:

@@ -103,7 +103,11 @@ class PromptDataset(RecordDataset[Prompt]):
         return entry, entry.warnings
 
     def _check_entries(
-        self, check: Check, entries: Mapping[int, PromptEntry], numbers: Sequence[int], vocab_size: int
+        self,
+        check: Check,
+        entries: Mapping[int, PromptEntry],
+        numbers: Sequence[int],
+        vocab_size: int,
     ) -> None:
         """Note prompts with no, too many or unknown tokens. Prompts that are certain to fit are not tokenised."""
         if self._fields.order_by is not None:

@@ -206,7 +206,10 @@ class EngineClient:
         return Connections(self._options)
 
     async def generate_async(
-        self, connections: Connections, prompts: Sequence[list[int]], params: SamplingParams
+        self,
+        connections: Connections,
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
     ) -> AsyncIterator[tuple[int, Generation]]:
         """Yield each prompt's position and its response as soon as that is finished; a caller that does not want all of
         them closes the iterator. Many requests may run at a time over the connections."""
@@ -228,7 +231,12 @@ class EngineClient:
             raise EngineFault(f"expected {len(prompts)} responses from the engine, got {len(prompts) - len(missing)}")
 
     def _finished(
-        self, path: str, data: bytes, missing: set[int], version: WeightVersion | None, replayed: Architecture | None
+        self,
+        path: str,
+        data: bytes,
+        missing: set[int],
+        version: WeightVersion | None,
+        replayed: Architecture | None,
     ) -> tuple[int, Generation] | None:
         """Return the position and the response of an event; None where the sequence has only begun."""
         event = self._parsed(path, data)

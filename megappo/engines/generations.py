@@ -138,7 +138,11 @@ def stream_body(
 
 
 def checked(
-    reply: Any, *, may_abort: bool = False, version: WeightVersion | None = None, replayed: Architecture | None = None
+    reply: Any,
+    *,
+    may_abort: bool = False,
+    version: WeightVersion | None = None,
+    replayed: Architecture | None = None,
 ) -> Generation:
     """Return the response in one reply.
 

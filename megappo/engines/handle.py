@@ -71,7 +71,7 @@ def start_engine(plan: RunPlan, rank: int, store: Store, cleanup: ExitStack) -> 
     part of it.
 
     Args:
-        store: torchrun's, through which those parts find each other.
+        store: torchrun's, through which the parts find each other.
     """
     config = plan.config
     layout = plan.layouts["rollout"]
@@ -99,7 +99,12 @@ def start_engine(plan: RunPlan, rank: int, store: Store, cleanup: ExitStack) -> 
 
 
 def _engine(
-    config: Config, layout: Layout, number: int, ranks: Sequence[int], node: int, node_arguments: JsonObject
+    config: Config,
+    layout: Layout,
+    number: int,
+    ranks: Sequence[int],
+    node: int,
+    node_arguments: JsonObject,
 ) -> Engine:
     """Return the part of an engine on its node number `node`, for these ranks."""
     per_node = _ranks_per_node()

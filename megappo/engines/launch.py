@@ -51,7 +51,13 @@ MODELS = "megappo.engines.sglang_models"
 
 
 def server_arguments(
-    model_path: str | Path, rollout: Rollout, dtype: str, *, on_gpu: bool, seed: int, lora: Lora | None = None
+    model_path: str | Path,
+    rollout: Rollout,
+    dtype: str,
+    *,
+    on_gpu: bool,
+    seed: int,
+    lora: Lora | None = None,
 ) -> JsonObject:
     """Return SGLang's ServerArgs by name, without host, port and key.
 
@@ -90,7 +96,10 @@ def server_arguments(
 
 
 def start_keeper(
-    settings: JsonObject, temporary: Path, environment: dict[str, str], output: IO[str] | None = None
+    settings: JsonObject,
+    temporary: Path,
+    environment: dict[str, str],
+    output: IO[str] | None = None,
 ) -> subprocess.Popen:
     """Start a keeper in a session of its own, which starts the server with these settings.
 
@@ -114,7 +123,12 @@ def start_keeper(
 
 
 def environment(
-    gpu_ids: list[str], tensor_parallel: int, temporary: Path, *, index: int = 0, num_threads: int | None = None
+    gpu_ids: list[str],
+    tensor_parallel: int,
+    temporary: Path,
+    *,
+    index: int = 0,
+    num_threads: int | None = None,
 ) -> dict[str, str]:
     """Return the variables of an engine on these GPUs, or on the trainer's cores; arguments as for `Engine`."""
     variables = inherited_environment(temporary)
@@ -179,7 +193,10 @@ def _without_expandable_segments(variables: dict[str, str]) -> dict[str, str]:
 
 
 def _with_cpu_threads(
-    variables: dict[str, str], tensor_parallel: int, index: int, num_threads: int | None
+    variables: dict[str, str],
+    tensor_parallel: int,
+    index: int,
+    num_threads: int | None,
 ) -> dict[str, str]:
     """Add the number of threads, and the cores of each rank where there are several; the user's variables stay.
 

@@ -81,7 +81,11 @@ def build_model(
 
 
 def _setting(
-    architecture: Architecture, model: Model, parallel: Parallel, groups: ComponentGroups, trained: bool
+    architecture: Architecture,
+    model: Model,
+    parallel: Parallel,
+    groups: ComponentGroups,
+    trained: bool,
 ) -> SwitchContext:
     """Return by what the switches of a model are decided on this machine.
 

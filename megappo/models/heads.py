@@ -169,7 +169,10 @@ class ValueHead(torch.nn.Module):
             self.weight.copy_(weight)
 
     def forward(
-        self, hidden: Tensor, weight: None = None, runtime_gather_output: bool | None = None
+        self,
+        hidden: Tensor,
+        weight: None = None,
+        runtime_gather_output: bool | None = None,
     ) -> tuple[Tensor, None]:
         """Values of the tokens, with the arguments and the pair GPTModel expects of its output layer.
 

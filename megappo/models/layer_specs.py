@@ -65,7 +65,11 @@ def layer_kind(wanted: str, fault: str = "") -> str:
 
 
 def layer_spec(
-    config: TransformerConfig, family: Family, has_te: bool, stage: int, chunk: int
+    config: TransformerConfig,
+    family: Family,
+    has_te: bool,
+    stage: int,
+    chunk: int,
 ) -> TransformerBlockSubmodules:
     """The decoder of one chunk of a pipeline stage, as GPTModel's `transformer_layer_spec`. The component's groups are
     active.
@@ -235,7 +239,10 @@ class NormOfAllHeads(CutParameters):
 
 
 def _change_output(
-    change: Callable[[Tensor], Tensor], block: torch.nn.Module, inputs: tuple, output: tuple
+    change: Callable[[Tensor], Tensor],
+    block: torch.nn.Module,
+    inputs: tuple,
+    output: tuple,
 ) -> tuple[Tensor, None]:
     """Change the output of a block, as its forward hook; beside it is its bias, or None."""
     plain, bias = output

@@ -110,7 +110,10 @@ class GatedDeltaNet(CutParameters):
         return (weight * normalised.to(gate.dtype) * F.silu(gate.float())).to(gate.dtype)
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple = (),
+        metadata: dict[str, Any] | None = None,
     ) -> ShardedStateDict:
         """Return the state, with the state of the linear layers."""
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
@@ -204,7 +207,7 @@ def delta_rule(
     to_state = (total[..., -1:] - total).exp() * (first == first[..., -1:])
     to_state = to_state[..., None]
 
-    # Within a chunk each token's writing depends on those before it: a triangular system for all of them.
+    # Within a chunk each token's writing depends on the tokens before it: a triangular system for all of them.
     written = key * beta
     solved = torch.linalg.solve_triangular(
         written @ key.mT * pairs,

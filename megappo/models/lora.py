@@ -165,7 +165,10 @@ class GroupedAdapter(MegatronModule):
         return output[0] + torch.cat([adapter(tokens) for adapter, tokens in parts]), output[1]
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple = (),
+        metadata: dict[str, Any] | None = None,
     ) -> ShardedStateDict:
         """Return the state as Megatron's SequentialMLP does, so that checkpoints of either load into the other."""
         found: ShardedStateDict = {}

@@ -56,7 +56,11 @@ class HeadsConfig(TransformerConfig):
 
 
 def transformer_config(
-    architecture: Architecture, model: Model, parallel: Parallel, recompute: str, switches: frozenset[str]
+    architecture: Architecture,
+    model: Model,
+    parallel: Parallel,
+    recompute: str,
+    switches: frozenset[str],
 ) -> TransformerConfig:
     """Return Megatron's description of the layers, in one layout.
 

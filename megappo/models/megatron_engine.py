@@ -40,7 +40,12 @@ class MegatronEngine:
     """
 
     def __init__(
-        self, chunks: ModelChunks, groups: ComponentGroups, head: Head, max_tokens: int, keeps_prompts: bool = False
+        self,
+        chunks: ModelChunks,
+        groups: ComponentGroups,
+        head: Head,
+        max_tokens: int,
+        keeps_prompts: bool = False,
     ):
         self.chunks = chunks
         self.transformer_config = chunks[0].config
@@ -123,7 +128,12 @@ class MegatronEngine:
         return {name: reduce_from_tensor_model_parallel_region(share.clone(), context) for name, share in shares}
 
     def _run(
-        self, rows: Rows, bins: Sequence[Sequence[int]], on_output: OnOutput, on_idle: OnOutput, forward_only: bool
+        self,
+        rows: Rows,
+        bins: Sequence[Sequence[int]],
+        on_output: OnOutput,
+        on_idle: OnOutput,
+        forward_only: bool,
     ) -> list:
         """Run a pass over the bins and return the results of `on_output`; `on_idle` gets `_num_idle` more."""
         num_idle = self._num_idle(len(bins))
@@ -178,7 +188,10 @@ class MegatronEngine:
         return held // self._multiple, 1, self.transformer_config.hidden_size
 
     def _packs(
-        self, rows: Rows, parts: Sequence[tuple[Sequence[int], OnOutput]], num_idle: int
+        self,
+        rows: Rows,
+        parts: Sequence[tuple[Sequence[int], OnOutput]],
+        num_idle: int,
     ) -> Iterator[tuple[PackedBatch, OnOutput]]:
         """Yield every micro-batch with the function for its output. Routers count the last `num_idle` as padding."""
         context = self.groups.collection.cp

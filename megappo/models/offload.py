@@ -126,14 +126,19 @@ def block_sizes(nbytes: int) -> list[int]:
 def _storages(engine: MegatronEngine, base: MegatronEngine | None) -> dict[TensorKind, list[UntypedStorage]]:
     """Return each storage on the device once, without the base's; a storage that serves several kinds is under the
     first."""
+    seen = set()
+    if base is not None:
+        for tensor in _tensors(base)["weights"]:
+            seen.add(tensor.untyped_storage()._cdata)
     by_kind: dict[TensorKind, list[UntypedStorage]] = {}
-    lent = _tensors(base)["weights"] if base is not None else []
-    seen = {tensor.untyped_storage()._cdata for tensor in lent}
     for kind, tensors in _tensors(engine).items():
-        storages = [tensor.untyped_storage() for tensor in tensors if tensor.device == platform.device()]
-        new = {one._cdata: one for one in storages if one.nbytes() and one._cdata not in seen}
-        by_kind[kind] = list(new.values())
-        seen |= new.keys()
+        by_kind[kind] = []
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            is_here = tensor.device == platform.device() and storage.nbytes()
+            if is_here and storage._cdata not in seen:
+                by_kind[kind].append(storage)
+                seen.add(storage._cdata)
     return by_kind
 
 

@@ -155,8 +155,10 @@ class PackedAttention(CutParameters):
         pack = packed_seq_params
         if attention_bias is not None:
             angles = attention_bias[pack.positions, 0]
-            cosine, sine = ((part * self.magnitude).to(query.dtype) for part in (angles.cos(), angles.sin()))
-            query, key = (_rotated(tensor, cosine, sine, self.rotates_neighbours) for tensor in (query, key))
+            cosine = (angles.cos() * self.magnitude).to(query.dtype)
+            sine = (angles.sin() * self.magnitude).to(query.dtype)
+            query = _rotated(query, cosine, sine, self.rotates_neighbours)
+            key = _rotated(key, cosine, sine, self.rotates_neighbours)
         if self.is_one_kernel:
             from torch.nn.attention.varlen import varlen_attn  # here, as it imports torch's compiler: 0.4 s of CPU
 
@@ -172,11 +174,11 @@ class PackedAttention(CutParameters):
                 window_size=(self.window - 1 if self.window else -1, 0),  # causal
                 enable_gqa=True,
             ).flatten(1)
-        key, value = (whole_pack(tensor, pack.cu_seqlens_kv, self.context) for tensor in (key, value))
         queries = query.split([length // self.context.size() for length in pack.lengths])
-        keys = key.split(pack.lengths)
-        values = value.split(pack.lengths)
-        return torch.cat([self._attend(*sequence) for sequence in zip(queries, keys, values, strict=True)]).flatten(1)
+        keys = whole_pack(key, pack.cu_seqlens_kv, self.context).split(pack.lengths)
+        values = whole_pack(value, pack.cu_seqlens_kv, self.context).split(pack.lengths)
+        sequences = zip(queries, keys, values, strict=True)
+        return torch.cat([self._attend(*sequence) for sequence in sequences]).flatten(1)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attend in one sequence: each chunk of queries that this rank holds, to all keys up to its end."""

@@ -69,7 +69,12 @@ class LayerRouting:
         return probs, chosen
 
     def get_replay_topk(
-        self, scores: Tensor, top_k: int, num_groups: int | None, group_top_k: int | None, choose: Callable
+        self,
+        scores: Tensor,
+        top_k: int,
+        num_groups: int | None,
+        group_top_k: int | None,
+        choose: Callable,
     ) -> tuple[Tensor, Tensor]:
         """Return the scores and numbers of the experts of each token, [T, top_k] both: the engine's choice if it is
         known, else the choice of `choose`."""

@@ -59,7 +59,10 @@ def sharded_chunks(
 
 
 def sharded_optimizer(
-    optimizer: ChainedOptimizer, model: dict[str, dict[str, Any]], groups: ComponentGroups, is_loading: bool
+    optimizer: ChainedOptimizer,
+    model: dict[str, dict[str, Any]],
+    groups: ComponentGroups,
+    is_loading: bool,
 ) -> dict[str, Any]:
     """Return the optimizer of `sharded_chunks` as dist_checkpointing takes it. The component's groups are active."""
     state = optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=sharding_metadata(groups))
@@ -70,7 +73,10 @@ def sharded_optimizer(
 
 
 def sharded_states(
-    optimizer: DistributedOptimizer, model: dict[str, Any], is_loading: bool, metadata: dict[str, Any]
+    optimizer: DistributedOptimizer,
+    model: dict[str, Any],
+    is_loading: bool,
+    metadata: dict[str, Any],
 ) -> dict[int, dict[str, list[ShardedTensor]]]:
     """Stand in for `DistributedOptimizer.sharded_param_state_fully_reshardable`.
 

@@ -45,7 +45,7 @@ def _held_out(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _kept(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield kept rollouts of a step: those with the lowest scores, and the first ones."""
+    """Yield kept rollouts of a step: the ones with the lowest scores, and the first ones."""
     table = read_kept(path)
     scores = table["score"].to_pylist()
     lowest = sorted(range(len(scores)), key=lambda row: scores[row])[: ROWS_PER_STEP // 3]

@@ -1,4 +1,4 @@
-"""Show a run's responses: those to held-out prompts, and the training rollouts that it kept."""
+"""Show a run's responses to held-out prompts, and the training rollouts that it kept."""
 
 import argparse
 import math
@@ -30,7 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     passed.add_argument("--right", dest="passed", action="store_true", default=None, help="only responses that passed")
     passed.add_argument("--wrong", dest="passed", action="store_false", default=None, help="only responses that failed")
     parser.add_argument("--order", choices=["best", "worst"], help="which come first (default: as they were drawn)")
-    parser.add_argument("--search", default="", metavar="TEXT", help="only those with this text, in prompt or response")
+    parser.add_argument(
+        "--search", default="", metavar="TEXT", help="only responses with this text, in prompt or response"
+    )
     parser.add_argument("--num", type=int, default=10, help="responses to show at most (default: 10)")
     args = parser.parse_args(arguments)
     files = [*sample_files(args.run), *sample_files(args.run, "parquet")]

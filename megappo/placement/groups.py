@@ -140,7 +140,7 @@ def build_groups(layouts: dict[str, Layout], seed: int, timeout: timedelta | Non
     """Create every component's process groups. All ranks of the world call it together, with the same arguments.
 
     Components with equal rank sets share groups. A pipeline's group runs one collective, since NCCL's first batched
-    point-to-point call on a group needs every member; the others connect at their first use, and those without any
+    point-to-point call on a group needs every member; the others connect at their first use, and groups without any
     never take NCCL's memory. All ranks make all groups, in one order: torch names a group that its members make alone
     by the number of groups that each of them is in, which differs.
 

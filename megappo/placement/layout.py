@@ -285,8 +285,7 @@ def _spanning(ranks: Ranks, sizes: Mapping[str, int], dimensions: Sequence[str])
     As megatron-core's RankGenerator, which loops over all ranks for each group.
     """
     groups = defaultdict[tuple[int, ...], list[int]](list)
-    places = product(*map(range, sizes.values()))
-    for rank, place in zip(ranks, places, strict=True):
+    for rank, place in zip(ranks, product(*map(range, sizes.values())), strict=True):
         others = []  # the rank's place in the other dimensions, which its group shares
         for dimension, at in zip(sizes, place, strict=True):
             if dimension not in dimensions:

@@ -43,7 +43,10 @@ def _rank_texts(config: Config) -> dict[str, str]:
 
 
 def place(
-    config: Config, components: Mapping[str, ComponentSpec], world_size: int, ranks_per_node: int
+    config: Config,
+    components: Mapping[str, ComponentSpec],
+    world_size: int,
+    ranks_per_node: int,
 ) -> dict[str, Layout]:
     """Return the layout of each component, by name, and with PPO of the SGLang engines, as `rollout`.
 

@@ -111,7 +111,7 @@ class RunPlan:
         shared = [rank for engine in self.route.engines if engine.shares_gpus for rank in engine.ranks]
         if shared and self.config.rollout.sleep != "never":
             yield (
-                f"{ahead} has the engines sample while the models train, but those on the GPUs of ranks "
+                f"with {ahead} the engines sample while the models train, but engines on the GPUs of ranks "
                 f"{format_ranks(shared)} sleep then: give placement.rollout ranks of its own, or set rollout.sleep to "
                 "never"
             )

@@ -36,7 +36,10 @@ def estimate(estimator: Callable[..., Estimates], **inputs: Any) -> Estimates:
 
 
 def compute_token_level_rewards(
-    scores: Tensor, response_mask: Tensor, kl: Tensor | None = None, kl_coef: float = 0.0
+    scores: Tensor,
+    response_mask: Tensor,
+    kl: Tensor | None = None,
+    kl_coef: float = 0.0,
 ) -> Tensor:
     """Put each response's score on its last token with mask 1 and subtract the KL penalty from every token.
 
@@ -145,13 +148,11 @@ def _discounted_sums(x: Tensor, decay: Tensor) -> Tensor:
     """
     offsets = torch.arange(BLOCK, device=x.device)
     distances = (offsets[:, None] - offsets).clamp(min=0)
-    powers = decay[..., None, None] ** distances
-    weights = powers.tril().to(x.dtype)  # of position i in the sum from position j on
+    weights = (decay[..., None, None] ** distances).tril().to(x.dtype)  # of position i in the sum from position j on
 
     num_blocks = x.shape[1] // BLOCK
     blocks = x.unflatten(1, (num_blocks, BLOCK))
-    sums = blocks @ weights[..., :1]
-    firsts = sums.squeeze(-1).double()  # the sum from the beginning of each block on
+    firsts = (blocks @ weights[..., :1]).squeeze(-1).double()  # the sum from the beginning of each block on
     for block in reversed(range(num_blocks - 1)):
         firsts[:, block].addcmul_(firsts[:, block + 1], decay**BLOCK)
 
@@ -203,15 +204,12 @@ def gae_over_turns(
     num_turns = int(numbers.max()) if numbers.numel() else 0
     # Column 0 takes the tokens that belong to no turn; its mask is 0.
     zeros = values.new_zeros(len(values), 1 + num_turns, dtype=torch.float32)
-    token_rewards = torch.where(valid, token_level_rewards.float(), 0.0)
-    rewards = zeros.scatter_add(1, numbers, token_rewards)
-    num_tokens = zeros.scatter_add(1, numbers, valid.float())
-    mask = num_tokens.clamp(max=1)
+    rewards = zeros.scatter_add(1, numbers, torch.where(valid, token_level_rewards.float(), 0.0))
+    mask = zeros.scatter_add(1, numbers, valid.float()).clamp(max=1)
 
     latest, _ = numbers.cummax(dim=1)
     previous = pad(latest[:, :-1], (1, 0))
-    is_first = valid & (numbers > previous)
-    first_values = torch.where(is_first, values.float(), 0.0)
+    first_values = torch.where(valid & (numbers > previous), values.float(), 0.0)
     turn_values = zeros.scatter_add(1, numbers, first_values)
     advantages, returns = gae(rewards, turn_values, mask, gamma, lam, bootstrap_values=bootstrap_values)
     return advantages.gather(1, numbers), returns.gather(1, numbers)

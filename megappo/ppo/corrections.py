@@ -79,7 +79,8 @@ def rollout_is_weights(
 
 
 def _kept(log_ratio: Tensor, valid: Tensor, config: Any) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-    """Return the tokens that nothing rejects, [B, R] bool; those each `reject` rejects; the vetoed responses, [B]."""
+    """Return the tokens that nothing rejects, [B, R] bool; the tokens that each `reject` rejects; the vetoed responses,
+    [B]."""
     lowest = -math.inf if config.veto_threshold is None else math.log(config.veto_threshold)
     vetoed = (valid & (log_ratio < lowest)).any(dim=1)
     rejected = {name: _diverging(log_ratio, valid, name, bound) for name, bound in config.reject.items()}

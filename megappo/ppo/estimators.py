@@ -25,7 +25,10 @@ from megappo.ppo.reductions import (
 
 
 def grpo(
-    token_level_rewards: Tensor, response_mask: Tensor, groups: Tensor, norm_adv_by_std_in_grpo: bool = True
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    groups: Tensor,
+    norm_adv_by_std_in_grpo: bool = True,
 ) -> Estimates:
     """(score - group's mean) / (group's standard deviation + 1e-6) on each token; exactly 0 in a group of equal scores.
 
@@ -104,7 +107,10 @@ def opo(token_level_rewards: Tensor, response_mask: Tensor, groups: Tensor) -> E
 
 
 def gpg(
-    token_level_rewards: Tensor, response_mask: Tensor, groups: Tensor, group: ProcessGroup | None = None
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    groups: Tensor,
+    group: ProcessGroup | None = None,
 ) -> Estimates:
     """(responses / responses whose score is not 0) * (score - group's mean), on each token; 0 if all scores are 0.
 
@@ -123,7 +129,10 @@ def gpg(
 
 
 def grpo_passk(
-    token_level_rewards: Tensor, response_mask: Tensor, groups: Tensor, norm_adv_by_std_in_grpo: bool = True
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    groups: Tensor,
+    norm_adv_by_std_in_grpo: bool = True,
 ) -> Estimates:
     """(best score - second best) / (group's standard deviation + 1e-6) on each token of a prompt's best response.
 
@@ -149,7 +158,10 @@ def grpo_passk(
 
 
 def gdpo(
-    score_components: Tensor, response_mask: Tensor, groups: Tensor, norm_adv_by_std_in_grpo: bool = True
+    score_components: Tensor,
+    response_mask: Tensor,
+    groups: Tensor,
+    norm_adv_by_std_in_grpo: bool = True,
 ) -> Estimates:
     """Sum of GRPO's advantages for several scores, each compared on its own. The method whitens it over the batch.
 

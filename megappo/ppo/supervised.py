@@ -34,7 +34,11 @@ def nll_loss(
 
 
 def preference_loss(
-    chosen: Tensor, rejected: Tensor, margins: Tensor, num_pairs: int, center_coef: float = 0.0
+    chosen: Tensor,
+    rejected: Tensor,
+    margins: Tensor,
+    num_pairs: int,
+    center_coef: float = 0.0,
 ) -> tuple[Tensor, Metrics]:
     """Return the Bradley-Terry loss of pairs, -log sigmoid(chosen - rejected - margin), a mean over the batch's pairs.
 

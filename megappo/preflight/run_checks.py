@@ -283,7 +283,7 @@ def _model_files(key: str, folder: Path) -> Iterator[str]:
 
 
 def _megatron_folder(spec: ComponentSpec) -> Iterator[str]:
-    """Yield the errors of a Megatron folder, from its names and those in its metadata."""
+    """Yield the errors of a Megatron folder, from its names and the names in its metadata."""
     key, folder = spec.weights.key, spec.megatron_folder
     if spec.training is not None and spec.lora is not None:
         remedy = f"set {spec.training.key}.lora to null, or convert the folder (megappo convert megatron-to-hf)"

@@ -176,7 +176,11 @@ class EpisodeRunner:
         raise self._fault(f"{lost}, {MAX_RESETS} times before an episode began")
 
     async def _take_turns(
-        self, transcript: Transcript, environment: Environment, generate: Generate, parts: Counter[str]
+        self,
+        transcript: Transcript,
+        environment: Environment,
+        generate: Generate,
+        parts: Counter[str],
     ) -> tuple[Ending, str]:
         """Take turns until the episode ends; return how it ended, and how the environment was lost."""
         for turn in range(1, self._max_turns + 1):

@@ -24,7 +24,11 @@ Facts = dict[tuple[int, int], dict[str, Any]]
 
 
 def keep_rollouts(
-    output_dir: Path, step: int, batch: Batch, responses: StepResponses | None, rollouts: Rollouts
+    output_dir: Path,
+    step: int,
+    batch: Batch,
+    responses: StepResponses | None,
+    rollouts: Rollouts,
 ) -> None:
     """Write `rollouts/step_XXXXXXXX.parquet`, a row for each response; all ranks together.
 

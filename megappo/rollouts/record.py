@@ -124,7 +124,12 @@ class Replay(Batches):
     """
 
     def __init__(
-        self, folder: Path, config: Config, vocab_size: int, exchange: Exchange, key: str = "trainer.replay_rollouts"
+        self,
+        folder: Path,
+        config: Config,
+        vocab_size: int,
+        exchange: Exchange,
+        key: str = "trainer.replay_rollouts",
     ):
         self._folder = folder
         self._config = config
@@ -136,7 +141,10 @@ class Replay(Batches):
         """Do nothing: the record has the step's responses with their scores."""
 
     def score(
-        self, step: int, responses: None, phase: Callable[[str], AbstractContextManager[None]]
+        self,
+        step: int,
+        responses: None,
+        phase: Callable[[str], AbstractContextManager[None]],
     ) -> tuple[Batch, dict[str, Any]]:
         """Return a step's rows at their owners, each of which reads its own, and metrics.
 

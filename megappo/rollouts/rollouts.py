@@ -34,7 +34,7 @@ NO_WORKERS = TaskWorkers()
 
 
 class Rollouts:
-    """Samples responses with the engines of all ranks. All ranks call it together; those without an engine only join
+    """Samples responses with the engines of all ranks. All ranks call it together; ranks without an engine only join
     the exchanges.
 
     Args:
@@ -134,7 +134,10 @@ class Rollouts:
             return responses
 
     def _group_handler(
-        self, responses: Responses, quota: GroupQuota | None, n: int
+        self,
+        responses: Responses,
+        quota: GroupQuota | None,
+        n: int,
     ) -> Callable[[Sequence[Sample]], None]:
         count_finished = self.new_counter()
         total = n * len(responses.prompts)

@@ -187,7 +187,11 @@ def mask_truncated(samples: Sequence[Sample], *, compared: bool) -> None:
 
 
 def sample_rows(
-    samples: Sequence[Sample], *, episodes: bool = False, step: int | None = None, replayed: Architecture | None = None
+    samples: Sequence[Sample],
+    *,
+    episodes: bool = False,
+    step: int | None = None,
+    replayed: Architecture | None = None,
 ) -> Rows:
     """Return a row for each segment, without scores.
 

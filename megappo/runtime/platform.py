@@ -245,7 +245,7 @@ def gc_disabled() -> Iterator[None]:
 
 
 def raise_open_file_limit() -> None:
-    """Let this process, and those it starts, open as many files as the hard limit allows.
+    """Let this process, and the processes it starts, open as many files as the hard limit allows.
 
     A rank of a large run holds a socket for every other rank of each of its gloo groups; the usual 1024 are too few.
     """

@@ -37,7 +37,8 @@ def verified_sync(
         loaded: checksums of the weights that the engine loaded, if it has slept since; empty = it still has them.
         overwrites: False for a sync of adapters, which would not restore the other weights.
     Raises:
-        EngineError: some of an engine's weights were not set, or differ from those it loaded; the message names some.
+        EngineError: some of an engine's weights were not set, or differ from the weights it loaded; the message names
+            some.
     """
     corrupt = []
     if client is not None:
@@ -65,7 +66,11 @@ def verified_sync(
 
 
 def check_probe(
-    rows: Rows, engine_number: int | None, config: Config, exchange: Exchange, warn: Callable[[str], object]
+    rows: Rows,
+    engine_number: int | None,
+    config: Config,
+    exchange: Exchange,
+    warn: Callable[[str], object],
 ) -> dict[str, float]:
     """Return `sync/log_prob_diff/{mean,max,warnings}` of the probe after a sync; all ranks together.
 
@@ -76,16 +81,22 @@ def check_probe(
     Raises:
         EngineError: the log-probs of an engine differ too much on average; see `check_log_probs`.
     """
-    difference = (rows.field("old_log_probs") - rows.field("rollout_log_probs")).abs() * rows.response_mask
+    mask = rows.response_mask
+    difference = (rows.field("old_log_probs") - rows.field("rollout_log_probs")).abs() * mask
     found = None
     if engine_number is not None:
-        found = engine_number, float(difference.sum() / rows.response_mask.sum()), float(difference.max())
-    numbers, means, maxima = zip(*filter(None, exchange.all_gather(found)), strict=True)
+        mean = float(difference.sum() / mask.sum())
+        found = engine_number, mean, float(difference.max())
+    all_found = filter(None, exchange.all_gather(found))
+    numbers, means, maxima = zip(*all_found, strict=True)
+
     worst = int(torch.tensor(means).argmax())  # of many engines, one that is stale would not show in the mean of all
     warnings = check_log_probs(f"engine {numbers[worst]}'s probe", means[worst], config, warn)
-    mean = float(torch.tensor(means).mean())
-    metrics = {"mean": mean, "max": max(maxima), "warnings": warnings}
-    return {f"sync/log_prob_diff/{name}": value for name, value in metrics.items()}
+    return {
+        "sync/log_prob_diff/mean": float(torch.tensor(means).mean()),
+        "sync/log_prob_diff/max": max(maxima),
+        "sync/log_prob_diff/warnings": warnings,
+    }
 
 
 def check_log_probs(

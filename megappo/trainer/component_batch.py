@@ -67,7 +67,10 @@ class Component:
     reads: tuple[str, ...] = READS
 
     def scatter(
-        self, batch: Batch, num_mini_batches: int = 1, others: Iterable["ComponentBatch"] = ()
+        self,
+        batch: Batch,
+        num_mini_batches: int = 1,
+        others: Iterable["ComponentBatch"] = (),
     ) -> "ComponentBatch":
         """Bring a step's tokens, and what the component reads with them, to its shards; `others` may have the same rows
         already."""

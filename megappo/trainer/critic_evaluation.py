@@ -151,7 +151,10 @@ def _held_out_rollouts(run: "Run") -> Iterator[tuple[str, Batch]]:
 
 
 def _with_model_scores(
-    run: "Run", batch: Batch, responses: StepResponses | None, dataset: PromptDataset | None = None
+    run: "Run",
+    batch: Batch,
+    responses: StepResponses | None,
+    dataset: PromptDataset | None = None,
 ) -> Batch:
     """Return the batch with the scores of the reward model added, if the run has one; the engines sleep."""
     conversations = run.scorer.scatter(batch, responses, dataset)

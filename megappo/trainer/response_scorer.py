@@ -65,7 +65,10 @@ class ResponseScorer:
         self._conversations = Conversations(config, self._architecture, tokenizer)
 
     def scatter(
-        self, batch: Batch, responses: StepResponses | Responses | None, dataset: PromptDataset | None = None
+        self,
+        batch: Batch,
+        responses: StepResponses | Responses | None,
+        dataset: PromptDataset | None = None,
     ) -> ConversationBatch:
         """Bring the conversations of rows to the model's shards.
 

@@ -68,7 +68,10 @@ def update(
 
 
 def _mini_batches(
-    batch: ComponentBatch, engine: TrainedEngine, ppo_epochs: int, config: Config
+    batch: ComponentBatch,
+    engine: TrainedEngine,
+    ppo_epochs: int,
+    config: Config,
 ) -> Iterator[tuple[Rows, int, int]]:
     """Yield the remaining `ComponentBatch.mini_batches`, epoch after epoch, until the run is interrupted."""
     parts = batch.mini_batches(counts_empty_rows=conventions(config).counts_empty_rows)

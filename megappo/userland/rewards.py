@@ -268,7 +268,11 @@ class RewardPool(WorkerPool):
         return f"fix it, {change}or, if few calls fail, set reward.on_error=zero, which scores these responses 0"
 
     async def _handle(
-        self, worker: WorkerProcess, queue: FunctionQueue, rows: Sequence[PendingRow], failure: CallError
+        self,
+        worker: WorkerProcess,
+        queue: FunctionQueue,
+        rows: Sequence[PendingRow],
+        failure: CallError,
     ) -> WorkerProcess:
         """Handle the failure of a call: end the run, or call each of several rows alone, while there is hope."""
         if self._error is not None:
@@ -293,7 +297,11 @@ class RewardPool(WorkerPool):
         return worker
 
     async def _culprit(
-        self, worker: WorkerProcess, queue: FunctionQueue, rows: Sequence[PendingRow], failure: CallError
+        self,
+        worker: WorkerProcess,
+        queue: FunctionQueue,
+        rows: Sequence[PendingRow],
+        failure: CallError,
     ) -> int | None:
         """Return the number of the first row for which a call alone fails in the same way; None if none is found, or
         for a function that waits for a server, which is not called again."""

@@ -214,8 +214,11 @@ class Export:
         matrix = name.removesuffix(".weight")
         if matrix + LORA_A not in self._adapters:
             return shard
-        a, b = (self._adapters[matrix + kind].detach().float() for kind in (LORA_A, LORA_B))
-        return (shard.float() + self._scale * (b @ a).view_as(shard)).to(shard.dtype)
+        a = self._adapters[matrix + LORA_A].detach().float()
+        b = self._adapters[matrix + LORA_B].detach().float()
+        product = (b @ a).view_as(shard)
+        merged = shard.float() + self._scale * product
+        return merged.to(shard.dtype)
 
 
 def _shard_receivers(

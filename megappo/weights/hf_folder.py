@@ -146,7 +146,11 @@ def critic_buckets(buckets: Iterable[NamedTensors], has_bias: bool = False) -> I
 
 
 def _write_adapters(
-    chunks: ModelChunks, architecture: Architecture, groups: ComponentGroups, source: str | Path, folder: Path
+    chunks: ModelChunks,
+    architecture: Architecture,
+    groups: ComponentGroups,
+    source: str | Path,
+    folder: Path,
 ) -> None:
     """Write a model's adapters, and a value head, into `folder` on the component's first rank."""
     first = groups.layout.ranks[0]

@@ -125,7 +125,11 @@ def load_hf(
 
 
 def _check_source(
-    source: HFFolder, architecture: Architecture, table: Mapping[str, Parameter], *, has_adapters: bool
+    source: HFFolder,
+    architecture: Architecture,
+    table: Mapping[str, Parameter],
+    *,
+    has_adapters: bool,
 ) -> None:
     """Name the value head as the table does, and check that the folder has the table's tensors, and no others."""
     expected = hf_tensors_of(entry for name, entry in table.items() if has_adapters or not is_adapter(name))
