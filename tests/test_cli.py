@@ -14,7 +14,7 @@ import pytest
 import yaml
 from planning import REPOSITORY, write_run
 
-from megappo.cli import COMMANDS
+from megappo.commands.cli import COMMANDS
 from megappo.config.loading import load_config
 
 HEAVY = ["torch", "pydantic", "numpy", "yaml", "transformers", "typer", "pyarrow"]
@@ -43,7 +43,7 @@ def test_help_lists_every_command_in_groups_on_one_screen():
 def test_every_command_has_a_module():
     assert {"train", "plan", "evaluate", "convert", "serve", "inspect", "doctor", "quickstart"} <= COMMANDS.keys()
     for command in COMMANDS.values():
-        assert find_spec(command.module) is not None, command
+        assert find_spec(command.function.partition(":")[0]) is not None, command
 
 
 @pytest.mark.parametrize("name", ["train", "plan", "evaluate", "convert", "serve", "inspect", "doctor", "quickstart"])
@@ -184,6 +184,6 @@ def test_a_wheel_has_the_commands_and_the_shapes(tmp_path):
     [wheel] = Path(tmp_path).glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
     for command in COMMANDS.values():
-        assert f"{command.module.replace('.', '/')}.py" in names
+        assert f"{command.function.partition(':')[0].replace('.', '/')}.py" in names
     assert "megappo/architecture/shapes/qwen2.5-7b/config.json" in names
     assert "megappo_tools/conversion/running.py" in names

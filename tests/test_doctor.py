@@ -20,7 +20,7 @@ Patch = pytest.MonkeyPatch
 
 
 def examine(*checks: str, prefix: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
-    command = [*prefix, sys.executable, "-m", "megappo.doctor", *checks]
+    command = [*prefix, sys.executable, "-m", "megappo", "doctor", *checks]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
 
 

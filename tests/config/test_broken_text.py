@@ -229,7 +229,7 @@ PROCESSES = {
 @pytest.mark.parametrize(("arguments", "environment", "message"), PROCESSES.values(), ids=PROCESSES)
 def test_the_command_itself(run_folder, arguments, environment, message):
     (run_folder / "bad.yaml").write_text("base: run.yaml\nmodel: 3\n")
-    command = [sys.executable.encode(), b"-m", b"megappo.plan", *arguments]
+    command = [sys.executable.encode(), b"-m", b"megappo", b"plan", *arguments]
     variables = {name: value for name, value in os.environ.items() if name != "WORLD_SIZE"}
     variables |= {"PYTHONPATH": str(REPOSITORY)} | environment
     done = subprocess.run(command, env=variables, **CAPTURED)

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megappo import plan
-from megappo.arguments import plan_arguments, train_arguments
+from megappo.commands import plan
+from megappo.commands.arguments import plan_arguments, train_arguments
 from megappo.config.config_error import ConfigError
 from megappo.config.describe import keys
 from megappo.config.elsewhere import BELOW, System, systems

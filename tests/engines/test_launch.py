@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from megappo import train
 from megappo.architecture.families import FAMILIES
+from megappo.commands import train
 from megappo.config.schema import Config, Rollout
 from megappo.engines import launch
 from megappo.placement.run_plan import plan_run

@@ -191,7 +191,7 @@ def test_the_commands_refuse_what_is_no_run(tmp_path, capsys):
 
 
 def test_usage_errors_need_nothing_heavy():
-    source = "import sys, megappo.observe.compare_command; print({'torch', 'pyarrow', 'yaml'} & sys.modules.keys())"
+    source = "import sys, megappo.commands.compare_command; print({'torch', 'pyarrow', 'yaml'} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from megappo.architecture.architecture import DTYPES
 from megappo.architecture.model_folder import SHAPES, hub_id, shape_folder, shipped_shape
-from megappo.arguments import MOST_RANKS, plan_arguments
+from megappo.commands.arguments import MOST_RANKS, plan_arguments
 from megappo.config.checks import config_warnings
 from megappo.config.config_error import ConfigError, Missing, counted, printable, show
 from megappo.config.describe import config_help
@@ -296,11 +296,3 @@ def _hide_torch() -> None:
     if "torch" not in sys.modules:
         sys.modules["torch"] = None  # type: ignore[assignment]
         os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # that it found none
-
-
-if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except ConfigError as error:
-        print(error.report(0), file=sys.stderr)
-        sys.exit(error.exit_code)

@@ -1,8 +1,7 @@
-"""Show a run's responses: those to held-out prompts, and the training rollouts that it kept."""
+"""`megappo samples`: show a run's responses: those to held-out prompts, and the training rollouts that it kept."""
 
 import argparse
 import math
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,10 @@ ABSENT = {"dataset": "", "score": math.nan, "passed": None, **dict.fromkeys(TEXT
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print responses of one step; return the process's exit code."""
-    parser = argparse.ArgumentParser(prog="megappo samples", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="megappo samples",
+        description="Show a run's responses: those to held-out prompts, and the training rollouts that it kept.",
+    )
     parser.add_argument("run", type=Path, help="output folder of a run")
     parser.add_argument("--step", type=int, help="a step that has responses (default: the newest)")
     parser.add_argument("--dataset", help=f"a held-out data set, or {TRAINING} (default: all)")
@@ -79,7 +81,3 @@ def _writer(turn: int, reward: float, **_: str) -> str:
     """Return who wrote a turn, and the reward that it got."""
     writer = f"policy {turn}" if turn else "environment"
     return f"{writer}, reward {reward:.4g}" if reward else writer
-
-
-if __name__ == "__main__":
-    sys.exit(main())

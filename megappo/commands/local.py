@@ -1,4 +1,5 @@
-"""Train on this node: check the config, then replace this process by megappo.torchrun, which starts the ranks."""
+"""`megappo train`, `megappo sft` and `megappo reward-model`: check a config, then replace this process by
+megappo.torchrun, which starts the ranks of this node."""
 
 import contextlib
 import io
@@ -6,18 +7,30 @@ import os
 import sys
 from collections.abc import Sequence
 
-from megappo import plan
-from megappo.arguments import train_arguments
+from megappo.commands import plan
+from megappo.commands.arguments import reward_model_arguments, sft_arguments, train_arguments
 from megappo.runtime.machine import PYTHON, for_python, num_gpus
 from megappo.runtime.status import STATUS
 
 CPU_RANKS = 2
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def train(arguments: Sequence[str] | None = None) -> int:
     """Start the ranks; return 2 for a config that cannot work."""
     args = train_arguments(arguments)
     return start(args.config, args.overrides, args.nproc)
+
+
+def sft(arguments: Sequence[str] | None = None) -> int:
+    """Start the ranks of supervised fine-tuning; return 2 for a config that cannot work."""
+    args = sft_arguments(arguments)
+    return start(args.config, [*args.overrides, "trainer.kind=sft"], args.nproc)
+
+
+def reward_model(arguments: Sequence[str] | None = None) -> int:
+    """Start the ranks that train a reward model; return 2 for a config that cannot work."""
+    args = reward_model_arguments(arguments)
+    return start(args.config, [*args.overrides, "trainer.kind=reward_model"], args.nproc)
 
 
 def start(config: str, overrides: Sequence[str], nproc: int | None) -> int:

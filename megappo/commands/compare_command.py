@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from megappo.observe.report_command import check_runs
+from megappo.commands.report_command import check_runs
 from megappo.table import resolved
 
 

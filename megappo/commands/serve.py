@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megappo.architecture.model_folder import CONFIG_FILE, named_architecture, no_model, other_kind
-from megappo.arguments import serve_arguments
+from megappo.commands.arguments import serve_arguments
 from megappo.config.hub import cached_model
 from megappo.config.text_files import TextFileError
 from megappo.table import resolved
@@ -70,7 +70,3 @@ def port_fault(words: Sequence[str]) -> str | None:
 def _refuse(fault: str) -> int:
     print(f"error: {fault}", file=sys.stderr)
     return 2
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,7 +7,6 @@ checks try what a CPU uses instead.
 import os
 import resource
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -19,7 +18,7 @@ import torch.nn.functional as F
 from torch.multiprocessing import get_context, spawn
 
 from megappo.architecture.switches import CUDNN_PACKS
-from megappo.arguments import doctor_arguments
+from megappo.commands.arguments import doctor_arguments
 from megappo.config.schema import Rollout
 from megappo.engines.client import SamplingParams
 from megappo.engines.process import Engine
@@ -192,7 +191,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{'':<15}{'remedy':<9}{remedy}", flush=True)
     print(f"wrong: {num_wrong} of {len(names)}" if num_wrong else "nothing is wrong", flush=True)
     return int(num_wrong > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
