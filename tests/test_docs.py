@@ -22,7 +22,7 @@ from megappo.config.loading import load_config
 from megappo.config.methods import ESTIMATORS, LENGTH_PENALTIES, POLICY_LOSSES, TRANSPORTS
 from megappo.config.schema import Actor, Algorithm, Config, Critic
 from megappo.config.values import Aggregation, KLKind, Rejection
-from megappo.observe.health import RULES
+from megappo.lab.report.health import RULES
 from megappo.observe.loggers import LOGGERS
 from megappo.placement.components import components_of
 from megappo.placement.placing import smallest_world

@@ -12,7 +12,7 @@ import pytest
 import torch
 from slow import slow_ones
 
-from megappo import arguments, doctor
+from megappo.commands import arguments, doctor
 from megappo.runtime import platform
 
 ROOT = Path(__file__).resolve().parents[1]

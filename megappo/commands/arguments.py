@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from megappo.estimate.gpus import GPUS, GPUS_PER_NODE
+from megappo.runtime.gpus import GPUS, GPUS_PER_NODE
 
 MOST_RANKS = 100_000
 """Ranks of a run."""

@@ -22,5 +22,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = args.output.absolute().parent
     if not folder.is_dir():
         parser.error(f"--output: there is no folder {folder}: create it, or choose another one")
-    print(f"wrote {resolved('megappo.observe.report:write_comparison')(args.runs, args.output)}")
+    print(f"wrote {resolved('megappo.lab.report.report:write_comparison')(args.runs, args.output)}")
     return 0

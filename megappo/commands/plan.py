@@ -12,39 +12,33 @@ import contextlib
 import io
 import os
 import sys
-import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from megappo.architecture.architecture import DTYPES
 from megappo.architecture.model_folder import SHAPES, hub_id, shape_folder, shipped_shape
 from megappo.commands.arguments import MOST_RANKS, plan_arguments
 from megappo.config.checks import config_warnings
-from megappo.config.config_error import ConfigError, Missing, counted, printable, show
+from megappo.config.config_error import ConfigError, Missing, counted, printable
 from megappo.config.describe import config_help
-from megappo.config.eval_sets import eval_sets, longest_row
-from megappo.config.loading import leaves, load_config
+from megappo.config.loading import load_config
 from megappo.config.schema import Config
-from megappo.config.sections import Parallel
-from megappo.estimate.fitting import fits, resolve_offload
-from megappo.estimate.gpu_memory import ASSUMED, MARGIN_BYTES, Cluster, MemoryEstimate, queue_bytes
-from megappo.estimate.gpus import GIB, GPUS, GPUS_PER_NODE
-from megappo.estimate.placed_model import Shapes
-from megappo.estimate.seconds import TimeEstimate
-from megappo.estimate.suggest import suggestions
-from megappo.estimate.tables import memory_errors, memory_table, switch_table, time_table
-from megappo.first_config import first_config
+from megappo.lab.estimate.fitting import fits, resolve_offload
+from megappo.lab.estimate.gpu_memory import ASSUMED, MARGIN_BYTES, Cluster, MemoryEstimate
+from megappo.lab.estimate.seconds import TimeEstimate
+from megappo.lab.estimate.suggest import suggestions
+from megappo.lab.estimate.tables import memory_errors, memory_table, switch_table, time_table
+from megappo.lab.plan.first_config import first_config
+from megappo.lab.plan.picture import placement_picture, rank_table
+from megappo.lab.plan.plan_text import batch_summary, config_summary, evaluation_summary, weights_summary
+from megappo.lab.plan.rehearsal import Findings, rehearse
+from megappo.lab.plan.run_checks import check_run, known_names
 from megappo.observe.console import escape_unprintable
-from megappo.placement.picture import aligned, placement_picture, rank_table
 from megappo.placement.placing import leaves_world_open, smallest_world
 from megappo.placement.run_plan import RunPlan
 from megappo.preflight.folder_lock import in_use
 from megappo.preflight.hub_models import download_models
 from megappo.preflight.output_folder import already_finished, resume_warnings
-from megappo.preflight.rehearsal import Findings, rehearse
-from megappo.preflight.run_checks import check_run, known_names
-
-WIDTH = 120
+from megappo.runtime.gpus import GIB, GPUS, GPUS_PER_NODE
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -177,106 +171,6 @@ def _unchecked(config: Config, missing: Sequence[str]) -> str:
         return f"{by_files} (files are missing), weights, memory, engines"
     unknown = "the names in rollout.server_args (this machine's SGLang could not be read), "
     return (unknown if config.rollout.server_args and not known_names() else "") + "weights, memory, engines"
-
-
-def config_summary(config: Config, *, all_keys: bool) -> str:
-    """Return the keys that differ from their defaults, or all, with their values, a paragraph per section."""
-    wrapper = textwrap.TextWrapper(WIDTH, subsequent_indent=" " * 13, break_long_words=False, break_on_hyphens=False)
-    lines = ["config" if all_keys else "config, where it differs from the defaults (--all-keys: all of it)"]
-    for name, section in config.model_dump(mode="json", exclude_defaults=not all_keys).items():
-        values = "  ".join(f"{key}={show(value)}" for key, value in leaves(section))
-        lines.append(wrapper.fill(f"  {name:<9}  {values}"))
-    return "\n".join(lines)
-
-
-def evaluation_summary(config: Config) -> str:
-    """Return the settings of each held-out data set; for a critic alone, the rollouts with which it is compared."""
-    if config.trains_critic_alone:
-        names = config.trainer.replay_held_out or ", ".join(config.data.val_names)
-        return f"  the critic's values of held-out rollouts, sampled as those of training: {names}"
-    rows = [("", "responses", "temperature", "top_p", "top_k", "tokens at most", "reward", "environment")]
-    for name, one in eval_sets(config).items():
-        own = one.rollout
-        numbers = [own.n, own.temperature, own.top_p, own.top_k, own.max_response_length]
-        scorers = [*one.reward.weights, *(["reward_model"] if one.has_reward_model else [])]
-        played = [" + ".join(scorers), own.environment or ", ".join(own.tools)]
-        rows.append((name, *(f"{number:,g}" for number in numbers), *(part or "none" for part in played)))
-    return aligned(rows)
-
-
-BATCH_ROWS = (
-    "data-parallel shards",
-    "mini-batches per epoch",
-    "epochs",
-    "optimizer steps",
-    "trajectories per mini-batch",
-    "per shard, about",
-    "micro-batches needed per rank and mini-batch, at best",
-    "at worst",
-)
-
-
-def batch_summary(plan: RunPlan) -> str:
-    """Return the step's totals, then each component's split of them."""
-    columns, steps = [("", *BATCH_ROWS)], []
-    for name, split in plan.batch_splits.items():
-        fewest, most = split.shard_trajectories
-        per_shard = f"{fewest:,}" if fewest == most else f"{fewest:,} to {most:,}"
-        counts = [plan.layouts[name].data, split.mini_batches, split.epochs, split.optimizer_steps, split.trajectories]
-        columns.append((name, *map("{:,}".format, counts), per_shard, *map("{:,}".format, split.micro_batches)))
-    for name, training in plan.training.items():
-        steps.append(f"{name} {training.optimizer_steps(plan.config):,}")
-    total = f"  whole run: {plan.config.trainer.total_steps:,} steps; optimizer steps: {', '.join(steps)}"
-    totals = _rollout_totals(plan) if plan.config.is_ppo else _example_totals(plan.config)
-    return "\n".join([*totals, aligned(list(zip(*columns, strict=True))), total])
-
-
-def _example_totals(config: Config) -> Iterator[str]:
-    """Yield the size of a step's examples."""
-    size, row = config.data.train_batch_size, longest_row(config)
-    unit = "pairs of examples" if config.trains_reward_model else "examples"
-    worst = size * config.rows_together * row
-    yield f"  {size:,} {unit} of at most {row:,} tokens each: {worst:,} tokens at worst"
-
-
-def _rollout_totals(plan: RunPlan) -> Iterator[str]:
-    """Yield the size of a step's rollouts."""
-    data, rollout, num_engines = plan.config.data, plan.config.rollout, plan.layouts["rollout"].data
-    row, drawn, trajectories = longest_row(plan.config), data.draw_size, data.train_batch_size * rollout.n
-    limit = f", those that are finished first of {drawn:,} prompts" if drawn > data.train_batch_size else ""
-    responses = counted(rollout.n, "response")
-    lengths = f"{data.max_prompt_length:,} prompt + {rollout.max_response_length:,} response"
-    yield f"  {data.train_batch_size:,} prompts x {responses} = {trajectories:,} trajectories{limit}"
-    yield f"  at most {row:,} tokens each ({lengths}): {trajectories * row:,} tokens at worst"
-    yield (
-        f"  {num_engines} engine(s): about {drawn * rollout.n / num_engines:,.4g} trajectories each, "
-        f"{rollout.max_running_requests:,} at once"
-    )
-    yield from _queue_summary(plan)
-
-
-def _queue_summary(plan: RunPlan) -> Iterator[str]:
-    """Yield the size of the queue of responses where the engines run ahead."""
-    config, num_engines = plan.config, plan.layouts["rollout"].data
-    if batches := config.rollout.max_staleness:
-        most = queue_bytes(config) / num_engines / GIB
-        yield (
-            f"  up to {1 + batches} batches of prompts are started and not trained: at most {most:,.2f} GiB of host "
-            "memory for each engine"
-        )
-
-
-def weights_summary(plan: RunPlan) -> str:
-    """Return the parameters of each model, those that are trained, and the bytes on the rank that holds most."""
-    rows = [["", "parameters", "trained", "bytes on a rank, at most"]]
-    shapes = Shapes()
-    for name, spec in plan.components.items():
-        shape = shapes.of(spec)
-        most = max(map(sum, shape.stages(spec.parallel.value, beside_base=spec.base is not None)))
-        trained = sum(shape.stages(Parallel(), trained=True)[0]) if spec.training else 0
-        named = f"{name}, with the weights of the {spec.base}" if spec.base else name
-        rows.append([named, f"{shape.size:,}", f"{trained:,}", f"{most * DTYPES[plan.config.model.dtype].nbytes:,}"])
-    return aligned(rows)
 
 
 def _world_size(config: Config) -> int:

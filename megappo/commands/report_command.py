@@ -15,7 +15,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("run", type=Path, metavar="RUN", help="output folder of a run")
     args = parser.parse_args(arguments)
     check_runs(parser, [args.run])
-    print(f"wrote {resolved('megappo.observe.report:write_report')(args.run)}")
+    print(f"wrote {resolved('megappo.lab.report.report:write_report')(args.run)}")
     return 0
 
 

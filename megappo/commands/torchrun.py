@@ -39,7 +39,7 @@ from megappo.table import resolved
 
 LOGGERS = ("multiprocessing.api", "multiprocessing.errors.error_handler", "agent.server.api")
 """Loggers that report each process they end, and the files they pass on."""
-ENDING_OF, END_RUN = "megappo.preflight.ending:ending_of", "megappo.preflight.ending:end_abandoned_run"
+ENDING_OF, END_RUN = "megappo.lab.report.ending:ending_of", "megappo.lab.report.ending:end_abandoned_run"
 """Imported at the end of a run that has not finished: they read configs."""
 RUNS = ("megappo.train", "megappo.sft", "megappo.reward_model")
 """Modules whose ranks are those of a run."""

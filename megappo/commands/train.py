@@ -40,16 +40,17 @@ from megappo.config.schema import Config
 from megappo.engines.handle import EngineHandle, start_engine
 from megappo.engines.launch import nccl_variables, socket_dir
 from megappo.errors import EXIT_CONFIG
-from megappo.estimate.fitting import resolve_offload
-from megappo.estimate.gpu_memory import Cluster
-from megappo.estimate.placed_model import Shapes
-from megappo.estimate.tables import switch_summary
+from megappo.lab.estimate.fitting import resolve_offload
+from megappo.lab.estimate.gpu_memory import Cluster
+from megappo.lab.estimate.placed_model import Shapes
+from megappo.lab.estimate.tables import switch_summary
+from megappo.lab.plan.run_checks import check_run
 from megappo.observe.console import escape_unprintable
+from megappo.observe.loggers import Outlook
 from megappo.placement.run_plan import RunPlan
 from megappo.preflight.folder_lock import lock
 from megappo.preflight.hub_models import download_models
 from megappo.preflight.output_folder import already_finished, evaluation_of
-from megappo.preflight.run_checks import check_run
 from megappo.runtime import megatron_setup, platform
 from megappo.runtime.failure import report, report_failed_threads
 from megappo.runtime.heartbeat import heartbeat
@@ -64,6 +65,8 @@ if TYPE_CHECKING:
 EXECUTE = "megappo.trainer.main:execute"
 """Imported only by a run that has something to do: megatron-core and transformers take seconds on every rank."""
 BUILD = "megappo.trainer.main:build_run"
+OUTLOOK = "megappo.lab.outlook:outlook_of"
+"""Imported while the engine starts: the report reads Parquet files, whose library takes long to import."""
 A_DAY = timedelta(days=1)
 ONLY_RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 """Variables that torchrun sets, as a run of one process has them."""
@@ -248,13 +251,14 @@ def _execute(plan: RunPlan, store: dist.Store, rank: int, cleanup: ExitStack, fu
         engine_handle = start_engine(plan, rank, store, cleanup) if config.samples else EngineHandle()
         with STATUS.step("imports of Megatron"), platform.gc_disabled():
             execute = resolved(function)
+            outlook = resolved(OUTLOOK)(plan, gpu_bytes) if rank == 0 else Outlook()
         timeout = timedelta(seconds=config.trainer.process_group_timeout_seconds)
         with STATUS.step("process group"):
             dist.init_process_group(
                 platform.backend(), store=store, rank=rank, world_size=plan.world_size, timeout=timeout
             )
         watching.callback(Watchdog(store, rank, plan.world_size, config.hang_timeout_seconds).stop)
-        return execute(plan, engine_handle, cleanup)
+        return execute(plan, engine_handle, outlook, cleanup)
 
 
 def _occupy_folder(plan: RunPlan, cleanup: ExitStack) -> str:

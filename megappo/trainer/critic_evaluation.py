@@ -8,24 +8,41 @@ import copy
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from megappo.batch.exchange import Batch
+from megappo.batch.exchange import Batch, Exchange
 from megappo.config.config_error import ConfigError
-from megappo.config.schema import Gate
+from megappo.config.schema import Config, Gate
 from megappo.data.prompts import PromptDataset
+from megappo.rollouts.datasets import Datasets
 from megappo.rollouts.group_selection import StepResponses
 from megappo.rollouts.record import Replay
+from megappo.rollouts.rollouts import Rollouts
 from megappo.rollouts.row_builder import RowBuilder
 from megappo.trainer.experience import with_advantages
+from megappo.trainer.inference import InferenceEngines, NoEngines
+from megappo.trainer.models import Models, Phases
+from megappo.trainer.progress import Progress
+from megappo.trainer.response_scorer import NoResponseScorer, ResponseScorer
 from megappo.trainer.statistics import over_ranks
 from megappo.trainer.value_metrics import NUM_PARTS, value_metrics
 
-if TYPE_CHECKING:
-    from megappo.trainer.run import Run
-
 HELD_OUT = "held_out"
 """Name of the data set of trainer.replay_held_out."""
+
+
+class RunParts(Protocol):
+    """Parts of a run that the evaluation of its critic needs; `Run` has them."""
+
+    config: Config
+    exchange: Exchange
+    datasets: Datasets
+    models: Models
+    engines: InferenceEngines | NoEngines
+    rollouts: Rollouts
+    progress: Progress
+    phase: Phases
+    scorer: ResponseScorer | NoResponseScorer
 
 
 class GateProgress:
@@ -109,7 +126,7 @@ class CriticEvaluation:
         self._gate = gate
         self._batches: dict[str, Batch] = {}
 
-    def __call__(self, run: "Run", step: int) -> dict[str, Any]:
+    def __call__(self, run: RunParts, step: int) -> dict[str, Any]:
         """Return `val/<dataset>/critic/*`, the metrics of `value_metrics`, while the engines sleep."""
         if not self._batches:
             self._batches = dict(_held_out_rollouts(run))
@@ -128,7 +145,7 @@ class CriticEvaluation:
         return metrics
 
 
-def _held_out_rollouts(run: "Run") -> Iterator[tuple[str, Batch]]:
+def _held_out_rollouts(run: RunParts) -> Iterator[tuple[str, Batch]]:
     """Yield the name of each held-out data set and its scored rollouts."""
     config, vocab_size = run.config, run.datasets.vocab_size
     if config.trainer.replay_held_out is not None:
@@ -149,7 +166,7 @@ def _held_out_rollouts(run: "Run") -> Iterator[tuple[str, Batch]]:
 
 
 def _with_model_scores(
-    run: "Run", batch: Batch, responses: StepResponses | None, dataset: PromptDataset | None = None
+    run: RunParts, batch: Batch, responses: StepResponses | None, dataset: PromptDataset | None = None
 ) -> Batch:
     """Return the batch with the scores of the reward model added, if the run has one; the engines sleep."""
     conversations = run.scorer.scatter(batch, responses, dataset)
@@ -157,7 +174,7 @@ def _with_model_scores(
     return run.scorer.add_scores(batch, conversations, outputs)
 
 
-def _with_values(run: "Run", dataset: str, batch: Batch) -> Any:
+def _with_values(run: RunParts, dataset: str, batch: Batch) -> Any:
     """Return this rank's rows with the values of the critic and the returns by the run's algorithm.
 
     Raises:
@@ -176,5 +193,7 @@ def _with_values(run: "Run", dataset: str, batch: Batch) -> Any:
         with run.phase(forward.phase):
             shard = component.scatter(batch)
             batch = shard.gather(shard.forward(), forward.fields, batch)
-    rows, _ = with_advantages(run, batch.rows, copy.deepcopy(run.progress.reward_moments))
+    rows, _ = with_advantages(
+        run.config, run.exchange, run.progress.kl.value, batch.rows, copy.deepcopy(run.progress.reward_moments)
+    )
     return rows

@@ -11,16 +11,13 @@ from megappo.batch.exchange import Exchange
 from megappo.config.loading import changes_since, dump_config
 from megappo.config.schema import Config
 from megappo.data.prompts import PromptDataset
-from megappo.estimate.gpu_memory import Cluster, MemoryEstimate
-from megappo.estimate.gpus import GIB
 from megappo.observe.files import CONFIG_FILE, EVALUATION_FILE
-from megappo.observe.loggers import RunEnd, RunInfo
+from megappo.observe.loggers import Outlook, RunEnd, RunInfo
 from megappo.observe.metrics import reduce_ranks
 from megappo.observe.observer import Observer, open_observer
 from megappo.observe.run_file import git_commit, logged_step_of, run_id_of
 from megappo.observe.samples import drop_samples
 from megappo.observe.timeline import drop_phases
-from megappo.placement.picture import placement_lines
 from megappo.placement.run_plan import RunPlan
 from megappo.runtime import megatron_setup, platform
 from megappo.runtime.durable_files import write_durably
@@ -50,14 +47,15 @@ from megappo.trainer.run import Run  # noqa: E402
 from megappo.trainer.statistics import Utilisation, row_metrics  # noqa: E402
 
 
-def execute(plan: RunPlan, engine_handle: EngineHandle, cleanup: ExitStack) -> None:
+def execute(plan: RunPlan, engine_handle: EngineHandle, outlook: Outlook, cleanup: ExitStack) -> None:
     """Train, or only sample or evaluate; all ranks together, after the default process group exists.
 
     Args:
         engine_handle: this rank's engine, started. A run that replays rollouts has none.
+        outlook: of rank 0; other ranks read none.
         cleanup: closes what must be closed however the run ends.
     """
-    run = build_run(plan, engine_handle, cleanup)
+    run = build_run(plan, engine_handle, outlook, cleanup)
     if plan.config.trainer.eval_only:
         evaluate_only(run)
     elif plan.config.trainer.rollout_only:
@@ -66,7 +64,7 @@ def execute(plan: RunPlan, engine_handle: EngineHandle, cleanup: ExitStack) -> N
         loop.train(run, loop.ppo_step if plan.config.is_ppo else example_step)
 
 
-def build_run(plan: RunPlan, engine_handle: EngineHandle, cleanup: ExitStack) -> Run:
+def build_run(plan: RunPlan, engine_handle: EngineHandle, outlook: Outlook, cleanup: ExitStack) -> Run:
     """Build the parts of a run on this rank; all ranks together. Arguments as for `execute`."""
     exchange, config = Exchange(dist.group.WORLD), plan.config
     with STATUS.step("checkpoint check"):
@@ -89,8 +87,8 @@ def build_run(plan: RunPlan, engine_handle: EngineHandle, cleanup: ExitStack) ->
     if record is not None and config.trainer.rollout_only:
         progress_lines = _resume_record(record, datasets.train, progress) or progress_lines
     lines = [*progress_lines, *config.absences, *left_out, *(plan.decisions() if models.training else ())]
-    facts = run_info(plan, progress.resume_step) if exchange.rank == 0 else None
-    observer = open_observer(facts, config.trainer.loggers, lines, cleanup)
+    facts = run_info(plan, progress.resume_step, outlook) if exchange.rank == 0 else None
+    observer = open_observer(facts, config.trainer.loggers, outlook, lines, cleanup)
     phase = Phases(models)
     with STATUS.step("engine start"):
         engine_handle.wait_ready()
@@ -114,13 +112,10 @@ def build_run(plan: RunPlan, engine_handle: EngineHandle, cleanup: ExitStack) ->
     return Run(*parts, scorer, GateProgress(config.critic.gate))
 
 
-def run_info(plan: RunPlan, resume_step: int) -> RunInfo:
+def run_info(plan: RunPlan, resume_step: int, outlook: Outlook) -> RunInfo:
     """Return the facts about a run that its loggers record."""
-    trainer, gpu_bytes = plan.config.trainer, platform.gpu_bytes()
-    output_dir, planned, loads = Path(trainer.output_dir), {}, {}
-    if gpu_bytes is not None and plan.training:
-        estimate = MemoryEstimate(plan, Cluster(gpu_bytes))
-        planned, loads = estimate.allocated(), estimate.expert_loads()
+    trainer = plan.config.trainer
+    output_dir = Path(trainer.output_dir)
     return RunInfo(
         output_dir=output_dir,
         total_steps=trainer.total_steps,
@@ -130,9 +125,9 @@ def run_info(plan: RunPlan, resume_step: int) -> RunInfo:
         config=plan.requested.model_dump(mode="json"),
         commit=git_commit(Path(__file__).parent),
         hardware={"ranks": f"{plan.world_size}, {plan.ranks_per_node} on each node", **platform.capabilities()},
-        placement=placement_lines(plan),
-        planned_gib={phase: nbytes / GIB for phase, nbytes in planned.items()},
-        limits={f"{name}/expert_rank_load_max": load for name, load in loads.items()},
+        placement=outlook.placement,
+        planned_gib=outlook.planned_gib,
+        limits=outlook.limits,
     )
 
 

@@ -12,7 +12,7 @@ from megappo.batch.rows import Rows
 from megappo.checkpoint.folders import CheckpointError, step_of
 from megappo.config.schema import Config
 from megappo.config.trainer_section import EVAL_INTERVAL
-from megappo.observe.health import Unhealthy
+from megappo.observe.findings import Unhealthy
 from megappo.observe.loggers import RunEnd
 from megappo.observe.metrics import reduce_ranks
 from megappo.observe.observer import NullObserver, Observer
@@ -141,7 +141,7 @@ class Run:
     def begin_updates(self, experience: Experience) -> None:
         """Check that the engines sampled as the actor would. From here on an interrupted step is resumed."""
         if "old_log_probs" in experience.batch.rows.fields:
-            compare_engines(self, experience)
+            compare_engines(self.config, self.exchange, self.engines, experience)
         self.progress.experience = experience
         self.progress.num_drawn, self.progress.pending = self.batches.num_drawn, self.batches.pending
 
@@ -160,7 +160,7 @@ class Run:
         if self.config.old_log_probs == "update" and any(of_rank["actor"][1] for of_rank in updates):
             actor = shards["actor"]
             experience.batch = actor.gather(actor.outputs, {"log_probs": "old_log_probs"}, experience.batch)
-            compare_engines(self, experience)
+            compare_engines(self.config, self.exchange, self.engines, experience)
         metrics = experience.metrics | reduce_ranks(memory)
         rows = experience.batch.rows
         self.shown = rows.select(range(min(len(rows), NUM_SHOWN)))

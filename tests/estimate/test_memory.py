@@ -14,11 +14,11 @@ from megappo.architecture.parsing import read_architecture
 from megappo.config.loading import load_config
 from megappo.config.schema import Config
 from megappo.config.sections import Parallel
-from megappo.estimate.fitting import SPARE, _has_room, fits, remedies, resolve_offload
-from megappo.estimate.gpu_memory import START, Cluster, MemoryEstimate
-from megappo.estimate.gpus import GIB, GPUS, find_gpu
-from megappo.estimate.seconds import BUCKET_SECONDS, TimeEstimate
+from megappo.lab.estimate.fitting import SPARE, _has_room, fits, remedies, resolve_offload
+from megappo.lab.estimate.gpu_memory import START, Cluster, MemoryEstimate
+from megappo.lab.estimate.seconds import BUCKET_SECONDS, TimeEstimate
 from megappo.placement.run_plan import plan_run
+from megappo.runtime.gpus import GIB, GPUS, find_gpu
 
 MIXTURE = REPOSITORY / "configs" / "qwen3_30b_a3b_4node.yaml"
 SAO = REPOSITORY / "configs" / "sao_qwen3_30b_a3b_8node.yaml"

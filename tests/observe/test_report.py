@@ -15,10 +15,10 @@ import pytest
 import yaml
 from report_pages import PHASES, Tags, content_of, kept, write_kept, write_run
 
+from megappo.commands import compare_command, report_command
 from megappo.config.config_error import ConfigError
-from megappo.observe import compare_command, report_command
-from megappo.observe.report import ASSETS, short_names, write_report
-from megappo.observe.report_data import curves
+from megappo.lab.report.report import ASSETS, short_names, write_report
+from megappo.lab.report.report_data import curves
 
 LIBRARY_CHECKSUM = "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f"
 ROOT = Path(__file__).parents[2]
@@ -76,7 +76,7 @@ def test_every_metric_of_a_chart_is_documented():
     text = (ROOT / "docs" / "metrics.md").read_text("utf-8")
     written = re.sub(r"<(file|phase|name|n|k)>", "*", " ".join(re.findall(r"`([^`\n]+)`", text)))
     known = {name.rstrip(",") for name in written.split()}
-    charts = yaml.safe_load((ROOT / "megappo/observe/page/charts.yaml").read_text("utf-8"))
+    charts = yaml.safe_load((ROOT / "megappo/observe/charts.yaml").read_text("utf-8"))
     patterns = [line for group in charts.values() for chart in group for line in chart["lines"].values()]
     assert len(patterns) > 20
     unknown = []

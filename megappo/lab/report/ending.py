@@ -10,10 +10,10 @@ from typing import NamedTuple
 from megappo.checkpoint.folders import NOT_BEGUN, checkpoints_in, position_of
 from megappo.config.config_error import ConfigError, counted
 from megappo.config.loading import read_values
+from megappo.lab.report.report import write_report
 from megappo.observe.files import CHECKPOINTS
 from megappo.observe.loggers import RunEnd
 from megappo.observe.metrics_file import read_metrics
-from megappo.observe.report import write_report
 from megappo.observe.run_file import RUN_FILE, RUNNING, read_run, write_end
 from megappo.preflight.folder_lock import in_use
 

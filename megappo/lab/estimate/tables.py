@@ -7,14 +7,14 @@ from operator import itemgetter
 
 from megappo.architecture.switches import Decision, SwitchContext, decisions, te_fault
 from megappo.config.config_error import shorten, show
-from megappo.estimate.fitting import SPARE, fits, remedies
-from megappo.estimate.gpu_memory import ROLLOUT, SYNC, MemoryEstimate, RankKind
-from megappo.estimate.gpus import GIB, GPU
-from megappo.estimate.placed_model import Shapes
-from megappo.estimate.seconds import GROUP_SECONDS, TENSOR_SECONDS, TimeEstimate
+from megappo.lab.estimate.fitting import SPARE, fits, remedies
+from megappo.lab.estimate.gpu_memory import ROLLOUT, SYNC, MemoryEstimate, RankKind
+from megappo.lab.estimate.placed_model import Shapes
+from megappo.lab.estimate.seconds import GROUP_SECONDS, TENSOR_SECONDS, TimeEstimate
+from megappo.lab.plan.picture import aligned
 from megappo.placement.layout import format_ranks, num_groups
-from megappo.placement.picture import aligned
 from megappo.placement.run_plan import RunPlan
+from megappo.runtime.gpus import GIB, GPU
 
 LANE_WIDTH = 100
 """Characters of a step's picture."""
