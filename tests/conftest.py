@@ -35,7 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("filterwarnings", f"ignore:{message}")
 
 
-SHARED = ("engine", "lora_engine", "run", "of_sglang", "set_up")
+SHARED = ("engine", "finished", "lora_engine", "run", "of_sglang", "set_up")
 """Fixtures that take many seconds to make: all tests that use one run in the same process."""
 
 

@@ -35,7 +35,6 @@ HEAVY = {
 }
 WITHOUT_TORCH = (
     "megappo/commands/plan.py",
-    "megappo/commands/compare_command.py",
     "megappo/commands/report_command.py",
     "megappo/commands/timeline_command.py",
     "megappo/architecture/",
@@ -71,7 +70,7 @@ UNPICKLES = ("pickle.load", "pickle.loads", "pickle.Unpickler")
 UNPICKLERS = ("megappo/checkpoint/metadata.py",)
 """It reads a pickle that may name nothing but descriptions of tensors."""
 LONGEST_FILE, LONGEST_FUNCTION = 400, 50
-EVERYTHING, CORE = 273_000, 237_000
+EVERYTHING, CORE = 273_100, 237_100
 """The most syntax nodes, counted by `ast.walk`, of all files, and of the core: all except lab/, recipes/ and commands/.
 CONTRIBUTING.md, "Size", has what a feature may cost."""
 BESIDE_THE_CORE = ("megappo/lab/", "megappo/recipes/", "megappo/commands/")

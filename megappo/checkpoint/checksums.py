@@ -43,7 +43,7 @@ def write_sums(checkpoint: Path, exchange: "Exchange", known: Mapping[str, str])
         for name in files_of(checkpoint):
             if name not in sums:
                 sync(checkpoint / name)
-                sums[name] = _sum(checkpoint / name)
+                sums[name] = file_sum(checkpoint / name)
         path = checkpoint / SUMS
         path.write_text(_text(dict(sorted(sums.items()))), "utf-8")
         sync(path)
@@ -101,7 +101,7 @@ def altered(checkpoint: Path, sums: Mapping[str, str], names: Iterable[str]) -> 
         if name not in sums:
             return f"{name} is not listed in {SUMS}"
         try:
-            is_whole = _sum(checkpoint / name) == sums[name]
+            is_whole = file_sum(checkpoint / name) == sums[name]
         except FileNotFoundError:
             return f"{name} is missing"
         except OSError as error:
@@ -153,7 +153,8 @@ def _text(sums: dict[str, str]) -> str:
     return "".join(f"{digest}  {name}\n" for name, digest in sums.items())
 
 
-def _sum(path: Path) -> str:
+def file_sum(path: Path) -> str:
+    """Return the SHA-256 of a file's content."""
     heartbeat.beat()
     is_small = path.name == STATE or path.suffix == ".yaml"
     with open_file(path, LARGEST_JSON if is_small else math.inf) as file:

@@ -35,6 +35,7 @@ class SavedState(BaseModel, strict=True, allow_inf_nan=False):
     kl: dict[Literal["value"], float] = {}
     reward_moments: dict[Literal["count", "mean", "squares"], float] = {}
     models: dict[str, str] = {}
+    data: dict[str, str] = {}
     optimizer_steps: dict[str, Annotated[tuple[int, int], Field(strict=False)]] = {}
 
 

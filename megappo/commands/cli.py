@@ -66,8 +66,8 @@ COMMANDS = {
     "import": Command(
         "megappo_tools.importer:main", "translate a script of verl, TRL or OpenRLHF into a config", TRAIN
     ),
-    "report": Command("megappo.commands.report_command:main", "write a run's report again", RESULTS),
-    "compare": Command("megappo.commands.compare_command:main", "compare several runs on one page", RESULTS),
+    "report": Command("megappo.commands.report_command:report", "write a run's report again", RESULTS),
+    "compare": Command("megappo.commands.report_command:compare", "compare several runs on one page", RESULTS),
 }
 
 

@@ -10,7 +10,7 @@ from megappo.commands.arguments import doctor_arguments
 from megappo.lab.doctor_checks import CHECKS
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Print the table; return 1 if there is a problem."""
     names = doctor_arguments(arguments).checks or list(CHECKS)
     num_wrong = 0

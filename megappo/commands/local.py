@@ -1,6 +1,7 @@
 """`megappo train`, `megappo sft` and `megappo reward-model`: check a config, then replace this process by
 megappo.torchrun, which starts the ranks of this node."""
 
+import argparse
 import contextlib
 import io
 import os
@@ -15,22 +16,23 @@ from megappo.runtime.status import STATUS
 CPU_RANKS = 2
 
 
-def train(arguments: Sequence[str] | None = None) -> int:
+def train(words: Sequence[str]) -> int:
     """Start the ranks; return 2 for a config that cannot work."""
-    args = train_arguments(arguments)
-    return start(args.config, args.overrides, args.nproc)
+    return _start(train_arguments(words))
 
 
-def sft(arguments: Sequence[str] | None = None) -> int:
+def sft(words: Sequence[str]) -> int:
     """Start the ranks of supervised fine-tuning; return 2 for a config that cannot work."""
-    args = sft_arguments(arguments)
-    return start(args.config, [*args.overrides, "trainer.kind=sft"], args.nproc)
+    return _start(sft_arguments(words), "trainer.kind=sft")
 
 
-def reward_model(arguments: Sequence[str] | None = None) -> int:
+def reward_model(words: Sequence[str]) -> int:
     """Start the ranks that train a reward model; return 2 for a config that cannot work."""
-    args = reward_model_arguments(arguments)
-    return start(args.config, [*args.overrides, "trainer.kind=reward_model"], args.nproc)
+    return _start(reward_model_arguments(words), "trainer.kind=reward_model")
+
+
+def _start(args: argparse.Namespace, *overrides: str) -> int:
+    return start(args.config, [*args.overrides, *overrides], args.nproc)
 
 
 def start(config: str, overrides: Sequence[str], nproc: int | None) -> int:

@@ -41,12 +41,13 @@ from megappo.preflight.output_folder import already_finished, resume_warnings
 from megappo.runtime.gpus import GIB, GPUS, GPUS_PER_NODE
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Print the plan; return the process's exit code."""
     args = plan_arguments(arguments)
     escape_unprintable()
     if args.keys is not None or args.init:
-        return _print_instead(args)
+        print(first_config(args.init, GPUS[args.gpu], args.gpus) if args.init else config_help(args.keys))
+        return 0
     shown, warnings = io.StringIO(), list[str]()
     try:
         words = [*args.overrides, *_shape_override(args.shape)]
@@ -86,12 +87,6 @@ def _shape_override(name: str | None) -> list[str]:
         known = ", ".join(sorted(folder.name for folder in SHAPES.iterdir()))
         raise ConfigError(f"--shape: no shape {name}: expected one of {known}")
     return [f"model.path={hub_id(shape)}"]
-
-
-def _print_instead(args: argparse.Namespace) -> int:
-    """Print the keys, or a config for a model, in place of a plan."""
-    print(first_config(args.init, GPUS[args.gpu], args.gpus) if args.init else config_help(args.keys))
-    return 0
 
 
 def _check(config: Config, world_size: int, args: argparse.Namespace, warnings: list[str]) -> list[str]:

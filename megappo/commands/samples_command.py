@@ -17,7 +17,7 @@ ABSENT = {"dataset": "", "score": math.nan, "passed": None, **dict.fromkeys(TEXT
 """Fields of a sample that are shown, as one without them has them."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Print responses of one step; return the process's exit code."""
     parser = argparse.ArgumentParser(
         prog="megappo samples",

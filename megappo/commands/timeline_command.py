@@ -24,7 +24,7 @@ def trace_events(timeline: Timeline) -> Iterator[dict[str, Any]]:
                 yield event | {"name": name, "ts": start * 1e6, "dur": seconds * 1e6}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Write one trace of a run's ranks; return the process's exit code."""
     description = "Write one trace of a run's phases on all ranks, for https://ui.perfetto.dev or chrome://tracing."
     parser = argparse.ArgumentParser(prog="megappo timeline", description=description)

@@ -2,7 +2,7 @@
 
 from megappo.lab.estimate.gpu_memory import Cluster, MemoryEstimate
 from megappo.lab.plan.picture import placement_lines
-from megappo.lab.report.health import HealthMonitor
+from megappo.lab.report.health import health_of
 from megappo.lab.report.report import Report
 from megappo.observe.loggers import Outlook
 from megappo.placement.run_plan import RunPlan
@@ -19,10 +19,9 @@ def outlook_of(plan: RunPlan, gpu_bytes: float | None) -> Outlook:
     if gpu_bytes is not None and plan.training:
         estimate = MemoryEstimate(plan, Cluster(gpu_bytes))
         planned, loads = estimate.allocated(), estimate.expert_loads()
-    return Outlook(
-        placement=placement_lines(plan),
-        planned_gib={phase: nbytes / GIB for phase, nbytes in planned.items()},
-        limits={f"{name}/expert_rank_load_max": load for name, load in loads.items()},
-        monitor=HealthMonitor(),
-        loggers={"report": Report()},
-    )
+    facts = {
+        "placement": placement_lines(plan),
+        "planned_gib": {phase: nbytes / GIB for phase, nbytes in planned.items()},
+        "limits": {f"{name}/expert_rank_load_max": load for name, load in loads.items()},
+    }
+    return Outlook(facts, health_of, {"report": Report()})

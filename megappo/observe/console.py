@@ -141,12 +141,13 @@ class RemainingTime:
 class Console(Logger):
     """Prints the lines, and passes the estimate of the remaining time to the display of the process.
 
-    Args:
+    Attributes:
         reads: as in `Monitor`: where the first metric is 1, the columns of the others are marked.
     """
 
-    def __init__(self, out: TextIO | None = None, reads: Mapping[str, Sequence[str]] | None = None) -> None:
-        self._out, self._reads = out, reads or {}
+    def __init__(self, out: TextIO | None = None) -> None:
+        self._out = out
+        self.reads: Mapping[str, Sequence[str]] = {}
         self._num_lines = 0
         self._sampled_step: int | None = None
         self._samples = ""
@@ -175,7 +176,7 @@ class Console(Logger):
         held_out |= {name: held_out_score(metrics, name.removeprefix("val_")) for name in HELD_OUT_OF_EXAMPLES}
         values = {**held_out, KL_PENALTY: metrics.get("actor/kl_loss"), **metrics}
         cells = []
-        unhealthy = {read for check, names in self._reads.items() if metrics.get(check) for read in names}
+        unhealthy = {read for check, names in self.reads.items() if metrics.get(check) for read in names}
         for title, (metric, number_format) in self._columns.items():
             cell = format_number(values.get(metric), number_format).rjust(max(COLUMN_WIDTH, len(title)))
             cells.append(STATUS.styled(cell, UNHEALTHY) if metric in unhealthy else cell)

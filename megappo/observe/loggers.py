@@ -140,7 +140,7 @@ class Logger:
         """Finish, once, whether the run ended well or not."""
 
 
-class Monitor(Logger):
+class Monitor:
     """Base of what checks each step before the loggers log it. This one checks nothing.
 
     Attributes:
@@ -167,15 +167,17 @@ class Outlook:
     """What the command that starts a run knows of it before, and what explains the run while it trains.
 
     Attributes:
-        placement, planned_gib, limits: as in `RunInfo`.
+        facts: those of `RunInfo` that follow from the plan: placement, planned_gib, limits.
+        monitor: returns what checks each step of a run that has started.
         loggers: by name, those that every run has beside its trackers.
     """
 
-    placement: Mapping[str, str] = field(default_factory=dict)
-    planned_gib: Mapping[str, float] = field(default_factory=dict)
-    limits: Mapping[str, float] = field(default_factory=dict)
-    monitor: Monitor = field(default_factory=Monitor)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    monitor: Callable[[RunInfo], Monitor] = lambda run: Monitor()
     loggers: Mapping[str, Logger] = field(default_factory=dict)
+
+
+NOTHING_KNOWN = Outlook()
 
 
 class Tracker(NamedTuple):

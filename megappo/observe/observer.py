@@ -12,7 +12,7 @@ from typing import Any
 from megappo.observe.console import Console
 from megappo.observe.files import HF_ACTOR, HF_CRITIC, HF_REWARD_MODEL, REPORT_FILE, kept_file
 from megappo.observe.findings import Examples
-from megappo.observe.loggers import Logger, Monitor, Outlook, RunEnd, RunInfo, make_tracker, replaces_steps
+from megappo.observe.loggers import NOTHING_KNOWN, Logger, Outlook, RunEnd, RunInfo, make_tracker, replaces_steps
 from megappo.observe.metrics_file import MetricsFile, read_metrics
 from megappo.observe.run_file import RunFile, exported_model
 from megappo.observe.run_summary import summary
@@ -31,30 +31,31 @@ NUM_ROLLOUTS = 16
 class Observer(AbstractContextManager):
     """Passes what happens in a run to its loggers, and ends them when the run ends.
 
-    A failure of the core loggers (console, metrics.jsonl, run.json, samples, monitor) is raised. A tracker that fails,
+    A failure of the core loggers (console, metrics.jsonl, run.json, samples) is raised. A tracker that fails,
     or the report, is reported once and counted, and one that hangs is left out; the run continues.
     """
 
     def __init__(
-        self, run: RunInfo, trackers: Mapping[str, Logger] | None = None, monitor: Monitor | None = None
+        self, run: RunInfo, trackers: Mapping[str, Logger] | None = None, outlook: Outlook = NOTHING_KNOWN
     ) -> None:
         """Start the loggers.
 
         Args:
-            trackers: by the names under which trainer.loggers has them, and the report.
-            monitor: adds its metrics to each step; None: nothing is checked.
+            trackers: by the names under which trainer.loggers has them.
+            outlook: has further loggers, and the monitor, which adds its metrics to each step.
         Raises:
             ConfigError: metrics.jsonl, which an earlier run left, cannot be read.
         """
         self._run = run
-        self._monitor = monitor or Monitor()
-        self._console = Console(reads=self._monitor.reads)
-        # The monitor reads the metrics of earlier processes, after their file has dropped the steps to come.
-        self._core: list[Logger] = [self._console, MetricsFile(), SampleFiles(), RunFile(), self._monitor]
-        self._trackers = {name: TrackerThread(name, logger) for name, logger in (trackers or {}).items()}
+        self._console = Console()
+        self._core: list[Logger] = [self._console, MetricsFile(), SampleFiles(), RunFile()]
+        loggers = {**outlook.loggers, **(trackers or {})}
+        self._trackers = {name: TrackerThread(name, logger) for name, logger in loggers.items()}
         self._failed_calls: dict[str, int] = {}
         self._has_ended = False
         self._call(lambda logger: logger.on_start(run))
+        self._monitor = outlook.monitor(run)
+        self._console.reads = self._monitor.reads
         for name in self._failed_calls:
             self._trackers.pop(name, None)  # without a start there is nothing to log to
 
@@ -162,10 +163,9 @@ def open_observer(
         outlook: has the monitor and further loggers.
         cleanup: ends the observer, with the error that ends the run.
     """
-    observer: Observer | NullObserver = NullObserver()
-    if run is not None:
-        loggers = {**outlook.loggers, **{name: make_tracker(name) for name in trackers}}
-        observer = Observer(run, loggers, outlook.monitor)
+    observer = (
+        NullObserver() if run is None else Observer(run, {name: make_tracker(name) for name in trackers}, outlook)
+    )
     cleanup.enter_context(observer)
     for line in filter(None, lines):
         observer.message(line)

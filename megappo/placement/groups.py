@@ -14,25 +14,44 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.parallel_state import default_embedding_ranks, default_position_embedding_ranks
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 from torch.distributed import distributed_c10d
 
-from megappo.placement.layout import EXPERT_GROUPS, GROUPS, Layout, Ranks, rank_groups
+from megappo.placement.layout import Layout, Ranks, embedding_groups, rank_groups
 from megappo.runtime import platform
 
-# Those over some stages of each pipeline: which, then as above.
-EMBEDDING_GROUPS = {
-    "embd": (default_embedding_ranks, "_EMBEDDING_GROUP"),
-    "pos_embd": (default_position_embedding_ranks, "_POSITION_EMBEDDING_GROUP"),
-}
 GLOBALS = {
-    name: field
-    for table in (GROUPS, EXPERT_GROUPS, EMBEDDING_GROUPS)
-    for field, (_, *names) in table.items()
-    for name in names
+    "_TENSOR_MODEL_PARALLEL_GROUP": "tp",
+    "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS": "tp",
+    "_PIPELINE_MODEL_PARALLEL_GROUP": "pp",
+    "_PIPELINE_GLOBAL_RANKS": "pp",
+    "_CONTEXT_PARALLEL_GROUP": "cp",
+    "_CONTEXT_PARALLEL_GLOBAL_RANKS": "cp",
+    "_DATA_PARALLEL_GROUP": "dp",
+    "_DATA_PARALLEL_GLOBAL_RANKS": "dp",
+    "_MODEL_PARALLEL_GROUP": "mp",
+    "_MODEL_PARALLEL_GLOBAL_RANKS": "mp",
+    "_TENSOR_AND_CONTEXT_PARALLEL_GROUP": "tp_cp",
+    "_DATA_PARALLEL_GROUP_WITH_CP": "dp_cp",
+    "_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP": "dp_cp",
+    "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP": "intra_dp_cp",
+    "_TENSOR_AND_DATA_PARALLEL_GROUP": "tp_dp_cp",
+    "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP": "tp_dp_cp",
+    "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP": "intra_dist_opt",
+    "_EXPERT_MODEL_PARALLEL_GROUP": "ep",
+    "_EXPERT_MODEL_PARALLEL_RANKS": "ep",
+    "_EXPERT_TENSOR_PARALLEL_GROUP": "expt_tp",
+    "_EXPERT_DATA_PARALLEL_GROUP": "expt_dp",
+    "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP": "intra_expt_dp",
+    "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP": "tp_ep",
+    "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP": "tp_ep_pp",
+    "_EMBEDDING_GROUP": "embd",
+    "_EMBEDDING_GLOBAL_RANKS": "embd",
+    "_POSITION_EMBEDDING_GROUP": "pos_embd",
+    "_POSITION_EMBEDDING_GLOBAL_RANKS": "pos_embd",
 }
+"""Global of parallel_state -> field of the collection: its group, or its global ranks (RANKS in the name)."""
 
 Groups = dict[Ranks, dist.ProcessGroup | None]
 """The group of each set of ranks; None if this rank is not in it."""
@@ -134,7 +153,7 @@ def build_groups(layouts: dict[str, Layout], seed: int, timeout: timedelta | Non
     """
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
-    named = {name: list(_rank_groups(layout)) for name, layout in layouts.items()}
+    named = {name: list(rank_groups(layout)) for name, layout in layouts.items()}
     of_the_host = {
         ranks
         for component, layout in layouts.items()
@@ -172,22 +191,12 @@ def _component_groups(layout: Layout, seed: int, named: list[tuple[str, Ranks]],
     return groups
 
 
-def _rank_groups(layout: Layout) -> Iterator[tuple[str, Ranks]]:
-    """Yield every group of a component: its field in the collection and its global ranks."""
-    for name, ranks in rank_groups(layout):
-        yield name, ranks
-        if name == "pp":
-            yield from ((own, tuple(among(list(ranks)))) for own, (among, _) in EMBEDDING_GROUPS.items())
-
-
 def _globals(layout: Layout, collection: ProcessGroupCollection, own: dict[str, Ranks]) -> dict[str, Any]:
     """Return parallel_state's globals for this component. The embedding's ranks are those of this rank's pipeline."""
-    pipeline = list(own["pp"])
+    ranks = own | embedding_groups(own["pp"])
     return {
-        **{name: list(own[of]) if "RANKS" in name else getattr(collection, of) for name, of in GLOBALS.items()},
+        **{name: list(ranks[of]) if "RANKS" in name else getattr(collection, of) for name, of in GLOBALS.items()},
         "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE": layout.virtual_pipeline if layout.virtual_pipeline > 1 else None,
-        "_EMBEDDING_GLOBAL_RANKS": default_embedding_ranks(pipeline),
-        "_POSITION_EMBEDDING_GLOBAL_RANKS": default_position_embedding_ranks(pipeline),
     }
 
 

@@ -232,50 +232,51 @@ def by_node(ranks: Sequence[int], ranks_per_node: int) -> tuple[Ranks, ...]:
     return tuple(tuple(part) for _, part in groupby(ranks, key=lambda rank: rank // ranks_per_node))
 
 
-# Field of the collection -> dimensions its ranks span, outside the experts, then what it is in parallel_state: the
-# globals that hold the group, or its global ranks (those with RANKS in their names).
 GROUPS = {
-    "tp": ("tp", "_TENSOR_MODEL_PARALLEL_GROUP", "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS"),
-    "pp": ("pp", "_PIPELINE_MODEL_PARALLEL_GROUP", "_PIPELINE_GLOBAL_RANKS"),
-    "cp": ("cp", "_CONTEXT_PARALLEL_GROUP", "_CONTEXT_PARALLEL_GLOBAL_RANKS"),
-    "dp": ("dp", "_DATA_PARALLEL_GROUP", "_DATA_PARALLEL_GLOBAL_RANKS"),
-    "mp": ("tp-pp", "_MODEL_PARALLEL_GROUP", "_MODEL_PARALLEL_GLOBAL_RANKS"),
-    "tp_cp": ("tp-cp", "_TENSOR_AND_CONTEXT_PARALLEL_GROUP"),
-    "dp_cp": ("dp-cp", "_DATA_PARALLEL_GROUP_WITH_CP", "_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP"),
-    "intra_dp_cp": ("dp-cp", "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP"),
-    "tp_dp_cp": ("tp-dp-cp", "_TENSOR_AND_DATA_PARALLEL_GROUP", "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP"),
-    "intra_dist_opt": ("tp-cp-dp-pp", "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP"),
+    "tp": "tp",
+    "pp": "pp",
+    "cp": "cp",
+    "dp": "dp",
+    "mp": "tp-pp",
+    "tp_cp": "tp-cp",
+    "dp_cp": "dp-cp",
+    "intra_dp_cp": "dp-cp",
+    "tp_dp_cp": "tp-dp-cp",
+    "intra_dist_opt": "tp-cp-dp-pp",
 }
-# The same for experts, which have a tensor and a data parallelism of their own, and no context parallelism.
+"""Field of Megatron's collection of groups -> dimensions that its ranks span, outside the experts."""
 EXPERT_GROUPS = {
-    "ep": ("ep", "_EXPERT_MODEL_PARALLEL_GROUP", "_EXPERT_MODEL_PARALLEL_RANKS"),
-    "expt_tp": ("tp", "_EXPERT_TENSOR_PARALLEL_GROUP"),
-    "expt_dp": ("dp", "_EXPERT_DATA_PARALLEL_GROUP"),
-    "intra_expt_dp": ("dp", "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP"),
-    "tp_ep": ("tp-ep", "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP"),
-    "tp_ep_pp": ("tp-ep-pp", "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP"),
+    "ep": "ep",
+    "expt_tp": "tp",
+    "expt_dp": "dp",
+    "intra_expt_dp": "dp",
+    "tp_ep": "tp-ep",
+    "tp_ep_pp": "tp-ep-pp",
 }
+"""The same for experts, which have a tensor and a data parallelism of their own, and no context parallelism."""
 
 
 def rank_groups(layout: Layout) -> Iterator[tuple[str, Ranks]]:
-    """Yield the groups of a component, except for the embeddings': field of the collection, and global ranks."""
+    """Yield the groups of a component: field of the collection, and global ranks."""
     replicas = layout.tensor * layout.context * layout.data // (layout.expert * layout.expert_tensor)
     sizes = {"pp": layout.pipeline, "dp": layout.data, "cp": layout.context, "tp": layout.tensor}
     of_experts = {"pp": layout.pipeline, "dp": replicas, "ep": layout.expert, "tp": layout.expert_tensor}
     for own, table in ((sizes, GROUPS), (of_experts, EXPERT_GROUPS)):
-        for name, (dimensions, *_) in table.items():
-            yield from ((name, ranks) for ranks in _spanning(layout.ranks, own, dimensions.split("-")))
+        for name, dimensions in table.items():
+            for ranks in _spanning(layout.ranks, own, dimensions.split("-")):
+                yield name, ranks
+                yield from embedding_groups(ranks).items() if name == "pp" else ()
+
+
+def embedding_groups(pipeline: Ranks) -> dict[str, Ranks]:
+    """Return the groups of a pipeline's stages that hold word embeddings and position embeddings, by their fields."""
+    return {"embd": tuple(dict.fromkeys((pipeline[0], pipeline[-1]))), "pos_embd": pipeline[:1]}
 
 
 def num_groups(layouts: Iterable[Layout], world_size: int) -> int:
     """Return the number of process groups that components' ranks make: one for each set of ranks except for all."""
-    found = {tuple(range(world_size))}
-    for layout in layouts:
-        for name, ranks in rank_groups(layout):
-            found.add(ranks)
-            if name == "pp":  # the stages of the embedding
-                found |= {ranks[:1], (*ranks[:1], *ranks[1:][-1:])}
-    return len(found) - 1
+    found = {ranks for layout in layouts for _, ranks in rank_groups(layout)}
+    return len(found - {tuple(range(world_size))})
 
 
 def _spanning(ranks: Ranks, sizes: Mapping[str, int], dimensions: Sequence[str]) -> Iterator[Ranks]:

@@ -35,20 +35,22 @@ def add_advantages(
     """Compute the advantages of scored rows; all ranks together.
 
     The rows get `shaped_scores`, `advantages` and, if the run has values, `returns`; with a KL penalty in the rewards
-    `kl_penalty`, with advantages_clip `clipped_advantages`, with a rollout correction `rollout_is_weights`.
+    `kl_penalty`, with advantages_clip `clipped_advantages`, with a rollout correction `rollout_is_weights`. The metrics
+    compare the engines' log-probs with the actor's, where these are known.
 
     Args:
         progress: has the KL coefficient, and the moments of all scores before, to which these are added.
         batch: all responses to a prompt are at one owner.
         metrics: of the step so far.
     """
-    rows, kl_coef = batch.rows, progress.kl.value
-    if config.algorithm.rollout_correction.is_on and "old_log_probs" in rows.fields:
-        weights, _ = _correction(config, exchange, rows)
-        rows = replace(rows, fields=rows.fields | {"rollout_is_weights": weights})
+    rows, kl_coef, compared = batch.rows, progress.kl.value, Unreduced()
+    if "old_log_probs" in rows.fields:
+        weights, compared = _compared(config, exchange, rows)
+        if config.algorithm.rollout_correction.is_on:
+            rows = replace(rows, fields=rows.fields | {"rollout_is_weights": weights})
     rows, shaping_metrics = with_advantages(config, exchange, kl_coef, rows, progress.reward_moments)
     of_values = {f"critic/{name}": part for name, part in value_metrics(rows).items()}
-    metrics = metrics | row_metrics(exchange, rows, step, shaping_metrics | of_values)
+    metrics = metrics | row_metrics(exchange, rows, step, compared | shaping_metrics | of_values)
     # Statistics of the rows that the run itself reads.
     values: Unreduced = {"num_tokens": (rows.response_mask, "sum")}
     if config.penalizes_kl:
@@ -60,28 +62,32 @@ def add_advantages(
     return Experience(step, replace(batch, rows=rows), metrics, kl_penalty)
 
 
-def compare_engines(
-    config: Config, exchange: Exchange, engines: InferenceEngines | NoEngines, experience: Experience
-) -> None:
-    """Add the metrics that compare the engines' log-probs with the actor's; all ranks together.
+def compare_engines(config: Config, exchange: Exchange, experience: Experience) -> None:
+    """Add the metrics that compare the engines' log-probs with the actor's, where the update computes these; all ranks
+    together."""
+    _, values = _compared(config, exchange, experience.batch.rows)
+    experience.metrics |= over_ranks(exchange, values)
+
+
+def check_engines(engines: InferenceEngines | NoEngines, experience: Experience) -> None:
+    """Check that the engines sampled as the actor would, where the metrics compare them; all ranks together.
 
     Raises:
         EngineError: they differ too much, see `check_log_probs`.
     """
-    rows = experience.batch.rows
-    _, values = _correction(config, exchange, rows)
+    experience.metrics |= engines.check_rollouts(experience.metrics.get("rollout/log_prob_diff/mean"))
+
+
+def _compared(config: Config, exchange: Exchange, rows: Rows) -> tuple[torch.Tensor, Unreduced]:
+    """Return the importance weights of the trainer against the engines, and the metrics that compare their log-probs;
+    all ranks together."""
+    old, sampled = rows.fields["old_log_probs"], rows.fields["rollout_log_probs"]
+    correction = config.algorithm.rollout_correction
+    weights, values = rollout_is_weights(old, sampled, rows.response_mask, correction, group=exchange.group)
     differences = log_prob_diff(rows)
     if differences is not None:
         values |= spread("rollout/log_prob_diff", differences)
-    reduced = over_ranks(exchange, values)
-    experience.metrics |= reduced | engines.check_rollouts(reduced.get("rollout/log_prob_diff/mean"))
-
-
-def _correction(config: Config, exchange: Exchange, rows: Rows) -> tuple[torch.Tensor, Unreduced]:
-    """Return the importance weights of the trainer against the engines, and their metrics; all ranks together."""
-    old, sampled = rows.fields["old_log_probs"], rows.fields["rollout_log_probs"]
-    correction = config.algorithm.rollout_correction
-    return rollout_is_weights(old, sampled, rows.response_mask, correction, group=exchange.group)
+    return weights, values
 
 
 def with_advantages(

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megappo.batch.exchange import Exchange
-from megappo.config.loading import changes_since, dump_config
+from megappo.config.loading import dump_config
 from megappo.config.schema import Config
 from megappo.data.prompts import PromptDataset
 from megappo.observe.files import CONFIG_FILE, EVALUATION_FILE
@@ -72,6 +72,8 @@ def build_run(plan: RunPlan, engine_handle: EngineHandle, outlook: Outlook, clea
     with STATUS.step("prompts"):
         datasets = load_datasets(config, engine_handle.workers, exchange)
         left_out = datasets.check(exchange)
+        if datasets.train and not config.replays:
+            progress.note_data(datasets.train.files)
     engines, models = NoEngines(), Models(replace(plan, components={}), {}, {})
     if _needs_models(config):
         if config.samples:
@@ -125,9 +127,7 @@ def run_info(plan: RunPlan, resume_step: int, outlook: Outlook) -> RunInfo:
         config=plan.requested.model_dump(mode="json"),
         commit=git_commit(Path(__file__).parent),
         hardware={"ranks": f"{plan.world_size}, {plan.ranks_per_node} on each node", **platform.capabilities()},
-        placement=outlook.placement,
-        planned_gib=outlook.planned_gib,
-        limits=outlook.limits,
+        **outlook.facts,
     )
 
 
@@ -155,9 +155,8 @@ def _begin_folder(config: Config, progress: Progress, observer: Observer) -> Non
     """Write the resolved config beside the results, report what has changed since the checkpoint's, and remove what an
     earlier run left of the steps to come."""
     output_dir = Path(config.trainer.output_dir)
-    if progress.checkpoint is not None and not config.trainer.eval_only:
-        for change in changes_since(progress.checkpoint / CONFIG_FILE, config):
-            observer.message(f"changed since then: {change}")
+    for change in progress.changes():
+        observer.message(f"changed since then: {change}")
     write_durably(output_dir / CONFIG_FILE, dump_config(config))
     drop_phases(output_dir, progress.resume_step)
     is_in_step = progress.experience is not None  # whose rollouts have been kept

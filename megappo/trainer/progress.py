@@ -1,6 +1,6 @@
 """Progress of a run: the checkpoint that it resumes from, and what it saves besides its models."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -8,13 +8,14 @@ from typing import Any
 
 from megappo.batch.exchange import Batch, Exchange
 from megappo.batch.rows_file import RowsFile, write_rows
-from megappo.checkpoint.checksums import refuse_damaged
+from megappo.checkpoint.checksums import file_sum, refuse_damaged
 from megappo.checkpoint.component_folder import load_model
 from megappo.checkpoint.folders import LATEST, NOT_BEGUN, STATE, CheckpointError, position_of, read_state, step_of
 from megappo.checkpoint.metadata import read_component
 from megappo.checkpoint.store import CheckpointStore
-from megappo.config.loading import dump_config
+from megappo.config.loading import changes_since, dump_config
 from megappo.config.schema import Config
+from megappo.data.records import Records
 from megappo.observe.files import CHECKPOINTS, CONFIG_FILE
 from megappo.observe.loggers import Histogram
 from megappo.observe.metrics import Metric, metrics_from_json
@@ -27,7 +28,12 @@ from megappo.trainer.models import Models
 EXPERIENCE_FILE = "in_flight.safetensors"
 STATE_KEYS = ("prompts_drawn", "prompts_pending", "kl", "reward_moments", "models", "optimizer_steps")
 """Content of a checkpoint's state.json besides the step; `optimizer_steps` are, for each component, its optimizer steps
-so far, and how many of the last ones were skipped in a row."""
+so far, and how many of the last ones were skipped in a row. Newer ones have `data`, too."""
+OTHER_DATA = (
+    "with as many records in use as before, an epoch has the new ones in the places of the old ones; otherwise its "
+    "order changes, so that the rest of this epoch may repeat records and leave out others"
+)
+"""Effect of a changed training file on a run that resumes."""
 
 
 @dataclass
@@ -64,6 +70,7 @@ class Progress:
         start_step: steps done before this process started, once it is restored.
         step: the last finished step.
         experience: the next step, if its rows have their advantages.
+        data: training file -> description of its content.
         num_drawn: prompts that the steps so far have drawn, including that one.
         pending: positions of those that no step has trained on yet.
         is_overdue: the last save failed.
@@ -85,6 +92,7 @@ class Progress:
         self.start_step = self.step = 0
         self.experience = None
         self.num_drawn = 0
+        self.data: dict[str, str] = {}
         self.pending: Sequence[int] = ()
         self.is_overdue, self.failed_saves = False, 0
         self.kl = KLController(config.algorithm.kl_ctrl)
@@ -99,6 +107,26 @@ class Progress:
         checkpoint = Path(self.config.trainer.eval_checkpoint).resolve()
         refuse_damaged(checkpoint, self.exchange)
         return checkpoint
+
+    def note_data(self, files: Sequence[Records]) -> None:
+        """Note the training files, whose content checkpoints describe; all ranks together."""
+        self.data = self.exchange.on_rank_0(
+            lambda: {file.path: f"{len(file):,} records, SHA-256 {file_sum(Path(file.path))[:12]}" for file in files}
+        )
+
+    def changes(self) -> Iterator[str]:
+        """Describe what has changed since the checkpoint: keys of the config, and the content of training files.
+
+        Raises:
+            ConfigError, CheckpointError: the checkpoint cannot be read.
+        """
+        if self.checkpoint is None or self.config.trainer.eval_only:
+            return
+        yield from changes_since(self.checkpoint / CONFIG_FILE, self.config)
+        before = read_state(self.checkpoint).get("data", {})  # older checkpoints have none
+        for path, content in self.data.items():
+            if before.get(path, content) != content:
+                yield f"{path}: {before[path]} -> {content}; {OTHER_DATA}"
 
     def restore(self, models: Models) -> None:
         """Restore the checkpoint, if there is one; to evaluate it, only the actor's weights."""
@@ -186,6 +214,7 @@ class Progress:
             "kl": self.kl.state_dict(),
             "reward_moments": self.reward_moments.state_dict(),
             "models": self._models,
+            "data": self.data,
             "optimizer_steps": self.exchange.merge(local),
         }
         self.store.begin(

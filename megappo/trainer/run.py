@@ -30,7 +30,7 @@ from megappo.trainer.batches import SampledBatches
 from megappo.trainer.critic_evaluation import CriticEvaluation, GateProgress
 from megappo.trainer.evaluation import evaluate
 from megappo.trainer.example_batches import ExampleBatches, evaluate_examples
-from megappo.trainer.experience import compare_engines
+from megappo.trainer.experience import check_engines, compare_engines
 from megappo.trainer.inference import InferenceEngines, NoEngines
 from megappo.trainer.models import Models, Phases, Shards
 from megappo.trainer.progress import Experience, Progress
@@ -140,8 +140,7 @@ class Run:
 
     def begin_updates(self, experience: Experience) -> None:
         """Check that the engines sampled as the actor would. From here on an interrupted step is resumed."""
-        if "old_log_probs" in experience.batch.rows.fields:
-            compare_engines(self.config, self.exchange, self.engines, experience)
+        check_engines(self.engines, experience)
         self.progress.experience = experience
         self.progress.num_drawn, self.progress.pending = self.batches.num_drawn, self.batches.pending
 
@@ -160,7 +159,8 @@ class Run:
         if self.config.old_log_probs == "update" and any(of_rank["actor"][1] for of_rank in updates):
             actor = shards["actor"]
             experience.batch = actor.gather(actor.outputs, {"log_probs": "old_log_probs"}, experience.batch)
-            compare_engines(self.config, self.exchange, self.engines, experience)
+            compare_engines(self.config, self.exchange, experience)
+            check_engines(self.engines, experience)
         metrics = experience.metrics | reduce_ranks(memory)
         rows = experience.batch.rows
         self.shown = rows.select(range(min(len(rows), NUM_SHOWN)))

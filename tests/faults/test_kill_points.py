@@ -5,6 +5,7 @@ import json
 import random
 import signal
 import time
+from functools import partial
 
 import psutil
 import pytest
@@ -15,6 +16,12 @@ from megappo.observe.run_file import read_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 ENDINGS = ("all", "rank 0", "rank 1", "launcher", "SIGTERM", "SIGUSR1", "SIGINT")
+LINES, STEP_SECONDS = 12, 2
+"""Lines that a run prints, about half of them in its start, and the seconds that a step takes at most."""
+
+
+def has_ended_or_printed(program: Program, num_lines: int) -> bool:
+    return program.process.poll() is not None or program.output.count("\n") >= num_lines
 
 
 def end(program: Program, how: str) -> None:
@@ -35,16 +42,17 @@ def end(program: Program, how: str) -> None:
 def test_the_same_weights_after_four_endings_at_random_points(seed: int, series: Series, whole):
     chance, metrics = random.Random(seed), series.out / "metrics.jsonl"
     for _ in range(4):
+        num_lines, seconds, how = chance.randrange(LINES), chance.uniform(0, STEP_SECONDS), chance.choice(ENDINGS)
         with series.start("trainer.save_interval=2") as program:
-            program.wait_until(lambda: metrics.exists() or chance.random() < 0.01)
-            time.sleep(chance.uniform(0, 8))
-            how = chance.choice(ENDINGS)
+            program.wait_until(partial(has_ended_or_printed, program, num_lines))
+            time.sleep(seconds)
             if program.process.poll() is None:
                 end(program, how)
             code = program.wait(60)
             print(f"{how}: exit code {code}, {len(logged(series.out)) if metrics.exists() else 0} steps")
             assert code != 2 and "Traceback" not in program.output, program.output
-        if how in ("SIGTERM", "SIGUSR1") and code == 75 and read_run(series.out).get("status") == "interrupted":
+        has_saved = how in ("SIGTERM", "SIGUSR1") and code == 75 and series.latest
+        if has_saved and read_run(series.out).get("status") == "interrupted":
             newest = json.loads((series.out / "checkpoints" / series.latest / "state.json").read_text())
             assert newest["step"] >= len(logged(series.out)), "every finished step is saved"
     series.finish(whole)

@@ -48,6 +48,22 @@ def test_help_comes_before_anything_is_installed(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["launch"]
 
 
+@pytest.mark.parametrize(
+    ("browser", "variables", "installs"),
+    [("other", {}, True), ("google-chrome", {}, False), ("chromium", {}, False), ("other", {"CHROMIUM": "/a"}, False)],
+)
+def test_no_browser_is_installed_where_there_is_one(tmp_path, monkeypatch, browser, variables, installs):
+    monkeypatch.delenv("CHROMIUM", raising=False)
+    executable(tmp_path / "launch" / "test.sh", (ROOT / "launch" / "test.sh").read_text())
+    for name in (f"bin/{browser}", "bin/apt-get", "launch/setup.sh", ".venv/bin/python"):
+        executable(tmp_path / name, "")
+    for name in ("bash", "dirname"):
+        (tmp_path / "bin" / name).symlink_to(shutil.which(name))
+    result = run(["bash", tmp_path / "launch" / "test.sh"], tmp_path, PATH=str(tmp_path / "bin"), **variables)
+    assert result.returncode == 0, result.stderr
+    assert ("chromium" in result.stdout) == installs
+
+
 def copy_script(name: str, repository: Path) -> Path:
     """The script in another repository, beside what it sources."""
     copy = repository / "launch" / name

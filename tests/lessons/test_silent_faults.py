@@ -107,7 +107,6 @@ def train(fault: Fault) -> Steps:
     """Return the metrics of each step of a run."""
     config, exchange = nested(fault.settings), Exchange(dist.group.WORLD)
     progress = SimpleNamespace(kl=KLController(config.algorithm.kl_ctrl), reward_moments=RunningMoments())
-    engines = SimpleNamespace(check_rollouts=lambda difference: {})
     weight = torch.tensor([0.5, -0.3, 0.4, 0.3]).mul(fault.start).requires_grad_()
     optimizer, health, steps = torch.optim.Adam([weight], lr=config.critic.optim.lr), Health(config.model_dump()), []
     with pytest.MonkeyPatch.context() as patch:
@@ -118,7 +117,6 @@ def train(fault: Fault) -> Steps:
             values = (seen @ weight.detach()) * rows.response_mask
             rows = fault.rows(replace(rows, fields=rows.fields | {"values": values}))
             found = experience.add_advantages(config, exchange, progress, step, at_owners(exchange, rows), {})
-            experience.compare_engines(config, exchange, engines, found)
             rows, metrics = found.batch.rows, found.metrics
             for _ in range(UPDATES):
                 updated = update(config, rows, seen, weight)

@@ -6,7 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.parallel_state import RankGenerator
+from megatron.core.parallel_state import (
+    RankGenerator,
+    default_embedding_ranks,
+    default_position_embedding_ranks,
+)
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from spawn import run_ranks
 from tiny_models import hf_folder
@@ -14,13 +18,8 @@ from tiny_training import Trained, Trainee, check_outputs, reference
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megappo.lab.estimate.gpu_memory import _communicators
-from megappo.placement.groups import (
-    EMBEDDING_GROUPS,
-    ComponentGroups,
-    _rank_groups,
-    build_groups,
-)
-from megappo.placement.layout import EXPERT_GROUPS, GROUPS, Layout, num_groups
+from megappo.placement.groups import ComponentGroups, build_groups
+from megappo.placement.layout import EXPERT_GROUPS, GROUPS, Layout, num_groups, rank_groups
 from megappo.runtime import platform
 
 NUM_STEPS = 2
@@ -294,10 +293,13 @@ def test_groups_are_those_of_megatron(arranged: dict[str, int]) -> None:
     expected = {
         (name, tuple(layout.ranks[i] for i in places))
         for generator, table in ((dense, GROUPS), (experts, EXPERT_GROUPS))
-        for name, (dimensions, *_) in table.items()
+        for name, dimensions in table.items()
         for places in generator.get_ranks(dimensions)
     }
-    assert {group for group in _rank_groups(layout) if group[0] not in EMBEDDING_GROUPS} == expected
+    for ranks in [list(ranks) for name, ranks in expected if name == "pp"]:
+        expected.add(("embd", tuple(default_embedding_ranks(ranks))))
+        expected.add(("pos_embd", tuple(default_position_embedding_ranks(ranks))))
+    assert set(rank_groups(layout)) == expected
 
 
 def _misplaced(rank: int, world_size: int) -> None:

@@ -20,8 +20,9 @@ from megappo.batch.rows import Rows
 from megappo.config.schema import Config
 from megappo.ppo.kl import KLController
 from megappo.ppo.reward_shaping import RunningMoments
-from megappo.trainer.experience import add_advantages, compare_engines
-from megappo.trainer.inference import NoEngines
+from megappo.trainer import experience
+from megappo.trainer.experience import add_advantages
+from megappo.trainer.run import Run
 
 SAMPLED = (
     *((1, "111"), (1, "1")),
@@ -244,7 +245,6 @@ def check(rank: int, world_size: int) -> None:
         result = add_advantages(config, exchange, progress, 1, replace(batch, rows=replace(owned, fields=kept)), {})
         rows, metrics = result.batch.rows, result.metrics
         if not is_engines:
-            compare_engines(config, exchange, NoEngines(), result)
             assert_compared(every, metrics)
         assert metrics.get("reward/kl_penalty/mean") == result.kl_penalty
         advantages, returns = plain(every, config)
@@ -295,6 +295,27 @@ def test_every_method_gives_what_loops_over_all_rows_give() -> None:
     run_ranks(2, check)
 
 
+def compared(rank: int, world_size: int) -> None:
+    """Weights that are normalised over all ranks cost a message, which the comparison of the engines reuses."""
+    config = make_config({"rollout_correction": {"level": "token", "normalize": True}})
+    progress = SimpleNamespace(kl=KLController(config.algorithm.kl_ctrl), reward_moments=RunningMoments())
+    exchange, checked, calls = Exchange(dist.group.WORLD), [], []
+    engines = SimpleNamespace(check_rollouts=lambda difference: checked.append(difference) or {"warnings": 0})
+    batches = SimpleNamespace(num_drawn=0, pending=())
+    run = SimpleNamespace(config=config, exchange=exchange, progress=progress, engines=engines, batches=batches)
+    weights = experience.rollout_is_weights
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(experience, "rollout_is_weights", lambda *args, **more: calls.append(1) or weights(*args, **more))
+        result = add_advantages(config, exchange, progress, 1, at_owners(exchange, make_rows()), {})
+        Run.begin_updates(run, result)
+    assert len(calls) == 1
+    assert checked == [result.metrics["rollout/log_prob_diff/mean"]] and result.metrics["warnings"] == 0
+
+
+def test_a_step_compares_engines_and_trainer_once() -> None:
+    run_ranks(2, compared)
+
+
 LEFT = {
     "all are masked": [],
     "those of one rank are masked": [(4, 0), (4, 1), (5, 0)],
@@ -319,7 +340,6 @@ def degenerate(rank: int, world_size: int) -> None:
         mine = batch.rows
         progress = SimpleNamespace(kl=KLController(config.algorithm.kl_ctrl), reward_moments=RunningMoments())
         result = add_advantages(config, exchange, progress, 1, batch, {})
-        compare_engines(config, exchange, NoEngines(), result)
         num_tokens = int(left.sum())
         assert result.metrics["rollout/trained_tokens"] == num_tokens
         assert result.metrics["rollout/masked_frac"] == pytest.approx(1 - len(left.sum(1).nonzero()) / len(SAMPLED))

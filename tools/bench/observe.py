@@ -23,9 +23,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import yaml
 from timed import Row, parser_of, report
 
-from megappo.lab.report.health import HealthMonitor
+from megappo.lab.report.health import health_of
 from megappo.lab.report.report import REPORT_SECONDS, REPORT_SHARE, Report, write_report
-from megappo.observe.loggers import RunEnd, RunInfo
+from megappo.observe.loggers import Outlook, RunEnd, RunInfo
 from megappo.observe.metrics import BUCKETS, Histogram
 from megappo.observe.metrics_file import read_metrics
 from megappo.observe.observer import Observer
@@ -50,8 +50,8 @@ def processor_seconds(action: Callable[[], object]) -> float:
 def log_all(folder: Path, config: Mapping[str, Any], steps: Steps) -> None:
     """Log the steps of a run, with as many histograms as one has."""
     histograms = {f"{name}/histogram": Histogram((1.0, 1.0, *[1.0] * (len(BUCKETS) + 1))) for name in HISTOGRAMS}
-    loggers = {"report": Report(), "tensorboard": TensorBoard()}
-    observer = Observer(RunInfo(folder, len(steps), config=config), loggers, HealthMonitor())
+    outlook = Outlook(monitor=health_of, loggers={"report": Report()})
+    observer = Observer(RunInfo(folder, len(steps), config=config), {"tensorboard": TensorBoard()}, outlook)
     with contextlib.redirect_stdout(io.StringIO()):
         for metrics in steps:
             observer.log(metrics["step"], {**metrics, **histograms})

@@ -239,7 +239,7 @@ RULES: Table[Rule] = Table(
 """By the rest of their metric's name, health/<rule>; trainer.stop_on names them."""
 
 
-class Health:
+class Health(Monitor):
     """Checks the rules after each step.
 
     Args:
@@ -253,6 +253,7 @@ class Health:
         self.stop_reason = ""
         self._stop_on = config.get("trainer", {}).get("stop_on", ())
         self._rules = {name: rule for name, rule in RULES.items() if rule.applies(config)}
+        self.reads = {PREFIX + name: rule.metrics for name, rule in self._rules.items()}
         self._history = History({name for rule in self._rules.values() for name in rule.metrics}, config)
         self._last_held: dict[str, int] = {}
         for metrics in steps[:-QUIET_STEPS]:
@@ -286,22 +287,6 @@ class Health:
         return held, findings
 
 
-class HealthMonitor(Monitor):
-    """Checks the steps of a run, after those that its earlier processes have logged."""
-
-    def __init__(self) -> None:
-        self.reads = {PREFIX + name: rule.metrics for name, rule in RULES.items()}
-
-    def on_start(self, run: RunInfo) -> None:
-        """Read the steps so far."""
-        self._health = Health({**run.config, "limits": run.limits}, read_metrics(run.output_dir))
-
-    @property
-    def stop_reason(self) -> str:
-        return self._health.stop_reason
-
-    def check(
-        self, step: int, metrics: Mapping[str, Any], examples: Examples
-    ) -> tuple[dict[str, float], Sequence[Finding]]:
-        """Return `health/<rule>` of a step, and the rules that begin to hold or are over with it."""
-        return self._health.check(step, metrics, examples)
+def health_of(run: RunInfo) -> Health:
+    """Return the health of a run, after the steps that its earlier processes have logged."""
+    return Health({**run.config, "limits": run.limits}, read_metrics(run.output_dir))

@@ -46,7 +46,7 @@ function figures(run) {
   if (run.differences.length) found.push({ title: "Config", value: `${run.differences.length} keys`, detail: "differ from the defaults" });
   if (run.hardware.device) found.push({ title: "Hardware", value: run.hardware.device, detail: `ranks: ${run.hardware.ranks ?? "?"}` });
   const [commit, state] = run.commit.split("-");
-  if (commit) found.push({ title: "Commit", value: commit.slice(0, 10), detail: state ? "with changes" : "no changes" });
+  if (commit) found.push({ title: "Commit", value: commit.slice(0, 8), detail: state ? "with changes" : "no changes" });
   return found;
 }
 
