@@ -1,5 +1,3 @@
 """Entry of the command `megappo`, which environments have installed under this name."""
 
-from megappo.commands.cli import main
-
-__all__ = ["main"]
+from megappo.commands.cli import main as main

@@ -32,7 +32,7 @@ from megappo.rollouts.rollouts import make_rollouts  # noqa: E402
 from megappo.trainer import loop  # noqa: E402
 from megappo.trainer.ahead_batches import make_ahead_batches  # noqa: E402
 from megappo.trainer.batches import SampledBatches  # noqa: E402
-from megappo.trainer.critic_evaluation import GateProgress  # noqa: E402
+from megappo.trainer.critic_evaluation import CriticEvaluation  # noqa: E402
 from megappo.trainer.example_batches import ExampleBatches  # noqa: E402
 from megappo.trainer.fine_tuning import example_step  # noqa: E402
 from megappo.trainer.inference import InferenceEngines, NoEngines  # noqa: E402
@@ -45,6 +45,7 @@ from megappo.trainer.progress import Progress  # noqa: E402
 from megappo.trainer.response_scorer import NoResponseScorer, ResponseScorer  # noqa: E402
 from megappo.trainer.run import Run  # noqa: E402
 from megappo.trainer.statistics import Utilisation, row_metrics  # noqa: E402
+from megappo.trainer.value_metrics import GateProgress  # noqa: E402
 
 
 def execute(plan: RunPlan, engine_handle: EngineHandle, outlook: Outlook, cleanup: ExitStack) -> None:
@@ -111,7 +112,8 @@ def build_run(plan: RunPlan, engine_handle: EngineHandle, outlook: Outlook, clea
     if exchange.rank == 0:  # not before: a folder that is refused stays as it was
         _begin_folder(plan.requested, progress, observer)
     parts = config, exchange, datasets, models, engines, rollouts, batches, progress, observer, phase, mfu
-    return Run(*parts, scorer, GateProgress(config.critic.gate))
+    gate = GateProgress(config.critic.gate)
+    return Run(*parts, scorer, gate, CriticEvaluation(gate))
 
 
 def run_info(plan: RunPlan, resume_step: int, outlook: Outlook) -> RunInfo:

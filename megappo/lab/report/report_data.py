@@ -44,6 +44,11 @@ def run_data(name: str, folder: Path, steps: Sequence[Mapping[str, Any]], most_c
         ConfigError: config.yaml is damaged.
     """
     facts, changed, held = read_run(folder), differences(folder), held_steps(steps)
+    health = [
+        {"name": rule_name, "meaning": rule.meaning, "remedy": rule.remedy, "page": rule.page, "steps": held[rule_name]}
+        for rule_name, rule in RULES.items()
+        if rule_name in held
+    ]
     return {
         **{fact: facts[fact] for fact in RunFacts.model_fields},
         "name": name,
@@ -52,16 +57,10 @@ def run_data(name: str, folder: Path, steps: Sequence[Mapping[str, Any]], most_c
         **curves(steps),
         "exchanges": EXCHANGES,
         "timeline": recent_timeline(folder),
-        "health": [rule_summary(name, held[name]) for name in RULES if name in held],
+        "health": health,
         "samples": report_samples(folder, most_characters),
         "differences": changed,
     }
-
-
-def rule_summary(name: str, steps: list[int]) -> dict[str, Any]:
-    """Return a health rule in words, and the steps in which it held."""
-    rule = RULES[name]
-    return {"name": name, "meaning": rule.meaning, "remedy": rule.remedy, "page": rule.page, "steps": steps}
 
 
 def curves(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
