@@ -1,5 +1,5 @@
-"""A reward for GSM8K's questions as they are, which ask for no mark before the answer, unlike those of reward.function
-gsm8k: does the last number of the response equal the answer's?"""
+"""A reward for GSM8K's questions as they are, which ask for no mark before the answer, unlike the prompts of
+reward.function gsm8k: does the last number of the response equal the answer's?"""
 
 import re
 

@@ -38,7 +38,7 @@ ours="megappo tests tools configs docs/site.py setup.py"  # and not what users k
 # Types are checked beside the tests, which wait (for processes to start) more than they compute.
 .venv/bin/python -m mypy & types=$!
 trap 'kill "$types" 2>/dev/null || true' EXIT
-# Two at a time, those that share a costly fixture together.
+# Two at a time; tests that share a costly fixture run in one process.
 .venv/bin/python -m pytest --numprocesses 2 --dist loadgroup "$@"
 wait "$types" || { echo "error: mypy failed; its output is above" >&2; exit 1; }
 if $with_slow; then .venv/bin/python tests/slow_runs.py; fi

@@ -13,7 +13,7 @@ class ActionableError(Exception):
     """An error whose message names what happened, to what, and what to do. It is shown without a traceback.
 
     Attributes:
-        exit_code: of a process that ends with it.
+        exit_code: exit code of a process that ends with this error.
         is_consequence: another rank failed first, with the error that matters.
     """
 

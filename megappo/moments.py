@@ -1,4 +1,4 @@
-"""Number, mean and squared deviations of values; those of parts merge into those of the whole."""
+"""Number, mean and squared deviations of values; the moments of parts merge into the moments of the whole."""
 
 from collections.abc import Sequence
 

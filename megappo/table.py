@@ -32,7 +32,8 @@ class Table(dict[str, Entry]):
 
 
 def resolved(function: Function) -> Callable[..., Any]:
-    """Return an entry's function: itself, or that of "module:function", a module that the table must not import."""
+    """Return an entry's function: itself, or the function of "module:function", a module that the table must not
+    import."""
     if callable(function):
         return function
     module, _, name = function.partition(":")

@@ -45,7 +45,7 @@ class Home:
         return None if name in RESERVED else self._finder.find_spec(name)
 
     def enter(self) -> None:
-        """Put the modules of this folder in place of those of all others."""
+        """Put the modules of this folder in place of the modules of all other folders."""
         if sys.path[0] != self.entry:
             _leave_all()
             sys.modules.update(self.away)
@@ -88,8 +88,8 @@ def import_file(path: str) -> ModuleType:
 
 
 def share_all() -> None:
-    """Leave all folders' modules importable, for imports inside functions. Of several modules of one name the first
-    folder's counts; one that is in sys.modules otherwise stays."""
+    """Leave all folders' modules importable, for imports in functions. If several folders have a module of one name,
+    the first folder's counts; a module that is in sys.modules otherwise stays."""
     _leave_all()
     for home in _HOMES:
         sys.modules.update(home.away | sys.modules)

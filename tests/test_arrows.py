@@ -69,8 +69,8 @@ PICKLES = ("_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal")
 UNPICKLES = ("pickle.load", "pickle.loads", "pickle.Unpickler")
 UNPICKLERS = ("megappo/checkpoint/metadata.py",)
 """It reads a pickle that may name nothing but descriptions of tensors."""
-LONGEST_FILE, LONGEST_FUNCTION = 400, 50
-EVERYTHING, CORE = 273_100, 237_100
+LONGEST_FILE, LONGEST_FUNCTION = 500, 70
+EVERYTHING, CORE = 272_700, 236_400
 """The most syntax nodes, counted by `ast.walk`, of all files, and of the core: all except lab/, recipes/ and commands/.
 CONTRIBUTING.md, "Size", has what a feature may cost."""
 BESIDE_THE_CORE = ("megappo/lab/", "megappo/recipes/", "megappo/commands/")
@@ -277,8 +277,8 @@ def test_files_do_not_import_in_circles():
             "class A:\n  def f(self):\n    from megappo.config import y",
             "imports megappo.config.y inside",
         ),
-        ("megappo/data/x.py", "\n" * 401, "401 lines, more than 400"),
-        ("megappo/data/x.py", "def f():\n" + "    pass\n" * 50, "line 1: f has 51 lines, more than 50"),
+        ("megappo/data/x.py", "\n" * 501, "501 lines, more than 500"),
+        ("megappo/data/x.py", "def f():\n" + "    pass\n" * 70, "line 1: f has 71 lines, more than 70"),
         ("tools/x.py", "from megappo.trainer import loop", "imports megappo.trainer.loop;"),
         ("tools/x.py", "torch.load(path)", "torch.load without weights_only=True"),
         ("tools/x.py", "torch.load(path, weights_only=False)", "torch.load without weights_only=True"),

@@ -76,7 +76,7 @@ def literals(annotation: object) -> tuple[str, ...]:
 def metric_names() -> set[str]:
     """Return the names of all metrics.
 
-    Those of losses and corrections come from calling them, those of rows from their table, the others from the source.
+    Names of losses and corrections come from calling them, names of rows from their table, the others from the source.
     """
     ones = torch.ones(1, 2)
     actor = {
@@ -218,7 +218,7 @@ def test_blocks_name_their_language_and_commands_are_in_blocks_of_commands(page)
 
 @OF_EVERY_PAGE
 def test_blocks_of_commands_are_run_or_name_what_they_need(page):
-    """tests/run/test_pages.py runs those of RUN; a test without GPU and network cannot run the others."""
+    """tests/run/test_pages.py runs the pages of RUN; a test without GPU and network cannot run the others."""
     for block in BLOCKS[page]:
         comments = [line for line in block.text.splitlines() if line.startswith("# Needs ")]
         assert block.language != "bash" or comments == [block.needs] * bool(block.needs), block.text

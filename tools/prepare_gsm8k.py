@@ -13,7 +13,7 @@ from preparing import Record, records_of, run
 from megappo.userland.graders.answers import MARK
 
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
-"""As verl's examples have it."""
+"""The instruction in verl's examples."""
 
 
 def prepared(record: Record) -> Record:

@@ -18,7 +18,7 @@ from preparing import PrepareError, Record, records_of, run
 from megappo.userland.graders.answers import last_boxed
 
 INSTRUCTION = "Let's think step by step and output the final answer within \\boxed{}."
-"""As verl's examples have it."""
+"""The instruction in verl's examples."""
 
 
 def problems_of(source: Path) -> Iterator[Record]:

@@ -4,9 +4,9 @@
     .venv/bin/python tools/simulate_staleness.py CONFIG --gpu h100 --mean 2000 --tail 1.2 --staleness 0 1 4
     .venv/bin/python tools/simulate_staleness.py CONFIG --gpu h100 --lengths outputs/mine/rollouts
 
-Lengths of responses are lognormal, cut at rollout.max_response_length, or those of a run's kept rollouts. An engine
-decodes at a rate that depends on how many responses are in progress; the models' time is proportional to the tokens of
-a batch. Prints a table over rollout.max_staleness; --output draws it, in FOLDER/staleness.svg.
+Lengths of responses are lognormal, cut at rollout.max_response_length, or the lengths of a run's kept rollouts. An
+engine decodes at a rate that depends on how many responses are in progress; the models' time is proportional to the
+tokens of a batch. Prints a table over rollout.max_staleness; --output draws it, in FOLDER/staleness.svg.
 """
 
 import argparse
@@ -64,7 +64,7 @@ class Group:
     """A prompt and its responses.
 
     Attributes:
-        number: in the order in which groups are begun.
+        number: position in the order in which groups are begun.
         missing: responses that are not finished.
         version: finished steps when the first response was begun.
         newer: sum over the tokens of the steps that were finished between then and the token.
@@ -86,7 +86,7 @@ class Running(NamedTuple):
 
     Attributes:
         end: the engine's position at its last token.
-        number: of the engine's responses, which orders those of the same end.
+        number: number among the engine's responses, which orders responses of the same end.
         version: the engine's syncs before its first token.
     """
 
@@ -124,7 +124,7 @@ class Engine:
         return len(self._running) + len(self._waiting)
 
     def send(self, group: Group) -> None:
-        """Have the responses to a prompt written."""
+        """Sample the responses to a prompt."""
         group.version = len(self._syncs)
         self._waiting.extend((length, group) for length in group.lengths)
         self._start()
@@ -196,7 +196,7 @@ class Simulation:
 
     Args:
         batch: prompts of a step; num_responses: to each.
-        lengths: returns the tokens of so many responses.
+        lengths: returns the tokens of a number of responses.
         training: tokens of a batch's responses -> seconds of the models.
         most_open: responses that an engine is sent at once.
         finishes: responses in progress are finished before each sync.
@@ -307,7 +307,7 @@ class Simulation:
 
 
 def lengths_of(args: argparse.Namespace, config: Config) -> Callable[[int], np.ndarray]:
-    """Return a function that draws the tokens of so many responses."""
+    """Return a function that draws the tokens of a number of responses."""
     random = np.random.default_rng(args.seed)
     most = config.rollout.max_response_length
     if args.lengths is None:
@@ -324,7 +324,7 @@ def draw_lognormal(random: np.random.Generator, mean: float, tail: float, most: 
     """Return lengths of a lognormal distribution.
 
     Args:
-        mean: in tokens, before the cut at `most`.
+        mean: mean length in tokens, before the cut at `most`.
         tail: standard deviation of the logarithm; 0 = all equal.
     """
     drawn = random.lognormal(log(mean) - tail**2 / 2, tail, count)
@@ -332,7 +332,8 @@ def draw_lognormal(random: np.random.Generator, mean: float, tail: float, most: 
 
 
 def simulation_of(estimate: TimeEstimate, max_staleness: int, lengths: Callable[[int], np.ndarray]) -> Simulation:
-    """Return the simulation of a plan whose engines run ahead by so many steps, whatever its own max_staleness is."""
+    """Return the simulation of a plan whose engines run ahead by `max_staleness` steps, whatever its own setting
+    is."""
     config, memory = estimate.config, estimate.memory
     data, rollout = config.data, config.rollout
     drawn = lengths(10_000)

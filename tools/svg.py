@@ -25,7 +25,7 @@ def figure(x_label: str, parts: Iterable[str]) -> str:
 
 
 def place(x_part: float, y_part: float) -> Point:
-    """Return a place inside the margins, given as parts of the width from the left and of the height from below."""
+    """Return a place within the margins, given as parts of the width from the left and of the height from below."""
     return round(MARGIN + (WIDTH - 2 * MARGIN) * x_part, 1), round(HEIGHT - MARGIN - (HEIGHT - 2 * MARGIN) * y_part, 1)
 
 

@@ -48,7 +48,8 @@ def read_lora(folder: str, base: str) -> Lora:
         ConfigError: they cannot be read, are no reward model's, are of another base, or have unsupported settings.
     """
     try:
-        raw, tensors = read_json(Path(folder, "adapter_config.json")), tensor_files(Path(folder), ADAPTERS)
+        raw = read_json(Path(folder, "adapter_config.json"))
+        tensors = tensor_files(Path(folder), ADAPTERS)
     except TextFileError as error:
         remedy = "name a folder of adapters in PEFT's format"
         raise ConfigError(f"reward_model.adapter {folder}: {error}: {remedy}") from error
@@ -79,12 +80,15 @@ def adapter_tensor_errors(folder: str, architecture: Architecture) -> Iterator[s
     would not be read.
 
     Args:
-        architecture: of the base, with the adapters.
+        architecture: architecture of the base, with the adapters.
     """
-    names = {name.removeprefix(PEFT_PREFIX) for name in tensor_files(Path(folder), ADAPTERS)}
+    files = tensor_files(Path(folder), ADAPTERS)
+    names = {name.removeprefix(PEFT_PREFIX) for name in files}
     read = {name for name in hf_shapes(architecture) if name.endswith((LORA_A, LORA_B, VALUE_HEAD))}
     if names != read:
-        found = f"missing {listed(sorted(read - names))}; unknown {listed(sorted(names - read))}"
+        missing = listed(sorted(read - names))
+        unknown = listed(sorted(names - read))
+        found = f"missing {missing}; unknown {unknown}"
         yield f"reward_model.adapter {folder}: expected adapters of each layer and a {VALUE_HEAD}, {found}: {REMEDY}"
 
 

@@ -17,7 +17,7 @@ from megappo.config.values import ParameterGroup
 
 _LABELS = ("id2label", "label2id")
 CHECKED = ConfigDict(strict=True, allow_inf_nan=False)
-"""Values are of the declared types, or a pydantic.ValidationError names those that are not."""
+"""Values are of the declared types, or a pydantic.ValidationError names the other values."""
 Size = Annotated[int, Field(ge=1, le=2**31 - 1)]
 MOST_LAYERS = 10_000
 Count = Annotated[int, Field(ge=0)]
@@ -46,7 +46,7 @@ DTYPES = {
     "int32": Dtype("int32", "I32", 4),
     "int64": Dtype("int64", "I64", 8),
 }
-"""The first two are those that models compute in (`model.dtype`)."""
+"""Models compute in one of the first two (`model.dtype`)."""
 BY_SAFETENSORS = {dtype.safetensors: name for name, dtype in DTYPES.items()}
 BY_TORCH = {dtype.torch: name for name, dtype in DTYPES.items()}
 
@@ -61,7 +61,7 @@ DELTA_CHUNK = 64
 
 
 def all_but_every(every: float, num_layers: int) -> tuple[bool, ...]:
-    """Return for each layer whether it is another than every n-th: as families alternate kinds of layers."""
+    """Return for each layer whether its number, from 1, is no multiple of `every`: families alternate kinds so."""
     return tuple(number % every != 0 for number in range(1, min(num_layers, MOST_LAYERS) + 1))
 
 
@@ -80,7 +80,7 @@ class Experts:
         ffn_size: an expert's inner size; the shared expert's is `shared_ffn_size`, None without one.
         renormalizes: the chosen experts' probabilities are divided by their sum.
         scaling: then they are multiplied by this; None = not.
-        groups: of experts, and how many of them a token reaches; None where it reaches all.
+        groups: number of groups of experts, and how many of them a token reaches; None where it reaches all.
     """
 
     count: Size
@@ -125,7 +125,7 @@ class LinearAttention:
     """Sizes of linear attention by the gated delta rule. Each key head has as many value heads.
 
     Attributes:
-        key_size, value_size: of a head.
+        key_size, value_size: sizes of a head.
         kernel: tokens that the convolution of queries, keys and values reads.
         layers: for each layer, True where it has linear attention; the others have an output gate.
         full_interval: `full_attention_interval` of config.json, if it is there.
@@ -161,8 +161,8 @@ class Rope:
 
     Attributes:
         base: base period.
-        kind: of scaling.
-        numbers: of that kind, by their names in config.json.
+        kind: kind of scaling.
+        numbers: numbers of that kind, by their names in config.json.
         part: part of each head, from its beginning, that is rotated; latent attention names its own.
         divisors: what each frequency is divided by; () = nothing.
     """
@@ -194,10 +194,10 @@ class Scales:
     """Factors that a model multiplies by.
 
     Attributes:
-        embedding: of embeddings.
-        attention: of the products of queries and keys; None = 1 / sqrt(size of a head).
-        blocks: of what attention and MLP add to the residual.
-        logits: of logits.
+        embedding: factor of embeddings.
+        attention: factor of the products of queries and keys; None = 1 / sqrt(size of a head).
+        blocks: factor of what attention and MLP add to the residual.
+        logits: factor of logits.
     """
 
     embedding: Positive = 1.0
@@ -211,7 +211,7 @@ class Architecture:
     """A model, as its config.json describes it, and the head that is put on it.
 
     Attributes:
-        name: of the language model, a key of FAMILIES.
+        name: name of the language model, a key of FAMILIES.
         named: the name in config.json: the same, or a reward model's.
         file: config.json.
         head_dim: size of a head, if it is not `hidden_size` / `num_heads`.
@@ -224,8 +224,8 @@ class Architecture:
         windows: for each layer, True where it attends to `sliding_window` tokens at most; () where `sliding_window` is
             a limit to rows instead, as nothing computes it.
         unrotated: for each layer, True where queries and keys have no rotary positions; () where all have them.
-        local_rope_base: rotary base of the layers with a window; None = that of all.
-        full_heads: heads of the layers without a window; None = those of all.
+        local_rope_base: rotary base of the layers with a window; None = as in all layers.
+        full_heads: heads of the layers without a window; None = as in all layers.
         logit_cap: cap * tanh(x / cap) replaces each logit x; None = no cap.
         num_further_layers: layers after the last one, which predict further tokens and are not loaded.
         head: what reads the last hidden states.

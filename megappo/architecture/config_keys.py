@@ -34,7 +34,7 @@ REMEDIES = {
     "num_kv_shared_layers": f"its layers share keys and values with earlier ones: {_SIZE_WITHOUT}",
     "enable_moe_block": f"its layers have experts beside an MLP: {_SIZE_WITHOUT}",
 }
-"""Key that is not supported -> the remedy, where it is another than that of most keys."""
+"""Key that is not supported -> the remedy, where it differs from the remedy of most keys."""
 ONLY_OF_EXPERTS: dict[str, tuple[Any, ...]] = {
     "decoder_sparse_step": (1,),
     "mlp_only_layers": ([],),
@@ -85,7 +85,7 @@ WITHOUT_IT: dict[str, Any] = {
 
 
 def uncomputed(raw: Mapping[str, Any], computed: Collection[str]) -> Iterator[str]:
-    """Yield the keys whose values need something that is not computed; those in `computed` are read elsewhere."""
+    """Yield the keys whose values need something that is not computed; keys in `computed` are read elsewhere."""
     for key, value in raw.items():
         if key not in computed and not WITHOUT_EFFECT.search(key) and not _is_off(key, value):
             yield key

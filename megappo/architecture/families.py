@@ -11,12 +11,20 @@ HeadKind = Literal["policy", "value", "policy_value"]
 both side by side (a shared backbone)."""
 REWARD_MODELS = ("ForTokenClassification", "ForSequenceClassification")
 LANGUAGE_MODEL = "ForCausalLM"
-ROTARY_PART, ROTARY_SIZE = "partial_rotary_factor", "rotary_dim"
-LINEAR_BLOCK, FULL_PATTERN = "linear_attn", "full_attention_interval"
-WINDOW_PATTERN, LOCAL_ROPE = "sliding_window_pattern", "rope_local_base_freq"
-K_IS_V, FULL_HEAD_SIZE, FULL_KV_HEADS = "attention_k_eq_v", "global_head_dim", "num_global_key_value_heads"
-LAYER_SIZES, LAYER_INPUT, LOGIT_CAP = "per_layer_config", "hidden_size_per_layer_input", "final_logit_softcapping"
-ROTATED, ROTATED_PATTERN = "no_rope_layers", "no_rope_layer_interval"
+ROTARY_PART = "partial_rotary_factor"
+ROTARY_SIZE = "rotary_dim"
+LINEAR_BLOCK = "linear_attn"
+FULL_PATTERN = "full_attention_interval"
+WINDOW_PATTERN = "sliding_window_pattern"
+LOCAL_ROPE = "rope_local_base_freq"
+K_IS_V = "attention_k_eq_v"
+FULL_HEAD_SIZE = "global_head_dim"
+FULL_KV_HEADS = "num_global_key_value_heads"
+LAYER_SIZES = "per_layer_config"
+LAYER_INPUT = "hidden_size_per_layer_input"
+LOGIT_CAP = "final_logit_softcapping"
+ROTATED = "no_rope_layers"
+ROTATED_PATTERN = "no_rope_layer_interval"
 ORIGINAL = "original_max_position_embeddings"
 PLAIN_ROPE: dict[str, tuple[str, ...]] = {"default": ()}
 YARN = PLAIN_ROPE | {"yarn": ("factor", ORIGINAL)}
@@ -46,7 +54,7 @@ class ExpertFormat:
         shared_ffn: keys whose product is its inner size.
         shared_gated: a gate of its own weights it.
         groups_rated_by: experts are in groups, `n_group` in config.json, of which a token reaches the best few,
-            `topk_group`: a group is as good as the sum of its best so many experts. None = no groups.
+            `topk_group`: a group's score is the sum of this number of its best scores. None = no groups.
         grouping_method: value of `topk_method` that switches the groups on; None = always on.
         router: module of the router in `block`.
         stacked: files and engines have a layer's experts in stacks, see `parameters.ExpertStack`.
@@ -91,7 +99,7 @@ class Family:
         sliding_window: the window of config.json, if it has one, is on; else only `use_sliding_window` switches it on.
         window_pattern: every n-th layer attends to all tokens, the others to a window, where config.json has
             neither `layer_types` nor `sliding_window_pattern`; None = no layer is limited to the window.
-        local_rope_theta: rotary base of the layers with a window, where config.json is silent; None = that of all.
+        local_rope_theta: rotary base of the layers with a window, where config.json is silent; None = as in all layers.
         full_heads: layers without a window have heads of another size and number, and rotate a part of each
             (`proportional`).
         value_norms: values have norms without weights.
@@ -108,7 +116,7 @@ class Family:
         flat_rope: SGLang reads `rope_theta` and `rope_scaling` of config.json, and not transformers 5's
             `rope_parameters`.
         rope_interleaved: rotary positions rotate neighbours, (0, 1), (2, 3), ..., not the halves of a head.
-        activation: of gates, by its name in config.json.
+        activation: activation of gates, by its name in config.json.
         glu_limit: gates are cut off above it, what they multiply beyond it on either side; None = nothing is.
         glu_offset: added to what gates multiply.
         norms_add_one: norms multiply by their weight plus 1.
@@ -224,7 +232,8 @@ _QWEN3_5 = replace(
     linear_attention="apart",
     ignores=(FULL_PATTERN, "mamba_ssm_dtype", "mtp_num_hidden_layers"),
 )
-_WINDOW, _TIED = {"sliding_window": 4096}, {"tie_word_embeddings": True}
+_WINDOW = {"sliding_window": 4096}
+_TIED = {"tie_word_embeddings": True}
 _STACKED_MLP = {("mlp", "gate_up_proj"): ("gate_proj", "up_proj")}
 _GEMMA3 = Family(
     qk_layernorm=True,
@@ -338,7 +347,12 @@ FAMILIES = Table(
             norms_all_heads=True,
             rope_theta=5e6,
             rotary_part=1.0,
-            experts=replace(_MIXTRAL, router_bias=True, fp32_router=True, bias_name="e_score_correction_bias"),
+            experts=replace(
+                _MIXTRAL,
+                router_bias=True,
+                fp32_router=True,
+                bias_name="e_score_correction_bias",
+            ),
             only={
                 "qk_norm_type": ("per_layer",),
                 "scoring_func": ("sigmoid",),
@@ -360,7 +374,12 @@ FAMILIES = Table(
             activation="quick_gelu",
             glu_limit=7.0,
             glu_offset=1.0,
-            experts=ExpertFormat(ffn="intermediate_size", renormalizes=True, router="router", stacked=True),
+            experts=ExpertFormat(
+                ffn="intermediate_size",
+                renormalizes=True,
+                router="router",
+                stacked=True,
+            ),
             only={
                 "attention_bias": (True,),
                 "hidden_act": ("silu",),

@@ -11,7 +11,7 @@ from megappo.config.model_sections import Lora, Router
 from megappo.config.sections import Parallel
 
 KeyOf = Callable[[str], str]
-"""From a dimension of a layout, such as "tensor", to its key for the reader: "actor.parallel.tensor", "--tensor"."""
+"""Dimension of a layout, such as "tensor" -> its key for the reader: "actor.parallel.tensor", "--tensor"."""
 
 
 def fit_errors(architecture: Architecture, parallel: Parallel, key_of: KeyOf = "parallel.{}".format) -> Iterator[str]:
@@ -54,7 +54,8 @@ def divided_sizes(architecture: Architecture) -> Iterator[tuple[str, str, int]]:
         yield "tensor", "linear_num_key_heads", architecture.linear.key_heads
     if architecture.num_dense_layers:
         yield "tensor", "intermediate_size", architecture.ffn_size
-    experts, written = architecture.experts, architecture.family.experts
+    experts = architecture.experts
+    written = architecture.family.experts
     if experts and written:
         yield "expert", written.count[-1], experts.count
         yield "expert_tensor", written.ffn, experts.ffn_size
@@ -75,7 +76,9 @@ def _indivisible(divisor: str, divided: str, size: int, num_ranks: int) -> str:
 
 
 def _stage_errors(architecture: Architecture, parallel: Parallel, key_of: KeyOf) -> Iterator[str]:
-    layers, chunks, split = architecture.num_layers, parallel.num_chunks, parallel.pipeline_split
+    layers = architecture.num_layers
+    chunks = parallel.num_chunks
+    split = parallel.pipeline_split
     written = f"num_hidden_layers {layers} of {architecture.file}"
     product = f"{key_of('pipeline')} {parallel.pipeline} x virtual_pipeline {parallel.virtual_pipeline} = {chunks}"
     if split is not None:
@@ -93,7 +96,8 @@ def _stage_errors(architecture: Architecture, parallel: Parallel, key_of: KeyOf)
 def dense_stage_errors(architecture: Architecture, parallel: Parallel, component: str) -> Iterator[str]:
     """Yield the error of an optimizer that must be sharded: a rank without experts, whose whole Adam for experts would
     have no number of steps to save."""
-    split, dense = parallel.pipeline_split, architecture.num_dense_layers
+    split = parallel.pipeline_split
+    dense = architecture.num_dense_layers
     first = split[0] if split else architecture.num_layers // parallel.pipeline
     if architecture.experts and parallel.pipeline > 1 and first <= dense:
         yield (
@@ -102,7 +106,12 @@ def dense_stage_errors(architecture: Architecture, parallel: Parallel, component
         )
 
 
-def adapter_errors(architecture: Architecture, lora: Lora, parallel: Parallel, component: str) -> Iterator[str]:
+def adapter_errors(
+    architecture: Architecture,
+    lora: Lora,
+    parallel: Parallel,
+    component: str,
+) -> Iterator[str]:
     """Yield the errors of adapters that the model has no place for: latent attention takes none, nor do experts that
     are cut."""
     if parallel.expert_tensor > 1 and adapts_experts(architecture.with_lora(lora)):
@@ -122,7 +131,8 @@ def adapter_errors(architecture: Architecture, lora: Lora, parallel: Parallel, c
 
 def router_errors(architecture: Architecture, router: Router, component: str) -> Iterator[str]:
     """Yield the errors of balancing the experts of a model with its adapters and frozen parameters."""
-    key, file = f"{component}.router", architecture.file
+    key = f"{component}.router"
+    file = architecture.file
     written = architecture.family.experts
     if router == Router():
         return
@@ -137,13 +147,14 @@ def router_errors(architecture: Architecture, router: Router, component: str) ->
 
 
 def engine_fit_errors(architecture: Architecture, num_ranks: int) -> Iterator[str]:
-    """Yield the errors of a model that SGLang cannot serve, or cannot cut over so many ranks.
+    """Yield the errors of a model that SGLang cannot serve, or cannot cut over `num_ranks` ranks.
 
-    SGLang repeats key-value heads where there are fewer. Of the layers with linear attention it reads only
-    `full_attention_interval` (0.5.23, srt/configs/qwen3_next.py), and of OLMo 3's rotary positions only `rope_theta`
-    and `rope_scaling` (srt/configs/olmo3.py), which folders that transformers has written lack.
+    SGLang repeats key-value heads where there are fewer. It reads only `full_attention_interval` about layers with
+    linear attention (0.5.23, srt/configs/qwen3_next.py), and only `rope_theta` and `rope_scaling` about OLMo 3's rotary
+    positions (srt/configs/olmo3.py), which folders that transformers has written lack.
     """
-    heads, setting = architecture.num_heads, f"rollout.tensor_parallel {num_ranks}"
+    heads = architecture.num_heads
+    setting = f"rollout.tensor_parallel {num_ranks}"
     if heads % num_ranks:
         yield _indivisible(setting, f"num_attention_heads {heads} of {architecture.file}", heads, num_ranks)
     for key, shared in _shared_heads(architecture):
@@ -153,7 +164,8 @@ def engine_fit_errors(architecture: Architecture, num_ranks: int) -> Iterator[st
                 "that does"
             )
     if architecture.family.flat_rope:
-        base, nested = architecture.rope.base, architecture.raw_config.get("rope_parameters") or {}
+        base = architecture.rope.base
+        nested = architecture.raw_config.get("rope_parameters") or {}
         read = {"rope_theta": base, "rope_scaling": nested.get("full_attention")}
         if lacking := {key: value for key, value in read.items() if value and not architecture.raw_config.get(key)}:
             yield (

@@ -20,9 +20,9 @@ class Flops:
     Recomputed activations, padding and idle stages do not count, so that avoiding them raises the MFU.
 
     Attributes:
-        per_token: of the layers' matrix products.
-        per_pair: of attention, for a token and one that it attends to (itself, and all before it).
-        per_output: of the head, for a token that it reads.
+        per_token: FLOPs of the layers' matrix products.
+        per_pair: FLOPs of attention, for a token and one that it attends to (itself, and all before it).
+        per_output: FLOPs of the head, for a token that it reads.
         training: forward passes that a training step is worth.
     """
 
@@ -41,7 +41,8 @@ class Flops:
 
 
 def flops_of(architecture: Architecture) -> Flops:
-    """Count a multiplication and an addition for each element of a matrix and token; for experts, those of a token.
+    """Count a multiplication and an addition for each element of a matrix and token; of the experts, count only as many
+    as a token uses.
 
     Attention is causal: a token attends to half of the others on average. A model's sliding window is ignored.
 

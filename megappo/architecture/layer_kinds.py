@@ -37,7 +37,8 @@ def unrotated(values: Mapping[str, Any], family: Family) -> tuple[bool, ...]:
     """Return whether each layer is without rotary positions; () where all have them."""
     if family.unrotated_pattern is None:
         return ()
-    every, layers = positive(values, ROTATED_PATTERN, family.unrotated_pattern), values["num_hidden_layers"]
+    every = positive(values, ROTATED_PATTERN, family.unrotated_pattern)
+    layers = values["num_hidden_layers"]
     return tuple(not is_rotated for is_rotated in values.get(ROTATED) or all_but_every(every, layers))
 
 

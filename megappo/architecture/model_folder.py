@@ -20,7 +20,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ADAPTERS = "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
-"""Begins PEFT's names, before those of the model."""
+"""Beginning of PEFT's names, before the model's names."""
 FLOATS = {DTYPES[name].safetensors for name in ("fp64", "fp32", "bf16", "fp16")}
 GIT_LFS = b"version https://git-lfs"
 SHAPES = Path(__file__).parent / "shapes"
@@ -57,7 +57,7 @@ OTHER_FOLDERS = {
     "fsdp_config.json": "is a checkpoint of FSDP shards: merge them into the Hugging Face format",
     "model_index.json": "holds a diffusion pipeline: choose a language model",
     "*.gguf": "holds GGUF weights, {}: download the model as safetensors",
-    "*/config.json": "holds the folders of models: name one of them, such as that of {}",
+    "*/config.json": "holds the folders of models: name one of them, such as the folder of {}",
     "consolidated*": "holds weights in their author's format, {}: download the model in the Hugging Face format",
     "pytorch_model*": "holds weights as pickles, {}: save them as safetensors, or download those",
     "*.pt*": "holds weights as pickles, {}: save them as safetensors, or download those",
@@ -155,7 +155,7 @@ def write_model_config(architecture: Architecture, folder: Path, dtype: str | No
     """Write config.json of an exported model.
 
     Args:
-        dtype: of the weights, one of DTYPES; None = as in the config.json that was read.
+        dtype: dtype of the weights, one of DTYPES; None = as in the config.json that was read.
     Raises:
         OSError: it cannot be written.
     """
@@ -166,7 +166,7 @@ def write_model_config(architecture: Architecture, folder: Path, dtype: str | No
 
 
 def end_tokens(folder: Path) -> list[int]:
-    """Read eos_token_id of generation_config.json and config.json: SGLang ends a response at those of either.
+    """Read eos_token_id of generation_config.json and config.json: SGLang ends a response at the tokens of either.
 
     Raises:
         TextFileError: one cannot be read, or the key holds something else.
@@ -266,7 +266,7 @@ def check_tensors(folder: Path) -> None:
 
 
 def _add(file_of: dict[str, str], path: Path, floats_only: bool) -> None:
-    """Add the tensors of a file to those found before; none may be in both."""
+    """Add the tensors of a file to the tensors found before; none may be in both."""
     _check_readable(path)
     try:
         with safe_open(path, framework="np") as file:

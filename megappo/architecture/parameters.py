@@ -65,7 +65,7 @@ class Parameter:
     """One Megatron parameter. Its dimension 0 is `groups` repeats of [rows of tensor 1, rows of tensor 2, ...].
 
     Attributes:
-        names: with layers and experts numbered over the whole model, one for each layer spec that has its own.
+        names: names with layers and experts numbered over the whole model, one for each layer spec that has its own.
         layer: None outside the layers.
         groups: 1, or the KV heads of a rank: queries, keys and values alternate per head (q q k v, q q k v, ...); key
             heads of linear attention.
@@ -88,14 +88,18 @@ class Parameter:
 
 
 def list_parameters(
-    architecture: Architecture, *, tensor: int = 1, expert_tensor: int = 1, num_experts: int | None = None
+    architecture: Architecture,
+    *,
+    tensor: int = 1,
+    expert_tensor: int = 1,
+    num_experts: int | None = None,
 ) -> list[Parameter]:
     """Return every parameter of the model under its head, with buffers (`is_buffer`), in the order of the tables.
 
     Args:
         tensor: tensor-parallel ranks, for which the vocabulary is padded.
         expert_tensor: ranks that cut each expert.
-        num_experts: of each layer, the first so many; None = all.
+        num_experts: take only this number of experts of each layer, the first; None = all.
     """
     num_experts = architecture.num_experts if num_experts is None else num_experts
     found: list[tuple[int | None, str]] = [(None, tables.MODEL + _output_table(architecture))]
@@ -172,11 +176,13 @@ class ExpertStack(NamedTuple):
 
 def expert_stacks(architecture: Architecture) -> dict[str, ExpertStack]:
     """Return the stacks of the model's experts by name; none if its family does not stack them."""
-    experts, written = architecture.experts, architecture.family.experts
+    experts = architecture.experts
+    written = architecture.family.experts
     found: dict[str, ExpertStack] = {}
     if experts is None or written is None or not written.stacked:
         return found
-    hidden, count = architecture.hidden_size, experts.count
+    hidden = architecture.hidden_size
+    count = experts.count
     for layer in range(experts.num_dense_layers, architecture.num_layers):
         prefix = f"model.layers.{layer}.{written.block}.experts."
         for stack, modules, into, out in (
@@ -206,7 +212,11 @@ class StageSize(NamedTuple):
 
 
 def stage_sizes(
-    architecture: Architecture, parallel: Parallel, *, trained: bool = False, beside_base: bool = False
+    architecture: Architecture,
+    parallel: Parallel,
+    *,
+    trained: bool = False,
+    beside_base: bool = False,
 ) -> list[StageSize]:
     """Return the sizes of each pipeline stage; the model fits the layout.
 
@@ -214,11 +224,14 @@ def stage_sizes(
         trained: count trained parameters only (see `is_trained`).
         beside_base: count adapters and a value head only.
     """
-    stages, local_experts = stage_of_layers(architecture, parallel), architecture.num_experts // parallel.expert
-    dense, experts = [0] * parallel.pipeline, [0] * parallel.pipeline
+    stages = stage_of_layers(architecture, parallel)
+    local_experts = architecture.num_experts // parallel.expert
+    dense = [0] * parallel.pipeline
+    experts = [0] * parallel.pipeline
     cut = {"tensor": parallel.tensor, "expert_tensor": parallel.expert_tensor}
     for parameter in list_parameters(architecture, **cut, num_experts=1):  # all of a layer are alike
-        name, hf = parameter.names[0], parameter.hf_tensors[0]
+        name = parameter.names[0]
+        hf = parameter.hf_tensors[0]
         is_embedding = name.startswith("embedding.")
         is_tied = hf.name == EMBEDDING and not is_embedding
         if parameter.is_buffer or (is_tied and parallel.pipeline == 1):
@@ -247,7 +260,7 @@ def padded_vocab_size(vocab_size: int, tensor: int) -> int:
 
 
 def _layer_tables(architecture: Architecture, num_experts: int) -> list[str]:
-    """Return the table of each layer, with so many of its experts."""
+    """Return the table of each layer, with its first `num_experts` experts."""
     kinds = [
         (
             layer >= architecture.num_dense_layers,
@@ -261,11 +274,16 @@ def _layer_tables(architecture: Architecture, num_experts: int) -> list[str]:
 
 
 def _layer_table(
-    architecture: Architecture, num_experts: int, is_sparse: bool, is_linear: bool, keys_are_values: bool
+    architecture: Architecture,
+    num_experts: int,
+    is_sparse: bool,
+    is_linear: bool,
+    keys_are_values: bool,
 ) -> str:
     """Return the table of a layer with or without experts, with either kind of attention, with or without values."""
     experts = architecture.family.experts if is_sparse else None
-    latent, norms = architecture.latent, architecture.family.norms
+    latent = architecture.latent
+    norms = architecture.family.norms
     lines = zip(tables.NORMS.strip().splitlines(), norms, strict=True)
     table = "".join(f"{line.format(*norms)}\n" for line, name in lines if name)
     if is_linear:
@@ -287,7 +305,7 @@ def _layer_table(
 
 
 def _adaptable(table: str, architecture: Architecture) -> Iterator[tuple[re.Match[str], str]]:
-    """Yield the lines of the matrices that can have adapters, all but those of latent attention and of stacks of
+    """Yield the lines of the matrices that can have adapters, all except matrices of latent attention and of stacks of
     experts, each with its name in `Lora.target_modules`."""
     experts = architecture.family.experts
     roles = {experts.gate: "gate_proj", experts.up: "up_proj", experts.down: "down_proj"} if experts else {}
@@ -302,14 +320,17 @@ def _adaptable(table: str, architecture: Architecture) -> Iterator[tuple[re.Matc
 
 
 def _adapter_table(table: str, architecture: Architecture, lora: Lora) -> str:
-    """Return the table of a layer's adapters: one for each Hugging Face matrix, as a linear layer may hold several. Of
-    a [in -> rank] and b [rank -> out] that one is cut which has the dimension along which the layer is cut."""
+    """Return the table of a layer's adapters: one for each Hugging Face matrix, as a linear layer may hold several. A
+    layer that is cut along its output cuts b [rank -> out]; a layer that is cut along its input cuts a [in -> rank]."""
     lines = []
     for line, name in _adaptable(table, architecture):
         if name in lora.modules:
             matrix = line["hf"].removesuffix(".weight")
             module = matrix.rpartition(".")[2]
-            layers = [_adapter_of(weight) for weight in line["megatron"].split(" | ")]
+            layers = []
+            for weight in line["megatron"].split(" | "):
+                layer, _, expert = weight.rpartition(".weight")
+                layers.append(f"{layer}{ADAPTER}.local_experts.{expert}" if expert else f"{layer}{ADAPTER}")
             out, into = line["sizes"].split()
             for part, end, sizes in (("a", LORA_A, f"rank {into}"), ("b", LORA_B, f"{out} rank")):
                 names = " | ".join(f"{layer}.{module}.{part}" for layer in layers)
@@ -317,14 +338,9 @@ def _adapter_table(table: str, architecture: Architecture, lora: Lora) -> str:
     return "\n".join(lines)
 
 
-def _adapter_of(weight: str) -> str:
-    """Return the name of the module that adapts a weight; a layer of several experts has one for each."""
-    layer, _, expert = weight.rpartition(".weight")
-    return f"{layer}{ADAPTER}.local_experts.{expert}" if expert else f"{layer}{ADAPTER}"
-
-
 def _expert_table(experts: ExpertFormat, count: int, has_biases: bool) -> str:
-    table, of_expert = tables.ROUTER, tables.EXPERT
+    table = tables.ROUTER
+    of_expert = tables.EXPERT
     if has_biases:
         table += tables.ROUTER_LINEAR_BIAS
         of_expert += tables.EXPERT_BIAS
@@ -346,11 +362,21 @@ def _output_table(architecture: Architecture) -> str:
 
 def _sizes(architecture: Architecture, own: Heads) -> dict[str, int]:
     """Return the sizes of a layer with these heads by their names in the tables."""
-    experts, latent, lora = architecture.experts, architecture.latent, architecture.lora
-    heads, kv_heads, head = architecture.num_heads, own.kv_heads, own.size
+    experts = architecture.experts
+    latent = architecture.latent
+    lora = architecture.lora
+    heads = architecture.num_heads
+    kv_heads = own.kv_heads
+    head = own.size
     sizes = {"one": 1, "hidden": architecture.hidden_size, "vocab": architecture.vocab_size}
     sizes |= {"ffn": architecture.ffn_size, "rank": lora.rank if lora else 0}
-    sizes |= {"head": head, "heads": heads, "q": heads * head, "kv_heads": kv_heads, "kv": kv_heads * head}
+    sizes |= {
+        "head": head,
+        "heads": heads,
+        "q": heads * head,
+        "kv_heads": kv_heads,
+        "kv": kv_heads * head,
+    }
     sizes["attended"] = heads * head
     if latent:
         sizes |= {"q": heads * (latent.plain_size + latent.rope_size), "q_latent": latent.q_rank or 0}
@@ -367,7 +393,11 @@ def _sizes(architecture: Architecture, own: Heads) -> dict[str, int]:
 
 
 def _read(
-    table: str, layer: int | None, sizes: Mapping[str, int], num_ranks: Mapping[str, int], joined: Collection[str]
+    table: str,
+    layer: int | None,
+    sizes: Mapping[str, int],
+    num_ranks: Mapping[str, int],
+    joined: Collection[str],
 ) -> Iterator[Parameter]:
     """Read the parameters of a table in one layer.
 
@@ -378,7 +408,8 @@ def _read(
     model, decoder = ("", "") if layer is None else (f"model.layers.{layer}.", f"decoder.layers.{layer}.")
     for megatron, lines in groupby(LINE.finditer(table), key=itemgetter("megatron")):
         number = EXPERT_NUMBER.search(megatron)
-        expert, hf_tensors = int(number[0]) if number else None, []
+        expert = int(number[0]) if number else None
+        hf_tensors = []
         for line in lines:
             symbols = [text.partition("/") for text in line["sizes"].split()]
             shape = tuple(sizes[size] for size, _, _ in symbols)

@@ -157,10 +157,14 @@ def parse(raw: Mapping[str, Any], file: Path, head: HeadKind = "policy") -> Arch
 
 
 def _errors(
-    values: Mapping[str, Any], rope: dict[str, Any], local_rope: dict[str, Any], architecture: Architecture
+    values: Mapping[str, Any],
+    rope: dict[str, Any],
+    local_rope: dict[str, Any],
+    architecture: Architecture,
 ) -> Iterator[str]:
     """Yield the errors of values that are not supported."""
-    file, family = architecture.file, architecture.family
+    file = architecture.file
+    family = architecture.family
     for key in _unsupported(values, architecture):
         value = shorten(repr(architecture.raw_config.get(key)))
         remedy = REMEDIES.get(key, "choose another model, or remove the key if the model computes the same without it")
@@ -178,17 +182,22 @@ def _is_on(switch: bool | str, values: Mapping[str, Any]) -> bool:
 
 def _contradictions(model: Architecture) -> Iterator[str]:
     """Yield sizes that no model can have together."""
-    heads, shared, experts = model.num_heads, model.num_kv_heads, model.experts
-    size, name = model.head_size, "the size of a head"
+    heads = model.num_heads
+    shared = model.num_kv_heads
+    experts = model.experts
+    size = model.head_size
+    name = "the size of a head"
     if model.latent:
-        size, name = model.latent.rope_size, LATENT_SIZES["rope_size"]
+        size = model.latent.rope_size
+        name = LATENT_SIZES["rope_size"]
         if model.head_dim not in (None, size):  # transformers rotates head_dim numbers, SGLang the others
             yield f"head_dim {model.head_dim} is another number than {name} {size}"
     elif heads % shared:
         yield f"num_key_value_heads {shared} does not divide num_attention_heads {heads}"
     if model.full_heads and heads % model.full_heads.kv_heads:
         yield f"{FULL_KV_HEADS} {model.full_heads.kv_heads} does not divide num_attention_heads {heads}"
-    rotated, divisors = size * model.rope.part, len(model.rope.divisors)
+    rotated = size * model.rope.part
+    divisors = len(model.rope.divisors)
     if not model.latent and not model.head_dim and model.hidden_size % heads:
         yield f"num_attention_heads {heads} does not divide hidden_size {model.hidden_size}, and head_dim is not set"
     elif rotated % 2:
@@ -273,7 +282,8 @@ def _experts(values: Mapping[str, Any], experts: ExpertFormat) -> Experts:
 
 def _unsupported(values: Mapping[str, Any], architecture: Architecture) -> Iterator[str]:
     """Yield the keys of config.json whose values are not supported."""
-    family, raw = architecture.family, architecture.raw_config
+    family = architecture.family
+    raw = architecture.raw_config
     only = {**ONLY, "qkv_bias": (architecture.qkv_bias,), "use_qk_norm": (architecture.qk_layernorm,)}
     only |= {"hidden_act": (family.activation, None)}
     only |= {switch: (False, True) for switch in (family.qkv_bias, family.qk_layernorm) if isinstance(switch, str)}
@@ -298,7 +308,7 @@ def _unsupported(values: Mapping[str, Any], architecture: Architecture) -> Itera
         yield from _unsupported_routing(values, family.experts, architecture.experts)
     read = {*COMPUTED.split(), *_needed(values, family), *only, *family.rope_keys}
     yield from uncomputed(values, {*read, *family.ignores})
-    # By the type transformers chooses what is computed: that of a family with other norms or factors is refused.
+    # transformers chooses by the type what is computed: the type of a family with other norms or factors is refused.
     kind = values.get("model_type", "").removesuffix("_text").replace("_", "")
     own = _computing(family)
     alike = (name for name, one in FAMILIES.items() if _computing(one) == own)
@@ -307,7 +317,7 @@ def _unsupported(values: Mapping[str, Any], architecture: Architecture) -> Itera
 
 
 def _computing(family: Family) -> tuple[Any, ...]:
-    """Return what no key of config.json names, of what a family computes."""
+    """Return the properties of a family's computation that no key of config.json names."""
     return (
         family.norms,
         family.norms_all_heads,
@@ -322,6 +332,6 @@ def _unsupported_routing(values: Mapping[str, Any], written: ExpertFormat, exper
     if experts.top_k == 1 and experts.renormalizes:
         yield "num_experts_per_tok"  # its probability would always be 1, and the router could not learn
     yield from (key for key in written.shared_ffn if not values[key])
-    # To Megatron a group is as good as its best experts, as many as a token gets in each of its groups.
+    # Megatron rates a group by the sum of its best scores: as many as a token's experts divided by its groups.
     if experts.groups and experts.top_k // experts.groups[1] != written.groups_rated_by:
         yield "topk_group"

@@ -20,7 +20,8 @@ DYNAMIC = "set rope_scaling to null: up to max_position_embeddings transformers 
 
 
 def split_rope(values: dict[str, Any], family: Family) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return config.json with the rotary positions of layers without a window only, and those of layers with one."""
+    """Return config.json with only the rotary positions of layers without a window, then the positions of layers with
+    one."""
     rope = values.get("rope_parameters")
     if family.local_rope_theta is None or not isinstance(rope, dict) or "full_attention" not in rope:
         return values, {}
@@ -85,7 +86,8 @@ def read_rope(rope: Mapping[str, Any], values: Mapping[str, Any], family: Family
     Raises:
         TypeError: a number of their kind is not above 0.
     """
-    kind, part = rope["rope_type"], 1.0
+    kind = rope["rope_type"]
+    part = 1.0
     if family.rotary_part is not None:
         by_size = values[ROTARY_SIZE] / values["head_dim"] if {ROTARY_SIZE, "head_dim"} <= values.keys() else None
         part = rope.get(ROTARY_PART, values.get(ROTARY_PART, by_size or family.rotary_part))

@@ -39,7 +39,7 @@ class SwitchContext:
 
     Attributes:
         data: data-parallel shards.
-        dtype: of the weights.
+        dtype: dtype of the weights.
         is_trained: has gradients.
         capability: compute capability of its GPU, times ten; None without a GPU.
         has_te: its layers are TransformerEngine's.
@@ -82,7 +82,12 @@ def decisions(context: SwitchContext) -> Iterator[Decision]:
         yield Decision(name, not why_off, why_off or gain)
 
 
-def te_fault(architecture: Architecture, parallel: Parallel, dtype: str, capability: int | None) -> str:
+def te_fault(
+    architecture: Architecture,
+    parallel: Parallel,
+    dtype: str,
+    capability: int | None,
+) -> str:
     """Return what of a model, in its layout, TransformerEngine cannot compute; "" if it can.
 
     Without a kernel for packed rows, TransformerEngine 2.11.0 would not fail, but pad them and keep the scores of all

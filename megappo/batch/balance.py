@@ -19,7 +19,9 @@ def balanced_partitions(costs: list[int], k: int) -> list[list[int]]:
     if k < 1 or any(cost < 0 for cost in costs):
         raise ValueError(f"cannot partition into {k} parts: needs k >= 1 and costs >= 0")
     # Heap of partial solutions: (-spread, tie-break, parts by falling cost without the empty ones).
-    heap: list[tuple[int, int, list[_Part]]] = [(-cost, item, [(cost, (item,))]) for item, cost in enumerate(costs)]
+    heap: list[tuple[int, int, list[_Part]]] = []
+    for item, cost in enumerate(costs):
+        heap.append((-cost, item, [(cost, (item,))]))
     heapq.heapify(heap)
     while len(heap) > 1:
         _, tie, first = heapq.heappop(heap)
@@ -27,7 +29,9 @@ def balanced_partitions(costs: list[int], k: int) -> list[list[int]]:
         merged = _merge(first, second, k)
         smallest = merged[-1][0] if len(merged) == k else 0
         heapq.heappush(heap, (smallest - merged[0][0], tie, merged))
-    parts = sorted(sorted(items) for _, items in (heap[0][2] if heap else []))
+    parts: list[list[int]] = []
+    for _, _, solution in heap:
+        parts = sorted(sorted(items) for _, items in solution)
     return parts + [[] for _ in range(k - len(parts))]
 
 
@@ -48,7 +52,8 @@ def micro_batches(lengths: list[int], max_tokens: int, at_least: int = 1) -> lis
     Args:
         lengths: tokens of each row.
         max_tokens: bound on a bin's tokens.
-        at_least: number of bins, as far as there are rows; fewer where so many, once balanced, would break the bound.
+        at_least: number of bins, as far as there are rows; fewer where this number of balanced bins would break the
+            bound.
 
     Returns:
         Row positions of each bin, longest row first. At most as many bins as first-fit-decreasing needs (11/9 of the
@@ -67,14 +72,16 @@ def micro_batches(lengths: list[int], max_tokens: int, at_least: int = 1) -> lis
     best = _first_fit_decreasing(lengths, max_tokens)
     low = max(1, -(-sum(lengths) // max_tokens), sum(2 * length > max_tokens for length in lengths))
     fewest = min(at_least, len(lengths))
-    low, high = max(low, fewest), max(len(best), fewest)
+    low = max(low, fewest)
+    high = max(len(best), fewest)
     while low <= high:
         middle = (low + high) // 2
         bins = balanced_partitions(lengths, middle)
         if any(sum(lengths[row] for row in rows) > max_tokens for rows in bins):
             low = middle + 1
         else:
-            best, high = bins, middle - 1
+            best = bins
+            high = middle - 1
     return [sorted(rows, key=lambda row: -lengths[row]) for rows in best]
 
 
@@ -94,10 +101,10 @@ def _first_fit_decreasing(lengths: list[int], max_tokens: int) -> list[list[int]
 def partition_groups(
     lengths: Sequence[int], keys: Sequence[int], partition: Callable[[list[int]], list[list[int]]]
 ) -> list[list[int]]:
-    """Partition rows so that those with the same key stay together, next to each other.
+    """Partition rows so that rows with the same key stay together, next to each other.
 
     Args:
-        keys: of the rows; equal ones stand next to each other.
+        keys: keys of the rows; equal ones stand next to each other.
         partition: partitions items by their costs.
     """
     groups: dict[int, list[int]] = {}

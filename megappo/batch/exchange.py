@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -55,7 +55,7 @@ class RowTable:
 
     def split(self, size: int) -> RankRows:
         """Split all rows into `size` parts of consecutive prompts, as evenly as they divide, each with all its rows."""
-        counts = self.prompt_ids.unique_consecutive(return_counts=True)[1]
+        _, counts = self.prompt_ids.unique_consecutive(return_counts=True)
         ends = [0, *counts.cumsum(0).tolist()]
         bounds = [ends[len(counts) * part // size] for part in range(size + 1)]
         return tuple(tuple(range(start, stop)) for start, stop in pairwise(bounds))
@@ -66,7 +66,7 @@ class Batch:
     """A step's rows at the ranks that hold them, and what every rank knows about all of them.
 
     Attributes:
-        rows: those of this rank.
+        rows: this rank's rows.
         owners: the rows at each rank; after `Exchange.number` each is on one.
     """
 
@@ -136,7 +136,8 @@ class Exchange:
 
     def on_rank_0(self, action: Callable[[], Any]) -> Any:
         """Run an action on rank 0 and return its result on every rank; raise on every rank if it fails."""
-        error, result = None, None
+        error = None
+        result = None
         if self.rank == 0:
             try:
                 result = action()
@@ -177,7 +178,7 @@ class Exchange:
                 even where there are none.
 
         Raises:
-            ValueError: the rows are not those of `batch.owners`.
+            ValueError: the rows differ from `batch.owners`.
         """
         tokens = self._all_to_all(batch, destinations, batch.rows.input_ids.to("cpu", torch.int32), batch.table.lengths)
         moved = replace(empty_rows(destinations[self.rank], batch.table), input_ids=tokens.long())
@@ -198,7 +199,9 @@ class Exchange:
         return replace(into, rows=replace(into.rows, fields=fields))
 
     def _moved_field(self, batch: Batch, name: str, into: Batch) -> Tensor:
-        field, rows, table = field_of(name), batch.rows, batch.table
+        field = field_of(name)
+        rows = batch.rows
+        table = batch.table
         if field.has_bytes:
             return self._all_to_all(batch, into.owners, rows.field(name), table.lengths)
         values = torch.zeros(0, 0)
@@ -212,25 +215,46 @@ class Exchange:
         arrived = self._all_to_all(batch, into.owners, values.flatten(), torch.full((len(table),), columns))
         return arrived.reshape(len(into.rows), columns) if field.has_columns else arrived
 
-    def _all_to_all(self, batch: Batch, destinations: RankRows, numbers: Tensor, lengths: Tensor) -> Tensor:
-        """Send numbers of the rows here; return those of the rows `destinations[rank]`.
+    def _all_to_all(
+        self,
+        batch: Batch,
+        destinations: RankRows,
+        numbers: Tensor,
+        lengths: Tensor,
+    ) -> Tensor:
+        """Send numbers of the rows here; return the numbers of the rows `destinations[rank]`.
 
         Args:
-            numbers: of each row of `batch.rows`, end to end, [n] or [n, K].
+            numbers: numbers of each row of `batch.rows`, end to end, [n] or [n, K].
             lengths: [B] int64, how many each row of the table has.
         """
-        held, needed = list(batch.owners[self.rank]), list(destinations[self.rank])
-        if batch.rows.ids.tolist() != held:
-            raise ValueError(f"expected rows {held} here, in this order; found {batch.rows.ids.tolist()}")
-        owners = {row: rank for rank, of_rank in enumerate(batch.owners) for row in of_rank}
-        outgoing = [[row for row in of_rank if owners[row] == self.rank] for of_rank in destinations]
-        arriving = [[row for row in needed if owners[row] == rank] for rank in range(self.world_size)]
-        num_sent = [int(lengths[rows].sum()) for rows in outgoing]
-        num_received = [int(lengths[rows].sum()) for rows in arriving]
-        sent = taken(numbers, lengths[held], _places(held, list(chain(*outgoing))))
-        received = sent.new_empty(sum(num_received), *sent.shape[1:])
-        dist.all_to_all_single(received, sent, num_received, num_sent, group=self.group)
-        arrived = list(chain(*arriving))
+        held = list(batch.owners[self.rank])
+        needed = list(destinations[self.rank])
+        found = batch.rows.ids.tolist()
+        if found != held:
+            raise ValueError(f"expected rows {held} here, in this order; found {found}")
+
+        owners: dict[int, int] = {}
+        for rank, rows in enumerate(batch.owners):
+            owners |= dict.fromkeys(rows, rank)
+
+        sent = []
+        num_sent = []
+        for wanted in destinations:
+            mine = [row for row in wanted if owners[row] == self.rank]
+            sent += mine
+            num_sent.append(int(lengths[mine].sum()))
+
+        arrived = []
+        num_received = []
+        for rank in range(self.world_size):
+            theirs = [row for row in needed if owners[row] == rank]
+            arrived += theirs
+            num_received.append(int(lengths[theirs].sum()))
+
+        outgoing = taken(numbers, lengths[held], _places(held, sent))
+        received = outgoing.new_empty(sum(num_received), *outgoing.shape[1:])
+        dist.all_to_all_single(received, outgoing, num_received, num_sent, group=self.group)
         return taken(received, lengths[arrived], _places(arrived, needed))
 
 

@@ -13,7 +13,7 @@ class Field:
         per_token: [B, R], right-padded with 0; else [B].
         has_columns: [B, K] instead, with the same K on every rank; not per token.
         writer: the part of a step that adds it to the rows.
-        meaning: for error messages.
+        meaning: description for error messages.
         has_bytes: [T, K] uint8 instead, for each token of `input_ids`, with the same K on every rank; not per token.
     """
 

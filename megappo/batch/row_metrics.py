@@ -79,8 +79,10 @@ def mixed_versions(rows: Any) -> Any:
     """Return 1 for each row that weights of several versions wrote, else 0, [n]."""
     if "staleness" not in rows.fields:
         return None
-    is_policy, ages = rows.response_mask.bool(), rows.fields["staleness"]
-    newest, oldest = ages.masked_fill(~is_policy, math.inf), ages.masked_fill(~is_policy, -math.inf)
+    is_policy = rows.response_mask.bool()
+    ages = rows.fields["staleness"]
+    newest = ages.masked_fill(~is_policy, math.inf)
+    oldest = ages.masked_fill(~is_policy, -math.inf)
     return (newest.amin(dim=1) < oldest.amax(dim=1)).float()
 
 

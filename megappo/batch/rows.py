@@ -22,9 +22,9 @@ class Rows:
         prompt_ids: [B] int64, the same for all rows that answer the same prompt; any number of rows may share one.
         prompt_lengths, response_lengths: [B] int64, in tokens.
         input_ids: [T] int64, prompt and response of row after row, unpadded; empty = the tokens are on other ranks.
-        fields: those of `FIELDS` that have been written: name -> float32, [B] (per row), [B, K] (several columns per
-            row) or [B, R] (per response token, right-padded with 0); or uint8, [T, K]. R is the longest response of the
-            whole step, so it is the same on all ranks.
+        fields: the fields of `FIELDS` that have been written: name -> float32, [B] (per row), [B, K] (several columns
+            per row) or [B, R] (per response token, right-padded with 0); or uint8, [T, K]. R is the longest response of
+            the whole step, so it is the same on all ranks.
 
     Raises:
         ValueError: a length or shape does not fit the rest, or there is no such field; the message names it.
@@ -39,7 +39,8 @@ class Rows:
 
     def __post_init__(self) -> None:
         size = len(self.ids)
-        found, expected = len(self.input_ids), int(self.lengths.sum())
+        found = len(self.input_ids)
+        expected = int(self.lengths.sum())
         if found and found != expected:
             raise ValueError(f"{found} input_ids; expected {expected}, the sum of prompt and response lengths")
         longest = int(self.response_lengths.max()) if size else 0

@@ -37,7 +37,8 @@ def write_rows(path: Path, rows: Rows, facts: Mapping[str, Any]) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    tensors = {name: getattr(rows, name).clone() for name in COLUMNS} | {"tokens": rows.input_ids.clone()}
+    tensors = {name: getattr(rows, name).clone() for name in COLUMNS}
+    tensors["tokens"] = rows.input_ids.clone()
     mask = is_within(rows.response_lengths, rows.max_response_length)
     for name, values in rows.fields.items():
         tensors[FIELD + name] = values[mask] if field_of(name).per_token else values.clone()
@@ -62,7 +63,7 @@ class RowsFile(AbstractContextManager):
 
     Attributes:
         facts: as given to `write_rows`.
-        table: of all rows.
+        table: table of all rows.
 
     Raises:
         FileNotFoundError: it does not exist.
@@ -92,7 +93,8 @@ class RowsFile(AbstractContextManager):
     def rows(self, start: int, stop: int) -> Rows:
         """Read rows start:stop, with the padded width of all."""
         table = self.table
-        prompt_ids, prompt_lengths = table.prompt_ids[start:stop], table.prompt_lengths[start:stop]
+        prompt_ids = table.prompt_ids[start:stop]
+        prompt_lengths = table.prompt_lengths[start:stop]
         response_lengths = table.response_lengths[start:stop]
         tokens = self._spans("tokens", table.lengths, start, stop)
         fields = {}

@@ -47,7 +47,11 @@ class Trajectories:
         """Return the rows with fields of the trajectories added."""
         if self.joined is not self.rows:
             for name, values in fields.items():
-                fields[name] = self._cut(values) if field_of(name).per_token else self._repeat(values)
+                if field_of(name).per_token:
+                    fields[name] = self._cut(values)
+                else:  # repeated for each row, 0 for rows that are left out
+                    fields[name] = values.new_zeros(len(self.rows))
+                    fields[name][self._is_kept] = values[self._trajectories[self._is_kept]]
         return replace(self.rows, fields=self.rows.fields | fields)
 
     def _join(self, values: Tensor) -> Tensor:
@@ -58,9 +62,3 @@ class Trajectories:
         """Cut [E, W] to [B, R]."""
         flat = values[is_within(self._lengths, self._width)]
         return values.new_zeros(self._is_token.shape).masked_scatter_(self._is_token, flat)
-
-    def _repeat(self, values: Tensor) -> Tensor:
-        """Repeat [E] as [B], 0 for rows that are left out."""
-        repeated = values.new_zeros(len(self.rows))
-        repeated[self._is_kept] = values[self._trajectories[self._is_kept]]
-        return repeated

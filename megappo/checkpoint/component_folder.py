@@ -75,13 +75,18 @@ def load_initial(
 
 
 def load_model(
-    chunks: ModelChunks, groups: ComponentGroups, folder: Path, info: ComponentInfo, vocab_size: int, drawn: str = ""
+    chunks: ModelChunks,
+    groups: ComponentGroups,
+    folder: Path,
+    info: ComponentInfo,
+    vocab_size: int,
+    drawn: str = "",
 ) -> None:
     """Fill the model from a component's folder, or a checkpoint of Megatron-LM, whatever layout it was written in. An
     optimizer's state is not read.
 
     Args:
-        info: of `folder`.
+        info: facts about `folder`.
         vocab_size: true vocabulary, without padding.
         drawn: module that is not loaded.
     Raises:
@@ -100,7 +105,12 @@ def load_model(
     load_component({"model": state}, groups, folder, info, weights_only=True)
 
 
-def check_vocabulary(chunks: ModelChunks, folder: Path, info: ComponentInfo, vocab_size: int) -> None:
+def check_vocabulary(
+    chunks: ModelChunks,
+    folder: Path,
+    info: ComponentInfo,
+    vocab_size: int,
+) -> None:
     """Check the vocabulary, the one dimension that dist_checkpointing leaves: its padding depends on the layout."""
     found = info.tensors.get(EMBEDDING)
     if found is None:
@@ -120,17 +130,23 @@ def check_vocabulary(chunks: ModelChunks, folder: Path, info: ComponentInfo, voc
 
 
 def load_component(
-    state: dict[str, Any], groups: ComponentGroups, folder: Path, info: ComponentInfo, *, weights_only: bool
+    state: dict[str, Any],
+    groups: ComponentGroups,
+    folder: Path,
+    info: ComponentInfo,
+    *,
+    weights_only: bool,
 ) -> dict[str, Any]:
     """Load `state` from the folder. The folder may also hold objects.
 
     Args:
-        info: of `folder`.
+        info: facts about `folder`.
         weights_only: leave out the unsharded state, an optimizer's, and layers for multi-token prediction.
     Raises:
         CheckpointError: a tensor is missing or unknown, or the folder is damaged.
     """
-    strict, replicas = StrictHandling.RETURN_ALL, groups.collection.dp_cp
+    strict = StrictHandling.RETURN_ALL
+    replicas = groups.collection.dp_cp
     loaded, extra, absent = load_sharded(state, folder, groups.as_world, strict, replicas, weights_only=weights_only)
     wanted = [name for name in info.model if not name.startswith(MORE_PREDICTIONS)] if weights_only else info.tensors
     unknown = {name for name in extra.intersection(wanted) if EXTRA_STATE not in name}

@@ -35,7 +35,6 @@ class SavedState(BaseModel, strict=True, allow_inf_nan=False):
     kl: dict[Literal["value"], float] = {}
     reward_moments: dict[Literal["count", "mean", "squares"], float] = {}
     models: dict[str, str] = {}
-    data: dict[str, str] = {}
     optimizer_steps: dict[str, Annotated[tuple[int, int], Field(strict=False)]] = {}
 
 
@@ -90,7 +89,8 @@ def candidates(folder: Path) -> tuple[list[Path], str]:
     Raises:
         CheckpointError: there is a `latest`, but no checkpoint.
     """
-    newest_first, pointer = checkpoints_in(folder)[::-1], folder / LATEST
+    newest_first = checkpoints_in(folder)[::-1]
+    pointer = folder / LATEST
     if not newest_first:
         if pointer.exists():
             raise CheckpointError(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from megappo.checkpoint.folders import METADATA, CheckpointError
 from megappo.config.text_files import open_file
@@ -69,12 +69,17 @@ def read_component(folder: Path) -> ComponentInfo:
     """
     metadata = read_metadata(folder)
     try:
-        entries = metadata.state_dict_metadata.items()
-        objects = tuple(name for name, entry in entries if isinstance(entry, BytesStorageMetadata))
-        tensors = {name: _tensor(entry) for name, entry in entries if name not in objects}
+        objects = []
+        tensors = {}
+        for name, entry in metadata.state_dict_metadata.items():
+            if isinstance(entry, BytesStorageMetadata):
+                objects.append(name)
+            else:
+                starts = {chunk.offsets[:1] for chunk in entry.chunks}
+                tensors[name] = TensorInfo(tuple(entry.size), entry.properties.dtype, len(starts))
     except Exception as error:  # it was another object than it should be
         raise _damaged(folder / METADATA, error) from error
-    return ComponentInfo(tensors, objects)
+    return ComponentInfo(tensors, tuple(objects))
 
 
 def read_metadata(folder: Path) -> Metadata:
@@ -114,11 +119,6 @@ class _Unpickler(pickle.Unpickler):
                 "do not load it"
             )
         return super().find_class(module, name)
-
-
-def _tensor(entry: TensorStorageMetadata) -> TensorInfo:
-    starts = {chunk.offsets[:1] for chunk in entry.chunks}
-    return TensorInfo(tuple(entry.size), entry.properties.dtype, len(starts))
 
 
 def _check_files(folder: Path, places: dict[Any, Any]) -> None:

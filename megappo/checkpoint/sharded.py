@@ -80,7 +80,8 @@ class Writing(TorchDistSaveShardedStrategy):
         self.sums: dict[str, str] = {}
         self.error: Exception | None = None
         self.finalize: Callable[[], None]
-        self._folder, self._as_world = folder, as_world
+        self._folder = folder
+        self._as_world = as_world
         self._writer: FileSystemWriterAsync
 
     def _get_save_and_finalize_callbacks(self, writer: FileSystemWriterAsync, save_state_dict_ret: Any) -> AsyncRequest:
@@ -187,11 +188,16 @@ _COMMON = _DeferringCommonSave("torch", 1)
 register_default_strategy(StrategyAction.SAVE_COMMON, "torch", 1, _COMMON)  # `save` takes no other
 
 
-def begin_sharded(state: dict[str, Any], folder: Path, as_world: AsWorld, copies: HostCopies | None) -> Writing:
+def begin_sharded(
+    state: dict[str, Any],
+    folder: Path,
+    as_world: AsWorld,
+    copies: HostCopies | None,
+) -> Writing:
     """Begin to write a component's sharded state into an existing folder; all its ranks together.
 
     Args:
-        copies: makes copies, in place of those of the last save, so that training can continue while they are written;
+        copies: makes copies, in place of the last save's, so that training can continue while they are written;
             None: what is on the host is written from where it is.
     """
     writing = Writing(folder, as_world)
@@ -201,7 +207,12 @@ def begin_sharded(state: dict[str, Any], folder: Path, as_world: AsWorld, copies
             if isinstance(leaf, ShardedTensor) and is_main_replica(leaf.replica_id):
                 name = f"{folder.name}/{leaf.key}{leaf.global_offset}"
                 leaf.data = copies.copy(name, leaf.data) if copies else leaf.data.cpu()
-        request = dist_checkpointing.save(state, str(folder), sharded_strategy=writing, async_sharded_save=True)
+        request = dist_checkpointing.save(
+            state,
+            str(folder),
+            sharded_strategy=writing,
+            async_sharded_save=True,
+        )
     # Without the second, which ends in a barrier: the others would wait there for a first rank that fails.
     writing.finalize = request.finalize_fns[0]
     writing.error = _COMMON.error

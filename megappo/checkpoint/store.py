@@ -46,7 +46,7 @@ class Saving:
 
     Attributes:
         path: its name when it is complete. partial: its name until then.
-        writings: of the components on this rank, in the same order everywhere.
+        writings: writings of the components on this rank, in the same order everywhere.
         thread: writes them in the background; None = they are written. A process that exits does not wait for it: an
             incomplete checkpoint has no name to resume from.
     """
@@ -123,7 +123,7 @@ class CheckpointStore:
         as they are now. No other save may be in progress.
 
         Args:
-            step: the last finished step. num_updates: of the next step, or NOT_BEGUN.
+            step: the last finished step. num_updates: updates of the next step, or NOT_BEGUN.
             write_more: called on all ranks with the folder, to write further files.
             in_background: a thread writes a copy; otherwise it is on the disk when this returns.
         Raises:
@@ -150,7 +150,12 @@ class CheckpointStore:
             self.exchange.on_rank_0(lambda: (partial / STATE).write_text(text))
         thread = None
         if in_background:
-            thread = threading.Thread(target=_write, name="checkpoint", args=[writings], daemon=True)
+            thread = threading.Thread(
+                target=_write,
+                name="checkpoint",
+                args=[writings],
+                daemon=True,
+            )
             thread.start()
         self._saving = Saving(path, partial, writings, thread)
 
@@ -173,7 +178,8 @@ class CheckpointStore:
             CheckpointError, OtherRankError: it cannot be written, raised on all ranks. Older checkpoints are
                 untouched, and the incomplete one is removed.
         """
-        saving, self._saving = self._saving, None
+        saving = self._saving
+        self._saving = None
         if saving is None:
             return None
         with self._cleanup_on_failure(saving.path, saving.partial):
@@ -228,7 +234,8 @@ class CheckpointStore:
     def _publish(self, saving: Saving) -> None:
         """Give the checkpoint its name, then name it in `latest`, then remove what is old; a kill in between loses
         nothing."""
-        partial, path = saving.partial, saving.path
+        partial = saving.partial
+        path = saving.path
         for folder in (*(child for child in partial.iterdir() if child.is_dir()), partial):
             sync(folder)
         # The same step may have been saved before a resume from an older checkpoint.
@@ -241,7 +248,12 @@ class CheckpointStore:
         if saving.thread is None:
             _remove(*old)
         else:  # slow for large files; the next save removes what remains
-            threading.Thread(target=_remove, name="checkpoint-removal", args=old, daemon=True).start()
+            threading.Thread(
+                target=_remove,
+                name="checkpoint-removal",
+                args=old,
+                daemon=True,
+            ).start()
 
     def _old(self, newest: Path) -> list[Path]:
         """List the checkpoints to remove after the newest was saved."""

@@ -23,7 +23,7 @@ examples:
   megappo plan --keys actor.optim
 
 The exit code is 0 if the run could start here, else 2. A model or data that is missing is an error, unless
---ignore-missing is given. --gpu estimates without them."""
+--ignore-missing is given or a run downloads the model. --gpu estimates without them."""
 TRAIN = """\
 example: megappo train configs/quickstart.yaml trainer.output_dir=outputs/mine actor.optim.lr=1e-6
 all keys: megappo plan --keys. Several nodes: launch/torchrun_node.sh, launch/slurm.sbatch."""
@@ -37,7 +37,7 @@ EVALUATE = """\
 CHECKPOINT is a run's folder (its newest checkpoint), one of its checkpoints (step_XXXXXXXX), or a Hugging Face folder.
 CONFIG sets the held-out data (data.val_files, eval.datasets), the sampling and the ranks. Engines are started, nothing
 is trained, and the run does not change. evaluations/NAME gets metrics.jsonl, evaluation.json, rollouts/ and
-report.html, in place of those of the previous evaluation, whose metrics are kept under a name with the date.
+report.html. They replace the previous evaluation's files, whose metrics are kept under a name with the date.
 
 example: megappo evaluate outputs/quickstart/run rollout.val_n=4 rollout.val_temperature=1"""
 INSPECT = """\

@@ -18,7 +18,7 @@ from pathlib import Path
 from megappo.architecture.model_folder import SHAPES, hub_id, shape_folder, shipped_shape
 from megappo.commands.arguments import MOST_RANKS, plan_arguments
 from megappo.config.checks import config_warnings
-from megappo.config.config_error import ConfigError, Missing, counted, printable
+from megappo.config.config_error import ConfigError, Downloadable, Missing, counted, printable
 from megappo.config.describe import config_help
 from megappo.config.loading import load_config
 from megappo.config.schema import Config
@@ -31,7 +31,7 @@ from megappo.lab.plan.first_config import first_config
 from megappo.lab.plan.picture import placement_picture, rank_table
 from megappo.lab.plan.plan_text import batch_summary, config_summary, evaluation_summary, weights_summary
 from megappo.lab.plan.rehearsal import Findings, rehearse
-from megappo.lab.plan.run_checks import check_run, known_names
+from megappo.lab.plan.run_checks import check_run, known_names, output_errors
 from megappo.observe.console import escape_unprintable
 from megappo.placement.placing import leaves_world_open, smallest_world
 from megappo.placement.run_plan import RunPlan
@@ -95,11 +95,13 @@ def _check(config: Config, world_size: int, args: argparse.Namespace, warnings: 
     print(config_summary(config, all_keys=args.all_keys))
     capability = GPUS[args.gpu].capability if args.gpu else None
     plan, found = check_run(config, world_size, world_size // (args.nodes or 1), capability)
-    errors = [error for error in found if not (args.ignore_missing and isinstance(error, Missing))]
+    ignored = Missing if args.ignore_missing else () if args.download else Downloadable
+    errors = [error for error in found if not isinstance(error, ignored)]
     missing = [error for error in found if error not in errors]
     warnings += [*config_warnings(config), *(() if found else resume_warnings(config)), *missing]
     if plan is None:
         return errors
+    are_of_output = set(errors) <= set(config.located(output_errors(config)))
     _print_placement(plan)
     if not found:
         print(f"\nweights, in {config.model.dtype}\n{weights_summary(plan)}")
@@ -111,13 +113,13 @@ def _check(config: Config, world_size: int, args: argparse.Namespace, warnings: 
             errors = errors or config.located(error.errors)
     if not errors and (busy := in_use(Path(config.trainer.output_dir))):
         errors = config.located([busy])
-    if errors:
+    if not are_of_output:
         return errors
     sys.stdout.flush()
     findings = Findings() if missing else rehearse(config, everything=args.all)
     warnings += findings.warnings
     print("\nchecked", *findings.checked, f"not checked: {_unchecked(config, missing)}", sep="\n  ")
-    return config.located(findings.errors)
+    return errors + config.located(findings.errors)
 
 
 def _print_placement(plan: RunPlan) -> None:
@@ -162,7 +164,7 @@ def _print_estimates(plan: RunPlan, args: argparse.Namespace) -> list[str]:
 def _unchecked(config: Config, missing: Sequence[str]) -> str:
     """Return what only the run itself can check, and what cannot be checked without missing files."""
     if missing:
-        by_files = "output folder, tokenizer, prompts, reward functions, environments"
+        by_files = "tokenizer, prompts, reward functions, environments"
         return f"{by_files} (files are missing), weights, memory, engines"
     unknown = "the names in rollout.server_args (this machine's SGLang could not be read), "
     return (unknown if config.rollout.server_args and not known_names() else "") + "weights, memory, engines"

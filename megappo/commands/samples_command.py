@@ -1,4 +1,4 @@
-"""`megappo samples`: show a run's responses: those to held-out prompts, and the training rollouts that it kept."""
+"""`megappo samples`: show a run's responses to held-out prompts, and the training rollouts that it kept."""
 
 import argparse
 import math
@@ -27,10 +27,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--step", type=int, help="a step that has responses (default: the newest)")
     parser.add_argument("--dataset", help=f"a held-out data set, or {TRAINING} (default: all)")
     passed = parser.add_mutually_exclusive_group()
-    passed.add_argument("--right", dest="passed", action="store_true", default=None, help="only those that passed")
-    passed.add_argument("--wrong", dest="passed", action="store_false", default=None, help="only those that did not")
+    passed.add_argument("--right", dest="passed", action="store_true", default=None, help="only responses that passed")
+    passed.add_argument("--wrong", dest="passed", action="store_false", default=None, help="only responses that failed")
     parser.add_argument("--order", choices=["best", "worst"], help="which come first (default: as they were drawn)")
-    parser.add_argument("--search", default="", metavar="TEXT", help="only those with this text, in prompt or response")
+    parser.add_argument(
+        "--search", default="", metavar="TEXT", help="only responses with this text, in prompt or response"
+    )
     parser.add_argument("--num", type=int, default=10, help="responses to show at most (default: 10)")
     args = parser.parse_args(arguments)
     files = [*sample_files(args.run), *sample_files(args.run, "parquet")]

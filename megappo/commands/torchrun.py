@@ -42,7 +42,7 @@ LOGGERS = ("multiprocessing.api", "multiprocessing.errors.error_handler", "agent
 ENDING_OF, END_RUN = "megappo.lab.report.ending:ending_of", "megappo.lab.report.ending:end_abandoned_run"
 """Imported at the end of a run that has not finished: they read configs."""
 RUNS = ("megappo.train", "megappo.sft", "megappo.reward_model")
-"""Modules whose ranks are those of a run."""
+"""Modules whose ranks are the ranks of a run."""
 GRACE_SECONDS = 5
 """Seconds that a rank of megappo.train may take to save and exit; others, which may have to clean up, torchrun's 30."""
 STARTED = time.time()
@@ -111,7 +111,7 @@ def prepared(args: argparse.Namespace) -> argparse.Namespace:
         Agent.ranks_can_save = True
     if not args.log_dir and (args.redirects, args.tee, args.local_ranks_filter) == ("0", "0", ""):
         args.log_dir = os.devnull  # else a folder for the ranks' error files, which nobody reads or removes
-    args.signals_to_handle = ""  # those that end a run are the agent's: of torchrun's handlers each would raise
+    args.signals_to_handle = ""  # the agent handles the signals that end a run; torchrun's handlers would raise
     return args
 
 

@@ -245,7 +245,7 @@ def _execute(plan: RunPlan, store: dist.Store, rank: int, cleanup: ExitStack, fu
         if config.trainer.eval_only:
             plan = replace(plan, requested=evaluation_of(plan.requested), config=evaluation_of(config))
         plan = resolve_offload(plan, Cluster(gpu_bytes) if gpu_bytes else None)
-        watching = cleanup.enter_context(ExitStack())  # its callback runs after those of what starts from here on
+        watching = cleanup.enter_context(ExitStack())  # its callback runs after the callbacks of what starts below
         for name, value in shared_nccl_variables(plan).items():
             os.environ.setdefault(name, value)  # the engine inherits the environment
         engine_handle = start_engine(plan, rank, store, cleanup) if config.samples else EngineHandle()

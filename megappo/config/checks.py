@@ -33,7 +33,8 @@ USUAL = {
 
 def config_errors(config: Config) -> list[str]:
     """Return every contradiction, one line each, with the keys, their values and the remedy."""
-    errors = [*_section_errors(config), *_unread_errors(config), *hang_errors(config), *size_errors(config)]
+    unread = [f"{key} {shorten(show(value))} {reason}" for key, value, reason in unread_keys(config)]
+    errors = [*_section_errors(config), *unread, *hang_errors(config), *size_errors(config)]
     errors += [*offload_errors(config), *_name_errors(config)]
     if not config.is_ppo:
         return [*errors, *example_errors(config)]
@@ -80,11 +81,6 @@ def _section_errors(section: Section) -> Iterator[str]:
             yield from _section_errors(value)
 
 
-def _unread_errors(config: Config) -> Iterator[str]:
-    for key, value, reason in unread_keys(config):
-        yield f"{key} {shorten(show(value))} {reason}"
-
-
 def unread_keys(config: Config) -> Iterator[tuple[str, object, str]]:
     """Yield each key that is not at its default and that nothing reads, its value, and the reason with its remedy.
 
@@ -94,11 +90,16 @@ def unread_keys(config: Config) -> Iterator[tuple[str, object, str]]:
 
 
 def _unread(
-    config: Config, section: Section, path: str, above: tuple[ReadIf, ...], is_optional: bool = False
+    config: Config,
+    section: Section,
+    path: str,
+    above: tuple[ReadIf, ...],
+    is_optional: bool = False,
 ) -> Iterator[tuple[str, object, str]]:
-    """Yield the unread keys of a section; of one that is null by default, those that were written."""
+    """Yield the unread keys of a section; of a section that is null by default, only keys that were written."""
     for name, field in type(section).model_fields.items():
-        key, value = path + name, getattr(section, name)
+        key = path + name
+        value = getattr(section, name)
         own = tuple(item for item in field.metadata if isinstance(item, ReadIf))
         conditions = (*above, *_method_conditions(section, path, name), *own)
         is_set = name in section.model_fields_set if is_optional else value != field.default
@@ -129,8 +130,10 @@ def _method_conditions(section: Section, path: str, name: str) -> tuple[ReadIf, 
 
 def _group_errors(config: Config) -> Iterator[str]:
     """Yield what the comparison of the responses to a prompt, or of a response with a greedy one, does not allow."""
-    algorithm, normalize = config.algorithm, config.reward.normalize
-    filters, estimator = algorithm.filter_groups.enable, f"algorithm.adv_estimator {algorithm.adv_estimator}"
+    algorithm = config.algorithm
+    normalize = config.reward.normalize
+    filters = algorithm.filter_groups.enable
+    estimator = f"algorithm.adv_estimator {algorithm.adv_estimator}"
     comparing = (
         (estimator, algorithm.method.compares_responses),
         ("reward.normalize group", normalize == "group"),
@@ -149,13 +152,16 @@ def _group_errors(config: Config) -> Iterator[str]:
 
 
 def _run_errors(config: Config) -> Iterator[str]:
-    trainer, actor, warmup = config.trainer, config.actor, config.critic.warmup_steps
+    trainer = config.trainer
+    actor = config.actor
+    warmup = config.critic.warmup_steps
     if actor.target_kl is not None and actor.num_updates(config.data.train_batch_size) == 1:
         yield (
             f"actor.target_kl {actor.target_kl} has nothing to skip: a step has one optimizer step only; drop it, or "
             "raise actor.ppo_epochs or lower actor.ppo_mini_batch_size"
         )
-    buffer, length = config.reward.overlong_buffer, config.rollout.max_response_length
+    buffer = config.reward.overlong_buffer
+    length = config.rollout.max_response_length
     if config.reward.length_penalty == "overlong" and buffer > length:
         yield f"reward.overlong_buffer {buffer} is longer than rollout.max_response_length {length}: shorten it"
     if config.has_critic and config.trains_actor and warmup >= trainer.total_steps:
@@ -238,14 +244,17 @@ def _reward_errors(config: Config) -> Iterator[str]:
     if config.rollout.environment is not None:
         for shaping in shapings(config):
             yield (
-                f"{shaping} changes the sum of an episode's rewards, not those of its turns, which rollout.environment "
-                "gives: drop it, and have the environment do it"
+                f"{shaping} changes the sum of an episode's rewards, not the rewards of its turns, which "
+                "rollout.environment gives: drop it, and do it in the environment"
             )
 
 
 def _task_errors(task: Task) -> Iterator[str]:
     """Yield contradictions between the keys of training, or of a held-out data set."""
-    section, rollout, reward, data = task.environment_key.rpartition(".")[0], task.rollout, task.reward, task.data
+    section = task.environment_key.rpartition(".")[0]
+    rollout = task.rollout
+    reward = task.reward
+    data = task.data
     if rollout.environment is not None and rollout.tools:
         yield f"{section}.environment and {section}.tools are both set: drop one; an environment makes its own calls"
     if rollout.tools and rollout.tool_call_parser is None:
@@ -268,6 +277,6 @@ def _greedy_errors(name: str, task: Task) -> Iterator[str]:
         key = "rollout.val_n" if task.section == "data" else f"{task.section}.n"
         yield (
             f"{key} {rollout.n} requests the same response to each prompt of {name} as many times, with temperature "
-            f"{rollout.temperature:g} and top_k {rollout.top_k}: raise rollout.val_temperature (or that of the data "
+            f"{rollout.temperature:g} and top_k {rollout.top_k}: raise rollout.val_temperature (or the one of the data "
             f"set), or set {key} to 1"
         )

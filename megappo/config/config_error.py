@@ -43,6 +43,11 @@ class Missing(str):
     warning in its place."""
 
 
+class Downloadable(Missing):
+    """An error about a model that a run downloads; `megappo plan` prints a warning in its place, too, unless it has
+    tried the download."""
+
+
 def printable(text: str) -> str:
     """Return the text on one line that any terminal shows as it is: unprintable characters are escaped, and the middle
     of a long text is left out."""

@@ -55,7 +55,8 @@ def keys() -> tuple[Key, ...]:
 def _keys(model: type[Section], prefix: str) -> Iterator[Key]:
     schema = model.model_json_schema()["properties"]
     for name, field in model.model_fields.items():
-        path, section = prefix + name, _section_in(field.annotation)
+        path = prefix + name
+        section = _section_in(field.annotation)
         yield Key(path, describe(schema[name]), field.default, field.description or "", section)
         if section:
             is_table = get_origin(field.annotation) is dict
@@ -102,7 +103,8 @@ def describe(schema: dict[str, Any]) -> str:
         items = schema["prefixItems"]
         return f"list of {len(items)}: each {describe(items[0])}"
     if "items" in schema:
-        item, count = describe(schema["items"]), "non-empty " if "minItems" in schema else ""
+        item = describe(schema["items"])
+        count = "non-empty " if "minItems" in schema else ""
         return f"{count}list of ({item})" if " | " in item else f"{count}list of {item}"
     if "additionalProperties" in schema:
         values = schema["additionalProperties"]
@@ -112,7 +114,7 @@ def describe(schema: dict[str, Any]) -> str:
 
 
 def yaml_lines(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the lines of a YAML config that sets dotted keys, one line each, with the key; "" for those of sections."""
+    """Yield the lines of a YAML config that sets dotted keys, one line each, with its key; "" for lines of sections."""
     above: list[str] = []
     for key, value in values.items():
         *sections, name = key.split(".")

@@ -44,7 +44,7 @@ class TheirKey:
         """Return what to do with a setting of this row, to follow an error.
 
         Args:
-            name: of its key, with its system.
+            name: name of its key, with its system.
         """
         if self.missing or self.note:
             kind = "has no counterpart" if self.missing else "is not needed"

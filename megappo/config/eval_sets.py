@@ -34,11 +34,11 @@ class Task:
     """Prompts of training or of a held-out data set.
 
     Attributes:
-        section: of the config, with the task's own keys.
+        section: section of the config with the task's own keys.
         key: names its files.
         data: how its files are read.
         rollout: how its responses are sampled and played, with its own values.
-        reward: with its own function.
+        reward: reward section with the task's own function.
         environment_key, reward_key: the keys that name environment or tools, and the function.
         has_reward_model: the reward model scores it, too: it has neither an environment nor a function of its own.
     """
@@ -77,7 +77,7 @@ def eval_sets(config: Config) -> dict[str, Task]:
 
 
 def _task(config: Config, own: EvalDataset, section: str, key: str) -> Task:
-    """Return a task with its own values, and those of the config where it has none."""
+    """Return a task with its own values, and the config's values where it has none."""
     environment_section = "rollout"
     if own.environment is not None or own.tools:
         environment_section = section
@@ -98,7 +98,7 @@ def _task(config: Config, own: EvalDataset, section: str, key: str) -> Task:
 
 
 def tasks(config: Config) -> dict[str, Task]:
-    """Return the task of training, if the run trains, and those of `eval_sets`."""
+    """Return the task of training, if the run trains, and the tasks of `eval_sets`."""
     of_training = {} if config.trainer.eval_only else {TRAINING: training_task(config)}
     return of_training | eval_sets(config)
 
@@ -130,8 +130,8 @@ class LongestRequest:
     """The longest prompt and response that engines are sent for one task.
 
     Attributes:
-        lengths: of both, for an error.
-        tokens: of both together.
+        lengths: names of both lengths, for an error.
+        tokens: tokens of prompt and response together.
         context: tokens that an engine must have room for; with fewer it would cut responses or refuse prompts.
     """
 
@@ -141,7 +141,7 @@ class LongestRequest:
 
 
 def requests(config: Config) -> list[LongestRequest]:
-    """Return the longest request of training, then that of each held-out data set.
+    """Return the longest request of training, then the longest request of each held-out data set.
 
     Episodes of evaluations have room for segments with a prompt as long as training's.
 
@@ -150,7 +150,8 @@ def requests(config: Config) -> list[LongestRequest]:
     """
     longest = []
     for task in (training_task(config), *eval_sets(config).values()):
-        prompt, response = task.data.max_prompt_length, task.rollout.max_response_length
+        prompt = task.data.max_prompt_length
+        response = task.rollout.max_response_length
         longest_prompt = prompt
         if task.rollout.has_environment:
             prompt = max(prompt, config.data.max_prompt_length)

@@ -1,4 +1,4 @@
-"""Contradictions that a run of any kind may have, and those of a run that learns from examples."""
+"""Contradictions that a run of any kind may have, and contradictions of a run that learns from examples."""
 
 from collections.abc import Iterator
 
@@ -9,15 +9,18 @@ MOST_ROWS = 2**24
 
 def example_errors(config: Config) -> Iterator[str]:
     """Yield what a run on examples cannot do."""
-    data, trainer = config.data, config.trainer
+    data = config.data
+    trainer = config.trainer
     if data.too_long == "truncate_left":
         yield "data.too_long truncate_left would cut the prompt that a response answers: set it to skip"
     named = set(data.columns)
     if config.trains_reward_model:
-        forms, expected = [{"chosen", "rejected"}], "chosen and rejected"
+        forms = [{"chosen", "rejected"}]
+        expected = "chosen and rejected"
         named -= {"prompt", "margin"}
     else:
-        forms, expected = [{"messages"}, {"prompt", "response"}], "messages alone, or prompt and response"
+        forms = [{"messages"}, {"prompt", "response"}]
+        expected = "messages alone, or prompt and response"
     if data.columns and named not in forms:
         names = ", ".join(data.columns)
         yield f"data.columns names {names}: name {expected}, each with the field of the files that holds it"
@@ -42,7 +45,8 @@ def size_errors(config: Config) -> Iterator[str]:
 
 def hang_errors(config: Config) -> Iterator[str]:
     """Yield an error if a hang would be found too late."""
-    hang_seconds, group_seconds = config.hang_timeout_seconds, config.trainer.process_group_timeout_seconds
+    hang_seconds = config.hang_timeout_seconds
+    group_seconds = config.trainer.process_group_timeout_seconds
     if hang_seconds >= group_seconds:
         yield (
             f"trainer.hang_timeout_seconds {hang_seconds:g} must be below trainer.process_group_timeout_seconds "

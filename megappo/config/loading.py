@@ -83,7 +83,8 @@ def changes_since(file: Path, config: Config) -> list[str]:
     Raises:
         ConfigError: the file cannot be read.
     """
-    old, new = dict(leaves(read_values(file))), dict(leaves(config.model_dump(mode="json")))
+    old = dict(leaves(read_values(file)))
+    new = dict(leaves(config.model_dump(mode="json")))
     changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
     return [f"{key}: {show(old.get(key))} -> {show(new.get(key))}" for key in changed]
 
@@ -113,7 +114,7 @@ def run_extensions(values: Mapping[str, Any], before: Callable[[], None] | None 
     """Run the files of trainer.extensions, each once in a process, and return their errors, one line each.
 
     Args:
-        values: of a whole config. Values of a wrong type are left to the schema.
+        values: values of a whole config. Values of a wrong type are left to the schema.
         before: called once before the first file.
     """
     trainer = values.get("trainer")
@@ -146,7 +147,8 @@ def _schema_errors(error: ValidationError, sources: Sources) -> list[str]:
     lines: dict[str, str] = {}
     systems: Counter[str] = Counter()
     for problem in error.errors(include_url=False, include_context=False):
-        path, kind = ".".join(map(str, problem["loc"])), problem["type"]
+        path = ".".join(map(str, problem["loc"]))
+        kind = problem["type"]
         if len(lines) > MOST_ERRORS:  # they are counted, and advice takes time
             lines.setdefault(path, path)
             continue
@@ -161,7 +163,8 @@ def _schema_errors(error: ValidationError, sources: Sources) -> list[str]:
             path = path.rpartition(".")[0]
         values = known[declared(path)].values
         if path == "eval.datasets" and path != inner:
-            path, values = inner, "section such as {files: val.jsonl}"
+            path = inner
+            values = "section such as {files: val.jsonl}"
         reason = f" ({problem['msg']})" if kind == EXPLAINED else value_advice(path, problem["input"])
         if path not in lines or reason:
             written = shorten(show(problem["input"]))

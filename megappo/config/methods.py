@@ -72,8 +72,10 @@ class PolicyLoss(Method):
         return None if self.selection is None else resolved(self.selection)
 
 
-ADVANTAGES, ESTIMATES = "megappo.ppo.advantages", "megappo.ppo.estimators"
-LOSSES, COVARIANCE = "megappo.ppo.policy_losses", "megappo.ppo.covariance"
+ADVANTAGES = "megappo.ppo.advantages"
+ESTIMATES = "megappo.ppo.estimators"
+LOSSES = "megappo.ppo.policy_losses"
+COVARIANCE = "megappo.ppo.covariance"
 
 ESTIMATORS = Table(
     "advantage estimator",
@@ -191,4 +193,4 @@ TRANSPORTS: Table[Transport] = Table(
         ),
     },
 )
-"""By rollout.sync.transport."""
+"""Value of rollout.sync.transport -> its transport."""

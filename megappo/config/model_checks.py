@@ -17,7 +17,8 @@ def model_errors(config: Config) -> Iterator[str]:
 
 def _old_log_probs_errors(config: Config) -> Iterator[str]:
     """Yield what needs other old log-probs than algorithm.old_log_probs names."""
-    algorithm, actor = config.algorithm, config.actor
+    algorithm = config.algorithm
+    actor = config.actor
     if algorithm.old_log_probs == "trainer":
         if actor.method.needs_engine_log_probs:
             yield (
@@ -40,7 +41,8 @@ def _old_log_probs_errors(config: Config) -> Iterator[str]:
 
 def _kl_errors(config: Config) -> Iterator[str]:
     """Yield KL estimates that exclude each other, or the layout."""
-    actor, ref = config.actor, config.ref
+    actor = config.actor
+    ref = config.ref
     if actor.use_kl_loss and actor.kl_loss_unbiased and config.algorithm.preset == "nemo_rl":
         yield "actor.kl_loss_unbiased true and algorithm.preset nemo_rl both correct the KL's gradient: drop one"
     if "full" in config.kl_kinds:
@@ -59,7 +61,8 @@ def _critic_errors(config: Config) -> Iterator[str]:
     """Yield what a run that trains a critic alone lacks."""
     if not config.trains_critic_alone:
         return
-    trainer, algorithm = config.trainer, config.algorithm
+    trainer = config.trainer
+    algorithm = config.algorithm
     if not config.has_critic:
         yield (
             f"trainer.train [critic]: this run has no critic (algorithm.adv_estimator {algorithm.adv_estimator}, "
@@ -78,10 +81,11 @@ def _critic_errors(config: Config) -> Iterator[str]:
 def _adapter_errors(config: Config) -> Iterator[str]:
     """Yield what engines do not support of the actor's adapters.
 
-    Source: SGLang 0.5.23, lora/lora.py: the adapters of q, k and v become one, and those of gate and up; of these only
-    k and up may be missing.
+    Source: SGLang 0.5.23, lora/lora.py: the adapters of q, k and v become one, and the adapters of gate and up; only
+        the adapters of k and of up may be missing.
     """
-    lora, sync = config.sent_lora, config.rollout.sync
+    lora = config.sent_lora
+    sync = config.rollout.sync
     if lora is None or config.trainer.replay_rollouts is not None:
         return
     given = set(lora.modules)

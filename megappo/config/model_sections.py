@@ -1,9 +1,9 @@
 """Keys of models: their training, the frozen reference, and a reward model, which PPO reads and a run of its own trains."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import MinLen
-from pydantic import Field, StrictBool
+from pydantic import Field, StrictBool, model_serializer
 
 from megappo.config.methods import POLICY_LOSSES
 from megappo.config.sections import IS_PPO, Parallel
@@ -54,6 +54,11 @@ class Lora(Section):
     alpha: PositiveFloat = key(32.0, "an adapter's product is multiplied by alpha / rank")
     target_modules: Literal["all-linear"] | Annotated[tuple[AdaptedModule, ...], MinLen(1), LISTED] = key("all-linear", "matrices of each layer that get an adapter; all-linear = all of them")
 
+    @model_serializer(mode="wrap")
+    def _with_size(self, dump: Any) -> dict[str, Any]:
+        """Dump rank and alpha even if they are the defaults, which a dump may exclude."""
+        return {"rank": self.rank, "alpha": self.alpha} | dump(self)
+
     @property
     def modules(self) -> tuple[AdaptedModule, ...]:
         """Names of the matrices that get an adapter."""
@@ -68,7 +73,7 @@ class Lora(Section):
 class Router(Section):
     aux_loss_coef: NonNegativeFloat = key(0.0, "weight of the load-balancing loss over the tokens of each micro-batch (Megatron's aux_loss), such as 0.001; it depends on how rows are packed; 0 = none")
     seq_aux_loss_coef: NonNegativeFloat = key(0.0, "weight of the load-balancing loss over the tokens of each row (Megatron's seq_aux_loss), such as 0.0001; no layout changes it; 0 = none")
-    bias_update_rate: NonNegativeFloat = key(0.0, "routers with biases for the choice of experts (DeepSeek-V3, GLM-4-MoE, MiniMax): after each optimizer step add this to the bias of each expert with fewer tokens than the mean, and subtract it from that of each with more, such as 0.001; 0 = leave them")
+    bias_update_rate: NonNegativeFloat = key(0.0, "routers with biases for the choice of experts (DeepSeek-V3, GLM-4-MoE, MiniMax): after each optimizer step add this to the bias of each expert with fewer tokens than the mean, and subtract it from the bias of each expert with more, such as 0.001; 0 = leave them")
 
 
 class Learner(Section):
@@ -84,18 +89,18 @@ class Trained(Learner):
     """Keys of actor and critic alike."""
 
     parallel: Parallel = key(Parallel(), "layout of this component over its placement's ranks")
-    offload: Literal["auto"] | Annotated[tuple[TensorKind, ...], LISTED] = key((), "tensors to keep in host memory while no phase needs them on the device: weights, gradients, optimizer; auto = those that do not fit otherwise, by the plan's estimate")
+    offload: Literal["auto"] | Annotated[tuple[TensorKind, ...], LISTED] = key((), "tensors to keep in host memory while no phase needs them on the device: weights, gradients, optimizer; auto = the tensors that do not fit otherwise, by the plan's estimate")
     max_tokens_per_micro_batch: Positive = key(8192, "most tokens (prompt + response) packed into one micro-batch, over all ranks of parallel.context together")
     ppo_mini_batch_size: Positive = key(256, "prompts (each with rollout.n responses) per optimizer step")
     ppo_epochs: Positive = key(1, "passes over the rollouts of a step")
     loss_agg_mode: Aggregation | None = key(None, f"how token losses are averaged, always over all data-parallel ranks; -norm divides by rollout.max_response_length; null = token-mean or algorithm.preset's, but seq-mean-token-mean for the policy term of {_OWN_AVERAGING}")
 
     def num_mini_batches(self, num_prompts: int) -> int:
-        """Return the mini-batches of a step with so many prompts, per epoch."""
+        """Return the mini-batches per epoch of a step with `num_prompts` prompts."""
         return num_prompts // self.ppo_mini_batch_size
 
     def num_updates(self, num_prompts: int) -> int:
-        """Return the optimizer steps of a step with so many prompts."""
+        """Return the optimizer steps of a step with `num_prompts` prompts."""
         return self.ppo_epochs * self.num_mini_batches(num_prompts)
 
 
@@ -108,12 +113,12 @@ class Ref(Section):
 class RewardModel(Learner):
     model_path: ModelPath | None = key(None, "Hugging Face folder, or id on the hub, of a frozen reward model with one label: *ForSequenceClassification scores a response at its last token, *ForTokenClassification each of its steps. reward.function is then null unless it is set. null = none", read_if=IS_PPO)
     adapter: ModelPath | None = key(None, "folder of LoRA adapters and a score in PEFT's format, such as a run's hf_reward_model/adapter: with them a language model in model_path scores responses, and may share its weights with actor and critic; null = none", read_if=IS_PPO)
-    weight: Float = key(1.0, "factor of its scores, which are added to those of reward.function", read_if=IS_PPO)
+    weight: Float = key(1.0, "factor of its scores, which are added to the scores of reward.function", read_if=IS_PPO)
     retokenize: StrictBool | None = key(None, "render each conversation with its own chat template and tokenize it again; false = it reads the actor's tokens; null = true if its tokenizer or chat template differs from the actor's", read_if=IS_PPO)
     step_separator: Annotated[str, MinLen(1)] = key("\n\n", "*ForTokenClassification: text that ends a step of a response", read_if=IS_PPO)
     center_coef: NonNegativeFloat = key(0.0, "weight of the mean squared sum of a pair's scores in the loss, which keeps scores around 0, such as 0.01")
     parallel: Parallel | None = key(None, "its layout; null = the actor's")
-    offload: Literal["auto"] | Annotated[tuple[TensorKind, ...], LISTED] = key((), "tensors to keep in host memory while no phase needs them on the device: weights, and of a model that is trained gradients, optimizer; auto = those that do not fit otherwise")
+    offload: Literal["auto"] | Annotated[tuple[TensorKind, ...], LISTED] = key((), "tensors to keep in host memory while no phase needs them on the device: weights, and of a model that is trained gradients, optimizer; auto = the tensors that do not fit otherwise")
     max_tokens_per_micro_batch: Positive | None = key(None, "tokens per micro-batch, and most tokens of a conversation, or of the two of a pair; null = the actor's")
 
 

@@ -86,7 +86,8 @@ ACTOR_OF_PPO = ReadIf("trainer.kind", lambda config: config.is_ppo, always=("par
 
 
 class Actor(Trained):
-    method_key, methods = "policy_loss", POLICY_LOSSES
+    method_key = "policy_loss"
+    methods = POLICY_LOSSES
 
     policy_loss: Annotated[str, OneOf(POLICY_LOSSES)] = key("clip", "policy loss; clip is PPO's, with clip-higher and dual clip")
     clip_ratio: PositiveFloat = key(0.2, "PPO's epsilon: the probability ratio is clipped to 1 +- this", read_if=ONE_CLIP_RATIO)
@@ -103,7 +104,7 @@ class Actor(Trained):
     dro_beta: PositiveFloat = key(0.1, "dro: weight of the squared log-ratio")
     opsm_delta: PositiveFloat | None = key(None, "off-policy sequence masking: no gradient from tokens of negative advantage in a response whose mean of old_log_probs - log_probs exceeds this, such as 1e-4; null = off")
     entropy_coeff: NonNegativeFloat = key(0.0, "weight of the entropy bonus")
-    positive_nll_coef: NonNegativeFloat = key(0.0, "weight of the negative log-likelihood of correct responses (VAPO), those whose score, before it is shaped, is above 0; 0 = off")
+    positive_nll_coef: NonNegativeFloat = key(0.0, "weight of the negative log-likelihood of correct responses (VAPO), which have a score above 0 before it is shaped; 0 = off")
     use_kl_loss: StrictBool = key(False, "add kl_loss_coef x KL(policy, reference) to the loss; builds a reference")
     kl_loss_coef: NonNegativeFloat = key(0.001, "weight of the KL loss", read_if=HAS_KL_LOSS)
     kl_loss_type: KLKind = key("k3", "KL estimator of the loss; k1+ and k3+ have k2's gradient; full = over the whole vocabulary", read_if=HAS_KL_LOSS)
@@ -182,7 +183,8 @@ class Config(Section):
         """Set reward.function to null, if it is not set and there is a reward model."""
         if not isinstance(values, dict):
             return values
-        model, reward = values.get("reward_model"), values.get("reward", {})
+        model = values.get("reward_model")
+        reward = values.get("reward", {})
         if isinstance(model, dict) and model.get("model_path") is not None and isinstance(reward, dict):
             return values | {"reward": {"function": None} | reward}
         return values
@@ -202,7 +204,7 @@ class Config(Section):
 
     @contextmanager
     def locating(self) -> Iterator[None]:
-        """Add files and lines to a ConfigError raised inside."""
+        """Add files and lines to a ConfigError that is raised while the block runs."""
         try:
             yield
         except ConfigError as error:

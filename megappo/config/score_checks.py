@@ -40,9 +40,9 @@ def step_scores_errors(config: Config, model: str = "") -> list[str]:
     """Return the keys that do not apply to the scores of steps, which reward.function returns, or a reward model."""
     giver = f"reward_model.model_path {model} gives: drop it"
     if not model:
-        giver = f"reward.function {config.reward.function} gives (step_scores): drop it, and have the function do it"
+        giver = f"reward.function {config.reward.function} gives (step_scores): drop it, and do it in the function"
     return [
-        f"{shaping} changes the score of a response, not those of its steps, which {giver}"
+        f"{shaping} changes the score of a response, not the scores of its steps, which {giver}"
         for shaping in shapings(config)
     ]
 

@@ -62,7 +62,7 @@ HAS_HELD_OUT = ReadIf(
 SAMPLES = ReadIf(
     "trainer.replay_rollouts",
     lambda config: not config.replays,
-    "the groups of {} were chosen before",
+    "the recorded groups of {} are used as they are",
 )
 SUMS_SCORES = ReadIf(
     "algorithm.adv_estimator",
@@ -121,14 +121,14 @@ class Parallel(Section):
 
 class Model(Section):
     path: ModelPath = key(..., "Hugging Face folder (config.json, safetensors, tokenizer) that training starts from, or the id of a model on the hub, such as Qwen/Qwen2.5-7B, which a run downloads")
-    dist_checkpointing_path: FilePath | None = key(None, "folder of Megatron-LM, slime, Megatron-Bridge or verl (torch_dist), or a component of a checkpoint, whose weights the models of model.path start from instead of its safetensors; null = those", read_if=(BUILDS_MODELS, BUILDS_ACTOR))
+    dist_checkpointing_path: FilePath | None = key(None, "folder of Megatron-LM, slime, Megatron-Bridge or verl (torch_dist), or a component of a checkpoint, whose weights the models of model.path start from instead of its safetensors; null = its safetensors", read_if=(BUILDS_MODELS, BUILDS_ACTOR))
     dtype: Literal["fp32", "bf16"] = key("bf16", "parameter and activation type of every model; fp32 on a CPU")
-    layer_spec: Literal["auto", "torch", "transformer_engine"] = key("auto", "transformer layers; auto = TransformerEngine's where it is installed with CUDA and can compute the model, else those of torch")
+    layer_spec: Literal["auto", "torch", "transformer_engine"] = key("auto", "transformer layers; auto = TransformerEngine's where it is installed with CUDA and can compute the model, else torch's")
 
 
 class Data(Section):
     train_files: SomeFilePaths | Annotated[dict[FilePath, NonNegativeFloat], MinLen(1)] = key(..., "jsonl, jsonl.gz or parquet files of training prompts; with weights, as {a.jsonl: 0.7, b.jsonl: 0.3}, each file gives its share of every step and has epochs of its own; weight 0 drops a file that base names")
-    val_files: FilePaths = key((), "jsonl, jsonl.gz or parquet files of held-out prompts; each is reported under its name, equal ones with that of the folder: math_test")
+    val_files: FilePaths = key((), "jsonl, jsonl.gz or parquet files of held-out prompts; each is reported under its name, files with equal names under the folder's name, too: math_test")
     train_batch_size: Positive = key(256, "prompts, examples or pairs per step, at most as many as train_files hold")
     gen_batch_size: Positive | None = key(None, "prompts drawn at a time, at least train_batch_size. A step's rollout ends as soon as train_batch_size of them have all their responses (with algorithm.filter_groups: as soon as enough of them have scores that differ), and the unfinished responses are dropped; null = train_batch_size, and wait for all", read_if=(IS_PPO, SAMPLES))
     prompt_key: str = key("prompt", "field with the prompt: a string, or chat messages for the tokenizer's template; a dotted name is a path into objects", read_if=IS_PPO)
@@ -138,9 +138,9 @@ class Data(Section):
     chat_template_kwargs: dict[str, str | int | float | StrictBool] = key({}, "variables of the chat template, such as {enable_thinking: false}")
     max_prompt_length: Positive = key(1024, "tokens of a prompt; too_long decides about a longer one", read_if=IS_PPO)
     max_length: Positive = key(2048, "tokens of an example, or of each of a pair, prompts and responses together; too_long decides about a longer one", read_if=HAS_EXAMPLES)
-    columns: dict[Literal["messages", "prompt", "response", "chosen", "rejected", "margin"], str] = key({}, "fields of an example, such as {prompt: input, response: target} or {messages: dialogue}; {} = the first that a file has: messages; conversations; prompt and response; prompt and completion; question and answer; instruction and output. Of preferences: chosen and rejected, with prompt and margin if a file has them", read_if=HAS_EXAMPLES)
+    columns: dict[Literal["messages", "prompt", "response", "chosen", "rejected", "margin"], str] = key({}, "fields of an example, such as {prompt: input, response: target} or {messages: dialogue}; {} = the first that a file has: messages; conversations; prompt and response; prompt and completion; question and answer; instruction and output. Preferences have chosen and rejected, with prompt and margin if a file has them", read_if=HAS_EXAMPLES)
     train_on: Literal["all", "last"] = key("all", "messages of the assistant with a loss: all, or the last one of an example", read_if=HAS_RESPONSES)
-    too_long: TooLong = key("error", "a prompt longer than max_prompt_length, or an example longer than max_length: error = an error that names its line; skip = leave it out; truncate_left = keep its last tokens, without those that the template puts first (prompts only). The start of the run reports how many were left out or cut")
+    too_long: TooLong = key("error", "a prompt longer than max_prompt_length, or an example longer than max_length: error = an error that names its line; skip = leave it out; truncate_left = keep its last tokens, without the tokens that the template puts first (prompts only). The start of the run reports how many were left out or cut")
     on_bad_row: Literal["error", "skip"] = key("error", "a malformed record, or one without a required field: error = an error that names its line; skip = leave it out and count it")
     shuffle: StrictBool = key(True, "a new order each epoch, from trainer.seed")
     order_by: str | None = key(None, "field with a number, such as a difficulty, by which each epoch is sorted, ascending, or descending with a - before the name; shuffle then applies among equal values; null = none", read_if=IS_PPO)
@@ -158,7 +158,7 @@ class Data(Section):
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Training files, without those of weight 0."""
+        """Training files, except files of weight 0."""
         return tuple(self.shares) if isinstance(self.train_files, dict) else self.train_files
 
     @property
@@ -203,7 +203,7 @@ class Eval(Section):
 class Sync(Section):
     transport: Literal["auto"] | Annotated[str, OneOf(TRANSPORTS)] = key("auto", "how weights reach the engines. ipc: CUDA handles (shared memory on a CPU); the engine's first rank must be one of the actor's, and all of them if the engine spans nodes. broadcast: the engine must not be on the GPU of a rank that sends. disk: a file system that all nodes share. auto = ipc where possible, else broadcast")
     bucket_bytes: Positive | None = key(None, "bytes of weights sent to the engine at a time, with two such buckets in flight; null = 2 GiB (on a CPU: 128 MiB)")
-    verify: StrictBool = key(True, "before training, overwrite the engines' weights, sync, and compare the engines' checksums with those of the weights they had loaded; for adapters, compare the SHA-256 of each at every sync over ipc, and once the weights beside them")
+    verify: StrictBool = key(True, "before training, overwrite the engines' weights, sync, and compare the engines' checksums with the checksums of the weights they had loaded; for adapters, compare the SHA-256 of each at every sync over ipc, and once the weights beside them")
     merge_adapters: StrictBool = key(False, "send the actor's weights with its adapters merged, for matrices whose adapters SGLang does not apply, such as experts'; false = send the adapters alone", read_if=ReadIf("actor.lora"))
     probe_interval: NonNegative = key(1, "syncs between probes, the first of them after the first sync: each engine continues a few prompts, and the actor must agree about the log-probs; 0 = compare the rollouts only")
     probe_tolerance: PositiveFloat = key(0.05, "mean difference of trainer and engine log-probs, in the probe or the rollouts, above which the run warns and counts it (fp32: 1e-3); the run stops at 5 times this")
@@ -242,7 +242,7 @@ class Rollout(Section):
     sync: Sync = key(Sync(), "weight sync after each update")
     max_staleness: NonNegative = key(0, "training steps by which sampling may run ahead: the engines sample while the models train, and no response is older than this when it is trained; 0 = sample, then train", read_if=SAMPLES)
     on_sync: Literal["continue", "finish"] = key("continue", "responses in progress at a weight sync: continue = pause them, then continue with the new weights; finish = complete them first", read_if=RUNS_AHEAD)
-    recompute_cache: StrictBool = key(True, "compute the keys and values of paused responses again with the new weights; false = keep those of the old ones", read_if=(RUNS_AHEAD, CONTINUES_AT_SYNC))
+    recompute_cache: StrictBool = key(True, "compute the keys and values of paused responses again with the new weights; false = keep the keys and values of the old weights", read_if=(RUNS_AHEAD, CONTINUES_AT_SYNC))
     keep_partial: StrictBool = key(False, "also save the unfinished responses at each checkpoint, so that a resumed run continues them", read_if=(RUNS_AHEAD, SINGLE_RESPONSES))
 
     @property
@@ -258,7 +258,8 @@ class Rollout(Section):
 
 
 class Reward(Section):
-    method_key, methods = "length_penalty", LENGTH_PENALTIES
+    method_key = "length_penalty"
+    methods = LENGTH_PENALTIES
 
     function: FilePath | dict[FilePath, Float] | None = key("exact_match", "built-in name, or FILE.py:FUNCTION or package.module:FUNCTION of (prompts, responses, labels, **columns) -> list of scores, or of lists of them; verl's and TRL's signatures work, too. Several functions with weights, as {gsm8k: 1, my_rewards.py:brevity: 0.1}, score each response together; weight 0 drops one that base names. null = none: rollout.environment gives the rewards")
     num_workers: Processes = key(1, "worker processes that run the function, per engine")
@@ -268,7 +269,7 @@ class Reward(Section):
     on_error: Literal["raise", "zero"] = key("raise", "a call that raises, hangs, ends its process or returns an invalid value: raise = the run ends; zero = its response gets score 0 and is counted")
     batch_size: Positive | None = key(None, "most responses in one call of a function of lists, which is then called as they are written; null = an equal share for each worker, once all are written (with rollout.max_staleness: all responses to a prompt)")
     options: dict[FilePath, dict[str, Any]] = key({}, "arguments for every call of a function, as {my_rewards.py:brevity: {limit: 100}}")
-    skip_special_tokens: StrictBool = key(True, "functions get responses as text without special tokens; false = drop only those that begin, end or pad a text, for models where <think> or <answer> are special")
+    skip_special_tokens: StrictBool = key(True, "functions get responses as text without special tokens; false = drop only special tokens that begin, end or pad a text, for models where <think> or <answer> are special")
     scale: PositiveFloat = key(1.0, "factor of every score; the first of the shaping steps", read_if=SUMS_SCORES)
     clip: PositiveFloat | None = key(None, "clip scaled scores to +- this; null = off", read_if=SUMS_SCORES)
     normalize: Literal["none", "running", "batch", "group"] = key("none", "shift and scale scores to mean 0, deviation 1: over all steps so far, this step, or the responses to a prompt", read_if=SUMS_SCORES)
@@ -345,7 +346,8 @@ class FilterGroups(Section):
 
 
 class Algorithm(Section):
-    method_key, methods = "adv_estimator", ESTIMATORS
+    method_key = "adv_estimator"
+    methods = ESTIMATORS
 
     preset: Literal["verl", "slime", "miles", "openrlhf", "nemo_rl"] | None = key(None, "numerical conventions of another system (whitening, clamps, KL gradient, KL in the reward with a baseline, factor of the value loss, averaging); null = megappo's")
     adv_estimator: Annotated[str, OneOf(ESTIMATORS)] = key("gae", f"advantage estimator; only {_WITH_VALUES} needs a critic")
@@ -362,7 +364,7 @@ class Algorithm(Section):
     use_kl_in_reward: StrictBool = key(True, "subtract kl_coef x KL(policy, reference) from each token's reward; builds a reference")
     kl_penalty: KLKind = key("k1", "KL estimator of that penalty", read_if=KL_IN_REWARD)
     kl_ctrl: KLCtrl = key(KLCtrl(), "KL coefficient", read_if=KL_IN_REWARD)
-    old_log_probs: Literal["trainer", "engine"] = key("trainer", "log-probs with which the policy loss compares: trainer = those of the actor before the step's first update, by a forward pass, or by the update where a step has only one and nothing needs them before; engine = those that sampled the tokens, without that pass")
+    old_log_probs: Literal["trainer", "engine"] = key("trainer", "log-probs with which the policy loss compares: trainer = the actor's before the step's first update, by a forward pass, or by the update where a step has only one and nothing needs them before; engine = the log-probs with which the tokens were sampled, without that pass")
     rollout_correction: RolloutCorrection = key(RolloutCorrection(), "weights that correct for the mismatch between engine and trainer", read_if=OLD_FROM_TRAINER)
     filter_groups: FilterGroups = key(FilterGroups(), "which groups of responses a step trains on")
     shared_backbone: StrictBool = key(False, "gae: one model with a policy head and a value head instead of a separate critic; the critic's value_clip, huber_delta and loss_agg_mode still apply", read_if=HAS_VALUES)

@@ -21,7 +21,7 @@ LARGEST_FILE = 256 * 2**10
 COMMAND_LINE = "command line"
 FILE_PATHS = TypeAdapter(FilePaths)
 MOST_VALUES = 2**16
-"""Values of a config, with those that an alias (*name) repeats."""
+"""Values of a config, including values that an alias (*name) repeats."""
 UNCLOSED = "is not closed"
 YAML_PROBLEMS = {
     "<block end>": "the line is not indented like those above it",
@@ -156,7 +156,8 @@ class Sources:
         for key, value in node.value:
             place = source if source == COMMAND_LINE else f"{source}:{key.start_mark.line + 1}"
             written = f"{shared}{key.value}"
-            shared, mark = "", value.start_mark
+            shared = ""
+            mark = value.start_mark
             if path == "placement." and getattr(node, "flow_style", False) and mark.buffer[mark.pointer] == ",":
                 shared = f"{written},"  # of {actor, critic: 0-7}, in which actor has no value to YAML
                 continue
@@ -243,7 +244,8 @@ def _reporting(source: str) -> Iterator[None]:
         problem = next((meaning for words, meaning in YAML_PROBLEMS.items() if words in problem), problem)
         start = getattr(error, "context_mark", None)
         if start and problem == UNCLOSED:
-            mark, problem = start, f"{start.buffer[start.pointer]} {UNCLOSED}"
+            mark = start
+            problem = f"{start.buffer[start.pointer]} {UNCLOSED}"
         place = f"{source}:{mark.line + 1}" if mark and source != COMMAND_LINE else source
         remedy = "correct it, or quote what is text"
         raise ConfigError(f"{place}: not valid YAML: {problem}; {remedy}") from error

@@ -42,7 +42,8 @@ def open_file(path: str | Path, most_bytes: float = LARGEST_LINES) -> BinaryIO:
         OSError: it is missing, not a file (a folder, a pipe, a device), too large, or unreadable.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
-    info, fault = os.fstat(descriptor), ""
+    info = os.fstat(descriptor)
+    fault = ""
     if not stat.S_ISREG(info.st_mode):
         fault = "it is a folder, or no ordinary file: name a file"
     elif info.st_size > most_bytes:
@@ -107,13 +108,14 @@ def json_lines(path: Path, check: Validator, remedy: str, last_bytes: float = ma
     none if there is no such file.
 
     Args:
-        last_bytes: read only the whole lines among the last so many bytes.
+        last_bytes: read only the whole lines among this number of bytes at the end.
     Raises:
         ConfigError: as `read_record`; the message names the line, too.
     """
     if not os.path.lexists(path):
         return []
-    found, line = [], b""
+    found = []
+    line = b""
     try:
         with open_file(path) as file:
             start = max(file.seek(0, os.SEEK_END) - last_bytes, 0)

@@ -26,7 +26,8 @@ EVAL_INTERVAL = 10
 """Value of trainer.eval_interval where it is null and there is something to evaluate on."""
 CONSOLE_FIELDS = ("reward", "val", "ref_kl", "ppo_kl", "entropy", "clipfrac", "vf_ev", "length", "tok/s", "step_s")
 """Default of trainer.console_fields: `observe.console.COLUMNS` has their metrics."""
-DELETES_CHECKPOINTS, SAVES_BETWEEN = ReadIf("trainer.keep_checkpoints"), ReadIf("trainer.save_interval")
+DELETES_CHECKPOINTS = ReadIf("trainer.keep_checkpoints")
+SAVES_BETWEEN = ReadIf("trainer.save_interval")
 PROFILES = ReadIf("trainer.profile.steps")
 ONLY_EVALUATES = ReadIf("trainer.eval_only")
 TRAINS_CRITIC_ALONE = ReadIf(
@@ -43,15 +44,15 @@ class Trainer(Section):
     output_dir: FilePath = key(..., "folder for config.yaml, metrics.jsonl, tensorboard/, checkpoints/, rollouts/")
     kind: Literal["ppo", "sft", "reward_model"] = key("ppo", "ppo; sft = supervised fine-tuning of the actor on the responses of examples (megappo sft); reward_model = a reward model, trained on preferences (megappo reward-model)")
     total_steps: Positive = key(100, "steps of PPO; of other kinds: optimizer steps")
-    train: Annotated[tuple[Literal["actor", "critic"], ...], MinLen(1), LISTED] = key(("actor", "critic"), "models that are trained, if the run has them; [critic] = a critic alone, on rollouts of the actor as it is in model.path, or on those of replay_rollouts", read_if=IS_PPO)
+    train: Annotated[tuple[Literal["actor", "critic"], ...], MinLen(1), LISTED] = key(("actor", "critic"), "models that are trained, if the run has them; [critic] = a critic alone, on rollouts of the actor as it is in model.path, or on the rollouts of replay_rollouts", read_if=IS_PPO)
     seed: NonNegative = key(0, "seeds data order, value head and sampling")
     save_interval: NonNegative = key(20, "steps between checkpoints, besides the one at the end; 0 = at the end only")
     async_save: StrictBool = key(True, "continue training while a checkpoint is written; from the first save on, a copy of what is saved stays in host memory")
     keep_checkpoints: NonNegative = key(2, "newest checkpoints to keep; 0 = all")
     keep_every: NonNegative = key(0, "also keep the checkpoints of steps that this divides; 0 = none", read_if=(SAVES_BETWEEN, DELETES_CHECKPOINTS))
-    eval_interval: NonNegative | None = key(None, "steps between evaluations on data.val_files and eval.datasets, besides those before the first step and after the last; 0 = off; null = 10 if there are any")
+    eval_interval: NonNegative | None = key(None, "steps between evaluations on data.val_files and eval.datasets, besides evaluations before the first step and after the last; 0 = off; null = 10 if there are any")
     resume: Literal["auto", "never"] = key("auto", "auto: resume from output_dir's newest checkpoint; never: refuse a folder that has one")
-    export_hf: StrictBool = key(True, "write actor, critic and reward model, those that are trained, as Hugging Face folders (hf_actor/, hf_critic/, hf_reward_model/) at the end")
+    export_hf: StrictBool = key(True, "write the trained models among actor, critic and reward model as Hugging Face folders (hf_actor/, hf_critic/, hf_reward_model/) at the end")
     num_samples: NonNegative = key(4, "prompts of each held-out data set whose responses are kept per evaluation", read_if=(IS_PPO, HAS_HELD_OUT))
     print_samples: NonNegative = key(2, "kept responses that are printed at the start of each evaluation, of its first data set; 0 = none", read_if=(IS_PPO, HAS_HELD_OUT))
     console_fields: Texts = key(CONSOLE_FIELDS, "columns of the line that is printed after each step: these, or any metric by its name (docs/metrics.md)")

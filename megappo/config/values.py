@@ -57,7 +57,8 @@ def as_list(value: object) -> object:
     return (value,) if isinstance(value, str) else value
 
 
-NUMBER, LISTED = BeforeValidator(as_number), BeforeValidator(as_list)
+NUMBER = BeforeValidator(as_number)
+LISTED = BeforeValidator(as_list)
 
 Float = Annotated[float, NUMBER]
 PositiveFloat = Annotated[float, Field(gt=0), NUMBER]

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megappo.config.config_error import ConfigError
@@ -116,12 +117,25 @@ class Chat:
                 "chat_template.jinja in the model's folder"
             )
         given = self._config.chat_template_kwargs | settings
+        render = partial(self._tokenizer.apply_chat_template, tools=self._tools, tokenize=False, **given)
         try:
-            text = self._tokenizer.apply_chat_template(messages, tools=self._tools, tokenize=False, **given)
+            text: str = render(messages)
             text.encode()  # raises for a lone surrogate
-            return text
         except Exception as error:  # templates refuse messages with jinja2's own exceptions
             raise ValueError(f"the chat template refuses the messages: {type(error).__name__}: {error}") from error
+        for message in messages:
+            field = "tool_calls" if message["role"] == "assistant" else "content"  # thoughts are dropped on purpose
+            if str(message.get(field, "")).strip() in text:
+                continue
+            without, other = [one | {field: ""} if one is message else one for one in messages], ""
+            with suppress(Exception):  # the template refuses the message without the field, so it reads the field
+                other = render(without)
+            if other == text:
+                raise ValueError(
+                    f"the chat template leaves out {field} of a message of role {message['role']!r}: use another role "
+                    "or form, or a chat_template.jinja that reads it"
+                )
+        return text
 
 
 def read_messages(value: Any, alternative: str = "") -> list[dict[str, Any]]:
@@ -181,7 +195,8 @@ def chat_end_warnings(
     tail = tokenizer.encode(text.rpartition(answer)[2], add_special_tokens=False)
     if set(tail) & set(ends) or not (tail or is_learned):
         return []
-    written, known = tokenizer.decode(tail[:1]), " or ".join(tokenizer.convert_ids_to_tokens(list(ends)))
+    written = tokenizer.decode(tail[:1])
+    known = " or ".join(tokenizer.convert_ids_to_tokens(list(ends)))
     ending = f"ends a message with {written!r}" if tail else "writes nothing after an answer"
     remedy = f"if prompts are chat messages, set rollout.stop=[{written!r}]"
     if is_learned:

@@ -31,7 +31,7 @@ class Conversations:
     """Makes conversations of the actor's tokens.
 
     Args:
-        architecture: of the reward model.
+        architecture: architecture of the reward model.
         tokenizer: the actor's; no other thread may use it.
     Attributes:
         are_rendered: they are rendered and tokenized again.
@@ -39,15 +39,23 @@ class Conversations:
         ConfigError: the reward model's tokenizer or chat template cannot be used.
     """
 
-    def __init__(self, config: Config, architecture: Architecture, tokenizer: "PreTrainedTokenizerBase"):
+    def __init__(
+        self,
+        config: Config,
+        architecture: Architecture,
+        tokenizer: "PreTrainedTokenizerBase",
+    ):
         settings = config.reward_model
-        self._folder, self._separator = str(settings.model_path), settings.step_separator
+        self._folder = str(settings.model_path)
+        self._separator = settings.step_separator
         self._max_tokens = settings.max_tokens_per_micro_batch or config.actor.max_tokens_per_micro_batch
-        self._architecture, self._actors = architecture, tokenizer
+        self._architecture = architecture
+        self._actors = tokenizer
         self._own = load_tokenizer(self._folder, REWARD_MODEL_KEY)
-        # A language model's folder may leave it to the tokenizer; that of its adapters was found so in training.
+        # A language model's folder may leave it to the tokenizer, which training with adapters read, too.
         self._padding = padding_token(architecture, self._own) if settings.adapter else architecture.pad_token
-        vocabulary, template = self._own.get_vocab(), self._own.chat_template
+        vocabulary = self._own.get_vocab()
+        template = self._own.chat_template
         has_same_tokens = vocabulary == tokenizer.get_vocab()
         is_same = has_same_tokens and template == tokenizer.chat_template
         self.are_rendered = not is_same if settings.retokenize is None else settings.retokenize
@@ -68,7 +76,14 @@ class Conversations:
         if template:
             self._rendered("A question", "An answer")
 
-    def of(self, tokens: list[int], start: int, content: PromptContent, *, is_truncated: bool) -> Conversation:
+    def of(
+        self,
+        tokens: list[int],
+        start: int,
+        content: PromptContent,
+        *,
+        is_truncated: bool,
+    ) -> Conversation:
         """Return a conversation; one that is scored as a whole ends before padding, as in transformers.
 
         Args:
@@ -111,7 +126,12 @@ class Conversations:
         return [found.end() for found in re.finditer(rf"(?:{separator})+|(?<!{separator})\Z", response)]
 
     def _tokenized(
-        self, content: PromptContent, response: str, ends: Sequence[int], *, is_truncated: bool
+        self,
+        content: PromptContent,
+        response: str,
+        ends: Sequence[int],
+        *,
+        is_truncated: bool,
     ) -> tuple[list[int], list[int]]:
         """Return the tokens of a rendered conversation, and the positions of the last token of each step."""
         is_chat = bool(self._own.chat_template)
@@ -126,8 +146,14 @@ class Conversations:
                 "the tokenizer has no chat template, but prompts are chat messages: add chat_template.jinja to the "
                 "folder"
             )
-        encoded = self._own(text, add_special_tokens=not is_chat, return_offsets_mapping=bool(ends), verbose=False)
-        tokens, places = encoded["input_ids"], []
+        encoded = self._own(
+            text,
+            add_special_tokens=not is_chat,
+            return_offsets_mapping=bool(ends),
+            verbose=False,
+        )
+        tokens = encoded["input_ids"]
+        places = []
         for end in ends:
             reached = (place for place, (_, stop) in enumerate(encoded["offset_mapping"]) if stop >= first + end)
             places.append(next(reached, len(tokens) - 1))
@@ -143,7 +169,8 @@ class Conversations:
         messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
         begun = ""
         if messages[-1]["role"] == "assistant":
-            begun, messages = messages[-1]["content"], messages[:-1]
+            begun = messages[-1]["content"]
+            messages = messages[:-1]
         messages = [*messages, {"role": "assistant", "content": begun + response}]
         try:
             text = self._own.apply_chat_template(messages, tokenize=False)

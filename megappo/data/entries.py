@@ -30,7 +30,7 @@ class RecordFields:
 
     Attributes:
         takes: fields of the reward function and the environment.
-        section: of the config, with the keys of these files.
+        section: section of the config with the keys of these files.
         order_by: see data.order_by.
         reward: the section with the functions that get the label.
         needs_label: records must have one; else it is None.
@@ -91,7 +91,7 @@ class PromptEntry:
     Attributes:
         content: the text or messages that the text was made from.
         columns: further fields for the reward function.
-        rank: by which it is ordered.
+        rank: number by which it is ordered.
         warnings: fields that are not read, and why.
     """
 
@@ -110,7 +110,8 @@ def entry_of(record: Any, fields: RecordFields, chat: Chat) -> PromptEntry:
         ValueError: it has none; each argument is a fault.
     """
     values = required_values(record, fields.required)
-    prompt, label = values[fields.prompt_key], values[fields.label_key] if fields.needs_label else None
+    prompt = values[fields.prompt_key]
+    label = values[fields.label_key] if fields.needs_label else None
     rank = fields.rank_of(values)
     check_value("prompt", prompt)
     check_value("label", label)
@@ -147,7 +148,8 @@ def required_values(record: Any, required: Mapping[str, str]) -> dict[str, Any]:
         raise record
     if not isinstance(record, dict):
         raise ValueError(f"expected a JSON object, found {type(record).__name__}")
-    values, missing = {}, []
+    values = {}
+    missing = []
     for name, key in required.items():
         try:
             values[name] = look_up(record, name)
@@ -181,7 +183,8 @@ def _columns(record: Mapping[str, Any], fields: RecordFields) -> tuple[dict[str,
     named = (*fields.takes.needed, *(fields.takes.optional or ()))
     takes_any = fields.takes.optional is None
     names = [name for name in record if name in named or (takes_any and name != fields.prompt_key)]
-    columns, left_out = {}, []
+    columns = {}
+    left_out = []
     for name in names:
         try:
             check_value(f"field {name!r}, which reward.function takes,", record[name])

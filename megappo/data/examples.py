@@ -39,7 +39,7 @@ class Example:
 
     Attributes:
         index: position in the dataset (files in order, lines in order), from 0.
-        tokens: up to the last one with a loss.
+        tokens: tokens up to the last one with a loss.
         mask: for each token, 1 if it has a loss, else 0. The first one has none.
     """
 
@@ -69,7 +69,7 @@ class ExampleText(NamedTuple):
     """A conversation as the model sees it, up to the end of its last part with a loss.
 
     Attributes:
-        parts: of the text, alternately without and with a loss.
+        parts: parts of the text, alternately without and with a loss.
         content: the text or messages that it was made from.
     """
 
@@ -130,10 +130,16 @@ class ConversationDataset(RecordDataset[E]):
 
     def at(self, indices: Sequence[int]) -> list[E]:
         """Return the entries at these positions in the dataset, which must have no fault."""
-        records = [self._record(index) for index in indices]
-        files = [self._located(index)[0] for index in indices]
-        encoded = map(list, self._encoded(list(map(self._texts_of, records, files))))
-        return list(map(self._entry, indices, encoded, records, [self._forms[file.path] for file in files]))
+        records = []
+        files = []
+        for index in indices:
+            records.append(self._record(index))
+            file, _ = self._located(index)
+            files.append(file)
+        texts = map(self._texts_of, records, files)
+        encoded = map(list, self._encoded(list(texts)))
+        forms = [self._forms[file.path] for file in files]
+        return list(map(self._entry, indices, encoded, records, forms))
 
     def _texts_of(self, record: Any, file: Records) -> list[ExampleText]:
         """Return the conversations of a record.
@@ -176,12 +182,18 @@ class ConversationDataset(RecordDataset[E]):
         """
 
     @abstractmethod
-    def _entry(self, index: int, encoded: Sequence[Encoded], record: Any, form: Mapping[str, str]) -> E:
+    def _entry(
+        self,
+        index: int,
+        encoded: Sequence[Encoded],
+        record: Any,
+        form: Mapping[str, str],
+    ) -> E:
         """Return the entry of a record, of whose conversations these are the tokens."""
 
     @abstractmethod
     def _to_encode(self, text: ExampleText) -> list[RenderedText]:
-        """Return the texts whose tokens `_joined` joins into those of the conversation."""
+        """Return the texts whose tokens `_joined` joins into the conversation's tokens."""
 
     @abstractmethod
     def _joined(self, tokens: Sequence[list[int]]) -> Encoded:
@@ -204,7 +216,11 @@ class ConversationDataset(RecordDataset[E]):
         return texts, dict.fromkeys(warnings)
 
     def _check_entries(
-        self, check: Check, entries: Mapping[int, list[ExampleText]], numbers: Sequence[int], vocab_size: int
+        self,
+        check: Check,
+        entries: Mapping[int, list[ExampleText]],
+        numbers: Sequence[int],
+        vocab_size: int,
     ) -> None:
         every = self._encoded(list(entries.values()))
         for (number, texts), of_record in zip(entries.items(), every, strict=True):
@@ -219,7 +235,14 @@ class ConversationDataset(RecordDataset[E]):
             if len(encoded) > 1 and encoded[0] == encoded[1]:
                 self._note_bad_row(check, number, [EQUAL])
 
-    def _check_tokens(self, check: Check, number: int, tokens: list[int], mask: list[int], vocab_size: int) -> None:
+    def _check_tokens(
+        self,
+        check: Check,
+        number: int,
+        tokens: list[int],
+        mask: list[int],
+        vocab_size: int,
+    ) -> None:
         limit = self.config.max_length
         if not any(mask):
             self._note_bad_row(check, number, ["the response is empty: it has no token"])
@@ -257,7 +280,12 @@ class ConversationDataset(RecordDataset[E]):
         """Return a text with an end token: the tokenizer's own, unless it has one."""
         return text if text.endswith(self._endings) else text + self._ending
 
-    def _chat_text(self, chat: Chat, messages: list[dict[str, Any]], start: int) -> ExampleText:
+    def _chat_text(
+        self,
+        chat: Chat,
+        messages: list[dict[str, Any]],
+        start: int,
+    ) -> ExampleText:
         """Return the text of a conversation as the chat template renders it.
 
         Args:
@@ -274,7 +302,8 @@ class ConversationDataset(RecordDataset[E]):
         if answers[0] == 0:
             raise ValueError("the first message is the assistant's: begin with one that it answers")
         whole = whole[: answers[-1] + 1]
-        text, done = chat.whole_text(whole), 0
+        text = chat.whole_text(whole)
+        done = 0
         parts: list[str] = []
         for i in answers if self.config.train_on == "all" else answers[-1:]:
             before = chat.text_of(whole[:i], continues=False)
@@ -292,7 +321,8 @@ class ConversationDataset(RecordDataset[E]):
         Raises:
             ValueError: the answer is empty or dropped, or what comes before it changes.
         """
-        start, stop = len(before), len(commonprefix([text, after]))
+        start = len(before)
+        stop = len(commonprefix([text, after]))
         if not text.startswith(before):
             place = len(commonprefix([text, before]))
             raise ValueError(
@@ -305,12 +335,15 @@ class ConversationDataset(RecordDataset[E]):
             written = str(answer.get(name, "")).strip()
             place = text.find(written, start, stop)
             if place < 0:
-                raise ValueError(f"the chat template drops the text of an answer: render {name}, or drop it")
+                fault = f"drops the text of an answer: render {name}, or drop it"
+                if written in after[start:]:  # Qwen3 writes an empty thought before the last answer alone
+                    fault = "renders an answer differently once messages follow it: set data.train_on=last"
+                raise ValueError(f"the chat template {fault}")
             end = max(end, place + len(written))
         found = ((text.find(ending, end, stop), ending) for ending in self._endings)
         place, ending = min(((place, ending) for place, ending in found if place >= 0), default=(stop, ""))
         if not text[start:place].strip():
-            raise ValueError("a message of the assistant is empty, or has tool_calls that the template does not read")
+            raise ValueError("a message of the assistant is empty")
         return place + len(ending)
 
 
@@ -353,13 +386,20 @@ class ExampleDataset(ConversationDataset[Example]):
         return texts
 
     def _joined(self, tokens: Sequence[list[int]]) -> Encoded:
-        joined, mask = list(tokens[0]), [0] * len(tokens[0])
+        joined = list(tokens[0])
+        mask = [0] * len(tokens[0])
         for number in range(1, len(tokens), 2):
             added = added_tokens(tokens[number], tokens[number + 1], self._tokenizer)
             joined += added
             mask += [int(number % 4 == 1)] * len(added)  # two texts a part, and every other part has a loss
         return joined, mask
 
-    def _entry(self, index: int, encoded: Sequence[Encoded], record: Any, form: Mapping[str, str]) -> Example:
+    def _entry(
+        self,
+        index: int,
+        encoded: Sequence[Encoded],
+        record: Any,
+        form: Mapping[str, str],
+    ) -> Example:
         [(tokens, mask)] = encoded
         return Example(index, tokens, mask)

@@ -14,7 +14,7 @@ class Order:
     """The order of some prompts, epoch after epoch.
 
     Args:
-        seed: of the shuffling.
+        seed: seed of the shuffling.
         size: number of prompts.
         shuffle: shuffle each epoch; else they keep their order.
         values: numbers, one per prompt, by which an epoch ascends; prompts with equal ones keep their order. Empty:
@@ -79,7 +79,7 @@ class Turns:
 
 
 def _ascending(order: "array[int]", values: "array[float]") -> "array[int]":
-    """Sort prompts by their values; those with equal ones keep their order."""
+    """Sort prompts by their values; prompts with equal values keep their order."""
     shuffled = numpy.frombuffer(order, numpy.uint32)
     ascending = numpy.argsort(numpy.frombuffer(values)[shuffled], kind="stable")
     return array("I", shuffled[ascending].tobytes())

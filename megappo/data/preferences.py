@@ -28,9 +28,9 @@ class Pair:
 
     Attributes:
         index: position in the dataset (files in order, lines in order), from 0.
-        rows: the conversation with the chosen response, and that with the rejected one. The last token of each, at
-            which it is scored, has mask 1.
-        margin: by which the chosen one's score should exceed the other's.
+        rows: the conversation with the chosen response, and the conversation with the rejected one. The last token of
+            each, at which it is scored, has mask 1.
+        margin: difference by which the chosen one's score should exceed the other's.
     """
 
     index: int
@@ -110,23 +110,38 @@ class PreferenceDataset(ConversationDataset[Pair]):
             whole.pop()
         return whole, [int(place == len(whole) - 1) for place in range(len(whole))]
 
-    def _entry(self, index: int, encoded: Sequence[Encoded], record: Any, form: Mapping[str, str]) -> Pair:
+    def _entry(
+        self,
+        index: int,
+        encoded: Sequence[Encoded],
+        record: Any,
+        form: Mapping[str, str],
+    ) -> Pair:
         chosen, rejected = (Example(index, tokens, mask) for tokens, mask in encoded)
         margin = _margin(look_up(record, form[MARGIN])) if MARGIN in form else 0.0
         return Pair(index, (chosen, rejected), margin)
 
 
 def open_examples(
-    config: Config, tokenizer: "PreTrainedTokenizerBase", ends: Sequence[int], unpack: Unpack | None = None
+    config: Config,
+    tokenizer: "PreTrainedTokenizerBase",
+    ends: Sequence[int],
+    unpack: Unpack | None = None,
 ) -> tuple[ConversationDataset[Any], dict[str, ConversationDataset[Any]]]:
-    """Open the examples of data.train_files, and those of each of data.val_files, by name; arguments as of
+    """Open the examples of data.train_files, and the examples of each of data.val_files, by name; arguments as of
     `ConversationDataset`."""
     data = config.data
     opened: Any = partial(ExampleDataset, config=data)
     if config.trains_reward_model:
         padding = padding_token(read_architecture(config.model.path, head="value"), tokenizer)
         opened = partial(PreferenceDataset, config=data.model_copy(update={"train_on": "last"}), padding=padding)
-    opened = partial(opened, tokenizer=tokenizer, ends=ends, seed=config.trainer.seed, unpack=unpack)
+    opened = partial(
+        opened,
+        tokenizer=tokenizer,
+        ends=ends,
+        seed=config.trainer.seed,
+        unpack=unpack,
+    )
     train = opened(data.files, weights=tuple(data.shares.values()))
     val = {}
     for name, file in zip(data.val_names, data.val_files, strict=True):

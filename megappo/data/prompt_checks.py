@@ -7,7 +7,7 @@ import sys
 import unicodedata
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
@@ -17,6 +17,7 @@ from megappo.config.config_error import shorten
 from megappo.config.schema import Reward
 from megappo.data.chat import PromptContent
 from megappo.data.records import Records
+from megappo.data.tokenizer import special_tokens
 from megappo.userland.spec import parse_spec
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ MOST_LENGTHS = 3
 """Lengths of too long prompts up to which each is an error of its own."""
 RECORDS_AT_ONCE = 1000
 COMPARED = 100
-"""Records of a file whose tokens are decoded, and compared with those that tokenizer.json gives."""
+"""Records of a file whose tokens are decoded, and compared with the tokens that tokenizer.json gives."""
 MAX_FAULTS = 10
 """Different faults of a file that are reported; the records with others are counted."""
 MAX_NAMED = 3
@@ -58,7 +59,7 @@ class Check:
 
     Attributes:
         num_checked: how many.
-        ranks: by which the records are ordered, NaN for faulty ones; empty without data.order_by.
+        ranks: numbers by which the records are ordered, NaN for faulty ones; empty without data.order_by.
     """
 
     num_checked: int = 0
@@ -78,19 +79,23 @@ class Check:
         """Yield one line per fault with this action.
 
         Args:
-            key: of the config, that names the file.
+            key: key of the config that names the file.
         """
         numbers: dict[str, list[int]] = {}
         for fault in self.faults:
             if fault.action == action:
                 is_known = fault.text in numbers or len(numbers) < MAX_FAULTS
-                numbers.setdefault(fault.text if is_known else OTHER_FAULTS, []).append(fault.number + 1)
+                text = fault.text if is_known else OTHER_FAULTS
+                numbers.setdefault(text, []).append(fault.number + 1)
         for text, at in numbers.items():
-            places = f"{file.unit}{'s' if len(at) > 1 else ''} {', '.join(map(str, at[:MAX_NAMED]))}"
+            unit = f"{file.unit}s" if len(at) > 1 else file.unit
+            places = ", ".join(map(str, at[:MAX_NAMED]))
             if len(at) > MAX_NAMED:
                 places += f" and {len(at) - MAX_NAMED:,} more"
-            fields = f"; the file has: {shorten(', '.join(file.fields))}" if text.startswith("no field") else ""
-            yield f"{key}: {file.path} {places}: {text}{fields}"
+            fields = ""
+            if text.startswith("no field"):
+                fields = f"; the file has: {shorten(', '.join(file.fields))}"
+            yield f"{key}: {file.path} {unit} {places}: {text}{fields}"
 
 
 def merge_checks(parts: Sequence[Check]) -> Check:
@@ -112,7 +117,8 @@ def loses_text(text: str, tokens: Sequence[int], tokenizer: "PreTrainedTokenizer
     decoded = tokenizer.decode(tokens)
     if tokenizer.unk_token:
         decoded = decoded.replace(tokenizer.unk_token, "")
-    before, after = _letters(text), _letters(decoded)
+    before = _letters(text)
+    after = _letters(decoded)
     lost = (before - after).total()
     return lost > 0 and 2 * lost >= before.total()
 
@@ -131,11 +137,11 @@ def end_warnings(tokens: Sequence[int], tokenizer: "PreTrainedTokenizerBase") ->
         )
 
 
-def message_warnings(content: PromptContent, tokenizer: "PreTrainedTokenizerBase") -> Iterator[str]:
+def message_warnings(content: PromptContent, specials: Collection[str]) -> Iterator[str]:
     """Return warnings about special tokens in messages by mistake, in the same words for all, to be counted."""
     messages = "" if isinstance(content, str) else str(content)
-    for special in (tokenizer.bos_token, tokenizer.eos_token):
-        if special and special in messages:
+    for special in specials:
+        if special in messages:
             yield (
                 f"a message holds {special!r}, so a chat template may have been applied before: use the original "
                 "messages, or set data.apply_chat_template=false"
@@ -144,8 +150,7 @@ def message_warnings(content: PromptContent, tokenizer: "PreTrainedTokenizerBase
 
 def hidden_token_warnings(reward: Reward, tokenizer: "PreTrainedTokenizerBase") -> Iterator[str]:
     """Return warnings about reward functions whose source names special tokens that responses come without."""
-    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    special -= set(tokenizer.special_tokens_map.values())
+    special = special_tokens(tokenizer) - set(tokenizer.special_tokens_map.values())
     for spec in reward.weights if reward.skip_special_tokens else ():
         file = parse_spec(spec).file
         source = Path(file).read_text("utf-8", "replace") if file else ""

@@ -30,7 +30,7 @@ class Prompt:
         index: position in the dataset (files in order, lines in order), from 0.
         tokens: token ids, at least one.
         text: the prompt as the model sees it; chat messages are rendered by the chat template.
-        label: for the reward function, as the file has it.
+        label: label for the reward function, as the file has it.
         columns: further fields for it, by name.
         place: file and line, for messages.
     """
@@ -49,11 +49,11 @@ class PromptDataset(RecordDataset[Prompt]):
     Args:
         files: jsonl or parquet files.
         config: the data section, apart from its files.
-        seed: of the order (trainer.seed).
-        key: that names the files, for messages.
+        seed: seed of the order (trainer.seed).
+        key: key that names the files, for messages.
         takes: fields for reward function and environment besides prompt and label.
         unpack: see `open_records`.
-        weights: of the files, each of which then has its own epochs; none: they are one.
+        weights: weights of the files, each of which then has its own epochs; none: they are one.
         order_by: see data.order_by; prompts are ordered once all have been checked.
         reward: the section with the functions that score responses.
         needs_label: see `RecordFields`.
@@ -82,7 +82,8 @@ class PromptDataset(RecordDataset[Prompt]):
         self._chat = Chat(tokenizer, config, takes.tools)
         section = key.rpartition(".")[0]
         self._fields = RecordFields(config.prompt_key, config.label_key, takes, section, order_by, reward, needs_label)
-        names, is_ordered = self._fields.names, order_by is not None
+        names = self._fields.names
+        is_ordered = order_by is not None
         self._max_token = max(tokenizer.get_vocab().values())
         self._num_special = tokenizer.num_special_tokens_to_add(pair=False)
         super().__init__(files, tokenizer, config, seed, key, names, unpack, weights, is_ordered)
@@ -102,12 +103,17 @@ class PromptDataset(RecordDataset[Prompt]):
         return entry, entry.warnings
 
     def _check_entries(
-        self, check: Check, entries: Mapping[int, PromptEntry], numbers: Sequence[int], vocab_size: int
+        self,
+        check: Check,
+        entries: Mapping[int, PromptEntry],
+        numbers: Sequence[int],
+        vocab_size: int,
     ) -> None:
         """Note prompts with no, too many or unknown tokens. Prompts that are certain to fit are not tokenised."""
         if self._fields.order_by is not None:
             check.ranks.extend(entries[number].rank if number in entries else math.nan for number in numbers)
-        limit, too_long = self.config.max_prompt_length, self.config.too_long
+        limit = self.config.max_prompt_length
+        too_long = self.config.too_long
         unsure = {}
         for number, entry in entries.items():
             if number < COMPARED or not self._is_short(entry.rendered.text, vocab_size):
@@ -147,7 +153,8 @@ class PromptDataset(RecordDataset[Prompt]):
         return super().warnings(parts) + [f"{self._key}: {line}" for line in hidden]
 
     def _prompt(self, index: int, tokens: list[int], entry: PromptEntry) -> Prompt:
-        limit, text = self.config.max_prompt_length, entry.rendered.text
+        limit = self.config.max_prompt_length
+        text = entry.rendered.text
         if len(tokens) > limit and self.config.too_long == "truncate_left":
             tokens = tokens[-limit:]
             text = self._tokenizer.decode(tokens)
@@ -163,7 +170,8 @@ def open_datasets(
     takes: Mapping[str, InputSpec] = MappingProxyType({}),
     unpack: Unpack | None = None,
 ) -> tuple[PromptDataset | None, dict[str, PromptDataset]]:
-    """Open the training prompts, None where there are only evaluations, and those of each of `eval_sets`, by name.
+    """Open the training prompts (None where there are only evaluations), and the prompts of each of `eval_sets`, by
+    name.
 
     Args:
         takes: fields for reward function and environment of each of `played_tasks`, besides prompt and label.
@@ -171,8 +179,15 @@ def open_datasets(
     Raises:
         ConfigError: a file is missing, empty, or of another format.
     """
-    data, train, val = config.data, None, {}
-    opened = partial(PromptDataset, tokenizer=tokenizer, seed=config.trainer.seed, unpack=unpack)
+    data = config.data
+    train = None
+    val = {}
+    opened = partial(
+        PromptDataset,
+        tokenizer=tokenizer,
+        seed=config.trainer.seed,
+        unpack=unpack,
+    )
     if not config.trainer.eval_only:
         task = training_task(config)
         train = opened(

@@ -23,7 +23,7 @@ from megappo.data.prompt_checks import (
     message_warnings,
 )
 from megappo.data.records import Records, RecordsError, Unpack, open_records
-from megappo.data.tokenizer import RenderedText, ids_by_file, keeps_bytes, one_bos
+from megappo.data.tokenizer import RenderedText, ids_by_file, keeps_bytes, one_bos, special_tokens
 from megappo.runtime.heartbeat import heartbeat
 
 if TYPE_CHECKING:
@@ -39,11 +39,11 @@ class RecordDataset(ABC, Generic[E]):
     Args:
         files: jsonl or parquet files.
         config: the data section, apart from its files.
-        seed: of the order (trainer.seed).
-        key: that names the files, for messages.
+        seed: seed of the order (trainer.seed).
+        key: key that names the files, for messages.
         names: fields that are read; None: any.
         unpack: see `open_records`.
-        weights: of the files, each of which then has its own epochs; none: they are one.
+        weights: weights of the files, each of which then has its own epochs; none: they are one.
         is_ordered: records are ordered by numbers that `leave_out` gets, once all have been checked.
 
     Attributes:
@@ -68,7 +68,9 @@ class RecordDataset(ABC, Generic[E]):
         weights: Sequence[float] = (),
         is_ordered: bool = False,
     ):
-        self._tokenizer, self._keeps_bytes = tokenizer, keeps_bytes(tokenizer)
+        self._tokenizer = tokenizer
+        self._keeps_bytes = keeps_bytes(tokenizer)
+        self._specials = special_tokens(tokenizer)
         self.config = config
         self.seed = seed
         self._key = key
@@ -111,7 +113,13 @@ class RecordDataset(ABC, Generic[E]):
         """
 
     @abstractmethod
-    def _check_entries(self, check: Check, entries: Mapping[int, Any], numbers: Sequence[int], vocab_size: int) -> None:
+    def _check_entries(
+        self,
+        check: Check,
+        entries: Mapping[int, Any],
+        numbers: Sequence[int],
+        vocab_size: int,
+    ) -> None:
         """Check what `_read` returned, by the numbers of the records; faulty ones of the numbers have none."""
 
     def check(self, vocab_size: int, chosen: Callable[[int], Sequence[int]] = range) -> list[Check]:
@@ -165,7 +173,7 @@ class RecordDataset(ABC, Generic[E]):
         expected = one_bos(by_file, self._tokenizer)
         if tokens != (expected[: len(tokens)] if is_cut else expected):
             check.note(number, "error", [OTHER_TOKENS.format(self.noun[:-1])])
-        check.note(number, "warn", message_warnings(content, self._tokenizer))
+        check.note(number, "warn", message_warnings(content, self._specials))
         if not self._keeps_bytes and loses_text(rendered.text, tokens, self._tokenizer):
             check.note(number, "warn", [LOST_TEXT.format(self.noun[:-1])])
 
@@ -214,7 +222,7 @@ class RecordDataset(ABC, Generic[E]):
         """Drop the records to leave out; report these and the prompts to cut, one line per reason.
 
         Args:
-            parts: several ranks' `check`, each of records after those of the rank before.
+            parts: several ranks' `check`, each of the records after the previous rank's.
         """
         checks = merged(parts)
         is_kept = bytearray(b"\1") * self._starts[-1]
@@ -236,7 +244,7 @@ class RecordDataset(ABC, Generic[E]):
         """Find the places in `kept` of each part that has its own epochs, and its order.
 
         Args:
-            ranks: of all that are kept; if some are missing, there is no order by them.
+            ranks: ranks of all kept records; if some are missing, there is no order by them.
         """
         bounds = self._starts if self._weights else [0, self._starts[-1]]
         places = [bisect.bisect_left(self.kept, bound) for bound in bounds]
@@ -246,7 +254,8 @@ class RecordDataset(ABC, Generic[E]):
             for number, part in enumerate(self._parts):
                 seed = f"{self.seed}/{number}" if self._weights else str(self.seed)
                 values = ranks[part.start : part.stop]
-                self._orders.append(Order(seed, len(part), shuffle=self.config.shuffle, values=values))
+                order = Order(seed, len(part), shuffle=self.config.shuffle, values=values)
+                self._orders.append(order)
 
     def _lines(self, checks: Sequence[Check], action: Action) -> list[str]:
         lines: list[str] = []

@@ -53,10 +53,10 @@ class JsonLines:
     """Records of a file with one JSON object a line, in UTF-8. Memory holds the beginning of each line, 8 bytes.
 
     Args:
-        path: of the file, for messages.
+        path: path of the file, for messages.
         file: open; read as long as this object lives, then closed.
     Attributes:
-        fields: of the first readable record.
+        fields: fields of the first readable record.
     Raises:
         RecordsError: the file is of another format.
     """
@@ -245,8 +245,8 @@ def _first_line(error: Exception) -> str:
 
 
 Records = JsonLines | ParquetRows
-"""Records of one file: a line or a row (`unit`) each. `at` returns those of some numbers, from 0, fast for a range; for
-one that cannot be read the ValueError that has the reason."""
+"""Records of one file: a line or a row (`unit`) each. `at` returns the records of some numbers, from 0, fast for a
+range; for a record that cannot be read it returns the ValueError with the reason."""
 
 
 def open_records(path: str, names: Sequence[str] | None, unpack: Unpack | None = None) -> Records:

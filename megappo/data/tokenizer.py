@@ -23,6 +23,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TOKENIZER_FILE = "tokenizer.json"
+OTHER_TOKENIZERS = {
+    "*tekken*.json": "transformers.integrations.mistral.convert_tekken_tokenizer(FILE).save_pretrained(FOLDER), with "
+    "mistral-common installed, which writes the chat template, too",
+    "*tiktoken*": "transformers.convert_slow_tokenizer.TikTokenConverter(FILE, PATTERN, extra_special_tokens=TOKENS)"
+    ".converted(), with tiktoken installed and the pattern and tokens of the model's code, saved by "
+    "transformers.PreTrainedTokenizerFast(tokenizer_object=..., eos_token=...).save_pretrained(FOLDER)",
+    "*.model*": "transformers.LlamaTokenizerFast.from_pretrained(FOLDER).save_pretrained(FOLDER), or by the model's "
+    "own class, with transformers 4.57 (5.19 gives two blanks other tokens) and the file named tokenizer.model",
+}
+"""Names of files of other kinds of tokenizers -> how such a file is converted."""
 REPLACEMENT = "\ufffd"
 """Character in place of bytes that are no text."""
 MAX_CONTEXT = 200
@@ -42,8 +52,8 @@ def load_tokenizer(folder: str, key: str = "model.path") -> "PreTrainedTokenizer
     Raises:
         ConfigError: the folder has no usable tokenizer.
     """
-    if not (Path(folder) / "tokenizer_config.json").is_file():
-        raise ConfigError(f"{key}: no tokenizer in {folder}: expected tokenizer_config.json and tokenizer.json")
+    if fault := folder_fault(Path(folder)):
+        raise ConfigError(f"{key}: {fault}")
     # Its threads share the texts of a call. Set explicitly, or a process that forks later gets a warning.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     cores = len(usable()) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -52,15 +62,36 @@ def load_tokenizer(folder: str, key: str = "model.path") -> "PreTrainedTokenizer
         # Not above: the import takes a second, and with torch four.
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+        kept = {"local_files_only": True, "clean_up_tokenization_spaces": False}  # cleaning drops blanks of responses
         if Path(folder, TOKENIZER_FILE).is_file():
-            return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-        found = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+            return PreTrainedTokenizerFast.from_pretrained(folder, **kept)
+        found = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **kept)
         if len(found.get_vocab()) <= len(found.added_tokens_decoder):
             raise ValueError(f"no {TOKENIZER_FILE}, nor another file with a vocabulary")
         return found
     except Exception as error:  # transformers raises whatever its parsers do
         reason = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
         raise ConfigError(f"{key}: cannot load the tokenizer in {folder} ({reason}): complete the download") from error
+
+
+def folder_fault(folder: Path) -> str:
+    """Return why a folder holds no tokenizer that can be loaded, with the remedy; "" if it may hold one.
+
+    tokenizer_config.json beside a file of another kind does not help. transformers 5.19 divides the texts of every
+    tiktoken file by Llama 3's pattern (convert_slow_tokenizer.TikTokenConverter). It gives two blanks other tokens than
+    a SentencePiece model does (SentencePieceExtractor).
+    """
+    has_config = (folder / "tokenizer_config.json").is_file()
+    if has_config and (folder / TOKENIZER_FILE).is_file():
+        return ""
+    for pattern, conversion in OTHER_TOKENIZERS.items():
+        for found in folder.glob(pattern):
+            return (
+                f"{folder} has its tokenizer in {found.name}, which is not read: add tokenizer.json and "
+                "tokenizer_config.json from the model's repository on the Hugging Face hub, or write them by "
+                f"{conversion}"
+            )
+    return "" if has_config else f"no tokenizer in {folder}: expected tokenizer_config.json and tokenizer.json"
 
 
 def ids_by_file(text: str, tokenizer: "PreTrainedTokenizerBase", *, special: bool) -> list[int] | None:
@@ -85,11 +116,17 @@ def showing_special(tokenizer: "PreTrainedTokenizerBase") -> "PreTrainedTokenize
 
     ends = end_token_ids(tokenizer.name_or_path, tokenizer)
     hidden = {*tokenizer.special_tokens_map.values(), *tokenizer.convert_ids_to_tokens(ends)}
-    shown, state = copy.deepcopy(tokenizer), json.loads(tokenizer.backend_tokenizer.to_str())
+    shown = copy.deepcopy(tokenizer)
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
     for token in state["added_tokens"]:
         token["special"] &= token["content"] in hidden
     shown._tokenizer = Tokenizer.from_str(json.dumps(state))
     return shown
+
+
+def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> set[str]:
+    """Return the texts of the tokens that a text shows only by mistake, such as those that begin and end messages."""
+    return {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
 
 
 def keeps_bytes(tokenizer: "PreTrainedTokenizerBase") -> bool:
@@ -125,10 +162,14 @@ def encode(texts: Sequence[RenderedText], tokenizer: "PreTrainedTokenizerBase") 
         alike = [one.text for one in group]
         for start in range(0, len(alike), TEXTS_AT_ONCE):
             heartbeat.beat()
-            part, special = alike[start : start + TEXTS_AT_ONCE], not is_chat
-            tokens += tokenizer(part, add_special_tokens=special, return_attention_mask=False, verbose=False)[
-                "input_ids"
-            ]
+            part = alike[start : start + TEXTS_AT_ONCE]
+            special = not is_chat
+            tokens += tokenizer(
+                part,
+                add_special_tokens=special,
+                return_attention_mask=False,
+                verbose=False,
+            )["input_ids"]
     return [one_bos(ids, tokenizer) for ids in tokens]
 
 
@@ -180,7 +221,7 @@ def token_texts(
 
 
 def completing_tokens(tokens: Sequence[int], ends: Sequence[int], tokenizer: "PreTrainedTokenizerBase") -> list[int]:
-    """Return for each of `ends` the position of the token that completes `text[:end]`, where `text` is that of the
+    """Return for each of `ends` the position of the token that completes `text[:end]`, where `text` is the text of the
     tokens without special ones.
 
     Where the texts that the tokens add do not make the whole (the end of a truncated response, bytes that are no text),
@@ -204,7 +245,7 @@ def completing_tokens(tokens: Sequence[int], ends: Sequence[int], tokenizer: "Pr
 
 
 def end_token_ids(folder: str, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
-    """Return the tokens that end a response: the tokenizer's, and those of generation_config.json and config.json.
+    """Return the tokens that end a response: the tokenizer's, and the ones in generation_config.json and config.json.
 
     Raises:
         ConfigError: there is none, so every response would be cut off.

@@ -66,7 +66,7 @@ class EngineClient:
         hang_seconds: limit for any other request; see also `watch`.
     Attributes:
         adapter: name that every generation requests once an adapter has been loaded; an unknown one is refused.
-        version: of the weights of an engine that samples ahead of training; see `taking_weights`.
+        version: version of the weights, for an engine that samples ahead of training; see `taking_weights`.
     Raises:
         EngineError: (every method) the server does not answer or refuses; the message holds its reply.
     """
@@ -182,8 +182,8 @@ class EngineClient:
         SGLang numbers adapters, so what is cached from the one before is not found any more.
 
         Args:
-            path: of SGLang's request that loads one.
-            body: without its name.
+            path: path of SGLang's request that loads one.
+            body: the request's body without the adapter's name.
         """
         listed = self.defer(self.request, "GET", "/v1/models")
         if listed is not None and ADAPTER in [model["id"] for model in listed["data"]]:
@@ -206,11 +206,15 @@ class EngineClient:
         return Connections(self._options)
 
     async def generate_async(
-        self, connections: Connections, prompts: Sequence[list[int]], params: SamplingParams
+        self,
+        connections: Connections,
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
     ) -> AsyncIterator[tuple[int, Generation]]:
         """Yield each prompt's position and its response as soon as that is finished; a caller that does not want all of
         them closes the iterator. Many requests may run at a time over the connections."""
-        path, version = "/generate", self.version
+        path = "/generate"
+        version = self.version
         missing = set(range(len(prompts)))
         try:
             body = stream_body(prompts, params, self.adapter, version)
@@ -227,7 +231,12 @@ class EngineClient:
             raise EngineFault(f"expected {len(prompts)} responses from the engine, got {len(prompts) - len(missing)}")
 
     def _finished(
-        self, path: str, data: bytes, missing: set[int], version: WeightVersion | None, replayed: Architecture | None
+        self,
+        path: str,
+        data: bytes,
+        missing: set[int],
+        version: WeightVersion | None,
+        replayed: Architecture | None,
     ) -> tuple[int, Generation] | None:
         """Return the position and the response of an event; None where the sequence has only begun."""
         event = self._parsed(path, data)
@@ -236,7 +245,12 @@ class EngineClient:
                 raise self._refusal(path, event["error"]["code"], data.decode())
             if not event["meta_info"]["finish_reason"]:
                 return None
-            generation = checked(event, may_abort=self._aborts, version=version, replayed=replayed)
+            generation = checked(
+                event,
+                may_abort=self._aborts,
+                version=version,
+                replayed=replayed,
+            )
             missing.remove(event["index"])
         return event["index"], generation
 
@@ -265,8 +279,8 @@ class EngineClient:
             await asyncio.sleep(WATCH_SECONDS)
             self._check_alive()  # another process may listen at its address by now, and need not answer
             sent = time.monotonic()
-            # The process that serves HTTP may be well while those that compute hang. Idle, they compute a token for
-            # this; else they answer after their next batch.
+            # The process that serves HTTP may be well while the processes that compute hang. Idle, they compute a token
+            # for this; else they answer after their next batch.
             with contextlib.suppress(httpx.TransportError):
                 async with connections.free() as http:
                     response = await http.get("/health_generate", timeout=self.hang_seconds)
@@ -288,7 +302,7 @@ class EngineClient:
         """Send any request of SGLang's HTTP API; return the reply's JSON, or None.
 
         Args:
-            timeout: of a request that may take longer than `hang_seconds`.
+            timeout: limit of a request that may take longer than `hang_seconds`.
         """
         return self.defer(self.request, "POST", path, body, timeout)
 
@@ -304,7 +318,13 @@ class EngineClient:
             self._fault = fault
             return None
 
-    def request(self, method: str, path: str, body: JsonObject | None = None, timeout: float | None = None) -> Any:
+    def request(
+        self,
+        method: str,
+        path: str,
+        body: JsonObject | None = None,
+        timeout: float | None = None,
+    ) -> Any:
         """Send a request, as `post`, but raise its faults at once."""
         limit = timeout or self.hang_seconds
         try:
@@ -349,7 +369,14 @@ class EngineClient:
             beginning = data[:500].decode(errors="replace")
             raise EngineFault(f"{self.url}{path} did not answer with JSON ({error}): {beginning}") from error
 
-    def _refusal(self, path: str, status: int, reply: str, *, is_fault: bool = False) -> EngineError:
+    def _refusal(
+        self,
+        path: str,
+        status: int,
+        reply: str,
+        *,
+        is_fault: bool = False,
+    ) -> EngineError:
         # A request that is wrong itself would fail again after a restart.
         kind = EngineFault if is_fault or status >= 500 else EngineError
         return kind(f"{self.url}{path} refused (HTTP {status}): {reply}")
@@ -357,7 +384,8 @@ class EngineClient:
 
 @contextlib.contextmanager
 def deferring_faults(client: EngineClient | None) -> Iterator[None]:
-    """Defer an EngineFault of `post` and `check_health` inside, for `take_fault`, and send no request after it.
+    """Defer an EngineFault that `post` or `check_health` raises while the block runs, for `take_fault`; then send no
+    request.
 
     Other ranks wait at collectives that this rank must still reach. Without a client it does nothing.
     """
@@ -373,7 +401,8 @@ def deferring_faults(client: EngineClient | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def taking_weights(client: EngineClient | None, version: WeightVersion) -> Iterator[None]:
-    """Pause an engine's requests, and new ones, while it takes weights inside; afterwards they resume with these.
+    """Pause an engine's requests, and new ones, while the block gives it weights; then they resume with the new
+    weights.
 
     The tokens that requests have so far are processed again, unless the cache is kept. After an error requests resume,
     too, as nothing may wait for them forever, but their responses are refused. Without a client it does nothing.
@@ -384,7 +413,8 @@ def taking_weights(client: EngineClient | None, version: WeightVersion) -> Itera
     if client.version is None and version.keeps_cache:
         client.flush_cache()  # a run before may have used the server, and the same versions
     client.post("/pause_generation", {"mode": "in_place" if version.keeps_cache else "retract"})
-    client._is_paused, client.version = True, version
+    client._is_paused = True
+    client.version = version
     name = INCOMPLETE
     try:
         yield

@@ -15,7 +15,7 @@ class Connections(contextlib.AsyncExitStack):
     them all at each request (httpcore 1.0.9, _async/connection_pool.py:294), which costs more than the request.
 
     Args:
-        options: of each `AsyncClient`.
+        options: options of each `AsyncClient`.
     """
 
     def __init__(self, options: Mapping[str, Any]):

@@ -77,12 +77,23 @@ class Generation:
 
     def __add__(self, rest: "Generation") -> "Generation":
         """Return the response as a whole; `rest` was requested with the tokens of this part after its prompt."""
-        tokens, log_probs = self.tokens + rest.tokens, self.log_probs + rest.log_probs
-        return replace(rest, tokens=tokens, log_probs=log_probs, versions=[*self.versions, *rest.versions])
+        tokens = self.tokens + rest.tokens
+        log_probs = self.log_probs + rest.log_probs
+        return replace(
+            rest,
+            tokens=tokens,
+            log_probs=log_probs,
+            versions=[*self.versions, *rest.versions],
+        )
 
     def without_last_token(self) -> "Generation":
         """Return the response without its last token."""
-        return replace(self, tokens=self.tokens[:-1], log_probs=self.log_probs[:-1], versions=self.versions[:-1])
+        return replace(
+            self,
+            tokens=self.tokens[:-1],
+            log_probs=self.log_probs[:-1],
+            versions=self.versions[:-1],
+        )
 
 
 def generate_body(
@@ -95,7 +106,7 @@ def generate_body(
 
     Args:
         adapter: name of the adapter that is added to the engine's model.
-        version: of the engine's weights.
+        version: version of the engine's weights.
     """
     sampling = {
         "max_new_tokens": params.max_response_length,
@@ -127,13 +138,17 @@ def stream_body(
 
 
 def checked(
-    reply: Any, *, may_abort: bool = False, version: WeightVersion | None = None, replayed: Architecture | None = None
+    reply: Any,
+    *,
+    may_abort: bool = False,
+    version: WeightVersion | None = None,
+    replayed: Architecture | None = None,
 ) -> Generation:
     """Return the response in one reply.
 
     Args:
         may_abort: the request may have been aborted.
-        version: of the engine's weights when the request was sent.
+        version: version of the engine's weights when the request was sent.
         replayed: as of its `SamplingParams`.
     Raises:
         EngineError: the reply holds none. EngineFault: by the engine's fault.
@@ -154,7 +169,7 @@ def checked(
         entries = meta["output_token_logprobs"]
         log_probs = [entry[0] for entry in entries]
         if [entry[1] for entry in entries] != tokens:
-            raise EngineFault(f"the engine's tokens {tokens} and those of its log-probs {entries} differ")
+            raise EngineFault(f"the engine's tokens {tokens} and the tokens of its log-probs {entries} differ")
         if any(value is None or not math.isfinite(value) for value in log_probs):
             raise EngineFault(f"the engine returned a log-prob that is no number: {log_probs}; are its weights finite?")
         versions = [] if version is None else _token_versions(meta["weight_versions"], count, version)

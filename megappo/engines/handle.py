@@ -34,11 +34,11 @@ class EngineHandle:
     """A rank's engine, or its part of one; a rank without either has an empty handle.
 
     Attributes:
-        number: of the engine that this rank owns, among all.
+        number: number of the engine that this rank owns, among all engines.
         engine: the process, or the server of somebody else.
         workers: for each of `played_tasks`, the processes that answer and score what the engine writes.
         part_of: number of the engine of which this rank runs a part for another rank, its owner.
-        client: of the engine that this rank owns, once `wait_ready` has returned.
+        client: client of the engine that this rank owns, once `wait_ready` has returned.
     """
 
     number: int | None = None
@@ -67,11 +67,11 @@ class EngineHandle:
 def start_engine(plan: RunPlan, rank: int, store: Store, cleanup: ExitStack) -> EngineHandle:
     """Start this rank's SGLang engine, if it is to own one, and its workers, without waiting for the engine.
 
-    Engines of rollout.engines are already running. Of an engine on several nodes, the first rank on each node starts a
-    part.
+    Engines of rollout.engines are already running. The first rank on each node of an engine on several nodes starts a
+    part of it.
 
     Args:
-        store: torchrun's, through which those parts find each other.
+        store: torchrun's, through which the parts find each other.
     """
     config = plan.config
     layout = plan.layouts["rollout"]
@@ -99,7 +99,12 @@ def start_engine(plan: RunPlan, rank: int, store: Store, cleanup: ExitStack) -> 
 
 
 def _engine(
-    config: Config, layout: Layout, number: int, ranks: Sequence[int], node: int, node_arguments: JsonObject
+    config: Config,
+    layout: Layout,
+    number: int,
+    ranks: Sequence[int],
+    node: int,
+    node_arguments: JsonObject,
 ) -> Engine:
     """Return the part of an engine on its node number `node`, for these ranks."""
     per_node = _ranks_per_node()

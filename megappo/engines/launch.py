@@ -39,7 +39,7 @@ TORCHRUN_PREFIXES = ("MASTER_", "TORCHELASTIC_", "RANK", "LOCAL_", "GROUP_", "RO
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 TRACES_PREFIX = "megappo-engine-"
 PROBE_SLOTS = 4
-"""Requests that run beside those of rollouts, which run at all times: the probe of a weight sync need not wait."""
+"""Requests that an engine runs beside the rollouts, which never pause: the probe of a weight sync need not wait."""
 SPIN_COUNT = "3000"
 """GOMP_SPINCOUNT: how often a thread of libgomp looks for work before it sleeps. On two idle cores an engine of a 110M
 model writes 150 tokens/s with one thread; with two 160 at 1,000 looks, 198 at 2,000, 212 at 3,000, 221 at 6,000 and
@@ -51,12 +51,18 @@ MODELS = "megappo.engines.sglang_models"
 
 
 def server_arguments(
-    model_path: str | Path, rollout: Rollout, dtype: str, *, on_gpu: bool, seed: int, lora: Lora | None = None
+    model_path: str | Path,
+    rollout: Rollout,
+    dtype: str,
+    *,
+    on_gpu: bool,
+    seed: int,
+    lora: Lora | None = None,
 ) -> JsonObject:
     """Return SGLang's ServerArgs by name, without host, port and key.
 
     Args:
-        lora: of the adapters that the engine will get.
+        lora: configuration of the adapters that the engine will get.
     """
     arguments = {
         "model_path": str(model_path),
@@ -90,7 +96,10 @@ def server_arguments(
 
 
 def start_keeper(
-    settings: JsonObject, temporary: Path, environment: dict[str, str], output: IO[str] | None = None
+    settings: JsonObject,
+    temporary: Path,
+    environment: dict[str, str],
+    output: IO[str] | None = None,
 ) -> subprocess.Popen:
     """Start a keeper in a session of its own, which starts the server with these settings.
 
@@ -114,7 +123,12 @@ def start_keeper(
 
 
 def environment(
-    gpu_ids: list[str], tensor_parallel: int, temporary: Path, *, index: int = 0, num_threads: int | None = None
+    gpu_ids: list[str],
+    tensor_parallel: int,
+    temporary: Path,
+    *,
+    index: int = 0,
+    num_threads: int | None = None,
 ) -> dict[str, str]:
     """Return the variables of an engine on these GPUs, or on the trainer's cores; arguments as for `Engine`."""
     variables = inherited_environment(temporary)
@@ -179,7 +193,10 @@ def _without_expandable_segments(variables: dict[str, str]) -> dict[str, str]:
 
 
 def _with_cpu_threads(
-    variables: dict[str, str], tensor_parallel: int, index: int, num_threads: int | None
+    variables: dict[str, str],
+    tensor_parallel: int,
+    index: int,
+    num_threads: int | None,
 ) -> dict[str, str]:
     """Add the number of threads, and the cores of each rank where there are several; the user's variables stay.
 

@@ -43,7 +43,7 @@ class Engine:
         log_path: file for the server's output.
         seed: seeds SGLang's sampling; must differ between engines.
         node_arguments: SGLang's arguments for this node's part of an engine on several nodes; empty for a whole engine.
-        num_threads: of each of its ranks on a CPU; None = OMP_NUM_THREADS, or one.
+        num_threads: threads of each of its ranks on a CPU; None = OMP_NUM_THREADS, or one.
         lora: settings of the adapters that it will receive; None = it receives whole models.
     Raises:
         EngineError: SGLang is not installed.
@@ -65,7 +65,14 @@ class Engine:
     ):
         if importlib.util.find_spec("sglang") is None:
             raise EngineError("SGLang, which writes rollouts, is not installed: run launch/setup.sh")
-        arguments = launch.server_arguments(model_path, rollout, dtype, on_gpu=bool(gpu_ids), seed=seed, lora=lora)
+        arguments = launch.server_arguments(
+            model_path,
+            rollout,
+            dtype,
+            on_gpu=bool(gpu_ids),
+            seed=seed,
+            lora=lora,
+        )
         self._arguments = arguments | (node_arguments or {})
         self._rollout = rollout
         self._gpu_ids = list(gpu_ids)

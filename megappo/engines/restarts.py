@@ -25,7 +25,13 @@ class EngineRestarts:
         on_restart: called when this rank's engine has been restarted and has the weights.
     """
 
-    def __init__(self, engine_handle: EngineHandle, exchange: Exchange, warn: Callable[[str], object], limit: int):
+    def __init__(
+        self,
+        engine_handle: EngineHandle,
+        exchange: Exchange,
+        warn: Callable[[str], object],
+        limit: int,
+    ):
         self.engine_handle = engine_handle
         self.exchange = exchange
         self.warn = warn
@@ -45,7 +51,7 @@ class EngineRestarts:
         """Restart the engines that failed in a rollout; return whether any did. All then have the same weights.
 
         Args:
-            fault: of this rank's engine.
+            fault: fault of this rank's engine.
         Raises:
             EngineLost: an engine has failed too often, or does not start.
         """

@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 
 from megappo.architecture.families import LAYER_SIZES
-from megappo.architecture.model_folder import CONFIG_FILE, first_architecture
+from megappo.architecture.model_folder import CONFIG_FILE, first_architecture, read_json_file
 from megappo.architecture.parsing import read_architecture
 
 WITH_TWO_SIZES_OF_HEADS = "Gemma4ForCausalLM"
@@ -16,9 +16,12 @@ def served_folder(model_path: str) -> str:
 
     SGLang 0.5.23 expects the heads of layers with a window under names of its own. It derives these for the model with
     vision only (utils/hf_transformers/config.py, `_apply_gemma4_attention_overrides`).
+
+    Raises:
+        TextFileError: config.json cannot be read.
     """
     config_file = Path(model_path, CONFIG_FILE)
-    config = json.loads(config_file.read_text("utf-8")) if config_file.is_file() else {}
+    config = read_json_file(config_file) if config_file.is_file() else {}
     if first_architecture(config) != WITH_TWO_SIZES_OF_HEADS:
         return model_path
     architecture = read_architecture(model_path)

@@ -8,6 +8,7 @@ where there is no GPU, by name}}. Its parent, a keeper, has it end with itself.
 
 import argparse
 import json
+import logging
 import multiprocessing
 import os
 import secrets
@@ -69,12 +70,14 @@ def server_arguments(settings: dict[str, Any]) -> Any:
         description="Serves a Hugging Face folder by stock SGLang, whose arguments follow; --model-path is the folder.",
     )
     ServerArgs.add_cli_args(parser)
+    parser.set_defaults(log_level="error", log_level_http="info")  # uvicorn prints the address, and each request
     if not torch.cuda.is_available():
         parser.set_defaults(**settings["cpu_arguments"])
     command_line = settings["command_line"]
     if "--config" in command_line:
         command_line = ConfigArgumentMerger(parser).merge_config_with_args(command_line)
     arguments = parser.parse_args(command_line)
+    logging.getLogger("sglang").setLevel(arguments.log_level.upper())  # SGLang sets it once it has read its arguments
     _check_port(parser, arguments.host, arguments.port)
     arguments.served_model_name = arguments.served_model_name or arguments.model_path
     arguments.model_path = _served(arguments.model_path)

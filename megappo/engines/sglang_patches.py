@@ -52,7 +52,10 @@ def prepare_import() -> None:
         return
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     if importlib.util.find_spec("sgl_kernel") is None:
-        sys.modules["sgl_kernel"] = _kernel_names()
+        module = types.ModuleType("sgl_kernel", "Names that SGLang's CPU mode imports; calling one is an error.")
+        for name in KERNEL_NAMES:
+            setattr(module, name, _absent_kernel(name))
+        sys.modules["sgl_kernel"] = module
 
 
 def hide_megatron() -> None:
@@ -74,7 +77,13 @@ def pin_no_memory() -> None:
 
 
 class _Unpinned(TorchFunctionMode):
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        function: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         if function is torch.Tensor.pin_memory:
             return args[0]
         return function(*args, **{name: value for name, value in (kwargs or {}).items() if name != "pin_memory"})
@@ -170,7 +179,7 @@ def freeze_after_warmup(original: Any, server_args: Any) -> None:
 
 
 def register_with_cuda(original: Any, *args: Any, **kwargs: Any) -> None:
-    """Pin host memory only where there is CUDA: SGLang pins that of the tokens' experts in any case
+    """Pin host memory only where there is CUDA: SGLang pins the memory of the tokens' experts in any case
     (sglang/srt/state_capturer/base.py)."""
     if torch.cuda.is_available():
         original(*args, **kwargs)
@@ -192,8 +201,11 @@ def send_few_bytes(_: Any, received: Any) -> None:
     """
     for index, experts in enumerate(getattr(received, "routed_experts", None) or ()):
         if experts is not None and len(experts):
-            raw = experts.numpy().astype(np.min_scalar_type(experts.max().item())).tobytes()
-            raw = raw.replace(b"\\", b"\\\\").replace(b'"', b'\\"').replace(b"\n", b"\\n")
+            smallest = np.min_scalar_type(experts.max().item())
+            raw = experts.numpy().astype(smallest).tobytes()
+            raw = raw.replace(b"\\", b"\\\\")
+            raw = raw.replace(b'"', b'\\"')
+            raw = raw.replace(b"\n", b"\\n")
             received.routed_experts[index] = orjson.Fragment(b'{%b%b"}' % (RAW_BYTES, raw))
 
 
@@ -242,13 +254,6 @@ def name_shared_memory(ports: Any, *args: Any, **kwargs: Any) -> Any:
     """
     ports.instance_id = Path(tempfile.gettempdir()).name
     return ports
-
-
-def _kernel_names() -> types.ModuleType:
-    module = types.ModuleType("sgl_kernel", "Names that SGLang's CPU mode imports; calling one is an error.")
-    for name in KERNEL_NAMES:
-        setattr(module, name, _absent_kernel(name))
-    return module
 
 
 def _absent_kernel(name: str) -> object:

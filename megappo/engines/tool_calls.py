@@ -22,7 +22,7 @@ class ToolEnvironment:
     """The environment of one episode; a subclass has the functions.
 
     Attributes:
-        functions: by name.
+        functions: functions by name.
         tools: the functions' JSON schemas.
         new_parser: makes a parser of SGLang's.
     """

@@ -110,7 +110,7 @@ def attention() -> str:
 
 
 def engine() -> str:
-    """Have SGLang serve a tiny random model."""
+    """Serve a tiny random model with SGLang."""
     server_args = {"disable_cuda_graph": True}  # capturing graphs takes long
     rollout = Rollout(max_running_requests=4, max_total_tokens=4096, mem_fraction_static=0.3, server_args=server_args)
     dtype, gpu_ids = "bf16" if platform.has_cuda() else "fp32", platform.gpu_ids([0])

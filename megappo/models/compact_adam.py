@@ -25,17 +25,23 @@ class CompactAdam:
 
     Args:
         adam: the optimizer that megatron-core chose. Its groups hold this rank's range of each parameter, flat.
-        dtype: of the moments between steps; rounded to nearest.
+        dtype: dtype of the moments between steps; rounded to nearest.
         offload_fraction: share of the states that is in host memory: whole parameters, the largest first, until it is
             reached.
     Attributes:
         param_groups: with the number of steps as "step".
         state: parameter -> its main parameter in fp32, which is the parameter itself if that is in fp32, and moments.
-        host_bytes: of the states in host memory.
+        host_bytes: bytes of the states in host memory.
     """
 
-    def __init__(self, adam: torch.optim.Optimizer, dtype: torch.dtype, offload_fraction: float):
-        self._adam, self.param_groups = adam, adam.param_groups
+    def __init__(
+        self,
+        adam: torch.optim.Optimizer,
+        dtype: torch.dtype,
+        offload_fraction: float,
+    ):
+        self._adam = adam
+        self.param_groups = adam.param_groups
         self.state: dict[Tensor, dict[str, Tensor]] = {}
         self.host_bytes = 0
         self._rest_adam()
@@ -70,7 +76,13 @@ class CompactAdam:
         if platform.has_cuda():
             torch.cuda.synchronize()  # the host's states are read without the device
 
-    def _step_part(self, group: dict[str, Any], weights: Tensor, gradient: Tensor, states: dict[str, Tensor]) -> None:
+    def _step_part(
+        self,
+        group: dict[str, Any],
+        weights: Tensor,
+        gradient: Tensor,
+        states: dict[str, Tensor],
+    ) -> None:
         device = weights.device
         on_device = {
             name: state.to(device, torch.float32, copy=True, non_blocking=True) for name, state in states.items()
@@ -87,7 +99,8 @@ class CompactAdam:
 
     def _rest_adam(self) -> None:
         """Release what Adam holds of a parameter."""
-        self._adam.param_groups, self._adam.state = [], {}
+        self._adam.param_groups = []
+        self._adam.state = {}
 
     def get_unscaled_state(self, parameter: Tensor, name: str) -> Tensor:
         """Return a state of a parameter, for checkpoints: itself, so that a load can fill it."""

@@ -21,7 +21,10 @@ class CutParameters(torch.nn.Module):
     tp_group: dist.ProcessGroup
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple = (),
+        metadata: dict[str, Any] | None = None,
     ) -> ShardedStateDict:
         """Return the state as Megatron's layers return it."""
         own = dict(self.named_parameters(recurse=False))

@@ -55,7 +55,7 @@ def build_model(
             tied; "policy_value" has both, the ValueHead as `value_head` (see `add_value_head`).
         groups: the component's groups, built for the layout of `parallel`; this rank is a member.
         recompute: "none", "selective" or "full".
-        trained: False freezes every parameter; else those that adapters stand beside, and `architecture.frozen`.
+        trained: False freezes every parameter; True only parameters that adapters adapt, and `architecture.frozen`.
         base: a model with adapters in the same layout: the built one uses its frozen weights, and has no copy.
     Raises:
         ConfigError: the model does not fit the layout.
@@ -63,7 +63,8 @@ def build_model(
     setting = _setting(architecture, model, parallel, groups, trained)
     config = transformer_config(architecture, model, parallel, recompute, decide(setting))
     if base is not None:  # most weights will be the base's: these are allocated on the host, unmarked
-        config.use_cpu_initialization, config.perform_initialization = True, False
+        config.use_cpu_initialization = True
+        config.perform_initialization = False
     with groups.active():
         chunks = [
             _chunk(architecture, config, setting.has_te, groups, index) for index in range(parallel.virtual_pipeline)
@@ -80,7 +81,11 @@ def build_model(
 
 
 def _setting(
-    architecture: Architecture, model: Model, parallel: Parallel, groups: ComponentGroups, trained: bool
+    architecture: Architecture,
+    model: Model,
+    parallel: Parallel,
+    groups: ComponentGroups,
+    trained: bool,
 ) -> SwitchContext:
     """Return by what the switches of a model are decided on this machine.
 
@@ -103,12 +108,13 @@ def _setting(
 
 
 def _mark(chunk: GPTModel, architecture: Architecture, trained: bool) -> None:
-    """Freeze the parameters that do not change, and mark those of experts and those that checkpoints lack."""
+    """Freeze the parameters that do not change, and mark parameters of experts and parameters that checkpoints lack."""
     for name, parameter in chunk.named_parameters():
         if ".mlp.experts." in name:
-            # Megatron marks biases that no rank cuts as those of a dense layer: it would sum their gradients over
+            # Megatron marks biases that no rank cuts as biases of a dense layer: it would sum their gradients over
             # tensor-parallel ranks, which have other experts, or the same, and count them on the first rank only.
-            parameter.sequence_parallel, parameter.tensor_model_parallel = False, True
+            parameter.sequence_parallel = False
+            parameter.tensor_model_parallel = True
             # Megatron does so with expert parallelism only. Without, it would not sum the gradients of experts over
             # tensor-parallel ranks, each of which sends its own tokens to its own copy.
             parameter.allreduce = False
@@ -118,17 +124,24 @@ def _mark(chunk: GPTModel, architecture: Architecture, trained: bool) -> None:
 
 
 def _share_base(chunk: GPTModel, base: GPTModel, architecture: Architecture) -> None:
-    """Have a chunk use the frozen weights and the rotary frequencies of another model's, in place of its own."""
-    shared = {name: weight for name, weight in base.named_parameters() if weight.is_base}
-    own = [name for name, _ in chunk.named_parameters() if is_beside_base(name, architecture)]
-    shared |= {name: module for name, module in base.named_modules() if name.endswith("rotary_pos_emb")}
-    for name in shared.keys() - own:
+    """Replace a chunk's frozen weights and rotary frequencies by the tensors of another model's chunk."""
+    shared: dict[str, object] = {}
+    for name, weight in base.named_parameters():
+        if weight.is_base:
+            shared[name] = weight
+    for name, module in base.named_modules():
+        if name.endswith("rotary_pos_emb"):
+            shared[name] = module
+    for name, _ in chunk.named_parameters():
+        if is_beside_base(name, architecture):
+            shared.pop(name, None)
+    for name, value in shared.items():
         path, _, attribute = name.rpartition(".")
-        setattr(chunk.get_submodule(path), attribute, shared[name])
+        setattr(chunk.get_submodule(path), attribute, value)
 
 
 def _fuse_gradient_accumulation(chunk: GPTModel) -> None:
-    """Have TransformerEngine's layers add their weights' gradients to `main_grad` themselves.
+    """Make TransformerEngine's layers add their weights' gradients to `main_grad` themselves.
 
     TransformerConfig's field of that name does so, too, but then Megatron's own output layer, whose product the heads
     compute, needs Apex (megatron-core 0.16.1, tensor_parallel/layers.py).
@@ -146,7 +159,8 @@ def _chunk(
     index: int,
 ) -> GPTModel:
     """Build chunk `index` of this rank's stage: the first of all has the embedding, the last of all the head."""
-    layout, stage = groups.layout, groups.collection.pp.rank()
+    layout = groups.layout
+    stage = groups.collection.pp.rank()
     gpt = GPTModel(
         config,
         layer_spec(config, architecture.family, has_te, stage, index),
@@ -191,7 +205,8 @@ def _scale_rope(gpt: GPTModel, architecture: Architecture) -> None:
     """
     if architecture.latent:
         return
-    rope, embedding = architecture.rope, gpt.rotary_pos_emb
+    rope = architecture.rope
+    embedding = gpt.rotary_pos_emb
     if rope.kind == "linear":
         embedding.inv_freq = embedding.inv_freq / rope.numbers["factor"]
     elif rope.kind == "llama3":
@@ -203,7 +218,8 @@ def _scale_rope(gpt: GPTModel, architecture: Architecture) -> None:
     elif rope.kind == "longrope":
         embedding.inv_freq = embedding.inv_freq / embedding.inv_freq.new_tensor(rope.divisors)
     elif rope.kind == "yarn":
-        numbers, size = rope.numbers, 2 * len(embedding.inv_freq)
+        numbers = rope.numbers
+        size = 2 * len(embedding.inv_freq)
         bounds = _yarn_find_correction_range(
             numbers["beta_fast"],
             numbers["beta_slow"],

@@ -51,7 +51,16 @@ def gradient(logits: Tensor, columns: Tensor, per_token: Tensor, temperature: fl
 
 
 @triton.jit
-def _add_sums(sums, logits, columns, temperature, num_tokens, num_words, stride, COLUMNS: tl.constexpr):
+def _add_sums(
+    sums,
+    logits,
+    columns,
+    temperature,
+    num_tokens,
+    num_words,
+    stride,
+    COLUMNS: tl.constexpr,
+):
     """One program a token. sums: maximum, sum exp(s), sum exp(s) s with s = x - maximum, and the target's logit."""
     token = tl.program_id(0)
     row = logits + token.to(tl.int64) * stride
@@ -78,7 +87,16 @@ def _add_sums(sums, logits, columns, temperature, num_tokens, num_words, stride,
 
 
 @triton.jit
-def _gradient(logits, columns, per_token, temperature, num_tokens, num_words, stride, COLUMNS: tl.constexpr):
+def _gradient(
+    logits,
+    columns,
+    per_token,
+    temperature,
+    num_tokens,
+    num_words,
+    stride,
+    COLUMNS: tl.constexpr,
+):
     """One program a token. per_token: log-normaliser, entropy, and the gradients of the log-prob and the entropy."""
     token = tl.program_id(0)
     row = logits + token.to(tl.int64) * stride

@@ -15,7 +15,7 @@ from megappo.batch.packing import PackedBatch
 from megappo.models.vocab_parallel import LogitFactors, vocab_parallel_outputs
 
 Outputs = dict[str, Tensor]
-"""Per response token, each [b, R] float32, 0 where the mask is; or per row, [b] float32."""
+"""Name -> output per response token, [b, R] float32, 0 where the mask is 0; or per row, [b] float32."""
 Head = Callable[[Tensor, PackedBatch], Outputs]
 """Last stage: the model's output [1, T, ...] -> Outputs, 0 at tokens that other context-parallel ranks hold."""
 
@@ -94,12 +94,12 @@ def policy_value_head(policy: Head, value: Head, model: GPTModel) -> Head:
 
 
 def return_hidden_states(gpt: GPTModel, factor: float = 1.0) -> None:
-    """Have a last stage return the hidden states that its output layer reads, [1, T, H], on every tensor-parallel rank.
+    """Make a last stage return the hidden states that its output layer reads, [1, T, H], on every tensor-parallel rank.
 
-    Most tokens, those of prompts, need no logits. The gradient that comes back must be whole on every rank.
+    Most tokens are in prompts and need no logits. The gradient that comes back must be whole on every rank.
 
     Args:
-        factor: of the logits; the hidden states are multiplied by it.
+        factor: factor of the logits; the hidden states are multiplied by it.
     """
     layer = gpt.output_layer
 
@@ -125,7 +125,7 @@ def with_plain_strides(hidden: Tensor) -> Tensor:
 
     Megatron transposes [1, T, H] behind the embedding and, in the backward pass, before the head. The result has the
     strides (H, T x H, 1), which count as contiguous and spread through the layers; torch then multiplies by weights
-    without a gradient, those of a reference or under adapters, in T products, which took as long as all other work of
+    without a gradient (a reference's, or weights under adapters) in T products, which took as long as all other work of
     the layers.
     """
     return hidden.flatten(0, 1).unsqueeze(1)
@@ -143,7 +143,12 @@ class ValueHead(torch.nn.Module):
         bias: adds a bias, of shape [1].
     """
 
-    def __init__(self, config: TransformerConfig, tensor_group: dist.ProcessGroup, bias: bool = False):
+    def __init__(
+        self,
+        config: TransformerConfig,
+        tensor_group: dist.ProcessGroup,
+        bias: bool = False,
+    ):
         super().__init__()
         self.tp_group = tensor_group
         self.sequence_parallel = config.sequence_parallel
@@ -164,7 +169,10 @@ class ValueHead(torch.nn.Module):
             self.weight.copy_(weight)
 
     def forward(
-        self, hidden: Tensor, weight: None = None, runtime_gather_output: bool | None = None
+        self,
+        hidden: Tensor,
+        weight: None = None,
+        runtime_gather_output: bool | None = None,
     ) -> tuple[Tensor, None]:
         """Values of the tokens, with the arguments and the pair GPTModel expects of its output layer.
 
@@ -199,7 +207,8 @@ class ValueHead(torch.nn.Module):
         """
         if self._kept is None:
             raise RuntimeError("values were taken twice, or before a forward pass of the model they belong to")
-        values, self._kept = self._kept, None
+        values = self._kept
+        self._kept = None
         return values.transpose(0, 1)
 
 

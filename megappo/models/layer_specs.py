@@ -1,5 +1,5 @@
 """Modules of a transformer layer: TransformerEngine's, or torch-only ones that also run on a CPU. The latter replace
-those that Megatron has none of, or none for packed batches and sequence parallelism."""
+modules that Megatron lacks, or lacks for packed batches and sequence parallelism."""
 
 from collections.abc import Callable
 from functools import partial
@@ -65,7 +65,11 @@ def layer_kind(wanted: str, fault: str = "") -> str:
 
 
 def layer_spec(
-    config: TransformerConfig, family: Family, has_te: bool, stage: int, chunk: int
+    config: TransformerConfig,
+    family: Family,
+    has_te: bool,
+    stage: int,
+    chunk: int,
 ) -> TransformerBlockSubmodules:
     """The decoder of one chunk of a pipeline stage, as GPTModel's `transformer_layer_spec`. The component's groups are
     active.
@@ -102,7 +106,7 @@ def _leave_out_input_norms(layer: TransformerLayerSubmodules, has_te: bool) -> N
 
 
 def _use_torch_modules(layer: TransformerLayerSubmodules, config: TransformerConfig) -> None:
-    """Replace modules of Megatron's local layer: those that refuse sequence parallelism and packs, or are slow."""
+    """Replace the modules of Megatron's local layer that refuse sequence parallelism and packs, or are slow."""
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     attention = layer.self_attention
     attention.module = LatentSelfAttention if config.multi_latent_attention else SelfAttention
@@ -122,7 +126,8 @@ def change_outputs(gpt: GPTModel, architecture: Architecture, has_te: bool) -> N
 
     Megatron's layer has no place for them (megatron-core 0.16.1, transformer_layer.py).
     """
-    config, kind = gpt.config, TENorm if has_te else RMSNorm
+    config = gpt.config
+    kind = TENorm if has_te else RMSNorm
     _, after_attention, _, after_mlp = architecture.family.norms
     for layer in gpt.decoder.layers:
         for name, block, is_there in (
@@ -157,7 +162,7 @@ def separate_expert_outputs(gpt: GPTModel) -> None:
 
 
 def use_local_rope(gpt: GPTModel, architecture: Architecture) -> None:
-    """Have the layers with a window rotate by positions of another base."""
+    """Make the layers with a window rotate by positions of another base."""
     if architecture.local_rope_base is None:
         return
     gpt.local_rotary_pos_emb = RotaryEmbedding(
@@ -181,13 +186,15 @@ def use_local_rope(gpt: GPTModel, architecture: Architecture) -> None:
 def add_norms_of_all_heads(gpt: GPTModel, architecture: Architecture) -> None:
     """Give attention norms of the queries, and of the keys, of all heads together.
 
-    Megatron's norm those of each head, and its layers hand them no group of the ranks that have the others. YaRN's
-    factor is in the queries' where layers with a window have plain positions, as `softmax_scale` is one of all layers.
+    Megatron's norms are over each head, and its layers pass them no group of the ranks with the other heads. Where
+    layers with a window have plain positions, YaRN's factor is in the queries' norm, as all layers share one
+    `softmax_scale`.
     """
     if not architecture.family.norms_all_heads:
         return
     for layer in gpt.decoder.layers:
-        attention, group = layer.self_attention, gpt.pg_collection.tp
+        attention = layer.self_attention
+        group = gpt.pg_collection.tp
         is_scaled = architecture.local_rope_base and not architecture.windows[layer.layer_number - 1]
         factor = architecture.rope.magnitude**2 if is_scaled else 1.0
         attention.q_layernorm = NormOfAllHeads(gpt.config, architecture.num_heads, group, factor)
@@ -198,30 +205,44 @@ class NormOfAllHeads(CutParameters):
     """RMS norm of all heads together, of which each tensor-parallel rank has some.
 
     Args:
-        num_heads: of all ranks.
-        factor: of the result.
+        num_heads: heads of all ranks.
+        factor: factor of the result.
     """
 
     cut = MappingProxyType({"weight": 0})
 
-    def __init__(self, config: TransformerConfig, num_heads: int, group: dist.ProcessGroup, factor: float = 1.0):
+    def __init__(
+        self,
+        config: TransformerConfig,
+        num_heads: int,
+        group: dist.ProcessGroup,
+        factor: float = 1.0,
+    ):
         super().__init__()
-        self.tp_group, self.eps, self.factor = group, config.layernorm_epsilon, factor
+        self.tp_group = group
+        self.eps = config.layernorm_epsilon
+        self.factor = factor
         self.size = num_heads * config.kv_channels
         self.weight = torch.nn.Parameter(torch.empty(self.size // group.size(), dtype=config.params_dtype))
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
 
     def forward(self, heads: Tensor) -> Tensor:
         """Normalise [..., heads, D], the heads of this rank."""
-        wide = heads.flatten(-2).to(torch.promote_types(heads.dtype, torch.float32))
-        squares = reduce_from_tensor_model_parallel_region(wide.square().sum(-1, keepdim=True), group=self.tp_group)
+        dtype = torch.promote_types(heads.dtype, torch.float32)
+        wide = heads.flatten(-2).to(dtype)
+        own = wide.square().sum(-1, keepdim=True)
+        squares = reduce_from_tensor_model_parallel_region(own, group=self.tp_group)
         squares = copy_to_tensor_model_parallel_region(squares, group=self.tp_group)  # sums their gradient
         scale = torch.rsqrt(squares / self.size + self.eps) * self.factor
-        return (wide * scale * self.weight).to(heads.dtype).view_as(heads)
+        normalised = wide * scale * self.weight
+        return normalised.to(heads.dtype).view_as(heads)
 
 
 def _change_output(
-    change: Callable[[Tensor], Tensor], block: torch.nn.Module, inputs: tuple, output: tuple
+    change: Callable[[Tensor], Tensor],
+    block: torch.nn.Module,
+    inputs: tuple,
+    output: tuple,
 ) -> tuple[Tensor, None]:
     """Change the output of a block, as its forward hook; beside it is its bias, or None."""
     plain, bias = output

@@ -32,7 +32,7 @@ class GatedDeltaNet(CutParameters):
     and a decay of its state.
 
     Args:
-        submodules: those of attention, of which it takes the two linear layers.
+        submodules: attention's submodules, of which it takes the two linear layers.
     """
 
     cut = MappingProxyType({"conv1d": 0, "A_log": 0, "dt_bias": 0})
@@ -48,8 +48,10 @@ class GatedDeltaNet(CutParameters):
         super().__init__()
         self.config = config
         self.tp_group = pg_collection.tp
-        key_heads, value_heads = config.linear_num_key_heads, config.linear_num_value_heads
-        key, self.value_size = config.linear_key_head_dim, config.linear_value_head_dim
+        key_heads = config.linear_num_key_heads
+        value_heads = config.linear_num_value_heads
+        key = config.linear_key_head_dim
+        self.value_size = config.linear_value_head_dim
         per_key = value_heads // key_heads
         self.key_heads = key_heads // self.tp_group.size()
         self.qkv_sizes = [key, key, per_key * self.value_size]
@@ -108,9 +110,12 @@ class GatedDeltaNet(CutParameters):
         return (weight * normalised.to(gate.dtype) * F.silu(gate.float())).to(gate.dtype)
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple = (),
+        metadata: dict[str, Any] | None = None,
     ) -> ShardedStateDict:
-        """Return the state, with that of the linear layers."""
+        """Return the state, with the state of the linear layers."""
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         for name, module in self.named_children():
             state |= sharded_state_dict_default(
@@ -131,11 +136,19 @@ def causal_convolution(x: Tensor, weight: Tensor, positions: Tensor) -> Tensor:
     total = x * weight[:, -1]
     for back in range(1, kernel):
         earlier = F.pad(x, (0, 0, back, 0))[: len(x)]
-        total = total + torch.where(positions[:, None] >= back, earlier, 0) * weight[:, kernel - 1 - back]
+        earlier = torch.where(positions[:, None] >= back, earlier, 0)
+        total = total + earlier * weight[:, kernel - 1 - back]
     return F.silu(total)
 
 
-def kernel_delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, pack: Pack) -> Tensor:
+def kernel_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    pack: Pack,
+) -> Tensor:
     """Compute `delta_rule` by the kernels of the package fla-core (0.6.0)."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # here, as the package is optional
 
@@ -149,7 +162,14 @@ def kernel_delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, 
     return output[0]
 
 
-def delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, pack: Pack) -> Tensor:
+def delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    pack: Pack,
+) -> Tensor:
     """Return what queries read from the state of their sequence, which keys and values write, in fp32.
 
     The state S [K, V] of a head starts with 0. Each token multiplies it by exp(decay), adds k^T beta (v - k S), and
@@ -165,27 +185,45 @@ def delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: T
     """
     num_tokens, heads = decay.shape
     first = torch.arange(num_tokens, device=value.device) - pack.positions  # the token with which its sequence begins
-    query, key = (_unit(tensor.float()).repeat_interleave(heads // tensor.shape[1], dim=1) for tensor in (query, key))
+    repeats = heads // query.shape[1]
+    query = _unit(query.float()).repeat_interleave(repeats, dim=1)
     query = query * query.shape[-1] ** -0.5
-    query, key, value, decay, beta = (_chunks(tensor.float()) for tensor in (query, key, value, decay, beta))
+    key = _unit(key.float()).repeat_interleave(repeats, dim=1)
+
+    query = _chunks(query)
+    key = _chunks(key)
+    value = _chunks(value.float())
+    decay = _chunks(decay.float())
+    beta = _chunks(beta.float())[..., None]
     first = _chunks(first[:, None], fill=num_tokens)  # [chunks, 1, C], as all below with heads in the middle
+
     starts = torch.arange(len(first), device=first.device)[:, None, None] * DELTA_CHUNK
     total = decay.cumsum(-1)
     is_joined = (first[..., :, None] == first[..., None, :]).tril()
-    pairs = (total[..., :, None] - total[..., None, :]).masked_fill(~is_joined, -torch.inf).exp()
-    from_state = (total.exp() * (first < starts))[..., None]
-    to_state = ((total[..., -1:] - total).exp() * (first == first[..., -1:]))[..., None]
-    written = key * beta[..., None]
-    # Within a chunk each token's writing depends on those before it: a triangular system for all of them.
+    differences = total[..., :, None] - total[..., None, :]
+    pairs = differences.masked_fill(~is_joined, -torch.inf).exp()
+    from_state = total.exp() * (first < starts)
+    from_state = from_state[..., None]
+    to_state = (total[..., -1:] - total).exp() * (first == first[..., -1:])
+    to_state = to_state[..., None]
+
+    # Within a chunk each token's writing depends on the tokens before it: a triangular system for all of them.
+    written = key * beta
     solved = torch.linalg.solve_triangular(
         written @ key.mT * pairs,
-        torch.cat((value * beta[..., None], written * from_state), dim=-1),
+        torch.cat((value * beta, written * from_state), dim=-1),
         upper=False,
         unitriangular=True,
     )
-    values, read = solved.split([value.shape[-1], key.shape[-1]], dim=-1)
-    within, query, key = query @ key.mT * pairs, query * from_state, key * to_state
-    state, outputs = key.new_zeros(heads, key.shape[-1], value.shape[-1]), []
+    key_size = key.shape[-1]
+    value_size = value.shape[-1]
+    values, read = solved.split([value_size, key_size], dim=-1)
+    within = query @ key.mT * pairs
+    query = query * from_state
+    key = key * to_state
+
+    state = key.new_zeros(heads, key_size, value_size)
+    outputs = []
     for chunk in range(len(first)):
         new = values[chunk] - read[chunk] @ state
         outputs.append(query[chunk] @ state + within[chunk] @ new)
@@ -210,7 +248,8 @@ class _Gated:
 
     def get_query_key_value_tensors(self, hidden_states: Tensor, *unused: Any, **options: Any) -> tuple[Tensor, ...]:
         mixed, _ = self.linear_qkv(hidden_states)
-        size, groups = self.hidden_size_per_attention_head, self.num_query_groups_per_partition
+        size = self.hidden_size_per_attention_head
+        groups = self.num_query_groups_per_partition
         mixed = mixed.view(*mixed.shape[:2], groups, -1, size)
         queries, key, value = mixed.split([mixed.shape[3] - 2, 1, 1], dim=3)
         query, gate = (part.flatten(2, 3) for part in queries.unflatten(3, (-1, 2)).unbind(4))

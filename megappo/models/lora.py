@@ -51,13 +51,24 @@ class LowRank(CutParameters):
         is_expert: bool,
     ):
         super().__init__()
-        self.tp_group, self.cut = group, {"a": 1} if cuts_input else {"b": 0}
+        self.tp_group = group
+        self.cut = {"a": 1} if cuts_input else {"b": 0}
         self.a = torch.nn.Parameter(torch.empty(rank, sizes[0], dtype=config.params_dtype))
         self.b = torch.nn.Parameter(torch.empty(sizes[1], rank, dtype=config.params_dtype))
         cut, whole = (self.a, self.b) if cuts_input else (self.b, self.a)
-        set_tensor_model_parallel_attributes(cut, is_parallel=True, dim=int(cuts_input), stride=1)
+        set_tensor_model_parallel_attributes(
+            cut,
+            is_parallel=True,
+            dim=int(cuts_input),
+            stride=1,
+        )
         if is_expert:  # else the gradient norm would leave it out on all tensor-parallel ranks except the first
-            set_tensor_model_parallel_attributes(whole, is_parallel=True, dim=int(not cuts_input), stride=1)
+            set_tensor_model_parallel_attributes(
+                whole,
+                is_parallel=True,
+                dim=int(not cuts_input),
+                stride=1,
+            )
         else:
             # Under sequence parallelism each rank sees its own tokens there: Megatron then sums the gradient over them.
             whole.sequence_parallel = config.sequence_parallel
@@ -81,7 +92,8 @@ class Adapter(MegatronModule):
     ):
         super().__init__(config)
         self.is_expert = weight.hf_tensors[0].expert is not None
-        self.scale, self.tp_group = lora.scale, groups.expt_tp if self.is_expert else groups.tp
+        self.scale = lora.scale
+        self.tp_group = groups.expt_tp if self.is_expert else groups.tp
         self.rows = {hf.name.split(".")[-2]: hf.shard_shape[0] for hf in weight.hf_tensors}
         self.num_groups = weight.groups
         self.cuts_input = weight.hf_tensors[0].shard_dim == 1
@@ -132,22 +144,36 @@ class Adapter(MegatronModule):
 class GroupedAdapter(MegatronModule):
     """The adapters of TransformerEngine's layer of several experts: an `Adapter` for each."""
 
-    def __init__(self, config: TransformerConfig, adapters: Sequence[Adapter], groups: ProcessGroupCollection):
+    def __init__(
+        self,
+        config: TransformerConfig,
+        adapters: Sequence[Adapter],
+        groups: ProcessGroupCollection,
+    ):
         super().__init__(config)
         self.local_experts = torch.nn.ModuleList(adapters)
         self.groups = groups
 
-    def add(self, linear: torch.nn.Module, inputs: tuple[Tensor, list[int]], output: tuple) -> tuple:
+    def add(
+        self,
+        linear: torch.nn.Module,
+        inputs: tuple[Tensor, list[int]],
+        output: tuple,
+    ) -> tuple:
         """Add the adapters' outputs, as a forward hook of the layer, which takes (tokens, their number per expert)."""
         parts = zip(self.local_experts, inputs[0].split(inputs[1]), strict=True)
         return output[0] + torch.cat([adapter(tokens) for adapter, tokens in parts]), output[1]
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple = (),
+        metadata: dict[str, Any] | None = None,
     ) -> ShardedStateDict:
         """Return the state as Megatron's SequentialMLP does, so that checkpoints of either load into the other."""
         found: ShardedStateDict = {}
-        count, rank = len(self.local_experts), self.groups.ep.rank()
+        count = len(self.local_experts)
+        rank = self.groups.ep.rank()
         for index, adapter in enumerate(self.local_experts):
             offset = len(sharded_offsets), rank * count + index, self.groups.ep.size() * count
             own = f"{prefix}local_experts.{index}."

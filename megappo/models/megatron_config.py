@@ -16,7 +16,6 @@ from megatron.core.transformer.enums import AttnBackend
 from torch import Tensor
 
 from megappo.architecture.architecture import DTYPES, Architecture, Heads, LatentAttention, LinearAttention, Rope
-from megappo.architecture.families import Family
 from megappo.architecture.fit import fit_errors
 from megappo.architecture.parameters import padded_vocab_size
 from megappo.architecture.switches import LAYERS
@@ -41,26 +40,32 @@ class HeadsConfig(TransformerConfig):
     """TransformerConfig of layers with different heads: Megatron builds each layer from a config of its own.
 
     Attributes:
-        heads: of each layer of the model.
+        heads: heads of each layer of the model.
     """
 
     heads: Sequence[Heads] = ()
 
     def get_config_for_layer(self, layer_number: int) -> TransformerConfig:
         """Return the config of a layer, numbered from 1; `keys_are_values` of its heads is added."""
-        config, heads = copy(self), self.heads[layer_number - 1]
-        config.kv_channels, config.num_query_groups = heads.size, heads.kv_heads
+        config = copy(self)
+        heads = self.heads[layer_number - 1]
+        config.kv_channels = heads.size
+        config.num_query_groups = heads.kv_heads
         config.keys_are_values = heads.keys_are_values
         return config
 
 
 def transformer_config(
-    architecture: Architecture, model: Model, parallel: Parallel, recompute: str, switches: frozenset[str]
+    architecture: Architecture,
+    model: Model,
+    parallel: Parallel,
+    recompute: str,
+    switches: frozenset[str],
 ) -> TransformerConfig:
     """Return Megatron's description of the layers, in one layout.
 
     Args:
-        parallel: without contradictions between its own keys.
+        parallel: layout without contradictions between its own keys.
         recompute: "none", "selective" (attention) or "full" (every layer).
         switches: what is on (see `architecture.switches`); the layers and the engine read it off the config.
     Raises:
@@ -79,7 +84,10 @@ def transformer_config(
         **_linear_arguments(architecture.linear),
         layernorm_epsilon=architecture.norm_eps,
         normalization="RMSNorm",
-        **_activation_arguments(architecture.family),
+        gated_linear_unit=True,
+        activation_func=ACTIVATIONS[architecture.family.activation],
+        activation_func_clamp_value=architecture.family.glu_limit,
+        glu_linear_offset=architecture.family.glu_offset,
         layernorm_zero_centered_gamma=architecture.family.norms_add_one,
         add_bias_linear=architecture.family.linear_bias,
         hidden_dropout=0.0,
@@ -97,12 +105,20 @@ def transformer_config(
         cuda_graph_scope=[],  # whole layers, if any; Megatron's default, "full", is deprecated
         variable_seq_lengths=True,  # packed micro-batches differ in length
         moe_token_dispatcher_type=_dispatcher(parallel, model),
-        **_initialization_arguments(),
+        # Every weight is loaded later. An initialization still has to mark weights as sharded: else they would be
+        # missing in the gradient norm of all tensor-parallel ranks except the first. On a CPU Megatron would draw every
+        # weight whole, in float32, on each rank.
+        use_cpu_initialization=not platform.has_cuda(),
+        perform_initialization=True,
+        init_method=_leave,
+        output_layer_init_method=_leave,
+        embedding_init_method=_leave,
         **_expert_arguments(architecture, parallel),
         **{name: name in switches for name in LAYERS},
         **RECOMPUTE[recompute],
     )
-    config.switches, config.logit_cap = switches, architecture.logit_cap
+    config.switches = switches
+    config.logit_cap = architecture.logit_cap
     return _with_magnitude(config, architecture.rope)
 
 
@@ -112,7 +128,8 @@ def _with_magnitude(config: TransformerConfig, rope: Rope) -> TransformerConfig:
     Megatron's factor is 0.1 * log(yarn_rotary_scaling_factor) * yarn_mscale + 1, here with log(...) = 10.
     """
     if rope.scales_part:
-        config.yarn_rotary_scaling_factor, config.yarn_mscale_all_dim = exp(10), 0.0
+        config.yarn_rotary_scaling_factor = exp(10)
+        config.yarn_mscale_all_dim = 0.0
         config.yarn_mscale = rope.magnitude - 1
     return config
 
@@ -145,34 +162,9 @@ def _dispatcher(parallel: Parallel, model: Model) -> str:
     return "flex"
 
 
-def _initialization_arguments() -> dict[str, Any]:
-    """Return TransformerConfig's arguments of an initialization that marks weights as sharded and writes nothing.
-
-    Every weight is loaded later, but unmarked ones would be missing in the gradient norm of all tensor-parallel ranks
-    except the first. On a CPU Megatron would draw every weight whole, in float32, on each rank.
-    """
-    return {
-        "use_cpu_initialization": not platform.has_cuda(),
-        "perform_initialization": True,
-        "init_method": _leave,
-        "output_layer_init_method": _leave,
-        "embedding_init_method": _leave,
-    }
-
-
 def _leave(weight: Tensor) -> Tensor:
     """Leave a weight as it is: an initialization that initializes nothing."""
     return weight
-
-
-def _activation_arguments(family: Family) -> dict[str, Any]:
-    """Return TransformerConfig's arguments of the activation of MLPs and experts."""
-    return {
-        "gated_linear_unit": True,
-        "activation_func": ACTIVATIONS[family.activation],
-        "activation_func_clamp_value": family.glu_limit,
-        "glu_linear_offset": family.glu_offset,
-    }
 
 
 def _attention_arguments(architecture: Architecture) -> dict[str, Any]:
@@ -215,7 +207,8 @@ def _linear_arguments(linear: LinearAttention | None) -> dict[str, Any]:
 def _softmax_scale(architecture: Architecture) -> float | None:
     """Return the factor of the products of queries and keys; None = 1 / sqrt(size of a head). The factor of cosines and
     sines of a whole head is in it, as they are in queries and keys alike."""
-    scale, rope = architecture.scales.attention, architecture.rope
+    scale = architecture.scales.attention
+    rope = architecture.rope
     # With a rotary base of their own, layers with a window have no such factor: see add_norms_of_all_heads.
     if rope.magnitude == 1 or rope.scales_part or architecture.local_rope_base:
         return scale
@@ -252,10 +245,12 @@ def _expert_arguments(architecture: Architecture, parallel: Parallel) -> dict[st
     sum) softmaxes over the largest logits. With a router's bias it takes sigmoids and divides them by their sum over
     the chosen experts. No token is dropped. `ModelRouting` adds losses and updates biases; Megatron does neither.
     """
-    experts, written = architecture.experts, architecture.family.experts
+    experts = architecture.experts
+    written = architecture.family.experts
     if experts is None or written is None:
         return {}
-    dense, layers = experts.num_dense_layers, architecture.num_layers
+    dense = experts.num_dense_layers
+    layers = architecture.num_layers
     num_groups, group_top_k = experts.groups or (None, None)
     return {
         "num_moe_experts": experts.count,

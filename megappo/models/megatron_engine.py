@@ -40,7 +40,12 @@ class MegatronEngine:
     """
 
     def __init__(
-        self, chunks: ModelChunks, groups: ComponentGroups, head: Head, max_tokens: int, keeps_prompts: bool = False
+        self,
+        chunks: ModelChunks,
+        groups: ComponentGroups,
+        head: Head,
+        max_tokens: int,
+        keeps_prompts: bool = False,
     ):
         self.chunks = chunks
         self.transformer_config = chunks[0].config
@@ -106,17 +111,29 @@ class MegatronEngine:
         dist.all_reduce(total, group=self.groups.collection.intra_dist_opt)
         return float(total)
 
-    def _outputs(self, head: Head, packed: PackedBatch, output: Tensor, non_loss_data: bool = False) -> Outputs:
+    def _outputs(
+        self,
+        head: Head,
+        packed: PackedBatch,
+        output: Tensor,
+        non_loss_data: bool = False,
+    ) -> Outputs:
         """Return a head's outputs for all tokens of the micro-batch, the same on every context-parallel rank.
 
         Each has its share of the tokens and 0 elsewhere. All compute the same loss from the sum, so the gradient is
         passed on as it is: a rank's own share of it counts.
         """
-        shares, context = head(output, packed).items(), self.groups.collection.cp
+        shares = head(output, packed).items()
+        context = self.groups.collection.cp
         return {name: reduce_from_tensor_model_parallel_region(share.clone(), context) for name, share in shares}
 
     def _run(
-        self, rows: Rows, bins: Sequence[Sequence[int]], on_output: OnOutput, on_idle: OnOutput, forward_only: bool
+        self,
+        rows: Rows,
+        bins: Sequence[Sequence[int]],
+        on_output: OnOutput,
+        on_idle: OnOutput,
+        forward_only: bool,
     ) -> list:
         """Run a pass over the bins and return the results of `on_output`; `on_idle` gets `_num_idle` more."""
         num_idle = self._num_idle(len(bins))
@@ -146,7 +163,8 @@ class MegatronEngine:
         Shards that share experts must run equally many micro-batches, as the tokens of all go to the experts of all. An
         interleaved schedule runs them in groups.
         """
-        most, layout = num_bins, self.groups.layout
+        most = num_bins
+        layout = self.groups.layout
         if layout.expert * layout.expert_tensor > 1:
             largest = torch.tensor(num_bins, device=platform.device())
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.groups.collection.dp)
@@ -170,7 +188,10 @@ class MegatronEngine:
         return held // self._multiple, 1, self.transformer_config.hidden_size
 
     def _packs(
-        self, rows: Rows, parts: Sequence[tuple[Sequence[int], OnOutput]], num_idle: int
+        self,
+        rows: Rows,
+        parts: Sequence[tuple[Sequence[int], OnOutput]],
+        num_idle: int,
     ) -> Iterator[tuple[PackedBatch, OnOutput]]:
         """Yield every micro-batch with the function for its output. Routers count the last `num_idle` as padding."""
         context = self.groups.collection.cp

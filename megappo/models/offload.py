@@ -29,8 +29,14 @@ class Offload:
         asleep: the kinds that sleep now.
     """
 
-    def __init__(self, engine: MegatronEngine, kinds: Collection[TensorKind], base: MegatronEngine | None = None):
-        self._engine, self._base = engine, base
+    def __init__(
+        self,
+        engine: MegatronEngine,
+        kinds: Collection[TensorKind],
+        base: MegatronEngine | None = None,
+    ):
+        self._engine = engine
+        self._base = base
         self._kinds = tuple(kinds)
         self._memories: dict[TensorKind, list[_Memory]] = {}
         self.asleep: set[TensorKind] = set()
@@ -73,12 +79,13 @@ class _Memory:
     """A storage, and the copy of its content on the host.
 
     Attributes:
-        copy: in parts; none if the content need not be kept.
-        is_saved: the copy is that of the content now.
+        copy: parts of the copy; none if the content need not be kept.
+        is_saved: the copy equals the content now.
     """
 
     def __init__(self, storage: UntypedStorage, is_kept: bool):
-        self.storage, self.size = storage, storage.nbytes()
+        self.storage = storage
+        self.size = storage.nbytes()
         sizes = block_sizes(self.size) if is_kept else []
         self.copy = [torch.empty(size, dtype=torch.uint8, pin_memory=platform.has_cuda()) for size in sizes]
         self.is_saved = False
@@ -108,7 +115,7 @@ class _Memory:
 
 
 def block_sizes(nbytes: int) -> list[int]:
-    """Return the powers of two, the largest first, that add up to so many bytes.
+    """Return the powers of two, the largest first, that add up to `nbytes`.
 
     torch's allocator of pinned memory rounds each allocation up to a power of two (torch 2.14.1,
     ATen/core/CachingHostAllocator.h), so that one block would take up to twice its bytes.
@@ -117,16 +124,21 @@ def block_sizes(nbytes: int) -> list[int]:
 
 
 def _storages(engine: MegatronEngine, base: MegatronEngine | None) -> dict[TensorKind, list[UntypedStorage]]:
-    """Return each storage on the device once, without those of the base; one that serves several kinds under the first
-    of them."""
+    """Return each storage on the device once, without the base's; a storage that serves several kinds is under the
+    first."""
+    seen = set()
+    if base is not None:
+        for tensor in _tensors(base)["weights"]:
+            seen.add(tensor.untyped_storage()._cdata)
     by_kind: dict[TensorKind, list[UntypedStorage]] = {}
-    lent = _tensors(base)["weights"] if base is not None else []
-    seen = {tensor.untyped_storage()._cdata for tensor in lent}
     for kind, tensors in _tensors(engine).items():
-        storages = [tensor.untyped_storage() for tensor in tensors if tensor.device == platform.device()]
-        new = {one._cdata: one for one in storages if one.nbytes() and one._cdata not in seen}
-        by_kind[kind] = list(new.values())
-        seen |= new.keys()
+        by_kind[kind] = []
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            is_here = tensor.device == platform.device() and storage.nbytes()
+            if is_here and storage._cdata not in seen:
+                by_kind[kind].append(storage)
+                seen.add(storage._cdata)
     return by_kind
 
 

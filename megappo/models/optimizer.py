@@ -20,7 +20,10 @@ from megappo.runtime.megatron_patches import count_padding, leave_main_params_to
 
 
 def data_parallel(
-    runner: torch.nn.Module, transformer_config: TransformerConfig, optim: Optim, groups: ComponentGroups
+    runner: torch.nn.Module,
+    transformer_config: TransformerConfig,
+    optim: Optim,
+    groups: ComponentGroups,
 ) -> DistributedDataParallel:
     """Wrap a trained chunk in Megatron's DistributedDataParallel, which holds and reduces its gradients.
 

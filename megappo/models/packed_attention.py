@@ -26,7 +26,7 @@ class Pack(PackedSeqParams):
 
     Args:
         cu_seqlens: [sequences + 1] int32, boundaries of the whole sequences.
-        lengths: of the whole sequences.
+        lengths: lengths of the whole sequences.
         positions: [T] int64, of the tokens held here in their sequences.
         token_rows, expert_choices: as of `PackedBatch`, of the tokens that a router here gets.
     """
@@ -40,9 +40,17 @@ class Pack(PackedSeqParams):
         expert_choices: Tensor | None = None,
     ):
         longest = max(lengths)
-        super().__init__("thd", cu_seqlens, cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest)
-        self.lengths, self.positions = lengths, positions
-        self.token_rows, self.expert_choices = token_rows, expert_choices
+        super().__init__(
+            "thd",
+            cu_seqlens,
+            cu_seqlens,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+        )
+        self.lengths = lengths
+        self.positions = positions
+        self.token_rows = token_rows
+        self.expert_choices = expert_choices
 
 
 class SelfAttention(attention.SelfAttention):
@@ -71,10 +79,13 @@ class NormedValueAttention(SelfAttention):
     def get_query_key_value_tensors(self, hidden_states: Tensor, *unused: Any, **options: Any) -> tuple[Tensor, ...]:
         """Return queries, keys and values, [T, 1, heads, D] each."""
         mixed, _ = self.linear_qkv(hidden_states)
-        groups, size = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
+        groups = self.num_query_groups_per_partition
+        size = self.hidden_size_per_attention_head
         mixed = mixed.view(*mixed.shape[:2], groups, -1, size)
         num_queries = self.num_attention_heads_per_partition // groups
-        query, key, value = mixed[..., :num_queries, :], mixed[..., num_queries, :], mixed[..., -1, :]
+        query = mixed[..., :num_queries, :]
+        key = mixed[..., num_queries, :]
+        value = mixed[..., -1, :]
         value = F.rms_norm(value, (size,), eps=self.config.layernorm_epsilon)
         return self.q_layernorm(query.flatten(2, 3)), self.k_layernorm(key), value
 
@@ -111,7 +122,12 @@ class PackedAttention(CutParameters):
         if config.softmax_type == "learnable":
             num_heads = config.num_attention_heads // self.tp_group.size()
             self.softmax_offset = torch.nn.Parameter(torch.empty(num_heads, dtype=config.params_dtype))
-            set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
+            set_tensor_model_parallel_attributes(
+                self.softmax_offset,
+                is_parallel=True,
+                dim=0,
+                stride=1,
+            )
 
     def forward(
         self,
@@ -139,8 +155,10 @@ class PackedAttention(CutParameters):
         pack = packed_seq_params
         if attention_bias is not None:
             angles = attention_bias[pack.positions, 0]
-            cosine, sine = ((part * self.magnitude).to(query.dtype) for part in (angles.cos(), angles.sin()))
-            query, key = (_rotated(tensor, cosine, sine, self.rotates_neighbours) for tensor in (query, key))
+            cosine = (angles.cos() * self.magnitude).to(query.dtype)
+            sine = (angles.sin() * self.magnitude).to(query.dtype)
+            query = _rotated(query, cosine, sine, self.rotates_neighbours)
+            key = _rotated(key, cosine, sine, self.rotates_neighbours)
         if self.is_one_kernel:
             from torch.nn.attention.varlen import varlen_attn  # here, as it imports torch's compiler: 0.4 s of CPU
 
@@ -156,10 +174,11 @@ class PackedAttention(CutParameters):
                 window_size=(self.window - 1 if self.window else -1, 0),  # causal
                 enable_gqa=True,
             ).flatten(1)
-        key, value = (whole_pack(tensor, pack.cu_seqlens_kv, self.context) for tensor in (key, value))
         queries = query.split([length // self.context.size() for length in pack.lengths])
-        keys, values = key.split(pack.lengths), value.split(pack.lengths)
-        return torch.cat([self._attend(*sequence) for sequence in zip(queries, keys, values, strict=True)]).flatten(1)
+        keys = whole_pack(key, pack.cu_seqlens_kv, self.context).split(pack.lengths)
+        values = whole_pack(value, pack.cu_seqlens_kv, self.context).split(pack.lengths)
+        sequences = zip(queries, keys, values, strict=True)
+        return torch.cat([self._attend(*sequence) for sequence in sequences]).flatten(1)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attend in one sequence: each chunk of queries that this rank holds, to all keys up to its end."""
@@ -200,7 +219,12 @@ class PackedAttention(CutParameters):
         return output.squeeze(0).transpose(0, 1)
 
 
-def _with_sinks(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _with_sinks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Put a key before the others, whose product with a query is its head's sink, and whose value is 0.
 
     Queries get further numbers for it, which meet zeros in other keys: 8, as torch's kernels want a multiple of that.

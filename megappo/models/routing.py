@@ -31,12 +31,13 @@ class LayerRouting:
     lists the routers of all models of a process together, and replays either all tokens of a micro-batch or none.
 
     Args:
-        routing: of the model.
+        routing: the model's routing.
         replays: the router takes the choices in `Pack.expert_choices`.
     """
 
     def __init__(self, layer: TransformerLayer, routing: "ModelRouting", replays: bool):
-        self._routing, counts = routing, routing.counts[layer.layer_number - 1]
+        self._routing = routing
+        counts = routing.counts[layer.layer_number - 1]
         self._loads, self._replayed, self._loss = counts.split((layer.config.num_moe_experts, 2, 1))
         self._place = layer.layer_number - 1 - layer.config.num_layers  # below 0: layers without experts come first
         frequency = layer.config.moe_layer_freq
@@ -48,7 +49,12 @@ class LayerRouting:
         # A layer that is computed again in the backward pass gets the Pack of its micro-batch again.
         layer.register_forward_pre_hook(self._take_pack, with_kwargs=True)
 
-    def _take_pack(self, layer: TransformerLayer, args: tuple, arguments: dict[str, Any]) -> None:
+    def _take_pack(
+        self,
+        layer: TransformerLayer,
+        args: tuple,
+        arguments: dict[str, Any],
+    ) -> None:
         self._pack = arguments["packed_seq_params"]
 
     def _route(self, route: Callable, logits: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
@@ -63,10 +69,15 @@ class LayerRouting:
         return probs, chosen
 
     def get_replay_topk(
-        self, scores: Tensor, top_k: int, num_groups: int | None, group_top_k: int | None, choose: Callable
+        self,
+        scores: Tensor,
+        top_k: int,
+        num_groups: int | None,
+        group_top_k: int | None,
+        choose: Callable,
     ) -> tuple[Tensor, Tensor]:
         """Return the scores and numbers of the experts of each token, [T, top_k] both: the engine's choice if it is
-        known, else that of `choose`."""
+        known, else the choice of `choose`."""
         own_scores, own = choose(scores, top_k, num_groups, group_top_k)
         if self._pack.expert_choices is None:
             return own_scores, own
@@ -102,8 +113,18 @@ class ModelRouting:
         coef: weight of the loss.
     """
 
-    def __init__(self, chunks: ModelChunks, groups: ComponentGroups, name: str, router: Router, *, replays: bool):
-        self._config, self._name, self._groups = chunks[0].config, name, groups.collection
+    def __init__(
+        self,
+        chunks: ModelChunks,
+        groups: ComponentGroups,
+        name: str,
+        router: Router,
+        *,
+        replays: bool,
+    ):
+        self._config = chunks[0].config
+        self._name = name
+        self._groups = groups.collection
         self._routers: dict[int, TopKRouter] = {}
         self._bias_update_rate = router.bias_update_rate
         self._by_row = router.seq_aux_loss_coef > 0
@@ -117,7 +138,8 @@ class ModelRouting:
                     self._routers[layer.layer_number - 1] = layer.mlp.router
 
     def begin(self, num_tokens: float) -> None:
-        """Begin an optimizer step on so many tokens, of all data-parallel shards; without a loss they are not read."""
+        """Begin an optimizer step on `num_tokens` tokens of all data-parallel shards; without a loss they are not
+        read."""
         self._num_tokens = num_tokens
         self.counts.zero_()
 
@@ -134,7 +156,8 @@ class ModelRouting:
         Source: Fedus et al. 2021, "Switch Transformers", eq. 4-6; DeepSeek-V3, arXiv:2412.19437, eq. 17-20.
         """
         config = self._config
-        top_k, kind = config.moe_router_topk, config.moe_router_score_function
+        top_k = config.moe_router_topk
+        kind = config.moe_router_score_function
         chosen, scores = compute_routing_scores_for_aux_loss(logits, top_k, kind)
         sequences = pack.token_rows if self._by_row else pack.token_rows.clamp(max=1)  # 0 = padding
         empty = torch.zeros(len(pack.lengths) + 1, config.num_moe_experts, device=logits.device)

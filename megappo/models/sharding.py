@@ -59,7 +59,10 @@ def sharded_chunks(
 
 
 def sharded_optimizer(
-    optimizer: ChainedOptimizer, model: dict[str, dict[str, Any]], groups: ComponentGroups, is_loading: bool
+    optimizer: ChainedOptimizer,
+    model: dict[str, dict[str, Any]],
+    groups: ComponentGroups,
+    is_loading: bool,
 ) -> dict[str, Any]:
     """Return the optimizer of `sharded_chunks` as dist_checkpointing takes it. The component's groups are active."""
     state = optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=sharding_metadata(groups))
@@ -70,7 +73,10 @@ def sharded_optimizer(
 
 
 def sharded_states(
-    optimizer: DistributedOptimizer, model: dict[str, Any], is_loading: bool, metadata: dict[str, Any]
+    optimizer: DistributedOptimizer,
+    model: dict[str, Any],
+    is_loading: bool,
+    metadata: dict[str, Any],
 ) -> dict[int, dict[str, list[ShardedTensor]]]:
     """Stand in for `DistributedOptimizer.sharded_param_state_fully_reshardable`.
 
@@ -86,7 +92,12 @@ def sharded_states(
     return states
 
 
-def _own_boxes(of_parameter: Sharded, name: str, own: Tensor, start: int) -> list[ShardedTensor]:
+def _own_boxes(
+    of_parameter: Sharded,
+    name: str,
+    own: Tensor,
+    start: int,
+) -> list[ShardedTensor]:
     """Return the boxes of a state's stored tensors that `own` holds: the state's numbers from `start` on."""
     # On the meta device, without memory. A factory cuts it into views that are stored as tensors of their own, such as
     # gate and up of an MLP.
@@ -105,7 +116,8 @@ def _boxes_of(stored: ShardedTensor, own: Tensor, start: int) -> Iterator[Sharde
     if not stored.data.is_contiguous():
         raise NotImplementedError(f"{stored.key} is stored in another order of its numbers than the parameter's")
     first = stored.data.storage_offset()
-    begin, end = max(start, first), min(start + own.numel(), first + stored.data.numel())
+    begin = max(start, first)
+    end = min(start + own.numel(), first + stored.data.numel())
     shape = (1,) * stored.prepend_axis_num + stored.local_shape
     for offsets, sizes in boxes(shape, begin - first, end - first):
         data = own[begin - start :][: prod(sizes)].view(sizes)

@@ -31,8 +31,8 @@ from megappo.observe.metrics import Metric, OnDevice, merge_metrics, on_host
 from megappo.placement.groups import ComponentGroups
 
 LossFn = Callable[[Outputs, Rows], tuple[Tensor, Mapping[str, OnDevice]]]
-"""Outputs and their rows -> loss and metrics, both parts of the mini-batch's: losses added up, and metrics merged, over
-micro-batches and data-parallel shards are what one pass over the whole mini-batch would give."""
+"""Outputs and their rows -> a part of the mini-batch's loss, and a part of its metrics. The sum of the losses, and the
+merged metrics, of all micro-batches and data-parallel shards equal the result of one pass over the whole mini-batch."""
 ELSEWHERE = "the loss of an optimizer step is not finite on another rank"
 LOSS = "loss"
 """Name of the loss itself among the loss function's metrics; its other sums are the loss's parts."""
@@ -43,9 +43,10 @@ class OptimizerStep:
     """Result of one optimizer step.
 
     Attributes:
-        grad_norm: before clipping. lr: learning rate. Both are the same on every rank of the component.
-        metrics: the loss function's, merged over micro-batches: this shard's part, only on the last stage; and those of
-            `ModelRouting`. {} after a step that was skipped.
+        grad_norm: norm of the gradients before clipping. lr: learning rate. Both are the same on every rank of the
+            component.
+        metrics: this shard's part of the loss function's metrics, merged over micro-batches, only on the last stage;
+            and the metrics of `ModelRouting`. {} after a step that was skipped.
         skipped: the value that was not finite, so that no weight was changed; on ranks that did not see it,
             `ELSEWHERE`; "" after a step that was made.
     """
@@ -61,13 +62,13 @@ class TrainedEngine(MegatronEngine):
 
     Args:
         optim: the optimizer's settings.
-        total_optimizer_steps: over the whole run; the learning rate decays over them.
-        loss_head: the head of training steps, where it differs from `head`, that of forward passes.
+        total_optimizer_steps: optimizer steps of the whole run, over which the learning rate decays.
+        loss_head: head of training steps, where it differs from `head`, the head of forward passes.
         keeps_prompts: see `MegatronEngine`.
 
     Attributes:
         skipped_in_a_row: number of optimizer steps that were skipped since the last one that was made.
-        routing: of a mixture of experts.
+        routing: routing of a mixture of experts.
     """
 
     routing: ModelRouting | None = None
@@ -88,7 +89,8 @@ class TrainedEngine(MegatronEngine):
         self.optim = optim
         self.skipped_in_a_row = 0
         with groups.active(), groups.as_world():
-            config, chunks = self.transformer_config, self.wrapped_chunks
+            config = self.transformer_config
+            chunks = self.wrapped_chunks
             self.wrapped_chunks = [data_parallel(chunk, config, optim, groups) for chunk in chunks]
             self.optimizer = build_optimizer(self.wrapped_chunks, self.transformer_config, optim, groups)
         self.scheduler = lr_scheduler(self.optimizer, optim, total_optimizer_steps)
@@ -107,7 +109,8 @@ class TrainedEngine(MegatronEngine):
         self.optimizer.zero_grad()
         if self.routing is not None:
             self.routing.begin(self.total(float(rows.lengths.sum())) if self.routing.coef else 0.0)
-        on_output, on_idle = partial(self._loss, loss_fn), partial(self._loss, _no_loss)
+        on_output = partial(self._loss, loss_fn)
+        on_idle = partial(self._loss, _no_loss)
         parts = self._run(rows, self._bins(rows), on_output, on_idle, forward_only=False)
         metrics = merge_metrics(on_host(parts))
         lr = max(group["lr"] for group in self.optimizer.param_groups)
@@ -139,11 +142,15 @@ class TrainedEngine(MegatronEngine):
     @property
     def num_steps(self) -> set[int]:
         """The number of optimizer steps by the learning-rate schedule and by Adam's own counters: one number."""
-        parts = [part.optimizer for part in self.optimizer.chained_optimizers if not part.is_stub_optimizer]
-        counters = [state for part in parts for state in part.state.values() if "step" in state]
-        # Fused Adams count by group; torch's leaves the counters that Megatron has loaded into the groups alone.
-        counters = counters or [group for group in self.optimizer.param_groups if "step" in group]
-        return {self.scheduler.num_steps, *(int(counter["step"]) for counter in counters)}
+        counters = []
+        for part in self.optimizer.chained_optimizers:
+            if not part.is_stub_optimizer:
+                counters += [state for state in part.optimizer.state.values() if "step" in state]
+        if not counters:
+            # Fused Adams count by group; torch's leaves the counters that Megatron has loaded into the groups alone.
+            counters = [group for group in self.optimizer.param_groups if "step" in group]
+        nums_steps = {int(counter["step"]) for counter in counters}
+        return nums_steps | {self.scheduler.num_steps}
 
     @property
     def host_bytes(self) -> int:
@@ -164,7 +171,7 @@ class TrainedEngine(MegatronEngine):
         """Take the result of `dist_checkpointing.load` for `sharded_state_dict(is_loading=True)`; the weights were
         loaded in place.
 
-        The optimizer's settings stay those of this run's config, whichever the checkpoint was trained with.
+        The optimizer keeps the settings of this run's config, whichever the checkpoint was trained with.
         """
         with self.groups.active():
             self.optimizer.load_state_dict(state["optimizer"])
@@ -183,7 +190,12 @@ class TrainedEngine(MegatronEngine):
         """The ranks that hold the same weights, experts aside."""
         return self.groups.collection.dp_cp
 
-    def _loss(self, loss_fn: LossFn, packed: PackedBatch, output: Tensor) -> tuple[Tensor, Tensor, dict]:
+    def _loss(
+        self,
+        loss_fn: LossFn,
+        packed: PackedBatch,
+        output: Tensor,
+    ) -> tuple[Tensor, Tensor, dict]:
         outputs = self._outputs(self.loss_head, packed, output)
         fields = {}
         for name, field in packed.rows.fields.items():

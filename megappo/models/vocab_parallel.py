@@ -86,7 +86,12 @@ def vocab_parallel_outputs(
     return outputs if full_kl is None else outputs | {"full_kl": full_kl}
 
 
-def _check(num_words: int, group: dist.ProcessGroup, vocab_size: int, reference: LogitFactors | None) -> None:
+def _check(
+    num_words: int,
+    group: dist.ProcessGroup,
+    vocab_size: int,
+    reference: LogitFactors | None,
+) -> None:
     if num_words * group.size() < vocab_size:
         raise ValueError(
             f"{group.size()} shards of {num_words} words hold fewer than the {vocab_size} of vocab_size; "
@@ -100,7 +105,7 @@ def _check(num_words: int, group: dist.ProcessGroup, vocab_size: int, reference:
 
 
 def _blocks(num_words: int, num_tokens: int, at_a_time: int) -> list[slice]:
-    """Cut words into blocks for which all tokens have so many logits."""
+    """Cut words into blocks for which all tokens have about `at_a_time` logits."""
     block = max(at_a_time // max(num_tokens, 1), 1)
     if block > ALIGNED_WORDS:
         block -= block % ALIGNED_WORDS
@@ -114,7 +119,12 @@ class _Vocabulary(NamedTuple):
     temperature: float
     blocks: list[slice]
 
-    def log_softmax(self, factors: LogitFactors, log_normaliser: Tensor, words: slice) -> Tensor:
+    def log_softmax(
+        self,
+        factors: LogitFactors,
+        log_normaliser: Tensor,
+        words: slice,
+    ) -> Tensor:
         """Return the log-probs of a block of words, [T, block]."""
         return _divided(factors.logits(words), self.temperature).sub_(log_normaliser[:, None])
 
@@ -133,7 +143,8 @@ class _Outputs(torch.autograd.Function):
         """Compute outputs. columns: [T], each target's column in this rank's shard; outside it if it is in another."""
         factors = LogitFactors(hidden, weight, cap)
         log_probs, entropy, log_normaliser = _statistics(factors, columns, vocabulary)
-        saved, kl = [hidden, weight, columns, log_normaliser, entropy], None
+        saved = [hidden, weight, columns, log_normaliser, entropy]
+        kl = None
         if reference is not None:
             *_, ref_log_normaliser = _statistics(reference, columns, vocabulary)
             kl = torch.zeros_like(entropy)
@@ -145,13 +156,20 @@ class _Outputs(torch.autograd.Function):
             saved += [reference.hidden, reference.weight, ref_log_normaliser, kl]
             ctx.ref_cap = reference.cap
         ctx.save_for_backward(*saved)
-        ctx.vocabulary, ctx.cap = vocabulary, cap
+        ctx.vocabulary = vocabulary
+        ctx.cap = cap
         return log_probs, entropy, kl
 
     @staticmethod
-    def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor, grad_kl: Tensor | None) -> tuple:
+    def backward(
+        ctx: Any,
+        grad_log_probs: Tensor,
+        grad_entropy: Tensor,
+        grad_kl: Tensor | None,
+    ) -> tuple:
         hidden, weight, columns, log_normaliser, entropy, *for_kl = ctx.saved_tensors
-        vocabulary, factors = ctx.vocabulary, LogitFactors(hidden, weight, ctx.cap)
+        vocabulary = ctx.vocabulary
+        factors = LogitFactors(hidden, weight, ctx.cap)
         grad_block = head_kernels.gradient if head_kernels.has_kernels(hidden) else gradient
         per_token = torch.stack([log_normaliser, entropy, grad_log_probs, grad_entropy])
         grad_hidden = torch.zeros_like(hidden, dtype=_wide(hidden))
@@ -232,15 +250,24 @@ def gradient(logits: Tensor, columns: Tensor, per_token: Tensor, temperature: fl
     Args:
         logits, columns: as in `add_sums`.
         per_token: [4, T]: log sum exp(x) over all words; the entropy of the token's distribution; the loss's gradient
-            of the target's log-prob; that of the entropy.
+            of the target's log-prob; the loss's gradient of the entropy.
     """
     log_normaliser, entropy, grad_log_probs, grad_entropy = per_token
-    log_p = _divided(logits, temperature).sub_(log_normaliser[:, None])
+    log_p = _divided(logits, temperature)
+    log_p.sub_(log_normaliser[:, None])
     p = log_p.exp()
-    of_target, of_entropy = grad_log_probs / temperature, grad_entropy / temperature
-    grad = log_p.add_(entropy[:, None]).mul_(of_entropy[:, None]).add_(of_target[:, None]).mul_(p).neg_()
-    here = (columns >= 0) & (columns < grad.shape[1])
-    return grad.scatter_add_(1, torch.where(here, columns, 0)[:, None], (of_target * here)[:, None])
+
+    # -p (of_entropy (log p + H) + of_target), and of_target more at the target.
+    of_target = grad_log_probs / temperature
+    of_entropy = grad_entropy / temperature
+    grad = log_p.add_(entropy[:, None])
+    grad.mul_(of_entropy[:, None])
+    grad.add_(of_target[:, None])
+    grad.mul_(p).neg_()
+
+    is_here = (columns >= 0) & (columns < grad.shape[1])
+    places = torch.where(is_here, columns, 0)
+    return grad.scatter_add_(1, places[:, None], (of_target * is_here)[:, None])
 
 
 def _divided(logits: Tensor, temperature: float) -> Tensor:
@@ -250,7 +277,8 @@ def _divided(logits: Tensor, temperature: float) -> Tensor:
 
 
 def _add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
-    """Add a product to the total, summed in its numbers; a CPU rounds each product to those of its factors first."""
+    """Add a product to the total, summed in the total's dtype; a CPU first rounds each product to the factors'
+    dtype."""
     if total.dtype == one.dtype:
         total.addmm_(one, other)
     elif total.is_cuda:

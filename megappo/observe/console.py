@@ -95,7 +95,7 @@ UNHEALTHY = "bold red"
 
 
 def escape_unprintable() -> None:
-    """Have stdout escape what its encoding lacks, as stderr does, so that no print ends a run."""
+    """Make stdout escape what its encoding lacks, as stderr does, so that no print ends a run."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 
@@ -105,7 +105,8 @@ class RemainingTime:
     last one, so that a step with an evaluation does not change it.
 
     Args:
-        intervals: phase of a step ("evaluate", "save") -> it happens every so many steps, and after the last.
+        intervals: phase of a step ("evaluate", "save") -> the steps from one occurrence to the next; it also happens
+            after the last step.
     """
 
     def __init__(self, total_steps: int, intervals: Mapping[str, int]):
@@ -126,7 +127,7 @@ class RemainingTime:
         self._plain_seconds.append(plain)
 
     def after(self, step: int) -> float | None:
-        """Return the seconds from the end of a step to that of the last one; None while no step has been timed."""
+        """Return the seconds from the end of a step to the end of the last one; None while no step has been timed."""
         if not self._plain_seconds:
             return None
         num_steps = self._total_steps - step

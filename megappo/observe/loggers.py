@@ -65,6 +65,7 @@ class RunInfo:
         hardware: what the run computes on, and the versions of its libraries.
         placement: component -> its ranks and layout.
         planned_gib: phase -> estimate of `memory/<phase>_peak_gib`; empty on a CPU.
+        data: checksums of the training files.
         limits: metric -> highest value for which the run has memory, by the same estimate.
     """
 
@@ -78,6 +79,7 @@ class RunInfo:
     hardware: Mapping[str, str] = field(default_factory=dict)
     placement: Mapping[str, str] = field(default_factory=dict)
     planned_gib: Mapping[str, float] = field(default_factory=dict)
+    data: str = ""
     limits: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -118,7 +120,7 @@ def describe(error: BaseException) -> str:
 
 
 class Logger:
-    """Base of all loggers: each hook does nothing. Rank 0 calls them, those of a tracker in a thread of its own."""
+    """Base of all loggers: each hook does nothing. Rank 0 calls the hooks, a tracker's in a thread of its own."""
 
     def on_start(self, run: RunInfo) -> None:
         """Begin to log, before any other hook."""

@@ -114,7 +114,7 @@ REDUCTIONS = {
     "ci95": Reduction(moments, merged_moments, _half_width),
     "variance": Reduction(moments, merged_moments, _variance),
     "std": Reduction(moments, merged_moments, lambda *parts: math.sqrt(_variance(*parts))),
-    # Of pairs: n numbers x, then as many y. Share of the variance of y that x explains; slope of y over x.
+    # Values are pairs: n numbers x, then as many y. Share of the variance of y that x explains; slope of y over x.
     "explained_variance": Reduction(_pairs_part, _merge_pairs, _explained),
     "slope": Reduction(_pairs_part, _merge_pairs, _slope),
     # Effective sample size of weights as a share of their number: (sum w)^2 / (n sum w^2); 0 where all are 0.
@@ -123,7 +123,7 @@ REDUCTIONS = {
         _add,
         lambda total, squares, count: total * total / (count * squares) if squares else 0.0,
     ),
-    # Of differences of scores x, where x > 0 is right: expected calibration error of the probability sigmoid(x).
+    # Values are differences of scores x; x > 0 is right. Expected calibration error of the probability sigmoid(x).
     "calibration_error": Reduction(_calibration_part, _add, _calibration_error),
     # NaN where any value is.
     "max": Reduction(
@@ -153,7 +153,8 @@ class Metric(NamedTuple):
     """A micro-batch's, a rank's or a step's part of a metric, and how parts become one.
 
     Attributes:
-        part: numbers as the reduction has them. Plain ones: as tensors, so many small ones take far longer.
+        part: numbers as the reduction has them. They are plain numbers: hundreds of small tensors would take far
+            longer.
         reduction: one of REDUCTIONS.
     """
 

@@ -41,7 +41,7 @@ class Observer(AbstractContextManager):
         """Start the loggers.
 
         Args:
-            trackers: by the names under which trainer.loggers has them.
+            trackers: trackers by their names in trainer.loggers.
             outlook: has further loggers, and the monitor, which adds its metrics to each step.
         Raises:
             ConfigError: metrics.jsonl, which an earlier run left, cannot be read.

@@ -18,6 +18,11 @@ from megappo.observe.metrics_file import read_metrics
 from megappo.runtime.durable_files import write_durably
 
 RUN_FILE = "run.json"
+OTHER_DATA = (
+    "changed since the last start: the content of data.train_files: with as many records in use, new ones take the "
+    "places of the old ones in each epoch; otherwise the order changes, so that the rest of this epoch may repeat "
+    "records and leave out others"
+)
 RUNNING = "running"
 """The status of a run that has not ended; a kill leaves it, too."""
 
@@ -34,10 +39,12 @@ class RunFacts(BaseModel, extra="allow", strict=True, allow_inf_nan=False):
     hardware: dict[str, str] = {}
     placement: dict[str, str] = {}
     planned_gib: dict[str, float] = {}
+    data: str = ""
 
 
 class RunFile(Logger):
-    """Writes run.json: the fields of `RunInfo` except the config, which config.yaml has, then those of `RunEnd`."""
+    """Writes run.json: the fields of `RunInfo` except the config, which config.yaml has, then the fields of
+    `RunEnd`."""
 
     def on_start(self, run: RunInfo) -> None:
         """Write the facts that are known at the start."""
@@ -85,7 +92,8 @@ def config_of(folder: Path) -> dict[str, Any]:
 
 
 def exported_model(folder: Path) -> Path | None:
-    """Return the Hugging Face folder that a finished run wrote: its actor's, or that of the model it trained alone.
+    """Return the Hugging Face folder that a finished run wrote: its actor's, or the folder of the model it trained
+    alone.
 
     None without any. A run that resumes without trainer.export_hf leaves an older one as it is.
     """
@@ -99,6 +107,11 @@ def run_id_of(output_dir: str | Path, resume_step: int) -> str:
     """Return the id of the run that resumes at a step, or a new one for a run from the beginning."""
     earlier = read_run(output_dir)["run_id"] if resume_step else None
     return str(earlier or uuid.uuid4().hex[:8])
+
+
+def changed_data(run: RunInfo) -> str:
+    """Return a line if training files have changed since the last start of a run that resumes, else ""."""
+    return OTHER_DATA if run.resume_step and read_run(run.output_dir)["data"] not in ("", run.data) else ""
 
 
 def logged_step_of(output_dir: str | Path, resume_step: int) -> int:

@@ -23,7 +23,7 @@ TIMELINE_FOLDER = "timeline"
 
 
 class Interval(NamedTuple):
-    """A phase of a step on one rank; "outer/inner" is a phase inside another.
+    """A phase of a step on one rank; "outer/inner" is a phase within another.
 
     Attributes:
         start: seconds since 1970.
@@ -72,8 +72,8 @@ def read_timeline(output_dir: str | Path, most_ranks: int = sys.maxsize, last_by
     """Return the phases of all ranks, without a last line of a rank that a kill cut short; {} without any.
 
     Args:
-        most_ranks: of more ranks, every second, third, ... is read.
-        last_bytes: read the last steps alone, in so many bytes of a rank's file.
+        most_ranks: ranks that are read; of more ranks, only every second, third, ... is read.
+        last_bytes: read the last steps alone, from this number of bytes at the end of a rank's file.
     """
     timeline: Timeline = defaultdict(dict)
     files = _rank_files(output_dir)

@@ -24,7 +24,7 @@ class Timers:
     """Measures phases: `with timers("rollout"): ...`, once or several times a step.
 
     Phases that stand directly in a step exclude each other, so they and `timing_s/other` add up to `timing_s/step`.
-    A phase inside another is reported as `timing_s/<outer>/<inner>` and counts in the outer one only. The outermost
+    A phase within another is reported as `timing_s/<outer>/<inner>` and counts in the outer one only. The outermost
     phases' peak memory is measured, too.
     """
 
@@ -71,7 +71,7 @@ class Timers:
         self._memory.metrics()
 
     def memory(self) -> dict[str, Metric]:
-        """Return `memory/*` in GiB: peaks since the last call, including those of an open phase so far."""
+        """Return `memory/*` in GiB: peaks since the last call, including the peaks of an open phase so far."""
         return self._memory.metrics()
 
     def lap(self) -> dict[str, float]:

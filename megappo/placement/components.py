@@ -96,7 +96,7 @@ class Training:
         return self._of_ppo.ppo_epochs if self._of_ppo else 1
 
     def num_mini_batches(self, num_prompts: int) -> int:
-        """Return the mini-batches of a step with so many prompts, per epoch."""
+        """Return the mini-batches per epoch of a step with `num_prompts` prompts."""
         return self._of_ppo.num_mini_batches(num_prompts) if self._of_ppo else 1
 
     @property
@@ -172,7 +172,7 @@ class ComponentSpec:
 
 
 def _settings(config: Config, name: str) -> dict[str, Any]:
-    """Return the settings that every component has; those that are null are the actor's, as is where it starts."""
+    """Return the settings that every component has; a setting that is null, and the starting point, are the actor's."""
     max_tokens = "max_tokens_per_micro_batch"
     return {
         "ranks": setting(config, f"placement.{name}", "placement.actor"),
@@ -258,7 +258,8 @@ def _ref(config: Config) -> ComponentSpec | None:
 def _reward_model(config: Config) -> ComponentSpec | None:
     if not config.has_reward_model:
         return None
-    folder, adapter = setting(config, REWARD_MODEL_KEY), config.reward_model.adapter
+    folder = setting(config, REWARD_MODEL_KEY)
+    adapter = config.reward_model.adapter
     return ComponentSpec(
         **_settings(config, "reward_model") | {"folder": folder, "weights": NO_WEIGHTS, "adapter": adapter},
         lora=read_lora(adapter, folder.value) if adapter else None,
@@ -302,7 +303,15 @@ def components_of(config: Config) -> dict[str, ComponentSpec]:
     found = {name: spec for name, spec in specs.items() if spec is not None}
     if config.trainer.eval_only:
         scoring = {name: spec for name, spec in found.items() if spec.own_rows}
-        return _with_bases({"actor": _frozen(found["actor"])} | scoring)
+        # The actor sends weights, and compares log-probs with the engines'.
+        actor = replace(
+            found["actor"],
+            forward=ForwardPass("old_log_probs", {"log_probs": "old_log_probs"}),
+            training=None,
+            reference=None,
+            offload=Setting("", ()),
+        )
+        return _with_bases({"actor": actor} | scoring)
     for name in {"actor", "critic"} - {*config.trainer.train} & found.keys():
         found[name] = replace(found[name], training=None)
     if config.trains_critic_alone:  # the actor only gives the engines its weights
@@ -313,7 +322,7 @@ def components_of(config: Config) -> dict[str, ComponentSpec]:
 
 
 def _with_bases(specs: Mapping[str, ComponentSpec]) -> dict[str, ComponentSpec]:
-    """Have models of one folder, on the same ranks and in the same layout, share the weights that none of them trains.
+    """Share the weights that no model trains between models of one folder, on the same ranks and in the same layout.
 
     The first of them that has adapters owns the weights. With actor.lora, the reference is thus the actor without its
     adapters.
@@ -333,15 +342,9 @@ def _placed_weights(spec: ComponentSpec) -> tuple[object, ...]:
 
 
 def build_order(specs: Mapping[str, ComponentSpec]) -> list[str]:
-    """Return names of models in the order of building: those that have a reference follow it, and those that use
-    others' weights come last."""
+    """Return names of models in the order of building: a model that has a reference follows it; models that use others'
+    weights come last."""
     return sorted(specs, key=lambda name: (specs[name].base is not None, specs[name].reference is not None))
-
-
-def _frozen(actor: ComponentSpec) -> ComponentSpec:
-    """Return the actor of a run that only evaluates: it sends weights, and compares log-probs with the engines'."""
-    forward = ForwardPass("old_log_probs", {"log_probs": "old_log_probs"})
-    return replace(actor, forward=forward, training=None, reference=None, offload=Setting("", ()))
 
 
 def models_in_words(config: Config) -> dict[str, str]:
@@ -393,8 +396,8 @@ def uses_of(specs: Mapping[str, ComponentSpec]) -> dict[str, dict[str, DeviceUse
 
 
 def exported(specs: Mapping[str, ComponentSpec]) -> tuple[str, ...]:
-    """Return the models that a run writes as Hugging Face folders at its end: those of the table that are trained; the
-    first of them if none is."""
+    """Return the models that a run writes as Hugging Face folders at its end: the trained ones; the first one if none
+    is trained."""
     names = [name for name in ("actor", "critic", "reward_model") if name in specs]
     trained = [name for name in names if specs[name].training is not None]
     return tuple(trained or names[:1])

@@ -105,8 +105,8 @@ class ComponentGroups:
     def as_world(self) -> Iterator[None]:
         """Make the component's group the default one: for building the optimizer and dist_checkpointing.save/load.
 
-        Ranks count from 0 within the component meanwhile. Create no groups and address no other component inside.
-        torch has no public way to do this, hence its private names (torch is pinned, a test covers this).
+        Ranks count from 0 within the component meanwhile. Create no groups and address no other component while the
+        block runs. torch has no public way to do this, hence its private names (torch is pinned, a test covers this).
         """
         self._require_member()
         group = self.collection.intra_dist_opt
@@ -140,14 +140,14 @@ def build_groups(layouts: dict[str, Layout], seed: int, timeout: timedelta | Non
     """Create every component's process groups. All ranks of the world call it together, with the same arguments.
 
     Components with equal rank sets share groups. A pipeline's group runs one collective, since NCCL's first batched
-    point-to-point call on a group needs every member; the others connect at their first use, and those without any
+    point-to-point call on a group needs every member; the others connect at their first use, and groups without any
     never take NCCL's memory. All ranks make all groups, in one order: torch names a group that its members make alone
     by the number of groups that each of them is in, which differs.
 
     Args:
         layouts: component -> layout, whose ranks ascend, as torch orders groups by rank.
-        seed: of the components' random streams.
-        timeout: after which a collective on these groups ends the run; None = torch's default.
+        seed: seed of the components' random streams.
+        timeout: time after which a collective on these groups ends the run; None = torch's default.
     Raises:
         ValueError: a layout's ranks are not all in the world.
     """
@@ -179,7 +179,12 @@ def _is_of_the_host(name: str, layout: Layout) -> bool:
     return name in ("intra_dist_opt", "intra_dp_cp") or (name == "intra_expt_dp" and layout.expert > 1)
 
 
-def _component_groups(layout: Layout, seed: int, named: list[tuple[str, Ranks]], made: Groups) -> ComponentGroups:
+def _component_groups(
+    layout: Layout,
+    seed: int,
+    named: list[tuple[str, Ranks]],
+    made: Groups,
+) -> ComponentGroups:
     own = {name: ranks for name, ranks in named if dist.get_rank() in ranks}
     if dist.get_rank() not in layout.ranks:
         return ComponentGroups(layout, None)
@@ -192,7 +197,7 @@ def _component_groups(layout: Layout, seed: int, named: list[tuple[str, Ranks]],
 
 
 def _globals(layout: Layout, collection: ProcessGroupCollection, own: dict[str, Ranks]) -> dict[str, Any]:
-    """Return parallel_state's globals for this component. The embedding's ranks are those of this rank's pipeline."""
+    """Return parallel_state's globals for this component. Its embedding ranks are in this rank's pipeline."""
     ranks = own | embedding_groups(own["pp"])
     return {
         **{name: list(ranks[of]) if "RANKS" in name else getattr(collection, of) for name, of in GLOBALS.items()},

@@ -286,5 +286,9 @@ def _spanning(ranks: Ranks, sizes: Mapping[str, int], dimensions: Sequence[str])
     """
     groups = defaultdict[tuple[int, ...], list[int]](list)
     for rank, place in zip(ranks, product(*map(range, sizes.values())), strict=True):
-        groups[tuple(at for name, at in zip(sizes, place, strict=True) if name not in dimensions)].append(rank)
+        others = []  # the rank's place in the other dimensions, which its group shares
+        for dimension, at in zip(sizes, place, strict=True):
+            if dimension not in dimensions:
+                others.append(at)
+        groups[tuple(others)].append(rank)
     return map(tuple, groups.values())

@@ -43,7 +43,10 @@ def _rank_texts(config: Config) -> dict[str, str]:
 
 
 def place(
-    config: Config, components: Mapping[str, ComponentSpec], world_size: int, ranks_per_node: int
+    config: Config,
+    components: Mapping[str, ComponentSpec],
+    world_size: int,
+    ranks_per_node: int,
 ) -> dict[str, Layout]:
     """Return the layout of each component, by name, and with PPO of the SGLang engines, as `rollout`.
 
@@ -85,7 +88,8 @@ def place(
 
 
 def _engine_errors(config: Config, rollout: Layout, ranks_per_node: int) -> Iterator[str]:
-    """Check the ranks of engines: those of each follow each other, and SGLang needs as many on each of its nodes."""
+    """Check the ranks of engines: each engine's follow each other, and SGLang needs equally many on each of its
+    nodes."""
     external = len(config.rollout.engines)
     if rollout.data < external:
         yield (

@@ -71,11 +71,17 @@ class SyncRoute:
         Each stage has one: its first rank that is not on a GPU that a transport excludes. One rank sends everything if
         a stage has no such rank, or if the transport of an engine needs everything from one rank.
         """
-        excluded = {rank for engine in self.engines if engine.excludes_sender for rank in engine.ranks}
+        excluded: set[int] = set()
+        for engine in self.engines:
+            if engine.excludes_sender:
+                excluded |= set(engine.ranks)
         allowed = [[rank for rank in stage if rank not in excluded] for stage in self.stages]
         if all(allowed) and all(engine.entry.each_stage for engine in self.engines):
             return tuple(stage[0] for stage in allowed)
-        return (next((rank for rank in self.actor if rank not in excluded), self.actor[0]),)
+        for rank in self.actor:
+            if rank not in excluded:
+                return (rank,)
+        return self.actor[:1]
 
     def endpoint_ranks(self, engine: EngineRoute, *, on_gpus: bool) -> Ranks:
         """Return the engine's ranks that have an endpoint of its transport; the first owns the engine."""

@@ -24,12 +24,12 @@ class BatchSplit:
     """One component's split of a step's trajectories into mini-batches and micro-batches.
 
     Attributes:
-        mini_batches: per epoch; 1 for a component that only computes log-probs.
+        mini_batches: mini-batches per epoch; 1 for a component that only computes log-probs.
         epochs: passes over the trajectories; 0 for a component that is not trained.
-        trajectories: in one mini-batch, over all shards.
-        shard_trajectories: of one mini-batch, per data-parallel shard (balanced by tokens, so about this many): the
-            fewest and the most.
-        micro_batches: of one mini-batch, per shard: if all rows are shortest, and longest.
+        trajectories: trajectories of one mini-batch, over all shards.
+        shard_trajectories: fewest and most trajectories of one mini-batch per data-parallel shard. Shards are balanced
+            by tokens, so these are approximate.
+        micro_batches: micro-batches of one mini-batch per shard: if all rows are shortest, and longest.
     """
 
     mini_batches: int
@@ -111,7 +111,7 @@ class RunPlan:
         shared = [rank for engine in self.route.engines if engine.shares_gpus for rank in engine.ranks]
         if shared and self.config.rollout.sleep != "never":
             yield (
-                f"{ahead} has the engines sample while the models train, but those on the GPUs of ranks "
+                f"with {ahead} the engines sample while the models train, but engines on the GPUs of ranks "
                 f"{format_ranks(shared)} sleep then: give placement.rollout ranks of its own, or set rollout.sleep to "
                 "never"
             )

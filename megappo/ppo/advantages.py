@@ -36,7 +36,10 @@ def estimate(estimator: Callable[..., Estimates], **inputs: Any) -> Estimates:
 
 
 def compute_token_level_rewards(
-    scores: Tensor, response_mask: Tensor, kl: Tensor | None = None, kl_coef: float = 0.0
+    scores: Tensor,
+    response_mask: Tensor,
+    kl: Tensor | None = None,
+    kl_coef: float = 0.0,
 ) -> Tensor:
     """Put each response's score on its last token with mask 1 and subtract the KL penalty from every token.
 
@@ -109,11 +112,16 @@ def gae(
     return advantages, returns
 
 
-def _next_targets(terms: Tensor, lengths: Tensor, decay: Tensor, last: Tensor | None) -> Tensor:
+def _next_targets(
+    terms: Tensor,
+    lengths: Tensor,
+    decay: Tensor,
+    last: Tensor | None,
+) -> Tensor:
     """Return the target after each token, targets[t + 1] with targets[t] = terms[t] + decay * targets[t + 1].
 
     Args:
-        terms: of the tokens of all responses, end to end.
+        terms: terms of the tokens of all responses, end to end.
         lengths: [B] int64, tokens per response.
         last: [B], the target after each response's last token; None = 0.
     """
@@ -139,13 +147,18 @@ def _discounted_sums(x: Tensor, decay: Tensor) -> Tensor:
     Source: Blelloch 1990 (Prefix sums and their applications), section 1.4: first-order recurrences as scans.
     """
     offsets = torch.arange(BLOCK, device=x.device)
-    powers = (decay[..., None, None] ** (offsets[:, None] - offsets).clamp(min=0)).tril().to(x.dtype)
-    blocks = x.unflatten(1, (x.shape[1] // BLOCK, BLOCK))
-    firsts = (blocks @ powers[..., :1]).squeeze(-1).double()
-    for block in reversed(range(blocks.shape[1] - 1)):
+    distances = (offsets[:, None] - offsets).clamp(min=0)
+    weights = (decay[..., None, None] ** distances).tril().to(x.dtype)  # of position i in the sum from position j on
+
+    num_blocks = x.shape[1] // BLOCK
+    blocks = x.unflatten(1, (num_blocks, BLOCK))
+    firsts = (blocks @ weights[..., :1]).squeeze(-1).double()  # the sum from the beginning of each block on
+    for block in reversed(range(num_blocks - 1)):
         firsts[:, block].addcmul_(firsts[:, block + 1], decay**BLOCK)
-    blocks[:, :-1, -1] += (decay[..., None] * firsts[:, 1:]).to(x.dtype)
-    return blocks @ powers
+
+    carried = decay[..., None] * firsts[:, 1:]
+    blocks[:, :-1, -1] += carried.to(x.dtype)
+    return blocks @ weights
 
 
 @contextmanager
@@ -193,7 +206,9 @@ def gae_over_turns(
     zeros = values.new_zeros(len(values), 1 + num_turns, dtype=torch.float32)
     rewards = zeros.scatter_add(1, numbers, torch.where(valid, token_level_rewards.float(), 0.0))
     mask = zeros.scatter_add(1, numbers, valid.float()).clamp(max=1)
-    previous = pad(numbers.cummax(dim=1).values[:, :-1], (1, 0))
+
+    latest, _ = numbers.cummax(dim=1)
+    previous = pad(latest[:, :-1], (1, 0))
     first_values = torch.where(valid & (numbers > previous), values.float(), 0.0)
     turn_values = zeros.scatter_add(1, numbers, first_values)
     advantages, returns = gae(rewards, turn_values, mask, gamma, lam, bootstrap_values=bootstrap_values)
@@ -230,13 +245,12 @@ def whiten(
         shift_mean: False keeps the mean.
         group: ranks whose tokens are whitened together; each must call, with its own rows (possibly none).
             None = the tokens given here alone, even where torch.distributed is initialised.
-        whitening: by default ddof 1 and eps 1e-8, added to the variance.
+        whitening: how advantages are whitened; default: ddof 1 and eps 1e-8, added to the variance.
 
     Returns:
         (x - mean) * rsqrt(var + eps), or rsqrt(max(var, eps)); [B, R] float32, 0 where the mask is 0.
 
-    The variance of fewer than two tokens is 0, so a single one becomes 0 with shift_mean and keeps its value without,
-    as in slime. verl raises there.
+    The variance of fewer than two tokens is 0, so a single one becomes 0 with shift_mean and keeps its value without.
 
     Raises:
         FloatingPointError: a token with mask 1 is not finite, on every rank of the group alike.
@@ -246,7 +260,8 @@ def whiten(
     count, mean, squares = moments_over_ranks(x.detach().double()[valid], group)
     if not math.isfinite(mean):
         raise FloatingPointError(f"the {int(count)} tokens with mask 1 are not all finite")
-    variance, eps = squares / max(count - whitening.ddof, 1), whitening.eps
+    variance = squares / max(count - whitening.ddof, 1)
+    eps = whitening.eps
     scale = (max(variance, eps) if whitening.clamps_variance else variance + eps) ** -0.5
     whitened = (x.double() - mean) * scale
     if not shift_mean:

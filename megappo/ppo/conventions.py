@@ -39,7 +39,7 @@ No preset follows:
 from dataclasses import dataclass, replace
 
 EXP_LIMIT = 88.0
-"""exp of more overflows float32. Behind a clip an infinity would still make the gradient 0 x inf."""
+"""exp of more overflows float32. An infinity that a clip bounds would still make the gradient 0 x inf."""
 KL_KINDS = ("k1", "abs", "k2", "k3", "k1+", "k3+")
 """Estimators of the KL from the two log-probs of a sampled token, `megappo.ppo.kl.kl_estimate`."""
 
@@ -64,17 +64,17 @@ class Conventions:
     """Choices that papers leave open and systems make differently. Defaults are verl's, except counts_empty_rows.
 
     Attributes:
-        whitening: of advantages.
-        reinforce_whitening: of those of reinforce_plus_plus and reinforce_plus_plus_baseline.
+        whitening: how advantages are whitened.
+        reinforce_whitening: how the advantages of reinforce_plus_plus and reinforce_plus_plus_baseline are whitened.
         log_ratio_clamp: log-ratios of two policies are clamped to +- this before exp; None = to +- EXP_LIMIT.
         kl_input_clamp: q = ref_log_probs - log_probs is clamped to +- this; None = not.
         kl_output_clamp: a KL estimate is clamped to +- this; None = not.
         kl_clamped: the estimators that both KL clamps apply to.
         kl_true_gradient: True = a KL estimate also has the gradient of the probability that its token was sampled with,
             estimate x grad log_prob; see `kl_estimate`.
-        value_loss_factor: of the squared error in the value loss.
-        loss_agg_mode: where neither the config nor the policy loss's method sets one.
-        counts_empty_rows: True = the seq-mean modes divide by all rows of a mini-batch; False = by those with a token.
+        value_loss_factor: factor of the squared error in the value loss.
+        loss_agg_mode: averaging where neither the config nor the policy loss's method sets one.
+        counts_empty_rows: True = the seq-mean modes divide by all rows of a mini-batch; False = by rows with a token.
         token_kl_gamma: where estimators compare the responses to a prompt, the KL in the reward is subtracted after the
             baseline, from a token's advantage: the sum from the token on, with this discount (0 = its own, 1 = of all).
             None = the response's whole KL is subtracted from its score, before the comparison.

@@ -46,10 +46,7 @@ def rollout_is_weights(
 ) -> tuple[Tensor, Unreduced]:
     """Compute importance weights pi_trainer / pi_engine, bounded, and 0 where a token or response is rejected.
 
-    The policy loss multiplies them in after clipping. A rejected token still counts in that loss's normaliser, as for
-    IcePop in verl, slime and NeMo-RL. Tokens that verl rejects (rollout_rs, veto) leave the mask: the divisor of
-    token-mean alone (seq-mean modes have a constant), whitening, GAE, KL, entropy, the critic. Advantages differed by
-    up to 1.1.
+    The policy loss multiplies them in after clipping. A rejected token still counts in that loss's normaliser.
 
     Args:
         old_log_probs: [B, R] of the trainer, before the update.
@@ -82,7 +79,8 @@ def rollout_is_weights(
 
 
 def _kept(log_ratio: Tensor, valid: Tensor, config: Any) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-    """Return the tokens that nothing rejects, [B, R] bool; those each `reject` rejects; the vetoed responses, [B]."""
+    """Return the tokens that nothing rejects, [B, R] bool; the tokens that each `reject` rejects; the vetoed responses,
+    [B]."""
     lowest = -math.inf if config.veto_threshold is None else math.log(config.veto_threshold)
     vetoed = (valid & (log_ratio < lowest)).any(dim=1)
     rejected = {name: _diverging(log_ratio, valid, name, bound) for name, bound in config.reject.items()}
@@ -95,7 +93,7 @@ def _kept(log_ratio: Tensor, valid: Tensor, config: Any) -> tuple[Tensor, dict[s
 
 
 def _ratios(log_ratio: Tensor, valid: Tensor, level: str) -> Tensor:
-    """Return each token's ratio, or that of its response, [B, R]. `log_ratio` is 0 where the mask is 0."""
+    """Return each token's ratio, or its response's ratio, [B, R]. `log_ratio` is 0 where the mask is 0."""
     if level in LOG_RATIOS:
         log_ratio = _over_response(log_ratio, valid, LOG_RATIOS[level]).expand_as(log_ratio)
     return _bounded(log_ratio).exp()
@@ -110,7 +108,7 @@ def _over_response(x: Tensor, valid: Tensor, reduction: str) -> Tensor:
 
 
 def _weights(ratio: Tensor, config: Any) -> tuple[Tensor, Tensor]:
-    """Return the weights within the thresholds, and a mask of those that a threshold changed."""
+    """Return the weights within the thresholds, and a mask of the weights that a threshold changed."""
     if config.level == "none":
         return torch.ones_like(ratio), torch.zeros_like(ratio, dtype=torch.bool)
     if config.mode == "truncate":
@@ -129,7 +127,12 @@ def _outside(values: Tensor, lower: float, upper: float) -> Tensor:
     return (values < lower) | (values > upper)
 
 
-def _mean_weight(weights: Tensor, valid: Tensor, level: str, group: ProcessGroup | None) -> Tensor:
+def _mean_weight(
+    weights: Tensor,
+    valid: Tensor,
+    level: str,
+    group: ProcessGroup | None,
+) -> Tensor:
     """Return the mean over all ranks' tokens, or over responses where each has one weight; 1 if all weights are 0."""
     shares = valid.double()
     if level != "token":
@@ -138,7 +141,12 @@ def _mean_weight(weights: Tensor, valid: Tensor, level: str, group: ProcessGroup
     return torch.where(total > 1e-8 * count, total / count, 1.0)
 
 
-def _diverging(log_ratio: Tensor, valid: Tensor, name: str, bound: float | tuple[float, float]) -> Tensor:
+def _diverging(
+    log_ratio: Tensor,
+    valid: Tensor,
+    name: str,
+    bound: float | tuple[float, float],
+) -> Tensor:
     """Return a mask, [B, R] bool, of the tokens whose divergence, or their response's, is outside of its bounds.
 
     Args:
@@ -166,8 +174,7 @@ def _metrics(
 ) -> Unreduced:
     """Return the metrics `rollout_is/<name>`, over the tokens with mask 1.
 
-    mean, max, min: of the weights before bounds and rejection (level none: of the tokens' ratios), as in verl's
-        versions of 2025; its newer ones take the bounded weights, whose maximum is the threshold, at level token alone.
+    mean, max, min: taken over the weights before bounds and rejection (level none: the tokens' ratios).
     clipped_frac: tokens whose weight a threshold capped or made 0. <name>_frac: tokens that this `reject` rejects.
     rejected_frac: responses with no weight above 0, for any reason. veto_frac: responses with a vetoed token.
     ess: effective sample size of the weights returned, (sum w)^2 / (n sum w^2); 1 = all equal, 0 = all rejected.
@@ -176,7 +183,8 @@ def _metrics(
     kl_reverse: E[r log r], KL(old, rollout): its expectation under the trainer, reweighted by r because the
     tokens come from the engine; may be negative on few tokens.
     """
-    ratio, log_ratio = ratio[valid], log_ratio[valid]
+    ratio = ratio[valid]
+    log_ratio = log_ratio[valid]
     bounded = _bounded(log_ratio)
     present = valid.any(dim=1)
     found = {

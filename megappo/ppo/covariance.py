@@ -27,9 +27,8 @@ def select_for_clip_cov(
 
     The covariance of a token is (A - mean A) x (log_prob - mean log_prob), with means over the mini-batch's tokens.
     The max(1, floor(clip_cov_ratio x tokens)) largest with clip_cov_lb < covariance < clip_cov_ub are selected; none
-    with a ratio of 0. The paper and verl draw them at random inside the band; the largest come first here, so
-    the choice depends neither on the cut into ranks and micro-batches nor on a seed. Ties are common (a sure token has
-    log_prob 0) and are broken by the sum of the row's log-probs, then by the position, earlier first.
+    with a ratio of 0. The choice depends neither on the cut into ranks and micro-batches nor on a seed. Ties are common
+    (a sure token has log_prob 0) and are broken by the sum of the row's log-probs, then by the position, earlier first.
 
     Args:
         log_probs, advantages, response_mask: [B, R]; whole rows.
@@ -65,10 +64,8 @@ def clip_cov(inputs: PolicyInputs, config: PolicyConfig) -> Result:
     """Clip-Cov: PPO's clip, and the selected tokens give no gradient.
 
     Args and Returns: as `clip`; clip_ratio_c is not read (no dual clip).
-    The loss of a selected token is 0, unless its ratio is clipped already: that keeps its constant, as in verl (which
-    leaves those out of the draw, too).
-    pg_clipfrac is the fraction of tokens set to 0, as in verl. log_ratio_clamp bounds the log-ratio (verl: nothing
-    does, for this loss).
+    The loss of a selected token is 0, unless its ratio is clipped already: then it keeps its constant loss.
+    pg_clipfrac is the fraction of tokens set to 0. log_ratio_clamp bounds the log-ratio.
     Source: Cui et al. 2025, section 4.2; verl's compute_policy_loss_clip_cov.
     """
     ratios = inputs.ratios()
@@ -81,9 +78,8 @@ def clip_cov(inputs: PolicyInputs, config: PolicyConfig) -> Result:
 def kl_cov(inputs: PolicyInputs, config: PolicyConfig) -> Result:
     """KL-Cov: the unclipped surrogate -A x ratio, plus ppo_kl_coef x |log-ratio| at the selected tokens.
 
-    Args and Returns: as `clip`; the clip bounds are not read and nothing counts as clipped. ppo_kl is signed, as
-    everywhere here (verl reports the mean of |log-ratio| for this loss). log_ratio_clamp bounds the log-ratio before
-    exp, but not in the penalty (verl: nowhere).
+    Args and Returns: as `clip`; the clip bounds are not read and nothing counts as clipped. log_ratio_clamp bounds the
+    log-ratio before exp, but not in the penalty.
     Source: Cui et al. 2025, section 4.2; verl's compute_policy_loss_kl_cov.
     """
     ratios = inputs.ratios()

@@ -6,10 +6,9 @@ response_mask is 0; never whitened, so that whitening, where the method has it, 
 the same numbers where an estimator does not document its returns. Sums are taken in float64. `groups` [B] int64 has the
 same number for responses that answer the same prompt, in any order; all of a prompt's responses must be in one call.
 
-Every estimator raises ValueError for a response without any token with mask 1, those that compare the responses to a
-prompt also for a prompt with one response only; and FloatingPointError for a reward on a token with mask 1 that is not
-finite. For a single response NeMo-RL's advantage is 0; verl's is the score itself, but its vectorised rloo gives 0 and
-its grpo_passk raises, too.
+Every estimator raises ValueError for a response without any token with mask 1, and FloatingPointError for a reward on a
+token with mask 1 that is not finite. Estimators that compare the responses to a prompt also raise ValueError for a
+prompt with one response only.
 """
 
 import torch
@@ -26,7 +25,10 @@ from megappo.ppo.reductions import (
 
 
 def grpo(
-    token_level_rewards: Tensor, response_mask: Tensor, groups: Tensor, norm_adv_by_std_in_grpo: bool = True
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    groups: Tensor,
+    norm_adv_by_std_in_grpo: bool = True,
 ) -> Estimates:
     """(score - group's mean) / (group's standard deviation + 1e-6) on each token; exactly 0 in a group of equal scores.
 
@@ -54,11 +56,9 @@ def rloo(token_level_rewards: Tensor, response_mask: Tensor, groups: Tensor) -> 
 def reinforce_plus_plus(token_level_rewards: Tensor, response_mask: Tensor, gamma: float) -> Estimates:
     """Discounted sum of the rewards from each token on. The method whitens it over the batch.
 
-    The sum is carried through tokens with mask 0, without discount, as in verl since August 2026; before, it ended
-    there, so that rewards after an environment's turn did not count before it.
+    The sum is carried through tokens with mask 0, without discount, so rewards after them count before them, too.
 
-    Source: Hu et al. 2025 (REINFORCE++); its KL is part of the rewards (NeMo-RL gives a token its own KL alone, not
-        that of the tokens after it).
+    Source: Hu et al. 2025 (REINFORCE++); its KL is part of the rewards.
     """
     check_has_tokens(response_mask)
     check_finite("rewards", token_level_rewards, response_mask.bool())
@@ -107,7 +107,10 @@ def opo(token_level_rewards: Tensor, response_mask: Tensor, groups: Tensor) -> E
 
 
 def gpg(
-    token_level_rewards: Tensor, response_mask: Tensor, groups: Tensor, group: ProcessGroup | None = None
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    groups: Tensor,
+    group: ProcessGroup | None = None,
 ) -> Estimates:
     """(responses / responses whose score is not 0) * (score - group's mean), on each token; 0 if all scores are 0.
 
@@ -126,7 +129,10 @@ def gpg(
 
 
 def grpo_passk(
-    token_level_rewards: Tensor, response_mask: Tensor, groups: Tensor, norm_adv_by_std_in_grpo: bool = True
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    groups: Tensor,
+    norm_adv_by_std_in_grpo: bool = True,
 ) -> Estimates:
     """(best score - second best) / (group's standard deviation + 1e-6) on each token of a prompt's best response.
 
@@ -152,7 +158,10 @@ def grpo_passk(
 
 
 def gdpo(
-    score_components: Tensor, response_mask: Tensor, groups: Tensor, norm_adv_by_std_in_grpo: bool = True
+    score_components: Tensor,
+    response_mask: Tensor,
+    groups: Tensor,
+    norm_adv_by_std_in_grpo: bool = True,
 ) -> Estimates:
     """Sum of GRPO's advantages for several scores, each compared on its own. The method whitens it over the batch.
 
@@ -163,9 +172,7 @@ def gdpo(
     Raises:
         ValueError, FloatingPointError: see the module; the second for a component.
     Source: Liu et al. 2026 (GDPO: Group reward-Decoupled Normalization Policy Optimization, arXiv 2601.05242); verl's
-        compute_gdpo_outcome_advantage, whose returns are the whitened advantages. Its gdpo_reward_weights, factors of
-        each score's advantages that a user may set (NeMo-RL's reward_weights), are all 1 here. NeMo-RL whitens the sum
-        over responses, not over tokens.
+        compute_gdpo_outcome_advantage with all gdpo_reward_weights 1.
     """
     check_has_tokens(response_mask)
     total = torch.zeros_like(score_components[:, 0], dtype=torch.float64)
@@ -199,12 +206,11 @@ def optimal_token_baseline(
     Returns:
         (advantages, returns): returns without the baseline.
     Source: Li et al. 2026 (The Optimal Token Baseline, arXiv 2602.07078); verl's
-        compute_optimal_token_baseline_advantage with handle_zero_tail, which is off there by default: the baseline of
-        such a position is then the response's own return, and its advantage 0. It takes a single response without a
-        baseline.
+        compute_optimal_token_baseline_advantage with handle_zero_tail.
     """
     returns, _ = reinforce_plus_plus(token_level_rewards, response_mask, gamma=1.0)
-    prompts, valid = PromptGroups(groups), response_mask.bool()
+    prompts = PromptGroups(groups)
+    valid = response_mask.bool()
     p = old_log_probs.double().exp()
     energy = 1 - 2 * p + (p if sum_pi_squared is None else sum_pi_squared.double())
     if rollout_is_weights is not None:

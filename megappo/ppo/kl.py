@@ -13,13 +13,19 @@ VERL_NAMES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 """verl's names for some kinds, also accepted."""
 
 
-def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str, *, conventions: Conventions = DEFAULT) -> Tensor:
+def kl_estimate(
+    log_probs: Tensor,
+    ref_log_probs: Tensor,
+    kind: str,
+    *,
+    conventions: Conventions = DEFAULT,
+) -> Tensor:
     """Estimate KL(policy, reference) at each sampled token from its two log-probs.
 
     With q = ref_log_probs - log_probs: k1 = -q; abs = |q|; k2 = q^2 / 2; k3 = e^q - 1 - q. k1+ and k3+ have the value
     of k1 and k3 and the gradient of k2, whose expectation is the gradient of the KL. The expected gradient of k1 and k3
     is not: it lacks the term estimate x grad log_prob, for the policy's influence on which tokens are sampled.
-    conventions.kl_true_gradient adds it; k3 then has k2's gradient, and k1 that of k2 plus grad log_prob, whose
+    conventions.kl_true_gradient adds it; k3 then has k2's gradient, and k1 has k2's gradient plus grad log_prob, whose
     expectation is 0.
 
     Args:
@@ -92,8 +98,7 @@ class KLController:
         """Multiply an adaptive value by 1 + clip(current_kl / target_kl - 1, -0.2, 0.2) * n_steps / horizon.
 
         Args:
-            current_kl: mean KL per response token of this step, over all ranks (verl: the mean over responses of
-                each one's mean).
+            current_kl: mean KL per response token of this step, over all ranks.
             n_steps: responses of this step, over all ranks.
 
         Raises:

@@ -93,7 +93,13 @@ def entropy_loss(
         (loss, metrics): entropy, the mean per token.
     """
     mode = agg_mode(config, conventions)
-    total = aggregate(entropy, response_mask, mode, normaliser=normaliser, loss_weights=loss_weights)
+    total = aggregate(
+        entropy,
+        response_mask,
+        mode,
+        normaliser=normaliser,
+        loss_weights=loss_weights,
+    )
     return -config.entropy_coeff * total, {"entropy": token_mean(entropy, response_mask, normaliser)}
 
 
@@ -125,8 +131,7 @@ def kl_loss(
     Raises:
         ValueError: unknown kl_loss_type, full without kl=, kl_loss_unbiased without old_log_probs.
     Source: DeepSeekMath (GRPO), eqs. 3 and 4; DeepSeek-AI 2025 (DeepSeek-V3.2), section 3.1, unbiased KL estimate.
-        Conventions.kl_output_clamp bounds the estimate before the ratio multiplies it. slime, miles and NeMo-RL clamp
-        the product, whose gradient vanishes beyond the bound: where the policy moved most.
+        Conventions.kl_output_clamp bounds the estimate before the ratio multiplies it.
     """
     mask = response_mask.bool()
     if kl is None:
@@ -178,7 +183,13 @@ def value_loss(
     metrics: Metrics = {"vf_clipfrac": token_mean(worse > error, mask, normaliser)}
     loss = torch.maximum(error, worse)
     mode = agg_mode(config, conventions)
-    return aggregate(loss, mask, mode, normaliser=normaliser, loss_weights=loss_weights), metrics
+    return aggregate(
+        loss,
+        mask,
+        mode,
+        normaliser=normaliser,
+        loss_weights=loss_weights,
+    ), metrics
 
 
 def _error(difference: Tensor, delta: float | None, conventions: Conventions) -> Tensor:

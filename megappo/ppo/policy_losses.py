@@ -3,7 +3,7 @@
 Each loss takes (`PolicyInputs`, the actor section of the config) and returns (loss, metrics), both divided by counts of
 the whole mini-batch (`Normaliser`); `megappo.config.methods.POLICY_LOSSES` registers it. Ratios belong to a token
 (clip, cispo, sapo, gpg, dis), to a sequence (gspo, gmpo), or give way to a divergence (dppo_tv, dppo_kl, dro).
-`covariance` has those that treat some tokens separately.
+`covariance` has the losses that treat some tokens separately.
 """
 
 import math
@@ -26,12 +26,12 @@ class PolicyInputs:
     """Inputs of a policy loss, [B, R], set to 0 wherever the mask is 0.
 
     Args:
-        log_probs: of the policy being trained; the only input that gets a gradient.
-        old_log_probs: of the policy before the update.
+        log_probs: log-probs of the policy being trained; the only input that gets a gradient.
+        old_log_probs: log-probs of the policy before the update.
         advantages, response_mask: float32.
         rollout_is_weights: importance weights, detached and multiplied in after clipping; None = 1.
         selected: bool, the tokens that a method treats separately; None = none.
-        normaliser: of the mini-batch; None = counted from response_mask.
+        normaliser: normaliser of the mini-batch; None = counted from response_mask.
         conventions: log_ratio_clamp bounds the log-ratio before exp.
         opsm_delta: off-policy sequence masking: tokens with A < 0 have weight 0 in rows whose mean of old_log_probs -
             log_probs is above it; None = off.
@@ -121,7 +121,13 @@ class PolicyInputs:
         if self.off_policy is not None:
             metrics["opsm_frac"] = self.token_mean(self.off_policy)
         mode = agg_mode(config, self.conventions, config.method.loss_agg_mode)
-        total = aggregate(loss, self.mask, mode, normaliser=self.normaliser, loss_weights=self.loss_weights)
+        total = aggregate(
+            loss,
+            self.mask,
+            mode,
+            normaliser=self.normaliser,
+            loss_weights=self.loss_weights,
+        )
         return total, metrics
 
 
@@ -160,7 +166,13 @@ def clip(inputs: PolicyInputs, config: PolicyConfig) -> Result:
         bound = -config.clip_ratio_c * inputs.advantages
         held = (inputs.advantages < 0) & (loss > bound)
         loss = torch.where(held, bound, loss)
-    return inputs.result(inputs.weighted(loss), config, ratios=ratios, clipped=clipped, held=held)
+    return inputs.result(
+        inputs.weighted(loss),
+        config,
+        ratios=ratios,
+        clipped=clipped,
+        held=held,
+    )
 
 
 def cispo(inputs: PolicyInputs, config: PolicyConfig) -> Result:
@@ -181,7 +193,7 @@ def sapo(inputs: PolicyInputs, config: PolicyConfig) -> Result:
     """SAPO: -A x 4 / tau x sigmoid(tau (ratio - 1)), a soft gate in the clip's place.
 
     Args and Returns: as `clip`; the clip bounds are not read and nothing counts as clipped. tau is tau_pos where
-    A > 0, else tau_neg. A loss_agg_mode of null is seq-mean-token-mean, the paper's; verl always uses that.
+    A > 0, else tau_neg. A loss_agg_mode of null is seq-mean-token-mean, the paper's.
     Source: Gao et al. 2025 (Soft Adaptive Policy Optimization), eqs. 5 and 6.
     """
     ratios = inputs.ratios()
@@ -206,11 +218,9 @@ def gspo(inputs: PolicyInputs, config: PolicyConfig) -> Result:
     In the token form, ratio_t = sg(s) x p_t / sg(p_t): each token has the sequence's value and its own gradient, so
     advantages may differ between tokens.
 
-    Args and Returns: as `clip`; clip_ratio_c is not read (no dual clip). The log of the sequence's ratio is what
-    log_ratio_clamp bounds (verl: at most 10; OpenRLHF: not at all). A new log_prob of -inf makes the loss NaN, as in
-    verl, and a run skips the optimizer step; the sequence's ratio is 0 in slime, OpenRLHF and NeMo-RL, and 1 in miles.
-    The metric ratio is the mean over tokens of their sequence's. A loss_agg_mode of null is seq-mean-token-mean, the
-    paper's; verl always uses that; here a mode that is set takes precedence.
+    Args and Returns: as `clip`; clip_ratio_c is not read (no dual clip). log_ratio_clamp bounds the log of the
+    sequence's ratio. A new log_prob of -inf makes the loss NaN, and a run skips the optimizer step. The metric ratio is
+    the mean over tokens of their sequence's ratio. A loss_agg_mode of null is seq-mean-token-mean, the paper's.
     Source: Zheng et al. 2025 (GSPO), eqs. 5, 7 and 14; verl's compute_policy_loss_gspo.
     """
     own = inputs.log_probs - inputs.log_probs.detach()
@@ -225,14 +235,11 @@ def gmpo(inputs: PolicyInputs, config: PolicyConfig) -> Result:
     A token's log-ratio is clipped to [-clip_ratio_low, clip_ratio_high] where that makes the objective smaller; A is
     the mean of the sequence's advantages.
 
-    Args and Returns: as `clip`; clip_ratio_c is not read. The loss of a sequence stands at each of its tokens:
-    loss_agg_mode seq-mean-token-mean is the paper's mean over sequences, verl's only one, and the meaning of null.
-    A sequence is weighted by the geometric mean of its rollout_is_weights, as in verl, with a weight of 0 counting as
-    1e-10. A weight of 0 (a rejected token, OPSM) scales its sequence by 1e-10 ** (1 / tokens): one of 100 tokens keeps
-    0.79 of the loss. In verl a rejected token leaves the mask, and with it the mean: 1.0 remains.
-    log_ratio_clamp bounds the log of the sequence's ratio (verl: nothing does). pg_clipfrac counts the tokens whose
-    log-ratio was clipped (verl: those of positive advantages; pg_clipfrac_lower has those of negative ones); ratio is
-    the mean over tokens of their sequence's.
+    Args and Returns: as `clip`; clip_ratio_c is not read. The loss of a sequence stands at each of its tokens, so
+    loss_agg_mode seq-mean-token-mean, the meaning of null, is the paper's mean over sequences. A sequence is weighted
+    by the geometric mean of its rollout_is_weights; a weight of 0 (a rejected token, OPSM) counts as 1e-10.
+    log_ratio_clamp bounds the log of the sequence's ratio. pg_clipfrac counts the tokens whose log-ratio was clipped;
+    ratio is the mean over tokens of their sequence's ratio.
     Source: Zhao et al. 2025 (Geometric-Mean Policy Optimization); verl's compute_policy_loss_geo_mean.
     """
     low, high = clip_range(config)
@@ -252,9 +259,8 @@ def dppo_tv(inputs: PolicyInputs, config: PolicyConfig) -> Result:
     The loss is -min(ratio, clip_ratio_c), detached, x A x log_prob; 0 where A > 0 and p - p_old > clip_ratio_high, or
     A <= 0 and p_old - p > clip_ratio_low, with p and p_old the token's probabilities.
 
-    Args and Returns: as `clip`; clip_ratio_c null = the ratio is not truncated; the paper advises a large one (verl's
-    default is 3.0, its example's 10000). pg_clipfrac is the fraction of tokens left out, pg_clipfrac_lower of those
-    kept with a truncated ratio.
+    Args and Returns: as `clip`; clip_ratio_c null = the ratio is not truncated; the paper advises a large one.
+    pg_clipfrac is the fraction of tokens left out, pg_clipfrac_lower of tokens kept with a truncated ratio.
     Source: Qi et al. 2026 (Rethinking the Trust Region in LLM RL, arXiv 2602.04879), DPPO-Binary-TV; verl's
         compute_policy_loss_dppo_tv.
     """
@@ -274,7 +280,8 @@ def dppo_kl(inputs: PolicyInputs, config: PolicyConfig) -> Result:
     """
     low, high = clip_range(config)
     new, old = _log_probs(inputs)
-    p, p_old = new.exp(), old.exp()
+    p = new.exp()
+    p_old = old.exp()
     kl = p_old * (old - new) + (1 - p_old) * torch.log((1 - p_old + 1e-8) / (1 - p + 1e-8))
     up = (kl <= high) | (p <= p_old)
     down = (kl <= low) | (p >= p_old)
@@ -297,11 +304,8 @@ def dis(inputs: PolicyInputs, config: PolicyConfig) -> Result:
     The loss is -ratio, detached, x A x log_prob where 1 - clip_ratio_low < ratio < 1 + clip_ratio_high, for either sign
     of A; 0 at the other tokens. old_log_probs are the engine's (algorithm.old_log_probs engine).
 
-    Args and Returns: as `clip`; clip_ratio_c is not read. In the paper clip_ratio_low and clip_ratio_high are 0.3 and
-    5.0 for mathematics with tools, 0.8 and 3.0 for coding. A ratio on a bound is left out, as in eq. 3; HUD's example
-    keeps it. Tokens left out, whose fraction is pg_clipfrac, still count in the averaging, as in twinkle and a plug-in
-    of slime: the update weakens as they grow. HUD divides by the tokens that are kept. The ratio is detached, as in
-    twinkle and EasyDeL. TorchTrade and slime's plug-in differentiate -ratio x A instead, which has the same gradient.
+    Args and Returns: as `clip`; clip_ratio_c is not read. A ratio on a bound is left out, as in eq. 3. Tokens left out,
+    whose fraction is pg_clipfrac, still count in the averaging.
     Source: Hou et al. 2026 (Single-Rollout Asynchronous Optimization, arXiv 2607.07508), section 3.1, eqs. 1 to 3; the
         same in GLM-5 (arXiv 2602.15763), eqs. 3 to 5.
     """
@@ -324,4 +328,10 @@ def _dppo(inputs: PolicyInputs, config: PolicyConfig, kept: Tensor) -> Result:
     bounded = ratios if config.clip_ratio_c is None else ratios.clamp(max=config.clip_ratio_c)
     loss = torch.where(kept, -inputs.advantages * bounded * inputs.log_probs, 0.0)
     held = kept & (ratios > bounded) & inputs.mask
-    return inputs.result(inputs.weighted(loss), config, ratios=ratios, clipped=~kept, held=held)
+    return inputs.result(
+        inputs.weighted(loss),
+        config,
+        ratios=ratios,
+        clipped=~kept,
+        held=held,
+    )

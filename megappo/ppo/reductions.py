@@ -153,7 +153,7 @@ def aggregate(
             seq-mean-token-sum = mean over sequences of the sum of a sequence's tokens;
             seq-mean-token-mean = mean over sequences of the mean of its tokens;
             seq-mean-token-sum-norm = mean over sequences of (sum of its tokens / max_length), Dr. GRPO's.
-        normaliser: of the mini-batch; None = counted from `mask`, with max_length R.
+        normaliser: normaliser of the mini-batch; None = counted from `mask`, with max_length R.
         loss_weights: [B], factors of each row's losses, which do not change the counts. None = 1.
 
     Returns:
@@ -162,9 +162,7 @@ def aggregate(
     Raises:
         ValueError: unknown mode.
     Source: verl's agg_loss. Without counts it leaves out sequences without a token, as here; its runs pass the constant
-        ppo_mini_batch_size x rollout.n, as the presets verl, slime and miles do (`Conventions.counts_empty_rows`). The
-        constant of seq-mean-token-sum-norm is actor.loss_scale_factor, by default the padded width, which changes from
-        batch to batch; verl before 2026-02-26 did not divide that mode by the number of sequences.
+        ppo_mini_batch_size x rollout.n, as the presets verl, slime and miles do (`Conventions.counts_empty_rows`).
     """
     if mode not in AGGREGATIONS:
         raise ValueError(f"unknown loss_agg_mode {mode!r}: choose one of {', '.join(AGGREGATIONS)}")

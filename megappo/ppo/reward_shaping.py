@@ -41,7 +41,9 @@ class RunningMoments:
     """Mean and standard deviation (ddof 1) of all numbers so far, the same on every rank; see `merged_moments`."""
 
     def __init__(self) -> None:
-        self.count, self.mean, self._squares = 0.0, 0.0, 0.0
+        self.count = 0.0
+        self.mean = 0.0
+        self._squares = 0.0
 
     @property
     def std(self) -> float:
@@ -61,7 +63,9 @@ class RunningMoments:
         return {"count": self.count, "mean": self.mean, "squares": self._squares}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        self.count, self.mean, self._squares = state["count"], state["mean"], state["squares"]
+        self.count = state["count"]
+        self.mean = state["mean"]
+        self._squares = state["squares"]
 
 
 def normalize_scores(
@@ -79,7 +83,7 @@ def normalize_scores(
         prompt_ids: [B] int64; the same number = the same prompt. All responses to a prompt are on one rank.
         normalize: whose mean and std: batch = the scores of all ranks; running = also all earlier ones; group = the
             scores of the same prompt; none = scores unchanged.
-        running: with normalize running, updated with the scores before they are normalised; unchanged otherwise.
+        running: moments that normalize running updates with the scores before they are normalised; unchanged otherwise.
         process_group: ranks that batch and running take together; each must call.
 
     Returns:

@@ -17,18 +17,28 @@ def nll_loss(
     Args:
         log_probs: [B, R], of the tokens of the responses, given all tokens before.
         response_mask: [B, R], 1 on tokens with a loss.
-        normaliser: of the batch; None = counted from the mask.
+        normaliser: normaliser of the batch; None = counted from the mask.
         loss_weights: [B], factors of each row's losses, which do not change the counts. None = 1.
     Returns:
         This call's share of the mean, 0-dim: shares of all micro-batches and ranks add up to it. No metrics.
     Source: Ouyang et al. 2022 (InstructGPT), section 3.5: cross-entropy on demonstrations.
     """
-    loss = aggregate(-log_probs, response_mask, "token-mean", normaliser=normaliser, loss_weights=loss_weights)
+    loss = aggregate(
+        -log_probs,
+        response_mask,
+        "token-mean",
+        normaliser=normaliser,
+        loss_weights=loss_weights,
+    )
     return loss, {"nll_loss": loss.detach()}
 
 
 def preference_loss(
-    chosen: Tensor, rejected: Tensor, margins: Tensor, num_pairs: int, center_coef: float = 0.0
+    chosen: Tensor,
+    rejected: Tensor,
+    margins: Tensor,
+    num_pairs: int,
+    center_coef: float = 0.0,
 ) -> tuple[Tensor, Metrics]:
     """Return the Bradley-Terry loss of pairs, -log sigmoid(chosen - rejected - margin), a mean over the batch's pairs.
 
@@ -59,7 +69,7 @@ def preference_metrics(differences: Tensor) -> Unreduced:
     """Return how well scores order held-out pairs.
 
     Args:
-        differences: [P] float64, score of the chosen minus that of the rejected response.
+        differences: [P] float64, score of the chosen response minus score of the rejected one.
     Returns:
         Loss without margins, share of pairs in the right order, mean difference, and the expected calibration error of
         sigmoid(|difference|) as the probability that the order is right.

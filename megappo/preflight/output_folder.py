@@ -105,8 +105,8 @@ def _other_evaluation(config: Config) -> Iterator[str]:
     recorded = Path(content.get("weights", weights))
     if recorded.exists() and recorded.resolve() != weights.resolve():  # a run's folder may have been moved since
         yield (
-            f"trainer.output_dir: {file} is of {recorded}, and would be overwritten with that of {weights}: choose "
-            "another one (megappo evaluate: --output)"
+            f"trainer.output_dir: {file} evaluates {recorded}, and the evaluation of {weights} would overwrite it: "
+            "choose another one (megappo evaluate: --output)"
         )
 
 
@@ -135,7 +135,7 @@ def _missing_rollouts(config: Config, begun: int) -> Iterator[str]:
     if held_out is not None and recorded_steps(Path(held_out)) != [1]:
         yield (
             f"trainer.replay_held_out: {held_out}{looked_in(Path(held_out))} must hold the rollouts of step 1 alone: "
-            "record those of held-out prompts by trainer.rollout_only and trainer.total_steps=1"
+            "record rollouts of held-out prompts by trainer.rollout_only and trainer.total_steps=1"
         )
     folder = Path(config.trainer.replay_rollouts)
     recorded = set(recorded_steps(folder))

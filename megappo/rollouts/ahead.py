@@ -31,11 +31,13 @@ class EngineShare:
     """
 
     def __init__(self, admitted: Sequence[int], num_engines: int, shared: SharedCounts):
-        self._admitted, self._num_engines, self._shared = admitted, num_engines, shared
+        self._admitted = admitted
+        self._num_engines = num_engines
+        self._shared = shared
         self._places = range(0)  # in `admitted`, or after its end: taken by this engine
 
     def take(self, most: int) -> list[int]:
-        """Return the positions of the next prompts: an even share of those that wait, so that no engine takes them
+        """Return the positions of the next prompts: an even share of the waiting prompts, so that no engine takes them
         all."""
         num_admitted = len(self._admitted)
         if not self._places:
@@ -58,21 +60,29 @@ class AheadSampler:
 
     Args:
         shared: None on ranks without an engine.
-        queue: whose admitted prompts are sampled.
+        queue: the queue whose admitted prompts are sampled.
         groups: this rank's.
     Attributes:
         version: steps that the engines' weights have been trained for. Written by the main thread.
-        fault: of the engine, for the main thread to restart it. Written by the sampling thread, as are the next two.
+        fault: fault of the engine, for the main thread to restart it. The sampling thread writes it and the next two.
         error: ended the sampling thread; the main thread raises it.
         usage: the engine's work so far.
     """
 
-    def __init__(self, rollouts: Rollouts, shared: SharedCounts | None, queue: GroupQueue, groups: RankGroups):
+    def __init__(
+        self,
+        rollouts: Rollouts,
+        shared: SharedCounts | None,
+        queue: GroupQueue,
+        groups: RankGroups,
+    ):
         self.version = 0
         self.fault: EngineFault | None = None
         self.error: BaseException | None = None
         self.usage = EngineUsage()
-        self._rollouts, self._prompts, self._groups = rollouts, queue.prompts, groups
+        self._rollouts = rollouts
+        self._prompts = queue.prompts
+        self._groups = groups
         self._share = EngineShare(queue.admitted, rollouts.num_engines, shared)
         self._again: list[Request] = []  # of groups that are begun
         self._session: RolloutSession | None = None
@@ -96,10 +106,10 @@ class AheadSampler:
 
     @contextmanager
     def held(self, *, until_idle: bool = False) -> Iterator[None]:
-        """Send the engine no further requests inside.
+        """Send the engine no further requests while the block runs.
 
         Args:
-            until_idle: wait first until it has answered those that it has.
+            until_idle: wait first until it has answered the requests that it has.
         """
         self._num_holds += 1
         try:
@@ -146,7 +156,8 @@ class AheadSampler:
     def _next(self, most: int) -> list[Request]:
         """Return requests: for groups that are begun, or for further prompts."""
         if self._again:
-            taken, self._again = self._again[:most], self._again[most:]
+            taken = self._again[:most]
+            self._again = self._again[most:]
             return taken
         positions = self._share.take(most // self._rollouts.config.rollout.n)
         prompts = {position: self._prompts[position] for position in positions}
@@ -156,7 +167,8 @@ class AheadSampler:
         """Return requests for the responses of groups that are not finished."""
         requests: list[Request] = []
         for group in groups:
-            position, prompt = group.position, self._prompts[group.position].tokens
+            position = group.position
+            prompt = self._prompts[group.position].tokens
             finished = {sample.sample_index for sample in group.samples}
             missing = [order for order in range(self._rollouts.config.rollout.n) if order not in finished]
             requests += [Request(position, order, prompt, group.written.get(order)) for order in missing]
@@ -215,7 +227,7 @@ class AheadSampler:
             tasks.create_task(self._score(group))
 
     async def _score(self, group: Group) -> None:
-        """Have a group scored, and finish it once its scores have arrived."""
+        """Score a group, and finish it once its scores have arrived."""
         responses = self._rollouts.new_responses(self._prompts)
         positions = responses.add(group.samples)
         responses.end()

@@ -46,7 +46,8 @@ class Datasets:
         Raises:
             ConfigError: on every rank, with everything that is wrong.
         """
-        errors, notes = [], []
+        errors = []
+        notes = []
         for dataset in filter(None, (self.train, *self.val.values())):
             mine = dataset.check(self.vocab_size, lambda size: share(range(size), exchange.rank, exchange.world_size))
             parts = exchange.all_gather(mine)
@@ -98,7 +99,8 @@ def unpacked_once(exchange: Exchange, write: Write) -> BinaryIO:
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     first = exchange.rank - exchange.rank % ranks_per_node
     file: BinaryIO | None = None
-    path, error = "", None
+    path = ""
+    error = None
     if exchange.rank == first:
         try:
             file = unpacked(write)

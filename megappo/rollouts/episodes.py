@@ -38,8 +38,16 @@ class Transcript:
         limits: tokens that a segment may have after its prompt, and together with it.
     """
 
-    def __init__(self, prompt: Prompt, chat: Chat, tokenizer: "PreTrainedTokenizerBase", limits: tuple[int, int]):
-        self._chat, self._tokenizer, self._limits = chat, tokenizer, limits
+    def __init__(
+        self,
+        prompt: Prompt,
+        chat: Chat,
+        tokenizer: "PreTrainedTokenizerBase",
+        limits: tuple[int, int],
+    ):
+        self._chat = chat
+        self._tokenizer = tokenizer
+        self._limits = limits
         raw = prompt.columns[PROMPTS]
         self._messages: list[dict[str, Any]] | None = None if isinstance(raw, str) else list(raw)
         self.segments = [Segment(prompt.tokens, prompt.text)]
@@ -68,9 +76,9 @@ class Transcript:
         """Append a turn of the policy; return its text without the special token that ends it. The first turn continues
         an assistant message at the end of the prompt."""
         tokens = generation.tokens
-        self.segments[-1].write(generation, self._decode(tokens), turn)
+        self.segments[-1].write(generation, self._tokenizer.decode(tokens), turn)
         has_end = bool(tokens) and not self._tokenizer.decode(tokens[-1:], skip_special_tokens=True)
-        text = self._decode(tokens[:-1] if has_end else tokens)
+        text = self._tokenizer.decode(tokens[:-1] if has_end else tokens)
         if self._messages is not None:
             is_continued = turn == 1 and self._messages[-1]["role"] == "assistant"
             before = self._messages.pop()["content"] if is_continued else ""
@@ -104,7 +112,7 @@ class Transcript:
         return self._chat.text_of(self._messages, continues=continues)
 
     def _added(self, before: str, text: str) -> list[int] | None:
-        """Return the tokens that a text has after those of its beginning; None if it begins otherwise."""
+        """Return the tokens that a text has after the tokens of its beginning; None if it begins otherwise."""
         if not text.startswith(before):
             return None
         texts = with_context(before, text[len(before) :])
@@ -117,15 +125,12 @@ class Transcript:
         [tokens] = encode([RenderedText(text, is_chat=self._messages is not None)], self._tokenizer)
         return Segment(tokens, text)
 
-    def _decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
 
 class EpisodeRunner:
     """Plays episodes from some prompts, in the environments of a pool.
 
     Args:
-        prompts: by their indices.
+        prompts: prompts by their indices.
         longest_prompt: most tokens of a prompt.
         tokenizer: serves one thread at a time.
         max_response_length: tokens of a segment after its prompt.
@@ -140,7 +145,9 @@ class EpisodeRunner:
         max_response_length: int,
         longest_prompt: int,
     ):
-        self._prompts, self._environments, self._tokenizer = prompts, environments, tokenizer
+        self._prompts = prompts
+        self._environments = environments
+        self._tokenizer = tokenizer
         self._limits = (max_response_length, longest_prompt + max_response_length)
         self._chat = Chat(tokenizer, config.data, environments.takes.tools)
         self._max_turns = config.rollout.max_turns
@@ -169,7 +176,11 @@ class EpisodeRunner:
         raise self._fault(f"{lost}, {MAX_RESETS} times before an episode began")
 
     async def _take_turns(
-        self, transcript: Transcript, environment: Environment, generate: Generate, parts: Counter[str]
+        self,
+        transcript: Transcript,
+        environment: Environment,
+        generate: Generate,
+        parts: Counter[str],
     ) -> tuple[Ending, str]:
         """Take turns until the episode ends; return how it ended, and how the environment was lost."""
         for turn in range(1, self._max_turns + 1):

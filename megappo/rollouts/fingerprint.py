@@ -37,11 +37,12 @@ WORD = re.compile(r"\w+")
 
 def rollout_settings(config: Config) -> dict[str, Any]:
     """Return everything that scored responses depend on, as JSON, except prompts and trained weights. A reward model is
-    no part of it: its scores are added to those of recorded rows.
+    no part of it: its scores are added to the scores of recorded rows.
 
     Call it at the start of a run, when workers load the users' files: later edits belong to the next run.
     """
-    filters, played = config.algorithm.filter_groups, (config.rollout.environment, *config.rollout.tools)
+    filters = config.algorithm.filter_groups
+    played = (config.rollout.environment, *config.rollout.tools)
     settings: dict[str, Any] = key_values(config, SAMPLING_KEYS + EPISODE_KEYS + REMAINING_KEYS)
     settings["algorithm.adv_estimator"] = config.algorithm.method.needs_greedy_baseline
     settings["algorithm.filter_groups"] = filters.model_dump() if filters.enable else None

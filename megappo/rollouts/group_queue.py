@@ -3,7 +3,6 @@ on which groups a step trains."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from itertools import takewhile
 
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
@@ -25,24 +24,25 @@ def block_of(position: int, size: int) -> int:
 class GroupQueue:
     """Prompts, and facts about their groups, that no step has trained on or left out yet. The same on all ranks.
 
-    As many prompts may be admitted and not trained on as 1 + rollout.max_staleness steps take. Steps train on groups in
-    the order in which their prompts were drawn, and wait for slow ones: the first finished ones are the shortest, and a
-    batch of these alone would mislead the update. So no group becomes too old.
+    The admitted prompts that no step has trained on never exceed the prompts of 1 + rollout.max_staleness steps. Steps
+    train on groups in the order in which their prompts were drawn, and wait for slow groups, so no group becomes too
+    old. The first finished groups are the shortest: a batch of these alone would mislead the update.
 
     Attributes:
         drawn: prompts that are not admitted yet, by position.
-        prompts: admitted ones, by position.
+        prompts: admitted prompts, by position.
         admitted: positions of the prompts that engines begin, in this order. Engines count in it, so it only grows.
         finished: facts about the finished groups, in the order of their prompts.
         lookahead: batches that may be begun ahead of the step's own; at most rollout.max_staleness.
         num_draws: batches of prompts that were drawn for the current step.
 
     Source: the limit is AReaL's (Fu et al. 2025, arXiv 2505.24298, eq. 3). There, a response may be too old when it is
-    finished; here none is, and none is dropped.
+        finished; here no response is too old, and none is dropped.
     """
 
     def __init__(self, config: Config):
-        self._config, self._size = config, config.data.train_batch_size
+        self._config = config
+        self._size = config.data.train_batch_size
         self.drawn: dict[int, Prompt] = {}
         self.prompts: dict[int, Prompt] = {}
         self.admitted: list[int] = []
@@ -52,7 +52,8 @@ class GroupQueue:
 
     @property
     def takes_equal(self) -> bool:
-        """True if groups that algorithm.filter_groups leaves out fill up the step."""
+        """True if the step has drawn its most batches: groups that algorithm.filter_groups leaves out then fill it
+        up."""
         filters = self._config.algorithm.filter_groups
         return filters.enable and self.num_draws >= filters.max_num_gen_batches
 
@@ -79,13 +80,18 @@ class GroupQueue:
         """Return the number of groups that no step has trained on or left out yet, by block."""
         return Counter(block_of(position, self._size) for position in self.prompts)
 
-    def has_enough(self, waiting: Mapping[int, int], finished: Mapping[int, int], equal: Mapping[int, int]) -> bool:
-        """Return whether the first blocks without an unfinished group suffice for a step.
+    def has_enough(
+        self,
+        waiting: Mapping[int, int],
+        finished: Mapping[int, int],
+        equal: Mapping[int, int],
+    ) -> bool:
+        """Return whether the blocks before the first one with an unfinished group have enough groups for a step.
 
         Args:
             waiting: see `num_waiting`.
-            finished: number of finished groups of each block, without those that algorithm.filter_groups leaves out.
-            equal: number of these.
+            finished: number of finished groups of each block, without groups that algorithm.filter_groups leaves out.
+            equal: number of finished groups of each block that algorithm.filter_groups leaves out.
         """
         num_found = 0
         for block, num_waiting in sorted(waiting.items()):
@@ -100,10 +106,17 @@ class GroupQueue:
         """Return the groups that a step trains on, once there are enough: the first ones whose predecessors are
         finished, too."""
         facts_of = {facts.position: facts for facts in self.finished}
-        first = [facts_of[position] for position in takewhile(facts_of.__contains__, sorted(self.prompts))]
+        first = []
+        for position in sorted(self.prompts):
+            if position not in facts_of:
+                break
+            first.append(facts_of[position])
         ranked = sorted(first, key=lambda facts: (facts.is_equal, facts.position))
         chosen = sorted(facts.position for facts in ranked[: self._size])
-        left_out = [facts.position for facts in self.finished if facts.is_equal and facts.position not in chosen]
+        left_out = []
+        for facts in self.finished:
+            if facts.is_equal and facts.position not in chosen:
+                left_out.append(facts.position)
         return Choice(step, chosen, left_out, self.num_draws)
 
     def remove(self, choice: Choice) -> None:

@@ -36,7 +36,9 @@ class GroupQuota:
     """
 
     def __init__(self, num_groups: int, metric: str | None, take: Callable[[int], int]):
-        self._num_groups, self._metric, self._take = num_groups, metric, take
+        self._num_groups = num_groups
+        self._metric = metric
+        self._take = take
         self._pending: list[tuple[Sequence[Sample], Callable[[], bool]]] = []
 
     def add(self, group: Sequence[Sample], fill_if_scored: Callable[[], bool]) -> None:
@@ -45,7 +47,8 @@ class GroupQuota:
 
     def is_met(self) -> bool:
         """Count the added groups whose scores have arrived; return whether all ranks together have enough."""
-        pending, num_new = [], 0
+        pending = []
+        num_new = 0
         for group, fill_if_scored in self._pending:
             if self._metric is not None and not fill_if_scored():
                 pending.append((group, fill_if_scored))
@@ -102,7 +105,7 @@ class StepResponses:
             one.fill_grades()
 
     def failure_metrics(self) -> dict[str, Metric]:
-        """Return those of `Scored`, for all samples of all parts."""
+        """Return the failure metrics of all samples of all parts, see `Scored`."""
         return merge_metrics(one.failure_metrics() for one in self.parts)
 
     def engine_metrics(self) -> dict[str, Metric]:
@@ -116,7 +119,7 @@ class Batches:
 
     Attributes:
         num_drawn: prompts, or examples, that have been drawn so far.
-        pending: positions, in the order of drawing, of those that no step has trained on or left out yet.
+        pending: positions, in the order of drawing, of prompts or examples that no step has trained on or left out yet.
     """
 
     num_drawn = 0
@@ -158,14 +161,15 @@ def choose_groups(
     If the rounds of dynamic sampling yield too few groups, the first others fill up the step.
 
     Args:
-        sample: samples responses to a draw of prompts, of which so many groups are still needed.
+        sample: samples responses to a draw of prompts; its second argument is the number of groups still needed.
         draw: returns the prompts of the next round.
         over_samples: draws have more prompts than a step trains on, and sampling stops when enough groups count.
     Raises:
         RewardError: a reward function failed, or returns no such metric.
     """
     rounds: list[Responses] = []
-    counted, others = list[GroupKey](), list[GroupKey]()
+    counted = list[GroupKey]()
+    others = list[GroupKey]()
     metric, max_rounds = (filters.metric, filters.max_num_gen_batches) if filters.enable else (None, 1)
     while len(counted) < num_groups and len(rounds) < max_rounds:
         with phase("rollout"):
@@ -185,7 +189,9 @@ def choose_groups(
             "filter_groups/surplus_groups": surplus,
         }
     if filters.enable or over_samples:
-        chosen.num_dropped_tokens = sum(exchange.all_gather(_num_dropped_tokens(chosen)))
+        num_written = sum(usage.written_tokens for usage in chosen.usages)
+        num_dropped = num_written - sum(one.num_policy_tokens for one in chosen.samples)
+        chosen.num_dropped_tokens = sum(exchange.all_gather(num_dropped))
     if over_samples:
         num_finished = len(counted) + len(others)
         chosen.metrics["over_sampling/unfinished_groups"] = sum(len(one.prompts) for one in rounds) - num_finished
@@ -195,19 +201,14 @@ def choose_groups(
     return chosen
 
 
-def _num_dropped_tokens(chosen: StepResponses) -> int:
-    """Return how many tokens this rank's engine wrote for other responses."""
-    num_written = sum(usage.written_tokens for usage in chosen.usages)
-    return num_written - sum(one.num_policy_tokens for one in chosen.samples)
-
-
 def differ(group: Sequence[Sample], metric: str) -> bool:
     """Return whether a metric differs within a group. Nothing is known of responses for which a function failed."""
     return len({_value(one.grade, metric) for one in group if not one.grade.failed}) > 1
 
 
 def _finished_groups(responses: Responses, metric: str | None, exchange: Exchange) -> tuple[set[int], set[int]]:
-    """Return the prompts of finished groups of all ranks, and of those that count. With a metric, wait for scores."""
+    """Return the prompts of all ranks' finished groups, and the prompts of groups that count. With a metric, wait for
+    scores."""
     finished = counted = {one.prompt_index for one in responses.samples}
     if metric is not None:
         counted = {index for index, group in responses.groups().items() if differ(group, metric)}

@@ -34,7 +34,8 @@ from megappo.rollouts.sample_rows import Sample
 from megappo.runtime.durable_files import append
 from megappo.userland.grades import Grade
 
-JOURNAL_FOLDER, CHOICES_FILE = "ahead", "choices.jsonl"
+JOURNAL_FOLDER = "ahead"
+CHOICES_FILE = "choices.jsonl"
 REMEDY = "remove the file: its responses are sampled again"
 _ENGINE_FILE = re.compile(r"engine_(\d+)_version_(\d+)\.jsonl")
 
@@ -55,7 +56,7 @@ class Group:
     """Responses to a prompt.
 
     Attributes:
-        position: of the prompt, in the order in which prompts are drawn.
+        position: position of the prompt, in the order in which prompts are drawn.
         version: steps that the weights had been trained for when the group was begun.
         prompt: its `prompt_digest`.
         samples: the finished responses.
@@ -88,7 +89,7 @@ class Group:
         """Do nothing: the samples of a finished group have their grades."""
 
     def failure_metrics(self) -> dict[str, Metric]:
-        """Return those of `Scored`."""
+        """Return the failure metrics of its responses, see `Scored`."""
         return self.failures
 
 
@@ -107,20 +108,30 @@ class Choice(NamedTuple):
     num_draws: int
 
 
-_SAMPLE, _GENERATION = TypeAdapter(Sample), TypeAdapter(Generation)
-_GRADES, _CHOICE = TypeAdapter(list[Grade]), TypeAdapter(Choice)
+_SAMPLE = TypeAdapter(Sample)
+_GENERATION = TypeAdapter(Generation)
+_GRADES = TypeAdapter(list[Grade])
+_CHOICE = TypeAdapter(Choice)
 
 
 class Journal:
     """Journal of one rank's engine, which takes over files of an earlier process that may have had more engines.
 
     Args:
-        number: of this rank's engine, among `num_engines`; None without one.
+        number: number of this rank's engine, among `num_engines`; None without one.
         settings: see `rollout_settings`.
     """
 
-    def __init__(self, output_dir: Path, number: int | None, num_engines: int, settings: Mapping[str, Any]):
-        self._folder, self._number, self._num_engines = output_dir / JOURNAL_FOLDER, number, num_engines
+    def __init__(
+        self,
+        output_dir: Path,
+        number: int | None,
+        num_engines: int,
+        settings: Mapping[str, Any],
+    ):
+        self._folder = output_dir / JOURNAL_FOLDER
+        self._number = number
+        self._num_engines = num_engines
         self._settings = settings
 
     def write_sample(self, group: Group, sample: Sample) -> None:
@@ -148,7 +159,7 @@ class Journal:
         append(path, json.dumps(line, default=_plain) + "\n")
 
     def read(self) -> dict[tuple[int, str], Group]:
-        """Return the groups of an earlier process, by position and `prompt_digest`; delete those of other settings.
+        """Return the groups of an earlier process, by position and `prompt_digest`; delete groups of other settings.
 
         Raises:
             ConfigError: a file cannot be read, or is not what a run writes.
@@ -224,7 +235,8 @@ def _add(group: Group, line: Mapping[str, Any]) -> None:
         for sample, grade in zip(group.samples, _GRADES.validate_python(line["grades"]), strict=True):
             sample.grade = grade
         group.failures = metrics_from_json(line["failures"])
-        group.is_equal, group.is_finished = bool(line["is_equal"]), True
+        group.is_equal = bool(line["is_equal"])
+        group.is_finished = True
 
 
 def _plain(value: Any) -> Any:

@@ -18,13 +18,17 @@ from megappo.rollouts.sample_rows import shown_facts
 from megappo.runtime.durable_files import put_whole
 
 KEPT_ROWS = 64
-"""Rows of a step that are kept at most: those of the first prompts that it drew."""
+"""Rows of a step that are kept at most: rows of the first prompts that it drew."""
 Facts = dict[tuple[int, int], dict[str, Any]]
 """(prompt_index, sample_index) -> what people are shown of it beside texts and score."""
 
 
 def keep_rollouts(
-    output_dir: Path, step: int, batch: Batch, responses: StepResponses | None, rollouts: Rollouts
+    output_dir: Path,
+    step: int,
+    batch: Batch,
+    responses: StepResponses | None,
+    rollouts: Rollouts,
 ) -> None:
     """Write `rollouts/step_XXXXXXXX.parquet`, a row for each response; all ranks together.
 
@@ -58,10 +62,18 @@ def _facts(responses: StepResponses | None, prompts: set[int], rollouts: Rollout
     return {(one.prompt_index, one.sample_index): shown_facts(one, rollouts.tokenizer) for one in kept}
 
 
-def _records(step: int, rows: Rows, labels: list[Any], facts: Facts, rollouts: Rollouts) -> Iterator[dict[str, Any]]:
+def _records(
+    step: int,
+    rows: Rows,
+    labels: list[Any],
+    facts: Facts,
+    rollouts: Rollouts,
+) -> Iterator[dict[str, Any]]:
     """Yield what is kept of each row, by the names of SCHEMA."""
-    fields, tokenizer = rows.fields, rollouts.tokenizer
-    prompt_ids, scores = rows.prompt_ids.tolist(), fields["scores"].tolist()
+    fields = rows.fields
+    tokenizer = rollouts.tokenizer
+    prompt_ids = rows.prompt_ids.tolist()
+    scores = fields["scores"].tolist()
     for row, (prompt, sequence) in enumerate(zip(prompt_ids, rows.sequences, strict=True)):
         prompt_tokens, tokens = sequence.tensor_split([int(rows.prompt_lengths[row])])
         number = int(fields["episodes"][row]) if "episodes" in fields else row - prompt_ids.index(prompt)

@@ -1,4 +1,4 @@
-"""The groups of responses that one rank's engine samples ahead of training, and counts of those of all ranks."""
+"""The groups of responses that one rank's engine samples ahead of training, and the counts of all ranks' groups."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -14,7 +14,7 @@ from megappo.rollouts.sample_rows import Sample
 from megappo.rollouts.sampler import Request
 
 Kind = Literal["finished", "equal"]
-"""Groups that a step trains on, and those that algorithm.filter_groups leaves out."""
+"""Groups that a step trains on, and groups that algorithm.filter_groups leaves out."""
 
 
 class SharedCounts:
@@ -26,14 +26,15 @@ class SharedCounts:
     """
 
     def __init__(self, store: Store, block_size: int):
-        self._store, self._block_size = store, block_size
+        self._store = store
+        self._block_size = block_size
 
     def take(self, count: int) -> int:
-        """Take the next so many admitted prompts; return how many were taken before."""
+        """Take the next `count` admitted prompts; return how many were taken before."""
         return self._store.add("ahead/taken", count) - count
 
     def add(self, kind: Kind, position: int, count: int) -> None:
-        """Count a finished group of this prompt, or, with -1, count it no more."""
+        """Add `count` finished groups of this prompt to the shared count: 1, or -1 to take back an earlier 1."""
         self._store.add(f"ahead/{kind}/{block_of(position, self._block_size)}", count)
 
     def total(self, kind: Kind, blocks: Iterable[int]) -> Counter[int]:
@@ -57,7 +58,8 @@ class RankGroups:
     num_equal = 0
 
     def __init__(self, shared: SharedCounts | None, journal: Journal):
-        self._shared, self._journal = shared, journal
+        self._shared = shared
+        self._journal = journal
         self._groups: dict[int, Group] = {}  # by position
 
     def restore(self, groups: dict[int, Group]) -> None:
@@ -103,7 +105,7 @@ class RankGroups:
         return [group.facts for group in list(self._groups.values()) if group.is_finished]
 
     def remove(self, positions: Iterable[int]) -> list[Group]:
-        """Remove the finished groups of these positions; return those of this rank."""
+        """Remove the finished groups of these positions; return this rank's groups."""
         groups = [self._groups.pop(position) for position in positions if position in self._groups]
         for group in groups:
             self._count(group, -1)

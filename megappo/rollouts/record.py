@@ -35,10 +35,18 @@ class Record:
 
     def __init__(self, folder: Path, config: Config, exchange: Exchange):
         self.folder = folder
-        self._config, self._exchange = config, exchange
+        self._config = config
+        self._exchange = exchange
         self._rollout_settings = rollout_settings(config)
 
-    def write(self, step: int, batch: Batch, prompts: Sequence[Prompt], num_tokens: int, num_drawn: int) -> None:
+    def write(
+        self,
+        step: int,
+        batch: Batch,
+        prompts: Sequence[Prompt],
+        num_tokens: int,
+        num_drawn: int,
+    ) -> None:
         """Write a step's rows over what an earlier run left; all ranks together.
 
         Only the labels of the prompts' records are kept, to be shown: other fields may be large, and the prompts'
@@ -49,7 +57,8 @@ class Record:
         Raises:
             OSError, OtherRankError: the file cannot be written.
         """
-        rows, config = batch.at_rank_0(self._exchange), self._config
+        rows = batch.at_rank_0(self._exchange)
+        config = self._config
         settings = self._settings(step)
         facts = {
             "step": step,
@@ -78,6 +87,8 @@ class Record:
         return self._exchange.on_rank_0(lambda: self._valid_steps(prompts))
 
     def _valid_steps(self, prompts: PromptDataset) -> tuple[int, int, list[str]]:
+        config = self._config
+        chooses = config.data.gen_batch_size is not None or config.algorithm.filter_groups.enable
         num_drawn = 0
         for step in range(1, self._config.trainer.total_steps + 1):
             try:
@@ -88,20 +99,16 @@ class Record:
             if "prompt_digests" not in facts:
                 return step - 1, num_drawn, ["the version of megappo"]
             draws = range(num_drawn, facts["prompts_drawn"], self._config.data.draw_size)
-            drawn = chain.from_iterable(map(prompts.batch, draws))
+            drawn = [prompt_digest(prompt) for prompt in chain.from_iterable(map(prompts.batch, draws))]
             changed = changed_settings(facts["settings"], self._settings(step))
-            if not self._may_train_on(facts["prompt_digests"], list(map(prompt_digest, drawn))):
+            trained = facts["prompt_digests"]
+            is_known = set(trained) <= set(drawn) if chooses else trained == drawn
+            if not is_known:
                 changed.append(PROMPT_CONTENT)
             if changed:
                 return step - 1, num_drawn, changed
             num_drawn = facts["prompts_drawn"]
         return self._config.trainer.total_steps, num_drawn, []
-
-    def _may_train_on(self, prompts: list[str], drawn: list[str]) -> bool:
-        """Return whether a step that has drawn these prompts may have chosen those."""
-        config = self._config
-        chooses = config.data.gen_batch_size is not None or config.algorithm.filter_groups.enable
-        return set(prompts) <= set(drawn) if chooses else prompts == drawn
 
     def _settings(self, step: int) -> dict[str, Any]:
         """Return everything that a step's rollouts depend on, except its prompts."""
@@ -117,16 +124,27 @@ class Replay(Batches):
     """
 
     def __init__(
-        self, folder: Path, config: Config, vocab_size: int, exchange: Exchange, key: str = "trainer.replay_rollouts"
+        self,
+        folder: Path,
+        config: Config,
+        vocab_size: int,
+        exchange: Exchange,
+        key: str = "trainer.replay_rollouts",
     ):
-        self._folder, self._config, self._key = folder, config, key
-        self._vocab_size, self._exchange = vocab_size, exchange
+        self._folder = folder
+        self._config = config
+        self._key = key
+        self._vocab_size = vocab_size
+        self._exchange = exchange
 
     def sample(self, step: int, phase: Callable[[str], AbstractContextManager[None]]) -> None:
         """Do nothing: the record has the step's responses with their scores."""
 
     def score(
-        self, step: int, responses: None, phase: Callable[[str], AbstractContextManager[None]]
+        self,
+        step: int,
+        responses: None,
+        phase: Callable[[str], AbstractContextManager[None]],
     ) -> tuple[Batch, dict[str, Any]]:
         """Return a step's rows at their owners, each of which reads its own, and metrics.
 
@@ -149,7 +167,8 @@ class Replay(Batches):
             return batch, {"rollout/num_tokens": file.facts["num_tokens"]}
 
     def _errors(self, file: RowsFile) -> list[str]:
-        config, facts = self._config, file.facts
+        config = self._config
+        facts = file.facts
         if "settings" not in facts:
             return ["was written by another version of this program: record the rollouts again"]
         errors = []
@@ -171,5 +190,5 @@ class Replay(Batches):
                 needed = f"which algorithm.adv_estimator {config.algorithm.adv_estimator} needs"
                 errors.append(f"has no {field}, {needed}: record the rollouts of a run with that estimator")
         if config.rollout.routing_replay and "expert_choices" not in file.names:
-            errors.append("has no expert_choices, which rollout.routing_replay needs: record those of a run with it")
+            errors.append("has no expert_choices, which rollout.routing_replay needs: record a run with it")
         return errors

@@ -29,20 +29,26 @@ class Responses:
         rewards: workers of the reward function; None where there is none, or on ranks without responses.
         tokenizer: no other thread may use it.
     Attributes:
-        samples: so far; `prompt_index` is an index into `prompts`.
-        usage: of this rank's engine while it sampled them.
+        samples: samples so far; `prompt_index` is an index into `prompts`.
+        usage: work of this rank's engine while it sampled them.
     """
 
-    def __init__(self, prompts: Prompts, rewards: RewardPool | None, tokenizer: PreTrainedTokenizerBase):
+    def __init__(
+        self,
+        prompts: Prompts,
+        rewards: RewardPool | None,
+        tokenizer: PreTrainedTokenizerBase,
+    ):
         self.prompts = prompts
         self.samples: list[Sample] = []
         self.usage = EngineUsage()
-        self._rewards, self._tokenizer = rewards, tokenizer
+        self._rewards = rewards
+        self._tokenizer = tokenizer
         self._scoring = None if rewards is None else rewards.begin()
         self._is_graded = False
 
     def add(self, samples: Sequence[Sample]) -> range:
-        """Have the whole texts scored, the environment's turns included; return the samples' positions."""
+        """Score the whole texts, including the environment's turns; return the samples' positions."""
         positions = range(len(self.samples), len(self.samples) + len(samples))
         self.samples += samples
         if self._scoring is None or not samples:  # batch_decode makes one text of no tokens at all
@@ -110,7 +116,8 @@ class Responses:
 
 def failure_report(failure: str, reported: set[str]) -> str:
     """Return a function's failure: whole for the first of its type, which is added to `reported`, else in a line."""
-    kind, first = failure.partition(": ")[0], failure.partition("\n")[0]
+    kind = failure.partition(": ")[0]
+    first = failure.partition("\n")[0]
     if kind in reported:
         return f"{first} (the first one is reported above in full)"
     reported.add(kind)

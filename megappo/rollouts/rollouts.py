@@ -34,7 +34,7 @@ NO_WORKERS = TaskWorkers()
 
 
 class Rollouts:
-    """Samples responses with the engines of all ranks. All ranks call it together; those without an engine only join
+    """Samples responses with the engines of all ranks. All ranks call it together; ranks without an engine only join
     the exchanges.
 
     Args:
@@ -57,8 +57,10 @@ class Rollouts:
         workers: Mapping[str, TaskWorkers],
         num_engines: int,
     ):
-        self.config, self.exchange = config, exchange
-        self.restarts, self.num_engines = restarts, num_engines
+        self.config = config
+        self.exchange = exchange
+        self.restarts = restarts
+        self.num_engines = num_engines
         self._workers = workers
         tokenizer = datasets.tokenizer
         self.tokenizer = copy.deepcopy(tokenizer if config.reward.skip_special_tokens else showing_special(tokenizer))
@@ -105,7 +107,8 @@ class Rollouts:
             longest = max([self.config.data.max_prompt_length, *(len(prompt.tokens) for prompt in prompts)])
             remaining = [(i, prompt.tokens) for i, prompt in enumerate(prompts)]
             while remaining:
-                source, fault = SharedPrompts(remaining, n, self.new_counter()), None
+                source = SharedPrompts(remaining, n, self.new_counter())
+                fault = None
                 if self.client is not None:
                     session = RolloutSession(
                         *(source, n, params, self.client),
@@ -131,9 +134,13 @@ class Rollouts:
             return responses
 
     def _group_handler(
-        self, responses: Responses, quota: GroupQuota | None, n: int
+        self,
+        responses: Responses,
+        quota: GroupQuota | None,
+        n: int,
     ) -> Callable[[Sequence[Sample]], None]:
-        count_finished, total = self.new_counter(), n * len(responses.prompts)
+        count_finished = self.new_counter()
+        total = n * len(responses.prompts)
         num_tokens = 0
 
         def on_group(group: Sequence[Sample]) -> None:
@@ -200,8 +207,16 @@ def make_rollouts(
 ) -> Rollouts:
     """Return the rollouts of a run, and with them what restarts its engines."""
     restarts = EngineRestarts(engine_handle, exchange, observer.message, plan.config.rollout.max_engine_restarts)
-    num_engines, workers = plan.layouts["rollout"].data if plan.config.is_ppo else 0, engine_handle.workers
-    return Rollouts(plan.config, datasets, restarts, exchange, workers=workers, num_engines=num_engines)
+    num_engines = plan.layouts["rollout"].data if plan.config.is_ppo else 0
+    workers = engine_handle.workers
+    return Rollouts(
+        plan.config,
+        datasets,
+        restarts,
+        exchange,
+        workers=workers,
+        num_engines=num_engines,
+    )
 
 
 def raise_if_interrupted(exchange: Exchange) -> None:

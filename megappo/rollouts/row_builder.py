@@ -32,9 +32,18 @@ class RowBuilder:
         tokenizer: serves one thread at a time.
     """
 
-    def __init__(self, config: Config, vocab_size: int, tokenizer: PreTrainedTokenizerBase, exchange: Exchange):
-        self._config, self._vocab_size, self._replayed = config, vocab_size, replayed_policy(config)
-        self._tokenizer, self._exchange = tokenizer, exchange
+    def __init__(
+        self,
+        config: Config,
+        vocab_size: int,
+        tokenizer: PreTrainedTokenizerBase,
+        exchange: Exchange,
+    ):
+        self._config = config
+        self._vocab_size = vocab_size
+        self._replayed = replayed_policy(config)
+        self._tokenizer = tokenizer
+        self._exchange = exchange
         self._score_counts: set[int] = set()
 
     def build(self, responses: StepResponses, step: int | None = None) -> tuple[Batch, dict[str, float]]:
@@ -47,12 +56,18 @@ class RowBuilder:
             ConfigError: see `scores`; the critic does not know a token; or the estimator does not support step scores.
             EngineError: responses are missing.
         """
-        samples, config = responses.samples, self._config
+        samples = responses.samples
+        config = self._config
         check_tokens(samples, self._vocab_size)
         responses.fill_grades()
         if config.algorithm.mask_truncated:
             mask_truncated(samples, compared=config.compares_responses)
-        rows = sample_rows(samples, episodes=config.rollout.has_environment, step=step, replayed=self._replayed)
+        rows = sample_rows(
+            samples,
+            episodes=config.rollout.has_environment,
+            step=step,
+            replayed=self._replayed,
+        )
         greedy = [] if responses.greedy is None else responses.greedy.samples
         num_tokens = sum(one.num_policy_tokens for one in [*samples, *greedy])
         rewards = responses.failure_metrics() | extra_metrics(samples)
@@ -80,8 +95,8 @@ class RowBuilder:
         return batch, {"rollout/num_tokens": sum(nums_tokens)} | reduce_ranks(metrics_by_rank)
 
     def scores(self, samples: Sequence[Sample], counts_by_rank: Iterable[set[int]]) -> torch.Tensor:
-        """Return the scores of each sample, those of its steps included, [b, K] float32. With an environment, the first
-        is the sum of its rewards.
+        """Return the scores of each sample, including the scores of its steps, [b, K] float32. With an environment, the
+        first is the sum of its rewards.
 
         Args:
             counts_by_rank: `score_counts` of all ranks.
@@ -129,7 +144,13 @@ def total_scores(scores: torch.Tensor) -> torch.Tensor:
     return scores.sum(dim=1, dtype=torch.float64).float()
 
 
-def with_scores(rows: Rows, samples: Sequence[Sample], scores: torch.Tensor, *, has_weights: bool) -> Rows:
+def with_scores(
+    rows: Rows,
+    samples: Sequence[Sample],
+    scores: torch.Tensor,
+    *,
+    has_weights: bool,
+) -> Rows:
     """Add the scores of samples [b, K], and their loss weights if any rank has some, to `sample_rows`."""
     sample_of_row = torch.arange(len(samples)).repeat_interleave(integers(len(one.segments) for one in samples))
     fields = {"scores": total_scores(scores)[sample_of_row]}
@@ -155,7 +176,7 @@ def step_rewards(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> list[flo
     token before it.
 
     Args:
-        tokenizer: with which the reward function's text was decoded; no other thread may use it.
+        tokenizer: tokenizer that decoded the reward function's text; no other thread may use it.
     """
     tokens = sample.tokens
     rewards = [0.0] * len(tokens)

@@ -31,12 +31,14 @@ class Segment:
     A response is one segment. An episode begins another one wherever the chat template rewrites the history.
 
     Attributes:
-        text: of the prompt and all tokens, in an episode.
+        text: text of the prompt and all tokens, in an episode.
         log_probs: None at tokens that an environment wrote.
-        rewards, turns: per token, in an episode; turns count from 1 and are 0 at tokens of the environment.
-        versions: of the weights that wrote each token, if the engines sample ahead of training; None at tokens that an
-            environment wrote.
-        choices: see `Generation`; of the first tokens, in an episode up to the last turn of the policy.
+        rewards, turns: reward and turn of each token, in an episode; turns count from 1 and are 0 at the environment's
+            tokens.
+        versions: version of the weights that wrote each token, if the engines sample ahead of training; None at tokens
+            that an environment wrote.
+        choices: choices of experts of the first tokens, see `Generation`; in an episode up to the last turn of the
+            policy.
     """
 
     prompt: list[int]
@@ -133,7 +135,7 @@ class Sample:
 
 
 def episode_turns(episode: Sample, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
-    """Return the turns of an episode, each with its text and reward: `turn` counts those of the policy from 1, and is 0
+    """Return the turns of an episode, each with its text and reward: `turn` counts the policy's turns from 1, and is 0
     where the environment wrote. A response has none."""
     decode = partial(tokenizer.decode, skip_special_tokens=False)
     turns: list[dict[str, Any]] = []
@@ -156,7 +158,12 @@ def shown_facts(one: Sample, tokenizer: PreTrainedTokenizerBase) -> dict[str, An
     return {name: fact for name, fact in facts.items() if fact}
 
 
-def response_sample(prompt_index: int, sample_index: int, prompt: list[int], response: Generation) -> Sample:
+def response_sample(
+    prompt_index: int,
+    sample_index: int,
+    prompt: list[int],
+    response: Generation,
+) -> Sample:
     """Return an engine's response to a prompt as a sample."""
     segment = Segment(
         prompt,
@@ -180,7 +187,11 @@ def mask_truncated(samples: Sequence[Sample], *, compared: bool) -> None:
 
 
 def sample_rows(
-    samples: Sequence[Sample], *, episodes: bool = False, step: int | None = None, replayed: Architecture | None = None
+    samples: Sequence[Sample],
+    *,
+    episodes: bool = False,
+    step: int | None = None,
+    replayed: Architecture | None = None,
 ) -> Rows:
     """Return a row for each segment, without scores.
 

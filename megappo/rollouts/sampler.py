@@ -34,10 +34,11 @@ class EngineUsage:
     """Work of an engine in one or more sessions.
 
     Attributes:
-        seconds: since the first request. sequence_seconds: the seconds of all sequences, added up.
-        prompt_tokens: of finished sequences. cached_tokens: those of them that the engine had in its cache.
-        written_tokens: of all sequences, also of aborted ones.
-        idle_seconds: those of `seconds` without a sequence.
+        seconds: time since the first request. sequence_seconds: sum of the times of all sequences.
+        prompt_tokens: prompt tokens of finished sequences. cached_tokens: prompt tokens that the engine had in its
+            cache.
+        written_tokens: tokens that the engine wrote for all sequences, including aborted ones.
+        idle_seconds: part of `seconds` in which no sequence ran.
     """
 
     seconds: float = 0.0
@@ -101,8 +102,8 @@ class PromptSource(Protocol):
     """Gives each engine the responses that it writes next."""
 
     async def take(self, most: int) -> Sequence[Request]:
-        """Return requests for the next responses: those of one prompt, or more, but at most so many; none once there
-        are no more."""
+        """Return requests for the next responses, to one prompt or to several, but at most `most`; none once there are
+        no more."""
 
     def put_back(self, request: Request) -> None:
         """Take back a request that was aborted."""
@@ -180,7 +181,8 @@ class RolloutSession:
         self._num_free = max(self.n, most_open)  # further responses that may begin
         self._has_room = asyncio.Event()
         self._slots = asyncio.Semaphore(self.max_running_requests)  # turns of episodes that the engine decodes at once
-        self._num_running, self._since = 0, time.perf_counter()
+        self._num_running = 0
+        self._since = time.perf_counter()
         self._stopping = False
 
     def run(
@@ -253,10 +255,11 @@ class RolloutSession:
                 await asyncio.sleep(GATHERING_SECONDS)
 
     async def _answer(self, requests: Sequence[Request]) -> None:
-        """Have these responses written in one request to the engine. One that is begun comes alone."""
+        """Sample these responses by one request to the engine. A response that is begun comes alone."""
         if not requests:
             return
-        params, contexts = self.params, [request.prompt for request in requests]
+        params = self.params
+        contexts = [request.prompt for request in requests]
         if (written := requests[0].written) is not None:
             params = replace(params, max_response_length=params.max_response_length - len(written.tokens))
             contexts = [requests[0].prompt + written.tokens]
@@ -325,7 +328,8 @@ class RolloutSession:
         if self.is_idle:
             self.usage.idle_seconds += now - self._since
         self.usage.sequence_seconds += self._num_running * (now - self._since)
-        self._num_running, self._since = self._num_running + count, now
+        self._num_running = self._num_running + count
+        self._since = now
 
 
 async def _wait_for_cancellation() -> None:

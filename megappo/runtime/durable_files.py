@@ -9,7 +9,7 @@ from pathlib import Path
 
 @contextmanager
 def naming(file: str | Path) -> Iterator[None]:
-    """Add the file's name to errors of the operating system that lack it, such as those of a write to a full disk."""
+    """Add the file's name to errors of the operating system that lack it, such as errors of a write to a full disk."""
     try:
         yield
     except OSError as error:
@@ -26,7 +26,7 @@ def append(path: Path, text: str) -> None:
 
 
 def sync(path: Path) -> None:
-    """Have the disk hold what was written to a file, or which names a folder has."""
+    """Flush the content of a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

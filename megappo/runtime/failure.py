@@ -41,7 +41,7 @@ REPORTED = "failure/exit_code"
 """Key of the store: exit code of the rank that has printed the run's error."""
 DEV_NULL = os.open(os.devnull, os.O_WRONLY)  # now: later there may be no descriptor left
 FAILED: list[str] = []
-"""Names of the threads of this process that an exception has ended, ours and those of libraries."""
+"""Names of the threads of this process that an exception has ended, threads of libraries included."""
 
 
 def report(error: Exception, store: dist.Store, rank: int) -> int:

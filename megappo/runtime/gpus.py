@@ -13,7 +13,7 @@ class GPU:
 
     Attributes:
         memory: bytes that programs can have, as torch reports them.
-        flops: per second, dense, of bf16 matrix products; and of fp32 ones, without TF32.
+        flops: FLOPs per second of dense bf16 matrix products; and of fp32 matrix products, without TF32.
         memory_bandwidth: bytes per second to its own memory.
         link: bytes per second to another GPU of the node, one way.
         network: bytes per second to another node, one way, with the usual one adapter per GPU.
@@ -53,7 +53,7 @@ GPUS = {
         _gpu("rtx4090", 89, 23.5, 165, 82.6, 1008, 25, 12, 25),
     )
 }
-"""By the name that --gpu takes; those with NVLink are of the SXM form.
+"""Name that --gpu takes -> GPU; GPUs with NVLink are of the SXM form.
 
 Source: NVIDIA's data sheets of each, dense rates (without sparsity); memory as in messages of torch's allocator.
 """

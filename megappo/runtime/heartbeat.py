@@ -23,7 +23,7 @@ class Heartbeat:
 
     Attributes:
         num_beats: heartbeats so far. Two threads at once may count as one.
-        phase: where in a step the process is.
+        phase: part of a step in which the process is.
         since: when it entered the phase, by `time.monotonic`.
         step: the step that it trains, in words; "" before training.
         part: where in the phase it is, such as "mini-batch 2 of 8"; "" if the phase has no parts.
@@ -51,7 +51,8 @@ class Heartbeat:
 
     def begin(self, part: str) -> None:
         """Note where in the phase the process is from now on."""
-        self.part, self.counted = part, None
+        self.part = part
+        self.counted = None
         self.beat()
 
     def count(self, done: int, total: int, unit: str, tokens: float = 0.0) -> None:
@@ -61,7 +62,8 @@ class Heartbeat:
 
     def enter(self, phase: str) -> None:
         """Note where in a step the process is from now on."""
-        self.phase, self.since = phase, time.monotonic()
+        self.phase = phase
+        self.since = time.monotonic()
         self.num_phases += 1
         self.begin("")
 

@@ -57,7 +57,7 @@ class Interruption:
         """Let neither a signal nor the deadline end this rank from now on: the caller of `reason` must end it.
 
         Args:
-            deadline: in seconds since the epoch.
+            deadline: time in seconds since the epoch.
         """
         self._has_something_to_save = True
         self._deadline = deadline

@@ -54,7 +54,7 @@ def keep(owner: int, command: Sequence[str]) -> int:
 
 
 def die_with(parent_pid: int, by: signal.Signals = signal.SIGKILL) -> None:
-    """Have the kernel send this process a signal when its parent's thread ends, even while user code runs in it."""
+    """Ask the kernel to signal this process when its parent's thread ends, even while user code runs in it."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, by)
     if os.getppid() != parent_pid:  # it ended before the call
         os.kill(os.getpid(), by)

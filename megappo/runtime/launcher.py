@@ -71,7 +71,7 @@ class Agent(LocalElasticAgent):
     def run(self, role: str = "default") -> RunResult:
         """Run the ranks to their end, and report what went wrong if no rank can.
 
-        The result's failures are those of the ranks that failed by themselves.
+        The result's failures name only ranks that failed by themselves.
 
         Raises:
             OtherNodeError, SignalException: what ended them.
@@ -157,7 +157,8 @@ class Agent(LocalElasticAgent):
     def _report(self) -> None:
         """Report the ranks that failed without an error message."""
         self._report_stuck()
-        failed, reason = self._failed(), ""
+        failed = self._failed()
+        reason = ""
         if not failed:
             verdict = self._nodes.wait_for_verdict() if self._nodes is not None else ""
             rank = self._named(next(iter(self._ended)))
@@ -247,8 +248,11 @@ class Nodes:
 
     def __init__(self, store: Store, node: int, num_nodes: int, name: str):
         self._store = store.clone()  # the launcher holds its own connection while it waits for the others' end
-        self._node, self._num_nodes, self._name = node, num_nodes, name
-        self._head, self._verdict = "node 0", ""
+        self._node = node
+        self._num_nodes = num_nodes
+        self._name = name
+        self._head = "node 0"
+        self._verdict = ""
         self._answered = math.inf  # when the store last did; not before all nodes have met
         threading.Thread(target=self._watch, name="nodes", daemon=True).start()
 
@@ -268,7 +272,12 @@ class Nodes:
     def leave(self, reason: str) -> None:
         """Report to the others why this node ends, unless another has ended before."""
         account = f"{self._name}: {reason}"
-        farewell = threading.Thread(target=self._publish, name="farewell", args=[account], daemon=True)
+        farewell = threading.Thread(
+            target=self._publish,
+            name="farewell",
+            args=[account],
+            daemon=True,
+        )
         farewell.start()
         farewell.join(FAREWELL_SECONDS)  # a store that was cut off would not answer for minutes
 
@@ -286,14 +295,16 @@ class Nodes:
             self._head = self._store.get("name/0").decode()
             following = (self._node + 1) % self._num_nodes
             name = self._store.get(f"name/{following}").decode()
-            beats, last_beat = 0, time.monotonic()
+            beats = 0
+            last_beat = time.monotonic()
             while not self._verdict:
                 self._answered = time.monotonic()
                 time.sleep(BEAT_SECONDS)
                 self._store.add(f"beats/{self._node}", 1)
                 count = self._store.add(f"beats/{following}", 0)
                 if count != beats:
-                    beats, last_beat = count, time.monotonic()
+                    beats = count
+                    last_beat = time.monotonic()
                 if self._store.check(["ended"]):
                     self._verdict = self._store.get("ended").decode()
                 elif time.monotonic() - last_beat > LOST_SECONDS:

@@ -41,7 +41,7 @@ def run_store() -> Store:
 
 
 def bind_stores() -> None:
-    """Have each TCPStore that this process serves from now on listen on the address of its host name alone.
+    """Make each TCPStore that this process serves from now on listen on the address of its host name alone.
 
     It reaches the stores that torchrun and SGLang make as well. Once per process.
     """
@@ -65,14 +65,15 @@ def bind_stores() -> None:
                     raise
                 # torch reports it too, or finds that the store at this port is this process's own.
             else:
-                port, options["master_listen_fd"] = served.getsockname()[1], served.detach()
+                port = served.getsockname()[1]
+                options["master_listen_fd"] = served.detach()
         initialize(store, host_name, port, world_size, is_master, *rest, **options)
 
     TCPStore.__init__ = bound
 
 
 def stay_on_this_node() -> None:
-    """Have gloo and NCCL use loopback in a run of one node, where the user names no interface.
+    """Make gloo and NCCL use loopback in a run of one node, where the user names no interface.
 
     gloo would take the interface that the host's name leads to.
     """
@@ -88,7 +89,7 @@ def own_address(peer: str) -> str:
 
 
 def node_address() -> str:
-    """Return this node's address for all ranks: the head's is that of torchrun's rendezvous, which they all reach."""
+    """Return this node's address for all ranks: on the head the address of torchrun's rendezvous, which all reach."""
     if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
         return LOOPBACK
     master = os.environ["MASTER_ADDR"]

@@ -37,7 +37,8 @@ def proxy_for(url: str) -> str | None:
     """Return the proxy for requests to a server; None for this machine, its cluster, and what no_proxy names."""
     from urllib.request import getproxies_environment, proxy_bypass_environment  # takes longer than all the above
 
-    server, proxies = urlsplit(url), getproxies_environment()
+    server = urlsplit(url)
+    proxies = getproxies_environment()
     proxy = proxies.get(server.scheme) or proxies.get("all")
     if not proxy or proxy_bypass_environment(server.netloc.rpartition("@")[2]) or is_near(server.hostname or ""):
         return None
@@ -71,8 +72,8 @@ def num_gpus() -> int:
     named = visible_devices(os.environ)
     if named is not None or not shutil.which("nvidia-smi"):
         return len(named or ())
-    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
-    return sum(line.startswith("GPU ") for line in listed.splitlines())
+    done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
+    return sum(line.startswith("GPU ") for line in done.stdout.splitlines())
 
 
 def share(cores: Sequence[int], rank: int, num_ranks: int) -> Sequence[int]:
@@ -81,7 +82,7 @@ def share(cores: Sequence[int], rank: int, num_ranks: int) -> Sequence[int]:
 
 
 def bind(local_rank: int, num_ranks: int, num_cores: int, num_threads: int) -> None:
-    """Bind this process's threads, and those that they start, to its share of the node's cores.
+    """Bind this process's threads, and the threads that they start, to its share of the node's cores.
 
     A collective wakes a rank several times. On two cores the kernel puts it behind the other rank in one time of three,
     though a core is idle, and it waits for 3 ms. Bound, two ranks on idle cores take 5 to 10 % less for an update of a
@@ -90,9 +91,9 @@ def bind(local_rank: int, num_ranks: int, num_cores: int, num_threads: int) -> N
     then.
 
     Args:
-        num_ranks: of this node.
-        num_cores: that the process may use by all limits.
-        num_threads: that compute at the same time.
+        num_ranks: ranks on this node.
+        num_cores: cores that the process may use by all limits.
+        num_threads: threads that compute at the same time.
     """
     mine = os.sched_getaffinity(0)
     ours = share(sorted(mine), local_rank, num_ranks)
@@ -101,14 +102,15 @@ def bind(local_rank: int, num_ranks: int, num_cores: int, num_threads: int) -> N
 
 
 def bind_near(pci_address: str, sysfs: Path = Path("/sys")) -> str:
-    """Bind this process's threads, and those that they start, to those of its cores that are on the NUMA node of a GPU;
-    return a line for the log. It does nothing and returns "" where the node is unknown, or has all or none of them.
+    """Bind this process's threads, and the threads that they start, to this process's cores on a GPU's NUMA node;
+    return a line for the log. It does nothing and returns "" where the node is unknown, or has all or none of these
+    cores.
 
     Host memory that a thread pins lies on its node, and copies between a GPU and another node's memory cross the link
     between the CPUs, which is slower.
 
     Args:
-        pci_address: of the GPU, as sysfs writes it; "" without one.
+        pci_address: address of the GPU, as sysfs writes it; "" without one.
     """
     try:
         mask = int((sysfs / "bus/pci/devices" / pci_address / "local_cpus").read_text().replace(",", ""), 16)

@@ -116,7 +116,8 @@ def gather_uneven_parts() -> None:
     """Gather and sum parts of different lengths, as experts have them: gloo's collectives take equal ones only."""
     from megatron.core.tensor_parallel import mappings
 
-    gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+    gather = mappings._gather_along_first_dim
+    reduce_scatter = mappings._reduce_scatter_along_first_dim
 
     def gather_any(input_: torch.Tensor, group: Any, output_split_sizes: Any = None, *args: Any, **kwargs: Any) -> Any:
         if output_split_sizes is None or group.size() == 1:
@@ -158,7 +159,7 @@ def skip_collectives_of_one_rank() -> None:
 
 
 def name_cpu_tensors_as_cuda() -> None:
-    """Let `Tensor.type()` name CPU tensors as if they were on a GPU, inside the optimizers alone.
+    """Let `Tensor.type()` name CPU tensors as if they were on a GPU, in the optimizers alone.
 
     They compare it with names such as 'torch.cuda.FloatTensor', and raise for any other.
     """
@@ -258,8 +259,9 @@ def save_and_resume_torch_adamw() -> None:
 
     Without this, DistributedOptimizer.state_dict() asserts before the first step; a fully reshardable load ends in
     KeyError 'step'; after a load all parameters share one step tensor, which then advances once per parameter; a load
-    of state saved before the first step leaves no step at all; a rank that has no parameters for an optimizer (that of
-    experts, where a stage has dense layers only) has no step, and asserts. OptimizerConfig has no setting for it.
+    of state saved before the first step leaves no step at all; a rank that has no parameters for an optimizer (the
+    experts' optimizer, where a stage has dense layers only) has no step, and asserts. OptimizerConfig has no setting
+    for it.
     """
     import megatron.core.optimizer as package
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -341,8 +343,8 @@ def leave_main_params_to_adam(config: Any) -> None:
 def save_optimizer_states_by(optimizer: Any, sharded_states: Callable[..., dict[int, Any]]) -> None:
     """Let a DistributedOptimizer give its states to checkpoints by another function, which loads them in place.
 
-    Of megatron-core's formats "fully_reshardable" gathers all states in the memory of one rank, which alone writes
-    them, and has every rank load all of them; "dp_reshardable" loads in the same model-parallel layout only.
+    Two formats of megatron-core do not suffice: "fully_reshardable" gathers all states in the memory of one rank, which
+    alone writes them, and every rank loads all of them; "dp_reshardable" loads in the same model-parallel layout only.
     """
     optimizer.sharded_param_state_fully_reshardable = functools.partial(sharded_states, optimizer)
     optimizer.load_parameter_state_from_fully_reshardable = lambda states: None  # they are in their places
@@ -355,9 +357,15 @@ def expect_shapes(communicator: Any, shapes: Iterable[tuple[int, ...]]) -> None:
     virtual stages each stage takes micro-batches from the one before, and gradients from the one after, in their order.
     """
     shapes = list(shapes)
-    from_previous, from_next = iter(shapes), iter(shapes)
+    from_previous = iter(shapes)
+    from_next = iter(shapes)
 
-    def next_shapes(tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool) -> tuple:
+    def next_shapes(
+        tensor_send_next: Any,
+        tensor_send_prev: Any,
+        recv_prev: bool,
+        recv_next: bool,
+    ) -> tuple:
         return next(from_previous) if recv_prev else None, next(from_next) if recv_next else None
 
     communicator._communicate_shapes = next_shapes

@@ -28,7 +28,7 @@ ENGINE_CORES = "MEGAPPO_ENGINE_CORES"
 NVIDIA_SMI_SECONDS = 60.0
 DEVICES = Path("/dev")
 KEPT_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**30)}
-"""Settings of glibc: take no block of memory directly from the kernel, and keep up to so many free bytes at the
+"""Settings of glibc: take no block of memory directly from the kernel, and keep up to this number of free bytes at the
 end of the heap."""
 
 
@@ -115,13 +115,15 @@ def keep_freed_memory() -> None:
 
 def num_cores() -> int:
     """Return the number of cores that this process may use, by its affinity and by a container's limit (cgroup v2)."""
-    cores, limit = len(os.sched_getaffinity(0)), Path("/sys/fs/cgroup/cpu.max")
+    cores = len(os.sched_getaffinity(0))
+    limit = Path("/sys/fs/cgroup/cpu.max")
     quota, period = limit.read_text().split() if limit.exists() else ("max", "")
     return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
 
 
 def engine_threads(num_sharing: int) -> int | None:
-    """Return the threads of an engine's rank on a CPU, where so many share the node's cores; None = OMP_NUM_THREADS."""
+    """Return the threads of an engine's rank on a CPU, where `num_sharing` ranks share the node's cores;
+    None = OMP_NUM_THREADS."""
     cores = os.environ.get(ENGINE_CORES)
     return max(1, int(cores) // num_sharing) if cores else None
 
@@ -154,7 +156,7 @@ def free_gpu_share() -> float:
 
 
 def bytes_of_others() -> int:
-    """Return the memory in use on this process's GPU, without that of torch's allocator here; 0 on a CPU."""
+    """Return the memory in use on this process's GPU, without the memory of torch's allocator here; 0 on a CPU."""
     if not has_cuda():
         return 0
     free, total = torch.cuda.mem_get_info(device())
@@ -243,7 +245,7 @@ def gc_disabled() -> Iterator[None]:
 
 
 def raise_open_file_limit() -> None:
-    """Let this process, and those it starts, open as many files as the hard limit allows.
+    """Let this process, and the processes it starts, open as many files as the hard limit allows.
 
     A rank of a large run holds a socket for every other rank of each of its gloo groups; the usual 1024 are too few.
     """

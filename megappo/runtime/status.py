@@ -53,13 +53,18 @@ def share_terminal() -> bool:
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if not isinstance(stream, TerminalStream):
-            own = TerminalStream(stream.buffer, stream.encoding, errors="backslashreplace", line_buffering=True)
+            own = TerminalStream(
+                stream.buffer,
+                stream.encoding,
+                errors="backslashreplace",
+                line_buffering=True,
+            )
             setattr(sys, name, own)
     return True
 
 
 class Status:
-    """Shows this process's heartbeat while it runs. Of the ranks of a run, rank 0 shows it.
+    """Shows this process's heartbeat while it runs. In a run with several ranks, only rank 0 shows it.
 
     Attributes:
         ends_at: estimated end of the run, by `time.monotonic`; None while it is unknown.
@@ -172,7 +177,8 @@ def describe_progress(ends_at: float | None) -> str:
     Args:
         ends_at: estimated end of the run, by `time.monotonic`.
     """
-    now, counted = time.monotonic(), heartbeat.counted
+    now = time.monotonic()
+    counted = heartbeat.counted
     seconds = now - heartbeat.since
     name = heartbeat.phase
     phase = f"after {name.removeprefix(AFTER)}" if name.startswith(AFTER) else name

@@ -15,7 +15,7 @@ declared = []
 
 
 def define_torchvision_operators() -> None:
-    """Have the operators declared when torchvision is imported. In .venv this is done already."""
+    """Declare the operators as soon as torchvision is imported. In .venv this is done already."""
     sys.meta_path.insert(0, Declaring)
 
 

@@ -44,7 +44,9 @@ class Watchdog:
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, seconds: float):
         self._store = store.clone()  # a store that the main thread waits with would not answer
-        self._rank, self._world_size, self._seconds = rank, world_size, seconds
+        self._rank = rank
+        self._world_size = world_size
+        self._seconds = seconds
         self._poll_seconds = min(POLL_SECONDS, seconds / 4)
         self._store.set(f"watchdog/name/{rank}", f"rank {rank} (pid {os.getpid()}, {socket.gethostname()})")
         self._stopping = threading.Event()
@@ -67,9 +69,12 @@ class Watchdog:
 
     def _wait_for_request(self) -> bool:
         """Add heartbeats until a rank requests stacks; return whether this rank was the first. False after `stop`."""
-        num_added, total, silence = heartbeat.num_beats, 0, 0.0
+        num_added = heartbeat.num_beats
+        total = 0
+        silence = 0.0
         while total < REQUEST and not self._stopping.wait(self._poll_seconds):
-            num_beats, before = heartbeat.num_beats, total
+            num_beats = heartbeat.num_beats
+            before = total
             total = self._store.add(HEARTBEATS, num_beats - num_added or int(heartbeat.is_waiting))
             num_added = num_beats
             # Counted in polls: by the clock, a run that was suspended as a whole would have been silent.
@@ -84,7 +89,8 @@ class Watchdog:
         deadline = time.monotonic() + self._poll_seconds + ANSWER_SECONDS
         while not self._store.check(answers) and time.monotonic() < deadline:
             time.sleep(ANSWER_SECONDS / 50)
-        states, names = [], []
+        states = []
+        names = []
         for rank, answer in enumerate(answers):
             text = self._read(answer)
             states.append(RankState(*json.loads(text)) if text else None)
@@ -102,7 +108,7 @@ class RankState(NamedTuple):
     Attributes:
         call: function in which it waits for other ranks; "" if it does not.
         num_phases, phase: see `Heartbeat`.
-        stacks: of its threads, the main one first.
+        stacks: stacks of its threads, the main thread's first.
     """
 
     call: str
@@ -116,7 +122,8 @@ def rank_state() -> RankState:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = sys._current_frames()
     del frames[threading.get_ident()]
-    stacks, calls = [], []
+    stacks = []
+    calls = []
     for thread in sorted(frames, key=lambda thread: thread != threading.main_thread().ident):
         frame = frames[thread]
         # On a GPU a native thread of autograd may be the one that waits.
@@ -130,8 +137,8 @@ def describe_hang(states: Sequence[RankState | None], names: Sequence[str], seco
     """Describe a run that hangs: each state once, with its ranks; the state that likely stops all others first.
 
     Args:
-        states: of every rank; None for ranks that have not answered.
-        names: of every rank.
+        states: state of every rank; None for ranks that have not answered.
+        names: name of every rank.
     """
     ranks: dict[RankState | None, list[int]] = {}
     for rank, state in enumerate(states):

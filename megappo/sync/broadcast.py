@@ -44,7 +44,13 @@ def open_store(host: str, world_size: int, timeout: timedelta) -> TCPStore:
     )
 
 
-def join(name: str, store: TCPStore, world_size: int, timeout: timedelta, backend: str) -> ProcessGroup:
+def join(
+    name: str,
+    store: TCPStore,
+    world_size: int,
+    timeout: timedelta,
+    backend: str,
+) -> ProcessGroup:
     """Join a group of engines' ranks as its rank 0; return when all have joined.
 
     The public functions of torch 2.13 make groups within one torchrun world only. This private one does not, and SGLang
@@ -86,7 +92,8 @@ class BroadcastSender(Sender):
         self._unless_broken(partial(self._broadcast, flat))
 
     def abort(self) -> None:
-        group, self._group = self._group, None
+        group = self._group
+        self._group = None
         if group is not None:
             group.abort()  # destroying it would wait for members that have ended
 

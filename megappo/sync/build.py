@@ -44,14 +44,23 @@ def build_sync(
     Args:
         architecture: the language model's.
         actor: this rank's part of it.
-        client: of the engine that this rank owns.
+        client: client of the engine that this rank owns.
     Raises:
         ConfigError: the route does not work on these GPUs.
     """
     on_gpus = platform.has_cuda()
     if errors := list(route.errors(on_gpus=on_gpus)):
         raise ConfigError(*errors)
-    export = None if actor is None else _build_export(route, architecture, actor)
+    export = None
+    if actor is not None:
+        export = Export(
+            actor.chunks,
+            architecture,
+            actor.groups,
+            full_tensor_ranks=route.full_tensor_ranks(on_gpus=on_gpus),
+            by_stage=len(route.senders) > 1,
+            adapters=route.adapters,
+        )
     bucket_bytes = config.rollout.sync.bucket_bytes or (GPU_BUCKET_BYTES if on_gpus else CPU_BUCKET_BYTES)
     shapes = folder_shapes(config.model.path, architecture)
     if config.sent_lora is not None:
@@ -81,7 +90,7 @@ def build_sync(
 
 
 def adapter_shapes(shapes: Mapping[str, tuple[int, ...]], lora: Lora) -> dict[str, tuple[int, ...]]:
-    """Return names and shapes of a model's adapters, from those of its own tensors."""
+    """Return names and shapes of a model's adapters, from the names and shapes of its own tensors."""
     found = {}
     for name, shape in shapes.items():
         matrix, _, kind = name.rpartition(".")
@@ -89,17 +98,6 @@ def adapter_shapes(shapes: Mapping[str, tuple[int, ...]], lora: Lora) -> dict[st
             found[matrix + LORA_A] = (lora.rank, shape[1])
             found[matrix + LORA_B] = (shape[0], lora.rank)
     return found
-
-
-def _build_export(route: SyncRoute, architecture: Architecture, actor: MegatronEngine) -> Export:
-    return Export(
-        actor.chunks,
-        architecture,
-        actor.groups,
-        full_tensor_ranks=route.full_tensor_ranks(on_gpus=platform.has_cuda()),
-        by_stage=len(route.senders) > 1,
-        adapters=route.adapters,
-    )
 
 
 def _engine_endpoints(
@@ -112,13 +110,14 @@ def _engine_endpoints(
     """Build this rank's endpoints for the engines whose ranks include it; all ranks together.
 
     Args:
-        links: by transport.
-        addresses: by transport, for each rank of `SyncRoute.senders`.
+        links: links by transport.
+        addresses: addresses by transport, for each rank of `SyncRoute.senders`.
     """
     senders: list[Sender] = []
     receivers: list[Receiver] = []
     for number, engine in enumerate(route.engines):
-        name, ranks = engine.transport, route.endpoint_ranks(engine, on_gpus=platform.has_cuda())
+        name = engine.transport
+        ranks = route.endpoint_ranks(engine, on_gpus=platform.has_cuda())
         peers = None
         if len(ranks) > 1:
             # Made by all ranks: if only its members made it, torch would name it by the number of groups that each is
@@ -128,7 +127,12 @@ def _engine_endpoints(
         if exchange.rank in ranks:
             position = route.transports[name].index(number)
             sender_addresses = [by_transport.get(name) for by_transport in addresses]
-            link = replace(links[name], number=position, addresses=sender_addresses, peers=peers)
+            link = replace(
+                links[name],
+                number=position,
+                addresses=sender_addresses,
+                peers=peers,
+            )
             endpoint = resolved(engine.entry.engine_endpoint)(link, client)
             if engine.entry.sender:
                 receivers.append(endpoint)

@@ -98,7 +98,7 @@ class AdapterHandles(HandleSender):
     that finds a difference ends, and its log names the tensors.
 
     Attributes:
-        checksums: of the last tensors, by name.
+        checksums: checksums of the last tensors, by name.
     """
 
     replaces_model = False
@@ -162,11 +162,19 @@ def readable_bytes(size: int) -> torch.Tensor | None:
 
 def _metadata(bucket: Bucket) -> list[SimpleNamespace]:
     """Describe where each tensor lies. Source: SGLang's FlattenedTensorMetadata."""
-    metadata, start = [], 0
+    metadata = []
+    start = 0
     for tensor in bucket:
         end = start + tensor.nbytes
         span = {"start_idx": start, "end_idx": end, "numel": tensor.nbytes}
-        metadata.append(SimpleNamespace(name=tensor.name, shape=torch.Size(tensor.shape), dtype=tensor.dtype, **span))
+        metadata.append(
+            SimpleNamespace(
+                name=tensor.name,
+                shape=torch.Size(tensor.shape),
+                dtype=tensor.dtype,
+                **span,
+            )
+        )
         start = end
     return metadata
 

@@ -30,14 +30,15 @@ def verified_sync(
     """Overwrite the engines' weights, sync, and compare the engines' own checksums: no corrupt weight may remain.
 
     Args:
-        client: of the engine that this rank owns.
+        client: client of the engine that this rank owns.
         barrier: waits for all ranks.
-        as_loaded: the model's weights are those that the engines loaded from the same folder, so the sync must
-            restore them to the bit. Otherwise only a weight that was not set at all is found.
+        as_loaded: the model has the weights that the engines loaded from the same folder, so the sync must restore them
+            to the bit. Otherwise only a weight that was not set at all is found.
         loaded: checksums of the weights that the engine loaded, if it has slept since; empty = it still has them.
         overwrites: False for a sync of adapters, which would not restore the other weights.
     Raises:
-        EngineError: some of an engine's weights were not set, or differ from those it loaded; the message names some.
+        EngineError: some of an engine's weights were not set, or differ from the weights it loaded; the message names
+            some.
     """
     corrupt = []
     if client is not None:
@@ -65,30 +66,45 @@ def verified_sync(
 
 
 def check_probe(
-    rows: Rows, engine_number: int | None, config: Config, exchange: Exchange, warn: Callable[[str], object]
+    rows: Rows,
+    engine_number: int | None,
+    config: Config,
+    exchange: Exchange,
+    warn: Callable[[str], object],
 ) -> dict[str, float]:
     """Return `sync/log_prob_diff/{mean,max,warnings}` of the probe after a sync; all ranks together.
 
     Args:
         rows: responses of this rank's engine, with old_log_probs, which are the actor's, and rollout_log_probs.
-        engine_number: of that engine; None without one.
+        engine_number: number of that engine; None without one.
         warn: see `check_log_probs`.
     Raises:
         EngineError: the log-probs of an engine differ too much on average; see `check_log_probs`.
     """
-    difference = (rows.field("old_log_probs") - rows.field("rollout_log_probs")).abs() * rows.response_mask
+    mask = rows.response_mask
+    difference = (rows.field("old_log_probs") - rows.field("rollout_log_probs")).abs() * mask
     found = None
     if engine_number is not None:
-        found = engine_number, float(difference.sum() / rows.response_mask.sum()), float(difference.max())
-    numbers, means, maxima = zip(*filter(None, exchange.all_gather(found)), strict=True)
+        mean = float(difference.sum() / mask.sum())
+        found = engine_number, mean, float(difference.max())
+    all_found = filter(None, exchange.all_gather(found))
+    numbers, means, maxima = zip(*all_found, strict=True)
+
     worst = int(torch.tensor(means).argmax())  # of many engines, one that is stale would not show in the mean of all
     warnings = check_log_probs(f"engine {numbers[worst]}'s probe", means[worst], config, warn)
-    mean = float(torch.tensor(means).mean())
-    metrics = {"mean": mean, "max": max(maxima), "warnings": warnings}
-    return {f"sync/log_prob_diff/{name}": value for name, value in metrics.items()}
+    return {
+        "sync/log_prob_diff/mean": float(torch.tensor(means).mean()),
+        "sync/log_prob_diff/max": max(maxima),
+        "sync/log_prob_diff/warnings": warnings,
+    }
 
 
-def check_log_probs(tokens: str, difference: float, config: Config, warn: Callable[[str], object]) -> int:
+def check_log_probs(
+    tokens: str,
+    difference: float,
+    config: Config,
+    warn: Callable[[str], object],
+) -> int:
     """Check that engine and actor agree; return the number of warnings, 0 or 1.
 
     Args:

@@ -137,7 +137,8 @@ def check_tensors(tensors: Sequence[TensorSpec], expected: Mapping[str, tuple[in
         ValueError: one is unknown, of another shape, or missing; the message names it.
     """
     for tensor in tensors:
-        name, shape = tensor.name, tuple(tensor.shape)
+        name = tensor.name
+        shape = tuple(tensor.shape)
         if name not in expected:
             raise ValueError(f"weight sync: the engine has no tensor {name}; was it started from another model.path?")
         if shape != tuple(expected[name]):

@@ -62,7 +62,8 @@ class Link:
 
 
 class Sender:
-    """Endpoint on a rank of the actor that sends all weights, or those of its pipeline stage (`Transport.each_stage`).
+    """Endpoint on a rank of the actor that sends all weights, or the weights of its pipeline stage
+    (`Transport.each_stage`).
 
     If the transport has no `Transport.sender`, each engine's owner has one for its own engine, and with
     `Transport.each_rank` all of the engine's ranks do.

@@ -1,4 +1,4 @@
-"""Steps whose responses were sampled while the models trained on those of earlier steps."""
+"""Steps whose responses were sampled while the models trained on the responses of earlier steps."""
 
 import sys
 import time
@@ -37,19 +37,28 @@ class AheadBatches(SampledBatches):
     Attributes:
         queue: groups of all ranks, which steps take.
         groups: this rank's.
-        sampler: of this rank's engine.
+        sampler: sampler of this rank's engine.
     """
 
-    def __init__(self, datasets: Datasets, rollouts: Rollouts, record: Record | None, num_drawn: int, journal: Journal):
+    def __init__(
+        self,
+        datasets: Datasets,
+        rollouts: Rollouts,
+        record: Record | None,
+        num_drawn: int,
+        journal: Journal,
+    ):
         super().__init__(datasets, rollouts, lambda: None, record, num_drawn=num_drawn)
-        self._exchange, self._journal = rollouts.exchange, journal
+        self._exchange = rollouts.exchange
+        self._journal = journal
         self._shared = (
             None if rollouts.client is None else SharedCounts(run_store().clone(), self._config.data.train_batch_size)
         )
         self.queue, self.groups = GroupQueue(self._config), RankGroups(self._shared, journal)
         self.sampler = AheadSampler(rollouts, self._shared, self.queue, self.groups)
         self._choices: dict[int, Choice] = {}  # of an earlier process
-        self._wake, self._num_wakes = rollouts.new_counter(), 0
+        self._wake = rollouts.new_counter()
+        self._num_wakes = 0
         self._num_equal = 0  # of `groups`, known to all ranks
         self._since, self._usage = time.perf_counter(), EngineUsage()  # at the responses of the step before
 
@@ -62,9 +71,12 @@ class AheadBatches(SampledBatches):
         """Take over the groups that an earlier process has left, and draw their prompts.
 
         Args:
-            progress: of the checkpoint that the run resumes from.
+            progress: progress of the checkpoint that the run resumes from.
         """
-        journal, queue, pending, last = self._journal, self.queue, progress.pending, progress.start_step
+        journal = self._journal
+        queue = self.queue
+        pending = progress.pending
+        last = progress.start_step
         if progress.is_new and not self._exchange.on_rank_0(partial(_is_repeated, progress.config)):
             last = sys.maxsize
             journal.forget(last)
@@ -114,8 +126,8 @@ class AheadBatches(SampledBatches):
     def _wait_for_choice(self, step: int) -> Choice:
         """Return the groups that the step trains on, as soon as there are enough.
 
-        The engines begin no prompt in steps that an earlier process has done and that need no further responses: it
-        would be older, once it is trained on, than it may be.
+        A step whose groups an earlier process chose and finished does not call this, so the engines begin no prompt in
+        it: the response would be older than rollout.max_staleness allows once a step trains on it.
         """
         self.sampler.begin_step(step - 1)
         self.queue.num_draws = 0
@@ -131,7 +143,9 @@ class AheadBatches(SampledBatches):
     def _wait(self) -> bool:
         """Wait, on ranks with an engine, until a step has enough groups, or all ranks have something to act on; return
         whether there are enough."""
-        sampler, queue, size = self.sampler, self.queue, self._config.data.train_batch_size
+        sampler = self.sampler
+        queue = self.queue
+        size = self._config.data.train_batch_size
         waiting = queue.num_waiting()
         if self._shared is None:
             return False
@@ -142,7 +156,8 @@ class AheadBatches(SampledBatches):
                 if sampler.fault is not None or self.groups.num_equal > self._num_equal:
                     self._wake(1)
                     break
-                finished, equal = self._shared.total("finished", waiting), self._shared.total("equal", waiting)
+                finished = self._shared.total("finished", waiting)
+                equal = self._shared.total("equal", waiting)
                 heartbeat.count(min(finished.total(), size), size, "prompts")
                 if queue.has_enough(waiting, finished, equal):
                     return True
@@ -157,24 +172,34 @@ class AheadBatches(SampledBatches):
         return any(enough)
 
     def _take(self, choice: Choice, waited: float) -> StepResponses:
-        """Return the chosen groups, in the order of their prompts; forget them, and those that are left out."""
+        """Return the chosen groups, in the order of their prompts; forget these groups, and the groups that are left
+        out."""
         if self._exchange.rank == 0 and choice.step not in self._choices:
             self._journal.write_choice(choice)
         places = {position: place for place, position in enumerate(choice.chosen)}
         prompts = [self.queue.prompts[position] for position in places]
         num_kept = sum(facts.is_equal and facts.position in places for facts in self.queue.finished)
+
         self.queue.remove(choice)
-        groups = self.groups.remove(sorted(choice.chosen + choice.left_out))
-        parts = [group for group in groups if group.position in places]
-        for group in parts:
-            for sample in group.samples:
-                sample.prompt_index = places[group.position]
-        samples = list(chain.from_iterable(group.samples for group in parts))
-        num_dropped = sum(group.num_tokens for group in groups if group.position not in places)
-        earlier, self._usage = self._usage, replace(self.sampler.usage)
+        samples = []
+        parts = []
+        num_dropped = 0
+        for group in self.groups.remove(sorted(choice.chosen + choice.left_out)):
+            if group.position in places:
+                for sample in group.samples:
+                    sample.prompt_index = places[group.position]
+                samples += group.samples
+                parts.append(group)
+            else:
+                num_dropped += group.num_tokens
+
+        earlier = self._usage
+        self._usage = replace(self.sampler.usage)
         usage = self._usage.since(earlier)
         now = time.perf_counter()
-        seconds, self._since = now - self._since, now
+        seconds = now - self._since
+        self._since = now
+
         own = num_dropped, usage.busy_frac, waited / seconds
         nums_dropped, busy_fracs, waited_fracs = zip(*self._exchange.all_gather(own), strict=True)
         self.queue.adapt_lookahead(max(waited_fracs))
@@ -204,17 +229,19 @@ def make_ahead_batches(
 
     Args:
         engines: their weights are synced after each step.
-        progress: of the checkpoint that the run resumes from.
+        progress: progress of the checkpoint that the run resumes from.
         cleanup: ends the sampling however the run ends.
     """
-    config, restarts = rollouts.config, rollouts.restarts
+    config = rollouts.config
+    restarts = rollouts.restarts
     settings = rollout_settings(config) | {"rollout.max_staleness": config.rollout.max_staleness}
     number = restarts.engine_handle.number
     journal = Journal(Path(config.trainer.output_dir), number, rollouts.num_engines, settings)
     batches = AheadBatches(datasets, rollouts, record, progress.num_drawn, journal)
     batches.restore(progress)
     sampler = batches.sampler
-    restarts.on_restart, rollouts.hold = sampler.resume, sampler.held
+    restarts.on_restart = sampler.resume
+    rollouts.hold = sampler.held
     if config.rollout.on_sync == "finish":
         engines.hold = partial(sampler.held, until_idle=True)
     cleanup.callback(sampler.close)

@@ -39,13 +39,17 @@ class SampledBatches(Batches):
         num_drawn: int = 0,
     ):
         self.num_drawn = num_drawn
-        self._prompts, self._rollouts, self._config = datasets.train, rollouts, rollouts.config
+        self._prompts = datasets.train
+        self._rollouts = rollouts
+        self._config = rollouts.config
         self._row_builder = RowBuilder(rollouts.config, datasets.vocab_size, rollouts.tokenizer, rollouts.exchange)
-        self._sleep, self._record = sleep, record
+        self._sleep = sleep
+        self._record = record
 
     def sample(self, step: int, phase: Phases) -> StepResponses:
         """Return this rank's responses to a step's prompts. The engines sleep afterwards."""
-        data, filters = self._config.data, self._config.algorithm.filter_groups
+        data = self._config.data
+        filters = self._config.algorithm.filter_groups
         responses = choose_groups(
             self._sample_round,
             self._draw,
@@ -62,7 +66,12 @@ class SampledBatches(Batches):
         responses.seconds = phase.seconds("rollout")
         return responses
 
-    def score(self, step: int, responses: StepResponses, phase: Phases) -> tuple[Batch, dict[str, Any]]:
+    def score(
+        self,
+        step: int,
+        responses: StepResponses,
+        phase: Phases,
+    ) -> tuple[Batch, dict[str, Any]]:
         """Wait for the scores of a step's responses; return each row on the rank that owns it, and metrics. Scoring
         began in `sample`."""
         with phase("reward"):
@@ -81,7 +90,8 @@ class SampledBatches(Batches):
 
     def _sample_round(self, prompts: Sequence[Prompt], num_groups: int) -> Responses:
         """Sample responses to a draw of prompts, of which `num_groups` groups are needed."""
-        rollouts, filters = self._rollouts, self._config.algorithm.filter_groups
+        rollouts = self._rollouts
+        filters = self._config.algorithm.filter_groups
         quota = None
         if self._config.data.gen_batch_size is not None:
             quota = GroupQuota(num_groups, filters.metric if filters.enable else None, rollouts.new_counter())

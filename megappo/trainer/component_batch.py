@@ -22,7 +22,13 @@ MiniBatches = tuple[RankRows, ...]
 """A step's rows as a component splits them: `[i][shard]` are the row numbers of mini-batch i."""
 
 
-def split(table: RowTable, layout: Layout, num_mini_batches: int, *, keeps_prompts: bool = False) -> MiniBatches:
+def split(
+    table: RowTable,
+    layout: Layout,
+    num_mini_batches: int,
+    *,
+    keeps_prompts: bool = False,
+) -> MiniBatches:
     """Return mini-batches of consecutive prompts, whose order is random, each balanced over the shards by tokens.
 
     Args:
@@ -61,14 +67,20 @@ class Component:
     reads: tuple[str, ...] = READS
 
     def scatter(
-        self, batch: Batch, num_mini_batches: int = 1, others: Iterable["ComponentBatch"] = ()
+        self,
+        batch: Batch,
+        num_mini_batches: int = 1,
+        others: Iterable["ComponentBatch"] = (),
     ) -> "ComponentBatch":
         """Bring a step's tokens, and what the component reads with them, to its shards; `others` may have the same rows
         already."""
         mini_batches = split(batch.table, self.layout, num_mini_batches, keeps_prompts=self.keeps_prompts)
         destinations = shard_destinations(self.layout, shards_of(mini_batches), self.exchange.world_size)
-        moved = next((one.batch for one in others if one.batch.owners == destinations), None)
-        return ComponentBatch(self, mini_batches, moved or self.exchange.move(batch, destinations, self.reads))
+        for other in others:
+            if other.batch.owners == destinations:
+                return ComponentBatch(self, mini_batches, other.batch)
+        moved = self.exchange.move(batch, destinations, self.reads)
+        return ComponentBatch(self, mini_batches, moved)
 
 
 @dataclass
@@ -80,7 +92,7 @@ class ComponentBatch:
         step: PPO step; 0 until there are fields to train on.
         num_updates: mini-batches of all epochs that the component has been trained on.
         optimizer_steps: steps of this process, on the component's output ranks.
-        outputs: of the last update on the component's output ranks, where the run reads them.
+        outputs: outputs of the last update on the component's output ranks, where the run reads them.
     """
 
     component: Component
@@ -115,7 +127,8 @@ class ComponentBatch:
         Args:
             fields: output -> the field that it becomes.
         """
-        component, table = self.component, self.batch.table
+        component = self.component
+        table = self.batch.table
         sources = output_sources(component.layout, shards_of(self.split), component.exchange.world_size)
         rows = empty_rows((), table)
         if component.engine is not None and component.engine.is_output:

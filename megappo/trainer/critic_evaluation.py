@@ -1,6 +1,6 @@
 """Evaluation of a critic that is trained alone: its values of held-out rollouts beside their returns.
 
-The policy does not change, so its rollouts are sampled once, as those of training are, and kept at their owners.
+The policy does not change, so its rollouts are sampled once, with training's settings, and kept at their owners.
 """
 
 import copy
@@ -41,7 +41,8 @@ class CriticEvaluation:
         if not self._batches:  # eval.datasets alone, whose rewards may be others
             return {}
         run.engines.sleep()
-        metrics, explained = {}, []
+        metrics = {}
+        explained = []
         for name, batch in self._batches.items():
             measured = over_ranks(run.exchange, value_metrics(_with_values(run, name, batch)))
             metrics |= {f"val/{name}/critic/{metric}": value for metric, value in measured.items()}
@@ -55,7 +56,8 @@ class CriticEvaluation:
 
 def _held_out_rollouts(run: Run) -> Iterator[tuple[str, Batch]]:
     """Yield the name of each held-out data set and its scored rollouts."""
-    config, vocab_size = run.config, run.datasets.vocab_size
+    config = run.config
+    vocab_size = run.datasets.vocab_size
     if config.trainer.replay_held_out is not None:
         folder = Path(config.trainer.replay_held_out)
         replay = Replay(folder, config, vocab_size, run.exchange, "trainer.replay_held_out")
@@ -74,7 +76,10 @@ def _held_out_rollouts(run: Run) -> Iterator[tuple[str, Batch]]:
 
 
 def _with_model_scores(
-    run: Run, batch: Batch, responses: StepResponses | None, dataset: PromptDataset | None = None
+    run: Run,
+    batch: Batch,
+    responses: StepResponses | None,
+    dataset: PromptDataset | None = None,
 ) -> Batch:
     """Return the batch with the scores of the reward model added, if the run has one; the engines sleep."""
     conversations = run.scorer.scatter(batch, responses, dataset)

@@ -37,7 +37,9 @@ def evaluate(
     Args:
         grade: has the reward model score the responses to some data sets.
     """
-    metrics, tasks, all_responses = {}, eval_sets(rollouts.config), {}
+    metrics = {}
+    tasks = eval_sets(rollouts.config)
+    all_responses = {}
     for name, task in tasks.items():
         prompts = datasets.held_out(name, rollouts.exchange)
         own = task.rollout
@@ -48,7 +50,8 @@ def evaluate(
         grade(by_model)
     for name, responses in all_responses.items():
         task = tasks[name]
-        threshold, has_spread = task.rollout.val_pass_threshold, len(responses.prompts) > 1
+        threshold = task.rollout.val_pass_threshold
+        has_spread = len(responses.prompts) > 1
         parts = _metric_parts(responses, threshold, has_spread=has_spread)
         shown = _shown(rollouts, responses, name, task)
         has_answers = any(one.grade.answer is not None for one in responses.samples)
@@ -91,13 +94,19 @@ def _scores_and_answers(group: Sequence[Sample]) -> tuple[list[float], list[str 
     return [math.fsum(one.grade.scores) for one in group], [one.grade.answer for one in group]
 
 
-def _shown(rollouts: Rollouts, responses: Responses, name: str, task: Task) -> list[tuple[int, dict[str, Any]]]:
+def _shown(
+    rollouts: Rollouts,
+    responses: Responses,
+    name: str,
+    task: Task,
+) -> list[tuple[int, dict[str, Any]]]:
     """Return the first prompts of a data set, if they are among these, with their first response and all scores."""
     records = []
     for index, group in responses.groups().items():
         if index >= rollouts.config.trainer.num_samples:
             continue
-        prompt, (scores, answers) = responses.prompts[index], _scores_and_answers(group)
+        prompt = responses.prompts[index]
+        (scores, answers) = _scores_and_answers(group)
         shown = {
             "dataset": name,
             "prompt": prompt.text,
@@ -152,7 +161,7 @@ def pass_at(k: int, n: int, num_passed: int) -> float:
 def best_at(k: int, scores: Sequence[float]) -> float:
     """Return the mean, over all choices of k responses, of their largest score: `pass_at` for scores of any value."""
     n = len(scores)
-    # Of ascending scores one is the largest of k if the k - 1 others are before it.
+    # The scores ascend: one is the largest of k if the k - 1 others are before it.
     return math.fsum(score * (math.comb(i, k - 1) / math.comb(n, k)) for i, score in enumerate(sorted(scores)))
 
 
@@ -170,8 +179,12 @@ def majority_at(k: int, scores: Sequence[float], answers: Sequence[str | None]) 
 
 
 def _majority_score(votes: list[tuple[str | None, float]]) -> float:
-    counts = Counter(answer for answer, _ in votes if answer is not None) or Counter([None])
+    answers = [answer for answer, _ in votes if answer is not None]
+    counts = Counter(answers or [None])
     most = max(counts.values())
-    winners = [answer for answer, count in counts.items() if count == most]
-    means = [statistics.fmean(score for answer, score in votes if answer == winner) for winner in winners]
+    means = []
+    for winner, count in counts.items():
+        if count == most:
+            scores = [score for answer, score in votes if answer == winner]
+            means.append(statistics.fmean(scores))
     return statistics.fmean(means)

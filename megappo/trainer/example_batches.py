@@ -24,9 +24,15 @@ from megappo.trainer.models import Models, Phases
 class ExampleBatches(Batches):
     """Examples in place of rollouts."""
 
-    def __init__(self, dataset: RecordDataset[Example] | RecordDataset[Pair], exchange: Exchange, num_drawn: int):
+    def __init__(
+        self,
+        dataset: RecordDataset[Example] | RecordDataset[Pair],
+        exchange: Exchange,
+        num_drawn: int,
+    ):
         self.num_drawn = num_drawn
-        self._dataset, self._exchange = dataset, exchange
+        self._dataset = dataset
+        self._exchange = exchange
 
     def sample(self, step: int, phase: Phases) -> None:
         """Do nothing: examples have their responses."""
@@ -54,22 +60,41 @@ def as_batch(examples: Sequence[Example | Pair], exchange: Exchange) -> Batch:
     A row's response begins with the first token that has a loss. The rows of a pair, the chosen one first, have the
     same prompt_id.
     """
-    found = [row for example in examples for row in example.rows]
-    sizes = exchange.all_gather((len(examples), max((len(row.tokens) - row.prompt_length for row in found), default=0)))
-    first = sum(size for size, _ in sizes[: exchange.rank])
+    rows = [row for example in examples for row in example.rows]
+    prompt_lengths = [row.prompt_length for row in rows]
+    lengths = [len(row.tokens) - length for row, length in zip(rows, prompt_lengths, strict=True)]
+
+    sizes = exchange.all_gather((len(examples), max(lengths, default=0)))
+    num_before = sum(num_examples for num_examples, _ in sizes[: exchange.rank])
     width = max(longest for _, longest in sizes)
-    places = [(number, side) for number, one in enumerate(examples, first) for side in range(len(one.rows))]
-    prompt_ids, ids = torch.tensor(places, dtype=torch.int64).reshape(-1, 2).unbind(1)
-    prompt_lengths = torch.tensor([row.prompt_length for row in found], dtype=torch.int64)
-    lengths = torch.tensor([len(row.tokens) for row in found], dtype=torch.int64)
-    masks = [torch.tensor(row.mask[row.prompt_length :], dtype=torch.float32) for row in found]
-    tokens = [torch.tensor(row.tokens, dtype=torch.int64) for row in found]
-    response_lengths = lengths - prompt_lengths
-    fields = {"response_mask": padded(torch.cat(masks) if masks else torch.empty(0), response_lengths, width)}
+
+    prompt_ids = []
+    ids = []
+    for prompt_id, example in enumerate(examples, num_before):
+        for number in range(len(example.rows)):
+            prompt_ids.append(prompt_id)
+            ids.append(number)
+
+    masks = []
+    tokens = []
+    for row, length in zip(rows, prompt_lengths, strict=True):
+        masks += row.mask[length:]
+        tokens += row.tokens
+
+    response_lengths = torch.tensor(lengths, dtype=torch.int64)
+    mask = padded(torch.tensor(masks, dtype=torch.float32), response_lengths, width)
+    fields = {"response_mask": mask}
     for name in examples[0].fields if examples else ():
         fields[name] = torch.tensor([one.fields[name] for one in examples for _ in one.rows])
-    input_ids = torch.cat(tokens) if tokens else torch.empty(0, dtype=torch.int64)
-    return exchange.number(Rows(ids, prompt_ids, prompt_lengths, response_lengths, input_ids, fields))
+    found = Rows(
+        torch.tensor(ids, dtype=torch.int64),
+        torch.tensor(prompt_ids, dtype=torch.int64),
+        torch.tensor(prompt_lengths, dtype=torch.int64),
+        response_lengths,
+        torch.tensor(tokens, dtype=torch.int64),
+        fields,
+    )
+    return exchange.number(found)
 
 
 def pair_scores(outputs: Outputs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -78,7 +103,12 @@ def pair_scores(outputs: Outputs) -> tuple[torch.Tensor, torch.Tensor]:
     return chosen, rejected
 
 
-def evaluate_examples(models: Models, datasets: Datasets, exchange: Exchange, batch_size: int) -> dict[str, Any]:
+def evaluate_examples(
+    models: Models,
+    datasets: Datasets,
+    exchange: Exchange,
+    batch_size: int,
+) -> dict[str, Any]:
     """Return the metrics of each held-out data set, means over its tokens with a loss, or pairs; all ranks together.
 
     Raises:
@@ -101,7 +131,8 @@ def evaluate_examples(models: Models, datasets: Datasets, exchange: Exchange, ba
         for number in range(num_batches):
             part = share(share(examples, number, num_batches), exchange.rank, exchange.world_size)
             [shard] = models.scatter(as_batch(part, exchange)).values()
-            outputs, engine = shard.forward(), shard.component.engine
+            outputs = shard.forward()
+            engine = shard.component.engine
             is_counted = engine is not None and engine.is_output
             measured = _measured(component.name, outputs if is_counted else {}, shard.batch.rows)
             parts.append({metric: Metric.of(*values) for metric, values in measured.items()})

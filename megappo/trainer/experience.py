@@ -22,7 +22,6 @@ from megappo.ppo.estimators import reinforce_plus_plus
 from megappo.ppo.kl import kl_estimate
 from megappo.ppo.reductions import Unreduced
 from megappo.ppo.reward_shaping import RunningMoments, shape_scores
-from megappo.trainer.inference import InferenceEngines, NoEngines
 from megappo.trainer.objectives import conventions
 from megappo.trainer.progress import Experience, Progress
 from megappo.trainer.statistics import over_ranks, row_metrics, spread
@@ -41,7 +40,7 @@ def add_advantages(
     Args:
         progress: has the KL coefficient, and the moments of all scores before, to which these are added.
         batch: all responses to a prompt are at one owner.
-        metrics: of the step so far.
+        metrics: the step's metrics so far.
     """
     rows, kl_coef, compared = batch.rows, progress.kl.value, Unreduced()
     if "old_log_probs" in rows.fields:
@@ -69,15 +68,6 @@ def compare_engines(config: Config, exchange: Exchange, experience: Experience) 
     experience.metrics |= over_ranks(exchange, values)
 
 
-def check_engines(engines: InferenceEngines | NoEngines, experience: Experience) -> None:
-    """Check that the engines sampled as the actor would, where the metrics compare them; all ranks together.
-
-    Raises:
-        EngineError: they differ too much, see `check_log_probs`.
-    """
-    experience.metrics |= engines.check_rollouts(experience.metrics.get("rollout/log_prob_diff/mean"))
-
-
 def _compared(config: Config, exchange: Exchange, rows: Rows) -> tuple[torch.Tensor, Unreduced]:
     """Return the importance weights of the trainer against the engines, and the metrics that compare their log-probs;
     all ranks together."""
@@ -97,7 +87,7 @@ def with_advantages(
     their scores; all ranks together.
 
     Args:
-        reward_moments: of all scores before; these scores are added.
+        reward_moments: moments of all earlier scores; these scores are added.
     """
     if config.penalizes_kl:
         rows = replace(rows, fields=rows.fields | {"kl_penalty": _kl_penalty(config, rows)})
@@ -122,7 +112,8 @@ def with_advantages(
 
 def _kl_penalty(config: Config, rows: Rows) -> torch.Tensor:
     """Return the KL of each token to the reference, before its coefficient."""
-    kind, fields = config.algorithm.kl_penalty, rows.fields
+    kind = config.algorithm.kl_penalty
+    fields = rows.fields
     if kind == "full":
         return fields["full_kl"]
     return kl_estimate(rows.old_log_probs, fields["ref_log_probs"], kind, conventions=conventions(config))
@@ -138,7 +129,8 @@ def _advantages(
     scores; the remaining score (of the reward function, the length penalty) is on the last token. The KL penalty is a
     part of the rewards, or subtracted after the baseline: see `Conventions.token_kl_gamma`.
     """
-    kl, gamma = rows.fields.get("kl_penalty"), conventions(config).token_kl_gamma
+    kl = rows.fields.get("kl_penalty")
+    gamma = conventions(config).token_kl_gamma
     compares = config.algorithm.method.compares_responses
     after_baseline = kl is not None and gamma is not None and compares
     turn_rewards = rows.fields.get("turn_rewards")
@@ -159,8 +151,9 @@ def _estimate(
     config: Config, exchange: Exchange, rows: Rows, rewards: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return advantages and returns. In decoupled and length-adaptive GAE they have different lambdas."""
-    algorithm, mask = config.algorithm, rows.response_mask
-    inputs = {  # `estimate` passes on those that the estimator has as parameters
+    algorithm = config.algorithm
+    mask = rows.response_mask
+    inputs = {  # `estimate` passes on what the estimator has as parameters
         **rows.fields,  # the critic's `values` for gae
         "old_log_probs": None if config.old_log_probs == "update" else rows.old_log_probs,
         **{key: getattr(algorithm, key) for key in algorithm.method.reads},

@@ -19,7 +19,8 @@ from megappo.trainer.update import update
 
 def example_step(run: Run, step: int) -> dict[str, Any]:
     """Run one step and return its metrics, the same on every rank."""
-    models, phase = run.models, run.phase
+    models = run.models
+    phase = run.phase
     [name] = models.training
     batch, metrics = run.batches.score(step, None, phase)  # phase "read"
     experience = Experience(step, batch, metrics)
@@ -58,7 +59,8 @@ def reward_model_loss(config: Config, num_tokens: int, num_sequences: int) -> Lo
 
     def loss_fn(outputs: Outputs, rows: Rows) -> LossPart:
         chosen, rejected = pair_scores(outputs)
-        margins, coef = rows.fields["margins"][::2], config.reward_model.center_coef
+        margins = rows.fields["margins"][::2]
+        coef = config.reward_model.center_coef
         loss, metrics = preference_loss(chosen, rejected, margins, num_sequences // 2, coef)
         return loss, prefixed("reward_model", metrics)
 

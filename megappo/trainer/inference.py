@@ -1,6 +1,6 @@
 """Engines and weight sync together: engines sleep, wake, take the actor's weights, and are probed afterwards."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -36,7 +36,9 @@ class Probe:
     """
 
     def __init__(self, rollouts: Rollouts, prompts: PromptDataset, actor: Component):
-        self.config, self.restarts, self.actor = rollouts.config, rollouts.restarts, actor
+        self.config = rollouts.config
+        self.restarts = rollouts.restarts
+        self.actor = actor
         length = min(PROBE_TOKENS, self.config.rollout.max_response_length)
         self.params = replace(rollouts.training, max_response_length=length)
         # Every data-parallel shard of the actor needs a row.
@@ -54,7 +56,8 @@ class Probe:
         interval = self.config.rollout.sync.probe_interval
         if interval == 0 or (self._calls - 1) % interval:
             return {}
-        number, exchange = self.restarts.engine_handle.number, self.actor.exchange
+        number = self.restarts.engine_handle.number
+        exchange = self.actor.exchange
         generations, fault = self._generate()
         while self.restarts.restart_failed(fault):
             generations, fault = self._generate()
@@ -100,24 +103,36 @@ class InferenceEngines:
         engine_handle: this rank's engine, which has been started.
         is_new: the actor starts with its initial weights.
     Attributes:
-        as_loaded: the engines have loaded the weights that the first sync leaves them: those of a new actor, or those
+        as_loaded: the first sync leaves the engines the weights that they have loaded: a new actor's, or the weights
             beside adapters. Servers that were already running may hold the weights of an earlier run.
         sleeps: this rank owns an engine that frees its memory while the models on its GPUs are trained.
         asleep: the engines that can sleep are asleep.
         loaded: checksums of the weights that this rank's engine has loaded; see `verified_sync`.
-        footprint: of the engine on this rank's GPU.
+        footprint: memory of the engine on this rank's GPU.
         sent: stats of the last sync.
         version: training steps that the engines' weights have been trained for.
-        hold: in a run that samples ahead of training, entered on every rank while the engines take weights.
+        hold: context manager that a run which samples ahead of training enters on every rank while the engines take
+            weights.
     """
 
-    def __init__(self, plan: RunPlan, engine_handle: EngineHandle, exchange: Exchange, *, is_new: bool):
-        self.plan, self.engine_handle, self.exchange = plan, engine_handle, exchange
+    def __init__(
+        self,
+        plan: RunPlan,
+        engine_handle: EngineHandle,
+        exchange: Exchange,
+        *,
+        is_new: bool,
+    ):
+        self.plan = plan
+        self.engine_handle = engine_handle
+        self.exchange = exchange
         keeps_loaded = is_new or plan.config.sent_lora is not None
         self.as_loaded = keeps_loaded and not (plan.config.model.dist_checkpointing_path or plan.config.rollout.engines)
         self.sleeps = engine_handle.number is not None and engine_sleeps(plan.route, engine_handle.number)
         self.asleep = False
-        self.loaded, self.footprint, self.sent = (), Footprint(0), SyncStats()
+        self.loaded = ()
+        self.footprint = Footprint(0)
+        self.sent = SyncStats()
         self.version = 0
         self.hold: Callable[[], AbstractContextManager[object]] = nullcontext
 
@@ -127,9 +142,10 @@ class InferenceEngines:
         return self.engine_handle.client
 
     def start(self) -> None:
-        """Wait until all engines serve, then put those that share GPUs with models to sleep."""
+        """Wait until all engines serve, then put engines that share GPUs with models to sleep."""
         with STATUS.step("engine start"):
-            client, held_bytes = self.engine_handle.wait_ready(), 0.0
+            client = self.engine_handle.wait_ready()
+            held_bytes = 0.0
         if client is not None:
             with deferring_faults(client):
                 if self.as_loaded and self.plan.config.rollout.sync.verify:
@@ -142,9 +158,17 @@ class InferenceEngines:
         self.exchange.all_gather(None)  # every rank has measured the engines that are awake
         self.sleep()
 
-    def connect(self, models: Models, rollouts: Rollouts, datasets: Datasets, phase: Phases) -> None:
+    def connect(
+        self,
+        models: Models,
+        rollouts: Rollouts,
+        datasets: Datasets,
+        phase: Phases,
+    ) -> None:
         """Build the weight sync and the probe, once the models are there."""
-        self.phase, self.restarts, actor = phase, rollouts.restarts, models.actor
+        self.phase = phase
+        self.restarts = rollouts.restarts
+        actor = models.actor
         prompts = datasets.train if datasets.train is not None else next(iter(datasets.val.values()))
         self.probe = Probe(rollouts, prompts, actor)
         self.make_sync = partial(
@@ -169,7 +193,8 @@ class InferenceEngines:
         """
         self.version = step
         self.wake(changed=changed)
-        num_bytes, seconds = self.sent.bytes, max(self.exchange.all_gather(self.sent.seconds))
+        num_bytes = self.sent.bytes
+        seconds = max(self.exchange.all_gather(self.sent.seconds))
         metrics = {"sync/bytes": num_bytes, "sync/seconds": seconds}
         return metrics | {"sync/gib_per_second": num_bytes / 2**30 / seconds} | self.probe()
 
@@ -180,8 +205,10 @@ class InferenceEngines:
             self._wake(self._prove if self.plan.config.rollout.sync.verify else self._send)
             self.probe()
 
-    def check_rollouts(self, difference: float | None) -> dict[str, int]:
-        """Check that the engines' log-probs of the rollouts are the actor's, if known; see `check_log_probs`."""
+    def check_rollouts(self, metrics: Mapping[str, float]) -> dict[str, int]:
+        """Check that the engines' log-probs of the rollouts are the actor's, if a step's metrics compare them; see
+        `check_log_probs`."""
+        difference = metrics.get("rollout/log_prob_diff/mean")
         if difference is None:
             return {}
         warnings = check_log_probs("the rollouts", difference, self.probe.config, self.restarts.warn)
@@ -207,13 +234,13 @@ class InferenceEngines:
         self.footprint.wait_asleep()
 
     def stop(self) -> None:
-        """Stop the engines that this run has started, even those that hang."""
+        """Stop the engines that this run has started, even if they hang."""
         self.asleep = True
         self.engine_handle.stop()
         self.exchange.all_gather(None)
 
     def wake(self, *, changed: bool = False) -> None:
-        """Give the engines their GPU memory and the weights, and restart those that have failed.
+        """Give the engines their GPU memory and the weights, and restart failed engines.
 
         Args:
             changed: see `sync`.
@@ -236,12 +263,12 @@ class InferenceEngines:
             self.probe()
 
     def _wake(self, give: Callable[[], object]) -> None:
-        """Wake the engines that sleep, and restart those that have failed.
+        """Wake the sleeping engines, and restart failed engines.
 
         The memory of weights comes first, the rest after the sync has freed its buffers, for a lower peak.
 
         Args:
-            give: gives them the weights; called again after a restart.
+            give: gives the engines the weights; called again after a restart.
         """
         self._wake_memory(WEIGHTS)
         if not any(self.exchange.all_gather(self._has_failed())):
@@ -278,7 +305,7 @@ class InferenceEngines:
 
     @contextmanager
     def _taking_weights(self, *, changed: bool = True) -> Iterator[None]:
-        """Let the engines take weights inside, if any are to be sent. Engines that sample ahead of training pause."""
+        """Prepare the engines for weights, if any are to be sent: engines that sample ahead of training pause."""
         rollout = self.plan.config.rollout
         if not rollout.max_staleness:
             yield

@@ -18,7 +18,7 @@ def train(run: Run, make_step: Callable[[Run, int], dict[str, Any]]) -> None:
     """Train from the newest checkpoint, or from the beginning, to the last step; then save and export.
 
     Args:
-        make_step: runs one step and returns its metrics: `ppo_step`, or that of another kind of run.
+        make_step: runs one step and returns its metrics: `ppo_step`, or the step of another kind of run.
     Raises:
         Interrupted: a signal to any rank, or the time limit, stops the run. Everything is saved.
         EngineLost: an engine failed too often. Everything is saved.
@@ -48,7 +48,8 @@ def train(run: Run, make_step: Callable[[Run, int], dict[str, Any]]) -> None:
 
 def ppo_step(run: Run, step: int) -> dict[str, Any]:
     """Run one step of PPO and return its metrics, the same on every rank."""
-    models, phase = run.models, run.phase
+    models = run.models
+    phase = run.phase
     experience, shards = run.resume_step()  # None, unless the run was interrupted in this step's updates
     if experience is None:
         responses = run.batches.sample(step, phase)  # phase "rollout"

@@ -8,14 +8,15 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megappo.batch.exchange import Exchange
-from megappo.config.loading import dump_config
+from megappo.checkpoint.checksums import file_sum
+from megappo.config.loading import changes_since, dump_config
 from megappo.config.schema import Config
 from megappo.data.prompts import PromptDataset
 from megappo.observe.files import CONFIG_FILE, EVALUATION_FILE
 from megappo.observe.loggers import Outlook, RunEnd, RunInfo
 from megappo.observe.metrics import reduce_ranks
 from megappo.observe.observer import Observer, open_observer
-from megappo.observe.run_file import git_commit, logged_step_of, run_id_of
+from megappo.observe.run_file import changed_data, git_commit, logged_step_of, run_id_of
 from megappo.observe.samples import drop_samples
 from megappo.observe.timeline import drop_phases
 from megappo.placement.run_plan import RunPlan
@@ -67,15 +68,15 @@ def execute(plan: RunPlan, engine_handle: EngineHandle, outlook: Outlook, cleanu
 
 def build_run(plan: RunPlan, engine_handle: EngineHandle, outlook: Outlook, cleanup: ExitStack) -> Run:
     """Build the parts of a run on this rank; all ranks together. Arguments as for `execute`."""
-    exchange, config = Exchange(dist.group.WORLD), plan.config
+    exchange = Exchange(dist.group.WORLD)
+    config = plan.config
     with STATUS.step("checkpoint check"):
         progress = Progress(plan.requested, exchange)
     with STATUS.step("prompts"):
         datasets = load_datasets(config, engine_handle.workers, exchange)
         left_out = datasets.check(exchange)
-        if datasets.train and not config.replays:
-            progress.note_data(datasets.train.files)
-    engines, models = NoEngines(), Models(replace(plan, components={}), {}, {})
+    engines = NoEngines()
+    models = Models(replace(plan, components={}), {}, {})
     if _needs_models(config):
         if config.samples:
             engines = InferenceEngines(plan, engine_handle, exchange, is_new=progress.is_new)
@@ -91,6 +92,7 @@ def build_run(plan: RunPlan, engine_handle: EngineHandle, outlook: Outlook, clea
         progress_lines = _resume_record(record, datasets.train, progress) or progress_lines
     lines = [*progress_lines, *config.absences, *left_out, *(plan.decisions() if models.training else ())]
     facts = run_info(plan, progress.resume_step, outlook) if exchange.rank == 0 else None
+    lines += [changed_data(facts)] if facts else []
     observer = open_observer(facts, config.trainer.loggers, outlook, lines, cleanup)
     phase = Phases(models)
     with STATUS.step("engine start"):
@@ -106,7 +108,8 @@ def build_run(plan: RunPlan, engine_handle: EngineHandle, outlook: Outlook, clea
     else:
         batches = SampledBatches(datasets, rollouts, engines.sleep, record, num_drawn=progress.num_drawn)
     mfu = Utilisation(models, exchange)
-    scorer, judge = NoResponseScorer(), models.components.get("reward_model")
+    scorer = NoResponseScorer()
+    judge = models.components.get("reward_model")
     if judge is not None and config.is_ppo:
         scorer = ResponseScorer(config, judge, datasets.train, rollouts.tokenizer, exchange)
     if exchange.rank == 0:  # not before: a folder that is refused stays as it was
@@ -129,6 +132,7 @@ def run_info(plan: RunPlan, resume_step: int, outlook: Outlook) -> RunInfo:
         config=plan.requested.model_dump(mode="json"),
         commit=git_commit(Path(__file__).parent),
         hardware={"ranks": f"{plan.world_size}, {plan.ranks_per_node} on each node", **platform.capabilities()},
+        data=" ".join(file_sum(Path(path)) for path in plan.config.data.files if plan.training),
         **outlook.facts,
     )
 
@@ -145,7 +149,8 @@ def _needs_models(config: Config) -> bool:
 def _resume_record(record: Record, prompts: PromptDataset, progress: Progress) -> list[str]:
     """Continue after the last step that is recorded as this run would record it; return lines about it."""
     progress.start_step, progress.num_drawn, changed = record.valid_steps(prompts)
-    step, lines = progress.start_step, []
+    step = progress.start_step
+    lines = []
     if step:
         lines.append(f"continuing after step {step}, the last one in {record.folder} with the same settings")
     if changed:
@@ -157,8 +162,9 @@ def _begin_folder(config: Config, progress: Progress, observer: Observer) -> Non
     """Write the resolved config beside the results, report what has changed since the checkpoint's, and remove what an
     earlier run left of the steps to come."""
     output_dir = Path(config.trainer.output_dir)
-    for change in progress.changes():
-        observer.message(f"changed since then: {change}")
+    if progress.checkpoint is not None and not config.trainer.eval_only:
+        for change in changes_since(progress.checkpoint / CONFIG_FILE, config):
+            observer.message(f"changed since then: {change}")
     write_durably(output_dir / CONFIG_FILE, dump_config(config))
     drop_phases(output_dir, progress.resume_step)
     is_in_step = progress.experience is not None  # whose rollouts have been kept
@@ -184,7 +190,8 @@ def rollout_only(run: Run) -> None:
 
 def evaluate_only(run: Run) -> None:
     """Evaluate a checkpoint, or the model of model.path, once; write evaluation.json beside metrics and report."""
-    step, weights = run.progress.step, run.progress.checkpoint or Path(run.config.initial_weights)
+    step = run.progress.step
+    weights = run.progress.checkpoint or Path(run.config.initial_weights)
     with run.phase("sync"):
         run.engines.first_sync(step)
     metrics = run.evaluate(step)

@@ -59,11 +59,16 @@ class Models:
     """The components of `placement.components` that the run has.
 
     Args:
-        components: by name, in the table's order.
-        offloads: of the components on this rank.
+        components: components by name, in the table's order.
+        offloads: offloads of the components on this rank.
     """
 
-    def __init__(self, plan: RunPlan, components: Mapping[str, Component], offloads: Mapping[str, Offload]):
+    def __init__(
+        self,
+        plan: RunPlan,
+        components: Mapping[str, Component],
+        offloads: Mapping[str, Offload],
+    ):
         self.config = plan.config
         self.specs = plan.components
         self.training = plan.training
@@ -186,7 +191,8 @@ class Models:
     def export(self) -> None:
         """Write the models that the run trains as Hugging Face folders."""
         for name in exported(self.specs):
-            engine, source = self.components[name].engine, self.specs[name].folder.value
+            engine = self.components[name].engine
+            source = self.specs[name].folder.value
             if engine is not None:
                 architecture = self.architecture if name == "actor" else architecture_of(self.specs[name])
                 if self.specs[name].scores_pairs:
@@ -198,9 +204,10 @@ class Models:
 def build_models(plan: RunPlan, exchange: Exchange) -> Models:
     """Build the run's models with their initial weights; all ranks together.
 
-    They are built one after another: the tensors of one that sleep leave the device before the next takes memory.
+    They are built one after another: the offloaded tensors of a model leave the device before the next model is built.
     """
-    config, specs = plan.config, plan.components
+    config = plan.config
+    specs = plan.components
     layouts = {name: plan.layouts[name] for name in specs}
     timeout = timedelta(seconds=config.trainer.process_group_timeout_seconds)
     groups = build_groups(layouts, config.trainer.seed, timeout)
@@ -211,11 +218,13 @@ def build_models(plan: RunPlan, exchange: Exchange) -> Models:
     for name in build_order(specs):
         engines[name] = None
         if groups[name].member:
-            spec, base = specs[name], engines.get(specs[name].base)
+            spec = specs[name]
+            base = engines.get(specs[name].base)
             factors = partial(_logit_factors, engines, spec.reference) if spec.reference else None
             engine = build_engine(config, spec, groups[name], factors, base)
             if isinstance(engine, TrainedEngine) and engine.transformer_config.num_moe_experts:
-                replays, settings = "expert_choices" in spec.reads, spec.training.settings
+                replays = "expert_choices" in spec.reads
+                settings = spec.training.settings
                 engine.routing = ModelRouting(engine.chunks, groups[name], name, settings.router, replays=replays)
             engines[name], offloads[name] = engine, Offload(engine, spec.offload.value, base)
             offloads[name].rest(NOTHING)
@@ -233,7 +242,8 @@ _read_once = cache(read_component)
 def architecture_of(spec: ComponentSpec) -> Architecture:
     """Return the architecture of a component, with its adapters and frozen parameters.
 
-    A value head may start from a reward model. That of pairs has no bias: only differences of scores count.
+    A value head may start from a reward model. A reward model that was trained on pairs has no bias: only differences
+    of scores count.
     """
     folder = spec.folder.value
     architecture = critic_architecture(folder) if spec.head == "value" else read_architecture(folder, spec.head)
@@ -245,7 +255,7 @@ def architecture_of(spec: ComponentSpec) -> Architecture:
 
 
 def _logit_factors(engines: Mapping[str, MegatronEngine | None], name: str, packed: PackedBatch) -> LogitFactors:
-    """Return the factors of the logits of a reference, which may be built after the model that it is compared with."""
+    """Return the factors of a reference's logits. It is looked up by name, as it may be built after its policy."""
     reference = engines[name]
     assert reference is not None, "a reference lives on the ranks of its policy"
     return reference.logit_factors(packed)
@@ -261,27 +271,39 @@ def build_engine(
     """Build this rank's part of a component, with its initial weights and heads.
 
     Args:
-        factors: of the logits that a policy's head compares with its own, see `policy_head`.
+        factors: factors of the logits that a policy's head compares with its own, see `policy_head`.
         base: the model whose frozen weights this one uses.
     """
-    architecture, training = architecture_of(spec), spec.training
+    architecture = architecture_of(spec)
+    training = spec.training
     lent = base.chunks if base else None
-    recompute, trained = training.settings.recompute if training else "none", training is not None
+    recompute = training.settings.recompute if training else "none"
+    trained = training is not None
     chunks = build_model(
         architecture, config.model, spec.parallel.value, groups, recompute=recompute, trained=trained, base=lent
     )
     if start := spec.megatron_folder:
         load_initial(chunks, groups, start, _read_once(start), architecture, config.trainer.seed)
     else:
-        folder, adapter = spec.folder.value, spec.adapter
-        load_hf(chunks, folder, architecture, groups, seed=config.trainer.seed, base=lent, adapter=adapter)
+        folder = spec.folder.value
+        adapter = spec.adapter
+        load_hf(
+            chunks,
+            folder,
+            architecture,
+            groups,
+            seed=config.trainer.seed,
+            base=lent,
+            adapter=adapter,
+        )
 
     def head(full_kl: bool, bootstrap: bool) -> Head:
         value = value_head(bootstrap=bootstrap)
         if spec.head == "value":
             return value
         weight = partial(output_weight, chunks[-1])
-        compared, temperature = factors if full_kl else None, config.rollout.temperature
+        compared = factors if full_kl else None
+        temperature = config.rollout.temperature
         sizes = groups.collection.tp, architecture.vocab_size
         policy = policy_head(weight, *sizes, temperature, compared, architecture.logit_cap)
         return policy if spec.head == "policy" else policy_value_head(policy, value, chunks[-1])

@@ -48,7 +48,13 @@ class ActorLoss:
     Source of the likelihood term: Yue et al. 2025 (VAPO, arXiv 2504.05118), positive example LM loss.
     """
 
-    def __init__(self, config: Config, num_tokens: int, num_sequences: int, num_positive_tokens: int = 0):
+    def __init__(
+        self,
+        config: Config,
+        num_tokens: int,
+        num_sequences: int,
+        num_positive_tokens: int = 0,
+    ):
         self.config = config
         self._positive = Normaliser(num_positive_tokens, 0, 0)
         self._shared = _shared(config, num_tokens, num_sequences)
@@ -61,8 +67,11 @@ class ActorLoss:
         return float(sum(self._policy_kl))
 
     def __call__(self, outputs: Outputs, rows: Rows) -> LossPart:
-        config, actor, log_probs = self.config, self.config.actor, outputs["log_probs"]
-        mask, fields = rows.response_mask, rows.fields
+        config = self.config
+        actor = self.config.actor
+        log_probs = outputs["log_probs"]
+        mask = rows.response_mask
+        fields = rows.fields
         if config.old_log_probs == "update":
             old = log_probs.detach()
             self.old_log_probs |= zip(rows.ids.tolist(), old, strict=True)
@@ -89,7 +98,8 @@ class ActorLoss:
         if actor.use_kl_loss:
             ref = fields.get("ref_log_probs", log_probs)
             full = outputs["full_kl"] if actor.kl_loss_type == "full" else None
-            terms.append(kl_loss(log_probs, ref, mask, actor, old_log_probs=old, kl=full, **shared))
+            of_kl = kl_loss(log_probs, ref, mask, actor, old_log_probs=old, kl=full, **shared)
+            terms.append(of_kl)
         if actor.positive_nll_coef:
             nll, _ = nll_loss(log_probs, positive_mask(rows), self._positive, shared["loss_weights"])
             terms.append((actor.positive_nll_coef * nll, {"positive_nll_loss": nll.detach()}))
@@ -120,8 +130,15 @@ def _shared(config: Config, num_tokens: int, num_sequences: int) -> dict[str, An
     return {"normaliser": normaliser, "conventions": conventions(config)}
 
 
-def _value_loss(config: Config, outputs: Outputs, rows: Rows, shared: dict[str, Any]) -> LossPart:
-    values, old, returns = outputs["values"], rows.fields["values"], rows.fields["returns"]
+def _value_loss(
+    config: Config,
+    outputs: Outputs,
+    rows: Rows,
+    shared: dict[str, Any],
+) -> LossPart:
+    values = outputs["values"]
+    old = rows.fields["values"]
+    returns = rows.fields["returns"]
     loss, metrics = value_loss(values, old, returns, rows.response_mask, config.critic, **shared)
     return loss, prefixed("critic", {"vf_loss": loss, **metrics})
 

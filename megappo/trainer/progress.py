@@ -1,6 +1,6 @@
 """Progress of a run: the checkpoint that it resumes from, and what it saves besides its models."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -8,14 +8,13 @@ from typing import Any
 
 from megappo.batch.exchange import Batch, Exchange
 from megappo.batch.rows_file import RowsFile, write_rows
-from megappo.checkpoint.checksums import file_sum, refuse_damaged
+from megappo.checkpoint.checksums import refuse_damaged
 from megappo.checkpoint.component_folder import load_model
 from megappo.checkpoint.folders import LATEST, NOT_BEGUN, STATE, CheckpointError, position_of, read_state, step_of
 from megappo.checkpoint.metadata import read_component
 from megappo.checkpoint.store import CheckpointStore
-from megappo.config.loading import changes_since, dump_config
+from megappo.config.loading import dump_config
 from megappo.config.schema import Config
-from megappo.data.records import Records
 from megappo.observe.files import CHECKPOINTS, CONFIG_FILE
 from megappo.observe.loggers import Histogram
 from megappo.observe.metrics import Metric, metrics_from_json
@@ -28,12 +27,7 @@ from megappo.trainer.models import Models
 EXPERIENCE_FILE = "in_flight.safetensors"
 STATE_KEYS = ("prompts_drawn", "prompts_pending", "kl", "reward_moments", "models", "optimizer_steps")
 """Content of a checkpoint's state.json besides the step; `optimizer_steps` are, for each component, its optimizer steps
-so far, and how many of the last ones were skipped in a row. Newer ones have `data`, too."""
-OTHER_DATA = (
-    "with as many records in use as before, an epoch has the new ones in the places of the old ones; otherwise its "
-    "order changes, so that the rest of this epoch may repeat records and leave out others"
-)
-"""Effect of a changed training file on a run that resumes."""
+so far, and how many of the last ones were skipped in a row."""
 
 
 @dataclass
@@ -42,7 +36,7 @@ class Experience:
 
     Attributes:
         batch: rows at their owners, with all fields that losses read.
-        metrics: of the step until its advantages.
+        metrics: the step's metrics until its advantages.
         kl_penalty: mean of the KL to the reference over the tokens; None without a penalty in the rewards or a token.
         num_updates: component -> mini-batches of all epochs that it has been trained on.
         optimizer_steps: component -> metrics of its optimizer steps.
@@ -70,13 +64,12 @@ class Progress:
         start_step: steps done before this process started, once it is restored.
         step: the last finished step.
         experience: the next step, if its rows have their advantages.
-        data: training file -> description of its content.
-        num_drawn: prompts that the steps so far have drawn, including that one.
-        pending: positions of those that no step has trained on yet.
+        num_drawn: prompts that the steps so far have drawn, including the next step's if `experience` has it.
+        pending: positions of drawn prompts that no step has trained on yet.
         is_overdue: the last save failed.
         failed_saves: number of failed saves in this process.
         kl: controller of the KL coefficient.
-        reward_moments: of all scores so far, for reward.normalize running.
+        reward_moments: moments of all scores so far, for reward.normalize running.
     """
 
     def __init__(self, config: Config, exchange: Exchange):
@@ -92,9 +85,9 @@ class Progress:
         self.start_step = self.step = 0
         self.experience = None
         self.num_drawn = 0
-        self.data: dict[str, str] = {}
         self.pending: Sequence[int] = ()
-        self.is_overdue, self.failed_saves = False, 0
+        self.is_overdue = False
+        self.failed_saves = 0
         self.kl = KLController(config.algorithm.kl_ctrl)
         self.reward_moments = RunningMoments()
 
@@ -108,32 +101,13 @@ class Progress:
         refuse_damaged(checkpoint, self.exchange)
         return checkpoint
 
-    def note_data(self, files: Sequence[Records]) -> None:
-        """Note the training files, whose content checkpoints describe; all ranks together."""
-        self.data = self.exchange.on_rank_0(
-            lambda: {file.path: f"{len(file):,} records, SHA-256 {file_sum(Path(file.path))[:12]}" for file in files}
-        )
-
-    def changes(self) -> Iterator[str]:
-        """Describe what has changed since the checkpoint: keys of the config, and the content of training files.
-
-        Raises:
-            ConfigError, CheckpointError: the checkpoint cannot be read.
-        """
-        if self.checkpoint is None or self.config.trainer.eval_only:
-            return
-        yield from changes_since(self.checkpoint / CONFIG_FILE, self.config)
-        before = read_state(self.checkpoint).get("data", {})  # older checkpoints have none
-        for path, content in self.data.items():
-            if before.get(path, content) != content:
-                yield f"{path}: {before[path]} -> {content}; {OTHER_DATA}"
-
     def restore(self, models: Models) -> None:
         """Restore the checkpoint, if there is one; to evaluate it, only the actor's weights."""
         if self.checkpoint is None:
             return
         if self.config.trainer.eval_only:
-            engine, folder = models.actor.engine, self.checkpoint / "actor"
+            engine = models.actor.engine
+            folder = self.checkpoint / "actor"
             if engine is not None:
                 vocab_size = models.architecture.vocab_size
                 load_model(engine.chunks, engine.groups, folder, read_component(folder), vocab_size)
@@ -150,7 +124,8 @@ class Progress:
         self.kl.load_state_dict(state["kl"])
         self.reward_moments.load_state_dict(state["reward_moments"])
         self.start_step = self.step = state["step"]
-        self.num_drawn, self.pending = state["prompts_drawn"], state["prompts_pending"]
+        self.num_drawn = state["prompts_drawn"]
+        self.pending = state["prompts_pending"]
         self.experience = self._read_experience(models.num_mini_batches())
 
     def _restore_models(self, models: Models, optimizer_steps: dict[str, list[int]]) -> None:
@@ -174,7 +149,8 @@ class Progress:
         if experience.kl_penalty is not None and "actor" in experience.num_updates:
             num_responses = self.config.data.train_batch_size * self.config.rollout.n  # a row may be a part of one
             self.kl.update(experience.kl_penalty, num_responses)
-        self.step, self.experience = experience.step, None
+        self.step = experience.step
+        self.experience = None
 
     @property
     def is_new(self) -> bool:
@@ -214,7 +190,6 @@ class Progress:
             "kl": self.kl.state_dict(),
             "reward_moments": self.reward_moments.state_dict(),
             "models": self._models,
-            "data": self.data,
             "optimizer_steps": self.exchange.merge(local),
         }
         self.store.begin(
@@ -254,7 +229,8 @@ class Progress:
         if not path.exists():
             return None
         with RowsFile(path) as file:
-            facts, batch = file.facts, file.batch(self.exchange)
+            facts = file.facts
+            batch = file.batch(self.exchange)
         for name, saved in facts["num_mini_batches"].items():
             if num_mini_batches[name] != saved:
                 raise CheckpointError(

@@ -29,7 +29,7 @@ class ConversationBatch:
     """Conversations at the reward model's shards.
 
     Attributes:
-        owned: those of this rank's rows, without fields.
+        owned: the conversations of this rank's rows, as rows without fields.
         conversations: the same, before they became rows.
     """
 
@@ -43,7 +43,7 @@ class ResponseScorer:
 
     Args:
         component: the model, on the ranks that have it.
-        dataset: of the prompts that steps train on; None in a run that only evaluates.
+        dataset: data set of the prompts that steps train on; None in a run that only evaluates.
         tokenizer: the actor's; no other thread may use it.
     Raises:
         ConfigError: see `Conversations`.
@@ -57,24 +57,32 @@ class ResponseScorer:
         tokenizer: PreTrainedTokenizerBase,
         exchange: Exchange,
     ):
-        self._config, self._component, self._dataset, self._exchange = config, component, dataset, exchange
+        self._config = config
+        self._component = component
+        self._dataset = dataset
+        self._exchange = exchange
         self._architecture = critic_architecture(str(config.reward_model.model_path))
         self._conversations = Conversations(config, self._architecture, tokenizer)
 
     def scatter(
-        self, batch: Batch, responses: StepResponses | Responses | None, dataset: PromptDataset | None = None
+        self,
+        batch: Batch,
+        responses: StepResponses | Responses | None,
+        dataset: PromptDataset | None = None,
     ) -> ConversationBatch:
         """Bring the conversations of rows to the model's shards.
 
         Args:
             batch: rows with their tokens, at their owners.
             responses: have the rows' prompts by their prompt_ids; None if the rows are recorded.
-            dataset: of the prompts; None: of training.
+            dataset: data set of the prompts; None: the training prompts.
         Raises:
             ConfigError: see `Conversations.of`.
         """
-        rows, dataset = batch.rows, dataset or self._dataset
-        starts, prompt_ids = rows.prompt_lengths.tolist(), rows.prompt_ids.tolist()
+        rows = batch.rows
+        dataset = dataset or self._dataset
+        starts = rows.prompt_lengths.tolist()
+        prompt_ids = rows.prompt_ids.tolist()
         are_truncated = rows.fields["truncated"].bool().tolist()
         conversations = []
         for row, tokens in enumerate(rows.sequences):
@@ -94,9 +102,16 @@ class ResponseScorer:
         with phase("reward_model"):
             return scattered.shard.forward()
 
-    def add_scores(self, batch: Batch, scattered: ConversationBatch, outputs: Outputs) -> Batch:
-        """Return the rows with `reward_model_scores`, which count in their scores, those of steps on their tokens."""
-        token_scores, weight = self._token_scores(batch.rows, scattered, outputs), self._config.reward_model.weight
+    def add_scores(
+        self,
+        batch: Batch,
+        scattered: ConversationBatch,
+        outputs: Outputs,
+    ) -> Batch:
+        """Return the rows with `reward_model_scores`, and with scores that include them; scores of steps are on
+        tokens."""
+        token_scores = self._token_scores(batch.rows, scattered, outputs)
+        weight = self._config.reward_model.weight
         scores = token_scores.sum(dim=1)
         fields = dict(batch.rows.fields)
         if self._config.reward.weights:
@@ -117,7 +132,12 @@ class ResponseScorer:
             weighted = self._config.reward_model.weight * score
             sample.grade = sample.grade._replace(scores=[*sample.grade.scores, weighted])
 
-    def _token_scores(self, rows: Rows, scattered: ConversationBatch, outputs: Outputs) -> Tensor:
+    def _token_scores(
+        self,
+        rows: Rows,
+        scattered: ConversationBatch,
+        outputs: Outputs,
+    ) -> Tensor:
         """Return the scores of rows on the actor's tokens, [b, R]: of each step, or of the whole on the last token."""
         gathered = scattered.shard.gather(outputs, {"values": TOKEN_SCORES}, scattered.owned).rows.fields[TOKEN_SCORES]
         token_scores = torch.zeros(len(rows), rows.max_response_length)
@@ -131,7 +151,12 @@ class ResponseScorer:
 class NoResponseScorer:
     """Null object with the methods of ResponseScorer that a step calls."""
 
-    def scatter(self, batch: Batch, responses: StepResponses | None, dataset: PromptDataset | None = None) -> None:
+    def scatter(
+        self,
+        batch: Batch,
+        responses: StepResponses | None,
+        dataset: PromptDataset | None = None,
+    ) -> None:
         """Do nothing: there is nothing to score."""
 
     def forward(self, scattered: None, phase: Phases) -> Outputs:
@@ -149,8 +174,21 @@ def _rows(rows: Rows, conversations: Sequence[Conversation]) -> Rows:
     A value is read before each token of a response. So responses begin behind the first token that is scored, and a
     further token, which scores no longer depend on, ends them.
     """
-    starts = integers(steps[0][0] + 1 for _, steps in conversations)
-    lengths = integers(len(one.tokens) + 1 for one in conversations) - starts
-    tokens = integers(token for one in conversations for token in [*one.tokens, 0])
-    mask = is_within(lengths, int(lengths.max()) if len(lengths) else 0).float()
-    return Rows(rows.ids, rows.prompt_ids, starts, lengths, tokens, {"response_mask": mask})
+    starts = []
+    lengths = []
+    tokens = []
+    for read, steps in conversations:
+        first_scored, _ = steps[0]
+        starts.append(first_scored + 1)
+        lengths.append(len(read) - first_scored)
+        tokens += [*read, 0]
+    response_lengths = integers(lengths)
+    mask = is_within(response_lengths, max(lengths, default=0)).float()
+    return Rows(
+        rows.ids,
+        rows.prompt_ids,
+        integers(starts),
+        response_lengths,
+        integers(tokens),
+        {"response_mask": mask},
+    )

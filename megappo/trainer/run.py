@@ -29,7 +29,7 @@ from megappo.runtime.interruption import INTERRUPTION, deadline
 from megappo.trainer.batches import SampledBatches
 from megappo.trainer.evaluation import evaluate
 from megappo.trainer.example_batches import ExampleBatches, evaluate_examples
-from megappo.trainer.experience import check_engines, compare_engines
+from megappo.trainer.experience import compare_engines
 from megappo.trainer.inference import InferenceEngines, NoEngines
 from megappo.trainer.models import Models, Phases, Shards
 from megappo.trainer.progress import Experience, Progress
@@ -131,7 +131,8 @@ class Run:
 
     def keep_rollouts(self, experience: Experience, responses: StepResponses | None) -> None:
         """Keep the first rows of a step in the output folder, if they are due."""
-        settings, step = self.config.trainer, experience.step
+        settings = self.config.trainer
+        step = experience.step
         interval = settings.keep_rollouts
         if interval is None:
             interval = self.config.eval_interval or EVAL_INTERVAL
@@ -141,12 +142,14 @@ class Run:
 
     def begin_updates(self, experience: Experience) -> None:
         """Check that the engines sampled as the actor would. From here on an interrupted step is resumed."""
-        check_engines(self.engines, experience)
+        experience.metrics |= self.engines.check_rollouts(experience.metrics)
         self.progress.experience = experience
-        self.progress.num_drawn, self.progress.pending = self.batches.num_drawn, self.batches.pending
+        self.progress.num_drawn = self.batches.num_drawn
+        self.progress.pending = self.batches.pending
 
     def end_updates(self, experience: Experience, shards: Shards) -> dict[str, Any]:
-        """Return the step's metrics so far, with those of the updates on all ranks. All ranks wait for the slowest.
+        """Return the step's metrics so far, with the metrics of the updates on all ranks. All ranks wait for the
+        slowest.
 
         Raises:
             Interrupted: the updates were interrupted.
@@ -154,14 +157,15 @@ class Run:
         trained = self.models.trained_in(experience.step)
         local = {}
         for name in trained:
-            shard, seconds = shards[name], self.phase.seconds(f"update_{name}")
+            shard = shards[name]
+            seconds = self.phase.seconds(f"update_{name}")
             local[name] = (shard.num_updates, shard.optimizer_steps, seconds)
         updates, memory = zip(*self.exchange.all_gather((local, self.phase.memory())), strict=True)
         if self.config.old_log_probs == "update" and any(of_rank["actor"][1] for of_rank in updates):
             actor = shards["actor"]
             experience.batch = actor.gather(actor.outputs, {"log_probs": "old_log_probs"}, experience.batch)
             compare_engines(self.config, self.exchange, experience)
-            check_engines(self.engines, experience)
+            experience.metrics |= self.engines.check_rollouts(experience.metrics)
         metrics = experience.metrics | reduce_ranks(memory)
         rows = experience.batch.rows
         self.shown = rows.select(range(min(len(rows), NUM_SHOWN)))
@@ -183,7 +187,7 @@ class Run:
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Log a step's metrics and complete a checkpoint that was written meanwhile.
 
-        A step's `timing_s/save` is that of the checkpoint between the step before and this one.
+        A step's `timing_s/save` is the time of the checkpoint between the previous step and this one.
         """
         saves = {"checkpoint/failed_saves": self.progress.failed_saves}
         self.observer.log(step, {**metrics, **self.phase.timers.lap(), **saves}, self.responses)
@@ -197,9 +201,12 @@ class Run:
         records = []
         if self.shown is not None:
             decode = self.rollouts.tokenizer.decode
-            lengths, scores = self.shown.prompt_lengths.tolist(), self.shown.fields["scores"].tolist()
+            lengths = self.shown.prompt_lengths.tolist()
+            scores = self.shown.fields["scores"].tolist()
             for tokens, length, score in zip(self.shown.sequences, lengths, scores, strict=True):
-                records.append({"prompt": decode(tokens[:length]), "response": decode(tokens[length:]), "score": score})
+                prompt = decode(tokens[:length])
+                response = decode(tokens[length:])
+                records.append({"prompt": prompt, "response": response, "score": score})
         return records
 
     def save_if_due(self, step: int) -> None:

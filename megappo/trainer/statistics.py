@@ -33,10 +33,15 @@ def over_ranks(exchange: Exchange, values: Unreduced) -> dict[str, Any]:
     return reduce_ranks(exchange.all_gather(parts))
 
 
-def row_metrics(exchange: Exchange, rows: Rows, step: int, extra: Unreduced | None = None) -> dict[str, Any]:
+def row_metrics(
+    exchange: Exchange,
+    rows: Rows,
+    step: int,
+    extra: Unreduced | None = None,
+) -> dict[str, Any]:
     """Return the ROW_METRICS that the run has, and extra metrics, over the rows of all ranks.
 
-    Histograms are those of the first step and of every `HISTOGRAM_INTERVAL`-th.
+    Histograms are logged in the first step and in every `HISTOGRAM_INTERVAL`-th.
     """
     has_histograms = step == 1 or step % HISTOGRAM_INTERVAL == 0
     values = dict(extra or {})
@@ -117,7 +122,8 @@ class Utilisation:
 
         Source: Chowdhery et al. 2022 (PaLM), appendix B; `architecture.flops`.
         """
-        name, table = shard.component.name, shard.batch.table
+        name = shard.component.name
+        table = shard.batch.table
         lengths = list(zip(table.lengths.tolist(), table.response_lengths.tolist(), strict=True))
         flops = self._flops[name]
         num_epochs = num_steps / len(shard.split)

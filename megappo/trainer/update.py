@@ -25,7 +25,8 @@ from megappo.trainer.objectives import SELECTED, ActorLoss, conventions, critic_
 
 def update_actor(batch: ComponentBatch, config: Config) -> None:
     """Train the actor; stop once its KL to the policy before the step exceeds actor.target_kl."""
-    engine, actor = batch.component.engine, config.actor
+    engine = batch.component.engine
+    actor = config.actor
     if not isinstance(engine, TrainedEngine):
         return
     for rows, num_tokens, num_rows in _mini_batches(batch, engine, actor.ppo_epochs, config):
@@ -47,12 +48,17 @@ def update_critic(batch: ComponentBatch, config: Config) -> None:
     update(batch, config, config.critic.ppo_epochs, partial(critic_loss, config))
 
 
-def update(batch: ComponentBatch, config: Config, epochs: int, loss_of: Callable[[int, int], LossFn]) -> None:
+def update(
+    batch: ComponentBatch,
+    config: Config,
+    epochs: int,
+    loss_of: Callable[[int, int], LossFn],
+) -> None:
     """Train a component.
 
     Args:
         epochs: passes over the rows.
-        loss_of: returns the loss of a mini-batch with so many tokens with mask 1, and rows.
+        loss_of: returns the loss of a mini-batch, by its number of tokens with mask 1 and its number of rows.
     """
     engine = batch.component.engine
     if not isinstance(engine, TrainedEngine):
@@ -62,17 +68,28 @@ def update(batch: ComponentBatch, config: Config, epochs: int, loss_of: Callable
 
 
 def _mini_batches(
-    batch: ComponentBatch, engine: TrainedEngine, ppo_epochs: int, config: Config
+    batch: ComponentBatch,
+    engine: TrainedEngine,
+    ppo_epochs: int,
+    config: Config,
 ) -> Iterator[tuple[Rows, int, int]]:
-    """Yield `ComponentBatch.mini_batches` epoch after epoch: those that remain, until the run is interrupted."""
+    """Yield the remaining `ComponentBatch.mini_batches`, epoch after epoch, until the run is interrupted."""
     parts = batch.mini_batches(counts_empty_rows=conventions(config).counts_empty_rows)
-    while batch.num_updates < ppo_epochs * len(parts) and not engine.anywhere(bool(INTERRUPTION.reason)):
+    total = ppo_epochs * len(parts)
+    while batch.num_updates < total and not engine.anywhere(bool(INTERRUPTION.reason)):
+        position = batch.num_updates % len(parts)
         batch.num_updates += 1
-        heartbeat.begin(f"mini-batch {batch.num_updates} of {ppo_epochs * len(parts)}")
-        yield parts[(batch.num_updates - 1) % len(parts)]
+        heartbeat.begin(f"mini-batch {batch.num_updates} of {total}")
+        yield parts[position]
 
 
-def _optimizer_step(batch: ComponentBatch, engine: TrainedEngine, rows: Rows, loss: LossFn, config: Config) -> None:
+def _optimizer_step(
+    batch: ComponentBatch,
+    engine: TrainedEngine,
+    rows: Rows,
+    loss: LossFn,
+    config: Config,
+) -> None:
     """Make one optimizer step.
 
     Raises:
@@ -86,9 +103,16 @@ def _optimizer_step(batch: ComponentBatch, engine: TrainedEngine, rows: Rows, lo
         batch.optimizer_steps.append(step)
 
 
-def _report_skipped(batch: ComponentBatch, engine: TrainedEngine, rows: Rows, reason: str, config: Config) -> None:
+def _report_skipped(
+    batch: ComponentBatch,
+    engine: TrainedEngine,
+    rows: Rows,
+    reason: str,
+    config: Config,
+) -> None:
     """Warn about a skipped optimizer step, and raise if too many were skipped in a row. The rows are kept."""
-    rank, limit = batch.component.exchange.rank, config.trainer.max_bad_steps
+    rank = batch.component.exchange.rank
+    limit = config.trainer.max_bad_steps
     which = f"the {batch.component.name}'s update {batch.num_updates} of step {batch.step}"
     kept = _keep_rows(batch, rows, reason, config) if engine.is_output else ""
     if engine.skipped_in_a_row <= limit:
@@ -106,10 +130,16 @@ def _report_skipped(batch: ComponentBatch, engine: TrainedEngine, rows: Rows, re
 
 def _keep_rows(batch: ComponentBatch, rows: Rows, reason: str, config: Config) -> str:
     """Write this rank's rows of a skipped step; return where they are. Warn if they cannot be written."""
-    name, rank = batch.component.name, batch.component.exchange.rank
+    name = batch.component.name
+    rank = batch.component.exchange.rank
     file = f"step_{batch.step:08d}_{name}_{batch.num_updates:04d}_rank_{rank}.safetensors"
     path = Path(config.trainer.output_dir, "bad_steps", file)
-    facts = {"step": batch.step, "weights_step": batch.step - 1, "model": config.model.path, "reason": reason}
+    facts = {
+        "step": batch.step,
+        "weights_step": batch.step - 1,
+        "model": config.model.path,
+        "reason": reason,
+    }
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_rows(path, rows, facts)
@@ -119,7 +149,12 @@ def _keep_rows(batch: ComponentBatch, rows: Rows, reason: str, config: Config) -
     return f"; its rows are in {path}"
 
 
-def _with_selection(engine: TrainedEngine, rows: Rows, select: Callable[..., torch.Tensor], actor: Actor) -> Rows:
+def _with_selection(
+    engine: TrainedEngine,
+    rows: Rows,
+    select: Callable[..., torch.Tensor],
+    actor: Actor,
+) -> Rows:
     """Return the rows with a field of the tokens that the loss treats differently.
 
     Selecting them takes the current log-probs of the whole mini-batch, so another forward pass; this makes the

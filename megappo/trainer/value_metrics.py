@@ -1,7 +1,7 @@
 """Metrics of a critic's values beside the returns that they estimate: how much they explain, where, and how much they
 are off; and the gate that ends the run of a critic that explains enough.
 
-Values are those before the step's update, of rollouts that the critic has not been trained on.
+Values are from before the step's update, of rollouts that the critic has not been trained on.
 """
 
 import math

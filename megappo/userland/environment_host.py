@@ -22,7 +22,7 @@ class EnvironmentHost:
 
     Args:
         source: FILE.py, or a module's name.
-        name: of a class, or with arguments of a function that returns one.
+        name: name of a class, or with arguments of a function that returns one.
         seconds: time limit of a call.
     Attributes:
         description: the class's inputs.
@@ -88,7 +88,7 @@ async def called(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def in_thread(function: Callable[..., Any], *arguments: Any) -> asyncio.Future:
-    """Call a plain function in a thread; `asyncio.to_thread` has too few for those that hang."""
+    """Call a plain function in a thread; `asyncio.to_thread` has too few threads if some calls hang."""
     return asyncio.get_running_loop().run_in_executor(THREADS, _result, function, arguments)
 
 

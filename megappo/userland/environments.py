@@ -1,6 +1,6 @@
 """Environments in worker processes, many in each: user code can neither hang nor crash the trainer.
 
-The workers of a task are those of its environment, which answers the responses, and of its reward function.
+The workers of a task run its environment, which answers the responses, or its reward function.
 """
 
 import asyncio
@@ -132,7 +132,7 @@ class EnvironmentPool(WorkerPool):
     """The workers of an environment, which may be used as a context manager.
 
     Args:
-        spec: for messages.
+        spec: the environment's name, for messages.
         code: source and name of the environment, and a list of arguments, see `EnvironmentHost`.
         limits: further arguments of `WorkerPool`.
     Raises:
@@ -142,7 +142,13 @@ class EnvironmentPool(WorkerPool):
     def __init__(self, spec: str, code: Sequence[Any], *, timeout_seconds: float, **limits: Any):
         source, name, *arguments = code
         hosted = {"source": source, "name": name, "arguments": arguments, "seconds": timeout_seconds}
-        super().__init__(spec, "environments", hosted, timeout_seconds=timeout_seconds, **limits)
+        super().__init__(
+            spec,
+            "environments",
+            hosted,
+            timeout_seconds=timeout_seconds,
+            **limits,
+        )
         self._numbers = itertools.count()
         self._replacing = asyncio.Lock()
         self._closing: set[asyncio.Task] = set()
@@ -179,7 +185,7 @@ class EnvironmentPool(WorkerPool):
         return worker
 
     def _leave(self, worker: WorkerProcess, number: int) -> None:
-        """Have an environment closed, without waiting for it."""
+        """Close an environment, without waiting for it."""
         self._num_episodes[worker] -= 1
         task = self._loop.create_task(self._close_environment(worker, number))
         self._closing.add(task)

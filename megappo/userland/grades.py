@@ -35,7 +35,7 @@ class Grade(NamedTuple):
         answer: what is voted on if several responses to a prompt are compared; None if there is none.
         failed: a function has failed.
         loss_weight: factor of its losses; None if no function gives one.
-        steps: per score, its step scores, sorted by end; empty without any.
+        steps: the step scores of each score, sorted by end; empty without any.
         unscored: the function left the response to others.
     """
 
@@ -150,11 +150,11 @@ def _steps(steps: Any, num_characters: int, weight: float) -> list[Step]:
 
 
 def combined(rows: Sequence[Sequence[Grade]], names: Sequence[str]) -> list[Grade]:
-    """Return one grade for each response, of those that several functions gave.
+    """Return one grade for each response, from the grades that several functions gave it.
 
     Args:
         rows: the grades of each response by function.
-        names: of the functions.
+        names: names of the functions.
     """
     if len(names) == 1:
         return [only for [only] in rows]

@@ -37,7 +37,7 @@ MAX_SHOWN = 200
 """Characters of a text in a message."""
 
 LIMIT_SIGNS = ("ended its process", "MemoryError", "allocate memory", "CalledProcessError")
-"""Parts of messages about failures that a limit of memory may cause."""
+"""Texts in the messages of failures that a memory limit may have caused."""
 
 
 class RewardError(ActionableError, RuntimeError):
@@ -85,7 +85,7 @@ class FunctionQueue:
         self.max_rows = self.batch_size if is_batched and self.batch_size is not None else MAX_ROWS
 
     def take(self, num_workers: int) -> list[PendingRow]:
-        """Return the next rows for one of so many workers."""
+        """Return the next rows for one of `num_workers` workers."""
         num_items = num_workers * ITEMS_PER_WORKER if self.mode == "one" else num_workers
         size = math.ceil(len(self.rows) / num_items)
         return [self.rows.popleft() for _ in range(min(self.max_rows, size))]
@@ -95,7 +95,7 @@ class RewardPool(WorkerPool):
     """Reward functions in worker processes, which may be used as a context manager. It is closed after an error.
 
     Attributes:
-        names: of the functions; the spec of one whose name another has, too.
+        names: names of the functions; if two share a name, their specs.
         waits_for_all: no response has its scores before all responses have been written.
     Raises:
         ValueError: a name is malformed or names no file.
@@ -218,9 +218,14 @@ class RewardPool(WorkerPool):
                 return queue, queue.take(self.num_workers)
         return None
 
-    async def _score(self, worker: WorkerProcess, queue: FunctionQueue, rows: Sequence[PendingRow]) -> WorkerProcess:
-        """Have a worker score rows. Return it, or the worker that replaces it if it is lost; then the rows that it has
-        not begun wait again.
+    async def _score(
+        self,
+        worker: WorkerProcess,
+        queue: FunctionQueue,
+        rows: Sequence[PendingRow],
+    ) -> WorkerProcess:
+        """Score rows in a worker. Return it, or the worker that replaces it if it is lost; the rows that a lost worker
+        has not begun wait again.
 
         A worker that was lost after its last reply, such as by sending too much, fails the next call.
         """
@@ -246,7 +251,12 @@ class RewardPool(WorkerPool):
                 return await self._handle(worker, queue, called, error)
         return worker
 
-    def _call(self, worker: WorkerProcess, queue: FunctionQueue, rows: Sequence[PendingRow]) -> asyncio.Future:
+    def _call(
+        self,
+        worker: WorkerProcess,
+        queue: FunctionQueue,
+        rows: Sequence[PendingRow],
+    ) -> asyncio.Future:
         arguments = {"function": queue.index, "rows": [one.row[:4] for one in rows]}  # without their names
         return worker.begin("score", arguments, self.timeout_seconds)
 
@@ -258,7 +268,11 @@ class RewardPool(WorkerPool):
         return f"fix it, {change}or, if few calls fail, set reward.on_error=zero, which scores these responses 0"
 
     async def _handle(
-        self, worker: WorkerProcess, queue: FunctionQueue, rows: Sequence[PendingRow], failure: CallError
+        self,
+        worker: WorkerProcess,
+        queue: FunctionQueue,
+        rows: Sequence[PendingRow],
+        failure: CallError,
     ) -> WorkerProcess:
         """Handle the failure of a call: end the run, or call each of several rows alone, while there is hope."""
         if self._error is not None:
@@ -283,7 +297,11 @@ class RewardPool(WorkerPool):
         return worker
 
     async def _culprit(
-        self, worker: WorkerProcess, queue: FunctionQueue, rows: Sequence[PendingRow], failure: CallError
+        self,
+        worker: WorkerProcess,
+        queue: FunctionQueue,
+        rows: Sequence[PendingRow],
+        failure: CallError,
     ) -> int | None:
         """Return the number of the first row for which a call alone fails in the same way; None if none is found, or
         for a function that waits for a server, which is not called again."""
@@ -350,7 +368,7 @@ class Scoring:
             for pending in chain.from_iterable(self._pending):
                 self._pool.wait(pending)
         self.num_errors = self.num_timeouts = 0
-        for of_row in reversed(self._pending):  # the last message is that of the first row
+        for of_row in reversed(self._pending):  # the last message is the first row's
             for queue, one in zip(self._pool.queues, of_row, strict=True):
                 if isinstance(one.outcome, CallError):
                     self.failure = described(queue.spec, one.outcome, of_row[:1])

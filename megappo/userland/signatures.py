@@ -61,9 +61,9 @@ class Row(NamedTuple):
     """A response, and what reward functions may see of its record.
 
     Attributes:
-        prompt: as the model sees it.
+        prompt: the prompt as the model sees it.
         columns: the fields that the functions take besides prompt and label, as JSON.
-        name: of the record, for messages; the worker does not get it.
+        name: name of the record, for messages; the worker does not get it.
     """
 
     prompt: str
@@ -89,7 +89,7 @@ class Form:
     """A form of reward functions.
 
     Attributes:
-        shown: as messages show it.
+        shown: the form as messages show it.
         own: parameters that are no columns -> the attribute of a row. A function may leave out any but the first one,
             by which its form is recognised.
         if_named: parameters that **kwargs does not get.
@@ -191,7 +191,7 @@ class RewardFunction:
         return returned
 
     def _gets(self, column: str) -> bool:
-        """Return whether it takes a column; rows have those of other functions, too."""
+        """Return whether it takes a column; rows have columns for other functions, too."""
         needed = self.inputs.needed
         optional = self.inputs.optional
         return column not in self.options and (optional is None or column in (*needed, *optional))
@@ -267,7 +267,12 @@ class RewardHost:
     """
 
     def __init__(self, functions: Sequence[tuple[str, str, JsonObject]]):
-        self._functions = [_load_function(*one, is_alone=len(functions) == 1) for one in functions]
+        self._functions = []
+        for source, name, options in functions:
+            try:
+                self._functions.append(recognise(load(source, name), options, home(source)))
+            except BadFunction as error:
+                raise BadFunction(str(error) if len(functions) == 1 else f"({name}) {error}") from error
         inputs = reduce(or_, [one.inputs for one in self._functions])
         self.description = {"inputs": asdict(inputs), "modes": [one.mode for one in self._functions]}
 
@@ -276,10 +281,3 @@ class RewardHost:
         called = self._functions[function]
         given = [Row(*row) for row in rows]
         return called.call_async(given) if called.is_async else partial(called.call, given)
-
-
-def _load_function(source: str, name: str, options: JsonObject, *, is_alone: bool) -> RewardFunction:
-    try:
-        return recognise(load(source, name), options, home(source))
-    except BadFunction as error:
-        raise BadFunction(str(error) if is_alone else f"({name}) {error}") from error

@@ -51,7 +51,7 @@ def check_label(label: Any, specs: Iterable[str]) -> None:
     """Check that the built-in ones of these reward functions can grade by a label.
 
     Args:
-        specs: as reward.function names them.
+        specs: functions as reward.function names them.
     Raises:
         ValueError: one cannot.
     """

@@ -17,7 +17,7 @@ MAX_FRAME_CHARACTERS = 500
 SPARE_BYTES = 2**26
 """Beyond the memory limit, to report that it was reached."""
 OWN_FOLDERS = (os.path.dirname(__file__), os.path.dirname(os.path.dirname(__file__)))
-"""The worker's, and that of `user_modules`."""
+"""The worker's folder, and the folder of `user_modules`."""
 JsonObject = dict[str, Any]
 """Anything by name: what JSON and keyword arguments hold."""
 
@@ -43,7 +43,7 @@ def describe(error: BaseException) -> str:
 
 
 def _is_of_worker(frame: traceback.FrameSummary) -> bool:
-    """Return whether a frame of a traceback is that of the worker, which calls user code, or of Python's import."""
+    """Return whether a frame of a traceback is in the worker, which calls user code, or in Python's import."""
     folder = os.path.dirname(frame.filename)
     is_import = frame.filename.startswith("<frozen importlib") or os.path.basename(folder) == "importlib"
     return is_import or folder in OWN_FOLDERS

@@ -2,10 +2,10 @@
 
 Its standard input is a socket; each message is a line of JSON. A request {"call": number, "method": name, "arguments":
 {...}, "seconds": time limit of a coroutine} is answered by {"call": number} with "result", "error" (a text), or "late"
-if the time limit was exceeded. The first method is "load", with the name of a host as argument; the others are those of
-the host. Coroutines run in an event loop, any number at once. Plain calls run one after the other in the main
-thread outside of that loop, so that user code may run a loop of its own. It imports the standard library alone, so
-it starts at once; user files import what they like.
+if the time limit was exceeded. The first method is "load", with the name of a host as argument; the others are methods
+of the host. Coroutines run in an event loop, any number at once. Plain calls run one after the other in the main thread
+outside of that loop, so that user code may run a loop of its own. It imports the standard library alone, so it starts
+at once; user files import what they like.
 """
 
 import asyncio
@@ -80,7 +80,12 @@ class Worker:
         self._host = HOSTS[host](**arguments)
         return self._host.description
 
-    async def _answer(self, number: int, work: Coroutine[Any, Any, Any], seconds: float) -> None:
+    async def _answer(
+        self,
+        number: int,
+        work: Coroutine[Any, Any, Any],
+        seconds: float,
+    ) -> None:
         limit = asyncio.timeout(seconds)
         try:
             async with limit:

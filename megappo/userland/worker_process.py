@@ -47,7 +47,14 @@ class CallError(Exception):
         index: number of the row that is to blame; None: unknown.
     """
 
-    def __init__(self, reason: str, *, is_late: bool = False, has_raised: bool = False, index: int | None = None):
+    def __init__(
+        self,
+        reason: str,
+        *,
+        is_late: bool = False,
+        has_raised: bool = False,
+        index: int | None = None,
+    ):
         super().__init__(reason)
         self.is_late = is_late
         self.has_raised = has_raised
@@ -109,7 +116,12 @@ class WorkerProcess:
             reply.set_result(None)
         return reply
 
-    async def result(self, reply: asyncio.Future, seconds: float, grace_seconds: float = 0.0) -> Any:
+    async def result(
+        self,
+        reply: asyncio.Future,
+        seconds: float,
+        grace_seconds: float = 0.0,
+    ) -> Any:
         """Return the result of a call that was begun; stop the process if there is none in time.
 
         Raises:
@@ -130,7 +142,7 @@ class WorkerProcess:
         return answer.get("result")
 
     def stop(self) -> None:
-        """Have the process end at once; calls in progress fail."""
+        """End the process at once; calls in progress fail."""
         self._fault = self._fault or "was stopped"
         self._hang_up()
         ask_to_end(self._process)
@@ -191,7 +203,7 @@ class WorkerProcess:
 
 
 def end_keeper(process: subprocess.Popen, timeout_seconds: float) -> None:
-    """Let a keeper end by itself, then have it end with all that it keeps."""
+    """Wait for a keeper to end by itself, then end it with all that it keeps."""
     with suppress(subprocess.TimeoutExpired):
         process.wait(timeout_seconds)
     ask_to_end(process)
@@ -230,13 +242,13 @@ class WorkerPool(AbstractContextManager):
 
     Args:
         spec: the code's name, for messages.
-        host: what the workers host, see `worker`. arguments: of the host.
-        timeout_seconds: of a call.
+        host: what the workers host, see `worker`. arguments: the host's arguments.
+        timeout_seconds: limit of a call.
         memory_limit_gib: memory that a process may take; None: any.
-        pass_env: variables that the workers get although their names are those of secrets.
+        pass_env: variables that the workers get although their names suggest secrets.
     Attributes:
-        workers: those that are in use.
-        description: of the code.
+        workers: the workers in use.
+        description: description of the code.
         takes: the fields of a record that it gets.
     """
 
@@ -287,7 +299,7 @@ class WorkerPool(AbstractContextManager):
         self.close()
 
     def post(self, callback: Callable[..., object], *arguments: Any) -> None:
-        """Have the pool's thread call something, unless the pool is closed: what waits for the result reports that."""
+        """Call something in the pool's thread, unless the pool is closed: whoever waits for the result reports that."""
         if not self.is_closed:
             self._loop.call_soon_threadsafe(callback, *arguments)
 

@@ -43,7 +43,7 @@ class ExportedTensor(TensorSpec):
         hf: its shards.
         stage: the pipeline stage that holds it.
         expert_rank: the expert-parallel rank that holds it; None = not an expert's, and held by all of them.
-        parts: of a stack, each gathered by itself; `hf` and `expert_rank` are those of the first.
+        parts: parts of a stack, each gathered by itself; `hf` and `expert_rank` are the first part's.
     """
 
     hf: HFTensor
@@ -75,7 +75,7 @@ class Export:
         with_stacks: export stacks of experts, and of linear attention, as files and engines of the family have them
             (`expert_stacks`, `linear_stacks`).
     Attributes:
-        tensors: in the order in which they are gathered. Tied embeddings come once, as the embedding.
+        tensors: tensors in the order in which they are gathered. Tied embeddings come once, as the embedding.
         participates: this rank must call `gather`, for itself or for others.
         sender_index: `sender_index` of the tensors that this rank gathers: its pipeline stage with `by_stage`, else 0.
     Raises:
@@ -94,7 +94,8 @@ class Export:
         with_stacks: bool = True,
     ):
         self.groups = groups
-        table, all_parameters = table_of(architecture, groups), global_parameters(chunks)
+        table = table_of(architecture, groups)
+        all_parameters = global_parameters(chunks)
         self._adapters: dict[str, torch.Tensor] = {}  # to merge, by Hugging Face name
         self._scale = architecture.lora.scale if architecture.lora else 0.0
 
@@ -146,7 +147,7 @@ class Export:
         """Gather a bucket of `tensors`; all ranks that take part call it together, for the same buckets.
 
         Args:
-            flat: where to put them, uint8 [their bytes] on the model's device; None = newly allocated.
+            flat: memory for them, uint8 [their bytes] on the model's device; None = newly allocated.
         Returns:
             `flat`, of copies in the parameters' dtype, without the vocabulary's padding; see `views`. Only ranks among
             `full_tensor_ranks` may read it.
@@ -184,8 +185,9 @@ class Export:
             _join_rows(tensors, rows, target)
 
     def _load_row(self, tensors: Sequence[ExportedTensor], row: torch.Tensor) -> None:
-        """Fill this rank's row, [row_size], with its shards: its own, or those of another expert or stage."""
-        first, collection = tensors[0], self.groups.collection
+        """Fill this rank's row, [row_size], with its shards: its own, or the shards of another expert or stage."""
+        first = tensors[0]
+        collection = self.groups.collection
         slots = row.split([prod(tensor.hf.shard_shape) for tensor in tensors])
         for tensor, slot in zip(tensors, slots, strict=True):
             if tensor.name in self._held and tensor.stage == collection.pp.rank():
@@ -212,22 +214,26 @@ class Export:
         matrix = name.removesuffix(".weight")
         if matrix + LORA_A not in self._adapters:
             return shard
-        a, b = (self._adapters[matrix + kind].detach().float() for kind in (LORA_A, LORA_B))
-        return (shard.float() + self._scale * (b @ a).view_as(shard)).to(shard.dtype)
+        a = self._adapters[matrix + LORA_A].detach().float()
+        b = self._adapters[matrix + LORA_B].detach().float()
+        product = (b @ a).view_as(shard)
+        merged = shard.float() + self._scale * product
+        return merged.to(shard.dtype)
 
 
 def _shard_receivers(
     layout: Layout, full_ranks: Collection[int], *, by_stage: bool
 ) -> tuple[frozenset[int], frozenset[int]]:
-    """Return the ranks that receive shards from other pipeline stages, and those that receive shards of experts.
+    """Return the ranks that receive shards from other pipeline stages, and the ranks that receive shards of experts.
 
     A full tensor needs the shards of all ranks in its rank's tensor-parallel group, so each of these ranks must get the
     shards of tensors that other stages or expert-parallel ranks hold. Experts are broadcast first, in the stage that
     holds them, and then to other stages: all stages of a pipeline take part unless `by_stage`.
 
-    Example: TP2 PP1 on ranks 0-3 with full tensors on rank 0 gives {0, 1} twice: rank 0 joins its shards with those of
-    rank 1, and ranks 2 and 3, which are data-parallel replicas, take no part. With TP2 PP2 on the same ranks (stages
-    0-1 and 2-3) it gives {0, 1} and {0, 1, 2, 3}: ranks 2 and 3 send the shards of their stage to ranks 0 and 1.
+    Example: TP2 PP1 on ranks 0-3 with full tensors on rank 0 gives {0, 1} twice: rank 0 joins its shards with the
+    shards of rank 1, and ranks 2 and 3, which are data-parallel replicas, take no part. With TP2 PP2 on the same ranks
+    (stages 0-1 and 2-3) it gives {0, 1} and {0, 1, 2, 3}: ranks 2 and 3 send the shards of their stage to ranks 0 and
+    1.
     """
     receivers = layout.sharing(full_ranks, layout.tensor) | layout.sharing(full_ranks, layout.expert_tensor)
     if by_stage:
@@ -246,7 +252,8 @@ def _all_gather_specs(
     Args:
         changing: frozen tensors that are not sent as they are, but with trained adapters merged.
     """
-    pipeline, expert = groups.collection.pp, groups.collection.ep
+    pipeline = groups.collection.pp
+    expert = groups.collection.ep
     found: dict[str, ExportedTensor] = {}
     for tensor, entry in held.values():
         changes = tensor.requires_grad or entry.is_buffer  # `ModelRouting` may update it
@@ -274,7 +281,13 @@ def _stack(tensors: dict[str, ExportedTensor], architecture: Architecture) -> No
     for name, names in linear_stacks(architecture).items():
         parts = tuple(tensors.pop(part) for part in names)
         shape = sum(part.shape[0] for part in parts), *parts[0].shape[1:]
-        tensors[name] = replace(parts[0], name=name, shape=shape, parts=parts, with_next=False)
+        tensors[name] = replace(
+            parts[0],
+            name=name,
+            shape=shape,
+            parts=parts,
+            with_next=False,
+        )
     for name, stack in expert_stacks(architecture).items():
         parts = tuple(tensors.pop(part) for part in stack.parts)
         tensors[name] = replace(parts[0], name=name, shape=stack.shape, parts=parts)
@@ -296,18 +309,25 @@ def _portions(bucket: Sequence[ExportedTensor]) -> list[list[ExportedTensor]]:
     A larger tensor is a portion by itself.
     """
     portions: list[list[ExportedTensor]] = []
-    room, last = 0, None
+    room = 0
+    last = None
     for tensor in bucket:
         source = tensor.stage, tensor.expert_rank, tensor.is_cut
         if source != last or (tensor.is_cut and tensor.nbytes > room):
             portions.append([])
-            room, last = PORTION_BYTES, source
+            room = PORTION_BYTES
+            last = source
         portions[-1].append(tensor)
         room -= tensor.nbytes
     return portions
 
 
-def _broadcast_if_needed(part: torch.Tensor, source: int, group: dist.ProcessGroup, receivers: Collection[int]) -> None:
+def _broadcast_if_needed(
+    part: torch.Tensor,
+    source: int,
+    group: dist.ProcessGroup,
+    receivers: Collection[int],
+) -> None:
     """Broadcast from the rank of this number in the group, unless none of the group's other ranks is a receiver."""
     ranks = dist.get_process_group_ranks(group)
     if any(rank in receivers for rank in ranks if rank != ranks[source]):
@@ -316,10 +336,14 @@ def _broadcast_if_needed(part: torch.Tensor, source: int, group: dist.ProcessGro
 
 def _join_rows(tensors: Sequence[ExportedTensor], rows: torch.Tensor, target: torch.Tensor) -> None:
     """Fill `target` with full tensors, one after the other, from all tensor-parallel ranks' rows, [tp, row_size]."""
-    all_shards = rows.split([prod(tensor.hf.shard_shape) for tensor in tensors], dim=1)
-    for tensor, flat_shards, (_, full) in zip(tensors, all_shards, views(tensors, target), strict=True):
-        shards, dim = flat_shards.unflatten(1, tensor.hf.shard_shape), tensor.hf.shard_dim  # [tp, *shard_shape]
-        if len(shards) * shards.shape[1 + dim] == full.shape[dim]:
-            full.unflatten(dim, (len(shards), -1)).copy_(shards.movedim(0, dim))
+    sizes = [prod(tensor.hf.shard_shape) for tensor in tensors]
+    all_shards = rows.split(sizes, dim=1)
+    for tensor, flat, (_, full) in zip(tensors, all_shards, views(tensors, target), strict=True):
+        shards = flat.unflatten(1, tensor.hf.shard_shape)  # [tp, *shard_shape]
+        dim = tensor.hf.shard_dim
+        size = len(shards) * shards.shape[1 + dim]
+        if size == full.shape[dim]:
+            places = full.unflatten(dim, (len(shards), -1))
+            places.copy_(shards.movedim(0, dim))
         else:  # the last rows are padding
             full.copy_(shards.flatten(0, 1)[: len(full)])

@@ -54,7 +54,7 @@ def write_hf_folder(
     `target`. It is there when any rank returns.
 
     Args:
-        architecture: of `source`, under the head that is exported; written with the dtype of the weights.
+        architecture: architecture of `source`, under the head that is exported; written with the dtype of the weights.
         sizes: bucket_bytes, max_shard_bytes, as of `write_hf_files`.
     Raises:
         FileExistsError: `target` is a file.
@@ -80,7 +80,7 @@ def write_hf_files(
     """Write as `write_hf_folder` does, into an existing folder. No rank waits for the first one to be done.
 
     Args:
-        folder: where the component's first rank writes.
+        folder: folder into which the component's first rank writes.
         bucket_bytes: weights gathered at a time, on the device.
         max_shard_bytes: bytes per safetensors file, which the first rank holds until it is full.
         progress: called with the number of elements written, on that rank.
@@ -90,7 +90,8 @@ def write_hf_files(
     if architecture.lora is not None:
         _write_adapters(chunks, architecture, groups, source, folder / ADAPTER_FOLDER)
     first = groups.layout.ranks[0]
-    export, is_first = Export(chunks, architecture, groups, full_tensor_ranks=(first,)), dist.get_rank() == first
+    export = Export(chunks, architecture, groups, full_tensor_ranks=(first,))
+    is_first = dist.get_rank() == first
     if not export.participates:
         return
     buckets: Iterable[NamedTensors] = export.buckets(bucket_bytes)
@@ -111,11 +112,17 @@ def write_hf_files(
 
 def fuse_bucket(architecture: Architecture, bucket: NamedTensors) -> NamedTensors:
     """Return a bucket in which matrices that the family's files stack are one tensor."""
-    stack_of = {f"{part}.weight": f"{stack}.weight" for stack, parts in architecture.stacks.items() for part in parts}
+    stack_of = {}
+    for stack, parts in architecture.stacks.items():
+        for part in parts:
+            stack_of[f"{part}.weight"] = f"{stack}.weight"
     found: dict[str, list[torch.Tensor]] = {}
     for name, tensor in bucket:
         found.setdefault(stack_of.get(name, name), []).append(tensor)
-    return [(name, torch.cat(tensors) if len(tensors) > 1 else tensors[0]) for name, tensors in found.items()]
+    fused = []
+    for name, tensors in found.items():
+        fused.append((name, torch.cat(tensors) if len(tensors) > 1 else tensors[0]))
+    return fused
 
 
 def critic_buckets(buckets: Iterable[NamedTensors], has_bias: bool = False) -> Iterator[NamedTensors]:
@@ -139,7 +146,11 @@ def critic_buckets(buckets: Iterable[NamedTensors], has_bias: bool = False) -> I
 
 
 def _write_adapters(
-    chunks: ModelChunks, architecture: Architecture, groups: ComponentGroups, source: str | Path, folder: Path
+    chunks: ModelChunks,
+    architecture: Architecture,
+    groups: ComponentGroups,
+    source: str | Path,
+    folder: Path,
 ) -> None:
     """Write a model's adapters, and a value head, into `folder` on the component's first rank."""
     first = groups.layout.ranks[0]
@@ -158,12 +169,19 @@ def _write_adapters(
 def _fuse_adapters(architecture: Architecture, adapters: NamedTensors) -> NamedTensors:
     """Return adapters of the matrices that the family's files have, with the same products: for a stack, A is the As
     of its matrices below each other, and B has their Bs along its diagonal."""
-    found, shapes = dict(adapters), hf_shapes(architecture)
+    found = dict(adapters)
+    shapes = hf_shapes(architecture)
     for stack, parts in architecture.stacks.items():
-        if downs := [found.pop(part + LORA_A) for part in parts if part + LORA_A in found]:
-            empty = {part: downs[0].new_zeros(shapes[f"{part}.weight"][0], 0) for part in parts}
-            found[stack + LORA_A] = torch.cat(downs)
-            found[stack + LORA_B] = torch.block_diag(*(found.pop(part + LORA_B, empty[part]) for part in parts))
+        downs = [found.pop(part + LORA_A) for part in parts if part + LORA_A in found]
+        if not downs:
+            continue
+        ups = []
+        for part in parts:
+            num_rows, *_ = shapes[f"{part}.weight"]
+            empty = downs[0].new_zeros(num_rows, 0)
+            ups.append(found.pop(part + LORA_B, empty))
+        found[stack + LORA_A] = torch.cat(downs)
+        found[stack + LORA_B] = torch.block_diag(*ups)
     return list(found.items())
 
 
@@ -189,16 +207,25 @@ def write_adapters(folder: Path, adapters: NamedTensors, lora: Lora, base: str |
     Raises:
         OSError: they cannot be written.
     """
-    tensors = {PEFT_PREFIX + name: tensor.contiguous() for name, tensor in adapters}
-    write_tensors(folder / ADAPTERS, tensors, {"format": "pt"})
-    ranks = {name.split(".")[-3]: len(tensor) for name, tensor in tensors.items() if name.endswith(LORA_A)}
-    own: dict[str, Any] = {"base_model_name_or_path": str(base), "target_modules": sorted(ranks)}
     names = dict(adapters)
-    if VALUE_HEAD in names:
-        task = "TOKEN_CLS" if VALUE_BIAS in names else "SEQ_CLS"
-        own |= {"task_type": task, "modules_to_save": [VALUE_HEAD.removesuffix(".weight")]}
+    tensors = {}
+    ranks = {}  # of each module's matrix; a stack's has several adapters' together
+    for name, tensor in adapters:
+        tensors[PEFT_PREFIX + name] = tensor.contiguous()
+        if name.endswith(LORA_A):
+            ranks[name.split(".")[-3]] = len(tensor)
+    write_tensors(folder / ADAPTERS, tensors, {"format": "pt"})
+
     stacks = {module: rank for module, rank in ranks.items() if rank != lora.rank}
-    own |= {"rank_pattern": stacks, "alpha_pattern": {name: lora.scale * rank for name, rank in stacks.items()}}
+    own: dict[str, Any] = {
+        "base_model_name_or_path": str(base),
+        "target_modules": sorted(ranks),
+    }
+    if VALUE_HEAD in names:
+        own["task_type"] = "TOKEN_CLS" if VALUE_BIAS in names else "SEQ_CLS"
+        own["modules_to_save"] = [VALUE_HEAD.removesuffix(".weight")]
+    own["rank_pattern"] = stacks
+    own["alpha_pattern"] = {name: lora.scale * rank for name, rank in stacks.items()}
     config = peft_config(lora) | own
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
 

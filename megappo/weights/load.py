@@ -52,16 +52,25 @@ def folder_shapes(folder: str | Path, architecture: Architecture) -> dict[str, t
 
     Raises: as `load_hf`.
     """
-    left_out = {VALUE_HEAD, VALUE_BIAS} | ({LM_HEAD} if architecture.tied else set())
+    left_out = {VALUE_HEAD, VALUE_BIAS}
+    if architecture.tied:
+        left_out.add(LM_HEAD)
     with HFFolder(folder, architecture) as source:
         name_value_head(source)
-        names = [name for name in source.names() - left_out if not is_unused(name, architecture)]
-        stacks = expert_stacks(architecture).items()
-        stack_of = {part: (name, stack.shape) for name, stack in stacks for part in stack.parts}
+        stack_of = {}
+        for name, stack in expert_stacks(architecture).items():
+            stack_of |= dict.fromkeys(stack.parts, (name, stack.shape))
         for name, parts in linear_stacks(architecture).items():
             shapes = [source.shape(part) for part in parts]
-            stack_of |= dict.fromkeys(parts, (name, (sum(rows for rows, *_ in shapes), *shapes[0][1:])))
-        return dict(stack_of.get(name, (name, source.shape(name))) for name in names)
+            num_rows = sum(rows for rows, *_ in shapes)
+            _, *columns = shapes[0]
+            stack_of |= dict.fromkeys(parts, (name, (num_rows, *columns)))
+        found = {}
+        for name in source.names() - left_out:
+            if not is_unused(name, architecture):
+                own, shape = stack_of.get(name) or (name, source.shape(name))
+                found[own] = shape
+        return found
 
 
 @torch.no_grad()
@@ -92,7 +101,8 @@ def load_hf(
             not finite; each named.
         FileNotFoundError: the folder, or a file of it, is missing.
     """
-    table, parameters = table_of(architecture, groups), global_parameters(chunks)
+    table = table_of(architecture, groups)
+    parameters = global_parameters(chunks)
     check_parameters(parameters, table)
     loaded = {id(parameter) for chunk in base or () for parameter in chunk.parameters()}
     with HFFolder(folder, architecture) as source:
@@ -115,7 +125,11 @@ def load_hf(
 
 
 def _check_source(
-    source: HFFolder, architecture: Architecture, table: Mapping[str, Parameter], *, has_adapters: bool
+    source: HFFolder,
+    architecture: Architecture,
+    table: Mapping[str, Parameter],
+    *,
+    has_adapters: bool,
 ) -> None:
     """Name the value head as the table does, and check that the folder has the table's tensors, and no others."""
     expected = hf_tensors_of(entry for name, entry in table.items() if has_adapters or not is_adapter(name))
@@ -151,15 +165,25 @@ def _check_source(
         )
 
 
-def _fill(shard: torch.Tensor, source: HFFolder, hf: HFTensor, groups: ComponentGroups) -> None:
+def _fill(
+    shard: torch.Tensor,
+    source: HFFolder,
+    hf: HFTensor,
+    groups: ComponentGroups,
+) -> None:
     """Copy this rank's shard of a tensor into its place in the parameter, [groups, rows per group, ...]; padding is 0.
 
     The files are mapped into memory, so that nothing but the parameter itself takes any.
     """
-    dim, start, stop = hf.shard_dim or 0, 0, None
+    dim = hf.shard_dim or 0
+    start = 0
+    stop = None
     if hf.shard_dim is not None:
-        rank, size, whole = shard_group(hf, groups).rank(), hf.shard_shape[dim], hf.shape[dim]
-        start, stop = min(rank * size, whole), min((rank + 1) * size, whole)
+        rank = shard_group(hf, groups).rank()
+        size = hf.shard_shape[dim]
+        whole = hf.shape[dim]
+        start = min(rank * size, whole)
+        stop = min((rank + 1) * size, whole)
     read = source.read(hf.name, dim, start, stop)
     if not read.is_floating_point() or read.itemsize == 1 or not all_finite(read):
         raise ActionableError(
@@ -174,7 +198,12 @@ def _fill(shard: torch.Tensor, source: HFFolder, hf: HFTensor, groups: Component
     rows[len(read) :] = 0
 
 
-def _draw_adapter(part: torch.Tensor, hf: HFTensor, groups: ComponentGroups, seed: int) -> None:
+def _draw_adapter(
+    part: torch.Tensor,
+    hf: HFTensor,
+    groups: ComponentGroups,
+    seed: int,
+) -> None:
     """Fill this rank's shard of an adapter's matrix: b with 0, so that nothing is added yet, and a with numbers drawn
     evenly up to in^-1/2. Each rank draws all of a, so that it does not depend on the layout.
 

@@ -25,7 +25,7 @@ class _Stored(NamedTuple):
     """Place of a tensor: `rows` of a tensor of a file or, with `expert`, of one expert's matrix in it.
 
     Attributes:
-        shape: of a matrix, or bias, in an `ExpertStack`; () outside of these.
+        shape: shape of a matrix, or bias, in an `ExpertStack`; () for other tensors.
         scales: tensor beside a stack in MXFP4, whose `name` holds the blocks.
     """
 
@@ -40,12 +40,12 @@ class _Stored(NamedTuple):
 class HFFolder(AbstractContextManager):
     """The tensors of a Hugging Face folder by name, of which only the requested slices are read.
 
-    A context manager: the files stay open (memory-mapped) inside it.
+    A context manager: the files stay open (memory-mapped) while the block runs.
 
     Args:
-        architecture: its matrices have one tensor each, also those that a family stacks in its files
-            (`Family.fused`, `expert_stacks`), and those of experts where the folder keeps the experts of a layer in two
-            3-D tensors. transformers 5 holds a mixture of experts so, and writes it so in its own format:
+        architecture: its matrices have one tensor each, also matrices that a family stacks in its files
+            (`Family.fused`, `expert_stacks`), and matrices of experts where the folder keeps the experts of a layer in
+            two 3-D tensors. transformers 5 holds a mixture of experts so, and writes it so in its own format:
 
                 mlp.experts.gate_up_proj [experts, 2 x ffn, hidden]     mlp.experts.down_proj [experts, hidden, ffn]
     Raises:
@@ -93,7 +93,8 @@ class HFFolder(AbstractContextManager):
         """Return the shape of a tensor, from the file's header."""
         if self._stored[name].shape:
             return self._stored[name].shape
-        stored, shape = self._stored[name], tuple(self._slice(name).get_shape())
+        stored = self._stored[name]
+        shape = tuple(self._slice(name).get_shape())
         rows, *others = shape if stored.expert is None else shape[1:]
         return len(range(rows)[stored.rows]), *others
 
@@ -101,9 +102,16 @@ class HFFolder(AbstractContextManager):
         """Return the dtype of a tensor, as safetensors spells it: F32, BF16, ..."""
         return self._slice(name).get_dtype()
 
-    def read(self, name: str, dim: int = 0, start: int = 0, stop: int | None = None) -> torch.Tensor:
+    def read(
+        self,
+        name: str,
+        dim: int = 0,
+        start: int = 0,
+        stop: int | None = None,
+    ) -> torch.Tensor:
         """Read elements start:stop (default: all) of a tensor along dimension 0 or 1, on a CPU in the file's dtype."""
-        stored, stop = self._stored[name], self.shape(name)[dim] if stop is None else stop
+        stored = self._stored[name]
+        stop = self.shape(name)[dim] if stop is None else stop
         if stored.shape:
             return self._part_of_stack(stored).narrow(dim, start, stop - start)
         expert = () if stored.expert is None else (stored.expert,)
@@ -149,15 +157,19 @@ class HFFolder(AbstractContextManager):
 
     def _split_experts(self, layer: str, architecture: Architecture) -> None:
         """Give each matrix of each expert of a layer its name in the format of the hub."""
-        experts, names = architecture.experts, architecture.family.experts
-        gate_up, down = f"{layer}mlp.experts.gate_up_proj", f"{layer}mlp.experts.down_proj"
+        experts = architecture.experts
+        names = architecture.family.experts
+        gate_up = f"{layer}mlp.experts.gate_up_proj"
+        down = f"{layer}mlp.experts.down_proj"
         if gate_up not in self._stored:
             return
-        ffn, hidden = experts.ffn_size, architecture.hidden_size
+        ffn = experts.ffn_size
+        hidden = architecture.hidden_size
         self._check_shape(gate_up, (experts.count, 2 * ffn, hidden))
         self._check_shape(down, (experts.count, hidden, ffn))
         block = f"{layer}{names.block}."
-        gate_and_up, downs = self._stored.pop(gate_up), self._stored.pop(down)
+        gate_and_up = self._stored.pop(gate_up)
+        downs = self._stored.pop(down)
         for expert in range(experts.count):
             name = f"{block}experts.{expert}."
             self._stored[f"{name}{names.gate}.weight"] = gate_and_up._replace(expert=expert, rows=slice(0, ffn))
@@ -170,10 +182,12 @@ class HFFolder(AbstractContextManager):
         """Give each matrix of a stack its own name."""
         shapes = hf_shapes(architecture) if architecture.stacks else {}
         for stack, parts in architecture.stacks.items():
-            name, sizes = f"{stack}.weight", [shapes[f"{part}.weight"] for part in parts]
+            name = f"{stack}.weight"
+            sizes = [shapes[f"{part}.weight"] for part in parts]
             if name in self._stored:
                 self._check_shape(name, (sum(rows for rows, *_ in sizes), *sizes[0][1:]))
-                stored, start = self._stored.pop(name), 0
+                stored = self._stored.pop(name)
+                start = 0
                 for part, (rows, *_) in zip(parts, sizes, strict=True):
                     self._stored[f"{part}.weight"] = stored._replace(rows=slice(start, start + rows))
                     start += rows
@@ -250,7 +264,8 @@ class ShardedWriter:
             write_tensors(self._path(len(self._written)), self._shard, {"format": "pt"})
             self._written.append(list(self._shard))
             self._total_bytes += self._shard_bytes
-            self._shard, self._shard_bytes = {}, 0
+            self._shard = {}
+            self._shard_bytes = 0
 
     def _path(self, number: int) -> Path:
         return self.folder / f"part-{number}.safetensors"

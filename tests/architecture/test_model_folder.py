@@ -61,7 +61,7 @@ def open_folder() -> Iterator[Path]:
 
 
 def test_a_shard_may_hold_more_than_the_index_lists_of_it(tmp_path: Path) -> None:
-    """transformers loads such tensors, and finds those that the index has in another shard."""
+    """transformers loads such tensors, and finds tensors that the index has in another shard."""
     save(tmp_path / "one.safetensors", "a.weight model.rotary_emb.inv_freq")
     save(tmp_path / "two.safetensors", "b.weight c.weight")
     index(tmp_path, one="a.weight c.weight", two="b.weight")

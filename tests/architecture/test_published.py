@@ -1,4 +1,4 @@
-"""Public models, by config.json as published: their parameters are those that the hub counts."""
+"""Public models, by config.json as published: their parameters are as many as the hub counts."""
 
 import json
 from pathlib import Path

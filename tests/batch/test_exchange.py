@@ -27,7 +27,7 @@ class Case:
     """Rows of some (prompt, response) lengths, each on one rank of `sources`, to go to any ranks of `destinations`.
 
     Attributes:
-        prompt_ids: of each row, rising.
+        prompt_ids: prompt_id of each row, rising.
     """
 
     lengths: tuple[tuple[int, int], ...]

@@ -1,4 +1,4 @@
-"""Models that start from Megatron folders: the weights are those of the folder, a value head that it lacks is new."""
+"""Models that start from Megatron folders: the weights are the folder's, a value head that it lacks is new."""
 
 from pathlib import Path
 

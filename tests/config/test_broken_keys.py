@@ -219,7 +219,7 @@ CONTRADICTIONS = {
     ),
     "rollout.environment=json.decoder:JSONDecoder reward.clip=1": "reward.clip 1.0 changes the sum of an episode",
     "rollout.environment=json.decoder:JSONDecoder reward.normalize=batch": (
-        "reward.normalize batch changes the sum of an episode's rewards, not those of its turns"
+        "reward.normalize batch changes the sum of an episode's rewards, not the rewards of its turns"
     ),
     "reward.function=null": "reward.function and rollout.environment leave responses without a score: name a",
     "algorithm.gae_level=turn": "algorithm.gae_level turn needs several turns: name a rollout.environment",
@@ -292,7 +292,7 @@ CONTRADICTIONS = {
     ),
     "eval.datasets={a: {files: val.jsonl, n: 4}}": (
         "eval.datasets.a.n 4 requests the same response to each prompt of a as many times, with temperature 0 and "
-        "top_k -1: raise rollout.val_temperature (or that of the data set), or set eval.datasets.a.n to 1"
+        "top_k -1: raise rollout.val_temperature (or the one of the data set), or set eval.datasets.a.n to 1"
     ),
     "rollout.val_n=2": "rollout.val_n 2 requests the same response to each prompt of val as many times, with",
     "eval.datasets={a: {files: val.jsonl, top_k: 0}}": "eval.datasets.a.top_k: expected -1 | int >= 1 | null, found 0",

@@ -229,8 +229,8 @@ FOLDERS = [
         {INDEX: '{"weight_map": {"a": "1.safetensors"}}', "model.safetensors": None},
         "model lacks 1.safetensors: complete the download",
     ),
-    ({"tokenizer_config.json": None}, "model holds no tokenizer_config.json: complete the download"),
-    ({"tokenizer_config.json": "a folder"}, "model holds no tokenizer_config.json: complete the download"),
+    ({"tokenizer_config.json": None}, "no tokenizer in model: expected tokenizer_config.json and tokenizer.json"),
+    ({"tokenizer_config.json": "a folder"}, "no tokenizer in model: expected tokenizer_config.json and tokenizer.json"),
     ({"generation_config.json": "[2]"}, "cannot use model/generation_config.json: it is not a JSON object"),
     (
         {"generation_config.json": '{"eos_token_id": ["</s>"]}'},
@@ -489,7 +489,7 @@ def test_what_is_no_reward_model_cannot_score(run_folder, refusals, accepted, mo
     assert "is of architecture Qwen2ForTokenClassification with 3 labels" in error
     model_config(architectures=["Qwen2ForTokenClassification"], id2label={"0": "score"})
     (error,) = refusals(*scored, "reward.clip=5")
-    assert "reward.clip 5.0 changes the score of a response, not those of its steps, which reward_model" in error
+    assert "reward.clip 5.0 changes the score of a response, not the scores of its steps, which reward_model" in error
     assert "\n  tokenizer and chat template of model\n" in accepted(*scored)
 
 

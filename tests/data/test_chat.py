@@ -64,6 +64,30 @@ def test_a_system_prompt_and_variables_are_what_the_template_is_given(folder, to
     assert [prompt.columns["prompts"] for prompt in all_of(data)] == conversations
 
 
+@pytest.mark.parametrize(
+    ("message", "left_out"),
+    [
+        ({"role": "developer", "content": "3="}, "content of a message of role 'developer'"),
+        (
+            {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]},
+            "tool_calls of a message of role 'ass",
+        ),
+        ({"role": "assistant", "content": "<think>3="}, None),
+        ({"role": "user", "content": " 3="}, None),
+    ],
+)
+def test_what_the_template_leaves_out_is_refused_apart_from_thoughts(folder, tokenizer, message, left_out):
+    tokenizer.chat_template = (
+        "{% for m in messages if m.role != 'developer' %}"
+        "{% if m.content is none %}{{ m.tool_calls }}{% else %}{{ m.content.split('<think>')[0].strip() }}{% endif %}"
+        "{% endfor %}"
+    )
+    (folder / "train.jsonl").write_text(json.dumps({"prompt": [QUESTION, message, QUESTION], "label": "2"}) + "\n")
+    errors = opened(folder, tokenizer).errors([opened(folder, tokenizer).check(100)])
+    assert bool(errors) == bool(left_out)
+    assert left_out is None or f"the chat template leaves out {left_out}" in errors[0]
+
+
 @pytest.mark.parametrize("keys", [{"system_prompt": "1="}, {"chat_template_kwargs": {"enable_thinking": False}}])
 def test_a_text_that_stays_one_is_a_bad_row_where_these_have_no_meaning(folder, tokenizer, keys):
     data = opened(folder, tokenizer, **keys)

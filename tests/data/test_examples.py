@@ -79,7 +79,7 @@ def test_columns_as_people_have_them(tmp_path, tokenizer, record, keys, text):
         (
             {"messages": [TALK[0], {"role": "assistant", "content": " "}]},
             {},
-            "a message of the assistant is empty, or has tool_calls that the template does not read",
+            "a message of the assistant is empty",
         ),
         ({"prompt": "2+2=", "response": ""}, {}, "the response is empty"),
         ({"prompt": "2+2=", "response": 4}, {}, "expected a text, as the prompt is one, found the response 4"),
@@ -117,6 +117,9 @@ def test_long_examples_are_errors_or_left_out(tmp_path, tokenizer):
          "{% endfor %}{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}", "drops the text of an answer"),
         ("{% for m in messages %}{{ '[' + m.role + ']' + (m.content if loop.last else m.content[-1:]) }}{% endfor %}"
          "{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}", "set data.train_on=last"),
+        ("{% for m in messages %}{{ '[' + m.role + ']' + ('.' if loop.last and not loop.first else '') + m.content }}"
+         "{% endfor %}{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}",
+         "renders an answer differently once messages follow it: set data.train_on=last"),
     ],
 )  # fmt: skip
 def test_a_template_that_changes_answers_is_refused(tmp_path, tokenizer, template, fault):
@@ -194,7 +197,7 @@ def test_fields_beside_messages_are_rendered(tmp_path, tokenizer, record, text, 
         ({"messages": TALK, "history": [["1", "2"]]}, "the field 'history' is not read: put the earlier turns into"),
         ({"messages": [TALK[0], TALK[1] | {"weight": 0.5}]}, "expected 0 or 1 as weight and train of a message"),
         ({"messages": [TALK[0], TALK[1] | {"reasoning_content": "2 and 2"}]}, "render reasoning_content, or drop it"),
-        ({"messages": [TALK[0], CALL | {"content": None}]}, "has tool_calls that the template does not read"),
+        ({"messages": [TALK[0], CALL | {"content": None}]}, "leaves out tool_calls of a message of role"),
         ({"messages": [TALK[0] | {"content": "\ud800"}, TALK[1]]}, "the field 'messages' is not JSON ('utf-8' codec"),
         ({"messages": [TALK[0], {"role": "assistant", "content": [{"type": "image"}]}]}, "as message 2 of 2: content"),
     ],

@@ -1,4 +1,4 @@
-"""A tokenizer that does not know a text's characters, unlike those that only normalise."""
+"""A tokenizer that does not know a text's characters, unlike tokenizers that only normalise."""
 
 import json
 

@@ -195,7 +195,7 @@ def test_an_answer_that_a_prompt_begins_goes_on(tmp_path, begun, system):
 
 
 def test_a_template_that_changes_the_answer_that_is_begun_refuses_it(tmp_path):
-    """As those that drop earlier thoughts may."""
+    """A template that drops earlier thoughts may do so."""
     template = TEMPLATE.replace("m.content", "m.content.split('</think>')[-1]")
     write_model(tmp_path / "model", byte_level(), chat_template=template)
     [error], _ = found_in(opened(tmp_path, [[*MESSAGES, {"role": "assistant", "content": "<think>1</think>2"}]]))

@@ -63,7 +63,7 @@ def test_each_has_its_share_of_any_steps(weights):
 
 
 def test_an_epoch_is_shuffled_as_it_always_was():
-    """The order is that of Python's own shuffle of a list, so that a resumed run keeps its order."""
+    """The order equals Python's own shuffle of a list, so that a resumed run keeps its order."""
     order = Order("3", 100, shuffle=True, values=None)
     for epoch in range(3):
         expected = list(range(100))

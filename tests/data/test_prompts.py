@@ -301,7 +301,8 @@ def test_tokens_that_a_model_does_not_know_are_refused(tmp_path, tokenizer):
             "the chat template refuses the messages: Template",
         ),
         ("{{ messages[5].content }}", "the chat template refuses the messages: UndefinedError: "),
-        ("{{ ' ' }}", "the prompt is empty: it has no token"),
+        ("{{ ' ' }}", "the chat template leaves out content of a message of role 'user'"),
+        ("{{ messages[0].content and ' ' }}", "the prompt is empty: it has no token"),
     ],
 )
 def test_trouble_with_the_chat_template_names_the_lines(tmp_path, tokenizer, template, message):

@@ -37,6 +37,36 @@ def test_a_folder_without_tokenizer_is_refused(tmp_path, folder):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("file", "has_config", "remedy"),
+    [
+        ("tekken.json", False, "convert_tekken_tokenizer"),
+        ("tekken.json", True, "convert_tekken_tokenizer"),
+        ("qwen.tiktoken", True, "TikTokenConverter"),
+        ("tiktoken.model", True, "TikTokenConverter"),
+        ("tokenizer.model.v3", False, "transformers.LlamaTokenizerFast"),
+        ("tokenizer.model", True, "transformers.LlamaTokenizerFast"),
+    ],
+)
+def test_a_tokenizer_of_another_kind_is_named_with_its_remedy(tmp_path, folder, file, has_config, remedy):
+    (folder / file).touch()
+    load_tokenizer(str(folder))
+    (folder / "tokenizer.json").unlink()
+    if not has_config:
+        (folder / "tokenizer_config.json").unlink()
+    with pytest.raises(ConfigError, match=f"has its tokenizer in {file}, which is not read: add tokenizer.*{remedy}"):
+        load_tokenizer(str(folder))
+
+
+def test_responses_keep_their_blanks_despite_the_config(folder):
+    """Clean-up writes "yes." for "yes ."; the reward function would get another text than was sampled."""
+    backend = Tokenizer(models.WordLevel(WORDS | {".": 5}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    cleaning = PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=True)
+    cleaning.save_pretrained(folder)
+    assert cleaning.decode([1, 5]) == "yes." and load_tokenizer(str(folder)).decode([1, 5]) == "yes ."
+
+
 def test_many_texts_give_the_tokens_of_each(tokenizer):
     texts = ["yes " * 10, "no", *["yes no"] * TEXTS_AT_ONCE, "no no", "", "yes"]
     assert encode([RenderedText(text, is_chat=False) for text in texts], tokenizer) == [

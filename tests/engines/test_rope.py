@@ -1,4 +1,4 @@
-"""Rotary positions as SGLang reads them of folders that transformers saves, against those of transformers."""
+"""Rotary positions as SGLang reads them from folders that transformers saves, against transformers' own."""
 
 import inspect
 import json

@@ -1,4 +1,4 @@
-"""The experts that an engine returns, against those that Hugging Face's routers choose."""
+"""The experts that an engine returns, against the choices of Hugging Face's routers."""
 
 from base64 import b64encode
 from dataclasses import replace

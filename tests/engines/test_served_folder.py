@@ -2,10 +2,12 @@
 
 from pathlib import Path
 
+import pytest
 from tiny_models import hf_folder
 from tiny_shapes import GEMMA4
 from transformers import AutoConfig
 
+from megappo.config.text_files import TextFileError
 from megappo.engines.served_folder import served_folder
 
 
@@ -25,3 +27,9 @@ def test_sizes_of_heads_stand_under_sglangs_names(tmp_path: Path, monkeypatch) -
 def test_others_are_served_from_their_own_folder(tmp_path: Path) -> None:
     for path in (hf_folder(tmp_path / "model", "qwen2"), "owner/of-the-hub"):
         assert served_folder(str(path)) == str(path)
+
+
+def test_a_config_that_is_not_json_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": [')
+    with pytest.raises(TextFileError, match=f"cannot use {tmp_path}/config.json: .*copy it again"):
+        served_folder(str(tmp_path))

@@ -1,4 +1,4 @@
-"""Operations of a forward pass, against those that torch counts of Hugging Face's model, and published MFU."""
+"""Operations of a forward pass, against torch's count for Hugging Face's model, and published MFU."""
 
 from pathlib import Path
 

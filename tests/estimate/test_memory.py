@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from published_models import published_folders
 from megappo.architecture.parameters import stage_sizes
 from megappo.architecture.parsing import read_architecture
 from megappo.config.loading import load_config
+from megappo.config.model_sections import Lora
 from megappo.config.schema import Config
 from megappo.config.sections import Parallel
 from megappo.lab.estimate.fitting import SPARE, _has_room, fits, remedies, resolve_offload
@@ -19,6 +21,7 @@ from megappo.lab.estimate.gpu_memory import START, Cluster, MemoryEstimate
 from megappo.lab.estimate.seconds import BUCKET_SECONDS, TimeEstimate
 from megappo.placement.run_plan import plan_run
 from megappo.runtime.gpus import GIB, GPUS, find_gpu
+from megappo.sync.build import adapter_shapes
 
 MIXTURE = REPOSITORY / "configs" / "qwen3_30b_a3b_4node.yaml"
 SAO = REPOSITORY / "configs" / "sao_qwen3_30b_a3b_8node.yaml"
@@ -216,6 +219,12 @@ def test_a_sync_takes_round_trips_and_two_buckets_at_most() -> None:
         estimate("actor.lora={rank: 8, target_modules: [q_proj, v_proj]}", "ref.offload=[]"), GPUS["h100"]
     )
     assert adapted.num_tensors == 48 * 2 * 2
+    shapes = dict.fromkeys(("q_proj.weight", "v_proj.weight", "o_proj.weight"), (4096, 2048))
+    shapes["v_proj.weight"] = (512, 2048)
+    lora = Lora(rank=8, target_modules=("q_proj", "v_proj"))
+    numbers = sum(math.prod(shape) for shape in adapter_shapes(shapes, lora).values())
+    assert (adapted.memory.sent_bytes, adapted.memory.num_buckets) == (2 * 48 * numbers, 1)
+    assert adapted.seconds["sync"] < TimeEstimate(large, GPUS["h100"]).seconds["sync"] / 2
     taken = [one.fullest.ledgers["sync"]["sync buckets"] for one in (small, large, whole)]
     assert taken == [2**31, 2**32, 2 * sum(size)]
 

@@ -1,4 +1,4 @@
-"""Bytes of weights, gradients and optimizer states, against those of real models, and a published table."""
+"""Bytes of weights, gradients and optimizer states, against the bytes of real models, and a published table."""
 
 import json
 from collections.abc import Iterable, Iterator

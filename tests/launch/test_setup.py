@@ -134,7 +134,7 @@ def set_up(tmp_path: Path, python: Path, indexes: tuple[Index, Index]) -> Callab
     for file, names in OTHERS.items():
         torch = [line for line in (ROOT / file).read_text().splitlines() if line.split("==")[0] in TORCH_FAMILY]
         (repository / file).write_text("\n".join(torch + [f"{name}==1.0" for name in names]) + "\n")
-    # Values that are empty undo those of the machine's own files.
+    # Values that are empty undo the values of the machine's own files.
     pip = tmp_path / "pip.conf"
     pip.write_text(f"[global]\nindex-url = {configured.url}\nextra-index-url =\nfind-links =\n")
     (tmp_path / "constraint.txt").write_text("torch==1.0\n")  # as in NVIDIA's containers

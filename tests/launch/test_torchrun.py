@@ -390,8 +390,8 @@ for number in range(30):
 faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 os.write(1, f"{faults} {os.environ['MALLOC_MMAP_MAX_']}".encode())
 """
-"""64 MiB, many times; of the last ten all 163,840 pages are new ones, unless they are those of others before. The first
-may each leave too little for the next, as something small is put into a part of it."""
+"""64 MiB, many times; the 163,840 pages of the last ten are all new ones, unless the earlier ones' are used again. The
+first may each leave too little for the next, as something small is put into a part of it."""
 
 
 @pytest.mark.parametrize("given", [None, pytest.param("1000", marks=slow)])

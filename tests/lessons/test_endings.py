@@ -89,8 +89,8 @@ HOUR = 3600.0
 
 
 def test_the_time_limit_does_not_begin_with_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock was started after the set-up, so that of four hours, with a save due half an hour before their end,
-    nothing was left when it was made: half an hour of set-up had come first.
+    """The clock was started after the set-up, so that a run of four hours had no time left for the save
+    that was due half an hour before their end: half an hour of set-up had come first.
 
     https://github.com/NVIDIA-NeMo/RL/issues/3596
     """

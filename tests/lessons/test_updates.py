@@ -46,7 +46,7 @@ def averaged_by_itself(kind: str) -> LossFn:
 
 
 def without_token_count(engine: TrainedEngine) -> None:
-    """Have the engine return (loss, metrics), on which Megatron's schedule divides by the number of micro-batches."""
+    """Make the engine return (loss, metrics), on which Megatron's schedule divides by the number of micro-batches."""
     whole = engine._loss
     engine._loss = lambda *args: whole(*args)[::2]
 

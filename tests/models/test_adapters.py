@@ -157,7 +157,7 @@ ADAPTED = dict.fromkeys(BY_FAMILY, LORA.target_modules) | {
     "DeepseekV3ForCausalLM": ("gate_proj", "up_proj", "down_proj"),
     **dict.fromkeys(("GptOssForCausalLM", "MiniMaxM2ForCausalLM"), ("q_proj", "k_proj", "v_proj", "o_proj")),
 }
-"""Matrices with adapters: those that transformers has as such, and that can have some."""
+"""Matrices with adapters: all that transformers has as matrices, and that can have some."""
 CASES |= {
     family: Case(Layout((0,)), max_tokens=9, lora=LORA.model_copy(update={"target_modules": modules}))
     for family, modules in ADAPTED.items()

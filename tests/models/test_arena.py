@@ -1,4 +1,4 @@
-"""Host memory of what sleeps: its bytes are those of the plan, whatever torch's allocator rounds up to."""
+"""Host memory of what sleeps: its bytes are the plan's, whatever torch's allocator rounds up to."""
 
 import contextlib
 from pathlib import Path

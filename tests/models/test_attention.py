@@ -1,4 +1,4 @@
-"""Kernels of torch's attention on a GPU: those that do not keep every head's scores. They compute nothing here;
+"""Kernels of torch's attention on a GPU that do not keep every head's scores. They compute nothing here;
 varlen_attn computes what its documentation promises."""
 
 from collections.abc import Iterator
@@ -150,7 +150,7 @@ def as_documented(
 def gradients_as_documented(
     grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *arguments: object
 ) -> tuple[torch.Tensor, ...]:
-    """dv = p^T do, ds = p (do v^T - sum), dq = ds k, dk = ds^T q; those of a group added up."""
+    """dv = p^T do, ds = p (do v^T - sum), dq = ds k, dk = ds^T q; the gradients of a group added up."""
     cu_seq_q, scale = arguments[2], arguments[8]
     found = [torch.empty(one.shape) for one in (query, key, value)]
     for here, p in sequences(cu_seq_q, scale, query, key):

@@ -56,7 +56,7 @@ def plain_adam(start: list[float], gradients: list[list[float]], dtype: torch.dt
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16], ids=str)
 def test_steps_are_a_plain_loops(moments: torch.dtype, dtype: torch.dtype, fraction: float) -> None:
-    """In parts of a parameter, too. They are also those of torch's AdamW to the bit, with its moments rounded after
+    """In parts of a parameter, too. They also equal torch's AdamW to the bit, with its moments rounded after
     each step; the loop, in fp64, may round a moment the other way."""
     generator = torch.Generator().manual_seed(0)
     parameters = [torch.randn(size, generator=generator).to(dtype) for size in SIZES]

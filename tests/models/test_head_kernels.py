@@ -51,7 +51,7 @@ def check_head(group: dist.ProcessGroup, uses: tuple[int, ...], cap: float | Non
 
     Args:
         uses: outputs that the loss reads: 0 is log_probs, 1 is entropy.
-        cap: of logits.
+        cap: cap of logits.
     """
     vocab_size, padded = 1300, 2048
     words = padded // group.size()

@@ -37,7 +37,7 @@ CASES = {
 }
 MANY = {"num_experts_per_tok": 2, "moe_intermediate_size": 4, "num_hidden_layers": 2}
 UNKNOWN = 5
-"""Every so many tokens one has no choice."""
+"""Every n-th token has no choice."""
 
 
 def choices_of(rows: Rows, num_layers: int, num_experts: int, top_k: int) -> torch.Tensor:
@@ -50,7 +50,7 @@ def choices_of(rows: Rows, num_layers: int, num_experts: int, top_k: int) -> tor
 
 
 def patch_routers(model: torch.nn.Module, rows: Rows, *, counts: torch.Tensor, top_k: int) -> None:
-    """Have Hugging Face's routers take `choices_of`, and count the tokens of experts of each layer in passes without
+    """Make Hugging Face's routers take `choices_of`, and count the tokens of experts of each layer in passes without
     gradients. The model gets one row after the other, again and again."""
     choices = choices_of(rows, *counts.shape, top_k)
     routers = [module for name, module in model.named_modules() if name.endswith(("mlp.gate", "mlp.router"))]

@@ -154,7 +154,7 @@ def test_either_output_has_its_own_gradient() -> None:
 
 
 def gradients_in_place(rank: int, world_size: int) -> None:
-    """Beside what another layer has put there, as that of tied embeddings does; with a frozen weight there is none."""
+    """They are added to what another layer has put there, as with tied embeddings; a frozen weight has none."""
     for dtype, tol in ((torch.float32, 1e-6), (torch.bfloat16, 0.0)):
         hidden, weight, targets, _ = make_case(21, dtype)
         outside, inside = leaves(weight, weight)

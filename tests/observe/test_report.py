@@ -59,6 +59,19 @@ def test_hostile_texts_stay_texts(tmp_path):
     assert ["model.path", json.dumps(HOSTILE, ensure_ascii=False), "none"] in shown["differences"]
 
 
+def test_numbers_that_json_lacks_are_shown_as_texts(tmp_path):
+    run = write_run(tmp_path / "run", 3)
+    row = kept(4, 0, random.Random(0), prompt="odd", values=[float("nan"), float("-inf"), 0.5, 1.0, 2.0])
+    write_kept(run, 4, [row, kept(4, 1, random.Random(1), score=float("nan"))])
+    label = {"step": 5, "dataset": "d", "prompt": "p", "response": "r", "label": {"limits": [float("inf")]}}
+    (run / "rollouts" / "step_00000005.jsonl").write_text(json.dumps(label) + "\n")
+    [shown] = content_of(write_report(run))["runs"]
+    [values] = [one["values"] for one in shown["samples"] if one["prompt"] == "odd"]
+    assert values == ["NaN", "-Infinity", 0.5, 1.0, 2.0]
+    assert [one["label"] for one in shown["samples"] if one["step"] == 5] == [{"limits": ["Infinity"]}]
+    assert "NaN" in [one["score"] for one in shown["samples"] if one["step"] == 4]
+
+
 def test_the_scripts_never_parse_texts_as_html():
     for path in ASSETS.glob("*.js"):
         if path.name != "uPlot.iife.min.js":

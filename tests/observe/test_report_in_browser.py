@@ -220,6 +220,20 @@ def test_responses_are_filtered_searched_and_read_by_keyboard(browser, tmp_path)
     page.close()
 
 
+def test_a_token_with_numbers_that_are_not_finite_is_shown(browser, tmp_path):
+    run = write_run(tmp_path / "run", 4)
+    write_kept(run, 4, [kept(4, 0, random.Random(0), prompt="odd", values=[float("nan"), 1.0, 2.0, 3.0, 4.0])])
+    page, wrong = opened(browser, write_report(run))
+    page.locator("#search").fill("odd")
+    page.locator("select:has(option[value=staleness])").select_option("values")
+    page.locator(".detail .tokens").focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowLeft")
+    assert "value NaN" in page.locator(".detail").inner_text() and wrong == []
+    assert page.locator(".token").nth(4).get_attribute("style").startswith("background-color")
+    page.close()
+
+
 def test_all_charts_zoom_together_and_any_metric_can_be_found(browser, tmp_path):
     page, wrong = opened(browser, write_report(write_run(tmp_path / "run", 40)))
     page.locator("figure[aria-label=Reward]").focus()

@@ -157,7 +157,7 @@ def test_a_rollout_that_ends_by_its_scores_needs_them_before_it_has_ended(plan, 
         "hold some twice: lower it, or name more files",
     ]
     found = plan(run_folder, "run.yaml", *settings, "data.gen_batch_size=300", "reward.batch_size=1").stdout
-    assert "trajectories, those that are finished first of 300 prompts\n" in found
+    assert "trajectories, the first finished of 300 prompts\n" in found
 
 
 @pytest.mark.parametrize(
@@ -237,9 +237,20 @@ def test_what_is_missing_follows_layout_errors_and_can_be_ignored(plan, run_fold
             f"no other error, {count} warnings above the plan: ready for 4 processes of megappo.train once the missing "
             "files are here\n"
         )
-        assert "not checked: output folder, tokenizer" in done.stdout
+        assert "not checked: tokenizer, prompts" in done.stdout
     refused = plan(run_folder, "run.yaml", *keys, "rollout.stop=['']", "--ignore-missing")
     assert refused.returncode == 2 and refused.stdout.endswith("not ready: 1 error, above the plan\n")
+
+
+def test_errors_of_data_stand_beside_those_of_the_output_folder(plan, run_folder):
+    (run_folder / "file").write_text("")
+    with (run_folder / "train.jsonl").open("a") as file:
+        file.write('{"answer": "2"}\n')
+    found = errors_of(plan(run_folder, "run.yaml", "trainer.output_dir=file"))
+    assert [key for error in found for key in ("trainer.output_dir", "data.train_files") if f"{key}: " in error] == [
+        "trainer.output_dir",
+        "data.train_files",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -287,8 +298,8 @@ def test_scores_of_steps_and_a_weight_are_shown_and_what_would_clip_their_sum_is
     assert "  reward.py:f: returned loss_weight 2.0\n  reward.py:f: returned step_scores [[(1, 0.5)]]\n" in done.stdout
     [error] = errors_of(plan(run_folder, "run.yaml", "reward.function=reward.py:f", "reward.clip=5"))
     assert error == (
-        "error: reward.clip 5.0 changes the score of a response, not those of its steps, which reward.function "
-        "reward.py:f gives (step_scores): drop it, and have the function do it"
+        "error: reward.clip 5.0 changes the score of a response, not the scores of its steps, which reward.function "
+        "reward.py:f gives (step_scores): drop it, and do it in the function"
     )
 
 

@@ -30,7 +30,7 @@ def test_a_valid_run_is_planned(run_folder):
         "at most 32 tokens each (24 prompt + 8 response): 1,536 tokens at worst",
         "mini-batches per epoch 2 1 1",
         "optimizer steps 4 1 0",
-        "trajectories per mini-batch 24 48 48",
+        "rows per mini-batch 24 48 48",
         "per shard, about 12 24 24",
         "micro-batches needed per rank and mini-batch, at best 1 1 1",
         "at worst 6 12 12",
@@ -152,3 +152,8 @@ def test_the_plan_imports_no_heavyweight():
     code = f"import megappo.commands.plan, sys; print(*{heavy} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
+
+
+def test_adapters_of_the_default_size_are_shown(plan, run_folder):
+    shown = plan(run_folder, "run.yaml", "actor.lora={}").stdout
+    assert "lora.rank=16" in shown and "lora.alpha=32.0" in shown and "target_modules" not in shown

@@ -7,6 +7,7 @@ import pytest
 from planning import REPOSITORY, start_plan
 
 from megappo.architecture.model_folder import SHAPES
+from megappo.errors import ActionableError
 from megappo.lab.estimate.placed_model import read_shape
 
 PARAMETERS = {
@@ -68,6 +69,21 @@ def test_a_model_of_the_local_cache_is_found_by_its_id(cache, run_folder):
     done = start_plan(run_folder, "run.yaml", "model.path=Own/Model", **os.environ)
     assert done.returncode == 0, done.stderr
     assert str(cache / "snapshots" / "0123abcd") in done.stdout
-    other = start_plan(run_folder, "run.yaml", "model.path=Own/Other", **os.environ)
-    assert other.returncode == 2
-    assert "no folder Own/Other" in other.stderr and "bin/hf download Own/Other, or " in other.stderr
+
+
+def test_a_model_that_a_run_downloads_is_a_warning(plan, run_folder):
+    (run_folder / "models").mkdir()
+    for path, code in (("Own/Other", 0), ("Qwen/Qwen2.5-7B", 0), ("models/Other", 2), ("absent", 2)):
+        done = plan(run_folder, "run.yaml", f"model.path={path}", f"critic.model_path={path}")
+        assert done.returncode == code, (path, done.stderr)
+        assert ("megappo train downloads models of the hub" in done.stderr) == (code == 0)
+        assert f"no folder {path}" in done.stderr and "bin/hf download " in done.stderr
+    assert "not checked: tokenizer, prompts" in plan(run_folder, "run.yaml", "model.path=Own/Other").stdout
+
+
+def test_a_cache_that_cannot_be_read_is_named_with_the_remedy(cache, plan, run_folder):
+    (cache / "refs" / "main").write_bytes(b"\xff")
+    with pytest.raises(ActionableError) as found:
+        plan(run_folder, "run.yaml", "model.path=Own/Model")
+    assert str(found.value).startswith(f"cannot read {cache}/refs/main (")
+    assert str(found.value).endswith(f"remove {cache}, or name the model's folder")

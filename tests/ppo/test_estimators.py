@@ -42,7 +42,7 @@ class Prompts(Case):
 
 
 def estimated(name: str, rewards: torch.Tensor, mask: torch.Tensor, groups: torch.Tensor, **inputs: object):
-    """(advantages, returns); of gdpo those of a single score, the sum of the rewards."""
+    """(advantages, returns); for gdpo with a single score, the sum of the rewards."""
     score = torch.where(mask.bool(), rewards.double(), 0.0).sum(dim=1, keepdim=True).float()
     inputs |= {"response_mask": mask, "groups": groups, "score_components": score}
     return estimate(ESTIMATORS[name].function, token_level_rewards=rewards, **inputs)

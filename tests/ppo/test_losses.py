@@ -109,7 +109,7 @@ def test_other_losses_hand_computed(name, advantage, loss, gradients):
 @pytest.mark.parametrize("advantage", [2.0, -2.0])
 @pytest.mark.parametrize(("low", "high"), [(0.3, 5.0), (0.8, 3.0)])
 def test_dis_weights_within_the_papers_bounds_and_leaves_out_what_lies_outside(advantage, low, high):
-    """Its bounds for mathematics with tools, and for coding. The gradient is that of ratio x A, by autograd."""
+    """Its bounds for mathematics with tools, and for coding. The gradient is the gradient of ratio x A, by autograd."""
     ratios = [1 - 1.01 * low, 1 - 0.99 * low, 1.0, 1 + 0.99 * high, 1 + 1.01 * high, 100.0]
     kept = [0.0, 1.0, 1.0, 1.0, 0.0, 0.0]
     old = torch.tensor([[-1.0, -0.5, -3.0, -4.0, -5.0, -6.0]])

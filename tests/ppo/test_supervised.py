@@ -1,4 +1,4 @@
-"""Losses on examples: that of fine-tuning is torch's cross-entropy, that of preferences a plain loop's."""
+"""Losses on examples: fine-tuning's is torch's cross-entropy, the loss on preferences a plain loop's."""
 
 import math
 

@@ -140,7 +140,7 @@ class Tokenizer:
 
 
 class Workers:
-    """Stands where those of a reward function are: tests settle what they find."""
+    """Stands in the place of a reward function's workers: tests settle what they find."""
 
     def __init__(self, names: list[str]):
         self.names = names

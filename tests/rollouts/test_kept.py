@@ -36,7 +36,7 @@ NUM_PROMPTS = 40
 
 
 def keep(rank: int, world_size: int, model: str, folder: str) -> None:
-    """Each rank has every second prompt's responses; those of even prompts are episodes that a limit ended."""
+    """Each rank has every second prompt's responses; responses to even prompts are episodes that a limit ended."""
     tokenizer = load_tokenizer(model)
     config = Config.model_validate(
         {

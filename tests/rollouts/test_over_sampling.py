@@ -22,7 +22,7 @@ PROMPTS = [(100 + number, [2 + number, 3, 4]) for number in range(12)]
 
 
 class Turns:
-    """Plays episodes of short turns, long episodes from prompt `long` on. `cut` lists those that were cancelled."""
+    """Plays episodes of short turns, long episodes from prompt `long` on. `cut` lists the cancelled episodes."""
 
     def __init__(self, long: int) -> None:
         self.cut: list[int] = []

@@ -1,4 +1,4 @@
-"""Recorded steps that a run continues from: those that it would write alike."""
+"""Recorded steps that a run continues from: steps that it would write alike."""
 
 from collections.abc import Mapping
 from contextlib import nullcontext

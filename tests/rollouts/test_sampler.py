@@ -77,7 +77,7 @@ FAULTS = {
     **dict.fromkeys(("null", "other error"), "reply is no response .TypeError"),
     "late error": "refused .HTTP 500.: .*why",
     "break": "does not answer .*incomplete",
-    "other tokens": "tokens .7, 8. and those of its log-probs",
+    "other tokens": "tokens .7, 8. and the tokens of its log-probs",
     "no numbers": "no number",
     "aborted": "expected a response to end by stop or length, got .*abort",
     "no log-probs": "reply is no response .KeyError.'output_token_logprobs'",

@@ -38,7 +38,7 @@ TEXTS = (
 
 
 def of_bytes() -> PreTrainedTokenizerFast:
-    """As those of Qwen, Llama 3 and others: a character may be several tokens."""
+    """As in the tokenizers of Qwen, Llama 3 and others, a character may be several tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -129,7 +129,9 @@ def add_extras(rank: int, world_size: int) -> None:
     assert found["scores"] == [9.75, 9.75, 9.0, 9.0]
     none = fields_of([Grade([1.0], {}, steps=[[]])] * len(samples))
     assert "loss_weights" not in none and none["turn_rewards"] == [[0, 0, 7], [1, 0, 0]] * 2
-    message = r"reward.normalize batch changes the score of a response, not those of its steps, .* rewards.py:f gives"
+    message = (
+        r"reward.normalize batch changes the score of a response, not the scores of its steps, .* rewards.py:f gives"
+    )
     with pytest.raises(ConfigError, match=message):  # also on ranks without scores of steps
         fields_of(grades[rank : rank + 1], normalize="batch")
 

@@ -60,7 +60,7 @@ def check_run(run: Path, record: Path, synchronous_record: Path) -> None:
     """Check the ages of what a finished run was trained on, and that it was trained on each prompt once.
 
     Args:
-        synchronous_record: of a run that draws the same prompts, and trains on them in this order.
+        synchronous_record: record of a run that draws the same prompts, and trains on them in this order.
     """
     steps = logged(run)[1:]
     assert [metrics["step"] for metrics in steps] == list(range(1, STEPS + 1))

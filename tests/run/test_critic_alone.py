@@ -1,4 +1,4 @@
-"""A critic that is trained alone, on recorded rollouts and on those of a policy that stays as it is; PPO from it."""
+"""A critic that is trained alone, on recorded rollouts and on rollouts of a policy that stays as it is; PPO from it."""
 
 import shutil
 import statistics

@@ -158,7 +158,7 @@ def harmful(folder: Path, when: str, harm: str) -> str:
 def test_a_crash_or_a_hang_outside_a_rollout(when, harm, config, folder):
     places = (harmful(folder, when, harm), f"trainer.output_dir={folder / 'run'}")
     others = ("placement.rollout=all", "rollout.sync.bucket_bytes=20000", f"rollout.sync.transport={WAYS.get(when)}")
-    limits = (HANGS_AFTER, "rollout.request_timeout_seconds=20")  # the second is that of a read from a disk
+    limits = (HANGS_AFTER, "rollout.request_timeout_seconds=20")  # the second limits a read from a disk
     others, ranks = ((*others, *STAGES), "4") if "stages" in when else (others, "2")
     arguments = (*places, *ONE_BY_ONE, *limits, *(others if when in WAYS else ()))
     with Program(folder, config, *arguments, options=("--nproc-per-node", ranks)) as program:

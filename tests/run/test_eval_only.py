@@ -55,7 +55,8 @@ def samples(file: Path, dataset: str) -> list[dict]:
 
 
 def test_a_checkpoint_is_evaluated_as_the_run_did(config, run, folder):
-    """Greedy evaluation needs only the actor, with the checkpoint's weights and not those that training started from.
+    """Greedy evaluation needs only the actor, with the checkpoint's weights and not the weights that training started
+    from.
 
     A game that was no part of the run is played, too: its score is the length of the turn that ends it.
     """

@@ -1,4 +1,4 @@
-"""Runs that start from Megatron folders train as those that start from Hugging Face folders of the same weights."""
+"""Runs that start from Megatron folders train as runs that start from Hugging Face folders of the same weights."""
 
 import json
 import shutil

@@ -136,7 +136,7 @@ def test_a_cable_that_is_pulled_ends_both(start, network, folder, pulled):
 
 @pytest.mark.parametrize("transport", ["auto", "broadcast"])
 def test_an_engine_on_both_nodes_follows_the_actor(nodes, folder, transport):
-    """After the first sync its checksums are those of model.path: each part has all of its weights."""
+    """After the first sync its checksums are the checksums of model.path: each part has all of its weights."""
     words = (f"trainer.output_dir={folder / 'out'}", *ENGINE_ON_BOTH, f"rollout.sync.transport={transport}")
     both = nodes("node", *words, "trainer.total_steps=3")
     assert codes(both, 300) == [0, 0], outputs(both)

@@ -1,4 +1,4 @@
-"""Runs that draw more prompts than a step trains on, and train on those that finish first."""
+"""Runs that draw more prompts than a step trains on, and train on the first to finish."""
 
 import json
 from itertools import pairwise

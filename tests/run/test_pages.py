@@ -26,7 +26,7 @@ class Reader:
         self.servers: list[subprocess.Popen[str]] = []
 
     def follow(self, blocks: list[Block]) -> str:
-        """Run those of the blocks that have not run yet, and return the output of the last."""
+        """Run the blocks that have not run yet, and return the output of the last."""
         for block in blocks:
             if block.text not in self.outputs:
                 self.outputs[block.text] = self._serve(block) if block.text.startswith(SERVES) else self._run(block)

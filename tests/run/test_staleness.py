@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]  # tests/engines has b
 
 
 def check_steps(steps: list[dict], *, continues: bool) -> None:
-    """Check that no token is too old, and that those of the newest weights prove them."""
+    """Check that no token is too old, and that tokens of the newest weights prove the weights."""
     assert [metrics["step"] for metrics in steps] == [1, 2, 3, 4, 5, 6]
     for metrics in steps:
         assert metrics["sync/log_prob_diff/max"] < 1e-4

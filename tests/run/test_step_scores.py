@@ -81,7 +81,7 @@ def test_tokens_have_the_rewards_of_their_steps_and_rows_their_weights(config: P
     clipped = ("reward.clip=5", f"trainer.output_dir={folder / 'clipped'}")
     with Program(folder / "three", config, *settings, *again, *clipped) as program:
         assert program.wait() == 2, program.output
-    assert "reward.clip 5.0 changes the score of a response, not those of its steps" in program.output
+    assert "reward.clip 5.0 changes the score of a response, not the scores of its steps" in program.output
     assert kept[0]["actor/grad_norm"] > 0
     path = folder / "record" / "step_00000001.safetensors"
     with safe_open(path, framework="pt") as file:

@@ -129,4 +129,4 @@ def test_the_longest_silence_of_the_quickstart_an_evaluation_and_a_conversion(
     assert max(silences.values()).seconds <= most_seconds
     if not terminal:
         lines = [line for line in printed.splitlines() if not re.match(r"\d\d:\d\d:\d\d  ", line)]
-        assert len(lines) <= 80, "beside a line of heartbeat every ten seconds, and those of the set-up"
+        assert len(lines) <= 80, "beside a line of heartbeat every ten seconds, and the lines of the set-up"

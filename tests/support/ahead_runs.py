@@ -12,7 +12,7 @@ Response = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def journal_lines(run: Path) -> list[dict[str, Any]]:
-    """Return the lines of a run's journal, without those that hold settings, or that a kill cut short."""
+    """Return the lines of a run's journal, without lines that hold settings, or that a kill cut short."""
     texts = [path.read_text("utf-8") for path in (run / "ahead").glob("engine_*")]
     return [json.loads(line) for text in texts for line in text.split("\n")[1:-1]]
 

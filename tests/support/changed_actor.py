@@ -1,4 +1,4 @@
-"""An actor whose weights differ from those that an engine was started with."""
+"""An actor whose weights differ from the weights that an engine was started with."""
 
 from pathlib import Path
 from typing import Any

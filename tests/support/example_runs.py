@@ -18,7 +18,7 @@ def write_config(path: Path, kind: str, component: str, max_tokens: int, files: 
 
     Args:
         component: the trained one.
-        max_tokens: of its micro-batches.
+        max_tokens: most tokens of its micro-batches.
         files: training and held-out data.
     """
     train, held_out = map(str, files)

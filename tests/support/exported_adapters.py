@@ -17,10 +17,10 @@ def exported_adapters(exported: Path) -> dict[str, torch.Tensor]:
 def check_merged(
     exported: Path, base: Path, rank: int = RANK, alpha: float = ALPHA, least_change: float = 1e-3
 ) -> None:
-    """Check that the exported model is that of `base` with the adapters added, and that each of them was trained.
+    """Check that the exported model is `base` with the adapters added, and that each of them was trained.
 
     Args:
-        least_change: of the largest entry of each adapted matrix.
+        least_change: least change of the largest entry of each adapted matrix.
     """
     weights, merged = (load_file(folder / "model.safetensors") for folder in (base, exported))
     adapters = exported_adapters(exported)

@@ -114,7 +114,7 @@ class Series:
 
 
 def numbers(out: Path) -> list[dict]:
-    """Return each step's metrics without those of clocks."""
+    """Return each step's metrics without the metrics of clocks."""
     return [{key: value for key, value in step.items() if not OF_ACCIDENTS.search(key)} for step in logged(out)]
 
 

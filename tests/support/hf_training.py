@@ -85,7 +85,7 @@ class Adapted(torch.nn.Module):
     """W + alpha / rank B A in place of W, as a parametrization of torch.
 
     Args:
-        parts: of its name in the files of the hub, where they differ, see `MIXTRAL`.
+        parts: parts of its name in the files of the hub, where they differ, see `MIXTRAL`.
     """
 
     def __init__(self, weight: torch.Tensor, name: str, lora: Lora, parts: dict[str, str]):
@@ -214,9 +214,9 @@ def hf_train(
     frozen: Sequence[str] = (),
     choose: Callable[[torch.nn.Module, Rows], Callable[[], torch.Tensor] | None] = lambda model, rows: None,
 ) -> dict:
-    """Return the outputs before some Adam steps, and the gradient norms and parameters after them: with adapters those
-    that are trained; else all, of which those with a part of `frozen` in their names are not. `choose` changes the
-    model first, and may return a loss that is added after each pass."""
+    """Return the outputs before some Adam steps, and the gradient norms and parameters after them: with adapters the
+    trained parameters; else all, of which parameters with a part of `frozen` in their names are not trained. `choose`
+    changes the model first, and may return a loss that is added after each pass."""
     oracle = Oracle(
         hf_model(folder),
         hf_value_head(folder) if HEADS[kind] != "policy" else None,

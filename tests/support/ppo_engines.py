@@ -45,7 +45,7 @@ LENGTHS = ((3, 4), (1, 6), (5, 1), (2, 2), (4, 5), (2, 3))  # (prompt, response)
 
 @dataclass(frozen=True)
 class Case:
-    """A layout and a cut of the batch; `switches` are on besides those that the table has on."""
+    """A layout and a cut of the batch; `switches` are on besides the switches that the table has on."""
 
     layout: Layout
     sequence: bool = False
@@ -80,7 +80,7 @@ def make_config(kind: str, ppo_epochs: int = 1) -> Config:
 
 
 def make_loss(kind: str, rows: Rows) -> LossFn:
-    """Return the loss of one kind of engine on a mini-batch; `rows` are those of all shards."""
+    """Return the loss of one kind of engine on a mini-batch; `rows` are the rows of all shards."""
     make = critic_loss if kind == "critic" else ActorLoss
     return make(make_config(kind), int(rows.response_mask.sum()), int(rows.response_mask.any(dim=1).sum()))
 
@@ -97,7 +97,7 @@ def make_rows(
     Args:
         lengths: (prompt, response) of each row.
         rows_per_prompt: as many in a row answer the same prompt.
-        weighted: each with a weight of its losses, that of the second 0.
+        weighted: each with a weight of its losses, 0 for the second.
     """
     generator = torch.Generator().manual_seed(1)
     prompts, responses = torch.tensor(lengths).T
@@ -111,7 +111,7 @@ def make_rows(
         for name in ("noise", "advantages", "values", "returns")
     }
     tokens = torch.randint(vocab_size, (int((prompts + responses).sum()),), generator=generator)
-    # Old log-probs on both sides of the clipping range around those of an untrained model.
+    # Old log-probs on both sides of the clipping range around the log-probs of an untrained model.
     old = (-torch.log(torch.tensor(float(vocab_size))) + 0.3 * random.pop("noise")) * is_response
     fields = {"response_mask": mask, "old_log_probs": old, **random}
     fields |= {"loss_weights": torch.rand(len(lengths), generator=generator) * 2 * (ids != 1)} if weighted else {}

@@ -34,10 +34,10 @@ class Program:
 
     Args:
         folder: gets the output, output.txt, and a temporary folder.
-        arguments: of megappo.train: CONFIG key=value ...
+        arguments: arguments of megappo.train: CONFIG key=value ...
         launcher: module that starts the ranks.
         environment: further variables.
-        prefix: of the command.
+        prefix: words before the command.
         options: further ones of the launcher.
         command: what starts the ranks in place of the launcher, and ends up as it.
     """
@@ -145,7 +145,7 @@ class Program:
         return processes + memory + [str(p) for p in self.temporary.iterdir() if not p.name.startswith(kept)]
 
     def _named_shared_memory(self) -> set[Path]:
-        """Return the shared memory named after one of the processes, without that of an earlier process of its id."""
+        """Return the shared memory named after one of the processes, without an earlier process's of its id."""
         pids = {str(process.pid) for process in self.seen}
         named = [path for path in Path("/dev/shm").iterdir() if pids & set(re.findall(r"\d+", path.name))]
         return {path for path in named if _last_change(path) >= self.started}
@@ -187,7 +187,7 @@ def has_logged(run: Path, step: int) -> bool:
 
 
 def trained_on(run: Path) -> list[dict]:
-    """Return each step's metrics without those of clocks and engines."""
+    """Return each step's metrics without the metrics of clocks and engines."""
     steps = [metrics for metrics in logged(run) if metrics["step"]]
     return [{key: value for key, value in metrics.items() if not OF_ENGINES.search(key)} for metrics in steps]
 

@@ -50,7 +50,7 @@ def write_adapters(
 
     Args:
         more, lacks: further tensors; a part of the names of tensors that it lacks.
-        changes: of adapter_config.json, or `...`: without the file, the folder.
+        changes: changes of adapter_config.json, or `...`: without the file, the folder.
     """
     shutil.rmtree(folder, ignore_errors=True)
     if "folder" in changes:

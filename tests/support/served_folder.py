@@ -35,7 +35,7 @@ def served(folder: Path, home: Path, *arguments: str) -> Iterator[tuple[subproce
         home: its temporary folder.
     """
     port = free_port()
-    command = [*COMMAND, folder, "--port", str(port), "--max-total-tokens", "2048", "--log-level", "warning"]
+    command = [*COMMAND, folder, "--port", str(port), "--max-total-tokens", "2048"]
     environment = os.environ | {"TMPDIR": str(home), "OMP_NUM_THREADS": "1"}
     with (home / "output.txt").open("w") as output:
         process = subprocess.Popen(

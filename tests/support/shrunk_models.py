@@ -39,7 +39,7 @@ SIZES = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 12,
 }
-"""Only those of a model's keys that have a value."""
+"""Values for keys of config.json; only keys that a model has are set."""
 
 
 def shrunk(config: dict[str, Any]) -> dict[str, Any]:

@@ -68,7 +68,7 @@ class Slurm:
     Its processes are found by an environment variable, which all of them inherit.
 
     Args:
-        folder: of its own, with a short path.
+        folder: a folder of its own, with a short path.
         node_timeout: seconds until a node that does not answer is taken for down.
     """
 
@@ -127,7 +127,7 @@ class Slurm:
             time.sleep(POLL_SECONDS)
 
     def processes(self, word: str = "") -> list[psutil.Process]:
-        """Return its processes, also those of jobs, whose command line contains a word."""
+        """Return its processes, also processes of jobs, whose command line contains a word."""
         return [process for process in psutil.process_iter() if self._is_own(process, word)]
 
     def _write(self, node_timeout: int) -> None:

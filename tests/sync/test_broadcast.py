@@ -62,7 +62,7 @@ def lose_an_engine(rank: int, world_size: int, num_well: int) -> None:
 
 
 def lose_the_other_engine(rank: int, world_size: int) -> None:
-    """Rank 1 has an engine that fails; that of rank 2 waits for it as long as its client lets it."""
+    """Rank 1 has an engine that fails; rank 2's waits for it as long as its client lets it."""
     broadcast.LAST_SECONDS = 0.2
     link = Link(Config.model_validate(SECTIONS), None, 1, num_engines=2)
     sender = BroadcastSender(link) if rank == 0 else None

@@ -185,7 +185,7 @@ def samples_of(*tokens: list[int]) -> list[Sample]:
 
 
 def score_by_components(rank: int, world_size: int) -> None:
-    """Rank 0 has no engine, and takes rows all the same; that of rank 2 wrote nothing."""
+    """Rank 0 has no engine, and takes rows all the same; rank 2's wrote nothing."""
     exchange = Exchange(dist.group.WORLD)
     config = make_config(adv_estimator="gdpo", use_kl_in_reward=False)
     pool = Scores() if rank else None

@@ -173,7 +173,7 @@ def requests_of(events: list[str]) -> list[str]:
 
 
 def taken(mode: str, weights: str = "weights") -> list[str]:
-    """The requests of a sync while the engine samples; its version is that of step 5."""
+    """The requests of a sync while the engine samples; its version is step 5's."""
     after = [] if weights.endswith("fails") else ["update_weight_version 5 False", "continue_generation"]
     return ["hold", f"pause_generation {mode}", weights, *after, "let go"]
 

@@ -42,7 +42,7 @@ def test_weights_of_the_same_name_have_no_folder_together(tmp_path, monkeypatch)
     written = [
         json.dumps({"weights": str(tmp_path / weights)}) for weights in ("models/base", "gone/base", "other/base")
     ]
-    other, foreign = f"is of {tmp_path}/other/base, and would be overwritten", "is not what a run writes"
+    other, foreign = f"evaluates {tmp_path}/other/base, and the evaluation of", "is not what a run writes"
     for content, errors in zip((*written, "", "[1]"), ([], [], [other], [foreign], [foreign]), strict=True):
         (own / "evaluation.json").write_text(content)
         found = [*resume_errors(make_config("out")), *resume_errors(make_config(own))]

@@ -300,7 +300,7 @@ def compared(rank: int, world_size: int) -> None:
     config = make_config({"rollout_correction": {"level": "token", "normalize": True}})
     progress = SimpleNamespace(kl=KLController(config.algorithm.kl_ctrl), reward_moments=RunningMoments())
     exchange, checked, calls = Exchange(dist.group.WORLD), [], []
-    engines = SimpleNamespace(check_rollouts=lambda difference: checked.append(difference) or {"warnings": 0})
+    engines = SimpleNamespace(check_rollouts=lambda metrics: checked.append(dict(metrics)) or {"warnings": 0})
     batches = SimpleNamespace(num_drawn=0, pending=())
     run = SimpleNamespace(config=config, exchange=exchange, progress=progress, engines=engines, batches=batches)
     weights = experience.rollout_is_weights
@@ -309,7 +309,7 @@ def compared(rank: int, world_size: int) -> None:
         result = add_advantages(config, exchange, progress, 1, at_owners(exchange, make_rows()), {})
         Run.begin_updates(run, result)
     assert len(calls) == 1
-    assert checked == [result.metrics["rollout/log_prob_diff/mean"]] and result.metrics["warnings"] == 0
+    assert [one["rollout/log_prob_diff/mean"] > 0 for one in checked] == [True] and result.metrics["warnings"] == 0
 
 
 def test_a_step_compares_engines_and_trainer_once() -> None:
@@ -318,7 +318,7 @@ def test_a_step_compares_engines_and_trainer_once() -> None:
 
 LEFT = {
     "all are masked": [],
-    "those of one rank are masked": [(4, 0), (4, 1), (5, 0)],
+    "all of one rank are masked": [(4, 0), (4, 1), (5, 0)],
     "one response is left": [(0, 0), (0, 1), (0, 2)],
     "one token is left": [(5, 1)],
 }
@@ -331,7 +331,7 @@ def degenerate(rank: int, world_size: int) -> None:
     for case, (name, algorithm) in itertools.product(LEFT, METHODS.items()):
         config = make_config(algorithm)
         # Where responses are compared one that is alone is masked, too.
-        alone = config.algorithm.method.compares_responses and case != "those of one rank are masked"
+        alone = config.algorithm.method.compares_responses and case != "all of one rank are masked"
         left = torch.zeros(len(SAMPLED), 3)
         for row, place in [] if alone else LEFT[case]:
             left[row, place] = 1.0

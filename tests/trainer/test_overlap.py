@@ -18,7 +18,7 @@ APART = {"placement": {"actor": "0-1", "critic": "2-3"}, "critic": {"parallel": 
 
 
 def hold(engine: MegatronEngine, method: str, key: str) -> None:
-    """Have every call wait for a key in the store."""
+    """Make every call wait for a key in the store."""
     store, call = distributed_c10d._get_default_store(), getattr(engine, method)
 
     def held(*args):

@@ -46,7 +46,7 @@ class Prompts:
 
 
 class Policy:
-    """Its log-probs differ from those of engine 1 by `difference`."""
+    """Its log-probs differ from engine 1's by `difference`."""
 
     is_output, difference = True, 0.0
 

@@ -51,7 +51,7 @@ class Engine:
 
 
 def sample_with_faults(rank: int, world_size: int) -> None:
-    """Rank 0 has no engine. Both engines fail at once, then that of rank 2 alone."""
+    """Rank 0 has no engine. Both engines fail at once, then rank 2's alone."""
     given, store = [], dist.PrefixStore("faults", run_store())
     with EngineServer("no list", num_well=2 * rank) as server:
         engine = Engine(server)

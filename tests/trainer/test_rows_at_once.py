@@ -16,7 +16,7 @@ from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
 from megappo.trainer.component_batch import Component, ComponentBatch
 
-# Of all but the last both ranks have all rows, those of the last a part each.
+# Both ranks have all rows of all but the last, and a part each of the last one's.
 LAYOUTS = {
     "actor": Layout((0, 2), tensor=2),
     "reference": Layout((0, 2), tensor=2),

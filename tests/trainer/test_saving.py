@@ -18,7 +18,7 @@ def limit_files(size: int) -> None:
 
 
 def failing_saves(rank: int, world_size: int, folder: Path) -> None:
-    """First the ranks of one component cannot write, unknown to those of the other; then rank 0 cannot."""
+    """First the ranks of one component cannot write, unknown to the ranks of the other; then rank 0 cannot."""
     bench = recorder_in(folder)
     changes = {"trainer": {"output_dir": str(folder / "run")}}
     layout = bench.LAYOUTS["actor dp2, critic elsewhere tp2 sp"]

@@ -177,7 +177,7 @@ def test_presets_divide_by_the_samples_that_their_systems_divide_by(tmp_path: Pa
 
 
 def check_only_update(rank: int, world_size: int, folder: Path, cases: dict[str, Case]) -> None:
-    """Old log-probs of a pass before the step's only update, and those of the update itself."""
+    """Old log-probs of a pass before the step's only update, and old log-probs of the update itself."""
     exchange = Exchange(dist.group.WORLD)
     architecture = read_architecture(folder)
     config = make_config("actor")

@@ -1,5 +1,5 @@
-"""Users' files as modules: under their own names, their helpers preferred to installed packages, separate from those
-of other folders, and importable in processes that they spawn."""
+"""Users' files as modules: under their own names, their helpers preferred to installed packages, separate from other
+folders' helpers, and importable in processes that they spawn."""
 
 import subprocess
 import sys

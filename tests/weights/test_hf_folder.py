@@ -113,7 +113,7 @@ def test_adapters_are_written_for_whoever_may_read_other_files(tmp_path: Path) -
     assert modes["adapter_model.safetensors"] == modes["adapter_config.json"]
 
 
-# Layout of four ranks -> those that an export needs: the first replica, and who has experts that its ranks lack.
+# Layout of four ranks -> ranks that an export needs: the first replica, and who has experts that its ranks lack.
 NEEDED = {
     "DP4": (Layout((0, 1, 2, 3)), {0}),
     "TP2xDP2": (Layout((0, 1, 2, 3), tensor=2), {0, 1}),

@@ -60,7 +60,7 @@ MIXTURES = tiny_shapes.MIXTURES | {
 WHOLE = ("qwen3_moe", "deepseek_v3")
 """Families that take every layout; the others these, in which each way of cutting is."""
 SHOWN_MIXTURES = {*WHOLE, "mixtral", "qwen2_moe", "gpt_oss"}
-"""Each name and format of experts; the others have those of DeepSeek-V3 or Qwen2-MoE."""
+"""Each name and format of experts; the others have the format of DeepSeek-V3 or Qwen2-MoE."""
 OTHERS_LAYOUTS = ("TP2xEP4", "TP2xPP2xEP2", "TP2xPP2xETP2", "EP2xETP2")
 UNEVEN = {
     "PP2xDP2": (1, 4),

@@ -94,7 +94,7 @@ def page(measured: list[dict]) -> str:
         "# Benchmarks",
         "",
         "Each row compares a measurement with an anchor of the same run: a ratio of medians of alternating calls. The",
-        "seconds are those of one machine. If other processes used its cores (see the load), measurements with",
+        "seconds are from one machine. If other processes used its cores (see the load), measurements with",
         "several threads are too low. `tools/bench/all.py` writes this page, a table per processor; with `--only` it",
         "runs some of the benchmarks and writes nothing.",
     ]

@@ -16,7 +16,7 @@ def run_child(command: Sequence[object], **options: Any) -> int:
     It gets SIGTERM when this process ends first, whatever ended it: a run saves and exits.
 
     Args:
-        options: of subprocess.run; with check=True a failure is an error.
+        options: options of subprocess.run; with check=True a failure is an error.
     """
     end = partial(die_with, os.getpid(), signal.SIGTERM)
     return subprocess.run([*map(str, command)], preexec_fn=end, **options).returncode

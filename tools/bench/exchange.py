@@ -4,8 +4,8 @@
 
 Real ranks over gloo, with the same number of rows each. All ranks agree on the table of rows; each row goes with its
 tokens and mask to the ranks of one shard (two tensor-parallel ones), and values for its tokens come back. The bytes are
-those that the kernel counts as written by the process, plus those of rows that stayed on the rank (an eighth of them by
-chance with 8 ranks). A ratio of 1 is a flat curve.
+what the kernel counts as written by the process, plus the bytes of rows that stayed on the rank (an eighth of the rows
+by chance with 8 ranks). A ratio of 1 is a flat curve.
 """
 
 import statistics

@@ -66,7 +66,7 @@ def steps_of(config: Path, output: Path, *keys: str) -> list[dict[str, float]]:
     """Return the metrics of a run's steps once sampling runs as far ahead as it may.
 
     Args:
-        keys: of the run alone.
+        keys: keys of the run alone.
     """
     last = FIRST_STEPS + STEPS
     # The last steps draw no further prompts.

@@ -110,7 +110,7 @@ def _rank(rank: int, world_size: int, folder: str, function: Callable[..., Any],
 
 
 def write_llama(folder: Path, parameters: float, *, hidden: int, vocabulary: int) -> None:
-    """Write a random fp32 Llama of about so many parameters, embeddings and head included."""
+    """Write a random fp32 Llama of about `parameters` parameters, including embeddings and head."""
     # Here, as it takes seconds, and its import may want preparation that not all benchmarks do.
     from transformers import AutoConfig
 

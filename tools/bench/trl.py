@@ -9,8 +9,8 @@
 TRL has an environment of its own, for this comparison alone. Both train all weights in fp32 on the same prompts, with
 as many rows a step, one optimizer step over all of them, no KL, the same sampling and the same number of cores; either
 starts as its users start it. Responses end where the model ends them: the table has their mean length. The runs
-alternate; figures are medians over all steps but the first of each run. CPU seconds are those of a run's processes
-together. They vary less than seconds if something else uses the cores, but include threads that spin while they wait.
+alternate; figures are medians over all steps but the first of each run. CPU seconds are the sum over a run's processes.
+They vary less than seconds if something else uses the cores, but include threads that spin while they wait.
 """
 
 import json

@@ -69,7 +69,7 @@ from megappo.trainer.objectives import ActorLoss  # noqa: E402
 PROMPTS = (12, 30, 22, 41, 17, 28, 9, 35, 25, 36, 38, 20, 31, 26, 22, 14)
 RESPONSES = tuple(10 + 9 * (7 * i % 16) for i in range(16))
 GROWN = {"twice the rows": {"copies": 2}, "rows twice as long": {"stretched": 2}}
-"""To twice the tokens, of which an update should take twice as long: arguments of `make_rows`."""
+"""Arguments of `make_rows` for twice the tokens, of which an update should take twice as long."""
 BARS = {"update": "at least 0.68", "pass": "at least 0.78"}
 SETTINGS = {
     "placement": {"actor": "0", "rollout": "0"},
@@ -145,7 +145,7 @@ class Product:
 
     Args:
         tokens, inputs, outputs: inputs [tokens, inputs] are multiplied by weights [outputs, inputs].
-        times: as many layers have this shape.
+        times: number of layers that have this shape.
     """
 
     def __init__(self, tokens: int, inputs: int, outputs: int, times: int):

@@ -131,7 +131,7 @@ def refuse_step(folder: Path) -> None:
 
 
 def open_megatron(folder: Path, config_folder: Path | None) -> MegatronFolder:
-    """Read the metadata of a component's folder, with its own config or that of `--hf-config`."""
+    """Read the metadata of a component's folder, with its own config or the config of `--hf-config`."""
     refuse_step(folder)
     info = read_component(folder)
     if config_folder is None and not (folder / CONFIG_FILE).is_file():

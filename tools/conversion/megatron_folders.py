@@ -38,7 +38,7 @@ class MegatronComparison:
 
 
 def compare_megatron(args: argparse.Namespace, world: World) -> MegatronComparison:
-    """Compare the tensors of two Megatron folders under Megatron's names, those of an optimizer where both have one.
+    """Compare the tensors of two Megatron folders under Megatron's names, including an optimizer's where both have one.
 
     Raises:
         UsageError: there are several processes, or it cannot be known how much of a vocabulary is padding.
@@ -115,7 +115,7 @@ def read_rows(folder: Path, info: ComponentInfo, name: str, start: int, stop: in
     alone; of the files, the pieces that these rows lie in are read one by one.
 
     Args:
-        info: of `folder`.
+        info: facts about `folder`.
     Raises:
         CheckpointError: they cannot be read.
     """

@@ -16,7 +16,7 @@ from megappo.models.sharding import sharded_chunks
 from megappo.placement.groups import ComponentGroups
 
 CHECKPOINT_VERSION = 3.0
-"""As Megatron-LM writes it: it takes weights without a version for those of 2019, and reorders queries, keys and
+"""Version that Megatron-LM writes: it takes weights without one for weights of 2019, and reorders queries, keys and
 values."""
 
 
@@ -33,7 +33,7 @@ def reshard(
 
     Args:
         chunks: built in the new layout; their weights are overwritten.
-        info: of `source`.
+        info: facts about `source`.
         target: an existing folder.
         vocab_size: true vocabulary, without padding.
     Returns:

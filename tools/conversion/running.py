@@ -111,7 +111,7 @@ def _ended(why: str, args: argparse.Namespace, world: World | None) -> int:
 
 
 def _end_on_signals() -> None:
-    """Have Ctrl-C and SIGTERM end the conversion as an error does, with partial output removed."""
+    """Make Ctrl-C and SIGTERM end the conversion as an error does, with partial output removed."""
 
     def end(number: int, frame: FrameType | None) -> None:
         _ignore_signals()

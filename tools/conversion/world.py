@@ -1,4 +1,4 @@
-"""Processes of a conversion: one, or those that torchrun has started."""
+"""Processes of a conversion: one, or all that torchrun has started."""
 
 import argparse
 import contextlib
@@ -61,7 +61,7 @@ def _flag(dimension: str) -> str:
 
 
 def _return_freed_memory() -> None:
-    """Have glibc map every tensor of 1 MiB or more separately.
+    """Make glibc map every tensor of 1 MiB or more separately.
 
     By default it places tensors of up to 32 MiB side by side on the heap, where memory freed between others stays with
     the process: buckets of changing sizes then take several times their memory.
@@ -83,7 +83,7 @@ def _check_size(parallel: Parallel, size: int) -> None:
 
 
 class World:
-    """This process among those of the conversion, and the layout they hold the model in.
+    """This process among the conversion's processes, and the layout they hold the model in.
 
     Attributes:
         writing: True once writing the output has begun; an earlier failure is the input's fault.
@@ -165,7 +165,7 @@ class Bar:
         self._done, self._total, self._unit = 0, total, unit
 
     def update(self, count: int = 1) -> None:
-        """Note that so many more are done."""
+        """Note that `count` more are done."""
         self._done += count
         heartbeat.count(self._done, self._total, self._unit)
 

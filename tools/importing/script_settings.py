@@ -105,7 +105,7 @@ def _check_decided(
 
 
 def of_command(command: RecordedCommand, system: System) -> dict[str, Any]:
-    """Return the settings behind a system's program, and those of a launcher before it that have a row."""
+    """Return the settings behind a system's program, and the settings of a launcher before it that have a row."""
     words = command.words
     start = next(number for number, word in enumerate(words) if re.search(system.program, word))
     launcher = _settings(words[:start], system)

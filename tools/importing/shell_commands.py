@@ -65,10 +65,11 @@ class ShellScript:
     """A script, and what is around it.
 
     Attributes:
-        arguments: of the script.
-        variables: of its environment. One that it misses is added as `$NAME`, or as "" where the script tests it.
+        arguments: arguments of the script.
+        variables: variables of its environment. One that it misses is added as `$NAME`, or as "" where the script tests
+            it.
         is_protected: False: bash runs without a jail.
-        last_line: that it printed.
+        last_line: last line that it printed.
     """
 
     path: Path
@@ -207,7 +208,7 @@ class ShellScript:
 
 
 def _confine(room: str, programs: Sequence[str], folders: Sequence[str]) -> None:
-    """Confine this process and those that it starts."""
+    """Confine this process and the processes that it starts."""
     refused = [rule for rule in REFUSED.split(",") if rule.split()[0] not in STARTS]
     try:
         confine(

@@ -90,7 +90,7 @@ class Translation:
         return self.values.get(key, default)
 
     def _drop_unread(self) -> None:
-        """Leave out the keys that nothing would read, such as those of a critic without one; note the reasons."""
+        """Leave out the keys that nothing would read, such as a critic's keys without a critic; note the reasons."""
         readable = {key: "unset" if "$" in f"{value}" else value for key, value in self.values.items()}
         single = {key: value for key, value in readable.items() if "," not in key}  # only a file names several at once
         try:
@@ -103,7 +103,7 @@ class Translation:
                 self._unread[origin] = reason.partition(": ")[0]
 
     def _sort_unused(self) -> None:
-        """Sort the settings that set no key into those without a counterpart and those that need none."""
+        """Sort the settings that set no key into settings without a counterpart and settings that need none."""
         used = {key for keys in self.origins.values() for key in keys}
         for key, value in self.theirs.items():
             _, row = self.system.find(key)

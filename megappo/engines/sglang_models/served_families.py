@@ -1,6 +1,6 @@
 """SGLang's own classes of the families that can be trained: see `megappo.architecture.families`. SGLang itself finds
-those of linear attention, some of which cannot be imported on a CPU (0.5.23, models/qwen3_5.py), and serves Seed-OSS
-and SmolLM3 with transformers' code.
+the classes of linear attention, some of which cannot be imported on a CPU (0.5.23, models/qwen3_5.py), and serves
+Seed-OSS and SmolLM3 with transformers' code.
 """
 
 from sglang.srt.models.deepseek_v2 import DeepseekV2ForCausalLM, DeepseekV3ForCausalLM

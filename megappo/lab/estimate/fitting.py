@@ -52,9 +52,9 @@ def _has_room(estimate: MemoryEstimate) -> bool:
 def remedies(plan: RunPlan, cluster: Cluster) -> dict[str, object] | None:
     """Return keys and values with which a run that does not fit would; None if none of these help.
 
-    An engine without room for a row gets a larger share of the GPU first. Of the rest, what costs least comes first:
-    gradients, which are freed, other offloads, optimizer states in host memory, recomputation, smaller micro-batches,
-    a smaller engine.
+    An engine without room for a row gets a larger share of the GPU first. The other keys come in the order of their
+    cost: gradients, which are freed, other offloads, optimizer states in host memory, recomputation, smaller
+    micro-batches, a smaller engine.
     """
     candidates = [plan]
     if not _has_room(MemoryEstimate(plan, cluster)):
@@ -68,7 +68,7 @@ def remedies(plan: RunPlan, cluster: Cluster) -> dict[str, object] | None:
 
 
 def differences(config: Config, *others: Config) -> dict[str, object]:
-    """Return the keys whose values are not those of all others, and their values."""
+    """Return each key whose value differs from the value in one of the others, with its value."""
     values = [dict(leaves(one.model_dump(mode="json"))) for one in others]
     found: dict[str, object] = {}
     for key, value in leaves(config.model_dump(mode="json")):

@@ -12,6 +12,7 @@ from megappo.config.config_error import ConfigError
 from megappo.config.eval_sets import longest_response, longest_row
 from megappo.config.methods import GPU_BUCKET_BYTES
 from megappo.config.schema import Config
+from megappo.config.sections import Parallel
 from megappo.lab.estimate.placed_model import PlacedModel, Shapes
 from megappo.placement.components import build_order, uses_of
 from megappo.placement.layout import Layout
@@ -45,7 +46,7 @@ NOT_TORCH = (
     *("engine weights", "KV cache", "CUDA graphs", "engine working memory"),
     *(ASSUMED := ("CUDA contexts", "NCCL communicators")),
 )
-"""Entries that torch's allocator in a rank does not hold; ASSUMED: those that are assumed, not derived."""
+"""Entries that torch's allocator in a rank does not hold; ASSUMED: entries that are assumed, not derived."""
 
 Ledger = dict[str, float]
 """Entry -> bytes."""
@@ -58,7 +59,7 @@ class Cluster:
     Attributes:
         gpu_bytes: memory of a GPU that a program can use.
         gpus_per_node: ranks that share a node's memory and the links between its GPUs.
-        shapes: of the models read so far.
+        shapes: shapes of the models read so far.
     """
 
     gpu_bytes: float
@@ -71,7 +72,7 @@ class EngineMemory(NamedTuple):
 
     Attributes:
         weights: the policy's, sharded over the engine's GPUs.
-        states: those of linear attention, of all running requests.
+        states: states of linear attention, for all running requests.
         cache_per_token: keys and values of a token.
         cache_tokens: tokens that the cache can hold; below 0 if the weights alone are too large.
         graphs: CUDA graphs of decoding.
@@ -180,14 +181,15 @@ class MemoryEstimate:
     """The memory of a run.
 
     Args:
-        plan: without an undecided offload.
+        plan: plan without an undecided offload.
     Attributes:
         models: the run's models on their ranks, by name.
         engine: one of the run's engines.
+        sent_bytes: of the weights, or adapters, that a sync sends.
         bucket_bytes: weights that an engine receives at a time; num_buckets: in a sync.
         uses: phase -> model -> its use.
         passes: the same for the phases that run models: an update if the use has gradients, else a forward pass.
-        phases: the start, then those of a step in their order.
+        phases: the start, then the phases of a step in their order.
         rank_kinds: each kind of rank; fullest: the one with the highest peak.
     Raises:
         ConfigError: a model's config.json is wrong, or its layout does not fit the model.
@@ -208,11 +210,14 @@ class MemoryEstimate:
         self.engine = engine_memory(plan.config, policy.architecture, policy.size, free_bytes)
         self._engine_pinned = engine_pinned(plan.config, self.engine, policy.architecture)
         nbytes = DTYPES[dtype].nbytes
-        self._policy_bytes = policy.size * nbytes
+        self.sent_bytes = policy.size * nbytes
         self.bucket_bytes = plan.config.rollout.sync.bucket_bytes or GPU_BUCKET_BYTES
+        if plan.config.is_ppo and plan.route.adapters:  # an engine takes them all at once
+            adapters = self.models["actor"].shape.stages(Parallel(), trained=True)[0]
+            self.sent_bytes = self.bucket_bytes = sum(adapters) * nbytes
         # A tensor that is larger than a bucket is one by itself.
         self._largest_bucket = max(self.bucket_bytes, policy.largest_tensor * nbytes)
-        self.num_buckets = math.ceil(self._policy_bytes / self.bucket_bytes)
+        self.num_buckets = math.ceil(self.sent_bytes / self.bucket_bytes)
         self._choice_bytes = policy.architecture.choice_bytes if plan.config.rollout.routing_replay else 0
         self.uses = uses_of(plan.components)
         forward = [spec.forward.phase for spec in plan.components.values() if spec.forward]
@@ -305,7 +310,7 @@ class MemoryEstimate:
             ledger |= self._engine_entries(phase, stays_awake=not stages or self.config.rollout.sleep == "never")
         num_buckets = 2 if "actor" in stages and not self.config.replays else int(has_engine)
         if phase == SYNC and num_buckets:  # the actor's ranks gather a bucket while they send the one before
-            ledger["sync buckets"] = min(num_buckets * self._largest_bucket, self._policy_bytes)
+            ledger["sync buckets"] = min(num_buckets * self._largest_bucket, self.sent_bytes)
         # Each stage of the actor sends to engines with GPUs of their own in a group of its own.
         sync_groups = self.models["actor"].layout.pipeline if has_engine and not stages else 1
         communicators = sum(_communicators(self.models[name].layout) for name in stages) + sync_groups
@@ -314,7 +319,8 @@ class MemoryEstimate:
         return ledger
 
     def _building(self, stages: Mapping[str, int]) -> Ledger:
-        """Return the fullest moment of building: each model is built whole, then offloaded before the next one."""
+        """Return the memory at the peak of building the models: each is built whole, then offloaded before the next
+        one."""
         resident: Ledger = {}
         moments: list[Ledger] = [{}]
         for name in build_order(self.plan.components):
@@ -361,8 +367,8 @@ class MemoryEstimate:
 
 
 def _communicators(layout: Layout) -> int:
-    """Return the NCCL communicators of a rank: one for each set of ranks that share collectives, those of a dimension,
-    of the gradients or of the gradient norm."""
+    """Return the NCCL communicators of a rank: one for each set of ranks that share the collectives of a dimension, of
+    the gradients or of the gradient norm."""
     sizes = {"t": layout.tensor, "c": layout.context, "d": layout.data, "p": layout.pipeline}
     spanned = {"".join(one for one in dims if sizes[one] > 1) for dims in ("t", "c", "cd", "p", "tcdp")}
     return len(spanned - {""}) + (2 if layout.expert_run > 1 else 0)

@@ -93,7 +93,7 @@ class PlacedModel:
     """A model on its ranks. `stage` is the number of a pipeline stage.
 
     Attributes:
-        dtype: of the weights.
+        dtype: dtype of the weights.
     """
 
     spec: ComponentSpec
@@ -144,7 +144,7 @@ class PlacedModel:
         return {kind: size for kind, size in self.states(stage).items() if kind in kinds}
 
     def activations(self, stage: int, *, trains: bool) -> float:
-        """Return the bytes of a pass through a stage's layers. Without a backward pass it keeps those of one layer.
+        """Return the bytes of a pass through a stage's layers. Without a backward pass it keeps one layer's bytes.
 
         With full recomputation only the input of each layer is kept, and one layer at a time is computed again;
         selective recomputation gains nothing where attention keeps no scores.
@@ -235,7 +235,7 @@ class PlacedModel:
         return min(kept, self.split.micro_batches[1])
 
     def head(self, response_share: float, *, trains: bool) -> float:
-        """Return the bytes of a pass through a policy's head: hidden states of all tokens and a copy of those that
+        """Return the bytes of a pass through a policy's head: hidden states of all tokens and a copy of the states that
         predict responses, with a gradient of each for the backward pass; the logits of a limited number of words at a
         time; and the weight's gradient, if the backward pass allocates one instead of adding to the buffer.
 
@@ -283,7 +283,7 @@ def state_bytes(
 
     Args:
         size: parameters of the rank's stage.
-        trained: those of them that training changes.
+        trained: parameters of the stage that training changes.
         optim: None for a frozen model.
     Source: Megatron Core's developer guide, "Distributed Optimizer": bf16 6 + 12/d, fp32 8 + 8/d bytes per parameter.
     """

@@ -42,8 +42,8 @@ class Overlap(NamedTuple):
 
     Attributes:
         trainers: work of the models.
-        trainers_wait: until a batch is complete, before they begin.
-        engines_wait: without a prompt that may be started.
+        trainers_wait: time until a batch is complete, before they begin.
+        engines_wait: time in which engines have no prompt that they may start.
     """
 
     trainers: float
@@ -61,7 +61,7 @@ class TimeEstimate:
     """The seconds of a run on a type of GPU.
 
     Attributes:
-        seconds: phase -> seconds of a step, in the step's order; "rollout" is that of one batch alone.
+        seconds: phase -> seconds of a step, in the step's order; "rollout" counts one batch alone.
         num_tensors: tensors of a weight sync.
         mfu: phase that computes -> the models' own work over what their ranks could do meanwhile.
     """
@@ -85,10 +85,12 @@ class TimeEstimate:
         if sends:
             actor, adapters = memory.models["actor"].shape.architecture, memory.plan.route.adapters
             self.num_tensors = num_exported(actor.with_head("policy"), adapters=adapters)
-        sending = memory.engine.weights / (gpu.link * SYNC_SHARE) + memory.num_buckets * BUCKET_SECONDS
+        received = min(memory.engine.weights, memory.sent_bytes)  # by a rank of an engine
+        sending = received / (gpu.link * SYNC_SHARE) + memory.num_buckets * BUCKET_SECONDS
         if self.config.is_ppo:
             self.seconds[SYNC] = sends * (sending + self.num_tensors * TENSOR_SECONDS)
-        # Offloaded tensors move over the rank's own bus, once a phase that needs them; those of a save do not count.
+        # Offloaded tensors move over the rank's own bus, once for each phase that needs them; moves for a save do not
+        # count.
         if moved := max(map(self._moved, memory.rank_kinds)):
             self.seconds["offload"] = moved / (gpu.host * LINK_SHARE)
 
@@ -125,7 +127,7 @@ class TimeEstimate:
         return bool(self.config.rollout.engines) or models.isdisjoint(layouts[ROLLOUT].ranks)
 
     def _add_passes(self, phase: str, models: Sequence[PlacedModel]) -> None:
-        """Add a phase's forward passes: a model's, and those of the reference that its head compares itself with.
+        """Add a phase's forward passes: a model's, and the passes of the reference that its head compares itself with.
 
         An update adds the backward passes, the recomputation of layers and logits, and the exchanges of the optimizer
         steps.
@@ -200,7 +202,7 @@ class TimeEstimate:
         holds at once, each of which reads weights and cache.
 
         Args:
-            batches: as many are in progress at once.
+            batches: batches that are in progress at once.
         """
         rollout = self.config.rollout
         sequences = self._rows / self.memory.plan.layouts[ROLLOUT].data
@@ -260,7 +262,7 @@ class TimeEstimate:
 
 
 def _touched(policy: Shape, tokens: float) -> float:
-    """Return the share of the parameters that a step of so many tokens reads: it does not choose every expert."""
+    """Return the share of the parameters that a step of `tokens` tokens reads: it does not choose every expert."""
     experts = policy.architecture.experts
     if experts is None:
         return 1.0

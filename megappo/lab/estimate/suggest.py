@@ -117,7 +117,7 @@ def _placed(plan: RunPlan, ranks: tuple[str, str], layout: Parallel, recompute: 
     """Return the config with all models on the same ranks in a layout, and every offload undecided.
 
     Args:
-        ranks: of the models, and of the engines.
+        ranks: ranks of the models, and ranks of the engines.
     """
     models, engines = ranks
     config = plan.requested.changed("placement.rollout", engines)

@@ -32,7 +32,7 @@ def evaluation_summary(config: Config) -> str:
     """Return the settings of each held-out data set; for a critic alone, the rollouts with which it is compared."""
     if config.trains_critic_alone:
         names = config.trainer.replay_held_out or ", ".join(config.data.val_names)
-        return f"  the critic's values of held-out rollouts, sampled as those of training: {names}"
+        return f"  the critic's values of held-out rollouts, sampled as in training: {names}"
     rows = [("", "responses", "temperature", "top_p", "top_k", "tokens at most", "reward", "environment")]
     for name, one in eval_sets(config).items():
         own = one.rollout
@@ -48,7 +48,7 @@ BATCH_ROWS = (
     "mini-batches per epoch",
     "epochs",
     "optimizer steps",
-    "trajectories per mini-batch",
+    "rows per mini-batch",
     "per shard, about",
     "micro-batches needed per rank and mini-batch, at best",
     "at worst",
@@ -82,7 +82,7 @@ def _rollout_totals(plan: RunPlan) -> Iterator[str]:
     """Yield the size of a step's rollouts."""
     data, rollout, num_engines = plan.config.data, plan.config.rollout, plan.layouts["rollout"].data
     row, drawn, trajectories = longest_row(plan.config), data.draw_size, data.train_batch_size * rollout.n
-    limit = f", those that are finished first of {drawn:,} prompts" if drawn > data.train_batch_size else ""
+    limit = f", the first finished of {drawn:,} prompts" if drawn > data.train_batch_size else ""
     responses = counted(rollout.n, "response")
     lengths = f"{data.max_prompt_length:,} prompt + {rollout.max_response_length:,} response"
     yield f"  {data.train_batch_size:,} prompts x {responses} = {trajectories:,} trajectories{limit}"
@@ -106,7 +106,7 @@ def _queue_summary(plan: RunPlan) -> Iterator[str]:
 
 
 def weights_summary(plan: RunPlan) -> str:
-    """Return the parameters of each model, those that are trained, and the bytes on the rank that holds most."""
+    """Return each model's parameters, trained parameters, and bytes on the rank that holds most."""
     rows = [["", "parameters", "trained", "bytes on a rank, at most"]]
     shapes = Shapes()
     for name, spec in plan.components.items():

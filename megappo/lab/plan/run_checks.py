@@ -28,6 +28,7 @@ from megappo.architecture.model_folder import (
     check_tensors,
     download_command,
     end_tokens,
+    hub_id,
     other_kind,
     shape_folder,
 )
@@ -35,17 +36,18 @@ from megappo.architecture.parameters import adapts_experts
 from megappo.architecture.parsing import read_architecture
 from megappo.architecture.switches import te_fault, te_refusal
 from megappo.checkpoint.folders import METADATA
-from megappo.config.config_error import ConfigError, Missing, looked_in, shorten
+from megappo.config.config_error import ConfigError, Downloadable, Missing, looked_in, shorten
 from megappo.config.eval_sets import context_errors, eval_sets, longest_request, tasks
-from megappo.config.hub import HUB_ID
 from megappo.config.schema import Config
 from megappo.config.score_checks import step_scores_errors
 from megappo.config.sections import OTHER_KIND, ending
 from megappo.config.text_files import MissingFileError, TextFileError
+from megappo.data.tokenizer import folder_fault
 from megappo.observe.files import HF_ACTOR, HF_CRITIC, HF_REWARD_MODEL
 from megappo.observe.loggers import logger_errors
 from megappo.placement.components import REWARD_MODEL_KEY, ComponentSpec, Setting, components_of
 from megappo.placement.run_plan import RunPlan, plan_run
+from megappo.preflight.hub_models import missing_id
 from megappo.preflight.output_folder import resume_errors
 from megappo.userland.spec import BUILTIN, parse_spec
 
@@ -85,8 +87,8 @@ def check_run(
     errors += [*file_errors(config, capability), *_user_code_errors(config)]
     errors += server_args_errors(config.rollout.server_args, config.rollout.tensor_parallel)
     errors += [*logger_errors(config.trainer.loggers), *_parser_errors(config), *cache_errors()]
-    errors = list(dict.fromkeys(errors)) or resume_errors(config)  # which reads the output folder
-    return plan, config.located(sorted(errors, key=lambda error: isinstance(error, Missing)))
+    errors += output_errors(config, resumes=plan is not None)
+    return plan, config.located(sorted(dict.fromkeys(errors), key=lambda error: isinstance(error, Missing)))
 
 
 def _gpu_errors(config: Config) -> Iterator[str]:
@@ -127,7 +129,7 @@ def _missing(spec: str, key: str, builtin: Mapping[str, str]) -> Iterator[str]:
 
 
 def server_args_errors(arguments: Mapping[str, object], num_ranks: int = 1) -> Iterator[str]:
-    """Yield what is wrong with rollout.server_args, one line each, for engines of so many ranks."""
+    """Yield what is wrong with rollout.server_args, one line each, for engines of `num_ranks` ranks."""
     known = known_names()
     divisors = [size for size in range(1, num_ranks + 1) if num_ranks % size == 0]
     for name, value in arguments.items():
@@ -202,12 +204,18 @@ def file_errors(config: Config, capability: int | None) -> list[str]:
         files += [(one.key, path) for path in one.files]
     for key, path in files:
         errors += _path_errors(key, path, _data_file(key, Path(path)))
+    return list(dict.fromkeys(errors))  # several components may have one model and one layout
+
+
+def output_errors(config: Config, *, resumes: bool = True) -> list[str]:
+    """Return why a run cannot write into its folders or, with `resumes`, resume from their content, one line each."""
+    errors: list[str] = []
     trainer = config.trainer
     folders = {"trainer.output_dir": trainer.output_dir, "trainer.record_rollouts": trainer.record_rollouts}
     for key, folder in folders.items():
         if folder is not None:
             errors += _path_errors(key, folder, _output_folder(key, Path(folder)))
-    return list(dict.fromkeys(errors))  # several components may have one model and one layout
+    return errors or resume_errors(config) if resumes else errors
 
 
 def cache_errors() -> Iterator[str]:
@@ -235,10 +243,11 @@ def _model_folder(
     """Yield the errors of a folder, and of the components that start from its weights."""
     folder = Path(path)
     shape = shape_folder(folder)  # of a missing model, if it ships: layouts are checked by that
+    is_id = missing_id(path) and (shape == folder or hub_id(shape) == path)
     if not folder.is_dir():
-        by_run = "; megappo train downloads models of the hub" if HUB_ID.fullmatch(path) else ""
+        by_run = "; megappo train downloads models of the hub" if is_id else ""
         remedy = f"download the model ({download_command(path)}) or correct the path{by_run}"
-        yield Missing(f"{key}: no folder {folder}{looked_in(folder)}: {remedy}")
+        yield (Downloadable if is_id else Missing)(f"{key}: no folder {folder}{looked_in(folder)}: {remedy}")
         specs = specs if shape.is_dir() else ()
     elif kind := other_kind(folder):
         yield f"{key}: {folder} {kind}"
@@ -263,8 +272,8 @@ def _model_folder(
 
 
 def _model_files(key: str, folder: Path) -> Iterator[str]:
-    if key in TOKENIZER_KEYS and not (folder / "tokenizer_config.json").is_file():
-        yield Missing(f"{key}: {folder} holds no tokenizer_config.json: complete the download")
+    if key in TOKENIZER_KEYS and (fault := folder_fault(folder)):
+        yield Missing(f"{key}: {fault}")
     for read in (check_tensors, check_companions, end_tokens):
         try:
             read(folder)
@@ -274,7 +283,7 @@ def _model_files(key: str, folder: Path) -> Iterator[str]:
 
 
 def _megatron_folder(spec: ComponentSpec) -> Iterator[str]:
-    """Yield the errors of a Megatron folder, from its names and those in its metadata."""
+    """Yield the errors of a Megatron folder, from its names and the names in its metadata."""
     key, folder = spec.weights.key, spec.megatron_folder
     if spec.training is not None and spec.lora is not None:
         remedy = f"set {spec.training.key}.lora to null, or convert the folder (megappo convert megatron-to-hf)"

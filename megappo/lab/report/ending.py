@@ -22,7 +22,7 @@ class Ending(NamedTuple):
     """End of a run.
 
     Attributes:
-        account: where the run resumes, and what is lost.
+        account: text that names where the run resumes, and what is lost.
         reason: why it was interrupted; "" if it was not, or has not noted it.
         has_trained: it has begun, and has finished or saved a step, now or earlier.
     """

@@ -40,7 +40,7 @@ class Rule:
     """A condition under which a run is unhealthy.
 
     Attributes:
-        metrics: those that it reads. It is checked in the steps that have one of them.
+        metrics: metrics that the rule reads. It is checked in the steps that have one of them.
         figures: returns the figures for `message` where the rule holds, else ().
         meaning: the condition in words, for docs/metrics.md.
         message: a format string of the figures.
@@ -236,7 +236,7 @@ RULES: Table[Rule] = Table(
         ),
     },
 )
-"""By the rest of their metric's name, health/<rule>; trainer.stop_on names them."""
+"""<rule> of the metric health/<rule>, which trainer.stop_on names -> the rule."""
 
 
 class Health(Monitor):

@@ -153,8 +153,8 @@ def beyond_scores(lowest: str, highest: str, margin: float) -> Condition:
 
 
 def few_effective_samples(history: History) -> Figures:
-    """Hold below 80 % of the tokens. The weights of whole responses are products over their tokens, and differ more:
-    there the limit is verl's, 30 %."""
+    """Hold where the effective sample size is below 80 % of the tokens. With one weight a response the limit is 30 %,
+    as in verl: such weights are products over the tokens, so they differ more."""
     correction = history.config.get("algorithm", {}).get("rollout_correction") or {}
     size = history.mean("rollout_is/ess")
     return (size,) if size < (0.3 if correction.get("level") == "sequence" else 0.8) else ()

@@ -65,7 +65,7 @@ def write_report(output_dir: str | Path) -> Path:
 
 
 def write_comparison(folders: Sequence[Path], output: Path) -> Path:
-    """Write one page that overlays several runs; those that differ only in their seed are a band.
+    """Write one page that overlays several runs; runs that differ only in their seed are a band.
 
     Raises:
         ConfigError: a run's metrics.jsonl or config.yaml is damaged.

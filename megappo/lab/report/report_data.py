@@ -22,13 +22,13 @@ LONGEST_CURVE = 1002
 """Points of a curve; of a longer run several steps become one point."""
 REDUCTIONS = (min, statistics.fmean, max, len)
 DIGITS = 7
-"""Significant digits of a value: those of a float32."""
+"""Significant digits of a value: a float32 has as many."""
 NUM_STEPS, NUM_RANKS = 40, 64
 """Most steps and ranks of the timeline."""
 TAIL_BYTES = 2**16
 """Bytes at the end of a rank's file that are read for it."""
 EXCHANGES = ("scatter", "gather", "advantages", "scatter_fields", "gather_metrics")
-"""Phases in which all ranks exchange rows or numbers: those that arrive early wait in them for the last."""
+"""Phases in which all ranks exchange rows or numbers: ranks that arrive early wait in them for the last."""
 OF_A_RUN = ("trainer.seed", "trainer.output_dir")
 """Keys by which runs that are alike may differ."""
 
@@ -37,9 +37,9 @@ def run_data(name: str, folder: Path, steps: Sequence[Mapping[str, Any]], most_c
     """Return the content of a run's report, from the files in its folder.
 
     Args:
-        name: under which the page shows the run.
+        name: name under which the page shows the run.
         steps: content of its metrics.jsonl.
-        most_characters: of JSON that its responses may take.
+        most_characters: characters of JSON that its responses may take.
     Raises:
         ConfigError: config.yaml is damaged.
     """

@@ -1,4 +1,4 @@
-"""Responses for the report's browser: those of evaluations, and kept rollouts with the numbers of their tokens."""
+"""Responses for the report's browser: responses of evaluations, and kept rollouts with the numbers of their tokens."""
 
 import json
 from collections.abc import Iterator
@@ -29,10 +29,11 @@ def report_samples(folder: Path, most_characters: int) -> list[dict[str, Any]]:
         if remaining < 0:
             break
         for sample in _kept(path) if path.suffix == ".parquet" else _held_out(path):
-            remaining -= len(json.dumps(sample))
+            text = json.dumps(sample)
+            remaining -= len(text)
             if remaining < 0:
                 break
-            shown.append(sample)
+            shown.append(json.loads(text, parse_constant=str))  # NaN, which JSON lacks, becomes text
     mark_passed(shown, folder)
     return sorted(shown, key=lambda sample: sample["step"])
 
@@ -44,7 +45,7 @@ def _held_out(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _kept(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield kept rollouts of a step: those with the lowest scores, and the first ones."""
+    """Yield kept rollouts of a step: the ones with the lowest scores, and the first ones."""
     table = read_kept(path)
     scores = table["score"].to_pylist()
     lowest = sorted(range(len(scores)), key=lambda row: scores[row])[: ROWS_PER_STEP // 3]

@@ -43,9 +43,9 @@ def code(
     Args:
         ground_truth: see LABELS, also as JSON.
         partial_credit: the share is the score.
-        test_seconds: of a test; total_seconds: of all tests of a response: those beyond fail.
-        memory_mib: of a process.
-        unprotected: where the kernel has no such protection, do without it.
+        test_seconds: time limit of a test; total_seconds: time limit of all tests of a response: tests beyond it fail.
+        memory_mib: memory limit of a process.
+        unprotected: run tests without this protection where the kernel lacks it.
     Raises:
         ValueError: the label is none of these.
         RuntimeError: programs cannot be confined here.
@@ -150,7 +150,13 @@ def _tried(job: JsonObject) -> Iterator[JsonObject]:
     with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as errors:
         given.write(json.dumps(job).encode())
         given.seek(0)
-        trial = subprocess.Popen(command, stdin=given, stdout=subprocess.PIPE, stderr=errors, env=environment)
+        trial = subprocess.Popen(
+            command,
+            stdin=given,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env=environment,
+        )
         timer = Timer(job["total_seconds"] + ENDING_SECONDS, trial.kill)
         timer.daemon = True
         timer.start()
@@ -201,7 +207,12 @@ def _same_word(word: str, expected: str) -> bool:
     if word == expected:
         return True
     try:
-        return "." in expected and math.isclose(float(word), float(expected), rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+        return "." in expected and math.isclose(
+            float(word),
+            float(expected),
+            rel_tol=TOLERANCE,
+            abs_tol=TOLERANCE,
+        )
     except ValueError:
         return False
 

@@ -17,28 +17,40 @@ from contextlib import suppress
 from types import MappingProxyType
 
 PR_SET_NO_NEW_PRIVS = 38
-SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_NEW_LISTENER = 1, 8
-NOTIF_RECV, NOTIF_SEND, CONTINUE = 0xC0502100, 0xC0182101, 1
+SECCOMP_SET_MODE_FILTER = 1
+SECCOMP_FILTER_FLAG_NEW_LISTENER = 8
+NOTIF_RECV = 0xC0502100
+NOTIF_SEND = 0xC0182101
+CONTINUE = 1
 NOTIFICATION, RESPONSE = struct.Struct("=QIIi60x"), struct.Struct("=QqiI")
 """Linux's seccomp_notif (id, the thread's pid, flags, the call's number, the rest skipped) and seccomp_notif_resp."""
-LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
-EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8
+LANDLOCK_CREATE = 444
+LANDLOCK_ADD = 445
+LANDLOCK_RESTRICT = 446
+EXECUTE = 1
+WRITE_FILE = 2
+READ_FILE = 4
+READ_DIR = 8
 RIGHTS_OF_ABI = {1: 0x1FFF, 2: 0x3FFF, 3: 0x7FFF}
-"""All that Landlock can refuse of files: the first version, and what later ones have added (renaming, truncating)."""
+"""Version of Landlock -> bits of all file accesses that it can refuse; later versions add renaming, then truncating."""
 SCOPES_SINCE, SCOPES = 6, 3
-"""The version with scopes, and all of them: no signal and no abstract socket of a process that is not confined, too."""
+"""First version with scopes, and the bits of both: they refuse signals and abstract sockets to unconfined processes."""
 READABLE = ("/usr", "/lib", "/lib64", "/bin", "/dev/null", "/dev/urandom", "/etc/ld.so.cache", "/proc/cpuinfo")
 """Paths that Python and its libraries read outside Python's own folders."""
 MAX_OPEN_FILES = 64
-"""Per process: it also bounds the kernel's memory in pairs of sockets, pipes and the like."""
+"""Open files of a process: the limit also bounds the kernel's memory in socket pairs, pipes and the like."""
 MAX_THREADS = 64
 MAX_CREATED = 64
 """Files and folders that a process may create in its life."""
-ALLOW, KILL, ASK = 0x7FFF0000, 0x80000000, 0x7FC00000
-REFUSE, ABSENT = 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS
+ALLOW = 0x7FFF0000
+KILL = 0x80000000
+ASK = 0x7FC00000
+REFUSE = 0x50000 | errno.EPERM
+ABSENT = 0x50000 | errno.ENOSYS
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 """Column in what follows, and the number by which seccomp knows it."""
-SECCOMP, CLONE = (317, 277), (56, 220)
+SECCOMP = (317, 277)
+CLONE = (56, 220)
 REFUSED = """
     socket 41 198, kill 62 129, tkill 200 130, tgkill 234 131, ptrace 101 117, execve 59 221, execveat 322 281,
     fork 57 -, vfork 58 -, process_vm_readv 310 270, process_vm_writev 311 271, pidfd_getfd 438 438,
@@ -69,13 +81,19 @@ it; folders that their owner could not list; limits of others. F_SETLK, F_SETLKW
 F_OFD_SETLK, F_OFD_SETLKW, F_SETLEASE, F_NOTIFY, F_SETPIPE_SZ, FIOSETOWN, SIOCSPGRP, FS_IOC_SETFLAGS and
 FS_IOC_FSSETXATTR send signals, lock, watch or change a file that is open to be read, or take memory."""
 HIDDEN = "clone3 435 435, openat2 437 437"
-"""Their arguments cannot be seen: as they are not there, the older ones are used in their place."""
+"""Calls whose arguments cannot be seen: they fail as missing, so that programs use the older calls."""
 ASKED = """
     clone 56 220 0 0x10000 != 0, open 2 - 1 0x400040 != 0, openat 257 56 2 0x400040 != 0, mkdir 83 -, mkdirat 258 34
 """
 """Calls that `answer` decides: they start a thread, create a file (O_CREAT, O_TMPFILE) or a folder."""
-LOAD, JUMP_EQUAL, JUMP_FROM, AND, RETURN = 0x20, 0x15, 0x35, 0x54, 0x06
-NUMBER_AT, MACHINE_AT, ARGUMENTS_AT = 0, 4, 16
+LOAD = 0x20
+JUMP_EQUAL = 0x15
+JUMP_FROM = 0x35
+AND = 0x54
+RETURN = 0x06
+NUMBER_AT = 0
+MACHINE_AT = 4
+ARGUMENTS_AT = 16
 ALWAYS = ("0", "0", "==", "0")
 OTHER_NUMBERS = ((JUMP_FROM, 0, 1, 0x40000000), (RETURN, 0, 0, REFUSE))
 """Refuse the other numbers that the same calls have (x32)."""
@@ -98,9 +116,9 @@ def confine(
     """Confine this process, which has one thread, for the rest of its life.
 
     Args:
-        folder: the files that it may read and write; of all others it may read those of READABLE and of Python.
+        folder: the files that it may read and write; of other files it may only read READABLE's and Python's.
         memory_bytes: its address space.
-        file_bytes: of each file that it writes.
+        file_bytes: size of each file that it writes.
         refused: system calls that fail, in the form of REFUSED.
         files: further paths -> what it may do with them: READ_FILE, READ_DIR, EXECUTE.
     Raises:
@@ -115,7 +133,7 @@ def confine(
 
 
 def supervise() -> int:
-    """Have every process that this one starts from now on wait for `answer` before it starts a thread, or creates a
+    """Make every process that this one starts from now on wait for `answer` before it starts a thread, or creates a
     file or folder. This process must do neither.
 
     Returns:
@@ -201,12 +219,19 @@ def _filter_calls(instructions: Sequence[tuple[int, int, int, int]], flags: int)
     """Run a program of the kernel's packet filter before each call from now on: operation, instructions to skip if so,
     if not, operand. Return the descriptor that the flags request."""
     column, machine = _machine()
-    whole = [(LOAD, 0, 0, MACHINE_AT), (JUMP_EQUAL, 1, 0, machine), (RETURN, 0, 0, KILL), (LOAD, 0, 0, NUMBER_AT)]
-    whole += [*instructions, (RETURN, 0, 0, ALLOW)]
+    whole = [
+        (LOAD, 0, 0, MACHINE_AT),
+        (JUMP_EQUAL, 1, 0, machine),
+        (RETURN, 0, 0, KILL),
+        (LOAD, 0, 0, NUMBER_AT),
+        *instructions,
+        (RETURN, 0, 0, ALLOW),
+    ]
     program = b"".join(struct.pack("=HBBI", *instruction) for instruction in whole)
     kept = ctypes.create_string_buffer(program, len(program))
     described = struct.pack("@HP", len(whole), ctypes.addressof(kept))
-    return _check(_libc.syscall(SECCOMP[column], SECCOMP_SET_MODE_FILTER, flags, described), "seccomp")
+    descriptor = _libc.syscall(SECCOMP[column], SECCOMP_SET_MODE_FILTER, flags, described)
+    return _check(descriptor, "seccomp")
 
 
 def _rules(table: str, verdict: int) -> Iterator[tuple[int, int, int, int]]:

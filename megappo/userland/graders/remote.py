@@ -15,7 +15,7 @@ from megappo.userland.model_text import ModelTextFormatter
 from megappo.userland.user_code import BadFunction, JsonObject
 
 FIRST_PAUSE_SECONDS = 0.5
-"""Before the second try; each further pause is twice as long."""
+"""Pause before the second try; each further pause is twice as long."""
 MAX_SHOWN = 300
 TEMPLATE = """Judge the response to a task. Here is the task:
 
@@ -54,9 +54,10 @@ async def http(
     number, a list of them, or an object with "score".
 
     Args:
-        url: to which a request is posted.
+        url: address to which a request is posted.
         api_key_env: environment variable with a key, sent as a bearer's; reward.pass_env must name it.
-        seconds: of each try; retries: where no answer comes in time, or one of HTTP 429 or 5xx.
+        seconds: time limit of each try; retries: further tries where no answer comes in time, or one of HTTP 429 or
+            5xx.
     Raises:
         RuntimeError: there is no answer, or it has no scores.
     """
@@ -87,7 +88,7 @@ async def engine(
     A conversation is the prompt as the policy sees it, the response and `end`.
 
     Args:
-        url: of the server, such as http://judge:30000; requests go to /classify below it.
+        url: address of the server, such as http://judge:30000; requests go to /classify below it.
         begin: text to remove from the beginning of prompts, which the server's tokenizer adds by itself.
         end: text behind a response, such as <|im_end|>, as the reward model has been trained on.
         api_key_env, seconds, retries: as for `http`.
@@ -128,8 +129,8 @@ async def judge(
     """The score that a language model gives a response: the last that `score_pattern` finds in what it writes.
 
     Args:
-        url: of the API, such as http://judge:30000/v1; requests go to /chat/completions below it.
-        template: of the request; {prompt}, {response} and {label} stand for these, {{ for a brace.
+        url: address of the API, such as http://judge:30000/v1; requests go to /chat/completions below it.
+        template: template of the request; {prompt}, {response} and {label} stand for these, {{ for a brace.
         score_pattern: a regular expression whose first group is the number.
         api_key_env, seconds, retries: as for `http`; an answer without a score is requested again, too.
         concurrency: requests of a worker at once.
@@ -161,7 +162,13 @@ async def judge(
     raise RuntimeError(f"the judge {model} at {url} gave no score ({score_pattern}): {_cut(text)}")
 
 
-async def _posted(url: str, body: JsonObject, api_key_env: str, seconds: float, retries: int) -> Any:
+async def _posted(
+    url: str,
+    body: JsonObject,
+    api_key_env: str,
+    seconds: float,
+    retries: int,
+) -> Any:
     """Return a server's answer, parsed as JSON.
 
     Raises:
@@ -174,7 +181,12 @@ async def _posted(url: str, body: JsonObject, api_key_env: str, seconds: float, 
         await asyncio.sleep(FIRST_PAUSE_SECONDS * 2 ** (i - 1) if i else 0)
         try:
             async with asyncio.timeout(seconds):
-                answer = await _client(proxy).post(url, json=body, headers=headers, timeout=None)
+                answer = await _client(proxy).post(
+                    url,
+                    json=body,
+                    headers=headers,
+                    timeout=None,
+                )
         except TimeoutError:
             failure = f"gave no answer in {seconds:g} seconds"
             continue

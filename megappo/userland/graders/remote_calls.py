@@ -111,7 +111,12 @@ class Peer:
         while True:
             self._answer(*self._next()[1:])
 
-    def _answer(self, name: str, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
+    def _answer(
+        self,
+        name: str,
+        arguments: tuple[Any, ...],
+        keywords: Mapping[str, Any],
+    ) -> None:
         with redirect_stdout(io.StringIO()) as written:
             try:
                 reply = "returned", self._do(name, *arguments, **keywords), arguments
@@ -173,7 +178,12 @@ def serve_names(connection: socket.socket, names: Mapping[str, Any]) -> None:
     Peer(connection, use).serve()
 
 
-def run_test(connection: socket.socket, test: str, entry_point: str | None, libraries: Sequence[str]) -> None:
+def run_test(
+    connection: socket.socket,
+    test: str,
+    entry_point: str | None,
+    libraries: Sequence[str],
+) -> None:
     """Run a test with a program's names, and with the modules of the prelude and the packages that it uses.
 
     The names of built-in functions, modules and known packages stay Python's, as a program could deceive the test by

@@ -48,7 +48,7 @@ class Program(NamedTuple):
 
     Attributes:
         is_protected: False: limited, but not confined.
-        folder: for what it writes.
+        folder: folder for what it writes.
     """
 
     code: str
@@ -107,7 +107,12 @@ def _write(outcome: dict[str, Any]) -> None:
     print(json.dumps(outcome, ensure_ascii=False), flush=True)
 
 
-def _outcome(runner: socket.socket, job: Mapping[str, Any], test: dict[str, Any], seconds: float) -> dict[str, Any]:
+def _outcome(
+    runner: socket.socket,
+    job: Mapping[str, Any],
+    test: dict[str, Any],
+    seconds: float,
+) -> dict[str, Any]:
     """Run one test in a fresh folder."""
     folder = tempfile.mkdtemp(dir=job["folder"])
     files = [tempfile.TemporaryFile(dir=folder, buffering=0) for _ in range(RESULT + 2)]  # noqa: SIM115

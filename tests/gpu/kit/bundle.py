@@ -68,7 +68,7 @@ def read_patterns() -> dict[str, list[str]]:
 
 
 def left_out() -> list[str]:
-    """Return the patterns of the distributions that are not packed and that the target need not have: those of
+    """Return the patterns of the distributions that are not packed and that the target need not have: the patterns of
     packages.txt, and the developer tools that the program does not need."""
     tools, needed = pins("requirements-dev.txt"), pins("requirements.txt") | pins("requirements-gpu.txt")
     return [*read_patterns()["left out"], *sorted(tools - needed)]

@@ -66,7 +66,7 @@ def link_cuda(packages: Path) -> None:
 
 
 def link_ptxas(packages: Path) -> None:
-    """Link the assembler that Triton's wheel has: the CUDA toolkit's, else that of this Python's Triton."""
+    """Link the assembler that Triton's wheel has: the CUDA toolkit's, else the one in this Python's Triton."""
     target = packages / "triton" / "backends" / "nvidia" / "bin" / "ptxas"
     own = [f"{folder}/triton/backends/nvidia/bin/ptxas" for folder in site.getsitepackages()]
     found = next(filter(None, map(shutil.which, ("ptxas", "/usr/local/cuda/bin/ptxas", *own))), None)

@@ -68,7 +68,7 @@ def entries(distributions: list[importlib.metadata.Distribution]) -> set[str]:
 
 
 def without(distributions: list[importlib.metadata.Distribution], folder: Path) -> Path:
-    """Fill a folder with links to all packages of this environment but those of the distributions."""
+    """Fill a folder with links to all packages of this environment except the distributions'."""
     site = Path(sysconfig.get_path("purelib"))
     names = {one.metadata["Name"] for one in distributions}
     kept = [one for one in importlib.metadata.distributions(path=[str(site)]) if one.metadata["Name"] not in names]

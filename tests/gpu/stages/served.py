@@ -30,7 +30,7 @@ def serving(
 
     Args:
         arguments: SGLang's.
-        lora: of the adapters that it will get.
+        lora: configuration of the adapters that it will get.
         gpus: over which its weights are divided; the same number of ranks on a CPU.
     """
     rollout = Rollout(

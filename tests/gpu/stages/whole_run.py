@@ -3,7 +3,7 @@ engine on one GPU in bf16, all that may sleep offloaded; each phase's seconds an
 
 python tests/gpu/stages/whole_run.py NAME MODEL_TYPE {bf16,fp8,lora,critic_lora} [KEY=VALUE ...]
 
-The model types are those of engines.py. The engine's weights are in bf16 or FP8; adapters are trained for the actor and
+The model types are engines.py's. The engine's weights are in bf16 or FP8; adapters are trained for the actor and
 the critic, or the critic alone. The keys are the config's.
 """
 

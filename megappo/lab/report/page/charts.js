@@ -123,7 +123,7 @@ function stepsName(steps) {
   return first === last ? `step ${whole(last)}` : `steps ${whole(first)} to ${whole(last)}`;
 }
 
-/** The values at the cursor, or the last ones: those of the step that the legend names. */
+/** The values at the cursor, or else the last values: of the step that the legend names. */
 function showValues(legend, lines, index) {
   const at = legend.querySelector(".at");
   const ends = lines.filter((line) => line.last).flatMap((line) => line.last.steps);

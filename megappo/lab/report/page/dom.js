@@ -40,6 +40,7 @@ const whole = (value) => value.toLocaleString("en");
 /** A score in at most 4 digits, as the console has it. */
 function score(value) {
   if (value == null) return "–";
+  if (!Number.isFinite(value)) return String(value);
   const size = Math.abs(Number(value.toPrecision(4)));
   if (size >= 1e4 || (size > 0 && size < 1e-3)) return value.toExponential(1).replace("e+", "e");
   return value.toFixed(size < 10 ? 3 : size < 100 ? 2 : size < 1000 ? 1 : 0);
@@ -48,6 +49,7 @@ function score(value) {
 /** A number in at most 4 significant digits. */
 function format(value) {
   if (value == null) return "–";
+  if (!Number.isFinite(value)) return String(value);
   const size = Math.abs(value);
   if (size >= 1e6 || (size > 0 && size < 1e-3)) return value.toExponential(1).replace("e+", "e");
   if (size >= 1000) return whole(Math.round(value));

@@ -101,7 +101,7 @@ function bandOf(run, metric, kind) {
   return [shifted(-1, least), shifted(1, most)];
 }
 
-/** Runs that are one line: those that differ by their seed alone, if they are shown as a band. */
+/** Runs that are one line: runs that differ by their seed alone, if they are shown as a band. */
 function groupsOfRuns(together = seedsAsBand) {
   if (!together) return RUNS.map((run) => [run]);
   const groups = new Map();

@@ -8,7 +8,7 @@ function duration(value) {
   return `${Math.floor(whole / 3600)}:${two(Math.floor(whole / 60) % 60)}:${two(whole % 60)}`;
 }
 
-/** The first and last value of a metric, as a card: those of single steps. */
+/** The values of a metric in its first and its last step, as a card. */
 function change(run, title, metric) {
   const ends = run.ends[metric];
   if (!ends?.length) return [];

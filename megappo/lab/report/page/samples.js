@@ -37,7 +37,7 @@ function numbersOf(sample, kind) {
 
 /**
  * [turn, text, reward, first token, end] of each turn of an episode; turn 0 is the environment's. None of a response.
- * The tokens are those of one segment: of other turns there are none.
+ * The tokens are in one segment: other turns have none.
  */
 function turnsOf(sample) {
   const turns = (sample.turns ?? []).map(({ turn, text, reward }) => [turn, text, reward, 0, 0]);
@@ -113,7 +113,7 @@ function turnLegend(sample) {
 
 function tokenSpans(sample, info) {
   const numbers = numbersOf(sample, state.colouring);
-  const known = (numbers ?? []).filter((value) => value != null);
+  const known = (numbers ?? []).filter(Number.isFinite);
   const centre = state.colouring === "ratio" ? 1 : 0;
   const most = Math.max(...known.map((value) => Math.abs(value - centre)), 1e-9);
   const calls = new Set();
@@ -124,7 +124,7 @@ function tokenSpans(sample, info) {
     const written = sample.response_mask?.[i] !== 0;
     const span = el(`span.token${written ? "" : ".masked"}${calls.has(i) ? ".call" : ""}`, {}, text.replace(/\n/g, "↵\n"));
     const value = numbers?.[i];
-    if (value != null && written) {
+    if (Number.isFinite(value) && written) {
       const share = Math.round((70 * Math.abs(value - centre)) / most);
       span.style.backgroundColor = `color-mix(in srgb, var(${value < centre ? "--bad" : "--good"}) ${share}%, transparent)`;
     }
@@ -235,7 +235,7 @@ function samplesSection() {
     return el("button", { type: "button", "aria-pressed": String(value === ""), click: press }, text);
   });
   const search = el("input", { type: "search", id: "search", placeholder: "search prompts and responses  ( / )", "aria-label": "Search responses", input: (event) => set("text")(event.target.value) });
-  const scores = SAMPLES.map((sample) => sample.score).filter((value) => value != null);
+  const scores = SAMPLES.map((sample) => sample.score).filter(Number.isFinite);
   const limit = (key, text, end) => el("input", { type: "number", step: "any", placeholder: scores.length ? score(end(...scores)) : "", "aria-label": text, input: (event) => set(key)(event.target.value) });
   const controls = [search];
   if (SAMPLES.some((sample) => sample.passed != null)) controls.push(el("span.segments", { role: "group", "aria-label": "Right or wrong" }, passes));
