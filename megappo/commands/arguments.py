@@ -95,7 +95,7 @@ STARTS = {
 """Command that starts ranks -> its description and examples."""
 
 
-def _start_arguments(name: str, words: Sequence[str]) -> argparse.Namespace:
+def start_arguments(name: str, words: Sequence[str]) -> argparse.Namespace:
     """Parse the arguments of a command of STARTS."""
     parser = _parser(name, *STARTS[name])
     _add_config(parser)
@@ -103,15 +103,15 @@ def _start_arguments(name: str, words: Sequence[str]) -> argparse.Namespace:
     return parser.parse_intermixed_args(words)
 
 
-train_arguments, sft_arguments, reward_model_arguments = (partial(_start_arguments, name) for name in STARTS)
+train_arguments, sft_arguments, reward_model_arguments = (partial(start_arguments, name) for name in STARTS)
 
 
-def rank_arguments(words: Sequence[str] | None) -> argparse.Namespace:
+def rank_arguments() -> argparse.Namespace:
     """Parse the arguments of a rank."""
     description = "Train a language model by PPO: Megatron actor and critic, SGLang rollouts."
     parser = _parser("train", description, TRAIN, prog="torchrun --nproc-per-node N -m megappo.train")
     _add_config(parser)
-    return parser.parse_intermixed_args(words)
+    return parser.parse_intermixed_args()
 
 
 def evaluate_arguments(words: Sequence[str] | None) -> argparse.Namespace:

@@ -1,38 +1,30 @@
 """`megappo train`, `megappo sft` and `megappo reward-model`: check a config, then replace this process by
 megappo.torchrun, which starts the ranks of this node."""
 
-import argparse
 import contextlib
 import io
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 from megappo.commands import plan
-from megappo.commands.arguments import reward_model_arguments, sft_arguments, train_arguments
+from megappo.commands.arguments import start_arguments
 from megappo.runtime.machine import PYTHON, for_python, num_gpus
 from megappo.runtime.status import STATUS
 
 CPU_RANKS = 2
+KIND = {"train": (), "sft": ("trainer.kind=sft",), "reward-model": ("trainer.kind=reward_model",)}
+"""Command -> its own override."""
 
 
-def train(words: Sequence[str]) -> int:
-    """Start the ranks; return 2 for a config that cannot work."""
-    return _start(train_arguments(words))
+def _main(name: str, words: Sequence[str]) -> int:
+    """Start the ranks of a command of STARTS; return 2 for a config that cannot work."""
+    args = start_arguments(name, words)
+    return start(args.config, [*args.overrides, *KIND[name]], args.nproc)
 
 
-def sft(words: Sequence[str]) -> int:
-    """Start the ranks of supervised fine-tuning; return 2 for a config that cannot work."""
-    return _start(sft_arguments(words), "trainer.kind=sft")
-
-
-def reward_model(words: Sequence[str]) -> int:
-    """Start the ranks that train a reward model; return 2 for a config that cannot work."""
-    return _start(reward_model_arguments(words), "trainer.kind=reward_model")
-
-
-def _start(args: argparse.Namespace, *overrides: str) -> int:
-    return start(args.config, [*args.overrides, *overrides], args.nproc)
+train, sft, reward_model = (partial(_main, name) for name in KIND)
 
 
 def start(config: str, overrides: Sequence[str], nproc: int | None) -> int:

@@ -54,7 +54,10 @@ def main(arguments: Sequence[str]) -> int:
         config = load_config(args.config, words)
         if args.download and download_models(config):
             config = load_config(args.config, words)
-        _hide_torch()
+        if "torch" not in sys.modules:  # by a file of trainer.extensions
+            # Keep transformers from importing torch, which takes seconds: a tokenizer does not need it.
+            sys.modules["torch"] = None  # type: ignore[assignment]
+            os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # that it found none
         with config.locating():
             world_size = args.world_size or _world_size(config)
             if args.nodes and world_size % args.nodes:
@@ -102,7 +105,13 @@ def _check(config: Config, world_size: int, args: argparse.Namespace, warnings: 
     if plan is None:
         return errors
     are_of_output = set(errors) <= set(config.located(output_errors(config)))
-    _print_placement(plan)
+    is_ppo = plan.config.is_ppo
+    notes = "\n  ".join([*([plan.route.describe()] if is_ppo else ()), *plan.config.absences])
+    print(f"\nplacement\n{placement_picture(plan)}\n  {notes}\n\n{rank_table(plan)}")
+    if not plan.config.trainer.eval_only:
+        print(f"\nbatch, per step\n{batch_summary(plan)}")
+    if plan.config.evaluates and is_ppo:
+        print(f"\nevaluation\n{evaluation_summary(plan.config)}")
     if not found:
         print(f"\nweights, in {config.model.dtype}\n{weights_summary(plan)}")
     if args.gpu:
@@ -118,18 +127,13 @@ def _check(config: Config, world_size: int, args: argparse.Namespace, warnings: 
     sys.stdout.flush()
     findings = Findings() if missing else rehearse(config, everything=args.all)
     warnings += findings.warnings
-    print("\nchecked", *findings.checked, f"not checked: {_unchecked(config, missing)}", sep="\n  ")
+    unchecked = "weights, memory, engines"
+    if missing:
+        unchecked = f"tokenizer, prompts, reward functions, environments (files are missing), {unchecked}"
+    elif config.rollout.server_args and not known_names():
+        unchecked = f"the names in rollout.server_args (this machine's SGLang could not be read), {unchecked}"
+    print("\nchecked", *findings.checked, f"not checked: {unchecked}", sep="\n  ")
     return errors + config.located(findings.errors)
-
-
-def _print_placement(plan: RunPlan) -> None:
-    is_ppo = plan.config.is_ppo
-    notes = "\n  ".join([*([plan.route.describe()] if is_ppo else ()), *plan.config.absences])
-    print(f"\nplacement\n{placement_picture(plan)}\n  {notes}\n\n{rank_table(plan)}")
-    if not plan.config.trainer.eval_only:
-        print(f"\nbatch, per step\n{batch_summary(plan)}")
-    if plan.config.evaluates and is_ppo:
-        print(f"\nevaluation\n{evaluation_summary(plan.config)}")
 
 
 def _print_estimates(plan: RunPlan, args: argparse.Namespace) -> list[str]:
@@ -161,15 +165,6 @@ def _print_estimates(plan: RunPlan, args: argparse.Namespace) -> list[str]:
     return list(memory_errors(memory, gpu))
 
 
-def _unchecked(config: Config, missing: Sequence[str]) -> str:
-    """Return what only the run itself can check, and what cannot be checked without missing files."""
-    if missing:
-        by_files = "tokenizer, prompts, reward functions, environments"
-        return f"{by_files} (files are missing), weights, memory, engines"
-    unknown = "the names in rollout.server_args (this machine's SGLang could not be read), "
-    return (unknown if config.rollout.server_args and not known_names() else "") + "weights, memory, engines"
-
-
 def _world_size(config: Config) -> int:
     """Return the ranks of the plan: torchrun's if `all` leaves them open, else the fewest that the placement needs."""
     named = smallest_world(config)
@@ -179,11 +174,3 @@ def _world_size(config: Config) -> int:
     if named is None:
         raise ConfigError("placement: every component is on 'all' ranks: set their number with --world-size N")
     return named
-
-
-def _hide_torch() -> None:
-    """Keep transformers from importing torch, which takes seconds: a tokenizer does not need it. A torch that a file of
-    trainer.extensions has imported stays."""
-    if "torch" not in sys.modules:
-        sys.modules["torch"] = None  # type: ignore[assignment]
-        os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # that it found none

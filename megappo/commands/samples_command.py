@@ -2,9 +2,8 @@
 
 import argparse
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from megappo.errors import escaped
 from megappo.lab.report.sample_lines import TEXTS, sample_lines
@@ -48,16 +47,14 @@ def main(arguments: Sequence[str]) -> int:
     names = sorted({sample["dataset"] for sample in every})
     if args.dataset not in (None, *names):
         parser.error(escaped(f"--dataset {args.dataset}: step {step} has responses of {', '.join(names)}"))
-    chosen = [sample for sample in every if _is_chosen(sample, args)]
+    chosen = []
+    for sample in every:
+        has_text = args.search in f"{sample['prompt']}\n{sample['response']}"
+        if has_text and args.dataset in (None, sample["dataset"]) and args.passed in (None, sample["passed"]):
+            chosen.append(sample)
     if args.order:
         chosen.sort(key=lambda sample: sample["score"], reverse=args.order == "best")
     print("\n\n".join("\n".join(sample_lines(sample)) for sample in chosen[: args.num]) or NO_RESPONSE)
     shown = min(args.num, len(chosen))
     print(f"\nstep {step} (of {', '.join(map(str, steps))}): {shown} shown of {len(chosen)} chosen of {len(every)}")
     return 0
-
-
-def _is_chosen(sample: Mapping[str, Any], args: argparse.Namespace) -> bool:
-    if args.dataset not in (None, sample["dataset"]) or args.passed not in (None, sample["passed"]):
-        return False
-    return args.search in f"{sample['prompt']}\n{sample['response']}"

@@ -3,25 +3,14 @@
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megappo.observe.files import no_run
-from megappo.observe.timeline import TIMELINE_FOLDER, Timeline, read_timeline
+from megappo.observe.timeline import TIMELINE_FOLDER, read_timeline
 
 TRACE_FILE = "timeline.json"
-
-
-def trace_events(timeline: Timeline) -> Iterator[dict[str, Any]]:
-    """Yield the events of a trace in Chrome's format: a process for each rank, times in microseconds."""
-    for rank in sorted(set().union(*timeline.values())):
-        yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
-    for step, ranks in timeline.items():
-        for rank, phases in ranks.items():
-            event = {"ph": "X", "pid": rank, "tid": 0, "args": {"step": step}}
-            for name, start, seconds in phases:
-                yield event | {"name": name, "ts": start * 1e6, "dur": seconds * 1e6}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -38,7 +27,15 @@ def main(arguments: Sequence[str]) -> int:
     timeline = {step: ranks for step, ranks in every.items() if first <= step <= last}
     if not timeline:
         parser.error(f"--steps {first} {last}: {args.run} has the steps {min(every)} to {max(every)}")
+    events: list[dict[str, Any]] = []  # in Chrome's format: a process for each rank, times in microseconds
+    for rank in sorted(set().union(*timeline.values())):
+        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
+    for step, ranks in timeline.items():
+        for rank, phases in ranks.items():
+            event = {"ph": "X", "pid": rank, "tid": 0, "args": {"step": step}}
+            for name, start, seconds in phases:
+                events.append(event | {"name": name, "ts": start * 1e6, "dur": seconds * 1e6})
     trace = args.run / TRACE_FILE
-    trace.write_text(json.dumps({"traceEvents": list(trace_events(timeline))}), "utf-8")
+    trace.write_text(json.dumps({"traceEvents": events}), "utf-8")
     print(f"wrote {trace}, of {len(timeline)} steps: open it in https://ui.perfetto.dev")
     return 0

@@ -92,7 +92,13 @@ def _run_ranks(args: argparse.Namespace) -> int:
         _print_ending(args, "")
         return 1
     except (DistError, RendezvousError, OSError) as error:
-        print(f"error: {_place(args)}: rendezvous failed: {_cause(error)}", file=sys.stderr)
+        head = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port}"
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        first_line = str(cause).partition("\n")[0]
+        place = f"node {args.node_rank} of {args.nnodes}, head {head},"
+        print(f"error: {place}: rendezvous failed: {first_line}", file=sys.stderr)
         return 1
     return 0
 
@@ -139,18 +145,6 @@ def _print_ending(args: argparse.Namespace, signal: str, *, is_saved: bool = Fal
     what = f"ended by {reason}" if reason else "the run failed"
     command = os.environ.get(COMMAND) or shlex.join([sys.executable, "-m", "megappo.torchrun", *sys.argv[1:]])
     print(f"{what}: {ending.account}. To resume: {command}", file=sys.stderr)
-
-
-def _place(args: argparse.Namespace) -> str:
-    head = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port}"
-    return f"node {args.node_rank} of {args.nnodes}, head {head},"
-
-
-def _cause(error: BaseException) -> str:
-    """Return the first line of the error that caused this one."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return str(error).partition("\n")[0]
 
 
 if __name__ == "__main__":

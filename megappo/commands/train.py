@@ -73,13 +73,13 @@ ONLY_RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZ
 SET_BY_TORCHRUN = (*ONLY_RANK, "MASTER_ADDR", "MASTER_PORT")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main() -> int:
     """Run this rank.
 
     Exit codes: 2 for a config that cannot work, 1 for a run that failed, 3 if another rank failed and the launcher
     reports it, 75 for a run that has saved and should be started again.
     """
-    args = rank_arguments(arguments)
+    args = rank_arguments()
     escape_unprintable()
     if fault := _environment_fault():
         if os.environ.get("LOCAL_RANK", "0") == "0":

@@ -186,14 +186,13 @@ def memory_errors(estimate: MemoryEstimate, gpu: GPU) -> Iterator[str]:
             "or larger GPUs"
         )
     else:
-        advice = "it would fit with " + " ".join(f"'{key}={_override(value)}'" for key, value in helpful.items())
+        overrides = []
+        for key, value in helpful.items():
+            written = f"[{','.join(map(str, value))}]" if isinstance(value, list) else show(value).strip('"')
+            overrides.append(f"'{key}={written}'")
+        advice = f"it would fit with {' '.join(overrides)}"
     room = f"{gpu.name} GPUs of {_gib(gpu_bytes)} GiB, of which {SPARE:.0%} should stay free"
     yield f"placement: this run does not fit {room}: {found}: {advice}"
-
-
-def _override(value: object) -> str:
-    """Return a value as an override on the command line."""
-    return f"[{','.join(map(str, value))}]" if isinstance(value, list) else show(value).strip('"')
 
 
 def _gib(size: float) -> str:

@@ -91,14 +91,8 @@ def _rollout_totals(plan: RunPlan) -> Iterator[str]:
         f"  {num_engines} engine(s): about {drawn * rollout.n / num_engines:,.4g} trajectories each, "
         f"{rollout.max_running_requests:,} at once"
     )
-    yield from _queue_summary(plan)
-
-
-def _queue_summary(plan: RunPlan) -> Iterator[str]:
-    """Yield the size of the queue of responses where the engines run ahead."""
-    config, num_engines = plan.config, plan.layouts["rollout"].data
-    if batches := config.rollout.max_staleness:
-        most = queue_bytes(config) / num_engines / GIB
+    if batches := rollout.max_staleness:  # the engines run ahead
+        most = queue_bytes(plan.config) / num_engines / GIB
         yield (
             f"  up to {1 + batches} batches of prompts are started and not trained: at most {most:,.2f} GiB of host "
             "memory for each engine"
