@@ -1,4 +1,4 @@
-"""What is known of a run before it, and what watches it: handed over by the command that starts the run."""
+"""The outlook of a run, for the command that starts it: estimates of its plan, its report, a monitor of its health."""
 
 from megappo.lab.estimate.gpu_memory import Cluster, MemoryEstimate
 from megappo.lab.plan.picture import placement_lines

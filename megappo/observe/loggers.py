@@ -166,12 +166,12 @@ class Monitor:
 
 @dataclass(frozen=True)
 class Outlook:
-    """What the command that starts a run knows of it before, and what explains the run while it trains.
+    """Facts that the command which starts a run knows beforehand, and the parts that explain the run while it trains.
 
     Attributes:
-        facts: those of `RunInfo` that follow from the plan: placement, planned_gib, limits.
-        monitor: returns what checks each step of a run that has started.
-        loggers: by name, those that every run has beside its trackers.
+        facts: fields of `RunInfo` that follow from the plan: placement, planned_gib, limits.
+        monitor: returns the monitor of a run that has started.
+        loggers: name -> logger that every run has beside its trackers.
     """
 
     facts: Mapping[str, Any] = field(default_factory=dict)

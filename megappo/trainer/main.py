@@ -54,7 +54,7 @@ def execute(plan: RunPlan, engine_handle: EngineHandle, outlook: Outlook, cleanu
 
     Args:
         engine_handle: this rank's engine, started. A run that replays rollouts has none.
-        outlook: of rank 0; other ranks read none.
+        outlook: read on rank 0 alone.
         cleanup: closes what must be closed however the run ends.
     """
     run = build_run(plan, engine_handle, outlook, cleanup)

@@ -185,7 +185,7 @@ class MemoryEstimate:
     Attributes:
         models: the run's models on their ranks, by name.
         engine: one of the run's engines.
-        sent_bytes: of the weights, or adapters, that a sync sends.
+        sent_bytes: bytes of the weights, or adapters, that a sync sends.
         bucket_bytes: weights that an engine receives at a time; num_buckets: in a sync.
         uses: phase -> model -> its use.
         passes: the same for the phases that run models: an update if the use has gradients, else a forward pass.
