@@ -30,7 +30,8 @@ setup(
     package_data={
         "megappo.architecture": ["shapes/*/config.json"],
         "megappo.config": ["*.yaml"],
-        "megappo.observe": ["page/*"],
+        "megappo.lab.report": ["page/*"],
+        "megappo.observe": ["*.yaml"],
         "megappo_tools.importing": ["*.sh"],
     },
     entry_points={"console_scripts": ["megappo = megappo.cli:main"]},

@@ -31,7 +31,7 @@ whole MASTER_PORT 1 65535
 
 # On each node: one that saw that the config is wrong would end, and the others would wait for it.
 echo "checking $1"
-check() { "$python" -m megappo.plan --download --world-size $((NNODES * nproc)) --nodes "$NNODES" "$@" > /dev/null; }
+check() { "$python" -m megappo plan --download --world-size $((NNODES * nproc)) --nodes "$NNODES" "$@" > /dev/null; }
 waiting "checking $1" check "$@"
 remember NODE_RANK="$NODE_RANK" NNODES="$NNODES" MASTER_ADDR="$MASTER_ADDR" bash launch/torchrun_node.sh "$@"
 # exec: a signal to this script reaches torchrun, which ends its own ranks.

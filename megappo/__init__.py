@@ -5,7 +5,7 @@ import sys
 from importlib import import_module
 from importlib.util import find_spec
 
-PUBLIC = {"load_config": "megappo.train:load_run_config", "Trainer": "megappo.train:RunContext"}
+PUBLIC = {"load_config": "megappo.commands.train:load_run_config", "Trainer": "megappo.commands.train:RunContext"}
 """Name -> "module:name", imported when the name is used."""
 NEEDED = ("httpx", "psutil", "pydantic", "safetensors", "torch", "transformers", "yaml")
 

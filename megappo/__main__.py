@@ -2,7 +2,7 @@
 
 import sys
 
-from megappo.cli import main
+from megappo.commands.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -16,13 +16,13 @@ from policy_oracles import policy_loss
 
 from megappo.architecture.families import FAMILIES
 from megappo.batch.row_metrics import ROW_METRICS
-from megappo.cli import COMMANDS as OF_MEGAPPO
+from megappo.commands.cli import COMMANDS as OF_MEGAPPO
 from megappo.config.describe import keys
 from megappo.config.loading import load_config
 from megappo.config.methods import ESTIMATORS, LENGTH_PENALTIES, POLICY_LOSSES, TRANSPORTS
 from megappo.config.schema import Actor, Algorithm, Config, Critic
 from megappo.config.values import Aggregation, KLKind, Rejection
-from megappo.observe.health import RULES
+from megappo.lab.report.health import RULES
 from megappo.observe.loggers import LOGGERS
 from megappo.placement.components import components_of
 from megappo.placement.placing import smallest_world
@@ -292,7 +292,10 @@ def script(command: list[str]) -> str | None:
     if "pytest" in command:
         return None
     if command[0] == "megappo":
-        return OF_MEGAPPO[command[1]].module.replace("megappo_tools", "tools").replace(".", "/") + ".py"
+        return (
+            OF_MEGAPPO[command[1]].function.partition(":")[0].replace("megappo_tools", "tools").replace(".", "/")
+            + ".py"
+        )
     own = [word for word in command[1:] if word.startswith(("megappo.", *OWN_FOLDERS))]
     return f"{own[0].replace('.', '/')}.py" if own and own[0].startswith("megappo.") else next(iter(own), None)
 
@@ -312,8 +315,8 @@ def test_commands_start_what_exists_with_configs_that_fit(page, command):
 
 
 def test_options_that_are_shown_exist():
-    own = {"tools/convert.py", "tools/inspect_checkpoint.py", "megappo/plan.py"}
-    parsers = [ROOT / "megappo" / "arguments.py", *(ROOT / "tools").rglob("*.py")]
+    own = {"tools/convert.py", "tools/inspect_checkpoint.py", "megappo/commands/plan.py"}
+    parsers = [ROOT / "megappo" / "commands" / "arguments.py", *(ROOT / "tools").rglob("*.py")]
     source = "".join(path.read_text("utf-8") for path in parsers)
     shown = {word for _, command in COMMANDS if script(command) in own for word in command if word.startswith("--")}
     assert "--hf-config" in shown

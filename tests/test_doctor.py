@@ -12,7 +12,7 @@ import pytest
 import torch
 from slow import slow_ones
 
-from megappo import arguments, doctor
+from megappo.commands import arguments, doctor
 from megappo.runtime import platform
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -20,7 +20,7 @@ Patch = pytest.MonkeyPatch
 
 
 def examine(*checks: str, prefix: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
-    command = [*prefix, sys.executable, "-m", "megappo.doctor", *checks]
+    command = [*prefix, sys.executable, "-m", "megappo", "doctor", *checks]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
 
 

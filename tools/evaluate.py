@@ -8,12 +8,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from megappo.architecture.model_folder import CONFIG_FILE, no_model
-from megappo.arguments import evaluate_arguments
 from megappo.checkpoint.folders import CheckpointError, candidates, checkpoints_in, is_checkpoint, is_component
+from megappo.commands.arguments import evaluate_arguments
+from megappo.commands.local import start
 from megappo.config.config_error import ConfigError
 from megappo.config.hub import cached_model
 from megappo.config.loading import load_config
-from megappo.local import start
 from megappo.observe.files import CHECKPOINTS
 from megappo.placement.placing import smallest_world
 from megappo.runtime.machine import num_gpus

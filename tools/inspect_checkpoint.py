@@ -17,7 +17,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from megappo.architecture.architecture import BY_SAFETENSORS, DTYPES
 from megappo.architecture.model_folder import named_architecture, newest_iteration
-from megappo.arguments import inspect_arguments
 from megappo.checkpoint.checksums import refuse_altered
 from megappo.checkpoint.folders import (
     METADATA,
@@ -30,6 +29,7 @@ from megappo.checkpoint.folders import (
     read_state,
 )
 from megappo.checkpoint.metadata import TensorInfo, read_component
+from megappo.commands.arguments import inspect_arguments
 from megappo.config.text_files import TextFileError
 from megappo.errors import ActionableError
 from megappo.table import resolved

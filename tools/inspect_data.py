@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
-from megappo.arguments import inspect_arguments
+from megappo.commands.arguments import inspect_arguments
 from megappo.config.config_error import ConfigError
 from megappo.config.eval_sets import TRAINING, eval_sets, training_task
 from megappo.config.loading import load_config

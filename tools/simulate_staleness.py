@@ -28,14 +28,14 @@ from megappo.config.config_error import ConfigError
 from megappo.config.eval_sets import longest_row
 from megappo.config.loading import load_config
 from megappo.config.schema import Config
-from megappo.estimate.fitting import resolve_offload
-from megappo.estimate.gpu_memory import ROLLOUT, SYNC, Cluster, MemoryEstimate
-from megappo.estimate.gpus import GPU, GPUS
-from megappo.estimate.seconds import TimeEstimate
-from megappo.placement.picture import aligned
+from megappo.lab.estimate.fitting import resolve_offload
+from megappo.lab.estimate.gpu_memory import ROLLOUT, SYNC, Cluster, MemoryEstimate
+from megappo.lab.estimate.seconds import TimeEstimate
+from megappo.lab.plan.picture import aligned
 from megappo.placement.placing import smallest_world
 from megappo.placement.run_plan import plan_run
 from megappo.rollouts.group_queue import block_of, next_lookahead
+from megappo.runtime.gpus import GPU, GPUS
 
 # isort: split
 # After megappo's imports, which name the Python that has these.

@@ -32,7 +32,7 @@ REQUIRED_SECTIONS = tuple(name for name, field in Config.model_fields.items() if
 def load_config(
     path: str | Path, overrides: Sequence[str] = (), *, before_extensions: Callable[[], None] | None = None
 ) -> Config:
-    """Read a run's config. `preflight.run_checks.check_run` checks whether its keys agree with each other.
+    """Read a run's config. `lab.plan.run_checks.check_run` checks whether its keys agree with each other.
 
     Args:
         path: YAML file. `base:` in it names one file or a list, merged deeply below it.

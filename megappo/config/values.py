@@ -120,7 +120,7 @@ HealthRule = Literal[
     "staleness",
     "expert_load",
 ]
-"""Names of `observe.health.RULES`."""
+"""Names of `lab.report.health.RULES`."""
 TooLong = Literal["error", "skip", "truncate_left"]
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TextIO
 
 from megappo.config.trainer_section import CONSOLE_FIELDS, EVAL_INTERVAL
 from megappo.errors import escaped_lines
-from megappo.observe.health import PREFIX, RULES, Finding
+from megappo.observe.findings import Finding
 from megappo.observe.loggers import Logger, RunInfo
 from megappo.observe.samples import format_samples
 from megappo.runtime.status import STATUS, format_score, format_seconds
@@ -140,10 +140,15 @@ class RemainingTime:
 
 
 class Console(Logger):
-    """Prints the lines, and passes the estimate of the remaining time to the display of the process."""
+    """Prints the lines, and passes the estimate of the remaining time to the display of the process.
+
+    Attributes:
+        reads: as in `Monitor`: where the first metric is 1, the columns of the others are marked.
+    """
 
     def __init__(self, out: TextIO | None = None) -> None:
         self._out = out
+        self.reads: Mapping[str, Sequence[str]] = {}
         self._num_lines = 0
         self._sampled_step: int | None = None
         self._samples = ""
@@ -172,7 +177,7 @@ class Console(Logger):
         held_out |= {name: held_out_score(metrics, name.removeprefix("val_")) for name in HELD_OUT_OF_EXAMPLES}
         values = {**held_out, KL_PENALTY: metrics.get("actor/kl_loss"), **metrics}
         cells = []
-        unhealthy = {read for name, rule in RULES.items() if metrics.get(PREFIX + name) for read in rule.metrics}
+        unhealthy = {read for check, names in self.reads.items() if metrics.get(check) for read in names}
         for title, (metric, number_format) in self._columns.items():
             cell = format_number(values.get(metric), number_format).rjust(max(COLUMN_WIDTH, len(title)))
             cells.append(STATUS.styled(cell, UNHEALTHY) if metric in unhealthy else cell)

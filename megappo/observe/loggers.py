@@ -1,6 +1,7 @@
 """Loggers: everything that records a run, behind six hooks. Torch-free.
 
-The console, metrics.jsonl, run.json, the samples and the report are loggers; `trainer.loggers` adds trackers.
+The console, metrics.jsonl, run.json, the samples and the report are loggers; `trainer.loggers` adds trackers. The
+command that starts a run hands over the report, and the monitor of its health, in its `Outlook`.
 """
 
 import difflib
@@ -13,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from megappo.config.config_error import shorten
 from megappo.errors import ActionableError, own_command
-from megappo.observe.health import Finding, Unhealthy
+from megappo.observe.findings import Examples, Finding, Unhealthy
 from megappo.runtime.interruption import Interrupted
 from megappo.table import Table, resolved
 from megappo.user_modules import import_file, share_all
@@ -139,6 +140,46 @@ class Logger:
 
     def on_end(self, end: RunEnd) -> None:
         """Finish, once, whether the run ended well or not."""
+
+
+class Monitor:
+    """Base of what checks each step before the loggers log it. This one checks nothing.
+
+    Attributes:
+        reads: metric that a check adds to a step -> the metrics that it reads.
+        stop_reason: why trainer.stop_on ends the run; "" if it does not.
+    """
+
+    reads: Mapping[str, Sequence[str]] = {}
+    stop_reason: str = ""
+
+    def check(
+        self, step: int, metrics: Mapping[str, Any], examples: Examples
+    ) -> tuple[dict[str, float], Sequence[Finding]]:
+        """Return further metrics of a step, and the findings about it.
+
+        Args:
+            examples: called if responses help to understand a finding.
+        """
+        return {}, ()
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """Facts that the command which starts a run knows beforehand, and the parts that explain the run while it trains.
+
+    Attributes:
+        facts: fields of `RunInfo` that follow from the plan: placement, planned_gib, limits.
+        monitor: returns the monitor of a run that has started.
+        loggers: name -> logger that every run has beside its trackers.
+    """
+
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    monitor: Callable[[RunInfo], Monitor] = lambda run: Monitor()
+    loggers: Mapping[str, Logger] = field(default_factory=dict)
+
+
+NOTHING_KNOWN = Outlook()
 
 
 class Tracker(NamedTuple):

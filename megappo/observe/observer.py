@@ -11,10 +11,9 @@ from typing import Any
 
 from megappo.observe.console import Console
 from megappo.observe.files import HF_ACTOR, HF_CRITIC, HF_REWARD_MODEL, REPORT_FILE, kept_file
-from megappo.observe.health import Examples, Health
-from megappo.observe.loggers import Logger, RunEnd, RunInfo, make_tracker, replaces_steps
+from megappo.observe.findings import Examples
+from megappo.observe.loggers import NOTHING_KNOWN, Logger, Outlook, RunEnd, RunInfo, make_tracker, replaces_steps
 from megappo.observe.metrics_file import MetricsFile, read_metrics
-from megappo.observe.report import Report
 from megappo.observe.run_file import RunFile, exported_model
 from megappo.observe.run_summary import summary
 from megappo.observe.samples import SampleFiles, read_samples
@@ -32,27 +31,31 @@ NUM_ROLLOUTS = 16
 class Observer(AbstractContextManager):
     """Passes what happens in a run to its loggers, and ends them when the run ends.
 
-    A failure of the core loggers (console, metrics.jsonl, run.json, samples) is raised. A tracker that
-    fails, or the report, is reported once and counted, and one that hangs is left out; the run continues.
+    A failure of the core loggers (console, metrics.jsonl, run.json, samples) is raised. A tracker that fails,
+    or the report, is reported once and counted, and one that hangs is left out; the run continues.
     """
 
-    def __init__(self, run: RunInfo, trackers: Mapping[str, Logger] | None = None) -> None:
+    def __init__(
+        self, run: RunInfo, trackers: Mapping[str, Logger] | None = None, outlook: Outlook = NOTHING_KNOWN
+    ) -> None:
         """Start the loggers.
 
         Args:
             trackers: trackers by their names in trainer.loggers.
+            outlook: has further loggers, and the monitor, which adds its metrics to each step.
         Raises:
             ConfigError: metrics.jsonl, which an earlier run left, cannot be read.
         """
         self._run = run
         self._console = Console()
         self._core: list[Logger] = [self._console, MetricsFile(), SampleFiles(), RunFile()]
-        loggers = {"report": Report(), **(trackers or {})}
+        loggers = {**outlook.loggers, **(trackers or {})}
         self._trackers = {name: TrackerThread(name, logger) for name, logger in loggers.items()}
         self._failed_calls: dict[str, int] = {}
         self._has_ended = False
         self._call(lambda logger: logger.on_start(run))
-        self._health = Health({**run.config, "limits": run.limits}, read_metrics(run.output_dir))
+        self._monitor = outlook.monitor(run)
+        self._console.reads = self._monitor.reads
         for name in self._failed_calls:
             self._trackers.pop(name, None)  # without a start there is nothing to log to
 
@@ -80,7 +83,7 @@ class Observer(AbstractContextManager):
     @property
     def stop_reason(self) -> str:
         """Return why trainer.stop_on ends the run; "" if it does not."""
-        return self._health.stop_reason
+        return self._monitor.stop_reason
 
     def log(self, step: int, metrics: Mapping[str, Any], examples: Examples = tuple) -> None:
         """Log a step once, the rollouts that were kept of it, and the findings of the run's health.
@@ -89,7 +92,7 @@ class Observer(AbstractContextManager):
             metrics: `timing_s/*` are this rank's, all else is of all ranks.
             examples: called if a rule begins to hold that responses help to understand.
         """
-        held, findings = self._health.check(step, metrics, examples)
+        held, findings = self._monitor.check(step, metrics, examples)
         metrics = {**metrics, **held}
         if self._failed_calls:
             metrics = {**metrics, FAILED_CALLS: sum(self._failed_calls.values())}
@@ -150,16 +153,19 @@ class NullObserver(AbstractContextManager):
 
 
 def open_observer(
-    run: RunInfo | None, trackers: Sequence[str], lines: Iterable[str], cleanup: ExitStack
+    run: RunInfo | None, trackers: Sequence[str], outlook: Outlook, lines: Iterable[str], cleanup: ExitStack
 ) -> Observer | NullObserver:
     """Return the observer of a rank, after it has printed the lines that are not empty.
 
     Args:
         run: None on a rank that stays silent.
         trackers: names, as in trainer.loggers.
+        outlook: has the monitor and further loggers.
         cleanup: ends the observer, with the error that ends the run.
     """
-    observer = NullObserver() if run is None else Observer(run, {name: make_tracker(name) for name in trackers})
+    observer = (
+        NullObserver() if run is None else Observer(run, {name: make_tracker(name) for name in trackers}, outlook)
+    )
     cleanup.enter_context(observer)
     for line in filter(None, lines):
         observer.message(line)

@@ -9,7 +9,7 @@ from typing import Any
 
 from megappo.observe.console import held_out_score
 from megappo.observe.files import CHECKPOINTS, EVALUATION_FILE, ROLLOUTS_FOLDER, TENSORBOARD_FOLDER
-from megappo.observe.health import held_steps
+from megappo.observe.findings import held_steps
 from megappo.observe.metrics_file import METRICS_FILE
 from megappo.observe.run_file import exported_model
 from megappo.runtime.status import format_score, format_seconds

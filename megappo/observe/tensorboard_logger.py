@@ -12,10 +12,10 @@ from torch.utils.tensorboard.summary import hparams
 
 from megappo.config.config_error import show
 from megappo.config.loading import leaves
+from megappo.observe.charts import charts
 from megappo.observe.files import TENSORBOARD_FOLDER, keep_earlier
 from megappo.observe.loggers import BUCKETS, Histogram, Logger, RunEnd, RunInfo, only_numbers
 from megappo.observe.metrics_file import read_metrics
-from megappo.observe.report import charts
 from megappo.observe.run_summary import HELD_OUT, REWARD
 from megappo.observe.samples import sample_key, sample_text
 

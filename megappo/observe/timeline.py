@@ -4,24 +4,22 @@ A line of such a file is {"step": 3, "phases": [["rollout", 1764204000.25, 0.41]
 start in seconds since 1970 by the clock of the rank's node, and its seconds.
 """
 
-import argparse
 import json
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 from pydantic import BaseModel, Field
 
 from megappo.config.config_error import ConfigError
 from megappo.config.text_files import json_lines
-from megappo.observe.files import files_named, no_run, number_of, write_json_lines
+from megappo.observe.files import files_named, number_of, write_json_lines
 from megappo.runtime.durable_files import append
 
 TIMELINE_FOLDER = "timeline"
-TRACE_FILE = "timeline.json"
 
 
 class Interval(NamedTuple):
@@ -88,38 +86,3 @@ def read_timeline(output_dir: str | Path, most_ranks: int = sys.maxsize, last_by
 
 def _rank_files(output_dir: str | Path) -> list[Path]:
     return files_named(Path(output_dir, TIMELINE_FOLDER), "rank", ending="jsonl")
-
-
-def trace_events(timeline: Timeline) -> Iterator[dict[str, Any]]:
-    """Yield the events of a trace in Chrome's format: a process for each rank, times in microseconds."""
-    for rank in sorted(set().union(*timeline.values())):
-        yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
-    for step, ranks in timeline.items():
-        for rank, phases in ranks.items():
-            event = {"ph": "X", "pid": rank, "tid": 0, "args": {"step": step}}
-            for name, start, seconds in phases:
-                yield event | {"name": name, "ts": start * 1e6, "dur": seconds * 1e6}
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Write one trace of a run's ranks; return the process's exit code."""
-    description = "Write one trace of a run's phases on all ranks, for https://ui.perfetto.dev or chrome://tracing."
-    parser = argparse.ArgumentParser(prog="megappo timeline", description=description)
-    parser.add_argument("run", type=Path, help="output folder of a run")
-    parser.add_argument("--steps", nargs=2, type=int, metavar=("FIRST", "LAST"), help="these steps only")
-    args = parser.parse_args(arguments)
-    every = read_timeline(args.run)
-    if not every:
-        parser.error(no_run(args.run, TIMELINE_FOLDER))
-    first, last = args.steps or (0, sys.maxsize)
-    timeline = {step: ranks for step, ranks in every.items() if first <= step <= last}
-    if not timeline:
-        parser.error(f"--steps {first} {last}: {args.run} has the steps {min(every)} to {max(every)}")
-    trace = args.run / TRACE_FILE
-    trace.write_text(json.dumps({"traceEvents": list(trace_events(timeline))}), "utf-8")
-    print(f"wrote {trace}, of {len(timeline)} steps: open it in https://ui.perfetto.dev")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

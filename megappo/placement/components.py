@@ -23,7 +23,7 @@ from megappo.config.values import ParameterGroup, TensorKind
 from megappo.table import Table
 
 AUTO = "auto"
-"""An offload or rollout.sleep that `estimate.fitting.resolve_offload` has yet to decide."""
+"""An offload or rollout.sleep that `lab.estimate.fitting.resolve_offload` has yet to decide."""
 REWARD_MODEL_KEY = "reward_model.model_path"
 WEIGHTS_KEY = "model.dist_checkpointing_path"
 VALUE_FIELDS = ("values", "returns")
@@ -133,7 +133,7 @@ class ComponentSpec:
         base: the component whose frozen weights it uses; only adapters and a value head are its own.
         is_evaluated: held-out rows go through it.
         offload: kinds of tensors that are offloaded to the host while no phase needs them; "auto" until
-            `estimate.fitting` decides.
+            `lab.estimate.fitting` decides.
         own_rows: it reads rows of its own, possibly of another tokenizer, not the step's.
         scores_pairs: its value head scores rows at their last tokens, and the two rows of a pair stay together.
         reads: fields of the rows that every pass reads; with `expert_choices` its routers take these.

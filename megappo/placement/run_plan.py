@@ -50,7 +50,7 @@ class RunPlan:
 
     Attributes:
         requested: the config as the user wrote it.
-        config: the same; after `estimate.fitting.resolve_offload` without any `auto` in offloads and rollout.sleep.
+        config: the same; after `lab.estimate.fitting.resolve_offload` without any `auto` in offloads and rollout.sleep.
         world_size: ranks of the run.
         ranks_per_node: ranks on each node.
         components: the models, by name.

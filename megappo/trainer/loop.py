@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megappo.engines.restarts import EngineLost
-from megappo.observe.health import Unhealthy
+from megappo.observe.findings import Unhealthy
 from megappo.observe.profile import profiled
 from megappo.runtime.interruption import Interrupted
 from megappo.trainer.experience import add_advantages
@@ -68,7 +68,7 @@ def ppo_step(run: Run, step: int) -> dict[str, Any]:
             batch = models.gather(shards, log_probs | values | ref_log_probs | others, batch)
             batch = run.scorer.add_scores(batch, conversations, model_scores)
         with phase("advantages"):
-            experience = add_advantages(run, step, batch, metrics)
+            experience = add_advantages(run.config, run.exchange, run.progress, step, batch, metrics)
         run.keep_rollouts(experience, responses)
         run.begin_updates(experience)
     with phase("scatter_fields"):

@@ -12,16 +12,13 @@ from megappo.checkpoint.checksums import file_sum
 from megappo.config.loading import changes_since, dump_config
 from megappo.config.schema import Config
 from megappo.data.prompts import PromptDataset
-from megappo.estimate.gpu_memory import Cluster, MemoryEstimate
-from megappo.estimate.gpus import GIB
 from megappo.observe.files import CONFIG_FILE, EVALUATION_FILE
-from megappo.observe.loggers import RunEnd, RunInfo
+from megappo.observe.loggers import Outlook, RunEnd, RunInfo
 from megappo.observe.metrics import reduce_ranks
 from megappo.observe.observer import Observer, open_observer
 from megappo.observe.run_file import changed_data, git_commit, logged_step_of, run_id_of
 from megappo.observe.samples import drop_samples
 from megappo.observe.timeline import drop_phases
-from megappo.placement.picture import placement_lines
 from megappo.placement.run_plan import RunPlan
 from megappo.runtime import megatron_setup, platform
 from megappo.runtime.durable_files import write_durably
@@ -36,7 +33,7 @@ from megappo.rollouts.rollouts import make_rollouts  # noqa: E402
 from megappo.trainer import loop  # noqa: E402
 from megappo.trainer.ahead_batches import make_ahead_batches  # noqa: E402
 from megappo.trainer.batches import SampledBatches  # noqa: E402
-from megappo.trainer.critic_evaluation import GateProgress  # noqa: E402
+from megappo.trainer.critic_evaluation import CriticEvaluation  # noqa: E402
 from megappo.trainer.example_batches import ExampleBatches  # noqa: E402
 from megappo.trainer.fine_tuning import example_step  # noqa: E402
 from megappo.trainer.inference import InferenceEngines, NoEngines  # noqa: E402
@@ -49,16 +46,18 @@ from megappo.trainer.progress import Progress  # noqa: E402
 from megappo.trainer.response_scorer import NoResponseScorer, ResponseScorer  # noqa: E402
 from megappo.trainer.run import Run  # noqa: E402
 from megappo.trainer.statistics import Utilisation, row_metrics  # noqa: E402
+from megappo.trainer.value_metrics import GateProgress  # noqa: E402
 
 
-def execute(plan: RunPlan, engine_handle: EngineHandle, cleanup: ExitStack) -> None:
+def execute(plan: RunPlan, engine_handle: EngineHandle, outlook: Outlook, cleanup: ExitStack) -> None:
     """Train, or only sample or evaluate; all ranks together, after the default process group exists.
 
     Args:
         engine_handle: this rank's engine, started. A run that replays rollouts has none.
+        outlook: read on rank 0 alone.
         cleanup: closes what must be closed however the run ends.
     """
-    run = build_run(plan, engine_handle, cleanup)
+    run = build_run(plan, engine_handle, outlook, cleanup)
     if plan.config.trainer.eval_only:
         evaluate_only(run)
     elif plan.config.trainer.rollout_only:
@@ -67,7 +66,7 @@ def execute(plan: RunPlan, engine_handle: EngineHandle, cleanup: ExitStack) -> N
         loop.train(run, loop.ppo_step if plan.config.is_ppo else example_step)
 
 
-def build_run(plan: RunPlan, engine_handle: EngineHandle, cleanup: ExitStack) -> Run:
+def build_run(plan: RunPlan, engine_handle: EngineHandle, outlook: Outlook, cleanup: ExitStack) -> Run:
     """Build the parts of a run on this rank; all ranks together. Arguments as for `execute`."""
     exchange = Exchange(dist.group.WORLD)
     config = plan.config
@@ -92,9 +91,9 @@ def build_run(plan: RunPlan, engine_handle: EngineHandle, cleanup: ExitStack) ->
     if record is not None and config.trainer.rollout_only:
         progress_lines = _resume_record(record, datasets.train, progress) or progress_lines
     lines = [*progress_lines, *config.absences, *left_out, *(plan.decisions() if models.training else ())]
-    facts = run_info(plan, progress.resume_step) if exchange.rank == 0 else None
+    facts = run_info(plan, progress.resume_step, outlook) if exchange.rank == 0 else None
     lines += [changed_data(facts)] if facts else []
-    observer = open_observer(facts, config.trainer.loggers, lines, cleanup)
+    observer = open_observer(facts, config.trainer.loggers, outlook, lines, cleanup)
     phase = Phases(models)
     with STATUS.step("engine start"):
         engine_handle.wait_ready()
@@ -116,20 +115,14 @@ def build_run(plan: RunPlan, engine_handle: EngineHandle, cleanup: ExitStack) ->
     if exchange.rank == 0:  # not before: a folder that is refused stays as it was
         _begin_folder(plan.requested, progress, observer)
     parts = config, exchange, datasets, models, engines, rollouts, batches, progress, observer, phase, mfu
-    return Run(*parts, scorer, GateProgress(config.critic.gate))
+    gate = GateProgress(config.critic.gate)
+    return Run(*parts, scorer, gate, CriticEvaluation(gate))
 
 
-def run_info(plan: RunPlan, resume_step: int) -> RunInfo:
+def run_info(plan: RunPlan, resume_step: int, outlook: Outlook) -> RunInfo:
     """Return the facts about a run that its loggers record."""
     trainer = plan.config.trainer
-    gpu_bytes = platform.gpu_bytes()
     output_dir = Path(trainer.output_dir)
-    planned = {}
-    loads = {}
-    if gpu_bytes is not None and plan.training:
-        estimate = MemoryEstimate(plan, Cluster(gpu_bytes))
-        planned = estimate.allocated()
-        loads = estimate.expert_loads()
     return RunInfo(
         output_dir=output_dir,
         total_steps=trainer.total_steps,
@@ -139,10 +132,8 @@ def run_info(plan: RunPlan, resume_step: int) -> RunInfo:
         config=plan.requested.model_dump(mode="json"),
         commit=git_commit(Path(__file__).parent),
         hardware={"ranks": f"{plan.world_size}, {plan.ranks_per_node} on each node", **platform.capabilities()},
-        placement=placement_lines(plan),
-        planned_gib={phase: nbytes / GIB for phase, nbytes in planned.items()},
         data=" ".join(file_sum(Path(path)) for path in plan.config.data.files if plan.training),
-        limits={f"{name}/expert_rank_load_max": load for name, load in loads.items()},
+        **outlook.facts,
     )
 
 

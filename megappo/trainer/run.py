@@ -1,7 +1,7 @@
 """The parts of a run on this rank, and what happens around its steps: checkpoints, interruptions, logging."""
 
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +12,7 @@ from megappo.batch.rows import Rows
 from megappo.checkpoint.folders import CheckpointError, step_of
 from megappo.config.schema import Config
 from megappo.config.trainer_section import EVAL_INTERVAL
-from megappo.observe.health import Unhealthy
+from megappo.observe.findings import Unhealthy
 from megappo.observe.loggers import RunEnd
 from megappo.observe.metrics import reduce_ranks
 from megappo.observe.observer import NullObserver, Observer
@@ -27,7 +27,6 @@ from megappo.rollouts.rollouts import Rollouts, raise_if_interrupted
 from megappo.runtime.heartbeat import heartbeat
 from megappo.runtime.interruption import INTERRUPTION, deadline
 from megappo.trainer.batches import SampledBatches
-from megappo.trainer.critic_evaluation import CriticEvaluation, GateProgress
 from megappo.trainer.evaluation import evaluate
 from megappo.trainer.example_batches import ExampleBatches, evaluate_examples
 from megappo.trainer.experience import compare_engines
@@ -36,6 +35,7 @@ from megappo.trainer.models import Models, Phases, Shards
 from megappo.trainer.progress import Experience, Progress
 from megappo.trainer.response_scorer import NoResponseScorer, ResponseScorer
 from megappo.trainer.statistics import Utilisation, merge_optimizer_steps, training_metrics
+from megappo.trainer.value_metrics import GateProgress
 
 NUM_SHOWN = 3
 """Responses beside a finding of a run's health."""
@@ -49,6 +49,7 @@ class Run:
         rollouts: samples from the engines, if the run has any.
         batches: yields each step's scored rows.
         gate: ends a run that trains a critic alone.
+        evaluate_critic: evaluates that critic after a step, and returns the metrics.
         shown: the first rows of the last trained step on this rank.
     """
 
@@ -65,10 +66,10 @@ class Run:
     utilisation: Utilisation
     scorer: ResponseScorer | NoResponseScorer = field(default_factory=NoResponseScorer)
     gate: GateProgress = field(default_factory=GateProgress)
+    evaluate_critic: Callable[["Run", int], dict[str, Any]] | None = None
     shown: Rows | None = None
 
     def __post_init__(self) -> None:
-        self.critic_evaluation = CriticEvaluation(self.gate)
         # A reward function may end the run: complete a checkpoint that is on the disk by then.
         self.phase.before["reward"] = self.finish_save_if_written
 
@@ -77,7 +78,7 @@ class Run:
         predicts the returns of held-out rollouts."""
         with self.phase("evaluate"):
             if self.config.trains_critic_alone:
-                return self.critic_evaluation(self, step)
+                return self.evaluate_critic(self, step)
             if not self.config.is_ppo:
                 return evaluate_examples(self.models, self.datasets, self.exchange, self.config.data.train_batch_size)
             return evaluate(self.rollouts, self.datasets, self.observer, step, self._grade_held_out)
@@ -163,7 +164,7 @@ class Run:
         if self.config.old_log_probs == "update" and any(of_rank["actor"][1] for of_rank in updates):
             actor = shards["actor"]
             experience.batch = actor.gather(actor.outputs, {"log_probs": "old_log_probs"}, experience.batch)
-            compare_engines(self, experience)
+            compare_engines(self.config, self.exchange, experience)
             experience.metrics |= self.engines.check_rollouts(experience.metrics)
         metrics = experience.metrics | reduce_ranks(memory)
         rows = experience.batch.rows

@@ -7,16 +7,16 @@ from typing import Any
 import torch
 
 from megappo.architecture.architecture import DTYPES
+from megappo.architecture.flops import flops_of
 from megappo.batch.exchange import Exchange
 from megappo.batch.row_metrics import HISTOGRAM, ROW_METRICS, SPREAD
 from megappo.batch.rows import Rows
-from megappo.estimate.gpus import find_gpu
-from megappo.estimate.placed_model import flops_of
 from megappo.models.megatron_config import TORCH_DTYPES
 from megappo.models.train_engine import OptimizerStep
 from megappo.observe.metrics import Metric, merge_metrics, reduce_ranks
 from megappo.ppo.reductions import Unreduced
 from megappo.runtime import platform
+from megappo.runtime.gpus import find_gpu
 from megappo.trainer.component_batch import ComponentBatch
 from megappo.trainer.models import Models, architecture_of
 
@@ -120,7 +120,7 @@ class Utilisation:
 
         Recomputation, padding and pipeline stages that wait count as lost.
 
-        Source: Chowdhery et al. 2022 (PaLM), appendix B; `estimate.placed_model`.
+        Source: Chowdhery et al. 2022 (PaLM), appendix B; `architecture.flops`.
         """
         name = shard.component.name
         table = shard.batch.table

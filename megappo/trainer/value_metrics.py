@@ -1,12 +1,16 @@
 """Metrics of a critic's values beside the returns that they estimate: how much they explain, where, and how much they
-are off.
+are off; and the gate that ends the run of a critic that explains enough.
 
 Values are from before the step's update, of rollouts that the critic has not been trained on.
 """
 
+import math
+from collections.abc import Sequence
+
 import torch
 
 from megappo.batch.rows import Rows
+from megappo.config.schema import Gate
 from megappo.ppo.reductions import Unreduced
 
 NUM_PARTS = 4
@@ -56,3 +60,73 @@ def response_parts(mask: torch.Tensor) -> torch.Tensor:
     place = mask.cumsum(dim=1) - 1
     last = (mask.sum(dim=1, keepdim=True) - 1).clamp(min=1)
     return (NUM_PARTS * place / last).long().clamp(0, NUM_PARTS - 1)
+
+
+class GateProgress:
+    """Explained variance of a run's evaluations, and whether it is what critic.gate requires.
+
+    Args:
+        gate: None in a run without a gate, which it never ends.
+    """
+
+    def __init__(self, gate: Gate | None = None):
+        self._gate = gate
+        self._found: list[tuple[int, float, float]] = []  # step; explained variance, of all tokens and of the last ones
+
+    @property
+    def is_set(self) -> bool:
+        """True if the run has a gate."""
+        return self._gate is not None
+
+    @property
+    def ends_run(self) -> bool:
+        """True if the last evaluation reached the gate, or critic.gate.patience is used up."""
+        return self._is_reached or self._is_exhausted
+
+    def note(self, step: int, explained: float, explained_at_end: float) -> None:
+        """Add an evaluation: the explained variance over all tokens, and in the last part of the responses."""
+        self._found.append((step, explained, explained_at_end))
+
+    @property
+    def _is_reached(self) -> bool:
+        return self._gate is not None and bool(self._found) and self._found[-1][1] >= self._gate.explained_variance
+
+    @property
+    def _is_exhausted(self) -> bool:
+        if self._gate is None or self._gate.patience is None or not self._found:
+            return False
+        return len(self._found) - 1 - self._found.index(self._best) >= self._gate.patience
+
+    @property
+    def _best(self) -> tuple[int, float, float]:
+        return max(self._found, key=lambda found: or_lowest(found[1:]))
+
+    def describe(self) -> str:
+        """Return a line: the gate was reached, or why it was not and what to change."""
+        required = "critic.gate" if self._gate is None else f"critic.gate {self._gate.explained_variance:g}"
+        if not self._found:
+            return f"{required} was not checked: the run had no evaluation"
+        if self._is_reached:
+            step, explained, _ = self._found[-1]
+            return f"{required} is reached: at step {step} the critic explains {explained:.3f} of the held-out variance"
+        step, explained, at_end = self._best
+        found = f"{required} is not reached: the critic explains at most {explained:.3f} of the held-out variance"
+        if math.isnan(explained):
+            return f"{found}: the returns of the held-out rollouts do not vary, or there are too few of them"
+        if self._best is self._found[-1]:
+            return f"{found}, at step {step}, and was still rising: raise trainer.total_steps"
+        since = f"{found}, at step {step}, and {len(self._found) - 1 - self._found.index(self._best)} evaluations since"
+        if self._gate is not None and at_end >= self._gate.explained_variance:
+            return (
+                f"{since} were no better. In the last part of the responses it explains {at_end:.3f}, so that the "
+                "outcome is open before: lower the gate, or raise rollout.n"
+            )
+        return (
+            f"{since} were no better: lower critic.optim.lr if critic/vf_explained_var of the training rollouts is "
+            "higher, else raise it, or name a larger critic.model_path"
+        )
+
+
+def or_lowest(explained: Sequence[float]) -> float:
+    """Return the first number, or, if there is none, one that is below all."""
+    return -math.inf if math.isnan(explained[0]) else explained[0]

@@ -11,7 +11,7 @@ from slow import slow_ones
 from megappo.architecture.families import FAMILIES
 from megappo.architecture.parsing import read_architecture
 from megappo.config.config_error import ConfigError
-from megappo.estimate.placed_model import read_shape
+from megappo.lab.estimate.placed_model import read_shape
 
 SHOWN = ("Qwen/Qwen2.5-0.5B-Instruct", "mistralai/Mixtral-8x22B-v0.1", "google/gemma-3-270m")
 

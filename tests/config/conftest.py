@@ -11,7 +11,7 @@ import yaml
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from megappo import plan
+from megappo.commands import plan
 
 MOST_SECONDS = 3.0
 HF_CONFIG = {

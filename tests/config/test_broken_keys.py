@@ -5,7 +5,7 @@ import os
 import pytest
 import yaml
 
-from megappo import plan
+from megappo.commands import plan
 
 CONTRADICTIONS = {
     "reward.length_penalty=overlong reward.overlong_buffer=2000": (

@@ -125,7 +125,7 @@ def test_a_file_that_may_not_be_read(run_folder):
     """The process runs as nobody, because root can read every file."""
     (run_folder / "run.yaml").chmod(0)
     run_folder.chmod(0o755)
-    lines = ("from megappo import plan", "import os, sys", "if os.getuid() == 0: os.setuid(65534)")
+    lines = ("from megappo.commands import plan", "import os, sys", "if os.getuid() == 0: os.setuid(65534)")
     code = "\n".join([*lines, "sys.exit(plan.main(['run.yaml']))"])
     done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, **CAPTURED)
     assert done.returncode == 2
@@ -229,7 +229,7 @@ PROCESSES = {
 @pytest.mark.parametrize(("arguments", "environment", "message"), PROCESSES.values(), ids=PROCESSES)
 def test_the_command_itself(run_folder, arguments, environment, message):
     (run_folder / "bad.yaml").write_text("base: run.yaml\nmodel: 3\n")
-    command = [sys.executable.encode(), b"-m", b"megappo.plan", *arguments]
+    command = [sys.executable.encode(), b"-m", b"megappo", b"plan", *arguments]
     variables = {name: value for name, value in os.environ.items() if name != "WORLD_SIZE"}
     variables |= {"PYTHONPATH": str(REPOSITORY)} | environment
     done = subprocess.run(command, env=variables, **CAPTURED)

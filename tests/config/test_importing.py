@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megappo import plan
-from megappo.arguments import plan_arguments, train_arguments
+from megappo.commands import plan
+from megappo.commands.arguments import plan_arguments, train_arguments
 from megappo.config.config_error import ConfigError
 from megappo.config.describe import keys
 from megappo.config.elsewhere import BELOW, System, systems
 from megappo.config.loading import load_config
+from megappo.lab.plan.run_checks import check_run
 from megappo.placement.placing import smallest_world
-from megappo.preflight.run_checks import check_run
 from megappo_tools import coming_from, importer
 from megappo_tools.importing.script_settings import PROGRAM, of_command, read_settings, trainings_of
 from megappo_tools.importing.shell_commands import RecordedCommand, ShellScript

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from megappo.config.loading import dump_config, load_config
+from megappo.lab.plan.run_checks import check_run
 from megappo.placement.placing import smallest_world
 from megappo.placement.run_plan import plan_run
-from megappo.preflight.run_checks import check_run
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SHIPPED = sorted(CONFIGS.rglob("*.yaml"))

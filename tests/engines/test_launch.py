@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from megappo import train
 from megappo.architecture.families import FAMILIES
+from megappo.commands import train
 from megappo.config.schema import Config, Rollout
 from megappo.engines import launch
 from megappo.placement.run_plan import plan_run
@@ -109,7 +109,7 @@ def test_nccl_is_set_alike_for_trainer_and_engine_before_a_group_is_made(monkeyp
     monkeypatch.setattr(os, "environ", environment | {"LOCAL_WORLD_SIZE": "2"})
     seen = {}
     monkeypatch.setattr(train.dist, "init_process_group", lambda *_, **__: seen.update(os.environ))
-    monkeypatch.setattr(train, "resolved", lambda _: lambda plan, own, cleanup: None)
+    monkeypatch.setattr(train, "resolved", lambda _: lambda plan, own, outlook, cleanup: None)
     store = train.dist.HashStore()
     store.set("finished", "")
     sections = {"model": {"path": "m"}, "data": {"train_files": ["t"]}, "trainer": {"output_dir": "out"}}

@@ -1,4 +1,4 @@
-"""`python -m megappo.serve`: what it answers, what it refuses, and that nothing is left of it."""
+"""`megappo serve`: what it answers, what it refuses, and that nothing is left of it."""
 
 import os
 import shutil

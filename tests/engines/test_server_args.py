@@ -13,7 +13,7 @@ from program import REPOSITORY
 
 from megappo.engines.client import WEIGHTS, WORKING_MEMORY
 from megappo.engines.launch import GPU_ARGUMENTS, GPU_VARIABLES, environment, nccl_variables
-from megappo.preflight.run_checks import known_names, server_args_errors
+from megappo.lab.plan.run_checks import known_names, server_args_errors
 
 OWN = """
 import inspect, json, os, sys

@@ -4,11 +4,11 @@ import pytest
 
 from megappo.architecture.model_folder import SHAPES
 from megappo.config.schema import Config
-from megappo.estimate.gpu_memory import Cluster, MemoryEstimate
-from megappo.estimate.gpus import GPUS
-from megappo.estimate.seconds import TimeEstimate
-from megappo.estimate.suggest import suggestions
+from megappo.lab.estimate.gpu_memory import Cluster, MemoryEstimate
+from megappo.lab.estimate.seconds import TimeEstimate
+from megappo.lab.estimate.suggest import suggestions
 from megappo.placement.run_plan import plan_run
+from megappo.runtime.gpus import GPUS
 
 MODEL = str(SHAPES / "qwen2.5-7b")
 

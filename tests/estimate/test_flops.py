@@ -8,8 +8,8 @@ from tiny_models import hf_folder, hf_model
 from tiny_shapes import CHANGES
 from torch.utils.flop_counter import FlopCounterMode
 
+from megappo.architecture.flops import TRAINING, flops_of
 from megappo.architecture.parsing import parse, read_architecture
-from megappo.estimate.placed_model import TRAINING, flops_of
 
 TOKENS = 40
 

@@ -16,11 +16,11 @@ from megappo.config.loading import load_config
 from megappo.config.model_sections import Lora
 from megappo.config.schema import Config
 from megappo.config.sections import Parallel
-from megappo.estimate.fitting import SPARE, _has_room, fits, remedies, resolve_offload
-from megappo.estimate.gpu_memory import START, Cluster, MemoryEstimate
-from megappo.estimate.gpus import GIB, GPUS, find_gpu
-from megappo.estimate.seconds import BUCKET_SECONDS, TimeEstimate
+from megappo.lab.estimate.fitting import SPARE, _has_room, fits, remedies, resolve_offload
+from megappo.lab.estimate.gpu_memory import START, Cluster, MemoryEstimate
+from megappo.lab.estimate.seconds import BUCKET_SECONDS, TimeEstimate
 from megappo.placement.run_plan import plan_run
+from megappo.runtime.gpus import GIB, GPUS, find_gpu
 from megappo.sync.build import adapter_shapes
 
 MIXTURE = REPOSITORY / "configs" / "qwen3_30b_a3b_4node.yaml"

@@ -12,7 +12,7 @@ from planning import REPOSITORY, plan_here
 from published_models import published_folders
 
 from megappo.engines.generations import Generation
-from megappo.estimate.gpu_memory import QUEUED_TOKEN_BYTES
+from megappo.lab.estimate.gpu_memory import QUEUED_TOKEN_BYTES
 from megappo.rollouts.sample_rows import Segment
 
 CLUSTER, NODE = "qwen2.5_32b_64node.yaml", "qwen2.5_7b_critic_7b_8gpu.yaml"

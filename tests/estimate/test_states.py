@@ -15,7 +15,7 @@ from megappo.architecture.parsing import read_architecture
 from megappo.config.model_sections import Lora, Optim
 from megappo.config.sections import Model, Parallel
 from megappo.config.values import ParameterGroup
-from megappo.estimate.placed_model import optimizer_bytes, state_bytes
+from megappo.lab.estimate.placed_model import optimizer_bytes, state_bytes
 from megappo.models.gpt import build_model
 from megappo.models.heads import value_head
 from megappo.models.train_engine import TrainedEngine

@@ -16,11 +16,11 @@ from weight_sources import SECTIONS
 
 from megappo.architecture.parsing import read_architecture
 from megappo.config.schema import Config
-from megappo.estimate.gpu_memory import SYNC, Cluster, MemoryEstimate
-from megappo.estimate.gpus import GIB
+from megappo.lab.estimate.gpu_memory import SYNC, Cluster, MemoryEstimate
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
 from megappo.placement.run_plan import plan_run
+from megappo.runtime.gpus import GIB
 from megappo.sync.sync import WeightSync
 from megappo.sync.transport import Sender
 from megappo.weights.export import Export

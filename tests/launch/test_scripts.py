@@ -206,7 +206,7 @@ def test_a_driver_that_is_too_old_is_refused_before_anything_starts(
     assert f"CUDA_VISIBLE_DEVICES= bash launch/{script}" in result.stderr
 
 
-REFUSING = """[[ $2 == megappo.plan ]] || { echo started; exit 0; }
+REFUSING = """[[ $3 == plan ]] || { echo started; exit 0; }
 echo "plan: $*"
 echo "warning: odd" >&2
 [[ $* == *trainer.seed=1* ]] || exit 0
@@ -243,10 +243,10 @@ def test_a_node_hands_torchrun_its_place_among_the_others(tmp_path, environment,
     script = copy_script("torchrun_node.sh", tmp_path)
     both_environments(tmp_path)
     python = tmp_path / folder / "bin" / "python"
-    python.write_text(python.read_text() + '; [[ $2 != megappo.plan ]] || echo "$@" >&2')
+    python.write_text(python.read_text() + '; [[ $3 != plan ]] || echo "$@" >&2')
     result = run(["bash", script, "my config.yaml", "trainer.seed=1"], tmp_path, **(NODE | environment))
     assert result.returncode == 0 and result.stderr == (
-        f"-m megappo.plan --download --world-size {2 * int(nproc)} --nodes 2 my config.yaml trainer.seed=1\n"
+        f"-m megappo plan --download --world-size {2 * int(nproc)} --nodes 2 my config.yaml trainer.seed=1\n"
     )
     checking, used, *words = result.stdout.splitlines()
     assert (checking, used) == ("checking my config.yaml", folder)
@@ -381,7 +381,7 @@ def test_slurm_starts_no_rank_of_what_the_dry_run_refuses(tmp_path):
     result = slurm(tmp_path, ["gpu07", "gpu08", "gpu09"], REFUSING.replace('echo "plan: $*"', 'echo "$*" >&2'))
     assert (result.returncode, "started" in result.stdout) == (2, False)
     assert result.stderr == (
-        "-m megappo.plan --download --world-size 24 --nodes 3 configs/x.yaml trainer.seed=1\n"
+        "-m megappo plan --download --world-size 24 --nodes 3 configs/x.yaml trainer.seed=1\n"
         "warning: odd\nerror: wrong\n"
     )
 
@@ -453,7 +453,7 @@ def test_slurm_requeues_what_is_asked_to_end_before_its_step_has_started(tmp_pat
 @pytest.mark.parametrize(("code", "requeued"), [(75, True), (0, False), (1, False)])
 def test_slurm_requeues_only_a_job_that_has_saved_its_state(tmp_path, code, requeued):
     """The ranks also get the end of the job's time limit, where Slurm does not set it."""
-    python = f'[[ $2 == megappo.plan ]] || {{ echo "until $SLURM_JOB_END_TIME"; exit {code}; }}'
+    python = f'[[ $3 == plan ]] || {{ echo "until $SLURM_JOB_END_TIME"; exit {code}; }}'
     result = slurm(tmp_path, ["gpu07"], python, scontrol=SCONTROL, TZ="UTC")
     assert result.returncode == code
     assert ("requeued 123456" in result.stdout) == requeued

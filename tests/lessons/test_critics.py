@@ -14,7 +14,7 @@ from tiny_models import hf_folder, hf_model
 
 from megappo.architecture.parameters import EMBEDDING, LM_HEAD, VALUE_HEAD
 from megappo.batch.rows import NO_TOKENS, Rows
-from megappo.observe.health import Health
+from megappo.lab.report.health import Health
 from megappo.observe.metrics import Metric, reduce_ranks
 from megappo.placement.layout import Layout
 from megappo.trainer.value_metrics import value_metrics

@@ -55,8 +55,7 @@ def make_rows() -> Rows:
 def advantages_of(config: Config) -> Experience:
     exchange = Exchange(dist.group.WORLD)
     progress = SimpleNamespace(kl=KLController(config.algorithm.kl_ctrl), reward_moments=RunningMoments())
-    run = SimpleNamespace(config=config, exchange=exchange, progress=progress)
-    return add_advantages(run, 1, at_owners(exchange, make_rows()), {})
+    return add_advantages(config, exchange, progress, 1, at_owners(exchange, make_rows()), {})
 
 
 def plain_advantages(coef: float) -> list[list[float]]:

@@ -24,7 +24,7 @@ from megappo.batch.exchange import Exchange
 from megappo.batch.rows import Rows
 from megappo.config.checks import config_errors, config_warnings
 from megappo.config.schema import Config
-from megappo.observe.health import Health
+from megappo.lab.report.health import Health
 from megappo.observe.metrics import merge_metrics, on_host
 from megappo.ppo.kl import KLController
 from megappo.ppo.reward_shaping import RunningMoments
@@ -107,7 +107,6 @@ def train(fault: Fault) -> Steps:
     """Return the metrics of each step of a run."""
     config, exchange = nested(fault.settings), Exchange(dist.group.WORLD)
     progress = SimpleNamespace(kl=KLController(config.algorithm.kl_ctrl), reward_moments=RunningMoments())
-    run = SimpleNamespace(config=config, exchange=exchange, progress=progress)
     weight = torch.tensor([0.5, -0.3, 0.4, 0.3]).mul(fault.start).requires_grad_()
     optimizer, health, steps = torch.optim.Adam([weight], lr=config.critic.optim.lr), Health(config.model_dump()), []
     with pytest.MonkeyPatch.context() as patch:
@@ -117,7 +116,7 @@ def train(fault: Fault) -> Steps:
             rows, seen = sampled(step)
             values = (seen @ weight.detach()) * rows.response_mask
             rows = fault.rows(replace(rows, fields=rows.fields | {"values": values}))
-            found = experience.add_advantages(run, step, at_owners(exchange, rows), {})
+            found = experience.add_advantages(config, exchange, progress, step, at_owners(exchange, rows), {})
             rows, metrics = found.batch.rows, found.metrics
             for _ in range(UPDATES):
                 updated = update(config, rows, seen, weight)

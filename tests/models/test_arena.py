@@ -9,11 +9,11 @@ from planning import REPOSITORY
 from published_models import published_folders
 
 from megappo.config.loading import load_config
-from megappo.estimate.gpu_memory import Cluster, MemoryEstimate
-from megappo.estimate.gpus import GIB
+from megappo.lab.estimate.gpu_memory import Cluster, MemoryEstimate
 from megappo.models import offload
 from megappo.models.offload import Offload, block_sizes
 from megappo.placement.run_plan import plan_run
+from megappo.runtime.gpus import GIB
 
 RECIPES = {"qwen2.5_7b_critic_7b_8gpu": 8, "llama3.1_70b_8node": 64, "qwen3_30b_a3b_4node": 32}
 

@@ -7,6 +7,7 @@ from program import REPOSITORY
 from rich.console import Console as Terminal
 
 from megappo.config.loading import load_config
+from megappo.lab.report.health import Health
 from megappo.observe.console import COLUMNS, Console, RemainingTime, format_number
 from megappo.observe.loggers import RunInfo
 from megappo.observe.samples import LINE_CHARACTERS, format_samples
@@ -25,6 +26,7 @@ def printed(folder, steps, total_steps=100, **trainer):
     """Return the lines that a console prints for steps."""
     out = io.StringIO()
     console = Console(out)
+    console.reads = Health({}).reads
     console.on_start(RunInfo(folder, total_steps, config={"trainer": trainer}))
     for step, metrics in steps.items():
         console.on_step(step, metrics)

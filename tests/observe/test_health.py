@@ -9,7 +9,8 @@ from typing import Any, get_args
 import pytest
 
 from megappo.config.values import HealthRule
-from megappo.observe.health import QUIET_STEPS, RULES, Health, held_steps
+from megappo.lab.report.health import QUIET_STEPS, RULES, Health
+from megappo.observe.findings import held_steps
 
 HEALTHY = json.loads(Path(__file__).with_name("healthy_runs.json").read_text())
 """Run -> metric -> values of its steps: the quickstart, calculator and grid as they are shipped, and, of which the

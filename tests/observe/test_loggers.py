@@ -7,6 +7,7 @@ from threading import Event
 import pytest
 
 from megappo.errors import ActionableError
+from megappo.lab.report.report import Report
 from megappo.observe.loggers import LOGGERS, Logger, RunEnd, RunInfo, Tracker, logger_errors
 from megappo.observe.observer import Observer
 from megappo.observe.run_file import logged_step_of, read_run, run_id_of
@@ -92,7 +93,7 @@ def test_the_error_that_ends_a_run_is_passed_on_and_kept(error, end, tmp_path, c
     with ExitStack() as outer:
         if error is not None:
             outer.enter_context(pytest.raises(type(error)))
-        with Observer(RunInfo(tmp_path, 2, run_id="abc"), {"tracker": tracker}):
+        with Observer(RunInfo(tmp_path, 2, run_id="abc"), {"report": Report(), "tracker": tracker}):
             assert read_run(tmp_path)["status"] == "running"
             if error is not None:
                 raise error

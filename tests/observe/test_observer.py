@@ -3,7 +3,8 @@ import json
 
 from report_pages import content_of
 
-from megappo.observe.loggers import RunEnd, RunInfo
+from megappo.lab.report.report import Report
+from megappo.observe.loggers import Outlook, RunEnd, RunInfo
 from megappo.observe.metrics_file import read_metrics
 from megappo.observe.observer import NullObserver, Observer
 from megappo.observe.run_file import has_finished
@@ -23,7 +24,7 @@ INTERRUPTED = RunEnd("interrupted", "a signal")
 
 
 def observer_in(folder, total_steps, resume_step=0):
-    return Observer(RunInfo(folder, total_steps, resume_step))
+    return Observer(RunInfo(folder, total_steps, resume_step), outlook=Outlook(loggers={"report": Report()}))
 
 
 def test_a_resumed_run_leaves_every_step_once(tmp_path, capsys):

@@ -15,10 +15,10 @@ import pytest
 import yaml
 from report_pages import PHASES, Tags, content_of, kept, write_kept, write_run
 
+from megappo.commands import report_command
 from megappo.config.config_error import ConfigError
-from megappo.observe import compare_command, report_command
-from megappo.observe.report import ASSETS, short_names, write_report
-from megappo.observe.report_data import curves
+from megappo.lab.report.report import ASSETS, short_names, write_report
+from megappo.lab.report.report_data import curves
 
 LIBRARY_CHECKSUM = "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f"
 ROOT = Path(__file__).parents[2]
@@ -89,7 +89,7 @@ def test_every_metric_of_a_chart_is_documented():
     text = (ROOT / "docs" / "metrics.md").read_text("utf-8")
     written = re.sub(r"<(file|phase|name|n|k)>", "*", " ".join(re.findall(r"`([^`\n]+)`", text)))
     known = {name.rstrip(",") for name in written.split()}
-    charts = yaml.safe_load((ROOT / "megappo/observe/page/charts.yaml").read_text("utf-8"))
+    charts = yaml.safe_load((ROOT / "megappo/observe/charts.yaml").read_text("utf-8"))
     patterns = [line for group in charts.values() for chart in group for line in chart["lines"].values()]
     assert len(patterns) > 20
     unknown = []
@@ -164,7 +164,7 @@ def test_runs_that_differ_by_their_seed_alone_are_alike(tmp_path, capsys):
     runs = [write_run(tmp_path / f"seed{seed}" / "run", 4, seed=seed) for seed in range(3)]
     runs.append(write_run(tmp_path / "other" / "run", 4, seed=1, actor={"optim": {"lr": 0.5}}))
     output = tmp_path / "page.html"
-    assert compare_command.main([*map(str, runs), "--output", str(output)]) == 0
+    assert report_command.compare([*map(str, runs), "--output", str(output)]) == 0
     assert capsys.readouterr().out == f"wrote {output}\n"
     shown = content_of(output)["runs"]
     assert [run["name"] for run in shown] == ["seed0/run", "seed1/run", "seed2/run", "other/run"]
@@ -184,13 +184,13 @@ def test_the_commands_refuse_what_is_no_run(tmp_path, capsys):
     run, empty = write_run(tmp_path / "run", 2), tmp_path / "empty" / "folder"
     empty.mkdir(parents=True)
     for main, arguments, error in [
-        (report_command.main, [tmp_path], f"{tmp_path} has no metrics.jsonl: did you mean {run}?"),
-        (report_command.main, [run / "timeline"], f"timeline has no metrics.jsonl: did you mean {run}?"),
-        (report_command.main, [empty], f"{empty} has no metrics.jsonl: name the output folder"),
-        (compare_command.main, [run], "expected two runs or more; for one: megappo report RUN"),
-        (compare_command.main, [run, tmp_path / "x"], f"no folder {tmp_path / 'x'} "),
+        (report_command.report, [tmp_path], f"{tmp_path} has no metrics.jsonl: did you mean {run}?"),
+        (report_command.report, [run / "timeline"], f"timeline has no metrics.jsonl: did you mean {run}?"),
+        (report_command.report, [empty], f"{empty} has no metrics.jsonl: name the output folder"),
+        (report_command.compare, [run], "expected two runs or more; for one: megappo report RUN"),
+        (report_command.compare, [run, tmp_path / "x"], f"no folder {tmp_path / 'x'} "),
         (
-            compare_command.main,
+            report_command.compare,
             [run, run, "--output", tmp_path / "y" / "z.html"],
             f"there is no folder {tmp_path / 'y'}: ",
         ),
@@ -200,11 +200,11 @@ def test_the_commands_refuse_what_is_no_run(tmp_path, capsys):
         assert error in capsys.readouterr().err
     (run / "metrics.jsonl").write_text("broken\n{}\n")
     with pytest.raises(ConfigError, match="metrics.jsonl, line 1 .*broken.* is not what a run writes: it is not valid"):
-        report_command.main([str(run)])
+        report_command.report([str(run)])
 
 
 def test_usage_errors_need_nothing_heavy():
-    source = "import sys, megappo.observe.compare_command; print({'torch', 'pyarrow', 'yaml'} & sys.modules.keys())"
+    source = "import sys, megappo.commands.report_command; print({'torch', 'pyarrow', 'yaml'} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from report_pages import kept, write_kept, write_run
 
-from megappo.observe.report import write_comparison, write_report
+from megappo.lab.report.report import write_comparison, write_report
 
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
 playwright = pytest.importorskip("playwright.sync_api", reason="no playwright: bash launch/setup.sh installs it")

@@ -2,7 +2,8 @@ import json
 
 import pytest
 
-from megappo.observe.timeline import Interval, append_phases, drop_phases, main, read_timeline
+from megappo.commands.timeline_command import main
+from megappo.observe.timeline import Interval, append_phases, drop_phases, read_timeline
 
 ROLLOUT, REWARD = Interval("rollout", 1764204000.5, 0.25), Interval("rollout/reward", 1764204000.625, 0.0625)
 

@@ -17,7 +17,7 @@ from tiny_models import hf_folder
 from tiny_training import Trained, Trainee, check_outputs, reference
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megappo.estimate.gpu_memory import _communicators
+from megappo.lab.estimate.gpu_memory import _communicators
 from megappo.placement.groups import ComponentGroups, build_groups
 from megappo.placement.layout import EXPERT_GROUPS, GROUPS, Layout, num_groups, rank_groups
 from megappo.runtime import platform

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 import pytest
 
+from megappo.commands.train import shared_nccl_variables
 from megappo.config.config_error import ConfigError
 from megappo.config.schema import Config
 from megappo.placement.run_plan import plan_run
 from megappo.sync.build import engine_sleeps
-from megappo.train import shared_nccl_variables
 
 SECTIONS = {"model": {"path": "m"}, "data": {"train_files": ["f"]}, "trainer": {"output_dir": "o"}}
 

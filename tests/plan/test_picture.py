@@ -149,7 +149,7 @@ def test_keys_are_listed_by_a_word_in_their_names(plan, run_folder):
 
 def test_the_plan_imports_no_heavyweight():
     heavy = "{'torch', 'megatron', 'sglang', 'transformers', 'pyarrow', 'tokenizers'}"
-    code = f"import megappo.plan, sys; print(*{heavy} & set(sys.modules))"
+    code = f"import megappo.commands.plan, sys; print(*{heavy} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
 

@@ -8,7 +8,7 @@ from planning import REPOSITORY, start_plan
 
 from megappo.architecture.model_folder import SHAPES
 from megappo.errors import ActionableError
-from megappo.estimate.placed_model import read_shape
+from megappo.lab.estimate.placed_model import read_shape
 
 PARAMETERS = {
     "deepseek-llm-7b": 6_910_365_696,

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from megappo.lab.report.ending import end_abandoned_run, ending_of
 from megappo.observe.run_file import RUNNING, read_run
-from megappo.preflight.ending import end_abandoned_run, ending_of
 
 
 @pytest.fixture

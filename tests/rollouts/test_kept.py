@@ -18,12 +18,12 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
 from megappo.batch.exchange import Exchange
+from megappo.commands.samples_command import main
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
 from megappo.data.tokenizer import load_tokenizer, token_texts
 from megappo.engines.handle import EngineHandle
 from megappo.observe.files import kept_file
-from megappo.observe.show_samples import main
 from megappo.rollouts.datasets import Datasets
 from megappo.rollouts.kept import KEPT_ROWS, keep_rollouts
 from megappo.rollouts.rollouts import Rollouts

@@ -63,7 +63,7 @@ def test_a_crash(transport, config, folder):
 def test_an_engine_that_somebody_else_started(config, folder):
     """It gets its weights by broadcast, and the run never ends it, not even when it fails."""
     port = str(free_port())
-    serve = [sys.executable, "-m", "megappo.serve", config.parent / "model", "--max-total-tokens", "4096"]
+    serve = [sys.executable, "-m", "megappo", "serve", config.parent / "model", "--max-total-tokens", "4096"]
     command = [*serve, "--port", port, "--api-key", "its key"]
     with subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}) as server:
         url, run = f"http://127.0.0.1:{port}", folder / "run"

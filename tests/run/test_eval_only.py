@@ -92,7 +92,7 @@ def test_servers_get_the_model_that_is_evaluated(config, run, folder):
     """The servers have held another model before."""
     port = str(free_port())
     model = config.parent / "model"
-    command = [sys.executable, "-m", "megappo.serve", model, "--max-total-tokens", "4096", "--port", port]
+    command = [sys.executable, "-m", "megappo", "serve", model, "--max-total-tokens", "4096", "--port", port]
     with subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}) as server:
         try:
             engines = f"rollout.engines=[http://127.0.0.1:{port}]"

@@ -140,7 +140,7 @@ def test_each_takes_part_in_a_run(config, folder):
         f"trainer.loggers=[{own_logger(folder)}:Best]",
         f"trainer.output_dir={run}",
     )
-    command = [sys.executable, "-m", "megappo.plan", config, *overrides]
+    command = [sys.executable, "-m", "megappo", "plan", config, *overrides]
     planned = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     assert planned.returncode == 0, planned.stderr
     assert "  judge: data 1 x tensor 1 x pipeline 2\n" in planned.stdout

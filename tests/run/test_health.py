@@ -9,7 +9,7 @@ from program import Program, logged
 from safetensors.torch import load_file, save_file
 from tiny_run import latest
 
-from megappo.observe.health import RULES
+from megappo.lab.report.health import RULES
 
 REWARDS = """
 def zero(prompts, responses, labels):

@@ -189,7 +189,7 @@ def test_a_machine_that_shows_no_gpu_computes_on_the_cpu(machine, smi, options) 
     "command",
     [
         ["megappo.torchrun", "--standalone", "--nproc-per-node", "2", "-m", "megappo.train", "no.yaml"],
-        ["megappo.serve", "."],
+        ["megappo", "serve", "."],
         pytest.param(
             ["torch.distributed.run", "--nproc-per-node", "2", "-m", "megappo.train", "no.yaml"],
             marks=pytest.mark.slow,

@@ -150,17 +150,18 @@ def test_scripts_of_people_find_their_neighbours(tmp_path, monkeypatch):
         assert [one.scores for one in pool.score([Row("p", "r", "1", {})])] == [[0.25]]
 
 
-COMMANDS = ("serve", "doctor limits", "plan --keys", "train no.yaml", "torchrun --help", "-P serve")
+ENTRIES = (" serve", " doctor limits", " plan --keys", ".train no.yaml", ".torchrun --help", "-P  serve")
+"""Each follows `python -m megappo` in a command line."""
 
 
-@pytest.mark.parametrize("command", slow_ones(COMMANDS, COMMANDS[1:]))
+@pytest.mark.parametrize("command", slow_ones(ENTRIES, ENTRIES[1:]))
 def test_commands_start_in_any_folder(tmp_path, command):
     hide(tmp_path)
-    name, *words = command.removeprefix("-P ").split()
+    words = f"megappo{command.removeprefix('-P ')}".split()
     options = ["-P"] if command.startswith("-P") else []
     variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "WORLD_SIZE")}
     done = subprocess.run(
-        [sys.executable, *options, "-m", f"megappo.{name}", *words],
+        [sys.executable, *options, "-m", *words],
         cwd=tmp_path,
         env=variables,
         capture_output=True,

@@ -14,8 +14,8 @@ from unittest.mock import patch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from megappo.commands.plan import main
 from megappo.data.prompts import Prompt, PromptDataset
-from megappo.plan import main
 
 REPOSITORY = Path(__file__).parents[2]
 CONFIG = """\
@@ -60,7 +60,7 @@ def start_plan(folder: Path, *arguments: str, **environment: str) -> subprocess.
     """Run the command in a new process."""
     variables = {name: value for name, value in os.environ.items() if name != "WORLD_SIZE"}
     return subprocess.run(
-        [sys.executable, "-m", "megappo.plan", *arguments],
+        [sys.executable, "-m", "megappo", "plan", *arguments],
         cwd=folder,
         env=variables | {"PYTHONPATH": str(REPOSITORY)} | environment,
         capture_output=True,

@@ -14,7 +14,7 @@ from program import REPOSITORY
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-COMMAND = [sys.executable, "-m", "megappo.serve"]
+COMMAND = [sys.executable, "-m", "megappo", "serve"]
 CHARACTERS = "0123456789+-*/=() abcdefghijklmnopqrstuvwxyzABCD"  # as many as the shared checkpoint's vocabulary has
 
 

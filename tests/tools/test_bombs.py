@@ -96,7 +96,7 @@ def test_plan_refuses_them(tmp_path: Path, marker: Path) -> None:
     step = filled(tmp_path / "run" / "checkpoints" / "step_00000001", ("state.json",), content)
     (step.parent / "latest").write_bytes(content)
     keys = [f"model.path={model}", f"data.train_files={data / 'train.jsonl'}", f"trainer.output_dir={tmp_path / 'run'}"]
-    command = [sys.executable, "-m", "megappo.plan", "configs/quickstart.yaml", *keys]
+    command = [sys.executable, "-m", "megappo", "plan", "configs/quickstart.yaml", *keys]
     done = subprocess.run(command, cwd=REPOSITORY, env=environment(), capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and not marker.exists()
     assert f"model.path: cannot use {model / 'config.json'}: it is not UTF-8 text" in done.stderr

@@ -15,10 +15,10 @@ from published_models import published_folders
 from pyarrow import parquet
 
 from megappo.config.loading import load_config
-from megappo.estimate.gpu_memory import Cluster, MemoryEstimate
-from megappo.estimate.gpus import GPUS
-from megappo.estimate.seconds import TimeEstimate
+from megappo.lab.estimate.gpu_memory import Cluster, MemoryEstimate
+from megappo.lab.estimate.seconds import TimeEstimate
 from megappo.placement.run_plan import plan_run
+from megappo.runtime.gpus import GPUS
 from megappo_tools.simulate_staleness import Engine, Simulation, main, mean_step, simulation_of
 
 CONFIG = REPOSITORY / "configs" / "qwen2.5_7b_gsm8k_8gpu.yaml"

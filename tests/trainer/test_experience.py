@@ -238,12 +238,11 @@ def check(rank: int, world_size: int) -> None:
         config = make_config(algorithm, "group" if name == "groups' rewards" else "none")
         kl = KLController(config.algorithm.kl_ctrl)
         progress = SimpleNamespace(kl=kl, reward_moments=RunningMoments())
-        run = SimpleNamespace(config=config, exchange=exchange, progress=progress)
         is_engines = config.algorithm.old_log_probs == "engine"
         absent = {"bootstrap_values"} if "decoupled" not in name else set()
         absent |= {"old_log_probs", "full_kl"} if is_engines else set()
         kept = {key: x for key, x in owned.fields.items() if key not in absent}
-        result = add_advantages(run, 1, replace(batch, rows=replace(owned, fields=kept)), {})
+        result = add_advantages(config, exchange, progress, 1, replace(batch, rows=replace(owned, fields=kept)), {})
         rows, metrics = result.batch.rows, result.metrics
         if not is_engines:
             assert_compared(every, metrics)
@@ -307,7 +306,7 @@ def compared(rank: int, world_size: int) -> None:
     weights = experience.rollout_is_weights
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(experience, "rollout_is_weights", lambda *args, **more: calls.append(1) or weights(*args, **more))
-        result = add_advantages(run, 1, at_owners(exchange, make_rows()), {})
+        result = add_advantages(config, exchange, progress, 1, at_owners(exchange, make_rows()), {})
         Run.begin_updates(run, result)
     assert len(calls) == 1
     assert [one["rollout/log_prob_diff/mean"] > 0 for one in checked] == [True] and result.metrics["warnings"] == 0
@@ -340,8 +339,7 @@ def degenerate(rank: int, world_size: int) -> None:
         batch = at_owners(exchange, replace(every, fields=fields))
         mine = batch.rows
         progress = SimpleNamespace(kl=KLController(config.algorithm.kl_ctrl), reward_moments=RunningMoments())
-        run = SimpleNamespace(config=config, exchange=exchange, progress=progress)
-        result = add_advantages(run, 1, batch, {})
+        result = add_advantages(config, exchange, progress, 1, batch, {})
         num_tokens = int(left.sum())
         assert result.metrics["rollout/trained_tokens"] == num_tokens
         assert result.metrics["rollout/masked_frac"] == pytest.approx(1 - len(left.sum(1).nonzero()) / len(SAMPLED))
@@ -380,9 +378,9 @@ def credit(rank: int, world_size: int) -> None:
     method = {"adv_estimator": "reinforce_plus_plus", "gamma": 1.0, "whiten_advantages": False}
     config = make_config(method | {"use_kl_in_reward": False})
     progress = SimpleNamespace(kl=KLController(config.algorithm.kl_ctrl), reward_moments=RunningMoments())
-    run = SimpleNamespace(config=config, exchange=Exchange(dist.group.WORLD), progress=progress)
-    batch = at_owners(run.exchange, rows)
-    found = add_advantages(run, 1, batch, {}).batch.rows.fields["advantages"]
+    exchange = Exchange(dist.group.WORLD)
+    batch = at_owners(exchange, rows)
+    found = add_advantages(config, exchange, progress, 1, batch, {}).batch.rows.fields["advantages"]
     last = 2.0 * (1 + 0.5) - 0.4 * 3 / MAX_LENGTH
     assert found[mask.bool()].tolist() == pytest.approx([4.0 + last, 2.0 + last, last])
 

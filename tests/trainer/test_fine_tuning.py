@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from megappo.config.schema import Config
 from megappo.engines.handle import EngineHandle
+from megappo.observe.loggers import Outlook
 from megappo.placement.run_plan import plan_run
 
 ANSWERS = ["7", "77+", "7+7", "+"]
@@ -26,7 +27,7 @@ def steps(rank: int, world_size: int, values: dict, folder: Path) -> None:
 
     config = Config.model_validate(values)
     with ExitStack() as cleanup:
-        run = build_run(plan_run(config, world_size), EngineHandle(), cleanup)
+        run = build_run(plan_run(config, world_size), EngineHandle(), Outlook(), cleanup)
         held_out = run.evaluate(0)
         metrics = [example_step(run, step) for step in (1, 2)]
     if rank == 0:

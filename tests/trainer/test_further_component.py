@@ -12,8 +12,8 @@ import yaml
 from recorder import recorder_in
 from spawn import run_ranks
 
-from megappo import plan
 from megappo.batch.fields import FIELDS, Field
+from megappo.commands import plan
 from megappo.config.config_error import ConfigError
 from megappo.config.schema import Config
 from megappo.config.sections import Parallel

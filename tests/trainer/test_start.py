@@ -13,7 +13,7 @@ from recorder import recorder_in
 from spawn import run_ranks
 
 from megappo.config.schema import Config
-from megappo.estimate.gpu_memory import SAVE, START, Cluster, MemoryEstimate
+from megappo.lab.estimate.gpu_memory import SAVE, START, Cluster, MemoryEstimate
 from megappo.models.megatron_engine import MegatronEngine
 from megappo.models.offload import Offload, _storages
 from megappo.placement.run_plan import plan_run

@@ -11,9 +11,8 @@ from spawn import run_ranks
 from megappo.batch.exchange import Exchange
 from megappo.batch.rows import NO_TOKENS, Rows
 from megappo.config.schema import Gate
-from megappo.trainer.critic_evaluation import GateProgress
 from megappo.trainer.statistics import over_ranks
-from megappo.trainer.value_metrics import response_parts, value_metrics
+from megappo.trainer.value_metrics import GateProgress, response_parts, value_metrics
 
 MASKS = ("1111111", "1", "11011", "1111", "111")
 PARTS = {7: [0, 0, 1, 2, 2, 3, 3], 1: [0], 4: [0, 1, 2, 3], 3: [0, 2, 3]}

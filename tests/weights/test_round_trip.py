@@ -22,7 +22,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from megappo.architecture.parsing import read_architecture
 from megappo.config.config_error import ConfigError
 from megappo.errors import ActionableError
-from megappo.estimate.seconds import num_exported
+from megappo.lab.estimate.seconds import num_exported
 from megappo.models.gpt import ModelChunks
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout

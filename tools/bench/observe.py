@@ -23,11 +23,12 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import yaml
 from timed import Row, parser_of, report
 
-from megappo.observe.loggers import RunEnd, RunInfo
+from megappo.lab.report.health import health_of
+from megappo.lab.report.report import REPORT_SECONDS, REPORT_SHARE, Report, write_report
+from megappo.observe.loggers import Outlook, RunEnd, RunInfo
 from megappo.observe.metrics import BUCKETS, Histogram
 from megappo.observe.metrics_file import read_metrics
 from megappo.observe.observer import Observer
-from megappo.observe.report import REPORT_SECONDS, REPORT_SHARE, write_report
 from megappo.observe.tensorboard_logger import TensorBoard
 from megappo.observe.timeline import append_phases, read_timeline
 from megappo.observe.timers import SAMPLE_SECONDS, PhaseMemory, Timers
@@ -49,7 +50,8 @@ def processor_seconds(action: Callable[[], object]) -> float:
 def log_all(folder: Path, config: Mapping[str, Any], steps: Steps) -> None:
     """Log the steps of a run, with as many histograms as one has."""
     histograms = {f"{name}/histogram": Histogram((1.0, 1.0, *[1.0] * (len(BUCKETS) + 1))) for name in HISTOGRAMS}
-    observer = Observer(RunInfo(folder, len(steps), config=config), {"tensorboard": TensorBoard()})
+    outlook = Outlook(monitor=health_of, loggers={"report": Report()})
+    observer = Observer(RunInfo(folder, len(steps), config=config), {"tensorboard": TensorBoard()}, outlook)
     with contextlib.redirect_stdout(io.StringIO()):
         for metrics in steps:
             observer.log(metrics["step"], {**metrics, **histograms})

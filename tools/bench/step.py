@@ -35,8 +35,8 @@ from child_run import run_child
 from timed import VOCABULARY, Row, on_ranks, parser_of, report, seconds, write_qwen2
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
+from megappo.architecture.flops import TRAINING, flops_of
 from megappo.architecture.parsing import read_architecture
-from megappo.estimate.placed_model import TRAINING, flops_of
 from megappo.observe.metrics_file import read_metrics
 
 ROOT = Path(__file__).parents[2]

@@ -13,7 +13,7 @@ from run import Stages, main, stage
 RUNS = ("quickstart", "layout", "engine_tp2", "broadcast", "context", "experts", "killed_engine", "resumed")
 RANKS = ("communicators", "overlap", "sleeping_engine")
 NODE_STAGES: Stages = {
-    "doctor": (["-m", "megappo.doctor"], 240),
+    "doctor": (["-m", "megappo", "doctor"], 240),
     **{f"several_{name}": stage("several_ranks", name, limit=300) for name in RANKS},
     **{f"several_{name}": stage("several_runs", name, limit=420) for name in RUNS},
 }

@@ -21,7 +21,7 @@ from report import lines
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 OUTPUT = REPOSITORY / "outputs" / "gpu-kit" / "results"
-DOCTOR = ["-m", "megappo.doctor", "packages", "megatron", "gpus", "collectives", "attention"]
+DOCTOR = ["-m", "megappo", "doctor", "packages", "megatron", "gpus", "collectives", "attention"]
 Stages = dict[str, tuple[list[str], int]]
 STAGE_FOLDER = "tests/gpu/stages"
 LIMIT = 240

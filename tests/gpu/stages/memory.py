@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from served import score, serving
 
 from megappo.config.model_sections import Lora
-from megappo.estimate.gpu_memory import CONTEXT_BYTES, ENGINE_CONTEXT_BYTES, ENGINE_PROCESS_BYTES, PROCESS_BYTES
+from megappo.lab.estimate.gpu_memory import CONTEXT_BYTES, ENGINE_CONTEXT_BYTES, ENGINE_PROCESS_BYTES, PROCESS_BYTES
 
 SETTLING_SECONDS = 2
 ENGINES = {"plain": None, "adapters": Lora(rank=16)}

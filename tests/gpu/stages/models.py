@@ -14,9 +14,9 @@ from ppo_engines import make_loss, make_rows
 from tiny_models import VOCAB_SIZE, build, hf_folder, hf_model, outputs, sequences
 from tiny_shapes import MIXTURES, TWO_LAYERS, VARIANTS
 
+from megappo.architecture.flops import TRAINING, flops_of
 from megappo.architecture.parsing import read_architecture
 from megappo.config.sections import Parallel
-from megappo.estimate.placed_model import TRAINING, flops_of
 from megappo.placement.groups import ComponentGroups
 from megappo.runtime import platform
 from megappo.trainer.statistics import peak_flops

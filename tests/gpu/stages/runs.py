@@ -13,10 +13,10 @@ from common import CUDA, REPOSITORY
 from program import ONE_RANK_EACH
 
 from megappo.config.loading import load_config
-from megappo.estimate.gpu_memory import Cluster, MemoryEstimate
-from megappo.estimate.gpus import GIB, find_gpu
+from megappo.lab.estimate.gpu_memory import Cluster, MemoryEstimate
 from megappo.observe.metrics_file import read_metrics
 from megappo.placement.run_plan import plan_run
+from megappo.runtime.gpus import GIB, find_gpu
 
 FIGURES = re.compile(
     r"^(timing_s|timing|memory|sync)/|/mfu$|^reward/score/mean$|/log_prob_diff/(mean|max)$|tokens_per_second"

@@ -26,7 +26,7 @@ from served import score, serving
 from spawn import run_ranks
 from weight_sources import push
 
-from megappo.estimate.gpu_memory import COMMUNICATOR_BYTES
+from megappo.lab.estimate.gpu_memory import COMMUNICATOR_BYTES
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
 

@@ -5,10 +5,11 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from megappo.estimate.gpus import GPUS, GPUS_PER_NODE
+from megappo.runtime.gpus import GPUS, GPUS_PER_NODE
 
 MOST_RANKS = 100_000
 """Ranks of a run."""
@@ -46,7 +47,7 @@ examples:
 SERVE = "usage: megappo serve MODEL [SGLang's arguments; megappo serve MODEL --help lists them]"
 
 
-def plan_arguments(words: Sequence[str] | None) -> argparse.Namespace:
+def plan_arguments(words: Sequence[str]) -> argparse.Namespace:
     """Parse the arguments of `megappo plan`."""
     parser = _parser("plan", "Print what a config means and what is wrong with it, without a GPU or torchrun.", PLAN)
     _add_config(parser, is_required=False)
@@ -83,36 +84,34 @@ def plan_arguments(words: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def train_arguments(words: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the arguments of `megappo train`."""
-    description = "Train on this node: check the config, then start one process per GPU."
-    return _start_arguments(_parser("train", description, TRAIN), words)
+STARTS = {
+    "train": ("Train on this node: check the config, then start one process per GPU.", TRAIN),
+    "sft": ("Fine-tune the actor on examples, on this node: check the config, then start one process per GPU.", SFT),
+    "reward-model": (
+        "Train a reward model on preferences, on this node: check the config, then start a process per GPU.",
+        REWARD_MODEL,
+    ),
+}
+"""Command that starts ranks -> its description and examples."""
 
 
-def sft_arguments(words: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the arguments of `megappo sft`."""
-    description = "Fine-tune the actor on examples, on this node: check the config, then start one process per GPU."
-    return _start_arguments(_parser("sft", description, SFT), words)
-
-
-def reward_model_arguments(words: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the arguments of `megappo reward-model`."""
-    description = "Train a reward model on preferences, on this node: check the config, then start a process per GPU."
-    return _start_arguments(_parser("reward-model", description, REWARD_MODEL), words)
-
-
-def _start_arguments(parser: argparse.ArgumentParser, words: Sequence[str] | None) -> argparse.Namespace:
+def start_arguments(name: str, words: Sequence[str]) -> argparse.Namespace:
+    """Parse the arguments of a command of STARTS."""
+    parser = _parser(name, *STARTS[name])
     _add_config(parser)
     _add_nproc(parser, "one per visible GPU, else 2")
     return parser.parse_intermixed_args(words)
 
 
-def rank_arguments(words: Sequence[str] | None) -> argparse.Namespace:
+train_arguments, sft_arguments, reward_model_arguments = (partial(start_arguments, name) for name in STARTS)
+
+
+def rank_arguments() -> argparse.Namespace:
     """Parse the arguments of a rank."""
     description = "Train a language model by PPO: Megatron actor and critic, SGLang rollouts."
     parser = _parser("train", description, TRAIN, prog="torchrun --nproc-per-node N -m megappo.train")
     _add_config(parser)
-    return parser.parse_intermixed_args(words)
+    return parser.parse_intermixed_args()
 
 
 def evaluate_arguments(words: Sequence[str] | None) -> argparse.Namespace:
@@ -152,7 +151,7 @@ def inspect_arguments(words: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def doctor_arguments(words: Sequence[str] | None) -> argparse.Namespace:
+def doctor_arguments(words: Sequence[str]) -> argparse.Namespace:
     """Parse the arguments of `megappo doctor`."""
     parser = _parser("doctor", "Check whether this machine can train.", "example: megappo doctor packages gpus")
     parser.add_argument("checks", nargs="*", metavar="CHECK", help=f"{', '.join(CHECKS)} (default: all)")

@@ -8,18 +8,16 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from string import Template
 from typing import Any
 
-import yaml
-
+from megappo.lab.report.report_data import run_data
+from megappo.lab.report.report_samples import MOST_CHARACTERS
+from megappo.observe.charts import charts
 from megappo.observe.files import REPORT_FILE
 from megappo.observe.loggers import Logger, RunEnd, RunInfo
 from megappo.observe.metrics_file import read_metrics
-from megappo.observe.report_data import run_data
-from megappo.observe.report_samples import MOST_CHARACTERS
 from megappo.observe.run_summary import summary
 from megappo.runtime.durable_files import put_whole
 
@@ -117,12 +115,6 @@ def page(title: str, runs: Sequence[dict[str, Any]], summary: str) -> bytes:
         script=script,
     )
     return text.encode("utf-8", "backslashreplace")  # a lone surrogate of a response becomes its JSON escape
-
-
-@cache
-def charts() -> dict[str, list[dict[str, Any]]]:
-    """Return the charts of charts.yaml, by group."""
-    return yaml.safe_load(_asset("charts.yaml"))
 
 
 def _asset(name: str) -> str:

@@ -86,7 +86,11 @@ def check_run(
         errors += error.errors
     errors += [*file_errors(config, capability), *_user_code_errors(config)]
     errors += server_args_errors(config.rollout.server_args, config.rollout.tensor_parallel)
-    errors += [*logger_errors(config.trainer.loggers), *_parser_errors(config), *cache_errors()]
+    errors += logger_errors(config.trainer.loggers)
+    parser, known = config.rollout.tool_call_parser, _known_parsers()
+    if parser is not None and known and parser not in known:
+        errors.append(f"rollout.tool_call_parser: SGLang has no {shorten(parser)}: choose {', '.join(known)}")
+    errors += cache_errors()
     errors += output_errors(config, resumes=plan is not None)
     return plan, config.located(sorted(dict.fromkeys(errors), key=lambda error: isinstance(error, Missing)))
 
@@ -144,13 +148,6 @@ def server_args_errors(arguments: Mapping[str, object], num_ranks: int = 1) -> I
             near = difflib.get_close_matches(name, known, n=1)
             advice = f"did you mean {near[0]}?" if near else "remove it"
             yield f"rollout.server_args: SGLang does not know {name}: {advice}"
-
-
-def _parser_errors(config: Config) -> Iterator[str]:
-    """Yield an error for a rollout.tool_call_parser that SGLang does not have."""
-    parser, known = config.rollout.tool_call_parser, _known_parsers()
-    if parser is not None and known and parser not in known:
-        yield f"rollout.tool_call_parser: SGLang has no {shorten(parser)}: choose {', '.join(known)}"
 
 
 def _sglang_folder() -> Path | None:

@@ -13,11 +13,11 @@ from megappo.config.eval_sets import longest_response, longest_row
 from megappo.config.methods import GPU_BUCKET_BYTES
 from megappo.config.schema import Config
 from megappo.config.sections import Parallel
-from megappo.estimate.gpus import GIB, GPUS_PER_NODE
-from megappo.estimate.placed_model import PlacedModel, Shapes
+from megappo.lab.estimate.placed_model import PlacedModel, Shapes
 from megappo.placement.components import build_order, uses_of
 from megappo.placement.layout import Layout
 from megappo.placement.run_plan import RunPlan
+from megappo.runtime.gpus import GIB, GPUS_PER_NODE
 
 CONTEXT_BYTES, ENGINE_CONTEXT_BYTES, COMMUNICATOR_BYTES = 0.7 * GIB, 1.2 * GIB, 0.1 * GIB
 """Assumed, not measured: GPU memory of CUDA, cuBLAS and kernels for a rank and for an engine, and of NCCL for each

@@ -1,15 +1,10 @@
-"""Check in about a minute that this machine can run megappo: megappo doctor [CHECK ...]
-
-Prints a line per check, and a remedy under each problem. Exits with 1 if there is a problem. Without a GPU, the same
-checks try what a CPU uses instead.
-"""
+"""Checks of the doctor: whether this machine can run megappo. Without a GPU, the same checks try what a CPU uses."""
 
 import os
 import resource
 import shutil
-import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -19,11 +14,10 @@ import torch.nn.functional as F
 from torch.multiprocessing import get_context, spawn
 
 from megappo.architecture.switches import CUDNN_PACKS
-from megappo.arguments import doctor_arguments
 from megappo.config.schema import Rollout
 from megappo.engines.client import SamplingParams
 from megappo.engines.process import Engine
-from megappo.preflight.run_checks import cache_errors
+from megappo.lab.plan.run_checks import cache_errors
 from megappo.runtime import megatron_patches, megatron_setup, platform
 from megappo.runtime.listening import stay_on_this_node
 from megappo.runtime.machine import visible_devices
@@ -175,24 +169,4 @@ CHECKS: dict[str, tuple[Callable[[], str], str]] = {
     "engine": (engine, "read SGLang's error above, and docs/troubleshooting.md; not installed: bash launch/setup.sh"),
     "limits": (limits, "docker run --shm-size=8g --ulimit nofile=1048576; under SLURM: LimitNOFILE= of slurmd's unit"),
 }
-"""Checks, named in `arguments.CHECKS`, each with the remedy for its problems."""
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the table; return 1 if there is a problem."""
-    names = doctor_arguments(arguments).checks or list(CHECKS)
-    num_wrong = 0
-    for name in names:
-        check, remedy = CHECKS[name]
-        try:
-            print(f"{name:<15}{'ok':<9}{check()}", flush=True)
-        except Exception as error:  # of any kind: the other checks still run
-            num_wrong += 1
-            print(f"{name:<15}{'PROBLEM':<9}{type(error).__name__}: {error}".rstrip(), flush=True)
-            print(f"{'':<15}{'remedy':<9}{remedy}", flush=True)
-    print(f"wrong: {num_wrong} of {len(names)}" if num_wrong else "nothing is wrong", flush=True)
-    return int(num_wrong > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+"""Checks, named in `commands.arguments.CHECKS`, each with the remedy for its problems."""

@@ -7,14 +7,14 @@ from operator import itemgetter
 
 from megappo.architecture.switches import Decision, SwitchContext, decisions, te_fault
 from megappo.config.config_error import shorten, show
-from megappo.estimate.fitting import SPARE, fits, remedies
-from megappo.estimate.gpu_memory import ROLLOUT, SYNC, MemoryEstimate, RankKind
-from megappo.estimate.gpus import GIB, GPU
-from megappo.estimate.placed_model import Shapes
-from megappo.estimate.seconds import GROUP_SECONDS, TENSOR_SECONDS, TimeEstimate
+from megappo.lab.estimate.fitting import SPARE, fits, remedies
+from megappo.lab.estimate.gpu_memory import ROLLOUT, SYNC, MemoryEstimate, RankKind
+from megappo.lab.estimate.placed_model import Shapes
+from megappo.lab.estimate.seconds import GROUP_SECONDS, TENSOR_SECONDS, TimeEstimate
+from megappo.lab.plan.picture import aligned
 from megappo.placement.layout import format_ranks, num_groups
-from megappo.placement.picture import aligned
 from megappo.placement.run_plan import RunPlan
+from megappo.runtime.gpus import GIB, GPU
 
 LANE_WIDTH = 100
 """Characters of a step's picture."""
@@ -186,14 +186,13 @@ def memory_errors(estimate: MemoryEstimate, gpu: GPU) -> Iterator[str]:
             "or larger GPUs"
         )
     else:
-        advice = "it would fit with " + " ".join(f"'{key}={_override(value)}'" for key, value in helpful.items())
+        overrides = []
+        for key, value in helpful.items():
+            written = f"[{','.join(map(str, value))}]" if isinstance(value, list) else show(value).strip('"')
+            overrides.append(f"'{key}={written}'")
+        advice = f"it would fit with {' '.join(overrides)}"
     room = f"{gpu.name} GPUs of {_gib(gpu_bytes)} GiB, of which {SPARE:.0%} should stay free"
     yield f"placement: this run does not fit {room}: {found}: {advice}"
-
-
-def _override(value: object) -> str:
-    """Return a value as an override on the command line."""
-    return f"[{','.join(map(str, value))}]" if isinstance(value, list) else show(value).strip('"')
 
 
 def _gib(size: float) -> str:

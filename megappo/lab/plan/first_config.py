@@ -12,10 +12,10 @@ from megappo.config.hub import HUB_ID
 from megappo.config.schema import Config
 from megappo.config.values import Section
 from megappo.errors import own_command
-from megappo.estimate.gpu_memory import Cluster
-from megappo.estimate.gpus import GIB, GPU, GPUS_PER_NODE
-from megappo.estimate.suggest import fitting_runs, most_split, suggestion
+from megappo.lab.estimate.gpu_memory import Cluster
+from megappo.lab.estimate.suggest import fitting_runs, most_split, suggestion
 from megappo.placement.run_plan import plan_run
+from megappo.runtime.gpus import GIB, GPU, GPUS_PER_NODE
 
 OF_MODELS = ("parallel", "offload", "recompute", "optim.lr", "ppo_mini_batch_size", "max_tokens_per_micro_batch")
 SHOWN = (

@@ -1,28 +1,27 @@
-"""Show a run's responses to held-out prompts, and the training rollouts that it kept."""
+"""`megappo samples`: show a run's responses to held-out prompts, and the training rollouts that it kept."""
 
 import argparse
 import math
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from megappo.errors import escaped
+from megappo.lab.report.sample_lines import TEXTS, sample_lines
 from megappo.observe.files import ROLLOUTS_FOLDER, no_run, number_of
 from megappo.observe.samples import TRAINING, mark_passed, read_samples, sample_files
 
 NO_RESPONSE = """no response is like that (scores that are more than right or wrong, such as partial rewards, neither
 pass nor fail: use --order worst in place of --wrong)"""
-TEXTS = ("prompt", "response", "label")
-NAME_CHARACTERS = 9
-"""Least width of the column with the names of texts."""
 ABSENT = {"dataset": "", "score": math.nan, "passed": None, **dict.fromkeys(TEXTS)}
 """Fields of a sample that are shown, as one without them has them."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Print responses of one step; return the process's exit code."""
-    parser = argparse.ArgumentParser(prog="megappo samples", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="megappo samples",
+        description="Show a run's responses: those to held-out prompts, and the training rollouts that it kept.",
+    )
     parser.add_argument("run", type=Path, help="output folder of a run")
     parser.add_argument("--step", type=int, help="a step that has responses (default: the newest)")
     parser.add_argument("--dataset", help=f"a held-out data set, or {TRAINING} (default: all)")
@@ -48,40 +47,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = sorted({sample["dataset"] for sample in every})
     if args.dataset not in (None, *names):
         parser.error(escaped(f"--dataset {args.dataset}: step {step} has responses of {', '.join(names)}"))
-    chosen = [sample for sample in every if _is_chosen(sample, args)]
+    chosen = []
+    for sample in every:
+        has_text = args.search in f"{sample['prompt']}\n{sample['response']}"
+        if has_text and args.dataset in (None, sample["dataset"]) and args.passed in (None, sample["passed"]):
+            chosen.append(sample)
     if args.order:
         chosen.sort(key=lambda sample: sample["score"], reverse=args.order == "best")
-    print("\n\n".join("\n".join(_lines(sample)) for sample in chosen[: args.num]) or NO_RESPONSE)
+    print("\n\n".join("\n".join(sample_lines(sample)) for sample in chosen[: args.num]) or NO_RESPONSE)
     shown = min(args.num, len(chosen))
     print(f"\nstep {step} (of {', '.join(map(str, steps))}): {shown} shown of {len(chosen)} chosen of {len(every)}")
     return 0
-
-
-def _is_chosen(sample: Mapping[str, Any], args: argparse.Namespace) -> bool:
-    if args.dataset not in (None, sample["dataset"]) or args.passed not in (None, sample["passed"]):
-        return False
-    return args.search in f"{sample['prompt']}\n{sample['response']}"
-
-
-def _lines(sample: Mapping[str, Any]) -> Iterator[str]:
-    outcome = {True: ", passed", False: ", not passed", None: ""}[sample["passed"]]
-    ending = f", ended by {sample['finish_reason']}" if "finish_reason" in sample else ""
-    parts = "".join(f", {name} {number:g}" for name, number in (sample.get("parts") or {}).items())
-    yield escaped(f"-- {sample['dataset']}, score {sample['score']:.4g}{outcome}{ending}{parts}")
-    texts = [(name, sample[name]) for name in TEXTS]
-    if turns := sample.get("turns"):
-        texts[1:2] = [(_writer(**turn), turn["text"]) for turn in turns]
-    width = max(NAME_CHARACTERS, *(len(name) for name, _ in texts))
-    for name, text in texts:
-        for number, line in enumerate(str(text).splitlines() or [""]):
-            yield f"   {'' if number else name:<{width}} {escaped(line)}".rstrip()
-
-
-def _writer(turn: int, reward: float, **_: str) -> str:
-    """Return who wrote a turn, and the reward that it got."""
-    writer = f"policy {turn}" if turn else "environment"
-    return f"{writer}, reward {reward:.4g}" if reward else writer
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,23 +1,30 @@
-"""Train on this node: check the config, then replace this process by megappo.torchrun, which starts the ranks."""
+"""`megappo train`, `megappo sft` and `megappo reward-model`: check a config, then replace this process by
+megappo.torchrun, which starts the ranks of this node."""
 
 import contextlib
 import io
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 
-from megappo import plan
-from megappo.arguments import train_arguments
+from megappo.commands import plan
+from megappo.commands.arguments import start_arguments
 from megappo.runtime.machine import PYTHON, for_python, num_gpus
 from megappo.runtime.status import STATUS
 
 CPU_RANKS = 2
+KIND = {"train": (), "sft": ("trainer.kind=sft",), "reward-model": ("trainer.kind=reward_model",)}
+"""Command -> its own override."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Start the ranks; return 2 for a config that cannot work."""
-    args = train_arguments(arguments)
-    return start(args.config, args.overrides, args.nproc)
+def _main(name: str, words: Sequence[str]) -> int:
+    """Start the ranks of a command of STARTS; return 2 for a config that cannot work."""
+    args = start_arguments(name, words)
+    return start(args.config, [*args.overrides, *KIND[name]], args.nproc)
+
+
+train, sft, reward_model = (partial(_main, name) for name in KIND)
 
 
 def start(config: str, overrides: Sequence[str], nproc: int | None) -> int:

@@ -13,14 +13,14 @@ from megappo.config.config_error import ConfigError
 from megappo.config.loading import nested
 from megappo.config.schema import Config
 from megappo.config.sections import Parallel
-from megappo.estimate.fitting import ENGINE_SHARE, differences, fits, resolve_offload
-from megappo.estimate.gpu_memory import ROLLOUT, Cluster, MemoryEstimate
-from megappo.estimate.gpus import GIB, GPU
-from megappo.estimate.seconds import TimeEstimate
-from megappo.estimate.tables import written_seconds
+from megappo.lab.estimate.fitting import ENGINE_SHARE, differences, fits, resolve_offload
+from megappo.lab.estimate.gpu_memory import ROLLOUT, Cluster, MemoryEstimate
+from megappo.lab.estimate.seconds import TimeEstimate
+from megappo.lab.estimate.tables import written_seconds
 from megappo.placement.components import AUTO
 from megappo.placement.layout import format_ranks
 from megappo.placement.run_plan import RunPlan, plan_run
+from megappo.runtime.gpus import GIB, GPU
 
 SHOWN = 3
 SPLITS = 8

@@ -10,10 +10,10 @@ from typing import NamedTuple
 from megappo.checkpoint.folders import NOT_BEGUN, checkpoints_in, position_of
 from megappo.config.config_error import ConfigError, counted
 from megappo.config.loading import read_values
+from megappo.lab.report.report import write_report
 from megappo.observe.files import CHECKPOINTS
 from megappo.observe.loggers import RunEnd
 from megappo.observe.metrics_file import read_metrics
-from megappo.observe.report import write_report
 from megappo.observe.run_file import RUN_FILE, RUNNING, read_run, write_end
 from megappo.preflight.folder_lock import in_use
 
@@ -70,16 +70,13 @@ def end_abandoned_run(arguments: Sequence[str], started: float, code: int) -> No
         if folder is None or not _has_begun(folder, started):
             return
         if read_run(folder)["status"] == RUNNING and not in_use(folder):
-            write_end(folder, _end(code))
+            end = RunEnd("failed", f"a rank ended without an error message (exit code {code}): see the run's output")
+            if code - 128 in set(signal.Signals):
+                end = RunEnd("interrupted", f"ended by {signal.Signals(code - 128).name}")
+            write_end(folder, end)
             write_report(folder)
     except Exception as error:  # the run has ended for a reason of its own, which must stay its exit code
         print(f"WARNING: the report of the run was not written: {type(error).__name__}: {error}", file=sys.stderr)
-
-
-def _end(code: int) -> RunEnd:
-    if code - 128 in set(signal.Signals):
-        return RunEnd("interrupted", f"ended by {signal.Signals(code - 128).name}")
-    return RunEnd("failed", f"a rank ended without an error message (exit code {code}): see the run's output")
 
 
 def _run_folder(arguments: Sequence[str]) -> Path | None:

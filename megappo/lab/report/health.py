@@ -4,14 +4,11 @@ A rule that begins to hold is one finding, with its remedy. It is counted in the
 trainer.stop_on names it: the run then ends as after a signal.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megappo.config.config_error import printable
-from megappo.errors import EXIT_UNHEALTHY, ActionableError
-from megappo.observe.health_conditions import (
+from megappo.lab.report.health_conditions import (
     GRADIENT_NORMS,
     SHAPED_RANGE,
     SPREAD,
@@ -29,15 +26,13 @@ from megappo.observe.health_conditions import (
     value_loss_large,
     values_useless,
 )
+from megappo.observe.findings import PREFIX, Examples, Finding
+from megappo.observe.loggers import Monitor, RunInfo
+from megappo.observe.metrics_file import read_metrics
 from megappo.table import Table
 
-PREFIX = "health/"
-"""The metric of a rule is health/<rule>: 1 in the steps in which it holds, 0 in the others that have its metrics."""
 QUIET_STEPS = 10
 """Steps without a rule after which it is over; it is reported again only after that."""
-
-Examples = Callable[[], Sequence[Mapping[str, Any]]]
-"""Returns a few responses of the step: mappings with prompt, response and score."""
 
 
 @dataclass(frozen=True)
@@ -244,46 +239,7 @@ RULES: Table[Rule] = Table(
 """<rule> of the metric health/<rule>, which trainer.stop_on names -> the rule."""
 
 
-@dataclass(frozen=True)
-class Finding:
-    """A rule that begins to hold, or that is over.
-
-    Attributes:
-        samples: responses of the step, as `Examples` returns them; empty where they do not help.
-    """
-
-    rule: str
-    step: int
-    message: str
-    remedy: str = ""
-    samples: Sequence[Mapping[str, Any]] = ()
-
-    @property
-    def is_over(self) -> bool:
-        """True if the rule no longer holds."""
-        return not self.remedy
-
-    def __str__(self) -> str:
-        """Return the finding as one line, and one more for each response."""
-        if self.is_over:
-            return f"healthy again ({self.rule}): {self.message}"
-        lines = [f"unhealthy ({self.rule}): {self.message}. {self.remedy}: {RULES[self.rule].page}"]
-        for sample in self.samples:
-            prompt, response = (json.dumps(sample[name], ensure_ascii=False) for name in ("prompt", "response"))
-            lines.append(printable(f"  score {sample['score']:.4g}: {prompt:.60} -> {response:.100}"))
-        return "\n".join(lines)
-
-
-class Unhealthy(ActionableError):
-    """A rule of trainer.stop_on ends a run, with everything saved; raised on all ranks."""
-
-    exit_code = EXIT_UNHEALTHY
-
-    def report(self, rank: int) -> str:
-        return f"stopped by {self}: everything is saved"
-
-
-class Health:
+class Health(Monitor):
     """Checks the rules after each step.
 
     Args:
@@ -297,6 +253,7 @@ class Health:
         self.stop_reason = ""
         self._stop_on = config.get("trainer", {}).get("stop_on", ())
         self._rules = {name: rule for name, rule in RULES.items() if rule.applies(config)}
+        self.reads = {PREFIX + name: rule.metrics for name, rule in self._rules.items()}
         self._history = History({name for rule in self._rules.values() for name in rule.metrics}, config)
         self._last_held: dict[str, int] = {}
         for metrics in steps[:-QUIET_STEPS]:
@@ -321,7 +278,7 @@ class Health:
                 self._last_held[name] = step
             if figures and last_held is None:
                 samples = examples() if rule.shows_responses else ()
-                findings.append(Finding(name, step, rule.message.format(*figures), rule.remedy, samples))
+                findings.append(Finding(name, step, rule.message.format(*figures), rule.remedy, rule.page, samples))
                 if name in self._stop_on and not self.stop_reason:
                     self.stop_reason = f"trainer.stop_on ({name} at step {step})"
             elif not figures and last_held is not None and step - last_held >= QUIET_STEPS:
@@ -330,11 +287,6 @@ class Health:
         return held, findings
 
 
-def held_steps(steps: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
-    """Return the steps in which each rule held, of the rules that were checked in any of a run's steps."""
-    held = {}
-    for name in RULES:
-        checked = [metrics for metrics in steps if PREFIX + name in metrics]
-        if checked:
-            held[name] = [metrics["step"] for metrics in checked if metrics[PREFIX + name]]
-    return held
+def health_of(run: RunInfo) -> Health:
+    """Return the health of a run, after the steps that its earlier processes have logged."""
+    return Health({**run.config, "limits": run.limits}, read_metrics(run.output_dir))

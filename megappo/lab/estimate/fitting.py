@@ -6,7 +6,7 @@ from typing import Any
 from megappo.config.eval_sets import longest_request, longest_unit
 from megappo.config.loading import leaves
 from megappo.config.schema import Config
-from megappo.estimate.gpu_memory import Cluster, MemoryEstimate
+from megappo.lab.estimate.gpu_memory import Cluster, MemoryEstimate
 from megappo.placement.components import AUTO
 from megappo.placement.run_plan import RunPlan
 

@@ -1,4 +1,4 @@
-"""Conditions of the rules of `observe.health`: functions of a run's metrics so far, over its last steps. Torch-free.
+"""Conditions of the rules of `lab.report.health`: functions of a run's metrics so far, over its last steps. Torch-free.
 
 A condition returns the figures of the rule's message where it holds, else (). Its thresholds are beyond what healthy
 runs reach, so that a rule that holds is worth a line; docs/metrics.md has narrower ranges.

@@ -12,8 +12,9 @@ from pydantic_core import PydanticUndefined, to_jsonable_python
 from megappo.config.config_error import show
 from megappo.config.describe import declared, keys
 from megappo.config.loading import leaves
-from megappo.observe.health import RULES, held_steps
-from megappo.observe.report_samples import report_samples
+from megappo.lab.report.health import RULES
+from megappo.lab.report.report_samples import report_samples
+from megappo.observe.findings import held_steps
 from megappo.observe.run_file import RunFacts, config_of, read_run
 from megappo.observe.timeline import Timeline, read_timeline
 
@@ -42,7 +43,12 @@ def run_data(name: str, folder: Path, steps: Sequence[Mapping[str, Any]], most_c
     Raises:
         ConfigError: config.yaml is damaged.
     """
-    facts, changed = read_run(folder), differences(folder)
+    facts, changed, held = read_run(folder), differences(folder), held_steps(steps)
+    health = [
+        {"name": rule_name, "meaning": rule.meaning, "remedy": rule.remedy, "page": rule.page, "steps": held[rule_name]}
+        for rule_name, rule in RULES.items()
+        if rule_name in held
+    ]
     return {
         **{fact: facts[fact] for fact in RunFacts.model_fields},
         "name": name,
@@ -51,16 +57,10 @@ def run_data(name: str, folder: Path, steps: Sequence[Mapping[str, Any]], most_c
         **curves(steps),
         "exchanges": EXCHANGES,
         "timeline": recent_timeline(folder),
-        "health": [rule_summary(name, held) for name, held in held_steps(steps).items()],
+        "health": health,
         "samples": report_samples(folder, most_characters),
         "differences": changed,
     }
-
-
-def rule_summary(name: str, steps: list[int]) -> dict[str, Any]:
-    """Return a health rule in words, and the steps in which it held."""
-    rule = RULES[name]
-    return {"name": name, "meaning": rule.meaning, "remedy": rule.remedy, "page": rule.page, "steps": steps}
 
 
 def curves(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -18,9 +18,9 @@ from megappo.architecture.parameters import (
     list_parameters,
 )
 from megappo.config.eval_sets import longest_response, longest_row
-from megappo.estimate.gpu_memory import ROLLOUT, SAVE, SYNC, MemoryEstimate, RankKind
-from megappo.estimate.gpus import GPU
-from megappo.estimate.placed_model import PlacedModel, Shape
+from megappo.lab.estimate.gpu_memory import ROLLOUT, SAVE, SYNC, MemoryEstimate, RankKind
+from megappo.lab.estimate.placed_model import PlacedModel, Shape
+from megappo.runtime.gpus import GPU
 
 MATMUL_SHARE = 0.45
 """Share of a GPU's peak that layers reach. Source: Korthikanti et al. 2022, table 5: 42 to 56 % on A100."""

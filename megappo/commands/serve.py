@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megappo.architecture.model_folder import CONFIG_FILE, named_architecture, no_model, other_kind
-from megappo.arguments import serve_arguments
+from megappo.commands.arguments import serve_arguments
 from megappo.config.hub import cached_model
 from megappo.config.text_files import TextFileError
 from megappo.table import resolved
@@ -24,16 +24,16 @@ PORT = 30000
 SERVE, UNSEEN_GPUS = "megappo.engines.foreground_server:serve", "megappo.runtime.platform:unseen_gpus"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Serve until a signal, or until the server has ended; return 2 where the command is wrong."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
     serve_arguments(arguments)
     if {"-h", "--help"} & set(arguments):
         return resolved(SERVE)(["--help"])
     folder, *rest = cached_model(arguments[0]), *arguments[1:]
     fault = folder_fault(Path(folder)) or port_fault(rest) or resolved(UNSEEN_GPUS)()
     if fault:
-        return _refuse(fault)
+        print(f"error: {fault}", file=sys.stderr)
+        return 2
     print("importing torch and SGLang", file=sys.stderr, flush=True)
     return resolved(SERVE)(["--model-path", folder, *rest])
 
@@ -65,12 +65,3 @@ def port_fault(words: Sequence[str]) -> str | None:
     if is_used:
         return f"port {port} is in use: end the server that listens on it, or choose another port, --port N"
     return None
-
-
-def _refuse(fault: str) -> int:
-    print(f"error: {fault}", file=sys.stderr)
-    return 2
-
-
-if __name__ == "__main__":
-    sys.exit(main())
