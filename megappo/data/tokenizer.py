@@ -125,7 +125,7 @@ def showing_special(tokenizer: "PreTrainedTokenizerBase") -> "PreTrainedTokenize
 
 
 def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> set[str]:
-    """Return the texts of the tokens that a text shows only by mistake, such as those that begin and end messages."""
+    """Return the texts of the special tokens, such as the end of a message: a text shows them only by mistake."""
     return {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
 
 

@@ -48,8 +48,7 @@ def train(run: Run, make_step: Callable[[Run, int], dict[str, Any]]) -> None:
 
 def ppo_step(run: Run, step: int) -> dict[str, Any]:
     """Run one step of PPO and return its metrics, the same on every rank."""
-    models = run.models
-    phase = run.phase
+    models, phase = run.models, run.phase
     experience, shards = run.resume_step()  # None, unless the run was interrupted in this step's updates
     if experience is None:
         responses = run.batches.sample(step, phase)  # phase "rollout"

@@ -341,9 +341,7 @@ def _join_rows(tensors: Sequence[ExportedTensor], rows: torch.Tensor, target: to
     for tensor, flat, (_, full) in zip(tensors, all_shards, views(tensors, target), strict=True):
         shards = flat.unflatten(1, tensor.hf.shard_shape)  # [tp, *shard_shape]
         dim = tensor.hf.shard_dim
-        size = len(shards) * shards.shape[1 + dim]
-        if size == full.shape[dim]:
-            places = full.unflatten(dim, (len(shards), -1))
-            places.copy_(shards.movedim(0, dim))
+        if len(shards) * shards.shape[1 + dim] == full.shape[dim]:
+            full.unflatten(dim, (len(shards), -1)).copy_(shards.movedim(0, dim))
         else:  # the last rows are padding
             full.copy_(shards.flatten(0, 1)[: len(full)])

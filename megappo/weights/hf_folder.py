@@ -119,10 +119,7 @@ def fuse_bucket(architecture: Architecture, bucket: NamedTensors) -> NamedTensor
     found: dict[str, list[torch.Tensor]] = {}
     for name, tensor in bucket:
         found.setdefault(stack_of.get(name, name), []).append(tensor)
-    fused = []
-    for name, tensors in found.items():
-        fused.append((name, torch.cat(tensors) if len(tensors) > 1 else tensors[0]))
-    return fused
+    return [(name, torch.cat(tensors) if len(tensors) > 1 else tensors[0]) for name, tensors in found.items()]
 
 
 def critic_buckets(buckets: Iterable[NamedTensors], has_bias: bool = False) -> Iterator[NamedTensors]:

@@ -245,7 +245,7 @@ def test_what_is_missing_follows_layout_errors_and_can_be_ignored(plan, run_fold
 def test_errors_of_data_stand_beside_those_of_the_output_folder(plan, run_folder):
     (run_folder / "file").write_text("")
     with (run_folder / "train.jsonl").open("a") as file:
-        file.write('{"answer": "2"}\n')
+        file.write('{"label": "2"}\n')
     found = errors_of(plan(run_folder, "run.yaml", "trainer.output_dir=file"))
     assert [key for error in found for key in ("trainer.output_dir", "data.train_files") if f"{key}: " in error] == [
         "trainer.output_dir",

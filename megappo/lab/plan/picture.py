@@ -33,17 +33,11 @@ def placement_picture(plan: RunPlan) -> str:
 
 def rank_table(plan: RunPlan) -> str:
     """Return a line for each of the first ranks: its coordinates in each component, and its engine."""
-    title = ["rank"]
-    for name in plan.layouts:
-        title.append("engine" if name == "rollout" else name)
-    rows = [title]
+    rows = [["rank", *(name if name != "rollout" else "engine" for name in plan.layouts)]]
     for rank in range(min(plan.world_size, RANKS_SHOWN)):
-        row = [str(rank)]
-        for name, layout in plan.layouts.items():
-            row.append(_cell(name, layout, rank))
-        rows.append(row)
+        rows.append([str(rank), *(_cell(name, layout, rank) for name, layout in plan.layouts.items())])
     if plan.world_size > RANKS_SHOWN:
-        rows.append(["..."] * len(title))
+        rows.append(["..."] * len(rows[0]))
     return aligned(rows)
 
 
