@@ -12,7 +12,7 @@ def pins(name: str) -> list[str]:
 
 
 def without(names: set[str], requirements: list[str]) -> list[str]:
-    """Requirements but those of the given projects."""
+    """Return the requirements without the given projects."""
     return [line for line in requirements if line.split("==")[0] not in names]
 
 

@@ -1,3 +1,3 @@
-"""Entry of the command `megappo`, which environments have installed under this name."""
+"""Entry of the command `megappo`: installed environments refer to it as `megappo.cli:main`."""
 
 from megappo.commands.cli import main as main

@@ -51,8 +51,10 @@ def write_table(results: dict[str, Result]) -> None:
 
 def files_with_slow_tests() -> list[str]:
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "slow", "tests"]
-    lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
-    return sorted({line.split("::")[0] for line in lines if "::" in line})
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"error: pytest could not collect the slow tests:\n{done.stdout}")
+    return sorted({line.split("::")[0] for line in done.stdout.splitlines() if "::" in line})
 
 
 def run(name: str, commit: str) -> Result | None:

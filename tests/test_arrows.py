@@ -71,9 +71,9 @@ UNPICKLERS = ("megappo/checkpoint/metadata.py",)
 """It reads a pickle that may name nothing but descriptions of tensors."""
 LONGEST_FILE, LONGEST_FUNCTION = 500, 70
 EVERYTHING, CORE = 272_500, 236_400
-"""The most syntax nodes, counted by `ast.walk`, of all files, and of the core: all except lab/, recipes/ and commands/.
+"""The most syntax nodes, counted by `ast.walk`, of all files, and of the core: all except lab/ and commands/.
 CONTRIBUTING.md, "Size", has what a feature may cost."""
-BESIDE_THE_CORE = ("megappo/lab/", "megappo/recipes/", "megappo/commands/")
+BESIDE_THE_CORE = ("megappo/lab/", "megappo/commands/")
 EXPLAINS = re.compile(r"megappo\.(lab|commands)\b")
 
 

@@ -61,7 +61,7 @@ DELTA_CHUNK = 64
 
 
 def all_but_every(every: float, num_layers: int) -> tuple[bool, ...]:
-    """Return for each layer whether its number, from 1, is no multiple of `every`: families alternate kinds so."""
+    """Return for each layer False if it is an `every`-th layer (numbered from 1), else True."""
     return tuple(number % every != 0 for number in range(1, min(num_layers, MOST_LAYERS) + 1))
 
 

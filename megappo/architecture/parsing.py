@@ -308,7 +308,7 @@ def _unsupported(values: Mapping[str, Any], architecture: Architecture) -> Itera
         yield from _unsupported_routing(values, family.experts, architecture.experts)
     read = {*COMPUTED.split(), *_needed(values, family), *only, *family.rope_keys}
     yield from uncomputed(values, {*read, *family.ignores})
-    # transformers chooses by the type what is computed: the type of a family with other norms or factors is refused.
+    # transformers chooses the computation by model_type, so the type of a family with other norms is refused.
     kind = values.get("model_type", "").removesuffix("_text").replace("_", "")
     own = _computing(family)
     alike = (name for name, one in FAMILIES.items() if _computing(one) == own)
@@ -332,6 +332,6 @@ def _unsupported_routing(values: Mapping[str, Any], written: ExpertFormat, exper
     if experts.top_k == 1 and experts.renormalizes:
         yield "num_experts_per_tok"  # its probability would always be 1, and the router could not learn
     yield from (key for key in written.shared_ffn if not values[key])
-    # Megatron rates a group by the sum of its best scores: as many as a token's experts divided by its groups.
+    # Megatron's score of a group is the sum of its best top_k // topk_group scores.
     if experts.groups and experts.top_k // experts.groups[1] != written.groups_rated_by:
         yield "topk_group"

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from megappo.batch.exchange import Exchange
 
 SUMS = "SHA256SUMS"
+BLOCK_BYTES = 2**24
+"""Read at a time."""
 _SHOWN = 3
 
 
@@ -155,7 +157,10 @@ def _text(sums: dict[str, str]) -> str:
 
 def file_sum(path: Path) -> str:
     """Return the SHA-256 of a file's content."""
-    heartbeat.beat()
     is_small = path.name == STATE or path.suffix == ".yaml"
+    digest = new_sum()
     with open_file(path, LARGEST_JSON if is_small else math.inf) as file:
-        return hashlib.file_digest(file, new_sum).hexdigest()
+        while block := file.read(BLOCK_BYTES):
+            heartbeat.beat()
+            digest.update(block)
+    return digest.hexdigest()

@@ -70,7 +70,7 @@ def plan_arguments(words: Sequence[str]) -> argparse.Namespace:
     gpus.add_argument("--suggest", action="store_true", help="with --gpu: layouts and offloads that fit, as YAML")
     gpus.add_argument("--shape", metavar="NAME", help="a shipped shape in place of model.path, such as qwen2.5-7b")
     other = parser.add_argument_group("instead of a plan")
-    listed = "list the config's keys, or those with WORD in their names, or else in their meanings"
+    listed = "list the config's keys, or only keys with WORD in their names, else in their meanings"
     other.add_argument("--keys", nargs="?", const="", metavar="WORD", help=listed)
     other.add_argument("--init", metavar="MODEL", help="print a commented config for a model, with --gpu and --gpus")
     other.add_argument("--gpus", type=_count, metavar="N", help="with --init: GPUs of the run")
@@ -103,7 +103,9 @@ def start_arguments(name: str, words: Sequence[str]) -> argparse.Namespace:
     return parser.parse_intermixed_args(words)
 
 
-train_arguments, sft_arguments, reward_model_arguments = (partial(start_arguments, name) for name in STARTS)
+train_arguments = partial(start_arguments, "train")
+sft_arguments = partial(start_arguments, "sft")
+reward_model_arguments = partial(start_arguments, "reward-model")
 
 
 def rank_arguments() -> argparse.Namespace:

@@ -18,13 +18,15 @@ KIND = {"train": (), "sft": ("trainer.kind=sft",), "reward-model": ("trainer.kin
 """Command -> its own override."""
 
 
-def _main(name: str, words: Sequence[str]) -> int:
+def _start_command(name: str, words: Sequence[str]) -> int:
     """Start the ranks of a command of STARTS; return 2 for a config that cannot work."""
     args = start_arguments(name, words)
     return start(args.config, [*args.overrides, *KIND[name]], args.nproc)
 
 
-train, sft, reward_model = (partial(_main, name) for name in KIND)
+train = partial(_start_command, "train")
+sft = partial(_start_command, "sft")
+reward_model = partial(_start_command, "reward-model")
 
 
 def start(config: str, overrides: Sequence[str], nproc: int | None) -> int:
@@ -38,9 +40,11 @@ def start(config: str, overrides: Sequence[str], nproc: int | None) -> int:
     words = [config, *overrides]
     num_ranks = nproc or num_gpus() or CPU_RANKS
     STATUS.start("config check")
-    with contextlib.redirect_stdout(io.StringIO()):
-        code = plan.main(["--world-size", str(num_ranks), "--download", *words])
-    STATUS.stop()
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            code = plan.main(["--world-size", str(num_ranks), "--download", *words])
+    finally:
+        STATUS.stop()
     if code:
         return code
     variables = for_python(os.environ) | {"PYTHONSAFEPATH": "1"}

@@ -104,7 +104,6 @@ def _check(config: Config, world_size: int, args: argparse.Namespace, warnings: 
     warnings += [*config_warnings(config), *(() if found else resume_warnings(config)), *missing]
     if plan is None:
         return errors
-    are_of_output = set(errors) <= set(config.located(output_errors(config)))
     is_ppo = plan.config.is_ppo
     notes = "\n  ".join([*([plan.route.describe()] if is_ppo else ()), *plan.config.absences])
     print(f"\nplacement\n{placement_picture(plan)}\n  {notes}\n\n{rank_table(plan)}")
@@ -120,9 +119,10 @@ def _check(config: Config, world_size: int, args: argparse.Namespace, warnings: 
         except ConfigError as error:  # of a model's config.json, which may be among the errors already
             print(f"\nno estimate: {error.errors[0]}")
             errors = errors or config.located(error.errors)
+    others = set(errors) - set(config.located(output_errors(config)))
     if not errors and (busy := in_use(Path(config.trainer.output_dir))):
         errors = config.located([busy])
-    if not are_of_output:
+    if others:
         return errors
     sys.stdout.flush()
     findings = Findings() if missing else rehearse(config, everything=args.all)

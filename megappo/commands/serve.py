@@ -30,7 +30,7 @@ def main(arguments: Sequence[str]) -> int:
     if {"-h", "--help"} & set(arguments):
         return resolved(SERVE)(["--help"])
     folder, *rest = cached_model(arguments[0]), *arguments[1:]
-    fault = folder_fault(Path(folder)) or port_fault(rest) or resolved(UNSEEN_GPUS)()
+    fault = served_folder_fault(Path(folder)) or port_fault(rest) or resolved(UNSEEN_GPUS)()
     if fault:
         print(f"error: {fault}", file=sys.stderr)
         return 2
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     return resolved(SERVE)(["--model-path", folder, *rest])
 
 
-def folder_fault(folder: Path) -> str | None:
+def served_folder_fault(folder: Path) -> str | None:
     """Return why a folder cannot be served, judged by its files' names and its architecture; None if it can."""
     if not folder.is_dir():
         return no_model(folder, "a Hugging Face folder, such as the hf_actor in a run's trainer.output_dir")

@@ -97,7 +97,7 @@ def _run_ranks(args: argparse.Namespace) -> int:
         while cause.__cause__ is not None:
             cause = cause.__cause__
         first_line = str(cause).partition("\n")[0]
-        place = f"node {args.node_rank} of {args.nnodes}, head {head},"
+        place = f"node {args.node_rank} of {args.nnodes}, head {head}"
         print(f"error: {place}: rendezvous failed: {first_line}", file=sys.stderr)
         return 1
     return 0

@@ -126,8 +126,8 @@ def yaml_lines(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def config_help(word: str = "") -> str:
-    """Return the keys of the YAML with their values, defaults and meanings: all, or those with a word in their names;
-    if there are none, those with it in their meanings.
+    """Return the keys of the YAML with their values, defaults and meanings: all, or the keys with a word in their
+    names; if there are none, the keys with it in their meanings.
 
     Raises:
         ConfigError: no key has the word.

@@ -3,7 +3,7 @@
 from typing import Annotated, Any, Literal
 
 from annotated_types import MinLen
-from pydantic import Field, StrictBool, model_serializer
+from pydantic import Field, SerializerFunctionWrapHandler, StrictBool, model_serializer
 
 from megappo.config.methods import POLICY_LOSSES
 from megappo.config.sections import IS_PPO, Parallel
@@ -55,7 +55,7 @@ class Lora(Section):
     target_modules: Literal["all-linear"] | Annotated[tuple[AdaptedModule, ...], MinLen(1), LISTED] = key("all-linear", "matrices of each layer that get an adapter; all-linear = all of them")
 
     @model_serializer(mode="wrap")
-    def _with_size(self, dump: Any) -> dict[str, Any]:
+    def _with_size(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Dump rank and alpha even if they are the defaults, which a dump may exclude."""
         return {"rank": self.rank, "alpha": self.alpha} | dump(self)
 

@@ -125,7 +125,7 @@ class Chat:
             raise ValueError(f"the chat template refuses the messages: {type(error).__name__}: {error}") from error
         for message in messages:
             field = "tool_calls" if message["role"] == "assistant" else "content"  # thoughts are dropped on purpose
-            if str(message.get(field, "")).strip() in text:
+            if str(message.get(field) or "").strip() in text:
                 continue
             without, other = [one | {field: ""} if one is message else one for one in messages], ""
             with suppress(Exception):  # the template refuses the message without the field, so it reads the field
@@ -200,7 +200,7 @@ def chat_end_warnings(
     ending = f"ends a message with {written!r}" if tail else "writes nothing after an answer"
     remedy = f"if prompts are chat messages, set rollout.stop=[{written!r}]"
     if is_learned:
-        remedy = f"have the template of the tokenizer in model.path write {known} after an answer"
+        remedy = f"change the chat template of the tokenizer in model.path so that it writes {known} after an answer"
     return [
         f"the chat template {ending}, and responses end with {known}: a model that writes chat messages will not stop; "
         f"{remedy}"

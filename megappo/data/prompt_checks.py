@@ -140,7 +140,7 @@ def end_warnings(tokens: Sequence[int], tokenizer: "PreTrainedTokenizerBase") ->
 def message_warnings(content: PromptContent, specials: Collection[str]) -> Iterator[str]:
     """Return warnings about special tokens in messages by mistake, in the same words for all, to be counted."""
     messages = "" if isinstance(content, str) else str(content)
-    for special in specials:
+    for special in sorted(specials):
         if special in messages:
             yield (
                 f"a message holds {special!r}, so a chat template may have been applied before: use the original "

@@ -52,7 +52,7 @@ def load_tokenizer(folder: str, key: str = "model.path") -> "PreTrainedTokenizer
     Raises:
         ConfigError: the folder has no usable tokenizer.
     """
-    if fault := folder_fault(Path(folder)):
+    if fault := tokenizer_fault(Path(folder)):
         raise ConfigError(f"{key}: {fault}")
     # Its threads share the texts of a call. Set explicitly, or a process that forks later gets a warning.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
@@ -74,7 +74,7 @@ def load_tokenizer(folder: str, key: str = "model.path") -> "PreTrainedTokenizer
         raise ConfigError(f"{key}: cannot load the tokenizer in {folder} ({reason}): complete the download") from error
 
 
-def folder_fault(folder: Path) -> str:
+def tokenizer_fault(folder: Path) -> str:
     """Return why a folder holds no tokenizer that can be loaded, with the remedy; "" if it may hold one.
 
     tokenizer_config.json beside a file of another kind does not help. transformers 5.19 divides the texts of every
@@ -82,9 +82,10 @@ def folder_fault(folder: Path) -> str:
     a SentencePiece model does (SentencePieceExtractor).
     """
     has_config = (folder / "tokenizer_config.json").is_file()
-    if has_config and (folder / TOKENIZER_FILE).is_file():
+    has_file = (folder / TOKENIZER_FILE).is_file()
+    if has_config and has_file:
         return ""
-    for pattern, conversion in OTHER_TOKENIZERS.items():
+    for pattern, conversion in ({} if has_file else OTHER_TOKENIZERS).items():
         for found in folder.glob(pattern):
             return (
                 f"{folder} has its tokenizer in {found.name}, which is not read: add tokenizer.json and "

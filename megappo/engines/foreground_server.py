@@ -20,7 +20,7 @@ def serve(command_line: Sequence[str]) -> int:
         signal.signal(number, _leave)
     temporary = launch.temporary_folder()
     settings = {"command_line": [*command_line], "cpu_arguments": CPU_ARGUMENTS}
-    variables = {"PYTHONWARNINGS": "ignore"} | launch.inherited_environment(temporary)  # libraries' for developers
+    variables = {"PYTHONWARNINGS": "ignore"} | launch.inherited_environment(temporary)  # which are for developers
     if platform.has_cuda():
         variables = launch.with_toolkit(variables)
     keeper = launch.start_keeper(settings, temporary, variables)

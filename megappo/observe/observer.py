@@ -31,8 +31,8 @@ NUM_ROLLOUTS = 16
 class Observer(AbstractContextManager):
     """Passes what happens in a run to its loggers, and ends them when the run ends.
 
-    A failure of the core loggers (console, metrics.jsonl, run.json, samples) is raised. A tracker that fails,
-    or the report, is reported once and counted, and one that hangs is left out; the run continues.
+    A failure of the core loggers (console, metrics.jsonl, run.json, samples) is raised. A tracker or report
+    that fails is reported once and counted. A tracker that hangs is left out. The run continues in both cases.
     """
 
     def __init__(

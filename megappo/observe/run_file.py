@@ -19,9 +19,9 @@ from megappo.runtime.durable_files import write_durably
 
 RUN_FILE = "run.json"
 OTHER_DATA = (
-    "changed since the last start: the content of data.train_files: with as many records in use, new ones take the "
-    "places of the old ones in each epoch; otherwise the order changes, so that the rest of this epoch may repeat "
-    "records and leave out others"
+    "the content of data.train_files has changed since the last start. If the number of records in use is the same, "
+    "new records take the places of the old ones. Otherwise the order changes, and the rest of this epoch may repeat "
+    "some records and leave out others. To continue unchanged, restore the files"
 )
 RUNNING = "running"
 """The status of a run that has not ended; a kill leaves it, too."""

@@ -265,7 +265,8 @@ def rank_groups(layout: Layout) -> Iterator[tuple[str, Ranks]]:
         for name, dimensions in table.items():
             for ranks in _spanning(layout.ranks, own, dimensions.split("-")):
                 yield name, ranks
-                yield from embedding_groups(ranks).items() if name == "pp" else ()
+                if name == "pp":
+                    yield from embedding_groups(ranks).items()
 
 
 def embedding_groups(pipeline: Ranks) -> dict[str, Ranks]:

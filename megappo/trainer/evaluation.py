@@ -35,7 +35,7 @@ def evaluate(
     Ranks exchange only numbers and the responses to log.
 
     Args:
-        grade: has the reward model score the responses to some data sets.
+        grade: scores the responses to some data sets with the reward model.
     """
     metrics = {}
     tasks = eval_sets(rollouts.config)
@@ -106,7 +106,7 @@ def _shown(
         if index >= rollouts.config.trainer.num_samples:
             continue
         prompt = responses.prompts[index]
-        (scores, answers) = _scores_and_answers(group)
+        scores, answers = _scores_and_answers(group)
         shown = {
             "dataset": name,
             "prompt": prompt.text,

@@ -91,7 +91,8 @@ def build_run(plan: RunPlan, engine_handle: EngineHandle, outlook: Outlook, clea
     if record is not None and config.trainer.rollout_only:
         progress_lines = _resume_record(record, datasets.train, progress) or progress_lines
     lines = [*progress_lines, *config.absences, *left_out, *(plan.decisions() if models.training else ())]
-    facts = run_info(plan, progress.resume_step, outlook) if exchange.rank == 0 else None
+    with STATUS.step("checksums of the training files"):
+        facts = run_info(plan, progress.resume_step, outlook) if exchange.rank == 0 else None
     lines += [changed_data(facts)] if facts else []
     observer = open_observer(facts, config.trainer.loggers, outlook, lines, cleanup)
     phase = Phases(models)
@@ -123,6 +124,7 @@ def run_info(plan: RunPlan, resume_step: int, outlook: Outlook) -> RunInfo:
     """Return the facts about a run that its loggers record."""
     trainer = plan.config.trainer
     output_dir = Path(trainer.output_dir)
+    reads_data = plan.training and not plan.config.replays
     return RunInfo(
         output_dir=output_dir,
         total_steps=trainer.total_steps,
@@ -132,7 +134,7 @@ def run_info(plan: RunPlan, resume_step: int, outlook: Outlook) -> RunInfo:
         config=plan.requested.model_dump(mode="json"),
         commit=git_commit(Path(__file__).parent),
         hardware={"ranks": f"{plan.world_size}, {plan.ranks_per_node} on each node", **platform.capabilities()},
-        data=" ".join(file_sum(Path(path)) for path in plan.config.data.files if plan.training),
+        data=" ".join(file_sum(Path(path)) for path in plan.config.data.files) if reads_data else "",
         **outlook.facts,
     )
 

@@ -299,7 +299,7 @@ class WorkerPool(AbstractContextManager):
         self.close()
 
     def post(self, callback: Callable[..., object], *arguments: Any) -> None:
-        """Call something in the pool's thread, unless the pool is closed: whoever waits for the result reports that."""
+        """Call a function in the pool's thread. Do nothing if the pool is closed: its caller reports that."""
         if not self.is_closed:
             self._loop.call_soon_threadsafe(callback, *arguments)
 

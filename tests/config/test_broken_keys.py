@@ -427,11 +427,11 @@ FILES = {
     "data.val_files=[val.jsonl, data.csv]": "data.val_files: data.csv is neither .jsonl, .jsonl.gz nor .parquet: ",
     "reward.function=exact": "reward.function 'exact': expected exact_match, regex_match, multiple_choice, gsm8k, ",
     'model.path="a\\0b"': "model.path: no path holds a NUL, found 'a\\x00b': correct it",
-    f"model.path={'m' * 5000}": "model.path: cannot look at " + "m" * 80 + "...: File name too long: correct the path",
-    f"data.train_files={'d' * 5000}.jsonl": "data.train_files: cannot look at " + "d" * 80 + "...: File name too long",
-    f"trainer.output_dir={'o' * 5000}": "trainer.output_dir: cannot look at " + "o" * 80 + "...: File name too long",
+    f"model.path={'m' * 5000}": "model.path: cannot inspect " + "m" * 80 + "...: File name too long: correct the path",
+    f"data.train_files={'d' * 5000}.jsonl": "data.train_files: cannot inspect " + "d" * 80 + "...: File name too long",
+    f"trainer.output_dir={'o' * 5000}": "trainer.output_dir: cannot inspect " + "o" * 80 + "...: File name too long",
     'trainer.output_dir="a\\0b"': "trainer.output_dir: no path holds a NUL, found 'a\\x00b': correct it",
-    "model.path=circle": "model.path: cannot look at circle: Too many levels of symbolic links: correct the path",
+    "model.path=circle": "model.path: cannot inspect circle: Too many levels of symbolic links: correct the path",
     "data.train_files=pipe.jsonl": "data.train_files: no file pipe.jsonl (looked in /",
     f"reward.function={'r' * 5000}.py:f": "reward.function: cannot read "
     + "r" * 80

@@ -72,6 +72,7 @@ def test_a_system_prompt_and_variables_are_what_the_template_is_given(folder, to
             {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]},
             "tool_calls of a message of role 'ass",
         ),
+        ({"role": "assistant", "content": "3=", "tool_calls": []}, None),
         ({"role": "assistant", "content": "<think>3="}, None),
         ({"role": "user", "content": " 3="}, None),
     ],

@@ -146,7 +146,8 @@ def test_a_template_from_which_no_end_is_learned_gives_a_warning(tmp_path, token
     [warning] = found
     assert warning == (
         f"data.train_files: the chat template {ends}, and responses end with {EOS}: a model that writes chat messages "
-        f"will not stop; have the template of the tokenizer in model.path write {EOS} after an answer"
+        "will not stop; change the chat template of the tokenizer in model.path so that it writes "
+        f"{EOS} after an answer"
     )
 
 

@@ -42,7 +42,7 @@ from megappo.config.schema import Config
 from megappo.config.score_checks import step_scores_errors
 from megappo.config.sections import OTHER_KIND, ending
 from megappo.config.text_files import MissingFileError, TextFileError
-from megappo.data.tokenizer import folder_fault
+from megappo.data.tokenizer import tokenizer_fault
 from megappo.observe.files import HF_ACTOR, HF_CRITIC, HF_REWARD_MODEL
 from megappo.observe.loggers import logger_errors
 from megappo.placement.components import REWARD_MODEL_KEY, ComponentSpec, Setting, components_of
@@ -212,7 +212,9 @@ def output_errors(config: Config, *, resumes: bool = True) -> list[str]:
     for key, folder in folders.items():
         if folder is not None:
             errors += _path_errors(key, folder, _output_folder(key, Path(folder)))
-    return errors or resume_errors(config) if resumes else errors
+    if errors or not resumes:
+        return errors
+    return resume_errors(config)
 
 
 def cache_errors() -> Iterator[str]:
@@ -231,7 +233,7 @@ def _path_errors(key: str, path: str, faults: Iterator[str]) -> Iterator[str]:
             os.stat(path)
         yield from faults
     except OSError as error:
-        yield f"{key}: cannot look at {shorten(path)}: {error.strerror}: correct the path or its permissions"
+        yield f"{key}: cannot inspect {shorten(path)}: {error.strerror}: correct the path or its permissions"
 
 
 def _model_folder(
@@ -240,11 +242,11 @@ def _model_folder(
     """Yield the errors of a folder, and of the components that start from its weights."""
     folder = Path(path)
     shape = shape_folder(folder)  # of a missing model, if it ships: layouts are checked by that
-    is_id = missing_id(path) and (shape == folder or hub_id(shape) == path)
+    is_downloadable = missing_id(path) is not None and (shape == folder or hub_id(shape) == path)
     if not folder.is_dir():
-        by_run = "; megappo train downloads models of the hub" if is_id else ""
+        by_run = "; megappo train downloads models of the hub" if is_downloadable else ""
         remedy = f"download the model ({download_command(path)}) or correct the path{by_run}"
-        yield (Downloadable if is_id else Missing)(f"{key}: no folder {folder}{looked_in(folder)}: {remedy}")
+        yield (Downloadable if is_downloadable else Missing)(f"{key}: no folder {folder}{looked_in(folder)}: {remedy}")
         specs = specs if shape.is_dir() else ()
     elif kind := other_kind(folder):
         yield f"{key}: {folder} {kind}"
@@ -269,7 +271,7 @@ def _model_folder(
 
 
 def _model_files(key: str, folder: Path) -> Iterator[str]:
-    if key in TOKENIZER_KEYS and (fault := folder_fault(folder)):
+    if key in TOKENIZER_KEYS and (fault := tokenizer_fault(folder)):
         yield Missing(f"{key}: {fault}")
     for read in (check_tensors, check_companions, end_tokens):
         try:

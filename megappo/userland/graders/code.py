@@ -45,7 +45,7 @@ def code(
         partial_credit: the share is the score.
         test_seconds: time limit of a test; total_seconds: time limit of all tests of a response: tests beyond it fail.
         memory_mib: memory limit of a process.
-        unprotected: run tests without this protection where the kernel lacks it.
+        unprotected: run tests without the jail where the kernel lacks it.
     Raises:
         ValueError: the label is none of these.
         RuntimeError: programs cannot be confined here.

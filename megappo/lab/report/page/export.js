@@ -28,7 +28,7 @@ function csvOf(lines) {
   return `${[head.join(","), ...rows].join("\n")}\n`;
 }
 
-/** Round numbers from low to high, about so many. */
+/** Round numbers from low to high, about `count` of them. */
 function ticksOf(low, high, count) {
   const raw = (high - low) / count || 1;
   const power = 10 ** Math.floor(Math.log10(raw));
