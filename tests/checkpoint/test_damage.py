@@ -136,6 +136,6 @@ def test_a_rank_sums_several_files_at_once(tmp_path: Path) -> None:
         together.wait()  # BrokenBarrierError unless both are here
         return "as it was"
 
-    with patch.object(checksums, "_sum", summed):
+    with patch.object(checksums, "file_sum", summed):
         found = checksums.altered(tmp_path, {"a": "as it was", "b": "other"}, names)
     assert found == ["b is altered or cut off, by its sum in SHA256SUMS"]

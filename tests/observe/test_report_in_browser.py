@@ -225,7 +225,7 @@ def test_a_token_with_numbers_that_are_not_finite_is_shown(browser, tmp_path):
     write_kept(run, 4, [kept(4, 0, random.Random(0), prompt="odd", values=[float("nan"), 1.0, 2.0, 3.0, 4.0])])
     page, wrong = opened(browser, write_report(run))
     page.locator("#search").fill("odd")
-    page.locator("select:has(option[value=staleness])").select_option("values")
+    page.locator("select:has(option[value=advantages])").select_option("values")
     page.locator(".detail .tokens").focus()
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowLeft")
