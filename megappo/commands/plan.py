@@ -119,11 +119,11 @@ def _check(config: Config, world_size: int, args: argparse.Namespace, warnings: 
         except ConfigError as error:  # of a model's config.json, which may be among the errors already
             print(f"\nno estimate: {error.errors[0]}")
             errors = errors or config.located(error.errors)
-    others = set(errors) - set(config.located(output_errors(config)))
-    if not errors and (busy := in_use(Path(config.trainer.output_dir))):
+    if errors:
+        if set(errors) - set(config.located(output_errors(config))):
+            return errors
+    elif busy := in_use(Path(config.trainer.output_dir)):
         errors = config.located([busy])
-    if others:
-        return errors
     sys.stdout.flush()
     findings = Findings() if missing else rehearse(config, everything=args.all)
     warnings += findings.warnings
