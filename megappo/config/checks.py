@@ -201,16 +201,6 @@ def _ahead_errors(config: Config) -> Iterator[str]:
     if not config.rollout.max_staleness:
         return
     ahead = f"rollout.max_staleness {config.rollout.max_staleness}"
-    if config.data.gen_batch_size is not None:
-        yield (
-            f"data.gen_batch_size {config.data.gen_batch_size} drops unfinished responses, but {ahead} trains on them "
-            "in a later step: drop data.gen_batch_size"
-        )
-    if config.algorithm.method.needs_greedy_baseline:
-        yield (
-            f"algorithm.adv_estimator {config.algorithm.adv_estimator} samples greedy responses in each step, which "
-            f"{ahead} does not wait for: choose another estimator, or set rollout.max_staleness to 0"
-        )
     if config.trainer.rollout_only:
         yield f"trainer.rollout_only trains no weights that {ahead} could run ahead of: set it to 0"
     if config.sent_lora is not None and config.rollout.on_sync == "continue":

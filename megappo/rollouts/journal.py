@@ -30,6 +30,7 @@ from megappo.engines.generations import Generation
 from megappo.observe.files import write_json_lines
 from megappo.observe.metrics import Metric, metrics_from_json
 from megappo.rollouts.fingerprint import PROMPT_CONTENT, changed_settings, prompt_digest
+from megappo.rollouts.responses import Responses
 from megappo.rollouts.sample_rows import Sample
 from megappo.runtime.durable_files import append
 from megappo.userland.grades import Grade
@@ -62,8 +63,9 @@ class Group:
         samples: the finished responses.
         written: sample_index -> first tokens of an unfinished response.
         failures: see `Scored.failure_metrics`.
+        scoring: what scores the responses in this process; None of a group that an earlier process has scored.
         is_equal: algorithm.filter_groups leaves the group out, unless there are too few others.
-        is_finished: all responses are finished and have their grades.
+        is_finished: all responses are finished, and have their grades where steps are chosen by them.
     """
 
     position: int
@@ -72,6 +74,7 @@ class Group:
     samples: list[Sample] = field(default_factory=list)
     written: dict[int, Generation] = field(default_factory=dict)
     failures: dict[str, Metric] = field(default_factory=dict)
+    scoring: Responses | None = None
     is_equal: bool = False
     is_finished: bool = False
 
@@ -82,11 +85,12 @@ class Group:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens that the policy wrote."""
-        return sum(one.num_policy_tokens for one in self.samples)
+        """Number of tokens that the policy wrote, in unfinished responses, too."""
+        unfinished = sum(len(one.tokens) for one in self.written.values())
+        return unfinished + sum(one.num_policy_tokens for one in self.samples)
 
     def fill_grades(self) -> None:
-        """Do nothing: the samples of a finished group have their grades."""
+        """Do nothing: an earlier process has filled them in."""
 
     def failure_metrics(self) -> dict[str, Metric]:
         """Return the failure metrics of its responses, see `Scored`."""
@@ -98,8 +102,8 @@ class Choice(NamedTuple):
 
     Attributes:
         chosen: the step trained on them.
-        left_out: algorithm.filter_groups left them out.
-        num_draws: batches of prompts that were drawn while the step waited for them.
+        left_out: the step dropped them, finished or not.
+        num_draws: draws of prompts while the step waited for them.
     """
 
     step: int
@@ -209,6 +213,16 @@ class Journal:
                 yield int(found[2]), path
 
 
+class NoJournal:
+    """Null object with the methods of Journal, for a run that samples in its steps: a step is sampled again."""
+
+    def _do_nothing(self, *args: object) -> dict[Any, Any]:
+        """Do nothing; return no groups and no choices."""
+        return {}
+
+    write_sample = write_partial = write_grades = write_choice = read = forget = forget_choices = _do_nothing
+
+
 def unchanged(groups: Sequence[Group], prompts: Sequence[Prompt]) -> dict[int, Group]:
     """Return the groups, by position, that have these prompts with the same label and further fields."""
     digests = map(prompt_digest, prompts)
@@ -229,6 +243,7 @@ def _add(group: Group, line: Mapping[str, Any]) -> None:
         if any(len(one.tokens) != len(one.log_probs) for one in sample.segments):
             raise ValueError("not every token has a log-prob")
         group.samples.append(sample)
+        group.written.pop(sample.sample_index, None)
     elif "written" in line:
         group.written[index(line["sample_index"])] = _GENERATION.validate_python(_with_bytes(line["written"]))
     else:

@@ -12,9 +12,9 @@ from megappo.batch.rows import Rows
 from megappo.data.tokenizer import token_texts
 from megappo.observe.files import kept_file
 from megappo.observe.kept_table import PER_TOKEN, SCHEMA
-from megappo.rollouts.group_selection import StepResponses
 from megappo.rollouts.rollouts import Rollouts
 from megappo.rollouts.sample_rows import shown_facts
+from megappo.rollouts.step_responses import StepResponses
 from megappo.runtime.durable_files import put_whole
 
 KEPT_ROWS = 64

@@ -23,7 +23,7 @@ from megappo.rollouts.fingerprint import (
     prompt_digest,
     rollout_settings,
 )
-from megappo.rollouts.group_selection import Batches
+from megappo.rollouts.step_responses import Batches
 from megappo.runtime.durable_files import put_durably
 
 ESTIMATOR_FIELDS = {"baselines": "needs_greedy_baseline", "score_components": "needs_score_components"}

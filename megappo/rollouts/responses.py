@@ -114,6 +114,12 @@ class Responses:
         }
 
 
+def warn_of_lost(samples: Sequence[Sample]) -> None:
+    """Warn if episodes are lost: their environment has ended."""
+    if lost := [escaped_lines(one.lost) for one in samples if one.lost]:
+        print(f"WARNING (rank {dist.get_rank()}): {len(lost)} episodes were lost: {lost[0]}", flush=True)
+
+
 def failure_report(failure: str, reported: set[str]) -> str:
     """Return a function's failure: whole for the first of its type, which is added to `reported`, else in a line."""
     kind = failure.partition(": ")[0]

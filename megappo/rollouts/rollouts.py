@@ -15,14 +15,12 @@ from megappo.data.tokenizer import showing_special
 from megappo.engines.client import EngineClient, SamplingParams
 from megappo.engines.handle import EngineHandle
 from megappo.engines.restarts import EngineRestarts
-from megappo.errors import escaped_lines
 from megappo.observe.observer import NullObserver, Observer
 from megappo.placement.components import replayed_policy
 from megappo.placement.run_plan import RunPlan
 from megappo.rollouts.datasets import Datasets
 from megappo.rollouts.episodes import EpisodeRunner
-from megappo.rollouts.group_selection import GroupQuota
-from megappo.rollouts.responses import Prompts, Responses
+from megappo.rollouts.responses import Prompts, Responses, warn_of_lost
 from megappo.rollouts.sample_rows import Sample
 from megappo.rollouts.sampler import RolloutSession, SharedPrompts, grouped, store_counter
 from megappo.runtime.heartbeat import heartbeat
@@ -88,7 +86,6 @@ class Rollouts:
         params: SamplingParams,
         *,
         task: str = TRAINING,
-        quota: GroupQuota | None = None,
     ) -> Responses:
         """Return this rank's share of n responses to each prompt.
 
@@ -96,14 +93,13 @@ class Rollouts:
 
         Args:
             task: its environment and reward function are used.
-            quota: sampling ends when it is met, and the remaining prompts get no responses.
         Raises:
             Interrupted: a rank is to end; the responses so far are lost.
             EngineError: an engine refused a request, or failed too often.
         """
         with self.hold():
             responses = self.new_responses(prompts, task)
-            on_group = self._group_handler(responses, quota, n)
+            on_group = self._group_handler(responses, n)
             longest = max([self.config.data.max_prompt_length, *(len(prompt.tokens) for prompt in prompts)])
             remaining = [(i, prompt.tokens) for i, prompt in enumerate(prompts)]
             while remaining:
@@ -118,27 +114,17 @@ class Rollouts:
                         on_sample=grouped(n, on_group),
                         runner=self.episode_runner(prompts, params, task, longest),
                     )
-                    fault = session.run(self.is_interrupted, None if quota is None else quota.is_met)
-                    if quota is not None:
-                        quota.wait_counted(self.is_interrupted)
+                    fault = session.run(self.is_interrupted)
                 raise_if_interrupted(self.exchange)
                 if not self.restarts.restart_after_rollout(fault):
-                    break
-                if quota is not None and any(self.exchange.all_gather(quota.is_met())):
                     break
                 finished = set().union(*self.exchange.all_gather({one.prompt_index for one in responses.samples}))
                 remaining = [prompt for prompt in remaining if prompt[0] not in finished]
             responses.end()
-            if lost := [escaped_lines(one.lost) for one in responses.samples if one.lost]:
-                print(f"WARNING (rank {self.exchange.rank}): {len(lost)} episodes were lost: {lost[0]}", flush=True)
+            warn_of_lost(responses.samples)
             return responses
 
-    def _group_handler(
-        self,
-        responses: Responses,
-        quota: GroupQuota | None,
-        n: int,
-    ) -> Callable[[Sequence[Sample]], None]:
+    def _group_handler(self, responses: Responses, n: int) -> Callable[[Sequence[Sample]], None]:
         count_finished = self.new_counter()
         total = n * len(responses.prompts)
         num_tokens = 0
@@ -146,8 +132,6 @@ class Rollouts:
         def on_group(group: Sequence[Sample]) -> None:
             nonlocal num_tokens
             positions = responses.add(group)
-            if quota is not None:
-                quota.add(group, partial(responses.fill_if_scored, positions))
             num_finished = n * (count_finished(1) + 1)
             num_tokens += sum(one.num_policy_tokens for one in group)
             # The other engines' tokens are taken to be as many per response as this one's.

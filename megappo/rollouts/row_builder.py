@@ -17,9 +17,9 @@ from megappo.data.tokenizer import completing_tokens
 from megappo.engines.generations import EngineError
 from megappo.observe.metrics import reduce_ranks
 from megappo.placement.components import replayed_policy
-from megappo.rollouts.group_selection import StepResponses
 from megappo.rollouts.responses import episode_metrics, extra_metrics
 from megappo.rollouts.sample_rows import Sample, as_rows, floats, integers, mask_truncated, sample_rows
+from megappo.rollouts.step_responses import StepResponses
 from megappo.runtime.heartbeat import heartbeat
 from megappo.userland.rewards import RewardError
 

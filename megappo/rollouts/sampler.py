@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, replace
 from typing import NamedTuple, Protocol
 
@@ -21,7 +21,6 @@ GATHERING_SECONDS = 0.005
 """Delay between a finished response and the request that takes its place: responses that the same batch of the engine
 finishes are replaced by one request."""
 INTERRUPT_POLL_SECONDS = 0.5
-EARLY_STOP_POLL_SECONDS = 0.1
 HOLD_POLL_SECONDS = 0.05
 EPISODES_PER_SLOT = 4
 """Open episodes per sequence that an engine decodes at once: most of them may be waiting for their environments."""
@@ -133,7 +132,12 @@ class SharedPrompts:
         return [Request(index, order, tokens) for index, tokens in taken for order in range(self.n)]
 
     def put_back(self, request: Request) -> None:
-        """Forget it: requests are aborted once there are enough responses."""
+        """Fail: nothing aborts these requests.
+
+        Raises:
+            EngineFault: always.
+        """
+        raise EngineFault(f"the engine aborted its response to prompt {request.prompt_index} unasked")
 
 
 def grouped(n: int, on_group: Callable[[Sequence[Sample]], object]) -> Callable[[Sample], None]:
@@ -183,28 +187,23 @@ class RolloutSession:
         self._slots = asyncio.Semaphore(self.max_running_requests)  # turns of episodes that the engine decodes at once
         self._num_running = 0
         self._since = time.perf_counter()
-        self._stopping = False
+        self._episodes: dict[asyncio.Task[None], int] = {}  # prompt_index of each one in progress
 
-    def run(
-        self, is_interrupted: Callable[[], bool] = lambda: False, early_stop: Callable[[], bool] | None = None
-    ) -> EngineFault | None:
+    def run(self, is_interrupted: Callable[[], bool] = lambda: False) -> EngineFault | None:
         """Do what `run_async` does, in an event loop of its own."""
         with heartbeat.waiting():
-            return asyncio.run(self.run_async(is_interrupted, early_stop))
+            return asyncio.run(self.run_async(is_interrupted))
 
-    async def run_async(
-        self, is_interrupted: Callable[[], bool] = lambda: False, early_stop: Callable[[], bool] | None = None
-    ) -> EngineFault | None:
+    async def run_async(self, is_interrupted: Callable[[], bool] = lambda: False) -> EngineFault | None:
         """Sample until all prompts are taken and this engine's are answered; return its fault if it fails.
 
         Args:
             is_interrupted: polled; True ends the session at once, whatever the engine is doing.
-            early_stop: polled; True ends the session when the engine has aborted its requests and is idle.
         Raises:
             EngineError: the engine refused a request, or exceeded the time limit of one.
         """
         try:
-            await self._run(is_interrupted, early_stop)
+            await self._run(is_interrupted)
         except ExceptionGroup as group:
             error = first_error(group)
             if not isinstance(error, EngineFault):
@@ -214,36 +213,37 @@ class RolloutSession:
             self._add_running(-self._num_running)
         return None
 
-    async def _run(self, is_interrupted: Callable[[], bool], early_stop: Callable[[], bool] | None) -> None:
-        poll_seconds = INTERRUPT_POLL_SECONDS if early_stop is None else EARLY_STOP_POLL_SECONDS
+    async def _run(self, is_interrupted: Callable[[], bool]) -> None:
         async with self.client.open_async() as self._connections, asyncio.TaskGroup() as tasks:
             requests = tasks.create_task(self._request_all())
             health = tasks.create_task(self.client.watch(self._connections))
             while not requests.done():
                 if is_interrupted():
                     requests.cancel()
-                elif early_stop is not None and early_stop():
-                    self._stopping = True
-                    await self.abort()
-                    requests.cancel()
-                await asyncio.wait([requests], timeout=poll_seconds)
+                await asyncio.wait([requests], timeout=INTERRUPT_POLL_SECONDS)
             health.cancel()
 
     async def abort(self) -> None:
-        """Abort what the engine is decoding for this session, and put it back unless the session is to end."""
+        """Abort what the engine is decoding for this session, and put it back; turns of episodes continue later. The
+        source must be held meanwhile."""
         await self.client.abort_all(self._connections, lambda: self.is_idle)
+
+    def cancel_episodes(self, prompt_indices: Collection[int]) -> None:
+        """End the episodes of these prompts; their environments are closed."""
+        for task, prompt_index in self._episodes.items():
+            if prompt_index in prompt_indices:
+                task.cancel()
 
     async def _request_all(self) -> None:
         """Request as many responses as there is room for until all are taken; then wait for them."""
         async with asyncio.TaskGroup() as tasks:
-            while not self._stopping:
-                requests = await self.source.take(self._num_free)
-                if not requests:
-                    return
+            while requests := await self.source.take(self._num_free):
                 self._num_free -= len(requests)
                 if self.runner is not None:
                     for request in requests:
-                        tasks.create_task(self._play(self.runner, request))
+                        episode = tasks.create_task(self._play(self.runner, request))
+                        self._episodes[episode] = request.prompt_index
+                        episode.add_done_callback(self._episodes.pop)
                 else:
                     tasks.create_task(self._answer([one for one in requests if one.written is None]))
                     for request in requests:
@@ -278,25 +278,35 @@ class RolloutSession:
 
     async def _play(self, runner: EpisodeRunner, request: Request) -> None:
         """Play an episode."""
-        self.on_sample(await runner.play(request.prompt_index, request.sample_index, self._generate_turn))
-        self._free_one()
+        try:
+            self.on_sample(await runner.play(request.prompt_index, request.sample_index, self._generate_turn))
+        finally:
+            self._free_one()
 
     async def _generate_turn(self, context: list[int], max_tokens: int) -> Generation:
+        """Return a turn, in as many requests as aborts make of it."""
+        written = None
+        while True:
+            so_far = [] if written is None else written.tokens
+            async with self._slots:
+                while self.source.is_held:
+                    await asyncio.sleep(HOLD_POLL_SECONDS)
+                response = await self._generate(context + so_far, max_tokens - len(so_far))
+            is_complete = self._is_complete(response, context)
+            response = response if is_complete else response.without_last_token()
+            written = response if written is None else written + response
+            if is_complete:
+                return written
+
+    async def _generate(self, context: list[int], max_tokens: int) -> Generation:
         params = replace(self.params, max_response_length=max_tokens)
-        async with self._slots:
-            if self._stopping:
-                await _wait_for_cancellation()
-            while self.source.is_held:
-                await asyncio.sleep(HOLD_POLL_SECONDS)
-            self._add_running(1)
-            try:
-                answers = self.client.generate_async(self._connections, [context], params)
-                async with contextlib.aclosing(answers) as responses:
-                    [(_, response)] = [one async for one in responses]
-            finally:
-                self._add_running(-1)
-        if not self._is_complete(response, context):
-            await _wait_for_cancellation()
+        self._add_running(1)
+        try:
+            answers = self.client.generate_async(self._connections, [context], params)
+            async with contextlib.aclosing(answers) as responses:
+                [(_, response)] = [one async for one in responses]
+        finally:
+            self._add_running(-1)
         return response
 
     def _is_complete(self, response: Generation, prompt: list[int]) -> bool:
@@ -330,8 +340,3 @@ class RolloutSession:
         self.usage.sequence_seconds += self._num_running * (now - self._since)
         self._num_running = self._num_running + count
         self._since = now
-
-
-async def _wait_for_cancellation() -> None:
-    """Wait forever: the session is about to cancel this episode."""
-    await asyncio.get_running_loop().create_future()

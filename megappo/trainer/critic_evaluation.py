@@ -11,9 +11,9 @@ from typing import Any
 from megappo.batch.exchange import Batch
 from megappo.config.config_error import ConfigError
 from megappo.data.prompts import PromptDataset
-from megappo.rollouts.group_selection import StepResponses
 from megappo.rollouts.record import Replay
 from megappo.rollouts.row_builder import RowBuilder
+from megappo.rollouts.step_responses import StepResponses
 from megappo.trainer.experience import with_advantages
 from megappo.trainer.run import Run
 from megappo.trainer.statistics import over_ranks

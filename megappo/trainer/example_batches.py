@@ -16,7 +16,7 @@ from megappo.observe.metrics import Metric, merge_metrics, reduce_ranks
 from megappo.ppo.reductions import Unreduced
 from megappo.ppo.supervised import preference_metrics
 from megappo.rollouts.datasets import Datasets
-from megappo.rollouts.group_selection import Batches
+from megappo.rollouts.step_responses import Batches
 from megappo.runtime.heartbeat import heartbeat
 from megappo.trainer.models import Models, Phases
 

@@ -31,8 +31,7 @@ from megappo.rollouts.datasets import load_datasets  # noqa: E402
 from megappo.rollouts.record import Record, Replay  # noqa: E402
 from megappo.rollouts.rollouts import make_rollouts  # noqa: E402
 from megappo.trainer import loop  # noqa: E402
-from megappo.trainer.ahead_batches import make_ahead_batches  # noqa: E402
-from megappo.trainer.batches import SampledBatches  # noqa: E402
+from megappo.trainer.batches import make_batches  # noqa: E402
 from megappo.trainer.critic_evaluation import CriticEvaluation  # noqa: E402
 from megappo.trainer.example_batches import ExampleBatches  # noqa: E402
 from megappo.trainer.fine_tuning import example_step  # noqa: E402
@@ -104,10 +103,8 @@ def build_run(plan: RunPlan, engine_handle: EngineHandle, outlook: Outlook, clea
         batches = ExampleBatches(datasets.train, exchange, progress.num_drawn)
     elif config.replays:
         batches = Replay(Path(config.trainer.replay_rollouts), config, datasets.vocab_size, exchange)
-    elif config.rollout.max_staleness and not config.trainer.eval_only:
-        batches = make_ahead_batches(datasets, rollouts, engines, record, progress, cleanup)
     else:
-        batches = SampledBatches(datasets, rollouts, engines.sleep, record, num_drawn=progress.num_drawn)
+        batches = make_batches(datasets, rollouts, engines, record, progress, cleanup)
     mfu = Utilisation(models, exchange)
     scorer = NoResponseScorer()
     judge = models.components.get("reward_model")

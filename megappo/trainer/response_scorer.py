@@ -13,9 +13,9 @@ from megappo.config.schema import Config
 from megappo.data.conversations import Conversation, Conversations
 from megappo.data.prompts import PromptDataset
 from megappo.models.megatron_engine import Outputs
-from megappo.rollouts.group_selection import StepResponses
 from megappo.rollouts.responses import Responses
 from megappo.rollouts.sample_rows import integers, sample_rows
+from megappo.rollouts.step_responses import StepResponses
 from megappo.runtime.heartbeat import heartbeat
 from megappo.trainer.component_batch import Component, ComponentBatch
 from megappo.trainer.models import Phases

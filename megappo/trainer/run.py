@@ -19,11 +19,11 @@ from megappo.observe.observer import NullObserver, Observer
 from megappo.observe.timeline import append_phases
 from megappo.preflight.folder_lock import check_lock
 from megappo.rollouts.datasets import Datasets
-from megappo.rollouts.group_selection import StepResponses
 from megappo.rollouts.kept import keep_rollouts
 from megappo.rollouts.record import Replay
 from megappo.rollouts.responses import Responses
 from megappo.rollouts.rollouts import Rollouts, raise_if_interrupted
+from megappo.rollouts.step_responses import StepResponses
 from megappo.runtime.heartbeat import heartbeat
 from megappo.runtime.interruption import INTERRUPTION, deadline
 from megappo.trainer.batches import SampledBatches

@@ -1,24 +1,20 @@
-"""Over-sampling: the engine aborts the surplus at once, is idle then, and samples correctly afterwards."""
+"""Over-sampling: the engine aborts the surplus at once, and samples correctly afterwards."""
 
 import asyncio
-import time
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from itertools import chain
+import itertools
+from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
-import torch.distributed as dist
-from sessions import Sampled, sample
+from samplers import Engine, queue_config
 
+from megappo.data.prompts import Prompt
 from megappo.engines.client import SamplingParams
-from megappo.rollouts.group_selection import GroupQuota
 from megappo.rollouts.sample_rows import Sample, Segment
-from megappo.rollouts.sampler import store_counter
-from megappo.userland.grades import Grade
 
 N = 2
 LONG, SHORT = 110, 4
-PROMPTS = [(100 + number, [2 + number, 3, 4]) for number in range(12)]
+PROMPTS = [Prompt(number, [2 + number, 3, 4], "", None) for number in range(12)]
 
 
 class Turns:
@@ -29,91 +25,93 @@ class Turns:
         self.long = long
 
     async def play(self, prompt_index, sample_index, generate):
-        segment = Segment([prompt_index - 98], "")
+        is_long = prompt_index % len(PROMPTS) >= self.long
+        segment = Segment(PROMPTS[prompt_index % len(PROMPTS)].tokens, "")
         ended = False
         try:
-            for turn in range(1, 2 if prompt_index < self.long else 25):
+            for turn in range(1, 25 if is_long else 2):
                 segment.write(await generate(segment.context, SHORT), "", turn)
-                await asyncio.sleep(0.2 if prompt_index >= self.long else 0.0)
+                await asyncio.sleep(0.2 if is_long else 0.0)
             ended = True
         finally:
             self.cut += [] if ended else [prompt_index]
         return Sample(prompt_index, sample_index, [segment], "done", {})
 
 
-def sampled_until(client, params, num_groups, **options) -> Sampled:
-    groups: list = []
-    take = store_counter(dist.HashStore(), "step 1")
-    settings = {"num_engines": 1, "max_running_requests": 8, "on_group": groups.append} | options
-    return sample(PROMPTS, N, params, client, take, early_stop=lambda: len(groups) >= num_groups, **settings)
+def draws() -> Iterator[list[tuple[int, Prompt]]]:
+    """The same prompts again and again."""
+    return ([(first + i, prompt) for i, prompt in enumerate(PROMPTS)] for first in itertools.count(0, len(PROMPTS)))
 
 
-def idle(client) -> bool:
+def is_idle(client) -> bool:
     client.hang_seconds = 300.0
     client.post("/flush_cache?timeout=0.3", {})  # refused while a request runs; the last batch is put away by then
     return True
 
 
+def check(groups, oracle) -> None:
+    for group in groups:
+        [first, *_] = group.samples
+        tokens = PROMPTS[group.position % len(PROMPTS)].tokens
+        assert len(group.samples) == N
+        assert first.log_probs == pytest.approx(oracle(tokens, first.tokens), abs=1e-4)
+
+
 def test_an_engine_that_has_written_enough_aborts_the_rest_and_samples_on_correctly(client, oracle):
-    found = sampled_until(client, SamplingParams(LONG), 3)
-    assert idle(client) and found.fault is None
-    whole = {one.prompt_index for one in found.samples}
-    assert 3 <= len(whole) < len(PROMPTS) and len(found.samples) == N * len(whole)
-    assert all(one.ending == "length" and len(one.tokens) == LONG for one in found.samples)
-    of_samples = LONG * len(found.samples)
-    assert of_samples <= found.usage.written_tokens < LONG * N * len(PROMPTS), "what was left in the middle, too"
-    take = store_counter(dist.HashStore(), "step 2")
-    again = sample(PROMPTS, N, SamplingParams(SHORT), client, take, num_engines=1, max_running_requests=8)
-    assert len(again.samples) == N * len(PROMPTS)
-    assert again.usage.written_tokens == SHORT * N * len(PROMPTS)
-    tokens_of = dict(PROMPTS)
-    for one in (found.samples[0], again.samples[-1]):
-        assert one.log_probs == pytest.approx(oracle(tokens_of[one.prompt_index], one.tokens), abs=1e-4)
+    engine, drawn = Engine(queue_config(3, 12, n=N), client, SamplingParams(LONG)), draws()
+    with closing(engine.sampler):
+        for step in (1, 2):
+            before = engine.sampler.usage.written_tokens
+            engine.admit(step, lambda: next(drawn))
+            choice = engine.choose(step)
+            taken, dropped = engine.take(choice)
+            assert is_idle(client)
+            first = (step - 1) * len(PROMPTS)
+            assert sorted(choice.chosen + choice.left_out) == list(range(first, first + len(PROMPTS)))
+            assert (len(taken), engine.queue.prompts) == (3, {})
+            assert all(len(sample.tokens) == LONG for group in taken for sample in group.samples)
+            written = engine.sampler.usage.written_tokens - before
+            trained = 3 * N * LONG
+            assert trained < written < LONG * N * len(PROMPTS), "what was left in the middle, too"
+            # The last token of an aborted response is not kept.
+            assert 0 <= written - trained - sum(group.num_tokens for group in dropped) <= N * len(dropped)
+            check(taken, oracle)
 
 
 def test_surplus_episodes_are_cancelled(client):
-    playing = Turns(long=104)
-    found = sampled_until(client, SamplingParams(LONG), 4, runner=playing, max_running_requests=24)
-    assert idle(client) and found.fault is None
-    assert {one.prompt_index for one in found.samples} == {100, 101, 102, 103}
-    assert sorted(set(playing.cut)) == list(range(104, 112)) and len(playing.cut) == 16
-    assert found.usage.written_tokens > sum(one.num_policy_tokens for one in found.samples)
+    playing = Turns(long=4)
+    engine = Engine(queue_config(4, 12, n=N), client, SamplingParams(LONG), playing)
+    with closing(engine.sampler):
+        engine.admit(1, lambda: next(draws()))
+        choice = engine.choose(1)
+        engine.take(choice)
+        assert is_idle(client)
+    assert choice.chosen == [0, 1, 2, 3]
+    assert sorted(set(playing.cut)) == list(range(4, 12))
 
 
-def test_an_engine_that_finishes_by_itself_gets_no_abort(client, monkeypatch):
+@pytest.mark.parametrize("plays", [False, True], ids=["responses", "episodes"])
+def test_what_a_later_step_needs_is_continued_where_it_was_aborted(client, oracle, plays):
+    """Two draws are in progress, of which the first has enough groups: nothing of the second is lost."""
+    playing = Turns(long=6) if plays else None
+    settings = queue_config(3, 12, n=N, max_staleness=1)
+    engine, drawn = Engine(settings, client, SamplingParams(LONG), playing), draws()
+    with closing(engine.sampler):
+        for step in (1, 2, 3):
+            engine.admit(step, lambda: next(drawn))
+            choice = engine.choose(step)
+            assert {position // len(PROMPTS) for position in [*choice.chosen, *choice.left_out]} == {step - 1}
+            taken, _ = engine.take(choice)
+            check(taken, oracle)
+            assert min(engine.queue.prompts) == step * len(PROMPTS), "the next draw stays"
+
+
+def test_an_engine_that_finishes_by_itself_gets_no_abort(client, monkeypatch, oracle):
     monkeypatch.setattr(client, "abort_all", None)
-    found = sample(
-        PROMPTS,
-        N,
-        SamplingParams(SHORT),
-        client,
-        store_counter(dist.HashStore(), "step 1"),
-        num_engines=1,
-        max_running_requests=8,
-        early_stop=lambda: False,
-    )
-    assert len(found.samples) == N * len(PROMPTS)
-
-
-def test_an_engine_that_is_done_first_counts_its_groups_whose_scores_come_later(client):
-    """Two of them: the first takes the four short episodes, the other two that are short and two that are long."""
-    store, playing = dist.HashStore(), Turns(long=106)
-
-    def engine(_: int) -> list[int]:
-        quota = GroupQuota(6, "score", store_counter(store, "quota"))
-
-        def on_group(group) -> None:
-            """The scores are known a second later."""
-            since = time.monotonic()
-            differing = [replace(group[0], grade=Grade([score], {})) for score in (1.0, 2.0)]
-            quota.add(differing, lambda: time.monotonic() > since + 1.0)
-
-        take = store_counter(store, "prompts")
-        settings = {"num_engines": 2, "max_running_requests": 4, "on_group": on_group, "runner": playing}
-        found = sample(PROMPTS[:8], 1, SamplingParams(LONG), client, take, early_stop=quota.is_met, **settings)
-        quota.wait_counted(lambda: False)
-        return [one.prompt_index for one in found.samples]
-
-    with ThreadPoolExecutor(2) as threads:
-        found = sorted(chain.from_iterable(threads.map(engine, range(2))))
-    assert found == [100, 101, 102, 103, 104, 105] and sorted(playing.cut) == [106, 107]
+    engine, drawn = Engine(queue_config(12, n=N), client, SamplingParams(SHORT)), draws()
+    with closing(engine.sampler):
+        for step in (1, 2):
+            engine.admit(step, lambda: next(drawn))
+            taken, dropped = engine.take(engine.choose(step))
+            assert (len(taken), dropped) == (12, [])
+            check(taken, oracle)

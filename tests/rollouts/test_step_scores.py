@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch.distributed as dist
 from samples_of import sample_of
-from scored_responses import ScoredResponses
+from scored_responses import ScoredResponses, step_of
 from spawn import run_ranks
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -18,7 +18,6 @@ from megappo.config.config_error import ConfigError
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
 from megappo.data.tokenizer import completing_tokens
-from megappo.rollouts.group_selection import chosen_of
 from megappo.rollouts.row_builder import RowBuilder, step_rewards
 from megappo.rollouts.sample_rows import Sample, Segment
 from megappo.userland.grades import Grade
@@ -114,7 +113,7 @@ def add_extras(rank: int, world_size: int) -> None:
     def fields_of(grades: list[Grade], **reward: object) -> dict[str, list]:
         """Return the fields of all rows, in the order of prompts, on every rank."""
         responses = ScoredResponses(prompts, samples, grades)
-        step = chosen_of([responses], [(0, 0), (0, 1)])
+        step = step_of(responses)
         rows = RowBuilder(make_config(2, **reward), 300, tokenizer, exchange).build(step)[0].rows
         fields = {name: values.tolist() for name, values in rows.fields.items()}
         found: dict[str, list] = {}

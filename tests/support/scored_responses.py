@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from megappo.data.prompts import Prompt
 from megappo.observe.metrics import Metric
-from megappo.rollouts.group_selection import StepResponses, chosen_of
+from megappo.rollouts.step_responses import StepResponses
 from megappo.rollouts.responses import Responses
 from megappo.rollouts.sample_rows import Sample
 from megappo.rollouts.sampler import EngineUsage
@@ -35,4 +35,4 @@ class ScoredResponses(Responses):
 
 def step_of(responses: Responses) -> StepResponses:
     """Return a step that trains on all of them."""
-    return chosen_of([responses], [(0, index) for index in range(len(responses.prompts))])
+    return StepResponses(responses.prompts, responses.samples, [responses], [responses.usage])

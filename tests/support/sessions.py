@@ -24,7 +24,6 @@ def sample(
     *,
     num_engines: int,
     on_group: Callable[[Sequence[Sample]], object] = lambda group: None,
-    early_stop: Callable[[], bool] | None = None,
     **settings: Any,
 ) -> Sampled:
     """Return everything that a session samples, one of `num_engines` that share the prompts."""
@@ -39,5 +38,5 @@ def sample(
     session = RolloutSession(
         source, n, params, client, most_open=most_open, usage=usage, on_sample=on_sample, **settings
     )
-    fault = session.run(early_stop=early_stop)
+    fault = session.run()
     return Sampled(samples, usage, fault)

@@ -47,9 +47,11 @@ from megappo.placement.placing import place  # noqa: E402
 from megappo.placement.run_plan import RunPlan  # noqa: E402
 from megappo.ppo.conventions import PRESETS  # noqa: E402
 from megappo.rollouts.datasets import Datasets  # noqa: E402
+from megappo.rollouts.journal import NoJournal  # noqa: E402
 from megappo.rollouts.responses import Responses  # noqa: E402
 from megappo.rollouts.rollouts import Rollouts  # noqa: E402
 from megappo.rollouts.sample_rows import Sample, Segment  # noqa: E402
+from megappo.rollouts.step_responses import StepResponses  # noqa: E402
 from megappo.trainer.batches import SampledBatches  # noqa: E402
 from megappo.trainer.inference import NoEngines  # noqa: E402
 from megappo.trainer.loop import ppo_step  # noqa: E402
@@ -187,7 +189,7 @@ class FixedResponses(Responses):
 class FixedRollouts(Rollouts):
     """Samples and scores that depend on the prompts alone, all on rank 0, which owns the engine."""
 
-    def sample(self, prompts: Sequence[Prompt], n: int, *_: object, quota: None = None) -> Responses:
+    def sample(self, prompts: Sequence[Prompt], n: int, *_: object) -> Responses:
         responses = FixedResponses(prompts, 1 + self.config.algorithm.method.needs_score_components)
         for prompt in prompts if self.exchange.rank == 0 else ():
             generator = torch.Generator().manual_seed(sum(prompt.tokens) * 10 + n)
@@ -202,6 +204,20 @@ class FixedRollouts(Rollouts):
         return responses
 
 
+class FixedBatches(SampledBatches):
+    """All prompts of each draw, without a queue."""
+
+    def sample(self, step: int, phase: Phases) -> StepResponses:
+        prompts = self._draw()
+        with phase("rollout"):
+            responses = self._rollouts.sample(prompts, self._config.rollout.n)
+            step_responses = StepResponses(prompts, responses.samples, [responses], [responses.usage])
+            if self._config.algorithm.method.needs_greedy_baseline:
+                step_responses.greedy = self._rollouts.sample(prompts, 1)
+        step_responses.seconds = phase.seconds("rollout")
+        return step_responses
+
+
 def build(config: Config) -> Run:
     """Build a run without engines, checkpoints and files."""
     exchange, observer = Exchange(dist.group.WORLD), NullObserver()
@@ -213,7 +229,7 @@ def build(config: Config) -> Run:
     restarts = EngineRestarts(EngineHandle(), exchange, observer.message, limit=0)
     rollouts = FixedRollouts(config, datasets, restarts, exchange, workers={}, num_engines=1)
     engines = NoEngines()
-    batches = SampledBatches(datasets, rollouts, engines.sleep)
+    batches = FixedBatches(datasets, rollouts, engines.sleep, journal=NoJournal())
     progress, utilisation = Progress(config, exchange), Utilisation(models, exchange)
     return Run(
         *(config, exchange, datasets, models, engines, rollouts, batches, progress, observer),

@@ -1,4 +1,4 @@
-"""Sampling ahead: which groups a step waits for, so that none becomes too old, and what the journal keeps."""
+"""Groups of responses: which ones a step waits for, so that none becomes too old, and what the journal keeps."""
 
 import itertools
 import random
@@ -9,18 +9,20 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from samples_of import sample_of
+from samplers import queue_config
 
-from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
 from megappo.engines.generations import Generation
 from megappo.observe.metrics import Metric
-from megappo.rollouts.ahead import EngineShare
 from megappo.rollouts.fingerprint import prompt_digest
 from megappo.rollouts.group_queue import GroupQueue
+from megappo.rollouts.group_sampler import EngineShare
 from megappo.rollouts.journal import Choice, Group, GroupFacts, Journal, unchanged
-from megappo.rollouts.rank_groups import RankGroups, SharedCounts
+from megappo.rollouts.rank_groups import RankGroups, SharedCounts, differ
 from megappo.rollouts.sample_rows import Sample, Segment
 from megappo.userland.grades import Grade
+from megappo.userland.rewards import RewardError
 
 SIZE = 4
 
@@ -110,17 +112,7 @@ def test_each_admitted_prompt_is_taken_by_one_engine() -> None:
 
 
 def make_queue(max_staleness: int = 1, *, filters: bool = True) -> GroupQueue:
-    config = Config.model_validate(
-        {
-            "model": {"path": "m"},
-            "placement": {"actor": "0", "rollout": "0"},
-            "data": {"train_files": ["f"], "train_batch_size": SIZE},
-            "trainer": {"output_dir": "o", "total_steps": 200},
-            "rollout": {"n": 2, "max_staleness": max_staleness},
-            "algorithm": {"adv_estimator": "grpo", "filter_groups": {"enable": filters, "max_num_gen_batches": 2}},
-        }
-    )
-    return GroupQueue(config)
+    return GroupQueue(queue_config(SIZE, max_staleness=max_staleness, **({"max_num_gen_batches": 2} if filters else {})))
 
 
 def test_groups_of_equal_scores_make_room_for_others_and_then_fill_up_the_step() -> None:
@@ -137,6 +129,82 @@ def test_groups_of_equal_scores_make_room_for_others_and_then_fill_up_the_step()
     assert choice == Choice(1, [0, 1, 2, 3], [4, 5, 6, 7], 2)
     queue.remove(choice)
     assert (sorted(queue.prompts), queue.finished) == (list(range(2 * SIZE, 4 * SIZE)), [])
+
+
+@pytest.mark.parametrize("draw_size", [SIZE, SIZE + 2])
+def test_steps_that_wait_choose_as_a_plain_loop_over_whole_draws(draw_size: int) -> None:
+    """The scores of about half of the groups are equal; three draws at most."""
+    for seed in range(50):
+        rng = random.Random(seed)
+        is_equal = [rng.random() < 0.5 for _ in range(100 * draw_size)]
+        queue = GroupQueue(queue_config(SIZE, None if draw_size == SIZE else draw_size, max_num_gen_batches=3))
+        numbers = itertools.count()
+        drawn = 0
+        for step in range(1, 9):
+            queue.num_draws = 0
+            finished: set[int] = set()
+            while not has_enough(queue, finished, is_equal):
+                queue.finished = [GroupFacts(position, is_equal[position]) for position in sorted(finished)]
+                queue.admit(step, lambda: [(next(numbers), None) for _ in range(draw_size)])
+                finished.add(rng.choice(sorted(queue.prompts.keys() - finished)))
+            queue.finished = [GroupFacts(position, is_equal[position]) for position in sorted(finished)]
+
+            places: list[int] = []
+            num_draws = 0
+            while sum(not is_equal[place] for place in places) < SIZE and num_draws < 3:
+                places += range(drawn, drawn + draw_size)
+                drawn += draw_size
+                num_draws += 1
+            choice = queue.choose(step)
+            queue.remove(choice)
+            assert sorted(choice.chosen + choice.left_out) == places, "the next step begins with a new draw"
+            assert (choice.num_draws, queue.prompts, queue.drawn) == (num_draws, {}, {})
+            usable = sorted(finished) if draw_size > SIZE else places
+            expected = sorted(usable, key=lambda place: (is_equal[place], place))[:SIZE]
+            assert choice.chosen == sorted(expected), "over-sampling: of the first finished ones"
+
+
+def has_enough(queue: GroupQueue, finished: set[int], is_equal: list[bool]) -> bool:
+    waiting = queue.num_waiting()
+    size = max(1, queue._draw_size)
+    counts = [Counter(place // size for place in finished if is_equal[place] == equal) for equal in (False, True)]
+    return queue.has_enough(waiting, *counts)
+
+
+def test_over_sampling_ahead_takes_the_first_of_each_draw() -> None:
+    """A step drops the rest of its draw; the draws after it are begun, and stay."""
+    queue = GroupQueue(queue_config(2, 5, max_staleness=1))
+    numbers = itertools.count()
+    is_equal = [False] * 100
+    for step, finished in ((1, {3, 1, 6}), (2, {6, 9, 8, 12}), (3, {10, 14})):
+        queue.admit(step, lambda: [(next(numbers), None) for _ in range(5)])
+        first = 5 * (step - 1)
+        assert queue.prompts.keys() == set(range(first, first + 10))
+        own = {place for place in finished if place < first + 5}
+        assert not has_enough(queue, finished - {min(own), sorted(own)[1]}, is_equal)
+        assert has_enough(queue, finished, is_equal)
+        queue.finished = [GroupFacts(position, False) for position in sorted(finished)]
+        choice = queue.choose(step)
+        assert choice.chosen == sorted(own)[:2]
+        assert sorted(choice.chosen + choice.left_out) == list(range(first, first + 5))
+        queue.remove(choice)
+
+
+def test_a_group_counts_if_a_metric_differs_within_it() -> None:
+    def group(*grades: Grade) -> list[Sample]:
+        samples = [sample_of(0, i, [1], [-1.0]) for i in range(len(grades))]
+        for one, grade in zip(samples, grades, strict=True):
+            one.grade = grade
+        return samples
+
+    zero, one = Grade([0.0], {"acc": 0.0}), Grade([1.0], {"acc": 0.0})
+    other, failed = Grade([0.0], {"acc": 1.0}), Grade([], {}, failed=True)
+    assert differ(group(zero, one), "score") and not differ(group(zero, one), "acc")
+    assert differ(group(zero, other), "acc") and not differ(group(zero, other), "score")
+    for metric in ("acc", "score"):
+        assert not differ(group(zero, failed), metric), "what failed makes no difference"
+    with pytest.raises(RewardError, match="filter_groups.metric accuracy: the reward .* no such .*, but score, acc\n"):
+        differ(group(zero, one), "accuracy")
 
 
 def test_finished_groups_are_counted_until_a_step_takes_them(tmp_path: Path) -> None:
