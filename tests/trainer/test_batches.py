@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -17,11 +18,13 @@ from megappo.batch.exchange import Exchange
 from megappo.config.config_error import ConfigError
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
-from megappo.data.record_dataset import share
 from megappo.engines.client import EngineError
 from megappo.engines.handle import EngineHandle
 from megappo.observe.timers import Timers
 from megappo.rollouts.datasets import Datasets
+from megappo.rollouts.fingerprint import prompt_digest
+from megappo.rollouts.journal import Choice, Group, Journal
+from megappo.rollouts.rank_groups import SharedCounts
 from megappo.rollouts.responses import Responses
 from megappo.rollouts.rollouts import Rollouts
 from megappo.rollouts.row_builder import RowBuilder, check_tokens
@@ -45,10 +48,10 @@ PROMPTS = [Prompt(i, tokens, "", None) for i, tokens in enumerate(([5], [6, 7]))
 SAMPLES = (
     [
         sample_of(1, 1, [11, 12, 13, 14], [-0.5, None, None, -0.25], "length", prompt=[6, 7]),
-        sample_of(0, 0, [15], [-1.0]),
+        sample_of(1, 0, [16, 17], [-2.0, None], prompt=[6, 7]),
     ],
     [],
-    [sample_of(1, 0, [16, 17], [-2.0, None], prompt=[6, 7]), sample_of(0, 1, [18, 19], [0.0, -3.0])],
+    [sample_of(0, 0, [15], [-1.0]), sample_of(0, 1, [18, 19], [0.0, -3.0])],
 )
 """Samples of each rank; the log-prob is None where an environment wrote the token."""
 GREEDY = ([sample_of(0, 0, [15, 20, 21], [-1.0, None, -1.0])], [sample_of(1, 0, [22], [-1.0])], [])
@@ -74,17 +77,28 @@ def by_workers(pool: object, samples: list[Sample]) -> Responses:
 
 
 class Train:
-    """The same prompts for every step."""
+    """The prompts that were drawn."""
 
-    def batch(self, num_drawn: int, rank: int, world_size: int) -> list[Prompt]:
-        return share(PROMPTS, rank, world_size)
+    def drawn(self, positions: Sequence[int]) -> list[Prompt]:
+        return [PROMPTS[position] for position in positions]
 
 
-class FewSampled(Rollouts):
+class Greedy(Rollouts):
     """Its engines have written already."""
 
-    def sample(self, prompts: Sequence[Prompt], n: int, *args: object, quota: None = None) -> Responses:
-        return scored((GREEDY if n == 1 else SAMPLES)[self.exchange.rank])
+    def sample(self, prompts: Sequence[Prompt], n: int, *args: object) -> Responses:
+        assert (prompts, n) == (PROMPTS, 1)
+        return scored(GREEDY[self.exchange.rank])
+
+
+def write_journal(journal: Journal, samples: Sequence[Sample]) -> None:
+    """Write what an engine has sampled before the run was ended."""
+    for position in {one.prompt_index for one in samples}:
+        group = Group(position, 0, prompt_digest(PROMPTS[position]))
+        for sample in [one for one in samples if one.prompt_index == position]:
+            journal.write_sample(group, sample)
+            group.samples.append(replace(sample, grade=Grade([float(sample.tokens[0])], {})))
+        journal.write_grades(group)
 
 
 def make_config(**algorithm: object) -> Config:
@@ -101,12 +115,21 @@ def make_config(**algorithm: object) -> Config:
     )
 
 
-def collect(rank: int, world_size: int) -> None:
+def collect(rank: int, world_size: int, folder: str) -> None:
+    """A run that is started again finds the groups, and the choice, of its next step."""
     config = make_config(adv_estimator="remax")
     exchange = Exchange(dist.group.WORLD)
     datasets, restarts = replace(DATASETS, train=Train()), restarts_of(EngineHandle(rank), exchange)
-    rollouts = FewSampled(config, datasets, restarts, exchange, workers={}, num_engines=3)
-    batches, timers = SampledBatches(datasets, rollouts, sleep=lambda: None), Timers()
+    rollouts = Greedy(config, datasets, restarts, exchange, workers={}, num_engines=3)
+    journal = Journal(Path(folder), rank, world_size, {})
+    write_journal(journal, SAMPLES[rank])
+    if rank == 0:
+        journal.write_choice(Choice(1, [0, 1], [], 1))
+    batches = SampledBatches(datasets, rollouts, lambda: None, num_drawn=2, journal=journal)
+    batches.groups._shared = SharedCounts(dist.HashStore(), 2)  # which ranks without engines lack
+    batches.restore(SimpleNamespace(pending=[0, 1], start_step=0, is_new=False, experience=None))
+    assert batches.pending == [0, 1]
+    timers = Timers()
     batch, metrics = batches.score(1, batches.sample(1, timers), timers)
     assert batch.owners == ((), (0, 1), (2, 3)) and batch.rows.ids.tolist() == list(batch.owners[rank])
     rows = batch.rows
@@ -120,16 +143,16 @@ def collect(rank: int, world_size: int) -> None:
     )
     assert list(found) == [EXPECTED[row] for row in batch.owners[rank]]
     assert batch.table.policy_lengths.tolist() == [1, 2, 1, 2] and batch.table.response_lengths.tolist() == [1, 2, 2, 4]
-    assert metrics.pop("rollout/tokens_per_second") > 0
-    assert metrics == {"rollout/num_tokens": 6 + 3, "rollout/engine_restarts": 0}
+    assert (metrics["rollout/num_tokens"], metrics["rollout/engine_restarts"]) == (6 + 3, 0)
+    assert metrics["rollout/tokens_per_second"] > 0 and batches.pending == []
     assert "score_components" not in rows.fields, "there is one score of each"
     with pytest.raises(EngineError, match="expected 2 responses to each of 2 prompts, got 3 in all"):
         fewer = SAMPLES[rank][: 1 + (rank == 0)]
         RowBuilder(config, 30, None, exchange).build(step_of(scored(fewer)))
 
 
-def test_segments_of_policy_and_environment_become_rows_at_their_owners():
-    run_ranks(3, collect)
+def test_segments_of_policy_and_environment_become_rows_at_their_owners(tmp_path):
+    run_ranks(3, collect, str(tmp_path))
 
 
 MASKED = {
