@@ -107,7 +107,7 @@ def test_unfinished_responses_continue(config: Path, folder: Path) -> None:
         assert program.wait() == 75, program.output
     finished = finished_responses(out)
     written = {key: tokens for key, tokens in written_tokens(out).items() if key not in finished}
-    assert written
+    assert written, program.output
     with Program(folder / "2", *arguments) as program:
         assert program.wait() == 0, program.output
     responses = list(chain.from_iterable(trained_responses(record, step) for step in range(1, STEPS + 1)))

@@ -76,11 +76,12 @@ def test_a_step_trains_on_the_prompts_that_are_finished_first(config: Path, fold
 def test_rollouts_alone_whose_scores_differ_go_on_where_they_were(config: Path, folder: Path):
     (folder / "reward.py").write_text(FUNCTION)
     of_scores = (f"reward.function={folder / 'reward.py'}:f", "algorithm.filter_groups.enable=true")
+    of_scores += (f"critic.ppo_mini_batch_size={TAKEN}",)
     for total in (1, 3):
         further = ("trainer.rollout_only=true", *of_scores, f"trainer.total_steps={total}")
         with Program(folder / str(total), config, *settings(folder, *further)) as program:
             assert program.wait() == 0, program.output
-    assert "continuing after step 1, the last of " in program.output
+    assert "continuing after step 1, the last one in " in program.output
     num_drawn = 0
     for step, metrics in enumerate(logged(folder / "out")[-3:], start=1):
         found = recorded(folder, step)
