@@ -110,7 +110,7 @@ class GroupQueue:
         return self.takes_equal and num_found + equal.total() >= self._size
 
     def choose(self, step: int) -> Choice:
-        """Return the groups that a step trains on, once there are enough: the first ones of those that `has_enough`
+        """Return the groups that a step trains on, once there are enough: the first groups that `has_enough`
         counts."""
         ranked = sorted(self._usable(), key=lambda facts: (facts.is_equal, facts.position))
         chosen = sorted(facts.position for facts in ranked[: self._size])

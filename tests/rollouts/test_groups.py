@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from samples_of import sample_of
 from samplers import queue_config
+from samples_of import sample_of
 
 from megappo.data.prompts import Prompt
 from megappo.engines.generations import Generation
@@ -112,7 +112,9 @@ def test_each_admitted_prompt_is_taken_by_one_engine() -> None:
 
 
 def make_queue(max_staleness: int = 1, *, filters: bool = True) -> GroupQueue:
-    return GroupQueue(queue_config(SIZE, max_staleness=max_staleness, **({"max_num_gen_batches": 2} if filters else {})))
+    return GroupQueue(
+        queue_config(SIZE, max_staleness=max_staleness, **({"max_num_gen_batches": 2} if filters else {}))
+    )
 
 
 def test_groups_of_equal_scores_make_room_for_others_and_then_fill_up_the_step() -> None:

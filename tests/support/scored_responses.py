@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 
 from megappo.data.prompts import Prompt
 from megappo.observe.metrics import Metric
-from megappo.rollouts.step_responses import StepResponses
 from megappo.rollouts.responses import Responses
 from megappo.rollouts.sample_rows import Sample
 from megappo.rollouts.sampler import EngineUsage
+from megappo.rollouts.step_responses import StepResponses
 from megappo.userland.grades import Grade
 
 
