@@ -92,8 +92,8 @@ class GroupQueue:
         equal: Counter[int],
     ) -> bool:
         """Return whether the blocks before the first one with an unfinished group have enough groups for a step; with
-        over-sampling, this block's finished groups count, too. Groups that algorithm.filter_groups leaves out count once
-        no group is unfinished.
+        over-sampling, this block's finished groups count, too. Groups that algorithm.filter_groups leaves out count
+        once no group is unfinished.
 
         Args:
             waiting: see `num_waiting`.

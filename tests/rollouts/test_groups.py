@@ -5,6 +5,7 @@ import random
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -140,14 +141,14 @@ def test_steps_that_wait_choose_as_a_plain_loop_over_whole_draws(draw_size: int)
         rng = random.Random(seed)
         is_equal = [rng.random() < 0.5 for _ in range(100 * draw_size)]
         queue = GroupQueue(queue_config(SIZE, None if draw_size == SIZE else draw_size, max_num_gen_batches=3))
-        numbers = itertools.count()
+        draws = ([(first + i, None) for i in range(draw_size)] for first in itertools.count(0, draw_size))
         drawn = 0
         for step in range(1, 9):
             queue.num_draws = 0
             finished: set[int] = set()
             while not has_enough(queue, finished, is_equal):
                 queue.finished = [GroupFacts(position, is_equal[position]) for position in sorted(finished)]
-                queue.admit(step, lambda: [(next(numbers), None) for _ in range(draw_size)])
+                queue.admit(step, partial(next, draws))
                 finished.add(rng.choice(sorted(queue.prompts.keys() - finished)))
             queue.finished = [GroupFacts(position, is_equal[position]) for position in sorted(finished)]
 
