@@ -11,6 +11,7 @@ from megappo.config.config_error import shorten, show
 from megappo.config.eval_sets import TRAINING, Task, context_errors, eval_sets, tasks, training_task
 from megappo.config.kind_checks import example_errors, hang_errors, offload_errors, size_errors
 from megappo.config.model_checks import model_errors
+from megappo.config.recipes import RECIPES
 from megappo.config.schema import Config
 from megappo.config.score_checks import reward_model_errors, shapings
 from megappo.config.values import LARGEST_PORT, ReadIf, Section
@@ -36,7 +37,7 @@ def config_errors(config: Config) -> list[str]:
     unread = [f"{key} {shorten(show(value))} {reason}" for key, value, reason in unread_keys(config)]
     errors = [*_section_errors(config), *unread, *hang_errors(config), *size_errors(config)]
     errors += [*offload_errors(config), *_name_errors(config)]
-    if not config.is_ppo:
+    if not config.recipe.has_rollouts:
         return [*errors, *example_errors(config)]
     errors += [
         *_group_errors(config),
@@ -101,7 +102,7 @@ def _unread(
         key = path + name
         value = getattr(section, name)
         own = tuple(item for item in field.metadata if isinstance(item, ReadIf))
-        conditions = (*above, *_method_conditions(section, path, name), *own)
+        conditions = (*_recipe_conditions(config, key), *above, *_method_conditions(section, path, name), *own)
         is_set = name in section.model_fields_set if is_optional else value != field.default
         if isinstance(value, Section) and (field.default is not None or value.model_fields_set):
             yield from _unread(config, value, f"{key}.", conditions, is_optional or field.default is None)
@@ -118,6 +119,12 @@ def _is_unread(config: Config, key: str, condition: ReadIf) -> bool:
     if condition.is_read(config) or not set(condition.always).isdisjoint(key.split(".")):
         return False
     return not config.overrides(key, (condition.switch, *condition.others))
+
+
+def _recipe_conditions(config: Config, key: str) -> tuple[ReadIf, ...]:
+    """Return a condition that is not met if only other recipes than the run's read a key."""
+    is_read = config.recipe.does_read(key) or not any(recipe.does_read(key) for recipe in RECIPES.values())
+    return () if is_read else (ReadIf("trainer.kind", lambda config: False),)
 
 
 def _method_conditions(section: Section, path: str, name: str) -> tuple[ReadIf, ...]:
@@ -175,8 +182,8 @@ def _run_errors(config: Config) -> Iterator[str]:
             "trainer.eval_interval to 0"
         )
     has_held_out = config.held_out_names or trainer.replay_held_out is not None
-    if (trainer.eval_interval or trainer.eval_only) and not has_held_out:
-        key = "eval_only" if trainer.eval_only else "eval_interval"
+    if (trainer.eval_interval or not config.recipe.has_steps) and not has_held_out:
+        key = "eval_interval" if config.recipe.has_steps else "eval_only"
         yield f"trainer.{key} needs data.val_files or eval.datasets, found none: name some, or drop it"
 
 
@@ -211,7 +218,7 @@ def _ahead_errors(config: Config) -> Iterator[str]:
             f"algorithm.adv_estimator {config.algorithm.adv_estimator} samples greedy responses in each step, which "
             f"{ahead} does not wait for: choose another estimator, or set rollout.max_staleness to 0"
         )
-    if config.trainer.rollout_only:
+    if not config.recipe.trains and config.recipe.has_steps:
         yield f"trainer.rollout_only trains no weights that {ahead} could run ahead of: set it to 0"
     if config.sent_lora is not None and config.rollout.on_sync == "continue":
         yield (

@@ -99,7 +99,7 @@ def _task(config: Config, own: EvalDataset, section: str, key: str) -> Task:
 
 def tasks(config: Config) -> dict[str, Task]:
     """Return the task of training, if the run trains, and the tasks of `eval_sets`."""
-    of_training = {} if config.trainer.eval_only else {TRAINING: training_task(config)}
+    of_training = {TRAINING: training_task(config)} if config.recipe.has_steps else {}
     return of_training | eval_sets(config)
 
 
@@ -110,7 +110,7 @@ def played_tasks(config: Config) -> dict[str, Task]:
 
 def longest_row(config: Config) -> int:
     """Return the most tokens of a training prompt and its response together, or of an example."""
-    if not config.is_ppo:
+    if not config.recipe.has_rollouts:
         return config.data.max_length
     return config.data.max_prompt_length + config.rollout.max_response_length
 
@@ -122,7 +122,7 @@ def longest_unit(config: Config) -> int:
 
 def longest_response(config: Config) -> int:
     """Return the most tokens of a row that can have a loss."""
-    return config.rollout.max_response_length if config.is_ppo else config.data.max_length
+    return config.rollout.max_response_length if config.recipe.has_rollouts else config.data.max_length
 
 
 @dataclass(frozen=True)

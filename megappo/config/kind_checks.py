@@ -14,7 +14,7 @@ def example_errors(config: Config) -> Iterator[str]:
     if data.too_long == "truncate_left":
         yield "data.too_long truncate_left would cut the prompt that a response answers: set it to skip"
     named = set(data.columns)
-    if config.trains_reward_model:
+    if config.recipe.has_pairs:
         forms = [{"chosen", "rejected"}]
         expected = "chosen and rejected"
         named -= {"prompt", "margin"}
@@ -31,7 +31,7 @@ def example_errors(config: Config) -> Iterator[str]:
 def offload_errors(config: Config) -> Iterator[str]:
     """Yield tensors to offload that a frozen model does not have."""
     absent = {"gradients", "optimizer"}.intersection(config.reward_model.offload)
-    if absent and not config.trains_reward_model:
+    if absent and config.recipe.trains != "reward_model":
         names = " and ".join(sorted(absent))
         yield f"reward_model.offload names {names}, which only a model that is trained has: set it to [weights]"
 

@@ -59,7 +59,7 @@ def _kl_errors(config: Config) -> Iterator[str]:
 
 def _critic_errors(config: Config) -> Iterator[str]:
     """Yield what a run that trains a critic alone lacks."""
-    if not config.trains_critic_alone:
+    if config.recipe.trains != "critic":
         return
     trainer = config.trainer
     algorithm = config.algorithm

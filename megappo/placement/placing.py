@@ -38,7 +38,7 @@ def leaves_world_open(config: Config) -> bool:
 def _rank_texts(config: Config) -> dict[str, str]:
     """Return the ranks' text by key; components may share a key."""
     found = [spec.ranks for spec in components_of(config).values()]
-    engines = [("placement.rollout", config.placement.rollout)] if config.is_ppo else []
+    engines = [("placement.rollout", config.placement.rollout)] if config.recipe.has_rollouts else []
     return dict([*found, *engines])
 
 
@@ -48,7 +48,7 @@ def place(
     world_size: int,
     ranks_per_node: int,
 ) -> dict[str, Layout]:
-    """Return the layout of each component, by name, and with PPO of the SGLang engines, as `rollout`.
+    """Return the layout of each component, by name, and with rollouts the layout of the SGLang engines, as `rollout`.
 
     The layout of the engines has one data-parallel shard per engine, whose `output_rank` owns the engine. Each engine
     of rollout.engines, which runs already, has one rank that calls it.
@@ -60,7 +60,7 @@ def place(
     rollout = config.placement.rollout
     engines = Parallel(tensor=1 if external else config.rollout.tensor_parallel)
     placed = {name: (spec.ranks, spec.parallel) for name, spec in components.items()}
-    if config.is_ppo:
+    if config.recipe.has_rollouts:
         placed["rollout"] = Setting("placement.rollout", rollout), Setting("rollout.tensor_parallel", engines)
     layouts: dict[str, Layout] = {}
     errors: list[str] = []
@@ -134,9 +134,9 @@ def _batch_errors(
         key, prompts = components[name].mini_batch_prompts(config)
         rows = prompts * config.rollout.n
         shards = layout.data
-        what = (
-            f"{prompts} x rollout.n {config.rollout.n} = {rows} trajectories" if config.is_ppo else f"{rows} examples"
-        )
+        what = f"{rows} examples"
+        if config.recipe.has_rollouts:
+            what = f"{prompts} x rollout.n {config.rollout.n} = {rows} trajectories"
         if rows < shards:
             yield (
                 f"{key} {what} are fewer than the {name}'s {shards} data-parallel shards on ranks "

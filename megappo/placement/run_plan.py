@@ -105,7 +105,7 @@ class RunPlan:
 
     def sleep_errors(self, *, on_gpus: bool) -> Iterator[str]:
         """Yield why engines cannot sample while the models train. Such a plan has estimates and suggestions."""
-        if not self.config.is_ppo or not self.config.rollout.max_staleness:
+        if not self.config.recipe.has_rollouts or not self.config.rollout.max_staleness:
             return
         ahead = f"rollout.max_staleness {self.config.rollout.max_staleness}"
         shared = [rank for engine in self.route.engines if engine.shares_gpus for rank in engine.ranks]
@@ -149,7 +149,7 @@ def plan_run(config: Config, world_size: int, ranks_per_node: int | None = None)
     except ConfigError as error:
         raise ConfigError(*errors, *error.errors) from None
     plan = RunPlan(config, config, world_size, ranks_per_node, components, layouts)
-    errors += plan.route.errors(on_gpus=False) if config.is_ppo else ()
+    errors += plan.route.errors(on_gpus=False) if config.recipe.has_rollouts else ()
     if absent := [rank for rank in config.trainer.profile.ranks if rank >= world_size]:
         errors.append(
             f"trainer.profile.ranks {absent[0]} is not below the number of ranks, {world_size}: choose another"
@@ -182,12 +182,12 @@ def _batch_errors(config: Config, spec: ComponentSpec) -> Iterator[str]:
     key, max_tokens = spec.max_tokens
     if max_tokens < longest_unit(config):
         length = f"data.max_length {config.data.max_length}"
-        if config.is_ppo:
+        if config.recipe.has_rollouts:
             length = (
                 f"data.max_prompt_length {config.data.max_prompt_length} + rollout.max_response_length "
                 f"{config.rollout.max_response_length}"
             )
-        unit = "both rows of a pair, each" if config.trains_reward_model else "one row"
+        unit = "both rows of a pair, each" if config.recipe.has_pairs else "one row"
         yield f"{key} {max_tokens} cannot hold {unit} of {length}: set it to {longest_unit(config)} or more"
 
 

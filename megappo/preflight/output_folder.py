@@ -35,7 +35,7 @@ def resume_errors(config: Config) -> list[str]:
     """Return why a run cannot resume from its checkpoint."""
     trainer = config.trainer
     try:
-        if trainer.eval_only:
+        if not config.recipe.has_steps:
             errors = [*_unfit_to_evaluate(trainer.eval_checkpoint), *_other_evaluation(config)]
             weights = evaluation_of(config).trainer.eval_checkpoint
             return errors if errors or weights is None else list(_wrong_models(config, Path(weights)))
@@ -48,7 +48,7 @@ def resume_errors(config: Config) -> list[str]:
         return [
             f"{checkpoint} exists, and trainer.resume is never: set it to auto, or choose another trainer.output_dir"
         ]
-    if trainer.rollout_only:
+    if not config.recipe.trains:
         return [
             f"{checkpoint} exists, but trainer.rollout_only rolls out by model.path's weights: convert it "
             "(megappo convert megatron-to-hf), name that as model.path, and choose another trainer.output_dir"
@@ -117,7 +117,7 @@ def _wrong_models(config: Config, checkpoint: Path) -> Iterator[str]:
     except CheckpointError:  # the run takes the one before, or fails because there is none
         return
     wanted = models_in_words(config)
-    if not isinstance(saved, dict) or saved == wanted or (config.trainer.eval_only and saved | wanted == saved):
+    if not isinstance(saved, dict) or saved == wanted or (not config.recipe.has_steps and saved | wanted == saved):
         return
     holds, has = (", ".join(map(str, models.values())) for models in (saved, wanted))
     yield (
@@ -150,7 +150,7 @@ def _missing_rollouts(config: Config, begun: int) -> Iterator[str]:
 def already_finished(config: Config) -> str:
     """Return a message if a run has nothing to do, else "": it has all steps and its export, ended
     well, and evaluates nothing."""
-    if config.trainer.eval_only:
+    if not config.recipe.has_steps:
         return ""
     folder, total = Path(config.trainer.output_dir), config.trainer.total_steps
     checkpoint, _ = _choice(config)

@@ -1,6 +1,6 @@
 """Examples as rows: batches to train on, and the loss of held-out ones."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,11 +14,13 @@ from megappo.data.record_dataset import RecordDataset, share
 from megappo.models.megatron_engine import Outputs
 from megappo.observe.metrics import Metric, merge_metrics, reduce_ranks
 from megappo.ppo.reductions import Unreduced
-from megappo.ppo.supervised import preference_metrics
 from megappo.rollouts.datasets import Datasets
 from megappo.rollouts.group_selection import Batches
 from megappo.runtime.heartbeat import heartbeat
 from megappo.trainer.models import Models, Phases
+
+Measure = Callable[[Outputs, Rows], Unreduced]
+"""(outputs, rows) -> metrics of the rows; without values where there are no outputs, {}."""
 
 
 class ExampleBatches(Batches):
@@ -97,20 +99,17 @@ def as_batch(examples: Sequence[Example | Pair], exchange: Exchange) -> Batch:
     return exchange.number(found)
 
 
-def pair_scores(outputs: Outputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the scores, [P] each, of the chosen and the rejected rows of pairs, which follow each other."""
-    chosen, rejected = outputs["bootstrap_values"].view(-1, 2).unbind(1)
-    return chosen, rejected
-
-
 def evaluate_examples(
     models: Models,
     datasets: Datasets,
     exchange: Exchange,
     batch_size: int,
+    measure: Measure,
 ) -> dict[str, Any]:
     """Return the metrics of each held-out data set, means over its tokens with a loss, or pairs; all ranks together.
 
+    Args:
+        measure: returns the metrics of rows.
     Raises:
         ConfigError: a data set has too few examples for the layout.
     """
@@ -134,18 +133,8 @@ def evaluate_examples(
             outputs = shard.forward()
             engine = shard.component.engine
             is_counted = engine is not None and engine.is_output
-            measured = _measured(component.name, outputs if is_counted else {}, shard.batch.rows)
+            measured = measure(outputs if is_counted else {}, shard.batch.rows)
             parts.append({metric: Metric.of(*values) for metric, values in measured.items()})
         for metric, value in reduce_ranks(exchange.all_gather(merge_metrics(parts))).items():
             metrics[f"val/{name}/{metric}"] = value
     return metrics
-
-
-def _measured(component: str, outputs: Outputs, rows: Rows) -> Unreduced:
-    """Return the metrics of held-out rows, without any values where there are no outputs."""
-    nothing = torch.empty(0, dtype=torch.float64)
-    if component == "reward_model":
-        chosen, rejected = pair_scores(outputs) if outputs else (nothing, nothing)
-        return preference_metrics((chosen - rejected).double())
-    losses = -outputs["log_probs"][rows.response_mask.bool()].double() if outputs else nothing
-    return {"loss": (losses, "mean")}

@@ -93,7 +93,7 @@ class Progress:
 
     def _find_checkpoint(self) -> Path | None:
         """Return the checkpoint to resume from, or to evaluate, after a check of its checksums."""
-        if not self.config.trainer.eval_only:
+        if self.config.recipe.has_steps:
             return self.store.latest()
         if self.config.trainer.eval_checkpoint is None:
             return None
@@ -105,7 +105,7 @@ class Progress:
         """Restore the checkpoint, if there is one; to evaluate it, only the actor's weights."""
         if self.checkpoint is None:
             return
-        if self.config.trainer.eval_only:
+        if not self.config.recipe.has_steps:
             engine = models.actor.engine
             folder = self.checkpoint / "actor"
             if engine is not None:
@@ -152,6 +152,12 @@ class Progress:
         self.step = experience.step
         self.experience = None
 
+    def begin(self, experience: Experience, batches: Any) -> None:
+        """Note that a step's rows have their advantages, and which prompts `batches` has drawn until then."""
+        self.experience = experience
+        self.num_drawn = batches.num_drawn
+        self.pending = batches.pending
+
     @property
     def is_new(self) -> bool:
         """True if the run starts without a checkpoint: not even one in the middle of step 1."""
@@ -160,7 +166,17 @@ class Progress:
     @property
     def resume_step(self) -> int:
         """The step that a resumed run begins with; 0 in a new run."""
-        return self.start_step + 1 if self.start_step or self.experience is not None else 0
+        return self.start_step + 1 if self.sampled_step else 0
+
+    @property
+    def sampled_step(self) -> int:
+        """The last step whose rollouts were sampled before this process started."""
+        return self.start_step + (self.experience is not None)
+
+    @property
+    def has_begun(self) -> bool:
+        """True if the run has something to save."""
+        return self.step > 0 or self.experience is not None
 
     @property
     def is_saved(self) -> bool:
@@ -251,7 +267,7 @@ class Progress:
 
     def describe(self) -> str:
         """Describe what an earlier run left in the folder; "" in a new folder."""
-        if self.config.trainer.eval_only:
+        if not self.config.recipe.has_steps:
             return f"evaluating {self.checkpoint or self.config.model.path}"
         if self.checkpoint is not None:
             begun = "" if self.experience is None else f", in the middle of step {self.experience.step},"

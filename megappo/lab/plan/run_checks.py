@@ -196,7 +196,7 @@ def file_errors(config: Config, capability: int | None) -> list[str]:
         errors += _path_errors(*setting, _model_folder(config, capability, *setting, specs))
         for spec in specs:
             errors += _path_errors(*spec.weights, _megatron_folder(spec)) if spec.weights.value else ()
-    files = [] if config.trainer.eval_only else [("data.train_files", path) for path in config.data.files]
+    files = [("data.train_files", path) for path in config.data.files] if config.recipe.has_steps else []
     for one in eval_sets(config).values():
         files += [(one.key, path) for path in one.files]
     for key, path in files:
@@ -307,7 +307,7 @@ def _fit_errors(
     yield from fit_errors(architecture, parallel, f"{parallel_key}.{{}}".format)
     if spec.lora is not None:
         yield from adapter_errors(architecture, spec.lora, parallel, parallel_key.removesuffix(".parallel"))
-        sends = config.is_ppo and not config.replays and spec.lora is config.sent_lora
+        sends = config.samples and spec.lora is config.sent_lora
         if sends and adapts_experts(architecture.with_lora(spec.lora)):
             yield (
                 f"actor.lora.target_modules: {architecture.file} is of a mixture of experts, whose adapters engines "
@@ -324,7 +324,7 @@ def _fit_errors(
         yield from router_errors(changed, training.settings.router, training.key)
         if not training.settings.optim.distributed:
             yield from dense_stage_errors(architecture, parallel, training.key)
-    if key == "model.path" and config.is_ppo:
+    if key == "model.path" and config.recipe.has_rollouts:
         yield from engine_fit_errors(architecture, config.rollout.tensor_parallel)
         if config.rollout.routing_replay and architecture.experts is None:
             yield f"rollout.routing_replay: {architecture.file} is of no mixture of experts: set it to false"
@@ -333,7 +333,7 @@ def _fit_errors(
         yield te_refusal(f"{fault}, which {architecture.file} needs")
     file, window = architecture.file, None if architecture.windows else architecture.sliding_window
     name, positions = architecture.row_limit
-    if not config.is_ppo:
+    if not config.recipe.has_rollouts:
         if config.data.max_length > min(positions, window or positions):
             yield f"{key}: {file} allows {min(positions, window or positions)} tokens: lower data.max_length to that"
         return
