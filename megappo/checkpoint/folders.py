@@ -58,6 +58,12 @@ def position_of(checkpoint: Path) -> tuple[int, int]:
     return int(step), NOT_BEGUN if num_updates is None else int(num_updates)
 
 
+def begun_step(checkpoint: Path) -> int:
+    """Return the last step that has begun: the finished one, or the one that the checkpoint is in the middle of."""
+    step, num_updates = position_of(checkpoint)
+    return step + (num_updates != NOT_BEGUN)
+
+
 def checkpoints_in(folder: Path) -> list[Path]:
     """List the checkpoints of a run, oldest first, whether complete or not."""
     found = folder.iterdir() if folder.is_dir() else ()

@@ -62,7 +62,7 @@ from megappo.table import resolved
 if TYPE_CHECKING:
     from megappo.trainer.run import Run
 
-BUILDER = "megappo.trainer.run_builder:RunBuilder"
+BUILD = "megappo.trainer.main:build_run"
 """Imported only by a run that has something to do: megatron-core and transformers take seconds on every rank."""
 OUTLOOK = "megappo.lab.outlook:outlook_of"
 """Imported while the engine starts: the report reads Parquet files, whose library takes long to import."""
@@ -251,8 +251,7 @@ def _build(plan: RunPlan, store: dist.Store, rank: int, cleanup: ExitStack) -> "
             os.environ.setdefault(name, value)  # the engine inherits the environment
         engine_handle = start_engine(plan, rank, store, cleanup) if config.samples else EngineHandle()
         with STATUS.step("imports of Megatron"), platform.gc_disabled():
-            build = resolved(config.recipe.build)
-            builder = resolved(BUILDER)
+            build = resolved(BUILD)
             outlook = resolved(OUTLOOK)(plan, gpu_bytes) if rank == 0 else Outlook()
         timeout = timedelta(seconds=config.trainer.process_group_timeout_seconds)
         with STATUS.step("process group"):
@@ -260,7 +259,7 @@ def _build(plan: RunPlan, store: dist.Store, rank: int, cleanup: ExitStack) -> "
                 platform.backend(), store=store, rank=rank, world_size=plan.world_size, timeout=timeout
             )
         watching.callback(Watchdog(store, rank, plan.world_size, config.hang_timeout_seconds).stop)
-        return build(builder(plan, engine_handle, outlook, cleanup))
+        return build(plan, engine_handle, outlook, cleanup)
 
 
 def _occupy_folder(plan: RunPlan, cleanup: ExitStack) -> str:

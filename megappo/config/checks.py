@@ -11,7 +11,7 @@ from megappo.config.config_error import shorten, show
 from megappo.config.eval_sets import TRAINING, Task, context_errors, eval_sets, tasks, training_task
 from megappo.config.kind_checks import example_errors, hang_errors, offload_errors, size_errors
 from megappo.config.model_checks import model_errors
-from megappo.config.recipes import RECIPES
+from megappo.config.recipes import RECIPES, Recipe
 from megappo.config.schema import Config
 from megappo.config.score_checks import reward_model_errors, shapings
 from megappo.config.values import LARGEST_PORT, ReadIf, Section
@@ -102,16 +102,22 @@ def _unread(
         key = path + name
         value = getattr(section, name)
         own = tuple(item for item in field.metadata if isinstance(item, ReadIf))
-        conditions = (*_recipe_conditions(config, key), *above, *_method_conditions(section, path, name), *own)
+        conditions = (*above, *_method_conditions(section, path, name), *own)
         is_set = name in section.model_fields_set if is_optional else value != field.default
         if isinstance(value, Section) and (field.default is not None or value.model_fields_set):
             yield from _unread(config, value, f"{key}.", conditions, is_optional or field.default is None)
         elif is_set:
-            unmet = next((one for one in conditions if _is_unread(config, key, one)), None)
+            of_recipe = ReadIf("trainer.kind", lambda config, key=key: _is_named(config.recipe, key))
+            unmet = next((one for one in (of_recipe, *conditions) if _is_unread(config, key, one)), None)
             if unmet is not None:
                 switch = unmet.switch
                 reason = unmet.reason.format(switch, show(attrgetter(switch)(config)).strip('"'))
                 yield key, value, f"has no effect, as {reason}: drop it, or change {switch}"
+
+
+def _is_named(recipe: Recipe, key: str) -> bool:
+    """Return whether a recipe names a key, or none does."""
+    return recipe.names(key) or not any(other.names(key) for other in RECIPES.values())
 
 
 def _is_unread(config: Config, key: str, condition: ReadIf) -> bool:
@@ -119,12 +125,6 @@ def _is_unread(config: Config, key: str, condition: ReadIf) -> bool:
     if condition.is_read(config) or not set(condition.always).isdisjoint(key.split(".")):
         return False
     return not config.overrides(key, (condition.switch, *condition.others))
-
-
-def _recipe_conditions(config: Config, key: str) -> tuple[ReadIf, ...]:
-    """Return a condition that is not met if only other recipes than the run's read a key."""
-    is_read = config.recipe.does_read(key) or not any(recipe.does_read(key) for recipe in RECIPES.values())
-    return () if is_read else (ReadIf("trainer.kind", lambda config: False),)
 
 
 def _method_conditions(section: Section, path: str, name: str) -> tuple[ReadIf, ...]:

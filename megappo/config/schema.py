@@ -323,7 +323,7 @@ class Config(Section):
         if self.recipe.trains == "critic":
             is_absent = "none" if self.replays else "not trained"
             lines.append(f"actor: {is_absent} (trainer.train{', trainer.replay_rollouts' if self.replays else ''})")
-        if self.recipe.does_read("critic") and not self.has_critic:
+        if self.recipe.names("critic") and not self.has_critic:
             lines.append(f"critic: none (algorithm.adv_estimator {self.algorithm.adv_estimator})")
         if not self.evaluates:
             lines.append("evaluation: none (data.val_files, eval.datasets, trainer.eval_interval, trainer.rollout_only)")
@@ -359,7 +359,7 @@ class Config(Section):
         if self.recipe.trains == "critic":
             return "engine"
         algorithm = self.algorithm
-        updates_by_ppo = self.recipe.does_read("algorithm") and self.trains_actor
+        updates_by_ppo = self.recipe.names("algorithm") and self.trains_actor
         has_one_update = updates_by_ppo and self.actor.num_updates(self.data.train_batch_size) == 1
         needs_pass = (
             self.penalizes_kl

@@ -8,12 +8,11 @@ from pydantic import BaseModel
 from megappo.checkpoint.checksums import refuse_altered
 from megappo.checkpoint.folders import (
     LATEST,
-    NOT_BEGUN,
     STATE,
     CheckpointError,
+    begun_step,
     candidates,
     is_checkpoint,
-    position_of,
     read_state,
     step_of,
 )
@@ -53,8 +52,7 @@ def resume_errors(config: Config) -> list[str]:
             f"{checkpoint} exists, but trainer.rollout_only rolls out by model.path's weights: convert it "
             "(megappo convert megatron-to-hf), name that as model.path, and choose another trainer.output_dir"
         ]
-    done, num_updates = position_of(checkpoint)
-    begun = done + (num_updates != NOT_BEGUN)
+    begun = begun_step(checkpoint)
     if trainer.total_steps < begun:
         return [
             f"trainer.total_steps {trainer.total_steps} is below the {begun} steps that {checkpoint} has: raise it, "

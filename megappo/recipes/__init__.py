@@ -1,8 +1,4 @@
 """Kinds of run, a file each: `build` makes the parts of the run, `loop` runs its steps.
 
-`megappo/config/recipes.py` has the table. Importing a recipe prepares megatron-core, before anything imports it.
+The table is in `megappo/config/recipes.py`.
 """
-
-from megappo.runtime import megatron_setup
-
-megatron_setup.install()

@@ -1,25 +1,23 @@
 """trainer.train [critic]: train a critic alone, for the policy of model.path or the policy of recorded rollouts.
 
-A step is a step of PPO without an actor to train. The run ends when the critic passes its gate. An evaluation compares
-the critic's values of held-out rollouts with their returns. The policy does not change, so that these rollouts are
-sampled once, with training's settings, and kept at their owners.
+Parts and steps are PPO's (`megappo/recipes/ppo.py`), without an actor to train. The run ends when the critic passes its
+gate. An evaluation compares the critic's values of held-out rollouts with their returns. The policy does not change, so
+that these rollouts are sampled once, with training's settings, and kept at their owners.
 """
 
 import copy
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megappo.batch.exchange import Batch
 from megappo.config.config_error import ConfigError
 from megappo.data.prompts import PromptDataset
-from megappo.recipes.ppo import ppo_step
+from megappo.recipes import ppo
 from megappo.rollouts.group_selection import StepResponses
 from megappo.rollouts.record import Replay
 from megappo.rollouts.row_builder import RowBuilder
 from megappo.trainer.experience import with_advantages
-from megappo.trainer.loop import train
 from megappo.trainer.run import Run
 from megappo.trainer.run_builder import RunBuilder
 from megappo.trainer.statistics import over_ranks
@@ -31,15 +29,8 @@ HELD_OUT = "held_out"
 
 def build(builder: RunBuilder) -> Run:
     """Build the parts of the run on this rank; all ranks together."""
-    builder.start_engines()
-    builder.build_models()
-    builder.open_observer()
-    builder.connect_engines()
     gate = GateProgress(builder.config.critic.gate)
-    return builder.run(builder.rollout_batches(), evaluation=CriticEvaluation(gate), gate=gate)
-
-
-loop = partial(train, make_step=ppo_step)
+    return ppo.build(builder, evaluation=CriticEvaluation(gate), gate=gate)
 
 
 class CriticEvaluation:

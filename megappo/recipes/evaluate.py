@@ -18,10 +18,8 @@ def build(builder: RunBuilder) -> Run:
     config = builder.config
     others = config.trainer.eval_checkpoint or config.model.dist_checkpointing_path or config.rollout.engines
     if others or config.has_reward_model:
-        builder.start_engines()
         builder.build_models()
-    builder.open_observer()
-    builder.connect_engines()
+    builder.connect()
     return builder.run(builder.rollout_batches())
 
 

@@ -14,16 +14,15 @@ from megappo.trainer.run import Run
 from megappo.trainer.run_builder import RunBuilder
 
 
-def build(builder: RunBuilder) -> Run:
+def build(builder: RunBuilder, **own: Any) -> Run:
     """Build the parts of the run on this rank; all ranks together.
 
-    Engines start before the models are built, because an engine sizes its KV cache by the free memory.
+    Args:
+        own: further parts, of a recipe that runs the same step.
     """
-    builder.start_engines()
     builder.build_models()
-    builder.open_observer()
-    builder.connect_engines()
-    return builder.run(builder.rollout_batches())
+    builder.connect()
+    return builder.run(builder.rollout_batches(), **own)
 
 
 def ppo_step(run: Run, step: int) -> dict[str, Any]:

@@ -12,8 +12,7 @@ from megappo.trainer.statistics import row_metrics
 def build(builder: RunBuilder) -> Run:
     """Build the parts of the run on this rank; all ranks together. Its engines read model.path themselves."""
     assert builder.record is not None, "trainer.rollout_only needs trainer.record_rollouts"
-    builder.open_observer(list(_resume(builder, builder.record)))
-    builder.connect_engines()
+    builder.connect(list(_resume(builder, builder.record)))
     return builder.run(builder.rollout_batches())
 
 

@@ -13,13 +13,6 @@ from megappo.ppo.supervised import preference_loss, preference_metrics
 from megappo.trainer.fine_tuning import build_examples, example_step
 from megappo.trainer.loop import train
 from megappo.trainer.objectives import LossPart, prefixed
-from megappo.trainer.run import Run
-from megappo.trainer.run_builder import RunBuilder
-
-
-def build(builder: RunBuilder) -> Run:
-    """Build the reward model, and data sets of pairs; all ranks together."""
-    return build_examples(builder, held_out_margins)
 
 
 def reward_model_loss(config: Config, num_tokens: int, num_sequences: int) -> LossFn:
@@ -50,4 +43,5 @@ def pair_scores(outputs: Outputs) -> tuple[torch.Tensor, torch.Tensor]:
     return chosen, rejected
 
 
+build = partial(build_examples, measure=held_out_margins)
 loop = partial(train, make_step=partial(example_step, loss_of=reward_model_loss))

@@ -1,4 +1,4 @@
-"""trainer.kind sft: supervised fine-tuning, one optimizer step of the actor on the responses of each batch of examples."""
+"""trainer.kind sft: supervised fine-tuning, an optimizer step of the actor on each batch of examples."""
 
 from functools import partial
 
@@ -13,13 +13,6 @@ from megappo.ppo.supervised import nll_loss
 from megappo.trainer.fine_tuning import build_examples, example_step
 from megappo.trainer.loop import train
 from megappo.trainer.objectives import LossPart, prefixed
-from megappo.trainer.run import Run
-from megappo.trainer.run_builder import RunBuilder
-
-
-def build(builder: RunBuilder) -> Run:
-    """Build the actor, and data sets of examples; all ranks together."""
-    return build_examples(builder, held_out_loss)
 
 
 def sft_loss(config: Config, num_tokens: int, num_sequences: int) -> LossFn:
@@ -45,4 +38,5 @@ def held_out_loss(outputs: Outputs, rows: Rows) -> Unreduced:
     return {"loss": (losses, "mean")}
 
 
+build = partial(build_examples, measure=held_out_loss)
 loop = partial(train, make_step=partial(example_step, loss_of=sft_loss))

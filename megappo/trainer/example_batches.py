@@ -14,10 +14,10 @@ from megappo.data.record_dataset import RecordDataset, share
 from megappo.models.megatron_engine import Outputs
 from megappo.observe.metrics import Metric, merge_metrics, reduce_ranks
 from megappo.ppo.reductions import Unreduced
-from megappo.rollouts.datasets import Datasets
 from megappo.rollouts.group_selection import Batches
 from megappo.runtime.heartbeat import heartbeat
-from megappo.trainer.models import Models, Phases
+from megappo.trainer.models import Phases
+from megappo.trainer.run import Run
 
 Measure = Callable[[Outputs, Rows], Unreduced]
 """(outputs, rows) -> metrics of the rows; without values where there are no outputs, {}."""
@@ -36,10 +36,7 @@ class ExampleBatches(Batches):
         self._dataset = dataset
         self._exchange = exchange
 
-    def sample(self, step: int, phase: Phases) -> None:
-        """Do nothing: examples have their responses."""
-
-    def score(self, step: int, responses: None, phase: Phases) -> tuple[Batch, dict[str, Any]]:
+    def read(self, phase: Phases) -> tuple[Batch, dict[str, Any]]:
         """Return a step's rows, of which each rank tokenizes its share, and metrics."""
         with phase("read"):
             mine = self._dataset.batch(self.num_drawn, self._exchange.rank, self._exchange.world_size)
@@ -99,13 +96,7 @@ def as_batch(examples: Sequence[Example | Pair], exchange: Exchange) -> Batch:
     return exchange.number(found)
 
 
-def evaluate_examples(
-    models: Models,
-    datasets: Datasets,
-    exchange: Exchange,
-    batch_size: int,
-    measure: Measure,
-) -> dict[str, Any]:
+def evaluate_examples(measure: Measure, run: Run, step: int) -> dict[str, Any]:
     """Return the metrics of each held-out data set, means over its tokens with a loss, or pairs; all ranks together.
 
     Args:
@@ -114,10 +105,12 @@ def evaluate_examples(
         ConfigError: a data set has too few examples for the layout.
     """
     metrics = {}
-    [component] = models.components.values()
-    for name in datasets.val:
+    exchange = run.exchange
+    batch_size = run.config.data.train_batch_size
+    [component] = run.models.components.values()
+    for name in run.datasets.val:
         heartbeat.begin(name)
-        examples = datasets.held_out(name, exchange)
+        examples = run.datasets.held_out(name, exchange)
         shards = component.layout.data
         if len(examples) < shards:
             raise ConfigError(
@@ -129,7 +122,7 @@ def evaluate_examples(
         parts = []
         for number in range(num_batches):
             part = share(share(examples, number, num_batches), exchange.rank, exchange.world_size)
-            [shard] = models.scatter(as_batch(part, exchange)).values()
+            [shard] = run.models.scatter(as_batch(part, exchange)).values()
             outputs = shard.forward()
             engine = shard.component.engine
             is_counted = engine is not None and engine.is_output

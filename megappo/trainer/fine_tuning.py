@@ -23,20 +23,15 @@ def build_examples(builder: RunBuilder, measure: Measure) -> Run:
         measure: returns the metrics of held-out rows.
     """
     builder.build_models()
-    builder.open_observer()
-    builder.connect_engines()
+    builder.connect()
     batches = ExampleBatches(builder.datasets.train, builder.exchange, builder.progress.num_drawn)
-    return builder.run(batches, evaluation=partial(_evaluate, measure))
-
-
-def _evaluate(measure: Measure, run: Run, step: int) -> dict[str, Any]:
-    return evaluate_examples(run.models, run.datasets, run.exchange, run.config.data.train_batch_size, measure)
+    return builder.run(batches, evaluation=partial(evaluate_examples, measure))
 
 
 def example_step(run: Run, step: int, loss_of: LossOf) -> dict[str, Any]:
     """Run one step on examples and return its metrics, the same on every rank."""
     [name] = run.models.training
-    batch, metrics = run.batches.score(step, None, run.phase)  # phase "read"
+    batch, metrics = run.batches.read(run.phase)  # phase "read"
     metrics = learn(run, Experience(step, batch, metrics), loss_of)
     metrics["data/tokens_per_second"] = metrics["data/num_tokens"] / run.phase.seconds(f"update_{name}")
     if run.is_due(step, run.config.eval_interval):

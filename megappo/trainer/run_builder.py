@@ -38,8 +38,7 @@ from megappo.trainer.statistics import Utilisation
 class RunBuilder:
     """Builds the parts of a run on this rank, after the default process group exists. All ranks call it together.
 
-    A recipe calls `start_engines` and `build_models` first if its run has models, then `open_observer`,
-    `connect_engines` and `run`.
+    A recipe calls `build_models` first, if its run has models, then `connect`, and last `run`.
 
     Args:
         engine_handle: this rank's engine, started. A run that replays rollouts has none.
@@ -67,21 +66,22 @@ class RunBuilder:
         self._outlook = outlook
         self._cleanup = cleanup
 
-    def start_engines(self) -> None:
-        """Start the engines that take the actor's weights, if the run samples."""
+    def build_models(self) -> None:
+        """Start the engines that take the actor's weights, if the run samples, and build the models with their initial
+        weights, or the checkpoint's.
+
+        The engines come first, because an engine sizes its KV cache by the free memory.
+        """
         if self.config.samples:
             self.engines = InferenceEngines(self.plan, self._engine_handle, self.exchange, is_new=self.progress.is_new)
             self.engines.start()
-
-    def build_models(self) -> None:
-        """Build the models with their initial weights, or the checkpoint's."""
         with STATUS.step("models"):
             self.models = build_models(self.plan, self.exchange)
         with STATUS.step("checkpoint"):
             self.progress.restore(self.models)
 
-    def open_observer(self, progress_lines: Sequence[str] = ()) -> None:
-        """Open the run's logs, which begin with what it resumes from and does without.
+    def connect(self, progress_lines: Sequence[str] = ()) -> None:
+        """Open the run's logs, wait for its engines, and connect them with prompts and models.
 
         Args:
             progress_lines: lines about what it resumes from; none = about its checkpoint.
@@ -93,9 +93,6 @@ class RunBuilder:
             facts = run_info(self.plan, self.progress.resume_step, self._outlook) if is_first else None
         lines += [changed_data(facts)] if facts else []
         self.observer = open_observer(facts, self.config.trainer.loggers, self._outlook, lines, self._cleanup)
-
-    def connect_engines(self) -> None:
-        """Wait for the engines, and connect them with the prompts and the models."""
         self.phase = Phases(self.models)
         with STATUS.step("engine start"):
             self._engine_handle.wait_ready()

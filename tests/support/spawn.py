@@ -19,7 +19,7 @@ import megappo.runtime.platform
 # Ranks are forked from a server that has imported the program (and so made megatron-core usable) once, and what their
 # oracles need. A process that has touched CUDA cannot be forked.
 START_METHOD = "spawn" if megappo.runtime.platform.has_cuda() else "forkserver"
-multiprocessing.set_forkserver_preload(["megappo.recipes.ppo", "transformers.models.auto.modeling_auto"])
+multiprocessing.set_forkserver_preload(["megappo.trainer.main", "transformers.models.auto.modeling_auto"])
 MOST_CALLS = 50
 """Number of calls after which ranks are replaced by fresh ones, so that leftovers of tests do not pile up."""
 

@@ -105,5 +105,5 @@ if __name__ == "__main__":
     install()
     megatron_setup.install()
     platform.has_transformer_engine = lambda: True
-    importlib.import_module("megappo.trainer.run_builder")
+    importlib.import_module("megappo.trainer.main")
     serve()

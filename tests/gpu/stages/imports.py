@@ -25,7 +25,7 @@ PROGRAMS = {
     "rank": """
 from megappo.runtime import megatron_patches, megatron_setup
 megatron_setup.install()
-import megappo.recipes.ppo
+import megappo.trainer.main
 names = "transformer_engine.pytorch", "fla"
 parts = {"deep_ep": megatron_patches.import_deep_ep}
 """,
