@@ -28,7 +28,7 @@ def build(builder: RunBuilder, **own: Any) -> Run:
 def ppo_step(run: Run, step: int) -> dict[str, Any]:
     """Run one step of PPO and return its metrics, the same on every rank."""
     models, phase = run.models, run.phase
-    experience, shards = run.experience(step, sample_experience)
+    experience, shards = run.experience(step, sample_experience)  # below
     with phase("scatter_fields"):
         models.scatter_fields(shards, experience.batch, step)
     with phase("update_critic"):
