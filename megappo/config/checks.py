@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from operator import attrgetter
 
-from megappo.config.config_error import shorten, show
+from megappo.config.config_error import Errors, shorten, show
 from megappo.config.eval_sets import TRAINING, Task, context_errors, eval_sets, tasks, training_task
 from megappo.config.kind_checks import example_errors, hang_errors, offload_errors, size_errors
 from megappo.config.model_checks import model_errors
@@ -74,7 +74,7 @@ def config_warnings(config: Config) -> Iterator[str]:
         )
 
 
-def _section_errors(section: Section) -> Iterator[str]:
+def _section_errors(section: Section) -> Errors:
     """Yield the contradictions within a section, and within the sections in it."""
     yield from section.contradictions()
     for _, value in section:
@@ -135,7 +135,7 @@ def _method_conditions(section: Section, path: str, name: str) -> tuple[ReadIf, 
     return (ReadIf(path + section.method_key, lambda config: name in chosen.reads, "{} {} does not read it"),)
 
 
-def _group_errors(config: Config) -> Iterator[str]:
+def _group_errors(config: Config) -> Errors:
     """Yield what the comparison of the responses to a prompt, or of a response with a greedy one, does not allow."""
     algorithm = config.algorithm
     normalize = config.reward.normalize
@@ -158,7 +158,7 @@ def _group_errors(config: Config) -> Iterator[str]:
         yield "algorithm.gae_level turn needs several turns: name a rollout.environment or rollout.tools, or set token"
 
 
-def _run_errors(config: Config) -> Iterator[str]:
+def _run_errors(config: Config) -> Errors:
     trainer = config.trainer
     actor = config.actor
     warmup = config.critic.warmup_steps
@@ -187,7 +187,7 @@ def _run_errors(config: Config) -> Iterator[str]:
         yield f"trainer.{key} needs data.val_files or eval.datasets, found none: name some, or drop it"
 
 
-def _engine_errors(config: Config) -> Iterator[str]:
+def _engine_errors(config: Config) -> Errors:
     rollout = config.rollout
     if rollout.max_total_tokens is not None:
         yield from context_errors(config, "rollout.max_total_tokens", rollout.max_total_tokens)
@@ -203,7 +203,7 @@ def _engine_errors(config: Config) -> Iterator[str]:
             yield f"rollout.engines names {url} {servers.count(url)} times: drop the others, or correct them"
 
 
-def _ahead_errors(config: Config) -> Iterator[str]:
+def _ahead_errors(config: Config) -> Errors:
     """Yield what does not go together with sampling while the models train."""
     if not config.rollout.max_staleness:
         return
@@ -227,7 +227,7 @@ def _ahead_errors(config: Config) -> Iterator[str]:
         )
 
 
-def _name_errors(config: Config) -> Iterator[str]:
+def _name_errors(config: Config) -> Errors:
     """Yield held-out data sets that could not be reported under a name of their own."""
     names = config.data.val_names
     if len(set(names)) < len(names):
@@ -240,7 +240,7 @@ def _name_errors(config: Config) -> Iterator[str]:
             )
 
 
-def _reward_errors(config: Config) -> Iterator[str]:
+def _reward_errors(config: Config) -> Errors:
     every_task = (training_task(config), *eval_sets(config).values())
     functions = {function for one in every_task for function in one.reward.weights}
     for function in sorted(config.reward.options.keys() - functions):
@@ -256,7 +256,7 @@ def _reward_errors(config: Config) -> Iterator[str]:
             )
 
 
-def _task_errors(task: Task) -> Iterator[str]:
+def _task_errors(task: Task) -> Errors:
     """Yield contradictions between the keys of training, or of a held-out data set."""
     section = task.environment_key.rpartition(".")[0]
     rollout = task.rollout
@@ -278,7 +278,7 @@ def _task_errors(task: Task) -> Iterator[str]:
         yield f"{keys} are both '{data.label_key}': name two different fields"
 
 
-def _greedy_errors(name: str, task: Task) -> Iterator[str]:
+def _greedy_errors(name: str, task: Task) -> Errors:
     rollout = task.rollout
     if rollout.n > 1 and (rollout.temperature == 0 or rollout.top_k == 1):
         key = "rollout.val_n" if task.section == "data" else f"{task.section}.n"

@@ -1,10 +1,10 @@
 """Tasks of a run: training, and each held-out data set of data.val_files and eval.datasets, with the defaults filled
 in: how prompts are read, how responses are sampled, played and scored, and how long they may be."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 
+from megappo.config.config_error import Errors
 from megappo.config.schema import Config
 from megappo.config.sections import NONE, Data, EvalDataset, Reward, Rollout
 
@@ -167,7 +167,7 @@ def longest_request(config: Config) -> LongestRequest:
     return max(requests(config), key=attrgetter("tokens"))
 
 
-def context_errors(config: Config, key: str, limit: int, *, is_fixed: bool = False) -> Iterator[str]:
+def context_errors(config: Config, key: str, limit: int, *, is_fixed: bool = False) -> Errors:
     """Yield an error if `limit` tokens, set by `key`, are too few for the requests that engines are sent.
 
     Args:

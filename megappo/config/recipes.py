@@ -123,4 +123,4 @@ OF_PPO = {
         trains="",
     ),
 }
-"""Recipes that other keys choose in the place of PPO: see `Trainer.recipe`."""
+"""Recipes that other keys choose in the place of PPO: see `Config.recipe`."""

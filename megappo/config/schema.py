@@ -7,10 +7,10 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, PrivateAttr, StrictBool, model_validator
 
-from megappo.config.config_error import ConfigError, printable
+from megappo.config.config_error import ConfigError, Errors, printable
 from megappo.config.methods import POLICY_LOSSES, PolicyLoss
 from megappo.config.model_sections import Lora, Ref, RewardModel, Trained
-from megappo.config.recipes import Recipe
+from megappo.config.recipes import OF_PPO, RECIPES, Recipe
 from megappo.config.sections import (
     HAS_VALUES,
     NONE,
@@ -112,7 +112,7 @@ class Actor(Trained):
         """Entry of policy_loss: what it reads and needs."""
         return POLICY_LOSSES[self.policy_loss]
 
-    def contradictions(self) -> Iterator[str]:
+    def contradictions(self) -> Errors:
         if self.kl_loss_unbiased and self.use_kl_loss and self.kl_loss_type not in ("k1", "k3", "kl", "low_var_kl"):
             yield f"actor.kl_loss_unbiased true needs actor.kl_loss_type k1 or k3, found {self.kl_loss_type}: choose k3"
         name = "clip_ratio" if self.clip_ratio_low is None else "clip_ratio_low"
@@ -142,7 +142,7 @@ class Critic(Trained):
         """True if it starts from other weights than the actor."""
         return bool(self.model_path or self.dist_checkpointing_path)
 
-    def contradictions(self) -> Iterator[str]:
+    def contradictions(self) -> Errors:
         if self.freeze and self.lora is not None:
             yield f"critic.freeze {', '.join(self.freeze)} has no effect on critic.lora, which trains adapters: drop one"
 
@@ -222,7 +222,14 @@ class Config(Section):
     @property
     def recipe(self) -> Recipe:
         """The kind of run."""
-        return self.trainer.recipe
+        trainer = self.trainer
+        if trainer.kind != "ppo":
+            return RECIPES[trainer.kind]
+        if trainer.eval_only:
+            return OF_PPO["evaluate"]
+        if trainer.rollout_only:
+            return OF_PPO["record"]
+        return RECIPES["ppo"] if self.trains_actor else OF_PPO["critic"]
 
     @property
     def initial_weights(self) -> str:

@@ -1,12 +1,12 @@
 """Keys of what a step does: prompts and held-out data sets, rollouts and engines, scoring, advantages and KL."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from annotated_types import MinLen
 from pydantic import StrictBool
 
+from megappo.config.config_error import Errors
 from megappo.config.methods import ESTIMATORS, LENGTH_PENALTIES, TRANSPORTS, Estimator, Method
 from megappo.config.values import (
     AtLeastOne,
@@ -165,7 +165,7 @@ class Data(Section):
         with_folders = [f"{Path(file).absolute().parent.name}_{stem(file)}" for file in self.val_files]
         return [stems[n] if stems.count(stems[n]) == 1 else longer for n, longer in enumerate(with_folders)]
 
-    def contradictions(self) -> Iterator[str]:
+    def contradictions(self) -> Errors:
         if not self.files:
             yield "data.train_files: every weight is 0: raise one"
         if self.draw_size < self.train_batch_size:
@@ -247,7 +247,7 @@ class Rollout(Section):
         """True if responses are episodes."""
         return self.environment is not None or bool(self.tools)
 
-    def contradictions(self) -> Iterator[str]:
+    def contradictions(self) -> Errors:
         if "" in self.stop:
             yield "rollout.stop holds an empty string, which would end every response at once: remove it"
         if self.engines and self.sync.transport == "ipc":
@@ -292,7 +292,7 @@ class KLCtrl(Section):
     horizon: Positive = key(10000, "adaptive: responses over which the coefficient adapts", read_if=ADAPTS_KL)
     target_kl: PositiveFloat = key(0.1, "adaptive: KL per response token to hold", read_if=ADAPTS_KL)
 
-    def contradictions(self) -> Iterator[str]:
+    def contradictions(self) -> Errors:
         if self.type == "adaptive" and not self.kl_coef:
             yield "algorithm.kl_ctrl.kl_coef 0 stays 0, as algorithm.kl_ctrl.type adaptive multiplies it: set it above 0"
 
@@ -313,7 +313,7 @@ class RolloutCorrection(Section):
         rejects = self.reject or self.reject_geometric is not None or self.veto_threshold is not None
         return self.level != "none" or bool(rejects)
 
-    def contradictions(self) -> Iterator[str]:
+    def contradictions(self) -> Errors:
         section = "algorithm.rollout_correction"
         for name, bounds in self.reject.items():
             takes_ratios = name.endswith("k1")
@@ -372,7 +372,7 @@ class Algorithm(Section):
         """Entry of adv_estimator: what it reads and needs."""
         return ESTIMATORS[self.adv_estimator]
 
-    def contradictions(self) -> Iterator[str]:
+    def contradictions(self) -> Errors:
         if self.mask_truncated and self.bootstrap_truncated:
             yield "algorithm.mask_truncated and algorithm.bootstrap_truncated are both true: drop one"
         if self.method.needs_score_components and self.use_kl_in_reward:

@@ -1,12 +1,12 @@
 """Keys of the run itself: its steps, checkpoints, evaluations, records and trackers."""
 
-from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from annotated_types import MinLen
 from pydantic import StrictBool
 
-from megappo.config.recipes import OF_PPO, RECIPES, Recipe
+from megappo.config.config_error import Errors
+from megappo.config.recipes import RECIPES
 from megappo.config.sections import HAS_HELD_OUT
 from megappo.config.values import (
     LISTED,
@@ -75,18 +75,7 @@ class Trainer(Section):
     process_group_timeout_seconds: Seconds = key(1800.0, "timeout of a collective; a longer wait ends the run")
     hang_timeout_seconds: Seconds | None = key(None, "time without a heartbeat of any rank after which the run logs the ranks' stacks and ends; null = half of process_group_timeout_seconds")
 
-    @property
-    def recipe(self) -> Recipe:
-        """The kind of run that these keys choose."""
-        if self.kind != "ppo":
-            return RECIPES[self.kind]
-        if self.eval_only:
-            return OF_PPO["evaluate"]
-        if self.rollout_only:
-            return OF_PPO["record"]
-        return RECIPES["ppo"] if "actor" in self.train else OF_PPO["critic"]
-
-    def contradictions(self) -> Iterator[str]:
+    def contradictions(self) -> Errors:
         modes = [name for name in ("eval_only", "rollout_only", "replay_rollouts") if getattr(self, name)]
         if len(modes) > 1:
             yield f"trainer.{' and trainer.'.join(modes)} exclude each other: drop one"

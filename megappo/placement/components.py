@@ -171,6 +171,10 @@ class ComponentSpec:
         return Setting(f"{self.training.key}.ppo_mini_batch_size", size)
 
 
+Specs = dict[str, ComponentSpec]
+"""Models of a run by name."""
+
+
 def _settings(config: Config, name: str) -> dict[str, Any]:
     """Return the settings that every component has; a setting that is null, and the starting point, are the actor's."""
     max_tokens = "max_tokens_per_micro_batch"
@@ -275,12 +279,12 @@ COMPONENTS: Table[Callable[[Config], ComponentSpec | None]] = Table(
 """Functions of the config by component; they return None if a run does not have it."""
 
 
-def components_of(config: Config) -> dict[str, ComponentSpec]:
+def components_of(config: Config) -> Specs:
     """Return the models of a run, by name."""
     return resolved(config.recipe.components)(config)
 
 
-def of_learner(config: Config) -> dict[str, ComponentSpec]:
+def of_learner(config: Config) -> Specs:
     """Return the one model of a run that trains it by one optimizer step for each step."""
     recipe = config.recipe
     learner: Learner = getattr(config, recipe.trains)
@@ -300,7 +304,7 @@ def of_learner(config: Config) -> dict[str, ComponentSpec]:
     return {training.key: spec}
 
 
-def of_ppo(config: Config) -> dict[str, ComponentSpec]:
+def of_ppo(config: Config) -> Specs:
     """Return actor, critic, reference and reward model, and the models of extensions, as far as the run has them.
 
     Models that trainer.train does not name are frozen.
@@ -311,7 +315,7 @@ def of_ppo(config: Config) -> dict[str, ComponentSpec]:
     return _with_bases(found)
 
 
-def of_critic(config: Config) -> dict[str, ComponentSpec]:
+def of_critic(config: Config) -> Specs:
     """Return the models of a run that trains a critic alone: its actor only gives the engines its weights."""
     found = of_ppo(config)
     found["actor"] = replace(found["actor"], forward=None, reference=None)
@@ -320,7 +324,7 @@ def of_critic(config: Config) -> dict[str, ComponentSpec]:
     return _with_bases(found)
 
 
-def of_evaluation(config: Config) -> dict[str, ComponentSpec]:
+def of_evaluation(config: Config) -> Specs:
     """Return the actor, which sends weights and compares log-probs with the engines', and models that score."""
     found = _of_table(config)
     scoring = {name: spec for name, spec in found.items() if spec.own_rows}
@@ -334,18 +338,18 @@ def of_evaluation(config: Config) -> dict[str, ComponentSpec]:
     return _with_bases({"actor": actor} | scoring)
 
 
-def _of_table(config: Config) -> dict[str, ComponentSpec]:
+def _of_table(config: Config) -> Specs:
     specs = {name: entry(config) for name, entry in COMPONENTS.items()}
     return {name: spec for name, spec in specs.items() if spec is not None}
 
 
-def _with_bases(specs: Mapping[str, ComponentSpec]) -> dict[str, ComponentSpec]:
+def _with_bases(specs: Specs) -> Specs:
     """Share the weights that no model trains between models of one folder, on the same ranks and in the same layout.
 
     The first of them that has adapters owns the weights. With actor.lora, the reference is thus the actor without its
     adapters.
     """
-    found: dict[str, ComponentSpec] = {}
+    found: Specs = {}
     for name, spec in specs.items():
         base = None
         if spec.lora is not None or spec.training is None:
@@ -359,7 +363,7 @@ def _placed_weights(spec: ComponentSpec) -> tuple[object, ...]:
     return spec.folder.value, spec.weights.value, spec.ranks.value, spec.parallel.value
 
 
-def build_order(specs: Mapping[str, ComponentSpec]) -> list[str]:
+def build_order(specs: Specs) -> list[str]:
     """Return names of models in the order of building: a model that has a reference follows it; models that use others'
     weights come last."""
     return sorted(specs, key=lambda name: (specs[name].base is not None, specs[name].reference is not None))
@@ -390,7 +394,7 @@ def replayed_policy(config: Config) -> Architecture | None:
     return read_architecture(config.model.path) if config.rollout.routing_replay else None
 
 
-def uses_of(specs: Mapping[str, ComponentSpec]) -> dict[str, dict[str, DeviceUse]]:
+def uses_of(specs: Specs) -> dict[str, dict[str, DeviceUse]]:
     """Return phase -> component -> its use; phases that use no component are left out."""
     uses: dict[str, dict[str, DeviceUse]] = defaultdict(dict)
     for name, spec in specs.items():
@@ -413,7 +417,7 @@ def uses_of(specs: Mapping[str, ComponentSpec]) -> dict[str, dict[str, DeviceUse
     return uses
 
 
-def exported(specs: Mapping[str, ComponentSpec]) -> tuple[str, ...]:
+def exported(specs: Specs) -> tuple[str, ...]:
     """Return the models that a run writes as Hugging Face folders at its end: the trained ones; the first one if none
     is trained."""
     names = [name for name in ("actor", "critic", "reward_model") if name in specs]

@@ -1,13 +1,11 @@
 """Place the components of a run on its ranks, as the config's text names them. Without torch."""
 
-from collections.abc import Iterator, Mapping
-
-from megappo.config.config_error import ConfigError
+from megappo.config.config_error import ConfigError, Errors
 from megappo.config.schema import Config
 from megappo.config.sections import Parallel
 from megappo.config.values import LARGEST_PORT
-from megappo.placement.components import ComponentSpec, Setting, components_of
-from megappo.placement.layout import Layout, by_node, format_ranks, is_everywhere, parse_ranks, rank_ranges
+from megappo.placement.components import Setting, Specs, components_of
+from megappo.placement.layout import Layout, Layouts, by_node, format_ranks, is_everywhere, parse_ranks, rank_ranges
 
 
 def smallest_world(config: Config) -> int | None:
@@ -44,7 +42,7 @@ def _rank_texts(config: Config) -> dict[str, str]:
 
 def place(
     config: Config,
-    components: Mapping[str, ComponentSpec],
+    components: Specs,
     world_size: int,
     ranks_per_node: int,
 ) -> dict[str, Layout]:
@@ -87,7 +85,7 @@ def place(
     return layouts
 
 
-def _engine_errors(config: Config, rollout: Layout, ranks_per_node: int) -> Iterator[str]:
+def _engine_errors(config: Config, rollout: Layout, ranks_per_node: int) -> Errors:
     """Check the ranks of engines: each engine's follow each other, and SGLang needs equally many on each of its
     nodes."""
     external = len(config.rollout.engines)
@@ -114,7 +112,7 @@ def _engine_errors(config: Config, rollout: Layout, ranks_per_node: int) -> Iter
             )
 
 
-def _idle_errors(layouts: Mapping[str, Layout], world_size: int) -> Iterator[str]:
+def _idle_errors(layouts: Layouts, world_size: int) -> Errors:
     used = {rank for layout in layouts.values() for rank in layout.ranks}
     idle = [rank for rank in range(world_size) if rank not in used]
     if idle:
@@ -124,9 +122,7 @@ def _idle_errors(layouts: Mapping[str, Layout], world_size: int) -> Iterator[str
         )
 
 
-def _batch_errors(
-    config: Config, components: Mapping[str, ComponentSpec], layouts: Mapping[str, Layout]
-) -> Iterator[str]:
+def _batch_errors(config: Config, components: Specs, layouts: Layouts) -> Errors:
     """Check that every data-parallel shard gets a row of every mini-batch."""
     for name, layout in layouts.items():
         if name == "rollout":

@@ -16,7 +16,7 @@ from megappo.checkpoint.folders import (
     read_state,
     step_of,
 )
-from megappo.config.config_error import ConfigError, looked_in
+from megappo.config.config_error import ConfigError, Errors, looked_in
 from megappo.config.schema import Config
 from megappo.config.text_files import read_record
 from megappo.observe.files import CHECKPOINTS, EVALUATION_FILE, EVALUATIONS, recorded_steps
@@ -61,7 +61,7 @@ def resume_errors(config: Config) -> list[str]:
     return [*_wrong_models(config, checkpoint), *_missing_rollouts(config, begun)]
 
 
-def _unfit_to_evaluate(checkpoint: str | None) -> Iterator[str]:
+def _unfit_to_evaluate(checkpoint: str | None) -> Errors:
     if checkpoint is None:
         return
     path = Path(checkpoint)
@@ -90,7 +90,7 @@ def evaluation_of(config: Config) -> Config:
     return with_own_folder(chosen, Path(checkpoint or config.initial_weights))
 
 
-def _other_evaluation(config: Config) -> Iterator[str]:
+def _other_evaluation(config: Config) -> Errors:
     """Yield an error if the evaluation's folder holds the evaluation of other weights with the same name."""
     own = evaluation_of(config)
     weights = Path(own.trainer.eval_checkpoint or own.initial_weights)
@@ -108,7 +108,7 @@ def _other_evaluation(config: Config) -> Iterator[str]:
         )
 
 
-def _wrong_models(config: Config, checkpoint: Path) -> Iterator[str]:
+def _wrong_models(config: Config, checkpoint: Path) -> Errors:
     """Yield an error if the checkpoint is of a run with other models."""
     try:
         saved = read_state(checkpoint).get("models")
@@ -125,7 +125,7 @@ def _wrong_models(config: Config, checkpoint: Path) -> Iterator[str]:
     )
 
 
-def _missing_rollouts(config: Config, begun: int) -> Iterator[str]:
+def _missing_rollouts(config: Config, begun: int) -> Errors:
     """Yield an error if a step that has not begun has no rollouts to replay."""
     if config.trainer.replay_rollouts is None:
         return

@@ -13,6 +13,7 @@ from typing import Any
 from megappo.batch.exchange import Batch
 from megappo.config.config_error import ConfigError
 from megappo.data.prompts import PromptDataset
+from megappo.observe.metrics import Reduced
 from megappo.recipes import ppo
 from megappo.rollouts.group_selection import StepResponses
 from megappo.rollouts.record import Replay
@@ -44,7 +45,7 @@ class CriticEvaluation:
         self._gate = gate
         self._batches: dict[str, Batch] = {}
 
-    def __call__(self, run: Run, step: int) -> dict[str, Any]:
+    def __call__(self, run: Run, step: int) -> Reduced:
         """Return `val/<dataset>/critic/*`, the metrics of `value_metrics`, while the engines sleep."""
         if not self._batches:
             self._batches = dict(_held_out_rollouts(run))

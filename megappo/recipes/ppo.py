@@ -6,6 +6,7 @@ Steps are counted from 1; step 0 is the model before training.
 from functools import partial
 from typing import Any
 
+from megappo.observe.metrics import Reduced
 from megappo.trainer.experience import add_advantages
 from megappo.trainer.loop import train
 from megappo.trainer.models import Shards
@@ -25,7 +26,7 @@ def build(builder: RunBuilder, **own: Any) -> Run:
     return builder.run(builder.rollout_batches(), **own)
 
 
-def ppo_step(run: Run, step: int) -> dict[str, Any]:
+def ppo_step(run: Run, step: int) -> Reduced:
     """Run one step of PPO and return its metrics, the same on every rank."""
     models, phase = run.models, run.phase
     experience, shards = run.experience(step, sample_experience)  # below

@@ -1,7 +1,6 @@
 """Examples as rows: batches to train on, and the loss of held-out ones."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -12,7 +11,7 @@ from megappo.data.examples import Example
 from megappo.data.preferences import Pair
 from megappo.data.record_dataset import RecordDataset, share
 from megappo.models.megatron_engine import Outputs
-from megappo.observe.metrics import Metric, merge_metrics, reduce_ranks
+from megappo.observe.metrics import Metric, Reduced, merge_metrics, reduce_ranks
 from megappo.ppo.reductions import Unreduced
 from megappo.rollouts.group_selection import Batches
 from megappo.runtime.heartbeat import heartbeat
@@ -36,7 +35,7 @@ class ExampleBatches(Batches):
         self._dataset = dataset
         self._exchange = exchange
 
-    def read(self, phase: Phases) -> tuple[Batch, dict[str, Any]]:
+    def read(self, phase: Phases) -> tuple[Batch, Reduced]:
         """Return a step's rows, of which each rank tokenizes its share, and metrics."""
         with phase("read"):
             mine = self._dataset.batch(self.num_drawn, self._exchange.rank, self._exchange.world_size)
@@ -96,7 +95,7 @@ def as_batch(examples: Sequence[Example | Pair], exchange: Exchange) -> Batch:
     return exchange.number(found)
 
 
-def evaluate_examples(measure: Measure, run: Run, step: int) -> dict[str, Any]:
+def evaluate_examples(measure: Measure, run: Run, step: int) -> Reduced:
     """Return the metrics of each held-out data set, means over its tokens with a loss, or pairs; all ranks together.
 
     Args:

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from megappo.config.schema import Config
 from megappo.models.train_engine import LossFn
+from megappo.observe.metrics import Reduced
 from megappo.trainer.example_batches import ExampleBatches, Measure, evaluate_examples
 from megappo.trainer.progress import Experience
 from megappo.trainer.run import Run
@@ -28,7 +28,7 @@ def build_examples(builder: RunBuilder, measure: Measure) -> Run:
     return builder.run(batches, evaluation=partial(evaluate_examples, measure))
 
 
-def example_step(run: Run, step: int, loss_of: LossOf) -> dict[str, Any]:
+def example_step(run: Run, step: int, loss_of: LossOf) -> Reduced:
     """Run one step on examples and return its metrics, the same on every rank."""
     [name] = run.models.training
     batch, metrics = run.batches.read(run.phase)  # phase "read"
@@ -39,7 +39,7 @@ def example_step(run: Run, step: int, loss_of: LossOf) -> dict[str, Any]:
     return metrics
 
 
-def learn(run: Run, experience: Experience, loss_of: LossOf) -> dict[str, Any]:
+def learn(run: Run, experience: Experience, loss_of: LossOf) -> Reduced:
     """Make one optimizer step of the run's only trained model, and return the metrics of the step, which is finished.
 
     Args:
@@ -55,6 +55,6 @@ def learn(run: Run, experience: Experience, loss_of: LossOf) -> dict[str, Any]:
         update(shards[name], run.config, 1, partial(loss_of, run.config))
     with phase("gather_metrics"):
         metrics = run.end_updates(experience, shards)
-    run.progress.num_drawn = run.batches.num_drawn
+    run.progress.note_drawn(run.batches)
     run.progress.finish(experience)
     return metrics

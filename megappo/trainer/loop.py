@@ -5,16 +5,16 @@ Steps are counted from 1; step 0 is the model before training.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 from megappo.engines.restarts import EngineLost
 from megappo.observe.findings import Unhealthy
+from megappo.observe.metrics import Reduced
 from megappo.observe.profile import profiled
 from megappo.runtime.interruption import Interrupted
 from megappo.trainer.run import Run
 
 
-def train(run: Run, make_step: Callable[[Run, int], dict[str, Any]]) -> None:
+def train(run: Run, make_step: Callable[[Run, int], Reduced]) -> None:
     """Train from the newest checkpoint, or from the beginning, to the last step; then save and export.
 
     Args:

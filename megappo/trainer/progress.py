@@ -17,7 +17,7 @@ from megappo.config.loading import dump_config
 from megappo.config.schema import Config
 from megappo.observe.files import CHECKPOINTS, CONFIG_FILE
 from megappo.observe.loggers import Histogram
-from megappo.observe.metrics import Metric, metrics_from_json
+from megappo.observe.metrics import RankMetrics, Reduced, metrics_from_json
 from megappo.observe.metrics_file import METRICS_FILE
 from megappo.placement.components import models_in_words
 from megappo.ppo.kl import KLController
@@ -44,12 +44,12 @@ class Experience:
 
     step: int
     batch: Batch
-    metrics: dict[str, Any]
+    metrics: Reduced
     kl_penalty: float | None = None
     num_updates: dict[str, int] = field(default_factory=dict)
-    optimizer_steps: dict[str, list[dict[str, Metric]]] = field(default_factory=dict)
+    optimizer_steps: dict[str, list[RankMetrics]] = field(default_factory=dict)
 
-    def add(self, name: str, num_updates: int, steps: list[dict[str, Metric]]) -> None:
+    def add(self, name: str, num_updates: int, steps: list[RankMetrics]) -> None:
         """Add the optimizer steps of a component."""
         self.num_updates[name] = num_updates
         self.optimizer_steps.setdefault(name, []).extend(steps)
@@ -153,8 +153,12 @@ class Progress:
         self.experience = None
 
     def begin(self, experience: Experience, batches: Any) -> None:
-        """Note that a step's rows have their advantages, and which prompts `batches` has drawn until then."""
+        """Note that a step's rows have their advantages: an interrupted run resumes from here."""
         self.experience = experience
+        self.note_drawn(batches)
+
+    def note_drawn(self, batches: Any) -> None:
+        """Note which prompts have been drawn for the steps until now."""
         self.num_drawn = batches.num_drawn
         self.pending = batches.pending
 
@@ -174,14 +178,10 @@ class Progress:
         return self.start_step + (self.experience is not None)
 
     @property
-    def has_begun(self) -> bool:
-        """True if the run has something to save."""
-        return self.step > 0 or self.experience is not None
-
-    @property
     def is_saved(self) -> bool:
-        """True if the newest checkpoint is up to date."""
-        return self.checkpoint is not None and position_of(self.checkpoint) == self._position
+        """True if the newest checkpoint is up to date, or there is nothing to save."""
+        saved = (0, NOT_BEGUN) if self.checkpoint is None else position_of(self.checkpoint)
+        return saved == self._position
 
     @property
     def _position(self) -> tuple[int, int]:

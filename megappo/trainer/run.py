@@ -14,7 +14,7 @@ from megappo.config.schema import Config
 from megappo.config.trainer_section import EVAL_INTERVAL
 from megappo.observe.findings import Unhealthy
 from megappo.observe.loggers import RunEnd
-from megappo.observe.metrics import reduce_ranks
+from megappo.observe.metrics import Reduced, reduce_ranks
 from megappo.observe.observer import NullObserver, Observer
 from megappo.observe.timeline import append_phases
 from megappo.preflight.folder_lock import check_lock
@@ -62,7 +62,7 @@ class Run:
     phase: Phases
     utilisation: Utilisation
     scorer: ResponseScorer | NoResponseScorer = field(default_factory=NoResponseScorer)
-    evaluation: Callable[["Run", int], dict[str, Any]] | None = None
+    evaluation: Callable[["Run", int], Reduced] | None = None
     gate: GateProgress = field(default_factory=GateProgress)
     shown: Rows | None = None
 
@@ -70,7 +70,7 @@ class Run:
         # A reward function may end the run: complete a checkpoint that is on the disk by then.
         self.phase.before["reward"] = self.finish_save_if_written
 
-    def evaluate(self, step: int) -> dict[str, Any]:
+    def evaluate(self, step: int) -> Reduced:
         """Return `val/<dataset>/*` of every held-out data set."""
         with self.phase("evaluate"):
             if self.evaluation is not None:
@@ -144,7 +144,7 @@ class Run:
             with self.phase("keep_rollouts"):
                 keep_rollouts(Path(settings.output_dir), step, experience.batch, responses, self.rollouts)
 
-    def end_updates(self, experience: Experience, shards: Shards) -> dict[str, Any]:
+    def end_updates(self, experience: Experience, shards: Shards) -> Reduced:
         """Return the step's metrics so far, with the metrics of the updates on all ranks. All ranks wait for the
         slowest.
 
@@ -273,7 +273,7 @@ class Run:
     def save_if_needed(self) -> None:
         """Save what the newest checkpoint lacks. The engines are stopped: they are no longer needed."""
         self.finish_save()
-        if self.progress.has_begun and not self.progress.is_saved:
+        if not self.progress.is_saved:
             self.batches.prepare_save()
             self.engines.stop()
             self.save()
