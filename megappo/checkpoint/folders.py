@@ -64,6 +64,13 @@ def begun_step(checkpoint: Path) -> int:
     return step + (num_updates != NOT_BEGUN)
 
 
+def place_of(checkpoint: Path) -> str:
+    """Return where a run resumes from a checkpoint, in words."""
+    step = step_of(checkpoint)
+    begun = begun_step(checkpoint)
+    return f"after step {step}" if begun == step else f"in the middle of step {begun}"
+
+
 def checkpoints_in(folder: Path) -> list[Path]:
     """List the checkpoints of a run, oldest first, whether complete or not."""
     found = folder.iterdir() if folder.is_dir() else ()

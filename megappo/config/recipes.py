@@ -31,11 +31,22 @@ ACTOR_KEYS = ("placement.actor", *(f"actor.{key}" for key in LEARNER_KEYS))
 SCORING_KEYS = ("model_path", "adapter", "weight", "retokenize", "step_separator", *LEARNER_KEYS[:3])
 PPO_KEYS = (
     *ROLLOUT_KEYS,
-    *("actor", "critic", "ref", "algorithm"),
-    *("placement.actor", "placement.critic", "placement.ref", "placement.reward_model"),
+    "actor",
+    "critic",
+    "ref",
+    "algorithm",
+    "placement.actor",
+    "placement.critic",
+    "placement.ref",
+    "placement.reward_model",
+    "trainer.train",
+    "trainer.rollout_only",
+    "trainer.eval_only",
+    "trainer.replay_held_out",
+    "trainer.keep_rollouts",
     *(f"reward_model.{key}" for key in SCORING_KEYS),
-    *("trainer.train", "trainer.rollout_only", "trainer.eval_only", "trainer.replay_held_out", "trainer.keep_rollouts"),
 )
+"""Keys of PPO, and of the recipes in its place."""
 EXAMPLE_KEYS = ("data.max_length", "data.columns")
 REWARD_MODEL_KEYS = (
     "placement.reward_model",

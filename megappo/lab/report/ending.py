@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from megappo.checkpoint.folders import begun_step, checkpoints_in, step_of
+from megappo.checkpoint.folders import checkpoints_in, place_of, step_of
 from megappo.config.config_error import ConfigError, counted
 from megappo.config.loading import read_values
 from megappo.lab.report.report import write_report
@@ -104,8 +104,6 @@ def _account(checkpoints: Sequence[Path], num_done: int) -> str:
     if not checkpoints:
         lost = f"no checkpoint yet; {counted(num_done, 'step')} lost"
         return lost if num_done else "before the first step; nothing is lost"
-    step = step_of(checkpoints[-1])
-    begun = begun_step(checkpoints[-1])
-    place = f"after step {step}" if begun == step else f"in the middle of step {begun}"
-    num_lost = num_done - step
+    place = place_of(checkpoints[-1])
+    num_lost = num_done - step_of(checkpoints[-1])
     return f"resumes {place}; {counted(num_lost, 'step')} lost" if num_lost > 0 else f"resumes {place}; nothing is lost"
