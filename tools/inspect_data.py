@@ -71,7 +71,7 @@ def _inspect(config: Config, args: argparse.Namespace) -> int:
     tokenizer = load_tokenizer(config.model.path)
     vocab_size = shared_vocabulary(config)
     num_wrong = 0
-    for key, file, dataset in (_prompts if config.is_ppo else _examples)(config, tokenizer):
+    for key, file, dataset in (_prompts if config.recipe.has_rollouts else _examples)(config, tokenizer):
         chosen = _spread(len(dataset), args.records)
         parts = [dataset.check(vocab_size, partial(_spread, most=args.records))]
         wrong = dataset.errors(parts)

@@ -1,7 +1,7 @@
 """Folders with a reward model's adapters and its score, in PEFT's format."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from math import sqrt
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.model_folder import ADAPTERS, PEFT_PREFIX, tensor_files
 from megappo.architecture.parameters import LORA_A, LORA_B, VALUE_HEAD, hf_shapes
-from megappo.config.config_error import ConfigError, listed, show
+from megappo.config.config_error import ConfigError, Errors, listed, show
 from megappo.config.hub import cached_model
 from megappo.config.model_sections import Lora
 from megappo.config.text_files import TextFileError, read_json
@@ -75,7 +75,7 @@ def read_lora(folder: str, base: str) -> Lora:
     return lora.model_copy(update={"alpha": lora.alpha * sqrt(lora.rank)}) if raw.get("use_rslora") else lora
 
 
-def adapter_tensor_errors(folder: str, architecture: Architecture) -> Iterator[str]:
+def adapter_tensor_errors(folder: str, architecture: Architecture) -> Errors:
     """Yield an error if a folder holds other tensors than the model's adapters and score: base weights in its place
     would not be read.
 

@@ -11,7 +11,15 @@ from typing import Annotated, Any, NamedTuple, Self
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from megappo.architecture.families import LANGUAGE_MODEL, LINEAR_BLOCK, ORIGINAL, REWARD_MODELS, Family, HeadKind
+from megappo.architecture.families import (
+    LANGUAGE_MODEL,
+    LINEAR_BLOCK,
+    ORIGINAL,
+    REWARD_MODELS,
+    Family,
+    HeadKind,
+    RawValues,
+)
 from megappo.config.model_sections import Lora
 from megappo.config.values import ParameterGroup
 
@@ -264,7 +272,7 @@ class Architecture:
     full_heads: Heads | None
     logit_cap: Positive | None
     num_further_layers: Count
-    raw_config: Mapping[str, Any] = field(repr=False)
+    raw_config: RawValues = field(repr=False)
     head: HeadKind = "policy"
     value_bias: bool = False
     scores_rows: bool = False

@@ -1,11 +1,11 @@
 """Keys of config.json: what is read, what has no effect, and what is supported with some values only."""
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from math import inf
 from typing import Any
 
-from megappo.architecture.families import LAYER_INPUT
+from megappo.architecture.families import LAYER_INPUT, RawValues
 from megappo.architecture.model_folder import INDEX, SINGLE, UNQUANTIZED
 from megappo.config.config_error import shorten
 
@@ -84,7 +84,7 @@ WITHOUT_IT: dict[str, Any] = {
 """Keys that only SGLang reads, or whose null it reads as "off" -> the value that changes nothing."""
 
 
-def uncomputed(raw: Mapping[str, Any], computed: Collection[str]) -> Iterator[str]:
+def uncomputed(raw: RawValues, computed: Collection[str]) -> Iterator[str]:
     """Yield the keys whose values need something that is not computed; keys in `computed` are read elsewhere."""
     for key, value in raw.items():
         if key not in computed and not WITHOUT_EFFECT.search(key) and not _is_off(key, value):
@@ -102,7 +102,7 @@ def _is_off(key: str, value: Any) -> bool:
     return not value
 
 
-def positive(values: Mapping[str, Any], key: str, default: float | None = None) -> float:
+def positive(values: RawValues, key: str, default: float | None = None) -> float:
     """Return the number above 0 that a key has.
 
     Raises:

@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 from megappo.table import Table
 
+RawValues = Mapping[str, Any]
+"""Keys of config.json, and their values."""
 HeadKind = Literal["policy", "value", "policy_value"]
 """Heads on a model's last hidden states: the language model's output layer, a critic's value head in its place, or
 both side by side (a shared backbone)."""
@@ -148,7 +150,7 @@ class Family:
     layer_scalars: bool = False
     experts: ExpertFormat | None = None
     rope_theta: float = 10000.0
-    default_rope: Mapping[str, Any] = field(default_factory=dict)
+    default_rope: RawValues = field(default_factory=dict)
     rope_scalings: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: WITHOUT_YARN | YARN)
     rotary_part: float | None = None
     unrotated_pattern: int | None = None
@@ -164,7 +166,7 @@ class Family:
     latent_attention: bool = False
     linear_attention: Literal["by head", "apart"] | None = None
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    defaults: RawValues = field(default_factory=dict)
     ignores: tuple[str, ...] = ()
 
     @property

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from megappo.architecture.architecture import Architecture, all_but_every
 from megappo.architecture.families import FULL_KV_HEADS
 from megappo.architecture.parameters import ROUTER_WEIGHT, adapted_modules, adapts_experts, is_trained
-from megappo.config.config_error import nearest_divisors
+from megappo.config.config_error import Errors, nearest_divisors
 from megappo.config.model_sections import Lora, Router
 from megappo.config.sections import Parallel
 
@@ -14,7 +14,7 @@ KeyOf = Callable[[str], str]
 """Dimension of a layout, such as "tensor" -> its key for the reader: "actor.parallel.tensor", "--tensor"."""
 
 
-def fit_errors(architecture: Architecture, parallel: Parallel, key_of: KeyOf = "parallel.{}".format) -> Iterator[str]:
+def fit_errors(architecture: Architecture, parallel: Parallel, key_of: KeyOf = "parallel.{}".format) -> Errors:
     """Yield the errors of a layout, itself without contradictions, that does not fit the model."""
     file = architecture.file
     for dimension, name, size in divided_sizes(architecture):
@@ -75,7 +75,7 @@ def _indivisible(divisor: str, divided: str, size: int, num_ranks: int) -> str:
     return f"{divisor} does not divide {divided}: {nearest_divisors(size, num_ranks)} would"
 
 
-def _stage_errors(architecture: Architecture, parallel: Parallel, key_of: KeyOf) -> Iterator[str]:
+def _stage_errors(architecture: Architecture, parallel: Parallel, key_of: KeyOf) -> Errors:
     layers = architecture.num_layers
     chunks = parallel.num_chunks
     split = parallel.pipeline_split
@@ -93,7 +93,7 @@ def _stage_errors(architecture: Architecture, parallel: Parallel, key_of: KeyOf)
         yield f"{_indivisible(product, written, layers, chunks)}, or set {key_of('pipeline_split')}"
 
 
-def dense_stage_errors(architecture: Architecture, parallel: Parallel, component: str) -> Iterator[str]:
+def dense_stage_errors(architecture: Architecture, parallel: Parallel, component: str) -> Errors:
     """Yield the error of an optimizer that must be sharded: a rank without experts, whose whole Adam for experts would
     have no number of steps to save."""
     split = parallel.pipeline_split
@@ -111,7 +111,7 @@ def adapter_errors(
     lora: Lora,
     parallel: Parallel,
     component: str,
-) -> Iterator[str]:
+) -> Errors:
     """Yield the errors of adapters that the model has no place for: latent attention takes none, nor do experts that
     are cut."""
     if parallel.expert_tensor > 1 and adapts_experts(architecture.with_lora(lora)):
@@ -129,7 +129,7 @@ def adapter_errors(
         )
 
 
-def router_errors(architecture: Architecture, router: Router, component: str) -> Iterator[str]:
+def router_errors(architecture: Architecture, router: Router, component: str) -> Errors:
     """Yield the errors of balancing the experts of a model with its adapters and frozen parameters."""
     key = f"{component}.router"
     file = architecture.file
@@ -146,7 +146,7 @@ def router_errors(architecture: Architecture, router: Router, component: str) ->
         yield f"{key}.aux_loss_coef and {key}.seq_aux_loss_coef are both above 0: set one to 0"
 
 
-def engine_fit_errors(architecture: Architecture, num_ranks: int) -> Iterator[str]:
+def engine_fit_errors(architecture: Architecture, num_ranks: int) -> Errors:
     """Yield the errors of a model that SGLang cannot serve, or cannot cut over `num_ranks` ranks.
 
     SGLang repeats key-value heads where there are fewer. It reads only `full_attention_interval` about layers with

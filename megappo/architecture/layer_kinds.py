@@ -1,6 +1,6 @@
 """Kinds of layers in config.json: with or without a window, with or without rotary positions, and their heads."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from megappo.architecture.architecture import Heads, all_but_every
@@ -14,6 +14,7 @@ from megappo.architecture.families import (
     ROTATED_PATTERN,
     WINDOW_PATTERN,
     Family,
+    RawValues,
 )
 
 SIZES = {"head_dim", "num_key_value_heads"}
@@ -21,7 +22,7 @@ SIZES = {"head_dim", "num_key_value_heads"}
 `num_global_key_value_heads`."""
 
 
-def windows_and_heads(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
+def windows_and_heads(values: RawValues, family: Family) -> dict[str, Any]:
     """Return the window of attention, which layers have it, and the heads of the others, by the names of
     `Architecture`."""
     is_on = family.sliding_window or values.get("use_sliding_window")
@@ -33,7 +34,7 @@ def windows_and_heads(values: Mapping[str, Any], family: Family) -> dict[str, An
     return {"sliding_window": window, "windows": layers, "full_heads": heads}
 
 
-def unrotated(values: Mapping[str, Any], family: Family) -> tuple[bool, ...]:
+def unrotated(values: RawValues, family: Family) -> tuple[bool, ...]:
     """Return whether each layer is without rotary positions; () where all have them."""
     if family.unrotated_pattern is None:
         return ()
@@ -42,20 +43,20 @@ def unrotated(values: Mapping[str, Any], family: Family) -> tuple[bool, ...]:
     return tuple(not is_rotated for is_rotated in values.get(ROTATED) or all_but_every(every, layers))
 
 
-def layers_of(values: Mapping[str, Any], kind: str, every: float) -> tuple[bool, ...]:
+def layers_of(values: RawValues, kind: str, every: float) -> tuple[bool, ...]:
     """Return whether each layer is of a kind: by `layer_types`, else all layers but every n-th."""
     if values.get("layer_types"):
         return tuple(one == kind for one in values["layer_types"])
     return all_but_every(every, values["num_hidden_layers"])
 
 
-def _full_heads(values: Mapping[str, Any], windows: tuple[bool, ...]) -> Heads:
+def _full_heads(values: RawValues, windows: tuple[bool, ...]) -> Heads:
     """Return the heads of the layers without a window."""
     sizes = {"num_key_value_heads": values["num_attention_heads"], **values, **_full_sizes(values, windows)}
     return Heads(sizes["head_dim"], sizes["num_key_value_heads"], values.get(K_IS_V, False))
 
 
-def _full_sizes(values: Mapping[str, Any], windows: tuple[bool, ...]) -> Mapping[str, Any]:
+def _full_sizes(values: RawValues, windows: tuple[bool, ...]) -> RawValues:
     """Return the sizes that layers without a window have of their own, with transformers' defaults."""
     if LAYER_SIZES in values:
         first_full = (*windows, False).index(False)
@@ -66,7 +67,7 @@ def _full_sizes(values: Mapping[str, Any], windows: tuple[bool, ...]) -> Mapping
     return sizes
 
 
-def irregular_layers(values: Mapping[str, Any], windows: tuple[bool, ...]) -> Iterator[str]:
+def irregular_layers(values: RawValues, windows: tuple[bool, ...]) -> Iterator[str]:
     """Yield keys that are not supported: more than two kinds of layers, or a window in the last layer."""
     if layers := values.get(LAYER_SIZES):
         full = _full_sizes(values, windows)

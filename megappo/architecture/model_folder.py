@@ -2,13 +2,13 @@
 
 import json
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 from megappo.architecture.architecture import DTYPES, Architecture
+from megappo.architecture.families import RawValues
 from megappo.config.config_error import looked_in, shorten
 from megappo.config.hub import HUB_ID
 from megappo.config.text_files import MissingFileError, TextFileError, read_json
@@ -145,7 +145,7 @@ def named_architecture(folder: Path) -> str | None:
     return first_architecture(read_json_file(folder / CONFIG_FILE))
 
 
-def first_architecture(raw: Mapping[str, Any]) -> str | None:
+def first_architecture(raw: RawValues) -> str | None:
     """Return the first of `architectures`; None where there is none."""
     named = raw.get("architectures")
     return str(named[0]) if isinstance(named, list) and named else None

@@ -1,6 +1,6 @@
 """config.json -> `Architecture`, or everything in it that is missing, has several values, or is not supported."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from megappo.architecture.families import (
     ExpertFormat,
     Family,
     HeadKind,
+    RawValues,
     language_model,
 )
 from megappo.architecture.layer_kinds import irregular_layers, layers_of, unrotated, windows_and_heads
@@ -104,7 +105,7 @@ def _wrong_value(error: ErrorDetails) -> str:
     return f"{'.'.join(names)}: {error['msg']}, found {shorten(repr(error['input']))}"
 
 
-def parse(raw: Mapping[str, Any], file: Path, head: HeadKind = "policy") -> Architecture:
+def parse(raw: RawValues, file: Path, head: HeadKind = "policy") -> Architecture:
     """Parse the content of config.json, as `read_architecture` does.
 
     Raises:
@@ -157,7 +158,7 @@ def parse(raw: Mapping[str, Any], file: Path, head: HeadKind = "policy") -> Arch
 
 
 def _errors(
-    values: Mapping[str, Any],
+    values: RawValues,
     rope: dict[str, Any],
     local_rope: dict[str, Any],
     architecture: Architecture,
@@ -175,7 +176,7 @@ def _errors(
             yield f"{file}: rope {shorten(str(positions))} is not supported{why}"
 
 
-def _is_on(switch: bool | str, values: Mapping[str, Any]) -> bool:
+def _is_on(switch: bool | str, values: RawValues) -> bool:
     """Return a switch of a family, which may be the name of a key of config.json."""
     return values.get(switch, False) if isinstance(switch, str) else switch
 
@@ -225,7 +226,7 @@ def _contradictions(model: Architecture) -> Iterator[str]:
         yield f"n_group {experts.groups[0]} does not divide the {experts.count} experts"
 
 
-def _missing(raw: Mapping[str, Any], values: Mapping[str, Any], family: Family) -> Iterator[str]:
+def _missing(raw: RawValues, values: RawValues, family: Family) -> Iterator[str]:
     for key in _needed(values, family):
         if key not in values and not (key in (LATENT_SIZES["q_rank"], LAYER_INPUT) and key in raw):
             yield key
@@ -233,7 +234,7 @@ def _missing(raw: Mapping[str, Any], values: Mapping[str, Any], family: Family) 
         yield family.experts.count[-1]
 
 
-def _needed(values: Mapping[str, Any], family: Family) -> list[str]:
+def _needed(values: RawValues, family: Family) -> list[str]:
     """Return the keys without which a model of the family is not described."""
     keys = list(SIZES.values())
     if family.experts:
@@ -249,22 +250,22 @@ def _needed(values: Mapping[str, Any], family: Family) -> list[str]:
     return list(dict.fromkeys(keys))
 
 
-def _has_groups(values: Mapping[str, Any], experts: ExpertFormat) -> bool:
+def _has_groups(values: RawValues, experts: ExpertFormat) -> bool:
     return experts.groups_rated_by is not None and experts.grouping_method in (None, values.get("topk_method"))
 
 
-def _latent(values: Mapping[str, Any]) -> LatentAttention:
+def _latent(values: RawValues) -> LatentAttention:
     sizes: dict[str, Any] = {size: values.get(key) for size, key in LATENT_SIZES.items()}
     return LatentAttention(**sizes)
 
 
-def _linear(values: Mapping[str, Any]) -> LinearAttention:
+def _linear(values: RawValues) -> LinearAttention:
     sizes: dict[str, Any] = {size: values[key] for size, key in LINEAR_SIZES.items()}
     layers = layers_of(values, "linear_attention", positive(values, FULL_PATTERN, 4))
     return LinearAttention(**sizes, layers=layers, full_interval=values.get(FULL_PATTERN))
 
 
-def _experts(values: Mapping[str, Any], experts: ExpertFormat) -> Experts:
+def _experts(values: RawValues, experts: ExpertFormat) -> Experts:
     renormalizes = experts.renormalizes
     dense = values[experts.dense_layers] if experts.dense_layers else 0
     has_groups = _has_groups(values, experts) and values["topk_group"] < values["n_group"]
@@ -280,7 +281,7 @@ def _experts(values: Mapping[str, Any], experts: ExpertFormat) -> Experts:
     )
 
 
-def _unsupported(values: Mapping[str, Any], architecture: Architecture) -> Iterator[str]:
+def _unsupported(values: RawValues, architecture: Architecture) -> Iterator[str]:
     """Yield the keys of config.json whose values are not supported."""
     family = architecture.family
     raw = architecture.raw_config
@@ -328,7 +329,7 @@ def _computing(family: Family) -> tuple[Any, ...]:
     )
 
 
-def _unsupported_routing(values: Mapping[str, Any], written: ExpertFormat, experts: Experts) -> Iterator[str]:
+def _unsupported_routing(values: RawValues, written: ExpertFormat, experts: Experts) -> Iterator[str]:
     if experts.top_k == 1 and experts.renormalizes:
         yield "num_experts_per_tok"  # its probability would always be 1, and the router could not learn
     yield from (key for key in written.shared_ffn if not values[key])

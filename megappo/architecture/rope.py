@@ -6,7 +6,7 @@ from typing import Any
 
 from megappo.architecture.architecture import Rope
 from megappo.architecture.config_keys import ROPE_KEYS, WITHOUT_IT, positive, uncomputed
-from megappo.architecture.families import ORIGINAL, ROTARY_PART, ROTARY_SIZE, Family
+from megappo.architecture.families import ORIGINAL, ROTARY_PART, ROTARY_SIZE, Family, RawValues
 from megappo.config.config_error import shorten
 
 ROPE_SECTIONS = ("rope_parameters", "rope_scaling")
@@ -28,7 +28,7 @@ def split_rope(values: dict[str, Any], family: Family) -> tuple[dict[str, Any], 
     return {**values, "rope_parameters": rope["full_attention"]}, rope.get("sliding_attention") or {}
 
 
-def rope_section(values: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], list[str]]:
+def rope_section(values: RawValues, family: Family) -> tuple[dict[str, Any], list[str]]:
     """Return the rotary positions of all sections of config.json, and what is wrong: keys with several values."""
     rope: dict[str, Any] = {}
     conflicts = []
@@ -52,7 +52,7 @@ def rope_section(values: Mapping[str, Any], family: Family) -> tuple[dict[str, A
     return {"rope_type": "default"} | rope, conflicts
 
 
-def unsupported_rope(rope: Mapping[str, Any], scalings: Mapping[str, tuple], family: Family) -> Iterator[str]:
+def unsupported_rope(rope: RawValues, scalings: Mapping[str, tuple], family: Family) -> Iterator[str]:
     """Yield why rotary positions are not supported, with the remedy.
 
     Args:
@@ -80,7 +80,7 @@ def unsupported_rope(rope: Mapping[str, Any], scalings: Mapping[str, tuple], fam
         yield f": SGLang ignores factor and attention_factor of longrope: {ANOTHER}"
 
 
-def read_rope(rope: Mapping[str, Any], values: Mapping[str, Any], family: Family) -> Rope:
+def read_rope(rope: RawValues, values: RawValues, family: Family) -> Rope:
     """Return the rotary positions; `unsupported_rope` finds what they leave out.
 
     Raises:

@@ -58,6 +58,19 @@ def position_of(checkpoint: Path) -> tuple[int, int]:
     return int(step), NOT_BEGUN if num_updates is None else int(num_updates)
 
 
+def begun_step(checkpoint: Path) -> int:
+    """Return the last step that has begun: the finished one, or the one that the checkpoint is in the middle of."""
+    step, num_updates = position_of(checkpoint)
+    return step + (num_updates != NOT_BEGUN)
+
+
+def place_of(checkpoint: Path) -> str:
+    """Return where a run resumes from a checkpoint, in words."""
+    step = step_of(checkpoint)
+    begun = begun_step(checkpoint)
+    return f"after step {step}" if begun == step else f"in the middle of step {begun}"
+
+
 def checkpoints_in(folder: Path) -> list[Path]:
     """List the checkpoints of a run, oldest first, whether complete or not."""
     found = folder.iterdir() if folder.is_dir() else ()

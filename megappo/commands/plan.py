@@ -104,12 +104,12 @@ def _check(config: Config, world_size: int, args: argparse.Namespace, warnings: 
     warnings += [*config_warnings(config), *(() if found else resume_warnings(config)), *missing]
     if plan is None:
         return errors
-    is_ppo = plan.config.is_ppo
-    notes = "\n  ".join([*([plan.route.describe()] if is_ppo else ()), *plan.config.absences])
+    recipe = plan.config.recipe
+    notes = "\n  ".join([*([plan.route.describe()] if recipe.has_rollouts else ()), *plan.config.absences])
     print(f"\nplacement\n{placement_picture(plan)}\n  {notes}\n\n{rank_table(plan)}")
-    if not plan.config.trainer.eval_only:
+    if recipe.has_steps:
         print(f"\nbatch, per step\n{batch_summary(plan)}")
-    if plan.config.evaluates and is_ppo:
+    if plan.config.evaluates and recipe.has_rollouts:
         print(f"\nevaluation\n{evaluation_summary(plan.config)}")
     if not found:
         print(f"\nweights, in {config.model.dtype}\n{weights_summary(plan)}")

@@ -62,9 +62,8 @@ from megappo.table import resolved
 if TYPE_CHECKING:
     from megappo.trainer.run import Run
 
-EXECUTE = "megappo.trainer.main:execute"
-"""Imported only by a run that has something to do: megatron-core and transformers take seconds on every rank."""
 BUILD = "megappo.trainer.main:build_run"
+"""Imported only by a run that has something to do: megatron-core and transformers take seconds on every rank."""
 OUTLOOK = "megappo.lab.outlook:outlook_of"
 """Imported while the engine starts: the report reads Parquet files, whose library takes long to import."""
 A_DAY = timedelta(days=1)
@@ -153,7 +152,7 @@ class RunContext:
                 store = _join_store(int(os.environ["RANK"]))
             rank = int(os.environ["RANK"])
             _set_up_process(rank)
-            run = _execute(_checked(self.config), store, rank, stack, BUILD)
+            run = _build(_checked(self.config), store, rank, stack)
             if run is None:
                 raise ConfigError("trainer.output_dir holds a finished run: name another folder")
             self._cleanup = stack.pop_all()
@@ -204,10 +203,13 @@ def _join_store(rank: int) -> dist.Store:
 def _run(args: argparse.Namespace, store: dist.Store, rank: int, cleanup: ExitStack) -> None:
     with STATUS.step("config check"):
         config = _load_config(args, store)
-        if config.trainer.eval_only:
+        if not config.recipe.has_steps:
             INTERRUPTION.never_saves()
         plan = _checked(config)
-    _execute(plan, store, rank, cleanup, EXECUTE)
+    run = _build(plan, store, rank, cleanup)
+    if run is not None:
+        with config.locating():
+            resolved(config.recipe.loop)(run)
 
 
 def _load_config(args: argparse.Namespace, store: dist.Store) -> Config:
@@ -231,9 +233,8 @@ def _checked(config: Config) -> RunPlan:
     return plan
 
 
-def _execute(plan: RunPlan, store: dist.Store, rank: int, cleanup: ExitStack, function: str) -> Any:
-    """Start this rank's engine, join the other ranks, and return what a function of the run returns; None if there is
-    nothing to do."""
+def _build(plan: RunPlan, store: dist.Store, rank: int, cleanup: ExitStack) -> "Run | None":
+    """Start this rank's engine, join the other ranks, and build the run; return None if there is nothing to do."""
     config, gpu_bytes = plan.config, platform.gpu_bytes()
     if (bound := bind_near(platform.pci_address())) and rank < int(os.environ["LOCAL_WORLD_SIZE"]):
         print(f"rank {rank} is {bound}", flush=True)
@@ -242,7 +243,7 @@ def _execute(plan: RunPlan, store: dist.Store, rank: int, cleanup: ExitStack, fu
             store.set("finished", _occupy_folder(plan, cleanup))
         if store.get("finished"):  # waits for rank 0: other nodes may see another content of the folder
             return None
-        if config.trainer.eval_only:
+        if not config.recipe.has_steps:
             plan = replace(plan, requested=evaluation_of(plan.requested), config=evaluation_of(config))
         plan = resolve_offload(plan, Cluster(gpu_bytes) if gpu_bytes else None)
         watching = cleanup.enter_context(ExitStack())  # its callback runs after the callbacks of what starts below
@@ -250,7 +251,7 @@ def _execute(plan: RunPlan, store: dist.Store, rank: int, cleanup: ExitStack, fu
             os.environ.setdefault(name, value)  # the engine inherits the environment
         engine_handle = start_engine(plan, rank, store, cleanup) if config.samples else EngineHandle()
         with STATUS.step("imports of Megatron"), platform.gc_disabled():
-            execute = resolved(function)
+            build = resolved(BUILD)
             outlook = resolved(OUTLOOK)(plan, gpu_bytes) if rank == 0 else Outlook()
         timeout = timedelta(seconds=config.trainer.process_group_timeout_seconds)
         with STATUS.step("process group"):
@@ -258,7 +259,7 @@ def _execute(plan: RunPlan, store: dist.Store, rank: int, cleanup: ExitStack, fu
                 platform.backend(), store=store, rank=rank, world_size=plan.world_size, timeout=timeout
             )
         watching.callback(Watchdog(store, rank, plan.world_size, config.hang_timeout_seconds).stop)
-        return execute(plan, engine_handle, outlook, cleanup)
+        return build(plan, engine_handle, outlook, cleanup)
 
 
 def _occupy_folder(plan: RunPlan, cleanup: ExitStack) -> str:
@@ -275,7 +276,7 @@ def _occupy_folder(plan: RunPlan, cleanup: ExitStack) -> str:
 def shared_nccl_variables(plan: RunPlan) -> dict[str, str]:
     """Return NCCL's variables where an engine joins a group of the trainer's; else none: the trainer is faster with
     NCCL's defaults."""
-    shares_nccl = plan.config.is_ppo and plan.route.shares_nccl
+    shares_nccl = plan.config.recipe.has_rollouts and plan.route.shares_nccl
     return nccl_variables(plan.config.rollout.server_args) if shares_nccl else {}
 
 

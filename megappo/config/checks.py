@@ -7,10 +7,11 @@ import re
 from collections.abc import Iterator
 from operator import attrgetter
 
-from megappo.config.config_error import shorten, show
+from megappo.config.config_error import Errors, shorten, show
 from megappo.config.eval_sets import TRAINING, Task, context_errors, eval_sets, tasks, training_task
 from megappo.config.kind_checks import example_errors, hang_errors, offload_errors, size_errors
 from megappo.config.model_checks import model_errors
+from megappo.config.recipes import RECIPES, Recipe
 from megappo.config.schema import Config
 from megappo.config.score_checks import reward_model_errors, shapings
 from megappo.config.values import LARGEST_PORT, ReadIf, Section
@@ -36,7 +37,7 @@ def config_errors(config: Config) -> list[str]:
     unread = [f"{key} {shorten(show(value))} {reason}" for key, value, reason in unread_keys(config)]
     errors = [*_section_errors(config), *unread, *hang_errors(config), *size_errors(config)]
     errors += [*offload_errors(config), *_name_errors(config)]
-    if not config.is_ppo:
+    if not config.recipe.has_rollouts:
         return [*errors, *example_errors(config)]
     errors += [
         *_group_errors(config),
@@ -73,7 +74,7 @@ def config_warnings(config: Config) -> Iterator[str]:
         )
 
 
-def _section_errors(section: Section) -> Iterator[str]:
+def _section_errors(section: Section) -> Errors:
     """Yield the contradictions within a section, and within the sections in it."""
     yield from section.contradictions()
     for _, value in section:
@@ -106,11 +107,17 @@ def _unread(
         if isinstance(value, Section) and (field.default is not None or value.model_fields_set):
             yield from _unread(config, value, f"{key}.", conditions, is_optional or field.default is None)
         elif is_set:
-            unmet = next((one for one in conditions if _is_unread(config, key, one)), None)
+            of_recipe = ReadIf("trainer.kind", lambda config, key=key: _is_named(config.recipe, key))
+            unmet = next((one for one in (of_recipe, *conditions) if _is_unread(config, key, one)), None)
             if unmet is not None:
                 switch = unmet.switch
                 reason = unmet.reason.format(switch, show(attrgetter(switch)(config)).strip('"'))
                 yield key, value, f"has no effect, as {reason}: drop it, or change {switch}"
+
+
+def _is_named(recipe: Recipe, key: str) -> bool:
+    """Return whether a recipe names a key, or none does."""
+    return recipe.names(key) or not any(other.names(key) for other in RECIPES.values())
 
 
 def _is_unread(config: Config, key: str, condition: ReadIf) -> bool:
@@ -128,7 +135,7 @@ def _method_conditions(section: Section, path: str, name: str) -> tuple[ReadIf, 
     return (ReadIf(path + section.method_key, lambda config: name in chosen.reads, "{} {} does not read it"),)
 
 
-def _group_errors(config: Config) -> Iterator[str]:
+def _group_errors(config: Config) -> Errors:
     """Yield what the comparison of the responses to a prompt, or of a response with a greedy one, does not allow."""
     algorithm = config.algorithm
     normalize = config.reward.normalize
@@ -151,7 +158,7 @@ def _group_errors(config: Config) -> Iterator[str]:
         yield "algorithm.gae_level turn needs several turns: name a rollout.environment or rollout.tools, or set token"
 
 
-def _run_errors(config: Config) -> Iterator[str]:
+def _run_errors(config: Config) -> Errors:
     trainer = config.trainer
     actor = config.actor
     warmup = config.critic.warmup_steps
@@ -175,12 +182,12 @@ def _run_errors(config: Config) -> Iterator[str]:
             "trainer.eval_interval to 0"
         )
     has_held_out = config.held_out_names or trainer.replay_held_out is not None
-    if (trainer.eval_interval or trainer.eval_only) and not has_held_out:
-        key = "eval_only" if trainer.eval_only else "eval_interval"
+    if (trainer.eval_interval or not config.recipe.has_steps) and not has_held_out:
+        key = "eval_interval" if config.recipe.has_steps else "eval_only"
         yield f"trainer.{key} needs data.val_files or eval.datasets, found none: name some, or drop it"
 
 
-def _engine_errors(config: Config) -> Iterator[str]:
+def _engine_errors(config: Config) -> Errors:
     rollout = config.rollout
     if rollout.max_total_tokens is not None:
         yield from context_errors(config, "rollout.max_total_tokens", rollout.max_total_tokens)
@@ -196,12 +203,12 @@ def _engine_errors(config: Config) -> Iterator[str]:
             yield f"rollout.engines names {url} {servers.count(url)} times: drop the others, or correct them"
 
 
-def _ahead_errors(config: Config) -> Iterator[str]:
+def _ahead_errors(config: Config) -> Errors:
     """Yield what does not go together with sampling while the models train."""
     if not config.rollout.max_staleness:
         return
     ahead = f"rollout.max_staleness {config.rollout.max_staleness}"
-    if config.trainer.rollout_only:
+    if not config.recipe.trains and config.recipe.has_steps:
         yield f"trainer.rollout_only trains no weights that {ahead} could run ahead of: set it to 0"
     if config.sent_lora is not None and config.rollout.on_sync == "continue":
         yield (
@@ -210,7 +217,7 @@ def _ahead_errors(config: Config) -> Iterator[str]:
         )
 
 
-def _name_errors(config: Config) -> Iterator[str]:
+def _name_errors(config: Config) -> Errors:
     """Yield held-out data sets that could not be reported under a name of their own."""
     names = config.data.val_names
     if len(set(names)) < len(names):
@@ -223,7 +230,7 @@ def _name_errors(config: Config) -> Iterator[str]:
             )
 
 
-def _reward_errors(config: Config) -> Iterator[str]:
+def _reward_errors(config: Config) -> Errors:
     every_task = (training_task(config), *eval_sets(config).values())
     functions = {function for one in every_task for function in one.reward.weights}
     for function in sorted(config.reward.options.keys() - functions):
@@ -239,7 +246,7 @@ def _reward_errors(config: Config) -> Iterator[str]:
             )
 
 
-def _task_errors(task: Task) -> Iterator[str]:
+def _task_errors(task: Task) -> Errors:
     """Yield contradictions between the keys of training, or of a held-out data set."""
     section = task.environment_key.rpartition(".")[0]
     rollout = task.rollout
@@ -261,7 +268,7 @@ def _task_errors(task: Task) -> Iterator[str]:
         yield f"{keys} are both '{data.label_key}': name two different fields"
 
 
-def _greedy_errors(name: str, task: Task) -> Iterator[str]:
+def _greedy_errors(name: str, task: Task) -> Errors:
     rollout = task.rollout
     if rollout.n > 1 and (rollout.temperature == 0 or rollout.top_k == 1):
         key = "rollout.val_n" if task.section == "data" else f"{task.section}.n"

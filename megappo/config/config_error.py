@@ -1,13 +1,15 @@
 """The error of a run that cannot start as configured, and the texts that such errors are made of."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from pydantic import BaseModel
 
 from megappo.errors import EXIT_CONFIG, ActionableError, escaped
 
+Errors = Iterator[str]
+"""What is wrong, a line each: the thing, what was expected, what was found and the remedy."""
 LONGEST_VALUE = 80
 """Characters of a wrong value that an error repeats."""
 LONGEST_ERROR = 1000

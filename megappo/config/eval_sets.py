@@ -1,10 +1,10 @@
 """Tasks of a run: training, and each held-out data set of data.val_files and eval.datasets, with the defaults filled
 in: how prompts are read, how responses are sampled, played and scored, and how long they may be."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 
+from megappo.config.config_error import Errors
 from megappo.config.schema import Config
 from megappo.config.sections import NONE, Data, EvalDataset, Reward, Rollout
 
@@ -99,7 +99,7 @@ def _task(config: Config, own: EvalDataset, section: str, key: str) -> Task:
 
 def tasks(config: Config) -> dict[str, Task]:
     """Return the task of training, if the run trains, and the tasks of `eval_sets`."""
-    of_training = {} if config.trainer.eval_only else {TRAINING: training_task(config)}
+    of_training = {TRAINING: training_task(config)} if config.recipe.has_steps else {}
     return of_training | eval_sets(config)
 
 
@@ -110,7 +110,7 @@ def played_tasks(config: Config) -> dict[str, Task]:
 
 def longest_row(config: Config) -> int:
     """Return the most tokens of a training prompt and its response together, or of an example."""
-    if not config.is_ppo:
+    if not config.recipe.has_rollouts:
         return config.data.max_length
     return config.data.max_prompt_length + config.rollout.max_response_length
 
@@ -122,7 +122,7 @@ def longest_unit(config: Config) -> int:
 
 def longest_response(config: Config) -> int:
     """Return the most tokens of a row that can have a loss."""
-    return config.rollout.max_response_length if config.is_ppo else config.data.max_length
+    return config.rollout.max_response_length if config.recipe.has_rollouts else config.data.max_length
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ def longest_request(config: Config) -> LongestRequest:
     return max(requests(config), key=attrgetter("tokens"))
 
 
-def context_errors(config: Config, key: str, limit: int, *, is_fixed: bool = False) -> Iterator[str]:
+def context_errors(config: Config, key: str, limit: int, *, is_fixed: bool = False) -> Errors:
     """Yield an error if `limit` tokens, set by `key`, are too few for the requests that engines are sent.
 
     Args:

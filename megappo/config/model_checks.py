@@ -1,13 +1,11 @@
 """Keys of a run's models that contradict each other: log-probs, layouts, adapters, and which of them are trained."""
 
-from collections.abc import Iterator
-
-from megappo.config.config_error import show
+from megappo.config.config_error import Errors, show
 from megappo.config.methods import TRANSPORTS
 from megappo.config.schema import Config
 
 
-def model_errors(config: Config) -> Iterator[str]:
+def model_errors(config: Config) -> Errors:
     """Yield the contradictions, a line each, with the keys, their values and the remedy."""
     yield from _old_log_probs_errors(config)
     yield from _kl_errors(config)
@@ -15,7 +13,7 @@ def model_errors(config: Config) -> Iterator[str]:
     yield from _adapter_errors(config)
 
 
-def _old_log_probs_errors(config: Config) -> Iterator[str]:
+def _old_log_probs_errors(config: Config) -> Errors:
     """Yield what needs other old log-probs than algorithm.old_log_probs names."""
     algorithm = config.algorithm
     actor = config.actor
@@ -39,7 +37,7 @@ def _old_log_probs_errors(config: Config) -> Iterator[str]:
             )
 
 
-def _kl_errors(config: Config) -> Iterator[str]:
+def _kl_errors(config: Config) -> Errors:
     """Yield KL estimates that exclude each other, or the layout."""
     actor = config.actor
     ref = config.ref
@@ -57,9 +55,9 @@ def _kl_errors(config: Config) -> Iterator[str]:
             )
 
 
-def _critic_errors(config: Config) -> Iterator[str]:
+def _critic_errors(config: Config) -> Errors:
     """Yield what a run that trains a critic alone lacks."""
-    if not config.trains_critic_alone:
+    if config.recipe.trains != "critic":
         return
     trainer = config.trainer
     algorithm = config.algorithm
@@ -78,7 +76,7 @@ def _critic_errors(config: Config) -> Iterator[str]:
         )
 
 
-def _adapter_errors(config: Config) -> Iterator[str]:
+def _adapter_errors(config: Config) -> Errors:
     """Yield what engines do not support of the actor's adapters.
 
     Source: SGLang 0.5.23, lora/lora.py: the adapters of q, k and v become one, and the adapters of gate and up; only

@@ -6,7 +6,7 @@ from annotated_types import MinLen
 from pydantic import Field, SerializerFunctionWrapHandler, StrictBool, model_serializer
 
 from megappo.config.methods import POLICY_LOSSES
-from megappo.config.sections import IS_PPO, Parallel
+from megappo.config.sections import Parallel
 from megappo.config.values import (
     ADAPTED_MODULES,
     LISTED,
@@ -111,17 +111,12 @@ class Ref(Section):
 
 
 class RewardModel(Learner):
-    model_path: ModelPath | None = key(None, "Hugging Face folder, or id on the hub, of a frozen reward model with one label: *ForSequenceClassification scores a response at its last token, *ForTokenClassification each of its steps. reward.function is then null unless it is set. null = none", read_if=IS_PPO)
-    adapter: ModelPath | None = key(None, "folder of LoRA adapters and a score in PEFT's format, such as a run's hf_reward_model/adapter: with them a language model in model_path scores responses, and may share its weights with actor and critic; null = none", read_if=IS_PPO)
-    weight: Float = key(1.0, "factor of its scores, which are added to the scores of reward.function", read_if=IS_PPO)
-    retokenize: StrictBool | None = key(None, "render each conversation with its own chat template and tokenize it again; false = it reads the actor's tokens; null = true if its tokenizer or chat template differs from the actor's", read_if=IS_PPO)
-    step_separator: Annotated[str, MinLen(1)] = key("\n\n", "*ForTokenClassification: text that ends a step of a response", read_if=IS_PPO)
+    model_path: ModelPath | None = key(None, "Hugging Face folder, or id on the hub, of a frozen reward model with one label: *ForSequenceClassification scores a response at its last token, *ForTokenClassification each of its steps. reward.function is then null unless it is set. null = none")
+    adapter: ModelPath | None = key(None, "folder of LoRA adapters and a score in PEFT's format, such as a run's hf_reward_model/adapter: with them a language model in model_path scores responses, and may share its weights with actor and critic; null = none")
+    weight: Float = key(1.0, "factor of its scores, which are added to the scores of reward.function")
+    retokenize: StrictBool | None = key(None, "render each conversation with its own chat template and tokenize it again; false = it reads the actor's tokens; null = true if its tokenizer or chat template differs from the actor's")
+    step_separator: Annotated[str, MinLen(1)] = key("\n\n", "*ForTokenClassification: text that ends a step of a response")
     center_coef: NonNegativeFloat = key(0.0, "weight of the mean squared sum of a pair's scores in the loss, which keeps scores around 0, such as 0.01")
     parallel: Parallel | None = key(None, "its layout; null = the actor's")
     offload: Literal["auto"] | Annotated[tuple[TensorKind, ...], LISTED] = key((), "tensors to keep in host memory while no phase needs them on the device: weights, and of a model that is trained gradients, optimizer; auto = the tensors that do not fit otherwise")
     max_tokens_per_micro_batch: Positive | None = key(None, "tokens per micro-batch, and most tokens of a conversation, or of the two of a pair; null = the actor's")
-
-
-
-FROZEN_KEYS = ("model_path", "adapter", "weight", "retokenize", "step_separator", "parallel", "offload", "max_tokens_per_micro_batch")
-"""Keys of a reward model that is not trained."""

@@ -7,12 +7,12 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, PrivateAttr, StrictBool, model_validator
 
-from megappo.config.config_error import ConfigError, printable
+from megappo.config.config_error import ConfigError, Errors, printable
 from megappo.config.methods import POLICY_LOSSES, PolicyLoss
-from megappo.config.model_sections import FROZEN_KEYS, Lora, Ref, RewardModel, Trained
+from megappo.config.model_sections import Lora, Ref, RewardModel, Trained
+from megappo.config.recipes import OF_PPO, RECIPES, Recipe
 from megappo.config.sections import (
     HAS_VALUES,
-    IS_PPO,
     NONE,
     Algorithm,
     Data,
@@ -62,13 +62,10 @@ REFERENCE_DIFFERS = ReadIf(
 )
 HAS_REWARD_MODEL = ReadIf(
     "reward_model.model_path",
-    lambda config: config.has_reward_model or config.trains_reward_model,
+    lambda config: config.has_reward_model or config.recipe.trains == "reward_model",
     others=("trainer.kind",),
     always=("model_path",),
 )
-USES_REWARD_MODEL = ReadIf("trainer.kind", lambda config: config.is_ppo or config.trains_reward_model)
-TRAINS_REWARD_MODEL = ReadIf("trainer.kind", lambda config: config.trains_reward_model, always=FROZEN_KEYS)
-USES_ACTOR = ReadIf("trainer.kind", lambda config: not config.trains_reward_model)
 HAS_KL_LOSS = ReadIf("actor.use_kl_loss")
 ONE_CLIP_RATIO = ReadIf(
     "actor.clip_ratio_low",
@@ -82,7 +79,6 @@ TRAINS_ACTOR = ReadIf(
     "{} leaves the actor as it is",
     always=("parallel", "max_tokens_per_micro_batch", "offload", "lora"),
 )
-ACTOR_OF_PPO = ReadIf("trainer.kind", lambda config: config.is_ppo, always=("parallel", "optim", "lora", "recompute", "router", "offload", "max_tokens_per_micro_batch"))
 
 
 class Actor(Trained):
@@ -116,7 +112,7 @@ class Actor(Trained):
         """Entry of policy_loss: what it reads and needs."""
         return POLICY_LOSSES[self.policy_loss]
 
-    def contradictions(self) -> Iterator[str]:
+    def contradictions(self) -> Errors:
         if self.kl_loss_unbiased and self.use_kl_loss and self.kl_loss_type not in ("k1", "k3", "kl", "low_var_kl"):
             yield f"actor.kl_loss_unbiased true needs actor.kl_loss_type k1 or k3, found {self.kl_loss_type}: choose k3"
         name = "clip_ratio" if self.clip_ratio_low is None else "clip_ratio_low"
@@ -146,17 +142,17 @@ class Critic(Trained):
         """True if it starts from other weights than the actor."""
         return bool(self.model_path or self.dist_checkpointing_path)
 
-    def contradictions(self) -> Iterator[str]:
+    def contradictions(self) -> Errors:
         if self.freeze and self.lora is not None:
             yield f"critic.freeze {', '.join(self.freeze)} has no effect on critic.lora, which trains adapters: drop one"
 
 
 class Placement(Section):
-    actor: Ranks = key("all", "ranks of the actor: 'all', '0-7', '0,2', '0-3,6' (inclusive)", read_if=USES_ACTOR)
-    critic: Ranks = key("all", "ranks of the critic", read_if=IS_PPO)
+    actor: Ranks = key("all", "ranks of the actor: 'all', '0-7', '0,2', '0-3,6' (inclusive)")
+    critic: Ranks = key("all", "ranks of the critic")
     ref: Ranks | None = key(None, "ranks of the reference; null = the actor's", read_if=(REFERENCE_DIFFERS, HAS_REFERENCE))
     reward_model: Ranks | None = key(None, "ranks of the reward model; null = the actor's", read_if=HAS_REWARD_MODEL)
-    rollout: Ranks = key("all", "ranks whose GPUs the SGLang engines use, the actor's or others", read_if=IS_PPO)
+    rollout: Ranks = key("all", "ranks whose GPUs the SGLang engines use, the actor's or others")
 
 
 class Config(Section):
@@ -164,15 +160,15 @@ class Config(Section):
 
     model: Model = key(..., "the model all components start from")
     placement: Placement = key(Placement(), "which component lives on which ranks (torchrun's global ranks, one per GPU)")
-    actor: Actor = key(Actor(), "the policy", read_if=(USES_ACTOR, ACTOR_OF_PPO, TRAINS_ACTOR))
-    critic: Critic = key(Critic(), "the value model", read_if=(IS_PPO, HAS_CRITIC, HAS_VALUES))
-    ref: Ref = key(Ref(), "the frozen reference policy of the KL penalty", read_if=(IS_PPO, REFERENCE_DIFFERS, HAS_REFERENCE))
-    reward_model: RewardModel = key(RewardModel(), "a reward model that the run loads, or trains", read_if=(USES_REWARD_MODEL, HAS_REWARD_MODEL, TRAINS_REWARD_MODEL))
-    rollout: Rollout = key(Rollout(), "sampling and the SGLang engines", read_if=IS_PPO)
+    actor: Actor = key(Actor(), "the policy", read_if=TRAINS_ACTOR)
+    critic: Critic = key(Critic(), "the value model", read_if=(HAS_CRITIC, HAS_VALUES))
+    ref: Ref = key(Ref(), "the frozen reference policy of the KL penalty", read_if=(REFERENCE_DIFFERS, HAS_REFERENCE))
+    reward_model: RewardModel = key(RewardModel(), "a reward model that the run loads, or trains", read_if=HAS_REWARD_MODEL)
+    rollout: Rollout = key(Rollout(), "sampling and the SGLang engines")
     data: Data = key(..., "prompts, or examples")
-    reward: Reward = key(Reward(), "scoring of responses", read_if=IS_PPO)
-    algorithm: Algorithm = key(Algorithm(), "advantages and KL", read_if=IS_PPO)
-    eval: Eval = key(Eval(), "evaluations", read_if=IS_PPO)
+    reward: Reward = key(Reward(), "scoring of responses")
+    algorithm: Algorithm = key(Algorithm(), "advantages and KL")
+    eval: Eval = key(Eval(), "evaluations")
     trainer: Trainer = key(..., "the run")
 
     _sources: Sources = PrivateAttr(default_factory=Sources)
@@ -224,14 +220,16 @@ class Config(Section):
         return self.changed(section, changed) if section else changed
 
     @property
-    def is_ppo(self) -> bool:
-        """True if the run trains by PPO, on rollouts; others train on examples."""
-        return self.trainer.kind == "ppo"
-
-    @property
-    def trains_reward_model(self) -> bool:
-        """True if the run trains a reward model on pairs of examples."""
-        return self.trainer.kind == "reward_model"
+    def recipe(self) -> Recipe:
+        """The kind of run."""
+        trainer = self.trainer
+        if trainer.kind != "ppo":
+            return RECIPES[trainer.kind]
+        if trainer.eval_only:
+            return OF_PPO["evaluate"]
+        if trainer.rollout_only:
+            return OF_PPO["record"]
+        return RECIPES["ppo"] if self.trains_actor else OF_PPO["critic"]
 
     @property
     def initial_weights(self) -> str:
@@ -241,7 +239,7 @@ class Config(Section):
     @property
     def rows_together(self) -> int:
         """Rows that stay in one micro-batch: the two of a pair."""
-        return 2 if self.trains_reward_model else 1
+        return 2 if self.recipe.has_pairs else 1
 
     @property
     def rows_per_prompt(self) -> int:
@@ -279,7 +277,7 @@ class Config(Section):
     @property
     def evaluates(self) -> bool:
         """True if the run ever evaluates."""
-        return self.trainer.eval_only or (self.eval_interval > 0 and not self.trainer.rollout_only)
+        return not self.recipe.has_steps or (self.eval_interval > 0 and bool(self.recipe.trains))
 
     @property
     def held_out_names(self) -> tuple[str, ...]:
@@ -300,12 +298,12 @@ class Config(Section):
     @property
     def replays(self) -> bool:
         """True if the run trains on recorded rollouts."""
-        return self.trainer.replay_rollouts is not None and not self.trainer.eval_only
+        return self.trainer.replay_rollouts is not None and self.recipe.has_steps
 
     @property
     def samples(self) -> bool:
         """True if engines sample rollouts: the run reads neither recorded ones nor examples."""
-        return self.is_ppo and not self.replays
+        return self.recipe.has_rollouts and not self.replays
 
     @property
     def starts_engines(self) -> bool:
@@ -318,11 +316,6 @@ class Config(Section):
         return "actor" in self.trainer.train
 
     @property
-    def trains_critic_alone(self) -> bool:
-        """True if the run trains a critic for the policy of model.path, and evaluates it in the policy's place."""
-        return not (self.trains_actor or self.trainer.eval_only or self.trainer.rollout_only)
-
-    @property
     def hang_timeout_seconds(self) -> float:
         """Seconds without a heartbeat of any rank after which the run ends."""
         return self.trainer.hang_timeout_seconds or self.trainer.process_group_timeout_seconds / 2
@@ -331,13 +324,13 @@ class Config(Section):
     def absences(self) -> tuple[str, ...]:
         """Critic, training of the actor and evaluation, if the run does without them, and the keys that decide: a line
         each."""
-        if self.trainer.eval_only:
+        if not self.recipe.has_steps:
             return ()
         lines = []
-        if self.trains_critic_alone:
+        if self.recipe.trains == "critic":
             is_absent = "none" if self.replays else "not trained"
             lines.append(f"actor: {is_absent} (trainer.train{', trainer.replay_rollouts' if self.replays else ''})")
-        if self.is_ppo and not self.has_critic:
+        if self.recipe.names("critic") and not self.has_critic:
             lines.append(f"critic: none (algorithm.adv_estimator {self.algorithm.adv_estimator})")
         if not self.evaluates:
             lines.append("evaluation: none (data.val_files, eval.datasets, trainer.eval_interval, trainer.rollout_only)")
@@ -370,10 +363,11 @@ class Config(Section):
     def old_log_probs(self) -> str:
         """The source of old log-probs: algorithm.old_log_probs. A critic alone reads the engines'. "update" = the pass of
         the actor's only update of a step, in place of a pass of their own."""
-        if self.trains_critic_alone:
+        if self.recipe.trains == "critic":
             return "engine"
         algorithm = self.algorithm
-        has_one_update = self.is_ppo and self.trains_actor and self.actor.num_updates(self.data.train_batch_size) == 1
+        updates_by_ppo = self.recipe.names("algorithm") and self.trains_actor
+        has_one_update = updates_by_ppo and self.actor.num_updates(self.data.train_batch_size) == 1
         needs_pass = (
             self.penalizes_kl
             or algorithm.method.needs_old_log_probs

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator
 
+from megappo.config.config_error import Errors
 from megappo.config.schema import Config
 
 
@@ -60,7 +61,7 @@ def late_scores_errors(config: Config, *, waits_for_all: bool) -> list[str]:
     ]
 
 
-def reward_model_errors(config: Config) -> Iterator[str]:
+def reward_model_errors(config: Config) -> Errors:
     """Yield what needs scores before the reward model's forward pass, which is one of the whole step."""
     if not config.has_reward_model:
         return

@@ -1,12 +1,12 @@
 """Keys of what a step does: prompts and held-out data sets, rollouts and engines, scoring, advantages and KL."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from annotated_types import MinLen
 from pydantic import StrictBool
 
+from megappo.config.config_error import Errors
 from megappo.config.methods import ESTIMATORS, LENGTH_PENALTIES, TRANSPORTS, Estimator, Method
 from megappo.config.values import (
     AtLeastOne,
@@ -45,9 +45,6 @@ NONE = "none"
 _WHITENING = ", ".join(name for name, method in ESTIMATORS.items() if method.whitens)
 _WITH_VALUES = ", ".join(name for name, method in ESTIMATORS.items() if method.needs_values)
 
-IS_PPO = ReadIf("trainer.kind", lambda config: config.is_ppo)
-HAS_EXAMPLES = ReadIf("trainer.kind", lambda config: not config.is_ppo)
-HAS_RESPONSES = ReadIf("trainer.kind", lambda config: config.trainer.kind == "sft")
 HAS_VALUES = ReadIf(
     "algorithm.adv_estimator",
     lambda config: config.has_values,
@@ -72,7 +69,7 @@ SUMS_SCORES = ReadIf(
 BUILDS_MODELS = ReadIf("trainer.rollout_only", lambda config: not config.trainer.rollout_only, "{} true samples with the weights of model.path")
 BUILDS_ACTOR = ReadIf(
     "trainer.replay_rollouts",
-    lambda config: not (config.replays and config.trains_critic_alone and config.critic.has_own_weights),
+    lambda config: not (config.replays and config.recipe.trains == "critic" and config.critic.has_own_weights),
     "only a critic with weights of its own is trained on {}",
 )
 OWN_ENGINES = ReadIf("rollout.engines", lambda config: not config.rollout.engines, "{} are already running")
@@ -130,20 +127,20 @@ class Data(Section):
     train_files: SomeFilePaths | Annotated[dict[FilePath, NonNegativeFloat], MinLen(1)] = key(..., "jsonl, jsonl.gz or parquet files of training prompts; with weights, as {a.jsonl: 0.7, b.jsonl: 0.3}, each file gives its share of every step and has epochs of its own; weight 0 drops a file that base names")
     val_files: FilePaths = key((), "jsonl, jsonl.gz or parquet files of held-out prompts; each is reported under its name, files with equal names under the folder's name, too: math_test")
     train_batch_size: Positive = key(256, "prompts, examples or pairs per step, at most as many as train_files hold")
-    gen_batch_size: Positive | None = key(None, "prompts drawn at a time, at least train_batch_size. A step's rollout ends as soon as train_batch_size of them have all their responses (with algorithm.filter_groups: as soon as enough of them have scores that differ), and the unfinished responses are dropped; null = train_batch_size, and wait for all", read_if=(IS_PPO, SAMPLES))
-    prompt_key: str = key("prompt", "field with the prompt: a string, or chat messages for the tokenizer's template; a dotted name is a path into objects", read_if=IS_PPO)
-    label_key: str = key("label", "field passed to the reward function as the right answer; may be dotted, as reward_model.ground_truth", read_if=IS_PPO)
+    gen_batch_size: Positive | None = key(None, "prompts drawn at a time, at least train_batch_size. A step's rollout ends as soon as train_batch_size of them have all their responses (with algorithm.filter_groups: as soon as enough of them have scores that differ), and the unfinished responses are dropped; null = train_batch_size, and wait for all", read_if=SAMPLES)
+    prompt_key: str = key("prompt", "field with the prompt: a string, or chat messages for the tokenizer's template; a dotted name is a path into objects")
+    label_key: str = key("label", "field passed to the reward function as the right answer; may be dotted, as reward_model.ground_truth")
     apply_chat_template: StrictBool = key(False, "treat a prompt that is a string as a user's message and apply the chat template; false = pass it to the model as it is")
     system_prompt: str | None = key(None, "system message for chat messages that have none; null = none")
     chat_template_kwargs: dict[str, str | int | float | StrictBool] = key({}, "variables of the chat template, such as {enable_thinking: false}")
-    max_prompt_length: Positive = key(1024, "tokens of a prompt; too_long decides about a longer one", read_if=IS_PPO)
-    max_length: Positive = key(2048, "tokens of an example, or of each of a pair, prompts and responses together; too_long decides about a longer one", read_if=HAS_EXAMPLES)
-    columns: dict[Literal["messages", "prompt", "response", "chosen", "rejected", "margin"], str] = key({}, "fields of an example, such as {prompt: input, response: target} or {messages: dialogue}; {} = the first that a file has: messages; conversations; prompt and response; prompt and completion; question and answer; instruction and output. Preferences have chosen and rejected, with prompt and margin if a file has them", read_if=HAS_EXAMPLES)
-    train_on: Literal["all", "last"] = key("all", "messages of the assistant with a loss: all, or the last one of an example", read_if=HAS_RESPONSES)
+    max_prompt_length: Positive = key(1024, "tokens of a prompt; too_long decides about a longer one")
+    max_length: Positive = key(2048, "tokens of an example, or of each of a pair, prompts and responses together; too_long decides about a longer one")
+    columns: dict[Literal["messages", "prompt", "response", "chosen", "rejected", "margin"], str] = key({}, "fields of an example, such as {prompt: input, response: target} or {messages: dialogue}; {} = the first that a file has: messages; conversations; prompt and response; prompt and completion; question and answer; instruction and output. Preferences have chosen and rejected, with prompt and margin if a file has them")
+    train_on: Literal["all", "last"] = key("all", "messages of the assistant with a loss: all, or the last one of an example")
     too_long: TooLong = key("error", "a prompt longer than max_prompt_length, or an example longer than max_length: error = an error that names its line; skip = leave it out; truncate_left = keep its last tokens, without the tokens that the template puts first (prompts only). The start of the run reports how many were left out or cut")
     on_bad_row: Literal["error", "skip"] = key("error", "a malformed record, or one without a required field: error = an error that names its line; skip = leave it out and count it")
     shuffle: StrictBool = key(True, "a new order each epoch, from trainer.seed")
-    order_by: str | None = key(None, "field with a number, such as a difficulty, by which each epoch is sorted, ascending, or descending with a - before the name; shuffle then applies among equal values; null = none", read_if=IS_PPO)
+    order_by: str | None = key(None, "field with a number, such as a difficulty, by which each epoch is sorted, ascending, or descending with a - before the name; shuffle then applies among equal values; null = none")
 
     @property
     def draw_size(self) -> int:
@@ -168,7 +165,7 @@ class Data(Section):
         with_folders = [f"{Path(file).absolute().parent.name}_{stem(file)}" for file in self.val_files]
         return [stems[n] if stems.count(stems[n]) == 1 else longer for n, longer in enumerate(with_folders)]
 
-    def contradictions(self) -> Iterator[str]:
+    def contradictions(self) -> Errors:
         if not self.files:
             yield "data.train_files: every weight is 0: raise one"
         if self.draw_size < self.train_batch_size:
@@ -250,7 +247,7 @@ class Rollout(Section):
         """True if responses are episodes."""
         return self.environment is not None or bool(self.tools)
 
-    def contradictions(self) -> Iterator[str]:
+    def contradictions(self) -> Errors:
         if "" in self.stop:
             yield "rollout.stop holds an empty string, which would end every response at once: remove it"
         if self.engines and self.sync.transport == "ipc":
@@ -295,7 +292,7 @@ class KLCtrl(Section):
     horizon: Positive = key(10000, "adaptive: responses over which the coefficient adapts", read_if=ADAPTS_KL)
     target_kl: PositiveFloat = key(0.1, "adaptive: KL per response token to hold", read_if=ADAPTS_KL)
 
-    def contradictions(self) -> Iterator[str]:
+    def contradictions(self) -> Errors:
         if self.type == "adaptive" and not self.kl_coef:
             yield "algorithm.kl_ctrl.kl_coef 0 stays 0, as algorithm.kl_ctrl.type adaptive multiplies it: set it above 0"
 
@@ -316,7 +313,7 @@ class RolloutCorrection(Section):
         rejects = self.reject or self.reject_geometric is not None or self.veto_threshold is not None
         return self.level != "none" or bool(rejects)
 
-    def contradictions(self) -> Iterator[str]:
+    def contradictions(self) -> Errors:
         section = "algorithm.rollout_correction"
         for name, bounds in self.reject.items():
             takes_ratios = name.endswith("k1")
@@ -375,7 +372,7 @@ class Algorithm(Section):
         """Entry of adv_estimator: what it reads and needs."""
         return ESTIMATORS[self.adv_estimator]
 
-    def contradictions(self) -> Iterator[str]:
+    def contradictions(self) -> Errors:
         if self.mask_truncated and self.bootstrap_truncated:
             yield "algorithm.mask_truncated and algorithm.bootstrap_truncated are both true: drop one"
         if self.method.needs_score_components and self.use_kl_in_reward:

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Annotated, Any, ClassVar, Literal, get_args
@@ -20,6 +20,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, PydanticCustomError
 from pydantic_core.core_schema import no_info_after_validator_function
 
+from megappo.config.config_error import Errors
 from megappo.config.hub import cached_model
 from megappo.config.methods import Method
 
@@ -154,7 +155,7 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
-    def contradictions(self) -> Iterator[str]:
+    def contradictions(self) -> Errors:
         """Yield an error for keys of this section that contradict each other: the keys, their values, the remedy."""
         yield from ()
 

@@ -132,7 +132,7 @@ def open_examples(
     `ConversationDataset`."""
     data = config.data
     opened: Any = partial(ExampleDataset, config=data)
-    if config.trains_reward_model:
+    if config.recipe.has_pairs:
         padding = padding_token(read_architecture(config.model.path, head="value"), tokenizer)
         opened = partial(PreferenceDataset, config=data.model_copy(update={"train_on": "last"}), padding=padding)
     opened = partial(

@@ -188,7 +188,7 @@ def open_datasets(
         seed=config.trainer.seed,
         unpack=unpack,
     )
-    if not config.trainer.eval_only:
+    if config.recipe.has_steps:
         task = training_task(config)
         train = opened(
             data.files,

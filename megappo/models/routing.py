@@ -16,7 +16,7 @@ from megappo.config.model_sections import Router
 from megappo.errors import ActionableError
 from megappo.models.gpt import ModelChunks
 from megappo.models.packed_attention import Pack
-from megappo.observe.metrics import Metric
+from megappo.observe.metrics import Metric, RankMetrics
 from megappo.placement.groups import ComponentGroups
 from megappo.runtime import platform
 
@@ -166,7 +166,7 @@ class ModelRouting:
         weighted = (counts * sums).sum(dim=1) / counts.sum(dim=1).clamp(min=1)  # sum of f P, times T
         return config.num_moe_experts * weighted.sum() / self._num_tokens
 
-    def finish(self) -> dict[str, Metric]:
+    def finish(self) -> RankMetrics:
         """Update the routers' biases after an optimizer step, and return its metrics, the same on all ranks of the
         component, which call together.
 

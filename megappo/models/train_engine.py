@@ -27,7 +27,7 @@ from megappo.models.megatron_engine import Head, MegatronEngine, Outputs
 from megappo.models.optimizer import build_optimizer, clipped_step, data_parallel, lr_scheduler
 from megappo.models.routing import ModelRouting
 from megappo.models.sharding import sharded_chunks, sharded_optimizer
-from megappo.observe.metrics import Metric, OnDevice, merge_metrics, on_host
+from megappo.observe.metrics import OnDevice, RankMetrics, merge_metrics, on_host
 from megappo.placement.groups import ComponentGroups
 
 LossFn = Callable[[Outputs, Rows], tuple[Tensor, Mapping[str, OnDevice]]]
@@ -53,7 +53,7 @@ class OptimizerStep:
 
     grad_norm: float
     lr: float
-    metrics: dict[str, Metric]
+    metrics: RankMetrics
     skipped: str = ""
 
 
@@ -126,7 +126,7 @@ class TrainedEngine(MegatronEngine):
             metrics |= self.routing.finish()
         return OptimizerStep(grad_norm, lr, metrics)
 
-    def _not_finite(self, metrics: Mapping[str, Metric]) -> str:
+    def _not_finite(self, metrics: RankMetrics) -> str:
         """Return the parts of the loss that are not finite, on all ranks of the component; "" if all are.
 
         An infinite or undefined loss may have a finite gradient, so the gradient's norm does not show it. Only the last

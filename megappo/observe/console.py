@@ -7,11 +7,11 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import NamedTuple, TextIO
 
 from megappo.config.trainer_section import CONSOLE_FIELDS, EVAL_INTERVAL
 from megappo.errors import escaped_lines
-from megappo.observe.findings import Finding
+from megappo.observe.findings import Finding, LoggedMetrics, Samples
 from megappo.observe.loggers import Logger, RunInfo
 from megappo.observe.samples import format_samples
 from megappo.runtime.status import STATUS, format_score, format_seconds
@@ -166,7 +166,7 @@ class Console(Logger):
         save_interval = trainer.get("save_interval") or run.total_steps
         self._remaining = RemainingTime(run.total_steps, {"evaluate": eval_interval, "save": save_interval})
 
-    def on_step(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def on_step(self, step: int, metrics: LoggedMetrics) -> None:
         """Print a step's line, under a header every `HEADER_INTERVAL` lines."""
         STATUS.end_start()
         if self._num_lines % HEADER_INTERVAL == 0:
@@ -193,7 +193,7 @@ class Console(Logger):
         styled = first if finding.is_over else STATUS.styled(first, UNHEALTHY)
         STATUS.print("\n".join([styled, *samples]), self._out)
 
-    def on_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+    def on_samples(self, step: int, samples: Samples) -> None:
         """Print the first samples of an evaluation, of its first data set, unless all are as the last time."""
         STATUS.end_start()
         if step == self._sampled_step or not self._num_samples:

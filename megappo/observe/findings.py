@@ -11,7 +11,12 @@ from megappo.errors import EXIT_UNHEALTHY, ActionableError
 PREFIX = "health/"
 """The metric of a rule is health/<rule>: 1 in the steps in which it holds, 0 in the others that have its metrics."""
 
-Examples = Callable[[], Sequence[Mapping[str, Any]]]
+LoggedMetrics = Mapping[str, Any]
+"""Metrics of a step by name: numbers and histograms."""
+Steps = Sequence[LoggedMetrics]
+Samples = Sequence[Mapping[str, Any]]
+"""Responses, with what is logged about each."""
+Examples = Callable[[], Samples]
 """Returns a few responses of the step: mappings with prompt, response and score."""
 
 
@@ -29,7 +34,7 @@ class Finding:
     message: str
     remedy: str = ""
     page: str = ""
-    samples: Sequence[Mapping[str, Any]] = ()
+    samples: Samples = ()
 
     @property
     def is_over(self) -> bool:
@@ -56,7 +61,7 @@ class Unhealthy(ActionableError):
         return f"stopped by {self}: everything is saved"
 
 
-def held_steps(steps: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
+def held_steps(steps: Steps) -> dict[str, list[int]]:
     """Return the steps in which each rule held, of the rules that were checked in any of a run's steps."""
     held: dict[str, list[int]] = {}
     for metrics in steps:

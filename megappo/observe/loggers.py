@@ -7,14 +7,14 @@ command that starts a run hands over the report, and the monitor of its health, 
 import difflib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from megappo.config.config_error import shorten
+from megappo.config.config_error import Errors, shorten
 from megappo.errors import ActionableError, own_command
-from megappo.observe.findings import Examples, Finding, Unhealthy
+from megappo.observe.findings import Examples, Finding, LoggedMetrics, Samples, Unhealthy
 from megappo.runtime.interruption import Interrupted
 from megappo.table import Table, resolved
 from megappo.user_modules import import_file, share_all
@@ -46,7 +46,7 @@ class Histogram:
         return counts[first : last + 1], limits[first : last + 2]
 
 
-def only_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+def only_numbers(metrics: LoggedMetrics) -> dict[str, float]:
     """Return the metrics that are numbers, without the histograms."""
     return {name: float(value) for name, value in metrics.items() if not isinstance(value, Histogram)}
 
@@ -125,13 +125,13 @@ class Logger:
     def on_start(self, run: RunInfo) -> None:
         """Begin to log, before any other hook."""
 
-    def on_step(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def on_step(self, step: int, metrics: LoggedMetrics) -> None:
         """Log the metrics of a step, over all ranks: numbers, and `Histogram`s. Step 0 is the model before training."""
 
     def on_finding(self, finding: Finding) -> None:
         """Report that a rule of the run's health begins to hold, or is over, after the step's `on_step`."""
 
-    def on_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+    def on_samples(self, step: int, samples: Samples) -> None:
         """Log responses to held-out prompts: mappings with dataset, prompt, response, label, score and passed. Trackers
         get the rollouts that a step keeps, too; their dataset is "training"."""
 
@@ -154,7 +154,7 @@ class Monitor:
     stop_reason: str = ""
 
     def check(
-        self, step: int, metrics: Mapping[str, Any], examples: Examples
+        self, step: int, metrics: LoggedMetrics, examples: Examples
     ) -> tuple[dict[str, float], Sequence[Finding]]:
         """Return further metrics of a step, and the findings about it.
 
@@ -227,7 +227,7 @@ def _own_class(name: str) -> type[Logger]:
     return found
 
 
-def logger_errors(names: Sequence[str]) -> Iterator[str]:
+def logger_errors(names: Sequence[str]) -> Errors:
     """Yield the errors of trainer.loggers, one line each: unknown names, missing packages, files that fail."""
     for name in names:
         if name in LOGGERS:

@@ -16,6 +16,8 @@ from megappo.moments import explained_variance, merged_moments, moments
 from megappo.observe.loggers import BUCKETS, Histogram
 
 Numbers = tuple[float, ...]
+Reduced = dict[str, Any]
+"""A step's metrics over all ranks, by name: numbers and `Histogram`s."""
 
 
 @dataclass(frozen=True)
@@ -176,10 +178,12 @@ class Metric(NamedTuple):
         return REDUCTIONS[self.reduction].value(*self.part)
 
 
-_METRICS = TypeAdapter(dict[str, Metric])
+RankMetrics = dict[str, Metric]
+"""A rank's part of metrics by name."""
+_METRICS = TypeAdapter(RankMetrics)
 
 
-def on_host(several: Sequence[Mapping[str, OnDevice]]) -> list[dict[str, Metric]]:
+def on_host(several: Sequence[Mapping[str, OnDevice]]) -> list[RankMetrics]:
     """Return the metrics as plain numbers, by one copy from the device."""
     parts = [one.part for metrics in several for one in metrics.values()]
     numbers = iter(torch.cat(parts).tolist() if parts else ())
@@ -189,7 +193,7 @@ def on_host(several: Sequence[Mapping[str, OnDevice]]) -> list[dict[str, Metric]
     ]
 
 
-def metrics_from_json(metrics: Mapping[str, tuple[Sequence[float], str]]) -> dict[str, Metric]:
+def metrics_from_json(metrics: Mapping[str, tuple[Sequence[float], str]]) -> RankMetrics:
     """Return metrics that were written as JSON.
 
     Raises:
@@ -201,7 +205,7 @@ def metrics_from_json(metrics: Mapping[str, tuple[Sequence[float], str]]) -> dic
     return found
 
 
-def merge_metrics(several: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
+def merge_metrics(several: Iterable[Mapping[str, Metric]]) -> RankMetrics:
     """Merge each name's parts, over the micro-batches, ranks or steps that have it."""
     parts: dict[str, list[Metric]] = defaultdict(list)
     for metrics in several:
@@ -210,6 +214,6 @@ def merge_metrics(several: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
     return {name: Metric.merged(of_name) for name, of_name in parts.items()}
 
 
-def reduce_ranks(per_rank: Iterable[Mapping[str, Metric]]) -> dict[str, Any]:
+def reduce_ranks(per_rank: Iterable[Mapping[str, Metric]]) -> Reduced:
     """Return the values of metrics, of which every rank has a part, or none has. The mean of no value is NaN."""
     return {name: metric.value for name, metric in merge_metrics(per_rank).items()}

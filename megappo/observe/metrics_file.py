@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ from pydantic import BaseModel, Field
 
 from megappo.config.text_files import json_lines
 from megappo.observe.files import keep_earlier, write_json_lines
+from megappo.observe.findings import LoggedMetrics
 from megappo.observe.loggers import Logger, RunInfo, only_numbers
 from megappo.runtime.durable_files import append
 
@@ -42,7 +42,7 @@ class MetricsFile(Logger):
         write_json_lines(path, (metrics for metrics in earlier if metrics["step"] < run.resume_step))
         self._path = path
 
-    def on_step(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def on_step(self, step: int, metrics: LoggedMetrics) -> None:
         """Write one step. NaN and infinity, which JSON lacks, become null; histograms are left out."""
         finite = {name: value if math.isfinite(value) else None for name, value in only_numbers(metrics).items()}
         append(self._path, json.dumps({"step": step, **finite}, allow_nan=False) + "\n")

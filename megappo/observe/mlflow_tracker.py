@@ -3,12 +3,11 @@ network."""
 
 import os
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
 
 import mlflow
 
 from megappo.config.loading import leaves
+from megappo.observe.findings import LoggedMetrics, Samples
 from megappo.observe.loggers import PROJECT, Logger, RunEnd, RunInfo, only_numbers
 from megappo.observe.samples import sample_key
 
@@ -33,12 +32,12 @@ class MLflow(Logger):
             settings = leaves(dict(run.config))
             mlflow.log_params({_allowed(key): str(value)[:PARAM_CHARACTERS] for key, value in settings})
 
-    def on_step(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def on_step(self, step: int, metrics: LoggedMetrics) -> None:
         """Log the numbers, in a thread of MLflow's."""
         numbers = {_allowed(name): value for name, value in only_numbers(metrics).items()}
         mlflow.log_metrics(numbers, step, synchronous=False)
 
-    def on_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+    def on_samples(self, step: int, samples: Samples) -> None:
         """Log the samples as a JSON file."""
         mlflow.log_dict({"samples": samples}, f"samples/step_{step:08d}/{_allowed(sample_key(samples[0]))}.json")
 

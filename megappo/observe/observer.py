@@ -7,11 +7,10 @@ from functools import cache
 from operator import methodcaller
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from megappo.observe.console import Console
 from megappo.observe.files import HF_ACTOR, HF_CRITIC, HF_REWARD_MODEL, REPORT_FILE, kept_file
-from megappo.observe.findings import Examples
+from megappo.observe.findings import Examples, LoggedMetrics, Samples
 from megappo.observe.loggers import NOTHING_KNOWN, Logger, Outlook, RunEnd, RunInfo, make_tracker, replaces_steps
 from megappo.observe.metrics_file import MetricsFile, read_metrics
 from megappo.observe.run_file import RunFile, exported_model
@@ -85,7 +84,7 @@ class Observer(AbstractContextManager):
         """Return why trainer.stop_on ends the run; "" if it does not."""
         return self._monitor.stop_reason
 
-    def log(self, step: int, metrics: Mapping[str, Any], examples: Examples = tuple) -> None:
+    def log(self, step: int, metrics: LoggedMetrics, examples: Examples = tuple) -> None:
         """Log a step once, the rollouts that were kept of it, and the findings of the run's health.
 
         Args:
@@ -105,7 +104,7 @@ class Observer(AbstractContextManager):
         for finding in findings:
             self._call(methodcaller("on_finding", finding))
 
-    def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+    def samples(self, step: int, samples: Samples) -> None:
         """Print and keep a few rollouts, each a mapping such as prompt, response, label, score."""
         if samples:
             self._call(lambda logger: logger.on_samples(step, samples), step)

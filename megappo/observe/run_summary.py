@@ -2,14 +2,13 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from megappo.observe.console import held_out_score
 from megappo.observe.files import CHECKPOINTS, EVALUATION_FILE, ROLLOUTS_FOLDER, TENSORBOARD_FOLDER
-from megappo.observe.findings import held_steps
+from megappo.observe.findings import LoggedMetrics, Steps, held_steps
 from megappo.observe.metrics_file import METRICS_FILE
 from megappo.observe.run_file import exported_model
 from megappo.runtime.status import format_score, format_seconds
@@ -22,7 +21,6 @@ EXPLAINED = re.compile(r"val/[^/]+/critic/vf_explained_var")
 """The metric of a critic that is trained alone; see `trainer.value_metrics`."""
 RECORDS = (METRICS_FILE, TENSORBOARD_FOLDER, ROLLOUTS_FOLDER, CHECKPOINTS)
 
-Steps = Sequence[Mapping[str, Any]]
 Rows = list[tuple[str, str]]
 """Names and what is shown beside them."""
 
@@ -77,7 +75,7 @@ def _last_evaluation(steps: Steps) -> Rows:
     return []
 
 
-def _in_words(metrics: Mapping[str, Any], mean: str) -> str:
+def _in_words(metrics: LoggedMetrics, mean: str) -> str:
     numbers = []
     for kind in ("mean", "pass", "maj"):
         name = mean.replace("/mean@", f"/{kind}@")

@@ -11,6 +11,7 @@ from megappo.config.config_error import printable
 from megappo.config.loading import leaves
 from megappo.config.text_files import json_lines
 from megappo.observe.files import ROLLOUTS_FOLDER, files_named, number_of
+from megappo.observe.findings import Samples
 from megappo.observe.loggers import Logger, RunInfo
 from megappo.observe.run_file import config_of
 from megappo.runtime.durable_files import append
@@ -56,7 +57,7 @@ class SampleFiles(Logger):
         self._output_dir = run.output_dir
         drop_samples(run.output_dir, run.resume_step)
 
-    def on_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+    def on_samples(self, step: int, samples: Samples) -> None:
         """Append the samples, one JSON object a line, to `rollouts/step_XXXXXXXX.jsonl`."""
         path = self._output_dir / ROLLOUTS_FOLDER / f"step_{step:08d}.jsonl"
         lines = (json.dumps({"step": step, **sample}, ensure_ascii=False) + "\n" for sample in samples)
@@ -100,7 +101,7 @@ def mark_passed(samples: Sequence[dict[str, Any]], folder: Path) -> None:
             sample["passed"] = None
 
 
-def format_samples(samples: Sequence[Mapping[str, Any]]) -> str:
+def format_samples(samples: Samples) -> str:
     """Return samples as text, unprintables escaped: as many on a line as fit, else prompt, response and score on a line
     each, cut where they are longer. Each turn of an episode has a line: `->` of the policy, `<-` of the environment."""
     lines = [""]
@@ -133,7 +134,7 @@ def sample_key(sample: Mapping[str, Any]) -> str:
     return f"{dataset}/samples" if dataset == TRAINING else f"val/{dataset}/samples"
 
 
-def sample_table(samples: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+def sample_table(samples: Samples) -> tuple[list[str], list[list[str]]]:
     """Return names of columns, and a row of texts for each sample; "" where it lacks a column."""
     columns = list(dict.fromkeys(name for sample in samples for name in sample))
     return columns, [[str(sample.get(name, "")) for name in columns] for sample in samples]

@@ -1,11 +1,10 @@
 """SwanLab. Its own environment variables choose server, project and mode; SWANLAB_MODE=offline needs no network."""
 
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any
 
 import swanlab
 
+from megappo.observe.findings import LoggedMetrics, Samples
 from megappo.observe.loggers import PROJECT, Logger, RunEnd, RunInfo, only_numbers
 from megappo.observe.samples import sample_key, sample_text
 
@@ -26,11 +25,11 @@ class SwanLab(Logger):
             config=run.facts(),
         )
 
-    def on_step(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def on_step(self, step: int, metrics: LoggedMetrics) -> None:
         """Log the numbers; SwanLab has no histograms."""
         self._run.log(only_numbers(metrics), step=step)
 
-    def on_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+    def on_samples(self, step: int, samples: Samples) -> None:
         """Log the samples as texts."""
         self._run.log({sample_key(samples[0]): [swanlab.Text(sample_text(one)) for one in samples]}, step=step)
 

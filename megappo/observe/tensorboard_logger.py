@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from textwrap import indent
 from typing import Any
 
@@ -14,6 +14,7 @@ from megappo.config.config_error import show
 from megappo.config.loading import leaves
 from megappo.observe.charts import charts
 from megappo.observe.files import TENSORBOARD_FOLDER, keep_earlier
+from megappo.observe.findings import LoggedMetrics, Samples
 from megappo.observe.loggers import BUCKETS, Histogram, Logger, RunEnd, RunInfo, only_numbers
 from megappo.observe.metrics_file import read_metrics
 from megappo.observe.run_summary import HELD_OUT, REWARD
@@ -59,7 +60,7 @@ class TensorBoard(Logger):
         self._constant[name] = {min(points): value, step: value}
         return {}
 
-    def on_step(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def on_step(self, step: int, metrics: LoggedMetrics) -> None:
         """Write a step's numbers and histograms."""
         scalars = defaultdict(list)
         for name, value in only_numbers(metrics).items():
@@ -79,7 +80,7 @@ class TensorBoard(Logger):
             counts = [0, *counts]  # one for each upper limit
             self._writer.add_histogram_raw(name, low, high, sum(counts), total, squares, limits, counts, step)
 
-    def on_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+    def on_samples(self, step: int, samples: Samples) -> None:
         """Write the samples as one text, in which Markdown shows each as it is."""
         texts = [indent(sample_text(sample), " " * 4) for sample in samples]
         self._writer.add_text(sample_key(samples[0]), "\n\n---\n\n".join(texts), step)

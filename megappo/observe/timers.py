@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import psutil
 import torch
 
-from megappo.observe.metrics import Metric
+from megappo.observe.metrics import Metric, RankMetrics
 from megappo.observe.timeline import Interval
 from megappo.runtime.heartbeat import AFTER, heartbeat
 
@@ -70,7 +70,7 @@ class Timers:
         self._intervals.clear()
         self._memory.metrics()
 
-    def memory(self) -> dict[str, Metric]:
+    def memory(self) -> RankMetrics:
         """Return `memory/*` in GiB: peaks since the last call, including the peaks of an open phase so far."""
         return self._memory.metrics()
 
@@ -126,7 +126,7 @@ class PhaseMemory:
         self._sample()
         self._phase = None
 
-    def metrics(self) -> dict[str, Metric]:
+    def metrics(self) -> RankMetrics:
         """Return the peaks since the last call, in GiB: `memory/<phase>_peak_gib`, and `memory/host_peak_gib/sum`, of
         resident memory. Empty once the thread has ended, which would have missed them."""
         if not self._sampler.is_alive():

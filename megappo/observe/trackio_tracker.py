@@ -1,11 +1,10 @@
 """Trackio. It logs to TRACKIO_DIR on this machine; its own environment variables may name a space on the hub."""
 
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any
 
 import trackio
 
+from megappo.observe.findings import LoggedMetrics, Samples
 from megappo.observe.loggers import PROJECT, Logger, RunEnd, RunInfo, only_numbers
 from megappo.observe.samples import sample_key, sample_table
 
@@ -19,11 +18,11 @@ class Trackio(Logger):
         name = f"{run.name}-{run.run_id}"
         self._run = trackio.init(project=project, name=name, resume="allow", config=run.facts())
 
-    def on_step(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def on_step(self, step: int, metrics: LoggedMetrics) -> None:
         """Log the numbers."""
         self._run.log(only_numbers(metrics), step=step)
 
-    def on_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+    def on_samples(self, step: int, samples: Samples) -> None:
         """Log a table of the samples."""
         columns, rows = sample_table(samples)
         self._run.log({sample_key(samples[0]): trackio.Table(columns=columns, data=rows)}, step=step)

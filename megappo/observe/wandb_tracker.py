@@ -2,12 +2,11 @@
 network."""
 
 import os
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import wandb
 
+from megappo.observe.findings import LoggedMetrics, Samples
 from megappo.observe.loggers import PROJECT, Histogram, Logger, RunEnd, RunInfo
 from megappo.observe.samples import sample_key, sample_table
 
@@ -27,12 +26,12 @@ class Wandb(Logger):
         )
         self._run.define_metric("*", step_metric="step")
 
-    def on_step(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def on_step(self, step: int, metrics: LoggedMetrics) -> None:
         """Log numbers and histograms."""
         values = {name: _histogram(value) if isinstance(value, Histogram) else value for name, value in metrics.items()}
         self._run.log({"step": step, **{name: value for name, value in values.items() if value is not None}})
 
-    def on_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+    def on_samples(self, step: int, samples: Samples) -> None:
         """Log a table of the samples."""
         columns, rows = sample_table(samples)
         self._run.log({"step": step, sample_key(samples[0]): wandb.Table(columns=columns, data=rows)})

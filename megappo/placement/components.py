@@ -20,7 +20,7 @@ from megappo.architecture.parsing import read_architecture
 from megappo.config.model_sections import Learner, Lora, Trained
 from megappo.config.schema import Config
 from megappo.config.values import ParameterGroup, TensorKind
-from megappo.table import Table
+from megappo.table import Table, resolved
 
 AUTO = "auto"
 """An offload or rollout.sleep that `lab.estimate.fitting.resolve_offload` has yet to decide."""
@@ -171,6 +171,10 @@ class ComponentSpec:
         return Setting(f"{self.training.key}.ppo_mini_batch_size", size)
 
 
+Specs = dict[str, ComponentSpec]
+"""Models of a run by name."""
+
+
 def _settings(config: Config, name: str) -> dict[str, Any]:
     """Return the settings that every component has; a setting that is null, and the starting point, are the actor's."""
     max_tokens = "max_tokens_per_micro_batch"
@@ -275,59 +279,77 @@ COMPONENTS: Table[Callable[[Config], ComponentSpec | None]] = Table(
 """Functions of the config by component; they return None if a run does not have it."""
 
 
-def _of_examples(config: Config) -> dict[str, ComponentSpec]:
-    """Return the model of a run on examples, which has no other: a policy, or a reward model."""
-    training = Training("actor", config.actor, (), by_ppo=False)
-    if config.trains_reward_model:
-        training = Training("reward_model", config.reward_model, ("margins",), by_ppo=False)
+def components_of(config: Config) -> Specs:
+    """Return the models of a run, by name."""
+    return resolved(config.recipe.components)(config)
+
+
+def of_learner(config: Config) -> Specs:
+    """Return the one model of a run that trains it by one optimizer step for each step."""
+    recipe = config.recipe
+    learner: Learner = getattr(config, recipe.trains)
+    training = Training(recipe.trains, learner, ("margins",) if recipe.has_pairs else (), by_ppo=False)
     own: dict[str, Any] = {}  # by the model's own keys, also where they are null and have the actor's defaults
     for name, one in _settings(config, training.key).items():
         own[name] = Setting(one.key.replace("actor", training.key), one.value)
     spec = ComponentSpec(
         **own,
-        head="value" if config.trains_reward_model else "policy",
+        head="policy" if recipe.trains == "actor" else "value",
         forward=None,
         training=training,
-        lora=training.settings.lora,
-        is_evaluated=config.evaluates,
-        scores_pairs=config.trains_reward_model,
+        lora=learner.lora,
+        is_evaluated=config.evaluates and not recipe.has_rollouts,
+        scores_pairs=recipe.has_pairs,
     )
     return {training.key: spec}
 
 
-def components_of(config: Config) -> dict[str, ComponentSpec]:
-    """Return the models of a run, by name."""
-    if not config.is_ppo:
-        return _of_examples(config)
-    specs = {name: entry(config) for name, entry in COMPONENTS.items()}
-    found = {name: spec for name, spec in specs.items() if spec is not None}
-    if config.trainer.eval_only:
-        scoring = {name: spec for name, spec in found.items() if spec.own_rows}
-        # The actor sends weights, and compares log-probs with the engines'.
-        actor = replace(
-            found["actor"],
-            forward=ForwardPass("old_log_probs", {"log_probs": "old_log_probs"}),
-            training=None,
-            reference=None,
-            offload=Setting("", ()),
-        )
-        return _with_bases({"actor": actor} | scoring)
+def of_ppo(config: Config) -> Specs:
+    """Return actor, critic, reference and reward model, and the models of extensions, as far as the run has them.
+
+    Models that trainer.train does not name are frozen.
+    """
+    found = _of_table(config)
     for name in {"actor", "critic"} - {*config.trainer.train} & found.keys():
         found[name] = replace(found[name], training=None)
-    if config.trains_critic_alone:  # the actor only gives the engines its weights
-        found["actor"] = replace(found["actor"], forward=None, reference=None)
-        if config.replays:
-            del found["actor"]
     return _with_bases(found)
 
 
-def _with_bases(specs: Mapping[str, ComponentSpec]) -> dict[str, ComponentSpec]:
+def of_critic(config: Config) -> Specs:
+    """Return the models of a run that trains a critic alone: its actor only gives the engines its weights."""
+    found = of_ppo(config)
+    found["actor"] = replace(found["actor"], forward=None, reference=None)
+    if config.replays:
+        del found["actor"]
+    return _with_bases(found)
+
+
+def of_evaluation(config: Config) -> Specs:
+    """Return the actor, which sends weights and compares log-probs with the engines', and models that score."""
+    found = _of_table(config)
+    scoring = {name: spec for name, spec in found.items() if spec.own_rows}
+    actor = replace(
+        found["actor"],
+        forward=ForwardPass("old_log_probs", {"log_probs": "old_log_probs"}),
+        training=None,
+        reference=None,
+        offload=Setting("", ()),
+    )
+    return _with_bases({"actor": actor} | scoring)
+
+
+def _of_table(config: Config) -> Specs:
+    specs = {name: entry(config) for name, entry in COMPONENTS.items()}
+    return {name: spec for name, spec in specs.items() if spec is not None}
+
+
+def _with_bases(specs: Specs) -> Specs:
     """Share the weights that no model trains between models of one folder, on the same ranks and in the same layout.
 
     The first of them that has adapters owns the weights. With actor.lora, the reference is thus the actor without its
     adapters.
     """
-    found: dict[str, ComponentSpec] = {}
+    found: Specs = {}
     for name, spec in specs.items():
         base = None
         if spec.lora is not None or spec.training is None:
@@ -341,7 +363,7 @@ def _placed_weights(spec: ComponentSpec) -> tuple[object, ...]:
     return spec.folder.value, spec.weights.value, spec.ranks.value, spec.parallel.value
 
 
-def build_order(specs: Mapping[str, ComponentSpec]) -> list[str]:
+def build_order(specs: Specs) -> list[str]:
     """Return names of models in the order of building: a model that has a reference follows it; models that use others'
     weights come last."""
     return sorted(specs, key=lambda name: (specs[name].base is not None, specs[name].reference is not None))
@@ -351,7 +373,7 @@ def models_in_words(config: Config) -> dict[str, str]:
     """Describe the models in a run's checkpoints, for an evaluation the actor: no others can be loaded from them."""
     models = {}
     for name, spec in components_of(config).items():
-        if spec.training is not None or (config.trainer.eval_only and not spec.own_rows):
+        if spec.training is not None or not (config.recipe.has_steps or spec.own_rows):
             model = read_architecture(spec.folder.value, head="value")
             head = " with a value head" if spec.head == "policy_value" else ""
             adapters = f" with adapters of rank {spec.lora.rank}" if spec.lora else ""
@@ -372,7 +394,7 @@ def replayed_policy(config: Config) -> Architecture | None:
     return read_architecture(config.model.path) if config.rollout.routing_replay else None
 
 
-def uses_of(specs: Mapping[str, ComponentSpec]) -> dict[str, dict[str, DeviceUse]]:
+def uses_of(specs: Specs) -> dict[str, dict[str, DeviceUse]]:
     """Return phase -> component -> its use; phases that use no component are left out."""
     uses: dict[str, dict[str, DeviceUse]] = defaultdict(dict)
     for name, spec in specs.items():
@@ -395,7 +417,7 @@ def uses_of(specs: Mapping[str, ComponentSpec]) -> dict[str, dict[str, DeviceUse
     return uses
 
 
-def exported(specs: Mapping[str, ComponentSpec]) -> tuple[str, ...]:
+def exported(specs: Specs) -> tuple[str, ...]:
     """Return the models that a run writes as Hugging Face folders at its end: the trained ones; the first one if none
     is trained."""
     names = [name for name in ("actor", "critic", "reward_model") if name in specs]

@@ -170,6 +170,10 @@ class Layout:
         return found
 
 
+Layouts = Mapping[str, Layout]
+"""Layouts by the name of their model, or `rollout` for the engines."""
+
+
 def parse_ranks(text: str, world_size: int) -> Ranks:
     """Read ranks written as `all`, `5`, `0-7` (inclusive) or `0-3,6`, in ascending order.
 

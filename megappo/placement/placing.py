@@ -1,13 +1,11 @@
 """Place the components of a run on its ranks, as the config's text names them. Without torch."""
 
-from collections.abc import Iterator, Mapping
-
-from megappo.config.config_error import ConfigError
+from megappo.config.config_error import ConfigError, Errors
 from megappo.config.schema import Config
 from megappo.config.sections import Parallel
 from megappo.config.values import LARGEST_PORT
-from megappo.placement.components import ComponentSpec, Setting, components_of
-from megappo.placement.layout import Layout, by_node, format_ranks, is_everywhere, parse_ranks, rank_ranges
+from megappo.placement.components import Setting, Specs, components_of
+from megappo.placement.layout import Layout, Layouts, by_node, format_ranks, is_everywhere, parse_ranks, rank_ranges
 
 
 def smallest_world(config: Config) -> int | None:
@@ -38,17 +36,17 @@ def leaves_world_open(config: Config) -> bool:
 def _rank_texts(config: Config) -> dict[str, str]:
     """Return the ranks' text by key; components may share a key."""
     found = [spec.ranks for spec in components_of(config).values()]
-    engines = [("placement.rollout", config.placement.rollout)] if config.is_ppo else []
+    engines = [("placement.rollout", config.placement.rollout)] if config.recipe.has_rollouts else []
     return dict([*found, *engines])
 
 
 def place(
     config: Config,
-    components: Mapping[str, ComponentSpec],
+    components: Specs,
     world_size: int,
     ranks_per_node: int,
 ) -> dict[str, Layout]:
-    """Return the layout of each component, by name, and with PPO of the SGLang engines, as `rollout`.
+    """Return the layout of each component, by name, and with rollouts the layout of the SGLang engines, as `rollout`.
 
     The layout of the engines has one data-parallel shard per engine, whose `output_rank` owns the engine. Each engine
     of rollout.engines, which runs already, has one rank that calls it.
@@ -60,7 +58,7 @@ def place(
     rollout = config.placement.rollout
     engines = Parallel(tensor=1 if external else config.rollout.tensor_parallel)
     placed = {name: (spec.ranks, spec.parallel) for name, spec in components.items()}
-    if config.is_ppo:
+    if config.recipe.has_rollouts:
         placed["rollout"] = Setting("placement.rollout", rollout), Setting("rollout.tensor_parallel", engines)
     layouts: dict[str, Layout] = {}
     errors: list[str] = []
@@ -87,7 +85,7 @@ def place(
     return layouts
 
 
-def _engine_errors(config: Config, rollout: Layout, ranks_per_node: int) -> Iterator[str]:
+def _engine_errors(config: Config, rollout: Layout, ranks_per_node: int) -> Errors:
     """Check the ranks of engines: each engine's follow each other, and SGLang needs equally many on each of its
     nodes."""
     external = len(config.rollout.engines)
@@ -114,7 +112,7 @@ def _engine_errors(config: Config, rollout: Layout, ranks_per_node: int) -> Iter
             )
 
 
-def _idle_errors(layouts: Mapping[str, Layout], world_size: int) -> Iterator[str]:
+def _idle_errors(layouts: Layouts, world_size: int) -> Errors:
     used = {rank for layout in layouts.values() for rank in layout.ranks}
     idle = [rank for rank in range(world_size) if rank not in used]
     if idle:
@@ -124,9 +122,7 @@ def _idle_errors(layouts: Mapping[str, Layout], world_size: int) -> Iterator[str
         )
 
 
-def _batch_errors(
-    config: Config, components: Mapping[str, ComponentSpec], layouts: Mapping[str, Layout]
-) -> Iterator[str]:
+def _batch_errors(config: Config, components: Specs, layouts: Layouts) -> Errors:
     """Check that every data-parallel shard gets a row of every mini-batch."""
     for name, layout in layouts.items():
         if name == "rollout":
@@ -134,9 +130,9 @@ def _batch_errors(
         key, prompts = components[name].mini_batch_prompts(config)
         rows = prompts * config.rollout.n
         shards = layout.data
-        what = (
-            f"{prompts} x rollout.n {config.rollout.n} = {rows} trajectories" if config.is_ppo else f"{rows} examples"
-        )
+        what = f"{rows} examples"
+        if config.recipe.has_rollouts:
+            what = f"{prompts} x rollout.n {config.rollout.n} = {rows} trajectories"
         if rows < shards:
             yield (
                 f"{key} {what} are fewer than the {name}'s {shards} data-parallel shards on ranks "

@@ -1,11 +1,11 @@
 """Route of the actor's weights to every engine, from config and layouts. Without torch."""
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from megappo.config.config_error import Errors
 from megappo.config.methods import TRANSPORTS, Transport
 from megappo.config.schema import Config
-from megappo.placement.layout import Layout, Ranks, by_node, format_ranks
+from megappo.placement.layout import Layout, Layouts, Ranks, by_node, format_ranks
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class SyncRoute:
             parts.append(f"{name} {sender}to engine {format_ranks(engines)}")
         return f"{'adapters' if self.adapters else 'weights'}: {'; '.join(parts) or 'sent to no engine'}"
 
-    def errors(self, *, on_gpus: bool) -> Iterator[str]:
+    def errors(self, *, on_gpus: bool) -> Errors:
         """Yield each engine that the weights cannot reach."""
         actor = format_ranks(self.actor)
         sender = next(iter(self.senders), None)
@@ -143,7 +143,7 @@ class SyncRoute:
                 )
 
 
-def find_route(config: Config, layouts: Mapping[str, Layout], ranks_per_node: int) -> SyncRoute:
+def find_route(config: Config, layouts: Layouts, ranks_per_node: int) -> SyncRoute:
     """Return the route to each engine: by rollout.sync.transport, or with auto, or if that one cannot send adapters
     alone, by the first transport of the table that reaches the engine."""
     if "actor" not in layouts:

@@ -1,17 +1,17 @@
 """The plan of a run: computed once, before anything is built, by a dry run and by the run itself. Without torch."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megappo.config.checks import config_errors
-from megappo.config.config_error import ConfigError, counted, nearest_divisors, shorten
+from megappo.config.config_error import ConfigError, Errors, counted, nearest_divisors, shorten
 from megappo.config.eval_sets import longest_unit
 from megappo.config.model_sections import Optim
 from megappo.config.schema import Config
 from megappo.config.sections import Parallel
-from megappo.placement.components import AUTO, ComponentSpec, Training, components_of
-from megappo.placement.layout import Layout, format_ranks
+from megappo.placement.components import AUTO, ComponentSpec, Specs, Training, components_of
+from megappo.placement.layout import Layouts, format_ranks
 from megappo.placement.placing import place
 from megappo.placement.route import SyncRoute, find_route
 
@@ -61,8 +61,8 @@ class RunPlan:
     config: Config
     world_size: int
     ranks_per_node: int
-    components: Mapping[str, ComponentSpec]
-    layouts: Mapping[str, Layout]
+    components: Specs
+    layouts: Layouts
 
     @cached_property
     def route(self) -> SyncRoute:
@@ -103,9 +103,9 @@ class RunPlan:
         """Return the plan with a config that places everything on the same ranks."""
         return replace(self, config=config, components=components_of(config))
 
-    def sleep_errors(self, *, on_gpus: bool) -> Iterator[str]:
+    def sleep_errors(self, *, on_gpus: bool) -> Errors:
         """Yield why engines cannot sample while the models train. Such a plan has estimates and suggestions."""
-        if not self.config.is_ppo or not self.config.rollout.max_staleness:
+        if not self.config.recipe.has_rollouts or not self.config.rollout.max_staleness:
             return
         ahead = f"rollout.max_staleness {self.config.rollout.max_staleness}"
         shared = [rank for engine in self.route.engines if engine.shares_gpus for rank in engine.ranks]
@@ -149,7 +149,7 @@ def plan_run(config: Config, world_size: int, ranks_per_node: int | None = None)
     except ConfigError as error:
         raise ConfigError(*errors, *error.errors) from None
     plan = RunPlan(config, config, world_size, ranks_per_node, components, layouts)
-    errors += plan.route.errors(on_gpus=False) if config.is_ppo else ()
+    errors += plan.route.errors(on_gpus=False) if config.recipe.has_rollouts else ()
     if absent := [rank for rank in config.trainer.profile.ranks if rank >= world_size]:
         errors.append(
             f"trainer.profile.ranks {absent[0]} is not below the number of ranks, {world_size}: choose another"
@@ -159,7 +159,7 @@ def plan_run(config: Config, world_size: int, ranks_per_node: int | None = None)
     return plan
 
 
-def _component_errors(config: Config, components: Mapping[str, ComponentSpec]) -> list[str]:
+def _component_errors(config: Config, components: Specs) -> list[str]:
     """Return every contradiction between the keys of components, one line each, with their values and the remedy."""
     errors: list[str] = []
     for spec in components.values():
@@ -174,7 +174,7 @@ def _component_errors(config: Config, components: Mapping[str, ComponentSpec]) -
     return list(dict.fromkeys(errors))  # components may share keys
 
 
-def _batch_errors(config: Config, spec: ComponentSpec) -> Iterator[str]:
+def _batch_errors(config: Config, spec: ComponentSpec) -> Errors:
     prompts = config.data.train_batch_size
     (key, size) = spec.mini_batch_prompts(config)
     if prompts % size:
@@ -182,16 +182,16 @@ def _batch_errors(config: Config, spec: ComponentSpec) -> Iterator[str]:
     key, max_tokens = spec.max_tokens
     if max_tokens < longest_unit(config):
         length = f"data.max_length {config.data.max_length}"
-        if config.is_ppo:
+        if config.recipe.has_rollouts:
             length = (
                 f"data.max_prompt_length {config.data.max_prompt_length} + rollout.max_response_length "
                 f"{config.rollout.max_response_length}"
             )
-        unit = "both rows of a pair, each" if config.trains_reward_model else "one row"
+        unit = "both rows of a pair, each" if config.recipe.has_pairs else "one row"
         yield f"{key} {max_tokens} cannot hold {unit} of {length}: set it to {longest_unit(config)} or more"
 
 
-def _parallel_errors(key: str, parallel: Parallel) -> Iterator[str]:
+def _parallel_errors(key: str, parallel: Parallel) -> Errors:
     split = parallel.pipeline_split
     if split is not None and len(split) != parallel.num_chunks:
         found = f"{shorten(str(list(split)))} is of {counted(len(split), 'chunk')}"
@@ -208,7 +208,7 @@ def _parallel_errors(key: str, parallel: Parallel) -> Iterator[str]:
         yield f"{key}.sequence needs {key}.tensor > 1, found 1: raise tensor or turn sequence off"
 
 
-def _optimizer_errors(config: Config, training: Training) -> Iterator[str]:
+def _optimizer_errors(config: Config, training: Training) -> Errors:
     key = f"{training.key}.optim"
     optim = training.settings.optim
     steps = training.optimizer_steps(config)
@@ -227,7 +227,7 @@ def _optimizer_errors(config: Config, training: Training) -> Iterator[str]:
     yield from _compact_errors(key, optim)
 
 
-def _compact_errors(key: str, optim: Optim) -> Iterator[str]:
+def _compact_errors(key: str, optim: Optim) -> Errors:
     """Yield what moments in bf16, or states in host memory, do not go together with.
 
     bf16 has 8 binary digits, so that a moment times more than 1 - 2^-8 may be rounded to the moment itself: it would

@@ -8,16 +8,15 @@ from pydantic import BaseModel
 from megappo.checkpoint.checksums import refuse_altered
 from megappo.checkpoint.folders import (
     LATEST,
-    NOT_BEGUN,
     STATE,
     CheckpointError,
+    begun_step,
     candidates,
     is_checkpoint,
-    position_of,
     read_state,
     step_of,
 )
-from megappo.config.config_error import ConfigError, looked_in
+from megappo.config.config_error import ConfigError, Errors, looked_in
 from megappo.config.schema import Config
 from megappo.config.text_files import read_record
 from megappo.observe.files import CHECKPOINTS, EVALUATION_FILE, EVALUATIONS, recorded_steps
@@ -35,7 +34,7 @@ def resume_errors(config: Config) -> list[str]:
     """Return why a run cannot resume from its checkpoint."""
     trainer = config.trainer
     try:
-        if trainer.eval_only:
+        if not config.recipe.has_steps:
             errors = [*_unfit_to_evaluate(trainer.eval_checkpoint), *_other_evaluation(config)]
             weights = evaluation_of(config).trainer.eval_checkpoint
             return errors if errors or weights is None else list(_wrong_models(config, Path(weights)))
@@ -48,13 +47,12 @@ def resume_errors(config: Config) -> list[str]:
         return [
             f"{checkpoint} exists, and trainer.resume is never: set it to auto, or choose another trainer.output_dir"
         ]
-    if trainer.rollout_only:
+    if not config.recipe.trains:
         return [
             f"{checkpoint} exists, but trainer.rollout_only rolls out by model.path's weights: convert it "
             "(megappo convert megatron-to-hf), name that as model.path, and choose another trainer.output_dir"
         ]
-    done, num_updates = position_of(checkpoint)
-    begun = done + (num_updates != NOT_BEGUN)
+    begun = begun_step(checkpoint)
     if trainer.total_steps < begun:
         return [
             f"trainer.total_steps {trainer.total_steps} is below the {begun} steps that {checkpoint} has: raise it, "
@@ -63,7 +61,7 @@ def resume_errors(config: Config) -> list[str]:
     return [*_wrong_models(config, checkpoint), *_missing_rollouts(config, begun)]
 
 
-def _unfit_to_evaluate(checkpoint: str | None) -> Iterator[str]:
+def _unfit_to_evaluate(checkpoint: str | None) -> Errors:
     if checkpoint is None:
         return
     path = Path(checkpoint)
@@ -92,7 +90,7 @@ def evaluation_of(config: Config) -> Config:
     return with_own_folder(chosen, Path(checkpoint or config.initial_weights))
 
 
-def _other_evaluation(config: Config) -> Iterator[str]:
+def _other_evaluation(config: Config) -> Errors:
     """Yield an error if the evaluation's folder holds the evaluation of other weights with the same name."""
     own = evaluation_of(config)
     weights = Path(own.trainer.eval_checkpoint or own.initial_weights)
@@ -110,14 +108,14 @@ def _other_evaluation(config: Config) -> Iterator[str]:
         )
 
 
-def _wrong_models(config: Config, checkpoint: Path) -> Iterator[str]:
+def _wrong_models(config: Config, checkpoint: Path) -> Errors:
     """Yield an error if the checkpoint is of a run with other models."""
     try:
         saved = read_state(checkpoint).get("models")
     except CheckpointError:  # the run takes the one before, or fails because there is none
         return
     wanted = models_in_words(config)
-    if not isinstance(saved, dict) or saved == wanted or (config.trainer.eval_only and saved | wanted == saved):
+    if not isinstance(saved, dict) or saved == wanted or (not config.recipe.has_steps and saved | wanted == saved):
         return
     holds, has = (", ".join(map(str, models.values())) for models in (saved, wanted))
     yield (
@@ -127,7 +125,7 @@ def _wrong_models(config: Config, checkpoint: Path) -> Iterator[str]:
     )
 
 
-def _missing_rollouts(config: Config, begun: int) -> Iterator[str]:
+def _missing_rollouts(config: Config, begun: int) -> Errors:
     """Yield an error if a step that has not begun has no rollouts to replay."""
     if config.trainer.replay_rollouts is None:
         return
@@ -150,7 +148,7 @@ def _missing_rollouts(config: Config, begun: int) -> Iterator[str]:
 def already_finished(config: Config) -> str:
     """Return a message if a run has nothing to do, else "": it has all steps and its export, ended
     well, and evaluates nothing."""
-    if config.trainer.eval_only:
+    if not config.recipe.has_steps:
         return ""
     folder, total = Path(config.trainer.output_dir), config.trainer.total_steps
     checkpoint, _ = _choice(config)

@@ -83,7 +83,7 @@ def load_datasets(config: Config, workers: Mapping[str, TaskWorkers], exchange: 
     ends = stop_token_ids(config.model.path, config.rollout.stop, tokenizer)
     unpack = partial(unpacked_once, exchange)
     datasets: tuple[Any, Mapping[str, Any]]
-    if config.is_ppo:
+    if config.recipe.has_rollouts:
         datasets = open_datasets(config, tokenizer, takes, unpack)
     else:
         datasets = open_examples(config, tokenizer, ends, unpack)

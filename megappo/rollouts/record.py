@@ -112,7 +112,7 @@ class Record:
 
     def _settings(self, step: int) -> dict[str, Any]:
         """Return everything that a step's rollouts depend on, except its prompts."""
-        return self._rollout_settings | {"weights_step": 0 if self._config.trainer.rollout_only else step - 1}
+        return self._rollout_settings | {"weights_step": step - 1 if self._config.recipe.trains else 0}
 
 
 class Replay(Batches):

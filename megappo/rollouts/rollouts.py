@@ -191,7 +191,7 @@ def make_rollouts(
 ) -> Rollouts:
     """Return the rollouts of a run, and with them what restarts its engines."""
     restarts = EngineRestarts(engine_handle, exchange, observer.message, plan.config.rollout.max_engine_restarts)
-    num_engines = plan.layouts["rollout"].data if plan.config.is_ppo else 0
+    num_engines = plan.layouts["rollout"].data if plan.config.recipe.has_rollouts else 0
     workers = engine_handle.workers
     return Rollouts(
         plan.config,

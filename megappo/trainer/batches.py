@@ -119,7 +119,7 @@ class SampledBatches(Batches):
         self._share_finished()
         known = {facts.position for facts in queue.finished}
         choices = self._exchange.on_rank_0(partial(journal.forget_choices, last))
-        step = progress.start_step + 1 + (progress.experience is not None)
+        step = progress.sampled_step + 1
         while (choice := choices.get(step)) and known.issuperset(choice.chosen):
             self._choices[step] = choice
             step += 1
@@ -336,7 +336,7 @@ def make_batches(
         cleanup: ends the sampling however the run ends.
     """
     config = rollouts.config
-    runs_ahead = config.rollout.max_staleness > 0 and not config.trainer.eval_only
+    runs_ahead = config.rollout.max_staleness > 0 and config.recipe.has_steps
     journal = NoJournal()
     if runs_ahead:
         settings = rollout_settings(config) | {"rollout.max_staleness": config.rollout.max_staleness}

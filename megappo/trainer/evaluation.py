@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megappo.config.eval_sets import Task, eval_sets
-from megappo.observe.metrics import Metric, reduce_ranks
+from megappo.observe.metrics import Metric, RankMetrics, Reduced, reduce_ranks
 from megappo.observe.observer import NullObserver, Observer
 from megappo.rollouts.datasets import Datasets
 from megappo.rollouts.responses import Responses, episode_metrics, named_metrics, named_parts
@@ -29,7 +29,7 @@ def evaluate(
     observer: Observer | NullObserver,
     step: int,
     grade: Callable[[Mapping[str, Responses]], None],
-) -> dict[str, Any]:
+) -> Reduced:
     """Evaluate every held-out data set, log a few responses, and return `val/<dataset>/*`; all ranks together.
 
     Ranks exchange only numbers and the responses to log.
@@ -65,7 +65,7 @@ def evaluate(
     return metrics
 
 
-def _metric_parts(responses: Responses, pass_threshold: float, *, has_spread: bool) -> dict[str, Metric]:
+def _metric_parts(responses: Responses, pass_threshold: float, *, has_spread: bool) -> RankMetrics:
     """Return this rank's part of the metrics of a data set.
 
     Args:

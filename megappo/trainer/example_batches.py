@@ -1,7 +1,6 @@
 """Examples as rows: batches to train on, and the loss of held-out ones."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -12,13 +11,15 @@ from megappo.data.examples import Example
 from megappo.data.preferences import Pair
 from megappo.data.record_dataset import RecordDataset, share
 from megappo.models.megatron_engine import Outputs
-from megappo.observe.metrics import Metric, merge_metrics, reduce_ranks
+from megappo.observe.metrics import Metric, Reduced, merge_metrics, reduce_ranks
 from megappo.ppo.reductions import Unreduced
-from megappo.ppo.supervised import preference_metrics
-from megappo.rollouts.datasets import Datasets
 from megappo.rollouts.step_responses import Batches
 from megappo.runtime.heartbeat import heartbeat
-from megappo.trainer.models import Models, Phases
+from megappo.trainer.models import Phases
+from megappo.trainer.run import Run
+
+Measure = Callable[[Outputs, Rows], Unreduced]
+"""(outputs, rows) -> metrics of the rows; without values where there are no outputs, {}."""
 
 
 class ExampleBatches(Batches):
@@ -34,10 +35,7 @@ class ExampleBatches(Batches):
         self._dataset = dataset
         self._exchange = exchange
 
-    def sample(self, step: int, phase: Phases) -> None:
-        """Do nothing: examples have their responses."""
-
-    def score(self, step: int, responses: None, phase: Phases) -> tuple[Batch, dict[str, Any]]:
+    def read(self, phase: Phases) -> tuple[Batch, Reduced]:
         """Return a step's rows, of which each rank tokenizes its share, and metrics."""
         with phase("read"):
             mine = self._dataset.batch(self.num_drawn, self._exchange.rank, self._exchange.world_size)
@@ -97,28 +95,21 @@ def as_batch(examples: Sequence[Example | Pair], exchange: Exchange) -> Batch:
     return exchange.number(found)
 
 
-def pair_scores(outputs: Outputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the scores, [P] each, of the chosen and the rejected rows of pairs, which follow each other."""
-    chosen, rejected = outputs["bootstrap_values"].view(-1, 2).unbind(1)
-    return chosen, rejected
-
-
-def evaluate_examples(
-    models: Models,
-    datasets: Datasets,
-    exchange: Exchange,
-    batch_size: int,
-) -> dict[str, Any]:
+def evaluate_examples(measure: Measure, run: Run, step: int) -> Reduced:
     """Return the metrics of each held-out data set, means over its tokens with a loss, or pairs; all ranks together.
 
+    Args:
+        measure: returns the metrics of rows.
     Raises:
         ConfigError: a data set has too few examples for the layout.
     """
     metrics = {}
-    [component] = models.components.values()
-    for name in datasets.val:
+    exchange = run.exchange
+    batch_size = run.config.data.train_batch_size
+    [component] = run.models.components.values()
+    for name in run.datasets.val:
         heartbeat.begin(name)
-        examples = datasets.held_out(name, exchange)
+        examples = run.datasets.held_out(name, exchange)
         shards = component.layout.data
         if len(examples) < shards:
             raise ConfigError(
@@ -130,22 +121,12 @@ def evaluate_examples(
         parts = []
         for number in range(num_batches):
             part = share(share(examples, number, num_batches), exchange.rank, exchange.world_size)
-            [shard] = models.scatter(as_batch(part, exchange)).values()
+            [shard] = run.models.scatter(as_batch(part, exchange)).values()
             outputs = shard.forward()
             engine = shard.component.engine
             is_counted = engine is not None and engine.is_output
-            measured = _measured(component.name, outputs if is_counted else {}, shard.batch.rows)
+            measured = measure(outputs if is_counted else {}, shard.batch.rows)
             parts.append({metric: Metric.of(*values) for metric, values in measured.items()})
         for metric, value in reduce_ranks(exchange.all_gather(merge_metrics(parts))).items():
             metrics[f"val/{name}/{metric}"] = value
     return metrics
-
-
-def _measured(component: str, outputs: Outputs, rows: Rows) -> Unreduced:
-    """Return the metrics of held-out rows, without any values where there are no outputs."""
-    nothing = torch.empty(0, dtype=torch.float64)
-    if component == "reward_model":
-        chosen, rejected = pair_scores(outputs) if outputs else (nothing, nothing)
-        return preference_metrics((chosen - rejected).double())
-    losses = -outputs["log_probs"][rows.response_mask.bool()].double() if outputs else nothing
-    return {"loss": (losses, "mean")}

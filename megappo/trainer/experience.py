@@ -1,7 +1,6 @@
 """PPO's experience of a step: advantages and returns of its scored rows, from their log-probs and values."""
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -10,6 +9,7 @@ from megappo.batch.row_metrics import log_prob_diff, of_tokens
 from megappo.batch.rows import Rows
 from megappo.batch.trajectories import Trajectories
 from megappo.config.schema import Config
+from megappo.observe.metrics import Reduced
 from megappo.ppo.advantages import (
     compute_token_level_rewards,
     estimate,
@@ -29,7 +29,7 @@ from megappo.trainer.value_metrics import value_metrics
 
 
 def add_advantages(
-    config: Config, exchange: Exchange, progress: Progress, step: int, batch: Batch, metrics: dict[str, Any]
+    config: Config, exchange: Exchange, progress: Progress, step: int, batch: Batch, metrics: Reduced
 ) -> Experience:
     """Compute the advantages of scored rows; all ranks together.
 

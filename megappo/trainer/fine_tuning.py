@@ -1,71 +1,60 @@
-"""A step on examples: one optimizer step of a policy, with a loss on the responses, or of a reward model, on pairs."""
+"""Runs on examples: their parts, and a step of one optimizer step. Other recipes may use the update alone, `learn`."""
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
-from megappo.batch.rows import Rows
 from megappo.config.schema import Config
-from megappo.models.megatron_engine import Outputs
 from megappo.models.train_engine import LossFn
-from megappo.ppo.reductions import Normaliser
-from megappo.ppo.supervised import nll_loss, preference_loss
-from megappo.trainer.example_batches import pair_scores
-from megappo.trainer.objectives import LossPart, prefixed
+from megappo.observe.metrics import Reduced
+from megappo.trainer.example_batches import ExampleBatches, Measure, evaluate_examples
 from megappo.trainer.progress import Experience
 from megappo.trainer.run import Run
+from megappo.trainer.run_builder import RunBuilder
 from megappo.trainer.update import update
 
+LossOf = Callable[[Config, int, int], LossFn]
+"""(config, tokens with mask 1, rows) of a batch -> its loss."""
 
-def example_step(run: Run, step: int) -> dict[str, Any]:
-    """Run one step and return its metrics, the same on every rank."""
-    models = run.models
-    phase = run.phase
-    [name] = models.training
-    batch, metrics = run.batches.score(step, None, phase)  # phase "read"
-    experience = Experience(step, batch, metrics)
-    with phase("scatter"):
-        shards = models.scatter(batch)
-    models.scatter_fields(shards, batch, step)
-    with phase(f"update_{name}"):
-        update(shards[name], run.config, 1, partial(LOSSES[name], run.config))
-    with phase("gather_metrics"):
-        metrics = run.end_updates(experience, shards)
-    metrics["data/tokens_per_second"] = metrics["data/num_tokens"] / phase.seconds(f"update_{name}")
-    run.progress.num_drawn = run.batches.num_drawn
-    run.progress.finish(experience)
+
+def build_examples(builder: RunBuilder, measure: Measure) -> Run:
+    """Build a run on examples, which has one model and no engines.
+
+    Args:
+        measure: returns the metrics of held-out rows.
+    """
+    builder.build_models()
+    builder.connect()
+    batches = ExampleBatches(builder.datasets.train, builder.exchange, builder.progress.num_drawn)
+    return builder.run(batches, evaluation=partial(evaluate_examples, measure))
+
+
+def example_step(run: Run, step: int, loss_of: LossOf) -> Reduced:
+    """Run one step on examples and return its metrics, the same on every rank."""
+    [name] = run.models.training
+    batch, metrics = run.batches.read(run.phase)  # phase "read"
+    metrics = learn(run, Experience(step, batch, metrics), loss_of)
+    metrics["data/tokens_per_second"] = metrics["data/num_tokens"] / run.phase.seconds(f"update_{name}")
     if run.is_due(step, run.config.eval_interval):
         metrics |= run.evaluate(step)  # phase "evaluate"
     return metrics
 
 
-def sft_loss(config: Config, num_tokens: int, num_sequences: int) -> LossFn:
-    """Return the negative log-likelihood of a batch's responses.
+def learn(run: Run, experience: Experience, loss_of: LossOf) -> Reduced:
+    """Make one optimizer step of the run's only trained model, and return the metrics of the step, which is finished.
 
     Args:
-        num_tokens: tokens with mask 1 of the whole batch. num_sequences: its rows.
+        experience: its rows, and its metrics so far.
     """
-    normaliser = Normaliser(num_tokens, num_sequences, config.data.max_length)
-
-    def loss_fn(outputs: Outputs, rows: Rows) -> LossPart:
-        loss, metrics = nll_loss(outputs["log_probs"], rows.response_mask, normaliser)
-        return loss, prefixed("actor", metrics)
-
-    return loss_fn
-
-
-def reward_model_loss(config: Config, num_tokens: int, num_sequences: int) -> LossFn:
-    """Return the Bradley-Terry loss of a batch's pairs; arguments as of `sft_loss`."""
-
-    def loss_fn(outputs: Outputs, rows: Rows) -> LossPart:
-        chosen, rejected = pair_scores(outputs)
-        margins = rows.fields["margins"][::2]
-        coef = config.reward_model.center_coef
-        loss, metrics = preference_loss(chosen, rejected, margins, num_sequences // 2, coef)
-        return loss, prefixed("reward_model", metrics)
-
-    return loss_fn
-
-
-LOSSES: dict[str, Callable[[Config, int, int], LossFn]] = {"actor": sft_loss, "reward_model": reward_model_loss}
-"""Trained component -> its loss on examples."""
+    models = run.models
+    phase = run.phase
+    [name] = models.training
+    with phase("scatter"):
+        shards = models.scatter(experience.batch)
+    models.scatter_fields(shards, experience.batch, experience.step)
+    with phase(f"update_{name}"):
+        update(shards[name], run.config, 1, partial(loss_of, run.config))
+    with phase("gather_metrics"):
+        metrics = run.end_updates(experience, shards)
+    run.progress.note_drawn(run.batches)
+    run.progress.finish(experience)
+    return metrics

@@ -26,7 +26,7 @@ from megappo.models.offload import Offload
 from megappo.models.routing import ModelRouting
 from megappo.models.train_engine import TrainedEngine
 from megappo.models.vocab_parallel import LogitFactors
-from megappo.observe.metrics import Metric
+from megappo.observe.metrics import Metric, RankMetrics
 from megappo.observe.timers import Timers
 from megappo.placement.components import (
     LOAD,
@@ -370,7 +370,7 @@ class Phases:
         """Return the time spent in a phase in this step so far."""
         return self.timers.seconds(phase)
 
-    def memory(self) -> dict[str, Metric]:
+    def memory(self) -> RankMetrics:
         """Return `Timers.memory`, `threads/failed` and, if anything is offloaded, `memory/offloaded_gib/sum`."""
         kept = sum(offload.host_bytes for offload in self.offloads.values())
         offloaded = {"memory/offloaded_gib/sum": Metric((kept / 2**30,), "sum")} if kept else {}

@@ -17,7 +17,7 @@ from megappo.config.loading import dump_config
 from megappo.config.schema import Config
 from megappo.observe.files import CHECKPOINTS, CONFIG_FILE
 from megappo.observe.loggers import Histogram
-from megappo.observe.metrics import Metric, metrics_from_json
+from megappo.observe.metrics import RankMetrics, Reduced, metrics_from_json
 from megappo.observe.metrics_file import METRICS_FILE
 from megappo.placement.components import models_in_words
 from megappo.ppo.kl import KLController
@@ -44,12 +44,12 @@ class Experience:
 
     step: int
     batch: Batch
-    metrics: dict[str, Any]
+    metrics: Reduced
     kl_penalty: float | None = None
     num_updates: dict[str, int] = field(default_factory=dict)
-    optimizer_steps: dict[str, list[dict[str, Metric]]] = field(default_factory=dict)
+    optimizer_steps: dict[str, list[RankMetrics]] = field(default_factory=dict)
 
-    def add(self, name: str, num_updates: int, steps: list[dict[str, Metric]]) -> None:
+    def add(self, name: str, num_updates: int, steps: list[RankMetrics]) -> None:
         """Add the optimizer steps of a component."""
         self.num_updates[name] = num_updates
         self.optimizer_steps.setdefault(name, []).extend(steps)
@@ -93,7 +93,7 @@ class Progress:
 
     def _find_checkpoint(self) -> Path | None:
         """Return the checkpoint to resume from, or to evaluate, after a check of its checksums."""
-        if not self.config.trainer.eval_only:
+        if self.config.recipe.has_steps:
             return self.store.latest()
         if self.config.trainer.eval_checkpoint is None:
             return None
@@ -105,7 +105,7 @@ class Progress:
         """Restore the checkpoint, if there is one; to evaluate it, only the actor's weights."""
         if self.checkpoint is None:
             return
-        if self.config.trainer.eval_only:
+        if not self.config.recipe.has_steps:
             engine = models.actor.engine
             folder = self.checkpoint / "actor"
             if engine is not None:
@@ -152,6 +152,16 @@ class Progress:
         self.step = experience.step
         self.experience = None
 
+    def begin(self, experience: Experience, batches: Any) -> None:
+        """Note that a step's rows have their advantages: an interrupted run resumes from here."""
+        self.experience = experience
+        self.note_drawn(batches)
+
+    def note_drawn(self, batches: Any) -> None:
+        """Note which prompts have been drawn for the steps until now."""
+        self.num_drawn = batches.num_drawn
+        self.pending = batches.pending
+
     @property
     def is_new(self) -> bool:
         """True if the run starts without a checkpoint: not even one in the middle of step 1."""
@@ -160,12 +170,18 @@ class Progress:
     @property
     def resume_step(self) -> int:
         """The step that a resumed run begins with; 0 in a new run."""
-        return self.start_step + 1 if self.start_step or self.experience is not None else 0
+        return self.start_step + 1 if self.sampled_step else 0
+
+    @property
+    def sampled_step(self) -> int:
+        """The last step whose rollouts were sampled before this process started."""
+        return self.start_step + (self.experience is not None)
 
     @property
     def is_saved(self) -> bool:
-        """True if the newest checkpoint is up to date."""
-        return self.checkpoint is not None and position_of(self.checkpoint) == self._position
+        """True if the newest checkpoint is up to date, or there is nothing to save."""
+        saved = (0, NOT_BEGUN) if self.checkpoint is None else position_of(self.checkpoint)
+        return saved == self._position
 
     @property
     def _position(self) -> tuple[int, int]:
@@ -251,7 +267,7 @@ class Progress:
 
     def describe(self) -> str:
         """Describe what an earlier run left in the folder; "" in a new folder."""
-        if self.config.trainer.eval_only:
+        if not self.config.recipe.has_steps:
             return f"evaluating {self.checkpoint or self.config.model.path}"
         if self.checkpoint is not None:
             begun = "" if self.experience is None else f", in the middle of step {self.experience.step},"

@@ -14,21 +14,18 @@ from megappo.config.schema import Config
 from megappo.config.trainer_section import EVAL_INTERVAL
 from megappo.observe.findings import Unhealthy
 from megappo.observe.loggers import RunEnd
-from megappo.observe.metrics import reduce_ranks
+from megappo.observe.metrics import Reduced, reduce_ranks
 from megappo.observe.observer import NullObserver, Observer
 from megappo.observe.timeline import append_phases
 from megappo.preflight.folder_lock import check_lock
 from megappo.rollouts.datasets import Datasets
 from megappo.rollouts.kept import keep_rollouts
-from megappo.rollouts.record import Replay
 from megappo.rollouts.responses import Responses
 from megappo.rollouts.rollouts import Rollouts, raise_if_interrupted
 from megappo.rollouts.step_responses import StepResponses
 from megappo.runtime.heartbeat import heartbeat
 from megappo.runtime.interruption import INTERRUPTION, deadline
-from megappo.trainer.batches import SampledBatches
 from megappo.trainer.evaluation import evaluate
-from megappo.trainer.example_batches import ExampleBatches, evaluate_examples
 from megappo.trainer.experience import compare_engines
 from megappo.trainer.inference import InferenceEngines, NoEngines
 from megappo.trainer.models import Models, Phases, Shards
@@ -47,9 +44,9 @@ class Run:
 
     Attributes:
         rollouts: samples from the engines, if the run has any.
-        batches: yields each step's scored rows.
+        batches: yields each step's rows: `sample` requests responses, `score` returns their rows and metrics.
+        evaluation: evaluates the model after a step, and returns the metrics; None = the policy's held-out responses.
         gate: ends a run that trains a critic alone.
-        evaluate_critic: evaluates that critic after a step, and returns the metrics.
         shown: the first rows of the last trained step on this rank.
     """
 
@@ -59,28 +56,25 @@ class Run:
     models: Models
     engines: InferenceEngines | NoEngines
     rollouts: Rollouts
-    batches: SampledBatches | Replay | ExampleBatches
+    batches: Any
     progress: Progress
     observer: Observer | NullObserver
     phase: Phases
     utilisation: Utilisation
     scorer: ResponseScorer | NoResponseScorer = field(default_factory=NoResponseScorer)
+    evaluation: Callable[["Run", int], Reduced] | None = None
     gate: GateProgress = field(default_factory=GateProgress)
-    evaluate_critic: Callable[["Run", int], dict[str, Any]] | None = None
     shown: Rows | None = None
 
     def __post_init__(self) -> None:
         # A reward function may end the run: complete a checkpoint that is on the disk by then.
         self.phase.before["reward"] = self.finish_save_if_written
 
-    def evaluate(self, step: int) -> dict[str, Any]:
-        """Return `val/<dataset>/*` of every held-out prompt, and log a few samples; of a critic alone, how well it
-        predicts the returns of held-out rollouts."""
+    def evaluate(self, step: int) -> Reduced:
+        """Return `val/<dataset>/*` of every held-out data set."""
         with self.phase("evaluate"):
-            if self.config.trains_critic_alone:
-                return self.evaluate_critic(self, step)
-            if not self.config.is_ppo:
-                return evaluate_examples(self.models, self.datasets, self.exchange, self.config.data.train_batch_size)
+            if self.evaluation is not None:
+                return self.evaluation(self, step)
             return evaluate(self.rollouts, self.datasets, self.observer, step, self._grade_held_out)
 
     def _grade_held_out(self, responses: Mapping[str, Responses]) -> None:
@@ -117,11 +111,21 @@ class Run:
             if reason:
                 raise Unhealthy(reason)
 
-    def resume_step(self) -> tuple[Experience | None, Shards]:
-        """Return the experience of the step that the run was interrupted in, and its rows at the models, if any."""
+    def experience(
+        self, step: int, make: Callable[["Run", int], tuple[Experience, Shards]]
+    ) -> tuple[Experience, Shards]:
+        """Return a step's rows with their advantages, and the same rows at the models.
+
+        They are made and kept until the step is finished. A run that was interrupted in the step's updates gets what it
+        kept, and the updates continue.
+        """
         experience = self.progress.experience
         if experience is None:
-            return None, {}
+            experience, shards = make(self, step)
+            # The engines should have sampled as the actor would.
+            experience.metrics |= self.engines.check_rollouts(experience.metrics)
+            self.progress.begin(experience, self.batches)
+            return experience, shards
         with self.phase("scatter"):
             self.engines.sleep()  # the first sync has woken them
             shards = self.models.scatter(experience.batch)
@@ -140,14 +144,7 @@ class Run:
             with self.phase("keep_rollouts"):
                 keep_rollouts(Path(settings.output_dir), step, experience.batch, responses, self.rollouts)
 
-    def begin_updates(self, experience: Experience) -> None:
-        """Check that the engines sampled as the actor would. From here on an interrupted step is resumed."""
-        experience.metrics |= self.engines.check_rollouts(experience.metrics)
-        self.progress.experience = experience
-        self.progress.num_drawn = self.batches.num_drawn
-        self.progress.pending = self.batches.pending
-
-    def end_updates(self, experience: Experience, shards: Shards) -> dict[str, Any]:
+    def end_updates(self, experience: Experience, shards: Shards) -> Reduced:
         """Return the step's metrics so far, with the metrics of the updates on all ranks. All ranks wait for the
         slowest.
 
@@ -276,8 +273,7 @@ class Run:
     def save_if_needed(self) -> None:
         """Save what the newest checkpoint lacks. The engines are stopped: they are no longer needed."""
         self.finish_save()
-        has_begun = self.progress.step > 0 or self.progress.experience is not None
-        if has_begun and not self.progress.is_saved:
+        if not self.progress.is_saved:
             self.batches.prepare_save()
             self.engines.stop()
             self.save()

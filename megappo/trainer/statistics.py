@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -13,7 +12,7 @@ from megappo.batch.row_metrics import HISTOGRAM, ROW_METRICS, SPREAD
 from megappo.batch.rows import Rows
 from megappo.models.megatron_config import TORCH_DTYPES
 from megappo.models.train_engine import OptimizerStep
-from megappo.observe.metrics import Metric, merge_metrics, reduce_ranks
+from megappo.observe.metrics import Metric, RankMetrics, Reduced, merge_metrics, reduce_ranks
 from megappo.ppo.reductions import Unreduced
 from megappo.runtime import platform
 from megappo.runtime.gpus import find_gpu
@@ -27,7 +26,7 @@ HISTOGRAM_INTERVAL = 10
 """Steps between histograms of rows: ranks exchange 250 numbers per histogram, and one to four per other metric."""
 
 
-def over_ranks(exchange: Exchange, values: Unreduced) -> dict[str, Any]:
+def over_ranks(exchange: Exchange, values: Unreduced) -> Reduced:
     """Return metrics of the values of all ranks; the same names on every rank."""
     parts = {name: Metric.of(*part) for name, part in values.items()}
     return reduce_ranks(exchange.all_gather(parts))
@@ -38,7 +37,7 @@ def row_metrics(
     rows: Rows,
     step: int,
     extra: Unreduced | None = None,
-) -> dict[str, Any]:
+) -> Reduced:
     """Return the ROW_METRICS that the run has, and extra metrics, over the rows of all ranks.
 
     Histograms are logged in the first step and in every `HISTOGRAM_INTERVAL`-th.
@@ -66,7 +65,7 @@ def spread(name: str, values: torch.Tensor, reductions: Sequence[str] = SPREAD) 
     return {f"{name}/{reduction}": (values, reduction) for reduction in reductions}
 
 
-def merge_optimizer_steps(ranks: Sequence[list[OptimizerStep]], name: str) -> list[dict[str, Metric]]:
+def merge_optimizer_steps(ranks: Sequence[list[OptimizerStep]], name: str) -> list[RankMetrics]:
     """Merge the data-parallel shards' metrics of each of a component's optimizer steps; {} for a skipped step.
 
     Args:
@@ -84,7 +83,7 @@ def merge_optimizer_steps(ranks: Sequence[list[OptimizerStep]], name: str) -> li
     return merged
 
 
-def training_metrics(steps: list[dict[str, Metric]], name: str) -> dict[str, Any]:
+def training_metrics(steps: list[RankMetrics], name: str) -> Reduced:
     """Return the metrics of a component's optimizer steps over the steps, and the number of steps."""
     if not steps:
         return {}

@@ -9,6 +9,7 @@ from megappo.config.checks import config_errors
 from megappo.config.describe import keys
 from megappo.config.loading import load_config
 from megappo.config.model_sections import RewardModel
+from megappo.config.recipes import OF_PPO, RECIPES
 from megappo.config.schema import Actor, Algorithm, Config, Critic, Reward
 from megappo.config.values import ReadIf
 
@@ -98,6 +99,14 @@ def test_every_condition_names_keys_that_there_are(run_folder):
     for condition in conditions:
         assert {condition.switch, *condition.others} <= known and condition.is_read(config) in (True, False)
         assert set(condition.always) <= {*Critic.model_fields, *RewardModel.model_fields}
+
+
+def test_a_recipe_reads_keys_that_there_are():
+    known = {key.path for key in keys()}
+    for name, recipe in (RECIPES | OF_PPO).items():
+        assert set(recipe.reads) <= known, name
+        assert recipe.names("actor.optim.lr") == (recipe.trains != "reward_model")
+        assert recipe.names("rollout.n") == recipe.has_rollouts
 
 
 def test_a_method_reads_keys_of_its_section():

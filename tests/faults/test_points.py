@@ -15,13 +15,13 @@ STORE = "megappo.checkpoint.store"
 STEP = "megappo.models.train_engine"
 POINTS: dict[str, dict[str, Point]] = {
     "to the advantages": {
-        "step": Point("megappo.trainer.loop:ppo_step"),
+        "step": Point("megappo.recipes.ppo:ppo_step"),
         "replay": Point("megappo.rollouts.record:Replay.score"),
         "scatter": Point("megappo.trainer.models:Models.scatter", after=True),
         "old_log_probs": Point("megappo.trainer.component_batch:ComponentBatch.forward"),
         "values": Point("megappo.trainer.component_batch:ComponentBatch.forward", call=2),
         "gather": Point("megappo.trainer.models:Models.gather"),
-        "advantages": Point("megappo.trainer.loop:add_advantages", rank=0),
+        "advantages": Point("megappo.recipes.ppo:add_advantages", rank=0),
         "scatter_fields": Point("megappo.trainer.models:Models.scatter_fields"),
     },
     "from the updates to the log": {

@@ -101,11 +101,11 @@ def family_folder(folder: Path, like: Path) -> Path:
     return folder
 
 
-def own_logger(folder: Path) -> Path:
-    """Write the logger of docs/extending.md into a file."""
+def shown_on_the_page(folder: Path, name: str) -> Path:
+    """Write a program of docs/extending.md into its file."""
     page = (REPOSITORY / "docs" / "extending.md").read_text("utf-8")
-    file = folder / "best.py"
-    file.write_text(page.split("```python\n# best.py\n")[1].split("```")[0])
+    file = folder / name
+    file.write_text(page.split(f"```python\n# {name}\n")[1].split("```")[0])
     return file
 
 
@@ -137,7 +137,7 @@ def test_each_takes_part_in_a_run(config, folder):
         "algorithm.use_kl_in_reward=false",
         "rollout.sync.transport=noted",
         "trainer.total_steps=2",
-        f"trainer.loggers=[{own_logger(folder)}:Best]",
+        f"trainer.loggers=[{shown_on_the_page(folder, 'best.py')}:Best]",
         f"trainer.output_dir={run}",
     )
     command = [sys.executable, "-m", "megappo", "plan", config, *overrides]
@@ -167,3 +167,22 @@ def test_each_takes_part_in_a_run(config, folder):
     assert set((run / "noted").read_text().split()) == {"made"}
     exported = json.loads((run / "hf_actor" / "config.json").read_text())
     assert exported["architectures"] == ["InternLM3ForCausalLM"]
+
+
+def test_a_kind_of_run_of_ones_own_learns_its_best_responses(config, folder):
+    extension, run = shown_on_the_page(folder, "best_of_n.py"), folder / "run"
+    overrides = (f"trainer.extensions={extension}", "trainer.kind=best_of_n", f"trainer.output_dir={run}")
+    command = [sys.executable, "-m", "megappo", "plan", config, *overrides, "actor.clip_ratio=0.3"]
+    refused = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert refused.returncode == 2
+    assert "actor.clip_ratio 0.3 has no effect, as trainer.kind is best_of_n: drop it" in refused.stderr
+
+    with Program(folder, config, *overrides, "trainer.total_steps=2") as program:
+        assert program.wait() == 0, program.output
+    first, second = [line for line in logged(run) if line["step"] > 0]
+    for metrics in (first, second):
+        assert metrics["reward/score/max"] >= metrics["reward/score/mean"] and metrics["actor/nll_loss"] > 0
+        assert metrics["actor/num_optimizer_steps"] == 1 and metrics["sync/bytes"] > 0
+        assert "values/mean" not in metrics and "timing_s/update_critic" not in metrics
+    assert second["actor/nll_loss"] != first["actor/nll_loss"]
+    assert (run / "hf_actor" / "config.json").exists()

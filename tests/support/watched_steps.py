@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from megappo.config.schema import Config
-from megappo.trainer.loop import ppo_step
+from megappo.recipes.ppo import ppo_step
 from megappo.trainer.models import architecture_of
 from megappo.trainer.run import Run
 from megappo.weights.export import Export

@@ -127,7 +127,7 @@ def collect(rank: int, world_size: int, folder: str) -> None:
         journal.write_choice(Choice(1, [0, 1], [], 1))
     batches = SampledBatches(datasets, rollouts, lambda: None, num_drawn=2, journal=journal)
     batches.groups._shared = SharedCounts(dist.HashStore(), 2)  # which ranks without engines lack
-    batches.restore(SimpleNamespace(pending=[0, 1], start_step=0, is_new=False, experience=None))
+    batches.restore(SimpleNamespace(pending=[0, 1], start_step=0, sampled_step=0, is_new=False))
     assert batches.pending == [0, 1]
     timers = Timers()
     batch, metrics = batches.score(1, batches.sample(1, timers), timers)

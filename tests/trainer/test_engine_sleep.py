@@ -436,5 +436,6 @@ def test_a_step_that_was_interrupted_goes_on_with_engines_asleep(events):
         progress=SimpleNamespace(experience=experience),
         models=SimpleNamespace(scatter=lambda batch: events.append(f"scatter {batch}") or {"actor": shard}),
     )
-    assert Run.resume_step(run) == (experience, {"actor": shard}) and shard.num_updates == 3
+    resumed = Run.experience(run, 1, lambda run, step: pytest.fail("made again"))
+    assert resumed == (experience, {"actor": shard}) and shard.num_updates == 3
     assert events == ["flush_cache", "release_memory_occupation", "barrier", "scatter rows"]

@@ -299,15 +299,17 @@ def compared(rank: int, world_size: int) -> None:
     """Weights that are normalised over all ranks cost a message, which the comparison of the engines reuses."""
     config = make_config({"rollout_correction": {"level": "token", "normalize": True}})
     progress = SimpleNamespace(kl=KLController(config.algorithm.kl_ctrl), reward_moments=RunningMoments())
+    progress.experience, progress.begin = None, lambda experience, batches: None
     exchange, checked, calls = Exchange(dist.group.WORLD), [], []
     engines = SimpleNamespace(check_rollouts=lambda metrics: checked.append(dict(metrics)) or {"warnings": 0})
-    batches = SimpleNamespace(num_drawn=0, pending=())
-    run = SimpleNamespace(config=config, exchange=exchange, progress=progress, engines=engines, batches=batches)
+    run = SimpleNamespace(progress=progress, engines=engines, batches=None)
     weights = experience.rollout_is_weights
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(experience, "rollout_is_weights", lambda *args, **more: calls.append(1) or weights(*args, **more))
-        result = add_advantages(config, exchange, progress, 1, at_owners(exchange, make_rows()), {})
-        Run.begin_updates(run, result)
+        batch = at_owners(exchange, make_rows())
+        result, _ = Run.experience(
+            run, 1, lambda run, step: (add_advantages(config, exchange, progress, step, batch, {}), {})
+        )
     assert len(calls) == 1
     assert [one["rollout/log_prob_diff/mean"] > 0 for one in checked] == [True] and result.metrics["warnings"] == 0
 

@@ -20,16 +20,17 @@ ANSWERS = ["7", "77+", "7+7", "+"]
 
 
 def steps(rank: int, world_size: int, values: dict, folder: Path) -> None:
-    from megappo.trainer.main import (  # of the ranks: this process has imported Megatron otherwise
-        build_run,
-        example_step,
-    )
+    from megappo.recipes.reward_model import reward_model_loss
+    from megappo.recipes.sft import sft_loss
+    from megappo.trainer.fine_tuning import example_step
+    from megappo.trainer.main import build_run  # of the ranks: this process has imported Megatron otherwise
 
     config = Config.model_validate(values)
     with ExitStack() as cleanup:
         run = build_run(plan_run(config, world_size), EngineHandle(), Outlook(), cleanup)
         held_out = run.evaluate(0)
-        metrics = [example_step(run, step) for step in (1, 2)]
+        loss_of = sft_loss if config.trainer.kind == "sft" else reward_model_loss
+        metrics = [example_step(run, step, loss_of) for step in (1, 2)]
     if rank == 0:
         (folder / "found.json").write_text(json.dumps([held_out, *metrics]))
 

@@ -19,7 +19,7 @@ from megappo.config.schema import Config
 from megappo.config.sections import Parallel
 from megappo.placement.components import COMPONENTS, ComponentSpec, ForwardPass, Setting
 from megappo.placement.run_plan import plan_run
-from megappo.trainer.loop import ppo_step
+from megappo.recipes.ppo import ppo_step
 
 CASE = {"placement": {"actor": "0-1", "critic": "2-3"}, "critic": {"parallel": {"tensor": 2}}}
 

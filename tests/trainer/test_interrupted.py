@@ -13,10 +13,11 @@ from megappo.checkpoint.folders import CheckpointError
 from megappo.config.schema import Config
 from megappo.models.train_engine import TrainedEngine
 from megappo.observe.loggers import Histogram
+from megappo.recipes.ppo import ppo_step
 from megappo.runtime import interruption
 from megappo.runtime.interruption import INTERRUPTION, Interrupted, deadline
 from megappo.trainer import update
-from megappo.trainer.loop import ppo_step, train
+from megappo.trainer.loop import train
 from megappo.trainer.models import architecture_of
 from megappo.trainer.run import Run
 from megappo.weights.export import Export

@@ -28,8 +28,8 @@ from megappo.models.routing import ModelRouting
 from megappo.models.train_engine import LossFn, OptimizerStep, TrainedEngine
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
+from megappo.recipes.ppo import ppo_step
 from megappo.trainer.component_batch import Component
-from megappo.trainer.loop import ppo_step
 from megappo.trainer.objectives import ActorLoss, critic_loss
 from megappo.trainer.run import Run
 

@@ -8,7 +8,7 @@ from spawn import run_ranks
 from watched_steps import Watch, config_of, numbers_of, weights_of
 
 from megappo.observe.metrics import reduce_ranks
-from megappo.trainer.loop import ppo_step
+from megappo.recipes.ppo import ppo_step
 
 ALL = ["weights", "gradients", "optimizer"]
 OFFLOADS = {

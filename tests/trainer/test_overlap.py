@@ -11,7 +11,7 @@ from torch.distributed import distributed_c10d
 from megappo.config.schema import Config
 from megappo.models.megatron_engine import MegatronEngine
 from megappo.placement.components import components_of
-from megappo.trainer.loop import ppo_step
+from megappo.recipes.ppo import ppo_step
 
 PATIENCE = timedelta(seconds=30)
 APART = {"placement": {"actor": "0-1", "critic": "2-3"}, "critic": {"parallel": {"tensor": 2}}}

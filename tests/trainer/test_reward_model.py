@@ -37,10 +37,10 @@ from megappo.data.tokenizer import load_tokenizer
 from megappo.placement.components import components_of
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
+from megappo.recipes.ppo import ppo_step
 from megappo.rollouts.responses import Responses
 from megappo.rollouts.sample_rows import sample_rows
 from megappo.trainer.component_batch import Component
-from megappo.trainer.loop import ppo_step
 from megappo.trainer.models import build_engine
 from megappo.trainer.response_scorer import ResponseScorer
 from megappo.userland.grades import Grade

@@ -10,7 +10,7 @@ from spawn import run_ranks
 from megappo.batch.exchange import OtherRankError
 from megappo.checkpoint.folders import CheckpointError
 from megappo.config.schema import Config
-from megappo.trainer.loop import ppo_step
+from megappo.recipes.ppo import ppo_step
 
 
 def limit_files(size: int) -> None:

@@ -17,8 +17,8 @@ from megappo.lab.estimate.gpu_memory import SAVE, START, Cluster, MemoryEstimate
 from megappo.models.megatron_engine import MegatronEngine
 from megappo.models.offload import Offload, _storages
 from megappo.placement.run_plan import plan_run
+from megappo.recipes.ppo import ppo_step
 from megappo.trainer import models
-from megappo.trainer.loop import ppo_step
 from megappo.trainer.run import Run
 
 ALL = ["weights", "gradients", "optimizer"]

@@ -31,7 +31,7 @@ from timed import seconds, write_llama
 
 from megappo.batch.exchange import Exchange
 from megappo.config.schema import Config
-from megappo.trainer.loop import ppo_step
+from megappo.recipes.ppo import ppo_step
 from megappo.trainer.run import Run
 
 HIDDEN, VOCABULARY = 512, 4096

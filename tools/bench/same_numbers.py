@@ -46,6 +46,7 @@ from megappo.placement.components import components_of  # noqa: E402
 from megappo.placement.placing import place  # noqa: E402
 from megappo.placement.run_plan import RunPlan  # noqa: E402
 from megappo.ppo.conventions import PRESETS  # noqa: E402
+from megappo.recipes.ppo import ppo_step  # noqa: E402
 from megappo.rollouts.datasets import Datasets  # noqa: E402
 from megappo.rollouts.journal import NoJournal  # noqa: E402
 from megappo.rollouts.responses import Responses  # noqa: E402
@@ -54,7 +55,6 @@ from megappo.rollouts.sample_rows import Sample, Segment  # noqa: E402
 from megappo.rollouts.step_responses import StepResponses  # noqa: E402
 from megappo.trainer.batches import SampledBatches  # noqa: E402
 from megappo.trainer.inference import NoEngines  # noqa: E402
-from megappo.trainer.loop import ppo_step  # noqa: E402
 from megappo.trainer.models import Phases, architecture_of, build_models  # noqa: E402
 from megappo.trainer.progress import Progress  # noqa: E402
 from megappo.trainer.run import Run  # noqa: E402

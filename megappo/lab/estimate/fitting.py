@@ -110,7 +110,7 @@ def _changes(plan: RunPlan) -> Iterator[Change]:
     for key, most in dict.fromkeys(spec.max_tokens for spec in plan.components.values()):
         if most > unit:
             yield key, max(most // 2, unit)
-    for share in reversed(ENGINE_SHARES) if plan.config.is_ppo else ():
+    for share in reversed(ENGINE_SHARES) if plan.config.recipe.has_rollouts else ():
         if share < rollout.mem_fraction_static:
             yield ENGINE_SHARE, share
 

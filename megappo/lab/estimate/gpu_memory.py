@@ -205,14 +205,16 @@ class MemoryEstimate:
         for name, spec in plan.components.items():
             shape = cluster.shapes.of(spec)
             self.models[name] = PlacedModel(spec, plan.layouts[name], shape, plan.batch_splits[name], dtype)
-        policy = cluster.shapes.at(plan.config.model.path, "value" if plan.config.trains_reward_model else "policy")
+        policy = cluster.shapes.at(
+            plan.config.model.path, "value" if plan.config.recipe.trains == "reward_model" else "policy"
+        )
         free_bytes = cluster.gpu_bytes - CONTEXT_BYTES - ENGINE_CONTEXT_BYTES
         self.engine = engine_memory(plan.config, policy.architecture, policy.size, free_bytes)
         self._engine_pinned = engine_pinned(plan.config, self.engine, policy.architecture)
         nbytes = DTYPES[dtype].nbytes
         self.sent_bytes = policy.size * nbytes
         self.bucket_bytes = plan.config.rollout.sync.bucket_bytes or GPU_BUCKET_BYTES
-        if plan.config.is_ppo and plan.route.adapters:  # an engine takes them all at once
+        if plan.config.recipe.has_rollouts and plan.route.adapters:  # an engine takes them all at once
             adapters = self.models["actor"].shape.stages(Parallel(), trained=True)[0]
             self.sent_bytes = self.bucket_bytes = sum(adapters) * nbytes
         # A tensor that is larger than a bucket is one by itself.
@@ -225,7 +227,7 @@ class MemoryEstimate:
         runs = uses_of({name: replace(spec, base=None) for name, spec in plan.components.items()})
         self.passes = {phase: runs[phase] for phase in forward + updates}
         self.phases = [START, *self.passes, SAVE]
-        if plan.config.is_ppo:
+        if plan.config.recipe.has_rollouts:
             self.phases = [START, ROLLOUT, *self.passes, SYNC, PROBE, SAVE]
         self.rank_kinds = self._rank_kinds()
         self.fullest = max(self.rank_kinds, key=lambda kind: kind.peak)
@@ -291,7 +293,7 @@ class MemoryEstimate:
                 node["pinned by engines"] += kind.has_engine * self._engine_pinned
                 if "actor" in kind.stages:
                     node["expert choices"] += choices / self.models["actor"].layout.data
-        for engine in self.plan.route.engines if self.config.is_ppo else ():
+        for engine in self.plan.route.engines if self.config.recipe.has_rollouts else ():
             queued = queue_bytes(self.config) / len(self.plan.route.engines)
             nodes[engine.owner // gpus_per_node]["queued responses"] += queued
             waiting = (1 + self.config.rollout.max_staleness) * choices / len(self.plan.route.engines)

@@ -76,18 +76,18 @@ class TimeEstimate:
         self._peak = gpu.flops if self._nbytes == 2 else gpu.fp32_flops
         self._reached = self._peak * MATMUL_SHARE
         of_rollouts = {ROLLOUT: self._rollout() if self.config.samples else 0.0}
-        self.seconds = of_rollouts if self.config.is_ppo else {}
+        self.seconds = of_rollouts if self.config.recipe.has_rollouts else {}
         self.mfu: dict[str, float] = {}
         for phase, uses in memory.passes.items():
             self._add_passes(phase, [memory.models[name] for name in uses])
-        sends = self.config.is_ppo and "actor" in memory.plan.training and not self.config.replays
+        sends = self.config.samples and "actor" in memory.plan.training
         self.num_tensors = 0
         if sends:
             actor, adapters = memory.models["actor"].shape.architecture, memory.plan.route.adapters
             self.num_tensors = num_exported(actor.with_head("policy"), adapters=adapters)
         received = min(memory.engine.weights, memory.sent_bytes)  # by a rank of an engine
         sending = received / (gpu.link * SYNC_SHARE) + memory.num_buckets * BUCKET_SECONDS
-        if self.config.is_ppo:
+        if self.config.recipe.has_rollouts:
             self.seconds[SYNC] = sends * (sending + self.num_tensors * TENSOR_SECONDS)
         # Offloaded tensors move over the rank's own bus, once for each phase that needs them; moves for a save do not
         # count.

@@ -131,7 +131,7 @@ def _placed(plan: RunPlan, ranks: tuple[str, str], layout: Parallel, recompute: 
 
 def _engine_sizes(plan: RunPlan, cluster: Cluster) -> list[int]:
     """Return the tensor parallelism that an engine may have."""
-    if not plan.config.is_ppo:
+    if not plan.config.recipe.has_rollouts:
         return [plan.config.rollout.tensor_parallel]
     policy = cluster.shapes.at(plan.config.model.path).architecture
     return [size for size in _powers(cluster.gpus_per_node) if not any(engine_fit_errors(policy, size))]

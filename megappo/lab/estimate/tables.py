@@ -6,7 +6,7 @@ from itertools import chain
 from operator import itemgetter
 
 from megappo.architecture.switches import Decision, SwitchContext, decisions, te_fault
-from megappo.config.config_error import shorten, show
+from megappo.config.config_error import Errors, shorten, show
 from megappo.lab.estimate.fitting import SPARE, fits, remedies
 from megappo.lab.estimate.gpu_memory import ROLLOUT, SYNC, MemoryEstimate, RankKind
 from megappo.lab.estimate.placed_model import Shapes
@@ -166,7 +166,7 @@ def _decided(plan: RunPlan, shapes: Shapes, capability: int | None, has_te: bool
     return found
 
 
-def memory_errors(estimate: MemoryEstimate, gpu: GPU) -> Iterator[str]:
+def memory_errors(estimate: MemoryEstimate, gpu: GPU) -> Errors:
     """Yield why a run does not fit, and the remedy; nothing where it fits."""
     if fits(estimate):
         return

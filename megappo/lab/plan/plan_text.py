@@ -30,7 +30,7 @@ def config_summary(config: Config, *, all_keys: bool) -> str:
 
 def evaluation_summary(config: Config) -> str:
     """Return the settings of each held-out data set; for a critic alone, the rollouts with which it is compared."""
-    if config.trains_critic_alone:
+    if config.recipe.trains == "critic":
         names = config.trainer.replay_held_out or ", ".join(config.data.val_names)
         return f"  the critic's values of held-out rollouts, sampled as in training: {names}"
     rows = [("", "responses", "temperature", "top_p", "top_k", "tokens at most", "reward", "environment")]
@@ -66,14 +66,14 @@ def batch_summary(plan: RunPlan) -> str:
     for name, training in plan.training.items():
         steps.append(f"{name} {training.optimizer_steps(plan.config):,}")
     total = f"  whole run: {plan.config.trainer.total_steps:,} steps; optimizer steps: {', '.join(steps)}"
-    totals = _rollout_totals(plan) if plan.config.is_ppo else _example_totals(plan.config)
+    totals = _rollout_totals(plan) if plan.config.recipe.has_rollouts else _example_totals(plan.config)
     return "\n".join([*totals, aligned(list(zip(*columns, strict=True))), total])
 
 
 def _example_totals(config: Config) -> Iterator[str]:
     """Yield the size of a step's examples."""
     size, row = config.data.train_batch_size, longest_row(config)
-    unit = "pairs of examples" if config.trains_reward_model else "examples"
+    unit = "pairs of examples" if config.recipe.has_pairs else "examples"
     worst = size * config.rows_together * row
     yield f"  {size:,} {unit} of at most {row:,} tokens each: {worst:,} tokens at worst"
 

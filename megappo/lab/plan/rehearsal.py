@@ -73,7 +73,7 @@ def rehearse(config: Config, *, everything: bool) -> Findings:
     with findings.noting(), ExitStack() as cleanup:
         tokenizer = load_tokenizer(config.model.path)
         findings.checked.append(f"tokenizer of {config.model.path}")
-        if not config.is_ppo:
+        if not config.recipe.has_rollouts:
             _rehearse_examples(config, tokenizer, findings, everything=everything)
             return findings
         with findings.noting():

@@ -7,7 +7,7 @@ import os
 import re
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -36,7 +36,7 @@ from megappo.architecture.parameters import adapts_experts
 from megappo.architecture.parsing import read_architecture
 from megappo.architecture.switches import te_fault, te_refusal
 from megappo.checkpoint.folders import METADATA
-from megappo.config.config_error import ConfigError, Downloadable, Missing, looked_in, shorten
+from megappo.config.config_error import ConfigError, Downloadable, Errors, Missing, looked_in, shorten
 from megappo.config.eval_sets import context_errors, eval_sets, longest_request, tasks
 from megappo.config.schema import Config
 from megappo.config.score_checks import step_scores_errors
@@ -95,7 +95,7 @@ def check_run(
     return plan, config.located(sorted(dict.fromkeys(errors), key=lambda error: isinstance(error, Missing)))
 
 
-def _gpu_errors(config: Config) -> Iterator[str]:
+def _gpu_errors(config: Config) -> Errors:
     # sglang-kernel 0.4.10: "rmsnorm failed to dispatch Float"
     if config.model.dtype == "fp32" and config.starts_engines:
         yield (
@@ -110,7 +110,7 @@ def _gpu_errors(config: Config) -> Iterator[str]:
         )
 
 
-def _user_code_errors(config: Config) -> Iterator[str]:
+def _user_code_errors(config: Config) -> Errors:
     every_task = tasks(config).values()
     for key, weights in {one.reward_key: one.reward.weights for one in every_task}.items():
         for spec in weights:
@@ -123,7 +123,7 @@ def _user_code_errors(config: Config) -> Iterator[str]:
             yield f"reward.pass_env names {shorten(repr(name))}, which is not set here: set it, or drop it"
 
 
-def _missing(spec: str, key: str, builtin: Mapping[str, str]) -> Iterator[str]:
+def _missing(spec: str, key: str, builtin: Mapping[str, str]) -> Errors:
     try:
         parse_spec(spec, key, builtin)
     except ValueError as error:
@@ -132,7 +132,7 @@ def _missing(spec: str, key: str, builtin: Mapping[str, str]) -> Iterator[str]:
         yield f"{key}: cannot read {shorten(spec)} ({error.strerror}): correct the path, or make it readable"
 
 
-def server_args_errors(arguments: Mapping[str, object], num_ranks: int = 1) -> Iterator[str]:
+def server_args_errors(arguments: Mapping[str, object], num_ranks: int = 1) -> Errors:
     """Yield what is wrong with rollout.server_args, one line each, for engines of `num_ranks` ranks."""
     known = known_names()
     divisors = [size for size in range(1, num_ranks + 1) if num_ranks % size == 0]
@@ -196,7 +196,7 @@ def file_errors(config: Config, capability: int | None) -> list[str]:
         errors += _path_errors(*setting, _model_folder(config, capability, *setting, specs))
         for spec in specs:
             errors += _path_errors(*spec.weights, _megatron_folder(spec)) if spec.weights.value else ()
-    files = [] if config.trainer.eval_only else [("data.train_files", path) for path in config.data.files]
+    files = [("data.train_files", path) for path in config.data.files] if config.recipe.has_steps else []
     for one in eval_sets(config).values():
         files += [(one.key, path) for path in one.files]
     for key, path in files:
@@ -217,13 +217,13 @@ def output_errors(config: Config, *, resumes: bool = True) -> list[str]:
     return resume_errors(config)
 
 
-def cache_errors() -> Iterator[str]:
+def cache_errors() -> Errors:
     """Yield an error if torch and other libraries cannot write their caches."""
     folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     yield from _path_errors(CACHES, folder, _output_folder(CACHES, Path(folder)))
 
 
-def _path_errors(key: str, path: str, faults: Iterator[str]) -> Iterator[str]:
+def _path_errors(key: str, path: str, faults: Errors) -> Errors:
     """Yield the errors of a path's files, or of the path itself: too long, a loop of links, no permission."""
     if "\0" in path:
         yield f"{key}: no path holds a NUL, found {shorten(repr(path))}: correct it"
@@ -238,7 +238,7 @@ def _path_errors(key: str, path: str, faults: Iterator[str]) -> Iterator[str]:
 
 def _model_folder(
     config: Config, capability: int | None, key: str, path: str, specs: Sequence[ComponentSpec]
-) -> Iterator[str]:
+) -> Errors:
     """Yield the errors of a folder, and of the components that start from its weights."""
     folder = Path(path)
     shape = shape_folder(folder)  # of a missing model, if it ships: layouts are checked by that
@@ -270,7 +270,7 @@ def _model_folder(
                 )
 
 
-def _model_files(key: str, folder: Path) -> Iterator[str]:
+def _model_files(key: str, folder: Path) -> Errors:
     if key in TOKENIZER_KEYS and (fault := tokenizer_fault(folder)):
         yield Missing(f"{key}: {fault}")
     for read in (check_tensors, check_companions, end_tokens):
@@ -281,7 +281,7 @@ def _model_files(key: str, folder: Path) -> Iterator[str]:
             yield kind(f"{key}: {error}")
 
 
-def _megatron_folder(spec: ComponentSpec) -> Iterator[str]:
+def _megatron_folder(spec: ComponentSpec) -> Errors:
     """Yield the errors of a Megatron folder, from its names and the names in its metadata."""
     key, folder = spec.weights.key, spec.megatron_folder
     if spec.training is not None and spec.lora is not None:
@@ -299,15 +299,13 @@ def _megatron_folder(spec: ComponentSpec) -> Iterator[str]:
             yield f"{key}: {folder} lacks {shorten(', '.join(missing))}, which its {METADATA} names: copy it again"
 
 
-def _fit_errors(
-    config: Config, capability: int | None, spec: ComponentSpec, architecture: Architecture
-) -> Iterator[str]:
+def _fit_errors(config: Config, capability: int | None, spec: ComponentSpec, architecture: Architecture) -> Errors:
     """Yield where the model does not fit layouts, engines and the length of rows."""
     key, (parallel_key, parallel), training = spec.folder.key, spec.parallel, spec.training
     yield from fit_errors(architecture, parallel, f"{parallel_key}.{{}}".format)
     if spec.lora is not None:
         yield from adapter_errors(architecture, spec.lora, parallel, parallel_key.removesuffix(".parallel"))
-        sends = config.is_ppo and not config.replays and spec.lora is config.sent_lora
+        sends = config.samples and spec.lora is config.sent_lora
         if sends and adapts_experts(architecture.with_lora(spec.lora)):
             yield (
                 f"actor.lora.target_modules: {architecture.file} is of a mixture of experts, whose adapters engines "
@@ -324,7 +322,7 @@ def _fit_errors(
         yield from router_errors(changed, training.settings.router, training.key)
         if not training.settings.optim.distributed:
             yield from dense_stage_errors(architecture, parallel, training.key)
-    if key == "model.path" and config.is_ppo:
+    if key == "model.path" and config.recipe.has_rollouts:
         yield from engine_fit_errors(architecture, config.rollout.tensor_parallel)
         if config.rollout.routing_replay and architecture.experts is None:
             yield f"rollout.routing_replay: {architecture.file} is of no mixture of experts: set it to false"
@@ -333,7 +331,7 @@ def _fit_errors(
         yield te_refusal(f"{fault}, which {architecture.file} needs")
     file, window = architecture.file, None if architecture.windows else architecture.sliding_window
     name, positions = architecture.row_limit
-    if not config.is_ppo:
+    if not config.recipe.has_rollouts:
         if config.data.max_length > min(positions, window or positions):
             yield f"{key}: {file} allows {min(positions, window or positions)} tokens: lower data.max_length to that"
         return
@@ -346,7 +344,7 @@ def _fit_errors(
         )
 
 
-def _reward_model_errors(config: Config, architecture: Architecture) -> Iterator[str]:
+def _reward_model_errors(config: Config, architecture: Architecture) -> Errors:
     """Yield why a model cannot score responses, by its config.json."""
     found = f"{REWARD_MODEL_KEY}: {architecture.file} is of architecture {architecture.named}"
     if config.reward_model.adapter is not None:
@@ -358,7 +356,7 @@ def _reward_model_errors(config: Config, architecture: Architecture) -> Iterator
         yield from step_scores_errors(config, architecture.named)
 
 
-def _data_file(key: str, path: Path) -> Iterator[str]:
+def _data_file(key: str, path: Path) -> Errors:
     if path.is_dir():
         yield f"{key}: {path} is a folder: name its files"
     elif not path.is_file():  # nor a pipe, which would be waited for
@@ -372,7 +370,7 @@ def _data_file(key: str, path: Path) -> Iterator[str]:
         yield f"{key}: cannot read {path}: correct the path, or its rights"
 
 
-def _output_folder(key: str, path: Path) -> Iterator[str]:
+def _output_folder(key: str, path: Path) -> Errors:
     """Check that the folder can be written to, or created."""
     there = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
     if not there.is_dir():

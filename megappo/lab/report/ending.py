@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from megappo.checkpoint.folders import NOT_BEGUN, checkpoints_in, position_of
+from megappo.checkpoint.folders import checkpoints_in, place_of, step_of
 from megappo.config.config_error import ConfigError, counted
 from megappo.config.loading import read_values
 from megappo.lab.report.report import write_report
@@ -104,7 +104,6 @@ def _account(checkpoints: Sequence[Path], num_done: int) -> str:
     if not checkpoints:
         lost = f"no checkpoint yet; {counted(num_done, 'step')} lost"
         return lost if num_done else "before the first step; nothing is lost"
-    step, num_updates = position_of(checkpoints[-1])
-    place = f"after step {step}" if num_updates == NOT_BEGUN else f"in the middle of step {step + 1}"
-    num_lost = num_done - step
+    place = place_of(checkpoints[-1])
+    num_lost = num_done - step_of(checkpoints[-1])
     return f"resumes {place}; {counted(num_lost, 'step')} lost" if num_lost > 0 else f"resumes {place}; nothing is lost"

@@ -4,7 +4,7 @@ A rule that begins to hold is one finding, with its remedy. It is counted in the
 trainer.stop_on names it: the run then ends as after a signal.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,7 @@ from megappo.lab.report.health_conditions import (
     value_loss_large,
     values_useless,
 )
-from megappo.observe.findings import PREFIX, Examples, Finding
+from megappo.observe.findings import PREFIX, Examples, Finding, LoggedMetrics, Steps
 from megappo.observe.loggers import Monitor, RunInfo
 from megappo.observe.metrics_file import read_metrics
 from megappo.table import Table
@@ -249,7 +249,7 @@ class Health(Monitor):
         stop_reason: the first rule of trainer.stop_on that began to hold since this process started; "" before.
     """
 
-    def __init__(self, config: Mapping[str, Any], steps: Sequence[Mapping[str, Any]] = ()):
+    def __init__(self, config: Mapping[str, Any], steps: Steps = ()):
         self.stop_reason = ""
         self._stop_on = config.get("trainer", {}).get("stop_on", ())
         self._rules = {name: rule for name, rule in RULES.items() if rule.applies(config)}
@@ -263,7 +263,7 @@ class Health(Monitor):
         self.stop_reason = ""
 
     def check(
-        self, step: int, metrics: Mapping[str, Any], examples: Examples = tuple
+        self, step: int, metrics: LoggedMetrics, examples: Examples = tuple
     ) -> tuple[dict[str, float], list[Finding]]:
         """Return `health/<rule>` of a step, and the rules that begin to hold or are over with it."""
         self._history.add(metrics)

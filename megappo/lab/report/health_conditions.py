@@ -10,6 +10,8 @@ from itertools import islice
 from statistics import fmean, median
 from typing import Any
 
+from megappo.observe.findings import LoggedMetrics
+
 NUM_FIRST = 3
 """Steps at the start of a run that later ones are compared with."""
 SPREAD = "reward/score/std"
@@ -30,7 +32,7 @@ class History:
         self.config = config
         self._series: dict[str, list[float]] = {name: [] for name in names}
 
-    def add(self, metrics: Mapping[str, Any]) -> None:
+    def add(self, metrics: LoggedMetrics) -> None:
         """Add a step. In metrics.jsonl a value that is not finite is None."""
         for name, series in self._series.items():
             value = metrics.get(name)

@@ -7,7 +7,7 @@ import html
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -16,6 +16,7 @@ from megappo.lab.report.report_data import run_data
 from megappo.lab.report.report_samples import MOST_CHARACTERS
 from megappo.observe.charts import charts
 from megappo.observe.files import REPORT_FILE
+from megappo.observe.findings import LoggedMetrics
 from megappo.observe.loggers import Logger, RunEnd, RunInfo
 from megappo.observe.metrics_file import read_metrics
 from megappo.observe.run_summary import summary
@@ -40,7 +41,7 @@ class Report(Logger):
         self._due = time.monotonic() + REPORT_SECONDS
         (run.output_dir / REPORT_FILE).unlink(missing_ok=True)
 
-    def on_step(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def on_step(self, step: int, metrics: LoggedMetrics) -> None:
         """Write the report, if it is due: after `REPORT_SECONDS`, or more where it is so large that writing takes more
         than `REPORT_SHARE` of the time."""
         start = time.monotonic()

@@ -2,7 +2,6 @@
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from megappo.config.describe import declared, keys
 from megappo.config.loading import leaves
 from megappo.lab.report.health import RULES
 from megappo.lab.report.report_samples import report_samples
-from megappo.observe.findings import held_steps
+from megappo.observe.findings import Steps, held_steps
 from megappo.observe.run_file import RunFacts, config_of, read_run
 from megappo.observe.timeline import Timeline, read_timeline
 
@@ -33,7 +32,7 @@ OF_A_RUN = ("trainer.seed", "trainer.output_dir")
 """Keys by which runs that are alike may differ."""
 
 
-def run_data(name: str, folder: Path, steps: Sequence[Mapping[str, Any]], most_characters: int) -> dict[str, Any]:
+def run_data(name: str, folder: Path, steps: Steps, most_characters: int) -> dict[str, Any]:
     """Return the content of a run's report, from the files in its folder.
 
     Args:
@@ -63,7 +62,7 @@ def run_data(name: str, folder: Path, steps: Sequence[Mapping[str, Any]], most_c
     }
 
 
-def curves(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def curves(steps: Steps) -> dict[str, Any]:
     """Return the curves of a run.
 
     Returns:
@@ -80,7 +79,7 @@ def curves(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"size": size, "steps": [(at[0]["step"], at[-1]["step"]) for at in points], "metrics": table, "ends": ends}
 
 
-def _point(name: str, steps: Sequence[Mapping[str, Any]]) -> float | list[float] | None:
+def _point(name: str, steps: Steps) -> float | list[float] | None:
     """Return the value of a metric in these steps: of several their lowest, mean, highest, and their number."""
     values = [metrics[name] for metrics in steps if metrics.get(name) is not None]
     numbers = [float(f"{reduce(values):.{DIGITS}g}") for reduce in REDUCTIONS if values]

@@ -1,6 +1,8 @@
-"""Evaluation of a critic that is trained alone: its values of held-out rollouts beside their returns.
+"""trainer.train [critic]: train a critic alone, for the policy of model.path or the policy of recorded rollouts.
 
-The policy does not change, so its rollouts are sampled once, with training's settings, and kept at their owners.
+Parts and steps are PPO's (`megappo/recipes/ppo.py`), without an actor to train. The run ends when the critic passes its
+gate. An evaluation compares the critic's values of held-out rollouts with their returns. The policy does not change, so
+that these rollouts are sampled once, with training's settings, and kept at their owners.
 """
 
 import copy
@@ -11,16 +13,25 @@ from typing import Any
 from megappo.batch.exchange import Batch
 from megappo.config.config_error import ConfigError
 from megappo.data.prompts import PromptDataset
+from megappo.observe.metrics import Reduced
+from megappo.recipes import ppo
 from megappo.rollouts.record import Replay
 from megappo.rollouts.row_builder import RowBuilder
 from megappo.rollouts.step_responses import StepResponses
 from megappo.trainer.experience import with_advantages
 from megappo.trainer.run import Run
+from megappo.trainer.run_builder import RunBuilder
 from megappo.trainer.statistics import over_ranks
 from megappo.trainer.value_metrics import NUM_PARTS, GateProgress, or_lowest, value_metrics
 
 HELD_OUT = "held_out"
 """Name of the data set of trainer.replay_held_out."""
+
+
+def build(builder: RunBuilder) -> Run:
+    """Build the parts of the run on this rank; all ranks together."""
+    gate = GateProgress(builder.config.critic.gate)
+    return ppo.build(builder, evaluation=CriticEvaluation(gate), gate=gate)
 
 
 class CriticEvaluation:
@@ -34,7 +45,7 @@ class CriticEvaluation:
         self._gate = gate
         self._batches: dict[str, Batch] = {}
 
-    def __call__(self, run: Run, step: int) -> dict[str, Any]:
+    def __call__(self, run: Run, step: int) -> Reduced:
         """Return `val/<dataset>/critic/*`, the metrics of `value_metrics`, while the engines sleep."""
         if not self._batches:
             self._batches = dict(_held_out_rollouts(run))
