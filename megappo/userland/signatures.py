@@ -121,6 +121,7 @@ class Form:
         own: parameters that are no columns -> the attribute of a row. A function may leave out any but the first one,
             by which its form is recognised.
         optional: the columns that it gets without needing them; None: any.
+        by_position: a function's first parameters are its own, whatever their names.
         per_row: it is called with one row.
         with_values: it gets the values of this row, not lists of one.
         raw_prompts: see `InputSpec`.
@@ -130,6 +131,7 @@ class Form:
     shown: str
     own: Mapping[str, str]
     optional: tuple[str, ...] | None = None
+    by_position: bool = False
     per_row: bool = False
     with_values: bool = False
     raw_prompts: bool = False
@@ -159,6 +161,7 @@ FORMS = (
         "reward_func(queries, prompts, labels)",
         own={"queries": "query", "prompts": "prompt", "labels": "label"},
         optional=(),
+        by_position=True,
         per_row=True,
         read=from_openrlhf,
     ),
@@ -244,12 +247,13 @@ def recognise(function: Callable[..., Any], options: JsonObject, home: Home | No
             expected = ", or ".join(form.shown for form in FORMS)
             raise BadFunction(f"takes {str(signature):.{MAX_SHOWN}}; expected {expected}") from error
         return recognise(lambda prompts, responses, labels: function(prompts, responses, labels), options, home)
+    known = dict(zip(names, form.own.values(), strict=False)) if form.by_position else form.own
     for name in options:
-        if name in form.own or not (takes_any or name in names):
+        if name in known or not (takes_any or name in names):
             raise BadFunction(f"takes no option {name!r} of reward.options; its parameters are {', '.join(names)}")
     any_of = form.shown if takes_any else ""  # prompt_str is not verl's
-    own = {name: attribute for name, attribute in form.own.items() if name in names or name in any_of}
-    columns = [name for name in names if name not in (*form.own, *options)]
+    own = {name: attribute for name, attribute in known.items() if name in names or name in any_of}
+    columns = [name for name in names if name not in (*known, *options)]
     needed = tuple(name for name in columns if names[name])
     optional = None
     if form.optional is not None or not takes_any:
