@@ -5,8 +5,16 @@ import sys
 from importlib import import_module
 from importlib.util import find_spec
 
-PUBLIC = {"load_config": "megappo.commands.train:load_run_config", "Trainer": "megappo.commands.train:RunContext"}
-"""Name -> "module:name", imported when the name is used."""
+PUBLIC = {
+    "load_config": "megappo.commands.train:load_run_config",
+    "Trainer": "megappo.commands.train:RunContext",
+    "code": "megappo.lab.graders.code:code",
+    "code_label": "megappo.lab.graders.code:code_label",
+    "http": "megappo.lab.graders.remote:http",
+    "engine": "megappo.lab.graders.remote:engine",
+    "judge": "megappo.lab.graders.remote:judge",
+}
+"""Name -> "module:name", imported when the name is used. All but the first two are reward functions."""
 NEEDED = ("httpx", "psutil", "pydantic", "safetensors", "torch", "transformers", "yaml")
 
 if lacking := [name for name in NEEDED if find_spec(name) is None]:  # one line, where an import would be a traceback

@@ -95,9 +95,7 @@ def in_thread(function: Callable[..., Any], *arguments: Any) -> asyncio.Future:
 def _result(function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
     try:
         return function(*arguments)
-    except Exception as error:
-        if isinstance(error, StopIteration):  # no future raises it
-            raise RuntimeError(named(error)) from None
-        raise
-    except BaseException as error:  # it would end the event loop
-        raise RuntimeError(named(error)) from None
+    except BaseException as error:
+        if isinstance(error, Exception) and not isinstance(error, StopIteration):
+            raise
+        raise RuntimeError(named(error)) from None  # no future raises StopIteration; SystemExit would end the loop

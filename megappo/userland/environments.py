@@ -8,6 +8,7 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +18,7 @@ from megappo.config.eval_sets import Task
 from megappo.config.schema import Reward
 from megappo.config.sections import Rollout
 from megappo.errors import ActionableError
+from megappo.runtime.heartbeat import heartbeat
 from megappo.userland.grades import MAX_NAME_CHARACTERS, fits_float32
 from megappo.userland.rewards import RewardPool
 from megappo.userland.signatures import NO_INPUT, PROMPTS, InputSpec, is_message
@@ -139,24 +141,17 @@ class EnvironmentPool(WorkerPool):
         EnvironmentFault: the file cannot be imported, or defines no such class.
     """
 
+    kind = "environment"
+    error = EnvironmentFault
+
     def __init__(self, spec: str, code: Sequence[Any], *, timeout_seconds: float, **limits: Any):
         source, name, *arguments = code
         hosted = {"source": source, "name": name, "arguments": arguments, "seconds": timeout_seconds}
-        super().__init__(
-            spec,
-            "environments",
-            hosted,
-            timeout_seconds=timeout_seconds,
-            **limits,
-        )
+        super().__init__(spec, "environments", hosted, timeout_seconds=timeout_seconds, **limits)
         self._numbers = itertools.count()
         self._replacing = asyncio.Lock()
-        self._closing: set[asyncio.Task] = set()
+        self._closing: set[Future] = set()
         self._num_episodes: Counter[WorkerProcess] = Counter()
-
-    def fault(self, reason: str) -> EnvironmentFault:
-        """Return an error that names the environment and the remedy."""
-        return EnvironmentFault(f"environment {self.spec} {reason}\nfix it, or choose another one")
 
     async def in_thread(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Return the result of a coroutine that the pool's thread runs, with time limits of its own, to any other
@@ -171,7 +166,10 @@ class EnvironmentPool(WorkerPool):
         try:
             yield Environment(self, worker, number)
         finally:
-            self.post(self._leave, worker, number)
+            if not self.is_closed:
+                closing = asyncio.run_coroutine_threadsafe(self._leave(worker, number), self._loop)
+                self._closing.add(closing)
+                closing.add_done_callback(self._closing.discard)
 
     async def _free_worker(self) -> WorkerProcess:
         async with self._replacing:
@@ -184,25 +182,17 @@ class EnvironmentPool(WorkerPool):
         self._num_episodes[worker] += 1
         return worker
 
-    def _leave(self, worker: WorkerProcess, number: int) -> None:
-        """Close an environment, without waiting for it."""
+    async def _leave(self, worker: WorkerProcess, number: int) -> None:
+        """Close an environment, which nobody waits for."""
         self._num_episodes[worker] -= 1
-        task = self._loop.create_task(self._close_environment(worker, number))
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
-
-    async def _close_environment(self, worker: WorkerProcess, number: int) -> None:
         with suppress(CallError):  # it is gone
             await worker.call("close", {"number": number}, self.timeout_seconds)
-
-    async def _wait_closed(self, seconds: float) -> None:
-        if self._closing:
-            await asyncio.wait(self._closing, timeout=seconds)
 
     def __exit__(self, *error: object) -> None:
         """End all, once the environments that were left are closed, or their time for it is over."""
         try:
-            self.run(self._wait_closed(self.timeout_seconds if error[0] is None else FAILED_SECONDS))
+            with heartbeat.waiting():
+                wait(list(self._closing), self.timeout_seconds if error[0] is None else FAILED_SECONDS)
         finally:
             self.close()
 

@@ -4,8 +4,10 @@ Rows are scored as they are added. Each worker has a coroutine, which gives it o
 another worker in place of one that hangs or dies. The path of a row:
 
 `Scoring.add` -> `RewardPool.put` queues it for each function (`Scoring.end` -> `put_batches` for functions that wait
-for all rows) -> `_next` makes it part of a work item -> `_score` calls the worker and sets the outcome ->
+for all rows) -> `FunctionQueue.take` makes it part of a work item -> `_score` calls the worker and sets the outcome ->
 `Scoring.results` combines the outcomes of all functions.
+
+One rule for failures: each row of a call that fails is called alone, and a row that fails alone has failed.
 """
 
 import asyncio
@@ -15,7 +17,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Any
 
 from megappo.config.schema import Reward
@@ -60,6 +62,11 @@ class PendingRow:
         """The grade of a row that no longer waits."""
         return FAILED if isinstance(self.outcome, CallError) else self.outcome
 
+    @property
+    def is_late(self) -> bool:
+        """True if it has failed because of the time limit."""
+        return isinstance(self.outcome, CallError) and self.outcome.is_late
+
 
 @dataclass(eq=False)
 class FunctionQueue:
@@ -68,6 +75,8 @@ class FunctionQueue:
     Attributes:
         weight: factor of its scores.
         batch_size: reward.batch_size.
+        rows: rows to score as they come.
+        batches: rows to score in one call.
         waits_for_all: it is called once all rows have been added, with an even part of them for each worker.
         max_rows: most rows of a work item, unless it waits for all.
     """
@@ -78,14 +87,17 @@ class FunctionQueue:
     mode: CallMode
     batch_size: int | None
     rows: deque[PendingRow] = field(default_factory=deque)
+    batches: deque[Sequence[PendingRow]] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
         is_batched = self.mode == "list" and self.spec not in WAITING
         self.waits_for_all = is_batched and self.batch_size is None
-        self.max_rows = self.batch_size if is_batched and self.batch_size is not None else MAX_ROWS
+        self.max_rows = self.batch_size or MAX_ROWS if is_batched else MAX_ROWS
 
-    def take(self, num_workers: int) -> list[PendingRow]:
+    def take(self, num_workers: int) -> Sequence[PendingRow]:
         """Return the next rows for one of `num_workers` workers."""
+        if self.batches:
+            return self.batches.popleft()
         num_items = num_workers * ITEMS_PER_WORKER if self.mode == "one" else num_workers
         size = math.ceil(len(self.rows) / num_items)
         return [self.rows.popleft() for _ in range(min(self.max_rows, size))]
@@ -101,6 +113,9 @@ class RewardPool(WorkerPool):
         ValueError: a name is malformed or names no file.
         RewardError: a file cannot be imported or has no such function.
     """
+
+    kind = "reward function"
+    error = RewardError
 
     def __init__(self, reward: Reward):
         specs = {spec: parse_spec(spec) for spec in reward.weights}
@@ -120,16 +135,12 @@ class RewardPool(WorkerPool):
         for spec, mode in zip(specs, self.description.modes, strict=True):
             self.queues.append(FunctionQueue(len(self.queues), spec, reward.weights[spec], mode, reward.batch_size))
         self.waits_for_all = any(queue.waits_for_all for queue in self.queues)
-        self._batches: deque[tuple[FunctionQueue, Sequence[PendingRow]]] = deque()
         self._has_work = asyncio.Event()
         self._changed = threading.Condition()
         self._error: RewardError | None = None
         self.reported: set[str] = set()
-        self.post(self._begin)
-
-    def fault(self, reason: str) -> RewardError:
-        """Return an error about functions that cannot be loaded."""
-        return RewardError(f"reward function {self.spec} {reason}\nfix it, or choose another reward.function")
+        serving = [self._serve(worker) for worker in self.workers]
+        self._serving = [asyncio.run_coroutine_threadsafe(one, self._loop) for one in serving]
 
     def begin(self) -> "Scoring":
         """Return a scoring, to which responses are added as they come.
@@ -161,12 +172,12 @@ class RewardPool(WorkerPool):
 
     def put_batches(self, pending: Sequence[Sequence[PendingRow]]) -> None:
         """Queue all rows of a scoring, an even part for each worker, for the functions that wait for all rows."""
-        num_batches = min(self.num_workers, len(pending))
-        bounds = [len(pending) * i // num_batches for i in range(num_batches + 1)] if pending else []
+        num_rows = len(pending)
+        parts = range(min(self.num_workers, num_rows))
         for queue in self.queues:
             if queue.waits_for_all:
                 rows = [of_row[queue.index] for of_row in pending]
-                self._batches += [(queue, rows[start:end]) for start, end in pairwise(bounds)]
+                queue.batches += [rows[i * num_rows // len(parts) : (i + 1) * num_rows // len(parts)] for i in parts]
         self.post(self._has_work.set)
 
     def check(self) -> None:
@@ -192,133 +203,94 @@ class RewardPool(WorkerPool):
         if pending.outcome is None:
             self.check()
 
-    def _begin(self) -> None:
-        self._tasks = [self._loop.create_task(self._serve(worker)) for worker in self.workers]
-
     async def _serve(self, worker: WorkerProcess) -> None:
         """Keep a worker, and any worker that replaces it, busy."""
         try:
             while self._error is None:
-                if item := self._next():
-                    worker = await self._score(worker, *item)
-                    self._notify()
-                else:
+                queue = next((one for one in self.queues if one.batches or one.rows), None)
+                if queue is None:
                     self._has_work.clear()
                     await self._has_work.wait()
+                else:
+                    worker = await self._score(worker, queue, queue.take(self.num_workers))
+                    self._notify()
         except CallError as error:
             self._fail(self.fault(str(error)))
         except Exception as error:
             self._fail(self.fault(f"could not be run ({type(error).__name__}: {error})"))
 
-    def _next(self) -> tuple[FunctionQueue, Sequence[PendingRow]] | None:
-        if self._batches:
-            return self._batches.popleft()
-        for queue in self.queues:
-            if queue.rows:
-                return queue, queue.take(self.num_workers)
-        return None
-
-    async def _score(
-        self,
-        worker: WorkerProcess,
-        queue: FunctionQueue,
-        rows: Sequence[PendingRow],
-    ) -> WorkerProcess:
+    async def _score(self, worker: WorkerProcess, queue: FunctionQueue, rows: Sequence[PendingRow]) -> WorkerProcess:
         """Score rows in a worker. Return it, or the worker that replaces it if it is lost; the rows that a lost worker
         has not begun wait again.
 
         A worker that was lost after its last reply, such as by sending too much, fails the next call.
         """
         calls = [rows] if queue.mode == "list" else [[row] for row in rows]
-        replies = [self._call(worker, queue, called) for called in calls]
+        replies = []
+        for called in calls:
+            arguments = {"function": queue.index, "rows": [one.row[:4] for one in called]}  # without their names
+            replies.append(worker.begin("score", arguments, self.timeout_seconds))
+        grace_seconds = GRACE_SECONDS if queue.mode == "one_async" else 0.0
         for i, called in enumerate(calls):
             try:
-                grace_seconds = GRACE_SECONDS if queue.mode == "one_async" else 0.0
                 values = await worker.result(replies[i], self.timeout_seconds, grace_seconds)
-                values = values if queue.mode == "list" else [values]
                 grades = grades_of(values, [one.row.response for one in called], queue.weight)
-                for one, grade in zip(called, grades, strict=True):
-                    one.outcome = grade
             except CallError as error:
                 if worker.is_up:
-                    worker = await self._handle(worker, queue, called, error)
+                    worker = await self._retry(worker, queue, called, error)
                     continue
                 rest = list(chain.from_iterable(calls[i + 1 :]))
                 if queue.mode == "one_async":  # they were in progress, too
                     called = [*called, *rest]
                     rest = []
                 queue.rows.extendleft(reversed(rest))
-                return await self._handle(worker, queue, called, error)
+                return await self._retry(worker, queue, called, error)
+            for one, grade in zip(called, grades, strict=True):
+                one.outcome = grade
         return worker
 
-    def _call(
-        self,
-        worker: WorkerProcess,
-        queue: FunctionQueue,
-        rows: Sequence[PendingRow],
-    ) -> asyncio.Future:
-        arguments = {"function": queue.index, "rows": [one.row[:4] for one in rows]}  # without their names
-        return worker.begin("score", arguments, self.timeout_seconds)
-
-    def _remedy(self, failure: CallError) -> str:
-        """Return what to do about a failure; limits are named where one may be its cause."""
-        has_met_limit = failure.is_late or any(sign in str(failure) for sign in LIMIT_SIGNS)
-        limits = f"reward.timeout_seconds={self.timeout_seconds:g}, reward.memory_limit_gib={self.memory_limit_gib}"
-        change = f"change its limits ({limits}), " if has_met_limit else ""
-        return f"fix it, {change}or, if few calls fail, set reward.on_error=zero, which scores these responses 0"
-
-    async def _handle(
+    async def _retry(
         self,
         worker: WorkerProcess,
         queue: FunctionQueue,
         rows: Sequence[PendingRow],
         failure: CallError,
     ) -> WorkerProcess:
-        """Handle the failure of a call: end the run, or call each of several rows alone, while there is hope."""
+        """Call each of several rows alone after the call of them all has failed; a row that fails alone has failed.
+
+        If reward.on_error is raise, the first row that fails alone ends the run; without one the failed call does. The
+        function is called again only if it has raised an error, and waits for no server.
+        """
+        ends_run = self.on_error == "raise"
+        if ends_run and (len(rows) == 1 or not failure.has_raised or queue.spec in WAITING):
+            self._fail(self._error_of(queue, rows, failure))
         if self._error is not None:
-            return worker
-        if self.on_error == "raise":
-            failure.index = await self._culprit(worker, queue, rows, failure)
-            self._fail(RewardError(f"{described(queue.spec, failure, rows)}\n{self._remedy(failure)}"))
             return worker
         if not worker.is_up:
             worker = await self.replace(worker)
         if len(rows) == 1:
             rows[0].outcome = failure
             return worker
-        is_hopeless = True
-        for i, row in enumerate(rows):
-            if is_hopeless and i == MAX_LATE_ALONE:
-                for late in rows[i:]:
-                    late.outcome = failure
-                break
-            worker = await self._score(worker, queue, [row])
-            is_hopeless = is_hopeless and isinstance(row.outcome, CallError) and row.outcome.is_late
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.timeout_seconds if ends_run else None):
+                for i, row in enumerate(rows):
+                    if i == MAX_LATE_ALONE and all(one.is_late for one in rows[:i]):
+                        for late in rows[i:]:
+                            late.outcome = failure
+                        break
+                    alone = PendingRow(row.row) if ends_run else row  # a call that has failed gives no grades there
+                    worker = await self._score(worker, queue, [alone])
+        if ends_run:
+            self._fail(self._error_of(queue, rows, failure))
         return worker
 
-    async def _culprit(
-        self,
-        worker: WorkerProcess,
-        queue: FunctionQueue,
-        rows: Sequence[PendingRow],
-        failure: CallError,
-    ) -> int | None:
-        """Return the number of the first row for which a call alone fails in the same way; None if none is found, or
-        for a function that waits for a server, which is not called again."""
-        if not failure.has_raised or queue.spec in WAITING or len(rows) == 1:
-            return failure.index
-        first_line = str(failure).partition("\n")[0]
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self.timeout_seconds):
-                for index, row in enumerate(rows):
-                    try:
-                        await worker.result(self._call(worker, queue, [row]), self.timeout_seconds)
-                    except CallError as alone:
-                        if not worker.is_up:
-                            return None
-                        if str(alone).partition("\n")[0] == first_line:
-                            return index
-        return None
+    def _error_of(self, queue: FunctionQueue, rows: Sequence[PendingRow], failure: CallError) -> RewardError:
+        """Return an error with what to do about a failure; limits are named where one may be its cause."""
+        has_met_limit = failure.is_late or any(sign in str(failure) for sign in LIMIT_SIGNS)
+        limits = f"reward.timeout_seconds={self.timeout_seconds:g}, reward.memory_limit_gib={self.memory_limit_gib}"
+        change = f"change its limits ({limits}), " if has_met_limit else ""
+        remedy = f"fix it, {change}or, if few calls fail, set reward.on_error=zero, which scores these responses 0"
+        return RewardError(f"{described(queue.spec, failure, rows)}\n{remedy}")
 
     def _fail(self, error: RewardError) -> None:
         """End the run's scoring: whatever waits for a grade gets the first error."""

@@ -4,9 +4,9 @@ Worker processes import this, so it uses the standard library alone.
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property, partial, reduce
+from functools import partial, reduce
 from operator import or_
 from typing import Any, Literal, NamedTuple
 
@@ -49,9 +49,13 @@ class InputSpec:
         if self.optional is not None and other.optional is not None:
             names = dict.fromkeys((*self.optional, *other.optional))
             optional = tuple(name for name in names if name not in needed)
-        by_environment = self.by_environment + other.by_environment
-        raw_prompts = self.raw_prompts or other.raw_prompts
-        return InputSpec(needed, optional, raw_prompts, by_environment, self.tools + other.tools)
+        return InputSpec(
+            needed,
+            optional,
+            self.raw_prompts or other.raw_prompts,
+            self.by_environment + other.by_environment,
+            self.tools + other.tools,
+        )
 
 
 NO_INPUT = InputSpec()
@@ -78,32 +82,60 @@ class Row(NamedTuple):
         return self.columns[PROMPTS]
 
     @property
+    def query(self) -> str:
+        """The prompt as the model sees it, with the response."""
+        return self.prompt + self.response
+
+    @property
     def completion(self) -> str | list[dict[str, str]]:
         """The response in the raw prompt's format: text after text, a message after messages."""
         is_text = isinstance(self.raw_prompt, str)
         return self.response if is_text else [{"role": "assistant", "content": self.response}]
 
 
+def none_as_no_score(values: Any) -> Any:
+    """Return the values of TRL's form, which returns None for a row that it does not score."""
+    return [NO_SCORE if one is None else one for one in values] if isinstance(values, list) else values
+
+
+def from_openrlhf(returned: Any) -> list[Any]:
+    """Return the value of the only row of OpenRLHF's form, which returns lists or tensors of one number."""
+    if not isinstance(returned, Mapping):
+        return [_only(returned)]
+    logs = {name: _only(values) for name, values in (returned.get("extra_logs") or {}).items()}
+    return [{**logs, "score": _only(returned["rewards"])}]
+
+
+def _only(values: Any) -> Any:
+    """Return the number in a list or tensor of one; anything else as it is."""
+    plain = values.tolist() if hasattr(values, "tolist") else values
+    return plain[0] if isinstance(plain, list) and len(plain) == 1 else plain
+
+
 @dataclass(frozen=True)
 class Form:
-    """A form of reward functions.
+    """A form of reward functions: what makes arguments of rows, and values of what a function returns.
 
     Attributes:
-        shown: the form as messages show it.
+        shown: the form as messages show it; **kwargs gets only the parameters that it has.
         own: parameters that are no columns -> the attribute of a row. A function may leave out any but the first one,
             by which its form is recognised.
-        if_named: parameters that **kwargs does not get.
-        per_row: it is called with one row, not with lists.
         optional: the columns that it gets without needing them; None: any.
+        by_position: a function's first parameters are its own, whatever their names.
+        per_row: it is called with one row.
+        with_values: it gets the values of this row, not lists of one.
         raw_prompts: see `InputSpec`.
+        read: returns one value for each row from what a function returned.
     """
 
     shown: str
     own: Mapping[str, str]
-    if_named: tuple[str, ...] = ()
-    per_row: bool = False
     optional: tuple[str, ...] | None = None
+    by_position: bool = False
+    per_row: bool = False
+    with_values: bool = False
     raw_prompts: bool = False
+    read: Callable[[Any], Any] = lambda returned: returned
 
 
 FORMS = (
@@ -114,90 +146,78 @@ FORMS = (
     Form(  # verl's; prompt_str is ours
         "compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs)",
         own={"solution_str": "response", "ground_truth": "label", "prompt_str": "prompt"},
-        if_named=("prompt_str",),
-        per_row=True,
         optional=("data_source", "extra_info"),
+        per_row=True,
+        with_values=True,
+        read=lambda value: [value],
     ),
     Form(  # TRL's
         "f(prompts, completions, **columns)",
         own={"completions": "completion", "prompts": "raw_prompt"},
         raw_prompts=True,
+        read=none_as_no_score,
+    ),
+    Form(  # OpenRLHF's
+        "reward_func(queries, prompts, labels)",
+        own={"queries": "query", "prompts": "prompt", "labels": "label"},
+        optional=(),
+        by_position=True,
+        per_row=True,
+        read=from_openrlhf,
     ),
 )
-
-OPENRLHF = "reward_func(queries, prompts, labels)"
-"""OpenRLHF's form, as messages show it; `queries` are prompts with their responses."""
 
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """A function and its form.
+    """A function of any form, called with rows and returning one value for each.
 
     Attributes:
-        parameters: name -> whether it has no default; without the options.
-        takes_any: it has **kwargs.
+        own: the parameters of its form that it gets -> the attribute of a row.
+        inputs: the fields that it gets.
         options: arguments that it gets in every call.
         home: folder whose modules it imports.
     """
 
     function: Callable[..., Any]
     form: Form
-    parameters: Mapping[str, bool]
-    takes_any: bool
+    own: Mapping[str, str]
+    inputs: InputSpec
     options: JsonObject
     home: Home | None
 
-    @cached_property
-    def inputs(self) -> InputSpec:
-        """The fields that it gets."""
-        columns = [name for name in self.parameters if name not in self.form.own]
-        needed = tuple(name for name in columns if self.parameters[name])
-        optional = None
-        if self.form.optional is not None or not self.takes_any:
-            names = columns if self.form.optional is None else self.form.optional
-            optional = tuple(name for name in names if self._accepts(name) and name not in needed)
-        return InputSpec(needed, optional, self.form.raw_prompts)
+    @property
+    def is_async(self) -> bool:
+        return any(map(inspect.iscoroutinefunction, (self.function, type(self.function).__call__)))
 
-    @cached_property
+    @property
     def mode(self) -> CallMode:
         if not self.form.per_row:
             return "list"
         return "one_async" if self.is_async else "one"
 
-    @cached_property
-    def is_async(self) -> bool:
-        return any(map(inspect.iscoroutinefunction, (self.function, type(self.function).__call__)))
-
     def call(self, rows: Sequence[Row]) -> Any:
-        """Call it with rows: one, if the form is called per row. In a list of a column None stands for rows without
-        it."""
-        columns = dict.fromkeys(name for row in rows for name in row.columns)
-        lists = {name: [row.columns.get(name) for row in rows] for name in columns if self._gets(name)}
-        for name, attribute in self.form.own.items():
-            if self._accepts(name):
-                lists[name] = [getattr(row, attribute) for row in rows]
-        arguments = {name: values[0] for name, values in lists.items()} if self.form.per_row else lists
+        """Return the values of rows, or what awaits them. In a list of a column None stands for rows without it."""
+        columns = dict.fromkeys(name for row in rows for name in row.columns if self._gets(name))
+        arguments = {name: [row.columns.get(name) for row in rows] for name in columns}
+        arguments |= {name: [getattr(row, attribute) for row in rows] for name, attribute in self.own.items()}
+        if self.form.with_values:
+            arguments = {name: only for name, [only] in arguments.items()}
         if self.home is not None:
             self.home.enter()
-        return self._scored(self.function(**arguments, **self.options))
+        returned = self.function(**arguments, **self.options)
+        return self._read_later(returned) if inspect.isawaitable(returned) else self.form.read(returned)
 
     async def call_async(self, rows: Sequence[Row]) -> Any:
-        return self._scored(await self.call(rows))
+        return await self.call(rows)
 
-    def _scored(self, returned: Any) -> Any:
-        """Return what the function returned; TRL's form returns None for a row that it does not score."""
-        if self.form.raw_prompts and isinstance(returned, list):
-            return [NO_SCORE if one is None else one for one in returned]
-        return returned
+    async def _read_later(self, returned: Awaitable[Any]) -> Any:
+        return self.form.read(await returned)
 
     def _gets(self, column: str) -> bool:
         """Return whether it takes a column; rows have columns for other functions, too."""
-        needed = self.inputs.needed
         optional = self.inputs.optional
-        return column not in self.options and (optional is None or column in (*needed, *optional))
-
-    def _accepts(self, name: str) -> bool:
-        return name in self.parameters or (self.takes_any and name not in self.form.if_named)
+        return column not in self.options and (optional is None or column in (*self.inputs.needed, *optional))
 
 
 def is_message(value: Any) -> bool:
@@ -219,42 +239,27 @@ def recognise(function: Callable[..., Any], options: JsonObject, home: Home | No
     parameters = signature.parameters.values()
     names = {one.name: one.default is one.empty for one in parameters if one.kind in BY_NAME}
     takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters)
-    for form in FORMS:
-        if next(iter(form.own)) not in names:
-            continue
-        for name in options:
-            if name in form.own or not (takes_any or name in names):
-                raise BadFunction(f"takes no option {name!r} of reward.options; its parameters are {', '.join(names)}")
-        others = {name: is_needed for name, is_needed in names.items() if name not in options}
-        return RewardFunction(function, form, others, takes_any, options, home)
-    if "queries" in names:
-        return recognise(_of_openrlhf(function), options, home)
-    try:
-        signature.bind("prompts", "responses", "labels")
-    except TypeError as error:
-        expected = ", or ".join([*(form.shown for form in FORMS), OPENRLHF])
-        raise BadFunction(f"takes {str(signature):.{MAX_SHOWN}}; expected {expected}") from error
-    return recognise(lambda prompts, responses, labels: function(prompts, responses, labels), options, home)
-
-
-def _of_openrlhf(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function in verl's form for one of OpenRLHF's, which gets lists of one text and returns lists or tensors
-    of one number."""
-
-    def score(solution_str: str, ground_truth: Any, prompt_str: str) -> Any:
-        returned = function([prompt_str + solution_str], [prompt_str], [ground_truth])
-        if not isinstance(returned, Mapping):
-            return _only(returned)
-        logs = {name: _only(values) for name, values in (returned.get("extra_logs") or {}).items()}
-        return {**logs, "score": _only(returned["rewards"])}
-
-    return score
-
-
-def _only(values: Any) -> Any:
-    """Return the number in a list or tensor of one; anything else as it is."""
-    plain = values.tolist() if hasattr(values, "tolist") else values
-    return plain[0] if isinstance(plain, list) and len(plain) == 1 else plain
+    form = next((form for form in FORMS if next(iter(form.own)) in names), None)
+    if form is None:
+        try:
+            signature.bind("prompts", "responses", "labels")
+        except TypeError as error:
+            expected = ", or ".join(form.shown for form in FORMS)
+            raise BadFunction(f"takes {str(signature):.{MAX_SHOWN}}; expected {expected}") from error
+        return recognise(lambda prompts, responses, labels: function(prompts, responses, labels), options, home)
+    known = dict(zip(names, form.own.values(), strict=False)) if form.by_position else form.own
+    for name in options:
+        if name in known or not (takes_any or name in names):
+            raise BadFunction(f"takes no option {name!r} of reward.options; its parameters are {', '.join(names)}")
+    any_of = form.shown if takes_any else ""  # prompt_str is not verl's
+    own = {name: attribute for name, attribute in known.items() if name in names or name in any_of}
+    columns = [name for name in names if name not in (*known, *options)]
+    needed = tuple(name for name in columns if names[name])
+    optional = None
+    if form.optional is not None or not takes_any:
+        offered = columns if form.optional is None else [name for name in form.optional if takes_any or name in columns]
+        optional = tuple(name for name in offered if name not in needed)
+    return RewardFunction(function, form, own, InputSpec(needed, optional, form.raw_prompts), options, home)
 
 
 class RewardHost:

@@ -17,14 +17,15 @@ BUILTIN = {
     "gsm8k": f"{ANSWERS}:gsm8k",
     "math": f"{ANSWERS}:math",
     "think_answer": "megappo.userland.graders.formats:think_answer",
-    "code": "megappo.userland.graders.code:code",
-    "http": "megappo.userland.graders.remote:http",
-    "engine": "megappo.userland.graders.remote:engine",
-    "judge": "megappo.userland.graders.remote:judge",
+    "code": "megappo:code",
+    "http": "megappo:http",
+    "engine": "megappo:engine",
+    "judge": "megappo:judge",
     "repetition": "megappo.userland.graders.formats:repetition",
 }
 """reward.function -> module:function. Beside a function NAME that grades by a label there is NAME_label, which raises
-ValueError if it cannot."""
+ValueError if it cannot. Functions of `megappo` itself run programs or request scores: no module of the core imports
+them."""
 WAITING = ("http", "engine")
 """Built-in functions of lists that wait for others: they get many rows at once, however long they take."""
 
@@ -75,9 +76,12 @@ def parse_spec(spec: str, key: str = "reward.function", builtin: Mapping[str, st
         if not Path(source).is_file():
             raise ValueError(f"{key} {spec!r}: no file {source}{looked_in(source)}: correct the path")
         return Spec(name, str(Path(source).resolve()))
-    if name.isidentifier() and all(part.isidentifier() for part in source.split(".")):
-        return Spec(name, _file_of(source), source)
     names = "".join(f"{name}, " for name in builtin)
+    if name.isidentifier() and all(part.isidentifier() for part in source.split(".")):
+        file = _file_of(source)
+        if not file and source.startswith("megappo."):
+            raise ValueError(f"{key} {spec!r}: megappo has no module {source}; expected {names}or a module of your own")
+        return Spec(name, file, source)
     kind = "CLASS" if key.endswith(".environment") else "FUNCTION"
     if not source and spec.endswith(".py"):
         raise ValueError(f"{key} {spec!r}: name the {kind.lower()} in the file, too: {spec}:{kind}")

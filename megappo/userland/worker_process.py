@@ -16,6 +16,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from megappo.errors import ActionableError
 from megappo.runtime.heartbeat import heartbeat
 from megappo.runtime.keeper import KILL_TIMEOUT_SECONDS, ask_to_end
 from megappo.runtime.machine import PYTHON, for_python, unbound
@@ -47,14 +48,7 @@ class CallError(Exception):
         index: number of the row that is to blame; None: unknown.
     """
 
-    def __init__(
-        self,
-        reason: str,
-        *,
-        is_late: bool = False,
-        has_raised: bool = False,
-        index: int | None = None,
-    ):
+    def __init__(self, reason: str, *, is_late: bool = False, has_raised: bool = False, index: int | None = None):
         super().__init__(reason)
         self.is_late = is_late
         self.has_raised = has_raised
@@ -247,10 +241,15 @@ class WorkerPool(AbstractContextManager):
         memory_limit_gib: memory that a process may take; None: any.
         pass_env: variables that the workers get although their names suggest secrets.
     Attributes:
+        kind: what the code is, for messages.
+        error: type of errors of the code.
         workers: the workers in use.
         description: description of the code.
         takes: the fields of a record that it gets.
     """
+
+    kind: str
+    error: type[ActionableError]
 
     def __init__(
         self,
@@ -281,9 +280,9 @@ class WorkerPool(AbstractContextManager):
             raise self.fault(str(error)) from error
         self.takes = self.description.inputs
 
-    def fault(self, reason: str) -> Exception:
+    def fault(self, reason: str) -> ActionableError:
         """Return an error that names the code and the remedy."""
-        raise NotImplementedError
+        return self.error(f"{self.kind} {self.spec} {reason}\nfix it, or choose another {self.kind}")
 
     def close(self) -> None:
         """End all workers and what they started. May be called again."""

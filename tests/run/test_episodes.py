@@ -184,4 +184,4 @@ def test_an_environment_that_raises_ends_the_run_with_a_message(config: Path, fo
     with Program(folder / "program", config, *settings) as program:
         assert program.wait() == 1, program.output
     assert program.output.count("Sevens step raised ZeroDivisionError: division by zero") == 1
-    assert "fix it, or choose another one" in program.output
+    assert "fix it, or choose another environment" in program.output

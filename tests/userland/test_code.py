@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from reward_pools import rows_of
 
-from megappo.userland.graders.code import _tried, code, program_in, trials_of
+from megappo.lab.graders.code import _tried, code, program_in, trials_of
 from megappo.userland.rewards import load_reward
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -237,7 +237,7 @@ program = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *step) for s
 libc = ctypes.CDLL(None)
 assert libc.prctl(38, 1, 0, 0, 0) == 0
 assert libc.prctl(22, 2, struct.pack("@HP", len(steps), ctypes.addressof(program)), 0, 0) == 0
-from megappo.userland.graders.code import code
+from megappo.lab.graders.code import code
 label = {"inputs": [""], "outputs": ["1"]}
 print(code("print(1)", label, unprotected=True)["score"])
 code("print(1)", label)

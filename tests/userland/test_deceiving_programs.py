@@ -2,7 +2,7 @@
 
 import pytest
 
-from megappo.userland.graders.code import code
+from megappo.lab.graders.code import code
 
 LOOKS = {
     "frames": """

@@ -69,6 +69,9 @@ def f(responses, labels):
 """
 
 
+TOGETHER = "def f(responses):\n    return [{1: 1.0}[len(responses)]]\n"
+
+
 @pytest.mark.parametrize("harm", ["hangs", "dies", "nonsense"])
 def test_of_rows_in_one_call_each_is_asked_about_alone(tmp_path: Path, harm: str):
     with load(tmp_path, LISTS, num_workers=2, timeout_seconds=1.0, on_error="zero") as pool:
@@ -97,10 +100,11 @@ def test_a_function_of_lists_that_fails_for_all_rows_is_given_up(tmp_path: Path)
         (LISTS, "raises", "response '1' to prompt 'p1' (record 11)"),
         (LISTS, "wrong", "response '1' to prompt 'p1' (record 11)"),
         (LISTS, "dies", "2 responses, of which the first is '0'"),
+        (TOGETHER, "well", "2 responses, of which the first is '0'"),
     ],
 )
 def test_an_error_that_is_raised_names_the_row(tmp_path: Path, body: str, harm: str, named: str):
-    """Name it for several rows in one call, too, if it fails alone in the same way. The worker has no frames in it."""
+    """In a call of several rows it is the row that fails alone, if one does. No frame of the worker is shown."""
     pool = load(tmp_path, body)
     with pytest.raises(RewardError, match=rf"\nit was scoring {re.escape(named)}") as caught:
         scored(pool.begin(), rows("well", harm))

@@ -130,13 +130,15 @@ def test_verls_form_is_called_for_each_row_and_of_a_dictionary_the_score_counts(
 def test_openrlhfs_form_gets_one_row_in_lists_with_the_whole_text(tmp_path: Path):
     body = """
         import numpy as np
-        def f(queries, prompts, labels, **kwargs):
-            assert (queries, kwargs) == ([prompts[0] + f"r{labels[0]}"], {})
+        def f(queries, texts, labels, level, limit, **kwargs):
+            assert (queries, kwargs) == ([texts[0] + f"r{labels[0]}"], {})
+            assert (level, limit) == ([labels[0] + 1], 3)
             if labels[0] == 2:
                 return np.array([0.25])
             return {"rewards": np.array([labels[0]]), "scores": [9.0], "extra_logs": {"length": np.array(4.0)}}
     """
-    with load(tmp_path, body) as pool:
+    with load(tmp_path, body, options={f"{tmp_path}/reward.py:f": {"limit": 3}}) as pool:
+        assert pool.takes == InputSpec(("level",))
         assert score(pool) == [0.0, 1.0, 0.25]
 
 

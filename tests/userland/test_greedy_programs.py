@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megappo.userland.graders.code import code
-from megappo.userland.graders.jail import MAX_CREATED, MAX_OPEN_FILES, MAX_THREADS
+from megappo.lab.graders.code import code
+from megappo.lab.graders.jail import MAX_CREATED, MAX_OPEN_FILES, MAX_THREADS
 
 TRIES = """
 def taken(take, most):

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from megappo.userland.graders import answers, formats, remote
-from megappo.userland.graders.code import program_in
+from megappo.lab.graders import remote
+from megappo.lab.graders.code import program_in
+from megappo.userland.graders import answers, formats
 
 ROOT = Path(__file__).resolve().parents[2]
 PIECES = (

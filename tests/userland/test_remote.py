@@ -11,7 +11,7 @@ import pytest
 from reward_pools import rows_of
 from waiting import wait_until
 
-from megappo.userland.graders.remote import SCORE
+from megappo.lab.graders.remote import SCORE
 from megappo.userland.rewards import RewardError, RewardPool, load_reward
 
 

@@ -211,6 +211,7 @@ def test_a_file_that_cannot_be_loaded_is_an_error_at_once(tmp_path: Path, body: 
         (":f", "expected exact_match, "),
         ("reward.py:not a name", "expected exact_match, "),
         ("nowhere.py:f", "no file nowhere.py"),
+        ("megappo.userland.graders.code:code", "megappo has no module .*; expected exact_match, .* code, "),
     ],
 )
 def test_a_malformed_name_is_refused_without_starting_anything(spec: str, message: str):

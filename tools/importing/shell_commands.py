@@ -21,7 +21,7 @@ from typing import NamedTuple
 from megappo.config.config_error import ConfigError
 from megappo.config.sources import LARGEST_FILE
 from megappo.config.text_files import TextFileError, read_text
-from megappo.userland.graders.jail import EXECUTE, READ_DIR, READ_FILE, REFUSED, Unprotected, confine
+from megappo.lab.graders.jail import EXECUTE, READ_DIR, READ_FILE, REFUSED, Unprotected, confine
 
 PREAMBLE = Path(__file__).with_name("bash_preamble.sh")
 TOOLS = (

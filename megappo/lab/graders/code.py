@@ -146,7 +146,7 @@ def _tried(job: JsonObject) -> Iterator[JsonObject]:
         RuntimeError: programs cannot be tried or confined here.
     """
     environment = {"PATH": os.defpath, "PYTHONPATH": str(PACKAGE_ROOT), "OMP_NUM_THREADS": "1", "LANG": "C.UTF-8"}
-    command = [*PYTHON, "-s", "-m", "megappo.userland.graders.trial"]
+    command = [*PYTHON, "-s", "-m", "megappo.lab.graders.trial"]
     with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as errors:
         given.write(json.dumps(job).encode())
         given.seek(0)

@@ -1,4 +1,4 @@
-"""Tries a program on tests, each in a confined process of its own: `python -m megappo.userland.graders.trial`.
+"""Tries a program on tests, each in a confined process of its own: `python -m megappo.lab.graders.trial`.
 
 Reads from its input, as JSON, what `code.code` sends. Writes lines of JSON: {"unprotected": why} alone, or {} and then
 for each test {"status": the exit code, null after too long, "output": what the program wrote, or what its function
@@ -26,9 +26,9 @@ from functools import partial
 from types import ModuleType
 from typing import IO, Any, NamedTuple
 
+from megappo.lab.graders.jail import Unprotected, answer, confine, limit, supervise
+from megappo.lab.graders.remote_calls import run_test, serve_names
 from megappo.runtime.keeper import die_with
-from megappo.userland.graders.jail import Unprotected, answer, confine, limit, supervise
-from megappo.userland.graders.remote_calls import run_test, serve_names
 
 FILE_BYTES = 2**22 + 1
 """Largest file of a program, which may create jail.MAX_CREATED of them."""
