@@ -157,6 +157,18 @@ def allow_torch_attention() -> None:
         model_hook.attention_backends_of = lambda arguments: ("intel_amx", "intel_amx")
 
 
+def absorb_latent_attention() -> None:
+    """Let SGLang serve DeepSeek on a CPU by torch's attention. Call it in the scheduler, before a model computes.
+
+    The kernels for GPUs get the keys and values of a new prompt for every head; torch's attention would read these from
+    its cache, which has their latent vector alone (sglang/srt/layers/attention/torch_native_backend.py). So prompts are
+    computed as further tokens are: by the latent vector, with projections of queries and results in their place.
+    """
+    from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry, AttnForwardMethod
+
+    AttentionBackendRegistry.register("torch_native", lambda attention, batch: AttnForwardMethod.MLA)
+
+
 def fork_on_cpu(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Fork the schedulers on a CPU, which saves most of the start time and half the memory.
 
