@@ -20,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from megappo.config.hub import cached_model
-from megappo.runtime.machine import PYTHON, for_python
+from megappo.runtime.machine import PYTHON, SET_BY_TORCHRUN, for_python
 from megappo.runtime.status import STATUS
 from megappo.table import resolved
 
@@ -59,6 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     args = _parser().parse_args(words)
+    _forget_other_launchers()
     fault = None if "WORLD_SIZE" in os.environ else resolved(FAULT)(args)
     if fault:  # before the slow imports
         print(f"error: {fault}", file=sys.stderr)
@@ -73,6 +74,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return resolved(EXECUTE)(args)
     finally:
         STATUS.stop()
+
+
+def _forget_other_launchers() -> None:
+    """Remove torchrun's variables unless all are there: a cluster sets some of them for a process that is no rank."""
+    if not all(name in os.environ for name in SET_BY_TORCHRUN):
+        for name in SET_BY_TORCHRUN:
+            os.environ.pop(name, None)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -151,7 +151,8 @@ def engine_fit_errors(architecture: Architecture, num_ranks: int) -> Errors:
 
     SGLang repeats key-value heads where there are fewer. It reads only `full_attention_interval` about layers with
     linear attention (0.5.23, srt/configs/qwen3_next.py), and only `rope_theta` and `rope_scaling` about OLMo 3's rotary
-    positions (srt/configs/olmo3.py), which folders that transformers has written lack.
+    positions (srt/configs/olmo3.py), which folders that transformers has written lack. DeepSeek-V2's experts are always
+    in groups there (srt/models/deepseek_v2.py).
     """
     heads = architecture.num_heads
     setting = f"rollout.tensor_parallel {num_ranks}"
@@ -163,11 +164,17 @@ def engine_fit_errors(architecture: Architecture, num_ranks: int) -> Errors:
                 f"{setting} neither divides {key} {shared} of {architecture.file} nor is a multiple of it: choose one "
                 "that does"
             )
+    raw = architecture.raw_config
+    if raw.get("topk_method") == "greedy" and (raw.get("topk_group") or 1) < (raw.get("n_group") or 1):
+        yield (
+            f"{architecture.file}: topk_method is greedy, but SGLang would choose experts from topk_group of n_group "
+            "groups only: set both to 1"
+        )
     if architecture.family.flat_rope:
         base = architecture.rope.base
-        nested = architecture.raw_config.get("rope_parameters") or {}
+        nested = raw.get("rope_parameters") or {}
         read = {"rope_theta": base, "rope_scaling": nested.get("full_attention")}
-        if lacking := {key: value for key, value in read.items() if value and not architecture.raw_config.get(key)}:
+        if lacking := {key: value for key, value in read.items() if value and not raw.get(key)}:
             yield (
                 f"{architecture.file}: SGLang reads rope_theta and rope_scaling, not rope_parameters: add "
                 f"{json.dumps(lacking)[1:-1]} to it"

@@ -55,7 +55,7 @@ from megappo.runtime import megatron_setup, platform
 from megappo.runtime.failure import report, report_failed_threads
 from megappo.runtime.heartbeat import heartbeat
 from megappo.runtime.listening import stay_on_this_node
-from megappo.runtime.machine import bind, bind_near
+from megappo.runtime.machine import ONLY_RANK, SET_BY_TORCHRUN, bind, bind_near
 from megappo.runtime.watchdog import Watchdog
 from megappo.table import resolved
 
@@ -67,9 +67,6 @@ BUILD = "megappo.trainer.main:build_run"
 OUTLOOK = "megappo.lab.outlook:outlook_of"
 """Imported while the engine starts: the report reads Parquet files, whose library takes long to import."""
 A_DAY = timedelta(days=1)
-ONLY_RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-"""Variables that torchrun sets, as a run of one process has them."""
-SET_BY_TORCHRUN = (*ONLY_RANK, "MASTER_ADDR", "MASTER_PORT")
 
 
 def main() -> int:

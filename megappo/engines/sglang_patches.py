@@ -119,6 +119,7 @@ def install_hooks(*, of_run: bool = False) -> None:
         ),
         "sglang.srt.server_args.PortArgs.init_new": (name_shared_memory, HookType.AFTER),
         "sglang.srt.mem_cache.pool_host.common._cuda_host_register": (register_with_cuda, HookType.AROUND),
+        "sglang.srt.configs.update_config.get_moe_padding_size": (keep_sizes, HookType.AROUND),
     }
     if of_run:
         handle_output = "sglang.srt.managers.tokenizer_manager.TokenizerManager._handle_batch_output"
@@ -156,6 +157,18 @@ def allow_torch_attention() -> None:
         model_hook.attention_backends_of = lambda arguments: ("intel_amx", "intel_amx")
 
 
+def absorb_latent_attention() -> None:
+    """Let SGLang serve DeepSeek on a CPU by torch's attention. Call it in the scheduler, before a model computes.
+
+    The kernels for GPUs get the keys and values of a new prompt for every head; torch's attention would read these from
+    its cache, which has their latent vector alone (sglang/srt/layers/attention/torch_native_backend.py). So prompts are
+    computed as further tokens are: by the latent vector, with projections of queries and results in their place.
+    """
+    from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry, AttnForwardMethod
+
+    AttentionBackendRegistry.register("torch_native", lambda attention, batch: AttnForwardMethod.MLA)
+
+
 def fork_on_cpu(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Fork the schedulers on a CPU, which saves most of the start time and half the memory.
 
@@ -183,6 +196,15 @@ def register_with_cuda(original: Any, *args: Any, **kwargs: Any) -> None:
     (sglang/srt/state_capturer/base.py)."""
     if torch.cuda.is_available():
         original(*args, **kwargs)
+
+
+def keep_sizes(original: Any, weight_block_size: list[int] | None) -> int:
+    """Pad the sizes of MLPs on a CPU only where blocks of quantized weights need it.
+
+    SGLang pads them to a multiple of 32 for kernels of sgl_kernel that PyPI does not have, and adapters keep their own
+    size: their engine would end at the first sync. No argument turns it off (sglang/srt/configs/update_config.py).
+    """
+    return 1 if weight_block_size is None else original(weight_block_size)
 
 
 def refuse_empty_prompt(manager: Any, request: Any, input_ids: list[int] | None) -> None:

@@ -17,6 +17,9 @@ from urllib.parse import urlsplit
 
 PYTHON = (sys.executable, "-P")
 """Starts a process of this program: files of the working folder must not hide what is installed."""
+ONLY_RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+"""Variables that torchrun sets, as a run of one process has them."""
+SET_BY_TORCHRUN = (*ONLY_RANK, "MASTER_ADDR", "MASTER_PORT")
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 DEVICE = re.compile(r"\s*(\d+|(GPU|MIG)-\S+)\s*")
 _BEFORE: list[set[int]] = []

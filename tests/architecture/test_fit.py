@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from published_configs import OLMO_3, QWEN_3_NEXT
+from tiny_shapes import QWEN2, V2
 
 from megappo.architecture.fit import engine_fit_errors
 from megappo.architecture.parsing import parse
@@ -33,6 +34,13 @@ def test_other_patterns_are_refused(layers: list[str], message: str) -> None:
     config = {key: value for key, value in QWEN_3_NEXT.items() if key != "full_attention_interval"}
     (error,) = errors(config | {"layer_types": layers})
     assert error.startswith("model/config.json") and message in error
+
+
+def test_a_greedy_router_has_no_groups_for_sglang_to_choose_from() -> None:
+    greedy = QWEN2 | V2 | {"topk_method": "greedy", "scoring_func": "softmax", "norm_topk_prob": False}
+    (error,) = errors(greedy | {"n_group": 4, "topk_group": 2})
+    assert error.endswith("choose experts from topk_group of n_group groups only: set both to 1")
+    assert errors(greedy | {"n_group": 1, "topk_group": 1}) == [] == errors(greedy | {"topk_group": 4})
 
 
 def test_olmo3_has_the_keys_that_sglang_reads() -> None:

@@ -13,7 +13,7 @@ from megappo.runtime import platform
 
 SHOWN = ("heads", "attention")
 """On a CPU; the others are slow ones there."""
-ON_GPUS = ("whole_run_te", "whole_run_fp8", "whole_run_gpt_oss", "whole_run_linear", "whole_run_mla")
+ON_GPUS = ("whole_run_te", "whole_run_fp8", "whole_run_gpt_oss", "whole_run_linear")
 LEFT_OUT = ("doctor", *(() if platform.has_cuda() else ON_GPUS))
 """The doctor has tests of its own; the others need a GPU."""
 HELPERS = {"common", "engines", "runs", "served"}

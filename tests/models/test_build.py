@@ -103,7 +103,8 @@ MIXTURES = {
     "deepseek v2 lite": ("deepseek_v2", DEEPSEEK_V2 | {"q_lora_rank": None, "first_k_dense_replace": 0}),
     "deepseek v2, best of each group": (
         "deepseek_v2",
-        DEEPSEEK_V2 | {"topk_method": "group_limited_greedy", "topk_group": 3, "rope_parameters": PLAIN_ROPE},
+        DEEPSEEK_V2
+        | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 3, "rope_parameters": PLAIN_ROPE},
     ),
     "deepseek v3": ("deepseek_v3", DEEPSEEK_V3),
     "deepseek v3, queries not latent": (

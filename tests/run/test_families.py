@@ -9,6 +9,7 @@ import pytest
 import torch
 from program import Program, logged
 from safetensors.torch import load_file
+from tiny_shapes import DEEPSEEK_V2, DEEPSEEK_V3
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -65,6 +66,8 @@ MODELS = {
         **{"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "first_k_dense_replace": 1},
         **{"attention_bias": True, "use_qk_norm": True, "head_dim": 16, "vocab_size": 27, "num_mtp_layers": 0},
     },
+    "deepseek_v2": DEEPSEEK_V2 | {"q_lora_rank": None, "max_position_embeddings": 64, "vocab_size": 34},
+    "deepseek_v3": DEEPSEEK_V3 | {"head_dim": 8, "max_position_embeddings": 64, "vocab_size": 36},
 }
 MODELS["llama"]["rope_parameters"] = {
     **{"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 8},
@@ -94,6 +97,8 @@ LAYOUTS = {
     "mixtral": ("{tensor: 2, sequence: true, expert: 2}", "{pipeline: 2, pipeline_split: [1, 2]}"),
     "qwen3_moe": ("{tensor: 1, expert: 2}", "{pipeline: 1, context: 2, expert_tensor: 2}"),
     "glm4_moe": ("{tensor: 1, expert: 2}", "{pipeline: 2, pipeline_split: [1, 2]}"),
+    "deepseek_v2": ("{tensor: 2, sequence: true, expert: 2}", "{pipeline: 2, pipeline_split: [1, 2]}"),
+    "deepseek_v3": ("{tensor: 1, expert: 2}", "{pipeline: 1, tensor: 2, sequence: true}"),
 }
 BALANCING = {
     "mixtral": ["actor.router.aux_loss_coef=0.01"],
@@ -102,6 +107,7 @@ BALANCING = {
         "actor.router.bias_update_rate=0.01",
         "critic.router={seq_aux_loss_coef: 0.01, bias_update_rate: 0.01}",
     ],
+    "deepseek_v3": ["actor.router.bias_update_rate=0.01"],
 }
 """Settings by which a mixture of experts balances its load."""
 

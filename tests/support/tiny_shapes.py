@@ -43,7 +43,10 @@ LATENT = {
     "moe_layer_freq": 1,
 }
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 500.0}
-DEEPSEEK_V2 = LATENT | {"topk_method": "greedy", "scoring_func": "softmax", "norm_topk_prob": False}
+DEEPSEEK_V2 = LATENT | {
+    **{"topk_method": "greedy", "scoring_func": "softmax", "norm_topk_prob": False},
+    **{"n_group": 1, "topk_group": 1},
+}
 DEEPSEEK_V3 = LATENT | {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True}
 GLM4_MOE = {
     "head_dim": 16,

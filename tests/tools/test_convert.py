@@ -64,6 +64,14 @@ def test_any_layout_reads_what_any_other_wrote(qwen2: Path, tmp_path: Path) -> N
     assert printed == "equal to the bit: 51 tensors, 37,088 parameters\n"
 
 
+def test_a_clusters_variables_make_no_rank(qwen2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kubeflow sets some of torchrun's variables for every process of a pod."""
+    for name, value in {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "head", "MASTER_PORT": "23456"}.items():
+        monkeypatch.setenv(name, value)
+    convert("hf-to-megatron", qwen2, tmp_path / "megatron")
+    convert("verify", qwen2, tmp_path / "megatron")
+
+
 def test_another_dtype(qwen2: Path, megatron: Path, tmp_path: Path) -> None:
     printed = convert("megatron-to-hf", megatron, tmp_path / "bf16", "--dtype", "bf16")
     assert printed.endswith("0.07 MiB in bf16\n")

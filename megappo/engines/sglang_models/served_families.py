@@ -20,6 +20,10 @@ from sglang.srt.models.qwen2_moe import Qwen2MoeForCausalLM
 from sglang.srt.models.qwen3 import Qwen3ForCausalLM
 from sglang.srt.models.qwen3_moe import Qwen3MoeForCausalLM
 
+from megappo.engines.sglang_patches import absorb_latent_attention
+
+absorb_latent_attention()
+
 EntryClass = [
     *(DeepseekV2ForCausalLM, DeepseekV3ForCausalLM, Glm4ForCausalLM, Glm4MoeForCausalLM, LlamaForCausalLM),
     *(MistralForCausalLM, MixtralForCausalLM, Qwen2ForCausalLM, Qwen2MoeForCausalLM, Qwen3ForCausalLM),
