@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from megappo.errors import EXIT_CONFIG, ActionableError, escaped
 
 Errors = Iterator[str]
-"""What is wrong, a line each: the thing, what was expected, what was found and the remedy."""
+"""Messages of errors: the thing, what was expected, what was found, and the remedy."""
 LONGEST_VALUE = 80
 """Characters of a wrong value that an error repeats."""
 LONGEST_ERROR = 1000
