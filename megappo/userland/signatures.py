@@ -6,7 +6,7 @@ Worker processes import this, so it uses the standard library alone.
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial, reduce
+from functools import cached_property, partial, reduce
 from operator import or_
 from typing import Any, Literal, NamedTuple
 
@@ -186,7 +186,7 @@ class RewardFunction:
     options: JsonObject
     home: Home | None
 
-    @property
+    @cached_property
     def is_async(self) -> bool:
         return any(map(inspect.iscoroutinefunction, (self.function, type(self.function).__call__)))
 
