@@ -89,9 +89,7 @@ def test_killed_and_resumed(config: Path, run: Path, folder: Path) -> None:
 
 @pytest.mark.slow  # that a session continues what was aborted is in tests/rollouts/test_sampler.py
 def test_unfinished_responses_continue(config: Path, folder: Path) -> None:
-    """When step 1 is done, the engine still has most of four batches to sample, as it decodes few responses at once. So
-    it decodes at the checkpoint: it requests the next four responses while the last of the four before is in progress.
-    """
+    """Once a response of step 2's prompts is finished, the engine has further ones in progress: it decodes few at once."""
     out, record = folder / "out", folder / "record"
     keys = (
         "rollout.keep_partial=true",
@@ -102,7 +100,7 @@ def test_unfinished_responses_continue(config: Path, folder: Path) -> None:
     further = ("rollout.max_staleness=4", f"trainer.output_dir={out}", f"trainer.record_rollouts={record}")
     arguments = (config, *AHEAD, *keys, *further)
     with Program(folder / "1", *arguments) as program:
-        program.wait_until(lambda: has_logged(out, 1))
+        program.wait_until(lambda: any((out / "ahead").glob("engine_*_version_00000001.jsonl")))
         program.process.send_signal(signal.SIGTERM)
         assert program.wait() == 75, program.output
     finished = finished_responses(out)

@@ -68,7 +68,7 @@ def check_that_it_goes_on(config: Path, folder: Path, record: Path, *settings: s
         program.wait_until(lambda: (record / "step_00000004.safetensors").exists())
         program.process.terminate()
         assert program.wait() == 75, program.output
-    assert f"continuing after step 2, the last of {record} that " in program.output
+    assert f"continuing after step 2, the last one in {record} with " in program.output
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
     out = Path(settings[0].partition("=")[2])
     assert [one["step"] for one in logged(out)] == list(range(1, len(list(record.iterdir())) + 1))
