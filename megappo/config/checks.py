@@ -5,13 +5,14 @@ Contradictions within one section stand beside its keys, as do the conditions un
 
 import re
 from collections.abc import Iterator
+from functools import partial
 from operator import attrgetter
 
 from megappo.config.config_error import Errors, shorten, show
 from megappo.config.eval_sets import TRAINING, Task, context_errors, eval_sets, tasks, training_task
 from megappo.config.kind_checks import example_errors, hang_errors, offload_errors, size_errors
 from megappo.config.model_checks import model_errors
-from megappo.config.recipes import RECIPES, Recipe
+from megappo.config.recipes import RECIPES
 from megappo.config.schema import Config
 from megappo.config.score_checks import reward_model_errors, shapings
 from megappo.config.values import LARGEST_PORT, ReadIf, Section
@@ -107,7 +108,7 @@ def _unread(
         if isinstance(value, Section) and (field.default is not None or value.model_fields_set):
             yield from _unread(config, value, f"{key}.", conditions, is_optional or field.default is None)
         elif is_set:
-            of_recipe = ReadIf("trainer.kind", lambda config, key=key: _is_named(config.recipe, key))
+            of_recipe = ReadIf("trainer.kind", partial(_is_named, key))
             unmet = next((one for one in (of_recipe, *conditions) if _is_unread(config, key, one)), None)
             if unmet is not None:
                 switch = unmet.switch
@@ -115,9 +116,9 @@ def _unread(
                 yield key, value, f"has no effect, as {reason}: drop it, or change {switch}"
 
 
-def _is_named(recipe: Recipe, key: str) -> bool:
-    """Return whether a recipe names a key, or none does."""
-    return recipe.names(key) or not any(other.names(key) for other in RECIPES.values())
+def _is_named(key: str, config: Config) -> bool:
+    """Return whether the run's recipe names a key, or none does."""
+    return config.recipe.names(key) or not any(recipe.names(key) for recipe in RECIPES.values())
 
 
 def _is_unread(config: Config, key: str, condition: ReadIf) -> bool:

@@ -9,7 +9,7 @@ from megappo.config.checks import config_errors
 from megappo.config.describe import keys
 from megappo.config.loading import load_config
 from megappo.config.model_sections import RewardModel
-from megappo.config.recipes import OF_PPO, RECIPES
+from megappo.config.recipes import ACTOR_KEYS, OF_PPO, RECIPES, ROLLOUT_KEYS, Recipe
 from megappo.config.schema import Actor, Algorithm, Config, Critic, Reward
 from megappo.config.values import ReadIf
 
@@ -107,6 +107,13 @@ def test_a_recipe_reads_keys_that_there_are():
         assert set(recipe.reads) <= known, name
         assert recipe.names("actor.optim.lr") == (recipe.trains != "reward_model")
         assert recipe.names("rollout.n") == recipe.has_rollouts
+
+
+def test_a_recipe_of_ones_own_refuses_keys_that_it_does_not_name(refusals, monkeypatch):
+    components = "megappo.placement.components:of_learner"
+    monkeypatch.setitem(RECIPES, "own", Recipe("own:build", "own:loop", components, (*ROLLOUT_KEYS, *ACTOR_KEYS)))
+    (error,) = refusals("trainer.kind=own", "actor.clip_ratio=0.3", "rollout.n=4", "actor.optim.lr=1e-4")
+    assert "actor.clip_ratio 0.3 has no effect, as trainer.kind is own: drop it, or change trainer.kind" in error
 
 
 def test_a_method_reads_keys_of_its_section():
