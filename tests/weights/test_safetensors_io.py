@@ -1,4 +1,5 @@
-"""Reading and writing folders of safetensors; the oracle is the safetensors library's own load_file."""
+"""Reading and writing folders of safetensors; the oracles are the safetensors library's own load_file and, for MXFP4,
+transformers."""
 
 import json
 from pathlib import Path
@@ -6,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from megappo.errors import ActionableError
-from megappo.weights.safetensors_io import INDEX, SINGLE, HFFolder, ShardedWriter
+from megappo.weights.safetensors_io import INDEX, SINGLE, HFFolder, ShardedWriter, dequantize
 
 TENSORS = {
     "a.weight": torch.arange(24.0).view(6, 4),
@@ -72,6 +74,14 @@ def test_an_index_that_disagrees_with_its_files_is_refused(tmp_path: Path) -> No
     (folder / INDEX).write_text(json.dumps({"weight_map": {"x": "../one.safetensors"}}))
     with pytest.raises(ValueError, match="its own folder"):
         HFFolder(folder)
+
+
+def test_numbers_of_mxfp4_are_those_of_transformers() -> None:
+    generator = torch.Generator().manual_seed(0)
+    blocks = torch.randint(256, (2, 6, 3, 16), dtype=torch.uint8, generator=generator)
+    scales = torch.randint(110, 135, blocks.shape[:-1], dtype=torch.uint8, generator=generator)
+    expected = convert_moe_packed_tensors(blocks, scales)  # [experts, in, out]
+    assert torch.equal(dequantize(blocks, scales), expected.transpose(1, 2))
 
 
 def test_writer_makes_one_file_or_numbered_shards_with_an_index(tmp_path: Path) -> None:
