@@ -214,7 +214,20 @@ def _check_added(rank: int, world_size: int, cases: list[Case]) -> None:
     _check_logits(rank, world_size, cases)
 
 
-@pytest.mark.parametrize("name", slow_ones(MIXTURES, {"gpt oss", "qwen3.5 moe", "minimax m2"}))
+SLOW_MIXTURES = {"gpt oss", "qwen3.5 moe", "minimax m2"}
+
+
+def test_logits_of_the_other_models_equal_hugging_face_on_one_rank(tmp_path: Path) -> None:
+    """The rotary positions, norms and factors of a family are the same in every layout."""
+    cases = []
+    for name, (model_type, changes) in (MODELS | MIXTURES).items():
+        if name in SLOW_MODELS | SLOW_MIXTURES:
+            folder = hf_folder(tmp_path / name, model_type, **changes)
+            cases.append(Case(name, folder, _hf_logits(folder), LAYOUTS["tp1"]))
+    run_ranks(1, _check_logits, cases)
+
+
+@pytest.mark.parametrize("name", slow_ones(MIXTURES, SLOW_MIXTURES))
 def test_logits_of_mixtures_equal_hugging_face_in_layouts(name: str, tmp_path: Path) -> None:
     model_type, changes = MIXTURES[name]
     folder = hf_folder(tmp_path, model_type, **changes)

@@ -188,8 +188,10 @@ def test_the_loss_of_a_critic(tmp_path: Path) -> None:
     check(with_score(softmax(tmp_path)), "critic", ROW_CASES["ep2"], Router(seq_aux_loss_coef=COEF), BY_ROW)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["one rank, small micro-batches", "ep2 cp2 tp2 sp", "pp2 vpp2, full recompute", "ep2"])
+OF_BIASES = ("one rank, small micro-batches", "ep2 cp2 tp2 sp", "pp2 vpp2, full recompute", "ep2")
+
+
+@pytest.mark.parametrize("name", slow_ones(OF_BIASES, OF_BIASES[1:]))
 def test_biases_move_against_the_load(name: str, tmp_path: Path) -> None:
     folder, case = sigmoid(tmp_path), ROW_CASES[name]
     expected = hf_train(folder, "actor", None, num_steps=3, lengths=LENGTHS, choose=MovedBiases().watch)

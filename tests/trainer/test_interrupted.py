@@ -24,7 +24,10 @@ from megappo.weights.export import Export
 
 LAYOUT, OTHER = "actor tp2, critic pp2", "actor dp2, critic elsewhere tp2 sp"
 METHODS = {
-    "kl": {"algorithm": {"use_kl_in_reward": True, "kl_ctrl": {"type": "adaptive", "kl_coef": 0.1}}},
+    "kl": {
+        "algorithm": {"use_kl_in_reward": True, "kl_ctrl": {"type": "adaptive", "kl_coef": 0.1}},
+        "reward": {"normalize": "running"},
+    },
     "running": {"reward": {"normalize": "running"}, "critic": {"ppo_epochs": 2}},
 }
 
