@@ -89,7 +89,7 @@ def test_killed_and_resumed(config: Path, run: Path, folder: Path) -> None:
 
 @pytest.mark.slow  # that a session continues what was aborted is in tests/rollouts/test_sampler.py
 def test_unfinished_responses_continue(config: Path, folder: Path) -> None:
-    """Once a response of step 2's prompts is finished, the engine has further ones in progress: it decodes few at once."""
+    """Once a response of step 2's prompts is finished, the engine, which decodes few at once, writes further ones."""
     out, record = folder / "out", folder / "record"
     keys = (
         "rollout.keep_partial=true",
