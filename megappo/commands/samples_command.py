@@ -56,5 +56,5 @@ def main(arguments: Sequence[str]) -> int:
         chosen.sort(key=lambda sample: sample["score"], reverse=args.order == "best")
     print("\n\n".join("\n".join(sample_lines(sample)) for sample in chosen[: args.num]) or NO_RESPONSE)
     shown = min(args.num, len(chosen))
-    print(f"\nstep {step} (of {', '.join(map(str, steps))}): {shown} shown of {len(chosen)} chosen of {len(every)}")
+    print(f"\nstep {step} (of {', '.join(map(str, steps))}): {len(chosen)} of {len(every)} match, {shown} shown")
     return 0

@@ -106,7 +106,7 @@ def test_a_file_has_the_first_rows_of_all_ranks_with_what_each_is_known_by(confi
         "   response  13+\n"
         "   label     13\n"
         "\n"
-        "step 7 (of 7, 8): 1 shown of 1 chosen of 64\n"
+        "step 7 (of 7, 8): 1 of 64 match, 1 shown\n"
     )
     with pytest.raises(SystemExit, match="2"):
         main([str(tmp_path), "--step", "9"])

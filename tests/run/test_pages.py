@@ -12,7 +12,7 @@ import pytest
 from clone import clone
 from page_blocks import BLOCKS, RUN, SERVES, Block
 
-READY = "fired up and ready to roll"
+READY = "Uvicorn running on"
 CASES = [(page, number) for page, blocks in RUN.items() for number in range(len(blocks))]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.xdist_group("pages")]
 

@@ -102,8 +102,10 @@ function buildLegend(legend, lines, plot) {
   legend.replaceChildren(
     el("span.at.soft"),
     ...lines.map((line) => {
-      const swatch = el("span.swatch");
-      swatch.style.background = line.fill ? `var(${line.fill})` : colour(line.colour);
+      const swatch = el(line.dash ? "span.swatch.dashed" : "span.swatch");
+      const paint = line.fill ? `var(${line.fill})` : colour(line.colour);
+      const dash = 2 + 4 * line.dash;
+      swatch.style.background = line.dash ? `repeating-linear-gradient(90deg, ${paint} 0 ${dash}px, transparent ${dash}px ${dash + 4}px)` : paint;
       const toggle = (event) => {
         line.hidden = !line.hidden;
         event.currentTarget.setAttribute("aria-pressed", String(!line.hidden));
