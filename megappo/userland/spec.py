@@ -90,7 +90,8 @@ def parse_spec(spec: str, key: str = "reward.function", builtin: Mapping[str, st
 
 def _file_of(module: str) -> str:
     """Return a module's file; "" if none is found by its name alone. An import would run the packages around it."""
-    for entry in (str(Path.cwd()), *sys.path):
+    installed = Path(__file__).parents[2]  # sys.path lacks it if megappo is installed as editable
+    for entry in (Path.cwd(), *sys.path, installed):
         place = Path(entry, *module.split("."))
         for file in (place / "__init__.py", place.with_suffix(".py")):
             if file.is_file():

@@ -115,7 +115,7 @@ def test_nccl_is_set_alike_for_trainer_and_engine_before_a_group_is_made(monkeyp
     sections = {"model": {"path": "m"}, "data": {"train_files": ["t"]}, "trainer": {"output_dir": "out"}}
     sections["placement"] = {"actor": "1", "critic": "1", "rollout": "0"}  # weights are broadcast
     sections["rollout"] = {"server_args": {"enable_nccl_nvls": True}}
-    train._execute(plan_run(Config.model_validate(sections), 2, 2), store, 1, ExitStack(), train.EXECUTE)
+    train._build(plan_run(Config.model_validate(sections), 2, 2), store, 1, ExitStack())
     variables = launch.environment(["3", "5"], 2, Path("/tmp/x"))
     for name, value in {"NCCL_CUMEM_ENABLE": cumem, "NCCL_NVLS_ENABLE": "1"}.items():
         assert seen[name] == variables[name] == value
