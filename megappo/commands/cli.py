@@ -40,7 +40,9 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "quickstart": Command("megappo_tools.quickstart:main", "train a small model on this machine, in a few minutes", TRAIN),
+    "quickstart": Command(
+        "megappo_tools.quickstart:main", "train a small model on this machine, in a few minutes", TRAIN
+    ),
     "plan": Command(
         "megappo.commands.plan:main", "check a config, show what it means, estimate memory and time", TRAIN
     ),
