@@ -1,4 +1,4 @@
-"""Train a small model on this machine, in a minute, with this Python: launch/quickstart.sh without its set-up.
+"""Train a small model on this machine in a few minutes, with this Python: launch/quickstart.sh without its set-up.
 
     megappo quickstart [key=value ...]
 

@@ -105,6 +105,7 @@ class GroupSampler:
         self._restarted = Event()
         self._is_closing = self._is_resting = False
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._news = asyncio.Event()  # replaced each time
         self._thread = Thread(target=self._run, name="sampling", daemon=True)
 
     def begin_step(self, version: int) -> None:
@@ -115,6 +116,11 @@ class GroupSampler:
             self._rollouts = self._rollouts.for_thread()
             self._loop = asyncio.new_event_loop()
             self._thread.start()
+
+    def look(self) -> None:
+        """Let the sampling thread see at once that prompts have been admitted."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._end_pauses)
 
     def drop(self, positions: Collection[int]) -> list[Group]:
         """End the sampling of these prompts; remove and return this rank's groups."""
@@ -179,7 +185,7 @@ class GroupSampler:
         while not (self._is_closing or self._is_resting):
             if not self.is_held and (requests := self._next(most)):
                 return requests
-            await asyncio.sleep(POLL_SECONDS)
+            await self._pause()
         return []
 
     def put_back(self, request: Request) -> None:
@@ -225,7 +231,7 @@ class GroupSampler:
                 if not self._is_resting:
                     await self._sample_in_session(tasks)
                 while (self._is_resting or self.fault is not None) and not self._is_closing:
-                    await asyncio.sleep(POLL_SECONDS)
+                    await self._pause()
             watching.cancel()
 
     async def _sample_in_session(self, tasks: TaskGroup) -> None:
@@ -237,6 +243,7 @@ class GroupSampler:
             fault = await self._session.run_async(lambda: self._is_closing)
         finally:
             self._session = None
+            self._end_pauses()
         if not self._restarted.is_set():
             self.fault = fault
 
@@ -271,9 +278,19 @@ class GroupSampler:
 
     async def _rest(self) -> None:
         self._is_resting = True
+        self._end_pauses()
         while self._session is not None:
-            await asyncio.sleep(POLL_SECONDS)
+            await self._pause()
         self._end_scoring()
+
+    async def _pause(self) -> None:
+        """Wait for POLL_SECONDS, or until there is something new."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._news.wait(), POLL_SECONDS)
+
+    def _end_pauses(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
 
     async def _abort(self) -> None:
         if self._session is not None:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from threading import Event
 from typing import Literal
 
 from torch.distributed import Store
@@ -56,12 +57,14 @@ class RankGroups:
         shared: counts the finished groups; None on ranks without an engine.
         journal: keeps what is sampled.
     Attributes:
+        has_finished: set when a group is finished.
         num_equal: finished groups so far that algorithm.filter_groups leaves out.
     """
 
     num_equal = 0
 
     def __init__(self, shared: SharedCounts | None, journal: Journal | NoJournal):
+        self.has_finished = Event()
         self._shared = shared
         self._journal = journal
         self._groups: dict[int, Group] = {}  # by position
@@ -106,6 +109,7 @@ class RankGroups:
         group.is_finished = True
         self.num_equal += group.is_equal
         self._count(group, 1)
+        self.has_finished.set()
 
     def finished(self) -> list[GroupFacts]:
         """Return the facts about the finished groups."""

@@ -30,7 +30,7 @@ from megappo.rollouts.record import Record
 from megappo.rollouts.responses import Responses, warn_of_lost
 from megappo.rollouts.rollouts import Rollouts, raise_if_interrupted
 from megappo.rollouts.row_builder import RowBuilder, score_counts, total_scores
-from megappo.rollouts.sampler import EngineUsage
+from megappo.rollouts.sampler import GATHERING_SECONDS, EngineUsage
 from megappo.rollouts.step_responses import Batches, StepResponses
 from megappo.runtime.heartbeat import heartbeat
 from megappo.runtime.listening import run_store
@@ -194,6 +194,7 @@ class SampledBatches(Batches):
         self.queue.num_draws = 0
         while True:
             self.queue.admit(step, self._draw_numbered)
+            self.sampler.look()
             is_enough = self._wait()
             raise_if_interrupted(self._exchange)
             self._num_wakes = self._wake(0)  # here no rank adds to it
@@ -216,12 +217,14 @@ class SampledBatches(Batches):
                 if sampler.fault is not None or self.groups.num_equal > self._num_equal:
                     self._wake(1)
                     break
+                self.groups.has_finished.clear()
                 finished = self._shared.total("finished", waiting)
                 equal = self._shared.total("equal", waiting)
                 self._count(finished)
                 if queue.has_enough(waiting, finished, equal):
                     return True
-                time.sleep(POLL_SECONDS)
+                self.groups.has_finished.wait(POLL_SECONDS)
+                time.sleep(GATHERING_SECONDS)  # for several that finish together
         return False
 
     def _count(self, finished: Counter[int]) -> None:
