@@ -79,7 +79,7 @@ def _held_out_rollouts(run: Run) -> Iterator[tuple[str, Batch]]:
     for name in config.data.val_names:
         prompts = run.datasets.held_out(name, run.exchange)
         sampled = run.rollouts.sample(prompts, config.rollout.n, run.rollouts.training, task=name)
-        all_responses[name] = StepResponses(prompts, sampled.samples, [sampled], [sampled.usage])
+        all_responses[name] = StepResponses(prompts, sampled.samples, [sampled], sampled.usage)
     run.engines.sleep()
     for name, responses in all_responses.items():
         batch, _ = RowBuilder(config, vocab_size, run.rollouts.tokenizer, run.exchange).build(responses)

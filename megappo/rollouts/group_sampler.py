@@ -93,7 +93,7 @@ class GroupSampler:
         config = rollouts.config
         self._runs_ahead = config.rollout.max_staleness > 0
         num_admitted = (1 + config.rollout.max_staleness) * config.data.draw_size
-        self._most_open = config.rollout.n * (num_admitted // max(1, rollouts.num_engines))
+        self._most_open = config.rollout.n * (num_admitted // rollouts.num_engines)
         self._filters = config.algorithm.filter_groups
         self._prompts = queue.prompts
         self._groups = groups

@@ -29,7 +29,7 @@ class StepResponses:
         prompts: one for each group, the same on all ranks.
         samples: this rank's; `prompt_index` is an index into `prompts`.
         parts: what this rank's samples are a part of, with the responses that the step has dropped.
-        usages: work of this rank's engine for them.
+        usage: work of this rank's engine for them.
         num_dropped_tokens: tokens of dropped responses, on all ranks.
         metrics: the same on all ranks, such as counts of groups and of draws.
         greedy: a greedy response to each prompt, where the estimator needs them.
@@ -39,7 +39,7 @@ class StepResponses:
     prompts: Sequence[Prompt]
     samples: list[Sample]
     parts: Sequence[Scored]
-    usages: Sequence[EngineUsage]
+    usage: EngineUsage
     num_dropped_tokens: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     greedy: Responses | None = None
@@ -57,7 +57,7 @@ class StepResponses:
     def engine_metrics(self) -> dict[str, Metric]:
         """Return this rank's part of the metrics of all engines, greedy responses included."""
         greedy = [] if self.greedy is None else [self.greedy.usage]
-        return merge_metrics(usage.metrics() for usage in [*self.usages, *greedy])
+        return merge_metrics(usage.metrics() for usage in [self.usage, *greedy])
 
 
 class Batches:

@@ -280,7 +280,7 @@ class SampledBatches(Batches):
         if self._config.data.gen_batch_size is not None:
             metrics["over_sampling/dropped_tokens"] = sum(nums_dropped)
         parts = _scorings([*taken, *dropped])
-        return StepResponses(prompts, samples, parts, [usage], sum(nums_dropped), metrics, seconds=seconds)
+        return StepResponses(prompts, samples, parts, usage, sum(nums_dropped), metrics, seconds=seconds)
 
     def _choice_metrics(self, choice: Choice) -> dict[str, float]:
         """Return how many groups the step has left out, and why."""

@@ -35,4 +35,4 @@ class ScoredResponses(Responses):
 
 def step_of(responses: Responses) -> StepResponses:
     """Return a step that trains on all of them."""
-    return StepResponses(responses.prompts, responses.samples, [responses], [responses.usage])
+    return StepResponses(responses.prompts, responses.samples, [responses], responses.usage)

@@ -211,7 +211,7 @@ class FixedBatches(SampledBatches):
         prompts = self._draw()
         with phase("rollout"):
             responses = self._rollouts.sample(prompts, self._config.rollout.n)
-            step_responses = StepResponses(prompts, responses.samples, [responses], [responses.usage])
+            step_responses = StepResponses(prompts, responses.samples, [responses], responses.usage)
             if self._config.algorithm.method.needs_greedy_baseline:
                 step_responses.greedy = self._rollouts.sample(prompts, 1)
         step_responses.seconds = phase.seconds("rollout")
