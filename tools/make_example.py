@@ -1,12 +1,13 @@
 """Make the data and the model of an example.
 
 `grid` is a game, for configs/grid.yaml; `calculator` is multiplication by a tool, for configs/calculator.yaml;
-`smollm2` is a public model with sums, for configs/smollm2.yaml: see tools/smollm2.py.
+`compaction` is the same with notes, for configs/compaction.yaml; `smollm2` is a public model with sums, for
+configs/smollm2.yaml: see tools/smollm2.py.
 
-For the first two, as in tools/make_quickstart.py, a small Qwen2 is warm-started by supervised steps on the dialogues of
+For the first three, as in tools/make_quickstart.py, a small Qwen2 is warm-started by supervised steps on the dialogues of
 a careless player. The walker of the grid mistakes left for right with probability CONFUSE, so that the model greedily
 walks the wrong way, while its samples often reach the goal. The pupil with the calculator guesses with probability
-GUESS instead of using it. No held-out game or product is used in training.
+GUESS instead of using it; the pupil who must take notes writes none with probability FORGET. No held-out game or product is used in training.
 """
 
 import itertools
@@ -14,7 +15,7 @@ import json
 import random
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,30 @@ def _calculate(record: dict[str, Any], rng: random.Random) -> Turns:
     return [*turns, ("assistant", opened + asked[:-1] + closed), ("tool", answer), ("assistant", f"={answer}")]
 
 
+# --- products behind a compaction ---
+
+NOTE, NOTHING, ASKED = "note", "nothing", "?"
+FORGET = 0.65
+
+
+def compaction() -> Example:
+    """Return the example of configs/compaction_agent.py, whose agent erases the calculator's answer."""
+    example = calculator()
+    return replace(example, tokens=(*example.tokens, NOTE, NOTHING, ASKED), play=_remember)
+
+
+def _remember(record: dict[str, Any], rng: random.Random) -> Turns:
+    """Return one of the two conversations of a pupil who mostly notes nothing, and then has to guess."""
+    asked, answer = record["prompt"][0]["content"], record["label"]
+    note = NOTHING if rng.random() < FORGET else answer
+    if rng.random() < 0.5:
+        known = f"{rng.randrange(1000, 10000)}" if note == NOTHING else answer
+        return [("user", asked + note + ASKED), ("assistant", f"={known}")]
+    opened, closed = CALL
+    call = opened + asked[:-1] + closed
+    return [("user", asked), ("assistant", call), ("tool", answer), ("user", NOTE), ("assistant", note)]
+
+
 # --- for all ---
 
 
@@ -199,6 +224,7 @@ def build(folder: Path, example: Example, seed: int) -> None:
 EXAMPLES: dict[str, Callable[[Path, int], None]] = {
     "grid": lambda folder, seed: build(folder, grid(), seed),
     "calculator": lambda folder, seed: build(folder, calculator(), seed),
+    "compaction": lambda folder, seed: build(folder, compaction(), seed),
     "smollm2": smollm2.build,
 }
 """Name -> writes all files of the example into a folder, by a seed."""

@@ -155,8 +155,8 @@ def _group_errors(config: Config) -> Errors:
             f"{estimator} subtracts greedy baselines, which reward.normalize {normalize} or "
             "algorithm.filter_groups.enable would hide: set them to none and false"
         )
-    if algorithm.gae_level == "turn" and not config.rollout.has_environment:
-        yield "algorithm.gae_level turn needs several turns: name a rollout.environment or rollout.tools, or set token"
+    if algorithm.gae_level == "turn" and not config.rollout.has_episodes:
+        yield "algorithm.gae_level turn needs several turns: name a rollout.environment, rollout.tools or a rollout.agent, or set token"
 
 
 def _run_errors(config: Config) -> Errors:
@@ -239,11 +239,11 @@ def _reward_errors(config: Config) -> Errors:
             f"reward.options names {shorten(repr(function))}, but reward.function does not (it names "
             f"{', '.join(sorted(functions))}): correct the name, or drop it"
         )
-    if config.rollout.environment is not None:
+    if config.rollout.environment is not None or config.rollout.has_agent:
         for shaping in shapings(config):
             yield (
-                f"{shaping} changes the sum of an episode's rewards, not the rewards of its turns, which "
-                "rollout.environment gives: drop it, and do it in the environment"
+                f"{shaping} changes the sum of an episode's rewards, not the rewards of its turns, which an environment "
+                "or an agent gives: drop it, and do it there"
             )
 
 
@@ -253,15 +253,17 @@ def _task_errors(task: Task) -> Errors:
     rollout = task.rollout
     reward = task.reward
     data = task.data
-    if rollout.environment is not None and rollout.tools:
-        yield f"{section}.environment and {section}.tools are both set: drop one; an environment makes its own calls"
+    if len(rollout.players) > 1:
+        keys = " and ".join(f"{section}.{player}" for player in rollout.players)
+        yield f"{keys} are both set: keep one; an environment or an agent makes its own calls"
     if rollout.tools and rollout.tool_call_parser is None:
         yield f"{section}.tools needs rollout.tool_call_parser: name SGLang's for the model, such as qwen25"
-    if rollout.has_environment and data.too_long == "truncate_left":
+    if rollout.has_episodes and data.too_long == "truncate_left":
         yield "data.too_long truncate_left would cut an episode's first messages: set it to skip"
-    if reward.function is None and rollout.environment is None and not task.has_reward_model:
+    gives_rewards = rollout.environment is not None or rollout.has_agent
+    if reward.function is None and not gives_rewards and not task.has_reward_model:
         keys = f"{task.reward_key} and {task.environment_key}"
-        yield f"{keys} leave responses without a score: name a function, or an environment"
+        yield f"{keys} leave responses without a score: name a function, an environment or an agent"
     if reward.function is not None and not reward.weights:
         yield f"{task.reward_key} {reward.function} names no function with a weight other than 0: name one"
     if data.prompt_key == data.label_key:

@@ -6,7 +6,7 @@ from operator import attrgetter
 
 from megappo.config.config_error import Errors
 from megappo.config.schema import Config
-from megappo.config.sections import NONE, Data, EvalDataset, Reward, Rollout
+from megappo.config.sections import NONE, PLAYERS, Data, EvalDataset, Reward, Rollout
 
 TRAINING = ""
 """Stands for training among the names of `tasks`: no data set has this name."""
@@ -21,6 +21,7 @@ OWN_KEYS = {
     "pass_threshold": "rollout.val_pass_threshold",
     "environment": "rollout.environment",
     "tools": "rollout.tools",
+    "agent": "rollout.agent",
     "reward": "reward.function",
     "prompt_key": "data.prompt_key",
     "label_key": "data.label_key",
@@ -39,7 +40,7 @@ class Task:
         data: how its files are read.
         rollout: how its responses are sampled and played, with its own values.
         reward: reward section with the task's own function.
-        environment_key, reward_key: the keys that name environment or tools, and the function.
+        environment_key, reward_key: the keys that name environment, tools or agent, and the function.
         has_reward_model: the reward model scores it, too: it has neither an environment nor a function of its own.
     """
 
@@ -56,7 +57,7 @@ class Task:
     @property
     def has_labels(self) -> bool:
         """True if something reads the labels of its prompts: a reward function, or an environment."""
-        return bool(self.reward.weights) or self.rollout.has_environment
+        return bool(self.reward.weights) or self.rollout.has_episodes
 
 
 def training_task(config: Config) -> Task:
@@ -79,18 +80,19 @@ def eval_sets(config: Config) -> dict[str, Task]:
 def _task(config: Config, own: EvalDataset, section: str, key: str) -> Task:
     """Return a task with its own values, and the config's values where it has none."""
     environment_section = "rollout"
-    if own.environment is not None or own.tools:
+    if own.environment is not None or own.tools or own.agent:
         environment_section = section
-        config = config.changed("rollout.environment", None).changed("rollout.tools", ())
+        for player in config.rollout.players:
+            config = config.changed(f"rollout.{player}", () if player == "tools" else None)
     for name, replaced in OWN_KEYS.items():
         value = getattr(own, name)
         if value not in (None, ()):
             has_none = value == NONE and name in ("environment", "reward")
             config = config.changed(replaced, None if has_none else value)
-    played = "tools" if config.rollout.tools else "environment"
+    [player, *_] = [*config.rollout.players, PLAYERS[0]]
     reward_key = "reward.function" if own.reward is None else f"{section}.reward"
-    environment_key = f"{environment_section}.{played}"
-    has_own = config.rollout.has_environment or own.reward not in (None, NONE)
+    environment_key = f"{environment_section}.{player}"
+    has_own = config.rollout.has_episodes or own.reward not in (None, NONE)
     return Task(
         *(section, key, own.files, config.data, config.rollout, config.reward, environment_key, reward_key),
         has_reward_model=config.has_reward_model and not has_own,
@@ -153,7 +155,7 @@ def requests(config: Config) -> list[LongestRequest]:
         prompt = task.data.max_prompt_length
         response = task.rollout.max_response_length
         longest_prompt = prompt
-        if task.rollout.has_environment:
+        if task.rollout.has_episodes:
             prompt = max(prompt, config.data.max_prompt_length)
             longest_prompt = prompt + response - 1
         lengths = f"prompts of {prompt} and responses of {response} tokens ({task.key})"

@@ -288,7 +288,12 @@ class Config(Section):
     def plays_episodes(self) -> bool:
         """True if responses, in training or on a held-out data set, are episodes."""
         has_own = any(one.environment not in (None, NONE) for one in self.eval.datasets.values())
-        return has_own or self.offers_tools or self.rollout.has_environment
+        return has_own or self.offers_tools or self.runs_agents or self.rollout.has_episodes
+
+    @property
+    def runs_agents(self) -> bool:
+        """True if agents play episodes, in training or on a held-out data set."""
+        return self.rollout.has_agent or any(one.agent for one in self.eval.datasets.values())
 
     @property
     def offers_tools(self) -> bool:

@@ -71,7 +71,7 @@ def reward_model_errors(config: Config) -> Errors:
             f"algorithm.adv_estimator {config.algorithm.adv_estimator} scores greedy responses, too",
             config.algorithm.method.needs_greedy_baseline,
         ),
-        ("rollout.environment and rollout.tools make episodes of several turns", config.rollout.has_environment),
+        ("rollout.environment, tools and agents make episodes of several turns", config.rollout.has_episodes),
     )
     for reason, needs_scores in early:
         if needs_scores:

@@ -73,7 +73,8 @@ BUILDS_ACTOR = ReadIf(
     "only a critic with weights of its own is trained on {}",
 )
 OWN_ENGINES = ReadIf("rollout.engines", lambda config: not config.rollout.engines, "{} are already running")
-OFFERS_TOOLS = ReadIf("rollout.tools", lambda config: config.offers_tools, "{} is empty")
+PARSES_CALLS = ReadIf("rollout.tools", lambda config: config.offers_tools or config.runs_agents, "{} is empty, and no agent is named")
+RUNS_AGENTS = ReadIf("rollout.agent", lambda config: config.runs_agents)
 PLAYS_EPISODES = ReadIf("rollout.environment", lambda config: config.plays_episodes)
 ADAPTS_KL = ReadIf("algorithm.kl_ctrl.type", lambda config: config.algorithm.kl_ctrl.type == "adaptive")
 KL_IN_REWARD = ReadIf("algorithm.use_kl_in_reward")
@@ -83,10 +84,12 @@ ONE_BACKBONE = ReadIf("algorithm.shared_backbone")
 TRAINS_ACTOR = ReadIf("trainer.train", lambda config: config.trains_actor, "{} leaves the actor as it is")
 OLD_FROM_TRAINER = ReadIf("algorithm.old_log_probs", lambda config: config.algorithm.old_log_probs == "trainer")
 RUNS_AHEAD = ReadIf("rollout.max_staleness")
-SINGLE_RESPONSES = ReadIf("rollout.environment", lambda config: not config.rollout.has_environment, "episodes begin again, as {} does not save its state")
+SINGLE_RESPONSES = ReadIf("rollout.environment", lambda config: not config.rollout.has_episodes, "episodes begin again, as {} does not save its state")
 CONTINUES_AT_SYNC = ReadIf("rollout.on_sync", lambda config: config.rollout.on_sync == "continue")
 
 Bounds = tuple[PositiveFloat, PositiveFloat]
+PLAYERS = ("environment", "tools", "agent", "agent_command")
+"""Keys of the rollout section that name the policy's opposite in episodes of several turns."""
 
 
 def ending(file: str) -> str:
@@ -188,8 +191,9 @@ class EvalDataset(Section):
     prompt_key: str | None = key(None, "null = data.prompt_key")
     label_key: str | None = key(None, "null = data.label_key")
     reward: FilePath | dict[FilePath, Float] | None = key(None, "its reward function, or several with their weights, as in reward.function; none = no function: an environment gives the rewards; null = reward.function")
-    environment: FilePath | None = key(None, "its environment, with the limits of rollout.environment; none = one response to a prompt, without tools; null = as in training")
+    environment: FilePath | None = key(None, "its environment, with the limits of rollout.environment; none = one response to a prompt, without tools or agent; null = as in training")
     tools: FilePaths = key((), "its tools, instead of an environment, parsed by rollout.tool_call_parser; [] = see environment")
+    agent: FilePath | None = key(None, "its agent, instead of an environment, with the limits of rollout.agent; null = see environment")
     pass_threshold: Float | None = key(None, "smallest score with which a response passes; null = rollout.val_pass_threshold")
 
 
@@ -231,10 +235,14 @@ class Rollout(Section):
     server_args: dict[str, FilePath | int | float | StrictBool] = key({}, "further SGLang ServerArgs by name; one that SGLang does not know, or that megappo sets itself, is an error", read_if=OWN_ENGINES)
     environment: FilePath | None = key(None, "FILE.py:CLASS or package.module:CLASS with reset(row) and step(message) -> (observation, reward, done), which replies to the policy in episodes of several turns; null = one response to a prompt")
     tools: FilePaths = key((), "FILE.py:FUNCTION or package.module:FUNCTION each, instead of an environment. The policy may call them until it writes a turn without a call; the chat template lists them, by a schema from signature and docstring; reward.function scores the whole conversation")
-    tool_call_parser: str | None = key(None, "SGLang's name of the parser for the calls, such as qwen25 or llama3", read_if=OFFERS_TOOLS)
-    max_turns: Positive = key(10, "environment: turns of the policy after which an episode is truncated; rollout.max_response_length limits its tokens, observations included", read_if=PLAYS_EPISODES)
+    agent: FilePath | None = key(None, "FILE.py:FUNCTION or package.module:FUNCTION of (base_url, api_key, row) -> reward, instead of an environment: a program with a loop of its own, whose requests to an OpenAI-compatible endpoint the policy answers")
+    agent_command: str | None = key(None, "the same as a command, a process per episode, which finds the endpoint in OPENAI_BASE_URL and OPENAI_API_KEY and its record in the JSON file MEGAPPO_ROW; the last line of its output is the reward")
+    agent_timeout_seconds: Seconds = key(600.0, "agent: timeout of an episode; rollout.environment_timeout_seconds limits the time between its requests", read_if=RUNS_AGENTS)
+    tool_call_parser: str | None = key(None, "SGLang's name of the parser for the calls, such as qwen25 or llama3", read_if=PARSES_CALLS)
+    reasoning_parser: str | None = key(None, "agent: SGLang's name of the parser for thoughts, such as qwen3, which an agent then finds in reasoning_content; null = thoughts stay in the text", read_if=RUNS_AGENTS)
+    max_turns: Positive = key(10, "environment: turns of the policy after which an episode is truncated, and an agent's requests are refused; rollout.max_response_length limits its tokens, observations included", read_if=PLAYS_EPISODES)
     num_environment_workers: Processes = key(1, "environment: worker processes per engine, each with any number of environments at once; reward.memory_limit_gib and reward.pass_env apply to them", read_if=PLAYS_EPISODES)
-    environment_timeout_seconds: Seconds = key(60.0, "environment: timeout of a reset, step or close; an episode whose reset or step exceeds it is truncated and counted", read_if=PLAYS_EPISODES)
+    environment_timeout_seconds: Seconds = key(60.0, "environment: timeout of a reset, step or close, and of an agent between its requests; an episode that exceeds it is truncated and counted", read_if=PLAYS_EPISODES)
     routing_replay: StrictBool = key(False, "mixtures of experts: the actor sends each token to the experts that the engine chose when it sampled, in log-probs and updates", read_if=TRAINS_ACTOR)
     sync: Sync = key(Sync(), "weight sync after each update")
     max_staleness: NonNegative = key(0, "training steps by which sampling may run ahead: the engines sample while the models train, and no response is older than this when it is trained; 0 = sample, then train", read_if=SAMPLES)
@@ -243,9 +251,19 @@ class Rollout(Section):
     keep_partial: StrictBool = key(False, "also save the unfinished responses at each checkpoint, so that a resumed run continues them", read_if=(RUNS_AHEAD, SINGLE_RESPONSES))
 
     @property
-    def has_environment(self) -> bool:
+    def players(self) -> list[str]:
+        """Those of PLAYERS that are set: one in a valid config if responses are episodes, else none."""
+        return [name for name in PLAYERS if getattr(self, name)]
+
+    @property
+    def has_episodes(self) -> bool:
         """True if responses are episodes."""
-        return self.environment is not None or bool(self.tools)
+        return bool(self.players)
+
+    @property
+    def has_agent(self) -> bool:
+        """True if a program with a loop of its own plays the episodes."""
+        return bool(self.agent or self.agent_command)
 
     def contradictions(self) -> Errors:
         if "" in self.stop:

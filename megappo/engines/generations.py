@@ -86,14 +86,21 @@ class Generation:
             versions=[*self.versions, *rest.versions],
         )
 
-    def without_last_token(self) -> "Generation":
-        """Return the response without its last token."""
+    def first(self, num_tokens: int, prompt_length: int) -> "Generation":
+        """Return the first tokens of the response to a prompt of this length."""
+        num_before = prompt_length - 1
+        choice_bytes = len(self.choices) // max(1, num_before + len(self.tokens))
         return replace(
             self,
-            tokens=self.tokens[:-1],
-            log_probs=self.log_probs[:-1],
-            versions=self.versions[:-1],
+            tokens=self.tokens[:num_tokens],
+            log_probs=self.log_probs[:num_tokens],
+            versions=self.versions[:num_tokens],
+            choices=self.choices[: (num_before + num_tokens) * choice_bytes],
         )
+
+    def without_last_token(self) -> "Generation":
+        """Return an aborted response, which has no `choices`, without its last token."""
+        return self.first(len(self.tokens) - 1, 1)
 
 
 def generate_body(

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from hashlib import sha256
 from itertools import product
@@ -13,13 +14,16 @@ from typing import Any
 from megappo.config.config_error import show
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
-from megappo.userland.spec import BUILTIN, Spec, parse_spec
+from megappo.userland.spec import BUILTIN, parse_spec
 
 SAMPLING_KEYS = (
     *("data.train_batch_size", "rollout.n", "rollout.temperature", "rollout.top_p", "rollout.top_k"),
     "rollout.max_response_length",
 )
-EPISODE_KEYS = ("rollout.environment", "rollout.tools", "rollout.tool_call_parser", "rollout.max_turns")
+EPISODE_KEYS = (
+    *("rollout.environment", "rollout.tools", "rollout.agent", "rollout.agent_command"),
+    *("rollout.tool_call_parser", "rollout.reasoning_parser", "rollout.max_turns"),
+)
 REMAINING_KEYS = (
     *("model.path", "model.dtype", "rollout.stop", "rollout.routing_replay", "trainer.seed"),
     *("data.prompt_key", "data.label_key", "data.gen_batch_size", "data.apply_chat_template", "data.system_prompt"),
@@ -42,13 +46,15 @@ def rollout_settings(config: Config) -> dict[str, Any]:
     Call it at the start of a run, when workers load the users' files: later edits belong to the next run.
     """
     filters = config.algorithm.filter_groups
-    played = (config.rollout.environment, *config.rollout.tools)
+    played = (config.rollout.environment, *config.rollout.tools, config.rollout.agent)
     settings: dict[str, Any] = key_values(config, SAMPLING_KEYS + EPISODE_KEYS + REMAINING_KEYS)
     settings["algorithm.adv_estimator"] = config.algorithm.method.needs_greedy_baseline
     settings["algorithm.filter_groups"] = filters.model_dump() if filters.enable else None
     for spec in (*config.reward.weights, *filter(None, played)):
         if spec not in BUILTIN and (place := parse_spec(spec, builtin={})).file:
-            settings |= {f"{file} of {spec}": digest for file, digest in _code(place)}
+            settings |= {f"{file} of {spec}": digest for file, digest in _code(place.file)}
+    for word in filter(os.path.isfile, shlex.split(config.rollout.agent_command or "")):
+        settings |= {f"{file} of {word}": digest for file, digest in _code(word)}
     return settings
 
 
@@ -68,10 +74,10 @@ def prompt_digest(prompt: Prompt) -> str:
     return sha256(show(content).encode()).hexdigest()[:32]
 
 
-def _code(spec: Spec) -> Iterator[tuple[str, str]]:
-    """Yield path and checksum of the file that defines a function or class, and of the modules and packages that it
-    imports, and these import, from its folder, their own or the working folder."""
-    files = [first := Path(spec.file)]
+def _code(file: str) -> Iterator[tuple[str, str]]:
+    """Yield path and checksum of a file of code, and of the modules and packages that it imports, and these import,
+    from its folder, their own or the working folder."""
+    files = [first := Path(file)]
     for file in files:  # the list grows
         content = file.read_bytes()
         yield os.path.relpath(file, first.parent), sha256(content).hexdigest()

@@ -175,4 +175,21 @@ def episode_metrics(samples: Sequence[Sample]) -> dict[str, Metric]:
             record |= {f"episode/{ending}_frac": one.ending == ending for ending in EPISODE_ENDINGS}
             record |= {f"episode/{name}": number for name, number in named_parts(one.parts).items()}
             records.append(record)
-    return named_metrics(records)
+    return named_metrics(records) | agent_metrics(samples)
+
+
+def agent_metrics(samples: Sequence[Sample]) -> dict[str, Metric]:
+    """Return this rank's part of the metrics of agents' episodes; empty without any."""
+    facts = [one.agent for one in samples if one.agent is not None]
+    if not facts:
+        return {}
+    num_turns = sum(one.num_turns for one in facts)
+    num_superseded = sum(one.num_superseded for one in facts)
+    num_new = sum(len(one.segments) - 1 for one in samples if one.agent is not None)
+    num_later = num_turns - len(facts)
+    found = {
+        "agent/requests": Metric((sum(one.num_requests for one in facts), len(facts)), "mean"),
+        "agent/waiting_seconds": Metric((sum(one.waited_seconds for one in facts), len(facts)), "mean"),
+        "agent/superseded_frac": Metric((num_superseded, num_turns + num_superseded), "mean"),
+    }
+    return found | ({"agent/new_segment_frac": Metric((num_new, num_later), "mean")} if num_later else {})

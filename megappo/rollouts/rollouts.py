@@ -18,6 +18,7 @@ from megappo.engines.restarts import EngineRestarts
 from megappo.observe.observer import NullObserver, Observer
 from megappo.placement.components import replayed_policy
 from megappo.placement.run_plan import RunPlan
+from megappo.rollouts.agents import AgentRunner
 from megappo.rollouts.datasets import Datasets
 from megappo.rollouts.episodes import EpisodeRunner
 from megappo.rollouts.responses import Prompts, Responses, warn_of_lost
@@ -26,6 +27,7 @@ from megappo.rollouts.sampler import RolloutSession, SharedPrompts, grouped, sto
 from megappo.runtime.heartbeat import heartbeat
 from megappo.runtime.interruption import INTERRUPTION, Interrupted
 from megappo.runtime.listening import run_store
+from megappo.userland.agents import AgentPool
 from megappo.userland.environments import TaskWorkers
 
 NO_WORKERS = TaskWorkers()
@@ -154,17 +156,23 @@ class Rollouts:
         params: SamplingParams,
         task: str = TRAINING,
         longest_prompt: int | None = None,
-    ) -> EpisodeRunner | None:
-        """Return what plays episodes from these prompts; None if the task has no environment.
+    ) -> EpisodeRunner | AgentRunner | None:
+        """Return what plays episodes from these prompts; None if the task has single responses.
 
         Args:
             longest_prompt: most tokens of a prompt; None: data.max_prompt_length.
         """
-        environments = self._workers_of(task).environments
-        if environments is None:
-            return None
+        workers = self._workers_of(task)
         lengths = params.max_response_length, longest_prompt or self.config.data.max_prompt_length
-        return EpisodeRunner(prompts, environments, self.config, self.tokenizer, *lengths)
+        arguments = self.config, self.tokenizer, *lengths
+        match workers.environments:
+            case None:
+                return None
+            case AgentPool() as agents:
+                needs_reward = workers.rewards is None and not self.config.has_reward_model
+                return AgentRunner(prompts, agents, *arguments, needs_reward=needs_reward)
+            case environments:
+                return EpisodeRunner(prompts, environments, *arguments)
 
     def for_thread(self) -> "Rollouts":
         """Return a copy for another thread, with a tokenizer of its own."""

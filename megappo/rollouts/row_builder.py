@@ -64,7 +64,7 @@ class RowBuilder:
             mask_truncated(samples, compared=config.compares_responses)
         rows = sample_rows(
             samples,
-            episodes=config.rollout.has_environment,
+            episodes=config.rollout.has_episodes,
             step=step,
             replayed=self._replayed,
         )

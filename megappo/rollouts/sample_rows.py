@@ -88,6 +88,21 @@ class Segment:
         self.versions += versions
 
 
+@dataclass(frozen=True)
+class AgentFacts:
+    """An agent's episode in numbers.
+
+    Attributes:
+        num_turns: turns that are trained. num_superseded: turns that a retry of their request has replaced.
+        waited_seconds: time in which the agent had no request in progress.
+    """
+
+    num_requests: int
+    num_turns: int
+    num_superseded: int
+    waited_seconds: float
+
+
 @dataclass
 class Sample:
     """One response to one prompt, or one episode.
@@ -97,6 +112,7 @@ class Sample:
         parts: sums of the numbers that the environment reported beside its rewards, by name; None of a response.
         lost: how the environment was lost; "" if it was not.
         is_masked: not trained on.
+        agent: of an agent's episode.
     """
 
     prompt_index: int
@@ -107,6 +123,7 @@ class Sample:
     lost: str = ""
     grade: Grade = UNSCORED
     is_masked: bool = False
+    agent: AgentFacts | None = None
 
     @property
     def tokens(self) -> list[int]:

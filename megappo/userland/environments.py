@@ -265,7 +265,7 @@ def start_workers(
         rewards = environments = None
         if functions := tuple(task.reward.weights.items()):
             rewards = shared(functions, task.reward_key, partial(RewardPool, task.reward))
-        if task.rollout.has_environment:
+        if task.rollout.has_episodes:
             identity = (task.rollout.environment, task.rollout.tools)
             environments = shared(identity, task.environment_key, partial(load_environments, task.rollout, task.reward))
         workers[name] = TaskWorkers(rewards, environments)

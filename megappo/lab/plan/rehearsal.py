@@ -21,6 +21,7 @@ from megappo.data.record_dataset import RecordDataset
 from megappo.data.tokenizer import load_tokenizer, stop_token_ids
 from megappo.placement.components import shared_vocabulary
 from megappo.userland import user_code
+from megappo.userland.agents import AgentPool, Finished, TurnRequest
 from megappo.userland.environments import EnvironmentFault, EnvironmentPool, EpisodeLost, row_of, start_workers
 from megappo.userland.grades import Grade
 from megappo.userland.rewards import RewardError, RewardPool
@@ -108,8 +109,9 @@ def rehearse(config: Config, *, everything: bool) -> Findings:
                     _try_rewards(config, rewards, prompt, findings, is_training=name == TRAINING)
             with findings.noting(task.environment_key):
                 if environments is not None and environments not in tried:
-                    shown = f"{asyncio.run(_reset(environments, prompt))!r:.200}"
-                    findings.checked.append(f"{environments.spec}: reset for the first prompt, {shown}")
+                    begin = _first_request if isinstance(environments, AgentPool) else _reset
+                    shown = asyncio.run(begin(environments, prompt))
+                    findings.checked.append(f"{environments.spec}: {shown}")
             tried |= {rewards, environments}
     return findings
 
@@ -161,10 +163,10 @@ def _try_rewards(config: Config, rewards: RewardPool, prompt: Prompt, findings: 
     more = grade.parts | {"loss_weight": grade.loss_weight, "step_scores": grade.steps}
     findings.checked += [f"{rewards.spec}: returned {name} {value!s:.80}" for name, value in more.items() if value]
     if is_training:
-        num_scores = len(grade.scores) + config.rollout.has_environment  # whose rewards are one more
+        num_scores = len(grade.scores) + config.rollout.has_episodes  # whose rewards are one more
         findings.errors += num_scores_errors(config, num_scores)
         findings.errors += step_scores_errors(config) if any(grade.steps) else []
-        if not config.rollout.has_environment:  # which may return further numbers
+        if not config.rollout.has_episodes:  # which may return further numbers
             findings.errors += metric_errors(config, grade.parts)
     tried = {response: sum(grade.scores)}
     if config.reward.on_error == "raise":
@@ -173,7 +175,7 @@ def _try_rewards(config: Config, rewards: RewardPool, prompt: Prompt, findings: 
         except RewardError as error:
             first, *_ = str(error).splitlines()
             findings.warnings.append(f"for an empty response, which models write, the {first}")
-    if is_training and response and not config.rollout.has_environment and not findings.errors:
+    if is_training and response and not config.rollout.has_episodes and not findings.errors:
         findings.warnings += _equal_warnings(rewards, prompt, response, tried)
 
 
@@ -203,10 +205,23 @@ def _score(rewards: RewardPool, prompt: Prompt, response: str) -> Grade:
     return grade
 
 
-async def _reset(environments: EnvironmentPool, prompt: Prompt) -> list[dict[str, str]]:
-    """Return the first messages of an environment."""
+async def _reset(environments: EnvironmentPool, prompt: Prompt) -> str:
+    """Return the first messages of an environment, as a line for people."""
     async with environments.environment() as environment:
-        return await environment.reset(row_of(prompt.columns, prompt.label))
+        messages = await environment.reset(row_of(prompt.columns, prompt.label))
+    return f"reset for the first prompt, {messages!r:.200}"
+
+
+async def _first_request(agents: AgentPool, prompt: Prompt) -> str:
+    """Run an agent up to its first request; return that, as a line for people."""
+    async with agents.session() as session:
+        await session.begin(row_of(prompt.columns, prompt.label))
+        while True:
+            for event in await session.next_events():
+                if isinstance(event, TurnRequest):
+                    return f"first request for the first prompt, {event.messages!r:.200}"
+                if isinstance(event, Finished):
+                    raise agents.fault(event.error or "ended without a request for the first prompt")
 
 
 def _in_a_line(error: Exception) -> str:

@@ -5,6 +5,8 @@ import difflib
 import importlib.util
 import os
 import re
+import shlex
+import shutil
 import tempfile
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -57,7 +59,11 @@ RESERVED |= {"tp_size", "random_seed", "nnodes", "node_rank", "dist_init_addr", 
 RESERVED |= {"incremental_streaming_output", "enable_return_routed_experts"}
 RESERVED |= {"enable_lora", "max_lora_rank", "lora_target_modules", "lora_paths", "max_loras_per_batch"}
 RESERVED |= {"pp_size", "lora_strict_loading", "enable_weights_cpu_backup"}
-PARSERS = Path("srt", "function_call", "function_call_parser.py")
+PARSERS = {
+    "tool_call_parser": Path("srt", "function_call", "function_call_parser.py"),
+    "reasoning_parser": Path("srt", "parser", "reasoning_parser.py"),
+}
+"""Key of the rollout section -> the file of SGLang with the names of its parsers."""
 TOKENIZER_KEYS = ("model.path", REWARD_MODEL_KEY)
 """Keys of folders whose tokenizer a run reads: critic and reference read the tokens of model.path."""
 DIVIDING = ("ep_size", "dp_size", "attn_cp_size", "moe_dp_size")
@@ -87,9 +93,10 @@ def check_run(
     errors += [*file_errors(config, capability), *_user_code_errors(config)]
     errors += server_args_errors(config.rollout.server_args, config.rollout.tensor_parallel)
     errors += logger_errors(config.trainer.loggers)
-    parser, known = config.rollout.tool_call_parser, _known_parsers()
-    if parser is not None and known and parser not in known:
-        errors.append(f"rollout.tool_call_parser: SGLang has no {shorten(parser)}: choose {', '.join(known)}")
+    for key in PARSERS:
+        parser, known = getattr(config.rollout, key), _known_parsers(key)
+        if parser is not None and known and parser not in known:
+            errors.append(f"rollout.{key}: SGLang has no {shorten(parser)}: choose {', '.join(known)}")
     errors += cache_errors()
     errors += output_errors(config, resumes=plan is not None)
     return plan, config.located(sorted(dict.fromkeys(errors), key=lambda error: isinstance(error, Missing)))
@@ -116,8 +123,10 @@ def _user_code_errors(config: Config) -> Errors:
         for spec in weights:
             yield from _missing(spec, key, BUILTIN)
     for key, rollout in {one.environment_key: one.rollout for one in every_task}.items():
-        for spec in filter(None, (rollout.environment, *rollout.tools)):
+        for spec in filter(None, (rollout.environment, *rollout.tools, rollout.agent)):
             yield from _missing(spec, key, {})
+        if rollout.agent_command is not None:
+            yield from _command_errors(rollout.agent_command, key)
     for name in config.reward.pass_env if config.trainer.replay_rollouts is None else ():
         if name not in os.environ:
             yield f"reward.pass_env names {shorten(repr(name))}, which is not set here: set it, or drop it"
@@ -130,6 +139,20 @@ def _missing(spec: str, key: str, builtin: Mapping[str, str]) -> Errors:
         yield str(error)
     except OSError as error:  # the name is too long, or a folder may not be entered
         yield f"{key}: cannot read {shorten(spec)} ({error.strerror}): correct the path, or make it readable"
+
+
+def _command_errors(command: str, key: str) -> Errors:
+    """Yield what keeps a command from being started: its program, or a script that it names, is missing."""
+    try:
+        program, *arguments = shlex.split(command)
+    except ValueError as error:
+        yield f"{key} {shorten(repr(command))} is no command: {error}: name a program and its arguments"
+        return
+    if shutil.which(program) is None:
+        yield f"{key}: no program {shorten(program)} here: install it, or correct the name"
+    for script in arguments[:1]:
+        if script.endswith(".py") and not os.path.isfile(script):
+            yield f"{key}: no file {script}{looked_in(script)}: correct the path"
 
 
 def server_args_errors(arguments: Mapping[str, object], num_ranks: int = 1) -> Errors:
@@ -157,13 +180,13 @@ def _sglang_folder() -> Path | None:
 
 
 @cache
-def _known_parsers() -> tuple[str, ...]:
-    """Return the names of the installed SGLang's parsers for tool calls, read as `known_names` are."""
+def _known_parsers(key: str) -> tuple[str, ...]:
+    """Return the names of the installed SGLang's parsers for calls or thoughts, read as `known_names` are."""
     sglang = _sglang_folder()
     if sglang is None:
         return ()
-    source = (sglang / PARSERS).read_text()
-    return tuple(re.findall(r'^        "(\w+)": \w+Detector,', source, re.M))
+    source = (sglang / PARSERS[key]).read_text()
+    return tuple(re.findall(r'^        "([\w.-]+)": \w+Detector,', source, re.M))
 
 
 @cache

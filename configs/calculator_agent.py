@@ -1,0 +1,35 @@
+"""The calculator of configs/calculator.yaml as an agent: a program with a loop of its own, which asks the policy by the
+plain `openai` client."""
+
+import json
+
+from calculator import calculator
+from openai import AsyncOpenAI
+
+CALCULATOR = {
+    "type": "function",
+    "function": {
+        "name": "calculator",
+        "description": "Multiply two numbers.",
+        "parameters": {
+            "type": "object",
+            "properties": {"expression": {"type": "string", "description": "such as 12*34"}},
+            "required": ["expression"],
+        },
+    },
+}
+
+
+async def solve(base_url, api_key, row):
+    """Let the policy call the calculator until it answers; return 1 for the right product."""
+    client = AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=None)
+    messages = list(row["prompt"])
+    while True:
+        reply = await client.chat.completions.create(model="policy", messages=messages, tools=[CALCULATOR])
+        answer = reply.choices[0].message
+        messages.append(answer.model_dump(exclude_none=True))
+        if not answer.tool_calls:
+            return float((answer.content or "").rpartition("=")[2] == row["label"])
+        for call in answer.tool_calls:
+            result = calculator(**json.loads(call.function.arguments))
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
