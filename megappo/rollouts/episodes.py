@@ -17,7 +17,8 @@ from megappo.data.prompts import Prompt
 from megappo.data.tokenizer import RenderedText, added_tokens, encode, with_context
 from megappo.engines.generations import Generation
 from megappo.rollouts.sample_rows import Ending, Sample, Segment
-from megappo.userland.environments import Environment, EnvironmentFault, EnvironmentPool, EpisodeLost, row_of
+from megappo.userland.environments import Environment, EnvironmentPool, row_of
+from megappo.userland.episode_pool import EnvironmentFault, EpisodeLost
 from megappo.userland.signatures import PROMPTS
 
 if TYPE_CHECKING:
