@@ -11,7 +11,8 @@ from megappo.data.prompts import Prompt
 from megappo.engines.generations import Generation
 from megappo.rollouts.conversation import Turn, TurnPlace, TurnTree, begun_text
 from megappo.rollouts.sample_rows import Ending, Sample, Segment
-from megappo.userland.environments import Environment, EnvironmentFault, EnvironmentPool, EpisodeLost, row_of
+from megappo.userland.environments import Environment, EnvironmentPool, row_of
+from megappo.userland.episode_pool import EnvironmentFault, EpisodeLost
 from megappo.userland.signatures import PROMPTS
 
 if TYPE_CHECKING:
