@@ -35,7 +35,8 @@ from megappo.data.prompts import Prompt, PromptDataset
 from megappo.data.record_dataset import RecordDataset
 from megappo.data.tokenizer import load_tokenizer, stop_token_ids, token_texts
 from megappo.placement.components import shared_vocabulary
-from megappo.userland.environments import EnvironmentFault, start_workers
+from megappo.userland.environments import start_workers
+from megappo.userland.episode_pool import EnvironmentFault
 from megappo.userland.rewards import RewardError
 from megappo.userland.signatures import InputSpec
 

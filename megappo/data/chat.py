@@ -20,6 +20,7 @@ PromptContent = str | list[dict[str, Any]]
 SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 OWN_FIELDS = ("role", "content", "tool_call_id", "weight", "train")
 """Fields of messages that are read beside the template, or that link a result to its call."""
+NO_TOOLS = "the tokenizer's chat template lists no tools: use one that does"
 MESSAGES_AS_TEXT = re.compile(r"""\s*\[?\s*\{\s*['"](role|content)['"]\s*:""")
 """Beginning of chat messages that were written into a text, as JSON or by Python's repr."""
 
@@ -39,9 +40,10 @@ class Chat:
         self._config = config
         self._tools = list(tools) or None
         template = str(tokenizer.chat_template or "")  # several templates: each of them
-        if tools and "tools" not in template:
+        self._lists_tools = "tools" in template
+        if tools and not self._lists_tools:
             keys = "rollout.tools, eval.datasets.NAME.tools, or the field 'tools' of a record"
-            raise ConfigError(f"{keys}: the tokenizer's chat template lists no tools: use one that does")
+            raise ConfigError(f"{keys}: {NO_TOOLS}")
         self._needs_messages = config.system_prompt is not None or bool(config.chat_template_kwargs or tools)
         for name in config.chat_template_kwargs:
             if not _reads(template, name):
@@ -74,10 +76,11 @@ class Chat:
             return prompt
         return self.with_system(read_messages(prompt, "a string or "))
 
-    def text_of(self, content: PromptContent, *, continues: bool = True) -> str:
+    def text_of(self, content: PromptContent, tools: Tools | None = None, *, continues: bool = True) -> str:
         """Render a prompt as the model sees it, up to where its answer begins.
 
         Args:
+            tools: see `whole_text`.
             continues: continue a last message of the assistant instead of starting a new one.
         Raises:
             ValueError: the template refuses the messages, or renders an empty text.
@@ -86,7 +89,9 @@ class Chat:
             text = content
         else:
             continues = continues and content[-1]["role"] == "assistant"
-            text = self.whole_text(content, continue_final_message=continues, add_generation_prompt=not continues)
+            text = self.whole_text(
+                content, tools, continue_final_message=continues, add_generation_prompt=not continues
+            )
         if not text:
             raise ValueError("the prompt is empty")
         return text
@@ -105,9 +110,11 @@ class Chat:
             if name not in OWN_FIELDS and not _reads(str(self._tokenizer.chat_template), name):
                 yield f"messages have a field {name!r}, which the tokenizer's chat template does not read: drop it"
 
-    def whole_text(self, messages: list[dict[str, Any]], **settings: bool) -> str:
+    def whole_text(self, messages: list[dict[str, Any]], tools: Tools | None = None, **settings: bool) -> str:
         """Render a conversation up to the end of its last message, or with settings of the template.
 
+        Args:
+            tools: JSON schemas of the functions that the template lists; None: the constructor's.
         Raises:
             ValueError: the template refuses the messages.
         """
@@ -116,8 +123,11 @@ class Chat:
                 "the prompt is chat messages but the tokenizer has no chat template: use strings, or add one, "
                 "chat_template.jinja in the model's folder"
             )
+        if tools and not self._lists_tools:
+            raise ValueError(NO_TOOLS)
+        listed = self._tools if tools is None else list(tools) or None
         given = self._config.chat_template_kwargs | settings
-        render = partial(self._tokenizer.apply_chat_template, tools=self._tools, tokenize=False, **given)
+        render = partial(self._tokenizer.apply_chat_template, tools=listed, tokenize=False, **given)
         try:
             text: str = render(messages)
             text.encode()  # raises for a lone surrogate

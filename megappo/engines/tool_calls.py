@@ -1,16 +1,17 @@
-"""Plain functions as an environment, which makes the calls that the policy writes and ends at a turn without one.
-
-It is made in the environment's worker processes, from `rollout.tools` and `rollout.tool_call_parser`.
+"""Calls of tools that the policy writes, read by SGLang's parsers in worker processes: for plain functions as an
+environment, which makes the calls and ends at a turn without one, and for the messages that an agent gets.
 """
 
 import asyncio
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from megappo.engines import sglang_patches
 from megappo.user_modules import share_all
+from megappo.userland.chat_form import ParsedTurn
 from megappo.userland.environment_host import called
 from megappo.userland.model_text import model_text
 from megappo.userland.user_code import BadFunction, JsonObject, load, named
@@ -71,16 +72,9 @@ def tool_environment(functions: Sequence[tuple[str, str]], parser: str) -> type[
     Raises:
         BadFunction: there is no such function or parser, or signature and docstring of one do not make a schema.
     """
-    sglang_patches.prepare_import()
-    # Imported here, so that only worker processes import SGLang.
-    from sglang.srt.entrypoints.openai.protocol import Tool
-    from sglang.srt.function_call.function_call_parser import FunctionCallParser
+    new_parser = _call_parser(parser)
     from transformers.utils import get_json_schema
 
-    logging.getLogger("sglang.srt.function_call").setLevel(logging.ERROR)  # calls that cannot be read are counted
-    known = FunctionCallParser.ToolCallParserEnum
-    if parser not in known:
-        raise BadFunction(f"cannot parse calls by {parser!r}: rollout.tool_call_parser is one of {', '.join(known)}")
     loaded = [load(source, name) for source, name in functions]
     share_all()
     try:
@@ -88,7 +82,6 @@ def tool_environment(functions: Sequence[tuple[str, str]], parser: str) -> type[
     except Exception as error:
         expected = "a docstring with an Args section, and a type for each parameter"
         raise BadFunction(f"have no JSON schema ({named(error)}): expected {expected}") from error
-    tools = [Tool(**schema) for schema in schemas]
     by_name = {schema["function"]["name"]: function for schema, function in zip(schemas, loaded, strict=True)}
     return type(
         "Tools",
@@ -96,6 +89,109 @@ def tool_environment(functions: Sequence[tuple[str, str]], parser: str) -> type[
         {
             "functions": by_name,
             "tools": schemas,
-            "new_parser": staticmethod(lambda: FunctionCallParser(tools, parser)),
+            "new_parser": staticmethod(partial(new_parser, as_tools(schemas))),
         },
     )
+
+
+def _call_parser(name: str) -> Callable[[Sequence[Any]], Any]:
+    """Return a function that makes a parser of SGLang's for tools.
+
+    Raises:
+        BadFunction: there is no such parser.
+    """
+    sglang_patches.prepare_import()
+    # Imported here, so that only worker processes import SGLang.
+    from sglang.srt.function_call.function_call_parser import FunctionCallParser
+
+    logging.getLogger("sglang.srt.function_call").setLevel(logging.ERROR)  # calls that cannot be read are counted
+    _check_known(name, "calls", "rollout.tool_call_parser", FunctionCallParser.ToolCallParserEnum)
+    return lambda tools: FunctionCallParser(list(tools), name)
+
+
+def _reasoning_parser(name: str) -> Callable[[bool | None], Any]:
+    """Return a function that makes a parser of SGLang's for thoughts; True: the thought is open at the beginning.
+
+    Raises:
+        BadFunction: there is no such parser.
+    """
+    sglang_patches.prepare_import()
+    from sglang.srt.parser.reasoning_parser import ReasoningParser
+
+    _check_known(name, "thoughts", "rollout.reasoning_parser", ReasoningParser.DetectorMap)
+    return lambda is_open: ReasoningParser(name, stream_reasoning=False, force_reasoning=is_open)
+
+
+def _check_known(name: str, of: str, key: str, known: Mapping[str, Any]) -> None:
+    if name not in known:
+        raise BadFunction(f"cannot parse {of} by {name!r}: {key} is one of {', '.join(known)}")
+
+
+def as_tools(schemas: Sequence[JsonObject]) -> list[Any]:
+    """Return tools as SGLang's parsers take them.
+
+    Raises:
+        ValueError: a schema is no description of a function.
+    """
+    from sglang.srt.entrypoints.openai.protocol import Tool
+
+    return [Tool(**schema) for schema in schemas]
+
+
+class TurnParser:
+    """Reads the turns of an agent's policy as messages.
+
+    Args:
+        calls, reasoning: SGLang's names of parsers; None: none.
+    Raises:
+        BadFunction: there is no such parser.
+    """
+
+    tools = staticmethod(as_tools)
+
+    def __init__(self, calls: str | None, reasoning: str | None):
+        self._new_call_parser = calls and _call_parser(calls)
+        self._new_reasoning_parser = reasoning and _reasoning_parser(reasoning)
+
+    def parse(self, text: str, tools: Sequence[Any]) -> ParsedTurn:
+        """Return a turn as a message. Its content is the whole text if nothing else would be in it.
+
+        Args:
+            tools: as `tools` returns them; without any, no calls are read.
+        """
+        reasoning, content = "", text
+        calls: list[tuple[str, JsonObject]] = []
+        try:
+            if self._new_reasoning_parser:
+                reasoning, content = self._without_thoughts(text)
+            if tools and self._new_call_parser:
+                content, calls = _without_calls(content, self._new_call_parser(tools))
+        except Exception:  # the parsers raise what they like
+            return ParsedTurn(text)
+        return ParsedTurn(content, reasoning, calls) if content.strip() or calls else ParsedTurn(text)
+
+    def _without_thoughts(self, text: str) -> tuple[str, str]:
+        """Return thoughts, and the text after them. A template may have opened the thought in the prompt."""
+        detector = self._new_reasoning_parser(None).detector
+        start, end = (getattr(detector, f"think_{name}_token", None) for name in ("start", "end"))
+        is_open = bool(end) and end in text and start not in text.partition(end)[0]
+        reasoning, content = self._new_reasoning_parser(is_open or None).parse_non_stream(text)
+        return reasoning or "", content or ""
+
+
+def _without_calls(text: str, parser: Any) -> tuple[str, list[tuple[str, JsonObject]]]:
+    """Return the text without calls, and the calls; the whole text if none can be read."""
+    if not parser.has_tool_call(text):
+        return text, []
+    content, found = parser.parse_non_stream(text)
+    calls = [(call.name, _arguments(call.parameters)) for call in found]
+    return (content, calls) if calls else (text, [])
+
+
+def _arguments(text: str) -> JsonObject:
+    arguments = json.loads(text or "{}")
+    if isinstance(arguments, str):  # some parsers encode an object twice
+        arguments = json.loads(arguments)
+    if not isinstance(arguments, dict):
+        raise ValueError("expected a JSON object")
+    return arguments

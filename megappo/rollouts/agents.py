@@ -16,7 +16,7 @@ from megappo.config.schema import Config
 from megappo.data.chat import Chat
 from megappo.data.prompts import Prompt
 from megappo.engines.generations import Generation
-from megappo.rollouts.conversation import Conversation, Place, Turn
+from megappo.rollouts.conversation import Conversation, Turn, TurnPlace
 from megappo.rollouts.episodes import MAX_RESETS, Generate
 from megappo.rollouts.sample_rows import AgentFacts, Ending, Sample
 from megappo.userland.agents import (
@@ -30,7 +30,8 @@ from megappo.userland.agents import (
     TurnRequest,
     TurnReward,
 )
-from megappo.userland.environments import EpisodeLost, row_of
+from megappo.userland.environments import row_of
+from megappo.userland.episode_pool import EpisodeLost
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -106,7 +107,9 @@ class AgentRunner:
                 raise self._agents.fault(f"ended before a request was answered{refused} {finished.error}".rstrip())
             parts = finished.numbers
             if finished.reward is None and ending == "done" and self._needs_reward:
-                raise self._agents.fault("returned no reward, and reward.function is null: return a number, or name one")
+                raise self._agents.fault(
+                    "returned no reward, and reward.function is null: return a number, or name one"
+                )
             turns[max(turns)].reward += finished.reward or 0.0
         segments = episode.conversation.segments()
         return Sample(prompt_index, sample_index, segments, ending, parts, lost, agent=episode.facts())
@@ -259,7 +262,7 @@ class _Episode:
         num_written = sum(len(generation.tokens) for generation, _ in sampled)
         await self._reply(request, Answer(answered, len(place.tokens), num_written))
 
-    async def _sample(self, place: Place, room: int, stop: Sequence[str]) -> tuple[Generation, int | None]:
+    async def _sample(self, place: TurnPlace, room: int, stop: Sequence[str]) -> tuple[Generation, int | None]:
         """Return a turn, and the length of its text before the first of the stop strings; None if it has none. The
         turn ends with the token that completes the string."""
         if not stop:

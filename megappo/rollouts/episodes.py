@@ -1,23 +1,18 @@
-"""Episodes: the policy and an environment take turns. Many episodes run at once, each as a coroutine.
-
-Tokens that the policy wrote are kept as sampled. Messages become text by the chat template. If the new text of the
-conversation begins, to the character, with the text that the policy has seen, the tokens that the rest adds to the
-text before it are appended. If it does not (templates that drop earlier thoughts, as Qwen3's, or change the response),
-or a token would hold the end of one and the beginning of the other, a new segment begins with the new text as its
-prompt. A prompt that is plain text has no template: observations are appended as they are.
-"""
+"""Episodes: the policy and an environment take turns. Many episodes run at once, each as a coroutine."""
 
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from megappo.config.schema import Config
-from megappo.data.chat import Chat
+from megappo.data.chat import Chat, PromptContent
 from megappo.data.prompts import Prompt
-from megappo.data.tokenizer import RenderedText, added_tokens, encode, with_context
 from megappo.engines.generations import Generation
+from megappo.rollouts.conversation import Turn, TurnPlace, TurnTree, begun_text
 from megappo.rollouts.sample_rows import Ending, Sample, Segment
-from megappo.userland.environments import Environment, EnvironmentFault, EnvironmentPool, EpisodeLost, row_of
+from megappo.userland.environments import Environment, EnvironmentPool, row_of
+from megappo.userland.episode_pool import EnvironmentFault, EpisodeLost
 from megappo.userland.signatures import PROMPTS
 
 if TYPE_CHECKING:
@@ -32,10 +27,12 @@ Observation = Sequence[dict[str, str]]
 
 
 class Transcript:
-    """An episode's messages and segments.
+    """An episode's messages and turns, which follow each other.
 
     Args:
         limits: tokens that a segment may have after its prompt, and together with it.
+    Attributes:
+        place: the place of the next turn.
     """
 
     def __init__(
@@ -45,22 +42,24 @@ class Transcript:
         tokenizer: "PreTrainedTokenizerBase",
         limits: tuple[int, int],
     ):
-        self._chat = chat
-        self._tokenizer = tokenizer
+        self._tree = TurnTree(chat, tokenizer)
         self._limits = limits
+        self._last: Turn | None = None
         raw = prompt.columns[PROMPTS]
-        self._messages: list[dict[str, Any]] | None = None if isinstance(raw, str) else list(raw)
-        self.segments = [Segment(prompt.tokens, prompt.text)]
+        self._messages: PromptContent = raw if isinstance(raw, str) else list(raw)
+        self._turns: list[Turn | None] = [] if isinstance(raw, str) else [None] * len(raw)
+        begun = begun_text(self._messages, prompt.text, continues=True)
+        self.place = TurnPlace(prompt.text, prompt.tokens, begun, rendered=prompt.text)
 
     @property
     def room(self) -> int:
         """Number of tokens that the policy may write now."""
-        return self._room_in(self.segments[-1])
+        return self._tree.room(self.place, self._limits)
 
-    def _room_in(self, segment: Segment) -> int:
-        after_prompt, total = self._limits
-        num_tokens = len(segment.tokens)
-        return min(after_prompt - num_tokens, total - len(segment.prompt) - num_tokens)
+    @property
+    def segments(self) -> list[Segment]:
+        """The segments of the turns."""
+        return self._tree.segments()
 
     def begin(self, observation: Observation) -> bool:
         """Add the environment's first observation to the prompt; return whether there is room for a turn.
@@ -68,62 +67,41 @@ class Transcript:
         Raises:
             ValueError: the template refuses the observation.
         """
-        if observation:
-            self.segments = [self._segment(self._grown(observation, continues=True))]
-        return self.room > 0
+        return self.observe(observation) if observation else self.room > 0
 
-    def write(self, generation: Generation, turn: int) -> str:
-        """Append a turn of the policy; return its text without the special token that ends it. The first turn continues
+    def write(self, generation: Generation, number: int) -> str:
+        """Add a turn of the policy; return its text without the special token that ends it. The first turn continues
         an assistant message at the end of the prompt."""
-        tokens = generation.tokens
-        self.segments[-1].write(generation, self._tokenizer.decode(tokens), turn)
-        has_end = bool(tokens) and not self._tokenizer.decode(tokens[-1:], skip_special_tokens=True)
-        text = self._tokenizer.decode(tokens[:-1] if has_end else tokens)
-        if self._messages is not None:
-            is_continued = turn == 1 and self._messages[-1]["role"] == "assistant"
-            before = self._messages.pop()["content"] if is_continued else ""
-            self._messages.append({"role": "assistant", "content": before + text})
-        return text
+        self._last = turn = self._tree.write(self.place, generation, number)
+        if not isinstance(self._messages, str):
+            if number == 1 and self._messages[-1]["role"] == "assistant":
+                self._messages.pop()
+                self._turns.pop()
+            self._messages.append({"role": "assistant", "content": turn.begun + turn.content})
+            self._turns.append(turn)
+        return turn.content
+
+    def reward(self, reward: float | list[float]) -> None:
+        """Set the reward of the last turn: one number for its last token, or one per token."""
+        assert self._last is not None, "a turn was written"
+        self._last.reward = reward
 
     def observe(self, observation: Observation) -> bool:
-        """Append an observation; return whether there is room for another turn. Without room, no token is added.
+        """Add an observation; return whether there is room for another turn.
 
         Raises:
             ValueError: the template refuses the observation.
         """
-        segment = self.segments[-1]
-        text = self._grown(observation, continues=False)
-        tokens = self._added(segment.text, text)
-        if tokens is None:
-            new = self._segment(text)
-            has_room = self._room_in(new) > 0
-            self.segments += [new] if has_room else []
-            return has_room
-        has_room = self._room_in(segment) > len(tokens)
-        if has_room:
-            segment.observe(tokens, text[len(segment.text) :])
-        return has_room
-
-    def _grown(self, observation: Observation, *, continues: bool) -> str:
-        """Add an observation to the conversation; return the text of the whole."""
-        if self._messages is None:
-            return self.segments[-1].text + "".join(message["content"] or "" for message in observation)
-        self._messages += observation
-        return self._chat.text_of(self._messages, continues=continues)
-
-    def _added(self, before: str, text: str) -> list[int] | None:
-        """Return the tokens that a text has after the tokens of its beginning; None if it begins otherwise."""
-        if not text.startswith(before):
-            return None
-        texts = with_context(before, text[len(before) :])
-        try:
-            return added_tokens(*encode(texts, self._tokenizer), self._tokenizer)
-        except ValueError:
-            return None
-
-    def _segment(self, text: str) -> Segment:
-        [tokens] = encode([RenderedText(text, is_chat=self._messages is not None)], self._tokenizer)
-        return Segment(tokens, text)
+        if isinstance(self._messages, str):
+            before = self._messages if self._last is None else self._last.text
+            self._messages = before + "".join(message["content"] or "" for message in observation)
+        else:
+            self._messages += observation
+            self._turns += [None] * len(observation)
+        place = self._tree.place(self._messages, self._turns, continues=self._last is None)
+        follows = place.follows or (0 if self._last is None else self._last.number)
+        self.place = replace(place, follows=follows)
+        return self.room > 0
 
 
 class EpisodeRunner:
@@ -168,7 +146,7 @@ class EpisodeRunner:
                     lost = str(error)
                     continue
                 if not self._accepts(transcript.begin, observation):
-                    length = f"{len(transcript.segments[0].prompt)} tokens of {self._limits[1]}"
+                    length = f"{len(transcript.place.tokens)} tokens of {self._limits[1]}"
                     raise self._fault(f"leaves no room for a turn after reset ({length}): raise data.max_prompt_length")
                 parts: Counter[str] = Counter()
                 ending, lost = await self._take_turns(transcript, environment, generate, parts)
@@ -184,17 +162,16 @@ class EpisodeRunner:
     ) -> tuple[Ending, str]:
         """Take turns until the episode ends; return how it ended, and how the environment was lost."""
         for turn in range(1, self._max_turns + 1):
-            generation = await generate(transcript.segments[-1].context, transcript.room)
+            generation = await generate(transcript.place.tokens, transcript.room)
             text = transcript.write(generation, turn)
             if generation.finish_reason == "length":
                 return "length", ""
             message = {"role": "assistant", "content": text, "token_ids": generation.tokens}
-            segment = transcript.segments[-1]
             try:
                 observation, reward, done, numbers = await environment.step(message)
             except EpisodeLost as error:
                 return "lost", str(error)
-            segment.reward(reward)
+            transcript.reward(reward)
             parts.update(numbers)
             if done:
                 return "done", ""

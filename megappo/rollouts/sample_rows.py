@@ -28,10 +28,9 @@ UNSCORED = Grade([], {})
 class Segment:
     """A prompt and the tokens after it. Each segment becomes a row.
 
-    A response is one segment. An episode begins another one wherever the chat template rewrites the history.
+    A response is one segment. An episode has one or several, see `TurnTree.segments`.
 
     Attributes:
-        text: text of the prompt and all tokens, in an episode.
         log_probs: None at tokens that an environment wrote.
         rewards, turns: reward and turn of each token, in an episode; turns count from 1 and are 0 at the environment's
             tokens.
@@ -39,31 +38,32 @@ class Segment:
             that an environment wrote.
         choices: choices of experts of the first tokens, see `Generation`; in an episode up to the last turn of the
             policy.
+        parent: number of the turn that the prompt continues or rewrites, in an episode; 0 without one.
     """
 
     prompt: list[int]
-    text: str = ""
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float | None] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     turns: list[int] = field(default_factory=list)
     versions: list[int | None] = field(default_factory=list)
     choices: bytes = b""
+    parent: int = 0
 
     @property
     def context(self) -> list[int]:
         """Prompt and tokens."""
         return self.prompt + self.tokens
 
-    def write(self, generation: Generation, text: str, turn: int) -> None:
+    def write(self, generation: Generation, turn: int) -> None:
         """Append a turn of the policy."""
-        self._append(generation.tokens, text, generation.log_probs, generation.versions, turn)
+        self._append(generation.tokens, generation.log_probs, generation.versions, turn)
         self.choices += generation.choices[len(self.choices) :]  # the first were made when earlier turns were sampled
 
-    def observe(self, tokens: list[int], text: str) -> None:
+    def observe(self, tokens: list[int]) -> None:
         """Append an observation of the environment."""
         unwritten = [None] * len(tokens)
-        self._append(tokens, text, unwritten, unwritten, 0)
+        self._append(tokens, unwritten, unwritten, 0)
 
     def reward(self, reward: float | Sequence[float]) -> None:
         """Set the reward of the latest turn: one number for its last token, or one per token."""
@@ -75,13 +75,11 @@ class Segment:
     def _append(
         self,
         tokens: list[int],
-        text: str,
         log_probs: Sequence[float | None],
         versions: Sequence[int | None],
         turn: int,
     ) -> None:
         self.tokens += tokens
-        self.text += text
         self.log_probs += log_probs
         self.rewards += [0.0] * len(tokens)
         self.turns += [turn] * len(tokens)
@@ -143,7 +141,7 @@ class Sample:
     @property
     def num_turns(self) -> int:
         """Turns of the policy in an episode."""
-        return max(self.segments[-1].turns)
+        return max(chain.from_iterable(segment.turns for segment in self.segments))
 
     @property
     def is_truncated(self) -> bool:
@@ -153,12 +151,14 @@ class Sample:
 
 def episode_turns(episode: Sample, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
     """Return the turns of an episode, each with its text and reward: `turn` counts the policy's turns from 1, and is 0
-    where the environment wrote. A response has none."""
+    where the environment wrote. The prompt of a further segment has `Segment.parent` as `follows`, unless it is 0. A
+    response has no turns."""
     decode = partial(tokenizer.decode, skip_special_tokens=False)
     turns: list[dict[str, Any]] = []
     for segment in episode.segments:
-        if turns:  # the chat template rewrote the conversation
-            turns.append({"turn": 0, "text": decode(segment.prompt), "reward": 0.0})
+        if turns:  # the history was rewritten, or has branches
+            follows = {"follows": segment.parent} if segment.parent else {}
+            turns.append({"turn": 0, "text": decode(segment.prompt), "reward": 0.0, **follows})
         for turn, own in groupby(zip(segment.turns, segment.tokens, segment.rewards, strict=False), itemgetter(0)):
             _, tokens, rewards = zip(*own, strict=True)
             turns.append({"turn": turn, "text": decode(tokens), "reward": sum(rewards)})

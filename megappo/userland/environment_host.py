@@ -55,8 +55,7 @@ class EnvironmentHost:
         more, is cancelled."""
         made = self._environments.pop(number)
         call = self._calls.pop(number)
-        call.cancel()
-        await asyncio.wait([call], timeout=self._seconds / 2)  # one that continues leaves time to close
+        await cancel(call, self._seconds)
         environment = await made
         if hasattr(environment, "close"):
             await called(environment.close)
@@ -85,6 +84,12 @@ async def called(function: Callable[..., Any], *arguments: Any) -> Any:
         return await function(*arguments)
     result = await in_thread(function, *arguments)
     return await result if inspect.isawaitable(result) else result
+
+
+async def cancel(task: asyncio.Task, seconds: float) -> None:
+    """Cancel a task and wait for its end; one that continues leaves half of the time for more."""
+    task.cancel()
+    await asyncio.wait([task], timeout=seconds / 2)
 
 
 def in_thread(function: Callable[..., Any], *arguments: Any) -> asyncio.Future:

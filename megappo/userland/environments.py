@@ -3,40 +3,25 @@
 The workers of a task run its environment, which answers the responses, or its reward function.
 """
 
-import asyncio
-import itertools
 import json
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Mapping, Sequence
-from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, nullcontext, suppress
+from collections.abc import AsyncIterator, Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from megappo.config.eval_sets import Task
 from megappo.config.schema import Reward
-from megappo.config.sections import Rollout
-from megappo.errors import ActionableError
-from megappo.runtime.heartbeat import heartbeat
+from megappo.config.sections import PLAYERS, Rollout
+from megappo.userland.agents import AgentPool, load_agent
+from megappo.userland.episode_pool import EpisodePool, Player
 from megappo.userland.grades import MAX_NAME_CHARACTERS, fits_float32
 from megappo.userland.rewards import RewardPool
 from megappo.userland.signatures import NO_INPUT, PROMPTS, InputSpec, is_message
 from megappo.userland.spec import parse_spec
 from megappo.userland.user_code import JsonObject
-from megappo.userland.worker_process import CallError, WorkerPool, WorkerProcess
 
-FAILED_SECONDS = 5.0
-"""Time that a failed run waits for environments to be closed."""
 Messages = list[dict[str, str]]
-
-
-class EnvironmentFault(ActionableError, RuntimeError):
-    """An environment's code is wrong; the run ends."""
-
-
-class EpisodeLost(Exception):
-    """An environment took too long, or its process ended. Its episode cannot continue; the others do."""
 
 
 def row_of(columns: JsonObject, label: Any) -> JsonObject:
@@ -48,21 +33,19 @@ def row_of(columns: JsonObject, label: Any) -> JsonObject:
 class Environment:
     """The environment of one episode."""
 
-    def __init__(self, pool: "EnvironmentPool", worker: WorkerProcess, number: int):
-        self._pool = pool
-        self._worker = worker
-        self._number = number
+    def __init__(self, player: Player):
+        self._player = player
 
     async def reset(self, row: JsonObject) -> Messages:
         """Begin the episode; return the environment's first messages, after the prompt.
 
         Raises: as in `step`.
         """
-        answer = await self._call("reset", {"row": row})
+        answer = await self._player.call("reset", {"row": row})
         try:
             return _messages(answer)
         except ValueError as error:
-            raise self._pool.fault(f"reset returned {error}") from error
+            raise self._player.pool.fault(f"reset returned {error}") from error
 
     async def step(self, message: JsonObject) -> tuple[Messages, float | list[float], bool, dict[str, float]]:
         """Return the environment's answer to the policy's message, the reward of the turn (or of each token), whether
@@ -72,20 +55,11 @@ class Environment:
             EpisodeLost: it takes too long, or its process ended.
             EnvironmentFault: it raised, or returned something of the wrong type.
         """
-        answer = await self._call("step", {"message": message})
+        answer = await self._player.call("step", {"message": message})
         try:
             return _turn(answer, len(message["token_ids"]))
         except ValueError as error:
-            raise self._pool.fault(f"step returned {error}") from error
-
-    async def _call(self, method: str, arguments: JsonObject) -> Any:
-        call = self._worker.call(method, {"number": self._number, **arguments}, self._pool.timeout_seconds)
-        try:
-            return await self._pool.in_thread(call)
-        except CallError as error:
-            if error.is_late or not self._worker.is_up:
-                raise EpisodeLost(f"{method} {error}") from error
-            raise self._pool.fault(f"{method} {error}") from error
+            raise self._player.pool.fault(f"step returned {error}") from error
 
 
 def _messages(observation: Any) -> Messages:
@@ -130,7 +104,7 @@ def _number(reward: Any) -> float:
     return float(number)
 
 
-class EnvironmentPool(WorkerPool):
+class EnvironmentPool(EpisodePool):
     """The workers of an environment, which may be used as a context manager.
 
     Args:
@@ -142,59 +116,17 @@ class EnvironmentPool(WorkerPool):
     """
 
     kind = "environment"
-    error = EnvironmentFault
 
     def __init__(self, spec: str, code: Sequence[Any], *, timeout_seconds: float, **limits: Any):
         source, name, *arguments = code
         hosted = {"source": source, "name": name, "arguments": arguments, "seconds": timeout_seconds}
         super().__init__(spec, "environments", hosted, timeout_seconds=timeout_seconds, **limits)
-        self._numbers = itertools.count()
-        self._replacing = asyncio.Lock()
-        self._closing: set[Future] = set()
-        self._num_episodes: Counter[WorkerProcess] = Counter()
-
-    async def in_thread(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Return the result of a coroutine that the pool's thread runs, with time limits of its own, to any other
-        event loop."""
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
 
     @asynccontextmanager
     async def environment(self) -> AsyncIterator[Environment]:
         """Open a new environment in the worker with the fewest."""
-        worker = await self.in_thread(self._free_worker())
-        number = next(self._numbers)
-        try:
-            yield Environment(self, worker, number)
-        finally:
-            if not self.is_closed:
-                closing = asyncio.run_coroutine_threadsafe(self._leave(worker, number), self._loop)
-                self._closing.add(closing)
-                closing.add_done_callback(self._closing.discard)
-
-    async def _free_worker(self) -> WorkerProcess:
-        async with self._replacing:
-            for worker in [one for one in self.workers if not one.is_up]:
-                try:
-                    await self.replace(worker)
-                except CallError as error:
-                    raise self.fault(str(error)) from error
-        worker = min(self.workers, key=self._num_episodes.__getitem__)
-        self._num_episodes[worker] += 1
-        return worker
-
-    async def _leave(self, worker: WorkerProcess, number: int) -> None:
-        """Close an environment, which nobody waits for."""
-        self._num_episodes[worker] -= 1
-        with suppress(CallError):  # it is gone
-            await worker.call("close", {"number": number}, self.timeout_seconds)
-
-    def __exit__(self, *error: object) -> None:
-        """End all, once the environments that were left are closed, or their time for it is over."""
-        try:
-            with heartbeat.waiting():
-                wait(list(self._closing), self.timeout_seconds if error[0] is None else FAILED_SECONDS)
-        finally:
-            self.close()
+        async with self.player() as player:
+            yield Environment(player)
 
 
 def load_environments(rollout: Rollout, reward: Reward) -> EnvironmentPool:
@@ -226,10 +158,10 @@ def load_environments(rollout: Rollout, reward: Reward) -> EnvironmentPool:
 
 @dataclass(frozen=True)
 class TaskWorkers:
-    """The workers of a task's reward function and of its environment, where it has them."""
+    """The workers of a task's reward function and of its environment or agent, where it has them."""
 
     rewards: RewardPool | None = None
-    environments: EnvironmentPool | None = None
+    environments: EnvironmentPool | AgentPool | None = None
 
     @property
     def takes(self) -> InputSpec:
@@ -266,7 +198,8 @@ def start_workers(
         if functions := tuple(task.reward.weights.items()):
             rewards = shared(functions, task.reward_key, partial(RewardPool, task.reward))
         if task.rollout.has_episodes:
-            identity = (task.rollout.environment, task.rollout.tools)
-            environments = shared(identity, task.environment_key, partial(load_environments, task.rollout, task.reward))
+            identity = tuple(getattr(task.rollout, player) for player in PLAYERS)
+            load = load_agent if task.rollout.has_agent else load_environments
+            environments = shared(identity, task.environment_key, partial(load, task.rollout, task.reward))
         workers[name] = TaskWorkers(rewards, environments)
     return workers

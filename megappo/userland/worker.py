@@ -5,7 +5,7 @@ Its standard input is a socket; each message is a line of JSON. A request {"call
 if the time limit was exceeded. The first method is "load", with the name of a host as argument; the others are methods
 of the host. Coroutines run in an event loop, any number at once. Plain calls run one after the other in the main thread
 outside of that loop, so that user code may run a loop of its own. It imports the standard library alone, so it starts
-at once; user files import what they like.
+at once; the host of agents adds a server, and user files import what they like.
 """
 
 import asyncio
@@ -14,18 +14,22 @@ import inspect
 import json
 import logging
 import os
+import pkgutil
 import socket
 import sys
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
-from megappo.userland.environment_host import EnvironmentHost
 from megappo.userland.model_text import as_json
-from megappo.userland.signatures import RewardHost
 from megappo.userland.user_code import BadFunction, JsonObject, describe, limit_memory
 
-HOSTS = {"rewards": RewardHost, "environments": EnvironmentHost}
+HOSTS = {
+    "agents": "megappo.userland.agent_host:AgentHost",
+    "environments": "megappo.userland.environment_host:EnvironmentHost",
+    "rewards": "megappo.userland.signatures:RewardHost",
+}
+"""Imported when they are loaded: the host of agents imports a server."""
 MAX_REQUEST_BYTES = 2**62
 
 
@@ -77,7 +81,7 @@ class Worker:
     def _load(self, host: str, memory_bytes: int | None, **arguments: Any) -> Any:
         if memory_bytes is not None:
             limit_memory(memory_bytes)
-        self._host = HOSTS[host](**arguments)
+        self._host = pkgutil.resolve_name(HOSTS[host])(**arguments)
         return self._host.description
 
     async def _answer(

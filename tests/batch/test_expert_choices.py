@@ -81,10 +81,10 @@ def test_they_are_packed_with_their_tokens(multiple: int, context: int) -> None:
 def test_each_token_of_an_episode_keeps_the_choice_with_which_it_was_sampled(tmp_path: Path) -> None:
     """The request for a turn returns the choices of the whole context, except for its last token."""
     segment = Segment([5, 6])
-    segment.write(Generation([7, 8], [-1.0, -1.0], "stop", choices=bytes([1, 2, 3])), "", 1)
-    segment.observe([9], "")
-    segment.write(Generation([10], [-1.0], "stop", choices=bytes([9, 9, 9, 4, 5])), "", 2)
-    segment.observe([11], "")
+    segment.write(Generation([7, 8], [-1.0, -1.0], "stop", choices=bytes([1, 2, 3])), 1)
+    segment.observe([9])
+    segment.write(Generation([10], [-1.0], "stop", choices=bytes([9, 9, 9, 4, 5])), 2)
+    segment.observe([11])
     sample = response_sample(0, 0, [5], Generation([6], [-1.0], "stop", choices=bytes([6])))
     policy = read_architecture(hf_folder(tmp_path / "hf", "qwen3_moe", **ONE_BYTE))
     assert policy.choice_bytes == 1

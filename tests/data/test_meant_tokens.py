@@ -217,9 +217,9 @@ def test_an_episode_goes_on_with_the_answer_that_its_prompt_begins(tmp_path):
     assert conversation.observe([{"role": "user", "content": "Sure?"}])
     assert conversation.write(generation, 2) == "2"
     assert conversation.observe([])
-    [segment] = conversation.segments
-    assert segment.text == f"{text}2{EOS}[user]Sure?{EOS}[assistant]2{EOS}[assistant]"
-    assert tokenizer.decode(segment.context) == segment.text
+    [_] = conversation.segments
+    expected = f"{text}2{EOS}[user]Sure?{EOS}[assistant]2{EOS}[assistant]"
+    assert tokenizer.decode(conversation.place.tokens) == conversation.place.text == expected
     assert raw[-1] == {"role": "assistant", "content": "It is "}
 
 

@@ -238,9 +238,9 @@ def test_an_episode_has_the_tokens_of_its_rendered_text(model):
     role = "tool" if model.name in ("qwen3", "deepseek_v3") else "user"
     observation = {"role": role, "content": TEXTS[3] + TEXTS[2]}
     assert transcript.observe([observation])
-    [segment] = transcript.segments
-    assert segment.context == model.rendered([QUESTION, TALK[1], observation], add_generation_prompt=True)
-    assert segment.context[len(start) :][: len(tokens)] == tokens
+    found = transcript.place.tokens
+    assert found == model.rendered([QUESTION, TALK[1], observation], add_generation_prompt=True)
+    assert found[len(start) :][: len(tokens)] == tokens
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ import json
 import pytest
 from slow import slow_ones
 
-from megappo.userland.environments import EnvironmentFault, EnvironmentPool
+from megappo.userland.environments import EnvironmentPool
+from megappo.userland.episode_pool import EnvironmentFault
 
 FUNCTIONS = '''
 import datetime

@@ -133,11 +133,10 @@ def test_bytes_of_a_queued_token_are_those_of_a_response() -> None:
     reply = json.dumps(
         {"tokens": list(range(1000, 1000 + count)), "log_probs": [-0.1 - i / count for i in range(count)]}
     )
-    text = "word" * count
     tracemalloc.start()
     try:
         segment = Segment([1])
-        segment.write(Generation(**json.loads(reply), finish_reason="stop"), text[:-1], 1)
+        segment.write(Generation(**json.loads(reply), finish_reason="stop"), 1)
         held, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

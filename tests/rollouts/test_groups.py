@@ -225,7 +225,7 @@ def test_finished_groups_are_counted_until_a_step_takes_them(tmp_path: Path) -> 
 
 
 def sample(order: int = 0) -> Sample:
-    segments = [Segment([5, 6], "text", [7, 8], [-0.1, None], [0.0, 1.5], [1, 0])]
+    segments = [Segment([5, 6], [7, 8], [-0.1, None], [0.0, 1.5], [1, 0], parent=3)]
     return Sample(0, order, segments, "done", Counter({"calls": 2.0}))  # as an episode counts
 
 

@@ -26,11 +26,11 @@ class Turns:
 
     async def play(self, prompt_index, sample_index, generate):
         is_long = prompt_index % len(PROMPTS) >= self.long
-        segment = Segment(PROMPTS[prompt_index % len(PROMPTS)].tokens, "")
+        segment = Segment(PROMPTS[prompt_index % len(PROMPTS)].tokens)
         ended = False
         try:
             for turn in range(1, 25 if is_long else 2):
-                segment.write(await generate(segment.context, SHORT), "", turn)
+                segment.write(await generate(segment.context, SHORT), turn)
                 await asyncio.sleep(0.2 if is_long else 0.0)
             ended = True
         finally:

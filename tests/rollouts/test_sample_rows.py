@@ -20,12 +20,12 @@ def test_what_was_cut_off_is_masked_and_what_has_nothing_left_to_be_compared_wit
 
 def test_each_segment_is_a_row_with_a_prompt_of_its_own():
     first, second = Segment([5, 6]), Segment([5, 9, 9])
-    first.write(Generation([11, 12], [-1.0, -2.0], "stop", versions=[3, 4]), "", 1)
+    first.write(Generation([11, 12], [-1.0, -2.0], "stop", versions=[3, 4]), 1)
     first.reward(0.5)
-    first.observe([20, 21], "")
-    first.write(Generation([13], [-3.0], "stop", versions=[5]), "", 2)
+    first.observe([20, 21])
+    first.write(Generation([13], [-3.0], "stop", versions=[5]), 2)
     first.reward([0.25])
-    second.write(Generation([14, 15], [-4.0, -5.0], "stop", versions=[5, 5]), "", 3)
+    second.write(Generation([14, 15], [-4.0, -5.0], "stop", versions=[5, 5]), 3)
     second.reward([1.0, 2.0])
     samples = [Sample(1, 3, [first, second], "turns", {})]
     rows = with_scores(sample_rows(samples, episodes=True), samples, torch.tensor([[3.75]]), has_weights=False)

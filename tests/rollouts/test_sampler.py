@@ -201,10 +201,10 @@ class Playing:
     async def play(self, prompt_index, sample_index, generate):
         self.num_open += 1
         self.most = max(self.most, self.num_open)
-        segment = Segment([prompt_index], "")
+        segment = Segment([prompt_index])
         for turn in range(1, 6):
             await asyncio.sleep(0.05 - time.monotonic() % 0.05)
-            segment.write(await generate(segment.context, 3), "", turn)
+            segment.write(await generate(segment.context, 3), turn)
         self.num_open -= 1
         return Sample(prompt_index, sample_index, [segment], "done", {})
 

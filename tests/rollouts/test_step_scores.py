@@ -104,8 +104,8 @@ def add_extras(rank: int, world_size: int) -> None:
     """Rank 1 has an episode of two segments without scores of steps; rank 2 has no sample."""
     exchange, tokenizer = Exchange(dist.group.WORLD), of_bytes()
     tokens = tokenizer("a1b2")["input_ids"]
-    segments = [Segment([5], "", tokens[:3], [-1.0] * 3, [0.0, 0.0, 7.0], [1] * 3)]
-    segments.append(Segment([5], "", tokens[3:], [-1.0], [1.0], [2]))
+    segments = [Segment([5], tokens[:3], [-1.0] * 3, [0.0, 0.0, 7.0], [1] * 3)]
+    segments.append(Segment([5], tokens[3:], [-1.0], [1.0], [2]))
     prompts = [Prompt(i, [5], "", None) for i in range(2)]
     samples = [Sample(rank, 0, segments, "done", {})][: rank < 2]
     grades = [Grade([8.0, 1.0], {}, steps=[(), [(2, 0.5), (4, 0.25)]]), Grade([8.0, 1.0], {}, loss_weight=0.5)]

@@ -46,10 +46,12 @@ def test_special_tokens_that_end_a_turn_are_no_part_of_it(tokenizer, end, conten
     written = tokenizer.encode(f"ok{end}", add_special_tokens=False)
     assert conversation.write(Generation(written, [-1.0] * len(written), "stop"), 1) == content
     assert conversation.observe([{"role": "user", "content": "more"}])
+    assert (conversation.place.parent is not None) == (num_segments == 1)
+    conversation.write(Generation(written, [-1.0] * len(written), "stop"), 2)
     assert len(conversation.segments) == num_segments
     assert conversation.segments[0].tokens[: len(written)] == written
     expected = f"[user]hi<|eot_id|>[assistant]{content}<|eot_id|>[user]more<|eot_id|>[assistant]"
-    assert tokenizer.decode(conversation.segments[-1].context) == expected
+    assert tokenizer.decode(conversation.segments[-1].context) == f"{expected}ok{end}"
 
 
 @pytest.mark.parametrize("is_chat", [False, True])
@@ -70,9 +72,9 @@ def test_an_observation_adds_the_tokens_that_it_has_in_the_whole_text(is_chat):
     transcript = Transcript(prompt, chat, blanks, (1000, 2000))
     transcript.write(Generation([vocab["4"], vocab["</s>"]], [-1.0] * 2, "stop"), 1)
     assert transcript.observe([{"role": "user", "content": "no!"}])
-    [segment] = transcript.segments
-    assert segment.context == blanks.encode(segment.text, add_special_tokens=False)
-    assert segment.text.endswith("4</s>\n[user]no!</s>\n[assistant]" if is_chat else "4</s>no!")
+    assert transcript.place.parent is not None
+    assert transcript.place.tokens == blanks.encode(transcript.place.text, add_special_tokens=False)
+    assert transcript.place.text.endswith("4</s>\n[user]no!</s>\n[assistant]" if is_chat else "4</s>no!")
 
 
 def test_an_observation_that_the_tokenizer_joins_with_the_turn_begins_a_segment():
@@ -82,4 +84,6 @@ def test_an_observation_that_the_tokenizer_joins_with_the_turn_begins_a_segment(
     )
     transcript.write(Generation([0], [-1.0], "stop"), 1)
     assert transcript.observe([{"role": "user", "content": "b"}])
-    assert [segment.context for segment in transcript.segments] == [[1, 0], [1, 2]]
+    transcript.write(Generation([0], [-1.0], "stop"), 2)
+    assert [segment.context for segment in transcript.segments] == [[1, 0], [1, 2, 0]]
+    assert [segment.parent for segment in transcript.segments] == [0, 1]

@@ -15,7 +15,8 @@ import pytest
 
 from megappo.runtime import launcher
 from megappo.runtime.keeper import ask_to_end
-from megappo.userland.environments import EnvironmentPool, EpisodeLost
+from megappo.userland.environments import EnvironmentPool
+from megappo.userland.episode_pool import EpisodeLost
 from megappo.userland.rewards import RewardError, load_reward
 from megappo.userland.signatures import Row
 

@@ -247,7 +247,7 @@ def f(prompts, responses, labels):
 def score_where_a_function_fails(rank: int, world_size: int, folder: str) -> None:
     """One turn of each episode, with a reward of its own."""
     exchange, config = Exchange(dist.group.WORLD), make_config(adv_estimator="grpo")
-    segments = [Segment([5], "", [first, 7], [-1.0, -1.0], [0.0, 3.0], [1, 1]) for first in (1, 2)]
+    segments = [Segment([5], [first, 7], [-1.0, -1.0], [0.0, 3.0], [1, 1]) for first in (1, 2)]
     samples = [Sample(prompt, i, [one], "done", {}) for prompt in (0, 1) for i, one in enumerate(segments)]
     with load(Path(folder), ONLY_ONES, on_error="zero") as pool:
         responses = step_of(by_workers(pool, samples))

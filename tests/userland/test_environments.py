@@ -8,7 +8,8 @@ import psutil
 import pytest
 
 from megappo.userland import worker_process
-from megappo.userland.environments import EnvironmentFault, EnvironmentPool, EpisodeLost
+from megappo.userland.environments import EnvironmentPool
+from megappo.userland.episode_pool import EnvironmentFault, EpisodeLost
 
 TURN = {"role": "assistant", "content": "x", "token_ids": [1, 2]}
 

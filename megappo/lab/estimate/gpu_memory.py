@@ -26,7 +26,7 @@ PROCESS_BYTES, ENGINE_PROCESS_BYTES = 5 * GIB, 6 * GIB
 """Assumed: host memory of a rank and of an engine's process for a GPU, including libraries."""
 QUEUED_TOKEN_BYTES = 100
 """Host memory of a token of a response that waits for training: Python's objects of its number, log-prob, reward, turn
-and version, and its text."""
+and version."""
 PREFILL_CHUNK = 8192
 """Tokens of prompts that an engine computes at a time, on GPUs of 80 GB and more."""
 GRAPH_BYTES = 2 * 2**20

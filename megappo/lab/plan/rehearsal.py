@@ -22,7 +22,8 @@ from megappo.data.tokenizer import load_tokenizer, stop_token_ids
 from megappo.placement.components import shared_vocabulary
 from megappo.userland import user_code
 from megappo.userland.agents import AgentPool, Finished, TurnRequest
-from megappo.userland.environments import EnvironmentFault, EnvironmentPool, EpisodeLost, row_of, start_workers
+from megappo.userland.environments import EnvironmentPool, row_of, start_workers
+from megappo.userland.episode_pool import EnvironmentFault, EpisodeLost
 from megappo.userland.grades import Grade
 from megappo.userland.rewards import RewardError, RewardPool
 from megappo.userland.signatures import Row

@@ -1,0 +1,118 @@
+"""An agent that is a command: a process for each episode, in a worker process."""
+
+import asyncio
+import json
+import os
+import signal
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from megappo.runtime.keeper import KILL_TIMEOUT_SECONDS, ask_to_end
+from megappo.runtime.machine import PACKAGE_ROOT, PYTHON
+from megappo.userland.user_code import JsonObject
+
+OUTPUT_BYTES = 2**16
+"""The end of a command's output that is kept."""
+SHOWN_CHARACTERS = 2000
+"""The end of a command's errors that a message shows."""
+READ_BYTES = 2**16
+
+
+class CommandLost(Exception):
+    """A command ended without a result."""
+
+
+async def run_command(
+    command: Sequence[str],
+    folder: str,
+    is_scored: bool,
+    base_url: str,
+    api_key: str,
+    row: JsonObject,
+) -> JsonObject:
+    """Run a command, and end it with all that it has started, also if this call is cancelled.
+
+    Args:
+        folder: folder for the file of the row.
+        is_scored: a reward function scores episodes, so that no reward is needed.
+    Returns:
+        "exit_code", and "reward": a number in the last line of the output, or {"reward": number} there. Without such a
+        line it is 1 for exit code 0, and 0 for exit code 1.
+    Raises:
+        CommandLost: the exit code is neither 0 nor 1.
+    """
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".json", dir=folder) as file:
+        json.dump(row, file)
+        file.flush()
+        process = await asyncio.create_subprocess_exec(
+            *(*PYTHON, "-m", "megappo.runtime.keeper", str(os.getpid())),
+            *("env", f"PYTHONPATH={_python_path()}", *command),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env={**os.environ, **_endpoint_variables(base_url, api_key), "MEGAPPO_ROW": file.name},
+            start_new_session=True,
+        )
+        try:
+            output, errors, code = await asyncio.gather(_end(process.stdout), _end(process.stderr), process.wait())
+        finally:
+            await _make_sure_it_ends(process)
+    if code not in (0, 1):
+        raise CommandLost(f"ended with {_exit(code)}; the end of its errors: {errors[-SHOWN_CHARACTERS:] or 'none'}")
+    result = _last_line(output) if code == 0 else None
+    if result is None:
+        result = {} if is_scored else {"reward": 1.0 - code}
+    return {**result, "exit_code": code}
+
+
+def _python_path() -> str:
+    """Return PYTHONPATH without this package, which a command with packages of its own must not import."""
+    folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return os.pathsep.join(folder for folder in folders if folder != str(PACKAGE_ROOT))
+
+
+def _endpoint_variables(base_url: str, api_key: str) -> dict[str, str]:
+    """Return the variables in which clients of OpenAI and Anthropic look for their endpoint."""
+    return {
+        "OPENAI_BASE_URL": base_url,
+        "OPENAI_API_KEY": api_key,
+        "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
+        "ANTHROPIC_API_KEY": api_key,
+    }
+
+
+async def _end(stream: asyncio.StreamReader) -> str:
+    """Read a stream; return its end."""
+    kept = b""
+    while part := await stream.read(READ_BYTES):
+        kept = (kept + part)[-OUTPUT_BYTES:]
+    return kept.decode(errors="replace").strip()
+
+
+async def _make_sure_it_ends(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        with suppress(ProcessLookupError):
+            ask_to_end(process)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), 2 * KILL_TIMEOUT_SECONDS)
+    if process.returncode is None:
+        process.kill()
+
+
+def _last_line(output: str) -> JsonObject | None:
+    """Return the reward, and other numbers, in the last line; None if it has none."""
+    line = output.rpartition("\n")[2].strip()
+    with suppress(ValueError):
+        return {"reward": float(line)}
+    with suppress(ValueError, RecursionError):
+        found: Any = json.loads(line)
+        return found if isinstance(found, dict) and "reward" in found else None
+    return None
+
+
+def _exit(code: int) -> str:
+    with suppress(ValueError):  # not a signal, but the command's own exit code
+        return f"{signal.Signals(code - 128).name}"
+    return f"exit code {code}"

@@ -1,0 +1,416 @@
+"""The HTTP server of a worker's agents, on loopback: OpenAI's chat completions and models, and rewards of turns.
+
+Each session has an address and a key of its own. A request becomes an event for the trainer, whose answer becomes the
+reply. A client that leaves cancels its request. Assistant messages of a request are recognised as turns of the session
+by their text and calls, since clients drop ids, thoughts and empty fields, and spell arguments their own way.
+"""
+
+import asyncio
+import hmac
+import itertools
+import json
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from aiohttp import web
+
+from megappo.userland.chat_form import (
+    BAD_REQUEST,
+    ApiError,
+    AskedChat,
+    ChatForm,
+    Choice,
+    CompletedChat,
+    ParsedTurn,
+    chat_error,
+    strict_json,
+)
+from megappo.userland.grades import fits_float32
+from megappo.userland.user_code import JsonObject
+
+MAX_BODY_BYTES = 2**24
+"""Longest request: as a line of JSON it is up to three times as long, and `worker_process.MAX_BYTES` limits that."""
+MAX_BATCH_BYTES = 2**23
+"""Length of requests that are passed on together, before the last one."""
+MAX_IN_PROGRESS = 256
+"""Requests of a session at a time."""
+BACKLOG = 4096
+"""Connections that wait for the server."""
+KEEP_ALIVE_SECONDS = 5.0
+"""Time between the comments of a stream that waits for its turn."""
+FORMS = (ChatForm,)
+
+
+class EndpointSession:
+    """The session of one agent.
+
+    Attributes:
+        base_url: address for clients of OpenAI.
+        key: the key for it.
+        num_open: requests in progress.
+    """
+
+    def __init__(self, base_url: str, key: str, warn: Callable[[Sequence[str]], Sequence[str]]):
+        self.base_url = base_url
+        self.key = key
+        self.num_open = 0
+        self._warn = warn
+        self._events: list[tuple[int, JsonObject]] = []
+        self._changed = asyncio.Event()
+        self._numbers = itertools.count(1)
+        self._pending: dict[int, asyncio.Future[JsonObject]] = {}
+        self._turns: dict[str, list[tuple[int, int | None]]] = {}
+        self._turns_of: dict[str, list[int]] = {}
+
+    def add(self, event: JsonObject, num_bytes: int = 0) -> None:
+        """Add an event for the trainer."""
+        self._events.append((num_bytes, event))
+        self._changed.set()
+
+    async def next_events(self, seconds: float) -> list[JsonObject]:
+        """Wait for events for some time; return them, or none."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._changed.wait()
+        except TimeoutError:
+            return []
+        events: list[JsonObject] = []
+        total = 0
+        while self._events and total <= MAX_BATCH_BYTES:
+            num_bytes, event = self._events.pop(0)
+            total += num_bytes
+            events.append(event)
+        if not self._events:
+            self._changed.clear()
+        return events
+
+    def answer(self, request: int, answer: JsonObject) -> None:
+        """Take the trainer's answer; do nothing if the request's client is gone."""
+        waiting = self._pending.get(request)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(answer)
+
+    def end(self) -> None:
+        """Refuse the requests in progress; the trainer drops them."""
+        for request, waiting in list(self._pending.items()):
+            if not waiting.done():
+                waiting.set_exception(session_ended())
+                self.add({"cancelled": {"request": request}})
+
+    @contextmanager
+    def one_request(self) -> Iterator[None]:
+        """Count a request in progress.
+
+        Raises:
+            ApiError: there are too many.
+        """
+        if self.num_open >= MAX_IN_PROGRESS:
+            reason = f"the session has {self.num_open} requests in progress, as many as it may have"
+            raise ApiError(429, "too_many_requests", reason)
+        self.num_open += 1
+        try:
+            yield
+        finally:
+            self.num_open -= 1
+
+    @contextmanager
+    def request(self, asked: AskedChat, *, is_retry: bool, num_bytes: int) -> Iterator["PendingRequest"]:
+        """Pass a request on to the trainer. It is cancelled if the block raises anything but the trainer's refusal."""
+        number = next(self._numbers)
+        turns = self._recognised(asked.messages)
+        event = {
+            "number": number,
+            "messages": asked.messages,
+            "turns": turns,
+            "tools": asked.tools,
+            "max_tokens": asked.max_tokens,
+            "n": asked.n,
+            "stop": asked.stop,
+            "is_retry": is_retry,
+        }
+        if ignored := self._warn(asked.ignored):
+            self.add({"ignored": ignored})
+        self.add({"request": event}, num_bytes)
+        pending = PendingRequest(asked, turns, asyncio.get_running_loop().create_future())
+        self._pending[number] = pending.answer
+        try:
+            yield pending
+        except ApiError:
+            raise
+        except BaseException:
+            self._forget(pending)
+            self.add({"cancelled": {"request": number}})
+            raise
+        finally:
+            del self._pending[number]
+
+    def record(self, pending: "PendingRequest", chat_id: str, texts: Sequence[str], numbers: Sequence[int]) -> None:
+        """Remember the turns of an answer by the messages as which their client will send them back."""
+        parent = last_of(pending.turns)
+        pending.recorded = list(zip(texts, [(number, parent) for number in numbers], strict=True))
+        for text, turn in pending.recorded:
+            self._turns.setdefault(text, []).append(turn)
+        pending.chat_id = chat_id
+        self._turns_of[chat_id] = list(numbers)
+
+    def _forget(self, pending: "PendingRequest") -> None:
+        for text, turn in pending.recorded:
+            self._turns[text].remove(turn)
+        self._turns_of.pop(pending.chat_id, None)
+
+    def _recognised(self, messages: Sequence[JsonObject]) -> list[int | None]:
+        """Return for each message the number of the turn that it is: the latest whose parent is the last one found,
+        else the latest."""
+        found: list[int | None] = []
+        last = None
+        for message in messages:
+            hits = self._turns.get(canonical(message), []) if message["role"] == "assistant" else []
+            if hits:
+                following = [number for number, parent in hits if parent == last]
+                last = following[-1] if following else hits[-1][0]
+            found.append(last if hits else None)
+        return found
+
+    def reward(self, body: JsonObject) -> None:
+        """Pass a reward of a turn on to the trainer.
+
+        Raises:
+            ApiError: it is no finite number, or there is no such turn.
+        """
+        reward, chat_id, index = body.get("reward"), body.get("id"), body.get("index", 0)
+        if not fits_float32(reward):
+            raise ApiError(BAD_REQUEST, "invalid_request", f"reward: expected a finite number, found {reward!r:.80}")
+        numbers = self._turns_of.get(chat_id, []) if isinstance(chat_id, str) else []
+        if not isinstance(index, int) or not 0 <= index < len(numbers):
+            expected = "expected the id of a completion of this session, and the index of one of its choices"
+            raise ApiError(BAD_REQUEST, "invalid_request", f"id {chat_id!r:.80}, index {index!r:.20}: {expected}")
+        self.add({"reward": {"turn": numbers[index], "reward": float(reward)}})
+
+
+class PendingRequest:
+    """A request that waits for the trainer's answer.
+
+    Attributes:
+        turns: number of the turn that each message is.
+        recorded: text and turn of each message of the answer.
+        chat_id: id of the answer.
+    """
+
+    def __init__(self, asked: AskedChat, turns: Sequence[int | None], answer: asyncio.Future[JsonObject]):
+        self.asked = asked
+        self.turns = turns
+        self.answer = answer
+        self.recorded: list[tuple[str, tuple[int, int | None]]] = []
+        self.chat_id = ""
+
+
+def last_of(turns: Sequence[int | None]) -> int | None:
+    """Return the last turn."""
+    return next((turn for turn in reversed(turns) if turn is not None), None)
+
+
+def canonical(message: JsonObject) -> str:
+    """Return a text by which a message is recognised."""
+    calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls", ())]
+    return json.dumps([message["content"].strip(), calls], sort_keys=True)
+
+
+def session_ended() -> ApiError:
+    return ApiError(410, "session_ended", "the session has ended: its agent has returned, or was stopped")
+
+
+class AgentEndpoint:
+    """The server of a worker's sessions.
+
+    Args:
+        parser: parser of turns, see `engines.tool_calls.TurnParser`; None: none.
+        parses_calls: the parser finds calls of tools.
+    """
+
+    def __init__(self, parser: Any, parses_calls: bool):
+        self._parser = parser
+        self._parses_calls = parses_calls
+        self._secret = secrets.token_bytes(32)
+        self._sessions: dict[str, EndpointSession] = {}
+        self._starting = asyncio.Lock()
+        self._address = ""
+        self._ignored: set[str] = set()
+
+    async def start(self) -> None:
+        """Start to listen, the first time."""
+        async with self._starting:
+            if self._address:
+                return
+            app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[errors_as_json])
+            folder = "/sessions/{session}/v1"
+            for form in FORMS:
+                app.router.add_post(folder + form.path, partial(self._complete, form))
+            app.router.add_get(folder + "/models", self._models)
+            app.router.add_post(folder + "/reward", self._reward)
+            runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+            await runner.setup()
+            site = web.TCPSite(runner, "127.0.0.1", 0, backlog=BACKLOG)
+            await site.start()
+            host, port, *_ = runner.addresses[0]
+            self._address = f"http://{host}:{port}"
+
+    def open(self) -> EndpointSession:
+        """Open a session."""
+        name = secrets.token_urlsafe(16)
+        base_url = f"{self._address}/sessions/{name}/v1"
+        session = self._sessions[name] = EndpointSession(base_url, self._key(name), self._new_ignored)
+        return session
+
+    def end(self, session: EndpointSession) -> None:
+        """End a session; its requests are refused from now on. May be called again."""
+        name = session.base_url.split("/")[-2]
+        if self._sessions.pop(name, None) is not None:
+            session.end()
+
+    def _key(self, name: str) -> str:
+        """Return the key of a session, past ones included: they need not be remembered."""
+        return hmac.digest(self._secret, name.encode(), "sha256").hex()
+
+    def _new_ignored(self, names: Sequence[str]) -> Sequence[str]:
+        new = [name for name in names if name not in self._ignored]
+        self._ignored.update(new)
+        return new
+
+    def _session(self, request: web.Request) -> EndpointSession:
+        name = request.match_info["session"]
+        _, _, bearer = request.headers.get("Authorization", "").partition("Bearer ")
+        given = bearer or request.headers.get("x-api-key", "")
+        if not hmac.compare_digest(given.encode("utf-8", "surrogateescape"), self._key(name).encode()):
+            raise ApiError(401, "invalid_api_key", "there is no such session, or the key is not the key of this one")
+        if name not in self._sessions:
+            raise session_ended()
+        return self._sessions[name]
+
+    async def _models(self, request: web.Request) -> web.Response:
+        self._session(request)
+        model = {"id": "policy", "object": "model", "created": 0, "owned_by": "megappo"}
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _reward(self, request: web.Request) -> web.Response:
+        session = self._session(request)
+        session.reward(await body_of(request))
+        return web.json_response({})
+
+    async def _complete(self, form: Any, request: web.Request) -> web.StreamResponse:
+        """Answer a request in any form."""
+        session = self._session(request)
+        with session.one_request():
+            asked: AskedChat = form.read(await body_of(request))
+            tools = self._tools(asked)
+            is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
+            num_bytes = len(await request.read())
+            if request.match_info["session"] not in self._sessions:  # it has ended while the body was read
+                raise session_ended()
+            with session.request(asked, is_retry=is_retry, num_bytes=num_bytes) as pending:
+                completed = partial(self._completed, form, session, pending, tools)
+                if asked.is_stream:
+                    return await _write_stream(form, request, pending, completed)
+                response = web.json_response(form.whole(completed(await pending.answer), asked))
+                await response.prepare(request)
+                await response.write_eof()
+                return response
+
+    def _tools(self, asked: AskedChat) -> Any:
+        """Return the tools whose calls are parsed, as the parser takes them."""
+        if not asked.parses_calls:
+            return []
+        if not self._parses_calls:
+            reason = "tools: no parser would find their calls: set rollout.tool_call_parser"
+            raise ApiError(BAD_REQUEST, "no_tool_call_parser", reason)
+        try:
+            return self._parser.tools(asked.tools)
+        except ValueError as error:
+            raise ApiError(BAD_REQUEST, "invalid_request", f"tools: {error}") from error
+
+    def _completed(
+        self,
+        form: Any,
+        session: EndpointSession,
+        pending: PendingRequest,
+        tools: Any,
+        answer: Mapping[str, Any],
+    ) -> CompletedChat:
+        """Return the reply of an answer, whose turns the session remembers.
+
+        Raises:
+            ApiError: the trainer refuses the request.
+        """
+        if "status" in answer:
+            raise ApiError(answer["status"], answer["code"], answer["message"])
+        asked = pending.asked
+        choices, texts = [], []
+        last = asked.messages[-1]
+        before = last["content"] if last["role"] == "assistant" else ""
+        for turn in answer["turns"]:
+            parsed = self._parser.parse(turn["text"], tools) if self._parser else ParsedTurn(turn["text"])
+            calls = [("call_" + secrets.token_hex(12), name, json.dumps(given)) for name, given in parsed.calls]
+            choices.append(Choice(parsed, calls, "tool_calls" if calls else turn["finish_reason"]))
+            called = [{"function": {"name": name, "arguments": given}} for name, given in parsed.calls]
+            texts.append(canonical({"content": before + parsed.content, "tool_calls": called}))
+        unique = secrets.token_hex(16)
+        numbers = [turn["number"] for turn in answer["turns"]]
+        session.record(pending, form.completion_id(unique), texts, numbers)
+        counts = answer["prompt_tokens"], answer["completion_tokens"]
+        return CompletedChat(unique, int(time.time()), asked.model, choices, *counts)
+
+
+async def _write_stream(
+    form: Any,
+    request: web.Request,
+    pending: PendingRequest,
+    completed: Callable[[JsonObject], CompletedChat],
+) -> web.StreamResponse:
+    """Write a reply as server-sent events, with comments while it waits. A refusal is an HTTP error, unless it comes
+    after the first comment."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    while not (await asyncio.wait([pending.answer], timeout=KEEP_ALIVE_SECONDS))[0]:
+        await response.prepare(request)
+        await response.write(b": waiting\n\n")
+    try:
+        text = "".join(form.stream(completed(await pending.answer), pending.asked))
+    except ApiError as error:
+        if not response.prepared:
+            raise
+        text = form.stream_error(error)
+    await response.prepare(request)
+    await response.write(text.encode())
+    await response.write_eof()
+    return response
+
+
+async def body_of(request: web.Request) -> JsonObject:
+    """Return the JSON object of a request.
+
+    Raises:
+        ApiError: there is none.
+    """
+    try:
+        body = strict_json(await request.read())
+    except ValueError as error:
+        raise ApiError(BAD_REQUEST, "invalid_json", f"the body is no JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise ApiError(BAD_REQUEST, "invalid_json", "the body is no JSON object")
+    return body
+
+
+@web.middleware
+async def errors_as_json(request: web.Request, handler: Any) -> web.StreamResponse:
+    """Answer with errors in the form of the request."""
+    form = next((form for form in FORMS if request.path.endswith(form.path)), None)
+    as_object = chat_error if form is None else form.error
+    try:
+        return await handler(request)
+    except ApiError as error:
+        return web.json_response(as_object(error), status=error.status)
+    except web.HTTPException as error:
+        found = ApiError(error.status, error.reason.lower().replace(" ", "_"), error.text or error.reason)
+        return web.json_response(as_object(found), status=found.status)
