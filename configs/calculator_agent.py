@@ -6,6 +6,8 @@ import json
 from calculator import calculator
 from openai import AsyncOpenAI
 
+OPENAI = AsyncOpenAI(base_url="", api_key="", max_retries=0, timeout=None)
+"""Made once, as a client reads all certificates; each episode has a copy."""
 CALCULATOR = {
     "type": "function",
     "function": {
@@ -22,7 +24,7 @@ CALCULATOR = {
 
 async def solve(base_url, api_key, row):
     """Let the policy call the calculator until it answers; return 1 for the right product."""
-    client = AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=None)
+    client = OPENAI.with_options(base_url=base_url, api_key=api_key)
     messages = list(row["prompt"])
     while True:
         reply = await client.chat.completions.create(model="policy", messages=messages, tools=[CALCULATOR])

@@ -4,13 +4,12 @@ new conversation with the question and the note alone, so the policy can answer 
 import json
 
 from calculator import calculator
-from calculator_agent import CALCULATOR
-from openai import AsyncOpenAI
+from calculator_agent import CALCULATOR, OPENAI
 
 
 async def solve(base_url, api_key, row):
     """Return 1 for the right product."""
-    client = AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=None)
+    client = OPENAI.with_options(base_url=base_url, api_key=api_key)
 
     async def ask(messages):
         reply = await client.chat.completions.create(model="policy", messages=messages, tools=[CALCULATOR])

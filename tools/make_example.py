@@ -4,10 +4,11 @@
 `compaction` is the same with notes, for configs/compaction.yaml; `smollm2` is a public model with sums, for
 configs/smollm2.yaml: see tools/smollm2.py.
 
-For the first three, as in tools/make_quickstart.py, a small Qwen2 is warm-started by supervised steps on the dialogues of
-a careless player. The walker of the grid mistakes left for right with probability CONFUSE, so that the model greedily
-walks the wrong way, while its samples often reach the goal. The pupil with the calculator guesses with probability
-GUESS instead of using it; the pupil who must take notes writes none with probability FORGET. No held-out game or product is used in training.
+For the first three, as in tools/make_quickstart.py, a small Qwen2 is warm-started by supervised steps on the dialogues
+of a careless player. The walker of the grid mistakes left for right with probability CONFUSE, so that the model
+greedily walks the wrong way, while its samples often reach the goal. The pupil with the calculator guesses with
+probability GUESS instead of using it; the pupil who must take notes writes none with probability FORGET. No held-out
+game or product is used in training.
 """
 
 import itertools

@@ -156,7 +156,10 @@ def _group_errors(config: Config) -> Errors:
             "algorithm.filter_groups.enable would hide: set them to none and false"
         )
     if algorithm.gae_level == "turn" and not config.rollout.has_episodes:
-        yield "algorithm.gae_level turn needs several turns: name a rollout.environment, rollout.tools or a rollout.agent, or set token"
+        yield (
+            "algorithm.gae_level turn needs several turns: name a rollout.environment, rollout.tools or a "
+            "rollout.agent, or set token"
+        )
 
 
 def _run_errors(config: Config) -> Errors:
@@ -242,8 +245,8 @@ def _reward_errors(config: Config) -> Errors:
     if config.rollout.environment is not None or config.rollout.has_agent:
         for shaping in shapings(config):
             yield (
-                f"{shaping} changes the sum of an episode's rewards, not the rewards of its turns, which an environment "
-                "or an agent gives: drop it, and do it there"
+                f"{shaping} changes the sum of an episode's rewards, not the rewards of its turns, which an "
+                "environment or an agent gives: drop it, and do it there"
             )
 
 

@@ -1,7 +1,7 @@
 """Agents: programs with a loop of their own, whose requests the policy answers. Many run at once, and each may have
 several requests in progress.
 
-An agent rewrites its history as it likes: `Conversation` places each request in the tree of its turns. The episode is
+An agent rewrites its history as it likes: `TurnTree` places each request in the tree of its turns. The episode is
 one trajectory of all its turns in the order in which their requests arrived, with the agent's reward on the last one.
 """
 
@@ -16,7 +16,7 @@ from megappo.config.schema import Config
 from megappo.data.chat import Chat
 from megappo.data.prompts import Prompt
 from megappo.engines.generations import Generation
-from megappo.rollouts.conversation import Conversation, Turn, TurnPlace
+from megappo.rollouts.conversation import Turn, TurnPlace, TurnTree
 from megappo.rollouts.episodes import MAX_RESETS, Generate
 from megappo.rollouts.sample_rows import AgentFacts, Ending, Sample
 from megappo.userland.agents import (
@@ -88,8 +88,8 @@ class AgentRunner:
         lost = ""
         for _ in range(MAX_RESETS):
             async with self._agents.session() as session:
-                conversation = Conversation(self._chat, self._tokenizer)
-                episode = _Episode(session, conversation, self._limits, generate, self._tokenizer)
+                tree = TurnTree(self._chat, self._tokenizer)
+                episode = _Episode(session, tree, self._limits, generate, self._tokenizer)
                 lost = await episode.play(row)
                 if episode.turns or not lost:
                     return self._sample(prompt_index, sample_index, episode, lost)
@@ -107,11 +107,10 @@ class AgentRunner:
                 raise self._agents.fault(f"ended before a request was answered{refused} {finished.error}".rstrip())
             parts = finished.numbers
             if finished.reward is None and ending == "done" and self._needs_reward:
-                raise self._agents.fault(
-                    "returned no reward, and reward.function is null: return a number, or name one"
-                )
+                reason = "returned no reward, and reward.function is null: return a number, or name a function"
+                raise self._agents.fault(reason)
             turns[max(turns)].reward += finished.reward or 0.0
-        segments = episode.conversation.segments()
+        segments = episode.tree.segments()
         return Sample(prompt_index, sample_index, segments, ending, parts, lost, agent=episode.facts())
 
     def _ending(self, finished: Finished, refused: str) -> tuple[Ending, str]:
@@ -149,12 +148,12 @@ class _Episode:
     def __init__(
         self,
         session: AgentSession,
-        conversation: Conversation,
+        tree: TurnTree,
         limits: EpisodeLimits,
         generate: Generate,
         tokenizer: "PreTrainedTokenizerBase",
     ):
-        self.conversation = conversation
+        self.tree = tree
         self.finished: Finished | None = None
         self.refused = ""
         self._session = session
@@ -230,18 +229,18 @@ class _Episode:
         """Take a turn back unless a later one follows it, which proves that it was read; return whether it is gone."""
         if any(one.parent is turn for one in self.turns.values()):
             return False
-        self.conversation.drop(turn)
+        self.tree.drop(turn)
         del self.turns[turn.number]
         return True
 
     async def _answer(self, request: TurnRequest, first: int) -> None:
         known = [None if number is None else self.turns.get(number) for number in request.turns]
         try:
-            place = self.conversation.place(request.messages, known, request.tools)
+            place = self.tree.place(request.messages, known, request.tools)
         except ValueError as error:
             await self._refuse(request, "invalid_messages", str(error))
             return
-        room = self.conversation.room(place, self._limits.tokens)
+        room = self.tree.room(place, self._limits.tokens)
         if room <= 0:
             reason = f"the request has {len(place.tokens)} tokens, and no room is left for an answer: {self._lengths()}"
             await self._refuse(request, TOO_LONG, reason)
@@ -249,9 +248,7 @@ class _Episode:
         room = min(room, request.max_tokens or room)
         sampled = await asyncio.gather(*(self._sample(place, room, request.stop) for _ in range(request.n)))
         replaced = [turn for turn in self.turns.values() if request.is_retry and turn.prompt == place.tokens][-1:]
-        turns = [
-            self.conversation.write(place, generation, number) for number, (generation, _) in enumerate(sampled, first)
-        ]
+        turns = [self.tree.write(place, generation, number) for number, (generation, _) in enumerate(sampled, first)]
         self.turns |= {turn.number: turn for turn in turns}
         self._turns_of[request.number] = turns
         self._num_superseded += sum(self._drop(turn) for turn in replaced)

@@ -58,6 +58,7 @@ class AgentHost:
         await self._endpoint.start()
         session = self._endpoint.open()
         self._agents[number] = session, asyncio.create_task(self._play(session, row))
+        await asyncio.sleep(0)  # what the agent does before it first waits is part of this call
 
     async def next(self, number: int, seconds: float) -> list[JsonObject]:
         """Wait for an agent's next events for some time; return them, or none."""

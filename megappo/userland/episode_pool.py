@@ -3,9 +3,10 @@
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Future, wait
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Any
 
 from megappo.errors import ActionableError
@@ -15,6 +16,11 @@ from megappo.userland.worker_process import CallError, WorkerPool, WorkerProcess
 
 FAILED_SECONDS = 5.0
 """Time that a failed run waits for user code to be closed."""
+FIRST_CALLS = ("reset", "begin")
+"""Methods of hosts that begin an episode."""
+MOST_BEGINNING = 8
+"""Episodes that a worker begins at once. User code may compute when an episode begins (a client of OpenAI's reads all
+certificates, 30 ms), and a thousand of them one after the other would block a worker for longer than a call may take."""
 
 
 class EnvironmentFault(ActionableError, RuntimeError):
@@ -40,6 +46,7 @@ class EpisodePool(WorkerPool):
         super().__init__(*arguments, **limits)
         self._numbers = itertools.count()
         self._replacing = asyncio.Lock()
+        self._beginning = asyncio.Semaphore(MOST_BEGINNING * self.num_workers)
         self._closing: set[Future] = set()
         self._num_episodes: Counter[WorkerProcess] = Counter()
 
@@ -47,6 +54,11 @@ class EpisodePool(WorkerPool):
         """Return the result of a coroutine that the pool's thread runs, with time limits of its own, to any other
         event loop."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
+
+    async def first_call(self, call: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        """Return the result of the first call of an episode, which waits for its turn."""
+        async with self._beginning:
+            return await call()
 
     @asynccontextmanager
     async def player(self) -> AsyncIterator["Player"]:
@@ -102,9 +114,10 @@ class Player:
             EpisodeLost: it takes too long, or its process ended.
             EnvironmentFault: it raised.
         """
-        call = self._worker.call(method, {"number": self._number, **arguments}, self.pool.timeout_seconds)
+        given = {"number": self._number, **arguments}
+        call = partial(self._worker.call, method, given, self.pool.timeout_seconds)
         try:
-            return await self.pool.in_thread(call)
+            return await self.pool.in_thread(self.pool.first_call(call) if method in FIRST_CALLS else call())
         except CallError as error:
             if error.is_late or not self._worker.is_up:
                 raise EpisodeLost(f"{method} {error}") from error

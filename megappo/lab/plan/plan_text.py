@@ -33,12 +33,12 @@ def evaluation_summary(config: Config) -> str:
     if config.recipe.trains == "critic":
         names = config.trainer.replay_held_out or ", ".join(config.data.val_names)
         return f"  the critic's values of held-out rollouts, sampled as in training: {names}"
-    rows = [("", "responses", "temperature", "top_p", "top_k", "tokens at most", "reward", "environment")]
+    rows = [("", "responses", "temperature", "top_p", "top_k", "tokens at most", "reward", "played by")]
     for name, one in eval_sets(config).items():
         own = one.rollout
         numbers = [own.n, own.temperature, own.top_p, own.top_k, own.max_response_length]
         scorers = [*one.reward.weights, *(["reward_model"] if one.has_reward_model else [])]
-        played = [" + ".join(scorers), own.environment or ", ".join(own.tools)]
+        played = [" + ".join(scorers), " ".join(show(getattr(own, name)) for name in own.players)]
         rows.append((name, *(f"{number:,g}" for number in numbers), *(part or "none" for part in played)))
     return aligned(rows)
 
