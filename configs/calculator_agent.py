@@ -22,6 +22,16 @@ CALCULATOR = {
 }
 
 
+def results(calls):
+    """Return a message with the result of each call; the result of a call that fails is its error."""
+    for call in calls:
+        try:
+            result = calculator(**json.loads(call.function.arguments))
+        except (TypeError, ValueError) as error:
+            result = f"error: {error}"
+        yield {"role": "tool", "tool_call_id": call.id, "content": result}
+
+
 async def solve(base_url, api_key, row):
     """Let the policy call the calculator until it answers; return 1 for the right product."""
     client = OPENAI.with_options(base_url=base_url, api_key=api_key)
@@ -32,6 +42,4 @@ async def solve(base_url, api_key, row):
         messages.append(answer.model_dump(exclude_none=True))
         if not answer.tool_calls:
             return float((answer.content or "").rpartition("=")[2] == row["label"])
-        for call in answer.tool_calls:
-            result = calculator(**json.loads(call.function.arguments))
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+        messages += results(answer.tool_calls)

@@ -1,10 +1,7 @@
 """An agent that compacts its history: the policy lets the calculator multiply, then writes a note. The agent begins a
 new conversation with the question and the note alone, so the policy can answer only what it has noted."""
 
-import json
-
-from calculator import calculator
-from calculator_agent import CALCULATOR, OPENAI
+from calculator_agent import CALCULATOR, OPENAI, results
 
 
 async def solve(base_url, api_key, row):
@@ -17,10 +14,7 @@ async def solve(base_url, api_key, row):
 
     messages = list(row["prompt"])
     call = await ask(messages)
-    messages.append(call.model_dump(exclude_none=True))
-    for one in call.tool_calls or []:
-        result = calculator(**json.loads(one.function.arguments))
-        messages.append({"role": "tool", "tool_call_id": one.id, "content": result})
+    messages += [call.model_dump(exclude_none=True), *results(call.tool_calls or [])]
     messages.append({"role": "user", "content": "note"})
     note = await ask(messages)
     question = row["prompt"][0]["content"]

@@ -1,0 +1,272 @@
+"""Agents that play episodes, in real worker processes; the policy's turns are scripted."""
+
+import asyncio
+import dataclasses
+from pathlib import Path
+
+import pytest
+from bytes_tokenizer import bytes_tokenizer
+
+from megappo.config.schema import Config
+from megappo.data.prompts import Prompt
+from megappo.engines.generations import Generation
+from megappo.rollouts.agents import AgentRunner
+from megappo.rollouts.responses import agent_metrics
+from megappo.rollouts.sample_rows import Sample
+from megappo.userland.agents import load_agent
+from megappo.userland.episode_pool import EnvironmentFault
+from megappo.userland.signatures import PROMPTS
+
+AGENTS = """
+import asyncio
+import os
+
+import openai
+
+OPENAI = openai.AsyncOpenAI(base_url="", api_key="", max_retries=0)
+
+
+async def play(base_url, api_key, row):
+    client = OPENAI.with_options(base_url=base_url, api_key=api_key)
+
+    async def ask(*texts, **options):
+        roles = ["assistant" if number % 2 else "user" for number in range(len(texts))]
+        messages = [{"role": role, "content": text} for role, text in zip(roles, texts)]
+        return await client.chat.completions.create(model="policy", messages=messages, **options)
+
+    return await globals()[row["case"]](client, ask)
+
+
+def text(reply):
+    return reply.choices[0].message.content
+
+
+async def one_turn(client, ask):
+    await ask("a")
+    return {"reward": 2.0, "questions": 3}
+
+
+async def chat(client, ask):
+    first = text(await ask("a"))
+    second = text(await ask("a", first, "b"))
+    return float(first + second == "okok")
+
+
+async def until_refused(client, ask):
+    texts = ["a"]
+    while True:
+        texts += [text(await ask(*texts)), "more"]
+
+
+async def bears_refusal(client, ask):
+    try:
+        await until_refused(client, ask)
+    except openai.BadRequestError as error:
+        return 0.5 if error.code == "turn_limit" else 0.0
+
+
+async def wraps_refusal(client, ask):
+    try:
+        await until_refused(client, ask)
+    except openai.BadRequestError:
+        raise RuntimeError("it went wrong") from None
+
+
+async def too_long(client, ask):
+    await ask("a")
+    await ask("x" * 1000)
+
+
+async def too_long_at_once(client, ask):
+    await ask("x" * 1000)
+
+
+async def wrong(client, ask):
+    await ask("a")
+    raise KeyError("no such thing")
+
+
+async def silent(client, ask):
+    return 1.0
+
+
+async def unrewarded(client, ask):
+    await ask("a")
+
+
+async def dies(client, ask):
+    await ask("a")
+    os._exit(3)
+
+
+async def dies_at_once(client, ask):
+    os._exit(3)
+
+
+async def waits(client, ask):
+    await ask("a")
+    await asyncio.sleep(100)
+
+
+async def stops(client, ask):
+    return float(text(await ask("a", stop=["k"])) == "o")
+
+
+async def helpers(client, ask):
+    first = await ask("a")
+    await client.post("/reward", cast_to=object, body={"id": first.id, "reward": 0.25})
+    await asyncio.gather(ask("a", text(first), "left"), ask("a", text(first), "right"))
+    await ask("a", text(first), "again", n=2)
+    return 1.0
+
+
+async def gives_up(client, ask):
+    await ask("a")
+    try:
+        await ask("slow", timeout=0.3)
+    except openai.APITimeoutError:
+        return 1.0
+
+
+async def retries(client, ask):
+    impatient = client.with_options(max_retries=2, timeout=0.3)
+    messages = [{"role": "user", "content": "slow once"}]
+    reply = await impatient.chat.completions.create(model="policy", messages=messages)
+    return float(text(reply) == "ok")
+
+
+async def repeats(client, ask):
+    await ask("a", extra_headers={"x-stainless-retry-count": "0"})
+    await ask("a", extra_headers={"x-stainless-retry-count": "1"})
+    return 1.0
+"""
+MAX_TURNS = 6
+SLOW_SECONDS = 1.5
+
+
+@pytest.fixture(scope="module")
+def agents(tmp_path_factory):
+    """Return the workers of the agents above."""
+    file: Path = tmp_path_factory.mktemp("agents") / "agents.py"
+    file.write_text(AGENTS)
+    with load_agent(make_config(file).rollout, make_config(file).reward) as pool:
+        yield pool
+
+
+def make_config(file: Path) -> Config:
+    rollout = {"agent": f"{file}:play", "environment_timeout_seconds": 3, "max_turns": MAX_TURNS}
+    data = {"train_files": "train.jsonl", "max_prompt_length": 100}
+    fields = {"rollout": rollout, "reward": {"function": None}, "data": data, "model": {"path": "model"}}
+    return Config.model_validate(fields | {"trainer": {"output_dir": "out"}})
+
+
+def play(agents, case: str, *, needs_reward: bool = False) -> tuple[Sample, list[list[int]]]:
+    """Return an episode and the contexts that its turns were sampled from."""
+    tokenizer = bytes_tokenizer()
+    messages = [{"role": "user", "content": "question"}]
+    prompt = Prompt(0, [1], "question", None, {PROMPTS: messages, "case": case})
+    contexts: list[list[int]] = []
+    written = tokenizer.encode("ok<|eot_id|>", add_special_tokens=False)
+
+    async def generate(context: list[int], max_tokens: int) -> Generation:
+        text = tokenizer.decode(context)
+        if "slow" in text and not ("once" in text and contexts):
+            contexts.append(context)
+            await asyncio.sleep(SLOW_SECONDS)
+        contexts.append(context)
+        tokens = written[:max_tokens]
+        log_probs = [-float(len(contexts))] * len(tokens)
+        return Generation(tokens, log_probs, "stop" if tokens == written else "length")
+
+    config = make_config(Path("agents.py"))
+    runner = AgentRunner([prompt], agents, config, tokenizer, 200, 100, needs_reward=needs_reward)
+    return asyncio.run(runner.play(0, 0, generate)), contexts
+
+
+def shown(sample: Sample) -> list[str]:
+    tokenizer = bytes_tokenizer()
+    return [tokenizer.decode(segment.context) for segment in sample.segments]
+
+
+def test_an_agent_returns_a_reward_and_numbers(agents):
+    sample, contexts = play(agents, "one_turn")
+    assert shown(sample) == ["[user]a<|eot_id|>[assistant]ok<|eot_id|>"] and len(contexts) == 1
+    [segment] = sample.segments
+    assert segment.rewards == [0.0, 0.0, 2.0] and segment.turns == [1, 1, 1] and segment.log_probs == [-1.0] * 3
+    assert sample.ending == "done" and sample.parts == {"questions": 3.0}
+
+
+def test_a_conversation_is_one_segment(agents):
+    sample, contexts = play(agents, "chat")
+    start = "[user]a<|eot_id|>[assistant]ok<|eot_id|>"
+    assert shown(sample) == [start + "[user]b<|eot_id|>[assistant]ok<|eot_id|>"]
+    assert contexts[1] == sample.segments[0].context[:-3] and sum(sample.segments[0].rewards) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("case", "ending", "warning"),
+    [
+        ("until_refused", "turns", ""),
+        ("bears_refusal", "done", ""),
+        ("wraps_refusal", "turns", "after turn_limit, the agent raised RuntimeError: it went wrong"),
+        ("too_long", "length", ""),
+        ("dies", "lost", "ended its process (exit code 3)"),
+        ("waits", "lost", "sent no request for 3 seconds (rollout.environment_timeout_seconds)"),
+    ],
+)
+def test_an_episode_ends_by_its_agent_or_a_limit(agents, case, ending, warning):
+    sample, contexts = play(agents, case)
+    assert sample.ending == ending and warning in sample.lost and bool(warning) == bool(sample.lost)
+    assert len(contexts) == (MAX_TURNS if "refus" in case else 1)
+    assert sum(sample.segments[-1].rewards) == (0.5 if case == "bears_refusal" else 0.0)
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("wrong", "raised KeyError: 'no such thing'"),
+        ("silent", "ended before a request was answered"),
+        ("unrewarded", "returned no reward, and reward.function is null"),
+        ("too_long_at_once", "the last one was refused: context_length_exceeded"),
+        ("dies_at_once", "3 times before its first request was answered"),
+    ],
+)
+def test_a_fault_of_the_code_ends_the_run(agents, case, message):
+    with pytest.raises(EnvironmentFault, match=message.replace("(", r"\(")):
+        play(agents, case, needs_reward=True)
+
+
+def test_a_stop_string_ends_a_turn_with_the_token_that_completes_it(agents):
+    sample, _ = play(agents, "stops")
+    assert shown(sample) == ["[user]a<|eot_id|>[assistant]ok"] and sample.segments[0].rewards == [0.0, 1.0]
+
+
+def test_helpers_and_choices_are_segments_of_the_same_episode(agents):
+    sample, contexts = play(agents, "helpers")
+    before = "[user]a<|eot_id|>[assistant]ok<|eot_id|>"
+    assert sorted(shown(sample)) == sorted(
+        [
+            before + "[user]left<|eot_id|>[assistant]ok<|eot_id|>",
+            before + "[user]right<|eot_id|>[assistant]ok<|eot_id|>",
+            *[before + "[user]again<|eot_id|>[assistant]ok<|eot_id|>"] * 2,
+        ]
+    )
+    turns = [turn for segment in sample.segments for turn in segment.turns if turn]
+    assert sorted(set(turns)) == [1, 2, 3, 4, 5] and len(turns) == 15, "each turn is trained once"
+    rewards = {turn: reward for one in sample.segments for turn, reward in zip(one.turns, one.rewards, strict=True)}
+    assert rewards == {0: 0.0, 1: 0.25, 2: 0.0, 3: 0.0, 4: 0.0, 5: 1.0}
+    assert [segment.parent for segment in sample.segments] == [0, 1, 1, 1]
+    metrics = {name: metric.part for name, metric in agent_metrics([sample]).items()}
+    assert metrics["agent/requests"] == (4, 1) and metrics["agent/new_segment_frac"] == (3, 4)
+    assert len(contexts) == 5
+
+
+@pytest.mark.parametrize(
+    ("case", "num_turns", "num_superseded"), [("gives_up", 1, 0), ("retries", 1, 0), ("repeats", 1, 1)]
+)
+def test_a_turn_that_nobody_read_is_not_trained(agents, case, num_turns, num_superseded):
+    sample, _ = play(agents, case)
+    facts = sample.agent
+    assert (facts.num_turns, facts.num_superseded) == (num_turns, num_superseded)
+    assert len(sample.segments) == 1 and sample.num_policy_tokens == 3 and sum(sample.segments[0].rewards) == 1.0
+    assert dataclasses.asdict(facts)["num_requests"] == 2
