@@ -44,7 +44,7 @@ def test_special_tokens_that_end_a_turn_are_no_part_of_it(tokenizer, end, conten
     prompt = Prompt(0, tokenizer.encode(text, add_special_tokens=False), text, None, {PROMPTS: messages})
     conversation = Transcript(prompt, chat, tokenizer, (1000, 2000))
     written = tokenizer.encode(f"ok{end}", add_special_tokens=False)
-    assert conversation.write(Generation(written, [-1.0] * len(written), "stop"), 1) == content
+    assert conversation.write(Generation(written, [-1.0] * len(written), "stop"), 1).content == content
     assert conversation.observe([{"role": "user", "content": "more"}])
     assert (conversation.place.parent is not None) == (num_segments == 1)
     conversation.write(Generation(written, [-1.0] * len(written), "stop"), 2)
@@ -86,4 +86,4 @@ def test_an_observation_that_the_tokenizer_joins_with_the_turn_begins_a_segment(
     assert transcript.observe([{"role": "user", "content": "b"}])
     transcript.write(Generation([0], [-1.0], "stop"), 2)
     assert [segment.context for segment in transcript.segments] == [[1, 0], [1, 2, 0]]
-    assert [segment.parent for segment in transcript.segments] == [0, 1]
+    assert [segment.parent for segment in transcript.segments] == [0, 0]
