@@ -10,7 +10,14 @@ from megappo.data.prompts import Prompt
 from megappo.engines.generations import Generation
 from megappo.rollouts.conversation import Turn, TurnPlace, TurnTree
 from megappo.rollouts.sample_rows import Ending, Sample, Segment
-from megappo.userland.environments import Environment, EnvironmentFault, EnvironmentPool, EpisodeLost, row_of
+from megappo.userland.environments import (
+    Environment,
+    EnvironmentFault,
+    EnvironmentPool,
+    EpisodeLost,
+    Replacement,
+    row_of,
+)
 from megappo.userland.signatures import PROMPTS
 
 if TYPE_CHECKING:
@@ -74,11 +81,13 @@ class Transcript:
         return self.last
 
     def observe(self, observation: Observation) -> bool:
-        """Add an observation; return whether there is room for another turn.
+        """Add an observation, or begin again with a `Replacement`; return whether there is room for another turn.
 
         Raises:
             ValueError: the template refuses the observation.
         """
+        if isinstance(observation, Replacement):
+            self._messages, self._turns = self._messages[:0], []
         if isinstance(self._messages, str):
             self._messages += "".join(message["content"] or "" for message in observation)
         else:
