@@ -111,7 +111,7 @@ def test_the_responses_api(parsing_pool):
 
 def test_the_messages_api_of_anthropic(parsing_pool):
     uses = [{"type": "tool_use", "id": "x", "name": "multiply", "input": {"a": a, "b": a + 1}} for a in (2, 4)]
-    thinking = {"type": "thinking", "thinking": "hm\n", "signature": ""}
+    thinking = {"type": "thinking", "thinking": "\nhm\n", "signature": ""}
     text = {"type": "text", "text": "I call."}
     expected = [[[thinking, text, *uses], "tool_use"], [[{**text, "text": "It is 6."}], "end_turn"]]
     refused = [
@@ -353,6 +353,12 @@ def test_commands(command, expected):
         else:
             with pytest.raises(EpisodeLost, match=expected):
                 play(pool, "marked")
+
+
+def test_the_first_command_that_fails_is_shown(capfd):
+    with agents_of(command="sh -c 'echo a crash >&2; exit 1'") as pool:
+        assert [play(pool, "")[0].reward for _ in range(2)] == [0.0, 0.0]
+    assert capfd.readouterr().err.count("exit code 1; the end of its errors: a crash") == 1
 
 
 @pytest.mark.parametrize(("command", "code"), [("true", 0.0), ("false", 1.0)])
