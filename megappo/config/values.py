@@ -118,6 +118,7 @@ HealthRule = Literal[
     "return_drift",
     "log_prob_diff",
     "reward_failures",
+    "new_segments",
     "staleness",
     "expert_load",
 ]

@@ -35,6 +35,9 @@ class StoredTurn(BaseModel, strict=True, allow_inf_nan=False):
     turn: int
     text: str
     reward: float
+    begins: str = ""
+    follows: int = 0
+    depth: int = Field(0, ge=0)
 
 
 class StoredSample(BaseModel, strict=True, allow_inf_nan=False):
@@ -103,12 +106,13 @@ def mark_passed(samples: Sequence[dict[str, Any]], folder: Path) -> None:
 
 def format_samples(samples: Samples) -> str:
     """Return samples as text, unprintables escaped: as many on a line as fit, else prompt, response and score on a line
-    each, cut where they are longer. Each turn of an episode has a line: `->` of the policy, `<-` of the environment."""
+    each, cut where they are longer. Each turn of an episode has a line: `->` of the policy, `<-` of the environment or
+    agent; a branch is indented."""
     lines = [""]
     for sample in samples:
         response = [f"-> {sample.get('response', '')}"]
         if turns := sample.get("turns"):
-            response = [f"{'->' if turn['turn'] else '<-'} {turn['text']}" for turn in turns]
+            response = [_turn_line(turn) for turn in turns]
         facts = [template.format(sample[name]) for name, template in FACTS.items() if sample.get(name) is not None]
         result = f"({', '.join(facts)})" if facts else ""
         parts = [printable(part) for part in (str(sample.get("prompt", "")), *response, result)]
@@ -120,6 +124,22 @@ def format_samples(samples: Samples) -> str:
         else:
             lines.append(text)
     return "\n".join(filter(None, lines))
+
+
+def _turn_line(turn: Mapping[str, Any]) -> str:
+    arrow = "->" if turn["turn"] else "<-"
+    begins = f"({beginning(turn)}) " if beginning(turn) else ""
+    return f"{turn_indent(turn)}{arrow} {begins}{turn['text']}"
+
+
+def beginning(turn: Mapping[str, Any]) -> str:
+    """Return where the segment that a turn begins stands, such as "branch after turn 1"; "" if it begins none."""
+    return f"{turn['begins']} after turn {turn['follows']}" if turn.get("begins") else ""
+
+
+def turn_indent(turn: Mapping[str, Any]) -> str:
+    """Return the blanks before a turn of a branch."""
+    return "  " * (turn.get("depth") or 0)
 
 
 def _fitting(text: str) -> str:

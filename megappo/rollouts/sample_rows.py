@@ -151,25 +151,64 @@ class Sample:
 
 def episode_turns(episode: Sample, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
     """Return the turns of an episode, each with its text and reward: `turn` counts the policy's turns from 1, and is 0
-    where the environment wrote. The prompt of a further segment has `Segment.parent` as `follows`, unless it is 0. A
-    response has no turns."""
+    where the environment or agent wrote. The prompt of a further segment has its place: `begins`, `follows` and, in a
+    branch, `depth`, which its turns have, too. A response has no turns."""
     decode = partial(tokenizer.decode, skip_special_tokens=False)
     turns: list[dict[str, Any]] = []
-    for segment in episode.segments:
+    for segment, place in zip(episode.segments, segment_places(episode.segments), strict=True):
+        depth = {"depth": place.depth} if place.depth else {}
         if turns:  # the history was rewritten, or has branches
-            follows = {"follows": segment.parent} if segment.parent else {}
-            turns.append({"turn": 0, "text": decode(segment.prompt), "reward": 0.0, **follows})
+            stands = {"begins": place.begins, "follows": place.follows}
+            turns.append({"turn": 0, "text": decode(segment.prompt), "reward": 0.0, **stands, **depth})
         for turn, own in groupby(zip(segment.turns, segment.tokens, segment.rewards, strict=False), itemgetter(0)):
             _, tokens, rewards = zip(*own, strict=True)
-            turns.append({"turn": turn, "text": decode(tokens), "reward": sum(rewards)})
+            turns.append({"turn": turn, "text": decode(tokens), "reward": sum(rewards), **depth})
     return turns
+
+
+@dataclass(frozen=True)
+class SegmentPlace:
+    """The place of a segment in its episode, for people.
+
+    Attributes:
+        begins: "branch" if turns beside it continue what it begins after, else "new prompt".
+        follows: the turn after which it begins: its parent, or, without one, the last turn before it.
+        depth: number of branches that it is in.
+    """
+
+    begins: str = ""
+    follows: int = 0
+    depth: int = 0
+
+
+def segment_places(segments: Sequence[Segment]) -> list[SegmentPlace]:
+    """Return the places of an episode's segments, which are in the order of their first turns."""
+    places = [SegmentPlace()]
+    numbers = [sorted({*segment.turns} - {0}) for segment in segments]
+    for segment, (first, *_) in zip(segments[1:], numbers[1:], strict=True):
+        earlier = numbers[: len(places)]
+        holders = [index for index, one in enumerate(earlier) if segment.parent in one]
+        beside = [index for index, one in enumerate(earlier) if one[-1] > first]
+        if holders:
+            base, follows = holders[0], segment.parent
+            is_branch = earlier[base][-1] > follows
+        else:
+            by_depth = sorted(beside, key=lambda index: places[index].depth)
+            base = by_depth[0] if beside else max(range(len(earlier)), key=lambda index: earlier[index][-1])
+            follows = max(number for number in earlier[base] if number < first)
+            is_branch = bool(beside)
+        kind = "branch" if is_branch else "new prompt"
+        places.append(SegmentPlace(kind, follows, places[base].depth + is_branch))
+    return places
 
 
 def shown_facts(one: Sample, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Return what people are shown of a sample beside texts and score."""
+    num_superseded = one.agent.num_superseded if one.agent else 0
+    superseded = {"superseded_turns": num_superseded} if num_superseded else {}
     facts = {
         "finish_reason": one.ending,
-        "parts": {**(one.parts or {}), **one.grade.parts},
+        "parts": {**(one.parts or {}), **one.grade.parts, **superseded},
         "turns": episode_turns(one, tokenizer),
     }
     return {name: fact for name, fact in facts.items() if fact}

@@ -117,6 +117,18 @@ def test_an_episode_has_a_line_for_each_turn():
     ]
 
 
+def test_a_branch_of_an_episode_is_indented():
+    turns = [{"turn": 1, "text": "main"}, {"turn": 3, "text": "merged"}]
+    turns.append({"turn": 0, "text": "asked", "begins": "branch", "follows": 1, "depth": 1})
+    turns.append({"turn": 2, "text": "helped", "begins": None, "follows": None, "depth": 1})
+    assert format_samples([{"prompt": "go", "turns": turns}]).splitlines()[1:-1] == [
+        "  -> main",
+        "  -> merged",
+        "    <- (branch after turn 1) asked",
+        "    -> helped",
+    ]
+
+
 def test_messages_cannot_command_the_terminal(tmp_path):
     out = io.StringIO()
     Console(out).text("WARNING: the logger \x1b[2Jx failed\nagain\r")

@@ -96,6 +96,8 @@ CASES = [
     ("log_prob_diff", {"rollout/log_prob_diff/mean": [0.02] * 9}, None),
     ("reward_failures", {"reward/failed_frac": [0.0, 0.1, 0.2]}, 3),
     ("reward_failures", {"reward/failed_frac": [0.0, 0.01, 0.0]}, None),
+    ("new_segments", {"agent/new_segment_frac": [1.0, 0.9, 0.95]}, 3),
+    ("new_segments", {"agent/new_segment_frac": [2 / 3] * 9}, None),  # a turn, two helpers and a turn
     ("staleness", {"rollout_is/ess": [0.9, 0.7, 0.7]}, 3),
     ("staleness", {"rollout_is/ess": [0.95] * 9}, None),
 ]

@@ -344,7 +344,11 @@ def test_episodes_are_turns_and_scores_without_a_verdict_have_no_ticks(browser, 
     turns = [{"turn": 1, "text": "<tool_call>3*4</tool_call>", "reward": 0.0}]
     turns += [{"turn": 0, "text": "12", "reward": 0.0}, {"turn": 2, "text": "=12", "reward": 0.25}]
     episode = {"texts": texts, "turns": turns, "response_mask": [1, 1, 1, 0, 1], "prompt": "3*4"}
+    tree = [{"turn": 1, "text": "main", "reward": 0.0}, {"turn": 3, "text": "merged", "reward": 0.0}]
+    tree.append({"turn": 0, "text": "asked", "reward": 0.0, "begins": "branch", "follows": 1, "depth": 1})
+    tree.append({"turn": 2, "text": "helped", "reward": 1.0, "depth": 1})
     rows = [kept(4, row, random.Random(row), score=row / 8) for row in range(8)]
+    rows.append(kept(4, 8, random.Random(8), score=0.1, turns=tree, prompt="of a tree"))
     write_kept(run, 4, [kept(4, 0, random.Random(0), score=0.3, **episode), *rows])
     page, wrong = opened(browser, write_report(run))
     assert page.locator(".segments").count() == 0 and page.locator(".item .good, .item .bad").count() == 0
@@ -357,6 +361,19 @@ def test_episodes_are_turns_and_scores_without_a_verdict_have_no_ticks(browser, 
     ]
     assert detail.locator(".token.call").count() == 3
     assert detail.locator(".legend").inner_text().split("\n") == ["policy", "environment (not trained)", "tool call"]
+    branch = page.locator(".item", has_text="of a tree")
+    page.locator("#search").fill("of a tree")
+    branch.click()
+    detail.locator(".turn.begins summary").click()
+    assert [text.split("\n") for text in detail.locator(".turn").all_inner_texts()] == [
+        ["policy, turn 1", "main"],
+        ["policy, turn 3", "merged"],
+        ["branch after turn 1", "asked"],
+        ["policy, turn 2 \u00b7 reward 1", "helped"],
+    ]
+    margins = detail.locator(".turn").evaluate_all("boxes => boxes.map((box) => box.style.marginLeft)")
+    assert margins == ["", "", "1.5rem", "1.5rem"]
+    assert "environment or agent" in detail.locator(".legend").inner_text()
     page.locator("#search").fill("")
     page.locator("#responses label:has-text('Step') select").select_option("4")
     page.get_by_role("spinbutton", name="Lowest score").fill("0.4")

@@ -1,11 +1,12 @@
 """Samples as rows: what is masked, and episodes of several segments."""
 
+import pytest
 import torch
 from samples_of import sample_of
 
 from megappo.engines.generations import Generation
 from megappo.rollouts.row_builder import with_scores
-from megappo.rollouts.sample_rows import Sample, Segment, mask_truncated, sample_rows
+from megappo.rollouts.sample_rows import Sample, Segment, mask_truncated, sample_rows, segment_places
 
 
 def test_what_was_cut_off_is_masked_and_what_has_nothing_left_to_be_compared_with():
@@ -16,6 +17,26 @@ def test_what_was_cut_off_is_masked_and_what_has_nothing_left_to_be_compared_wit
     mask_truncated(samples, compared=True)
     rows = sample_rows(samples)
     assert rows.response_mask.sum(dim=1).tolist() == [0, 2, 2, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("segments", "expected"),
+    [
+        pytest.param([(0, [1, 0, 2]), (2, [3])], [("new prompt", 2, 0)], id="the template rewrites the history"),
+        pytest.param([(0, [1, 2]), (0, [3, 4]), (0, [5])], [("new prompt", 2, 0), ("new prompt", 4, 0)], id="summaries"),
+        pytest.param(
+            [(0, [1, 6]), (0, [2, 4]), (0, [3, 5]), (5, [7])],
+            [("branch", 1, 1), ("branch", 1, 1), ("new prompt", 5, 1)],
+            id="two helpers at once, one of them compacted",
+        ),
+        pytest.param([(0, [1, 2]), (1, [3]), (1, [4, 5]), (4, [6])], [("branch", 1, 1)] * 2 + [("branch", 4, 2)], id="n"),
+    ],
+)
+def test_places_of_segments(segments, expected):
+    """Segments as (parent, turns of the tokens)."""
+    made = [Segment([9], tokens=[8] * len(turns), turns=turns, parent=parent) for parent, turns in segments]
+    first, *places = segment_places(made)
+    assert first.begins == "" and [(place.begins, place.follows, place.depth) for place in places] == expected
 
 
 def test_each_segment_is_a_row_with_a_prompt_of_its_own():

@@ -106,6 +106,7 @@ def write_kept(folder: Path, step: int, rows: list[dict[str, Any]]) -> None:
     types = {"step": pyarrow.int64(), **dict.fromkeys(("dataset", "prompt", "response", "label"), texts)}
     types |= {"score": pyarrow.float64(), "parts": pyarrow.map_(texts, pyarrow.float64()), "passed": pyarrow.bool_()}
     turn = {"turn": pyarrow.int64(), "text": texts, "reward": pyarrow.float64()}
+    turn |= {"begins": texts, "follows": pyarrow.int64(), "depth": pyarrow.int64()}
     types |= {
         "turns": pyarrow.list_(pyarrow.struct(turn)),
         "finish_reason": texts,

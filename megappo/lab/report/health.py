@@ -217,6 +217,18 @@ RULES: Table[Rule] = Table(
             "docs/rewards.md#how-functions-run",
             shows_responses=True,
         ),
+        "new_segments": Rule(
+            ("agent/new_segment_frac",),
+            outside("agent/new_segment_frac", high=0.8),
+            "more than 80 % of the turns of the agents' episodes of 3 steps, without their first ones, begin a new "
+            "segment",
+            "{0:.0%} of the agents' turns begin a new segment, which repeats the prompt before them: the cost of "
+            "training grows with the square of the turns",
+            "Find in the responses what rewrites the history (another system prompt or list of tools, dropped thoughts, "
+            "calls written as text); let the agent send messages back as it got them",
+            "docs/agents.md#histories-that-change",
+            shows_responses=True,
+        ),
         "staleness": Rule(
             ("rollout_is/ess",),
             few_effective_samples,

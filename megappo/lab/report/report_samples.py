@@ -61,4 +61,6 @@ def _kept(path: Path) -> Iterator[dict[str, Any]]:
 def _shortened(value: Any) -> Any:
     if isinstance(value, str) and len(value) > LONGEST_TEXT:
         return f"{value[:LONGEST_TEXT]} ... ({len(value) - LONGEST_TEXT:,} more characters)"
-    return value[:LONGEST_RESPONSE] if isinstance(value, list) else value
+    if isinstance(value, dict) and value.get("begins"):  # a prompt that mostly repeats turns
+        return value | {"text": _shortened(value["text"])}
+    return [_shortened(one) for one in value[:LONGEST_RESPONSE]] if isinstance(value, list) else value

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megappo.errors import escaped
+from megappo.observe.samples import beginning, turn_indent
 
 TEXTS = ("prompt", "response", "label")
 NAME_CHARACTERS = 9
@@ -18,14 +19,15 @@ def sample_lines(sample: Mapping[str, Any]) -> Iterator[str]:
     yield escaped(f"-- {sample['dataset']}, score {sample['score']:.4g}{outcome}{ending}{parts}")
     texts = [(name, sample[name]) for name in TEXTS]
     if turns := sample.get("turns"):
-        texts[1:2] = [(_writer(**turn), turn["text"]) for turn in turns]
+        texts[1:2] = [(_writer(turn), turn["text"]) for turn in turns]
     width = max(NAME_CHARACTERS, *(len(name) for name, _ in texts))
     for name, text in texts:
         for number, line in enumerate(str(text).splitlines() or [""]):
             yield f"   {'' if number else name:<{width}} {escaped(line)}".rstrip()
 
 
-def _writer(turn: int, reward: float, **_: str) -> str:
+def _writer(turn: Mapping[str, Any]) -> str:
     """Return who wrote a turn, and the reward that it got."""
-    writer = f"policy {turn}" if turn else "environment"
-    return f"{writer}, reward {reward:.4g}" if reward else writer
+    writer = f"policy {turn['turn']}" if turn["turn"] else escaped(beginning(turn)) or "environment"
+    reward = f", reward {turn['reward']:.4g}" if turn["reward"] else ""
+    return f"{turn_indent(turn)}{writer}{reward}"

@@ -36,11 +36,11 @@ function numbersOf(sample, kind) {
 }
 
 /**
- * [turn, text, reward, first token, end] of each turn of an episode; turn 0 is the environment's. None of a response.
- * The tokens are in one segment: other turns have none.
+ * [turn, text, reward, first token, end, fields] of each turn of an episode; turn 0 is the environment's or agent's.
+ * None of a response. The tokens are in one segment: other turns have none.
  */
 function turnsOf(sample) {
-  const turns = (sample.turns ?? []).map(({ turn, text, reward }) => [turn, text, reward, 0, 0]);
+  const turns = (sample.turns ?? []).map((fields) => [fields.turn, fields.text, fields.reward, 0, 0, fields]);
   if (!turns.length || !sample.texts) return turns;
   const response = sample.texts.join("");
   const begin = turns.findIndex((turn, i) => response && turns.slice(i).map(([, text]) => text).join("").startsWith(response.slice(0, 2000)));
@@ -57,7 +57,8 @@ function turnsOf(sample) {
 function brief(sample) {
   const turns = turnsOf(sample);
   if (!turns.length) return oneLine(sample.response);
-  return oneLine(turns.map(([turn, text]) => `${turn ? "\u2192" : "\u2190"} ${text}`).join(" "));
+  const own = turns.filter(([, , , , , { begins }]) => !begins);  // the prompt of another segment repeats turns
+  return oneLine(own.map(([turn, text]) => `${turn ? "\u2192" : "\u2190"} ${text}`).join(" "));
 }
 
 function selected() {
@@ -91,12 +92,15 @@ function withCalls(text) {
   return [...parts, text.slice(at)];
 }
 
-/** A turn of an episode: who wrote it, the reward that it got, and its text. */
-function turnBox([turn, text, reward], content) {
-  const writer = turn ? `policy, turn ${turn}` : "environment";
+/** A turn of an episode: who wrote it, the reward that it got, and its text. Branches are indented; the prompt with which another segment begins is folded, as it mostly repeats turns. */
+function turnBox([turn, text, reward, , , { begins, follows, depth }], content) {
+  const writer = begins ? `${begins} after turn ${follows}` : "environment";
   const isRewarded = reward !== 0 && reward != null;
-  return el(`div.turn.${turn ? "policy" : "environment"}`, {},
-    el("span.small.soft", {}, writer, isRewarded ? [" · ", el(`b.${reward > 0 ? "good" : "bad"}`, {}, `reward ${format(reward)}`)] : null), content ?? el("pre", {}, turn ? withCalls(text) : text));
+  const shown = content ?? el("pre", {}, turn ? withCalls(text) : text);
+  const head = el("span.small.soft", {}, turn ? `policy, turn ${turn}` : writer, isRewarded ? [" · ", el(`b.${reward > 0 ? "good" : "bad"}`, {}, `reward ${format(reward)}`)] : null);
+  const box = el(`div.turn.${turn ? "policy" : "environment"}${begins ? ".begins" : ""}`, {}, begins ? el("details", {}, el("summary", {}, head), shown) : [head, shown]);
+  if (depth) box.style.marginLeft = `${1.5 * depth}rem`;
+  return box;
 }
 
 /** The colours of a response's texts, in words. */
@@ -104,7 +108,7 @@ function turnLegend(sample) {
   const turns = turnsOf(sample);
   const hasCalls = turns.some(([turn, text]) => turn && callsIn(text).length) || (!turns.length && callsIn(String(sample.response ?? "")).length);
   const kinds = [];
-  if (turns.length) kinds.push(["policy", "policy"], ["environment", "environment (not trained)"]);
+  if (turns.length) kinds.push(["policy", "policy"], ["environment", `${turns.some(([, , , , , { begins }]) => begins) ? "environment or agent" : "environment"} (not trained)`]);
   else if (sample.response_mask?.includes(0)) kinds.push(["masked", "not trained"]);
   if (hasCalls) kinds.push(["call", "tool call"]);
   const items = kinds.map(([kind, text]) => el("span.soft", {}, el(`span.swatch.of-${kind}`), text));
