@@ -237,9 +237,9 @@ def limit_samples(_: None, request: Any) -> None:
         raise ValueError(f"n must be from 1 to {MAX_SAMPLES}: send several requests for more responses to a prompt")
 
 
-def as_given(original: Any, tool: Any) -> dict[str, Any]:
+def as_given(original: Any, tool: Any, **options: Any) -> dict[str, Any]:
     """Return a tool for a chat template without the keys that its client left out: SGLang adds "defer_loading"."""
-    return original(tool, exclude_unset=True)
+    return original(tool, **options | {"exclude_unset": True})
 
 
 def tokenizer_as_trained(original: Any, folder: str, *args: Any, **kwargs: Any) -> Any:

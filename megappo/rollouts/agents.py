@@ -106,7 +106,7 @@ class AgentRunner:
                 refused = f"; the last one was refused: {episode.refused}" if episode.refused else ""
                 raise self._agents.fault(f"ended before a request was answered{refused} {finished.error}".rstrip())
             parts = finished.numbers
-            if finished.reward is None and ending == "done" and self._needs_reward:
+            if ending == "done" and self._needs_reward and not episode.has_reward:
                 reason = "returned no reward, and reward.function is null: return a number, or name a function"
                 raise self._agents.fault(reason)
             turns[max(turns)].reward += finished.reward or 0.0
@@ -143,6 +143,7 @@ class _Episode:
         finished: how the agent ended; None while it runs, or if it was lost.
         turns: the turns that are trained, by number.
         refused: code of the last refusal by a limit of the run; "" without one.
+        has_reward: the agent has rewarded a turn, or returned a reward.
     """
 
     def __init__(
@@ -156,6 +157,7 @@ class _Episode:
         self.tree = tree
         self.finished: Finished | None = None
         self.refused = ""
+        self.has_reward = False
         self._session = session
         self._limits = limits
         self._generate = generate
@@ -182,8 +184,10 @@ class _Episode:
                                 self._cancel(request)
                             case TurnReward(turn, reward) if turn in self.turns:
                                 self.turns[turn].reward += reward
+                                self.has_reward = True
                             case Finished():
                                 self.finished = event
+                                self.has_reward |= event.reward is not None
             except EpisodeLost as error:
                 return str(error)
             finally:

@@ -14,9 +14,10 @@ A prompt that is plain text has no template, so only the first rule applies.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
 
 from megappo.data.chat import Chat, PromptContent, Tools
 from megappo.data.tokenizer import RenderedText, added_tokens, encode, with_context
@@ -26,28 +27,42 @@ from megappo.rollouts.sample_rows import Segment
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-OPEN_THOUGHT = re.compile(r"(<[^<>/]*think[^<>/]*>|\[THINK\])\s*\Z", re.IGNORECASE)
-"""Beginning of a thought at the end of a generation prompt. Templates read it in the content of a message."""
+OPEN_THOUGHT = re.compile(r"(?:<[^<>/]*think[^<>/]*>|\[THINK\])\s*\Z|\Z", re.IGNORECASE)
+"""Beginning of a thought at the end of a generation prompt, or "". Templates read it in the content of a message."""
 
 
 @dataclass(frozen=True)
 class TurnPlace:
-    """The place of the next turn.
+    """The place of a turn in the tree.
 
     Attributes:
-        text, tokens: the whole prompt.
-        begun: text of the turn that the prompt ends with.
-        parent: the turn whose text begins the prompt.
-        rendered: the messages as the template rendered them.
-        follows: number of the parent; without one, of the last turn that the messages hold, or 0.
+        path: the turns before it that begin the prompt, from the root.
+        added, added_text: tokens and text of the prompt after these turns.
+        rendering: hash of the messages as the template rendered them.
+        follows: number of the last turn in `path`; without one, of the last turn that the messages hold, or 0.
     """
 
-    text: str
-    tokens: list[int]
-    begun: str = ""
-    parent: "Turn | None" = None
-    rendered: str = ""
+    path: Sequence["Turn"]
+    added: list[int]
+    added_text: str
+    rendering: int
     follows: int = 0
+
+    @property
+    def parent(self) -> "Turn | None":
+        """The turn whose text begins the prompt."""
+        return self.path[-1] if self.path else None
+
+    @property
+    def text(self) -> str:
+        """Text of the whole prompt."""
+        return "".join(turn.own_text for turn in self.path) + self.added_text
+
+    @property
+    def tokens(self) -> list[int]:
+        """Tokens of the whole prompt, as the engine sees them."""
+        before = [token for turn in self.path for token in turn.place.added + turn.generation.tokens]
+        return before + self.added
 
 
 @dataclass(eq=False)
@@ -56,52 +71,26 @@ class Turn:
 
     Attributes:
         number: number of the request that it answers, from 1.
-        added: tokens of the prompt after the parent's.
-        own_text: text of the prompt after the parent's, and of the turn.
+        own_text: text of the prompt after the parent, and of the turn.
+        begun: text with which the prompt begins it: of a thought, or of the message that it continues.
         content: text of the turn without the special token that ends it.
         end: text of that token, or "".
-        num_tokens: tokens of prompt and turn.
-        num_after: tokens of them after the prompt of the segment.
-        extends: the turn is appended to its parent's segment.
         reward: reward of its last token, or of each token.
-        parent, begun, rendered, follows: as of `TurnPlace`.
     """
 
+    place: TurnPlace
     number: int
     generation: Generation
-    parent: "Turn | None"
-    follows: int
-    begun: str
-    rendered: str
-    added: list[int]
     own_text: str
+    begun: str
     content: str
     end: str
-    num_tokens: int
-    num_after: int
-    extends: bool
     reward: float | list[float] = 0.0
 
     @property
     def text(self) -> str:
-        """Text of prompt and turn, as the engine saw it."""
-        return "".join(turn.own_text for turn in self._path())
-
-    @property
-    def context(self) -> list[int]:
-        """Tokens of prompt and turn."""
-        return [token for turn in self._path() for token in (*turn.added, *turn.generation.tokens)]
-
-    @property
-    def prompt(self) -> list[int]:
-        """Tokens of the prompt, as the engine saw them."""
-        return self.context[: self.num_tokens - len(self.generation.tokens)]
-
-    def _path(self) -> list["Turn"]:
-        path = [self]
-        while path[-1].parent is not None:
-            path.append(path[-1].parent)
-        return path[::-1]
+        """Text of prompt and turn."""
+        return self.place.text + self.content + self.end
 
 
 class TurnTree:
@@ -110,7 +99,7 @@ class TurnTree:
     def __init__(self, chat: Chat, tokenizer: "PreTrainedTokenizerBase"):
         self._chat = chat
         self._tokenizer = tokenizer
-        self._turns: dict[Turn, None] = {}  # parents come first
+        self._turns: list[Turn] = []  # parents come first
 
     def place(
         self,
@@ -136,151 +125,111 @@ class TurnTree:
                 for message, turn in zip(messages, turns, strict=True)
             ]
         try:
-            rendered = self._chat.text_of(form, tools, continues=continues)
+            text = self._chat.text_of(form, tools, continues=continues)
         except ValueError:
             form = messages
-            rendered = self._chat.text_of(form, tools, continues=continues)
-        begun = begun_text(form, rendered, continues=continues)
-        known = [turn if turn in self._turns else None for turn in turns]
-        for parent, rest in self._continued(form, known, rendered, tools, is_sampled=form is not messages):
-            added = self._added(parent.text, rest)
-            if added is not None:
-                text, tokens = parent.text + rest, parent.context + added
-                return TurnPlace(text, tokens, begun, parent, rendered, parent.number)
-        [tokens] = encode([RenderedText(rendered, is_chat=not isinstance(form, str))], self._tokenizer)
-        follows = next((turn.number for turn in reversed(known) if turn), 0)
-        return TurnPlace(rendered, tokens, begun, None, rendered, follows)
+            text = self._chat.text_of(form, tools, continues=continues)
+        place = self._appended(*self._longest(text), text)
+        known = [position for position, turn in enumerate(turns) if turn]
+        last = turns[known[-1]] if known else None
+        if place is None and last and not isinstance(form, str):
+            rest = self._difference(last, form[: known[-1] + 1], text, tools, is_sampled=form is not messages)
+            place = self._appended(last, rest, text)
+        if place:
+            return place
+        [tokens] = encode([RenderedText(text, is_chat=not isinstance(form, str))], self._tokenizer)
+        return TurnPlace((), tokens, text, hash(text), last.number if last else 0)
 
     def room(self, place: TurnPlace, limits: tuple[int, int]) -> int:
         """Return the number of tokens that the policy may write at a place.
 
         Args:
-            limits: tokens that a segment may have after its prompt, and together with it.
+            limits: tokens that a path may have after the prompt of its first turn, and together with it.
         """
-        after_prompt, total = limits
         num_tokens = len(place.tokens)
-        return min(after_prompt - self._num_after(place.parent, num_tokens), total - num_tokens)
+        start = len(place.path[0].place.added) if place.path else num_tokens
+        return min(limits[0] + start, limits[1]) - num_tokens
 
-    def write(self, place: TurnPlace, generation: Generation, number: int) -> Turn:
-        """Add a turn of the policy."""
-        tokens = generation.tokens
-        end = self._tokenizer.decode(tokens[-1:])
-        has_end = bool(tokens) and not self._tokenizer.decode(tokens[-1:], skip_special_tokens=True)
-        parent = place.parent if place.parent in self._turns else None
-        is_last = not any(turn.parent is parent and turn.extends for turn in self._turns)
-        extends = parent is not None and is_last
-        num_tokens = len(place.tokens) + len(tokens)
-        turn = Turn(
-            number,
-            generation,
-            parent,
-            place.follows,
-            place.begun,
-            place.rendered,
-            added=place.tokens[0 if parent is None else parent.num_tokens :],
-            own_text=place.text[0 if parent is None else len(parent.text) :] + self._tokenizer.decode(tokens),
-            content=self._tokenizer.decode(tokens[:-1] if has_end else tokens),
-            end=end if has_end else "",
-            num_tokens=num_tokens,
-            num_after=self._num_after(parent, num_tokens) if extends else len(tokens),
-            extends=extends,
-        )
-        self._turns[turn] = None
+    def write(self, place: TurnPlace, generation: Generation, number: int, begun: str = "") -> Turn:
+        """Add a turn of the policy.
+
+        Args:
+            begun: the message that the turn continues.
+        """
+        tokens, decode = generation.tokens, self._tokenizer.decode
+        has_end = not decode(tokens[-1:], skip_special_tokens=True)
+        end = decode(tokens[-1:]) if has_end else ""
+        content = decode(tokens[:-1] if has_end else tokens)
+        begun = begun or OPEN_THOUGHT.findall(place.added_text)[0]
+        turn = Turn(place, number, generation, place.added_text + content + end, begun, content, end)
+        self._turns.append(turn)
         return turn
 
     def drop(self, turn: Turn) -> None:
-        """Remove a turn that is not trained.
-
-        Raises:
-            ValueError: other turns follow it.
-        """
-        if any(other.parent is turn for other in self._turns):
-            raise ValueError(f"turn {turn.number} is the beginning of further turns, so it cannot be dropped")
-        del self._turns[turn]
+        """Remove a turn, so that it is not trained."""
+        self._turns.remove(turn)
 
     def segments(self) -> list[Segment]:
         """Return the segments of all turns. A turn that extends the end of a segment is appended to it; any other
         begins a segment with its whole prompt."""
         segments: list[Segment] = []
         ends: dict[Turn | None, Segment] = {}
-        for turn in sorted(self._turns, key=lambda turn: turn.number):
-            if turn.extends:
-                segment = ends[turn.parent]
-                segment.observe(turn.added)
-            else:
-                segment = Segment(turn.prompt, parent=turn.follows)
+        for turn in sorted(self._turns, key=attrgetter("number")):
+            place = turn.place
+            segment = ends.pop(place.parent, None)
+            if segment is None:
+                segment = Segment(place.tokens, parent=place.follows)
                 segments.append(segment)
+            else:
+                segment.observe(place.added)
             segment.write(turn.generation, turn.number)
             segment.reward(turn.reward)
             ends[turn] = segment
         return segments
 
-    def _num_after(self, parent: Turn | None, num_tokens: int) -> int:
-        """Return how many of a context's tokens follow the prompt of the segment that the parent is in."""
-        return 0 if parent is None else parent.num_after + num_tokens - parent.num_tokens
+    def _longest(self, text: str) -> tuple[Turn | None, str]:
+        """Return the longest turn whose text begins a text, and the rest."""
+        ends: dict[Turn | None, int] = {None: 0}
+        for turn in self._turns:
+            start = ends.get(turn.place.parent, len(text) + 1)
+            if text.startswith(turn.own_text, start):
+                ends[turn] = start + len(turn.own_text)
+        longest = max(ends, key=ends.__getitem__)
+        return longest, text[ends[longest] :]
 
-    def _continued(
+    def _difference(
         self,
-        form: PromptContent,
-        known: Sequence[Turn | None],
-        rendered: str,
+        turn: Turn,
+        until: list[dict[str, Any]],
+        text: str,
         tools: Tools | None,
         *,
         is_sampled: bool,
-    ) -> Iterator[tuple[Turn, str]]:
-        """Yield the turns that the messages may continue, each with the text after it."""
-        ends: dict[Turn | None, int] = {None: 0}
-        for turn in self._turns:
-            start = ends.get(turn.parent)
-            if start is not None and rendered.startswith(turn.own_text, start):
-                ends[turn] = start + len(turn.own_text)
-        longest = max(ends, key=lambda turn: (ends[turn], turn in known))
-        if longest is not None:
-            yield longest, rendered[ends[longest] :]
-        position = max((position for position, turn in enumerate(known) if turn), default=None)
-        if position is None or isinstance(form, str):
-            return
-        turn, until = known[position], form[: position + 1]
+    ) -> str | None:
+        """Return the end of a rendering, after a turn. None if the messages before the turn are rendered otherwise than
+        for it, or the turn otherwise than it was sampled, apart from blanks around its end.
+
+        Args:
+            until: the messages up to the turn.
+            is_sampled: they have the text of turns as sampled.
+        """
         try:
             before = self._chat.text_of(until[:-1], tools, continues=False)
             closed = self._chat.whole_text(until, tools)
         except ValueError:
-            return
-        if before == turn.rendered and rendered.startswith(closed):
-            rest = _after_turn(turn, closed, rendered[len(closed) :], is_sampled=is_sampled)
-            if rest is not None:
-                yield turn, rest
+            return None
+        content = closed.rstrip().removesuffix(turn.end).rstrip()
+        rest = text[len(content) :].lstrip()
+        is_same = hash(before) == turn.place.rendering and text.startswith(closed)
+        is_same &= content.endswith(turn.content.strip()) or not is_sampled
+        return rest.removeprefix(turn.end) if turn.end and is_same and rest.startswith(turn.end) else None
 
-    def _added(self, before: str, text: str) -> list[int] | None:
-        """Return the tokens of a text after another; None if a token would span both."""
+    def _appended(self, parent: Turn | None, rest: str | None, text: str) -> TurnPlace | None:
+        """Return the place after a turn; None if one token spans its end and the rest."""
+        if parent is None or rest is None:
+            return None
         try:
-            return added_tokens(*encode(with_context(before, text), self._tokenizer), self._tokenizer)
+            tokens = added_tokens(*encode(with_context(parent.text, rest), self._tokenizer), self._tokenizer)
         except ValueError:
             return None
-
-
-def _after_turn(turn: Turn, closed: str, rest: str, *, is_sampled: bool) -> str | None:
-    """Return the text after a turn; None if the template ends the turn with another token than the policy did, or
-    changes its text as sampled by more than blanks.
-
-    Args:
-        closed: rendering of the messages up to the turn.
-        rest: rendering of the messages after it.
-        is_sampled: they were rendered with the text as sampled.
-    """
-    body = closed.rstrip()
-    content = body.removesuffix(turn.end).rstrip()
-    if not turn.end or (is_sampled and not content.endswith(turn.content.strip())):
-        return None
-    if body.endswith(turn.end):
-        return closed[len(body) :] + rest
-    return rest.removeprefix(turn.end) if rest.startswith(turn.end) else None
-
-
-def begun_text(messages: PromptContent, rendered: str, *, continues: bool) -> str:
-    """Return the text with which a prompt begins the turn after it: a message of the assistant that the turn continues,
-    or the beginning of a thought."""
-    if continues and not isinstance(messages, str) and messages[-1]["role"] == "assistant":
-        return messages[-1]["content"]
-    found = OPEN_THOUGHT.search(rendered)
-    return found[0] if found else ""
+        return TurnPlace([*parent.place.path, parent], tokens, rest, hash(text), parent.number)

@@ -2,16 +2,15 @@
 
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megappo.config.schema import Config
 from megappo.data.chat import Chat, PromptContent
 from megappo.data.prompts import Prompt
 from megappo.engines.generations import Generation
-from megappo.rollouts.conversation import Turn, TurnPlace, TurnTree, begun_text
+from megappo.rollouts.conversation import Turn, TurnPlace, TurnTree
 from megappo.rollouts.sample_rows import Ending, Sample, Segment
-from megappo.userland.environments import Environment, EnvironmentPool, row_of
+from megappo.userland.environments import Environment, EnvironmentPool, Replacement, row_of
 from megappo.userland.episode_pool import EnvironmentFault, EpisodeLost
 from megappo.userland.signatures import PROMPTS
 
@@ -33,6 +32,7 @@ class Transcript:
         limits: tokens that a segment may have after its prompt, and together with it.
     Attributes:
         place: the place of the next turn.
+        last: the last turn.
     """
 
     def __init__(
@@ -44,12 +44,11 @@ class Transcript:
     ):
         self._tree = TurnTree(chat, tokenizer)
         self._limits = limits
-        self._last: Turn | None = None
         raw = prompt.columns[PROMPTS]
         self._messages: PromptContent = raw if isinstance(raw, str) else list(raw)
         self._turns: list[Turn | None] = [] if isinstance(raw, str) else [None] * len(raw)
-        begun = begun_text(self._messages, prompt.text, continues=True)
-        self.place = TurnPlace(prompt.text, prompt.tokens, begun, rendered=prompt.text)
+        self.place = TurnPlace((), prompt.tokens, prompt.text, hash(prompt.text))
+        self.last: Turn | None = None
 
     @property
     def room(self) -> int:
@@ -61,46 +60,35 @@ class Transcript:
         """The segments of the turns."""
         return self._tree.segments()
 
-    def begin(self, observation: Observation) -> bool:
-        """Add the environment's first observation to the prompt; return whether there is room for a turn.
-
-        Raises:
-            ValueError: the template refuses the observation.
-        """
-        return self.observe(observation) if observation else self.room > 0
-
-    def write(self, generation: Generation, number: int) -> str:
-        """Add a turn of the policy; return its text without the special token that ends it. The first turn continues
-        an assistant message at the end of the prompt."""
-        self._last = turn = self._tree.write(self.place, generation, number)
-        if not isinstance(self._messages, str):
-            if number == 1 and self._messages[-1]["role"] == "assistant":
-                self._messages.pop()
-                self._turns.pop()
-            self._messages.append({"role": "assistant", "content": turn.begun + turn.content})
-            self._turns.append(turn)
-        return turn.content
-
-    def reward(self, reward: float | list[float]) -> None:
-        """Set the reward of the last turn: one number for its last token, or one per token."""
-        assert self._last is not None, "a turn was written"
-        self._last.reward = reward
+    def write(self, generation: Generation, number: int) -> Turn:
+        """Add a turn of the policy. The first one continues an assistant message at the end of the prompt."""
+        messages, begun = self._messages, ""
+        if self.last is None and not isinstance(messages, str) and messages[-1]["role"] == "assistant":
+            begun = messages.pop()["content"]
+            self._turns.pop()
+        self.last = self._tree.write(self.place, generation, number, begun)
+        if isinstance(messages, str):
+            self._messages = self.last.text
+        else:
+            messages.append({"role": "assistant", "content": self.last.content})
+            self._turns.append(self.last)
+        return self.last
 
     def observe(self, observation: Observation) -> bool:
-        """Add an observation; return whether there is room for another turn.
+        """Add an observation, or begin again with a `Replacement`; return whether there is room for another turn.
 
         Raises:
             ValueError: the template refuses the observation.
         """
+        if isinstance(observation, Replacement):
+            self._messages, self._turns = self._messages[:0], []
         if isinstance(self._messages, str):
-            before = self._messages if self._last is None else self._last.text
-            self._messages = before + "".join(message["content"] or "" for message in observation)
+            self._messages += "".join(message["content"] or "" for message in observation)
         else:
             self._messages += observation
             self._turns += [None] * len(observation)
-        place = self._tree.place(self._messages, self._turns, continues=self._last is None)
-        follows = place.follows or (0 if self._last is None else self._last.number)
-        self.place = replace(place, follows=follows)
+        if observation or self.last:  # the prompt alone has its tokens
+            self.place = self._tree.place(self._messages, self._turns, continues=self.last is None)
         return self.room > 0
 
 
@@ -145,7 +133,7 @@ class EpisodeRunner:
                 except EpisodeLost as error:
                     lost = str(error)
                     continue
-                if not self._accepts(transcript.begin, observation):
+                if not self._accepts(transcript, observation):
                     length = f"{len(transcript.place.tokens)} tokens of {self._limits[1]}"
                     raise self._fault(f"leaves no room for a turn after reset ({length}): raise data.max_prompt_length")
                 parts: Counter[str] = Counter()
@@ -163,25 +151,24 @@ class EpisodeRunner:
         """Take turns until the episode ends; return how it ended, and how the environment was lost."""
         for turn in range(1, self._max_turns + 1):
             generation = await generate(transcript.place.tokens, transcript.room)
-            text = transcript.write(generation, turn)
+            written = transcript.write(generation, turn)
             if generation.finish_reason == "length":
                 return "length", ""
-            message = {"role": "assistant", "content": text, "token_ids": generation.tokens}
+            message = {"role": "assistant", "content": written.content, "token_ids": generation.tokens}
             try:
-                observation, reward, done, numbers = await environment.step(message)
+                observation, written.reward, done, numbers = await environment.step(message)
             except EpisodeLost as error:
                 return "lost", str(error)
-            transcript.reward(reward)
             parts.update(numbers)
             if done:
                 return "done", ""
-            if turn < self._max_turns and not self._accepts(transcript.observe, observation):
+            if turn < self._max_turns and not self._accepts(transcript, observation):
                 return "length", ""
         return "turns", ""
 
-    def _accepts(self, add: Callable[[Observation], bool], observation: Observation) -> bool:
+    def _accepts(self, transcript: Transcript, observation: Observation) -> bool:
         try:
-            return add(observation)
+            return transcript.observe(observation)
         except ValueError as error:
             raise self._fault(f"returned observation {observation!r:.200}: {error}") from error
 

@@ -1,7 +1,9 @@
 """An agent that is a command: a process for each episode, in a worker process."""
 
 import asyncio
+import itertools
 import json
+import logging
 import os
 import signal
 import tempfile
@@ -18,6 +20,9 @@ OUTPUT_BYTES = 2**16
 SHOWN_CHARACTERS = 2000
 """The end of a command's errors that a message shows."""
 READ_BYTES = 2**16
+LOGGER = logging.getLogger(__name__)
+FAILURES = itertools.count()
+"""Commands of this process with exit code 1: the first one is logged, for it may have crashed."""
 
 
 class CommandLost(Exception):
@@ -61,6 +66,8 @@ async def run_command(
             await _make_sure_it_ends(process)
     if code not in (0, 1):
         raise CommandLost(f"ended with {_exit(code)}; the end of its errors: {errors[-SHOWN_CHARACTERS:] or 'none'}")
+    if code == 1 and next(FAILURES) == 0:
+        LOGGER.warning("the command ended with exit code 1; the end of its errors: %s", errors[-SHOWN_CHARACTERS:])
     result = _last_line(output) if code == 0 else None
     if result is None:
         result = {} if is_scored else {"reward": 1.0 - code}

@@ -1,4 +1,5 @@
-"""The HTTP server of a worker's agents, on loopback: OpenAI's chat completions and models, and rewards of turns.
+"""The HTTP server of a worker's agents, on loopback: OpenAI's chat completions and Responses API, Anthropic's Messages
+API, and rewards of turns.
 
 Each session has an address and a key of its own. A request becomes an event for the trainer, whose answer becomes the
 reply. A client that leaves cancels its request. Assistant messages of a request are recognised as turns of the session
@@ -30,7 +31,9 @@ from megappo.userland.chat_form import (
     strict_json,
 )
 from megappo.userland.grades import fits_float32
-from megappo.userland.user_code import JsonObject
+from megappo.userland.messages_form import MessagesForm
+from megappo.userland.responses_form import ResponsesForm
+from megappo.userland.user_code import JsonObject, named
 
 MAX_BODY_BYTES = 2**24
 """Longest request: as a line of JSON it is up to three times as long, and `worker_process.MAX_BYTES` limits that."""
@@ -42,7 +45,7 @@ BACKLOG = 4096
 """Connections that wait for the server."""
 KEEP_ALIVE_SECONDS = 5.0
 """Time between the comments of a stream that waits for its turn."""
-FORMS = (ChatForm,)
+FORMS = (ChatForm, ResponsesForm, MessagesForm)
 
 
 class EndpointSession:
@@ -148,14 +151,20 @@ class EndpointSession:
         finally:
             del self._pending[number]
 
-    def record(self, pending: "PendingRequest", chat_id: str, texts: Sequence[str], numbers: Sequence[int]) -> None:
-        """Remember the turns of an answer by the messages as which their client will send them back."""
+    def record(self, pending: "PendingRequest", chat_id: str, turns: Mapping[int, ParsedTurn]) -> None:
+        """Remember the turns of an answer, by number, by the messages as which their client will send them back: a turn
+        that continues a message of the client with or without that message."""
         parent = last_of(pending.turns)
-        pending.recorded = list(zip(texts, [(number, parent) for number in numbers], strict=True))
-        for text, turn in pending.recorded:
-            self._turns.setdefault(text, []).append(turn)
+        last = pending.asked.messages[-1]
+        beginnings = {"", last["content"]} if last["role"] == "assistant" else {""}
+        for number, turn in turns.items():
+            calls = [{"function": {"name": name, "arguments": arguments}} for name, arguments in turn.calls]
+            for before in beginnings:
+                text = canonical({"content": before + turn.content, "tool_calls": calls})
+                pending.recorded.append((text, (number, parent)))
+                self._turns.setdefault(text, []).append((number, parent))
         pending.chat_id = chat_id
-        self._turns_of[chat_id] = list(numbers)
+        self._turns_of[chat_id] = list(turns)
 
     def _forget(self, pending: "PendingRequest") -> None:
         for text, turn in pending.recorded:
@@ -304,7 +313,7 @@ class AgentEndpoint:
         """Answer a request in any form."""
         session = self._session(request)
         with session.one_request():
-            asked: AskedChat = form.read(await body_of(request))
+            asked = _read(form, await body_of(request))
             tools = self._tools(asked)
             is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
             num_bytes = len(await request.read())
@@ -347,18 +356,14 @@ class AgentEndpoint:
         if "status" in answer:
             raise ApiError(answer["status"], answer["code"], answer["message"])
         asked = pending.asked
-        choices, texts = [], []
-        last = asked.messages[-1]
-        before = last["content"] if last["role"] == "assistant" else ""
+        turns, choices = {}, []
         for turn in answer["turns"]:
             parsed = self._parser.parse(turn["text"], tools) if self._parser else ParsedTurn(turn["text"])
             calls = [("call_" + secrets.token_hex(12), name, json.dumps(given)) for name, given in parsed.calls]
             choices.append(Choice(parsed, calls, "tool_calls" if calls else turn["finish_reason"]))
-            called = [{"function": {"name": name, "arguments": given}} for name, given in parsed.calls]
-            texts.append(canonical({"content": before + parsed.content, "tool_calls": called}))
+            turns[turn["number"]] = parsed
         unique = secrets.token_hex(16)
-        numbers = [turn["number"] for turn in answer["turns"]]
-        session.record(pending, form.completion_id(unique), texts, numbers)
+        session.record(pending, form.completion_id(unique), turns)
         counts = answer["prompt_tokens"], answer["completion_tokens"]
         return CompletedChat(unique, int(time.time()), asked.model, choices, *counts)
 
@@ -385,6 +390,14 @@ async def _write_stream(
     await response.write(text.encode())
     await response.write_eof()
     return response
+
+
+def _read(form: Any, body: JsonObject) -> AskedChat:
+    try:
+        return form.read(body)
+    except (KeyError, TypeError, AttributeError) as error:
+        reason = f"the request is not as {form.path} expects it: {named(error)}"
+        raise ApiError(BAD_REQUEST, "invalid_request", reason) from error
 
 
 async def body_of(request: web.Request) -> JsonObject:

@@ -162,8 +162,8 @@ class AgentSession:
             EpisodeLost: it takes too long, or its process ended.
             EnvironmentFault: it cannot be started.
         """
-        self._began = self._idle_since = time.monotonic()
         await self._player.call("begin", {"row": row})
+        self._began = self._idle_since = time.monotonic()
 
     async def next_events(self) -> list[Event]:
         """Wait for events and return them; [] if there are none yet.

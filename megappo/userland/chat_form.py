@@ -43,7 +43,7 @@ NO_CONCERN = {
 """Fields that do not concern the policy."""
 IGNORED = {
     *("model", "temperature", "top_p", "seed", "parallel_tool_calls"),
-    *("reasoning_effort", "verbosity", "prediction"),
+    *("reasoning_effort", "verbosity", "prediction", "thinking", "context_management"),
 }
 """Fields that are ignored with a warning."""
 

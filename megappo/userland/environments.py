@@ -30,6 +30,10 @@ def row_of(columns: JsonObject, label: Any) -> JsonObject:
     return own | {"prompt": columns[PROMPTS], "label": label}
 
 
+class Replacement(list[dict[str, str]]):
+    """Messages of an environment in place of the whole conversation."""
+
+
 class Environment:
     """The environment of one episode."""
 
@@ -63,14 +67,17 @@ class Environment:
 
 
 def _messages(observation: Any) -> Messages:
-    """Return an observation as messages: none for None, one of the user's for a text."""
+    """Return an observation as messages: none for None, one of the user's for a text, a `Replacement` for
+    {"replace": messages}."""
     if observation is None:
         return []
+    if isinstance(observation, dict) and [*observation] == ["replace"] and observation["replace"]:
+        return Replacement(_messages(observation["replace"]))
     if isinstance(observation, str):
         observation = {"role": "user", "content": observation}
     messages = [observation] if isinstance(observation, dict) else observation
     if not isinstance(messages, list) or not all(map(is_message, messages)):
-        expected = "a text, None, or messages {'role': str, 'content': str}"
+        expected = "a text, None, messages {'role': str, 'content': str}, or {'replace': messages} with at least one"
         raise ValueError(f"the observation {observation!a:.200}; expected {expected}")
     try:
         json.dumps(messages, ensure_ascii=False).encode()

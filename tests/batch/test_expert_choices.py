@@ -58,7 +58,9 @@ def _moves(rank: int, world_size: int, folder: Path) -> None:
 
 def replace_segments(rows: Rows) -> Rows:
     """Return the rows as segments of one episode, which are joined."""
-    return replace(rows, fields=rows.fields | {"segments": torch.arange(len(rows)).float()})
+    segments, zeros = torch.arange(len(rows)).float(), torch.zeros(len(rows))
+    added = {"segments": segments, "episodes": zeros, "turns": torch.zeros_like(rows.response_mask)}
+    return replace(rows, fields=rows.fields | added)
 
 
 def test_they_move_between_ranks_and_through_files(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Episodes joined to trajectories: an environment's tokens and cuts into segments change no advantage."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from megappo.batch.rows import NO_TOKENS, Rows
 from megappo.batch.trajectories import Trajectories
 from megappo.config.methods import ESTIMATORS
-from megappo.ppo.advantages import compute_token_level_rewards, estimate, whiten
+from megappo.ppo.advantages import compute_token_level_rewards, estimate, gae, whiten
 
 PER_TOKEN = ("turn_rewards", "values", "kl_penalty", "old_log_probs", "response_mask", "turns")
 
@@ -32,6 +33,7 @@ def rows_of(pieces: list[list[dict[str, torch.Tensor]]]) -> Rows:
         name: torch.nn.utils.rnn.pad_sequence([piece[name] for *_, piece in flat], batch_first=True)
         for name in PER_TOKEN
     }
+    fields["episodes"] = torch.tensor([float(episode % 2) for episode, *_ in flat])
     fields["segments"] = torch.tensor([float(number) for _, number, _ in flat])
     fields["scores"] = torch.tensor([sum(float(x["turn_rewards"].sum()) for x in pieces[e]) + e for e, *_ in flat])
     fields["bootstrap_values"] = torch.tensor([float(episode) for episode, *_ in flat])
@@ -85,6 +87,44 @@ def test_observations_and_cuts_change_no_advantage(name):
         assert not rows.fields[field][~mask].any()
     of_segments = plain.fields["scores"].repeat_interleave(torch.tensor([len(segments) for segments in cut]))
     torch.testing.assert_close(rows.fields["shaped_scores"], of_segments)
+
+
+def plain_gae(values: list[float], rewards: list[float], gamma: float, lam: float) -> list[float]:
+    found, advantage = [], 0.0
+    for value, following, reward in reversed(list(zip(values, [*values[1:], 0.0], rewards, strict=True))):
+        advantage = reward + gamma * following - value + gamma * lam * advantage
+        found.append(advantage)
+    return found[::-1]
+
+
+@pytest.mark.parametrize("order", itertools.permutations(range(3)))
+def test_turns_in_parallel_follow_each_other_in_time(order):
+    """An agent's segment has the turns 1 and 4; its two helpers wrote 2 and 3. Another episode is beside it."""
+    generator = torch.Generator().manual_seed(5)
+    turns = [[1, 1, 1, 0, 0, 4, 4], [2, 2, 2, 2], [3, 3]]
+    pieces = [{name: torch.randn(len(row), generator=generator) for name in PER_TOKEN} for row in turns]
+    for piece, row in zip(pieces, turns, strict=True):
+        piece["turns"], piece["response_mask"] = torch.tensor(row).float(), (torch.tensor(row) > 0).float()
+        piece["turn_rewards"] *= piece["response_mask"]
+    rows = rows_of([pieces, episodes(2)[:1]]).select([*order, 3])
+    trajectories = Trajectories(rows)
+    joined = trajectories.joined.fields
+    assert joined["turns"][0, :11].tolist() == [1.0] * 3 + [2.0] * 4 + [3.0] * 2 + [4.0] * 2
+    assert trajectories.joined.ids[0] == 0, "the agent's row has the last turn"
+
+    values, rewards = {}, {}
+    for segment, position in ((0, 0), (0, 1), (0, 2), *((1, i) for i in range(4)), (2, 0), (2, 1), (0, 5), (0, 6)):
+        values[segment, position] = float(pieces[segment]["values"][position])
+        rewards[segment, position] = float(pieces[segment]["turn_rewards"][position])
+    expected = dict(zip(values, plain_gae([*values.values()], [*rewards.values()], 0.99, 0.95), strict=True))
+    by_rows = plain_gae([values[key] for key in sorted(values)], [rewards[key] for key in sorted(values)], 0.99, 0.95)
+    assert max(abs(a - expected[key]) for a, key in zip(by_rows, sorted(values), strict=True)) > 0.1
+    mask = trajectories.joined.response_mask
+    advantages, _ = gae(joined["turn_rewards"], joined["values"], mask, 0.99, 0.95)
+    found = trajectories.spread(advantages=advantages).fields["advantages"]
+    for row, segment in enumerate(order):
+        wanted = [expected.get((segment, position), 0.0) for position in range(len(turns[segment]))]
+        torch.testing.assert_close(found[row, : len(wanted)], torch.tensor(wanted))
 
 
 def test_rows_without_an_environment_stay_themselves():

@@ -213,9 +213,9 @@ def test_an_episode_goes_on_with_the_answer_that_its_prompt_begins(tmp_path):
     conversation = Transcript(prompt, chat, tokenizer, (1000, 2000))
     written = tokenizer.encode(f"2{EOS}", add_special_tokens=False)
     generation = Generation(written, [-1.0] * len(written), "stop")
-    assert conversation.begin([]) and conversation.write(generation, 1) == "2"
+    assert conversation.observe([]) and conversation.write(generation, 1).content == "2"
     assert conversation.observe([{"role": "user", "content": "Sure?"}])
-    assert conversation.write(generation, 2) == "2"
+    assert conversation.write(generation, 2).content == "2"
     assert conversation.observe([])
     [_] = conversation.segments
     expected = f"{text}2{EOS}[user]Sure?{EOS}[assistant]2{EOS}[assistant]"

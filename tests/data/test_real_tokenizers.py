@@ -234,7 +234,7 @@ def test_an_episode_has_the_tokens_of_its_rendered_text(model):
     prompt = Prompt(0, start, chat.text_of([QUESTION]), None, {PROMPTS: [QUESTION]})
     transcript = Transcript(prompt, chat, model.tokenizer, (30000, 60000))
     tokens = [*model.tokenizer.encode("It is 4.", add_special_tokens=False), model.ends[-1]]
-    assert transcript.write(Generation(tokens, [-1.0] * len(tokens), "stop"), 1) == "It is 4."
+    assert transcript.write(Generation(tokens, [-1.0] * len(tokens), "stop"), 1).content == "It is 4."
     role = "tool" if model.name in ("qwen3", "deepseek_v3") else "user"
     observation = {"role": role, "content": TEXTS[3] + TEXTS[2]}
     assert transcript.observe([observation])

@@ -1,5 +1,7 @@
 """The text of a turn that an environment receives."""
 
+from functools import partial
+
 import pytest
 from bytes_tokenizer import TEMPLATE, bytes_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -10,6 +12,7 @@ from megappo.data.chat import Chat
 from megappo.data.prompts import Prompt
 from megappo.engines.client import Generation
 from megappo.rollouts.episodes import Transcript
+from megappo.userland.environments import Replacement
 from megappo.userland.signatures import PROMPTS
 
 
@@ -30,7 +33,7 @@ def test_special_tokens_that_end_a_turn_are_no_part_of_it(tokenizer, end, conten
     prompt = Prompt(0, tokenizer.encode(text, add_special_tokens=False), text, None, {PROMPTS: messages})
     conversation = Transcript(prompt, chat, tokenizer, (1000, 2000))
     written = tokenizer.encode(f"ok{end}", add_special_tokens=False)
-    assert conversation.write(Generation(written, [-1.0] * len(written), "stop"), 1) == content
+    assert conversation.write(Generation(written, [-1.0] * len(written), "stop"), 1).content == content
     assert conversation.observe([{"role": "user", "content": "more"}])
     assert (conversation.place.parent is not None) == (num_segments == 1)
     conversation.write(Generation(written, [-1.0] * len(written), "stop"), 2)
@@ -72,4 +75,29 @@ def test_an_observation_that_the_tokenizer_joins_with_the_turn_begins_a_segment(
     assert transcript.observe([{"role": "user", "content": "b"}])
     transcript.write(Generation([0], [-1.0], "stop"), 2)
     assert [segment.context for segment in transcript.segments] == [[1, 0], [1, 2, 0]]
-    assert [segment.parent for segment in transcript.segments] == [0, 1]
+    assert [segment.parent for segment in transcript.segments] == [0, 0]
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_an_observation_may_replace_the_conversation(tokenizer, is_chat):
+    """A new segment begins with these messages alone. If they continue what was seen, they are appended."""
+    chat = Chat(tokenizer, Data(train_files=("f.jsonl",)))
+    raw = [{"role": "user", "content": "hi"}] if is_chat else "hi"
+    text = chat.text_of(raw)
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    transcript = Transcript(Prompt(0, encode(text), text, None, {PROMPTS: raw}), chat, tokenizer, (1000, 2000))
+    written = Generation(encode("ok<|eot_id|>"), [-1.0] * 3, "stop")
+    transcript.write(written, 1)
+    summary = Replacement([{"role": "user", "content": "Summary: ok"}])
+    assert transcript.observe(summary)
+    start = "[user]Summary: ok<|eot_id|>[assistant]" if is_chat else "Summary: ok"
+    assert transcript.place.text == start
+    transcript.write(written, 2)
+    again = [*summary, {"role": "assistant", "content": "ok"}] if is_chat else [{"content": f"{start}ok<|eot_id|>"}]
+    assert transcript.observe(Replacement([*again, {"role": "user", "content": "more"}]))
+    transcript.write(written, 3)
+    more = "[user]more<|eot_id|>[assistant]" if is_chat else "more"
+    first, second = (tokenizer.decode(segment.context) for segment in transcript.segments)
+    assert first == f"{text}ok<|eot_id|>"
+    assert second == f"{start}ok<|eot_id|>{more}ok<|eot_id|>"
+    assert transcript.segments[1].prompt == encode(start)

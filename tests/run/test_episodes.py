@@ -1,4 +1,4 @@
-"""Runs with an environment: episodes of five turns under a template that rewrites history, exact to the token."""
+"""Runs with an environment, or an agent: episodes of five turns under a template that rewrites history."""
 
 import json
 import re
@@ -7,9 +7,13 @@ from pathlib import Path
 
 import commands
 import pytest
+import torch
 from program import REPOSITORY, Program, logged
 from safetensors import safe_open
+from safetensors.torch import load_file
 from transformers import AutoTokenizer
+
+from megappo.observe.files import rows_file
 
 pytestmark = pytest.mark.timeout(600)
 TEMPLATE = (
@@ -29,6 +33,28 @@ class Sevens:
         self.turns += 1
         return str(self.turns) * 2, message["content"].count("7") / len(message["token_ids"]), self.turns == 5
 """
+
+AGENT = """
+from openai import OpenAI
+
+OPENAI = OpenAI(base_url="", api_key="", max_retries=0, timeout=None)
+
+
+def play(base_url, api_key, row):
+    client = OPENAI.with_options(base_url=base_url, api_key=api_key)
+    messages = [*row["prompt"], {"role": "user", "content": "8" * row["size"]}]
+    for turn in range(1, 6):
+        reply = client.chat.completions.create(model="policy", messages=messages)
+        [answer] = reply.choices
+        if answer.finish_reason == "length":
+            return 0
+        reward = answer.message.content.count("7") / reply.usage.completion_tokens
+        client.post("/reward", cast_to=object, body={"id": reply.id, "reward": reward})
+        messages += [{"role": "assistant", "content": answer.message.content}]
+        messages += [{"role": "user", "content": str(turn) * 2}]
+    return 0
+"""
+"""Does what the environment does."""
 
 
 @pytest.fixture
@@ -122,6 +148,31 @@ def test_trainer_and_engine_agree_about_every_token_of_five_turns(config: Path, 
                 assert text == f"+{answer}=-"
         is_last = row + 1 == len(segments) or segments[row + 1] == 0
         assert not is_last or tensors["fields.scores"][row] == pytest.approx(rewards, abs=1e-5)
+
+
+def test_an_agent_and_an_environment_that_do_the_same_are_trained_on_the_same_rows(
+    config: Path,
+    folder: Path,
+    settings: list[str],
+):
+    (folder / "agent.py").write_text(AGENT)
+    greedy = ("rollout.top_k=1", "rollout.stop=['3', '5', '7', '8', '9']")
+    records = [folder / "record", folder / "record_of_agent"]
+    with Program(folder / "1", config, *settings, *greedy, "trainer.rollout_only=true") as program:
+        assert program.wait() == 0, program.output
+    agent = ("rollout.environment=null", f"rollout.agent={folder / 'agent.py'}:play")
+    outputs = (f"trainer.output_dir={folder / 'agents'}", f"trainer.record_rollouts={records[1]}")
+    with Program(folder / "2", config, *settings, *greedy, *agent, *outputs) as program:
+        assert program.wait() == 0, program.output
+    by_environment, by_agent = (load_file(rows_file(record, 1)) for record in records)
+    del by_environment["fields.truncated"], by_agent["fields.truncated"]  # the agent stops after a truncated turn
+    assert by_environment.keys() == by_agent.keys() and by_agent["fields.segments"].max() > 0
+    for name, values in by_environment.items():
+        torch.testing.assert_close(by_agent[name], values, rtol=0, atol=1e-5 if "log_probs" in name else 0, msg=name)
+    for metrics in logged(folder / "agents")[1:]:
+        assert 0 < metrics["rollout/log_prob_diff/max"] < 1e-4
+        assert 4 < metrics["agent/requests"] <= 5 and 0 < metrics["agent/new_segment_frac"] < 1
+        assert metrics["agent/superseded_frac"] == 0 and metrics["val/val/episode/turns"] > 4
 
 
 @pytest.mark.slow

@@ -20,8 +20,9 @@ SMALL = {
     "groups": ["--ranks", "1024", "--repeats", "1"],
     "exchange": ["--ranks", "2", "4", "--rows", "4", "--repeats", "1"],
     "rewards": ["--rows", "200", "--repeats", "1"],
+    "agents": ["--sessions", "50"],
 }
-FAST = ("gae", "rewards")
+FAST = ("gae", "rewards", "agents")
 
 
 @pytest.mark.parametrize(

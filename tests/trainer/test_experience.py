@@ -372,6 +372,7 @@ def credit(rank: int, world_size: int) -> None:
         "scores": torch.full((2,), 3.5),
         "episodes": torch.zeros(2),
         "segments": torch.tensor([0.0, 1.0]),
+        "turns": mask * torch.tensor([[1.0], [2.0]]),
         **dict.fromkeys(("old_log_probs", "rollout_log_probs"), torch.zeros(2, 3)),
     }
     ids, lengths = torch.arange(2), torch.tensor([3, 1])

@@ -95,6 +95,21 @@ class NoJson(Counts):
         return {"role": "user", "content": "x", "more": {1, 2}}, 0.0, True
 
 
+class Rewrites(Counts):
+    async def step(self, message):
+        return [{"replace": "anew"}, {"replace": [{"role": "user", "content": "a"}] * 2}][self.left % 2], 0.0, True
+
+
+class RewritesToNothing(Counts):
+    async def step(self, message):
+        return {"replace": []}, 0.0, True
+
+
+class RewritesAndMore(Counts):
+    async def step(self, message):
+        return {"replace": "anew", "role": "user"}, 0.0, True
+
+
 class HalfACharacter(Counts):
     async def step(self, message):
         return chr(0xD800), 0.0, True

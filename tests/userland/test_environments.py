@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from megappo.userland import worker_process
-from megappo.userland.environments import EnvironmentPool
+from megappo.userland.environments import EnvironmentPool, Replacement
 from megappo.userland.episode_pool import EnvironmentFault, EpisodeLost
 
 TURN = {"role": "assistant", "content": "x", "token_ids": [1, 2]}
@@ -53,6 +53,14 @@ def test_plain_methods_have_threads_of_their_own(environments):
         assert time.monotonic() - start < 5.0
 
 
+def test_an_observation_may_replace_the_conversation(environments):
+    with pool_of(environments, "Rewrites", seconds=60.0) as pool:
+        for number, count in ((2, 1), (3, 2)):
+            [_, (observation, _)] = asyncio.run(episode(pool, number))
+            assert isinstance(observation, Replacement)
+            assert observation == [{"role": "user", "content": "a" if count == 2 else "anew"}] * count
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -62,6 +70,8 @@ def test_plain_methods_have_threads_of_their_own(environments):
         ("NoJson", "step returned something that is no JSON: {1, 2} is set"),
         ("HalfACharacter", "step returned the observation .*, which is no text: .* surrogates not allowed"),
         ("NoText", "step returned the observation 3; expected a text"),
+        ("RewritesToNothing", "step returned the observation .*; expected .*, or {'replace': messages} with at least"),
+        ("RewritesAndMore", "step returned the observation .*; expected a text, None, messages"),
         ("NoNumber", "step returned the reward '1'; expected a finite number"),
         ("NotFinite", "step returned the reward nan; expected a finite number"),
         ("TooLarge", "step returned the reward 1000.*; expected a finite number"),

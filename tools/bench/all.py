@@ -53,6 +53,7 @@ BENCHMARKS = {
     "head": Benchmark("head.py"),
     "step": Benchmark("step.py"),
     "rewards": Benchmark("rewards.py"),
+    "agents": Benchmark("agents.py"),
     "rollout": Benchmark("rollout.py", ("--repeats", "3")),
     "data": Benchmark("data.py"),
     "ahead": Benchmark("ahead.py"),
