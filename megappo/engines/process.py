@@ -14,6 +14,7 @@ from pathlib import Path
 
 from megappo.config.model_sections import Lora
 from megappo.config.schema import Rollout
+from megappo.config.sections import UNTRUE, changed_sampling
 from megappo.engines import launch
 from megappo.engines.client import HANG_SECONDS, EngineClient, EngineError, EngineFault
 from megappo.engines.server_keeper import remove_traces
@@ -197,8 +198,8 @@ class ExternalEngine:
         """Wait until the engine serves, and return its client.
 
         Raises:
-            EngineError: it does not within rollout.start_timeout_seconds, or refuses the key, or differs in its
-                tensor parallelism.
+            EngineError: it does not within rollout.start_timeout_seconds, or refuses the key, differs in its
+                tensor parallelism, or changes the sampling of requests.
         """
         client = EngineClient(self.url, os.environ.get(API_KEY, ""), self._rollout.request_timeout_seconds)
         limit = self._rollout.start_timeout_seconds
@@ -208,6 +209,8 @@ class ExternalEngine:
                 "is an SGLang server running there?"
             )
         server_args = client.server_args()
+        if changed := changed_sampling(server_args):
+            raise EngineError(f"rollout.engines: {self.url} has {', '.join(changed)}: start it without, as {UNTRUE}")
         client.hang_seconds = float(server_args["watchdog_timeout"])
         size = server_args["tp_size"]
         expected = self._rollout.tensor_parallel

@@ -68,6 +68,8 @@ TOKENIZER_KEYS = ("model.path", REWARD_MODEL_KEY)
 """Keys of folders whose tokenizer a run reads: critic and reference read the tokens of model.path."""
 DIVIDING = ("ep_size", "dp_size", "attn_cp_size", "moe_dp_size")
 """ServerArgs with numbers of ranks into which SGLang divides an engine's (0.5.23, arg_groups/parallel_hook.py)."""
+REFUSAL = "a message containing <|channel|> tags"
+"""Text in a chat template that refuses a message's content with the marks of GPT-OSS's channels."""
 CACHES = "HOME or XDG_CACHE_HOME"
 FIELDS = "srt/arg_groups/fields"
 """SGLang's folder with the classes that declare the fields of ServerArgs."""
@@ -90,7 +92,7 @@ def check_run(
         errors += plan.sleep_errors(on_gpus=capability is not None)
     except ConfigError as error:
         errors += error.errors
-    errors += [*file_errors(config, capability), *_user_code_errors(config)]
+    errors += [*file_errors(config, capability), *_user_code_errors(config), *_template_errors(config)]
     errors += server_args_errors(config.rollout.server_args, config.rollout.tensor_parallel)
     errors += logger_errors(config.trainer.loggers)
     for key in PARSERS:
@@ -130,6 +132,19 @@ def _user_code_errors(config: Config) -> Errors:
     for name in config.reward.pass_env if config.trainer.replay_rollouts is None else ():
         if name not in os.environ:
             yield f"reward.pass_env names {shorten(repr(name))}, which is not set here: set it, or drop it"
+
+
+def _template_errors(config: Config) -> Errors:
+    """Yield an error for episodes with a chat template that refuses turns as they were sampled, as GPT-OSS's does."""
+    keys = [one.environment_key for one in tasks(config).values() if one.rollout.has_environment]
+    for name in ("chat_template.jinja", "tokenizer_config.json") if keys else ():
+        file = Path(config.model.path, name)
+        with suppress(OSError):  # other checks report what is missing
+            if REFUSAL in file.read_text("utf-8", "replace"):
+                yield (
+                    f"{keys[0]}: the chat template in {file} refuses a turn as it was sampled, with <|channel|> marks, "
+                    "so an episode could have no second turn: train single responses, or another model"
+                )
 
 
 def _missing(spec: str, key: str, builtin: Mapping[str, str]) -> Errors:
