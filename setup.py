@@ -41,5 +41,6 @@ setup(
         "cpu": without({"sglang"}, pins("requirements-cpu.txt")),
         "gpu": pins("requirements-gpu.txt"),
         "dev": pins("requirements-dev.txt"),
+        "agents": pins("requirements-agents.txt"),
     },
 )

@@ -1,5 +1,5 @@
 """The calculator's task by an agent framework, OpenAI's: its loop calls the tool and keeps the history. The framework is
-installed with `pip install openai-agents==0.6.2`, or `pip install '.[agents]'`."""
+installed with `pip install -r requirements-agents.txt`."""
 
 from agents import Agent, OpenAIChatCompletionsModel, Runner, function_tool, set_tracing_disabled
 from calculator import calculator

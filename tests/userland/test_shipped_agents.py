@@ -1,0 +1,69 @@
+"""The agents that ship play with a script in place of the policy, without an engine."""
+
+import asyncio
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from megappo.userland.agents import TurnRequest
+from tests.support.agent_sessions import agents_of, played
+
+ROW = {"prompt": [{"role": "user", "content": "43*68="}], "label": "2924"}
+needs_framework = pytest.mark.skipif(importlib.util.find_spec("agents") is None, reason="requirements-agents.txt")
+CALL = '<tool_call>\n{{"name": "{}", "arguments": {{"{}": "{}"}}}}\n</tool_call>'
+
+
+def pupil(request: TurnRequest) -> str:
+    """Call the calculator for a product, note a result, and answer with a result or note."""
+    asked = request.messages[-1]["content"]
+    if request.messages[-1]["role"] == "tool":
+        return f"={asked}"
+    if asked == "note":
+        return request.messages[-2]["content"]
+    question, _, note = asked.partition("=")
+    return f"={note[:-1]}" if note else CALL.format("calculator", "expression", question)
+
+
+def coder(request: TurnRequest) -> str:
+    """Try a program that is so long that the history is compacted, summarise its result, and answer with the summary."""
+    if len(request.messages) == 2:
+        return CALL.format("run_python", "program", f"print(43 * 68)  # {'x' * 9_000}")
+    if request.messages[-2]["role"] == "tool":
+        return f"It printed {request.messages[-2]['content']}"
+    return f"```python\n# {request.messages[-1]['content']}```"
+
+
+@pytest.mark.parametrize(
+    ("agent", "policy", "numbers_of_messages"),
+    [
+        ("calculator_agent", pupil, [1, 3]),
+        ("compaction_agent", pupil, [1, 4, 1]),
+        ("helpers_agent", pupil, [1, 1, 1, 3, 3, 3]),
+        pytest.param("framework_agent", pupil, [1, 3], marks=needs_framework),
+    ],
+)
+def test_functions_solve_a_product(agent: str, policy: Callable[[TurnRequest], str], numbers_of_messages: Sequence[int]):
+    async def script(request: TurnRequest) -> list[str]:
+        return [policy(request)]
+
+    with agents_of(f"configs/{agent}.py:solve", tool_call_parser="qwen25") as pool:
+        finished, events = asyncio.run(played(pool, ROW, script))
+    assert (finished.error, finished.reward) == ("", 1.0)
+    requests = [event for event in events if isinstance(event, TurnRequest)]
+    assert [len(request.messages) for request in requests] == numbers_of_messages
+
+
+def test_the_command_runs_programs_until_it_answers():
+    async def script(request: TurnRequest) -> list[str]:
+        return [coder(request)]
+
+    command = f"{sys.executable} configs/coding_agent.py"
+    with agents_of(command=command, tool_call_parser="qwen25", scored=True) as pool:
+        row = {"prompt": "Print 43*68.", "label": ["assert True"]}
+        finished, events = asyncio.run(played(pool, row, script))
+    assert (finished.error, finished.reward, finished.numbers) == ("", None, {"exit_code": 0.0})
+    requests = [event for event in events if isinstance(event, TurnRequest)]
+    assert [len(request.messages) for request in requests] == [2, 5, 3]
+    assert requests[-1].messages[-1]["content"] == "What you know already: It printed 2924\n"
