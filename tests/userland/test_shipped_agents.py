@@ -27,7 +27,7 @@ def pupil(request: TurnRequest) -> str:
 
 
 def coder(request: TurnRequest) -> str:
-    """Try a program that is so long that the history is compacted, summarise its result, and answer with the summary."""
+    """Try a program so long that the history is compacted, summarise its result, and answer with the summary."""
     if len(request.messages) == 2:
         return CALL.format("run_python", "program", f"print(43 * 68)  # {'x' * 9_000}")
     if request.messages[-2]["role"] == "tool":
@@ -44,7 +44,9 @@ def coder(request: TurnRequest) -> str:
         pytest.param("framework_agent", pupil, [1, 3], marks=needs_framework),
     ],
 )
-def test_functions_solve_a_product(agent: str, policy: Callable[[TurnRequest], str], numbers_of_messages: Sequence[int]):
+def test_functions_solve_a_product(
+    agent: str, policy: Callable[[TurnRequest], str], numbers_of_messages: Sequence[int]
+):
     async def script(request: TurnRequest) -> list[str]:
         return [policy(request)]
 

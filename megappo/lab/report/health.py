@@ -224,8 +224,8 @@ RULES: Table[Rule] = Table(
             "segment",
             "{0:.0%} of the agents' turns begin a new segment, which repeats the prompt before them: the cost of "
             "training grows with the square of the turns",
-            "Find in the responses what rewrites the history (another system prompt or list of tools, dropped thoughts, "
-            "calls written as text); let the agent send messages back as it got them",
+            "Find in the responses what rewrites the history (another system prompt or list of tools, dropped "
+            "thoughts, calls written as text); let the agent send messages back as it got them",
             "docs/agents.md#histories-that-change",
             shows_responses=True,
         ),
