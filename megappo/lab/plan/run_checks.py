@@ -136,7 +136,7 @@ def _user_code_errors(config: Config) -> Errors:
 
 def _template_errors(config: Config) -> Errors:
     """Yield an error for episodes with a chat template that refuses turns as they were sampled, as GPT-OSS's does."""
-    keys = [one.environment_key for one in tasks(config).values() if one.rollout.has_environment]
+    keys = [one.environment_key for one in tasks(config).values() if one.rollout.has_episodes]
     for name in ("chat_template.jinja", "tokenizer_config.json") if keys else ():
         file = Path(config.model.path, name)
         with suppress(OSError):  # other checks report what is missing
