@@ -247,6 +247,11 @@ class Rollout(Section):
         """True if responses are episodes."""
         return self.environment is not None or bool(self.tools)
 
+    @property
+    def runs_ahead(self) -> bool:
+        """True if the engines sample for later steps while the models train."""
+        return self.max_staleness > 0
+
     def contradictions(self) -> Errors:
         if "" in self.stop:
             yield "rollout.stop holds an empty string, which would end every response at once: remove it"

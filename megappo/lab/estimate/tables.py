@@ -72,7 +72,7 @@ def _timeline(estimate: TimeEstimate) -> Iterator[str]:
     """Yield the lines of a step's picture, a lane for each side, and which side waits for the other."""
     overlap = estimate.overlap
     if overlap is None:
-        if estimate.config.rollout.max_staleness:
+        if estimate.config.rollout.runs_ahead:
             yield "  engines and models share GPUs: the phases count as if they took turns"
         return
     phases = dict(estimate.seconds)
