@@ -20,7 +20,8 @@ def main(arguments: Sequence[str]) -> int:
     """Print responses of one step; return the process's exit code."""
     parser = argparse.ArgumentParser(
         prog="megappo samples",
-        description="Show a run's responses to held-out prompts, and the training rollouts that it kept.",
+        description="Show a run's responses to held-out prompts, and the training rollouts that it kept. A run that "
+        "trains a critic alone has only the latter.",
     )
     parser.add_argument("run", type=Path, help="output folder of a run")
     parser.add_argument("--step", type=int, help="a step that has responses (default: the newest)")
