@@ -235,7 +235,8 @@ EXAMPLES: dict[str, Callable[[Path, int], None]] = {
 
 def main() -> None:
     """Build the example named on the command line."""
-    args = quickstart.parse_args(__doc__, example=EXAMPLES)
+    parts = f"{', '.join(quickstart.PARTS)}, for smollm2 also critic"
+    args = quickstart.parse_args(__doc__, parts, example=EXAMPLES)
     STATUS.start("the model")
     with quickstart.building(args.output) as folder:
         EXAMPLES[args.example](folder, args.seed)

@@ -277,6 +277,11 @@ class Rollout(Section):
         """True if a program with a loop of its own plays the episodes."""
         return bool(self.agent or self.agent_command)
 
+    @property
+    def runs_ahead(self) -> bool:
+        """True if the engines sample for later steps while the models train."""
+        return self.max_staleness > 0
+
     def contradictions(self) -> Errors:
         if "" in self.stop:
             yield "rollout.stop holds an empty string, which would end every response at once: remove it"

@@ -71,6 +71,10 @@ DIVIDING = ("ep_size", "dp_size", "attn_cp_size", "moe_dp_size")
 REFUSAL = "a message containing <|channel|> tags"
 """Text in a chat template that refuses a message's content with the marks of GPT-OSS's channels."""
 CACHES = "HOME or XDG_CACHE_HOME"
+MAKE = ".venv/bin/python tools/make_example.py {} --output outputs/{}"
+EXAMPLES = {"outputs/quickstart": "bash launch/quickstart.sh", "outputs/rlhf": "bash launch/rlhf.sh"}
+EXAMPLES |= {f"outputs/{name}": MAKE.format(name, name) for name in ("grid", "calculator", "smollm2")}
+"""Folder of models and data that shipped configs name -> the command that makes it."""
 FIELDS = "srt/arg_groups/fields"
 """SGLang's folder with the classes that declare the fields of ServerArgs."""
 
@@ -282,8 +286,9 @@ def _model_folder(
     shape = shape_folder(folder)  # of a missing model, if it ships: layouts are checked by that
     is_downloadable = missing_id(path) is not None and (shape == folder or hub_id(shape) == path)
     if not folder.is_dir():
-        by_run = "; megappo train downloads models of the hub" if is_downloadable else ""
-        remedy = f"download the model ({download_command(path)}) or correct the path{by_run}"
+        by_run = "; megappo train downloads models of the hub, and takes this for an id, as there is no folder "
+        by_run = by_run + folder.parts[0] if is_downloadable else ""
+        remedy = _making(folder) or f"download the model ({download_command(path)}) or correct the path{by_run}"
         yield (Downloadable if is_downloadable else Missing)(f"{key}: no folder {folder}{looked_in(folder)}: {remedy}")
         specs = specs if shape.is_dir() else ()
     elif kind := other_kind(folder):
@@ -399,13 +404,19 @@ def _data_file(key: str, path: Path) -> Errors:
         yield f"{key}: {path} is a folder: name its files"
     elif not path.is_file():  # nor a pipe, which would be waited for
         remedy = "write several as a list, [A,B]" if "," in str(path) else "create it or correct the path"
-        yield Missing(f"{key}: no file {path}{looked_in(path)}: {remedy}")
+        yield Missing(f"{key}: no file {path}{looked_in(path)}: {_making(path) or remedy}")
     elif not ending(path.name):
         yield f"{key}: {path} {OTHER_KIND}"
     elif not path.stat().st_size:
         yield f"{key}: {path} is empty: put prompts in it"
     elif not os.access(path, os.R_OK):
         yield f"{key}: cannot read {path}: correct the path, or its rights"
+
+
+def _making(path: Path) -> str:
+    """Return the remedy where a file or folder of a shipped example is missing; "" for any other path."""
+    command = EXAMPLES.get("/".join(path.parts[:2]))
+    return f"make the example ({command}) or correct the path" if command else ""
 
 
 def _output_folder(key: str, path: Path) -> Errors:

@@ -115,7 +115,7 @@ RULES: Table[Rule] = Table(
         ),
         "entropy_explosion": Rule(
             ("actor/entropy",),
-            grown("actor/entropy", 3, least=1.0),
+            grown("actor/entropy", least=1.0),
             "entropy above 1 and above 3 times its first value",
             "the policy's entropy has risen to {0:.3g}, from {1:.3g}: its responses become noise",
             "Lower actor.entropy_coeff or actor.optim.lr",
@@ -201,7 +201,7 @@ RULES: Table[Rule] = Table(
         ),
         "log_prob_diff": Rule(
             ("rollout/log_prob_diff/mean",),
-            grown("rollout/log_prob_diff/mean", 3, least=0.01),
+            grown("rollout/log_prob_diff/mean", least=0.01),
             "trainer and engine disagree about the log-probs of the rollouts by more than 0.01, and more than 3 times "
             "as much as in the first steps",
             "trainer and engine disagree by {0:.3g} per token, {1:.3g} in the first steps",
