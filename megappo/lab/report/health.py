@@ -62,6 +62,11 @@ class Rule:
 
 LOWER_LR = "Lower actor.optim.lr or actor.ppo_epochs"
 
+
+def _policy_loss(config: Mapping[str, Any]) -> Any:
+    return config.get("actor", {}).get("policy_loss")
+
+
 RULES: Table[Rule] = Table(
     "health rule",
     {
@@ -145,7 +150,17 @@ RULES: Table[Rule] = Table(
             "the ratios of {0:.0%} of the tokens are clipped",
             LOWER_LR,
             "docs/methods.md#policy-losses",
-            applies=lambda config: config.get("actor", {}).get("policy_loss") != "gspo",
+            applies=lambda config: _policy_loss(config) not in ("gspo", "dis"),
+        ),
+        "left_out_tokens": Rule(
+            ("actor/pg_clipfrac",),
+            outside("actor/pg_clipfrac", high=0.05),
+            "dis leaves out more than 5 % of the tokens",
+            "dis leaves out {0:.0%} of the tokens: the policy has moved too far from the weights that wrote them",
+            "Make one update per batch (actor.ppo_mini_batch_size = data.train_batch_size x rollout.n, "
+            "actor.ppo_epochs=1), or lower actor.optim.lr or rollout.max_staleness",
+            "docs/methods.md#old-log-probs-decoupled-ppo-and-sao",
+            applies=lambda config: _policy_loss(config) == "dis",
         ),
         "ratio": Rule(
             ("actor/ratio",),
