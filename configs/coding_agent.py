@@ -1,4 +1,4 @@
-"""A coding agent as a command, for configs/coding_agent_qwen3_8b_8gpu.yaml: a task of MBPP, and a tool that runs Python.
+"""A coding agent as a command, for configs/coding_agent_qwen3_8b_8gpu.yaml: a task of MBPP, a tool that runs Python.
 It ends when the policy answers without a call. The answer's last block of Python is graded by reward.function.
 
 Programs of the policy run with limits, but as your user: start the command in a container of your own to confine them.

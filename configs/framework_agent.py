@@ -1,4 +1,4 @@
-"""The calculator's task by an agent framework, OpenAI's: its loop calls the tool and keeps the history. The framework is
+"""The calculator's task by OpenAI's agent framework, whose loop calls the tool and keeps the history. The framework is
 installed with `pip install -r requirements-agents.txt`."""
 
 from agents import Agent, OpenAIChatCompletionsModel, Runner, function_tool, set_tracing_disabled

@@ -58,6 +58,7 @@ class Example:
         play: returns the dialogue of a careless player for a record.
         prefix: text before every dialogue.
         num_steps: steps of the warm start.
+        held_out: share of the records that is held out.
     """
 
     tokens: tuple[str, ...]
@@ -65,6 +66,7 @@ class Example:
     play: Callable[[dict[str, Any], random.Random], Turns]
     prefix: str = ""
     num_steps: int = 800
+    held_out: float = HELD_OUT
 
 
 # --- the grid game ---
@@ -128,7 +130,7 @@ FORGET = 0.65
 def compaction() -> Example:
     """Return the example of configs/compaction_agent.py, whose agent erases the calculator's answer."""
     example = calculator()
-    return replace(example, tokens=(*example.tokens, NOTE, NOTHING, ASKED), play=_remember)
+    return replace(example, tokens=(*example.tokens, NOTE, NOTHING, ASKED), play=_remember, held_out=0.05)
 
 
 def _remember(record: dict[str, Any], rng: random.Random) -> Turns:
@@ -206,7 +208,7 @@ def build(folder: Path, example: Example, seed: int) -> None:
     torch.manual_seed(seed)
     rng = random.Random(seed)
     rng.shuffle(example.records)
-    held_out = int(HELD_OUT * len(example.records))
+    held_out = int(example.held_out * len(example.records))
     parts = {"val.jsonl": example.records[:held_out], "train.jsonl": example.records[held_out:]}
     for name, records in parts.items():
         (folder / name).write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -233,7 +235,8 @@ EXAMPLES: dict[str, Callable[[Path, int], None]] = {
 
 def main() -> None:
     """Build the example named on the command line."""
-    args = quickstart.parse_args(__doc__, example=EXAMPLES)
+    parts = f"{', '.join(quickstart.PARTS)}, for smollm2 also critic"
+    args = quickstart.parse_args(__doc__, parts, example=EXAMPLES)
     STATUS.start("the model")
     with quickstart.building(args.output) as folder:
         EXAMPLES[args.example](folder, args.seed)

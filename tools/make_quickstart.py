@@ -213,21 +213,22 @@ def publish(folder: Path, output: Path) -> None:
         part.replace(target)
 
 
-def parse_args(description: str | None, **more: Any) -> argparse.Namespace:
+def parse_args(description: str | None, parts: str = ", ".join(PARTS), **more: Any) -> argparse.Namespace:
     """Parse the command line.
 
     Args:
+        parts: what is written, for people.
         more: names of further arguments, with their choices.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, choices in more.items():
         parser.add_argument(name, choices=choices)
-    parser.add_argument("--output", type=Path, required=True, help=f"folder to write: {', '.join(PARTS)}")
+    parser.add_argument("--output", type=Path, required=True, help=f"folder to write: {parts}")
     parser.add_argument("--seed", type=int, default=0, help="of the split, the model and its training (default: 0)")
     parser.add_argument("--force", action="store_true", help="replace these parts if the folder exists")
     args = parser.parse_args()
     if args.output.exists() and not args.force:
-        parser.error(f"{args.output} exists: choose another --output, or replace its {', '.join(PARTS)} with --force")
+        parser.error(f"{args.output} exists: choose another --output, or replace its {parts} with --force")
     return args
 
 

@@ -156,7 +156,7 @@ def _print_estimates(plan: RunPlan, args: argparse.Namespace) -> list[str]:
         print(f"  it fits: {free}; the fullest phase is {phase}")
         print(f"  keep {MARGIN_BYTES / GIB:.0f} GiB of that: {' and '.join(ASSUMED)} are assumed, not measured")
     kernels = "torch's layers" if plan.config.model.layer_spec == "torch" else "TransformerEngine, which set-up builds"
-    table = switch_table(plan, cluster.shapes, capability=gpu.capability, has_te=True)
+    table = switch_table(plan, cluster.shapes, capability=gpu.capability)
     print(f"\nfast paths on these GPUs, with {kernels}\n{table}")
     seconds = time_table(TimeEstimate(memory, gpu))
     print(f"\nestimated seconds of a step in which every row has the maximum length\n{seconds}")

@@ -28,9 +28,9 @@ def compare(arguments: Sequence[str]) -> int:
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="output folders of runs")
     parser.add_argument("--output", type=Path, default=Path("compare.html"), help="default: compare.html")
     args = parser.parse_args(arguments)
+    _check_runs(parser, args.runs)
     if len(args.runs) < 2:
         parser.error("expected two runs or more; for one: megappo report RUN")
-    _check_runs(parser, args.runs)
     folder = args.output.absolute().parent
     if not folder.is_dir():
         parser.error(f"--output: there is no folder {folder}: create it, or choose another one")

@@ -2,14 +2,17 @@
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from megappo.errors import escaped
-from megappo.lab.report.sample_lines import TEXTS, sample_lines
 from megappo.observe.files import ROLLOUTS_FOLDER, no_run, number_of
-from megappo.observe.samples import TRAINING, mark_passed, read_samples, sample_files
+from megappo.observe.samples import TRAINING, beginning, mark_passed, read_samples, sample_files, turn_indent
 
+TEXTS = ("prompt", "response", "label")
+NAME_CHARACTERS = 9
+"""Least width of the column with the names of texts."""
 NO_RESPONSE = """no response is like that (scores that are more than right or wrong, such as partial rewards, neither
 pass nor fail: use --order worst in place of --wrong)"""
 ABSENT = {"dataset": "", "score": math.nan, "passed": None, **dict.fromkeys(TEXTS)}
@@ -20,7 +23,8 @@ def main(arguments: Sequence[str]) -> int:
     """Print responses of one step; return the process's exit code."""
     parser = argparse.ArgumentParser(
         prog="megappo samples",
-        description="Show a run's responses to held-out prompts, and the training rollouts that it kept.",
+        description="Show a run's responses to held-out prompts, and the training rollouts that it kept. A run that "
+        "trains a critic alone has only the latter.",
     )
     parser.add_argument("run", type=Path, help="output folder of a run")
     parser.add_argument("--step", type=int, help="a step that has responses (default: the newest)")
@@ -58,3 +62,25 @@ def main(arguments: Sequence[str]) -> int:
     shown = min(args.num, len(chosen))
     print(f"\nstep {step} (of {', '.join(map(str, steps))}): {len(chosen)} of {len(every)} match, {shown} shown")
     return 0
+
+
+def sample_lines(sample: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the lines of a response: its data set, score and ending, then its texts."""
+    outcome = {True: ", passed", False: ", not passed", None: ""}[sample["passed"]]
+    ending = f", ended by {sample['finish_reason']}" if "finish_reason" in sample else ""
+    parts = "".join(f", {name} {number:g}" for name, number in (sample.get("parts") or {}).items())
+    yield escaped(f"-- {sample['dataset']}, score {sample['score']:.4g}{outcome}{ending}{parts}")
+    texts = [(name, sample[name]) for name in TEXTS]
+    if turns := sample.get("turns"):
+        texts[1:2] = [(_writer(turn), turn["text"]) for turn in turns]
+    width = max(NAME_CHARACTERS, *(len(name) for name, _ in texts))
+    for name, text in texts:
+        for number, line in enumerate(str(text).splitlines() or [""]):
+            yield f"   {'' if number else name:<{width}} {escaped(line)}".rstrip()
+
+
+def _writer(turn: Mapping[str, Any]) -> str:
+    """Return who wrote a turn, and the reward that it got."""
+    writer = f"policy {turn['turn']}" if turn["turn"] else escaped(beginning(turn)) or "environment"
+    reward = f", reward {turn['reward']:.4g}" if turn["reward"] else ""
+    return f"{turn_indent(turn)}{writer}{reward}"

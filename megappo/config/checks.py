@@ -209,7 +209,7 @@ def _engine_errors(config: Config) -> Errors:
 
 def _ahead_errors(config: Config) -> Errors:
     """Yield what does not go together with sampling while the models train."""
-    if not config.rollout.max_staleness:
+    if not config.rollout.runs_ahead:
         return
     ahead = f"rollout.max_staleness {config.rollout.max_staleness}"
     if not config.recipe.trains and config.recipe.has_steps:

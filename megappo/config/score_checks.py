@@ -51,8 +51,7 @@ def step_scores_errors(config: Config, model: str = "") -> list[str]:
 def late_scores_errors(config: Config, *, waits_for_all: bool) -> list[str]:
     """Return an error if a rollout is to end by its scores, and the function gives them when all is written."""
     over_samples = config.data.gen_batch_size is not None and config.algorithm.filter_groups.enable
-    gets_groups = config.rollout.max_staleness > 0
-    if not over_samples or not waits_for_all or gets_groups:
+    if not over_samples or not waits_for_all or config.rollout.runs_ahead:
         return []
     return [
         f"data.gen_batch_size {config.data.gen_batch_size} ends a rollout by the scores of the responses written so "

@@ -1,5 +1,6 @@
 """Keys of what a step does: prompts and held-out data sets, rollouts and engines, scoring, advantages and KL."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -40,6 +41,17 @@ ENDINGS = (".jsonl", ".jsonl.gz", ".parquet")
 OTHER_KIND = f"is neither {', '.join(ENDINGS[:-1])} nor {ENDINGS[-1]}: convert it"
 OTHER_KIND += " (pandas: table.to_json('NEW.jsonl', orient='records', lines=True))"
 """Follows the name of a file with another ending."""
+UNTRUE = "the log-probs of its tokens would belong to another distribution than they are sampled from"
+SAMPLING_ARGUMENTS = {
+    "preferred_sampling_params": None,
+    "enable_strict_thinking": False,
+    "enable_watermark": False,
+    "speculative_accept_threshold_single": 1.0,
+    "speculative_accept_threshold_acc": 1.0,
+}
+"""SGLang's ServerArgs (0.5.23) that change the distribution of every request, and their values that do not: a grammar,
+a bias or penalties for all, a grammar of thoughts, a watermark, draft tokens that are accepted too often. The log-probs
+stay the model's: under a grammar they differ by 10."""
 NONE = "none"
 """Value of a data set's `environment` or `reward`: it has none, even if training has one."""
 _WHITENING = ", ".join(name for name, method in ESTIMATORS.items() if method.whitens)
@@ -265,11 +277,23 @@ class Rollout(Section):
         """True if a program with a loop of its own plays the episodes."""
         return bool(self.agent or self.agent_command)
 
+    @property
+    def runs_ahead(self) -> bool:
+        """True if the engines sample for later steps while the models train."""
+        return self.max_staleness > 0
+
     def contradictions(self) -> Errors:
         if "" in self.stop:
             yield "rollout.stop holds an empty string, which would end every response at once: remove it"
         if self.engines and self.sync.transport == "ipc":
             yield "rollout.sync.transport ipc reaches no server of rollout.engines: set it to auto"
+        for name in changed_sampling(self.server_args):
+            yield f"rollout.server_args: {name} may not be set, as {UNTRUE}: remove it"
+
+
+def changed_sampling(server_args: Mapping[str, Any]) -> list[str]:
+    """Return the names of the `SAMPLING_ARGUMENTS` that change how an engine with these arguments samples."""
+    return [name for name, own in SAMPLING_ARGUMENTS.items() if server_args.get(name, own) != own]
 
 
 class Reward(Section):

@@ -110,6 +110,7 @@ HealthRule = Literal[
     "reference_kl",
     "update_kl",
     "clip_fraction",
+    "left_out_tokens",
     "ratio",
     "explained_variance",
     "gradient_norm",

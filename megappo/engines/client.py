@@ -22,7 +22,6 @@ from megappo.engines.generations import (
     checked,
     expecting_response,
     generate_body,
-    stream_body,
 )
 from megappo.runtime.heartbeat import heartbeat
 from megappo.userland.user_code import JsonObject
@@ -217,7 +216,9 @@ class EngineClient:
         version = self.version
         missing = set(range(len(prompts)))
         try:
-            body = stream_body(prompts, params, self.adapter, version)
+            body = generate_body(prompts, params, self.adapter, version) | {"stream": True}
+            # The stream has only the first tokens, and whole responses.
+            body["sampling_params"]["stream_interval"] = params.max_response_length + 1
             async with connections.free() as http, http.stream("POST", path, json=body) as response:
                 if response.status_code != 200:
                     await response.aread()

@@ -132,18 +132,6 @@ def generate_body(
     return body
 
 
-def stream_body(
-    prompts: Sequence[list[int]],
-    params: SamplingParams,
-    adapter: str | None = None,
-    version: WeightVersion | None = None,
-) -> JsonObject:
-    """Return the body for a stream of which only the first tokens and whole responses are sent."""
-    body = generate_body(prompts, params, adapter, version)
-    body["sampling_params"]["stream_interval"] = params.max_response_length + 1
-    return body | {"stream": True}
-
-
 def checked(
     reply: Any,
     *,

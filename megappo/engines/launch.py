@@ -71,7 +71,7 @@ def server_arguments(
         "tp_size": rollout.tensor_parallel,
         "skip_tokenizer_init": True,  # token ids in, token ids out
         "incremental_streaming_output": False,  # the last event of a response holds all of it
-        "max_running_requests": rollout.max_running_requests + (PROBE_SLOTS if rollout.max_staleness else 0),
+        "max_running_requests": rollout.max_running_requests + (PROBE_SLOTS if rollout.runs_ahead else 0),
         "log_level": "warning",
     }
     if on_gpu:

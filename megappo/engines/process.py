@@ -10,10 +10,12 @@ import secrets
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from megappo.config.model_sections import Lora
 from megappo.config.schema import Rollout
+from megappo.config.sections import UNTRUE, changed_sampling
 from megappo.engines import launch
 from megappo.engines.client import HANG_SECONDS, EngineClient, EngineError, EngineFault
 from megappo.engines.server_keeper import remove_traces
@@ -182,35 +184,38 @@ class Engine:
         return "\n".join([f"{self.log_path} ends:", *lines[-LOG_TAIL_LINES:]])
 
 
+@dataclass
 class ExternalEngine:
     """A server of rollout.engines, which somebody else starts, restarts and ends; used as an `Engine` is.
 
-    Args:
+    Attributes:
         url: http://host:port.
+        rollout: the run's rollout section.
     """
 
-    def __init__(self, url: str, rollout: Rollout):
-        self.url = url
-        self._rollout = rollout
+    url: str
+    rollout: Rollout
 
     def wait_ready(self) -> EngineClient:
         """Wait until the engine serves, and return its client.
 
         Raises:
-            EngineError: it does not within rollout.start_timeout_seconds, or refuses the key, or differs in its
-                tensor parallelism.
+            EngineError: it does not within rollout.start_timeout_seconds, or refuses the key, differs in its
+                tensor parallelism, or changes the sampling of requests.
         """
-        client = EngineClient(self.url, os.environ.get(API_KEY, ""), self._rollout.request_timeout_seconds)
-        limit = self._rollout.start_timeout_seconds
+        client = EngineClient(self.url, os.environ.get(API_KEY, ""), self.rollout.request_timeout_seconds)
+        limit = self.rollout.start_timeout_seconds
         if not _wait_serving(client, time.monotonic() + limit):
             raise EngineError(
                 f"rollout.engines: {self.url} has not answered within {limit:g} s (rollout.start_timeout_seconds): "
                 "is an SGLang server running there?"
             )
         server_args = client.server_args()
+        if changed := changed_sampling(server_args):
+            raise EngineError(f"rollout.engines: {self.url} has {', '.join(changed)}: start it without, as {UNTRUE}")
         client.hang_seconds = float(server_args["watchdog_timeout"])
         size = server_args["tp_size"]
-        expected = self._rollout.tensor_parallel
+        expected = self.rollout.tensor_parallel
         if size != expected:
             raise EngineError(
                 f"rollout.engines: {self.url} has tensor parallelism {size}, rollout.tensor_parallel is {expected}: "

@@ -1,6 +1,7 @@
 """Restart engines that fail; a callback gives them the weights of the others."""
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from megappo.batch.exchange import Exchange
 from megappo.engines.client import EngineError, EngineFault
@@ -13,33 +14,27 @@ class EngineLost(EngineError):
     the error is a consequence of that rank's."""
 
 
+@dataclass
 class EngineRestarts:
     """Restarts engines between requests. All ranks call together.
 
-    Args:
+    Attributes:
         engine_handle: this rank's engine, or its part of one.
         warn: prints a line about an engine that has failed, on one rank.
         limit: rollout.max_engine_restarts.
-    Attributes:
         give_weights: called when restarted engines serve with model.path's weights.
         on_restart: called when this rank's engine has been restarted and has the weights.
     """
 
-    def __init__(
-        self,
-        engine_handle: EngineHandle,
-        exchange: Exchange,
-        warn: Callable[[str], object],
-        limit: int,
-    ):
-        self.engine_handle = engine_handle
-        self.exchange = exchange
-        self.warn = warn
-        self.limit = limit
-        self.give_weights: Callable[[], object] = lambda: None
-        self.on_restart: Callable[[], object] = lambda: None
-        self._in_a_row = 0  # restarts of this rank's engine since its last rollout without a fault
-        self._count = 0
+    engine_handle: EngineHandle
+    exchange: Exchange
+    warn: Callable[[str], object]
+    limit: int
+    give_weights: Callable[[], object] = lambda: None
+    on_restart: Callable[[], object] = lambda: None
+
+    _in_a_row = 0  # restarts of this rank's engine since its last rollout without a fault
+    _count = 0
 
     def take_count(self) -> int:
         """Return how often engines, of all ranks, were restarted since the last call."""

@@ -58,17 +58,28 @@ def build_model(
         trained: False freezes every parameter; True only parameters that adapters adapt, and `architecture.frozen`.
         base: a model with adapters in the same layout: the built one uses its frozen weights, and has no copy.
     Raises:
-        ConfigError: the model does not fit the layout.
+        ConfigError: the model does not fit the layout; model.layer_spec names layers that cannot compute it here.
     """
-    setting = _setting(architecture, model, parallel, groups, trained)
-    config = transformer_config(architecture, model, parallel, recompute, decide(setting))
+    capability = platform.compute_capability()
+    fault = te_fault(architecture, parallel, model.dtype, capability)
+    has_te = layer_kind(model.layer_spec, fault) == "transformer_engine"
+    context = SwitchContext(
+        architecture,
+        parallel,
+        data=groups.layout.data,
+        dtype=model.dtype,
+        is_trained=trained,
+        capability=capability,
+        has_te=has_te,
+        has_varlen=platform.has_varlen_attn(),
+        has_fla=platform.has_fla(),
+    )
+    config = transformer_config(architecture, model, parallel, recompute, decide(context))
     if base is not None:  # most weights will be the base's: these are allocated on the host, unmarked
         config.use_cpu_initialization = True
         config.perform_initialization = False
     with groups.active():
-        chunks = [
-            _chunk(architecture, config, setting.has_te, groups, index) for index in range(parallel.virtual_pipeline)
-        ]
+        chunks = [_chunk(architecture, config, has_te, groups, index) for index in range(parallel.virtual_pipeline)]
     for index, chunk in enumerate(chunks):
         _mark(chunk, architecture, trained)
         if "gradient_accumulation_fusion" in config.switches:
@@ -78,33 +89,6 @@ def build_model(
         with router_bias_kept(chunk):
             chunk.to(platform.device(), config.params_dtype)
     return chunks
-
-
-def _setting(
-    architecture: Architecture,
-    model: Model,
-    parallel: Parallel,
-    groups: ComponentGroups,
-    trained: bool,
-) -> SwitchContext:
-    """Return by what the switches of a model are decided on this machine.
-
-    Raises:
-        ConfigError: model.layer_spec names layers that cannot compute the model here.
-    """
-    capability = platform.compute_capability()
-    fault = te_fault(architecture, parallel, model.dtype, capability)
-    return SwitchContext(
-        architecture,
-        parallel,
-        data=groups.layout.data,
-        dtype=model.dtype,
-        is_trained=trained,
-        capability=capability,
-        has_te=layer_kind(model.layer_spec, fault) == "transformer_engine",
-        has_varlen=platform.has_varlen_attn(),
-        has_fla=platform.has_fla(),
-    )
 
 
 def _mark(chunk: GPTModel, architecture: Architecture, trained: bool) -> None:

@@ -31,7 +31,7 @@ class Offload:
 
     def __init__(
         self,
-        engine: MegatronEngine,
+        engine: MegatronEngine | None,
         kinds: Collection[TensorKind],
         base: MegatronEngine | None = None,
     ):
@@ -73,6 +73,10 @@ class Offload:
                     memory.wake()
             for memory in memories:
                 memory.is_saved = memory.is_saved and not changes
+
+
+NO_OFFLOAD = Offload(None, ())
+"""Offload of a model that is not on this rank."""
 
 
 class _Memory:

@@ -6,17 +6,28 @@ from contextlib import AbstractContextManager, ExitStack
 from functools import cache
 from operator import methodcaller
 from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Thread
 from types import TracebackType
 
 from megappo.observe.console import Console
 from megappo.observe.files import HF_ACTOR, HF_CRITIC, HF_REWARD_MODEL, REPORT_FILE, kept_file
 from megappo.observe.findings import Examples, LoggedMetrics, Samples
-from megappo.observe.loggers import NOTHING_KNOWN, Logger, Outlook, RunEnd, RunInfo, make_tracker, replaces_steps
+from megappo.observe.loggers import (
+    NOTHING_KNOWN,
+    Logger,
+    Outlook,
+    RunEnd,
+    RunInfo,
+    describe,
+    make_tracker,
+    replaces_steps,
+)
 from megappo.observe.metrics_file import MetricsFile, read_metrics
 from megappo.observe.run_file import RunFile, exported_model
 from megappo.observe.run_summary import summary
 from megappo.observe.samples import SampleFiles, read_samples
-from megappo.observe.tracker_thread import LATE, TrackerThread
+from megappo.runtime.heartbeat import heartbeat
 
 FAILED_CALLS = "loggers/failed_calls"
 """Metric: calls of trackers that failed, or were late, since the run started. Only a run with such a call has it."""
@@ -25,6 +36,36 @@ CALL_SECONDS = 120.0
 """
 NUM_ROLLOUTS = 16
 """Kept rollouts of a step that trackers get."""
+LATE = "it has not returned in time, and is left out from now on"
+Hook = Callable[[Logger], None]
+
+
+class TrackerThread:
+    """Calls hooks of a tracker, one after another, in a thread: a run waits for a call no longer than a limit."""
+
+    def __init__(self, name: str, tracker: Logger) -> None:
+        self._hooks: SimpleQueue[Hook] = SimpleQueue()
+        self._faults: SimpleQueue[str] = SimpleQueue()
+        Thread(target=self._work, args=[tracker], name=f"tracker {name}", daemon=True).start()
+        self.begin = self._hooks.put
+
+    def fault(self, deadline: float) -> str:
+        """Return why the call that was begun has failed; "" if it has not, LATE after a deadline by
+        `time.monotonic`."""
+        with heartbeat.waiting():
+            try:
+                return self._faults.get(timeout=max(deadline - time.monotonic(), 0))
+            except Empty:
+                return LATE
+
+    def _work(self, tracker: Logger) -> None:
+        while True:
+            hook = self._hooks.get()
+            try:
+                hook(tracker)
+                self._faults.put("")
+            except (Exception, SystemExit) as error:
+                self._faults.put(describe(error))
 
 
 class Observer(AbstractContextManager):
@@ -58,13 +99,13 @@ class Observer(AbstractContextManager):
         for name in self._failed_calls:
             self._trackers.pop(name, None)  # without a start there is nothing to log to
 
-    def _call(self, hook: Callable[[Logger], None], step: int | None = None) -> None:
+    def _call(self, hook: Hook, step: int | None = None) -> None:
         """Call a hook of all loggers; one that logs a step, only of trackers that have not logged it already."""
         for logger in self._core:
             hook(logger)
         self._call_trackers(hook, step)
 
-    def _call_trackers(self, hook: Callable[[Logger], None], step: int | None) -> None:
+    def _call_trackers(self, hook: Hook, step: int | None) -> None:
         has_logged = step is not None and step <= self._run.logged_step
         called = [name for name in self._trackers if not has_logged or replaces_steps(name)]
         for name in called:

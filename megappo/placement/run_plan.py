@@ -105,7 +105,7 @@ class RunPlan:
 
     def sleep_errors(self, *, on_gpus: bool) -> Errors:
         """Yield why engines cannot sample while the models train. Such a plan has estimates and suggestions."""
-        if not self.config.recipe.has_rollouts or not self.config.rollout.max_staleness:
+        if not self.config.recipe.has_rollouts or not self.config.rollout.runs_ahead:
             return
         ahead = f"rollout.max_staleness {self.config.rollout.max_staleness}"
         shared = [rank for engine in self.route.engines if engine.shares_gpus for rank in engine.ranks]

@@ -107,7 +107,7 @@ def _with_values(run: Run, dataset: str, batch: Batch) -> Any:
     models = run.models
     for name, forward in models.forwards.items():
         component = models.components[name]
-        if models.specs[name].own_rows:
+        if component.spec.own_rows:
             continue
         if len(batch.table) < component.layout.data:
             raise ConfigError(

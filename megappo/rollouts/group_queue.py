@@ -115,7 +115,7 @@ class GroupQueue:
         ranked = sorted(self._usable(), key=lambda facts: (facts.is_equal, facts.position))
         chosen = sorted(facts.position for facts in ranked[: self._size])
         left_out = {facts.position for facts in self.finished if facts.is_equal}
-        if not self._config.rollout.max_staleness:
+        if not self._config.rollout.runs_ahead:
             left_out |= self.prompts.keys()
         elif self._over_samples:
             last = block_of(chosen[-1], self._draw_size)

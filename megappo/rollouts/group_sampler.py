@@ -91,7 +91,7 @@ class GroupSampler:
         self.usage = EngineUsage()
         self._rollouts = rollouts
         config = rollouts.config
-        self._runs_ahead = config.rollout.max_staleness > 0
+        self._runs_ahead = config.rollout.runs_ahead
         num_admitted = (1 + config.rollout.max_staleness) * config.data.draw_size
         self._most_open = config.rollout.n * (num_admitted // rollouts.num_engines)
         self._filters = config.algorithm.filter_groups

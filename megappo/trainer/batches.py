@@ -71,7 +71,7 @@ class SampledBatches(Batches):
         self._rollouts = rollouts
         self._exchange = rollouts.exchange
         self._config = rollouts.config
-        self._runs_ahead = rollouts.config.rollout.max_staleness > 0
+        self._runs_ahead = rollouts.config.rollout.runs_ahead
         self._row_builder = RowBuilder(rollouts.config, datasets.vocab_size, rollouts.tokenizer, rollouts.exchange)
         self._sleep = sleep
         self._record = record
@@ -339,7 +339,7 @@ def make_batches(
         cleanup: ends the sampling however the run ends.
     """
     config = rollouts.config
-    runs_ahead = config.rollout.max_staleness > 0 and config.recipe.has_steps
+    runs_ahead = config.rollout.runs_ahead and config.recipe.has_steps
     journal = NoJournal()
     if runs_ahead:
         settings = rollout_settings(config) | {"rollout.max_staleness": config.rollout.max_staleness}

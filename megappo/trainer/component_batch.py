@@ -14,8 +14,9 @@ from megappo.batch.balance import balanced_partitions, partition_groups
 from megappo.batch.exchange import Batch, Exchange, RankRows, RowTable, empty_rows, output_sources, shard_destinations
 from megappo.batch.rows import Rows
 from megappo.models.megatron_engine import MegatronEngine, Outputs
+from megappo.models.offload import NO_OFFLOAD, Offload
 from megappo.models.train_engine import OptimizerStep
-from megappo.placement.components import READS
+from megappo.placement.components import ComponentSpec
 from megappo.placement.layout import Layout
 
 MiniBatches = tuple[RankRows, ...]
@@ -49,22 +50,21 @@ def shards_of(mini_batches: MiniBatches) -> RankRows:
     return tuple(tuple(row for part in parts for row in part) for parts in zip(*mini_batches, strict=True))
 
 
-@dataclass(frozen=True)
+@dataclass
 class Component:
     """A model on the ranks of its layout; on other ranks a null object that only joins exchanges.
 
     Attributes:
         engine: this rank's part of the model; None on ranks without the model.
-        keeps_prompts: see `split`.
-        reads: see `ComponentSpec`.
+        offload: the tensors of the engine that may sleep.
     """
 
     name: str
+    spec: ComponentSpec
     layout: Layout
-    engine: MegatronEngine | None
     exchange: Exchange
-    keeps_prompts: bool = False
-    reads: tuple[str, ...] = READS
+    engine: MegatronEngine | None = None
+    offload: Offload = NO_OFFLOAD
 
     def scatter(
         self,
@@ -74,12 +74,12 @@ class Component:
     ) -> "ComponentBatch":
         """Bring a step's tokens, and what the component reads with them, to its shards; `others` may have the same rows
         already."""
-        mini_batches = split(batch.table, self.layout, num_mini_batches, keeps_prompts=self.keeps_prompts)
+        mini_batches = split(batch.table, self.layout, num_mini_batches, keeps_prompts=self.spec.scores_pairs)
         destinations = shard_destinations(self.layout, shards_of(mini_batches), self.exchange.world_size)
         for other in others:
             if other.batch.owners == destinations:
                 return ComponentBatch(self, mini_batches, other.batch)
-        moved = self.exchange.move(batch, destinations, self.reads)
+        moved = self.exchange.move(batch, destinations, self.spec.reads)
         return ComponentBatch(self, mini_batches, moved)
 
 

@@ -1,6 +1,7 @@
 """Examples as rows: batches to train on, and the loss of held-out ones."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -22,32 +23,27 @@ Measure = Callable[[Outputs, Rows], Unreduced]
 """(outputs, rows) -> metrics of the rows; without values where there are no outputs, {}."""
 
 
+@dataclass
 class ExampleBatches(Batches):
     """Examples in place of rollouts."""
 
-    def __init__(
-        self,
-        dataset: RecordDataset[Example] | RecordDataset[Pair],
-        exchange: Exchange,
-        num_drawn: int,
-    ):
-        self.num_drawn = num_drawn
-        self._dataset = dataset
-        self._exchange = exchange
+    dataset: RecordDataset[Example] | RecordDataset[Pair]
+    exchange: Exchange
+    num_drawn: int
 
     def read(self, phase: Phases) -> tuple[Batch, Reduced]:
         """Return a step's rows, of which each rank tokenizes its share, and metrics."""
         with phase("read"):
-            mine = self._dataset.batch(self.num_drawn, self._exchange.rank, self._exchange.world_size)
-            batch = as_batch(mine, self._exchange)
-        self.num_drawn += self._dataset.config.train_batch_size
+            mine = self.dataset.batch(self.num_drawn, self.exchange.rank, self.exchange.world_size)
+            batch = as_batch(mine, self.exchange)
+        self.num_drawn += self.dataset.config.train_batch_size
         table = batch.table
         metrics = {
             "data/num_examples": len(table.prompt_ids.unique()),
             "data/num_tokens": int(table.lengths.sum()),
             "data/trained_tokens": int(table.policy_lengths.sum()),
             "data/length/max": int(table.lengths.max()),
-            "data/epochs": self.num_drawn / len(self._dataset),
+            "data/epochs": self.num_drawn / len(self.dataset),
         }
         return batch, metrics
 

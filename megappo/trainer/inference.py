@@ -307,7 +307,7 @@ class InferenceEngines:
     def _taking_weights(self, *, changed: bool = True) -> Iterator[None]:
         """Prepare the engines for weights, if any are to be sent: engines that sample ahead of training pause."""
         rollout = self.plan.config.rollout
-        if not rollout.max_staleness:
+        if not rollout.runs_ahead:
             yield
             return
         version = WeightVersion(self.version, keeps_cache=not rollout.recompute_cache)

@@ -60,20 +60,13 @@ class Models:
 
     Args:
         components: components by name, in the table's order.
-        offloads: offloads of the components on this rank.
     """
 
-    def __init__(
-        self,
-        plan: RunPlan,
-        components: Mapping[str, Component],
-        offloads: Mapping[str, Offload],
-    ):
+    def __init__(self, plan: RunPlan, components: Mapping[str, Component]):
         self.config = plan.config
         self.specs = plan.components
         self.training = plan.training
         self.components = components
-        self.offloads = offloads
         forwards = {name: spec.forward for name, spec in plan.components.items()}
         self.forwards = {name: forward for name, forward in forwards.items() if forward is not None}
 
@@ -95,13 +88,14 @@ class Models:
     @contextmanager
     def loading(self, name: str) -> Iterator[None]:
         """Keep on the device what a checkpoint is loaded into; all other components sleep."""
-        uses = {name: LOAD} | ({base: READ_WEIGHTS} if (base := self.specs[name].base) else {})
-        offloads = {self.offloads[name]: use for name, use in uses.items() if name in self.offloads}
-        for offload, use in offloads.items():
-            offload.wake(use)
+        uses = {name: LOAD}
+        if base := self.specs[name].base:
+            uses[base] = READ_WEIGHTS
+        for one, use in uses.items():
+            self.components[one].offload.wake(use)
         yield
-        for offload in offloads:
-            offload.rest(NOTHING)
+        for one in uses:
+            self.components[one].offload.rest(NOTHING)
         platform.empty_cache()
 
     def is_trained(self, name: str, step: int) -> bool:
@@ -127,7 +121,7 @@ class Models:
         num_mini_batches = {"actor": 1} | self.num_mini_batches()
         for name, component in self.components.items():
             has_pass = name in self.forwards or name in self.training
-            if has_pass and not self.specs[name].own_rows:
+            if has_pass and not component.spec.own_rows:
                 num = num_mini_batches.get(name, num_mini_batches["actor"])
                 shards[name] = component.scatter(batch, num, shards.values())
         return shards
@@ -192,10 +186,11 @@ class Models:
         """Write the models that the run trains as Hugging Face folders."""
         for name in exported(self.specs):
             engine = self.components[name].engine
-            source = self.specs[name].folder.value
+            spec = self.specs[name]
+            source = spec.folder.value
             if engine is not None:
-                architecture = self.architecture if name == "actor" else architecture_of(self.specs[name])
-                if self.specs[name].scores_pairs:
+                architecture = self.architecture if name == "actor" else architecture_of(spec)
+                if spec.scores_pairs:
                     architecture = architecture.with_padding(padding_token(architecture, load_tokenizer(source)))
                 target = Path(self.config.trainer.output_dir) / f"hf_{name}"
                 write_hf_folder(engine.chunks, architecture, engine.groups, source, target)
@@ -209,30 +204,26 @@ def build_models(plan: RunPlan, exchange: Exchange) -> Models:
     config = plan.config
     specs = plan.components
     layouts = {name: plan.layouts[name] for name in specs}
+    components = {name: Component(name, spec, layouts[name], exchange) for name, spec in specs.items()}
     timeout = timedelta(seconds=config.trainer.process_group_timeout_seconds)
     groups = build_groups(layouts, config.trainer.seed, timeout)
     for folder in {spec.megatron_folder: None for spec in specs.values() if spec.weights.value}:
         refuse_damaged(folder, exchange)
-    engines: dict[str, MegatronEngine | None] = {}
-    offloads = {}
     for name in build_order(specs):
-        engines[name] = None
         if groups[name].member:
             spec = specs[name]
-            base = engines.get(specs[name].base)
-            factors = partial(_logit_factors, engines, spec.reference) if spec.reference else None
+            base = components[spec.base].engine if spec.base else None
+            factors = partial(_logit_factors, components[spec.reference]) if spec.reference else None
             engine = build_engine(config, spec, groups[name], factors, base)
             if isinstance(engine, TrainedEngine) and engine.transformer_config.num_moe_experts:
                 replays = "expert_choices" in spec.reads
                 settings = spec.training.settings
                 engine.routing = ModelRouting(engine.chunks, groups[name], name, settings.router, replays=replays)
-            engines[name], offloads[name] = engine, Offload(engine, spec.offload.value, base)
-            offloads[name].rest(NOTHING)
+            components[name].engine = engine
+            components[name].offload = Offload(engine, spec.offload.value, base)
+            components[name].offload.rest(NOTHING)
             platform.empty_cache()  # the next one's tensors are of other sizes
-    components = {}
-    for name, layout in layouts.items():
-        components[name] = Component(name, layout, engines[name], exchange, specs[name].scores_pairs, specs[name].reads)
-    return Models(plan, components, offloads)
+    return Models(plan, components)
 
 
 _read_once = cache(read_component)
@@ -254,11 +245,10 @@ def architecture_of(spec: ComponentSpec) -> Architecture:
     return architecture.with_lora(spec.lora).with_frozen(spec.frozen)
 
 
-def _logit_factors(engines: Mapping[str, MegatronEngine | None], name: str, packed: PackedBatch) -> LogitFactors:
-    """Return the factors of a reference's logits. It is looked up by name, as it may be built after its policy."""
-    reference = engines[name]
-    assert reference is not None, "a reference lives on the ranks of its policy"
-    return reference.logit_factors(packed)
+def _logit_factors(reference: Component, packed: PackedBatch) -> LogitFactors:
+    """Return the factors of a reference's logits. Its engine may be built after its policy's."""
+    assert reference.engine is not None, "a reference lives on the ranks of its policy"
+    return reference.engine.logit_factors(packed)
 
 
 def build_engine(
@@ -335,7 +325,7 @@ class Phases:
 
     def __init__(self, models: Models):
         self.timers = Timers()
-        self.offloads = models.offloads
+        self.components = models.components
         self._uses = uses_of(models.specs)
         self._phase = ""
         self.before = {}
@@ -361,10 +351,10 @@ class Phases:
     def _enter(self, phase: str) -> None:
         self._phase = phase
         uses = self._uses.get(phase, {})
-        for name, offload in self.offloads.items():  # first, as this frees the memory that others wake into
-            offload.rest(uses.get(name, NOTHING))
-        for name, offload in self.offloads.items():
-            offload.wake(uses.get(name, NOTHING))
+        for name, component in self.components.items():  # first, as this frees the memory that others wake into
+            component.offload.rest(uses.get(name, NOTHING))
+        for name, component in self.components.items():
+            component.offload.wake(uses.get(name, NOTHING))
 
     def seconds(self, phase: str) -> float:
         """Return the time spent in a phase in this step so far."""
@@ -372,6 +362,6 @@ class Phases:
 
     def memory(self) -> RankMetrics:
         """Return `Timers.memory`, `threads/failed` and, if anything is offloaded, `memory/offloaded_gib/sum`."""
-        kept = sum(offload.host_bytes for offload in self.offloads.values())
+        kept = sum(component.offload.host_bytes for component in self.components.values())
         offloaded = {"memory/offloaded_gib/sum": Metric((kept / 2**30,), "sum")} if kept else {}
         return self.timers.memory() | offloaded | {"threads/failed": Metric((len(FAILED),), "sum")}

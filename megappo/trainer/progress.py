@@ -272,7 +272,7 @@ class Progress:
         if self.checkpoint is not None:
             begun = "" if self.experience is None else f", in the middle of step {self.experience.step},"
             left_out = ""
-            if self.pending and not self.config.rollout.max_staleness:
+            if self.pending and not self.config.rollout.runs_ahead:
                 left_out = f"; rollout.max_staleness 0 leaves out {len(self.pending)} prompts that were drawn ahead"
             return f"resuming after step {self.start_step}{begun} from {self.checkpoint}{left_out}"
         if (self.output_dir / METRICS_FILE).exists():

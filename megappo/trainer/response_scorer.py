@@ -151,19 +151,14 @@ class ResponseScorer:
 class NoResponseScorer:
     """Null object with the methods of ResponseScorer that a step calls."""
 
-    def scatter(
-        self,
-        batch: Batch,
-        responses: StepResponses | None,
-        dataset: PromptDataset | None = None,
-    ) -> None:
+    def scatter(self, *unused: object) -> None:
         """Do nothing: there is nothing to score."""
 
-    def forward(self, scattered: None, phase: Phases) -> Outputs:
+    def forward(self, *unused: object) -> Outputs:
         """Return nothing."""
         return {}
 
-    def add_scores(self, batch: Batch, scattered: None, outputs: Outputs) -> Batch:
+    def add_scores(self, batch: Batch, *unused: object) -> Batch:
         """Return the rows as they are."""
         return batch
 

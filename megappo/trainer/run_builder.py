@@ -60,7 +60,7 @@ class RunBuilder:
         folder = self.config.trainer.record_rollouts
         self.record = None if folder is None else Record(Path(folder), self.config, self.exchange)
         self.engines: InferenceEngines | NoEngines = NoEngines()
-        self.models = Models(replace(plan, components={}), {}, {})
+        self.models = Models(replace(plan, components={}), {})
         self._engine_handle = engine_handle
         self._outlook = outlook
         self._cleanup = cleanup

@@ -54,13 +54,13 @@ class EndpointSession:
     Attributes:
         base_url: address for clients of OpenAI.
         key: the key for it.
-        num_open: requests in progress.
+        slots: places for requests in progress; further ones wait unread.
     """
 
     def __init__(self, base_url: str, key: str, warn: Callable[[Sequence[str]], Sequence[str]]):
         self.base_url = base_url
         self.key = key
-        self.num_open = 0
+        self.slots = asyncio.Semaphore(MAX_IN_PROGRESS)
         self._warn = warn
         self._events: list[tuple[int, JsonObject]] = []
         self._changed = asyncio.Event()
@@ -103,22 +103,6 @@ class EndpointSession:
             if not waiting.done():
                 waiting.set_exception(session_ended())
                 self.add({"cancelled": {"request": request}})
-
-    @contextmanager
-    def one_request(self) -> Iterator[None]:
-        """Count a request in progress.
-
-        Raises:
-            ApiError: there are too many.
-        """
-        if self.num_open >= MAX_IN_PROGRESS:
-            reason = f"the session has {self.num_open} requests in progress, as many as it may have"
-            raise ApiError(429, "too_many_requests", reason)
-        self.num_open += 1
-        try:
-            yield
-        finally:
-            self.num_open -= 1
 
     @contextmanager
     def request(self, asked: AskedChat, *, is_retry: bool, num_bytes: int) -> Iterator["PendingRequest"]:
@@ -312,12 +296,12 @@ class AgentEndpoint:
     async def _complete(self, form: Any, request: web.Request) -> web.StreamResponse:
         """Answer a request in any form."""
         session = self._session(request)
-        with session.one_request():
+        async with session.slots:
             asked = _read(form, await body_of(request))
             tools = self._tools(asked)
             is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
             num_bytes = len(await request.read())
-            if request.match_info["session"] not in self._sessions:  # it has ended while the body was read
+            if request.match_info["session"] not in self._sessions:  # it has ended meanwhile
                 raise session_ended()
             with session.request(asked, is_retry=is_retry, num_bytes=num_bytes) as pending:
                 completed = partial(self._completed, form, session, pending, tools)
@@ -425,5 +409,5 @@ async def errors_as_json(request: web.Request, handler: Any) -> web.StreamRespon
     except ApiError as error:
         return web.json_response(as_object(error), status=error.status)
     except web.HTTPException as error:
-        found = ApiError(error.status, error.reason.lower().replace(" ", "_"), error.text or error.reason)
+        found = ApiError(error.status, error.reason.lower().replace(" ", "_"), f"{request.path}: {error.text}")
         return web.json_response(as_object(found), status=found.status)

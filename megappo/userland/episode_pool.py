@@ -20,7 +20,7 @@ FIRST_CALLS = ("reset", "begin")
 """Methods of hosts that begin an episode."""
 MOST_BEGINNING = 8
 """Episodes that a worker begins at once. User code may compute when an episode begins (a client of OpenAI's reads all
-certificates, 30 ms), and a thousand of them one after the other would block a worker for longer than a call may take."""
+certificates, 30 ms); a thousand of them one after the other would block a worker for longer than a call may take."""
 
 
 class EnvironmentFault(ActionableError, RuntimeError):

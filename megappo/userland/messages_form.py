@@ -12,7 +12,6 @@ ERRORS = {
     401: "authentication_error",
     404: "not_found_error",
     413: "request_too_large",
-    429: "rate_limit_error",
     500: "api_error",
 }
 ENDS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}

@@ -94,9 +94,7 @@ def write_hf_files(
     is_first = dist.get_rank() == first
     if not export.participates:
         return
-    buckets: Iterable[NamedTensors] = export.buckets(bucket_bytes)
-    if architecture.head != "policy":
-        buckets = critic_buckets(buckets, has_bias=architecture.scores_rows)
+    buckets = _exported(export, architecture, bucket_bytes)
     if not is_first:
         collections.deque(buckets, maxlen=0)
         return
@@ -120,6 +118,12 @@ def fuse_bucket(architecture: Architecture, bucket: NamedTensors) -> NamedTensor
     for name, tensor in bucket:
         found.setdefault(stack_of.get(name, name), []).append(tensor)
     return [(name, torch.cat(tensors) if len(tensors) > 1 else tensors[0]) for name, tensors in found.items()]
+
+
+def _exported(export: Export, architecture: Architecture, bucket_bytes: int) -> Iterable[NamedTensors]:
+    """Return the buckets of a model, with a value head as files have it."""
+    buckets = export.buckets(bucket_bytes)
+    return buckets if architecture.head == "policy" else critic_buckets(buckets, has_bias=architecture.scores_rows)
 
 
 def critic_buckets(buckets: Iterable[NamedTensors], has_bias: bool = False) -> Iterator[NamedTensors]:
@@ -154,9 +158,7 @@ def _write_adapters(
     export = Export(chunks, architecture, groups, full_tensor_ranks=(first,), adapters=True)
     if not export.participates:
         return
-    buckets: Iterable[NamedTensors] = export.buckets(sum(tensor.nbytes for tensor in export.tensors))
-    if architecture.head != "policy":
-        buckets = critic_buckets(buckets, has_bias=architecture.scores_rows)
+    buckets = _exported(export, architecture, sum(tensor.nbytes for tensor in export.tensors))
     adapters = [one for bucket in buckets for one in bucket]
     if dist.get_rank() == first:
         folder.mkdir()

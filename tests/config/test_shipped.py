@@ -36,6 +36,8 @@ def test_it_loads_and_plans(path, tmp_path, monkeypatch):
     errors = [error.split(": ", 1) for error in check_run(config, world_size)[1]]
     assert {Path(place.rpartition(":")[0]) for place, _ in errors} <= set(SHIPPED)
     assert [error for _, error in errors if not error.startswith(missing)] == []
+    of_examples = [error for _, error in errors if " outputs/" in error]
+    assert all("make the example (" in error for error in of_examples), of_examples
     (tmp_path / "dump.yaml").write_text(dump_config(config))
     assert load_config(tmp_path / "dump.yaml") == config
 

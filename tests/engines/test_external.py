@@ -17,6 +17,14 @@ def test_its_tensor_parallelism_must_be_the_configs():
             ExternalEngine(url, Rollout()).wait_ready()
 
 
+def test_a_server_that_constrains_every_request_is_refused():
+    with EngineServer() as server:
+        server.arguments = {"preferred_sampling_params": {"regex": "a"}, "enable_watermark": False}
+        url = f"http://127.0.0.1:{server.server_port}"
+        with pytest.raises(EngineError, match="has preferred_sampling_params: start it without, as the log-probs of"):
+            ExternalEngine(url, Rollout(tensor_parallel=2)).wait_ready()
+
+
 def test_it_is_not_waited_for_without_end(monkeypatch):
     monkeypatch.setattr("megappo.engines.process.POLL_SECONDS", 0.05)
     with pytest.raises(EngineError, match="http://127.0.0.1:9 has not answered within 0.1 s .* is an SGLang server"):

@@ -18,6 +18,7 @@ from served_folder import COMMAND, save_character_tokenizer, served
 from transformers import AutoTokenizer
 
 from megappo.data.tokenizer import load_tokenizer
+from megappo.engines.sglang_patches import as_given
 
 PROMPTS = ["37+45=", "(12+a)*b"]
 TEMPLATE = "{{ tools | tojson }}{% for m in messages %}\n<{{ m.role }}>  {{ m.content }}{% endfor %}"
@@ -139,3 +140,8 @@ def test_the_short_help_shows_how_to_list_sglangs_arguments():
     assert "usage: megappo serve MODEL [SGLang's arguments; megappo serve MODEL --help lists them]" in short.stdout
     assert "usage: megappo serve MODEL" in full.stdout
     assert "--host" in full.stdout and "--max-total-tokens" in full.stdout
+
+
+def test_tools_keep_the_fields_of_their_client_however_sglang_dumps_them():
+    assert as_given(lambda tool, **options: options, None) == {"exclude_unset": True}
+    assert as_given(lambda tool, **options: options, None, by_alias=True) == {"exclude_unset": True, "by_alias": True}

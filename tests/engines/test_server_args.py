@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from program import REPOSITORY
 
+from megappo.config.schema import Rollout
+from megappo.config.sections import SAMPLING_ARGUMENTS, changed_sampling
 from megappo.engines.client import WEIGHTS, WORKING_MEMORY
 from megappo.engines.launch import GPU_ARGUMENTS, GPU_VARIABLES, environment, nccl_variables
 from megappo.lab.plan.run_checks import known_names, server_args_errors
@@ -98,6 +100,15 @@ def test_ranks_that_an_engine_does_not_have_are_refused(size: object, divides: b
     errors = list(server_args_errors({"ep_size": size}, 8))
     text = f"rollout.server_args: ep_size {size} does not divide rollout.tensor_parallel 8: choose one of [1, 2, 4, 8]"
     assert errors == ([] if divides else [text])
+
+
+@pytest.mark.parametrize("name", SAMPLING_ARGUMENTS)
+def test_arguments_that_change_the_sampling_are_refused(name):
+    """A grammar for all requests, such as preferred_sampling_params={"regex": "a"}, makes log-probs wrong by 10."""
+    assert name in known_names()
+    [error] = Rollout(server_args={name: '{"regex": "a"}'}).contradictions()
+    assert error.startswith(f"rollout.server_args: {name} may not be set, as the log-probs of its tokens would belong")
+    assert changed_sampling({name: SAMPLING_ARGUMENTS[name]}) == []
 
 
 @pytest.fixture

@@ -110,7 +110,8 @@ def test_a_rule_holds_from_a_step_on(rule, series, step):
 
 
 def test_every_rule_has_a_case():
-    assert {rule for rule, _, step in CASES if step} == RULES.keys() - {"no_reward_signal", "expert_load"}
+    with_tests_of_their_own = {"no_reward_signal", "expert_load", "left_out_tokens"}
+    assert {rule for rule, _, step in CASES if step} == RULES.keys() - with_tests_of_their_own
 
 
 @pytest.mark.parametrize(("limit", "held"), [(1.8, {"expert_load": 4}), (2.5, {})])
@@ -139,6 +140,12 @@ def test_a_solved_task_may_end_without_entropy_and_explained_variance():
 
 def test_gspo_may_clip_half_of_the_tokens():
     assert check({"actor/pg_clipfrac": [0.5] * 9}, {"actor": {"policy_loss": "gspo"}}) == {}
+
+
+def test_dis_leaves_out_few_tokens_while_the_policy_is_near_the_one_that_wrote_them():
+    config = {"actor": {"policy_loss": "dis"}}
+    assert check({"actor/pg_clipfrac": [0.02] * 9}, config) == {}
+    assert check({"actor/pg_clipfrac": [0.5] * 9}, config) == {"left_out_tokens": 3}
 
 
 def test_discounted_returns_may_be_below_all_scores():

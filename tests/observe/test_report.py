@@ -189,6 +189,7 @@ def test_the_commands_refuse_what_is_no_run(tmp_path, capsys):
         (report_command.report, [empty], f"{empty} has no metrics.jsonl: name the output folder"),
         (report_command.compare, [run], "expected two runs or more; for one: megappo report RUN"),
         (report_command.compare, [run, tmp_path / "x"], f"no folder {tmp_path / 'x'} "),
+        (report_command.compare, [tmp_path / "x"], f"no folder {tmp_path / 'x'} "),
         (
             report_command.compare,
             [run, run, "--output", tmp_path / "y" / "z.html"],

@@ -365,6 +365,16 @@ def test_a_wrong_config_is_reported_before_anything_is_tried(plan, run_folder):
     assert not (run_folder / "called").exists()
 
 
+def test_episodes_with_a_template_that_takes_no_sampled_turn_are_refused(plan, run_folder):
+    """GPT-OSS's template raises an exception for a message with the marks of its channels."""
+    (run_folder / "turns.py").write_text("class Turns:\n    async def reset(self, row): pass\n")
+    refusal = "{{ raise_exception('You have passed a message containing <|channel|> tags in the content field.') }}"
+    (run_folder / "model" / "chat_template.jinja").write_text(refusal)
+    assert not any("<|channel|>" in line for line in errors_of(plan(run_folder, "run.yaml")))
+    [line] = errors_of(plan(run_folder, "run.yaml", "rollout.environment=turns.py:Turns", "reward.function=null"))
+    assert line.startswith("error: rollout.environment: the chat template in model/chat_template.jinja refuses a turn")
+
+
 def checkpoint(folder: Path, name: str) -> Path:
     path = folder / "out" / "checkpoints" / name
     path.mkdir(parents=True, exist_ok=True)

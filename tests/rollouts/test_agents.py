@@ -112,6 +112,11 @@ async def stops(client, ask):
     return float(text(await ask("a", stop=["k"])) == "o")
 
 
+async def continued(client, ask):
+    first = text(await ask("a", max_tokens=1))
+    return float(first == "o" and text(await ask("a", "pre")) == text(await ask("a", first)) == "ok")
+
+
 async def helpers(client, ask):
     first = await ask("a")
     await client.post("/reward", cast_to=object, body={"id": first.id, "reward": 0.25})
@@ -239,6 +244,13 @@ def test_a_fault_of_the_code_ends_the_run(agents, case, message):
 def test_a_stop_string_ends_a_turn_with_the_token_that_completes_it(agents):
     sample, _ = play(agents, "stops")
     assert shown(sample) == ["[user]a<|eot_id|>[assistant]ok"] and sample.segments[0].rewards == [0.0, 1.0]
+
+
+def test_a_last_message_of_the_assistant_is_continued(agents):
+    sample, _ = play(agents, "continued")
+    start = "[user]a<|eot_id|>[assistant]"
+    assert shown(sample) == [f"{start}ook<|eot_id|>", f"{start}preok<|eot_id|>"]
+    assert sum(sample.segments[0].rewards) == 1.0
 
 
 def test_helpers_and_choices_are_segments_of_the_same_episode(agents):

@@ -23,13 +23,17 @@ def test_what_was_cut_off_is_masked_and_what_has_nothing_left_to_be_compared_wit
     ("segments", "expected"),
     [
         pytest.param([(0, [1, 0, 2]), (2, [3])], [("new prompt", 2, 0)], id="the template rewrites the history"),
-        pytest.param([(0, [1, 2]), (0, [3, 4]), (0, [5])], [("new prompt", 2, 0), ("new prompt", 4, 0)], id="summaries"),
+        pytest.param(
+            [(0, [1, 2]), (0, [3, 4]), (0, [5])], [("new prompt", 2, 0), ("new prompt", 4, 0)], id="summaries"
+        ),
         pytest.param(
             [(0, [1, 6]), (0, [2, 4]), (0, [3, 5]), (5, [7])],
             [("branch", 1, 1), ("branch", 1, 1), ("new prompt", 5, 1)],
             id="two helpers at once, one of them compacted",
         ),
-        pytest.param([(0, [1, 2]), (1, [3]), (1, [4, 5]), (4, [6])], [("branch", 1, 1)] * 2 + [("branch", 4, 2)], id="n"),
+        pytest.param(
+            [(0, [1, 2]), (1, [3]), (1, [4, 5]), (4, [6])], [("branch", 1, 1)] * 2 + [("branch", 4, 2)], id="n"
+        ),
     ],
 )
 def test_places_of_segments(segments, expected):

@@ -4,20 +4,25 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from character_tokenizer import character_tokenizer
+from reward_pools import load
 from samples_of import sample_of
 from scored_responses import ScoredResponses, step_of
 from spawn import run_ranks
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+from waiting import wait_until
 
 from megappo.batch.exchange import Exchange
 from megappo.config.config_error import ConfigError
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
 from megappo.data.tokenizer import completing_tokens
+from megappo.rollouts.responses import Responses
 from megappo.rollouts.row_builder import RowBuilder, step_rewards
 from megappo.rollouts.sample_rows import Sample, Segment
 from megappo.userland.grades import Grade
@@ -137,3 +142,20 @@ def add_extras(rank: int, world_size: int) -> None:
 
 def test_an_extra_of_one_rank_is_a_field_on_all():
     run_ranks(3, add_extras)
+
+
+def test_each_group_gets_the_scores_of_its_own_responses_in_any_order(tmp_path: Path) -> None:
+    tokenizer = character_tokenizer()
+    prompts = [Prompt(i, [5], "p", 10 * i) for i in range(3)]
+    body = "def f(prompts, responses, labels):\n    return [a + len(b) for a, b in zip(labels, responses)]"
+    with load(tmp_path, body) as pool:
+        responses = Responses(prompts, pool, tokenizer)
+        groups = []
+        for prompt in (2, 0, 1):
+            group = [sample_of(prompt, i, [9] * (1 + i), [-1.0] * (1 + i)) for i in range(2)]
+            groups.append((responses.add(group), group))
+        responses.end()
+        for positions, group in reversed(groups):
+            wait_until(partial(responses.fill_if_scored, positions))
+            for one in group:
+                assert one.grade.scores == [10 * one.prompt_index + 1 + one.sample_index]

@@ -3,12 +3,15 @@
 import json
 import re
 import shutil
+import signal
 from pathlib import Path
 
 import commands
+import psutil
 import pytest
 import torch
-from program import REPOSITORY, Program, logged
+from commands import assert_equal
+from program import REPOSITORY, Program, has_logged, logged
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
@@ -166,13 +169,44 @@ def test_an_agent_and_an_environment_that_do_the_same_are_trained_on_the_same_ro
         assert program.wait() == 0, program.output
     by_environment, by_agent = (load_file(rows_file(record, 1)) for record in records)
     del by_environment["fields.truncated"], by_agent["fields.truncated"]  # the agent stops after a truncated turn
-    assert by_environment.keys() == by_agent.keys() and by_agent["fields.segments"].max() > 0
+    assert by_environment.keys() == by_agent.keys() and by_agent["fields.turns"].max() == 5
     for name, values in by_environment.items():
         torch.testing.assert_close(by_agent[name], values, rtol=0, atol=1e-5 if "log_probs" in name else 0, msg=name)
     for metrics in logged(folder / "agents")[1:]:
         assert 0 < metrics["rollout/log_prob_diff/max"] < 1e-4
-        assert 4 < metrics["agent/requests"] <= 5 and 0 < metrics["agent/new_segment_frac"] < 1
+        assert 4 < metrics["agent/requests"] <= 5 and 0 <= metrics["agent/new_segment_frac"] < 1
         assert metrics["agent/superseded_frac"] == 0 and metrics["val/val/episode/turns"] > 4
+
+
+@pytest.mark.slow
+def test_agents_ahead_of_training_survive_a_kill(config: Path, folder: Path, settings: list[str]):
+    """After a kill the steps since the checkpoint are done again, with the same groups. Turns of an episode are written
+    by several versions of the weights."""
+    (folder / "agent.py").write_text(AGENT)
+    agent = ("rollout.environment=null", f"rollout.agent={folder / 'agent.py'}:play")
+    ahead = ("placement={actor: 0, critic: 0, rollout: 1}", "actor.parallel.tensor=1", "critic.parallel.pipeline=1")
+    further = ("rollout.max_staleness=2", "trainer.total_steps=6", "trainer.save_interval=2", "trainer.eval_interval=0")
+    arguments = (config, *settings, *agent, *ahead, *further)
+    with Program(folder / "1", *arguments) as program:
+        program.wait_until(lambda: has_logged(folder / "out", 4))
+        for process in [*program.ranks, psutil.Process(program.process.pid)]:
+            process.send_signal(signal.SIGKILL)
+        program.wait(30)
+    shutil.copytree(folder / "record", folder / "copy")
+    with Program(folder / "2", *arguments) as program:
+        assert program.wait() == 0, program.output
+    for step in range(1, 5):
+        assert_equal(load_file(rows_file(folder / "record", step)), load_file(rows_file(folder / "copy", step)))
+    ages = [load_file(rows_file(folder / "record", step)) for step in range(1, 7)]
+    mixed = 0
+    for tensors in ages:
+        lengths = tensors["response_lengths"].tolist()
+        for age, turn in zip(
+            *(tensors[f"fields.{name}"].split(lengths) for name in ("staleness", "turns")), strict=True
+        ):
+            mixed += len(set(age[turn > 0].tolist())) > 1
+    assert mixed, "some sessions go through a weight sync"
+    assert all(metrics["rollout/response_staleness/max"] <= 2 for metrics in logged(folder / "out")[1:])
 
 
 @pytest.mark.slow

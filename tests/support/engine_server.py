@@ -64,6 +64,7 @@ class EngineServer(ThreadingHTTPServer):
         failure: failure of every request after the first `num_well`: a key of NONSENSE or LATE, or "no JSON", "crash",
             "hang" (of the scheduler; "deaf": of the HTTP server, too), "refusal", "error", "in vain".
         before: called before each response.
+        arguments: further ServerArgs that it reports.
     """
 
     daemon_threads = True
@@ -72,6 +73,7 @@ class EngineServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.failure = failure
         self.num_well = num_well
+        self.arguments: dict[str, Any] = {}
         self.before: Callable[[], object] = lambda: None
         self.requests = itertools.count()
         self.ended = threading.Event()
@@ -99,7 +101,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.server.failure == "deaf":
             self.server.ended.wait()
-        self._answer(503 if self.server.failure == "hang" else 200, b'{"tp_size": 2, "watchdog_timeout": 7}')
+        info = {"tp_size": 2, "watchdog_timeout": 7, **self.server.arguments}
+        self._answer(503 if self.server.failure == "hang" else 200, json.dumps(info).encode())
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

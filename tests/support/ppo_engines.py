@@ -24,6 +24,7 @@ from megappo.models.gpt import ModelChunks, build_model
 from megappo.models.heads import output_weight, policy_head, policy_value_head, value_head
 from megappo.models.megatron_engine import Head, MegatronEngine
 from megappo.models.train_engine import LossFn, TrainedEngine
+from megappo.placement.components import ComponentSpec, Setting
 from megappo.placement.groups import ComponentGroups
 from megappo.placement.layout import Layout
 from megappo.trainer.objectives import ActorLoss, critic_loss
@@ -37,6 +38,9 @@ OPTIM = Optim(lr=1e-2, eps=1e-4, weight_decay=0.1, clip_grad=0.05)
 ACTOR = Actor(entropy_coeff=0.01, clip_ratio_c=1.5)
 CRITIC = Critic(value_clip=0.5)
 VALUE_COEF = 0.3
+UNSET = Setting("", None)
+SPEC = ComponentSpec(ranks=UNSET, parallel=UNSET, folder=UNSET, max_tokens=UNSET, head="policy", forward=None)
+"""Spec of a component whose engine a test builds by itself."""
 KL_LOSS = {"use_kl_loss": True, "kl_loss_type": "full", "kl_loss_coef": 0.2}
 HEADS: dict[str, HeadKind] = {"actor": "policy", "full_kl": "policy", "critic": "value", "shared": "policy_value"}
 """Kinds of engine: "full_kl" is an actor with a reference and a KL loss, "shared" an actor with a value head."""

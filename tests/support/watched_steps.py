@@ -25,7 +25,7 @@ class Watch(TorchDispatchMode):
         self.run, self.state, self.found = run, None, {}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        offloads = self.run.phase.offloads
+        offloads = {name: one.offload for name, one in self.run.phase.components.items()}
         state = [set(offload.asleep) for offload in offloads.values()]
         if state != self.state:
             self.state = state

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from engine_log_probs import engine_log_probs
 from hf_oracle import log_probs_of
-from ppo_engines import Case, at_owners, make_engine
+from ppo_engines import SPEC, Case, at_owners, make_engine
 from slow import slow_ones
 from spawn import run_ranks
 from tiny_folders import read_config
@@ -109,7 +109,7 @@ class Actor:
         case = Case(layout, temperature=1.0, sequence=sequence)
         kind = "shared" if "shared" in name else "actor"
         self.engine = make_engine(folder, case, groups, kind) if groups.member else None
-        self.component = Component("actor", layout, self.engine, self.exchange)
+        self.component = Component("actor", SPEC, layout, self.exchange, self.engine)
         own = addresses if self.exchange.rank == 0 else ()
         self.clients = [EngineClient(address.url, address.api_key, timeout=60.0) for address in own]
 

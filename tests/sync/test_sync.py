@@ -4,11 +4,16 @@ tests/sync/test_weight_update.py and test_sync.py."""
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from weight_sources import Given, specs
 
+from megappo.engines.client import EngineClient
+from megappo.engines.generations import WeightVersion
+from megappo.sync.disk import DiskReader
 from megappo.sync.sync import WeightSync
 from megappo.sync.transport import Receiver, Sender
 from megappo.weights.buckets import Bucket, views
@@ -200,3 +205,16 @@ def test_a_hand_over_that_would_wait_for_ever_does_not_hide_another_ones_error()
         assert time.monotonic() - started < 10
     finally:
         released.set()
+
+
+@pytest.mark.parametrize("version", [None, WeightVersion(3), WeightVersion(3, keeps_cache=True)])
+def test_an_engine_that_reads_weights_from_a_folder_forgets_what_the_old_ones_cached(
+    version: WeightVersion | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = EngineClient("http://127.0.0.1:9", "key", 1.0)
+    client.version = version
+    sent = {}
+    monkeypatch.setattr(client, "post", lambda path, body, timeout: sent.update({path: body}))
+    DiskReader(SimpleNamespace(folder=tmp_path), client).close()
+    body = sent["/update_weights_from_disk"]
+    assert body["flush_cache"] == (version is None or not version.keeps_cache), "SGLang keeps its cache by default"

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ppo_engines import Case, at_owners, hf_outputs, hf_value_head, make_engine, make_rows, with_score
+from ppo_engines import SPEC, Case, at_owners, hf_outputs, hf_value_head, make_engine, make_rows, with_score
 from spawn import run_ranks
 from tiny_models import hf_folder, hf_model
 
@@ -57,7 +57,7 @@ def check_scattered(rank: int, world_size: int, rows_per_prompt: int, num_mini_b
     batch = at_owners(exchange, every)
     layouts = [Layout((3, 1)), Layout((0, 1, 2, 3), tensor=2), Layout((2, 0), pipeline=2)]
     for layout in [*layouts, Layout((0, 1, 2, 3), context=2)]:
-        component = Component("actor", layout, None, exchange)
+        component = Component("actor", SPEC, layout, exchange)
         scattered = component.scatter(batch, num_mini_batches)
         scattered.scatter_fields(batch, ["advantages", "returns"])
         parts = scattered.mini_batches()
@@ -116,7 +116,7 @@ def check_forward(
     names = {"log_probs": "old_log_probs", "entropy": "full_kl"} if kind == "actor" else {"values": "values"}
     for name, case in CASES.items():
         engine = make_engine(folder, case, groups[name], kind) if groups[name].member else None
-        component = Component(kind, case.layout, engine, exchange)
+        component = Component(kind, SPEC, case.layout, exchange, engine)
         for num_mini_batches in (1, 3):
             scattered = component.scatter(batch, num_mini_batches)
             owned = scattered.gather(scattered.forward(), names, batch).rows

@@ -24,7 +24,7 @@ from megappo.trainer.progress import Experience
 from megappo.trainer.run import Run
 
 URL = "http://10.0.0.7:30000"
-NO_MODELS = SimpleNamespace(offloads={}, specs={})
+NO_MODELS = SimpleNamespace(components={}, specs={})
 WAKING = [
     "resume_memory_occupation ['weights']",
     "weights",

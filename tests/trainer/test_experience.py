@@ -54,6 +54,7 @@ METHODS = {
         **{"norm_adv_by_std_in_grpo": False, "whiten_advantages": False},
     },
     "groups' rewards": {"adv_estimator": "rloo"},
+    "all ranks' rewards": {"adv_estimator": "rloo"},
     "remax": {"adv_estimator": "remax"},
     "reinforce++ of nemo_rl": {"adv_estimator": "reinforce_plus_plus", "preset": "nemo_rl"},
     "reinforce++ of slime": {"adv_estimator": "reinforce_plus_plus", "preset": "slime"},
@@ -68,6 +69,9 @@ METHODS = {
     "engine's log-probs": {"old_log_probs": "engine"},
     "corrected": {"rollout_correction": {"level": "token", "threshold": 1.1}},
 }
+
+
+NORMALIZE = {"groups' rewards": "group", "all ranks' rewards": "batch"}
 
 
 def make_config(algorithm: dict, normalize: str = "none") -> Config:
@@ -118,7 +122,8 @@ def deviation(scores: list[float]) -> float:
 
 
 def plain_score(rows: Rows, row: int, config: Config) -> float:
-    scores = {other: 2.0 * float(rows.fields["scores"][other]) for other in answers(row)}
+    compared = answers(row) if config.reward.normalize == "group" else range(len(PROMPTS))
+    scores = {other: 2.0 * float(rows.fields["scores"][other]) for other in compared}
     if config.reward.normalize == "none":
         return scores[row]
     found = list(scores.values())
@@ -235,7 +240,7 @@ def check(rank: int, world_size: int) -> None:
     every, batch = make_rows().select(KEPT), filtered(exchange)
     owned = batch.rows
     for name, algorithm in METHODS.items():
-        config = make_config(algorithm, "group" if name == "groups' rewards" else "none")
+        config = make_config(algorithm, NORMALIZE.get(name, "none"))
         kl = KLController(config.algorithm.kl_ctrl)
         progress = SimpleNamespace(kl=kl, reward_moments=RunningMoments())
         is_engines = config.algorithm.old_log_probs == "engine"

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from ppo_engines import Case, at_owners, exported, make_config, make_engine, make_rows
+from ppo_engines import SPEC, Case, at_owners, exported, make_config, make_engine, make_rows
 from recorder import recorder_in
 from spawn import run_ranks
 from tiny_models import hf_folder
@@ -158,7 +158,7 @@ def _broken_model(rank: int, world_size: int, folder: Path) -> None:
     groups = build_groups(dict.fromkeys(("actor", "critic"), ONE_RANK.layout), seed=0)
     for kind, output in (("actor", "log_probs"), ("critic", "values")):
         engine = make_engine(folder, ONE_RANK, groups[kind], kind)
-        component = Component(kind, ONE_RANK.layout, engine, exchange)
+        component = Component(kind, SPEC, ONE_RANK.layout, exchange, engine)
         scattered = component.scatter(at_owners(exchange, rows))
         assert output in scattered.forward()
         with torch.no_grad():

@@ -61,9 +61,9 @@ def compared(rank: int, world_size: int, folder: Path, layout: str, method: str,
     assert numbers_of(bench, run) == numbers_of(bench, other)
     weights = weights_of(bench, other)
     assert weights_of(bench, run) == weights
-    for name, one in run.phase.offloads.items():
-        copied = set(run.models.specs[name].offload.value) - {"gradients"}  # which need no copy
-        assert (one.host_bytes > 0) == bool(copied)
+    for one in run.models.components.values():
+        copied = set(one.spec.offload.value) - {"gradients"}  # which need no copy
+        assert (one.offload.host_bytes > 0) == (one.engine is not None and bool(copied))
     with_offload, without = (reduce_ranks(one.exchange.all_gather(one.phase.memory())) for one in (run, other))
     assert ("memory/offloaded_gib/sum" in with_offload) == (offload != "gradients")
     assert "memory/offloaded_gib/sum" not in without
@@ -93,7 +93,7 @@ def used_while_asleep(rank: int, world_size: int, folder: Path) -> None:
             with run.phase(phase), pytest.raises(FloatingPointError, match=f"the {component}'s .* are not finite"):
                 scattered[component].forward()
     if rank == 0:
-        asleep = run.phase.offloads["actor"].asleep
+        asleep = run.models.actor.offload.asleep
         with run.phase("rollout"):
             with run.phase("sync"):  # of a restarted engine
                 assert "weights" not in asleep
@@ -113,7 +113,7 @@ def fifty_steps(rank: int, world_size: int, folder: Path) -> None:
     found = []
     for step in range(1, 51):
         ppo_step(run, step)
-        found.append([offload.host_bytes for offload in run.phase.offloads.values()])
+        found.append([one.offload.host_bytes for one in run.models.components.values() if one.engine is not None])
     assert all(found[1]) and bool(found[1]) == (rank < 2)
     assert all(sizes == found[1] for sizes in found[2:])  # the optimizer has its states after a step
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ppo_engines import Case, at_owners, make_config, make_engine, make_rows
+from ppo_engines import SPEC, Case, at_owners, make_config, make_engine, make_rows
 from spawn import run_ranks
 from tiny_models import hf_folder
 
@@ -97,7 +97,7 @@ def check_update(rank: int, world_size: int, folder: Path) -> None:
     batch = at_owners(exchange, every)
     engine = make_engine(folder, Case(layout, max_tokens=12), build_groups({"actor": layout}, seed=0)["actor"], "actor")
     before = engine.forward(every)["log_probs"]
-    scattered = Component("actor", layout, engine, exchange).scatter(batch)
+    scattered = Component("actor", SPEC, layout, exchange, engine).scatter(batch)
     scattered.scatter_fields(batch, fields)
     update_actor(scattered, config)
     steps = exchange.all_gather(scattered.optimizer_steps)

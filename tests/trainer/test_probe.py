@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from engine_handles import restarts_of
+from ppo_engines import SPEC
 from spawn import run_ranks
 
 from megappo.batch.exchange import Exchange
@@ -70,7 +71,7 @@ def probe_with_one_stale_engine(rank: int, world_size: int) -> None:
     own.wait_ready()
     warnings: list[str] = []
     policy = Policy()
-    actor = Component("actor", Layout((0, 1)), policy if rank < 2 else None, exchange)
+    actor = Component("actor", SPEC, Layout((0, 1)), exchange, policy if rank < 2 else None)
     restarts, datasets = restarts_of(own, exchange, warnings.append), Datasets(None, (), 30, None, {})
     rollouts = Rollouts(config, datasets, restarts, exchange, workers={}, num_engines=3)
     probe = Probe(rollouts, Prompts(), actor)

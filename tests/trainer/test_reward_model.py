@@ -178,7 +178,9 @@ def check_scores(rank: int, world_size: int, folder: Path, cases: list, layouts:
             parallel = parallel_of(layout, sequence="sp" in name)
             spec = replace(spec, parallel=spec.parallel._replace(value=parallel))
             engine = build_engine(config, spec, groups[name]) if groups[name].member else None
-            scorer = ResponseScorer(config, Component(name, layout, engine, exchange), dataset, tokenizer, exchange)
+            scorer = ResponseScorer(
+                config, Component(name, spec, layout, exchange, engine), dataset, tokenizer, exchange
+            )
             conversations = scorer.scatter(batch, responses)
             rows = scorer.add_scores(batch, conversations, scorer.forward(conversations, phase)).rows
             whole = torch.tensor([sum(expected[i]) for i in mine])

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from ppo_engines import Case, at_owners, make_engine, make_rows
+from ppo_engines import SPEC, Case, at_owners, make_engine, make_rows
 from spawn import run_ranks
 from tiny_models import hf_folder
 
@@ -83,7 +83,7 @@ def check_moved(rank: int, world_size: int, folder: Path) -> None:
     at: dict[str, ComponentBatch] = {}
     for name, layout in LAYOUTS.items():  # of the engines it matters alone which ranks have outputs
         engine = make_engine(folder, Case(layout), groups[name], "actor") if groups[name].member else None
-        at[name] = Component(name, layout, engine, exchange).scatter(batch, others=list(at.values()))
+        at[name] = Component(name, SPEC, layout, exchange, engine).scatter(batch, others=list(at.values()))
     assert_scattered(at, exchange, every)
 
     owned = batch

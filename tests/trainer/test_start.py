@@ -51,7 +51,7 @@ class Peak:
 
     def look(self, offload: Offload, *use: object) -> None:
         """In place of `Offload.rest`, before which most is awake."""
-        if all(offload._engine is not engine for engine in self.engines):
+        if all(offload._engine is not engine for engine in (None, *self.engines)):
             self.engines.append(offload._engine)
         self.bytes = max(self.bytes, sum(map(awake_bytes, self.engines)))
         self.rest(offload, *use)
@@ -105,8 +105,9 @@ def start(rank: int, world_size: int, folder: Path, layout: str, method: dict, o
 
 
 def assert_asleep(run: Run) -> None:
-    for name, offload in run.phase.offloads.items():
-        assert offload.asleep == set(run.models.specs[name].offload.value), name
+    for name, one in run.models.components.items():
+        offload = one.offload
+        assert one.engine is None or offload.asleep == set(one.spec.offload.value), name
         assert all(is_nan(memory.storage) for kind in offload.asleep for memory in offload._memories[kind])
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from ppo_engines import (
     OPTIM,
+    SPEC,
     Case,
     at_owners,
     exported,
@@ -92,7 +93,7 @@ def check_updates(
     for name, case in cases.items():
         engine = make_engine(folder, case, groups[name], kind) if groups[name].member else None
         before = exported(engine, architecture, kind) if name == ONE_RANK and engine else before
-        metrics = update(Component(kind, case.layout, engine, exchange), batch, method)
+        metrics = update(Component(kind, SPEC, case.layout, exchange, engine), batch, method)
         weights = exported(engine, architecture, kind) if engine else None
         expected = expected or (exchange.all_gather(weights)[0], metrics)
         assert_same(name, weights or expected[0], expected[0])
@@ -156,7 +157,7 @@ def check_divisors(rank: int, world_size: int, folder: Path) -> None:
     engine = make_engine(folder, Case(layout), build_groups({"actor": layout}, seed=0)["actor"], "actor")
     means = [float((rows.fields["advantages"][i] * mask[i]).sum() / mask[i].sum()) for i in range(12) if mask[i].any()]
     for preset in (None, *PRESETS):
-        scattered, config = Component("actor", layout, engine, exchange).scatter(batch), make_config("actor")
+        scattered, config = Component("actor", SPEC, layout, exchange, engine).scatter(batch), make_config("actor")
         settings = {"loss_agg_mode": "seq-mean-token-mean", "entropy_coeff": 0.0}
         actor = config.actor.model_copy(update=settings)
         algorithm = config.algorithm.model_copy(update={"preset": preset})
@@ -193,7 +194,7 @@ def check_only_update(rank: int, world_size: int, folder: Path, cases: dict[str,
         found = []
         for one in (config, without_pass):
             engine = make_engine(folder, case, groups[name], "actor") if groups[name].member else None
-            shard = Component("actor", case.layout, engine, exchange).scatter(batch)
+            shard = Component("actor", SPEC, case.layout, exchange, engine).scatter(batch)
             outputs = shard.forward()
             owned = batch if one is without_pass else shard.gather(outputs, {"log_probs": "old_log_probs"}, batch)
             shard.scatter_fields(owned, components_of(one)["actor"].training.fields)

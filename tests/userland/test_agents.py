@@ -217,6 +217,44 @@ def test_a_refusal_reaches_the_client_before_a_stream_begins(pool):
     assert len(requests_of(events)) == 2
 
 
+def test_a_stream_that_waits(pool):
+    async def script(request):
+        await asyncio.sleep(0.5)
+        return ["turn 1"] if request.number == 1 else Refusal(400, "context_length_exceeded", "it has 9 tokens")
+
+    play_well(pool, "waits_for_a_stream", script)
+
+
+REQUEST = {
+    "number": 1,
+    "messages": [{"role": "user", "content": "x"}],
+    "turns": [None],
+    "tools": [],
+    "max_tokens": None,
+}
+REQUEST |= {"n": 1, "stop": [], "is_retry": False}
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        3,
+        {},
+        {"other": 1},
+        {"request": {}},
+        {"request": {**REQUEST, "turns": []}},
+        {"request": {**REQUEST, "n": 10**9}},
+        {"request": {**REQUEST, "messages": [{"role": "user", "content": "\ud800"}]}},
+        {"reward": {"turn": 1, "reward": float("inf")}},
+        {"cancelled": {"request": "all"}},
+        {"raised": 1},
+    ],
+)
+def test_a_worker_is_not_trusted(pool, event):
+    with pytest.raises(EpisodeLost, match="sent something other than its requests"):
+        play(pool, "forges", event=event)
+
+
 def test_models_and_unknown_paths(pool):
     assert play(pool, "models") == (Finished(1.0), [Finished(1.0)])
 
@@ -244,16 +282,21 @@ def test_a_session_that_has_ended_is_gone(pool):
         assert httpx.request(method, f"{address}/{path}", json={}).status_code == 401
 
 
-def test_floods_are_refused(pool):
-    has_all = asyncio.Event()
+def test_floods_are_refused_or_wait(pool):
+    is_full = asyncio.Event()
+    arrived = []
 
     async def script(request):
-        if request.number == 256:
-            has_all.set()
-        await has_all.wait()
+        arrived.append(request.number)
+        if len(arrived) == 256:
+            await asyncio.sleep(1.0)
+            assert len(arrived) == 256, "the others wait"
+            is_full.set()
+        await is_full.wait()
         return ["x"]
 
-    play_well(pool, "floods", script)
+    events = play_well(pool, "floods", script)
+    assert len(requests_of(events)) == 400
 
 
 @pytest.mark.parametrize(
@@ -288,10 +331,10 @@ def test_requests_in_progress_at_the_end_are_cancelled(pool):
 
 def test_agents_that_are_killed_or_hang_are_lost_and_the_others_go_on(monkeypatch):
     monkeypatch.setattr(worker_process, "GRACE_SECONDS", 1.0)
-    with agents_of(f"{AGENTS}:run", environment_timeout_seconds=1.0) as pool:
+    with agents_of(f"{AGENTS}:run", environment_timeout_seconds=2.0) as pool:
         for case, reason in (
-            ("hangs", "sent no request for 1 seconds"),
-            ("blocks", "next took longer than 1 seconds and was stopped"),
+            ("hangs", "sent no request for 2 seconds"),
+            ("blocks", "next took longer than 2 seconds and was stopped"),
             ("dies", "ended its process"),
         ):
             with pytest.raises(EpisodeLost, match=reason):
@@ -301,10 +344,10 @@ def test_agents_that_are_killed_or_hang_are_lost_and_the_others_go_on(monkeypatc
 
 def test_the_time_for_answers_is_not_the_agents_but_counts_for_the_episode():
     async def script(request):
-        await asyncio.sleep(1.5)
+        await asyncio.sleep(3.5)
         return ["turn 1"]
 
-    with agents_of(f"{AGENTS}:plain", environment_timeout_seconds=1.0) as pool:
+    with agents_of(f"{AGENTS}:plain", environment_timeout_seconds=3.0) as pool:
         assert play(pool, "", script)[0] == Finished(1.0)
     with agents_of(f"{AGENTS}:plain", agent_timeout_seconds=1.0) as pool:
         start = time.monotonic()
@@ -326,42 +369,48 @@ def test_an_agent_that_cannot_be_loaded(agent, reason):
         agents_of(**agent)
 
 
-LEAVES_CHILDREN = "setsid sleep 600 & (sleep 600 & setsid nohup sleep 600 &) ; "
-WRITES_JSON = """sh -c 'echo x; echo "{\\"reward\\": 2, \\"n\\": 3}"'"""
-READS_ROW = "grep -q marked $MEGAPPO_ROW && echo $ANTHROPIC_BASE_URL | grep -vq v1"
+RUNS_ROW = "import json, os; os.execvp('sh', ['sh', '-c', json.load(open(os.environ['MEGAPPO_ROW']))['case']])"
+
+
+@pytest.fixture(scope="module")
+def shells():
+    """Agents that are the shell commands of their rows."""
+    with agents_of(command=f'{sys.executable} -c "{RUNS_ROW}"') as pool:
+        yield pool
 
 
 @pytest.mark.parametrize(
     ("command", "expected"),
     [
-        (f"{sys.executable} {AGENTS}", 0.6),
-        (WRITES_JSON, 2.0),
-        ("true", 1.0),
-        ("false", 0.0),
-        (f"sh -c '{READS_ROW}'", 1.0),
-        ("sh -c 'echo broken >&2; exit 3'", "ended with exit code 3; the end of its errors: broken"),
-        ("sh -c 'kill -9 $$'", "ended with SIGKILL"),
-        (f"sh -c '{LEAVES_CHILDREN} echo 0.5'", 0.5),
-        (f"sh -c '{LEAVES_CHILDREN} sleep 600'", "sent no request for 2 seconds"),
+        (f"{sys.executable} {AGENTS.with_name('agent_program.py')}", Finished(0.6, {"exit_code": 0.0})),
+        ("""echo x; echo '{"reward": 2, "n": 3}'""", Finished(2.0, {"n": 3.0, "exit_code": 0.0})),
+        ("echo $ANTHROPIC_BASE_URL | grep -v v1", Finished(1.0, {"exit_code": 0.0})),
+        ("false", Finished(0.0, {"exit_code": 1.0})),
+        ("echo broken >&2; exit 3", "ended with exit code 3; the end of its errors: broken"),
+        ("kill -9 $$", "ended with SIGKILL"),
     ],
 )
-def test_commands(command, expected):
-    seconds = 2.0 if "sleep 600'" in command else 20.0
-    with agents_of(command=command, environment_timeout_seconds=seconds) as pool:
-        if isinstance(expected, float):
-            assert play(pool, "marked")[0].reward == expected
-        else:
-            with pytest.raises(EpisodeLost, match=expected):
-                play(pool, "marked")
+def test_how_commands_end(shells, command, expected):
+    if isinstance(expected, Finished):
+        assert play(shells, command)[0] == expected
+    else:
+        with pytest.raises(EpisodeLost, match=expected):
+            play(shells, command)
 
 
-def test_the_first_command_that_fails_is_shown(capfd):
-    with agents_of(command="sh -c 'echo a crash >&2; exit 1'") as pool:
-        assert [play(pool, "")[0].reward for _ in range(2)] == [0.0, 0.0]
+LEAVES_CHILDREN = "setsid sleep 600 & (sleep 600 & setsid nohup sleep 600 &) ; "
+
+
+def test_a_command_leaves_no_process():
+    with agents_of(command=f"sh -c '{LEAVES_CHILDREN} echo 0.5'") as pool:
+        assert play(pool, "")[0].reward == 0.5
+    hangs = f"sh -c '{LEAVES_CHILDREN} sleep 600'"
+    is_lost = pytest.raises(EpisodeLost, match="sent no request for 1 seconds")
+    with agents_of(command=hangs, environment_timeout_seconds=1.0) as pool, is_lost:
+        play(pool, "")
+
+
+def test_a_command_need_not_print_a_reward_where_a_function_scores_and_its_first_failure_is_shown(capfd):
+    with agents_of(command="sh -c 'echo a crash >&2; exit 1'", scored=True) as pool:
+        assert [play(pool, "")[0] for _ in range(2)] == [Finished(None, {"exit_code": 1.0})] * 2
     assert capfd.readouterr().err.count("exit code 1; the end of its errors: a crash") == 1
-
-
-@pytest.mark.parametrize(("command", "code"), [("true", 0.0), ("false", 1.0)])
-def test_a_command_needs_no_reward_where_a_function_scores(command, code):
-    with agents_of(command=command, scored=True) as pool:
-        assert play(pool, "")[0] == Finished(None, {"exit_code": code})

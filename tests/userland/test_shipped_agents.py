@@ -26,7 +26,7 @@ def pupil(request: TurnRequest) -> str:
 
 
 def coder(request: TurnRequest) -> str:
-    """Try a program that is so long that the history is compacted, summarise its result, and answer with the summary."""
+    """Try a program so long that the history is compacted, summarise its result, and answer with the summary."""
     if len(request.messages) == 2:
         return CALL.format("run_python", "program", f"print(43 * 68)  # {'x' * 9_000}")
     if request.messages[-2]["role"] == "tool":

@@ -150,7 +150,7 @@ def queue_bytes(config: Config) -> float:
 
     With rollout.max_staleness k the prompts of 1 + k batches have been started and not trained; 0 without it.
     """
-    if not config.rollout.max_staleness:
+    if not config.rollout.runs_ahead:
         return 0.0
     num_responses = (1 + config.rollout.max_staleness) * config.data.train_batch_size * config.rollout.n
     return num_responses * longest_row(config) * QUEUED_TOKEN_BYTES

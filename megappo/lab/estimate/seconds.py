@@ -107,7 +107,7 @@ class TimeEstimate:
         wait for the oldest batch. `on_sync: finish` completes them before each sync, so that a step's batch is alone.
         """
         rollout = self.config.rollout
-        if not rollout.max_staleness or not self.is_apart:
+        if not rollout.runs_ahead or not self.is_apart:
             return None
         behind, ahead = (rollout.max_staleness, 1) if rollout.on_sync == "continue" else (1, 0)
         trainers = sum(self.seconds.values()) - self.seconds[ROLLOUT] - self.seconds[SYNC]

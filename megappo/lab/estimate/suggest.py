@@ -39,7 +39,7 @@ def suggestions(plan: RunPlan, cluster: Cluster, gpu: GPU) -> str:
     Every component is on all ranks, in one layout; with rollout.max_staleness the engines are on ranks of their own.
     """
     found = together = fitting_runs(plan, cluster, gpu)
-    if plan.requested.rollout.max_staleness:
+    if plan.requested.rollout.runs_ahead:
         found = apart_runs(plan, cluster, gpu, together)
     texts = [suggestion(number, plan, one) for number, one in enumerate(found[:SHOWN], 1)]
     if found is not together and together:

@@ -72,7 +72,7 @@ def _timeline(estimate: TimeEstimate) -> Iterator[str]:
     """Yield the lines of a step's picture, a lane for each side, and which side waits for the other."""
     overlap = estimate.overlap
     if overlap is None:
-        if estimate.config.rollout.max_staleness:
+        if estimate.config.rollout.runs_ahead:
             yield "  engines and models share GPUs: the phases count as if they took turns"
         return
     phases = dict(estimate.seconds)
@@ -111,21 +111,26 @@ def written_seconds(seconds: float) -> str:
     return f"{seconds:,.1f}" if seconds >= 1 else f"{seconds:.2f}"
 
 
-def switch_table(plan: RunPlan, shapes: Shapes, *, capability: int | None, has_te: bool) -> str:
-    """Return a line for each decision about fast paths; components with the same decision share it.
+def switch_table(plan: RunPlan, shapes: Shapes, *, capability: int) -> str:
+    """Return a line for each decision about fast paths with TransformerEngine; components with the same decision share
+    it.
 
     Args:
-        capability: compute capability of the GPUs, times ten; None without GPUs.
-        has_te: TransformerEngine is installed.
+        capability: compute capability of the GPUs, times ten.
     """
     rows = []
-    for decision, names in sorted(_decided(plan, shapes, capability, has_te).items()):
+    for decision, names in sorted(_decided(plan, shapes, capability, has_te=True).items()):
         rows.append([decision.name, "on" if decision.is_on else "off", ", ".join(names), decision.reason])
     return aligned(rows)
 
 
 def switch_summary(plan: RunPlan, shapes: Shapes, *, capability: int | None, has_te: bool) -> str:
-    """Return how many of the switches are on, and the attention on GPUs; arguments as for `switch_table`."""
+    """Return how many of the switches are on, and the attention on GPUs.
+
+    Args:
+        capability: as for `switch_table`; None without GPUs.
+        has_te: TransformerEngine is installed.
+    """
     decided = _decided(plan, shapes, capability, has_te)
     switches = {decision.name for decision in decided}
     off = {decision.name for decision in decided if not decision.is_on}

@@ -88,6 +88,11 @@ def rehearse(config: Config, *, everything: bool) -> Findings:
                 findings.checked.append(f"tokenizer and chat template of {folder}")
         single = config.changed("reward.num_workers", 1).changed("rollout.num_environment_workers", 1)
         tasks = played_tasks(single.changed("reward.on_error", "raise"))
+        if not tokenizer.chat_template and any(one.rollout.has_agent for one in tasks.values()):
+            findings.errors.append(
+                "rollout.agent: the tokenizer of model.path has no chat template, so requests of an agent cannot be "
+                "rendered: add a chat_template.jinja to the folder, or use a model that has one"
+            )
         workers = start_workers(tasks, cleanup, findings.noting)
         rewards = workers[TRAINING].rewards if TRAINING in workers else None
         waits_for_all = rewards is not None and rewards.waits_for_all

@@ -68,7 +68,13 @@ TOKENIZER_KEYS = ("model.path", REWARD_MODEL_KEY)
 """Keys of folders whose tokenizer a run reads: critic and reference read the tokens of model.path."""
 DIVIDING = ("ep_size", "dp_size", "attn_cp_size", "moe_dp_size")
 """ServerArgs with numbers of ranks into which SGLang divides an engine's (0.5.23, arg_groups/parallel_hook.py)."""
+REFUSAL = "a message containing <|channel|> tags"
+"""Text in a chat template that refuses a message's content with the marks of GPT-OSS's channels."""
 CACHES = "HOME or XDG_CACHE_HOME"
+MAKE = ".venv/bin/python tools/make_example.py {} --output outputs/{}"
+EXAMPLES = {"outputs/quickstart": "bash launch/quickstart.sh", "outputs/rlhf": "bash launch/rlhf.sh"}
+EXAMPLES |= {f"outputs/{name}": MAKE.format(name, name) for name in ("grid", "calculator", "smollm2")}
+"""Folder of models and data that shipped configs name -> the command that makes it."""
 FIELDS = "srt/arg_groups/fields"
 """SGLang's folder with the classes that declare the fields of ServerArgs."""
 
@@ -90,7 +96,7 @@ def check_run(
         errors += plan.sleep_errors(on_gpus=capability is not None)
     except ConfigError as error:
         errors += error.errors
-    errors += [*file_errors(config, capability), *_user_code_errors(config)]
+    errors += [*file_errors(config, capability), *_user_code_errors(config), *_template_errors(config)]
     errors += server_args_errors(config.rollout.server_args, config.rollout.tensor_parallel)
     errors += logger_errors(config.trainer.loggers)
     for key in PARSERS:
@@ -130,6 +136,19 @@ def _user_code_errors(config: Config) -> Errors:
     for name in config.reward.pass_env if config.trainer.replay_rollouts is None else ():
         if name not in os.environ:
             yield f"reward.pass_env names {shorten(repr(name))}, which is not set here: set it, or drop it"
+
+
+def _template_errors(config: Config) -> Errors:
+    """Yield an error for episodes with a chat template that refuses turns as they were sampled, as GPT-OSS's does."""
+    keys = [one.environment_key for one in tasks(config).values() if one.rollout.has_episodes]
+    for name in ("chat_template.jinja", "tokenizer_config.json") if keys else ():
+        file = Path(config.model.path, name)
+        with suppress(OSError):  # other checks report what is missing
+            if REFUSAL in file.read_text("utf-8", "replace"):
+                yield (
+                    f"{keys[0]}: the chat template in {file} refuses a turn as it was sampled, with <|channel|> marks, "
+                    "so an episode could have no second turn: train single responses, or another model"
+                )
 
 
 def _missing(spec: str, key: str, builtin: Mapping[str, str]) -> Errors:
@@ -267,8 +286,9 @@ def _model_folder(
     shape = shape_folder(folder)  # of a missing model, if it ships: layouts are checked by that
     is_downloadable = missing_id(path) is not None and (shape == folder or hub_id(shape) == path)
     if not folder.is_dir():
-        by_run = "; megappo train downloads models of the hub" if is_downloadable else ""
-        remedy = f"download the model ({download_command(path)}) or correct the path{by_run}"
+        by_run = "; megappo train downloads models of the hub, and takes this for an id, as there is no folder "
+        by_run = by_run + folder.parts[0] if is_downloadable else ""
+        remedy = _making(folder) or f"download the model ({download_command(path)}) or correct the path{by_run}"
         yield (Downloadable if is_downloadable else Missing)(f"{key}: no folder {folder}{looked_in(folder)}: {remedy}")
         specs = specs if shape.is_dir() else ()
     elif kind := other_kind(folder):
@@ -384,13 +404,19 @@ def _data_file(key: str, path: Path) -> Errors:
         yield f"{key}: {path} is a folder: name its files"
     elif not path.is_file():  # nor a pipe, which would be waited for
         remedy = "write several as a list, [A,B]" if "," in str(path) else "create it or correct the path"
-        yield Missing(f"{key}: no file {path}{looked_in(path)}: {remedy}")
+        yield Missing(f"{key}: no file {path}{looked_in(path)}: {_making(path) or remedy}")
     elif not ending(path.name):
         yield f"{key}: {path} {OTHER_KIND}"
     elif not path.stat().st_size:
         yield f"{key}: {path} is empty: put prompts in it"
     elif not os.access(path, os.R_OK):
         yield f"{key}: cannot read {path}: correct the path, or its rights"
+
+
+def _making(path: Path) -> str:
+    """Return the remedy where a file or folder of a shipped example is missing; "" for any other path."""
+    command = EXAMPLES.get("/".join(path.parts[:2]))
+    return f"make the example ({command}) or correct the path" if command else ""
 
 
 def _output_folder(key: str, path: Path) -> Errors:

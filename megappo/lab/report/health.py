@@ -62,6 +62,11 @@ class Rule:
 
 LOWER_LR = "Lower actor.optim.lr or actor.ppo_epochs"
 
+
+def _policy_loss(config: Mapping[str, Any]) -> Any:
+    return config.get("actor", {}).get("policy_loss")
+
+
 RULES: Table[Rule] = Table(
     "health rule",
     {
@@ -115,7 +120,7 @@ RULES: Table[Rule] = Table(
         ),
         "entropy_explosion": Rule(
             ("actor/entropy",),
-            grown("actor/entropy", 3, least=1.0),
+            grown("actor/entropy", least=1.0),
             "entropy above 1 and above 3 times its first value",
             "the policy's entropy has risen to {0:.3g}, from {1:.3g}: its responses become noise",
             "Lower actor.entropy_coeff or actor.optim.lr",
@@ -145,7 +150,17 @@ RULES: Table[Rule] = Table(
             "the ratios of {0:.0%} of the tokens are clipped",
             LOWER_LR,
             "docs/methods.md#policy-losses",
-            applies=lambda config: config.get("actor", {}).get("policy_loss") != "gspo",
+            applies=lambda config: _policy_loss(config) not in ("gspo", "dis"),
+        ),
+        "left_out_tokens": Rule(
+            ("actor/pg_clipfrac",),
+            outside("actor/pg_clipfrac", high=0.05),
+            "dis leaves out more than 5 % of the tokens",
+            "dis leaves out {0:.0%} of the tokens: the policy has moved too far from the weights that wrote them",
+            "Make one update per batch (actor.ppo_mini_batch_size = data.train_batch_size x rollout.n, "
+            "actor.ppo_epochs=1), or lower actor.optim.lr or rollout.max_staleness",
+            "docs/methods.md#old-log-probs-decoupled-ppo-and-sao",
+            applies=lambda config: _policy_loss(config) == "dis",
         ),
         "ratio": Rule(
             ("actor/ratio",),
@@ -201,7 +216,7 @@ RULES: Table[Rule] = Table(
         ),
         "log_prob_diff": Rule(
             ("rollout/log_prob_diff/mean",),
-            grown("rollout/log_prob_diff/mean", 3, least=0.01),
+            grown("rollout/log_prob_diff/mean", least=0.01),
             "trainer and engine disagree about the log-probs of the rollouts by more than 0.01, and more than 3 times "
             "as much as in the first steps",
             "trainer and engine disagree by {0:.3g} per token, {1:.3g} in the first steps",
@@ -224,8 +239,8 @@ RULES: Table[Rule] = Table(
             "segment",
             "{0:.0%} of the agents' turns begin a new segment, which repeats the prompt before them: the cost of "
             "training grows with the square of the turns",
-            "Find in the responses what rewrites the history (another system prompt or list of tools, dropped thoughts, "
-            "calls written as text); let the agent send messages back as it got them",
+            "Find in the responses what rewrites the history (another system prompt or list of tools, dropped "
+            "thoughts, calls written as text); let the agent send messages back as it got them",
             "docs/agents.md#histories-that-change",
             shows_responses=True,
         ),

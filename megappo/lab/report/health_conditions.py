@@ -72,12 +72,12 @@ def outside(*names: str, low: float = -math.inf, high: float = math.inf, num_ste
     return figures
 
 
-def grown(name: str, factor: float, least: float) -> Condition:
-    """Return a condition: the mean over the last steps is above `least`, and above `factor` times the first."""
+def grown(name: str, least: float) -> Condition:
+    """Return a condition: the mean over the last steps is above `least`, and above 3 times the first."""
 
     def figures(history: History) -> Figures:
         now, first = history.mean(name), history.first(name)
-        return (now, first) if now > factor * first and now > least else ()
+        return (now, first) if now > 3 * first and now > least else ()
 
     return figures
 
