@@ -3,6 +3,7 @@
 from functools import partial
 
 import pytest
+from byte_tokenizers import byte_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -23,14 +24,8 @@ TEMPLATE = (
 @pytest.fixture
 def tokenizer():
     """A tokenizer of bytes. As in Llama 3, two tokens end a turn, and it names one of them; a third is not special."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    bytes_alone = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
-    bytes_alone.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bytes_alone.decoder = decoders.ByteLevel()
-    ends = ("<|eot_id|>", "<|eom_id|>")
-    bytes_alone.add_special_tokens([AddedToken(end, special=True, normalized=False) for end in ends])
-    bytes_alone.add_tokens([AddedToken("</tool_call>", special=False, normalized=False)])
-    found = PreTrainedTokenizerFast(tokenizer_object=bytes_alone, eos_token="<|eot_id|>")
+    found = byte_tokenizer("<|eot_id|>", "<|eom_id|>")
+    found.add_tokens([AddedToken("</tool_call>", special=False, normalized=False)])
     found.chat_template = TEMPLATE
     return found
 
