@@ -24,9 +24,9 @@ from megappo.userland.chat_form import (
     ApiError,
     AskedChat,
     ChatForm,
-    Choice,
     CompletedChat,
     ParsedTurn,
+    ReplyChoice,
     chat_error,
     strict_json,
 )
@@ -57,11 +57,10 @@ class EndpointSession:
         slots: places for requests in progress; further ones wait unread.
     """
 
-    def __init__(self, base_url: str, key: str, warn: Callable[[Sequence[str]], Sequence[str]]):
+    def __init__(self, base_url: str, key: str):
         self.base_url = base_url
         self.key = key
         self.slots = asyncio.Semaphore(MAX_IN_PROGRESS)
-        self._warn = warn
         self._events: list[tuple[int, JsonObject]] = []
         self._changed = asyncio.Event()
         self._numbers = itertools.count(1)
@@ -118,9 +117,8 @@ class EndpointSession:
             "n": asked.n,
             "stop": asked.stop,
             "is_retry": is_retry,
+            "ignored": asked.ignored,
         }
-        if ignored := self._warn(asked.ignored):
-            self.add({"ignored": ignored})
         self.add({"request": event}, num_bytes)
         pending = PendingRequest(asked, turns, asyncio.get_running_loop().create_future())
         self._pending[number] = pending.answer
@@ -231,7 +229,6 @@ class AgentEndpoint:
         self._sessions: dict[str, EndpointSession] = {}
         self._starting = asyncio.Lock()
         self._address = ""
-        self._ignored: set[str] = set()
 
     async def start(self) -> None:
         """Start to listen, the first time."""
@@ -255,7 +252,7 @@ class AgentEndpoint:
         """Open a session."""
         name = secrets.token_urlsafe(16)
         base_url = f"{self._address}/sessions/{name}/v1"
-        session = self._sessions[name] = EndpointSession(base_url, self._key(name), self._new_ignored)
+        session = self._sessions[name] = EndpointSession(base_url, self._key(name))
         return session
 
     def end(self, session: EndpointSession) -> None:
@@ -267,11 +264,6 @@ class AgentEndpoint:
     def _key(self, name: str) -> str:
         """Return the key of a session, past ones included: they need not be remembered."""
         return hmac.digest(self._secret, name.encode(), "sha256").hex()
-
-    def _new_ignored(self, names: Sequence[str]) -> Sequence[str]:
-        new = [name for name in names if name not in self._ignored]
-        self._ignored.update(new)
-        return new
 
     def _session(self, request: web.Request) -> EndpointSession:
         name = request.match_info["session"]
@@ -344,7 +336,7 @@ class AgentEndpoint:
         for turn in answer["turns"]:
             parsed = self._parser.parse(turn["text"], tools) if self._parser else ParsedTurn(turn["text"])
             calls = [("call_" + secrets.token_hex(12), name, json.dumps(given)) for name, given in parsed.calls]
-            choices.append(Choice(parsed, calls, "tool_calls" if calls else turn["finish_reason"]))
+            choices.append(ReplyChoice(parsed, calls, "tool_calls" if calls else turn["finish_reason"]))
             turns[turn["number"]] = parsed
         unique = secrets.token_hex(16)
         session.record(pending, form.completion_id(unique), turns)
