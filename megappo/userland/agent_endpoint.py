@@ -45,6 +45,9 @@ BACKLOG = 4096
 """Connections that wait for the server."""
 KEEP_ALIVE_SECONDS = 5.0
 """Time between the comments of a stream that waits for its turn."""
+IDLE_SECONDS = 20.0
+"""Time after which an idle connection is closed: agents leave their clients open. Clients wait for less (httpx 5 s,
+aiohttp 15 s) before they prefer a new one."""
 FORMS = (ChatForm, ResponsesForm, MessagesForm)
 
 
@@ -241,7 +244,7 @@ class AgentEndpoint:
                 app.router.add_post(folder + form.path, partial(self._complete, form))
             app.router.add_get(folder + "/models", self._models)
             app.router.add_post(folder + "/reward", self._reward)
-            runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+            runner = web.AppRunner(app, handler_cancellation=True, access_log=None, keepalive_timeout=IDLE_SECONDS)
             await runner.setup()
             site = web.TCPSite(runner, "127.0.0.1", 0, backlog=BACKLOG)
             await site.start()
