@@ -1,5 +1,5 @@
-"""The calculator of configs/calculator.yaml as an agent: a program with a loop of its own, which asks the policy by the
-plain `openai` client."""
+"""The calculator of configs/calculator.yaml as an agent: a program with a loop of its own, which sends requests to the
+policy by the plain `openai` client."""
 
 import json
 

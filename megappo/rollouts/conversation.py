@@ -14,7 +14,7 @@ A prompt that is plain text has no template, so only the first rule applies.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -171,12 +171,12 @@ class TurnTree:
 
     def segments(self) -> list[Segment]:
         """Return the segments of all turns. A turn that extends the end of a segment is appended to it; any other
-        begins a segment with its whole prompt."""
+        begins a segment with its whole prompt. Of parallel conversations that say the same, each is a segment."""
         segments: list[Segment] = []
         ends: dict[Turn | None, Segment] = {}
         for turn in sorted(self._turns, key=attrgetter("number")):
             place = turn.place
-            segment = ends.pop(place.parent, None)
+            segment = ends.pop(place.parent if place.parent in ends else _same_end(ends, place), None)
             if segment is None:
                 segment = Segment(place.tokens, parent=place.follows)
                 segments.append(segment)
@@ -234,3 +234,14 @@ class TurnTree:
         except ValueError:
             return None
         return TurnPlace([*parent.place.path, parent], tokens, rest, hash(text), parent.number)
+
+
+def _same_end(ends: Mapping[Turn | None, Segment], place: TurnPlace) -> Turn | None:
+    """Return a turn at the end of a segment that has the tokens of a place's path, and leaves as much room after its
+    prompt; None without one."""
+    if not place.path:
+        return None
+    before = place.tokens[: len(place.tokens) - len(place.added)]
+    start = len(place.path[0].place.added)
+    same = (turn for turn, one in ends.items() if len(one.prompt) >= start and one.context == before)
+    return next(same, None)

@@ -110,7 +110,7 @@ class Sample:
         parts: sums of the numbers that the environment reported beside its rewards, by name; None of a response.
         lost: how the environment was lost; "" if it was not.
         is_masked: not trained on.
-        agent: of an agent's episode.
+        agent: facts about an agent's episode.
     """
 
     prompt_index: int

@@ -119,12 +119,12 @@ def test_an_episode_has_a_line_for_each_turn():
 
 def test_a_branch_of_an_episode_is_indented():
     turns = [{"turn": 1, "text": "main"}, {"turn": 3, "text": "merged"}]
-    turns.append({"turn": 0, "text": "asked", "begins": "branch", "follows": 1, "depth": 1})
+    turns.append({"turn": 0, "text": "given", "begins": "branch", "follows": 1, "depth": 1})
     turns.append({"turn": 2, "text": "helped", "begins": None, "follows": None, "depth": 1})
     assert format_samples([{"prompt": "go", "turns": turns}]).splitlines()[1:-1] == [
         "  -> main",
         "  -> merged",
-        "    <- (branch after turn 1) asked",
+        "    <- (branch after turn 1) given",
         "    -> helped",
     ]
 

@@ -345,7 +345,7 @@ def test_episodes_are_turns_and_scores_without_a_verdict_have_no_ticks(browser, 
     turns += [{"turn": 0, "text": "12", "reward": 0.0}, {"turn": 2, "text": "=12", "reward": 0.25}]
     episode = {"texts": texts, "turns": turns, "response_mask": [1, 1, 1, 0, 1], "prompt": "3*4"}
     tree = [{"turn": 1, "text": "main", "reward": 0.0}, {"turn": 3, "text": "merged", "reward": 0.0}]
-    tree.append({"turn": 0, "text": "asked", "reward": 0.0, "begins": "branch", "follows": 1, "depth": 1})
+    tree.append({"turn": 0, "text": "given", "reward": 0.0, "begins": "branch", "follows": 1, "depth": 1})
     tree.append({"turn": 2, "text": "helped", "reward": 1.0, "depth": 1})
     rows = [kept(4, row, random.Random(row), score=row / 8) for row in range(8)]
     rows.append(kept(4, 8, random.Random(8), score=0.1, turns=tree, prompt="of a tree"))
@@ -368,7 +368,7 @@ def test_episodes_are_turns_and_scores_without_a_verdict_have_no_ticks(browser, 
     assert [text.split("\n") for text in detail.locator(".turn").all_inner_texts()] == [
         ["policy, turn 1", "main"],
         ["policy, turn 3", "merged"],
-        ["branch after turn 1", "asked"],
+        ["branch after turn 1", "given"],
         ["policy, turn 2 \u00b7 reward 1", "helped"],
     ]
     margins = detail.locator(".turn").evaluate_all("boxes => boxes.map((box) => box.style.marginLeft)")

@@ -126,6 +126,14 @@ async def helpers(client, ask):
     return 1.0
 
 
+async def twins(client, ask):
+    async def talk():
+        await ask("a", text(await ask("a")), "b")
+
+    await asyncio.gather(talk(), talk(), talk())
+    return 1.0
+
+
 async def gives_up(client, ask):
     await ask("a")
     try:
@@ -282,6 +290,12 @@ def test_helpers_and_choices_are_segments_of_the_same_episode(agents):
     metrics = {name: metric.part for name, metric in agent_metrics([sample]).items()}
     assert metrics["agent/requests"] == (4, 1) and metrics["agent/new_segment_frac"] == (3, 4)
     assert len(contexts) == 5
+
+
+def test_parallel_conversations_that_say_the_same_are_a_segment_each(agents):
+    sample, _ = play(agents, "twins")
+    assert shown(sample) == ["[user]a<|eot_id|>[assistant]ok<|eot_id|>[user]b<|eot_id|>[assistant]ok<|eot_id|>"] * 3
+    assert sample.agent.num_turns == 6
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import asyncio
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -17,12 +16,12 @@ CALL = '<tool_call>\n{{"name": "{}", "arguments": {{"{}": "{}"}}}}\n</tool_call>
 
 def pupil(request: TurnRequest) -> str:
     """Call the calculator for a product, note a result, and answer with a result or note."""
-    asked = request.messages[-1]["content"]
+    given = request.messages[-1]["content"]
     if request.messages[-1]["role"] == "tool":
-        return f"={asked}"
-    if asked == "note":
+        return f"={given}"
+    if given == "note":
         return request.messages[-2]["content"]
-    question, _, note = asked.partition("=")
+    question, _, note = given.partition("=")
     return f"={note[:-1]}" if note else CALL.format("calculator", "expression", question)
 
 
@@ -36,19 +35,17 @@ def coder(request: TurnRequest) -> str:
 
 
 @pytest.mark.parametrize(
-    ("agent", "policy", "numbers_of_messages"),
+    ("agent", "numbers_of_messages"),
     [
-        ("calculator_agent", pupil, [1, 3]),
-        ("compaction_agent", pupil, [1, 4, 1]),
-        ("helpers_agent", pupil, [1, 1, 1, 3, 3, 3]),
-        pytest.param("framework_agent", pupil, [1, 3], marks=needs_framework),
+        pytest.param("calculator_agent", [1, 3], marks=pytest.mark.slow),
+        pytest.param("compaction_agent", [1, 4, 1], marks=pytest.mark.slow),
+        ("helpers_agent", [1, 1, 1, 3, 3, 3]),
+        pytest.param("framework_agent", [1, 3], marks=needs_framework),
     ],
 )
-def test_functions_solve_a_product(
-    agent: str, policy: Callable[[TurnRequest], str], numbers_of_messages: Sequence[int]
-):
+def test_functions_solve_a_product(agent: str, numbers_of_messages: list[int]):
     async def script(request: TurnRequest) -> list[str]:
-        return [policy(request)]
+        return [pupil(request)]
 
     with agents_of(f"configs/{agent}.py:solve", tool_call_parser="qwen25") as pool:
         finished, events = asyncio.run(played(pool, ROW, script))
