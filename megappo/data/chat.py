@@ -40,8 +40,7 @@ class Chat:
         self._config = config
         self._tools = list(tools) or None
         template = str(tokenizer.chat_template or "")  # several templates: each of them
-        self._lists_tools = "tools" in template
-        if tools and not self._lists_tools:
+        if tools and "tools" not in template:
             keys = "rollout.tools, eval.datasets.NAME.tools, or the field 'tools' of a record"
             raise ConfigError(f"{keys}: {NO_TOOLS}")
         self._needs_messages = config.system_prompt is not None or bool(config.chat_template_kwargs or tools)
@@ -123,7 +122,7 @@ class Chat:
                 "the prompt is chat messages but the tokenizer has no chat template: use strings, or add one, "
                 "chat_template.jinja in the model's folder"
             )
-        if tools and not self._lists_tools:
+        if tools and "tools" not in str(self._tokenizer.chat_template):
             raise ValueError(NO_TOOLS)
         listed = self._tools if tools is None else list(tools) or None
         given = self._config.chat_template_kwargs | settings

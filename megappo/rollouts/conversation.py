@@ -221,7 +221,8 @@ class TurnTree:
         content = closed.rstrip().removesuffix(turn.end).rstrip()
         rest = text[len(content) :].lstrip()
         is_same = hash(before) == turn.place.rendering and text.startswith(closed)
-        is_same &= content.endswith(turn.content.strip()) or not is_sampled
+        if is_sampled:
+            is_same &= content.removeprefix(before.rstrip()).strip() == turn.content.strip()
         return rest.removeprefix(turn.end) if turn.end and is_same and rest.startswith(turn.end) else None
 
     def _appended(self, parent: Turn | None, rest: str | None, text: str) -> TurnPlace | None:

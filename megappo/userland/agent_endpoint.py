@@ -24,9 +24,9 @@ from megappo.userland.chat_form import (
     ApiError,
     AskedChat,
     ChatForm,
-    Choice,
     CompletedChat,
     ParsedTurn,
+    ReplyChoice,
     chat_error,
     strict_json,
 )
@@ -45,6 +45,9 @@ BACKLOG = 4096
 """Connections that wait for the server."""
 KEEP_ALIVE_SECONDS = 5.0
 """Time between the comments of a stream that waits for its turn."""
+IDLE_SECONDS = 20.0
+"""Time after which an idle connection is closed: agents leave their clients open. Clients wait for less (httpx 5 s,
+aiohttp 15 s) before they prefer a new one."""
 FORMS = (ChatForm, ResponsesForm, MessagesForm)
 
 
@@ -57,11 +60,10 @@ class EndpointSession:
         slots: places for requests in progress; further ones wait unread.
     """
 
-    def __init__(self, base_url: str, key: str, warn: Callable[[Sequence[str]], Sequence[str]]):
+    def __init__(self, base_url: str, key: str):
         self.base_url = base_url
         self.key = key
         self.slots = asyncio.Semaphore(MAX_IN_PROGRESS)
-        self._warn = warn
         self._events: list[tuple[int, JsonObject]] = []
         self._changed = asyncio.Event()
         self._numbers = itertools.count(1)
@@ -118,9 +120,8 @@ class EndpointSession:
             "n": asked.n,
             "stop": asked.stop,
             "is_retry": is_retry,
+            "ignored": asked.ignored,
         }
-        if ignored := self._warn(asked.ignored):
-            self.add({"ignored": ignored})
         self.add({"request": event}, num_bytes)
         pending = PendingRequest(asked, turns, asyncio.get_running_loop().create_future())
         self._pending[number] = pending.answer
@@ -231,7 +232,6 @@ class AgentEndpoint:
         self._sessions: dict[str, EndpointSession] = {}
         self._starting = asyncio.Lock()
         self._address = ""
-        self._ignored: set[str] = set()
 
     async def start(self) -> None:
         """Start to listen, the first time."""
@@ -244,7 +244,7 @@ class AgentEndpoint:
                 app.router.add_post(folder + form.path, partial(self._complete, form))
             app.router.add_get(folder + "/models", self._models)
             app.router.add_post(folder + "/reward", self._reward)
-            runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+            runner = web.AppRunner(app, handler_cancellation=True, access_log=None, keepalive_timeout=IDLE_SECONDS)
             await runner.setup()
             site = web.TCPSite(runner, "127.0.0.1", 0, backlog=BACKLOG)
             await site.start()
@@ -255,7 +255,7 @@ class AgentEndpoint:
         """Open a session."""
         name = secrets.token_urlsafe(16)
         base_url = f"{self._address}/sessions/{name}/v1"
-        session = self._sessions[name] = EndpointSession(base_url, self._key(name), self._new_ignored)
+        session = self._sessions[name] = EndpointSession(base_url, self._key(name))
         return session
 
     def end(self, session: EndpointSession) -> None:
@@ -267,11 +267,6 @@ class AgentEndpoint:
     def _key(self, name: str) -> str:
         """Return the key of a session, past ones included: they need not be remembered."""
         return hmac.digest(self._secret, name.encode(), "sha256").hex()
-
-    def _new_ignored(self, names: Sequence[str]) -> Sequence[str]:
-        new = [name for name in names if name not in self._ignored]
-        self._ignored.update(new)
-        return new
 
     def _session(self, request: web.Request) -> EndpointSession:
         name = request.match_info["session"]
@@ -344,7 +339,7 @@ class AgentEndpoint:
         for turn in answer["turns"]:
             parsed = self._parser.parse(turn["text"], tools) if self._parser else ParsedTurn(turn["text"])
             calls = [("call_" + secrets.token_hex(12), name, json.dumps(given)) for name, given in parsed.calls]
-            choices.append(Choice(parsed, calls, "tool_calls" if calls else turn["finish_reason"]))
+            choices.append(ReplyChoice(parsed, calls, "tool_calls" if calls else turn["finish_reason"]))
             turns[turn["number"]] = parsed
         unique = secrets.token_hex(16)
         session.record(pending, form.completion_id(unique), turns)

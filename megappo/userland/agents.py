@@ -48,6 +48,7 @@ class TurnRequest:
         n: turns to sample.
         stop: strings that end a turn.
         is_retry: the client has sent the same request before.
+        ignored: fields of the request that have no effect.
     """
 
     number: Count
@@ -58,6 +59,7 @@ class TurnRequest:
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)]
     stop: tuple[str, ...]
     is_retry: bool
+    ignored: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.turns) != len(self.messages):
@@ -136,7 +138,6 @@ _EVENTS: Mapping[str, TypeAdapter[Any]] = {
     "reward": TypeAdapter(TurnReward),
     "raised": TypeAdapter(StrictStr),
     "lost": TypeAdapter(StrictStr),
-    "ignored": TypeAdapter(list[StrictStr]),
 }
 _RETURNED = TypeAdapter(Score | None | dict[str, Score])
 
@@ -206,7 +207,7 @@ class AgentSession:
         self._idle_since = time.monotonic()
 
     def _checked(self, sent: Any) -> Event | None:
-        """Return an event that a worker sent; None for one that is no concern of the trainer."""
+        """Return an event that a worker sent; None for a loss, which the next call reports."""
         match sent:
             case {"returned": value}:
                 return self._finished(value)
@@ -221,11 +222,9 @@ class AgentSession:
         match event:
             case TurnRequest(number):
                 self._unanswered.add(number)
+                self._pool.warn_ignored(event.ignored)
             case Cancelled(request):
                 self._settle(request)
-            case list(names):
-                self._pool.warn_ignored(names)
-                return None
             case str() if kind == "lost":
                 self._lost = event  # raised by the next call: other events came before it
                 return None

@@ -37,7 +37,7 @@ WITHOUT_EFFECT: Mapping[str, Sequence[Any]] = {
 }
 """Values that request nothing."""
 NO_CONCERN = {
-    *("metadata", "user", "store", "service_tier", "safety_identifier"),
+    *("metadata", "client_metadata", "user", "store", "service_tier", "safety_identifier"),
     *("prompt_cache_key", "prompt_cache_retention"),
 }
 """Fields that do not concern the policy."""
@@ -71,7 +71,7 @@ class ParsedTurn(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Choice:
+class ReplyChoice:
     """A turn in a reply.
 
     Attributes:
@@ -95,7 +95,7 @@ class CompletedChat:
     unique: str
     created: int
     model: str
-    choices: Sequence[Choice]
+    choices: Sequence[ReplyChoice]
     prompt_tokens: int
     completion_tokens: int
 
@@ -331,7 +331,7 @@ def sent_event(value: JsonObject, name: str = "") -> str:
     return (f"event: {name}\n" if name else "") + f"data: {json.dumps(value)}\n\n"
 
 
-def _message(choice: Choice) -> JsonObject:
+def _message(choice: ReplyChoice) -> JsonObject:
     content, reasoning, _ = choice.turn
     message: JsonObject = {"role": "assistant", "content": content or (None if choice.calls else "")}
     if reasoning:
@@ -344,7 +344,7 @@ def _message(choice: Choice) -> JsonObject:
     return message
 
 
-def _deltas(choice: Choice) -> Iterator[tuple[JsonObject, str | None]]:
+def _deltas(choice: ReplyChoice) -> Iterator[tuple[JsonObject, str | None]]:
     """Yield the parts of a message, and the reason of its end with the last one."""
     message = _message(choice)
     yield {"role": "assistant", "content": None if message["content"] is None else ""}, None

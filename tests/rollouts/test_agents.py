@@ -5,7 +5,8 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from bytes_tokenizer import bytes_tokenizer
+from byte_tokenizers import byte_tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
@@ -153,6 +154,10 @@ async def repeats(client, ask):
     await ask("a", extra_headers={"x-stainless-retry-count": "1"})
     return 1.0
 """
+TEMPLATE = (
+    "{% for m in messages %}[{{m.role}}]{{m.content}}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
 MAX_TURNS = 6
 SLOW_SECONDS = 1.5
 
@@ -173,9 +178,15 @@ def make_config(file: Path) -> Config:
     return Config.model_validate(fields | {"trainer": {"output_dir": "out"}})
 
 
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    tokenizer = byte_tokenizer("<|eot_id|>")
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
 def play(agents, case: str, *, needs_reward: bool = False) -> tuple[Sample, list[list[int]]]:
     """Return an episode and the contexts that its turns were sampled from."""
-    tokenizer = bytes_tokenizer()
+    tokenizer = make_tokenizer()
     messages = [{"role": "user", "content": "question"}]
     prompt = Prompt(0, [1], "question", None, {PROMPTS: messages, "case": case})
     contexts: list[list[int]] = []
@@ -197,7 +208,7 @@ def play(agents, case: str, *, needs_reward: bool = False) -> tuple[Sample, list
 
 
 def shown(sample: Sample) -> list[str]:
-    tokenizer = bytes_tokenizer()
+    tokenizer = make_tokenizer()
     return [tokenizer.decode(segment.context) for segment in sample.segments]
 
 

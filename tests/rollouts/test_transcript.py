@@ -3,7 +3,7 @@
 from functools import partial
 
 import pytest
-from bytes_tokenizer import TEMPLATE, bytes_tokenizer
+from byte_tokenizers import byte_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -15,10 +15,19 @@ from megappo.rollouts.episodes import Transcript
 from megappo.userland.environments import Replacement
 from megappo.userland.signatures import PROMPTS
 
+TEMPLATE = (
+    "{% for m in messages %}[{{m.role}}]{{m.content}}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
 
 @pytest.fixture
 def tokenizer():
-    return bytes_tokenizer()
+    """A tokenizer of bytes. As in Llama 3, two tokens end a turn, and it names one of them; a third is not special."""
+    found = byte_tokenizer("<|eot_id|>", "<|eom_id|>")
+    found.add_tokens([AddedToken("</tool_call>", special=False, normalized=False)])
+    found.chat_template = TEMPLATE
+    return found
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ async def counts(pool: AgentPool) -> dict[str, float]:
 
 
 async def seconds_and_counts(num_sessions: int, turns: int) -> tuple[float, float, dict[str, float]]:
-    """Return the worker's seconds of one core for a request, the seconds of the whole, and what is left of it."""
+    """Return the worker's seconds of one core for a request, the seconds of the whole, and what remains of it."""
     with tempfile.TemporaryDirectory() as folder, pool_of("run") as pool:
         addresses = Path(folder, "addresses")
         before = await counts(pool)
