@@ -138,16 +138,15 @@ class EndpointSession:
 
     def record(self, pending: "PendingRequest", chat_id: str, turns: Mapping[int, ParsedTurn]) -> None:
         """Remember the turns of an answer, by number, by the messages as which their client will send them back: a turn
-        that continues a message of the client with or without that message."""
+        that continues a message of the client with that message."""
         parent = last_of(pending.turns)
         last = pending.asked.messages[-1]
-        beginnings = {"", last["content"]} if last["role"] == "assistant" else {""}
+        before = last["content"] if last["role"] == "assistant" else ""
         for number, turn in turns.items():
             calls = [{"function": {"name": name, "arguments": arguments}} for name, arguments in turn.calls]
-            for before in beginnings:
-                text = canonical({"content": before + turn.content, "tool_calls": calls})
-                pending.recorded.append((text, (number, parent)))
-                self._turns.setdefault(text, []).append((number, parent))
+            text = canonical({"content": before + turn.content, "tool_calls": calls})
+            pending.recorded.append((text, (number, parent)))
+            self._turns.setdefault(text, []).append((number, parent))
         pending.chat_id = chat_id
         self._turns_of[chat_id] = list(turns)
 
