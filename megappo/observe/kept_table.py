@@ -11,7 +11,7 @@ from megappo.config.text_files import open_file
 
 PER_TOKEN = ("rollout_log_probs", "staleness", "old_log_probs", "ref_log_probs", "values", "advantages", "returns")
 """Fields with a number per response token that are kept, where the run has them."""
-TURN = {"turn": pyarrow.int64(), "text": pyarrow.string(), "reward": pyarrow.float64()}
+TURN = {"turn": pyarrow.int64(), "text": pyarrow.string(), "reward": pyarrow.float64(), "follows": pyarrow.int64()}
 SCHEMA = pyarrow.schema(
     {
         "step": pyarrow.int64(),

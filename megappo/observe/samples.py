@@ -35,6 +35,7 @@ class StoredTurn(BaseModel, strict=True, allow_inf_nan=False):
     turn: int
     text: str
     reward: float
+    follows: int = 0
 
 
 class StoredSample(BaseModel, strict=True, allow_inf_nan=False):
