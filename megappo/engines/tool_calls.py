@@ -11,7 +11,7 @@ from typing import Any
 
 from megappo.engines import sglang_patches
 from megappo.user_modules import share_all
-from megappo.userland.chat_form import ParsedTurn
+from megappo.agents.chat_form import ParsedTurn
 from megappo.userland.environment_host import called
 from megappo.userland.model_text import model_text
 from megappo.userland.user_code import BadFunction, JsonObject, load, named

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from megappo.userland import worker_process
-from megappo.userland.agents import AgentPool, Cancelled, Finished, Refusal, TurnRequest, TurnReward
+from megappo.userland.agent_sessions import AgentPool, Cancelled, Finished, Refusal, TurnRequest, TurnReward
 from megappo.userland.episode_pool import EnvironmentFault, EpisodeLost
 from tests.support.agent_sessions import agents_of, played
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from megappo.userland.agents import TurnRequest
+from megappo.userland.agent_sessions import TurnRequest
 from tests.support.agent_sessions import agents_of, played
 
 ROW = {"prompt": [{"role": "user", "content": "43*68="}], "label": "2924"}

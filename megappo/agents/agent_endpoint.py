@@ -19,7 +19,7 @@ from typing import Any
 
 from aiohttp import web
 
-from megappo.userland.chat_form import (
+from megappo.agents.chat_form import (
     BAD_REQUEST,
     ApiError,
     AskedChat,
@@ -31,8 +31,8 @@ from megappo.userland.chat_form import (
     strict_json,
 )
 from megappo.userland.grades import fits_float32
-from megappo.userland.messages_form import MessagesForm
-from megappo.userland.responses_form import ResponsesForm
+from megappo.agents.messages_form import MessagesForm
+from megappo.agents.responses_form import ResponsesForm
 from megappo.userland.user_code import JsonObject, named
 
 MAX_BODY_BYTES = 2**24
