@@ -32,6 +32,19 @@ def grows_suddenly(prompts, responses, labels):
     calls += 1
     return [(1000.0 if calls > 7 else 1.0) * response.count("7") for response in responses]
 """
+AGENT = """
+from openai import AsyncOpenAI
+
+OPENAI = AsyncOpenAI(base_url="", api_key="", max_retries=0, timeout=None)
+
+
+async def changes_its_history(base_url, api_key, row):
+    client = OPENAI.with_options(base_url=base_url, api_key=api_key)
+    for turn in "123":
+        messages = [{"role": "user", "content": turn + row["prompt"]}]
+        reply = await client.chat.completions.create(model="policy", messages=messages)
+    return reply.choices[0].message.content.count("7")
+"""
 STALE = """
 from megappo.config.methods import TRANSPORTS, Transport
 
@@ -64,6 +77,7 @@ def train(folder: Path, config: Path, *overrides: str, code: int = 0) -> str:
     """Train in folder/run without evaluations; return what the program printed."""
     (folder / "reward.py").write_text(REWARDS)
     (folder / "stale.py").write_text(STALE)
+    (folder / "agent.py").write_text(AGENT)
     always = ("trainer.eval_interval=0", "trainer.save_interval=0", "trainer.export_hf=false")
     steps = f"trainer.total_steps={STEPS}"
     with Program(folder, config, f"trainer.output_dir={folder / 'run'}", steps, *always, *overrides) as program:
@@ -82,11 +96,12 @@ def held(run: Path) -> dict[str, int]:
 
 
 def peaked_model(folder: Path, like: Path) -> Path:
-    """Copy a model with logits thirty times as large: nearly deterministic."""
+    """Copy a model with logits thirty times as large, so nearly deterministic, and give it a chat template."""
     shutil.copytree(like, folder, ignore=shutil.ignore_patterns("*.pt", "*.bin"))
     weights = load_file(folder / "model.safetensors")
     weights["model.norm.weight"] = weights["model.norm.weight"] * 30
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    (folder / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
     return folder
 
 
@@ -108,6 +123,10 @@ FAULTS = {
     "a KL penalty that outweighs the scores": (
         ("algorithm.kl_ctrl.kl_coef=20", "actor.optim.lr=0.05"),
         {"return_drift"},
+    ),
+    "an agent whose turns do not follow each other": (
+        ("model.path={peaked}", "rollout.agent={folder}/agent.py:changes_its_history", "reward.function=null"),
+        {"new_segments"},
     ),
     "rewards that grow suddenly": ((f"{REWARD}:grows_suddenly",), {"gradient_norm"}),
     "engines that get no weights": (
