@@ -30,9 +30,9 @@ from megappo.agents.chat_form import (
     chat_error,
     strict_json,
 )
-from megappo.userland.grades import fits_float32
 from megappo.agents.messages_form import MessagesForm
 from megappo.agents.responses_form import ResponsesForm
+from megappo.userland.grades import fits_float32
 from megappo.userland.user_code import JsonObject, named
 
 MAX_BODY_BYTES = 2**24
@@ -336,7 +336,7 @@ class AgentEndpoint:
         asked = pending.asked
         turns, choices = {}, []
         for turn in answer["turns"]:
-            parsed = self._parser.parse(turn["text"], tools) if self._parser else ParsedTurn(turn["text"])
+            parsed = ParsedTurn(*(self._parser.parse(turn["text"], tools) if self._parser else (turn["text"],)))
             calls = [("call_" + secrets.token_hex(12), name, json.dumps(given)) for name, given in parsed.calls]
             choices.append(ReplyChoice(parsed, calls, "tool_calls" if calls else turn["finish_reason"]))
             turns[turn["number"]] = parsed

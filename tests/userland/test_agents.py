@@ -9,11 +9,11 @@ from pathlib import Path
 
 import httpx
 import pytest
+from tests.support.agent_sessions import agents_of, played
 
 from megappo.userland import worker_process
 from megappo.userland.agent_sessions import AgentPool, Cancelled, Finished, Refusal, TurnRequest, TurnReward
 from megappo.userland.episode_pool import EnvironmentFault, EpisodeLost
-from tests.support.agent_sessions import agents_of, played
 
 AGENTS = Path(__file__).parent / "agents.py"
 CALLS = (
