@@ -71,9 +71,9 @@ UNPICKLERS = ("megappo/checkpoint/metadata.py",)
 """It reads a pickle that may name nothing but descriptions of tensors."""
 LONGEST_FILE, LONGEST_FUNCTION = 500, 70
 EVERYTHING, CORE = 272_700, 226_450
-"""The most syntax nodes, counted by `ast.walk`, of all files, and of the core: all except lab/, commands/ and recipes/.
-CONTRIBUTING.md, "Size", has what a feature may cost."""
-BESIDE_THE_CORE = ("megappo/lab/", "megappo/commands/", "megappo/recipes/")
+"""The most syntax nodes, counted by `ast.walk`, of all files, and of the core: all except lab/, commands/, recipes/ and
+agents/. CONTRIBUTING.md, "Size", has what a feature may cost."""
+BESIDE_THE_CORE = ("megappo/lab/", "megappo/commands/", "megappo/recipes/", "megappo/agents/")
 EXPLAINS = re.compile(r"megappo\.(lab|commands)\b")
 
 
@@ -96,6 +96,7 @@ def allowed(package: str) -> frozenset[str]:
     if package in MIDDLE:
         return (MIDDLE - (APART if package in APART else frozenset())) | BOTTOM | {package}
     within = {
+        "agents": {"agents", "userland", "runtime"},
         "ppo": {"ppo", "moments"},
         "config": {"config", "errors", "table", "user_modules"},
         "architecture": {"architecture", "config", "errors", "table"},

@@ -11,7 +11,6 @@ from typing import Any
 
 from megappo.engines import sglang_patches
 from megappo.user_modules import share_all
-from megappo.userland.chat_form import ParsedTurn
 from megappo.userland.environment_host import called
 from megappo.userland.model_text import model_text
 from megappo.userland.user_code import BadFunction, JsonObject, load, named
@@ -153,8 +152,8 @@ class TurnParser:
         self._new_call_parser = calls and _call_parser(calls)
         self._new_reasoning_parser = reasoning and _reasoning_parser(reasoning)
 
-    def parse(self, text: str, tools: Sequence[Any]) -> ParsedTurn:
-        """Return a turn as a message. Its content is the whole text if nothing else would be in it.
+    def parse(self, text: str, tools: Sequence[Any]) -> tuple[str, str, list[tuple[str, JsonObject]]]:
+        """Return content, thoughts and calls of a turn. The content is the whole text if nothing else would be there.
 
         Args:
             tools: as `tools` returns them; without any, no calls are read.
@@ -167,8 +166,8 @@ class TurnParser:
             if tools and self._new_call_parser:
                 content, calls = _without_calls(content, self._new_call_parser(tools))
         except Exception:  # the parsers raise what they like
-            return ParsedTurn(text)
-        return ParsedTurn(content, reasoning, calls) if content.strip() or calls else ParsedTurn(text)
+            return text, "", []
+        return (content, reasoning, calls) if content.strip() or calls else (text, "", [])
 
     def _without_thoughts(self, text: str) -> tuple[str, str]:
         """Return thoughts, and the text after them. A template may have opened the thought in the prompt."""

@@ -18,7 +18,7 @@ from megappo.engines.restarts import EngineRestarts
 from megappo.observe.observer import NullObserver, Observer
 from megappo.placement.components import replayed_policy
 from megappo.placement.run_plan import RunPlan
-from megappo.rollouts.agents import AgentRunner
+from megappo.rollouts.agent_runner import AgentRunner
 from megappo.rollouts.datasets import Datasets
 from megappo.rollouts.episodes import EpisodeRunner
 from megappo.rollouts.responses import Prompts, Responses, warn_of_lost
@@ -27,7 +27,7 @@ from megappo.rollouts.sampler import RolloutSession, SharedPrompts, grouped, sto
 from megappo.runtime.heartbeat import heartbeat
 from megappo.runtime.interruption import INTERRUPTION, Interrupted
 from megappo.runtime.listening import run_store
-from megappo.userland.agents import AgentPool
+from megappo.userland.agent_sessions import AgentPool
 from megappo.userland.environments import TaskWorkers
 
 NO_WORKERS = TaskWorkers()

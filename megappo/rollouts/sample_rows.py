@@ -141,7 +141,7 @@ class Sample:
     @property
     def num_turns(self) -> int:
         """Turns of the policy in an episode."""
-        return max(chain.from_iterable(segment.turns for segment in self.segments))
+        return max(chain.from_iterable(segment.turns for segment in self.segments), default=0)
 
     @property
     def is_truncated(self) -> bool:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megappo.engines.client import EngineClient
 from megappo.engines.generations import EngineFault, Generation, SamplingParams
 from megappo.observe.metrics import Metric
-from megappo.rollouts.agents import AgentRunner
+from megappo.rollouts.agent_runner import AgentRunner
 from megappo.rollouts.episodes import EpisodeRunner
 from megappo.rollouts.sample_rows import Sample, response_sample
 from megappo.runtime.heartbeat import heartbeat

@@ -13,7 +13,7 @@ from typing import Any
 from megappo.config.eval_sets import Task
 from megappo.config.schema import Reward
 from megappo.config.sections import PLAYERS, Rollout
-from megappo.userland.agents import AgentPool, load_agent
+from megappo.userland.agent_sessions import AgentPool, load_agent
 from megappo.userland.episode_pool import EpisodePool, Player
 from megappo.userland.grades import MAX_NAME_CHARACTERS, fits_float32
 from megappo.userland.rewards import RewardPool

@@ -25,7 +25,7 @@ from megappo.userland.model_text import as_json
 from megappo.userland.user_code import BadFunction, JsonObject, describe, limit_memory
 
 HOSTS = {
-    "agents": "megappo.userland.agent_host:AgentHost",
+    "agents": "megappo.agents.agent_host:AgentHost",
     "environments": "megappo.userland.environment_host:EnvironmentHost",
     "rewards": "megappo.userland.signatures:RewardHost",
 }

@@ -11,6 +11,7 @@ from megappo.config.schema import Data
 from megappo.data.chat import Chat
 from megappo.engines.generations import Generation
 from megappo.rollouts.conversation import Turn, TurnTree
+from megappo.rollouts.sample_rows import Sample
 
 END = "<|end|>"
 PLAIN = (
@@ -139,6 +140,7 @@ def test_each_token_is_trained_once_after_the_prompt_that_the_engine_saw(templat
             assert segment.rewards[start : start + length] == [0.0] * (length - 1) + [float(number)]
     assert trained == dict.fromkeys(agents.seen, 1)
     assert len(segments) < len(trained), "turns were appended"
+    assert Sample(0, 0, segments, "done", {}).num_turns == max(agents.seen)
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ CASES = {
         "<|channel|>analysis<|message|>hm<|end|><|start|>assistant to=functions.calculator<|channel|>commentary json"
         "<|message|>%s",
         "<|channel|>final<|message|>answer",
-        "refused",
+        "yyny",
     ),
 }
 
@@ -74,6 +74,7 @@ def test_turns_are_appended_unless_the_template_drops_thoughts(name, parses, arg
 
     An environment has the turns as they were sampled; an agent replays them parsed, without thoughts. Each prompt is
     the rendering by transformers of the turns as sampled, or the tokens of the turn before with what follows it.
+    GPT-OSS's template refuses turns as sampled, so only an agent has more than one.
     """
     end_of_call, end_of_answer, call, answer, expected = CASES[name]
     tokenizer = byte_tokenizer(end_of_call, end_of_answer)
@@ -101,7 +102,7 @@ def test_turns_are_appended_unless_the_template_drops_thoughts(name, parses, arg
         opening = "<think>\n" if place.text.endswith("<think>\n") else ""
         messages += [message, new]
         sampled += [{"role": "assistant", "content": opening + text}, new]
-        if expected == "refused" and not parses:
+        if name == "gptoss" and not parses:
             with pytest.raises(ValueError, match="refuses the messages: .*containing <.channel.> tags"):
                 tree.place(messages, turns)
             return
@@ -110,7 +111,8 @@ def test_turns_are_appended_unless_the_template_drops_thoughts(name, parses, arg
         if place.parent is not None:
             assert place.tokens[: len(before.tokens) + len(tokens)] == before.tokens + tokens
             assert place.text.startswith(seen)
-        elif expected != "refused":
+        else:
             settings = {"tools": tools or None, "tokenize": False, "add_generation_prompt": True}
-            assert place.text == tokenizer.apply_chat_template(sampled, **settings)
-    assert found == ("nnnn" if expected == "refused" else expected)
+            shown = messages if name == "gptoss" else sampled
+            assert place.text == tokenizer.apply_chat_template(shown, **settings)
+    assert found == expected

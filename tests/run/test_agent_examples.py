@@ -54,14 +54,16 @@ if __name__ == "__main__":
 """
 
 
-def make_example(name: str, folder: Path) -> Path:
-    command = [sys.executable, REPOSITORY / "tools" / "make_example.py", name, "--output", folder / name]
-    subprocess.run(command, check=True, timeout=600)
-    return folder / name
+@pytest.fixture(scope="module")
+def example(tmp_path_factory) -> Path:
+    """Return a model that greedily calls the calculator, and its data."""
+    output = tmp_path_factory.mktemp("example") / "compaction"
+    command = [sys.executable, REPOSITORY / "tools" / "make_example.py", "compaction", "--output", output]
+    subprocess.run(command, check=True, timeout=900)
+    return output
 
 
-def test_four_forms_of_the_calculator_give_the_same_rows(folder: Path):
-    example = make_example("calculator", folder)
+def test_four_forms_of_the_calculator_give_the_same_rows(example: Path, folder: Path):
     (folder / "forms.py").write_text(CODE.format(configs=str(REPOSITORY / "configs")))
     record: dict[str, dict[str, torch.Tensor]] = {}
     for form, keys in FORMS.items():
@@ -84,8 +86,7 @@ def test_four_forms_of_the_calculator_give_the_same_rows(folder: Path):
             torch.testing.assert_close(values, record["tools"][name], rtol=0, atol=tolerance, msg=f"{form}: {name}")
 
 
-def test_a_compaction_is_learned(folder: Path):
-    example = make_example("compaction", folder)
+def test_a_compaction_is_learned(example: Path, folder: Path):
     settings = (f"model.path={example / 'model'}", f"trainer.output_dir={folder / 'run'}", "trainer.total_steps=12")
     data = (f"data.train_files={example / 'train.jsonl'}", f"data.val_files={example / 'val.jsonl'}")
     config = REPOSITORY / "configs" / "compaction.yaml"

@@ -175,7 +175,8 @@ def test_an_agent_and_an_environment_that_do_the_same_are_trained_on_the_same_ro
     for metrics in logged(folder / "agents")[1:]:
         assert 0 < metrics["rollout/log_prob_diff/max"] < 1e-4
         assert 4 < metrics["agent/requests"] <= 5 and 0 <= metrics["agent/new_segment_frac"] < 1
-        assert metrics["agent/superseded_frac"] == 0 and metrics["val/val/episode/turns"] > 4
+        assert metrics["agent/superseded_frac"] == 0
+    assert logged(folder / "agents")[-1]["val/val/episode/turns"] > 4
 
 
 @pytest.mark.slow

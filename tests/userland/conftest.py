@@ -97,7 +97,7 @@ class NoJson(Counts):
 
 class Rewrites(Counts):
     async def step(self, message):
-        return [{"replace": "anew"}, {"replace": [{"role": "user", "content": "a"}] * 2}][self.left % 2], 0.0, True
+        return [{"replace": "again"}, {"replace": [{"role": "user", "content": "a"}] * 2}][self.left % 2], 0.0, True
 
 
 class RewritesToNothing(Counts):
@@ -107,7 +107,7 @@ class RewritesToNothing(Counts):
 
 class RewritesAndMore(Counts):
     async def step(self, message):
-        return {"replace": "anew", "role": "user"}, 0.0, True
+        return {"replace": "again", "role": "user"}, 0.0, True
 
 
 class HalfACharacter(Counts):

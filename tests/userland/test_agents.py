@@ -9,11 +9,11 @@ from pathlib import Path
 
 import httpx
 import pytest
+from tests.support.agent_sessions import agents_of, played
 
 from megappo.userland import worker_process
-from megappo.userland.agents import AgentPool, Cancelled, Finished, Refusal, TurnRequest, TurnReward
+from megappo.userland.agent_sessions import AgentPool, Cancelled, Finished, Refusal, TurnRequest, TurnReward
 from megappo.userland.episode_pool import EnvironmentFault, EpisodeLost
-from tests.support.agent_sessions import agents_of, played
 
 AGENTS = Path(__file__).parent / "agents.py"
 CALLS = (
@@ -135,9 +135,9 @@ def test_of_equal_turns_the_one_that_follows_the_turn_before_is_meant(pool):
     assert requests_of(events)[-1].turns == [None, 1, None, 2, None]
 
 
-def test_a_prefill_and_its_turn_are_recognised_as_the_turn(pool):
-    events = play_well(pool, "prefills", scripted("am"))
-    assert [request.turns for request in requests_of(events)] == [[None, None], [None, 1, None], [None, 1, None]]
+def test_a_prefill_with_its_turn_is_recognised_as_the_turn(pool):
+    events = play_well(pool, "prefills", scripted("am", "so", "well"))
+    assert [request.turns for request in requests_of(events)] == [[None, None], [None, 1, None], [None, None, None]]
 
 
 def test_a_retry_after_a_timeout_leaves_one_turn(pool):

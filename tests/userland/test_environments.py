@@ -58,7 +58,7 @@ def test_an_observation_may_replace_the_conversation(environments):
         for number, count in ((2, 1), (3, 2)):
             [_, (observation, _)] = asyncio.run(episode(pool, number))
             assert isinstance(observation, Replacement)
-            assert observation == [{"role": "user", "content": "a" if count == 2 else "anew"}] * count
+            assert observation == [{"role": "user", "content": "a" if count == 2 else "again"}] * count
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@ import importlib.util
 import sys
 
 import pytest
-
-from megappo.userland.agents import TurnRequest
 from tests.support.agent_sessions import agents_of, played
+
+from megappo.userland.agent_sessions import TurnRequest
 
 ROW = {"prompt": [{"role": "user", "content": "43*68="}], "label": "2924"}
 needs_framework = pytest.mark.skipif(importlib.util.find_spec("agents") is None, reason="requirements-agents.txt")

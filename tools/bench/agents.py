@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from timed import Row, parser_of, report
 
-from megappo.userland.agents import AgentPool, Answer, AnsweredTurn, Finished, TurnRequest, load_agent
+from megappo.userland.agent_sessions import AgentPool, Answer, AnsweredTurn, Finished, TurnRequest, load_agent
 
 AGENT = Path(__file__).parent / "waiting_agent.py"
 MAX_SECONDS = 3e-3

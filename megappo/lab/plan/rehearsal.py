@@ -21,7 +21,7 @@ from megappo.data.record_dataset import RecordDataset
 from megappo.data.tokenizer import load_tokenizer, stop_token_ids
 from megappo.placement.components import shared_vocabulary
 from megappo.userland import user_code
-from megappo.userland.agents import AgentPool, Finished, TurnRequest
+from megappo.userland.agent_sessions import AgentPool, Finished, TurnRequest
 from megappo.userland.environments import EnvironmentPool, row_of, start_workers
 from megappo.userland.episode_pool import EnvironmentFault, EpisodeLost
 from megappo.userland.grades import Grade

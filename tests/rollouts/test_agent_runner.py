@@ -11,10 +11,10 @@ from transformers import PreTrainedTokenizerFast
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
 from megappo.engines.generations import Generation
-from megappo.rollouts.agents import AgentRunner
+from megappo.rollouts.agent_runner import AgentRunner
 from megappo.rollouts.responses import agent_metrics
 from megappo.rollouts.sample_rows import Sample
-from megappo.userland.agents import load_agent
+from megappo.userland.agent_sessions import load_agent
 from megappo.userland.episode_pool import EnvironmentFault
 from megappo.userland.signatures import PROMPTS
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from megappo.userland.chat_form import ApiError, AskedChat, CompletedChat, read_chat, sent_event
+from megappo.agents.chat_form import ApiError, AskedChat, CompletedChat, read_chat, sent_event
 from megappo.userland.user_code import JsonObject
 
 CHOICES = {"auto": "auto", "none": "none"}

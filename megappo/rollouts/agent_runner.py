@@ -19,7 +19,7 @@ from megappo.engines.generations import Generation
 from megappo.rollouts.conversation import Turn, TurnPlace, TurnTree
 from megappo.rollouts.episodes import MAX_RESETS, Generate
 from megappo.rollouts.sample_rows import AgentFacts, Ending, Sample
-from megappo.userland.agents import (
+from megappo.userland.agent_sessions import (
     AgentPool,
     AgentSession,
     Answer,

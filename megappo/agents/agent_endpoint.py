@@ -19,7 +19,7 @@ from typing import Any
 
 from aiohttp import web
 
-from megappo.userland.chat_form import (
+from megappo.agents.chat_form import (
     BAD_REQUEST,
     ApiError,
     AskedChat,
@@ -30,9 +30,9 @@ from megappo.userland.chat_form import (
     chat_error,
     strict_json,
 )
+from megappo.agents.messages_form import MessagesForm
+from megappo.agents.responses_form import ResponsesForm
 from megappo.userland.grades import fits_float32
-from megappo.userland.messages_form import MessagesForm
-from megappo.userland.responses_form import ResponsesForm
 from megappo.userland.user_code import JsonObject, named
 
 MAX_BODY_BYTES = 2**24
@@ -138,16 +138,15 @@ class EndpointSession:
 
     def record(self, pending: "PendingRequest", chat_id: str, turns: Mapping[int, ParsedTurn]) -> None:
         """Remember the turns of an answer, by number, by the messages as which their client will send them back: a turn
-        that continues a message of the client with or without that message."""
+        that continues a message of the client with that message."""
         parent = last_of(pending.turns)
         last = pending.asked.messages[-1]
-        beginnings = {"", last["content"]} if last["role"] == "assistant" else {""}
+        before = last["content"] if last["role"] == "assistant" else ""
         for number, turn in turns.items():
             calls = [{"function": {"name": name, "arguments": arguments}} for name, arguments in turn.calls]
-            for before in beginnings:
-                text = canonical({"content": before + turn.content, "tool_calls": calls})
-                pending.recorded.append((text, (number, parent)))
-                self._turns.setdefault(text, []).append((number, parent))
+            text = canonical({"content": before + turn.content, "tool_calls": calls})
+            pending.recorded.append((text, (number, parent)))
+            self._turns.setdefault(text, []).append((number, parent))
         pending.chat_id = chat_id
         self._turns_of[chat_id] = list(turns)
 
@@ -337,7 +336,7 @@ class AgentEndpoint:
         asked = pending.asked
         turns, choices = {}, []
         for turn in answer["turns"]:
-            parsed = self._parser.parse(turn["text"], tools) if self._parser else ParsedTurn(turn["text"])
+            parsed = ParsedTurn(*(self._parser.parse(turn["text"], tools) if self._parser else (turn["text"],)))
             calls = [("call_" + secrets.token_hex(12), name, json.dumps(given)) for name, given in parsed.calls]
             choices.append(ReplyChoice(parsed, calls, "tool_calls" if calls else turn["finish_reason"]))
             turns[turn["number"]] = parsed

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from types import SimpleNamespace
 
-from megappo.userland.agents import (
+from megappo.userland.agent_sessions import (
     AgentPool,
     AgentSession,
     Answer,

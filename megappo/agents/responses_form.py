@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from megappo.userland.chat_form import (
+from megappo.agents.chat_form import (
     BAD_REQUEST,
     ApiError,
     AskedChat,

@@ -11,8 +11,8 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from megappo.userland.agent_command import CommandLost, run_command
-from megappo.userland.agent_endpoint import AgentEndpoint, EndpointSession
+from megappo.agents.agent_command import CommandLost, run_command
+from megappo.agents.agent_endpoint import AgentEndpoint, EndpointSession
 from megappo.userland.environment_host import STACK_BYTES, called, cancel
 from megappo.userland.model_text import as_json
 from megappo.userland.signatures import InputSpec
