@@ -264,7 +264,7 @@ class Rollout(Section):
 
     @property
     def players(self) -> list[str]:
-        """Those of PLAYERS that are set: one in a valid config if responses are episodes, else none."""
+        """Names of the PLAYERS that are set: one in a valid config if responses are episodes, else none."""
         return [name for name in PLAYERS if getattr(self, name)]
 
     @property
