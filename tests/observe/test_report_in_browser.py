@@ -348,7 +348,9 @@ def test_episodes_are_turns_and_scores_without_a_verdict_have_no_ticks(browser, 
     tree.append({"turn": 0, "text": "given", "reward": 0.0, "begins": "branch", "follows": 1, "depth": 1})
     tree.append({"turn": 2, "text": "helped", "reward": 1.0, "depth": 1})
     rows = [kept(4, row, random.Random(row), score=row / 8) for row in range(8)]
-    rows.append(kept(4, 8, random.Random(8), score=0.1, turns=tree, prompt="of a tree"))
+    rows.append(kept(4, 8, random.Random(8), score=0.1, turns=tree, prompt="of a tree", texts=["main", "merged"]))
+    tree = [{"turn": 1, "text": "helped", "reward": 0.0}, *tree]  # the text of a branch's turn
+    rows.append(kept(4, 9, random.Random(9), score=0.2, turns=tree, prompt="given", texts=["helped"]))
     write_kept(run, 4, [kept(4, 0, random.Random(0), score=0.3, **episode), *rows])
     page, wrong = opened(browser, write_report(run))
     assert page.locator(".segments").count() == 0 and page.locator(".item .good, .item .bad").count() == 0
@@ -361,9 +363,7 @@ def test_episodes_are_turns_and_scores_without_a_verdict_have_no_ticks(browser, 
     ]
     assert detail.locator(".token.call").count() == 3
     assert detail.locator(".legend").inner_text().split("\n") == ["policy", "environment (not trained)", "tool call"]
-    branch = page.locator(".item", has_text="of a tree")
     page.locator("#search").fill("of a tree")
-    branch.click()
     detail.locator(".turn.begins summary").click()
     assert [text.split("\n") for text in detail.locator(".turn").all_inner_texts()] == [
         ["policy, turn 1", "main"],
@@ -374,6 +374,8 @@ def test_episodes_are_turns_and_scores_without_a_verdict_have_no_ticks(browser, 
     margins = detail.locator(".turn").evaluate_all("boxes => boxes.map((box) => box.style.marginLeft)")
     assert margins == ["", "", "1.5rem", "1.5rem"]
     assert "environment or agent" in detail.locator(".legend").inner_text()
+    page.locator("#search").fill("given")
+    assert detail.locator(".turn:has(.token)").all_inner_texts() == ["policy, turn 2 \u00b7 reward 1\nhelped"]
     page.locator("#search").fill("")
     page.locator("#responses label:has-text('Step') select").select_option("4")
     page.get_by_role("spinbutton", name="Lowest score").fill("0.4")

@@ -125,7 +125,10 @@ FAULTS = {
         {"return_drift"},
     ),
     "an agent whose turns do not follow each other": (
-        ("model.path={peaked}", "rollout.agent={folder}/agent.py:changes_its_history", "reward.function=null"),
+        (
+            *("model.path={peaked}", "rollout.agent={folder}/agent.py:changes_its_history", "reward.function=null"),
+            *("data.train_batch_size=8", "actor.ppo_mini_batch_size=8", "critic.ppo_mini_batch_size=8"),
+        ),
         {"new_segments"},
     ),
     "rewards that grow suddenly": ((f"{REWARD}:grows_suddenly",), {"gradient_norm"}),

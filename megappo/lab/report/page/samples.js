@@ -43,7 +43,9 @@ function turnsOf(sample) {
   const turns = (sample.turns ?? []).map((fields) => [fields.turn, fields.text, fields.reward, 0, 0, fields]);
   if (!turns.length || !sample.texts) return turns;
   const response = sample.texts.join("");
-  const begin = turns.findIndex((turn, i) => response && turns.slice(i).map(([, text]) => text).join("").startsWith(response.slice(0, 2000)));
+  const fits = (i) => response && turns.slice(i).map(([, text]) => text).join("").startsWith(response.slice(0, 2000));
+  const own = turns.findIndex(([, text, , , , { begins }], i) => begins && text === sample.prompt && fits(i + 1));
+  const begin = own < 0 ? turns.findIndex((turn, i) => fits(i)) : own + 1;
   let [at, missing] = [0, 0];
   for (const turn of begin < 0 ? [] : turns.slice(begin)) {
     turn[3] = at;
