@@ -114,6 +114,7 @@ HealthRule = Literal[
     "explained_variance",
     "gradient_norm",
     "value_loss",
+    "value_support",
     "value_range",
     "return_drift",
     "log_prob_diff",

@@ -84,6 +84,8 @@ CASES = [
     ("value_loss", {"critic/vf_loss": [5.0] * 5}, 5),
     ("value_loss", {"critic/vf_loss": [3.0, 1.0, 0.5, 0.2, 0.2, 0.2]}, None),
     ("value_loss", {"critic/vf_loss": [60.0, 30.0, 16.0, 9.0, 6.0, 4.0, 2.0]}, None),
+    ("value_support", {"critic/vf_outside": [0.0, 0.02, 0.1, 0.1]}, 4),
+    ("value_support", {"critic/vf_outside": [0.01] * 9}, None),
     ("explained_variance", {"critic/vf_explained_var": [-0.15 + 0.001 * step for step in range(20)]}, 20),
     ("explained_variance", {"critic/vf_explained_var": [-0.1] * 10 + [0.01] + [-0.1] * 15}, None),
     ("value_range", {"values/min": [0.1] * 6, "values/max": [2.5] * 6, **SHAPED}, 5),

@@ -104,6 +104,10 @@ FAULTS = {
         ("model.path={peaked}", "actor.entropy_coeff=1", "actor.optim.lr=2e-3"),
         {"entropy_explosion"},
     ),
+    "classes of values that do not reach the scores": (
+        (f"{REWARD}:far_from_zero", "critic.value_loss=two_hot", "critic.value_range=[0,1]"),
+        {"value_support"},
+    ),
     "a critic that diverges": (("critic.optim.lr=0.9",), {"explained_variance", "value_range"}),
     "a KL penalty that outweighs the scores": (
         ("algorithm.kl_ctrl.kl_coef=20", "actor.optim.lr=0.05"),

@@ -176,10 +176,20 @@ RULES: Table[Rule] = Table(
         "value_loss": Rule(
             ("critic/vf_loss", SPREAD),
             value_loss_large,
-            "the value loss of 5 steps is above 10 times the variance of the scores, and does not fall",
+            "the value loss of 5 steps is above 10 times the variance of the scores, and does not fall (the "
+            "cross-entropy of hl_gauss and two_hot is not checked)",
             "the value loss is {0:.0f} times the variance of the scores, which the critic should explain",
             "Lower critic.optim.lr, set reward.normalize=running, or set critic.warmup_steps",
             "docs/methods.md#values",
+            applies=lambda config: config.get("critic", {}).get("value_loss") not in ("hl_gauss", "two_hot"),
+        ),
+        "value_support": Rule(
+            ("critic/vf_outside",),
+            outside("critic/vf_outside", high=0.05),
+            "more than 5 % of the returns are outside of critic.value_range, whose classes cannot express them",
+            "{0:.0%} of the returns are outside of critic.value_range, and count as its nearest end",
+            "Set critic.value_range to reach from returns/min to returns/max",
+            "docs/critic.md#distributions-of-values",
         ),
         "value_range": Rule(
             ("values/max", "values/min", *SHAPED_RANGE),
