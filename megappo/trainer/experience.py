@@ -128,12 +128,14 @@ def _advantages(
 
     Rewards of an environment and of steps are a part of the scores. They stay on their own tokens, scaled like the
     scores; the remaining score (of the reward function, the length penalty) is on the last token. The KL penalty is a
-    part of the rewards, or subtracted after the baseline: see `Conventions.token_kl_gamma`.
+    part of the rewards, or subtracted after the baseline: see `Conventions.token_kl_gamma`. With turns as actions, the
+    advantage of each token has its own KL alone, and returns have none, as in AReaL.
     """
     kl = rows.fields.get("kl_penalty")
-    gamma = conventions(config).token_kl_gamma
+    by_turn = config.algorithm.gae_level == "turn"
+    gamma = 0.0 if by_turn else conventions(config).token_kl_gamma
     compares = config.algorithm.method.compares_responses
-    after_baseline = kl is not None and gamma is not None and compares
+    after_baseline = kl is not None and gamma is not None and (compares or by_turn)
     turn_rewards = rows.fields.get("turn_rewards")
     if turn_rewards is not None:
         turn_rewards = turn_rewards * config.reward.scale
