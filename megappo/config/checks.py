@@ -155,8 +155,13 @@ def _group_errors(config: Config) -> Errors:
             f"{estimator} subtracts greedy baselines, which reward.normalize {normalize} or "
             "algorithm.filter_groups.enable would hide: set them to none and false"
         )
-    if algorithm.gae_level == "turn" and not config.rollout.has_environment:
-        yield "algorithm.gae_level turn needs several turns: name a rollout.environment or rollout.tools, or set token"
+    by_turn = {
+        "algorithm.gae_level turn": (algorithm.gae_level == "turn", "token"),
+        f"actor.policy_loss {config.actor.policy_loss}": (config.actor.method.needs_turns, "clip"),
+    }
+    for key, (is_set, other) in by_turn.items():
+        if is_set and not config.rollout.has_environment:
+            yield f"{key} needs several turns: name a rollout.environment or rollout.tools, or set {other}"
 
 
 def _run_errors(config: Config) -> Errors:

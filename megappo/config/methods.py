@@ -61,11 +61,13 @@ class PolicyLoss(Method):
         selection: a function as `megappo.ppo.covariance.select_for_clip_cov` that selects tokens of the whole
             mini-batch for special treatment by the loss. It takes a forward pass of its own.
         needs_engine_log_probs: it is defined by the ratio to the log-probs that sampled (algorithm.old_log_probs).
+        needs_turns: it takes the turns of episodes.
     """
 
     loss_agg_mode: str | None = None
     selection: Function | None = None
     needs_engine_log_probs: bool = False
+    needs_turns: bool = False
 
     @property
     def select(self) -> Callable[..., Any] | None:
@@ -158,6 +160,7 @@ POLICY_LOSSES = Table(
     {
         "clip": PolicyLoss(f"{LOSSES}:clip", (*CLIP_RANGE, "clip_ratio_c")),
         "gspo": PolicyLoss(f"{LOSSES}:gspo", CLIP_RANGE, BY_SEQUENCE),
+        "clip_turn": PolicyLoss(f"{LOSSES}:clip_turn", CLIP_RANGE, needs_turns=True),
         "cispo": PolicyLoss(f"{LOSSES}:cispo", CLIP_RANGE),
         "sapo": PolicyLoss(f"{LOSSES}:sapo", ("tau_pos", "tau_neg"), BY_SEQUENCE),
         "gpg": PolicyLoss(f"{LOSSES}:gpg"),

@@ -120,7 +120,7 @@ class Actor(Trained):
             yield f"actor.kl_loss_unbiased true needs actor.kl_loss_type k1 or k3, found {self.kl_loss_type}: choose k3"
         name = "clip_ratio" if self.clip_ratio_low is None else "clip_ratio_low"
         low = getattr(self, name)
-        if self.policy_loss in ("clip", "gspo", "clip_cov") and low >= 1:
+        if self.policy_loss in ("clip", "gspo", "clip_turn", "clip_cov") and low >= 1:
             yield f"actor.{name} {low} must be below 1: lower it, as the ratio is clipped to 1 - {name}"
         if self.policy_loss == "clip_cov" and self.clip_cov_lb >= self.clip_cov_ub:
             yield f"actor.clip_cov_lb {self.clip_cov_lb} must be below actor.clip_cov_ub {self.clip_cov_ub}: lower it"

@@ -228,6 +228,8 @@ def _actor_fields(config: Config) -> tuple[str, ...]:
         fields.append("rollout_is_weights")
     if config.actor.positive_nll_coef:
         fields.append("scores")
+    if config.actor.method.needs_turns:
+        fields.append("turns")
     return (*fields, *(VALUE_FIELDS if config.algorithm.shared_backbone else ()))
 
 

@@ -37,7 +37,7 @@ def policy_loss(
         advantages, response_mask: [B, R].
         config: the actor section.
         selected: [B, R] bool, the tokens that the loss treats separately; None = selected from this call's tokens.
-        options: rollout_is_weights [B, R], normaliser, conventions and loss_weights [B], all optional: see
+        options: rollout_is_weights and turns [B, R], normaliser, conventions and loss_weights [B], all optional: see
             `PolicyInputs`.
 
     Returns:

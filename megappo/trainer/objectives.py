@@ -92,6 +92,7 @@ class ActorLoss:
             mask,
             actor,
             rollout_is_weights=fields.get("rollout_is_weights"),
+            turns=fields.get("turns"),
             selected=fields[SELECTED].bool() if SELECTED in fields else None,
             **shared,
         )
