@@ -115,6 +115,7 @@ HealthRule = Literal[
     "gradient_norm",
     "value_loss",
     "value_support",
+    "accuracy",
     "value_range",
     "return_drift",
     "log_prob_diff",

@@ -140,8 +140,8 @@ def test_a_fault_is_found_within_ten_steps(config, folder, fault):
 
 
 def test_the_faults_show_all_rules():
-    on_gpus = {"expert_load"}  # by the plan of a GPU's memory
-    assert STOPPED.union(*(rules for _, rules in FAULTS.values())) == RULES.keys() - on_gpus
+    others = {"expert_load", "accuracy"}  # by the plan of a GPU's memory; in runs on pairs
+    assert STOPPED.union(*(rules for _, rules in FAULTS.values())) == RULES.keys() - others
 
 
 @pytest.mark.slow  # the rules' conditions and the agreement of the ranks have fast tests

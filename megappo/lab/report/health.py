@@ -23,6 +23,7 @@ from megappo.lab.report.health_conditions import (
     groups_equal,
     grown,
     outside,
+    pairs_unlearned,
     value_loss_large,
     values_useless,
 )
@@ -190,6 +191,16 @@ RULES: Table[Rule] = Table(
             "{0:.0%} of the returns are outside of critic.value_range, and count as its nearest end",
             "Set critic.value_range to reach from returns/min to returns/max",
             "docs/critic.md#distributions-of-values",
+        ),
+        "accuracy": Rule(
+            ("reward_model/accuracy", "reward_model/bt_loss"),
+            pairs_unlearned,
+            "a reward model orders less than 55 % of the pairs of 20 steps as they are labelled (chance: 50 %), and "
+            "its loss has not fallen below its first value",
+            "the reward model orders {0:.1%} of the pairs of 20 steps right, hardly more than chance, with a loss of "
+            "{1:.3g}",
+            "Lower optim.lr of the reward model; check which response of a pair is the chosen one",
+            "docs/reward_models.md#metrics",
         ),
         "value_range": Rule(
             ("values/max", "values/min", *SHAPED_RANGE),
