@@ -34,7 +34,7 @@ def return_bounds(config: Config) -> Bounds | str:
     unknown = [name for name in reward.weights if name not in SCORE_BOUNDS]
     open_keys = {
         "algorithm.use_kl_in_reward true": config.penalizes_kl,
-        "an environment": config.rollout.has_environment,
+        "an environment or agent": config.rollout.has_episodes,
         f"reward.normalize {reward.normalize}": reward.normalize != "none",
         f"reward.length_penalty {reward.length_penalty}": reward.length_penalty != "none",
         "a reward model": config.has_reward_model and reward.clip is None,
