@@ -18,7 +18,7 @@ from megappo.batch.row_metrics import ROW_METRICS
 from megappo.commands.cli import COMMANDS as OF_MEGAPPO
 from megappo.config.describe import keys
 from megappo.config.loading import load_config
-from megappo.config.methods import ESTIMATORS, LENGTH_PENALTIES, POLICY_LOSSES, TRANSPORTS
+from megappo.config.methods import ESTIMATORS, LENGTH_PENALTIES, POLICY_LOSSES, TRANSPORTS, VALUE_LOSSES
 from megappo.config.schema import Actor, Algorithm, Config, Critic
 from megappo.config.values import Aggregation, KLKind, Rejection
 from megappo.lab.report.health import RULES
@@ -29,6 +29,7 @@ from megappo.placement.run_plan import plan_run
 from megappo.ppo.conventions import PRESETS
 from megappo.ppo.corrections import rollout_is_weights
 from megappo.ppo.losses import entropy_loss, kl_loss, value_loss
+from megappo.ppo.value_losses import ERRORS, ValueInputs, token_errors
 from megappo.userland.spec import BUILTIN
 
 OF_EVERY_PAGE = pytest.mark.parametrize("page", PAGES)
@@ -87,6 +88,8 @@ def metric_names() -> set[str]:
     for name in POLICY_LOSSES:
         actor |= policy_loss(ones, ones, ones, ones, Actor(policy_loss=name, opsm_delta=1))[1].keys()
     critic = {"vf_loss", *value_loss(ones, ones, ones, ones, Critic())[1]}
+    distribution = ValueInputs(torch.ones(1, 2), torch.ones(1), torch.tensor([0.0, 1.0]))
+    critic |= token_errors(distribution, Critic(value_loss="hl_gauss")).keys() - {ERRORS}
     corrections = rollout_is_weights(ones, ones, ones, Algorithm().rollout_correction)[1]
     written = {f"actor/{name}" for name in actor} | {f"critic/{name}" for name in critic} | corrections.keys()
     return written | ROW_METRICS.keys() | set(literal_metrics())
@@ -151,6 +154,7 @@ def undescribed(page: str, names: set[str]) -> list[str]:
         ("docs/methods.md", {*literals(KLKind), *literals(Aggregation), *literals(Rejection)}),
         ("docs/methods.md", {f"algorithm.{key}" for method in ESTIMATORS.values() for key in method.reads}),
         ("docs/methods.md", {f"actor.{key}" for method in POLICY_LOSSES.values() for key in method.reads}),
+        ("docs/critic.md", {*VALUE_LOSSES, *(f"critic.{key}" for loss in VALUE_LOSSES.values() for key in loss.reads)}),
         ("docs/placement.md", {"auto", *TRANSPORTS}),
         ("docs/rewards.md", set(BUILTIN)),
         ("docs/configuration.md", set(Config.model_fields) - {"ref"}),

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import field, replace
+from dataclasses import asdict, field, replace
 from itertools import product
 from math import log, sqrt
 from pathlib import Path
@@ -20,10 +20,13 @@ from megappo.architecture.families import (
     HeadKind,
     RawValues,
 )
+from megappo.config.methods import ValueSupport
 from megappo.config.model_sections import Lora
 from megappo.config.values import ParameterGroup
 
 _LABELS = ("id2label", "label2id")
+SUPPORT_KEY = "value_support"
+"""Key of config.json: a ValueSupport of the folder's value head."""
 CHECKED = ConfigDict(strict=True, allow_inf_nan=False)
 """Values are of the declared types, or a pydantic.ValidationError names the other values."""
 Size = Annotated[int, Field(ge=1, le=2**31 - 1)]
@@ -238,6 +241,8 @@ class Architecture:
         num_further_layers: layers after the last one, which predict further tokens and are not loaded.
         head: what reads the last hidden states.
         value_bias: a value head has a bias.
+        support: meaning of a value head's outputs; None = one, the value.
+        stored_support: the same for the folder's own value head, which a run has written.
         scores_rows: a value head scores a whole row, at its last token: it is exported as *ForSequenceClassification.
         lora: the adapters beside the matrices, which are trained instead of these.
         frozen: groups of parameters that are not trained.
@@ -275,6 +280,8 @@ class Architecture:
     raw_config: RawValues = field(repr=False)
     head: HeadKind = "policy"
     value_bias: bool = False
+    support: ValueSupport | None = None
+    stored_support: ValueSupport | None = None
     scores_rows: bool = False
     lora: Lora | None = None
     frozen: tuple[ParameterGroup, ...] = ()
@@ -302,6 +309,11 @@ class Architecture:
     def num_labels(self) -> int:
         """Numbers per token of a reward model's head, by config.json; it does not list transformers' default of 2."""
         return len(self.raw_config.get("id2label") or ()) or self.raw_config.get("num_labels") or 2
+
+    @property
+    def num_values(self) -> int:
+        """Outputs of a value head."""
+        return self.support.size if self.support else 1
 
     @property
     def pad_token(self) -> int | None:
@@ -393,10 +405,11 @@ class Architecture:
         return layer is not None and 0 <= int(layer[1]) - self.num_layers < self.num_further_layers
 
     def hf_config(self) -> dict[str, Any]:
-        """Return config.json of the exported model: with a value head, transformers gives one number per token."""
-        dropped = ("quantization_config", *(() if self.head == "policy" else _LABELS))
+        """Return config.json of the exported model: with a value head, transformers gives its outputs per token."""
+        dropped = ("quantization_config", SUPPORT_KEY, *(() if self.head == "policy" else _LABELS))
         kept = {key: value for key, value in self.raw_config.items() if key not in dropped}
         if self.head == "policy":
             return {**kept, "architectures": [self.name]}
         ending = REWARD_MODELS[1 if self.scores_rows else 0]
-        return {**kept, "architectures": [self.name.removesuffix(LANGUAGE_MODEL) + ending], "num_labels": 1}
+        kept |= {"architectures": [self.name.removesuffix(LANGUAGE_MODEL) + ending], "num_labels": self.num_values}
+        return kept | ({SUPPORT_KEY: asdict(self.support)} if self.support else {})

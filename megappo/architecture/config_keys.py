@@ -63,7 +63,7 @@ WITHOUT_EFFECT = re.compile(
     |output_router_logits |output_scores |padding_side |prefix |pretraining_tp |problem_type |pruned_heads
     |remove_invalid_values |return_dict |return_dict_in_generate |summary_type |task_specific_params |temperature
     |tie_encoder_decoder |tie_last_hidden_states |tokenizer_class |top_k |top_p |torch_dtype |torchscript
-    |transformers\.js_config |typical_p |use_bfloat16 |vocab_padded
+    |transformers\.js_config |typical_p |use_bfloat16 |value_support |vocab_padded
     )$"""
 )
 """Keys of config.json without effect on what a model computes; a family has further ones (`Family.ignores`)."""

@@ -25,6 +25,8 @@ FLOATS = {DTYPES[name].safetensors for name in ("fp64", "fp32", "bf16", "fp16")}
 GIT_LFS = b"version https://git-lfs"
 SHAPES = Path(__file__).parent / "shapes"
 """Folders with the config.json of published models: for estimates without a download."""
+HEAD_MODULES = ("score", "classifier", "v_head", "v_head.summary")
+"""Names in reward models of the layer that reads the last hidden states; the last is TRL's value head."""
 UNQUANTIZED = "choose the model's weights in bf16 or fp16, or convert these"
 """Remedy for quantised weights."""
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -254,6 +256,20 @@ def tensor_files(folder: Path, single: str = SINGLE, *, floats_only: bool = Fals
         if path.name != single:
             _add(dict(file_of), path, floats_only)
     return file_of
+
+
+def num_head_outputs(folder: Path) -> int:
+    """Return the outputs of a folder's value head, from its file's header; 0 if it has none.
+
+    Raises:
+        TextFileError: as `tensor_files`.
+    """
+    weights = {f"{module}.weight" for module in HEAD_MODULES}
+    for name, file in tensor_files(folder).items():
+        if name in weights:
+            with safe_open(folder / file, framework="np") as tensors:
+                return tensors.get_slice(name).get_shape()[0]
+    return 0
 
 
 def check_tensors(folder: Path) -> None:

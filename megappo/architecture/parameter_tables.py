@@ -14,10 +14,10 @@ OUTPUT = """
 output_layer.weight <- {tensor} (vocab/tp hidden)
 """
 VALUE_OUTPUT = """
-{module}.weight <- score.weight (one hidden)
+{module}.weight <- score.weight (values hidden)
 """
 VALUE_OUTPUT_BIAS = """
-{module}.bias <- score.bias (one)
+{module}.bias <- score.bias (values)
 """
 NORMS = """
 input_layernorm.weight | self_attention.linear_qkv.layer_norm_weight <- {0}.weight (hidden)

@@ -368,7 +368,12 @@ def _sizes(architecture: Architecture, own: Heads) -> dict[str, int]:
     heads = architecture.num_heads
     kv_heads = own.kv_heads
     head = own.size
-    sizes = {"one": 1, "hidden": architecture.hidden_size, "vocab": architecture.vocab_size}
+    sizes = {
+        "one": 1,
+        "values": architecture.num_values,
+        "hidden": architecture.hidden_size,
+        "vocab": architecture.vocab_size,
+    }
     sizes |= {"ffn": architecture.ffn_size, "rank": lora.rank if lora else 0}
     sizes |= {
         "head": head,

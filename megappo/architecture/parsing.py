@@ -5,10 +5,11 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from megappo.architecture.architecture import (
+    SUPPORT_KEY,
     Architecture,
     Experts,
     LatentAttention,
@@ -38,6 +39,7 @@ from megappo.architecture.layer_kinds import irregular_layers, layers_of, unrota
 from megappo.architecture.model_folder import CONFIG_FILE, first_architecture, other_kind, read_json_file
 from megappo.architecture.rope import read_rope, rope_section, split_rope, unsupported_rope
 from megappo.config.config_error import ConfigError, shorten
+from megappo.config.methods import ValueSupport
 from megappo.config.text_files import TextFileError
 
 SIZES = {
@@ -148,6 +150,7 @@ def parse(raw: RawValues, file: Path, head: HeadKind = "policy") -> Architecture
         num_further_layers=values.get("num_nextn_predict_layers") or values.get("num_mtp_layers") or 0,
         raw_config=raw,
         head=head,
+        stored_support=TypeAdapter(ValueSupport | None).validate_python(raw.get(SUPPORT_KEY)),
     )
     conflicts += _contradictions(architecture)
     errors = [f"{file}: {conflict}: correct it, or download it again" for conflict in conflicts]

@@ -34,6 +34,7 @@ class PackedBatch:
         last_row_index: [n] int64 into b: the rows of these last tokens.
         token_rows: [T] int64: 1 + the row of each token held here, 0 for padding.
         expert_choices: [T, K] uint8, of the tokens held here, as in the rows, 0 for padding; None if they have none.
+        returns: [N], targets of the values at `predictor_index`; None if the rows have none.
     """
 
     rows: Rows
@@ -48,6 +49,7 @@ class PackedBatch:
     last_row_index: Tensor
     token_rows: Tensor
     expert_choices: Tensor | None = None
+    returns: Tensor | None = None
 
     def responses(self, flat: Tensor) -> Tensor:
         """Return values at `predictor_index`, [N], as [b, R]; 0 at mask 0 and at other ranks' tokens."""
@@ -122,6 +124,8 @@ def pack(
     if (choices := rows.fields.get("expert_choices")) is not None:
         whole = choices.new_zeros(len(tokens), choices.shape[1]).index_copy(0, places, choices)
         tensors["expert_choices"] = whole[held]
+    if (returns := rows.fields.get("returns")) is not None:
+        tensors["returns"] = returns[is_written][is_held]
     on_device = {name: copied(tensor, device, is_pinned) for name, tensor in tensors.items()}
     return PackedBatch(rows=rows, lengths=lengths.tolist(), **on_device)
 

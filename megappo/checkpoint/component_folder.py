@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import apply_factories
 from megatron.core.dist_checkpointing.validation import StrictHandling
@@ -11,10 +12,11 @@ from megatron.core.dist_checkpointing.validation import StrictHandling
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.families import HeadKind
 from megappo.architecture.parameters import OUTPUT_LAYER, SECOND_HEAD, is_adapter, padded_vocab_size
-from megappo.checkpoint.folders import CheckpointError
+from megappo.checkpoint.folders import CheckpointError, stored_support
 from megappo.checkpoint.metadata import EMBEDDING, EXTRA_STATE, ComponentInfo
 from megappo.checkpoint.sharded import load_sharded
 from megappo.config.config_error import listed
+from megappo.config.methods import in_words
 from megappo.models.gpt import ModelChunks
 from megappo.models.sharding import sharded_chunks
 from megappo.placement.groups import ComponentGroups
@@ -35,7 +37,11 @@ def head_of(info: ComponentInfo) -> HeadKind:
     if f"{SECOND_HEAD}.weight" in info.tensors:
         return "policy_value"
     output_layer = info.tensors.get(f"{OUTPUT_LAYER}.weight")
-    return "value" if output_layer is not None and output_layer.shape[0] == 1 else "policy"
+    if output_layer is None:
+        return "policy"
+    embedding = info.tensors.get(EMBEDDING)  # a critic's checkpoint beside adapters has none
+    has_vocabulary = embedding is not None and embedding.shape[0] == output_layer.shape[0]
+    return "policy" if has_vocabulary else "value"
 
 
 def has_value_bias(info: ComponentInfo) -> bool:
@@ -51,14 +57,20 @@ def load_initial(
     architecture: Architecture,
     seed: int,
 ) -> None:
-    """Fill a new model as `load_model` does. A value head that the folder lacks is drawn from `seed`.
+    """Fill a new model as `load_model` does. A value head that the folder lacks, or that has other outputs, is drawn
+    from `seed`.
 
     Raises:
-        CheckpointError: as `load_model`; the folder's model has another value head; or values are not finite.
+        CheckpointError: as `load_model`; the folder's model has another kind of head; or values are not finite.
     """
     drawn = ""
+    own_head = {"value": OUTPUT_LAYER, "policy_value": SECOND_HEAD}.get(architecture.head, "")
     if head_of(info) == "policy":
-        drawn = {"value": OUTPUT_LAYER, "policy_value": SECOND_HEAD}.get(architecture.head, "")
+        drawn = own_head
+    elif head_of(info) == architecture.head and stored_support(folder) != architecture.support:
+        drawn = own_head
+        if dist.get_rank() == groups.layout.ranks[0]:
+            print(f"{folder}: a new value head, {in_words(architecture.support)}, as its own has others", flush=True)
     elif head_of(info) != architecture.head:
         raise CheckpointError(
             f"{folder} holds a {head_of(info)} model, but a {architecture.head} model is trained: name a language model"

@@ -9,7 +9,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
+from megappo.architecture.model_folder import CONFIG_FILE
+from megappo.architecture.parsing import read_architecture
 from megappo.config.config_error import ConfigError, listed
+from megappo.config.methods import ValueSupport
 from megappo.config.text_files import TextFileError, read_record, read_text
 from megappo.errors import ActionableError
 
@@ -36,6 +39,7 @@ class SavedState(BaseModel, strict=True, allow_inf_nan=False):
     reward_moments: dict[Literal["count", "mean", "squares"], float] = {}
     models: dict[str, str] = {}
     optimizer_steps: dict[str, Annotated[tuple[int, int], Field(strict=False)]] = {}
+    value_supports: dict[str, dict[Literal["size", "centers"], int | list[float]]] = {}
 
 
 class CheckpointError(ActionableError, RuntimeError):
@@ -137,6 +141,23 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     if state["step"] != step:
         raise CheckpointError(f"{checkpoint / STATE} is of step {state['step']}, not {step}; use another checkpoint")
     return state
+
+
+def stored_support(component: Path, otherwise: ValueSupport | None = None) -> ValueSupport | None:
+    """Return the meaning of the outputs of a component's value head; None for one output.
+
+    Args:
+        component: a component's folder in a checkpoint, or a converted model.
+        otherwise: returned if no file of the checkpoint, or of the model, records it.
+    Raises:
+        CheckpointError, ConfigError: state.json, or config.json, is damaged.
+    """
+    if (component / CONFIG_FILE).is_file():
+        return read_architecture(component, head="value").stored_support
+    if not (component.parent / STATE).is_file():
+        return otherwise
+    stored = read_state(component.parent).get("value_supports", {}).get(component.name)
+    return stored and ValueSupport(stored["size"], tuple(stored["centers"]))
 
 
 def no_folder(folder: Path) -> str:

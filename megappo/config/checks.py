@@ -68,6 +68,14 @@ def config_warnings(config: Config) -> Iterator[str]:
             f"rollout.sync.probe_tolerance {tolerance} is unusual: in bf16 engine and trainer differ by about 0.01 to "
             "0.05 on average, so that the run may stop at its first probe; 1e-3 is for model.dtype fp32"
         )
+    algorithm = config.algorithm
+    compares = algorithm.rollout_correction.is_on or algorithm.old_log_probs == "engine"
+    if config.rollout.top_p < 1 and compares:
+        yield (
+            f"rollout.top_p {config.rollout.top_p} is unusual with the engine's log-probs "
+            "(algorithm.rollout_correction, algorithm.old_log_probs engine): they are of the whole distribution, but "
+            "tokens are drawn from a part of it, so that ratios of trainer and engine are off; set it to 1"
+        )
     if config.actor.use_kl_loss and config.algorithm.use_kl_in_reward:
         yield (
             "actor.use_kl_loss true is unusual: the KL to the reference is in the rewards already; set "
@@ -155,11 +163,14 @@ def _group_errors(config: Config) -> Errors:
             f"{estimator} subtracts greedy baselines, which reward.normalize {normalize} or "
             "algorithm.filter_groups.enable would hide: set them to none and false"
         )
-    if algorithm.gae_level == "turn" and not config.rollout.has_episodes:
-        yield (
-            "algorithm.gae_level turn needs several turns: name a rollout.environment, rollout.tools or a "
-            "rollout.agent, or set token"
-        )
+    by_turn = {
+        "algorithm.gae_level turn": (algorithm.gae_level == "turn", "token"),
+        f"actor.policy_loss {config.actor.policy_loss}": (config.actor.method.needs_turns, "clip"),
+    }
+    for key, (is_set, other) in by_turn.items():
+        if is_set and not config.rollout.has_episodes:
+            named = "a rollout.environment, rollout.tools or a rollout.agent"
+            yield f"{key} needs several turns: name {named}, or set {other}"
 
 
 def _run_errors(config: Config) -> Errors:

@@ -7,7 +7,7 @@ functions of this package are named here, and imported when they are called.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from megappo.table import Function, Table, resolved
 
@@ -61,21 +61,59 @@ class PolicyLoss(Method):
         selection: a function as `megappo.ppo.covariance.select_for_clip_cov` that selects tokens of the whole
             mini-batch for special treatment by the loss. It takes a forward pass of its own.
         needs_engine_log_probs: it is defined by the ratio to the log-probs that sampled (algorithm.old_log_probs).
+        needs_turns: it takes the turns of episodes.
     """
 
     loss_agg_mode: str | None = None
     selection: Function | None = None
     needs_engine_log_probs: bool = False
+    needs_turns: bool = False
 
     @property
     def select(self) -> Callable[..., Any] | None:
         return None if self.selection is None else resolved(self.selection)
 
 
+@dataclass(frozen=True)
+class ValueLoss(Method):
+    """A critic.value_loss. Its function takes `megappo.ppo.value_losses.ValueInputs` and the critic section.
+
+    Attributes:
+        outputs: meaning of the value head's outputs: the value; logits of critic.value_bins classes, whose centers are
+            spaced evenly over critic.value_range; or critic.value_bins quantiles.
+    """
+
+    outputs: Literal["value", "classes", "quantiles"] = "value"
+
+
+@dataclass(frozen=True)
+class ValueSupport:
+    """Meaning of the several outputs of a value head.
+
+    Attributes:
+        size: number of outputs.
+        centers: values of the classes whose logits the outputs are; () for quantiles.
+    """
+
+    size: int
+    centers: tuple[float, ...] = ()
+
+    def __str__(self) -> str:
+        if not self.centers:
+            return f"{self.size} quantiles"
+        return f"{self.size} classes from {self.centers[0]:g} to {self.centers[-1]:g}"
+
+
+def in_words(support: ValueSupport | None) -> str:
+    """Return the meaning of a value head's outputs; None stands for one output."""
+    return "with one output" if support is None else f"of {support}"
+
+
 ADVANTAGES = "megappo.ppo.advantages"
 ESTIMATES = "megappo.ppo.estimators"
 LOSSES = "megappo.ppo.policy_losses"
 COVARIANCE = "megappo.ppo.covariance"
+VALUES = "megappo.ppo.value_losses"
 
 ESTIMATORS = Table(
     "advantage estimator",
@@ -122,6 +160,7 @@ POLICY_LOSSES = Table(
     {
         "clip": PolicyLoss(f"{LOSSES}:clip", (*CLIP_RANGE, "clip_ratio_c")),
         "gspo": PolicyLoss(f"{LOSSES}:gspo", CLIP_RANGE, BY_SEQUENCE),
+        "clip_turn": PolicyLoss(f"{LOSSES}:clip_turn", CLIP_RANGE, needs_turns=True),
         "cispo": PolicyLoss(f"{LOSSES}:cispo", CLIP_RANGE),
         "sapo": PolicyLoss(f"{LOSSES}:sapo", ("tau_pos", "tau_neg"), BY_SEQUENCE),
         "gpg": PolicyLoss(f"{LOSSES}:gpg"),
@@ -141,6 +180,19 @@ POLICY_LOSSES = Table(
     },
 )
 """Losses by actor.policy_loss."""
+
+BINS = ("value_bins", "value_range")
+VALUE_LOSSES = Table(
+    "value loss",
+    {
+        "mse": ValueLoss(f"{VALUES}:mse", ("value_clip",)),
+        "huber": ValueLoss(f"{VALUES}:huber", ("value_clip", "huber_delta")),
+        "hl_gauss": ValueLoss(f"{VALUES}:hl_gauss", (*BINS, "hl_gauss_width"), "classes"),
+        "two_hot": ValueLoss(f"{VALUES}:two_hot", BINS, "classes"),
+        "quantile": ValueLoss(f"{VALUES}:quantile", ("value_bins", "huber_delta"), "quantiles"),
+    },
+)
+"""Losses by critic.value_loss."""
 
 GPU_BUCKET_BYTES, CPU_BUCKET_BYTES = 2 * 2**30, 128 * 2**20
 """rollout.sync.bucket_bytes where it is null."""

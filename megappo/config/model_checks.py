@@ -3,6 +3,7 @@
 from megappo.config.config_error import Errors, show
 from megappo.config.methods import TRANSPORTS
 from megappo.config.schema import Config
+from megappo.config.value_support import value_range_errors
 
 
 def model_errors(config: Config) -> Errors:
@@ -10,6 +11,7 @@ def model_errors(config: Config) -> Errors:
     yield from _old_log_probs_errors(config)
     yield from _kl_errors(config)
     yield from _critic_errors(config)
+    yield from value_range_errors(config)
     yield from _adapter_errors(config)
 
 

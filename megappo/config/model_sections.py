@@ -71,7 +71,7 @@ class Lora(Section):
 
 
 class Router(Section):
-    aux_loss_coef: NonNegativeFloat = key(0.0, "weight of the load-balancing loss over the tokens of each micro-batch (Megatron's aux_loss), such as 0.001; it depends on how rows are packed; 0 = none")
+    aux_loss_coef: NonNegativeFloat = key(0.0, "weight of the load-balancing loss over the tokens of each micro-batch (Megatron's aux_loss), such as 0.001; it depends on how rows are packed; balanced routers have a loss of 1, where transformers' load_balancing_loss_func gives top_k; 0 = none")
     seq_aux_loss_coef: NonNegativeFloat = key(0.0, "weight of the load-balancing loss over the tokens of each row (Megatron's seq_aux_loss), such as 0.0001; no layout changes it; 0 = none")
     bias_update_rate: NonNegativeFloat = key(0.0, "routers with biases for the choice of experts (DeepSeek-V3, GLM-4-MoE, MiniMax): after each optimizer step add this to the bias of each expert with fewer tokens than the mean, and subtract it from the bias of each expert with more, such as 0.001; 0 = leave them")
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Self
 from pydantic import Field, PrivateAttr, StrictBool, model_validator
 
 from megappo.config.config_error import ConfigError, Errors, printable
-from megappo.config.methods import POLICY_LOSSES, PolicyLoss
+from megappo.config.methods import POLICY_LOSSES, VALUE_LOSSES, PolicyLoss, ValueLoss
 from megappo.config.model_sections import Lora, Ref, RewardModel, Trained
 from megappo.config.recipes import OF_PPO, RECIPES, Recipe
 from megappo.config.sections import (
@@ -49,7 +49,10 @@ HAS_CRITIC = ReadIf(
     lambda config: config.has_critic,
     "this run builds no critic",
     others=("algorithm.shared_backbone",),
-    always=("value_clip", "huber_delta", "loss_agg_mode"),
+    always=(
+        *("value_loss", "value_bins", "value_range", "hl_gauss_width"),
+        *("value_clip", "huber_delta", "loss_agg_mode"),
+    ),
 )
 HAS_REFERENCE = ReadIf(
     "algorithm.use_kl_in_reward",
@@ -117,7 +120,7 @@ class Actor(Trained):
             yield f"actor.kl_loss_unbiased true needs actor.kl_loss_type k1 or k3, found {self.kl_loss_type}: choose k3"
         name = "clip_ratio" if self.clip_ratio_low is None else "clip_ratio_low"
         low = getattr(self, name)
-        if self.policy_loss in ("clip", "gspo", "clip_cov") and low >= 1:
+        if self.policy_loss in ("clip", "gspo", "clip_turn", "clip_cov") and low >= 1:
             yield f"actor.{name} {low} must be below 1: lower it, as the ratio is clipped to 1 - {name}"
         if self.policy_loss == "clip_cov" and self.clip_cov_lb >= self.clip_cov_ub:
             yield f"actor.clip_cov_lb {self.clip_cov_lb} must be below actor.clip_cov_ub {self.clip_cov_ub}: lower it"
@@ -129,20 +132,42 @@ class Gate(Section):
 
 
 class Critic(Trained):
-    model_path: ModelPath | None = key(None, "Hugging Face folder, or id on the hub, of a language or reward model that the critic starts from; null = model.path")
+    method_key = "value_loss"
+    methods = VALUE_LOSSES
+
+    model_path: ModelPath | None = key(None, "Hugging Face folder, or id on the hub, of a language model, a reward model or a critic that the critic starts from; a head with other outputs than critic.value_loss gives is replaced by a new one; null = model.path")
     dist_checkpointing_path: FilePath | None = key(None, "folder of the critic's initial weights, as model.dist_checkpointing_path; a language model in it gets a new value head; null = the weights of critic.model_path, or of the actor")
-    value_clip: PositiveFloat | None = key(0.5, "clip new values to old values +- this in the value loss; null = off")
-    huber_delta: PositiveFloat | None = key(None, "Huber value loss: linear beyond this error; null = squared error")
+    value_loss: Annotated[str, OneOf(VALUE_LOSSES)] = key("mse", "error of values to returns. mse and huber train one number per token; hl_gauss and two_hot a distribution over classes, whose mean is the value; quantile quantiles. Unset, huber_delta alone chooses huber")
+    value_clip: PositiveFloat | None = key(0.5, "mse, huber: clip new values to old values +- this in the value loss; null = off")
+    huber_delta: PositiveFloat | None = key(None, "huber, quantile: the loss is linear beyond this error; null = 1")
+    value_bins: Annotated[int, Field(ge=2, le=2**16), NUMBER] = key(101, "hl_gauss, two_hot: classes; quantile: quantiles")
+    value_range: tuple[Float, Float] | None = key(None, "hl_gauss, two_hot: values of the first and the last class, between which the others are spaced evenly; returns beyond count as these. null = the bounds of the shaped scores, if the run knows them and has no KL in the rewards")
+    hl_gauss_width: PositiveFloat = key(0.75, "hl_gauss: standard deviation of the Gaussian around a return, in distances between classes")
     warmup_steps: NonNegative = key(0, "first PPO steps, in which only the critic trains", read_if=TRAINS_ACTOR)
     gate: Gate | None = key(None, "trainer.train [critic]: end the run as soon as an evaluation reaches this; null = train to trainer.total_steps", read_if=TRAINS_CRITIC_ALONE)
     freeze: Annotated[tuple[ParameterGroup, ...], LISTED] = key((), "parameters that stay as they were loaded: embedding, attention, mlp (with experts and their router); they have no gradients and no optimizer state. The norms before them and the value head are always trained")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _choose_huber(cls, values: Any) -> Any:
+        """Set value_loss to huber, if it is not set and huber_delta is."""
+        if isinstance(values, dict) and values.get("huber_delta") is not None:
+            return {"value_loss": "huber"} | values
+        return values
 
     @property
     def has_own_weights(self) -> bool:
         """True if it starts from other weights than the actor."""
         return bool(self.model_path or self.dist_checkpointing_path)
 
+    @property
+    def method(self) -> ValueLoss:
+        """Entry of value_loss: what it reads, and what its head gives."""
+        return VALUE_LOSSES[self.value_loss]
+
     def contradictions(self) -> Errors:
+        if self.value_range is not None and self.value_range[0] >= self.value_range[1]:
+            yield f"critic.value_range {list(self.value_range)}: the first value must be below the last: exchange them"
         if self.freeze and self.lora is not None:
             yield f"critic.freeze {', '.join(self.freeze)} has no effect on critic.lora, which trains adapters: drop one"
 

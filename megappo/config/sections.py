@@ -264,7 +264,7 @@ class Rollout(Section):
 
     @property
     def players(self) -> list[str]:
-        """Keys of PLAYERS that are set: one in a valid config if responses are episodes, else none."""
+        """Names of the PLAYERS that are set: one in a valid config if responses are episodes, else none."""
         return [name for name in PLAYERS if getattr(self, name)]
 
     @property
@@ -406,7 +406,7 @@ class Algorithm(Section):
     old_log_probs: Literal["trainer", "engine"] = key("trainer", "log-probs with which the policy loss compares: trainer = the actor's before the step's first update, by a forward pass, or by the update where a step has only one and nothing needs them before; engine = the log-probs with which the tokens were sampled, without that pass")
     rollout_correction: RolloutCorrection = key(RolloutCorrection(), "weights that correct for the mismatch between engine and trainer", read_if=OLD_FROM_TRAINER)
     filter_groups: FilterGroups = key(FilterGroups(), "which groups of responses a step trains on")
-    shared_backbone: StrictBool = key(False, "gae: one model with a policy head and a value head instead of a separate critic; the critic's value_clip, huber_delta and loss_agg_mode still apply", read_if=HAS_VALUES)
+    shared_backbone: StrictBool = key(False, "gae: one model with a policy head and a value head instead of a separate critic; the critic's keys of the value loss (value_*, huber_delta, hl_gauss_width) and loss_agg_mode still apply", read_if=HAS_VALUES)
     value_coef: NonNegativeFloat = key(0.5, "shared_backbone: weight of the value loss in the combined loss", read_if=ONE_BACKBONE)
 
     @property

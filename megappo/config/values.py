@@ -115,6 +115,8 @@ HealthRule = Literal[
     "explained_variance",
     "gradient_norm",
     "value_loss",
+    "value_support",
+    "accuracy",
     "value_range",
     "return_drift",
     "log_prob_diff",

@@ -166,11 +166,11 @@ def _chunk(
         if factor != 1:
             gpt.embedding.register_forward_hook(lambda embedding, inputs, output: output * factor)
     if gpt.post_process and architecture.head == "value":
-        gpt.output_layer = ValueHead(config, groups.collection.tp, architecture.value_bias)
+        gpt.output_layer = ValueHead(config, groups.collection.tp, architecture.value_bias, architecture.num_values)
     elif gpt.post_process:
         return_hidden_states(gpt, architecture.scales.logits)
     if gpt.post_process and architecture.head == "policy_value":
-        add_value_head(gpt, architecture.value_bias)
+        add_value_head(gpt, architecture.value_bias, architecture.num_values)
     if architecture.lora is not None:
         sizes = {"tensor": layout.tensor, "expert_tensor": layout.expert_tensor}
         add_adapters(gpt, architecture.lora, by_name(list_parameters(architecture, **sizes)))

@@ -1,5 +1,5 @@
 """Last layers and heads of models: a language model returns hidden states, from which its head computes log-probs,
-entropy and KL block by block; a critic has one number per token, beside the output layer or in its place."""
+entropy and KL block by block; a critic has few outputs per token, beside the output layer or in its place."""
 
 from collections.abc import Callable
 
@@ -61,20 +61,37 @@ def policy_head(
     return head
 
 
-def value_head(*, bootstrap: bool = False) -> Head:
-    """Return a head with `values`: the estimate of the return before each response token, from output [1, T, 1].
+def value_head(
+    *,
+    bootstrap: bool = False,
+    read: Callable[[Tensor], Tensor] | None = None,
+    errors: Callable[[Tensor, Tensor], Outputs] | None = None,
+) -> Head:
+    """Return a head with `values`: the estimate of the return before each response token, from output [1, T, K].
+
+    What follows the head reads values and does not depend on K.
 
     Args:
         bootstrap: adds `bootstrap_values` [b], the estimate after each row's last token: of what would have come had
             the response not been truncated there.
+        read: maps outputs [n, K] to the values [n] that they stand for; None = the only output is the value.
+        errors: adds its results. It maps outputs [N, K] of the tokens and their returns [N] to numbers for each token,
+            [N] each: the loss of a model with several outputs.
     """
 
+    def values_of(outputs: Tensor) -> Tensor:
+        return outputs[:, 0] if read is None else read(outputs)
+
     def head(output: Tensor, packed: PackedBatch) -> Outputs:
-        values = output[0, :, 0].float()
-        outputs = {"values": packed.responses(values[packed.predictor_index])}
+        every = output[0].float()
+        own = every[packed.predictor_index]
+        outputs = {"values": values_of(own)}
+        if errors is not None and packed.returns is not None:
+            outputs |= errors(own, packed.returns)
+        result = {name: packed.responses(numbers) for name, numbers in outputs.items()}
         if bootstrap:
-            outputs["bootstrap_values"] = packed.at_last_tokens(values[packed.last_token_index])
-        return outputs
+            result["bootstrap_values"] = packed.at_last_tokens(values_of(every[packed.last_token_index]))
+        return result
 
     return head
 
@@ -132,7 +149,7 @@ def with_plain_strides(hidden: Tensor) -> Tensor:
 
 
 class ValueHead(torch.nn.Module):
-    """A Linear(hidden, 1), the same on every tensor-parallel rank.
+    """A Linear(hidden, size), the same on every tensor-parallel rank.
 
     In a critic it takes the place of GPTModel.output_layer; the embeddings must then not be tied, as there is no output
     embedding to tie. `add_value_head` puts one beside the output layer.
@@ -140,7 +157,8 @@ class ValueHead(torch.nn.Module):
     Args:
         config: the trunk's.
         tensor_group: ranks that share the hidden states of sequence parallelism.
-        bias: adds a bias, of shape [1].
+        bias: adds a bias, of shape [size].
+        size: outputs per token, K.
     """
 
     def __init__(
@@ -148,23 +166,24 @@ class ValueHead(torch.nn.Module):
         config: TransformerConfig,
         tensor_group: dist.ProcessGroup,
         bias: bool = False,
+        size: int = 1,
     ):
         super().__init__()
         self.tp_group = tensor_group
         self.sequence_parallel = config.sequence_parallel
-        self.weight = torch.nn.Parameter(torch.empty(1, config.hidden_size, dtype=config.params_dtype))
+        self.weight = torch.nn.Parameter(torch.empty(size, config.hidden_size, dtype=config.params_dtype))
         # Under sequence parallelism each rank sees its own tokens: Megatron then sums the gradient over them.
         self.weight.sequence_parallel = config.sequence_parallel
         self.register_parameter("bias", None)
         if bias:
-            self.bias = torch.nn.Parameter(torch.zeros(1, dtype=config.params_dtype))
+            self.bias = torch.nn.Parameter(torch.zeros(size, dtype=config.params_dtype))
             self.bias.sequence_parallel = config.sequence_parallel
         self._kept: Tensor | None = None
 
     def init_weight(self, seed: int) -> None:
         """Draw a normal weight of standard deviation 1 / (hidden + 1), equal on every rank."""
         generator = torch.Generator().manual_seed(seed)
-        weight = torch.randn(self.weight.shape, generator=generator) / (self.weight.numel() + 1)
+        weight = torch.randn(self.weight.shape, generator=generator) / (self.weight.shape[1] + 1)
         with torch.no_grad():
             self.weight.copy_(weight)
 
@@ -174,14 +193,14 @@ class ValueHead(torch.nn.Module):
         weight: None = None,
         runtime_gather_output: bool | None = None,
     ) -> tuple[Tensor, None]:
-        """Values of the tokens, with the arguments and the pair GPTModel expects of its output layer.
+        """Outputs of the tokens, with the arguments and the pair GPTModel expects of its output layer.
 
         Args:
             hidden: [T, 1, H]; under sequence parallelism this rank's [T / tensor, 1, H].
             weight: None: never a tied embedding.
             runtime_gather_output: ignored, the output is whole on every rank.
         Returns:
-            [T, 1, 1] float32 on every tensor-parallel rank, and None: no bias is left to add.
+            [T, 1, K] float32 on every tensor-parallel rank, and None: no bias is left to add.
         """
         bias = None if self.bias is None else self.bias.float()
         values = F.linear(hidden.float(), self.weight.float(), bias)
@@ -200,7 +219,7 @@ class ValueHead(torch.nn.Module):
         self._kept, _ = self(inputs[0])
 
     def take(self) -> Tensor:
-        """Return the values of the last forward pass, [1, T, 1], as GPTModel's output is laid out; once a pass.
+        """Return the outputs of the last forward pass, [1, T, K], as GPTModel's output is laid out; once a pass.
 
         Raises:
             RuntimeError: there was no forward pass since the last call.
@@ -212,11 +231,11 @@ class ValueHead(torch.nn.Module):
         return values.transpose(0, 1)
 
 
-def add_value_head(gpt: GPTModel, bias: bool) -> None:
+def add_value_head(gpt: GPTModel, bias: bool, size: int) -> None:
     """Give the model, a last stage, a `value_head` that reads what its output layer reads.
 
     GPTModel returns a single tensor, so the values wait in the head until they are taken: the schedules compute the
     loss of a micro-batch before they begin the next one.
     """
-    gpt.value_head = ValueHead(gpt.config, gpt.pg_collection.tp, bias)
+    gpt.value_head = ValueHead(gpt.config, gpt.pg_collection.tp, bias, size)
     gpt.output_layer.register_forward_pre_hook(gpt.value_head.keep)

@@ -5,7 +5,7 @@ Placement, checks, plan, building, checkpoints and the loop iterate over it; `pl
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
@@ -15,10 +15,13 @@ from typing import Any, NamedTuple
 from megappo.architecture.adapter_folder import read_lora
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.families import HeadKind
-from megappo.architecture.model_folder import newest_iteration
+from megappo.architecture.model_folder import newest_iteration, num_head_outputs
 from megappo.architecture.parsing import read_architecture
+from megappo.config.config_error import counted
+from megappo.config.methods import ValueSupport, in_words
 from megappo.config.model_sections import Learner, Lora, Trained
 from megappo.config.schema import Config
+from megappo.config.value_support import value_support
 from megappo.config.values import ParameterGroup, TensorKind
 from megappo.table import Table, resolved
 
@@ -125,6 +128,7 @@ class ComponentSpec:
         weights: Megatron folder of its initial weights, in place of the Hugging Face folder's.
         max_tokens: most tokens of a micro-batch.
         head: its outputs per token: the next token's probabilities, a value, or both.
+        support: meaning of a value head's outputs; None = one, the value.
         forward: its forward pass in each step; None if it has none of its own.
         training: None for a frozen model.
         lora: its adapters, trained instead of its weights, or loaded with a value head from the folder `adapter`.
@@ -146,6 +150,7 @@ class ComponentSpec:
     head: HeadKind
     forward: ForwardPass | None
     training: Training | None = None
+    support: ValueSupport | None = None
     lora: Lora | None = None
     adapter: str | None = None
     frozen: tuple[ParameterGroup, ...] = ()
@@ -198,6 +203,7 @@ def _actor(config: Config) -> ComponentSpec:
     return ComponentSpec(
         **_settings(config, "actor"),
         head="policy_value" if algorithm.shared_backbone else "policy",
+        support=value_support(config) if algorithm.shared_backbone else None,
         forward=ForwardPass("old_log_probs", fields) if config.old_log_probs == "trainer" else None,
         training=Training(
             "actor",
@@ -222,6 +228,8 @@ def _actor_fields(config: Config) -> tuple[str, ...]:
         fields.append("rollout_is_weights")
     if config.actor.positive_nll_coef:
         fields.append("scores")
+    if config.actor.method.needs_turns:
+        fields.append("turns")
     return (*fields, *(VALUE_FIELDS if config.algorithm.shared_backbone else ()))
 
 
@@ -235,6 +243,7 @@ def _critic(config: Config) -> ComponentSpec | None:
     return ComponentSpec(
         **settings,
         head="value",
+        support=value_support(config),
         forward=ForwardPass("values", _values(config)),
         training=Training("critic", config.critic, VALUE_FIELDS),
         lora=config.critic.lora,
@@ -376,11 +385,26 @@ def models_in_words(config: Config) -> dict[str, str]:
         if spec.training is not None or not (config.recipe.has_steps or spec.own_rows):
             model = read_architecture(spec.folder.value, head="value")
             head = " with a value head" if spec.head == "policy_value" else ""
+            head += f" of {spec.support}" if spec.support else ""
             adapters = f" with adapters of rank {spec.lora.rank}" if spec.lora else ""
             frozen = f" with frozen {' and '.join(sorted(spec.frozen))}" if spec.frozen else ""
             size = f"{model.num_layers} layers of {model.hidden_size}, vocabulary {model.vocab_size}"
             models[name] = f"{name}{head}{adapters}{frozen} ({model.name}, {size})"
     return models
+
+
+def replaced_heads(specs: Specs) -> Iterator[str]:
+    """Yield a line for each trained model that gets a new value head, because its folder's has other outputs."""
+    for name, spec in specs.items():
+        folder = Path(spec.folder.value)
+        if spec.head == "policy" or spec.training is None or spec.megatron_folder or not folder.is_dir():
+            continue
+        stored = read_architecture(folder, head="value").stored_support
+        num_outputs = num_head_outputs(folder)
+        support = spec.support
+        if num_outputs and (num_outputs, stored) != (support.size if support else 1, support):
+            found = stored or counted(num_outputs, "output")
+            yield f"{name}: a new value head, {in_words(support)}, as the head in {folder} has {found}"
 
 
 def shared_vocabulary(config: Config) -> int:

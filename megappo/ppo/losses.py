@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import huber_loss
 
 from megappo.ppo.conventions import DEFAULT, Conventions
 from megappo.ppo.kl import kl_estimate
 from megappo.ppo.policy_losses import PolicyConfig, PolicyInputs, Result
 from megappo.ppo.reductions import Metrics, Normaliser, agg_mode, aggregate, token_mean
+from megappo.ppo.value_losses import ValueInputs
 
 
 def policy_loss(
@@ -37,7 +37,7 @@ def policy_loss(
         advantages, response_mask: [B, R].
         config: the actor section.
         selected: [B, R] bool, the tokens that the loss treats separately; None = selected from this call's tokens.
-        options: rollout_is_weights [B, R], normaliser, conventions and loss_weights [B], all optional: see
+        options: rollout_is_weights and turns [B, R], normaliser, conventions and loss_weights [B], all optional: see
             `PolicyInputs`.
 
     Returns:
@@ -155,36 +155,40 @@ def value_loss(
     response_mask: Tensor,
     config: Any,
     *,
+    errors: Tensor | None = None,
     normaliser: Normaliser | None = None,
     conventions: Conventions = DEFAULT,
     loss_weights: Tensor | None = None,
 ) -> Result:
-    """Compute the squared or Huber error to the returns: the larger of the clipped and the unclipped prediction's.
+    """Compute config.value_loss: the larger of the clipped and the unclipped value's error, if the loss has a clip.
 
     Args:
         values: [B, R] of the critic being trained; the only input that gets a gradient.
         old_values: [B, R] before the update; values are clipped to old_values +- config.value_clip, null = not clipped.
         returns, response_mask: [B, R].
-        config: the critic section. huber_delta null: value_loss_factor x e^2. Else Huber's e^2 / 2 up to |e| = delta
-            and delta (|e| - delta / 2) beyond, which value_loss_factor does not scale.
+        config: the critic section.
+        errors: [B, R], in place of the error of the values: a head of several outputs has computed the token losses
+            from these. values are then not read.
 
     Returns:
         (loss, metrics): vf_clipfrac, the fraction of tokens whose clipped error is the larger.
     Source: verl's compute_value_loss; PPO's reference code (openai/baselines ppo2); Huber with clip as in RLinf.
     """
     mask = response_mask.bool()
-    # Masked before the arithmetic: a NaN behind the mask would come back in the gradient as 0 x NaN.
-    values, old_values, returns = (torch.where(mask, x, 0.0) for x in (values, old_values.detach(), returns.detach()))
-    error = _error(values - returns, config.huber_delta, conventions)
-    worse = error
-    if config.value_clip is not None:
-        clipped = torch.clamp(values, old_values - config.value_clip, old_values + config.value_clip)
-        worse = _error(clipped - returns, config.huber_delta, conventions)
-    metrics: Metrics = {"vf_clipfrac": token_mean(worse > error, mask, normaliser)}
-    loss = torch.maximum(error, worse)
+    metrics: Metrics = {}
+    if errors is None:
+        # Masked before the arithmetic: a NaN behind the mask would come back in the gradient as 0 x NaN.
+        inputs = (values, old_values.detach(), returns.detach())
+        values, old_values, returns = (torch.where(mask, x, 0.0) for x in inputs)
+        errors = worse = _error(values, returns, config, conventions)
+        if config.value_clip is not None and "value_clip" in config.method.reads:
+            clipped = torch.clamp(values, old_values - config.value_clip, old_values + config.value_clip)
+            worse = _error(clipped, returns, config, conventions)
+        metrics["vf_clipfrac"] = token_mean(worse > errors, mask, normaliser)
+        errors = torch.maximum(errors, worse)
     mode = agg_mode(config, conventions)
     return aggregate(
-        loss,
+        errors,
         mask,
         mode,
         normaliser=normaliser,
@@ -192,7 +196,5 @@ def value_loss(
     ), metrics
 
 
-def _error(difference: Tensor, delta: float | None, conventions: Conventions) -> Tensor:
-    if delta is None:
-        return conventions.value_loss_factor * difference.square()
-    return huber_loss(difference, torch.zeros_like(difference), reduction="none", delta=delta)
+def _error(values: Tensor, returns: Tensor, config: Any, conventions: Conventions) -> Tensor:
+    return config.method.function(ValueInputs(values[..., None], returns, conventions=conventions), config)

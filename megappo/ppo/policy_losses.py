@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megappo.ppo.conventions import DEFAULT, Conventions
 from megappo.ppo.reductions import Metrics, Normaliser, agg_mode, aggregate, token_mean
@@ -36,6 +37,7 @@ class PolicyInputs:
         opsm_delta: off-policy sequence masking: tokens with A < 0 have weight 0 in rows whose mean of old_log_probs -
             log_probs is above it; None = off.
         loss_weights: see `aggregate`.
+        turns: the turn of each token with mask 1, from 1, ascending; None = a row is one turn.
 
     They are masked before anything is computed from them: a NaN behind the mask would otherwise come back in the
     gradient, as 0 x NaN, however well the loss itself is masked.
@@ -55,6 +57,7 @@ class PolicyInputs:
         conventions: Conventions = DEFAULT,
         opsm_delta: float | None = None,
         loss_weights: Tensor | None = None,
+        turns: Tensor | None = None,
     ):
         self.mask = response_mask.bool()
         self.log_probs = torch.where(self.mask, log_probs, 0.0)
@@ -67,6 +70,7 @@ class PolicyInputs:
         self.normaliser = normaliser
         self.conventions = conventions
         self.loss_weights = loss_weights
+        self.turns = turns
         self.off_policy = None
         if opsm_delta is not None:
             self.off_policy = (self.advantages < 0) & (self.sequence_mean(-self.log_ratios.detach()) > opsm_delta)
@@ -89,6 +93,19 @@ class PolicyInputs:
         """Return the mean of x over each row's tokens, [B, 1]; 0 for a row without any."""
         total = torch.where(self.mask, x, 0.0).sum(dim=1, keepdim=True, dtype=torch.float64)
         return (total / self.mask.sum(dim=1, keepdim=True).clamp(min=1)).to(x.dtype)
+
+    def turn_mean(self, x: Tensor) -> Tensor:
+        """Return the mean of x over the tokens of each token's turn in its row, [B, R]."""
+        if self.turns is None:
+            return self.sequence_mean(x)
+        numbers = torch.where(self.mask, self.turns, 0.0)
+        latest, _ = numbers.cummax(dim=1)
+        begins = numbers > pad(latest[:, :-1], (1, 0))
+        places = torch.where(self.mask, begins.cumsum(dim=1), 0)  # column 0 takes the other tokens
+        zeros = x.new_zeros(len(x), x.shape[1] + 1, dtype=torch.float64)
+        totals = zeros.scatter_add(1, places, torch.where(self.mask, x, 0.0).double())
+        counts = zeros.scatter_add(1, places, self.mask.double())
+        return (totals / counts.clamp(min=1)).gather(1, places).to(x.dtype)
 
     def weighted(self, loss: Tensor) -> Tensor:
         """Multiply token losses by rollout_is_weights."""
@@ -223,10 +240,17 @@ def gspo(inputs: PolicyInputs, config: PolicyConfig) -> Result:
     the mean over tokens of their sequence's ratio. A loss_agg_mode of null is seq-mean-token-mean, the paper's.
     Source: Zheng et al. 2025 (GSPO), eqs. 5, 7 and 14; verl's compute_policy_loss_gspo.
     """
-    own = inputs.log_probs - inputs.log_probs.detach()
-    ratios = inputs.clamp(own + inputs.sequence_mean(inputs.log_ratios).detach()).exp()
-    loss, clipped = clipped_surrogate(inputs.advantages, ratios, config)
-    return inputs.result(inputs.weighted(loss), config, ratios=ratios, clipped=clipped)
+    return _clip_means(inputs, inputs.sequence_mean(inputs.log_ratios), config)
+
+
+def clip_turn(inputs: PolicyInputs, config: PolicyConfig) -> Result:
+    """PPO's clip of the turn's ratio: GSPO's, with the turns of an episode in place of sequences.
+
+    Args and Returns: as `gspo`; the metric ratio is the mean over tokens of their turn's ratio.
+    Source: Li et al. 2025 (ST-PPO, arXiv 2511.20718), Turn-PPO: turn-level importance sampling; Li et al. 2025
+        (Turn-PPO, arXiv 2512.17008), whose action is a turn.
+    """
+    return _clip_means(inputs, inputs.turn_mean(inputs.log_ratios), config)
 
 
 def gmpo(inputs: PolicyInputs, config: PolicyConfig) -> Result:
@@ -314,6 +338,14 @@ def dis(inputs: PolicyInputs, config: PolicyConfig) -> Result:
     kept = (ratios > 1.0 - low) & (ratios < 1.0 + high)
     loss = torch.where(kept, -ratios * inputs.advantages * inputs.log_probs, 0.0)
     return inputs.result(inputs.weighted(loss), config, ratios=ratios, clipped=~kept)
+
+
+def _clip_means(inputs: PolicyInputs, means: Tensor, config: PolicyConfig) -> Result:
+    """Take PPO's loss with the exponents of mean log-ratios as ratios; the gradient is each token's own."""
+    own = inputs.log_probs - inputs.log_probs.detach()
+    ratios = inputs.clamp(own + means.detach()).exp()
+    loss, clipped = clipped_surrogate(inputs.advantages, ratios, config)
+    return inputs.result(inputs.weighted(loss), config, ratios=ratios, clipped=clipped)
 
 
 def _log_probs(inputs: PolicyInputs) -> tuple[Tensor, Tensor]:

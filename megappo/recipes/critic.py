@@ -22,7 +22,7 @@ from megappo.trainer.experience import with_advantages
 from megappo.trainer.run import Run
 from megappo.trainer.run_builder import RunBuilder
 from megappo.trainer.statistics import over_ranks
-from megappo.trainer.value_metrics import NUM_PARTS, GateProgress, or_lowest, value_metrics
+from megappo.trainer.value_metrics import NUM_PARTS, GateProgress, calibration, or_lowest, value_metrics
 
 HELD_OUT = "held_out"
 """Name of the data set of trainer.replay_held_out."""
@@ -46,7 +46,7 @@ class CriticEvaluation:
         self._batches: dict[str, Batch] = {}
 
     def __call__(self, run: Run, step: int) -> Reduced:
-        """Return `val/<dataset>/critic/*`, the metrics of `value_metrics`, while the engines sleep."""
+        """Return `val/<dataset>/critic/*`, by `value_metrics` and `calibration`, while the engines sleep."""
         if not self._batches:
             self._batches = dict(_held_out_rollouts(run))
         if not self._batches:  # eval.datasets alone, whose rewards may be others
@@ -55,7 +55,8 @@ class CriticEvaluation:
         metrics = {}
         explained = []
         for name, batch in self._batches.items():
-            measured = over_ranks(run.exchange, value_metrics(_with_values(run, name, batch)))
+            rows = _with_values(run, name, batch)
+            measured = over_ranks(run.exchange, value_metrics(rows) | calibration(run.exchange, rows))
             metrics |= {f"val/{name}/critic/{metric}": value for metric, value in measured.items()}
             at_end = measured[f"vf_part/{NUM_PARTS - 1}/vf_explained_var"]
             explained.append((measured["vf_explained_var"], at_end))

@@ -171,7 +171,7 @@ class TurnTree:
 
     def segments(self) -> list[Segment]:
         """Return the segments of all turns. A turn that extends the end of a segment is appended to it; any other
-        begins a segment with its whole prompt. Parallel conversations with the same text are a segment each."""
+        begins a segment with its whole prompt. Each of several parallel conversations with equal texts is a segment."""
         segments: list[Segment] = []
         ends: dict[Turn | None, Segment] = {}
         for turn in sorted(self._turns, key=attrgetter("number")):

@@ -24,8 +24,8 @@ from megappo.ppo.reductions import Unreduced
 from megappo.ppo.reward_shaping import RunningMoments, shape_scores
 from megappo.trainer.objectives import conventions
 from megappo.trainer.progress import Experience, Progress
-from megappo.trainer.statistics import over_ranks, row_metrics, spread
-from megappo.trainer.value_metrics import value_metrics
+from megappo.trainer.statistics import logs_histograms, over_ranks, row_metrics, spread
+from megappo.trainer.value_metrics import calibration, value_metrics
 
 
 def add_advantages(
@@ -48,7 +48,8 @@ def add_advantages(
         if config.algorithm.rollout_correction.is_on:
             rows = replace(rows, fields=rows.fields | {"rollout_is_weights": weights})
     rows, shaping_metrics = with_advantages(config, exchange, kl_coef, rows, progress.reward_moments)
-    of_values = {f"critic/{name}": part for name, part in value_metrics(rows).items()}
+    values_compared = value_metrics(rows) | (calibration(exchange, rows) if logs_histograms(step) else {})
+    of_values = {f"critic/{name}": part for name, part in values_compared.items()}
     metrics = metrics | row_metrics(exchange, rows, step, compared | shaping_metrics | of_values)
     # Statistics of the rows that the run itself reads.
     values: Unreduced = {"num_tokens": (rows.response_mask, "sum")}
@@ -127,12 +128,14 @@ def _advantages(
 
     Rewards of an environment and of steps are a part of the scores. They stay on their own tokens, scaled like the
     scores; the remaining score (of the reward function, the length penalty) is on the last token. The KL penalty is a
-    part of the rewards, or subtracted after the baseline: see `Conventions.token_kl_gamma`.
+    part of the rewards, or subtracted after the baseline: see `Conventions.token_kl_gamma`. With turns as actions, the
+    advantage of each token has its own KL alone, and returns have none, as in AReaL.
     """
     kl = rows.fields.get("kl_penalty")
-    gamma = conventions(config).token_kl_gamma
+    by_turn = config.algorithm.gae_level == "turn"
+    gamma = 0.0 if by_turn else conventions(config).token_kl_gamma
     compares = config.algorithm.method.compares_responses
-    after_baseline = kl is not None and gamma is not None and compares
+    after_baseline = kl is not None and gamma is not None and (compares or by_turn)
     turn_rewards = rows.fields.get("turn_rewards")
     if turn_rewards is not None:
         turn_rewards = turn_rewards * config.reward.scale

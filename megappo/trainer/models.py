@@ -43,7 +43,7 @@ from megappo.placement.run_plan import RunPlan
 from megappo.runtime import platform
 from megappo.runtime.failure import FAILED
 from megappo.trainer.component_batch import Component, ComponentBatch
-from megappo.trainer.objectives import LOSS_WEIGHTS
+from megappo.trainer.objectives import LOSS_WEIGHTS, value_readers
 from megappo.trainer.update import update_actor, update_critic
 from megappo.weights.buckets import all_finite
 from megappo.weights.hf_folder import write_hf_folder
@@ -237,7 +237,10 @@ def architecture_of(spec: ComponentSpec) -> Architecture:
     of scores count.
     """
     folder = spec.folder.value
-    architecture = critic_architecture(folder) if spec.head == "value" else read_architecture(folder, spec.head)
+    if spec.head == "value":
+        architecture = critic_architecture(folder, spec.support, needs_head=spec.own_rows)
+    else:
+        architecture = replace(read_architecture(folder, spec.head), support=spec.support)
     if spec.megatron_folder:
         architecture = replace(architecture, value_bias=has_value_bias(_read_once(spec.megatron_folder)))
     if spec.scores_pairs:
@@ -287,8 +290,8 @@ def build_engine(
             adapter=adapter,
         )
 
-    def head(full_kl: bool, bootstrap: bool) -> Head:
-        value = value_head(bootstrap=bootstrap)
+    def head(full_kl: bool, bootstrap: bool, trains: bool) -> Head:
+        value = value_head(bootstrap=bootstrap, **value_readers(config, architecture.support, trains=trains))
         if spec.head == "value":
             return value
         weight = partial(output_weight, chunks[-1])
@@ -299,7 +302,7 @@ def build_engine(
         return policy if spec.head == "policy" else policy_value_head(policy, value, chunks[-1])
 
     outputs = spec.forward.fields if spec.forward else {}
-    forward_head = head("full_kl" in outputs, "bootstrap_values" in outputs or spec.scores_pairs)
+    forward_head = head("full_kl" in outputs, "bootstrap_values" in outputs or spec.scores_pairs, False)
     if training is None:
         return MegatronEngine(chunks, groups, forward_head, spec.max_tokens.value)
     return TrainedEngine(
@@ -309,7 +312,7 @@ def build_engine(
         spec.max_tokens.value,
         training.settings.optim,
         training.optimizer_steps(config),
-        loss_head=head(training.full_kl, bootstrap=spec.scores_pairs),
+        loss_head=head(training.full_kl, spec.scores_pairs, True),
         keeps_prompts=spec.scores_pairs,
     )
 

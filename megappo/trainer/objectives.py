@@ -1,19 +1,24 @@
 """PPO's losses as the train engine calls them: from a micro-batch's outputs to its part of the mini-batch's loss."""
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from megappo.batch.rows import Rows
+from megappo.config.methods import ValueSupport
 from megappo.config.schema import Config
 from megappo.models.megatron_engine import Outputs
 from megappo.models.train_engine import LossFn
 from megappo.observe.metrics import OnDevice
 from megappo.ppo.conventions import DEFAULT, PRESETS, Conventions
 from megappo.ppo.losses import entropy_loss, kl_loss, policy_kl, policy_loss, value_loss
-from megappo.ppo.reductions import Metrics, Normaliser
+from megappo.ppo.reductions import Metrics, Normaliser, token_mean
 from megappo.ppo.supervised import nll_loss
+from megappo.ppo.value_losses import ERRORS, ValueInputs, token_errors, values_of
+from megappo.runtime import platform
 
 SELECTED = "selected"
 """Field with 1 on the tokens that the policy loss selects in the whole mini-batch."""
@@ -87,6 +92,7 @@ class ActorLoss:
             mask,
             actor,
             rollout_is_weights=fields.get("rollout_is_weights"),
+            turns=fields.get("turns"),
             selected=fields[SELECTED].bool() if SELECTED in fields else None,
             **shared,
         )
@@ -124,6 +130,23 @@ def critic_loss(config: Config, num_tokens: int, num_sequences: int) -> LossFn:
     return loss_fn
 
 
+def value_readers(config: Config, support: ValueSupport | None, *, trains: bool) -> dict[str, Callable[..., Any]]:
+    """Return the arguments of `value_head` for a head of several outputs; {} for a head whose output is the value.
+
+    Args:
+        trains: with the loss of each token.
+    """
+    if support is None:
+        return {}
+    centers = torch.tensor(support.centers, device=platform.device())
+
+    def errors(outputs: torch.Tensor, returns: torch.Tensor) -> Outputs:
+        return token_errors(ValueInputs(outputs, returns, centers, conventions(config)), config.critic)
+
+    read = {"read": partial(values_of, centers=centers)}
+    return read | {"errors": errors} if trains else read
+
+
 def _shared(config: Config, num_tokens: int, num_sequences: int) -> dict[str, Any]:
     """Return the arguments that all losses of a mini-batch have in common."""
     normaliser = Normaliser(num_tokens, num_sequences, config.rollout.max_response_length)
@@ -139,7 +162,11 @@ def _value_loss(
     values = outputs["values"]
     old = rows.fields["values"]
     returns = rows.fields["returns"]
-    loss, metrics = value_loss(values, old, returns, rows.response_mask, config.critic, **shared)
+    mask = rows.response_mask
+    loss, metrics = value_loss(values, old, returns, mask, config.critic, errors=outputs.get(ERRORS), **shared)
+    for name, numbers in outputs.items():
+        if name.startswith("vf_"):
+            metrics[name] = token_mean(numbers, mask, shared["normaliser"])
     return loss, prefixed("critic", {"vf_loss": loss, **metrics})
 
 

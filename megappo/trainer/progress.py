@@ -1,7 +1,7 @@
 """Progress of a run: the checkpoint that it resumes from, and what it saves besides its models."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -207,6 +207,7 @@ class Progress:
             "reward_moments": self.reward_moments.state_dict(),
             "models": self._models,
             "optimizer_steps": self.exchange.merge(local),
+            "value_supports": {name: asdict(spec.support) for name, spec in models.specs.items() if spec.support},
         }
         self.store.begin(
             step,

@@ -18,6 +18,7 @@ from megappo.observe.observer import open_observer
 from megappo.observe.run_file import changed_data, git_commit, logged_step_of, run_id_of
 from megappo.observe.samples import drop_samples
 from megappo.observe.timeline import drop_phases
+from megappo.placement.components import replaced_heads
 from megappo.placement.run_plan import RunPlan
 from megappo.rollouts.datasets import load_datasets
 from megappo.rollouts.record import Record, Replay
@@ -86,7 +87,9 @@ class RunBuilder:
             progress_lines: lines about what it resumes from; none = about its checkpoint.
         """
         decisions = self.plan.decisions() if self.models.training else ()
-        lines = [*(progress_lines or [self.progress.describe()]), *self.config.absences, *self.left_out, *decisions]
+        heads = replaced_heads(self.plan.components) if self.progress.is_new else ()
+        lines = [*(progress_lines or [self.progress.describe()]), *heads, *self.config.absences, *self.left_out]
+        lines += decisions
         with STATUS.step("checksums of the training files"):
             is_first = self.exchange.rank == 0
             facts = run_info(self.plan, self.progress.resume_step, self._outlook) if is_first else None

@@ -32,6 +32,11 @@ def over_ranks(exchange: Exchange, values: Unreduced) -> Reduced:
     return reduce_ranks(exchange.all_gather(parts))
 
 
+def logs_histograms(step: int) -> bool:
+    """Return whether a step logs what takes many numbers: histograms, and the calibration of values."""
+    return step == 1 or step % HISTOGRAM_INTERVAL == 0
+
+
 def row_metrics(
     exchange: Exchange,
     rows: Rows,
@@ -42,7 +47,7 @@ def row_metrics(
 
     Histograms are logged in the first step and in every `HISTOGRAM_INTERVAL`-th.
     """
-    has_histograms = step == 1 or step % HISTOGRAM_INTERVAL == 0
+    has_histograms = logs_histograms(step)
     values = dict(extra or {})
     for name, metric in ROW_METRICS.items():
         of_rows = metric.values(rows)

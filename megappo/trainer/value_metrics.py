@@ -9,12 +9,16 @@ from collections.abc import Sequence
 
 import torch
 
+from megappo.batch.exchange import Exchange
 from megappo.batch.rows import Rows
 from megappo.config.schema import Gate
 from megappo.ppo.reductions import Unreduced
+from megappo.trainer.statistics import over_ranks
 
 NUM_PARTS = 4
 """Parts of a response, of equally many tokens, with metrics of their own."""
+NUM_TENTHS = 10
+"""Parts of the range of the values in which values and returns are compared."""
 
 
 def value_metrics(rows: Rows) -> Unreduced:
@@ -38,6 +42,26 @@ def value_metrics(rows: Rows) -> Unreduced:
     for part in range(NUM_PARTS):
         of_part = _of_tokens(*(numbers[parts == part] for numbers in (values, returns, scores)))
         metrics |= {f"vf_part/{part}/{name}": numbers for name, numbers in of_part.items()}
+    return metrics
+
+
+def calibration(exchange: Exchange, rows: Rows) -> Unreduced:
+    """Return this rank's parts of `vf_tenth/<i>/{predicted,observed}`, by name; {} for rows without values and returns.
+
+    They are the mean value and the mean return of the tokens with mask 1 whose value is in the i-th of NUM_TENTHS equal
+    parts of the range of all values. All ranks call it together.
+    """
+    if not {"values", "returns"} <= rows.fields.keys():
+        return {}
+    mask = rows.response_mask.bool()
+    values, returns = (rows.fields[name][mask].double() for name in ("values", "returns"))
+    bounds = over_ranks(exchange, {"low": (values, "min"), "high": (values, "max")})
+    width = (bounds["high"] - bounds["low"]) or 1.0
+    tenths = ((values - bounds["low"]) / width * NUM_TENTHS).long().clamp(max=NUM_TENTHS - 1)
+    metrics: Unreduced = {}
+    for tenth in range(NUM_TENTHS):
+        metrics[f"vf_tenth/{tenth}/predicted"] = (values[tenths == tenth], "mean")
+        metrics[f"vf_tenth/{tenth}/observed"] = (returns[tenths == tenth], "mean")
     return metrics
 
 

@@ -143,7 +143,7 @@ def critic_buckets(buckets: Iterable[NamedTensors], has_bias: bool = False) -> I
         yield list(tensors.items())
         del bucket, tensors  # before the next one is gathered
     if weight is not None and not has_bias:
-        yield [(VALUE_BIAS, weight.new_zeros(1))]
+        yield [(VALUE_BIAS, weight.new_zeros(len(weight)))]
 
 
 def _write_adapters(

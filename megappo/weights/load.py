@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from megappo.architecture.architecture import Architecture
+from megappo.architecture.model_folder import HEAD_MODULES
 from megappo.architecture.parameters import (
     EMBEDDING,
     LM_HEAD,
@@ -27,6 +28,7 @@ from megappo.architecture.parameters import (
 )
 from megappo.architecture.parsing import read_architecture
 from megappo.config.config_error import listed
+from megappo.config.methods import ValueSupport
 from megappo.errors import ActionableError
 from megappo.models.gpt import ModelChunks
 from megappo.placement.groups import ComponentGroups
@@ -35,8 +37,6 @@ from megappo.weights.buckets import all_finite
 from megappo.weights.safetensors_io import HFFolder
 from megappo.weights.shards import check_parameters, decompose, global_parameters, shard_group, table_of
 
-HEAD_MODULES = ("score", "classifier", "v_head", "v_head.summary")
-"""Names in reward models of the layer that reads the last hidden states; the last is TRL's value head."""
 UNUSED_SUFFIXES = ("rotary_emb.inv_freq",)  # a constant that old checkpoints saved
 
 
@@ -90,9 +90,9 @@ def load_hf(
     Values are cast to the parameters' dtype; rows of padded vocabulary become 0. No rank talks to another.
 
     Args:
-        architecture: the folder's, of which `chunks` were built. A value head comes from the folder if it has one (see
-            `critic_architecture`), and is drawn from `seed` otherwise, the same on every rank, as are adapters. A
-            critic leaves the language model's own head unused.
+        architecture: the folder's, of which `chunks` were built. A value head comes from the folder if it has one with
+            the same outputs (see `critic_architecture`), and is drawn from `seed` otherwise, the same on every rank,
+            as are adapters. A critic leaves the language model's own head unused.
         base: the model whose weights, loaded already, this one uses.
         adapter: folder of the adapters and the value head, see `read_lora`.
         progress: called with the name of every parameter that is loaded.
@@ -137,6 +137,7 @@ def _check_source(
     if architecture.head != "policy":
         optional |= {VALUE_HEAD} if architecture.value_bias else {VALUE_HEAD, VALUE_BIAS}
         name_value_head(source)
+        leave_out_other_head(source, architecture)
         if has_value_bias(source) and not architecture.value_bias:
             raise ActionableError(
                 f"the value head in {source.folder} has a bias that is not zero, but the model was built without one; "
@@ -220,24 +221,34 @@ def _draw_adapter(
     part.copy_(shard.unflatten(0, part.shape[:2]))
 
 
-def critic_architecture(folder: str | Path) -> Architecture:
+def critic_architecture(
+    folder: str | Path, support: ValueSupport | None = None, *, needs_head: bool = True
+) -> Architecture:
     """Return the architecture that a critic starts from, under a value head. The head has a bias if a reward model's
     is not zero; a bias of zero is dropped.
 
     Args:
         folder: a language model, or a reward model: *ForSequenceClassification, *ForTokenClassification, or a language
             model with a value head besides (see `HEAD_MODULES`).
+        support: meaning of the critic's outputs.
+        needs_head: a reward model's own head is used; else one with other outputs is left out.
     Raises:
         ConfigError: its config.json cannot be used.
-        ActionableError: a reward model without a known head, or one of several labels.
+        ActionableError: a reward model without a known head, or, if it is needed, one with other outputs.
     """
-    architecture = read_architecture(folder, head="value")
+    architecture = replace(read_architecture(folder, head="value"), support=support)
     with HFFolder(folder) as source:
         name_value_head(source)
         if architecture.is_reward_model and VALUE_HEAD not in source.names():
             raise ActionableError(
                 f"{folder} is a {architecture.named} without a head: expected {VALUE_HEAD}, or the weight of one of "
                 f"{', '.join(HEAD_MODULES[1:])}; its files are incomplete, or it is no reward model"
+            )
+        left_out = leave_out_other_head(source, architecture)
+        if left_out and needs_head:
+            raise ActionableError(
+                f"the value head in {folder} gives {left_out} numbers per token, expected {support or 1}; choose a "
+                "reward model of one label, or a critic of this program with its config.json"
             )
         return replace(architecture, value_bias=has_value_bias(source))
 
@@ -246,7 +257,7 @@ def name_value_head(source: HFFolder) -> None:
     """Call the folder's value head `score`, whatever it is called there.
 
     Raises:
-        ActionableError: there are several, or it gives several numbers per token.
+        ActionableError: there are several.
     """
     found = [module for module in HEAD_MODULES if f"{module}.weight" in source.names()]
     if len(found) > 1:
@@ -254,12 +265,18 @@ def name_value_head(source: HFFolder) -> None:
     for module in found:
         names = {f"{module}.weight": VALUE_HEAD, f"{module}.bias": VALUE_BIAS}
         source.rename({old: new for old, new in names.items() if old in source.names()})
-        labels = source.shape(VALUE_HEAD)[0]
-        if labels != 1:
-            raise ActionableError(
-                f"{module}.weight in {source.folder} gives {labels} numbers per token, expected 1; "
-                "choose a reward model of one label"
-            )
+
+
+def leave_out_other_head(source: HFFolder, architecture: Architecture) -> int:
+    """Leave out a value head, called `score`, whose outputs have another meaning than the architecture's. Return the
+    number of its outputs, or 0 if there is none."""
+    if VALUE_HEAD not in source.names():
+        return 0
+    num_outputs = source.shape(VALUE_HEAD)[0]
+    if num_outputs == architecture.num_values and architecture.stored_support == architecture.support:
+        return 0
+    source.leave_out((VALUE_HEAD, VALUE_BIAS))
+    return num_outputs
 
 
 def has_value_head(source: HFFolder) -> bool:

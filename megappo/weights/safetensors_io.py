@@ -78,6 +78,11 @@ class HFFolder(AbstractContextManager):
         for old, new in names.items():
             self._stored[new] = self._stored.pop(old)
 
+    def leave_out(self, names: Iterable[str]) -> None:
+        """Leave out the tensors of these names from now on."""
+        for name in names:
+            self._stored.pop(name, None)
+
     def add_adapters(self, folder: str) -> None:
         """Add the tensors of a folder of adapters; a value head there takes the place of the model's."""
         file = f"{folder}/{ADAPTERS}"

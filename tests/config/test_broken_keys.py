@@ -222,6 +222,7 @@ CONTRADICTIONS = {
         "reward.normalize batch changes the sum of an episode's rewards, not the rewards of its turns"
     ),
     "reward.function=null": "reward.function and rollout.environment leave responses without a score: name a",
+    "actor.policy_loss=clip_turn": "actor.policy_loss clip_turn needs several turns: name a rollout.environment or",
     "algorithm.gae_level=turn": "algorithm.gae_level turn needs several turns: name a rollout.environment",
     "algorithm.mask_truncated=true algorithm.bootstrap_truncated=true": (
         "algorithm.mask_truncated and algorithm.bootstrap_truncated are both true: drop one"

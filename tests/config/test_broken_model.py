@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from scoring_adapters import write_adapters
 from tiny_shapes import GEMMA4
 
@@ -464,8 +465,14 @@ def test_an_empty_data_file(run_folder, refusals):
 def test_a_critic_may_start_from_a_reward_model_an_actor_may_not(run_folder, refusals, accepted, model_config):
     shutil.copytree(run_folder / "model", run_folder / "language")
     model_config(architectures=["Qwen2ForSequenceClassification"])  # transformers writes no labels for two
-    (error,) = refusals("model.path=language", "critic.model_path=model")
-    assert "critic.model_path: model/config.json is of architecture Qwen2ForSequenceClassification with 2 lab" in error
+    tensors = load_file(run_folder / "model" / "model.safetensors")
+    save_file(tensors | {"score.weight": torch.ones(2, 8)}, run_folder / "model" / "model.safetensors")
+    note = "critic: a new value head, with one output, as the head in model has 2 outputs"
+    assert note in accepted("model.path=language", "critic.model_path=model")
+    keys = ("critic.value_loss=two_hot", "critic.value_range=[0, 2]", "critic.value_bins=5")
+    note = "critic: a new value head, of 5 classes from 0 to 2, as the head in model has 2 outputs"
+    assert note in accepted("model.path=language", "critic.model_path=model", *keys)
+    save_file(tensors | {"score.weight": torch.ones(1, 8)}, run_folder / "model" / "model.safetensors")
     model_config(architectures=["Qwen2ForSequenceClassification"], num_labels=1)
     for name in ("tokenizer.json", "tokenizer_config.json"):  # a critic reads the actor's tokens
         (run_folder / "model" / name).unlink()

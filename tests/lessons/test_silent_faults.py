@@ -288,6 +288,10 @@ def errors(settings: Mapping[str, Any]) -> Iterator[str]:
         ({"critic.optim.lr": 0.5}, "critic.optim.lr 0.5 is unusual: Adam takes 1e-7 to 1e-4"),
         ({"algorithm.gamma": 0.5}, "algorithm.gamma 0.5 is unusual: a reward is forgotten within some tokens"),
         ({"actor.use_kl_loss": True}, "actor.use_kl_loss true is unusual"),
+        (
+            {"rollout.top_p": 0.9, "algorithm.rollout_correction.level": "token"},
+            "rollout.top_p 0.9 is unusual with the engine's log-probs",
+        ),
     ],
 )
 def test_a_config_that_trains_otherwise_than_it_reads_is_reported(settings: Mapping[str, Any], message: str) -> None:

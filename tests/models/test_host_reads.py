@@ -65,7 +65,7 @@ FAMILIES = pytest.mark.parametrize(
 def rows_with_all_fields() -> Rows:
     rows = make_rows(VOCAB_SIZE)
     ones = torch.ones_like(rows.fields["values"])
-    more = {"ref_log_probs": -ones, "rollout_is_weights": ones, SELECTED: ones, "scores": ones[:, 0]}
+    more = {"ref_log_probs": -ones, "rollout_is_weights": ones, SELECTED: ones, "turns": ones, "scores": ones[:, 0]}
     return replace(rows, fields=rows.fields | more)
 
 

@@ -143,7 +143,7 @@ def _matches(
     tolerance = 4e-5 if architecture.linear else 2e-5
     for norm in expected["grad_norms"]:
         metrics = engine.train_batch(rows.select(mine), make_loss(kind, rows))
-        assert metrics.grad_norm == pytest.approx(norm, rel=tolerance)
+        assert metrics.grad_norm == pytest.approx(norm, rel=tolerance), (metrics.grad_norm, norm)
     assert engine.total(1.0) == case.layout.data, "each shard's part counts once"
     found = exported(engine, architecture, kind)
     assert found.keys() == expected["parameters"].keys()
@@ -190,6 +190,15 @@ SHOWN_OF_CRITIC = ("one rank", "tp2 sp", "pp2 vpp2", "dp2", "cp2 tp2 sp", "cp2 p
 @pytest.mark.parametrize("name", slow_ones(OF_CRITIC, set(OF_CRITIC) - set(SHOWN_OF_CRITIC)))
 def test_critic_trains_as_hugging_face_does(name: str, tmp_path: Path) -> None:
     check(name, "critic", with_score(hf_folder(tmp_path / "hf", "qwen2")))
+
+
+OF_SUPPORTS = ("one rank, small micro-batches", "tp2 sp", "pp2", "cp2", "cp2 pp2, full recompute")
+
+
+@pytest.mark.parametrize("name", slow_ones(OF_SUPPORTS, {"cp2 pp2, full recompute"}))
+@pytest.mark.parametrize("kind", ["hl_gauss", "quantile", "shared hl_gauss"])
+def test_heads_of_several_outputs_train_as_hugging_faces_do(name: str, kind: str, tmp_path: Path) -> None:
+    check(name, kind, with_score(hf_folder(tmp_path / "hf", "qwen2"), kind))
 
 
 @pytest.mark.parametrize(("name", "kind"), [("cp2", "shared"), pytest.param("dp2", "critic", marks=pytest.mark.slow)])

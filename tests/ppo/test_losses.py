@@ -6,7 +6,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from policy_oracles import SEQUENCE_METHODS, Inputs, all_conventions, configs, expected, numbers_of, policy_loss
+from policy_oracles import (
+    SEQUENCE_METHODS,
+    Inputs,
+    all_conventions,
+    configs,
+    expected,
+    gspo_row,
+    numbers_of,
+    policy_loss,
+)
 from ragged import CASES, Case, cases
 
 from megappo.config.methods import POLICY_LOSSES
@@ -104,6 +113,34 @@ def test_other_losses_hand_computed(name, advantage, loss, gradients):
     assert float(result.detach()) == pytest.approx(loss, rel=1e-6)
     if gradients is not None:
         torch.testing.assert_close(log_probs.grad, torch.tensor([gradients]), rtol=1e-6, atol=1e-6)
+
+
+TURNS = ([1, 1, 0, 2, 2, 2, 0, 3], [0, 7, 7, 7, 7, 0, 9, 9])
+"""Turns of two rows, 0 where an environment wrote; the second row is a later segment of its episode."""
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_clip_turn_clips_the_geometric_mean_of_each_turns_ratios(seed: int):
+    generator = torch.Generator().manual_seed(seed)
+    turns = torch.tensor(TURNS).float()
+    mask = (turns > 0).float()
+    old, change, advantages = torch.randn(3, 2, 8, generator=generator)
+    log_probs = (old + 0.5 * change).masked_fill(mask == 0, math.nan).requires_grad_()
+    config = Actor(policy_loss="clip_turn", clip_ratio=0.1)
+    loss, metrics = policy_loss(log_probs, old, advantages, mask, config, turns=turns)
+    loss.backward()
+    total, clipped, gradient = 0.0, 0, torch.zeros(2, 8)
+    for row, numbers in enumerate(TURNS):
+        for turn in set(numbers) - {0}:
+            places = [place for place, number in enumerate(numbers) if number == turn]
+            log_ratios = [float(log_probs[row, t].detach() - old[row, t]) for t in places]
+            tokens = [(0.0, x, float(advantages[row, t]), 1.0) for x, t in zip(log_ratios, places, strict=True)]
+            for t, token in zip(places, gspo_row(tokens, config, math.inf, None), strict=True):
+                total, clipped = total + token.loss / 12, clipped + token.clipped
+                gradient[row, t] = token.slope / 12
+    assert float(loss.detach()) == pytest.approx(total, rel=1e-5)
+    assert float(metrics["pg_clipfrac"]) == pytest.approx(clipped / 12)
+    torch.testing.assert_close(log_probs.grad, gradient, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("advantage", [2.0, -2.0])

@@ -292,7 +292,7 @@ def test_helpers_and_choices_are_segments_of_the_same_episode(agents):
     assert len(contexts) == 5
 
 
-def test_equal_parallel_conversations_are_a_segment_each(agents):
+def test_parallel_conversations_with_equal_texts_are_a_segment_each(agents):
     sample, _ = play(agents, "twins")
     assert shown(sample) == ["[user]a<|eot_id|>[assistant]ok<|eot_id|>[user]b<|eot_id|>[assistant]ok<|eot_id|>"] * 3
     assert sample.agent.num_turns == 6

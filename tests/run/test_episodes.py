@@ -218,7 +218,10 @@ def test_agents_ahead_of_training_survive_a_kill(config: Path, folder: Path, set
         ("algorithm.adv_estimator=remax", "actor.parallel={tensor: 1, pipeline: 2}"),
         ("algorithm.gae_level=turn", "algorithm.mask_truncated=true", "rollout.max_response_length=96"),
         ("algorithm.adv_estimator=rloo", "algorithm.mask_truncated=true", "rollout.max_response_length=96"),
-        ("algorithm.gae_level=turn", "algorithm.bootstrap_truncated=true", "rollout.max_turns=4"),
+        (
+            *("algorithm.gae_level=turn", "algorithm.bootstrap_truncated=true", "rollout.max_turns=4"),
+            *("actor.policy_loss=clip_turn", "critic.value_loss=hl_gauss", "critic.value_range=[-0.5,4]"),
+        ),
         (
             *("algorithm.shared_backbone=true", "actor.parallel.tensor=1"),
             *("placement={actor: 0-1, critic: 0-1, rollout: 0-1}",),

@@ -36,7 +36,8 @@ import torch
 from megappo.architecture.families import FAMILIES, Family
 from megappo.batch.fields import FIELDS, Field
 from megappo.batch.row_metrics import ROW_METRICS, RowMetric, of_rows, of_tokens
-from megappo.config.methods import ESTIMATORS, POLICY_LOSSES, TRANSPORTS, Estimator, PolicyLoss, Transport
+from megappo.config.methods import ESTIMATORS, POLICY_LOSSES, TRANSPORTS, VALUE_LOSSES
+from megappo.config.methods import Estimator, PolicyLoss, Transport, ValueLoss
 from megappo.placement.components import COMPONENTS, ComponentSpec, ForwardPass, Setting
 
 
@@ -52,6 +53,10 @@ def squashed(tokens, config):
     loss = tokens.weighted(-tokens.advantages * torch.tanh(ratios) - config.clip_ratio)
     result, metrics = tokens.result(loss, config, ratios=ratios)
     return result, metrics | {"own_ratio_min": (ratios[tokens.mask], "min")}
+
+
+def absolute(inputs, config):
+    return (inputs.outputs[..., 0] - inputs.returns).abs()
 
 
 def judge(config):
@@ -76,6 +81,7 @@ def noted_writer(link):
 
 ESTIMATORS.register("halved", Estimator(halved_mean_baseline, compares_responses=True))
 POLICY_LOSSES.register("squashed", PolicyLoss(squashed, ("clip_ratio",)))
+VALUE_LOSSES.register("absolute", ValueLoss(absolute))
 FAMILIES.register("InternLM3ForCausalLM", Family())
 FIELDS.register("judged", Field(True, "the judge's forward pass", "what the judge expects"))
 COMPONENTS.register("judge", judge)

@@ -119,6 +119,10 @@ FAULTS = {
         ("model.path={peaked}", "actor.entropy_coeff=1", "actor.optim.lr=2e-3"),
         {"entropy_explosion"},
     ),
+    "classes of values that do not reach the scores": (
+        (f"{REWARD}:far_from_zero", "critic.value_loss=two_hot", "critic.value_range=[0,1]"),
+        {"value_support"},
+    ),
     "a critic that diverges": (("critic.optim.lr=0.9",), {"explained_variance", "value_range"}),
     "a KL penalty that outweighs the scores": (
         ("algorithm.kl_ctrl.kl_coef=20", "actor.optim.lr=0.05"),
@@ -158,8 +162,8 @@ def test_a_fault_is_found_within_ten_steps(config, folder, fault):
 
 
 def test_the_faults_show_all_rules():
-    on_gpus = {"expert_load"}  # by the plan of a GPU's memory
-    assert STOPPED.union(*(rules for _, rules in FAULTS.values())) == RULES.keys() - on_gpus
+    others = {"expert_load", "accuracy"}  # by the plan of a GPU's memory; in runs on pairs
+    assert STOPPED.union(*(rules for _, rules in FAULTS.values())) == RULES.keys() - others
 
 
 @pytest.mark.slow  # the rules' conditions and the agreement of the ranks have fast tests

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import value_oracles
 from ppo_engines import (
     ACTOR,
     CRITIC,
@@ -18,14 +19,18 @@ from ppo_engines import (
     hf_full_kl,
     hf_outputs,
     hf_value_head,
+    make_config,
     make_rows,
+    masked,
 )
 from tiny_models import hf_model
 from torch.nn.utils import parametrize
 
 from megappo.batch.balance import balanced_partitions
 from megappo.batch.rows import Rows
+from megappo.config.methods import ValueSupport
 from megappo.config.model_sections import Lora
+from megappo.config.value_support import value_support
 from megappo.models.train_engine import TrainedEngine
 from megappo.placement.layout import Layout
 
@@ -36,20 +41,27 @@ ByRow = dict[str, list[torch.Tensor]]
 
 @dataclass
 class Oracle:
-    """Hugging Face's model, the value head of a critic or shared backbone, the reference of a full KL."""
+    """Hugging Face's model, the value head of a critic or shared backbone, the reference of a full KL.
+
+    Attributes:
+        value_loss: the loss of a value head of several outputs; "" for one output.
+        support: meaning of these outputs.
+    """
 
     model: torch.nn.Module
     head: torch.nn.Linear | None
     reference: torch.nn.Module | None
     is_policy: bool
+    value_loss: str = ""
+    support: ValueSupport | None = None
 
     def outputs(self, rows: Rows) -> ByRow:
         found: ByRow = {}
         if self.is_policy:
             found["log_probs"], found["entropy"] = zip(*hf_outputs(self.model, None, rows), strict=True)
         if self.head is not None:
-            (found["values"],) = zip(*hf_outputs(self.model, self.head, rows), strict=True)
-            found["bootstrap_values"] = hf_bootstrap_values(self.model, self.head, rows)
+            (found["values"],) = zip(*hf_outputs(self.model, self.head, rows, support=self.support), strict=True)
+            found["bootstrap_values"] = hf_bootstrap_values(self.model, self.head, rows, self.support)
         if self.reference is not None:
             found["full_kl"] = hf_full_kl(self.model, self.reference, rows)
         return found
@@ -59,10 +71,25 @@ class Oracle:
         if self.is_policy:
             total = total + policy_loss(outputs, rows)
         if self.head is not None:
-            total = total + (VALUE_COEF if self.is_policy else 1.0) * value_loss(outputs, rows)
+            own = self.support_loss(rows) if self.support else value_loss(outputs, rows)
+            total = total + (VALUE_COEF if self.is_policy else 1.0) * own
         if self.reference is not None:
             total = total + KL_LOSS["kl_loss_coef"] * torch.cat(outputs["full_kl"]).sum() / rows.response_mask.sum()
         return total
+
+    def support_loss(self, rows: Rows) -> torch.Tensor:
+        """Return a number with the gradient of the mean of the loss of several outputs over tokens of mask 1."""
+        parts = []
+        for row, (tokens, prompt, mask) in enumerate(masked(rows)):
+            outputs = self.head(self.model.model(tokens[None]).last_hidden_state[0, prompt - 1 : -1])
+            for t in mask.nonzero().flatten().tolist():
+                target, numbers = float(rows.fields["returns"][row, t]), outputs[t].detach().double().tolist()
+                if self.value_loss == "quantile":
+                    _, gradient = value_oracles.quantile(numbers, target, 1.0)
+                else:
+                    _, gradient = value_oracles.hl_gauss(numbers, target, self.support.centers, 0.75)
+                parts.append(weight_of(rows, row) * (outputs[t] @ torch.tensor(gradient)))
+        return torch.stack(parts).mean()
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         if not self.is_policy:
@@ -222,6 +249,8 @@ def hf_train(
         hf_value_head(folder) if HEADS[kind] != "policy" else None,
         hf_model(reference) if reference else None,
         is_policy=HEADS[kind] != "value",
+        value_loss=kind.removeprefix("shared "),
+        support=value_support(make_config(kind)),
     )
     rows = make_rows(oracle.model.config.vocab_size, lengths, weighted=weighted)
     added_loss = choose(oracle.model, rows)

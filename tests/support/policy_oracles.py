@@ -244,6 +244,7 @@ def weigh(token: Token, weight: float) -> Token:
 ROWS = {
     "clip": clip_row,
     "gspo": gspo_row,
+    "clip_turn": gspo_row,  # a row without turns is one turn
     "cispo": cispo_row,
     "sapo": sapo_row,
     "gpg": gpg_row,

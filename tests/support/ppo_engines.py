@@ -1,8 +1,9 @@
 """Train engines of tiny models, and a batch to train them on, for tests of the layers above the models."""
 
+import json
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -16,9 +17,11 @@ from megappo.architecture.parameters import is_adapter
 from megappo.architecture.parsing import read_architecture
 from megappo.batch.exchange import Batch, Exchange
 from megappo.batch.rows import Rows
+from megappo.config.methods import VALUE_LOSSES, ValueSupport
 from megappo.config.model_sections import Lora, Optim
 from megappo.config.schema import Actor, Config, Critic
 from megappo.config.sections import Model, Parallel
+from megappo.config.value_support import value_support
 from megappo.config.values import ParameterGroup
 from megappo.models.gpt import ModelChunks, build_model
 from megappo.models.heads import output_weight, policy_head, policy_value_head, value_head
@@ -27,7 +30,7 @@ from megappo.models.train_engine import LossFn, TrainedEngine
 from megappo.placement.components import ComponentSpec, Setting
 from megappo.placement.groups import ComponentGroups
 from megappo.placement.layout import Layout
-from megappo.trainer.objectives import ActorLoss, critic_loss
+from megappo.trainer.objectives import ActorLoss, critic_loss, value_readers
 from megappo.weights.export import Export
 from megappo.weights.hf_folder import fuse_bucket
 from megappo.weights.load import load_hf
@@ -43,7 +46,10 @@ SPEC = ComponentSpec(ranks=UNSET, parallel=UNSET, folder=UNSET, max_tokens=UNSET
 """Spec of a component whose engine a test builds by itself."""
 KL_LOSS = {"use_kl_loss": True, "kl_loss_type": "full", "kl_loss_coef": 0.2}
 HEADS: dict[str, HeadKind] = {"actor": "policy", "full_kl": "policy", "critic": "value", "shared": "policy_value"}
-"""Kinds of engine: "full_kl" is an actor with a reference and a KL loss, "shared" an actor with a value head."""
+HEADS |= {"hl_gauss": "value", "quantile": "value", "shared hl_gauss": "policy_value"}
+"""Kinds of engine: "full_kl" is an actor with a reference and a KL loss, "shared" an actor with a value head. A value
+loss names a head of several outputs."""
+VALUE_BINS = 7
 LENGTHS = ((3, 4), (1, 6), (5, 1), (2, 2), (4, 5), (2, 3))  # (prompt, response)
 
 
@@ -71,21 +77,26 @@ class Case:
 def make_config(kind: str, ppo_epochs: int = 1) -> Config:
     """Return a config for one kind of engine, with ACTOR's and CRITIC's losses."""
     epochs = {"ppo_epochs": ppo_epochs}
+    value_loss = kind.removeprefix("shared ")
+    critic: Critic | dict = CRITIC.model_copy(update=epochs)
+    if value_loss in VALUE_LOSSES:
+        critic = epochs | {"value_loss": value_loss, "value_bins": VALUE_BINS}
+        critic |= {"value_range": (-1.0, 2.0)} if value_loss == "hl_gauss" else {}
     return Config.model_validate(
         {
             "model": {"path": "m"},
             "data": {"train_files": ["f"]},
             "trainer": {"output_dir": "o"},
             "actor": ACTOR.model_copy(update=epochs | (KL_LOSS if kind == "full_kl" else {})),
-            "critic": CRITIC.model_copy(update=epochs),
-            "algorithm": {"shared_backbone": kind == "shared", "value_coef": VALUE_COEF},
+            "critic": critic,
+            "algorithm": {"shared_backbone": HEADS[kind] == "policy_value", "value_coef": VALUE_COEF},
         }
     )
 
 
 def make_loss(kind: str, rows: Rows) -> LossFn:
     """Return the loss of one kind of engine on a mini-batch; `rows` are the rows of all shards."""
-    make = critic_loss if kind == "critic" else ActorLoss
+    make = critic_loss if HEADS[kind] == "value" else ActorLoss
     return make(make_config(kind), int(rows.response_mask.sum()), int(rows.response_mask.any(dim=1).sum()))
 
 
@@ -128,11 +139,17 @@ def at_owners(exchange: Exchange, rows: Rows) -> Batch:
     return exchange.move(batch, batch.table.split(exchange.world_size), list(rows.fields))
 
 
-def with_score(folder: Path) -> Path:
-    """Give a Hugging Face folder a value head, so that all engines start from the same one."""
+def with_score(folder: Path, kind: str = "critic") -> Path:
+    """Give a Hugging Face folder a value head, so that all engines of the kind start from the same one."""
+    support = value_support(make_config(kind))
+    if support is not None:
+        config = json.loads((folder / "config.json").read_text()) | {"value_support": asdict(support)}
+        (folder / "config.json").write_text(json.dumps(config))
     weights = load_file(folder / "model.safetensors")
     hidden = read_architecture(folder).hidden_size
-    weights["score.weight"] = torch.randn(1, hidden, generator=torch.Generator().manual_seed(2)) * 0.1
+    weights["score.weight"] = torch.randn(
+        support.size if support else 1, hidden, generator=torch.Generator().manual_seed(2)
+    ) * (0.5 if support else 0.1)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
@@ -145,7 +162,10 @@ def make_engine(
     Forward passes also report values at the end of the rows, and only a "full_kl" engine's the KL to the reference;
     every engine's training steps do.
     """
+    config = make_config(kind)
+    support = value_support(config)
     architecture = read_architecture(folder, HEADS[kind]).with_lora(case.lora).with_frozen(case.frozen)
+    architecture = replace(architecture, support=support)
     chunks = build_model(
         architecture,
         Model(path=str(folder), dtype=case.dtype),
@@ -160,7 +180,7 @@ def make_engine(
         fill_adapters(chunks, architecture, groups)
 
     def head(trains: bool) -> Head:
-        value = value_head(bootstrap=not trains)
+        value = value_head(bootstrap=not trains, **value_readers(config, support, trains=trains))
         if HEADS[kind] == "value":
             return value
         weight = partial(output_weight, chunks[-1])
@@ -219,19 +239,25 @@ def exported_adapters(engine: TrainedEngine, architecture: Architecture) -> dict
 
 def exported(engine: TrainedEngine, architecture: Architecture, kind: str) -> dict[str, torch.Tensor]:
     """Return the engine's weights as a Hugging Face folder has them."""
-    buckets = Export(engine.chunks, architecture.with_head(HEADS[kind]), engine.groups).buckets(1 << 16)
+    exported = replace(architecture, head=HEADS[kind], support=value_support(make_config(kind)))
+    buckets = Export(engine.chunks, exported, engine.groups).buckets(1 << 16)
     return {name: tensor for bucket in buckets for name, tensor in fuse_bucket(architecture, bucket)}
 
 
 def hf_outputs(
-    model: torch.nn.Module, head: torch.nn.Module | None, rows: Rows, temperature: float = TEMPERATURE
+    model: torch.nn.Module,
+    head: torch.nn.Module | None,
+    rows: Rows,
+    temperature: float = TEMPERATURE,
+    support: ValueSupport | None = None,
 ) -> list[tuple[torch.Tensor, ...]]:
     """Return Hugging Face's (log_probs, entropy) of each row, or (values,) with a value head; 0 where the mask is 0."""
     found = []
     for tokens, prompt, mask in masked(rows):
         predicting = slice(prompt - 1, len(tokens) - 1)
         if head is not None:
-            found.append((head(model.model(tokens[None]).last_hidden_state[0, predicting])[:, 0] * mask,))
+            values = value_of(head(model.model(tokens[None]).last_hidden_state[0, predicting]), support)
+            found.append((values * mask,))
             continue
         log_p = torch.log_softmax(model(tokens[None]).logits[0, predicting] / temperature, -1)
         log_probs, entropy = log_p.gather(1, tokens[prompt:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
@@ -248,14 +274,23 @@ def masked(rows: Rows) -> Iterator[tuple[torch.Tensor, int, torch.Tensor]]:
 def hf_value_head(folder: Path) -> torch.nn.Linear:
     """Return the value head that `with_score` wrote."""
     weight = load_file(folder / "model.safetensors")["score.weight"]
-    head = torch.nn.Linear(weight.shape[1], 1, bias=False)
+    head = torch.nn.Linear(*weight.shape[::-1], bias=False)
     head.weight.data.copy_(weight)
     return head
 
 
-def hf_bootstrap_values(model: torch.nn.Module, head: torch.nn.Module, rows: Rows) -> list[torch.Tensor]:
+def value_of(outputs: torch.Tensor, support: ValueSupport | None) -> torch.Tensor:
+    """Return the values [n] that a head's outputs [n, K] stand for."""
+    if support is None or not support.centers:
+        return outputs.sum(-1) / outputs.shape[-1]
+    return outputs.softmax(-1) @ torch.tensor(support.centers)
+
+
+def hf_bootstrap_values(
+    model: torch.nn.Module, head: torch.nn.Module, rows: Rows, support: ValueSupport | None = None
+) -> list[torch.Tensor]:
     """Return Hugging Face's value [1] at the last token of each row."""
-    return [head(model.model(tokens[None]).last_hidden_state[0, -1]) for tokens in rows.sequences]
+    return [value_of(head(model.model(tokens[None]).last_hidden_state[0, -1:]), support) for tokens in rows.sequences]
 
 
 def hf_full_kl(

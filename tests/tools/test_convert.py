@@ -174,6 +174,25 @@ def test_a_reward_model_with_a_bias(qwen2: Path, tmp_path: Path) -> None:
     assert_equal(tensors_of(tmp_path / "back"), tensors_of(tmp_path / "reward"))
 
 
+def test_a_critic_of_several_outputs(qwen2: Path, tmp_path: Path) -> None:
+    model, _ = AutoModelForTokenClassification.from_pretrained(qwen2, num_labels=3, output_loading_info=True)
+    model.score.weight.data.normal_()
+    model.score.bias.data.normal_()
+    model.config.value_support = {"size": 3, "centers": [0.0, 0.5, 1.0]}
+    model.save_pretrained(tmp_path / "critic")
+    convert("hf-to-megatron", tmp_path / "critic", tmp_path / "megatron", "--value-model")
+    convert("verify", tmp_path / "megatron", tmp_path / "critic")
+    convert("megatron-to-hf", tmp_path / "megatron", tmp_path / "back")
+    again, info = AutoModelForTokenClassification.from_pretrained(tmp_path / "back", output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert again.num_labels == 3 and again.config.value_support == model.config.value_support
+    assert_equal(tensors_of(tmp_path / "back"), tensors_of(tmp_path / "critic"))
+    model.config.value_support = None
+    model.save_pretrained(tmp_path / "classifier")
+    command = ("hf-to-megatron", "--input", tmp_path / "classifier", "--output", tmp_path / "new", "--value-model")
+    refused(run(CONVERT, *command), 2, "gives 3 numbers per token, expected 1")
+
+
 # --- what it refuses ---
 
 

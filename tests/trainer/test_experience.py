@@ -393,6 +393,43 @@ def credit(rank: int, world_size: int) -> None:
     assert found[mask.bool()].tolist() == pytest.approx([4.0 + last, 2.0 + last, last])
 
 
+TURN_MASK, TURNS = [1, 1, 0, 1, 1, 1, 0, 1], [1, 1, 0, 2, 2, 2, 0, 3]
+
+
+def kl_beside_turns(rank: int, world_size: int) -> None:
+    """Turns get the score by a recurrence over turns; each token's KL is subtracted from its own advantage."""
+    keys = {"gae_level": "turn", "whiten_advantages": False, "gamma": 0.9, "lam": 0.8, "kl_ctrl": {"kl_coef": 0.3}}
+    config = Config.model_validate(
+        {
+            **{"model": {"path": "m"}, "data": {"train_files": ["f"]}, "trainer": {"output_dir": "o"}},
+            **{"algorithm": keys, "rollout": {"environment": "game.py:Game"}},
+        }
+    )
+    progress = SimpleNamespace(kl=KLController(config.algorithm.kl_ctrl), reward_moments=RunningMoments())
+    generator = torch.Generator().manual_seed(4)
+    one, mask = torch.ones(1, dtype=torch.int64), torch.tensor([TURN_MASK]).float()
+    old, ref, values = torch.randn(3, 1, 8, generator=generator)
+    fields = {"response_mask": mask, "turns": torch.tensor([TURNS]).float(), "scores": torch.tensor([2.0])}
+    fields |= {"old_log_probs": old, "ref_log_probs": ref, "rollout_log_probs": old, "values": values}
+    rows = Rows(0 * one, 0 * one, one, 8 * one, torch.zeros(9, dtype=torch.int64), fields)
+    exchange = Exchange(dist.group.WORLD)
+    found = add_advantages(config, exchange, progress, 1, at_owners(exchange, rows), {}).batch.rows.fields
+    of_turns, following, running = {}, 0.0, 0.0
+    for turn in (3, 2, 1):
+        value = float(values[0, TURNS.index(turn)])
+        running = (2.0 if turn == 3 else 0.0) + 0.9 * following - value + 0.9 * 0.8 * running
+        following, of_turns[turn] = value, (running, running + value)
+    for t, turn in enumerate(TURNS):
+        advantage, target = of_turns.get(turn, (0.0, 0.0))
+        kl = 0.3 * float(old[0, t] - ref[0, t]) if turn else 0.0
+        assert float(found["advantages"][0, t]) == pytest.approx(advantage - kl, abs=1e-5)
+        assert float(found["returns"][0, t]) == pytest.approx(target, abs=1e-5)
+
+
+def test_the_kl_stays_out_of_the_recurrence_over_turns() -> None:
+    run_ranks(1, kl_beside_turns)
+
+
 def test_each_turn_has_the_credit_that_is_its_own() -> None:
     """At each token of the policy: the sum of the scaled rewards still to come."""
     run_ranks(1, credit)

@@ -12,7 +12,7 @@ from megappo.batch.exchange import Exchange
 from megappo.batch.rows import NO_TOKENS, Rows
 from megappo.config.schema import Gate
 from megappo.trainer.statistics import over_ranks
-from megappo.trainer.value_metrics import GateProgress, response_parts, value_metrics
+from megappo.trainer.value_metrics import GateProgress, calibration, response_parts, value_metrics
 
 MASKS = ("1111111", "1", "11011", "1111", "111")
 PARTS = {7: [0, 0, 1, 2, 2, 3, 3], 1: [0], 4: [0, 1, 2, 3], 3: [0, 2, 3]}
@@ -64,6 +64,19 @@ def check(rank: int, world_size: int) -> None:
     exchange = Exchange(dist.group.WORLD)
     found = over_ranks(exchange, value_metrics(rows.select([[0, 1, 2, 3], [4]][rank])))
     assert found == pytest.approx(expected, rel=1e-6)
+    low, high = min(token[1] for token in tokens), max(token[1] for token in tokens)
+    tenths: dict[int, list[tuple[float, float]]] = {}
+    for _, value, target, _ in tokens:
+        tenth = min(int(10 * (value - low) / (high - low)), 9)
+        tenths.setdefault(tenth, []).append((value, target))
+    of_tenths = over_ranks(exchange, calibration(exchange, rows.select([[0, 1, 2, 3], [4]][rank])))
+    for tenth in range(10):
+        names = [f"vf_tenth/{tenth}/{kind}" for kind in ("predicted", "observed")]
+        if tenth not in tenths:
+            assert all(math.isnan(of_tenths[name]) for name in names)
+            continue
+        means = map(statistics.fmean, zip(*tenths[tenth], strict=True))
+        assert [of_tenths[name] for name in names] == pytest.approx(list(means))
     constant = make_rows()
     constant.fields["values"].fill_(3.0)
     flat = over_ranks(exchange, value_metrics(constant.select([[0, 1, 2, 3], [4]][rank])))

@@ -12,7 +12,7 @@ import httpx
 import openai
 from openai.lib.streaming.chat import ChatCompletionStreamState
 
-from megappo.userland import agent_endpoint
+from megappo.agents import agent_endpoint
 
 TOOLS = [
     {

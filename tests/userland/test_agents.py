@@ -9,7 +9,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from tests.support.agent_sessions import agents_of, played
+from agent_scripts import agents_of, played
 
 from megappo.userland import worker_process
 from megappo.userland.agent_sessions import AgentPool, Cancelled, Finished, Refusal, TurnRequest, TurnReward

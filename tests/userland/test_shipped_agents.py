@@ -5,7 +5,7 @@ import importlib.util
 import sys
 
 import pytest
-from tests.support.agent_sessions import agents_of, played
+from agent_scripts import agents_of, played
 
 from megappo.userland.agent_sessions import TurnRequest
 

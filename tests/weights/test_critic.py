@@ -20,6 +20,8 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
+from megappo.architecture.model_folder import HEAD_MODULES, num_head_outputs
+from megappo.config.methods import ValueSupport
 from megappo.config.schema import Model
 from megappo.config.sections import Parallel
 from megappo.errors import ActionableError
@@ -27,7 +29,7 @@ from megappo.models.gpt import ModelChunks, build_model
 from megappo.placement.groups import ComponentGroups, build_groups
 from megappo.placement.layout import Layout
 from megappo.weights.hf_folder import write_hf_folder
-from megappo.weights.load import HEAD_MODULES, critic_architecture, load_hf
+from megappo.weights.load import critic_architecture, load_hf
 
 LAYOUTS = {
     "one": Layout((0,)),
@@ -86,8 +88,8 @@ def values(folder: Path) -> torch.Tensor:
     return (hidden @ tensors[f"{module}.weight"].T + bias)[:, 0]
 
 
-def critic(folder: Path, groups: ComponentGroups) -> ModelChunks:
-    architecture = critic_architecture(folder)
+def critic(folder: Path, groups: ComponentGroups, support: ValueSupport | None = None) -> ModelChunks:
+    architecture = critic_architecture(folder, support, needs_head=False)
     parallel = parallel_of(groups.layout, sequence=groups.layout.tensor > 1)  # experts need it
     chunks = build_model(
         architecture,
@@ -141,6 +143,51 @@ def test_values_are_transformers_in_every_layout_and_after_export(tmp_path: Path
             torch.testing.assert_close(found, value, rtol=0, atol=5e-6)
 
 
+SUPPORTS = {"classes": ValueSupport(3, (0.0, 0.5, 1.0)), "quantiles": ValueSupport(4)}
+
+
+def check_supports(rank: int, world_size: int, source: Path, target: Path) -> None:
+    """A head of several outputs is drawn, exported, and read again; one of other outputs is drawn in its place."""
+    for layout, groups in build_groups(LAYOUTS, seed=0).items():
+        if layout == "pp2 vpp2" or not groups.member:
+            continue
+        for name, support in SUPPORTS.items():
+            folder = target / layout / name
+            chunks = critic(source, groups, support)
+            if chunks[-1].post_process:
+                chunks[-1].output_layer.weight.data *= 3  # away from the head that is drawn
+            write_hf_folder(chunks, critic_architecture(source, support), groups, source, folder)
+            found = outputs(chunks, groups)
+            if found is not None and rank == groups.layout.ranks[-1]:
+                torch.save(found[0], target / f"{layout} {name}.pt")
+            again = critic(folder, groups, support)
+            if again[-1].post_process:
+                weight = chunks[-1].output_layer.weight
+                assert torch.equal(again[-1].output_layer.weight, weight) and weight.std() > 0
+                for other in (None, ValueSupport(support.size, (0.0, 0.1, 0.2)), ValueSupport(5)):
+                    head = critic(folder, groups, other)[-1].output_layer.weight
+                    assert head.isfinite().all() and not (head.shape == weight.shape and torch.equal(head, weight))
+
+
+def test_heads_of_several_outputs_are_exported_for_transformers_and_read_again(tmp_path: Path) -> None:
+    source = reward_model(tmp_path / "lm", "qwen2", "CausalLM")
+    run_ranks(2, check_supports, source, tmp_path)
+    for name, support in SUPPORTS.items():
+        for layout in ("one", "tp2", "pp2"):
+            folder = tmp_path / layout / name
+            model, info = AutoModelForTokenClassification.from_pretrained(folder, output_loading_info=True)
+            assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+            assert model.num_labels == support.size
+            assert model.config.value_support == {"size": support.size, "centers": list(support.centers)}
+            with torch.no_grad():
+                logits = torch.cat([model.eval()(tokens[None]).logits[0] for tokens in sequences()])
+            torch.testing.assert_close(torch.load(tmp_path / f"{layout} {name}.pt"), logits, rtol=0, atol=1e-5)
+    folder = tmp_path / "one" / "classes"
+    with pytest.raises(ActionableError, match="gives 3 numbers per token, expected 1; choose a reward model of one"):
+        critic_architecture(folder)
+    assert num_head_outputs(folder) == 3 and num_head_outputs(source) == 0
+
+
 def test_a_bias_of_zero_is_none(tmp_path: Path) -> None:
     folder = reward_model(tmp_path / "reward", "qwen2", "TokenClassification")
     assert critic_architecture(folder).value_bias
@@ -152,7 +199,7 @@ def test_a_bias_of_zero_is_none(tmp_path: Path) -> None:
 
 def test_what_gives_no_single_value_is_refused(tmp_path: Path) -> None:
     two = reward_model(tmp_path / "two", "qwen2", "TokenClassification", num_labels=2)
-    with pytest.raises(ActionableError, match="score.weight in .* gives 2 numbers per token, expected 1"):
+    with pytest.raises(ActionableError, match="value head in .* gives 2 numbers per token, expected 1"):
         critic_architecture(two)
     one = reward_model(tmp_path / "one", "qwen2", "TokenClassification")
     with pytest.raises(ActionableError, match="several value heads: score, v_head; remove all but one"):

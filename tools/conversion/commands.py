@@ -13,7 +13,7 @@ from megappo.architecture.model_folder import CONFIG_FILE, RELEASE, TRACKER
 from megappo.architecture.parsing import read_architecture
 from megappo.checkpoint.checksums import write_sums
 from megappo.checkpoint.component_folder import has_value_bias, head_of, load_model
-from megappo.checkpoint.folders import components_of, is_component
+from megappo.checkpoint.folders import components_of, is_component, stored_support
 from megappo.checkpoint.metadata import EMBEDDING, ComponentInfo, read_component
 from megappo.models.gpt import ModelChunks
 from megappo.weights.hf_folder import copy_companions, write_hf_files
@@ -30,7 +30,10 @@ def hf_to_megatron(args: argparse.Namespace, world: World) -> None:
     architecture = read_architecture(args.input, head="value")
     if architecture.is_reward_model and not args.value_model:
         raise UsageError(f"{args.input} is a critic or a reward model: --value-model converts it")
-    architecture = critic_architecture(args.input) if args.value_model else architecture.with_head("policy")
+    if args.value_model:
+        architecture = critic_architecture(args.input, architecture.stored_support)
+    else:
+        architecture = architecture.with_head("policy")
     if args.megatron_lm and architecture.linear:
         raise UsageError(
             f"--megatron-lm: Megatron-LM has other names for the linear attention of {args.input}: leave the option out"
@@ -65,7 +68,7 @@ def megatron_to_hf(args: argparse.Namespace, world: World) -> None:
     wanted: HeadKind = head if args.value_model or head == "value" else "policy"
     shapes = parameters.hf_shapes(source.architecture.with_head("value" if wanted != "policy" else "policy"))
     if wanted != "policy":
-        shapes[parameters.VALUE_BIAS] = (1,)
+        shapes[parameters.VALUE_BIAS] = (source.architecture.num_values,)
     total = sum(map(prod, shapes.values()))
     with world.staged(args.output) as folder, world.bar("writing", total, "parameters") as bar:
         exported = source.architecture.with_head(wanted)
@@ -142,7 +145,8 @@ def open_megatron(folder: Path, config_folder: Path | None) -> MegatronFolder:
     architecture = read_architecture(config_folder, head="value")  # of a reward model, too
     if EMBEDDING not in info.tensors:
         raise UsageError(f"{folder} holds no {EMBEDDING}: it is no language model of this program")
-    architecture = replace(architecture, head=head_of(info), value_bias=has_value_bias(info))
+    support = stored_support(folder, architecture.stored_support)
+    architecture = replace(architecture, head=head_of(info), value_bias=has_value_bias(info), support=support)
     return MegatronFolder(folder, config_folder, architecture, info)
 
 

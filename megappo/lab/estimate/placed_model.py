@@ -23,6 +23,7 @@ from megappo.architecture.parameters import (
     stage_sizes,
 )
 from megappo.architecture.parsing import read_architecture
+from megappo.config.methods import ValueSupport
 from megappo.config.model_sections import Learner, Lora, Optim
 from megappo.config.sections import Parallel
 from megappo.config.values import ParameterGroup, TensorKind
@@ -70,11 +71,16 @@ class Shape:
 
 
 def read_shape(
-    folder: str, head: HeadKind = "policy", lora: Lora | None = None, frozen: tuple[ParameterGroup, ...] = ()
+    folder: str,
+    head: HeadKind = "policy",
+    lora: Lora | None = None,
+    frozen: tuple[ParameterGroup, ...] = (),
+    support: ValueSupport | None = None,
 ) -> Shape:
     """Return the shape of a folder's model, or the one that ships where it is missing, with a head, adapters and frozen
     parameters."""
-    return Shape(read_architecture(shape_folder(folder), head).with_lora(lora).with_frozen(frozen))
+    architecture = read_architecture(shape_folder(folder), head).with_lora(lora).with_frozen(frozen)
+    return Shape(replace(architecture, support=support))
 
 
 class Shapes:
@@ -85,7 +91,7 @@ class Shapes:
 
     def of(self, spec: ComponentSpec) -> Shape:
         """Return the shape of a component."""
-        return self.at(spec.folder.value, spec.head, spec.lora, spec.frozen)
+        return self.at(spec.folder.value, spec.head, spec.lora, spec.frozen, spec.support)
 
 
 @dataclass(frozen=True)

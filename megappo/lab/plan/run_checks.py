@@ -31,6 +31,7 @@ from megappo.architecture.model_folder import (
     download_command,
     end_tokens,
     hub_id,
+    num_head_outputs,
     other_kind,
     shape_folder,
 )
@@ -305,12 +306,6 @@ def _model_folder(
             yield from _fit_errors(config, capability, spec, architecture)
             if key == REWARD_MODEL_KEY:
                 yield from _reward_model_errors(config, replace(architecture, lora=spec.lora))
-            if spec.head == "value" and architecture.is_reward_model and architecture.num_labels != 1:
-                yield (
-                    f"{key}: {architecture.file} is of architecture {architecture.named} with "
-                    f"{architecture.num_labels} labels: name a reward model of one label, or set num_labels to 1 there "
-                    "if its head has one"
-                )
 
 
 def _model_files(key: str, folder: Path) -> Errors:
@@ -395,8 +390,18 @@ def _reward_model_errors(config: Config, architecture: Architecture) -> Errors:
         return
     if not architecture.is_reward_model:
         yield f"{found}, without a score: name a *ForSequenceClassification or *ForTokenClassification of one label"
+    elif (labels := _num_labels(architecture)) != 1:
+        remedy = "name a reward model of one label, or set num_labels to 1 there if its head has one"
+        yield f"{found} with {labels} labels: {remedy}"
     if architecture.scores_steps:
         yield from step_scores_errors(config, architecture.named)
+
+
+def _num_labels(architecture: Architecture) -> int:
+    """Return the outputs of a reward model's head, by config.json or else by its files, if these can be read."""
+    with suppress(TextFileError):
+        return max(architecture.num_labels, num_head_outputs(architecture.file.parent))
+    return architecture.num_labels
 
 
 def _data_file(key: str, path: Path) -> Errors:

@@ -23,6 +23,7 @@ from megappo.lab.report.health_conditions import (
     groups_equal,
     grown,
     outside,
+    pairs_unlearned,
     value_loss_large,
     values_useless,
 )
@@ -191,10 +192,30 @@ RULES: Table[Rule] = Table(
         "value_loss": Rule(
             ("critic/vf_loss", SPREAD),
             value_loss_large,
-            "the value loss of 5 steps is above 10 times the variance of the scores, and does not fall",
+            "the value loss of 5 steps is above 10 times the variance of the scores, and does not fall (the "
+            "cross-entropy of hl_gauss and two_hot is not checked)",
             "the value loss is {0:.0f} times the variance of the scores, which the critic should explain",
             "Lower critic.optim.lr, set reward.normalize=running, or set critic.warmup_steps",
             "docs/methods.md#values",
+            applies=lambda config: config.get("critic", {}).get("value_loss") not in ("hl_gauss", "two_hot"),
+        ),
+        "value_support": Rule(
+            ("critic/vf_outside",),
+            outside("critic/vf_outside", high=0.05),
+            "more than 5 % of the returns are outside of critic.value_range, whose classes cannot express them",
+            "{0:.0%} of the returns are outside of critic.value_range, and count as its nearest end",
+            "Set critic.value_range to reach from returns/min to returns/max",
+            "docs/critic.md#distributions-of-values",
+        ),
+        "accuracy": Rule(
+            ("reward_model/accuracy", "reward_model/bt_loss"),
+            pairs_unlearned,
+            "a reward model orders less than 55 % of the pairs of 20 steps as they are labelled (chance: 50 %), and "
+            "its loss has not fallen below its first value",
+            "the reward model orders {0:.1%} of the pairs of 20 steps right, hardly more than chance, with a loss of "
+            "{1:.3g}",
+            "Lower optim.lr of the reward model; check which response of a pair is the chosen one",
+            "docs/reward_models.md#metrics",
         ),
         "value_range": Rule(
             ("values/max", "values/min", *SHAPED_RANGE),

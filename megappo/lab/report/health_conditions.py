@@ -154,6 +154,12 @@ def beyond_scores(lowest: str, highest: str, margin: float) -> Condition:
     return figures
 
 
+def pairs_unlearned(history: History) -> Figures:
+    accuracy = history.mean("reward_model/accuracy", 20)
+    loss = history.mean("reward_model/bt_loss", 20)
+    return (accuracy, loss) if accuracy < 0.55 and loss >= history.first("reward_model/bt_loss") else ()
+
+
 def few_effective_samples(history: History) -> Figures:
     """Hold where the effective sample size is below 80 % of the tokens. With one weight a response the limit is 30 %,
     as in verl: such weights are products over the tokens, so they differ more."""

@@ -132,6 +132,25 @@ function seedsTable() {
   return el("div.box", {}, el("h3", {}, "Runs that differ by their seed alone: mean and standard deviation of the last values"), table(["", "runs", ...metrics.values()], rows));
 }
 
+/** Values of the critic beside the returns, by tenth of the range of the values: of the rollouts, and of held-out ones. */
+function calibrationSection() {
+  const tables = [];
+  for (const run of RUNS) {
+    const heldOut = matches(run, "*", "val/*/critic/vf_tenth/0/predicted").map(([name]) => [name, `val/${name}/`]);
+    for (const [name, prefix] of [["rollouts", ""], ...heldOut]) {
+      const last = (tenth, kind) => run.ends[`${prefix}critic/vf_tenth/${tenth}/${kind}`]?.at(-1);
+      const tenths = [...Array(10).keys()].filter((tenth) => last(tenth, "predicted"));
+      if (!tenths.length) continue;
+      const newest = Math.max(...tenths.map((tenth) => last(tenth, "predicted")[0]));
+      const rows = tenths.filter((tenth) => last(tenth, "predicted")[0] === newest).map((tenth) => [String(tenth + 1), ...["predicted", "observed"].map((kind) => score(last(tenth, kind)[1]))]);
+      const title = `${RUNS.length > 1 ? `${run.name}, ` : ""}${name}, step ${whole(newest)}`;
+      tables.push(el("div.box", {}, el("h3", {}, title), table(["tenth", "predicted", "observed"], rows)));
+    }
+  }
+  if (!tables.length) return null;
+  return section("Calibration of values", el("p.soft", {}, "Mean value and mean return of the tokens, by tenth of the range of the values; equal if calibrated."), tables);
+}
+
 function configSection() {
   const [run] = RUNS;
   const parts = [];
@@ -170,7 +189,7 @@ function build() {
   const top = el("header.top", {}, el("h1", {}, DATA.title), status, el("span.soft.small", {}, `written ${new Date(1000 * DATA.written).toLocaleString("sv").slice(0, 16)}`), reloadControl() ?? []);
   const isOne = RUNS.length === 1;
   const before = isOne ? [] : [differencesSection(), section("Results", seedsTable(), overview())];
-  const sections = [...before, healthSection(), STEPS.length ? chartSections() : null, timeSection(), samplesSection(), STEPS.length ? allMetrics() : null, isOne ? configSection() : null].filter(Boolean);
+  const sections = [...before, healthSection(), STEPS.length ? chartSections() : null, calibrationSection(), timeSection(), samplesSection(), STEPS.length ? allMetrics() : null, isOne ? configSection() : null].filter(Boolean);
   const message = RUNS.length === 1 && first.message ? el("p.box.finding.now", {}, first.message) : null;
   const links = sections.map((one) => el("a", { href: `#${one.id}` }, one.getAttribute("aria-label")));
   const footer = el("footer", {}, "Written by megappo. The charts are drawn by uPlot (MIT licence).");
