@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import chain, groupby
 from operator import itemgetter
@@ -151,15 +151,14 @@ class Sample:
 
 def episode_turns(episode: Sample, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
     """Return the turns of an episode, each with its text and reward: `turn` counts the policy's turns from 1, and is 0
-    where the environment or agent wrote. The prompt of a further segment has its place: `begins`, `follows` and, in a
-    branch, `depth`, which its turns have, too. A response has no turns."""
+    where the environment or agent wrote. The prompt of a further segment has its `SegmentPlace`, and the turns of a branch
+    have its `depth`. A response has no turns."""
     decode = partial(tokenizer.decode, skip_special_tokens=False)
     turns: list[dict[str, Any]] = []
     for segment, place in zip(episode.segments, segment_places(episode.segments), strict=True):
         depth = {"depth": place.depth} if place.depth else {}
         if turns:  # the history was rewritten, or has branches
-            stands = {"begins": place.begins, "follows": place.follows}
-            turns.append({"turn": 0, "text": decode(segment.prompt), "reward": 0.0, **stands, **depth})
+            turns.append({"turn": 0, "text": decode(segment.prompt), "reward": 0.0, **asdict(place)})
         for turn, own in groupby(zip(segment.turns, segment.tokens, segment.rewards, strict=False), itemgetter(0)):
             _, tokens, rewards = zip(*own, strict=True)
             turns.append({"turn": turn, "text": decode(tokens), "reward": sum(rewards), **depth})
@@ -186,26 +185,18 @@ def segment_places(segments: Sequence[Segment]) -> list[SegmentPlace]:
     places = [SegmentPlace()]
     numbers = [sorted({*segment.turns} - {0}) for segment in segments]
     for segment, (first, *_) in zip(segments[1:], numbers[1:], strict=True):
-        earlier = numbers[: len(places)]
-        holders = [index for index, one in enumerate(earlier) if segment.parent in one]
-        beside = [index for index, one in enumerate(earlier) if one[-1] > first]
-        if holders:
-            base, follows = holders[0], segment.parent
-            is_branch = earlier[base][-1] > follows
-        else:
-            by_depth = sorted(beside, key=lambda index: places[index].depth)
-            base = by_depth[0] if beside else max(range(len(earlier)), key=lambda index: earlier[index][-1])
-            follows = max(number for number in earlier[base] if number < first)
-            is_branch = bool(beside)
-        kind = "branch" if is_branch else "new prompt"
-        places.append(SegmentPlace(kind, follows, places[base].depth + is_branch))
+        earlier = list(zip(places, numbers, strict=False))
+        beside = [one for one in earlier if one[1][-1] > (segment.parent or first)]
+        base, turns = min(beside, key=lambda one: one[0].depth) if beside else max(earlier, key=lambda one: one[1][-1])
+        follows = segment.parent or max(turn for turn in turns if turn < first)
+        kind = "branch" if beside else "new prompt"
+        places.append(SegmentPlace(kind, follows, base.depth + bool(beside)))
     return places
 
 
 def shown_facts(one: Sample, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Return what people are shown of a sample beside texts and score."""
-    num_superseded = one.agent.num_superseded if one.agent else 0
-    superseded = {"superseded_turns": num_superseded} if num_superseded else {}
+    superseded = {"superseded_turns": one.agent.num_superseded} if one.agent and one.agent.num_superseded else {}
     facts = {
         "finish_reason": one.ending,
         "parts": {**(one.parts or {}), **one.grade.parts, **superseded},

@@ -129,7 +129,7 @@ def test_an_episode_is_shown_as_turns_with_their_rewards(config):
     first = Segment([5], tokens=tokens, turns=[1, 1, 0, 2], rewards=[0.0, 0.5, 0.0, 1.0])
     second = Segment(tokenizer.encode("7="), tokens=tokens[:1], turns=[3], rewards=[0.0], parent=2)
     shown = shown_facts(Sample(0, 0, [first, second], "done", {"tool_calls": 2.0}), tokenizer)
-    expected = [(1, "1+", 0.5), (0, "2", 0.0), (2, "3", 1.0), (0, "7=", 0.0, "new prompt", 2), (3, "1", 0.0)]
+    expected = [(1, "1+", 0.5), (0, "2", 0.0), (2, "3", 1.0), (0, "7=", 0.0, "new prompt", 2, 0), (3, "1", 0.0)]
     assert [tuple(turn.values()) for turn in shown.pop("turns")] == expected
     assert shown == {"finish_reason": "done", "parts": {"tool_calls": 2.0}}
     assert shown_facts(Sample(0, 0, [Segment([5], tokens=tokens)], "stop"), tokenizer) == {"finish_reason": "stop"}

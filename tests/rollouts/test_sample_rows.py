@@ -27,8 +27,8 @@ def test_what_was_cut_off_is_masked_and_what_has_nothing_left_to_be_compared_wit
             [(0, [1, 2]), (0, [3, 4]), (0, [5])], [("new prompt", 2, 0), ("new prompt", 4, 0)], id="summaries"
         ),
         pytest.param(
-            [(0, [1, 6]), (0, [2, 4]), (0, [3, 5]), (5, [7])],
-            [("branch", 1, 1), ("branch", 1, 1), ("new prompt", 5, 1)],
+            [(0, [1, 7]), (0, [2, 4]), (0, [3, 5]), (5, [6]), (7, [8])],
+            [("branch", 1, 1), ("branch", 1, 1), ("branch", 5, 1), ("new prompt", 7, 0)],
             id="two helpers at once, one of them compacted",
         ),
         pytest.param(
