@@ -37,7 +37,7 @@ class StoredTurn(BaseModel, strict=True, allow_inf_nan=False):
     reward: float
     begins: str = ""
     follows: int = 0
-    depth: int = Field(0, ge=0)
+    depth: int = 0
 
 
 class StoredSample(BaseModel, strict=True, allow_inf_nan=False):

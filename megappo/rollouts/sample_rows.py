@@ -151,7 +151,7 @@ class Sample:
 
 def episode_turns(episode: Sample, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
     """Return the turns of an episode, each with its text and reward: `turn` counts the policy's turns from 1, and is 0
-    where the environment or agent wrote. The prompt of a further segment has its `SegmentPlace`, and the turns of a branch
+    where the environment or agent wrote. The prompt of a further segment has its `SegmentPlace`, and turns of a branch
     have its `depth`. A response has no turns."""
     decode = partial(tokenizer.decode, skip_special_tokens=False)
     turns: list[dict[str, Any]] = []
@@ -189,8 +189,7 @@ def segment_places(segments: Sequence[Segment]) -> list[SegmentPlace]:
         beside = [one for one in earlier if one[1][-1] > (segment.parent or first)]
         base, turns = min(beside, key=lambda one: one[0].depth) if beside else max(earlier, key=lambda one: one[1][-1])
         follows = segment.parent or max(turn for turn in turns if turn < first)
-        kind = "branch" if beside else "new prompt"
-        places.append(SegmentPlace(kind, follows, base.depth + bool(beside)))
+        places.append(SegmentPlace("branch" if beside else "new prompt", follows, base.depth + bool(beside)))
     return places
 
 
