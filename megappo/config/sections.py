@@ -407,6 +407,7 @@ class Algorithm(Section):
     rollout_correction: RolloutCorrection = key(RolloutCorrection(), "weights that correct for the mismatch between engine and trainer", read_if=OLD_FROM_TRAINER)
     filter_groups: FilterGroups = key(FilterGroups(), "which groups of responses a step trains on")
     shared_backbone: StrictBool = key(False, "gae: one model with a policy head and a value head instead of a separate critic; the critic's keys of the value loss (value_*, huber_delta, hl_gauss_width) and loss_agg_mode still apply", read_if=HAS_VALUES)
+    detach_values: StrictBool = key(False, "shared_backbone: the value loss trains the value head alone, which reads the policy's hidden states: a critic for almost nothing that cannot disturb the policy", read_if=ONE_BACKBONE)
     value_coef: NonNegativeFloat = key(0.5, "shared_backbone: weight of the value loss in the combined loss", read_if=ONE_BACKBONE)
 
     @property

@@ -96,16 +96,17 @@ def value_head(
     return head
 
 
-def policy_value_head(policy: Head, value: Head, model: GPTModel) -> Head:
+def policy_value_head(policy: Head, value: Head, model: GPTModel, *, detached: bool = False) -> Head:
     """Return a head with the outputs of both heads of a model with a shared backbone.
 
     Args:
         policy: reads the model's hidden states. value: reads its values.
         model: the last chunk, built with head="policy_value"; the one whose outputs the head is given.
+        detached: values have no gradient beyond the value head.
     """
 
     def head(output: Tensor, packed: PackedBatch) -> Outputs:
-        return policy(output, packed) | value(model.value_head.take(), packed)
+        return policy(output, packed) | value(model.value_head.take(detached=detached), packed)
 
     return head
 
@@ -212,21 +213,20 @@ class ValueHead(torch.nn.Module):
         return values, None
 
     def keep(self, output_layer: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        """Compute and keep the values of the hidden states that an output layer is about to read: its forward pre-hook.
+        """Keep the hidden states that an output layer is about to read until `take`: its forward pre-hook."""
+        self._kept = inputs[0]
 
-        A hook has no return value to add them to, so they wait in the module until `take`.
-        """
-        self._kept, _ = self(inputs[0])
-
-    def take(self) -> Tensor:
+    def take(self, *, detached: bool = False) -> Tensor:
         """Return the outputs of the last forward pass, [1, T, K], as GPTModel's output is laid out; once a pass.
 
+        Args:
+            detached: they have no gradient beyond this module.
         Raises:
             RuntimeError: there was no forward pass since the last call.
         """
         if self._kept is None:
             raise RuntimeError("values were taken twice, or before a forward pass of the model they belong to")
-        values = self._kept
+        values, _ = self(self._kept.detach() if detached else self._kept)
         self._kept = None
         return values.transpose(0, 1)
 
@@ -234,8 +234,8 @@ class ValueHead(torch.nn.Module):
 def add_value_head(gpt: GPTModel, bias: bool, size: int) -> None:
     """Give the model, a last stage, a `value_head` that reads what its output layer reads.
 
-    GPTModel returns a single tensor, so the values wait in the head until they are taken: the schedules compute the
-    loss of a micro-batch before they begin the next one.
+    GPTModel returns a single tensor, so the hidden states wait in the head until its outputs are taken: the schedules
+    compute the loss of a micro-batch before they begin the next one.
     """
     gpt.value_head = ValueHead(gpt.config, gpt.pg_collection.tp, bias, size)
     gpt.output_layer.register_forward_pre_hook(gpt.value_head.keep)

@@ -299,7 +299,9 @@ def build_engine(
         temperature = config.rollout.temperature
         sizes = groups.collection.tp, architecture.vocab_size
         policy = policy_head(weight, *sizes, temperature, compared, architecture.logit_cap)
-        return policy if spec.head == "policy" else policy_value_head(policy, value, chunks[-1])
+        if spec.head == "policy":
+            return policy
+        return policy_value_head(policy, value, chunks[-1], detached=config.algorithm.detach_values)
 
     outputs = spec.forward.fields if spec.forward else {}
     forward_head = head("full_kl" in outputs, "bootstrap_values" in outputs or spec.scores_pairs, False)

@@ -201,6 +201,11 @@ def test_heads_of_several_outputs_train_as_hugging_faces_do(name: str, kind: str
     check(name, kind, with_score(hf_folder(tmp_path / "hf", "qwen2"), kind))
 
 
+@pytest.mark.parametrize("name", ["one rank, small micro-batches", "tp2 sp", "pp2", "cp2"])
+def test_a_detached_value_head_leaves_the_policy_alone(name: str, tmp_path: Path) -> None:
+    check(name, "shared detached", with_score(hf_folder(tmp_path / "hf", "qwen2")))
+
+
 @pytest.mark.parametrize(("name", "kind"), [("cp2", "shared"), pytest.param("dp2", "critic", marks=pytest.mark.slow)])
 def test_rows_count_by_their_weights(name: str, kind: str, tmp_path: Path) -> None:
     """In the losses of policy and values, and in the bonus of entropy."""

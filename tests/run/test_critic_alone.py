@@ -26,13 +26,16 @@ def hf_values(model: Path, recorded: Path) -> tuple[list[float], list[float]]:
     """Return transformers' value before each recorded token, and the score of its response: its return, as gamma and
     lambda are 1."""
     critic = AutoModelForTokenClassification.from_pretrained(model)
-    assert critic.config.num_labels == 1
+    support = getattr(critic.config, "value_support", {"size": 1, "centers": []})
+    assert critic.config.num_labels == support["size"]
     values, scores = [], []
     with RowsFile(recorded) as file, torch.no_grad():
         rows = file.rows(0, len(file.table))
     for tokens, length, score in zip(rows.sequences, rows.prompt_lengths.tolist(), rows.fields["scores"], strict=True):
-        of_row = critic(tokens[None]).logits[0, length - 1 : -1, 0]
-        values += of_row.tolist()
+        of_row = critic(tokens[None]).logits[0, length - 1 : -1].detach()
+        if support["centers"]:
+            of_row = of_row.softmax(-1) @ torch.tensor(support["centers"])
+        values += of_row.flatten().tolist()
         scores += [float(score)] * len(of_row)
     return values, scores
 
@@ -68,6 +71,29 @@ def test_a_critic_of_recorded_rollouts_is_kept_and_ppo_starts_from_it(config, ru
     errors, errors_before = (sum((a - b) ** 2 for a, b in zip(of, scores, strict=True)) for of in (trained, values))
     assert errors < errors_before, "the folder has the critic after the step"
     assert (folder / "ppo" / "run" / "hf_actor").is_dir()
+
+
+@pytest.mark.slow  # tests/models/test_train_engine.py and tests/weights/test_critic.py have the parts
+def test_a_critic_of_classes_is_kept_and_a_scalar_one_gets_a_new_head(config, run, folder):
+    held_out = folder / "held_out"
+    held_out.mkdir()
+    shutil.copy(run / "record" / "step_00000010.safetensors", held_out / "step_00000001.safetensors")
+    replay = (f"trainer.replay_rollouts={run / 'record'}", f"trainer.replay_held_out={held_out}")
+    classes = ("critic.value_loss=hl_gauss", "critic.value_bins=11", "critic.value_range=[0,1]", "critic.optim.lr=1e-2")
+    train(folder, config, *CRITIC, *replay, *classes, "trainer.total_steps=3")
+    last = logged(folder / "run")[-1]
+    critic = folder / "run" / "hf_critic"
+    values, scores = hf_values(critic, held_out / "step_00000001.safetensors")
+    bias = statistics.fmean(value - score for value, score in zip(values, scores, strict=True))
+    assert last["val/held_out/critic/vf_bias"] == pytest.approx(bias, abs=1e-5)
+    assert last["critic/vf_entropy"] > 0 and last["critic/vf_outside"] == 0 and "critic/vf_clipfrac" not in last
+    ppo = (replay[0], "trainer.eval_interval=0", "trainer.total_steps=1", f"critic.model_path={critic}")
+    values, _ = hf_values(critic, run / "record" / "step_00000001.safetensors")
+    output = train(folder / "classes", config, *ppo, *classes)
+    assert "new value head" not in output
+    assert logged(folder / "classes" / "run")[0]["values/mean"] == pytest.approx(statistics.fmean(values), abs=1e-5)
+    output = train(folder / "scalar", config, *ppo)
+    assert f"critic: a new value head, with one output, as the head in {critic} has 11 classes from 0 to 1" in output
 
 
 @pytest.mark.slow  # the run on recorded rollouts shows all but the engines

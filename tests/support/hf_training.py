@@ -252,6 +252,8 @@ def hf_train(
         value_loss=kind.removeprefix("shared "),
         support=value_support(make_config(kind)),
     )
+    if kind == "shared detached":
+        oracle.head.register_forward_pre_hook(lambda head, inputs: (inputs[0].detach(),))
     rows = make_rows(oracle.model.config.vocab_size, lengths, weighted=weighted)
     added_loss = choose(oracle.model, rows)
     named = oracle.parameters()

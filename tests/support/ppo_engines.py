@@ -46,7 +46,12 @@ SPEC = ComponentSpec(ranks=UNSET, parallel=UNSET, folder=UNSET, max_tokens=UNSET
 """Spec of a component whose engine a test builds by itself."""
 KL_LOSS = {"use_kl_loss": True, "kl_loss_type": "full", "kl_loss_coef": 0.2}
 HEADS: dict[str, HeadKind] = {"actor": "policy", "full_kl": "policy", "critic": "value", "shared": "policy_value"}
-HEADS |= {"hl_gauss": "value", "quantile": "value", "shared hl_gauss": "policy_value"}
+HEADS |= {
+    "hl_gauss": "value",
+    "quantile": "value",
+    "shared hl_gauss": "policy_value",
+    "shared detached": "policy_value",
+}
 """Kinds of engine: "full_kl" is an actor with a reference and a KL loss, "shared" an actor with a value head. A value
 loss names a head of several outputs."""
 VALUE_BINS = 7
@@ -89,7 +94,8 @@ def make_config(kind: str, ppo_epochs: int = 1) -> Config:
             "trainer": {"output_dir": "o"},
             "actor": ACTOR.model_copy(update=epochs | (KL_LOSS if kind == "full_kl" else {})),
             "critic": critic,
-            "algorithm": {"shared_backbone": HEADS[kind] == "policy_value", "value_coef": VALUE_COEF},
+            "algorithm": {"shared_backbone": HEADS[kind] == "policy_value", "value_coef": VALUE_COEF}
+            | ({"detach_values": True} if kind == "shared detached" else {}),
         }
     )
 
@@ -187,7 +193,9 @@ def make_engine(
         factors = reference.logit_factors if reference and (trains or kind == "full_kl") else None
         sizes = groups.collection.tp, architecture.vocab_size
         policy = policy_head(weight, *sizes, case.temperature, factors, architecture.logit_cap)
-        return policy if HEADS[kind] == "policy" else policy_value_head(policy, value, chunks[-1])
+        if HEADS[kind] == "policy":
+            return policy
+        return policy_value_head(policy, value, chunks[-1], detached=config.algorithm.detach_values)
 
     return TrainedEngine(
         chunks, groups, head(False), case.max_tokens, case.optim, total_optimizer_steps=10, loss_head=head(True)
