@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from megappo.runtime.keeper import KILL_TIMEOUT_SECONDS, ask_to_end
+from megappo.runtime.keeper import KILL_TIMEOUT_SECONDS, REMOVED, ask_to_end
 from megappo.runtime.machine import PACKAGE_ROOT, PYTHON
 from megappo.userland.user_code import JsonObject
 
@@ -31,7 +31,6 @@ class CommandLost(Exception):
 
 async def run_command(
     command: Sequence[str],
-    folder: str,
     is_scored: bool,
     base_url: str,
     api_key: str,
@@ -40,7 +39,6 @@ async def run_command(
     """Run a command, and end it with all that it has started, also if this call is cancelled.
 
     Args:
-        folder: folder for the file of the row.
         is_scored: a reward function scores episodes, so that no reward is needed.
     Returns:
         "exit_code", and "reward": a number in the last line of the output, or {"reward": number} there. Without such a
@@ -48,22 +46,21 @@ async def run_command(
     Raises:
         CommandLost: the exit code is neither 0 nor 1.
     """
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".json", dir=folder) as file:
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".json", delete=False) as file:
         json.dump(row, file)
-        file.flush()
-        process = await asyncio.create_subprocess_exec(
-            *(*PYTHON, "-m", "megappo.runtime.keeper", str(os.getpid())),
-            *("env", f"PYTHONPATH={_python_path()}", *command),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env={**os.environ, **_endpoint_variables(base_url, api_key), "MEGAPPO_ROW": file.name},
-            start_new_session=True,
-        )
-        try:
-            output, errors, code = await asyncio.gather(_end(process.stdout), _end(process.stderr), process.wait())
-        finally:
-            await _make_sure_it_ends(process)
+    process = await asyncio.create_subprocess_exec(
+        *(*PYTHON, "-m", "megappo.runtime.keeper", str(os.getpid())),
+        *("env", f"PYTHONPATH={_python_path()}", *command),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, **_endpoint_variables(base_url, api_key), "MEGAPPO_ROW": file.name, REMOVED: file.name},
+        start_new_session=True,
+    )
+    try:
+        output, errors, code = await asyncio.gather(_end(process.stdout), _end(process.stderr), process.wait())
+    finally:
+        await _make_sure_it_ends(process)
     if code not in (0, 1):
         raise CommandLost(f"ended with {_exit(code)}; the end of its errors: {errors[-SHOWN_CHARACTERS:] or 'none'}")
     if code == 1 and next(FAILURES) == 0:

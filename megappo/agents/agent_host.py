@@ -26,7 +26,6 @@ class AgentHost:
     """Any number of agents, each with its number.
 
     Args:
-        folder: folder for temporary files.
         seconds: time limit of a call.
         is_scored: a reward function scores episodes, so that a command needs no reward.
         tool_call_parser, reasoning_parser: SGLang's names of parsers; None: none.
@@ -38,7 +37,6 @@ class AgentHost:
 
     def __init__(
         self,
-        folder: str,
         seconds: float,
         is_scored: bool,
         tool_call_parser: str | None,
@@ -47,7 +45,7 @@ class AgentHost:
         command: Sequence[str] = (),
     ):
         threading.stack_size(STACK_BYTES)
-        self._run = _function(*code) if code else _command(command, folder, is_scored)
+        self._run = _function(*code) if code else _command(command, is_scored)
         self.description = {"inputs": asdict(InputSpec(optional=None, raw_prompts=True))}
         self._seconds = seconds
         self._endpoint = AgentEndpoint(_parser(tool_call_parser, reasoning_parser), bool(tool_call_parser))
@@ -109,11 +107,11 @@ def _function(source: str, name: str) -> Callable[..., Any]:
     return function
 
 
-def _command(command: Sequence[str], folder: str, is_scored: bool) -> Callable[..., Any]:
+def _command(command: Sequence[str], is_scored: bool) -> Callable[..., Any]:
     if not command or shutil.which(command[0]) is None:
         program = command[0] if command else "the empty command"
         raise BadFunction(f"cannot be started: there is no program {program} (rollout.agent_command)")
-    return partial(run_command, command, folder, is_scored)
+    return partial(run_command, command, is_scored)
 
 
 def _parser(tool_call_parser: str | None, reasoning_parser: str | None) -> Any:

@@ -22,6 +22,8 @@ import psutil
 AWAITED = {signal.SIGTERM, signal.SIGCHLD, signal.SIGCONT}
 POLL_SECONDS = 0.02
 KILL_TIMEOUT_SECONDS = 10.0
+REMOVED = "MEGAPPO_REMOVED_AT_THE_END"
+"""Environment variable with a file that the keeper removes when the command has ended, however that was."""
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 """Options of Linux's prctl."""
 
@@ -50,6 +52,9 @@ def keep(owner: int, command: Sequence[str]) -> int:
         code = _run(command, (owner, os.getpid()))
     finally:
         _end_descendants()
+        if REMOVED in os.environ:
+            with suppress(FileNotFoundError):
+                os.unlink(os.environ[REMOVED])
     return code if code >= 0 else 128 - code
 
 
