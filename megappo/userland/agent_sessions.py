@@ -19,6 +19,7 @@ from megappo.config.schema import Reward
 from megappo.config.sections import Rollout
 from megappo.userland.episode_pool import EpisodeLost, EpisodePool, Player
 from megappo.userland.grades import MAX_NAME_CHARACTERS, fits_float32
+from megappo.userland.signatures import is_message
 from megappo.userland.spec import parse_spec
 from megappo.userland.user_code import JsonObject, cut
 
@@ -42,7 +43,7 @@ class TurnRequest:
     """A request of an agent for turns of the policy.
 
     Attributes:
-        number: number of the request, unique in its session.
+        number: number of the request; a later one has a larger number.
         messages: messages whose content is a text; arguments of calls are objects.
         turns: for each message the number of the turn as which it was recognised.
         n: turns to sample.
@@ -64,6 +65,8 @@ class TurnRequest:
     def __post_init__(self) -> None:
         if len(self.turns) != len(self.messages):
             raise ValueError("expected a turn, or None, for each message")
+        if not all(map(is_message, self.messages)):
+            raise ValueError("expected messages with a role and a text")
         json.dumps([self.messages, self.tools, self.stop], ensure_ascii=False).encode()  # no half of a character
 
 
@@ -154,6 +157,7 @@ class AgentSession:
         self._pool = pool
         self._episode_seconds = episode_seconds
         self._unanswered: set[int] = set()
+        self._last_request = -1
         self._lost = ""
 
     async def begin(self, row: JsonObject) -> None:
@@ -220,7 +224,10 @@ class AgentSession:
         except (ValidationError, RecursionError) as error:
             raise self._distrusted(sent) from error
         match event:
+            case TurnRequest(number) if number <= self._last_request:
+                raise self._distrusted(sent)
             case TurnRequest(number):
+                self._last_request = number
                 self._unanswered.add(number)
                 self._pool.warn_ignored(event.ignored)
             case Cancelled(request):
