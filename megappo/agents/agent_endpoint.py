@@ -37,8 +37,9 @@ from megappo.userland.user_code import JsonObject, named
 
 MAX_BODY_BYTES = 2**24
 """Longest request: as a line of JSON it is up to three times as long, and `worker_process.MAX_BYTES` limits that."""
-MAX_BATCH_BYTES = 2**23
-"""Length of requests that are passed on together, before the last one."""
+MAX_BATCH_BYTES = 2**22
+"""Length of requests that are passed on together, before the last one: three times the sum with `MAX_BODY_BYTES` is
+below the limit of a line, too."""
 MAX_IN_PROGRESS = 256
 """Requests of a session at a time."""
 BACKLOG = 4096
@@ -100,11 +101,11 @@ class EndpointSession:
             waiting.set_result(answer)
 
     def end(self) -> None:
-        """Refuse the requests in progress; the trainer drops them."""
-        for request, waiting in list(self._pending.items()):
+        """Refuse the requests in progress. The trainer drops them, those too whose reply is not yet written."""
+        for request, waiting in self._pending.items():
+            self.add({"cancelled": {"request": request}})
             if not waiting.done():
                 waiting.set_exception(session_ended())
-                self.add({"cancelled": {"request": request}})
 
     @contextmanager
     def request(self, asked: AskedChat, *, is_retry: bool, num_bytes: int) -> Iterator["PendingRequest"]:
