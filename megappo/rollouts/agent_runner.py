@@ -12,17 +12,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megappo.config.schema import Config
-from megappo.data.chat import Chat
-from megappo.data.prompts import Prompt
 from megappo.engines.generations import Generation
 from megappo.rollouts.conversation import Turn, TurnPlace, TurnTree
-from megappo.rollouts.episodes import MAX_RESETS, Generate
+from megappo.rollouts.episodes import MAX_RESETS, EpisodeRunner, Generate
 from megappo.rollouts.sample_rows import AgentFacts, Ending, Sample
 from megappo.userland.agent_sessions import (
-    AgentPool,
     AgentSession,
     Answer,
     AnsweredTurn,
@@ -36,9 +32,6 @@ from megappo.userland.agent_sessions import (
 from megappo.userland.environments import row_of
 from megappo.userland.episode_pool import EpisodeLost
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 STOP_CHECK_TOKENS = 32
 """Tokens after which a turn is searched for a request's stop strings: the engine knows tokens alone, so the turn is
 sampled in parts of this size."""
@@ -47,34 +40,16 @@ ENDING_AFTER: Mapping[str, Ending] = {TOO_LONG: "length", TOO_MANY: "turns"}
 """Code of a refusal -> how an episode ends whose agent then raises. The first is OpenAI's."""
 
 
-class AgentRunner:
+class AgentRunner(EpisodeRunner):
     """Plays episodes from some prompts, in the agents of a pool.
 
     Args:
-        prompts: prompts by their indices.
-        tokenizer: serves one thread at a time.
-        max_response_length: tokens of a segment after its prompt.
-        longest_prompt: most tokens of a prompt.
+        arguments: see `EpisodeRunner`.
         needs_reward: nothing else scores an episode.
     """
 
-    def __init__(
-        self,
-        prompts: Sequence[Prompt] | Mapping[int, Prompt],
-        agents: AgentPool,
-        config: Config,
-        tokenizer: "PreTrainedTokenizerBase",
-        max_response_length: int,
-        longest_prompt: int,
-        *,
-        needs_reward: bool,
-    ):
-        self.tokenizer = tokenizer
-        self.limits = (max_response_length, longest_prompt + max_response_length)
-        self.chat = Chat(tokenizer, config.data)
-        self.max_turns = config.rollout.max_turns
-        self._prompts = prompts
-        self._agents = agents
+    def __init__(self, *arguments: Any, needs_reward: bool):
+        super().__init__(*arguments)
         self._needs_reward = needs_reward
 
     async def play(self, prompt_index: int, sample_index: int, generate: Generate) -> Sample:
@@ -83,15 +58,15 @@ class AgentRunner:
         Raises:
             EnvironmentFault: the agent's code failed.
         """
-        prompt = self._prompts[prompt_index]
+        prompt = self.prompts[prompt_index]
         for _ in range(MAX_RESETS):
-            async with self._agents.session() as session:
+            async with self.pool.session() as session:
                 episode = _Episode(self, session, generate)
                 lost = await episode.play(row_of(prompt.columns, prompt.label))
             if episode.turns or not lost:
                 break
         else:
-            raise self._agents.fault(f"{lost}, {MAX_RESETS} times before its first request was answered")
+            raise self.pool.fault(f"{lost}, {MAX_RESETS} times before its first request was answered")
         ending: Ending = "lost"
         parts: Mapping[str, float] = {}
         if finished := episode.finished:
@@ -112,14 +87,14 @@ class AgentRunner:
                 reason += f"; the last one was refused: {refused}"
             elif episode.num_cancelled:
                 reason += f"; {episode.num_cancelled} were cancelled: its client needs a longer timeout, or none"
-            raise self._agents.fault(f"{reason} {error}".rstrip())
+            raise self.pool.fault(f"{reason} {error}".rstrip())
         if error and not refused:
-            raise self._agents.fault(error)
+            raise self.pool.fault(error)
         if error:
             return ENDING_AFTER[refused], "" if refused in error else f"after {refused}, the agent {error}"
         if self._needs_reward and not episode.has_reward:
             reason = "returned no reward, and reward.function is null: return a number, or name a function"
-            raise self._agents.fault(reason)
+            raise self.pool.fault(reason)
         return "done", ""
 
 

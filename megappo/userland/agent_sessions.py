@@ -8,16 +8,15 @@ import json
 import shlex
 import tempfile
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PlainValidator, StrictStr, TypeAdapter, ValidationError
+from pydantic import Field, PlainValidator, TypeAdapter, ValidationError
 
 from megappo.config.schema import Reward
 from megappo.config.sections import Rollout
-from megappo.userland.episode_pool import EpisodeLost, EpisodePool, Player
+from megappo.userland.episode_pool import EpisodeLost, EpisodePool, Session
 from megappo.userland.grades import MAX_NAME_CHARACTERS, fits_float32
 from megappo.userland.signatures import is_message
 from megappo.userland.spec import parse_spec
@@ -139,23 +138,15 @@ _EVENTS: Mapping[str, TypeAdapter[Any]] = {
     "request": TypeAdapter(TurnRequest),
     "cancelled": TypeAdapter(Cancelled),
     "reward": TypeAdapter(TurnReward),
-    "raised": TypeAdapter(StrictStr),
-    "lost": TypeAdapter(StrictStr),
 }
 _RETURNED = TypeAdapter(Score | None | dict[str, Score])
 
 
-class AgentSession:
-    """The agent of one episode.
+class AgentSession(Session):
+    """The agent of one episode."""
 
-    Args:
-        episode_seconds: time that the whole episode may take.
-    """
-
-    def __init__(self, player: Player, pool: "AgentPool", episode_seconds: float):
-        self._player = player
-        self._pool = pool
-        self._episode_seconds = episode_seconds
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
         self._unanswered: set[int] = set()
         self._last_request = -1
         self._lost = ""
@@ -167,7 +158,7 @@ class AgentSession:
             EpisodeLost: it takes too long, or its process ended.
             EnvironmentFault: it cannot be started.
         """
-        await self._player.call("begin", {"row": row})
+        await self.call("begin", {"row": row})
         self._began = self._idle_since = time.monotonic()
 
     async def next_events(self) -> list[Event]:
@@ -179,17 +170,16 @@ class AgentSession:
         """
         if self._lost:
             raise EpisodeLost(self._lost)
-        limit = self._pool.timeout_seconds
+        limit, episode_seconds = self.pool.timeout_seconds, self.pool.episode_seconds
         now = time.monotonic()
-        remaining = self._began + self._episode_seconds - now
+        remaining = self._began + episode_seconds - now
         if remaining <= 0:
-            seconds = f"{self._episode_seconds:g} seconds (rollout.agent_timeout_seconds)"
-            raise EpisodeLost(f"took longer than {seconds}")
+            raise EpisodeLost(f"took longer than {episode_seconds:g} seconds (rollout.agent_timeout_seconds)")
         if not self._unanswered:
             remaining = min(remaining, self._idle_since + limit - now)
         if remaining <= 0:
             raise EpisodeLost(f"sent no request for {limit:g} seconds (rollout.environment_timeout_seconds)")
-        events = await self._player.call("next", {"seconds": min(POLL_SECONDS, limit / 2, remaining)})
+        events = await self.call("next", {"seconds": min(POLL_SECONDS, limit / 2, remaining)})
         if events:
             self._idle_since = time.monotonic()
         if not isinstance(events, list):
@@ -204,7 +194,7 @@ class AgentSession:
             EpisodeLost, EnvironmentFault: as in `begin`.
         """
         self._settle(request)
-        await self._player.call("answer", {"request": request, "answer": asdict(answer)})
+        await self.call("answer", {"request": request, "answer": asdict(answer)})
 
     def _settle(self, request: int) -> None:
         self._unanswered.discard(request)
@@ -215,6 +205,11 @@ class AgentSession:
         match sent:
             case {"returned": value}:
                 return self._finished(value)
+            case {"raised": str(error)}:
+                return Finished(error=error)
+            case {"lost": str(reason)}:
+                self._lost = reason  # raised by the next call: other events came before it
+                return None
             case dict() if len(sent) == 1 and set(sent) <= _EVENTS.keys():
                 [(kind, value)] = sent.items()
             case _:
@@ -229,14 +224,9 @@ class AgentSession:
             case TurnRequest(number):
                 self._last_request = number
                 self._unanswered.add(number)
-                self._pool.warn_ignored(event.ignored)
+                self.pool.warn_ignored(event.ignored)
             case Cancelled(request):
                 self._settle(request)
-            case str() if kind == "lost":
-                self._lost = event  # raised by the next call: other events came before it
-                return None
-            case str():
-                return Finished(error=event)
         return event
 
     def _finished(self, value: Any) -> Finished:
@@ -245,7 +235,7 @@ class AgentSession:
             returned = _RETURNED.validate_python(value)
         except (ValidationError, RecursionError) as error:
             expected = "a finite number, a dictionary of such numbers by name, with 'reward', or None"
-            raise self._pool.fault(f"returned {cut(repr(value), 200)}; expected {expected}") from error
+            raise self.pool.fault(f"returned {cut(repr(value), 200)}; expected {expected}") from error
         numbers = returned if isinstance(returned, dict) else {"reward": returned}
         further = {name[:MAX_NAME_CHARACTERS]: one for name, one in numbers.items() if name != "reward"}
         return Finished(numbers.get("reward"), further)
@@ -267,6 +257,7 @@ class AgentPool(EpisodePool):
     """
 
     kind = "agent"
+    session_type = AgentSession
 
     def __init__(
         self,
@@ -277,17 +268,11 @@ class AgentPool(EpisodePool):
         timeout_seconds: float,
         **limits: Any,
     ):
-        self._episode_seconds = episode_seconds
+        self.episode_seconds = episode_seconds
         self._ignored: set[str] = set()
         self._folder = tempfile.TemporaryDirectory(prefix="megappo-agents-")
         hosted = {**hosted, "folder": self._folder.name, "seconds": timeout_seconds}
         super().__init__(spec, "agents", hosted, timeout_seconds=timeout_seconds, **limits)
-
-    @asynccontextmanager
-    async def session(self) -> AsyncIterator[AgentSession]:
-        """Open a new session in the worker with the fewest."""
-        async with self.player() as player:
-            yield AgentSession(player, self, self._episode_seconds)
 
     def warn_ignored(self, names: Sequence[str]) -> None:
         """Warn once of each field of requests that has no effect."""

@@ -17,7 +17,7 @@ from megappo.rollouts.responses import agent_metrics
 from megappo.rollouts.sample_rows import Sample
 from megappo.userland.agent_sessions import Cancelled, Finished, Refusal, TurnRequest, load_agent
 from megappo.userland.episode_pool import EnvironmentFault
-from megappo.userland.signatures import PROMPTS
+from megappo.userland.signatures import PROMPTS, InputSpec
 
 AGENTS = """
 import asyncio
@@ -313,7 +313,7 @@ def test_a_turn_that_nobody_read_is_not_trained(agents, case, num_turns, num_sup
 class ScriptedAgents:
     """A pool with one session, whose worker sends these events one after the other."""
 
-    spec = "scripted"
+    takes = InputSpec()
 
     def __init__(self, *events):
         self.events = iter(events)
