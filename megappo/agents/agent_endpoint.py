@@ -37,8 +37,9 @@ from megappo.userland.user_code import JsonObject, named
 
 MAX_BODY_BYTES = 2**24
 """Longest request: as a line of JSON it is up to three times as long, and `worker_process.MAX_BYTES` limits that."""
-MAX_BATCH_BYTES = 2**23
-"""Length of requests that are passed on together, before the last one."""
+MAX_BATCH_BYTES = 2**22
+"""Length of requests that are passed on together, before the last one: three times the sum with `MAX_BODY_BYTES` is
+below the limit of a line, too."""
 MAX_IN_PROGRESS = 256
 """Requests of a session at a time."""
 BACKLOG = 4096
@@ -49,6 +50,8 @@ IDLE_SECONDS = 20.0
 """Time after which an idle connection is closed: agents leave their clients open. Clients wait for less (httpx 5 s,
 aiohttp 15 s) before they prefer a new one."""
 FORMS = (ChatForm, ResponsesForm, MessagesForm)
+SENT = ("messages", "tools", "max_tokens", "n", "stop", "ignored")
+"""Attributes of `AskedChat` that the trainer gets."""
 
 
 class EndpointSession:
@@ -100,28 +103,19 @@ class EndpointSession:
             waiting.set_result(answer)
 
     def end(self) -> None:
-        """Refuse the requests in progress; the trainer drops them."""
-        for request, waiting in list(self._pending.items()):
+        """Refuse the requests in progress. The trainer drops them, those too whose reply is not yet written."""
+        for request, waiting in self._pending.items():
+            self.add({"cancelled": {"request": request}})
             if not waiting.done():
                 waiting.set_exception(session_ended())
-                self.add({"cancelled": {"request": request}})
 
     @contextmanager
     def request(self, asked: AskedChat, *, is_retry: bool, num_bytes: int) -> Iterator["PendingRequest"]:
         """Pass a request on to the trainer. It is cancelled if the block raises anything but the trainer's refusal."""
         number = next(self._numbers)
         turns = self._recognised(asked.messages)
-        event = {
-            "number": number,
-            "messages": asked.messages,
-            "turns": turns,
-            "tools": asked.tools,
-            "max_tokens": asked.max_tokens,
-            "n": asked.n,
-            "stop": asked.stop,
-            "is_retry": is_retry,
-            "ignored": asked.ignored,
-        }
+        event = {name: getattr(asked, name) for name in SENT}
+        event |= {"number": number, "turns": turns, "is_retry": is_retry}
         self.add({"request": event}, num_bytes)
         pending = PendingRequest(asked, turns, asyncio.get_running_loop().create_future())
         self._pending[number] = pending.answer
@@ -130,7 +124,7 @@ class EndpointSession:
         except ApiError:
             raise
         except BaseException:
-            self._forget(pending)
+            self._forget(pending.chat_id)
             self.add({"cancelled": {"request": number}})
             raise
         finally:
@@ -145,15 +139,14 @@ class EndpointSession:
         for number, turn in turns.items():
             calls = [{"function": {"name": name, "arguments": arguments}} for name, arguments in turn.calls]
             text = canonical({"content": before + turn.content, "tool_calls": calls})
-            pending.recorded.append((text, (number, parent)))
             self._turns.setdefault(text, []).append((number, parent))
         pending.chat_id = chat_id
         self._turns_of[chat_id] = list(turns)
 
-    def _forget(self, pending: "PendingRequest") -> None:
-        for text, turn in pending.recorded:
-            self._turns[text].remove(turn)
-        self._turns_of.pop(pending.chat_id, None)
+    def _forget(self, chat_id: str) -> None:
+        numbers = self._turns_of.pop(chat_id, ())
+        for turns in self._turns.values():
+            turns[:] = [turn for turn in turns if turn[0] not in numbers]
 
     def _recognised(self, messages: Sequence[JsonObject]) -> list[int | None]:
         """Return for each message the number of the turn that it is: the latest whose parent is the last one found,
@@ -189,7 +182,6 @@ class PendingRequest:
 
     Attributes:
         turns: number of the turn that each message is.
-        recorded: text and turn of each message of the answer.
         chat_id: id of the answer.
     """
 
@@ -197,7 +189,6 @@ class PendingRequest:
         self.asked = asked
         self.turns = turns
         self.answer = answer
-        self.recorded: list[tuple[str, tuple[int, int | None]]] = []
         self.chat_id = ""
 
 
@@ -301,7 +292,7 @@ class AgentEndpoint:
                 completed = partial(self._completed, form, session, pending, tools)
                 if asked.is_stream:
                     return await _write_stream(form, request, pending, completed)
-                response = web.json_response(form.whole(completed(await pending.answer), asked))
+                response = web.json_response(form.whole(completed(await pending.answer)))
                 await response.prepare(request)
                 await response.write_eof()
                 return response
@@ -333,17 +324,16 @@ class AgentEndpoint:
         """
         if "status" in answer:
             raise ApiError(answer["status"], answer["code"], answer["message"])
-        asked = pending.asked
         turns, choices = {}, []
         for turn in answer["turns"]:
             parsed = ParsedTurn(*(self._parser.parse(turn["text"], tools) if self._parser else (turn["text"],)))
             calls = [("call_" + secrets.token_hex(12), name, json.dumps(given)) for name, given in parsed.calls]
             choices.append(ReplyChoice(parsed, calls, "tool_calls" if calls else turn["finish_reason"]))
             turns[turn["number"]] = parsed
-        unique = secrets.token_hex(16)
-        session.record(pending, form.completion_id(unique), turns)
+        chat_id = form.prefix + secrets.token_hex(16)
+        session.record(pending, chat_id, turns)
         counts = answer["prompt_tokens"], answer["completion_tokens"]
-        return CompletedChat(unique, int(time.time()), asked.model, choices, *counts)
+        return CompletedChat(pending.asked, chat_id, int(time.time()), choices, *counts)
 
 
 async def _write_stream(
@@ -359,7 +349,7 @@ async def _write_stream(
         await response.prepare(request)
         await response.write(b": waiting\n\n")
     try:
-        text = "".join(form.stream(completed(await pending.answer), pending.asked))
+        text = "".join(form.stream(completed(await pending.answer)))
     except ApiError as error:
         if not response.prepared:
             raise

@@ -69,7 +69,8 @@ class AgentHost:
         session.answer(request, answer)
 
     async def close(self, number: int) -> None:
-        """End an agent, one that has not begun, too."""
+        """End an agent, if it has begun."""
+        await self._endpoint.start()  # an agent that waits for this begins first
         if number in self._agents:
             session, task = self._agents.pop(number)
             self._endpoint.end(session)

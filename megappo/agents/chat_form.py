@@ -18,8 +18,6 @@ REASONS = {
     "frequency_penalty": CHANGES_SAMPLING,
     "presence_penalty": CHANGES_SAMPLING,
     "tool_choice": f"only auto and none are supported, with others {CHANGES_SAMPLING}",
-    "functions": "use tools",
-    "function_call": "use tool_choice",
 }
 """Fields that are refused -> the reason; any field that is not known is refused, too."""
 WITHOUT_EFFECT: Mapping[str, Sequence[Any]] = {
@@ -31,9 +29,6 @@ WITHOUT_EFFECT: Mapping[str, Sequence[Any]] = {
     "top_logprobs": (0,),
     "modalities": (["text"],),
     "parallel_tool_calls": (True,),
-    "functions": ([],),
-    "function_call": ("none",),
-    "stop": ([],),
 }
 """Values that request nothing."""
 NO_CONCERN = {
@@ -81,23 +76,6 @@ class ReplyChoice:
     turn: ParsedTurn
     calls: Sequence[tuple[str, str, str]]
     finish_reason: str
-
-
-@dataclass(frozen=True)
-class CompletedChat:
-    """A reply, whatever its form.
-
-    Attributes:
-        unique: unguessable part of its id.
-        created: seconds since the epoch.
-    """
-
-    unique: str
-    created: int
-    model: str
-    choices: Sequence[ReplyChoice]
-    prompt_tokens: int
-    completion_tokens: int
 
 
 class _Checked(BaseModel):
@@ -180,6 +158,23 @@ class AskedChat:
     with_usage: bool
     model: str
     ignored: Sequence[str]
+
+
+@dataclass(frozen=True)
+class CompletedChat:
+    """A reply, whatever its form.
+
+    Attributes:
+        id: its id, which cannot be guessed.
+        created: seconds since the epoch.
+    """
+
+    asked: AskedChat
+    id: str
+    created: int
+    choices: Sequence[ReplyChoice]
+    prompt_tokens: int
+    completion_tokens: int
 
 
 def read_chat(body: JsonObject) -> AskedChat:
@@ -287,16 +282,12 @@ class ChatForm:
     """OpenAI's chat completions."""
 
     path = "/chat/completions"
+    prefix = "chatcmpl-"
     read = staticmethod(read_chat)
     error = staticmethod(chat_error)
 
-    @staticmethod
-    def completion_id(unique: str) -> str:
-        """Return the id of a reply."""
-        return f"chatcmpl-{unique}"
-
     @classmethod
-    def whole(cls, chat: CompletedChat, asked: AskedChat) -> JsonObject:
+    def whole(cls, chat: CompletedChat) -> JsonObject:
         """Return a reply."""
         choices = [
             {"index": index, "message": _message(one), "finish_reason": one.finish_reason, "logprobs": None}
@@ -305,14 +296,14 @@ class ChatForm:
         return {**cls._head(chat, "chat.completion"), "choices": choices, "usage": _usage(chat)}
 
     @classmethod
-    def stream(cls, chat: CompletedChat, asked: AskedChat) -> Iterator[str]:
+    def stream(cls, chat: CompletedChat) -> Iterator[str]:
         """Yield the events of a reply as server-sent events."""
         head = cls._head(chat, "chat.completion.chunk")
         for index, choice in enumerate(chat.choices):
             for delta, finish_reason in _deltas(choice):
                 chunk = {"index": index, "delta": delta, "finish_reason": finish_reason, "logprobs": None}
                 yield sent_event({**head, "choices": [chunk], "usage": None})
-        if asked.with_usage:
+        if chat.asked.with_usage:
             yield sent_event({**head, "choices": [], "usage": _usage(chat)})
         yield "data: [DONE]\n\n"
 
@@ -321,9 +312,9 @@ class ChatForm:
         """Return an error after the beginning of a stream."""
         return sent_event(chat_error(error))
 
-    @classmethod
-    def _head(cls, chat: CompletedChat, kind: str) -> JsonObject:
-        return {"id": cls.completion_id(chat.unique), "object": kind, "created": chat.created, "model": chat.model}
+    @staticmethod
+    def _head(chat: CompletedChat, kind: str) -> JsonObject:
+        return {"id": chat.id, "object": kind, "created": chat.created, "model": chat.asked.model}
 
 
 def sent_event(value: JsonObject, name: str = "") -> str:

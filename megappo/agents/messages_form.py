@@ -74,6 +74,7 @@ class MessagesForm:
     """Anthropic's Messages API."""
 
     path = "/messages"
+    prefix = "msg_"
     read = staticmethod(read_message_request)
 
     @staticmethod
@@ -84,12 +85,7 @@ class MessagesForm:
         return {"type": "error", "error": {"type": kind, "message": beginning + str(error)}}
 
     @staticmethod
-    def completion_id(unique: str) -> str:
-        """Return the id of a reply."""
-        return f"msg_{unique}"
-
-    @classmethod
-    def whole(cls, chat: CompletedChat, asked: AskedChat) -> JsonObject:
+    def whole(chat: CompletedChat) -> JsonObject:
         """Return a reply."""
         choice = chat.choices[0]
         content: list[JsonObject] = []
@@ -100,15 +96,15 @@ class MessagesForm:
         for identity, name, arguments in choice.calls:
             content.append({"type": "tool_use", "id": identity, "name": name, "input": json.loads(arguments)})
         return {
-            **{"id": cls.completion_id(chat.unique), "type": "message", "role": "assistant", "model": chat.model},
+            **{"id": chat.id, "type": "message", "role": "assistant", "model": chat.asked.model},
             **{"content": content, "stop_reason": ENDS[choice.finish_reason], "stop_sequence": None},
             "usage": {"input_tokens": chat.prompt_tokens, "output_tokens": chat.completion_tokens},
         }
 
     @classmethod
-    def stream(cls, chat: CompletedChat, asked: AskedChat) -> Iterator[str]:
+    def stream(cls, chat: CompletedChat) -> Iterator[str]:
         """Yield the events of a reply as server-sent events."""
-        whole = cls.whole(chat, asked)
+        whole = cls.whole(chat)
         yield _sent("message_start", message={**whole, "content": [], "stop_reason": None})
         for index, block in enumerate(whole["content"]):
             begun, delta = _begun(block)

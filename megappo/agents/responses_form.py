@@ -1,6 +1,5 @@
 """OpenAI's Responses API, translated to and from chat completions."""
 
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -50,8 +49,7 @@ def _messages(items: list[JsonObject]) -> list[JsonObject]:
         elif kind == "message" and item["role"] != "assistant":
             messages.append({"role": item["role"], "content": _text(item["content"])})
         else:
-            begins = kind == "reasoning" or (kind == "message" and turn is not None and "content" in turn)
-            if turn is None or (begins and turn.keys() > {"role"}):
+            if turn is None or kind == "reasoning" or (kind == "message" and "content" in turn):
                 turn = {"role": "assistant"}
                 messages.append(turn)
             _add(turn, kind, item)
@@ -96,16 +94,12 @@ class ResponsesForm:
     """OpenAI's Responses API."""
 
     path = "/responses"
+    prefix = "resp_"
     read = staticmethod(read_response)
     error = staticmethod(chat_error)
 
-    @staticmethod
-    def completion_id(unique: str) -> str:
-        """Return the id of a reply."""
-        return f"resp_{unique}"
-
     @classmethod
-    def whole(cls, chat: CompletedChat, asked: AskedChat) -> JsonObject:
+    def whole(cls, chat: CompletedChat) -> JsonObject:
         """Return a reply."""
         is_cut = chat.choices[0].finish_reason == "length"
         status = "incomplete" if is_cut else "completed"
@@ -119,9 +113,9 @@ class ResponsesForm:
         }
 
     @classmethod
-    def stream(cls, chat: CompletedChat, asked: AskedChat) -> Iterator[str]:
+    def stream(cls, chat: CompletedChat) -> Iterator[str]:
         """Yield the events of a reply as server-sent events."""
-        whole = cls.whole(chat, asked)
+        whole = cls.whole(chat)
         begun = {**cls._head(chat, "in_progress"), "output": []}
         events = [("created", {"response": begun}), ("in_progress", {"response": begun})]
         for index, item in enumerate(whole["output"]):
@@ -140,22 +134,21 @@ class ResponsesForm:
         found = chat_error(error)
         return sent_event({"type": "error", "sequence_number": 0, **found["error"], **found}, "error")
 
-    @classmethod
-    def _head(cls, chat: CompletedChat, status: str) -> JsonObject:
-        known = {"object": "response", "created_at": chat.created, "model": chat.model, "status": status}
+    @staticmethod
+    def _head(chat: CompletedChat, status: str) -> JsonObject:
+        known = {"object": "response", "created_at": chat.created, "model": chat.asked.model, "status": status}
         unset = dict.fromkeys(("error", "incomplete_details", "instructions", "temperature", "top_p"))
         constant = {"metadata": {}, "parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
-        return {"id": cls.completion_id(chat.unique), **known, **unset, **constant}
+        return {"id": chat.id, **known, **unset, **constant}
 
 
 def _output(chat: CompletedChat, status: str) -> list[JsonObject]:
     """Return the items of a turn: thoughts, text and calls."""
     choice = chat.choices[0]
-    numbers = itertools.count()
     items: list[JsonObject] = []
 
     def add(kind: str, prefix: str, **more: Any) -> None:
-        items.append({"id": f"{prefix}_{chat.unique}_{next(numbers)}", "type": kind, "status": status, **more})
+        items.append({"id": f"{prefix}_{chat.id}_{len(items)}", "type": kind, "status": status, **more})
 
     if choice.turn.reasoning:
         add("reasoning", "rs", summary=[], content=[{"type": "reasoning_text", "text": choice.turn.reasoning}])

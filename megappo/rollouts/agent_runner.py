@@ -6,21 +6,19 @@ one trajectory of all turns in the order in which their requests arrived, with t
 """
 
 import asyncio
+import itertools
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from operator import attrgetter
+from typing import Any
 
-from megappo.config.schema import Config
-from megappo.data.chat import Chat
-from megappo.data.prompts import Prompt
 from megappo.engines.generations import Generation
 from megappo.rollouts.conversation import Turn, TurnPlace, TurnTree
-from megappo.rollouts.episodes import MAX_RESETS, Generate
+from megappo.rollouts.episodes import MAX_RESETS, EpisodeRunner, Generate
 from megappo.rollouts.sample_rows import AgentFacts, Ending, Sample
 from megappo.userland.agent_sessions import (
-    AgentPool,
     AgentSession,
     Answer,
     AnsweredTurn,
@@ -34,9 +32,6 @@ from megappo.userland.agent_sessions import (
 from megappo.userland.environments import row_of
 from megappo.userland.episode_pool import EpisodeLost
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 STOP_CHECK_TOKENS = 32
 """Tokens after which a turn is searched for a request's stop strings: the engine knows tokens alone, so the turn is
 sampled in parts of this size."""
@@ -45,34 +40,16 @@ ENDING_AFTER: Mapping[str, Ending] = {TOO_LONG: "length", TOO_MANY: "turns"}
 """Code of a refusal -> how an episode ends whose agent then raises. The first is OpenAI's."""
 
 
-class AgentRunner:
+class AgentRunner(EpisodeRunner):
     """Plays episodes from some prompts, in the agents of a pool.
 
     Args:
-        prompts: prompts by their indices.
-        tokenizer: serves one thread at a time.
-        max_response_length: tokens of a segment after its prompt.
-        longest_prompt: most tokens of a prompt.
+        arguments: see `EpisodeRunner`.
         needs_reward: nothing else scores an episode.
     """
 
-    def __init__(
-        self,
-        prompts: Sequence[Prompt] | Mapping[int, Prompt],
-        agents: AgentPool,
-        config: Config,
-        tokenizer: "PreTrainedTokenizerBase",
-        max_response_length: int,
-        longest_prompt: int,
-        *,
-        needs_reward: bool,
-    ):
-        self.tokenizer = tokenizer
-        self.limits = (max_response_length, longest_prompt + max_response_length)
-        self.chat = Chat(tokenizer, config.data)
-        self.max_turns = config.rollout.max_turns
-        self._prompts = prompts
-        self._agents = agents
+    def __init__(self, *arguments: Any, needs_reward: bool):
+        super().__init__(*arguments)
         self._needs_reward = needs_reward
 
     async def play(self, prompt_index: int, sample_index: int, generate: Generate) -> Sample:
@@ -81,21 +58,22 @@ class AgentRunner:
         Raises:
             EnvironmentFault: the agent's code failed.
         """
-        prompt = self._prompts[prompt_index]
+        prompt = self.prompts[prompt_index]
         for _ in range(MAX_RESETS):
-            async with self._agents.session() as session:
+            async with self.pool.session() as session:
                 episode = _Episode(self, session, generate)
                 lost = await episode.play(row_of(prompt.columns, prompt.label))
             if episode.turns or not lost:
                 break
         else:
-            raise self._agents.fault(f"{lost}, {MAX_RESETS} times before its first request was answered")
+            raise self.pool.fault(f"{lost}, {MAX_RESETS} times before its first request was answered")
         ending: Ending = "lost"
         parts: Mapping[str, float] = {}
         if finished := episode.finished:
             ending, lost = self._ending(episode, finished)
             parts = finished.numbers
             episode.turns[max(episode.turns)].reward += finished.reward or 0.0
+        episode.renumber()
         segments = episode.tree.segments()
         return Sample(prompt_index, sample_index, segments, ending, parts, lost, agent=episode.facts())
 
@@ -104,15 +82,19 @@ class AgentRunner:
         is truncated; any other error is a fault of its code."""
         error, refused = finished.error, episode.refused
         if not episode.turns:
-            last = f"; the last one was refused: {refused}" if refused else ""
-            raise self._agents.fault(f"ended before a request was answered{last} {error}".rstrip())
+            reason = "ended before a request was answered"
+            if refused:
+                reason += f"; the last one was refused: {refused}"
+            elif episode.num_cancelled:
+                reason += f"; {episode.num_cancelled} were cancelled: its client needs a longer timeout, or none"
+            raise self.pool.fault(f"{reason} {error}".rstrip())
         if error and not refused:
-            raise self._agents.fault(error)
+            raise self.pool.fault(error)
         if error:
             return ENDING_AFTER[refused], "" if refused in error else f"after {refused}, the agent {error}"
         if self._needs_reward and not episode.has_reward:
             reason = "returned no reward, and reward.function is null: return a number, or name a function"
-            raise self._agents.fault(reason)
+            raise self.pool.fault(reason)
         return "done", ""
 
 
@@ -124,6 +106,7 @@ class _Episode:
         finished: how the agent ended; None while it runs, or if it was lost.
         refused: code of the last refusal by a limit of the run; "" without one.
         has_reward: the agent has rewarded a turn, or returned a reward.
+        num_cancelled: requests whose clients left.
     """
 
     def __init__(self, runner: AgentRunner, session: AgentSession, generate: Generate):
@@ -132,11 +115,13 @@ class _Episode:
         self.finished: Finished | None = None
         self.refused = ""
         self.has_reward = False
+        self.num_cancelled = 0
         self._runner = runner
         self._session = session
         self._generate = generate
         self._requests: dict[int, list[Turn]] = {}  # number of a request -> its turns
-        self._num_turns = 0
+        self._numbers = itertools.count(1)
+        self._num_sampling = 0
         self._num_superseded = 0
         self._waited_seconds = 0.0
         self._answering: dict[int, asyncio.Task[None]] = {}
@@ -144,6 +129,11 @@ class _Episode:
     def facts(self) -> AgentFacts:
         """Return the facts for metrics."""
         return AgentFacts(len(self._requests), len(self.turns), self._num_superseded, self._waited_seconds)
+
+    def renumber(self) -> None:
+        """Close the gaps in the numbers of the turns that are trained."""
+        for number, turn in enumerate(sorted(self.turns.values(), key=attrgetter("number")), 1):
+            turn.number = number
 
     async def play(self, row: dict[str, Any]) -> str:
         """Answer the agent's requests until it ends; return how it was lost, "" if it was not."""
@@ -166,14 +156,13 @@ class _Episode:
 
     def _handle(self, event: Event, tasks: asyncio.TaskGroup) -> None:
         match event:
-            case TurnRequest(number, n=n):
-                # Turns are numbered as requests arrive.
+            case TurnRequest(number):
                 self._requests[number] = []
-                self._num_turns += n
-                task = tasks.create_task(self._answer(event, self._num_turns - n))
+                task = tasks.create_task(self._answer(event))
                 self._answering[number] = task
                 task.add_done_callback(lambda _: self._answering.pop(number))
             case Cancelled(number):
+                self.num_cancelled += 1
                 if number in self._answering:
                     self._answering[number].cancel()
                 for turn in self._requests.get(number, ()):
@@ -186,16 +175,18 @@ class _Episode:
                 self.has_reward |= reward is not None
 
     def _drop(self, turn: Turn) -> bool:
-        """Take a turn back unless a later one follows it, which proves that it was read; return whether it is gone."""
-        if any(one.place.parent is turn for one in self.turns.values()):
+        """Drop a turn, unless a later one follows it, which proves that it was read; return whether it was dropped."""
+        is_read = any(one.place.parent is turn for one in self.turns.values())
+        if is_read or turn.number not in self.turns:
             return False
         self.tree.drop(turn)
         del self.turns[turn.number]
         return True
 
-    async def _answer(self, request: TurnRequest, num_before: int) -> None:
-        """Answer a request, whose turns follow `num_before` others."""
+    async def _answer(self, request: TurnRequest) -> None:
+        """Answer a request. Its turns are numbered before the first wait, so in the order in which requests arrive."""
         runner = self._runner
+        num_before = len(self.turns) + self._num_sampling
         if num_before + request.n > runner.max_turns:
             reason = f"the episode has had {num_before} turns of rollout.max_turns={runner.max_turns}"
             return await self._refuse(request, TOO_MANY, reason)
@@ -210,19 +201,34 @@ class _Episode:
             limits = f"{after_prompt} after a segment's prompt (rollout.max_response_length), {total} in total"
             reason = f"no room is left after {len(place.tokens)} tokens: at most {limits}"
             return await self._refuse(request, TOO_LONG, reason)
+        numbers = [next(self._numbers) for _ in range(request.n)]
         sample = partial(self._sample, place, min(room, request.max_tokens or room), request.stop)
-        sampled = await asyncio.gather(*(sample() for _ in range(request.n)))
-        replaced = [turn for turn in self.turns.values() if request.is_retry and turn.place.tokens == place.tokens]
+        self._num_sampling += request.n
+        try:
+            sampled = await asyncio.gather(*(sample() for _ in numbers))
+        finally:
+            self._num_sampling -= request.n
+        superseded = self._superseded(request, place)
         answered = []
-        for number, (generation, end) in enumerate(sampled, num_before + 1):
+        for number, (generation, end) in zip(numbers, sampled, strict=True):
             turn = self.tree.write(place, generation, number, _continued(request, known))
             self.turns[number] = turn
             self._requests[request.number].append(turn)
             reason = generation.finish_reason if end is None else "stop"
             answered.append(AnsweredTurn(number, turn.content[:end], reason))
-        self._num_superseded += sum(self._drop(turn) for turn in replaced[-1:])
+        self._num_superseded += sum(self._drop(turn) for turn in superseded)
         num_written = sum(len(generation.tokens) for generation, _ in sampled)
         return await self._reply(request, Answer(answered, len(place.tokens), num_written))
+
+    def _superseded(self, request: TurnRequest, place: TurnPlace) -> list[Turn]:
+        """Return the turns that a retry replaces: the latest request's with the same prompt."""
+        if not request.is_retry:
+            return []
+        for turns in reversed(self._requests.values()):
+            live = [turn for turn in turns if turn.number in self.turns]
+            if live and live[0].place.tokens == place.tokens:
+                return live
+        return []
 
     async def _sample(self, place: TurnPlace, room: int, stop: Sequence[str]) -> tuple[Generation, int | None]:
         """Return a turn, and the length of its text before the first of the stop strings; None if it has none. The
@@ -235,11 +241,17 @@ class _Episode:
             num_searched = len(written.tokens)
             size = min(STOP_CHECK_TOKENS, room - num_searched)
             written += await self._generate(prompt + written.tokens, size)
+            if self._stop_at(written.tokens, stop) is None:
+                continue
             for count in range(num_searched + 1, len(written.tokens) + 1):
-                text = self._runner.tokenizer.decode(written.tokens[:count])
-                if starts := [text.find(one) for one in stop if one in text]:
-                    return written.first(count, len(prompt)), min(starts)
+                if (start := self._stop_at(written.tokens[:count], stop)) is not None:
+                    return written.first(count, len(prompt)), start
         return written, None
+
+    def _stop_at(self, tokens: list[int], stop: Sequence[str]) -> int | None:
+        """Return the place in the text of tokens where the first of the stop strings begins; None without one."""
+        text = self._runner.tokenizer.decode(tokens)
+        return min((text.find(one) for one in stop if one in text), default=None)
 
     async def _refuse(self, request: TurnRequest, code: str, message: str) -> None:
         if code in ENDING_AFTER:

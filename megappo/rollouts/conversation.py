@@ -39,14 +39,14 @@ class TurnPlace:
         path: the turns before it that begin the prompt, from the root.
         added, added_text: tokens and text of the prompt after these turns.
         rendering: hash of the messages as the template rendered them.
-        follows: number of the last turn in `path`; without one, of the last turn that the messages hold, or 0.
+        follows: the last turn in `path`; without one, the last turn that the messages hold.
     """
 
     path: Sequence["Turn"]
     added: list[int]
     added_text: str
     rendering: int
-    follows: int = 0
+    follows: "Turn | None" = None
 
     @property
     def parent(self) -> "Turn | None":
@@ -138,7 +138,7 @@ class TurnTree:
         if place:
             return place
         [tokens] = encode([RenderedText(text, is_chat=not isinstance(form, str))], self._tokenizer)
-        return TurnPlace((), tokens, text, hash(text), last.number if last else 0)
+        return TurnPlace((), tokens, text, hash(text), last)
 
     def room(self, place: TurnPlace, limits: tuple[int, int]) -> int:
         """Return the number of tokens that the policy may write at a place.
@@ -178,7 +178,9 @@ class TurnTree:
             place = turn.place
             segment = ends.pop(place.parent if place.parent in ends else _same_end(ends, place), None)
             if segment is None:
-                segment = Segment(place.tokens, parent=place.follows)
+                follows = place.follows
+                parent = follows.number if follows and follows in self._turns else 0
+                segment = Segment(place.tokens, parent=parent)
                 segments.append(segment)
             else:
                 segment.observe(place.added)
@@ -233,7 +235,7 @@ class TurnTree:
             tokens = added_tokens(*encode(with_context(parent.text, rest), self._tokenizer), self._tokenizer)
         except ValueError:
             return None
-        return TurnPlace([*parent.place.path, parent], tokens, rest, hash(text), parent.number)
+        return TurnPlace([*parent.place.path, parent], tokens, rest, hash(text), parent)
 
 
 def _same_end(ends: Mapping[Turn | None, Segment], place: TurnPlace) -> Turn | None:

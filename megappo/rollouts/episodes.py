@@ -10,8 +10,8 @@ from megappo.data.prompts import Prompt
 from megappo.engines.generations import Generation
 from megappo.rollouts.conversation import Turn, TurnPlace, TurnTree
 from megappo.rollouts.sample_rows import Ending, Sample, Segment
-from megappo.userland.environments import Environment, EnvironmentPool, Replacement, row_of
-from megappo.userland.episode_pool import EnvironmentFault, EpisodeLost
+from megappo.userland.environments import Environment, Replacement, row_of
+from megappo.userland.episode_pool import EnvironmentFault, EpisodeLost, EpisodePool
 from megappo.userland.signatures import PROMPTS
 
 if TYPE_CHECKING:
@@ -98,25 +98,27 @@ class EpisodeRunner:
     Args:
         prompts: prompts by their indices.
         longest_prompt: most tokens of a prompt.
-        tokenizer: serves one thread at a time.
         max_response_length: tokens of a segment after its prompt.
+    Attributes:
+        tokenizer: serves one thread at a time.
+        limits: tokens that a segment may have after its prompt, and together with it.
     """
 
     def __init__(
         self,
         prompts: Sequence[Prompt] | Mapping[int, Prompt],
-        environments: EnvironmentPool,
+        pool: EpisodePool,
         config: Config,
         tokenizer: "PreTrainedTokenizerBase",
         max_response_length: int,
         longest_prompt: int,
     ):
-        self._prompts = prompts
-        self._environments = environments
-        self._tokenizer = tokenizer
-        self._limits = (max_response_length, longest_prompt + max_response_length)
-        self._chat = Chat(tokenizer, config.data, environments.takes.tools)
-        self._max_turns = config.rollout.max_turns
+        self.prompts = prompts
+        self.pool = pool
+        self.tokenizer = tokenizer
+        self.limits = (max_response_length, longest_prompt + max_response_length)
+        self.chat = Chat(tokenizer, config.data, pool.takes.tools)
+        self.max_turns = config.rollout.max_turns
 
     async def play(self, prompt_index: int, sample_index: int, generate: Generate) -> Sample:
         """Play one episode from a prompt.
@@ -124,17 +126,17 @@ class EpisodeRunner:
         Raises:
             EnvironmentFault: the environment's code failed.
         """
-        prompt = self._prompts[prompt_index]
+        prompt = self.prompts[prompt_index]
         for _ in range(MAX_RESETS):
-            async with self._environments.environment() as environment:
-                transcript = Transcript(prompt, self._chat, self._tokenizer, self._limits)
+            async with self.pool.session() as environment:
+                transcript = Transcript(prompt, self.chat, self.tokenizer, self.limits)
                 try:
                     observation = await environment.reset(row_of(prompt.columns, prompt.label))
                 except EpisodeLost as error:
                     lost = str(error)
                     continue
                 if not self._accepts(transcript, observation):
-                    length = f"{len(transcript.place.tokens)} tokens of {self._limits[1]}"
+                    length = f"{len(transcript.place.tokens)} tokens of {self.limits[1]}"
                     raise self._fault(f"leaves no room for a turn after reset ({length}): raise data.max_prompt_length")
                 parts: Counter[str] = Counter()
                 ending, lost = await self._take_turns(transcript, environment, generate, parts)
@@ -149,7 +151,7 @@ class EpisodeRunner:
         parts: Counter[str],
     ) -> tuple[Ending, str]:
         """Take turns until the episode ends; return how it ended, and how the environment was lost."""
-        for turn in range(1, self._max_turns + 1):
+        for turn in range(1, self.max_turns + 1):
             generation = await generate(transcript.place.tokens, transcript.room)
             written = transcript.write(generation, turn)
             if generation.finish_reason == "length":
@@ -162,7 +164,7 @@ class EpisodeRunner:
             parts.update(numbers)
             if done:
                 return "done", ""
-            if turn < self._max_turns and not self._accepts(transcript, observation):
+            if turn < self.max_turns and not self._accepts(transcript, observation):
                 return "length", ""
         return "turns", ""
 
@@ -173,4 +175,4 @@ class EpisodeRunner:
             raise self._fault(f"returned observation {observation!r:.200}: {error}") from error
 
     def _fault(self, reason: str) -> EnvironmentFault:
-        return EnvironmentFault(f"environment {self._environments.spec} {reason}")
+        return EnvironmentFault(f"environment {self.pool.spec} {reason}")

@@ -156,7 +156,7 @@ class Rollouts:
         params: SamplingParams,
         task: str = TRAINING,
         longest_prompt: int | None = None,
-    ) -> EpisodeRunner | AgentRunner | None:
+    ) -> EpisodeRunner | None:
         """Return what plays episodes from these prompts; None if the task has single responses.
 
         Args:
@@ -164,15 +164,13 @@ class Rollouts:
         """
         workers = self._workers_of(task)
         lengths = params.max_response_length, longest_prompt or self.config.data.max_prompt_length
-        arguments = self.config, self.tokenizer, *lengths
-        match workers.environments:
-            case None:
-                return None
-            case AgentPool() as agents:
-                needs_reward = workers.rewards is None and not self.config.has_reward_model
-                return AgentRunner(prompts, agents, *arguments, needs_reward=needs_reward)
-            case environments:
-                return EpisodeRunner(prompts, environments, *arguments)
+        if workers.environments is None:
+            return None
+        arguments = prompts, workers.environments, self.config, self.tokenizer, *lengths
+        if isinstance(workers.environments, AgentPool):
+            needs_reward = workers.rewards is None and not self.config.has_reward_model
+            return AgentRunner(*arguments, needs_reward=needs_reward)
+        return EpisodeRunner(*arguments)
 
     def for_thread(self) -> "Rollouts":
         """Return a copy for another thread, with a tokenizer of its own."""

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from megappo.engines.client import EngineClient
 from megappo.engines.generations import EngineFault, Generation, SamplingParams
 from megappo.observe.metrics import Metric
-from megappo.rollouts.agent_runner import AgentRunner
 from megappo.rollouts.episodes import EpisodeRunner
 from megappo.rollouts.sample_rows import Sample, response_sample
 from megappo.runtime.heartbeat import heartbeat
@@ -178,7 +177,7 @@ class RolloutSession:
     most_open: int | None = None
     usage: EngineUsage
     on_sample: Callable[[Sample], object]
-    runner: EpisodeRunner | AgentRunner | None = None
+    runner: EpisodeRunner | None = None
 
     def __post_init__(self) -> None:
         limit = self.max_running_requests * (1 if self.runner is None else EPISODES_PER_SLOT)
@@ -277,7 +276,7 @@ class RolloutSession:
                 self._add_running(-1)
                 self._free_one()
 
-    async def _play(self, runner: EpisodeRunner | AgentRunner, request: Request) -> None:
+    async def _play(self, runner: EpisodeRunner, request: Request) -> None:
         """Play an episode."""
         try:
             self.on_sample(await runner.play(request.prompt_index, request.sample_index, self._generate_turn))

@@ -8,17 +8,17 @@ import json
 import shlex
 import tempfile
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PlainValidator, StrictStr, TypeAdapter, ValidationError
+from pydantic import Field, PlainValidator, TypeAdapter, ValidationError
 
 from megappo.config.schema import Reward
 from megappo.config.sections import Rollout
-from megappo.userland.episode_pool import EpisodeLost, EpisodePool, Player
+from megappo.userland.episode_pool import EpisodeLost, EpisodePool, Session
 from megappo.userland.grades import MAX_NAME_CHARACTERS, fits_float32
+from megappo.userland.signatures import is_message
 from megappo.userland.spec import parse_spec
 from megappo.userland.user_code import JsonObject, cut
 
@@ -42,7 +42,7 @@ class TurnRequest:
     """A request of an agent for turns of the policy.
 
     Attributes:
-        number: number of the request, unique in its session.
+        number: number of the request; a later one has a larger number.
         messages: messages whose content is a text; arguments of calls are objects.
         turns: for each message the number of the turn as which it was recognised.
         n: turns to sample.
@@ -64,6 +64,8 @@ class TurnRequest:
     def __post_init__(self) -> None:
         if len(self.turns) != len(self.messages):
             raise ValueError("expected a turn, or None, for each message")
+        if not all(map(is_message, self.messages)):
+            raise ValueError("expected messages with a role and a text")
         json.dumps([self.messages, self.tools, self.stop], ensure_ascii=False).encode()  # no half of a character
 
 
@@ -136,24 +138,17 @@ _EVENTS: Mapping[str, TypeAdapter[Any]] = {
     "request": TypeAdapter(TurnRequest),
     "cancelled": TypeAdapter(Cancelled),
     "reward": TypeAdapter(TurnReward),
-    "raised": TypeAdapter(StrictStr),
-    "lost": TypeAdapter(StrictStr),
 }
 _RETURNED = TypeAdapter(Score | None | dict[str, Score])
 
 
-class AgentSession:
-    """The agent of one episode.
+class AgentSession(Session):
+    """The agent of one episode."""
 
-    Args:
-        episode_seconds: time that the whole episode may take.
-    """
-
-    def __init__(self, player: Player, pool: "AgentPool", episode_seconds: float):
-        self._player = player
-        self._pool = pool
-        self._episode_seconds = episode_seconds
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
         self._unanswered: set[int] = set()
+        self._last_request = -1
         self._lost = ""
 
     async def begin(self, row: JsonObject) -> None:
@@ -163,7 +158,7 @@ class AgentSession:
             EpisodeLost: it takes too long, or its process ended.
             EnvironmentFault: it cannot be started.
         """
-        await self._player.call("begin", {"row": row})
+        await self.call("begin", {"row": row})
         self._began = self._idle_since = time.monotonic()
 
     async def next_events(self) -> list[Event]:
@@ -175,17 +170,16 @@ class AgentSession:
         """
         if self._lost:
             raise EpisodeLost(self._lost)
-        limit = self._pool.timeout_seconds
+        limit, episode_seconds = self.pool.timeout_seconds, self.pool.episode_seconds
         now = time.monotonic()
-        remaining = self._began + self._episode_seconds - now
+        remaining = self._began + episode_seconds - now
         if remaining <= 0:
-            seconds = f"{self._episode_seconds:g} seconds (rollout.agent_timeout_seconds)"
-            raise EpisodeLost(f"took longer than {seconds}")
+            raise EpisodeLost(f"took longer than {episode_seconds:g} seconds (rollout.agent_timeout_seconds)")
         if not self._unanswered:
             remaining = min(remaining, self._idle_since + limit - now)
         if remaining <= 0:
             raise EpisodeLost(f"sent no request for {limit:g} seconds (rollout.environment_timeout_seconds)")
-        events = await self._player.call("next", {"seconds": min(POLL_SECONDS, limit / 2, remaining)})
+        events = await self.call("next", {"seconds": min(POLL_SECONDS, limit / 2, remaining)})
         if events:
             self._idle_since = time.monotonic()
         if not isinstance(events, list):
@@ -200,7 +194,7 @@ class AgentSession:
             EpisodeLost, EnvironmentFault: as in `begin`.
         """
         self._settle(request)
-        await self._player.call("answer", {"request": request, "answer": asdict(answer)})
+        await self.call("answer", {"request": request, "answer": asdict(answer)})
 
     def _settle(self, request: int) -> None:
         self._unanswered.discard(request)
@@ -211,6 +205,11 @@ class AgentSession:
         match sent:
             case {"returned": value}:
                 return self._finished(value)
+            case {"raised": str(error)}:
+                return Finished(error=error)
+            case {"lost": str(reason)}:
+                self._lost = reason  # raised by the next call: other events came before it
+                return None
             case dict() if len(sent) == 1 and set(sent) <= _EVENTS.keys():
                 [(kind, value)] = sent.items()
             case _:
@@ -220,16 +219,14 @@ class AgentSession:
         except (ValidationError, RecursionError) as error:
             raise self._distrusted(sent) from error
         match event:
+            case TurnRequest(number) if number <= self._last_request:
+                raise self._distrusted(sent)
             case TurnRequest(number):
+                self._last_request = number
                 self._unanswered.add(number)
-                self._pool.warn_ignored(event.ignored)
+                self.pool.warn_ignored(event.ignored)
             case Cancelled(request):
                 self._settle(request)
-            case str() if kind == "lost":
-                self._lost = event  # raised by the next call: other events came before it
-                return None
-            case str():
-                return Finished(error=event)
         return event
 
     def _finished(self, value: Any) -> Finished:
@@ -238,7 +235,7 @@ class AgentSession:
             returned = _RETURNED.validate_python(value)
         except (ValidationError, RecursionError) as error:
             expected = "a finite number, a dictionary of such numbers by name, with 'reward', or None"
-            raise self._pool.fault(f"returned {cut(repr(value), 200)}; expected {expected}") from error
+            raise self.pool.fault(f"returned {cut(repr(value), 200)}; expected {expected}") from error
         numbers = returned if isinstance(returned, dict) else {"reward": returned}
         further = {name[:MAX_NAME_CHARACTERS]: one for name, one in numbers.items() if name != "reward"}
         return Finished(numbers.get("reward"), further)
@@ -260,6 +257,7 @@ class AgentPool(EpisodePool):
     """
 
     kind = "agent"
+    session_type = AgentSession
 
     def __init__(
         self,
@@ -270,17 +268,11 @@ class AgentPool(EpisodePool):
         timeout_seconds: float,
         **limits: Any,
     ):
-        self._episode_seconds = episode_seconds
+        self.episode_seconds = episode_seconds
         self._ignored: set[str] = set()
         self._folder = tempfile.TemporaryDirectory(prefix="megappo-agents-")
         hosted = {**hosted, "folder": self._folder.name, "seconds": timeout_seconds}
         super().__init__(spec, "agents", hosted, timeout_seconds=timeout_seconds, **limits)
-
-    @asynccontextmanager
-    async def session(self) -> AsyncIterator[AgentSession]:
-        """Open a new session in the worker with the fewest."""
-        async with self.player() as player:
-            yield AgentSession(player, self, self._episode_seconds)
 
     def warn_ignored(self, names: Sequence[str]) -> None:
         """Warn once of each field of requests that has no effect."""

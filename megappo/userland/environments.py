@@ -4,8 +4,8 @@ The workers of a task run its environment, which answers the responses, or its r
 """
 
 import json
-from collections.abc import AsyncIterator, Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, nullcontext
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from megappo.config.eval_sets import Task
 from megappo.config.schema import Reward
 from megappo.config.sections import PLAYERS, Rollout
 from megappo.userland.agent_sessions import AgentPool, load_agent
-from megappo.userland.episode_pool import EpisodePool, Player
+from megappo.userland.episode_pool import EpisodePool, Session
 from megappo.userland.grades import MAX_NAME_CHARACTERS, fits_float32
 from megappo.userland.rewards import RewardPool
 from megappo.userland.signatures import NO_INPUT, PROMPTS, InputSpec, is_message
@@ -34,22 +34,19 @@ class Replacement(list[dict[str, str]]):
     """Messages of an environment in place of the whole conversation."""
 
 
-class Environment:
+class Environment(Session):
     """The environment of one episode."""
-
-    def __init__(self, player: Player):
-        self._player = player
 
     async def reset(self, row: JsonObject) -> Messages:
         """Begin the episode; return the environment's first messages, after the prompt.
 
         Raises: as in `step`.
         """
-        answer = await self._player.call("reset", {"row": row})
+        answer = await self.call("reset", {"row": row})
         try:
             return _messages(answer)
         except ValueError as error:
-            raise self._player.pool.fault(f"reset returned {error}") from error
+            raise self.pool.fault(f"reset returned {error}") from error
 
     async def step(self, message: JsonObject) -> tuple[Messages, float | list[float], bool, dict[str, float]]:
         """Return the environment's answer to the policy's message, the reward of the turn (or of each token), whether
@@ -59,11 +56,11 @@ class Environment:
             EpisodeLost: it takes too long, or its process ended.
             EnvironmentFault: it raised, or returned something of the wrong type.
         """
-        answer = await self._player.call("step", {"message": message})
+        answer = await self.call("step", {"message": message})
         try:
             return _turn(answer, len(message["token_ids"]))
         except ValueError as error:
-            raise self._player.pool.fault(f"step returned {error}") from error
+            raise self.pool.fault(f"step returned {error}") from error
 
 
 def _messages(observation: Any) -> Messages:
@@ -123,17 +120,12 @@ class EnvironmentPool(EpisodePool):
     """
 
     kind = "environment"
+    session_type = Environment
 
     def __init__(self, spec: str, code: Sequence[Any], *, timeout_seconds: float, **limits: Any):
         source, name, *arguments = code
         hosted = {"source": source, "name": name, "arguments": arguments, "seconds": timeout_seconds}
         super().__init__(spec, "environments", hosted, timeout_seconds=timeout_seconds, **limits)
-
-    @asynccontextmanager
-    async def environment(self) -> AsyncIterator[Environment]:
-        """Open a new environment in the worker with the fewest."""
-        async with self.player() as player:
-            yield Environment(player)
 
 
 def load_environments(rollout: Rollout, reward: Reward) -> EnvironmentPool:

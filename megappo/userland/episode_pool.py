@@ -36,11 +36,14 @@ class EpisodePool(WorkerPool):
 
     Args:
         arguments: see `WorkerPool`.
+    Attributes:
+        session_type: the type of `session`.
     Raises:
         EnvironmentFault: the code cannot be loaded.
     """
 
     error = EnvironmentFault
+    session_type: "type[Session]"
 
     def __init__(self, *arguments: Any, **limits: Any):
         super().__init__(*arguments, **limits)
@@ -61,12 +64,12 @@ class EpisodePool(WorkerPool):
             return await call()
 
     @asynccontextmanager
-    async def player(self) -> AsyncIterator["Player"]:
-        """Open an episode in the worker with the fewest."""
+    async def session(self) -> AsyncIterator[Any]:
+        """Open the session of a new episode, in the worker with the fewest."""
         worker = await self.in_thread(self._free_worker())
         number = next(self._numbers)
         try:
-            yield Player(self, worker, number)
+            yield self.session_type(self, worker, number)
         finally:
             if not self.is_closed:
                 closing = asyncio.run_coroutine_threadsafe(self._leave(worker, number), self._loop)
@@ -99,10 +102,10 @@ class EpisodePool(WorkerPool):
             self.close()
 
 
-class Player:
-    """The user code of one episode, in its worker."""
+class Session:
+    """The environment or agent of one episode, in its worker."""
 
-    def __init__(self, pool: EpisodePool, worker: WorkerProcess, number: int):
+    def __init__(self, pool: Any, worker: WorkerProcess, number: int):
         self.pool = pool
         self._worker = worker
         self._number = number

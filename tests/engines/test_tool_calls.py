@@ -82,7 +82,7 @@ def test_calls_are_made_until_there_are_none(tmp_path, capfd):
     }
 
     async def play(pool):
-        async with pool.environment() as environment:
+        async with pool.session() as environment:
             assert await environment.reset({}) == []
             return [await environment.step({"content": text, "token_ids": []}) for text in turns]
 
@@ -100,7 +100,7 @@ def test_calls_are_made_until_there_are_none(tmp_path, capfd):
 
 def test_results_are_json_as_people_write_it_or_an_error_that_names_the_tool(tmp_path):
     async def play(pool, key):
-        async with pool.environment() as environment:
+        async with pool.session() as environment:
             await environment.reset({})
             return await environment.step({"content": call("look_up", key=key), "token_ids": []})
 

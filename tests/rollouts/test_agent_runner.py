@@ -1,6 +1,7 @@
 """Agents that play episodes, in real worker processes; the policy's turns are scripted."""
 
 import asyncio
+import contextlib
 import dataclasses
 from pathlib import Path
 
@@ -14,9 +15,9 @@ from megappo.engines.generations import Generation
 from megappo.rollouts.agent_runner import AgentRunner
 from megappo.rollouts.responses import agent_metrics
 from megappo.rollouts.sample_rows import Sample
-from megappo.userland.agent_sessions import load_agent
+from megappo.userland.agent_sessions import Cancelled, Finished, Refusal, TurnRequest, load_agent
 from megappo.userland.episode_pool import EnvironmentFault
-from megappo.userland.signatures import PROMPTS
+from megappo.userland.signatures import PROMPTS, InputSpec
 
 AGENTS = """
 import asyncio
@@ -184,7 +185,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def play(agents, case: str, *, needs_reward: bool = False) -> tuple[Sample, list[list[int]]]:
+def play(agents, case: str, *, needs_reward: bool = False, generate=None) -> tuple[Sample, list[list[int]]]:
     """Return an episode and the contexts that its turns were sampled from."""
     tokenizer = make_tokenizer()
     messages = [{"role": "user", "content": "question"}]
@@ -192,7 +193,7 @@ def play(agents, case: str, *, needs_reward: bool = False) -> tuple[Sample, list
     contexts: list[list[int]] = []
     written = tokenizer.encode("ok<|eot_id|>", add_special_tokens=False)
 
-    async def generate(context: list[int], max_tokens: int) -> Generation:
+    async def write(context: list[int], max_tokens: int) -> Generation:
         text = tokenizer.decode(context)
         if "slow" in text and not ("once" in text and contexts):
             contexts.append(context)
@@ -204,7 +205,7 @@ def play(agents, case: str, *, needs_reward: bool = False) -> tuple[Sample, list
 
     config = make_config(Path("agents.py"))
     runner = AgentRunner([prompt], agents, config, tokenizer, 200, 100, needs_reward=needs_reward)
-    return asyncio.run(runner.play(0, 0, generate)), contexts
+    return asyncio.run(runner.play(0, 0, generate or write)), contexts
 
 
 def shown(sample: Sample) -> list[str]:
@@ -307,3 +308,79 @@ def test_a_turn_that_nobody_read_is_not_trained(agents, case, num_turns, num_sup
     assert (facts.num_turns, facts.num_superseded) == (num_turns, num_superseded)
     assert len(sample.segments) == 1 and sample.num_policy_tokens == 3 and sum(sample.segments[0].rewards) == 1.0
     assert dataclasses.asdict(facts)["num_requests"] == 2
+
+
+class ScriptedAgents:
+    """A pool with one session, whose worker sends these events one after the other."""
+
+    takes = InputSpec()
+
+    def __init__(self, *events):
+        self.events = iter(events)
+        self.answers = {}
+
+    @contextlib.asynccontextmanager
+    async def session(self):
+        yield self
+
+    async def begin(self, row):
+        pass
+
+    async def next_events(self):
+        for _ in range(50):  # requests so far are answered
+            await asyncio.sleep(0)
+        return [next(self.events)]
+
+    async def answer(self, request, answer):
+        self.answers[request] = answer
+
+    def fault(self, reason):
+        return EnvironmentFault(reason)
+
+
+def request(number: int, text: str = "a", **own) -> TurnRequest:
+    usual = {"turns": [None], "tools": [], "max_tokens": None, "n": 1, "stop": (), "is_retry": False}
+    return TurnRequest(number, [{"role": "user", "content": text}], **usual | own)
+
+
+def refused(pool: ScriptedAgents) -> list[int]:
+    return [number for number, answer in pool.answers.items() if isinstance(answer, Refusal)]
+
+
+def test_cancelled_requests_and_refused_ones_leave_room_for_others():
+    cancelled = [event for number in range(10) for event in (request(number), Cancelled(number))]
+    pool = ScriptedAgents(*cancelled, request(10, n=7), *map(request, range(11, 18)), Finished(1.0))
+    sample, _ = play(pool, "")
+    assert refused(pool) == [10, 17] and sample.ending == "done"
+    assert [sorted(set(one.turns)) for one in sample.segments] == [[number] for number in range(1, 7)]
+    assert sample.num_turns == MAX_TURNS
+
+
+def test_a_retry_replaces_all_turns_of_its_request_and_a_cancelled_one_is_dropped_once():
+    repeated = request(2, n=2, is_retry=True)
+    pool = ScriptedAgents(request(1, n=2), repeated, Cancelled(1), Cancelled(1), Cancelled(9), Finished(1.0))
+    sample, _ = play(pool, "")
+    assert (sample.agent.num_turns, sample.agent.num_superseded) == (2, 2)
+
+
+def test_cancelled_requests_are_named_where_no_turn_is_left():
+    with pytest.raises(EnvironmentFault, match="1 were cancelled: its client needs a longer timeout, or none"):
+        play(ScriptedAgents(request(1), Cancelled(1), Finished(0.0)), "")
+
+
+def test_the_search_for_stop_strings_does_not_grow_with_the_square_of_the_tokens(monkeypatch):
+    decoded = []
+    plain = PreTrainedTokenizerFast.decode
+    counted = lambda *given, **own: decoded.append(0) or plain(*given, **own)  # noqa: E731
+    monkeypatch.setattr(PreTrainedTokenizerFast, "decode", counted)
+    tokens = make_tokenizer().encode("x" * 150 + "ok", add_special_tokens=False)
+
+    async def generate(context, max_tokens):
+        done = len(context) - len("[user]a\n[assistant]")
+        part = tokens[done : done + max_tokens]
+        return Generation(part, [0.0] * len(part), "length")
+
+    pool = ScriptedAgents(request(1, stop=("k",)), Finished(1.0))
+    sample, _ = play(pool, "", generate=generate)
+    assert pool.answers[1].turns[0].text == "x" * 150 + "o" and len(decoded) < 60
+    assert sample.segments[0].tokens == tokens

@@ -166,7 +166,7 @@ def test_turns_of_an_agent_extend_each_other_where_the_template_shows_them(templ
         messages += [{"role": "assistant", "content": parsed, **call}, {"role": role, "content": "more"}]
         after = tree.place(messages, turns)
         found += "n" if after.parent is None else "y"
-        assert after.follows == number
+        assert after.follows.number == number
         if after.parent:
             assert after.tokens[: len(place.tokens)] == place.tokens
             assert after.text.startswith(f"{place.text}{turn}{END}[{role}]more")

@@ -108,7 +108,7 @@ def test_a_reward_function(user_code: Path, kind: str, moment: str):
 @pytest.mark.parametrize("kind", ["worker", "keeper"])
 def test_an_environment(user_code: Path, kind: str):
     async def episode(pool: EnvironmentPool, started: list[psutil.Process]) -> None:
-        async with pool.environment() as environment:
+        async with pool.session() as environment:
             await environment.reset({})
             stop(started, kind)
             await environment.step({"content": "x", "token_ids": [1]})

@@ -11,6 +11,9 @@ import httpx
 import pytest
 from agent_scripts import agents_of, played
 
+from megappo.agents import agent_endpoint
+from megappo.agents.agent_host import AgentHost
+from megappo.agents.chat_form import read_chat
 from megappo.userland import worker_process
 from megappo.userland.agent_sessions import AgentPool, Cancelled, Finished, Refusal, TurnRequest, TurnReward
 from megappo.userland.episode_pool import EnvironmentFault, EpisodeLost
@@ -244,6 +247,8 @@ REQUEST |= {"n": 1, "stop": [], "is_retry": False}
         {"request": {}},
         {"request": {**REQUEST, "turns": []}},
         {"request": {**REQUEST, "n": 10**9}},
+        {"request": {**REQUEST, "messages": [{"content": "x"}]}},
+        {"request": REQUEST},
         {"request": {**REQUEST, "messages": [{"role": "user", "content": "\ud800"}]}},
         {"reward": {"turn": 1, "reward": float("inf")}},
         {"cancelled": {"request": "all"}},
@@ -327,6 +332,37 @@ def test_requests_in_progress_at_the_end_are_cancelled(pool):
 
     events = play_well(pool, "ends_with_a_request", script)
     assert [type(event) for event in events] == [TurnRequest, Cancelled, Finished]
+
+
+def test_a_request_whose_reply_is_not_written_at_the_end_is_cancelled():
+    async def end_with_an_answer():
+        session = agent_endpoint.EndpointSession("", "")
+        asked = read_chat({"messages": [{"role": "user", "content": "x"}]})
+        with session.request(asked, is_retry=False, num_bytes=1):
+            session.answer(1, {})
+            session.end()
+            return await session.next_events(1.0)
+
+    assert asyncio.run(end_with_an_answer())[1:] == [{"cancelled": {"request": 1}}]
+
+
+def test_an_agent_that_is_closed_while_it_begins_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr("threading.stack_size", lambda size: 0)
+
+    async def close_at_once():
+        host = AgentHost(str(tmp_path), 5.0, False, None, None, code=(str(AGENTS), "run"))
+        beginning = asyncio.create_task(host.begin(1, {"case": "hangs"}))
+        await asyncio.sleep(0)
+        await host.close(1)
+        await beginning
+        return [task for task in asyncio.all_tasks() if "_play" in repr(task)]
+
+    assert asyncio.run(close_at_once()) == []
+
+
+def test_requests_of_a_batch_fit_into_a_line():
+    most = agent_endpoint.MAX_BATCH_BYTES + agent_endpoint.MAX_BODY_BYTES
+    assert 3 * most < worker_process.MAX_BYTES
 
 
 def test_agents_that_are_killed_or_hang_are_lost_and_the_others_go_on(monkeypatch):

@@ -19,7 +19,7 @@ def pool_of(environments, name: str, num_workers: int = 1, seconds: float = 0.5)
 
 
 async def episode(pool: EnvironmentPool, number: int = 3) -> list:
-    async with pool.environment() as environment:
+    async with pool.session() as environment:
         found = [await environment.reset({"number": number})]
         while True:
             observation, reward, done, _ = await environment.step(TURN)
@@ -123,10 +123,10 @@ def test_a_process_that_ends_takes_the_episodes_that_it_hosts_and_no_others(envi
 def test_an_environment_that_is_left_while_it_is_made_is_closed(environments):
     async def leave():
         with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.1), pool.environment() as environment:
+            async with asyncio.timeout(0.1), pool.session() as environment:
                 await environment.reset({"number": 1})
         await asyncio.sleep(1.0)
-        async with pool.environment() as environment:
+        async with pool.session() as environment:
             return await environment.reset({"number": 1})
 
     with pool_of(environments, "Slow", seconds=60.0) as pool:
@@ -138,12 +138,12 @@ def test_an_environment_that_is_left_in_a_step_is_closed_when_that_has_ended(env
 
     async def leave():
         with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.5), pool.environment() as environment:
+            async with asyncio.timeout(0.5), pool.session() as environment:
                 await environment.reset({"number": 1})
                 await environment.step(TURN)
 
     async def look():
-        async with pool.environment() as environment:
+        async with pool.session() as environment:
             [message] = await environment.reset({"number": 1})
             return message["content"]
 

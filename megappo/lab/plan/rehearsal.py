@@ -213,7 +213,7 @@ def _score(rewards: RewardPool, prompt: Prompt, response: str) -> Grade:
 
 async def _reset(environments: EnvironmentPool, prompt: Prompt) -> str:
     """Return the first messages of an environment, as a line for people."""
-    async with environments.environment() as environment:
+    async with environments.session() as environment:
         messages = await environment.reset(row_of(prompt.columns, prompt.label))
     return f"reset for the first prompt, {messages!r:.200}"
 
