@@ -139,7 +139,7 @@ class Critic(Trained):
     dist_checkpointing_path: FilePath | None = key(None, "folder of the critic's initial weights, as model.dist_checkpointing_path; a language model in it gets a new value head; null = the weights of critic.model_path, or of the actor")
     value_loss: Annotated[str, OneOf(VALUE_LOSSES)] = key("mse", "error of values to returns. mse and huber train one number per token; hl_gauss and two_hot a distribution over classes, whose mean is the value; quantile quantiles. Unset, huber_delta alone chooses huber")
     value_clip: PositiveFloat | None = key(0.5, "mse, huber: clip new values to old values +- this in the value loss; null = off")
-    huber_delta: PositiveFloat | None = key(None, "huber, quantile: the loss is linear beyond this error; null = 1")
+    huber_delta: PositiveFloat | None = key(None, "huber, quantile: the loss is linear beyond this error; null = 1 for huber, 0.01 for quantile, which needs it far below the range of the returns")
     value_bins: Annotated[int, Field(ge=2, le=2**16), NUMBER] = key(101, "hl_gauss, two_hot: classes; quantile: quantiles")
     value_range: tuple[Float, Float] | None = key(None, "hl_gauss, two_hot: values of the first and the last class, between which the others are spaced evenly; returns beyond count as these. null = the bounds of the shaped scores, if the run knows them and has no KL in the rewards")
     hl_gauss_width: PositiveFloat = key(0.75, "hl_gauss: standard deviation of the Gaussian around a return, in distances between classes")

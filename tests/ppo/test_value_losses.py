@@ -17,7 +17,7 @@ from megappo.ppo.value_losses import ERRORS, ValueInputs, token_errors, values_o
 ORACLES = {
     "hl_gauss": lambda config, centers: partial(value_oracles.hl_gauss, centers=centers, width=config.hl_gauss_width),
     "two_hot": lambda config, centers: partial(value_oracles.two_hot, centers=centers),
-    "quantile": lambda config, centers: partial(value_oracles.quantile, kappa=config.huber_delta or 1.0),
+    "quantile": lambda config, centers: partial(value_oracles.quantile, kappa=config.huber_delta),
 }
 
 
@@ -59,6 +59,25 @@ def test_metrics_of_the_distribution_are_hand_computed():
     assert found["vf_std"].tolist() == pytest.approx([math.sqrt(1.25)] * 4)
     quantiles = token_errors(ValueInputs(torch.zeros(1, 3), torch.ones(1)), Critic(value_loss="quantile"))
     assert quantiles.keys() == {ERRORS, "vf_std"}
+
+
+@pytest.mark.parametrize("share", [0.1, 0.8])
+@pytest.mark.parametrize("name", ORACLES)
+def test_the_value_that_minimises_a_loss_is_the_mean_of_scores_of_0_and_1(name: str, share: float):
+    """By the keys' defaults."""
+    config = Critic(value_loss=name, value_range=None if name == "quantile" else (0.0, 1.0))
+    centers = torch.empty(0) if name == "quantile" else torch.linspace(0, 1, config.value_bins)
+    outputs = torch.zeros(config.value_bins, requires_grad=True)
+    optimizer = torch.optim.Adam([outputs], lr=0.1)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.001, total_iters=600)
+    weights = torch.tensor([1 - share, share])
+    for _ in range(600):
+        optimizer.zero_grad()
+        errors = token_errors(ValueInputs(outputs.expand(2, -1), torch.tensor([0.0, 1.0]), centers), config)[ERRORS]
+        (errors @ weights).backward()
+        optimizer.step()
+        schedule.step()
+    assert float(values_of(outputs.detach(), centers)) == pytest.approx(share, abs=0.01)
 
 
 def test_token_losses_of_a_head_are_averaged_as_they_are():

@@ -86,7 +86,7 @@ def make_config(kind: str, ppo_epochs: int = 1) -> Config:
     critic: Critic | dict = CRITIC.model_copy(update=epochs)
     if value_loss in VALUE_LOSSES:
         critic = epochs | {"value_loss": value_loss, "value_bins": VALUE_BINS}
-        critic |= {"value_range": (-1.0, 2.0)} if value_loss == "hl_gauss" else {}
+        critic |= {"value_range": (-1.0, 2.0)} if value_loss == "hl_gauss" else {"huber_delta": 1.0}
     return Config.model_validate(
         {
             "model": {"path": "m"},

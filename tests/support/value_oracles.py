@@ -41,12 +41,13 @@ def two_hot(logits: Sequence[float], target: float, centers: Sequence[float]) ->
 
 
 def quantile(outputs: Sequence[float], target: float, kappa: float) -> Found:
-    """As Dabney et al. 2018 (QR-DQN), eqs. 9 and 10, with the mean over quantiles in place of the sum."""
+    """As Dabney et al. 2018 (QR-DQN), eqs. 9 and 10, with the mean over quantiles in place of the sum, divided by kappa
+    as in Dabney et al. 2018 (IQN), eq. 3."""
     loss, gradient, count = 0.0, [], len(outputs)
     for i, output in enumerate(outputs):
         error = target - output
         weight = abs((2 * i + 1) / (2 * count) - (error < 0))
         is_near = abs(error) <= kappa
-        loss += weight * (error**2 / 2 if is_near else kappa * (abs(error) - kappa / 2)) / count
-        gradient.append(-weight * (error if is_near else math.copysign(kappa, error)) / count)
+        loss += weight * (error**2 / 2 / kappa if is_near else abs(error) - kappa / 2) / count
+        gradient.append(-weight * (error / kappa if is_near else math.copysign(1.0, error)) / count)
     return loss, gradient
