@@ -6,7 +6,6 @@ trainer answers each with turns of the policy, or refuses it. Nothing that a wor
 
 import json
 import shlex
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -270,8 +269,7 @@ class AgentPool(EpisodePool):
     ):
         self.episode_seconds = episode_seconds
         self._ignored: set[str] = set()
-        self._folder = tempfile.TemporaryDirectory(prefix="megappo-agents-")
-        hosted = {**hosted, "folder": self._folder.name, "seconds": timeout_seconds}
+        hosted = {**hosted, "seconds": timeout_seconds}
         super().__init__(spec, "agents", hosted, timeout_seconds=timeout_seconds, **limits)
 
     def warn_ignored(self, names: Sequence[str]) -> None:
@@ -281,10 +279,6 @@ class AgentPool(EpisodePool):
         if new:
             sampled = "the policy is sampled as the section rollout sets"
             print(f"warning: agent {self.spec} sets {', '.join(new)}, which is ignored: {sampled}", flush=True)
-
-    def close(self) -> None:
-        super().close()
-        self._folder.cleanup()
 
 
 def load_agent(rollout: Rollout, reward: Reward) -> AgentPool:
