@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from megappo.runtime.keeper import KILL_TIMEOUT_SECONDS, REMOVED, ask_to_end
-from megappo.runtime.machine import PACKAGE_ROOT, PYTHON
+from megappo.runtime.machine import PACKAGE_ROOT, PYTHON, search_path
 from megappo.userland.user_code import JsonObject
 
 OUTPUT_BYTES = 2**16
@@ -50,7 +50,7 @@ async def run_command(
         json.dump(row, file)
     process = await asyncio.create_subprocess_exec(
         *(*PYTHON, "-m", "megappo.runtime.keeper", str(os.getpid())),
-        *("env", f"PYTHONPATH={_python_path()}", *command),
+        *("env", f"PATH={search_path()}", f"PYTHONPATH={_python_path()}", *command),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,

@@ -13,6 +13,7 @@ from typing import Any
 
 from megappo.agents.agent_command import CommandLost, run_command
 from megappo.agents.agent_endpoint import AgentEndpoint, EndpointSession
+from megappo.runtime.machine import search_path
 from megappo.userland.environment_host import STACK_BYTES, called, cancel
 from megappo.userland.model_text import as_json
 from megappo.userland.signatures import InputSpec
@@ -109,7 +110,7 @@ def _function(source: str, name: str) -> Callable[..., Any]:
 
 
 def _command(command: Sequence[str], is_scored: bool) -> Callable[..., Any]:
-    if not command or shutil.which(command[0]) is None:
+    if not command or shutil.which(command[0], path=search_path()) is None:
         program = command[0] if command else "the empty command"
         raise BadFunction(f"cannot be started: there is no program {program} (rollout.agent_command)")
     return partial(run_command, command, is_scored)

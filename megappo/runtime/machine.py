@@ -35,6 +35,11 @@ def for_python(variables: Mapping[str, str]) -> dict[str, str]:
     return {**variables, "PYTHONPATH": path, "no_proxy": direct, "NO_PROXY": direct}
 
 
+def search_path() -> str:
+    """Return the PATH of a user's command: `python` is the one of this program."""
+    return os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)))
+
+
 @cache
 def proxy_for(url: str) -> str | None:
     """Return the proxy for requests to a server; None for this machine, its cluster, and what no_proxy names."""

@@ -115,6 +115,13 @@ FAULTS = {
         ("actor.optim.lr=0.05", "actor.ppo_epochs=4", f"{REWARD}:far_from_zero", "critic.optim.lr=1e-6"),
         {"clip_fraction", "update_kl", "value_loss"},
     ),
+    "many large steps of dis on the same rollouts": (
+        (
+            *("actor.optim.lr=0.05", "actor.ppo_epochs=4", "actor.policy_loss=dis", "algorithm.old_log_probs=engine"),
+            *("actor.clip_ratio_low=0.3", "actor.clip_ratio_high=5"),
+        ),
+        {"left_out_tokens"},
+    ),
     "an entropy bonus that is too large": (
         ("model.path={peaked}", "actor.entropy_coeff=1", "actor.optim.lr=2e-3"),
         {"entropy_explosion"},

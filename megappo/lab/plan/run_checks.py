@@ -52,6 +52,7 @@ from megappo.placement.components import REWARD_MODEL_KEY, ComponentSpec, Settin
 from megappo.placement.run_plan import RunPlan, plan_run
 from megappo.preflight.hub_models import missing_id
 from megappo.preflight.output_folder import resume_errors
+from megappo.runtime.machine import search_path
 from megappo.userland.spec import BUILTIN, parse_spec
 
 # ServerArgs that `engines.launch` and Engine set; a user's value would break the client, the safety or the placement.
@@ -168,7 +169,7 @@ def _command_errors(command: str, key: str) -> Errors:
     except ValueError as error:
         yield f"{key} {shorten(repr(command))} is no command: {error}: name a program and its arguments"
         return
-    if shutil.which(program) is None:
+    if shutil.which(program, path=search_path()) is None:
         yield f"{key}: no program {shorten(program)} here: install it, or correct the name"
     for script in arguments[:1]:
         if script.endswith(".py") and not os.path.isfile(script):
