@@ -121,14 +121,14 @@ class _Episode:
         self._generate = generate
         self._requests: dict[int, list[Turn]] = {}  # number of a request -> its turns
         self._numbers = itertools.count(1)
-        self._num_sampling = 0
+        self._sampling: dict[int, int] = {}  # number of a request -> turns that are being sampled for it
         self._num_superseded = 0
         self._waited_seconds = 0.0
         self._answering: dict[int, asyncio.Task[None]] = {}
 
     def facts(self) -> AgentFacts:
         """Return the facts for metrics."""
-        return AgentFacts(len(self._requests), len(self.turns), self._num_superseded, self._waited_seconds)
+        return AgentFacts(len(self._requests), self._num_superseded, self._waited_seconds)
 
     def renumber(self) -> None:
         """Close the gaps in the numbers of the turns that are trained."""
@@ -163,6 +163,7 @@ class _Episode:
                 task.add_done_callback(lambda _: self._answering.pop(number))
             case Cancelled(number):
                 self.num_cancelled += 1
+                self._sampling.pop(number, None)
                 if number in self._answering:
                     self._answering[number].cancel()
                 for turn in self._requests.get(number, ()):
@@ -186,7 +187,7 @@ class _Episode:
     async def _answer(self, request: TurnRequest) -> None:
         """Answer a request. Its turns are numbered before the first wait, so in the order in which requests arrive."""
         runner = self._runner
-        num_before = len(self.turns) + self._num_sampling
+        num_before = len(self.turns) + sum(self._sampling.values())
         if num_before + request.n > runner.max_turns:
             reason = f"the episode has had {num_before} turns of rollout.max_turns={runner.max_turns}"
             return await self._refuse(request, TOO_MANY, reason)
@@ -203,11 +204,11 @@ class _Episode:
             return await self._refuse(request, TOO_LONG, reason)
         numbers = [next(self._numbers) for _ in range(request.n)]
         sample = partial(self._sample, place, min(room, request.max_tokens or room), request.stop)
-        self._num_sampling += request.n
-        try:
-            sampled = await asyncio.gather(*(sample() for _ in numbers))
-        finally:
-            self._num_sampling -= request.n
+        self._sampling[request.number] = request.n
+        async with asyncio.TaskGroup() as group:  # unlike gather, it cancels the others if one fails
+            tasks = [group.create_task(sample()) for _ in numbers]
+        sampled = [task.result() for task in tasks]
+        del self._sampling[request.number]
         superseded = self._superseded(request, place)
         answered = []
         for number, (generation, end) in zip(numbers, sampled, strict=True):
