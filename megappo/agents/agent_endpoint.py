@@ -36,10 +36,9 @@ from megappo.userland.grades import fits_float32
 from megappo.userland.user_code import JsonObject, named
 
 MAX_BODY_BYTES = 2**24
-"""Longest request: as a line of JSON it is up to three times as long, and `worker_process.MAX_BYTES` limits that."""
+"""Longest request. Its line of JSON for the trainer, up to three times as long, must fit `worker_process.MAX_BYTES`."""
 MAX_BATCH_BYTES = 2**22
-"""Length of requests that are passed on together, before the last one: three times the sum with `MAX_BODY_BYTES` is
-below the limit of a line, too."""
+"""Requests beyond this length wait for the next line. A line has at most this and one more request."""
 MAX_IN_PROGRESS = 256
 """Requests of a session at a time."""
 BACKLOG = 4096
@@ -103,7 +102,7 @@ class EndpointSession:
             waiting.set_result(answer)
 
     def end(self) -> None:
-        """Refuse the requests in progress. The trainer drops them, those too whose reply is not yet written."""
+        """Refuse the requests in progress. The trainer drops them, even if their answer is here but not yet sent."""
         for request, waiting in self._pending.items():
             self.add({"cancelled": {"request": request}})
             if not waiting.done():
@@ -111,7 +110,7 @@ class EndpointSession:
 
     @contextmanager
     def request(self, asked: AskedChat, *, is_retry: bool, num_bytes: int) -> Iterator["PendingRequest"]:
-        """Pass a request on to the trainer. It is cancelled if the block raises anything but the trainer's refusal."""
+        """Pass a request on to the trainer. Any error of the block cancels it, except a refusal by the trainer."""
         number = next(self._numbers)
         turns = self._recognised(asked.messages)
         event = {name: getattr(asked, name) for name in SENT}
@@ -165,7 +164,7 @@ class EndpointSession:
         """Pass a reward of a turn on to the trainer.
 
         Raises:
-            ApiError: it is no finite number, or there is no such turn.
+            ApiError: the reward is not a finite number, or there is no such turn.
         """
         reward, chat_id, index = body.get("reward"), body.get("id"), body.get("index", 0)
         if not fits_float32(reward):
@@ -255,7 +254,7 @@ class AgentEndpoint:
             session.end()
 
     def _key(self, name: str) -> str:
-        """Return the key of a session, past ones included: they need not be remembered."""
+        """Return the key of a session. It follows from the name, so keys of past sessions are not stored."""
         return hmac.digest(self._secret, name.encode(), "sha256").hex()
 
     def _session(self, request: web.Request) -> EndpointSession:
@@ -286,8 +285,7 @@ class AgentEndpoint:
             tools = self._tools(asked)
             is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
             num_bytes = len(await request.read())
-            if request.match_info["session"] not in self._sessions:  # it has ended meanwhile
-                raise session_ended()
+            self._session(request)  # it may have ended while the body came
             with session.request(asked, is_retry=is_retry, num_bytes=num_bytes) as pending:
                 completed = partial(self._completed, form, session, pending, tools)
                 if asked.is_stream:
@@ -372,14 +370,14 @@ async def body_of(request: web.Request) -> JsonObject:
     """Return the JSON object of a request.
 
     Raises:
-        ApiError: there is none.
+        ApiError: the body is not a JSON object.
     """
     try:
         body = strict_json(await request.read())
     except ValueError as error:
-        raise ApiError(BAD_REQUEST, "invalid_json", f"the body is no JSON: {error}") from error
+        raise ApiError(BAD_REQUEST, "invalid_json", f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
-        raise ApiError(BAD_REQUEST, "invalid_json", "the body is no JSON object")
+        raise ApiError(BAD_REQUEST, "invalid_json", "the body is not a JSON object")
     return body
 
 
@@ -391,7 +389,7 @@ async def errors_as_json(request: web.Request, handler: Any) -> web.StreamRespon
     try:
         return await handler(request)
     except ApiError as error:
-        return web.json_response(as_object(error), status=error.status)
+        found = error
     except web.HTTPException as error:
         found = ApiError(error.status, error.reason.lower().replace(" ", "_"), f"{request.path}: {error.text}")
-        return web.json_response(as_object(found), status=found.status)
+    return web.json_response(as_object(found), status=found.status)

@@ -87,7 +87,7 @@ class AgentHost:
             event = {"lost": str(error)}
         except BaseException as error:  # SystemExit, too: the trainer must get the reason
             event = {"raised": describe(error)}
-        if os.getpid() != pid:  # the agent has forked this child, which must not answer, too
+        if os.getpid() != pid:  # this is a process that the agent has forked: it must not answer
             os._exit(0)
         self._endpoint.end(session)
         session.add(event)

@@ -19,7 +19,7 @@ REASONS = {
     "presence_penalty": CHANGES_SAMPLING,
     "tool_choice": f"only auto and none are supported, with others {CHANGES_SAMPLING}",
 }
-"""Fields that are refused -> the reason; any field that is not known is refused, too."""
+"""Refused field -> the reason. Unknown fields are refused, too."""
 WITHOUT_EFFECT: Mapping[str, Sequence[Any]] = {
     "response_format": ({"type": "text"},),
     "logit_bias": ({},),
@@ -30,7 +30,7 @@ WITHOUT_EFFECT: Mapping[str, Sequence[Any]] = {
     "modalities": (["text"],),
     "parallel_tool_calls": (True,),
 }
-"""Values that request nothing."""
+"""Values that change nothing."""
 NO_CONCERN = {
     *("metadata", "client_metadata", "user", "store", "service_tier", "safety_identifier"),
     *("prompt_cache_key", "prompt_cache_retention"),
@@ -181,7 +181,7 @@ def read_chat(body: JsonObject) -> AskedChat:
     """Return a request, checked.
 
     Raises:
-        ApiError: it has a field that is wrong, or cannot be honoured.
+        ApiError: a field is wrong or not supported.
     """
     given = {name: value for name, value in body.items() if value is not None and name not in NO_CONCERN}
     given = {name: value for name, value in given.items() if value not in WITHOUT_EFFECT.get(name, ())}
@@ -198,7 +198,7 @@ def read_chat(body: JsonObject) -> AskedChat:
         json.dumps([messages, tools, stop], ensure_ascii=False).encode()
     except ValidationError as error:
         raise ApiError(BAD_REQUEST, "invalid_request", _fault(error)) from error
-    except ValueError as error:  # half of a character, too
+    except ValueError as error:  # a lone surrogate, too
         raise ApiError(BAD_REQUEST, "invalid_request", str(error)) from error
     limits = [limit for limit in (request.max_tokens, request.max_completion_tokens) if limit is not None]
     return AskedChat(
@@ -216,7 +216,7 @@ def read_chat(body: JsonObject) -> AskedChat:
 
 
 def _fault(error: ValidationError) -> str:
-    """Return a message of the first error."""
+    """Return a message about the first error."""
     first = error.errors(include_url=False)[0]
     place = ".".join(map(str, first["loc"]))
     name = str(first["loc"][0])
@@ -226,8 +226,6 @@ def _fault(error: ValidationError) -> str:
         return f"{name} is not supported: remove it; supported are {', '.join(ChatRequest.model_fields)}"
     if first["loc"][-1] == "strict":
         return f"{place}: strict tools are not supported, as {CHANGES_SAMPLING}; set strict to false"
-    if first["loc"][-1] == "type":
-        return f"{place} {first['input']!r:.80} is not supported: {first['msg']}"
     return f"{place}: {first['msg']}, found {first['input']!r:.80}"
 
 
@@ -260,7 +258,7 @@ def strict_json(text: str | bytes) -> Any:
     """Return what JSON holds.
 
     Raises:
-        ValueError: it is no JSON, holds NaN or an infinity, or is nested too deeply.
+        ValueError: the text is not JSON, holds NaN or an infinity, or is nested too deeply.
     """
     try:
         return json.loads(text, parse_constant=_no_constant)
@@ -269,7 +267,7 @@ def strict_json(text: str | bytes) -> Any:
 
 
 def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def chat_error(error: ApiError) -> JsonObject:

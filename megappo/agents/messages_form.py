@@ -34,14 +34,14 @@ def read_message_request(body: JsonObject) -> AskedChat:
 
 
 def _content(content: Any) -> Any:
-    """Return a content as chat completions have it: parts without what caches need."""
+    """Return content in the form of chat completions, without Anthropic's `cache_control`."""
     if isinstance(content, str):
         return content
     return [{"type": "text", "text": part["text"]} if part["type"] == "text" else part for part in content]
 
 
 def _messages(message: JsonObject) -> list[JsonObject]:
-    """Return a message as one or, with results of tools, several."""
+    """Return the messages that a message becomes: each result of a tool is a message of its own."""
     if isinstance(message["content"], str):
         return [message]
     own: JsonObject = {"role": message["role"], "content": []}
@@ -62,7 +62,7 @@ def _messages(message: JsonObject) -> list[JsonObject]:
 
 
 def _tool(tool: JsonObject) -> JsonObject:
-    """Return a tool as chat completions have it; types that Anthropic defines are refused there."""
+    """Return a tool in the form of chat completions, which refuse the types that Anthropic defines."""
     if (tool.get("type") or "custom") != "custom":
         return tool
     renamed = {"name": tool["name"], "description": tool.get("description"), "parameters": tool.get("input_schema")}

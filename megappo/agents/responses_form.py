@@ -16,7 +16,7 @@ from megappo.userland.user_code import JsonObject
 
 RENAMED = {"max_output_tokens": "max_tokens"}
 WITHOUT_EFFECT = {"background": False, "truncation": "disabled", "include": None, "stream_options": None}
-"""Fields that are dropped: with this value, or with any for None."""
+"""Fields that are dropped if they have this value; None: whatever their value is."""
 
 
 def read_response(body: JsonObject) -> AskedChat:
@@ -38,7 +38,7 @@ def read_response(body: JsonObject) -> AskedChat:
 
 
 def _messages(items: list[JsonObject]) -> list[JsonObject]:
-    """Return items as messages: the thoughts, text and calls of a turn, which follow each other, are one."""
+    """Return items as messages. The thoughts, text and calls of a turn follow each other, and become one message."""
     messages: list[JsonObject] = []
     turn: JsonObject | None = None
     for item in items:
@@ -73,7 +73,7 @@ def _add(turn: JsonObject, kind: str, item: JsonObject) -> None:
 
 
 def _text(content: Any) -> Any:
-    """Return parts of a content as chat completions have them."""
+    """Return content in the form of chat completions."""
     if isinstance(content, str):
         return content
     kinds = ("input_text", "output_text", "reasoning_text", "summary_text")

@@ -91,12 +91,11 @@ class AgentFacts:
     """An agent's episode in numbers.
 
     Attributes:
-        num_turns: turns that are trained. num_superseded: turns that a retry of their request has replaced.
+        num_superseded: turns that a retry of their request has replaced.
         waited_seconds: time in which the agent had no request in progress.
     """
 
     num_requests: int
-    num_turns: int
     num_superseded: int
     waited_seconds: float
 
@@ -189,14 +188,10 @@ def segment_places(segments: Sequence[Segment]) -> list[SegmentPlace]:
         earlier = numbers[: len(places)]
         holders = [index for index, one in enumerate(earlier) if segment.parent in one]
         beside = [index for index, one in enumerate(earlier) if one[-1] > first]
-        if holders:
-            base, follows = holders[0], segment.parent
-            is_branch = earlier[base][-1] > follows
-        else:
-            by_depth = sorted(beside, key=lambda index: places[index].depth)
-            base = by_depth[0] if beside else max(range(len(earlier)), key=lambda index: earlier[index][-1])
-            follows = max(number for number in earlier[base] if number < first)
-            is_branch = bool(beside)
+        newest = max(range(len(earlier)), key=lambda index: earlier[index][-1])
+        base = min(holders or beside or [newest], key=lambda index: places[index].depth)
+        follows = segment.parent if holders else max(number for number in earlier[base] if number < first)
+        is_branch = earlier[base][-1] > follows
         kind = "branch" if is_branch else "new prompt"
         places.append(SegmentPlace(kind, follows, places[base].depth + is_branch))
     return places
