@@ -25,9 +25,7 @@ from megappo.agents.chat_form import (
     AskedChat,
     ChatForm,
     CompletedChat,
-    ParsedTurn,
-    ReplyChoice,
-    chat_error,
+    ReplyTurn,
     strict_json,
 )
 from megappo.agents.messages_form import MessagesForm
@@ -129,14 +127,14 @@ class EndpointSession:
         finally:
             del self._pending[number]
 
-    def record(self, pending: "PendingRequest", chat_id: str, turns: Mapping[int, ParsedTurn]) -> None:
+    def record(self, pending: "PendingRequest", chat_id: str, turns: Mapping[int, ReplyTurn]) -> None:
         """Remember the turns of an answer, by number, by the messages as which their client will send them back: a turn
         that continues a message of the client with that message."""
         parent = last_of(pending.turns)
         last = pending.asked.messages[-1]
         before = last["content"] if last["role"] == "assistant" else ""
         for number, turn in turns.items():
-            calls = [{"function": {"name": name, "arguments": arguments}} for name, arguments in turn.calls]
+            calls = [{"function": {"name": name, "arguments": arguments}} for _, name, arguments in turn.calls]
             text = canonical({"content": before + turn.content, "tool_calls": calls})
             self._turns.setdefault(text, []).append((number, parent))
         pending.chat_id = chat_id
@@ -322,16 +320,18 @@ class AgentEndpoint:
         """
         if "status" in answer:
             raise ApiError(answer["status"], answer["code"], answer["message"])
-        turns, choices = {}, []
+        turns = {}
         for turn in answer["turns"]:
-            parsed = ParsedTurn(*(self._parser.parse(turn["text"], tools) if self._parser else (turn["text"],)))
-            calls = [("call_" + secrets.token_hex(12), name, json.dumps(given)) for name, given in parsed.calls]
-            choices.append(ReplyChoice(parsed, calls, "tool_calls" if calls else turn["finish_reason"]))
-            turns[turn["number"]] = parsed
+            content, reasoning, found = turn["text"], "", []
+            if self._parser:
+                content, reasoning, found = self._parser.parse(turn["text"], tools)
+            calls = [("call_" + secrets.token_hex(12), *call) for call in found]
+            reason = "tool_calls" if calls else turn["finish_reason"]
+            turns[turn["number"]] = ReplyTurn(content, reasoning, calls, reason)
         chat_id = form.prefix + secrets.token_hex(16)
         session.record(pending, chat_id, turns)
         counts = answer["prompt_tokens"], answer["completion_tokens"]
-        return CompletedChat(pending.asked, chat_id, int(time.time()), choices, *counts)
+        return CompletedChat(pending.asked, chat_id, int(time.time()), [*turns.values()], *counts)
 
 
 async def _write_stream(
@@ -384,12 +384,11 @@ async def body_of(request: web.Request) -> JsonObject:
 @web.middleware
 async def errors_as_json(request: web.Request, handler: Any) -> web.StreamResponse:
     """Answer with errors in the form of the request."""
-    form = next((form for form in FORMS if request.path.endswith(form.path)), None)
-    as_object = chat_error if form is None else form.error
+    form = next((form for form in FORMS if request.path.endswith(form.path)), ChatForm)
     try:
         return await handler(request)
     except ApiError as error:
         found = error
     except web.HTTPException as error:
         found = ApiError(error.status, error.reason.lower().replace(" ", "_"), f"{request.path}: {error.text}")
-    return web.json_response(as_object(found), status=found.status)
+    return web.json_response(form.error(found), status=found.status)

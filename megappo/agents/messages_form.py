@@ -7,7 +7,6 @@ from typing import Any
 from megappo.agents.chat_form import ApiError, AskedChat, CompletedChat, read_chat, sent_event
 from megappo.userland.user_code import JsonObject
 
-CHOICES = {"auto": "auto", "none": "none"}
 ERRORS = {
     401: "authentication_error",
     404: "not_found_error",
@@ -27,7 +26,7 @@ def read_message_request(body: JsonObject) -> AskedChat:
     given |= {"messages": messages, "stop": given.pop("stop_sequences", None)}
     given["tools"] = [_tool(tool) for tool in given.pop("tools", None) or ()]
     choice = given.pop("tool_choice", None) or {"type": "auto"}
-    given["tool_choice"] = CHOICES.get(choice["type"], choice)
+    given["tool_choice"] = choice["type"]
     output = given.pop("output_config", None) or {}
     given |= {"response_format": output.get("format"), "reasoning_effort": output.get("effort")}
     return read_chat(given)
@@ -87,17 +86,17 @@ class MessagesForm:
     @staticmethod
     def whole(chat: CompletedChat) -> JsonObject:
         """Return a reply."""
-        choice = chat.choices[0]
+        turn = chat.turns[0]
         content: list[JsonObject] = []
-        if choice.turn.reasoning:
-            content.append({"type": "thinking", "thinking": choice.turn.reasoning, "signature": ""})
-        if choice.turn.content:
-            content.append({"type": "text", "text": choice.turn.content})
-        for identity, name, arguments in choice.calls:
-            content.append({"type": "tool_use", "id": identity, "name": name, "input": json.loads(arguments)})
+        if turn.reasoning:
+            content.append({"type": "thinking", "thinking": turn.reasoning, "signature": ""})
+        if turn.content:
+            content.append({"type": "text", "text": turn.content})
+        for identity, name, arguments in turn.calls:
+            content.append({"type": "tool_use", "id": identity, "name": name, "input": arguments})
         return {
             **{"id": chat.id, "type": "message", "role": "assistant", "model": chat.asked.model},
-            **{"content": content, "stop_reason": ENDS[choice.finish_reason], "stop_sequence": None},
+            **{"content": content, "stop_reason": ENDS[turn.finish_reason], "stop_sequence": None},
             "usage": {"input_tokens": chat.prompt_tokens, "output_tokens": chat.completion_tokens},
         }
 
