@@ -14,6 +14,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -130,7 +131,7 @@ class EndpointSession:
     def record(self, pending: "PendingRequest", chat_id: str, turns: Mapping[int, ReplyTurn]) -> None:
         """Remember the turns of an answer, by number, by the messages as which their client will send them back: a turn
         that continues a message of the client with that message."""
-        parent = last_of(pending.turns)
+        parent = next((turn for turn in reversed(pending.turns) if turn is not None), None)
         last = pending.asked.messages[-1]
         before = last["content"] if last["role"] == "assistant" else ""
         for number, turn in turns.items():
@@ -174,6 +175,7 @@ class EndpointSession:
         self.add({"reward": {"turn": numbers[index], "reward": float(reward)}})
 
 
+@dataclass
 class PendingRequest:
     """A request that waits for the trainer's answer.
 
@@ -182,16 +184,10 @@ class PendingRequest:
         chat_id: id of the answer.
     """
 
-    def __init__(self, asked: AskedChat, turns: Sequence[int | None], answer: asyncio.Future[JsonObject]):
-        self.asked = asked
-        self.turns = turns
-        self.answer = answer
-        self.chat_id = ""
-
-
-def last_of(turns: Sequence[int | None]) -> int | None:
-    """Return the last turn."""
-    return next((turn for turn in reversed(turns) if turn is not None), None)
+    asked: AskedChat
+    turns: Sequence[int | None]
+    answer: asyncio.Future[JsonObject]
+    chat_id: str = ""
 
 
 def canonical(message: JsonObject) -> str:

@@ -75,7 +75,8 @@ class AgentRunner(EpisodeRunner):
             episode.turns[max(episode.turns)].reward += finished.reward or 0.0
         episode.renumber()
         segments = episode.tree.segments()
-        return Sample(prompt_index, sample_index, segments, ending, parts, lost, agent=episode.facts())
+        sample = Sample(prompt_index, sample_index, segments, ending, parts, lost, agent=episode.facts())
+        return self.checked(sample)
 
     def _ending(self, episode: "_Episode", finished: Finished) -> tuple[Ending, str]:
         """Return how an episode ended, and a warning. An agent that raises after a limit of the run refused a request

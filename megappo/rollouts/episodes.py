@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from megappo.config.schema import Config
@@ -12,6 +13,7 @@ from megappo.rollouts.conversation import Turn, TurnPlace, TurnTree
 from megappo.rollouts.sample_rows import Ending, Sample, Segment
 from megappo.userland.environments import Environment, Replacement, row_of
 from megappo.userland.episode_pool import EpisodeLost, EpisodePool
+from megappo.userland.grades import fits_float32
 from megappo.userland.signatures import PROMPTS
 
 if TYPE_CHECKING:
@@ -142,8 +144,19 @@ class EpisodeRunner:
                     )
                 parts: Counter[str] = Counter()
                 ending, lost = await self._take_turns(transcript, environment, generate, parts)
-                return Sample(prompt_index, sample_index, transcript.segments, ending, parts, lost)
+                return self.checked(Sample(prompt_index, sample_index, transcript.segments, ending, parts, lost))
         raise self.pool.fault(f"{lost}, {MAX_RESETS} times before an episode began")
+
+    def checked(self, episode: Sample) -> Sample:
+        """Return an episode.
+
+        Raises:
+            EnvironmentFault: sums of its rewards may exceed a float32.
+        """
+        rewards = chain.from_iterable(segment.rewards for segment in episode.segments)
+        if not fits_float32(sum(map(abs, rewards))):
+            raise self.pool.fault("gave rewards whose sum exceeds a float32: scale them down")
+        return episode
 
     async def _take_turns(
         self,

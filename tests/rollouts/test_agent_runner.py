@@ -15,7 +15,7 @@ from megappo.engines.generations import EngineFault, Generation
 from megappo.rollouts.agent_runner import AgentRunner
 from megappo.rollouts.responses import agent_metrics
 from megappo.rollouts.sample_rows import Sample
-from megappo.userland.agent_sessions import Cancelled, Finished, Refusal, TurnRequest, load_agent
+from megappo.userland.agent_sessions import Cancelled, Finished, Refusal, TurnRequest, TurnReward, load_agent
 from megappo.userland.episode_pool import EnvironmentFault
 from megappo.userland.signatures import PROMPTS, InputSpec
 
@@ -368,6 +368,11 @@ def test_a_retry_replaces_all_turns_of_its_request_and_a_cancelled_one_is_droppe
 def test_cancelled_requests_are_named_where_no_turn_is_left():
     with pytest.raises(EnvironmentFault, match="1 were cancelled: its client needs a longer timeout, or none"):
         play(ScriptedAgents(request(1), Cancelled(1), Finished(0.0)), "")
+
+
+def test_rewards_whose_sum_is_not_finite_are_a_fault():
+    with pytest.raises(EnvironmentFault, match="sum exceeds a float32"):
+        play(ScriptedAgents(request(1), TurnReward(1, 3e38), TurnReward(1, 3e38), Finished(1.0)), "")
 
 
 def test_a_choice_that_fails_ends_the_others_of_its_request():
