@@ -79,8 +79,8 @@ class AgentRunner(EpisodeRunner):
         return self.checked(sample)
 
     def _ending(self, episode: "_Episode", finished: Finished) -> tuple[Ending, str]:
-        """Return how an episode ended, and a warning. An agent that raises after a limit of the run refused a request
-        is truncated; any other error is a fault of its code."""
+        """Return how an episode ended, and a warning. An agent that fails after a limit of the run refused a request is
+        truncated; any other error is a fault of its code."""
         error, refused = finished.error, episode.refused
         if not episode.turns:
             reason = "ended before a request was answered"
@@ -91,8 +91,9 @@ class AgentRunner(EpisodeRunner):
             raise self.pool.fault(f"{reason} {error}".rstrip())
         if error and not refused:
             raise self.pool.fault(error)
-        if error:
-            return ENDING_AFTER[refused], "" if refused in error else f"after {refused}, the agent {error}"
+        if refused and (error or finished.numbers.get("exit_code")):
+            is_known = not error or refused in error
+            return ENDING_AFTER[refused], "" if is_known else f"after {refused}, the agent {error}"
         if self._needs_reward and not episode.has_reward:
             reason = "returned no reward, and reward.function is null: return a number, or name a function"
             raise self.pool.fault(reason)

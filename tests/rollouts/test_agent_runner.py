@@ -370,6 +370,13 @@ def test_cancelled_requests_are_named_where_no_turn_is_left():
         play(ScriptedAgents(request(1), Cancelled(1), Finished(0.0)), "")
 
 
+def test_a_command_that_fails_after_a_refusal_is_truncated():
+    requests = [request(1), request(2, n=MAX_TURNS)]
+    for exit_code, ending in ((0.0, "done"), (1.0, "turns")):
+        sample, _ = play(ScriptedAgents(*requests, Finished(0.0, {"exit_code": exit_code})), "")
+        assert (sample.ending, sample.lost) == (ending, "")
+
+
 def test_rewards_whose_sum_is_not_finite_are_a_fault():
     with pytest.raises(EnvironmentFault, match="sum exceeds a float32"):
         play(ScriptedAgents(request(1), TurnReward(1, 3e38), TurnReward(1, 3e38), Finished(1.0)), "")
