@@ -31,6 +31,7 @@ from megappo.agents.chat_form import (
 )
 from megappo.agents.messages_form import MessagesForm
 from megappo.agents.responses_form import ResponsesForm
+from megappo.agents.turn_parser import TurnParser
 from megappo.userland.grades import fits_float32
 from megappo.userland.user_code import JsonObject, named
 
@@ -201,16 +202,10 @@ def session_ended() -> ApiError:
 
 
 class AgentEndpoint:
-    """The server of a worker's sessions.
+    """The server of a worker's sessions."""
 
-    Args:
-        parser: parser of turns, see `engines.tool_calls.TurnParser`; None: none.
-        parses_calls: the parser finds calls of tools.
-    """
-
-    def __init__(self, parser: Any, parses_calls: bool):
+    def __init__(self, parser: TurnParser):
         self._parser = parser
-        self._parses_calls = parses_calls
         self._secret = secrets.token_bytes(32)
         self._sessions: dict[str, EndpointSession] = {}
         self._starting = asyncio.Lock()
@@ -293,7 +288,7 @@ class AgentEndpoint:
         """Return the tools whose calls are parsed, as the parser takes them."""
         if not asked.parses_calls:
             return []
-        if not self._parses_calls:
+        if not self._parser.parses_calls:
             reason = "tools: no parser would find their calls: set rollout.tool_call_parser"
             raise ApiError(BAD_REQUEST, "no_tool_call_parser", reason)
         try:
@@ -318,9 +313,7 @@ class AgentEndpoint:
             raise ApiError(answer["status"], answer["code"], answer["message"])
         turns = {}
         for turn in answer["turns"]:
-            content, reasoning, found = turn["text"], "", []
-            if self._parser:
-                content, reasoning, found = self._parser.parse(turn["text"], tools)
+            content, reasoning, found = self._parser.parse(turn["text"], tools)
             calls = [("call_" + secrets.token_hex(12), *call) for call in found]
             reason = "tool_calls" if calls else turn["finish_reason"]
             turns[turn["number"]] = ReplyTurn(content, reasoning, calls, reason)

@@ -13,13 +13,11 @@ from typing import Any
 
 from megappo.agents.agent_command import CommandLost, run_command
 from megappo.agents.agent_endpoint import AgentEndpoint, EndpointSession
+from megappo.agents.turn_parser import TurnParser
 from megappo.userland.environment_host import STACK_BYTES, called, cancel
 from megappo.userland.model_text import as_json
 from megappo.userland.signatures import InputSpec
 from megappo.userland.user_code import BadFunction, JsonObject, describe, load
-
-PARSER = ("megappo.engines.tool_calls", "TurnParser")
-"""Loaded only if a parser is named: it imports SGLang."""
 
 
 class AgentHost:
@@ -50,7 +48,7 @@ class AgentHost:
         self._run = _function(*code) if code else _command(command, folder, is_scored)
         self.description = {"inputs": asdict(InputSpec(optional=None, raw_prompts=True))}
         self._seconds = seconds
-        self._endpoint = AgentEndpoint(_parser(tool_call_parser, reasoning_parser), bool(tool_call_parser))
+        self._endpoint = AgentEndpoint(TurnParser(tool_call_parser, reasoning_parser))
         self._agents: dict[int, tuple[EndpointSession, asyncio.Task]] = {}
 
     async def begin(self, number: int, row: JsonObject) -> None:
@@ -115,9 +113,3 @@ def _command(command: Sequence[str], folder: str, is_scored: bool) -> Callable[.
         program = command[0] if command else "the empty command"
         raise BadFunction(f"cannot be started: there is no program {program} (rollout.agent_command)")
     return partial(run_command, command, folder, is_scored)
-
-
-def _parser(tool_call_parser: str | None, reasoning_parser: str | None) -> Any:
-    if tool_call_parser is None and reasoning_parser is None:
-        return None
-    return load(*PARSER)(tool_call_parser, reasoning_parser)
