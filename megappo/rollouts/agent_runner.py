@@ -87,7 +87,7 @@ class AgentRunner(EpisodeRunner):
             if refused:
                 reason += f"; the last one was refused: {refused}"
             elif episode.num_cancelled:
-                reason += f"; {episode.num_cancelled} were cancelled: its client needs a longer timeout, or none"
+                reason += f"; cancelled requests: {episode.num_cancelled}; give its client a longer timeout, or none"
             raise self.pool.fault(f"{reason} {error}".rstrip())
         if error and not refused:
             raise self.pool.fault(error)

@@ -366,7 +366,7 @@ def test_a_retry_replaces_all_turns_of_its_request_and_a_cancelled_one_is_droppe
 
 
 def test_cancelled_requests_are_named_where_no_turn_is_left():
-    with pytest.raises(EnvironmentFault, match="1 were cancelled: its client needs a longer timeout, or none"):
+    with pytest.raises(EnvironmentFault, match="cancelled requests: 1; give its client a longer timeout, or none"):
         play(ScriptedAgents(request(1), Cancelled(1), Finished(0.0)), "")
 
 
