@@ -22,7 +22,7 @@ SHOWN_CHARACTERS = 2000
 READ_BYTES = 2**16
 LOGGER = logging.getLogger(__name__)
 FAILURES = itertools.count()
-"""Commands of this process with exit code 1: the first one is logged, for it may have crashed."""
+"""Counts commands with exit code 1. The first one is logged, as it may have crashed."""
 
 
 class CommandLost(Exception):
@@ -36,7 +36,7 @@ async def run_command(
     api_key: str,
     row: JsonObject,
 ) -> JsonObject:
-    """Run a command, and end it with all that it has started, also if this call is cancelled.
+    """Run a command; end it and all processes that it started, even if this call is cancelled.
 
     Args:
         is_scored: a reward function scores episodes, so that no reward is needed.

@@ -14,6 +14,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,21 +26,19 @@ from megappo.agents.chat_form import (
     AskedChat,
     ChatForm,
     CompletedChat,
-    ParsedTurn,
-    ReplyChoice,
-    chat_error,
+    ReplyTurn,
     strict_json,
 )
 from megappo.agents.messages_form import MessagesForm
 from megappo.agents.responses_form import ResponsesForm
+from megappo.agents.turn_parser import TurnParser
 from megappo.userland.grades import fits_float32
 from megappo.userland.user_code import JsonObject, named
 
 MAX_BODY_BYTES = 2**24
-"""Longest request: as a line of JSON it is up to three times as long, and `worker_process.MAX_BYTES` limits that."""
+"""Longest request. Its line of JSON for the trainer, up to three times as long, must fit `worker_process.MAX_BYTES`."""
 MAX_BATCH_BYTES = 2**22
-"""Length of requests that are passed on together, before the last one: three times the sum with `MAX_BODY_BYTES` is
-below the limit of a line, too."""
+"""Requests beyond this length wait for the next line. A line has at most this and one more request."""
 MAX_IN_PROGRESS = 256
 """Requests of a session at a time."""
 BACKLOG = 4096
@@ -103,7 +102,7 @@ class EndpointSession:
             waiting.set_result(answer)
 
     def end(self) -> None:
-        """Refuse the requests in progress. The trainer drops them, those too whose reply is not yet written."""
+        """Refuse the requests in progress. The trainer drops them, even if their answer is here but not yet sent."""
         for request, waiting in self._pending.items():
             self.add({"cancelled": {"request": request}})
             if not waiting.done():
@@ -111,7 +110,7 @@ class EndpointSession:
 
     @contextmanager
     def request(self, asked: AskedChat, *, is_retry: bool, num_bytes: int) -> Iterator["PendingRequest"]:
-        """Pass a request on to the trainer. It is cancelled if the block raises anything but the trainer's refusal."""
+        """Pass a request on to the trainer. Any error of the block cancels it, except a refusal by the trainer."""
         number = next(self._numbers)
         turns = self._recognised(asked.messages)
         event = {name: getattr(asked, name) for name in SENT}
@@ -130,14 +129,14 @@ class EndpointSession:
         finally:
             del self._pending[number]
 
-    def record(self, pending: "PendingRequest", chat_id: str, turns: Mapping[int, ParsedTurn]) -> None:
+    def record(self, pending: "PendingRequest", chat_id: str, turns: Mapping[int, ReplyTurn]) -> None:
         """Remember the turns of an answer, by number, by the messages as which their client will send them back: a turn
         that continues a message of the client with that message."""
-        parent = last_of(pending.turns)
+        parent = next((turn for turn in reversed(pending.turns) if turn is not None), None)
         last = pending.asked.messages[-1]
         before = last["content"] if last["role"] == "assistant" else ""
         for number, turn in turns.items():
-            calls = [{"function": {"name": name, "arguments": arguments}} for name, arguments in turn.calls]
+            calls = [{"function": {"name": name, "arguments": arguments}} for _, name, arguments in turn.calls]
             text = canonical({"content": before + turn.content, "tool_calls": calls})
             self._turns.setdefault(text, []).append((number, parent))
         pending.chat_id = chat_id
@@ -165,7 +164,7 @@ class EndpointSession:
         """Pass a reward of a turn on to the trainer.
 
         Raises:
-            ApiError: it is no finite number, or there is no such turn.
+            ApiError: the reward is not a finite number, or there is no such turn.
         """
         reward, chat_id, index = body.get("reward"), body.get("id"), body.get("index", 0)
         if not fits_float32(reward):
@@ -177,6 +176,7 @@ class EndpointSession:
         self.add({"reward": {"turn": numbers[index], "reward": float(reward)}})
 
 
+@dataclass
 class PendingRequest:
     """A request that waits for the trainer's answer.
 
@@ -185,16 +185,10 @@ class PendingRequest:
         chat_id: id of the answer.
     """
 
-    def __init__(self, asked: AskedChat, turns: Sequence[int | None], answer: asyncio.Future[JsonObject]):
-        self.asked = asked
-        self.turns = turns
-        self.answer = answer
-        self.chat_id = ""
-
-
-def last_of(turns: Sequence[int | None]) -> int | None:
-    """Return the last turn."""
-    return next((turn for turn in reversed(turns) if turn is not None), None)
+    asked: AskedChat
+    turns: Sequence[int | None]
+    answer: asyncio.Future[JsonObject]
+    chat_id: str = ""
 
 
 def canonical(message: JsonObject) -> str:
@@ -208,16 +202,10 @@ def session_ended() -> ApiError:
 
 
 class AgentEndpoint:
-    """The server of a worker's sessions.
+    """The server of a worker's sessions."""
 
-    Args:
-        parser: parser of turns, see `engines.tool_calls.TurnParser`; None: none.
-        parses_calls: the parser finds calls of tools.
-    """
-
-    def __init__(self, parser: Any, parses_calls: bool):
+    def __init__(self, parser: TurnParser):
         self._parser = parser
-        self._parses_calls = parses_calls
         self._secret = secrets.token_bytes(32)
         self._sessions: dict[str, EndpointSession] = {}
         self._starting = asyncio.Lock()
@@ -255,7 +243,7 @@ class AgentEndpoint:
             session.end()
 
     def _key(self, name: str) -> str:
-        """Return the key of a session, past ones included: they need not be remembered."""
+        """Return the key of a session. It follows from the name, so keys of past sessions are not stored."""
         return hmac.digest(self._secret, name.encode(), "sha256").hex()
 
     def _session(self, request: web.Request) -> EndpointSession:
@@ -286,8 +274,7 @@ class AgentEndpoint:
             tools = self._tools(asked)
             is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
             num_bytes = len(await request.read())
-            if request.match_info["session"] not in self._sessions:  # it has ended meanwhile
-                raise session_ended()
+            self._session(request)  # it may have ended while the body came
             with session.request(asked, is_retry=is_retry, num_bytes=num_bytes) as pending:
                 completed = partial(self._completed, form, session, pending, tools)
                 if asked.is_stream:
@@ -301,7 +288,7 @@ class AgentEndpoint:
         """Return the tools whose calls are parsed, as the parser takes them."""
         if not asked.parses_calls:
             return []
-        if not self._parses_calls:
+        if not self._parser.parses_calls:
             reason = "tools: no parser would find their calls: set rollout.tool_call_parser"
             raise ApiError(BAD_REQUEST, "no_tool_call_parser", reason)
         try:
@@ -324,16 +311,16 @@ class AgentEndpoint:
         """
         if "status" in answer:
             raise ApiError(answer["status"], answer["code"], answer["message"])
-        turns, choices = {}, []
+        turns = {}
         for turn in answer["turns"]:
-            parsed = ParsedTurn(*(self._parser.parse(turn["text"], tools) if self._parser else (turn["text"],)))
-            calls = [("call_" + secrets.token_hex(12), name, json.dumps(given)) for name, given in parsed.calls]
-            choices.append(ReplyChoice(parsed, calls, "tool_calls" if calls else turn["finish_reason"]))
-            turns[turn["number"]] = parsed
+            content, reasoning, found = self._parser.parse(turn["text"], tools)
+            calls = [("call_" + secrets.token_hex(12), *call) for call in found]
+            reason = "tool_calls" if calls else turn["finish_reason"]
+            turns[turn["number"]] = ReplyTurn(content, reasoning, calls, reason)
         chat_id = form.prefix + secrets.token_hex(16)
         session.record(pending, chat_id, turns)
         counts = answer["prompt_tokens"], answer["completion_tokens"]
-        return CompletedChat(pending.asked, chat_id, int(time.time()), choices, *counts)
+        return CompletedChat(pending.asked, chat_id, int(time.time()), [*turns.values()], *counts)
 
 
 async def _write_stream(
@@ -372,26 +359,25 @@ async def body_of(request: web.Request) -> JsonObject:
     """Return the JSON object of a request.
 
     Raises:
-        ApiError: there is none.
+        ApiError: the body is not a JSON object.
     """
     try:
         body = strict_json(await request.read())
     except ValueError as error:
-        raise ApiError(BAD_REQUEST, "invalid_json", f"the body is no JSON: {error}") from error
+        raise ApiError(BAD_REQUEST, "invalid_json", f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
-        raise ApiError(BAD_REQUEST, "invalid_json", "the body is no JSON object")
+        raise ApiError(BAD_REQUEST, "invalid_json", "the body is not a JSON object")
     return body
 
 
 @web.middleware
 async def errors_as_json(request: web.Request, handler: Any) -> web.StreamResponse:
     """Answer with errors in the form of the request."""
-    form = next((form for form in FORMS if request.path.endswith(form.path)), None)
-    as_object = chat_error if form is None else form.error
+    form = next((form for form in FORMS if request.path.endswith(form.path)), ChatForm)
     try:
         return await handler(request)
     except ApiError as error:
-        return web.json_response(as_object(error), status=error.status)
+        found = error
     except web.HTTPException as error:
         found = ApiError(error.status, error.reason.lower().replace(" ", "_"), f"{request.path}: {error.text}")
-        return web.json_response(as_object(found), status=found.status)
+    return web.json_response(form.error(found), status=found.status)

@@ -13,14 +13,12 @@ from typing import Any
 
 from megappo.agents.agent_command import CommandLost, run_command
 from megappo.agents.agent_endpoint import AgentEndpoint, EndpointSession
+from megappo.agents.turn_parser import TurnParser
 from megappo.runtime.machine import search_path
 from megappo.userland.environment_host import STACK_BYTES, called, cancel
 from megappo.userland.model_text import as_json
 from megappo.userland.signatures import InputSpec
 from megappo.userland.user_code import BadFunction, JsonObject, describe, load
-
-PARSER = ("megappo.engines.tool_calls", "TurnParser")
-"""Loaded only if a parser is named: it imports SGLang."""
 
 
 class AgentHost:
@@ -49,7 +47,7 @@ class AgentHost:
         self._run = _function(*code) if code else _command(command, is_scored)
         self.description = {"inputs": asdict(InputSpec(optional=None, raw_prompts=True))}
         self._seconds = seconds
-        self._endpoint = AgentEndpoint(_parser(tool_call_parser, reasoning_parser), bool(tool_call_parser))
+        self._endpoint = AgentEndpoint(TurnParser(tool_call_parser, reasoning_parser))
         self._agents: dict[int, tuple[EndpointSession, asyncio.Task]] = {}
 
     async def begin(self, number: int, row: JsonObject) -> None:
@@ -86,7 +84,7 @@ class AgentHost:
             event = {"lost": str(error)}
         except BaseException as error:  # SystemExit, too: the trainer must get the reason
             event = {"raised": describe(error)}
-        if os.getpid() != pid:  # the agent has forked this child, which must not answer, too
+        if os.getpid() != pid:  # this is a process that the agent has forked: it must not answer
             os._exit(0)
         self._endpoint.end(session)
         session.add(event)
@@ -114,9 +112,3 @@ def _command(command: Sequence[str], is_scored: bool) -> Callable[..., Any]:
         program = command[0] if command else "the empty command"
         raise BadFunction(f"cannot be started: there is no program {program} (rollout.agent_command)")
     return partial(run_command, command, is_scored)
-
-
-def _parser(tool_call_parser: str | None, reasoning_parser: str | None) -> Any:
-    if tool_call_parser is None and reasoning_parser is None:
-        return None
-    return load(*PARSER)(tool_call_parser, reasoning_parser)

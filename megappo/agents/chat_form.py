@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -19,7 +19,7 @@ REASONS = {
     "presence_penalty": CHANGES_SAMPLING,
     "tool_choice": f"only auto and none are supported, with others {CHANGES_SAMPLING}",
 }
-"""Fields that are refused -> the reason; any field that is not known is refused, too."""
+"""Refused field -> the reason. Unknown fields are refused, too."""
 WITHOUT_EFFECT: Mapping[str, Sequence[Any]] = {
     "response_format": ({"type": "text"},),
     "logit_bias": ({},),
@@ -29,11 +29,13 @@ WITHOUT_EFFECT: Mapping[str, Sequence[Any]] = {
     "top_logprobs": (0,),
     "modalities": (["text"],),
     "parallel_tool_calls": (True,),
+    "background": (False,),
+    "truncation": ("disabled",),
 }
-"""Values that request nothing."""
+"""Values that change nothing."""
 NO_CONCERN = {
     *("metadata", "client_metadata", "user", "store", "service_tier", "safety_identifier"),
-    *("prompt_cache_key", "prompt_cache_retention"),
+    *("prompt_cache_key", "prompt_cache_retention", "include"),
 }
 """Fields that do not concern the policy."""
 IGNORED = {
@@ -52,29 +54,18 @@ class ApiError(Exception):
         self.code = code
 
 
-class ParsedTurn(NamedTuple):
+@dataclass(frozen=True)
+class ReplyTurn:
     """A turn of the policy as a message.
 
     Attributes:
         reasoning: thoughts; "" without any.
-        calls: name and arguments of each call of a tool.
+        calls: id, name and arguments of each call of a tool.
     """
 
     content: str
-    reasoning: str = ""
-    calls: Sequence[tuple[str, JsonObject]] = ()
-
-
-@dataclass(frozen=True)
-class ReplyChoice:
-    """A turn in a reply.
-
-    Attributes:
-        calls: id, name and JSON of the arguments of each call of a tool.
-    """
-
-    turn: ParsedTurn
-    calls: Sequence[tuple[str, str, str]]
+    reasoning: str
+    calls: Sequence[tuple[str, str, JsonObject]]
     finish_reason: str
 
 
@@ -172,7 +163,7 @@ class CompletedChat:
     asked: AskedChat
     id: str
     created: int
-    choices: Sequence[ReplyChoice]
+    turns: Sequence[ReplyTurn]
     prompt_tokens: int
     completion_tokens: int
 
@@ -181,7 +172,7 @@ def read_chat(body: JsonObject) -> AskedChat:
     """Return a request, checked.
 
     Raises:
-        ApiError: it has a field that is wrong, or cannot be honoured.
+        ApiError: a field is wrong or not supported.
     """
     given = {name: value for name, value in body.items() if value is not None and name not in NO_CONCERN}
     given = {name: value for name, value in given.items() if value not in WITHOUT_EFFECT.get(name, ())}
@@ -198,7 +189,7 @@ def read_chat(body: JsonObject) -> AskedChat:
         json.dumps([messages, tools, stop], ensure_ascii=False).encode()
     except ValidationError as error:
         raise ApiError(BAD_REQUEST, "invalid_request", _fault(error)) from error
-    except ValueError as error:  # half of a character, too
+    except ValueError as error:  # a lone surrogate, too
         raise ApiError(BAD_REQUEST, "invalid_request", str(error)) from error
     limits = [limit for limit in (request.max_tokens, request.max_completion_tokens) if limit is not None]
     return AskedChat(
@@ -216,7 +207,7 @@ def read_chat(body: JsonObject) -> AskedChat:
 
 
 def _fault(error: ValidationError) -> str:
-    """Return a message of the first error."""
+    """Return a message about the first error."""
     first = error.errors(include_url=False)[0]
     place = ".".join(map(str, first["loc"]))
     name = str(first["loc"][0])
@@ -226,8 +217,6 @@ def _fault(error: ValidationError) -> str:
         return f"{name} is not supported: remove it; supported are {', '.join(ChatRequest.model_fields)}"
     if first["loc"][-1] == "strict":
         return f"{place}: strict tools are not supported, as {CHANGES_SAMPLING}; set strict to false"
-    if first["loc"][-1] == "type":
-        return f"{place} {first['input']!r:.80} is not supported: {first['msg']}"
     return f"{place}: {first['msg']}, found {first['input']!r:.80}"
 
 
@@ -260,7 +249,7 @@ def strict_json(text: str | bytes) -> Any:
     """Return what JSON holds.
 
     Raises:
-        ValueError: it is no JSON, holds NaN or an infinity, or is nested too deeply.
+        ValueError: the text is not JSON, holds NaN or an infinity, or is nested too deeply.
     """
     try:
         return json.loads(text, parse_constant=_no_constant)
@@ -269,7 +258,7 @@ def strict_json(text: str | bytes) -> Any:
 
 
 def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def chat_error(error: ApiError) -> JsonObject:
@@ -291,7 +280,7 @@ class ChatForm:
         """Return a reply."""
         choices = [
             {"index": index, "message": _message(one), "finish_reason": one.finish_reason, "logprobs": None}
-            for index, one in enumerate(chat.choices)
+            for index, one in enumerate(chat.turns)
         ]
         return {**cls._head(chat, "chat.completion"), "choices": choices, "usage": _usage(chat)}
 
@@ -299,8 +288,8 @@ class ChatForm:
     def stream(cls, chat: CompletedChat) -> Iterator[str]:
         """Yield the events of a reply as server-sent events."""
         head = cls._head(chat, "chat.completion.chunk")
-        for index, choice in enumerate(chat.choices):
-            for delta, finish_reason in _deltas(choice):
+        for index, turn in enumerate(chat.turns):
+            for delta, finish_reason in _deltas(turn):
                 chunk = {"index": index, "delta": delta, "finish_reason": finish_reason, "logprobs": None}
                 yield sent_event({**head, "choices": [chunk], "usage": None})
         if chat.asked.with_usage:
@@ -322,29 +311,28 @@ def sent_event(value: JsonObject, name: str = "") -> str:
     return (f"event: {name}\n" if name else "") + f"data: {json.dumps(value)}\n\n"
 
 
-def _message(choice: ReplyChoice) -> JsonObject:
-    content, reasoning, _ = choice.turn
-    message: JsonObject = {"role": "assistant", "content": content or (None if choice.calls else "")}
-    if reasoning:
-        message["reasoning_content"] = reasoning
-    if choice.calls:
+def _message(turn: ReplyTurn) -> JsonObject:
+    message: JsonObject = {"role": "assistant", "content": turn.content or (None if turn.calls else "")}
+    if turn.reasoning:
+        message["reasoning_content"] = turn.reasoning
+    if turn.calls:
         message["tool_calls"] = [
-            {"id": identity, "type": "function", "function": {"name": name, "arguments": arguments}}
-            for identity, name, arguments in choice.calls
+            {"id": identity, "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
+            for identity, name, arguments in turn.calls
         ]
     return message
 
 
-def _deltas(choice: ReplyChoice) -> Iterator[tuple[JsonObject, str | None]]:
+def _deltas(turn: ReplyTurn) -> Iterator[tuple[JsonObject, str | None]]:
     """Yield the parts of a message, and the reason of its end with the last one."""
-    message = _message(choice)
+    message = _message(turn)
     yield {"role": "assistant", "content": None if message["content"] is None else ""}, None
     for name in ("reasoning_content", "content"):
         if message.get(name):
             yield {name: message[name]}, None
     for index, call in enumerate(message.get("tool_calls", ())):
         yield {"tool_calls": [{"index": index, **call}]}, None
-    yield {}, choice.finish_reason
+    yield {}, turn.finish_reason
 
 
 def _usage(chat: CompletedChat) -> JsonObject:

@@ -7,7 +7,6 @@ from typing import Any
 from megappo.agents.chat_form import ApiError, AskedChat, CompletedChat, read_chat, sent_event
 from megappo.userland.user_code import JsonObject
 
-CHOICES = {"auto": "auto", "none": "none"}
 ERRORS = {
     401: "authentication_error",
     404: "not_found_error",
@@ -27,21 +26,21 @@ def read_message_request(body: JsonObject) -> AskedChat:
     given |= {"messages": messages, "stop": given.pop("stop_sequences", None)}
     given["tools"] = [_tool(tool) for tool in given.pop("tools", None) or ()]
     choice = given.pop("tool_choice", None) or {"type": "auto"}
-    given["tool_choice"] = CHOICES.get(choice["type"], choice)
+    given["tool_choice"] = choice["type"]
     output = given.pop("output_config", None) or {}
     given |= {"response_format": output.get("format"), "reasoning_effort": output.get("effort")}
     return read_chat(given)
 
 
 def _content(content: Any) -> Any:
-    """Return a content as chat completions have it: parts without what caches need."""
+    """Return content in the form of chat completions, without Anthropic's `cache_control`."""
     if isinstance(content, str):
         return content
     return [{"type": "text", "text": part["text"]} if part["type"] == "text" else part for part in content]
 
 
 def _messages(message: JsonObject) -> list[JsonObject]:
-    """Return a message as one or, with results of tools, several."""
+    """Return the messages that a message becomes: each result of a tool is a message of its own."""
     if isinstance(message["content"], str):
         return [message]
     own: JsonObject = {"role": message["role"], "content": []}
@@ -62,7 +61,7 @@ def _messages(message: JsonObject) -> list[JsonObject]:
 
 
 def _tool(tool: JsonObject) -> JsonObject:
-    """Return a tool as chat completions have it; types that Anthropic defines are refused there."""
+    """Return a tool in the form of chat completions, which refuse the types that Anthropic defines."""
     if (tool.get("type") or "custom") != "custom":
         return tool
     renamed = {"name": tool["name"], "description": tool.get("description"), "parameters": tool.get("input_schema")}
@@ -87,17 +86,17 @@ class MessagesForm:
     @staticmethod
     def whole(chat: CompletedChat) -> JsonObject:
         """Return a reply."""
-        choice = chat.choices[0]
+        turn = chat.turns[0]
         content: list[JsonObject] = []
-        if choice.turn.reasoning:
-            content.append({"type": "thinking", "thinking": choice.turn.reasoning, "signature": ""})
-        if choice.turn.content:
-            content.append({"type": "text", "text": choice.turn.content})
-        for identity, name, arguments in choice.calls:
-            content.append({"type": "tool_use", "id": identity, "name": name, "input": json.loads(arguments)})
+        if turn.reasoning:
+            content.append({"type": "thinking", "thinking": turn.reasoning, "signature": ""})
+        if turn.content:
+            content.append({"type": "text", "text": turn.content})
+        for identity, name, arguments in turn.calls:
+            content.append({"type": "tool_use", "id": identity, "name": name, "input": arguments})
         return {
             **{"id": chat.id, "type": "message", "role": "assistant", "model": chat.asked.model},
-            **{"content": content, "stop_reason": ENDS[choice.finish_reason], "stop_sequence": None},
+            **{"content": content, "stop_reason": ENDS[turn.finish_reason], "stop_sequence": None},
             "usage": {"input_tokens": chat.prompt_tokens, "output_tokens": chat.completion_tokens},
         }
 

@@ -1,5 +1,6 @@
 """OpenAI's Responses API, translated to and from chat completions."""
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,17 +15,12 @@ from megappo.agents.chat_form import (
 )
 from megappo.userland.user_code import JsonObject
 
-RENAMED = {"max_output_tokens": "max_tokens"}
-WITHOUT_EFFECT = {"background": False, "truncation": "disabled", "include": None, "stream_options": None}
-"""Fields that are dropped: with this value, or with any for None."""
-
 
 def read_response(body: JsonObject) -> AskedChat:
     """Return a request, checked; see `read_chat`."""
-    given = {RENAMED.get(name, name): value for name, value in body.items()}
-    for name, value in WITHOUT_EFFECT.items():
-        if value is None or given.get(name) == value:
-            given.pop(name, None)
+    given = dict(body)
+    given.pop("stream_options", None)
+    given["max_tokens"] = given.pop("max_output_tokens", None)
     text, reasoning = given.pop("text", None) or {}, given.pop("reasoning", None) or {}
     given |= {"response_format": text.get("format"), "verbosity": text.get("verbosity")}
     given["reasoning_effort"] = reasoning.get("effort")
@@ -38,7 +34,7 @@ def read_response(body: JsonObject) -> AskedChat:
 
 
 def _messages(items: list[JsonObject]) -> list[JsonObject]:
-    """Return items as messages: the thoughts, text and calls of a turn, which follow each other, are one."""
+    """Return items as messages. The thoughts, text and calls of a turn follow each other, and become one message."""
     messages: list[JsonObject] = []
     turn: JsonObject | None = None
     for item in items:
@@ -73,7 +69,7 @@ def _add(turn: JsonObject, kind: str, item: JsonObject) -> None:
 
 
 def _text(content: Any) -> Any:
-    """Return parts of a content as chat completions have them."""
+    """Return content in the form of chat completions."""
     if isinstance(content, str):
         return content
     kinds = ("input_text", "output_text", "reasoning_text", "summary_text")
@@ -101,7 +97,7 @@ class ResponsesForm:
     @classmethod
     def whole(cls, chat: CompletedChat) -> JsonObject:
         """Return a reply."""
-        is_cut = chat.choices[0].finish_reason == "length"
+        is_cut = chat.turns[0].finish_reason == "length"
         status = "incomplete" if is_cut else "completed"
         counts = {"input_tokens": chat.prompt_tokens, "output_tokens": chat.completion_tokens}
         details = {"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}}
@@ -144,19 +140,19 @@ class ResponsesForm:
 
 def _output(chat: CompletedChat, status: str) -> list[JsonObject]:
     """Return the items of a turn: thoughts, text and calls."""
-    choice = chat.choices[0]
+    turn = chat.turns[0]
     items: list[JsonObject] = []
 
     def add(kind: str, prefix: str, **more: Any) -> None:
         items.append({"id": f"{prefix}_{chat.id}_{len(items)}", "type": kind, "status": status, **more})
 
-    if choice.turn.reasoning:
-        add("reasoning", "rs", summary=[], content=[{"type": "reasoning_text", "text": choice.turn.reasoning}])
-    if choice.turn.content or not choice.calls:
-        part = {"type": "output_text", "text": choice.turn.content, "annotations": []}
+    if turn.reasoning:
+        add("reasoning", "rs", summary=[], content=[{"type": "reasoning_text", "text": turn.reasoning}])
+    if turn.content or not turn.calls:
+        part = {"type": "output_text", "text": turn.content, "annotations": []}
         add("message", "msg", role="assistant", content=[part])
-    for identity, name, arguments in choice.calls:
-        add("function_call", "fc", call_id=identity, name=name, arguments=arguments)
+    for identity, name, arguments in turn.calls:
+        add("function_call", "fc", call_id=identity, name=name, arguments=json.dumps(arguments))
     return items
 
 

@@ -1,5 +1,5 @@
 """Calls of tools that the policy writes, read by SGLang's parsers in worker processes: for plain functions as an
-environment, which makes the calls and ends at a turn without one, and for the messages that an agent gets.
+environment, which makes the calls and ends at a turn without one, and for agents (`agents.turn_parser`).
 """
 
 import asyncio
@@ -71,7 +71,7 @@ def tool_environment(functions: Sequence[tuple[str, str]], parser: str) -> type[
     Raises:
         BadFunction: there is no such function or parser, or signature and docstring of one do not make a schema.
     """
-    new_parser = _call_parser(parser)
+    new_parser = call_parser(parser)
     from transformers.utils import get_json_schema
 
     loaded = [load(source, name) for source, name in functions]
@@ -93,7 +93,7 @@ def tool_environment(functions: Sequence[tuple[str, str]], parser: str) -> type[
     )
 
 
-def _call_parser(name: str) -> Callable[[Sequence[Any]], Any]:
+def call_parser(name: str) -> Callable[[Sequence[Any]], Any]:
     """Return a function that makes a parser of SGLang's for tools.
 
     Raises:
@@ -108,7 +108,7 @@ def _call_parser(name: str) -> Callable[[Sequence[Any]], Any]:
     return lambda tools: FunctionCallParser(list(tools), name)
 
 
-def _reasoning_parser(name: str) -> Callable[[bool | None], Any]:
+def reasoning_parser(name: str) -> Callable[[bool | None], Any]:
     """Return a function that makes a parser of SGLang's for thoughts; True: the thought is open at the beginning.
 
     Raises:
@@ -135,62 +135,3 @@ def as_tools(schemas: Sequence[JsonObject]) -> list[Any]:
     from sglang.srt.entrypoints.openai.protocol import Tool
 
     return [Tool(**schema) for schema in schemas]
-
-
-class TurnParser:
-    """Reads the turns of an agent's policy as messages.
-
-    Args:
-        calls, reasoning: SGLang's names of parsers; None: none.
-    Raises:
-        BadFunction: there is no such parser.
-    """
-
-    tools = staticmethod(as_tools)
-
-    def __init__(self, calls: str | None, reasoning: str | None):
-        self._new_call_parser = calls and _call_parser(calls)
-        self._new_reasoning_parser = reasoning and _reasoning_parser(reasoning)
-
-    def parse(self, text: str, tools: Sequence[Any]) -> tuple[str, str, list[tuple[str, JsonObject]]]:
-        """Return content, thoughts and calls of a turn. The content is the whole text if nothing else would be there.
-
-        Args:
-            tools: as `tools` returns them; without any, no calls are read.
-        """
-        reasoning, content = "", text
-        calls: list[tuple[str, JsonObject]] = []
-        try:
-            if self._new_reasoning_parser:
-                reasoning, content = self._without_thoughts(text)
-            if tools and self._new_call_parser:
-                content, calls = _without_calls(content, self._new_call_parser(tools))
-        except Exception:  # the parsers raise what they like
-            return text, "", []
-        return (content, reasoning, calls) if content.strip() or calls else (text, "", [])
-
-    def _without_thoughts(self, text: str) -> tuple[str, str]:
-        """Return thoughts, and the text after them. A template may have opened the thought in the prompt."""
-        detector = self._new_reasoning_parser(None).detector
-        start, end = (getattr(detector, f"think_{name}_token", None) for name in ("start", "end"))
-        is_open = bool(end) and end in text and start not in text.partition(end)[0]
-        reasoning, content = self._new_reasoning_parser(is_open or None).parse_non_stream(text)
-        return reasoning or "", content or ""
-
-
-def _without_calls(text: str, parser: Any) -> tuple[str, list[tuple[str, JsonObject]]]:
-    """Return the text without calls, and the calls; the whole text if none can be read."""
-    if not parser.has_tool_call(text):
-        return text, []
-    content, found = parser.parse_non_stream(text)
-    calls = [(call.name, _arguments(call.parameters)) for call in found]
-    return (content, calls) if calls else (text, [])
-
-
-def _arguments(text: str) -> JsonObject:
-    arguments = json.loads(text or "{}")
-    if isinstance(arguments, str):  # some parsers encode an object twice
-        arguments = json.loads(arguments)
-    if not isinstance(arguments, dict):
-        raise ValueError("expected a JSON object")
-    return arguments

@@ -75,23 +75,25 @@ class AgentRunner(EpisodeRunner):
             episode.turns[max(episode.turns)].reward += finished.reward or 0.0
         episode.renumber()
         segments = episode.tree.segments()
-        return Sample(prompt_index, sample_index, segments, ending, parts, lost, agent=episode.facts())
+        sample = Sample(prompt_index, sample_index, segments, ending, parts, lost, agent=episode.facts())
+        return self.checked(sample)
 
     def _ending(self, episode: "_Episode", finished: Finished) -> tuple[Ending, str]:
-        """Return how an episode ended, and a warning. An agent that raises after a limit of the run refused a request
-        is truncated; any other error is a fault of its code."""
+        """Return how an episode ended, and a warning. An agent that fails after a limit of the run refused a request is
+        truncated; any other error is a fault of its code."""
         error, refused = finished.error, episode.refused
         if not episode.turns:
             reason = "ended before a request was answered"
             if refused:
                 reason += f"; the last one was refused: {refused}"
             elif episode.num_cancelled:
-                reason += f"; {episode.num_cancelled} were cancelled: its client needs a longer timeout, or none"
+                reason += f"; cancelled requests: {episode.num_cancelled}; give its client a longer timeout, or none"
             raise self.pool.fault(f"{reason} {error}".rstrip())
         if error and not refused:
             raise self.pool.fault(error)
-        if error:
-            return ENDING_AFTER[refused], "" if refused in error else f"after {refused}, the agent {error}"
+        if refused and (error or finished.numbers.get("exit_code")):
+            is_known = not error or refused in error
+            return ENDING_AFTER[refused], "" if is_known else f"after {refused}, the agent {error}"
         if self._needs_reward and not episode.has_reward:
             reason = "returned no reward, and reward.function is null: return a number, or name a function"
             raise self.pool.fault(reason)
@@ -121,14 +123,14 @@ class _Episode:
         self._generate = generate
         self._requests: dict[int, list[Turn]] = {}  # number of a request -> its turns
         self._numbers = itertools.count(1)
-        self._num_sampling = 0
+        self._sampling: dict[int, int] = {}  # number of a request -> turns that are being sampled for it
         self._num_superseded = 0
         self._waited_seconds = 0.0
         self._answering: dict[int, asyncio.Task[None]] = {}
 
     def facts(self) -> AgentFacts:
         """Return the facts for metrics."""
-        return AgentFacts(len(self._requests), len(self.turns), self._num_superseded, self._waited_seconds)
+        return AgentFacts(len(self._requests), self._num_superseded, self._waited_seconds)
 
     def renumber(self) -> None:
         """Close the gaps in the numbers of the turns that are trained."""
@@ -163,6 +165,7 @@ class _Episode:
                 task.add_done_callback(lambda _: self._answering.pop(number))
             case Cancelled(number):
                 self.num_cancelled += 1
+                self._sampling.pop(number, None)
                 if number in self._answering:
                     self._answering[number].cancel()
                 for turn in self._requests.get(number, ()):
@@ -186,7 +189,7 @@ class _Episode:
     async def _answer(self, request: TurnRequest) -> None:
         """Answer a request. Its turns are numbered before the first wait, so in the order in which requests arrive."""
         runner = self._runner
-        num_before = len(self.turns) + self._num_sampling
+        num_before = len(self.turns) + sum(self._sampling.values())
         if num_before + request.n > runner.max_turns:
             reason = f"the episode has had {num_before} turns of rollout.max_turns={runner.max_turns}"
             return await self._refuse(request, TOO_MANY, reason)
@@ -203,11 +206,11 @@ class _Episode:
             return await self._refuse(request, TOO_LONG, reason)
         numbers = [next(self._numbers) for _ in range(request.n)]
         sample = partial(self._sample, place, min(room, request.max_tokens or room), request.stop)
-        self._num_sampling += request.n
-        try:
-            sampled = await asyncio.gather(*(sample() for _ in numbers))
-        finally:
-            self._num_sampling -= request.n
+        self._sampling[request.number] = request.n
+        async with asyncio.TaskGroup() as group:  # unlike gather, it cancels the others if one fails
+            tasks = [group.create_task(sample()) for _ in numbers]
+        sampled = [task.result() for task in tasks]
+        del self._sampling[request.number]
         superseded = self._superseded(request, place)
         answered = []
         for number, (generation, end) in zip(numbers, sampled, strict=True):

@@ -144,7 +144,7 @@ class TurnTree:
         """Return the number of tokens that the policy may write at a place.
 
         Args:
-            limits: tokens that a path may have after the prompt of its first turn, and together with it.
+            limits: tokens that a path may have after the prompt of its first turn, and in total.
         """
         num_tokens = len(place.tokens)
         start = len(place.path[0].place.added) if place.path else num_tokens

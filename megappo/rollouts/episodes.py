@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from megappo.config.schema import Config
@@ -11,7 +12,8 @@ from megappo.engines.generations import Generation
 from megappo.rollouts.conversation import Turn, TurnPlace, TurnTree
 from megappo.rollouts.sample_rows import Ending, Sample, Segment
 from megappo.userland.environments import Environment, Replacement, row_of
-from megappo.userland.episode_pool import EnvironmentFault, EpisodeLost, EpisodePool
+from megappo.userland.episode_pool import EpisodeLost, EpisodePool
+from megappo.userland.grades import fits_float32
 from megappo.userland.signatures import PROMPTS
 
 if TYPE_CHECKING:
@@ -137,11 +139,24 @@ class EpisodeRunner:
                     continue
                 if not self._accepts(transcript, observation):
                     length = f"{len(transcript.place.tokens)} tokens of {self.limits[1]}"
-                    raise self._fault(f"leaves no room for a turn after reset ({length}): raise data.max_prompt_length")
+                    raise self.pool.fault(
+                        f"leaves no room for a turn after reset ({length}): raise data.max_prompt_length"
+                    )
                 parts: Counter[str] = Counter()
                 ending, lost = await self._take_turns(transcript, environment, generate, parts)
-                return Sample(prompt_index, sample_index, transcript.segments, ending, parts, lost)
-        raise self._fault(f"{lost}, {MAX_RESETS} times before an episode began")
+                return self.checked(Sample(prompt_index, sample_index, transcript.segments, ending, parts, lost))
+        raise self.pool.fault(f"{lost}, {MAX_RESETS} times before an episode began")
+
+    def checked(self, episode: Sample) -> Sample:
+        """Return an episode.
+
+        Raises:
+            EnvironmentFault: sums of its rewards may exceed a float32.
+        """
+        rewards = chain.from_iterable(segment.rewards for segment in episode.segments)
+        if not fits_float32(sum(map(abs, rewards))):
+            raise self.pool.fault("gave rewards whose sum exceeds a float32: scale them down")
+        return episode
 
     async def _take_turns(
         self,
@@ -172,7 +187,4 @@ class EpisodeRunner:
         try:
             return transcript.observe(observation)
         except ValueError as error:
-            raise self._fault(f"returned observation {observation!r:.200}: {error}") from error
-
-    def _fault(self, reason: str) -> EnvironmentFault:
-        return EnvironmentFault(f"environment {self.pool.spec} {reason}")
+            raise self.pool.fault(f"returned observation {observation!r:.200}: {error}") from error

@@ -180,12 +180,13 @@ def episode_metrics(samples: Sequence[Sample]) -> dict[str, Metric]:
 
 def agent_metrics(samples: Sequence[Sample]) -> dict[str, Metric]:
     """Return this rank's part of the metrics of agents' episodes; empty without any."""
-    facts = [one.agent for one in samples if one.agent is not None]
-    if not facts:
+    played = [one for one in samples if one.agent]
+    facts = [one.agent for one in samples if one.agent]
+    if not played:
         return {}
-    num_turns = sum(one.num_turns for one in facts)
+    num_turns = sum(one.num_turns for one in played)
     num_superseded = sum(one.num_superseded for one in facts)
-    num_new = sum(len(one.segments) - 1 for one in samples if one.agent is not None)
+    num_new = sum(len(one.segments) - 1 for one in played)
     num_later = num_turns - len(facts)
     found = {
         "agent/requests": Metric((sum(one.num_requests for one in facts), len(facts)), "mean"),

@@ -91,12 +91,11 @@ class AgentFacts:
     """An agent's episode in numbers.
 
     Attributes:
-        num_turns: turns that are trained. num_superseded: turns that a retry of their request has replaced.
+        num_superseded: turns that a retry of their request has replaced.
         waited_seconds: time in which the agent had no request in progress.
     """
 
     num_requests: int
-    num_turns: int
     num_superseded: int
     waited_seconds: float
 

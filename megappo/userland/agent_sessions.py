@@ -47,7 +47,7 @@ class TurnRequest:
         n: turns to sample.
         stop: strings that end a turn.
         is_retry: the client has sent the same request before.
-        ignored: fields of the request that have no effect.
+        ignored: names of its fields that have no effect.
     """
 
     number: Count
@@ -70,7 +70,7 @@ class TurnRequest:
 
 @dataclass(frozen=True)
 class Cancelled:
-    """The client of a request is gone, before or while its answer was written: nobody has read the turns."""
+    """The client of a request left before it had read the answer."""
 
     request: Count
 
@@ -90,7 +90,7 @@ class Finished:
     Attributes:
         reward: reward of the episode; None if it returned none.
         numbers: further numbers by name.
-        error: the error that it raised, as the message follows the agent's name; "" without one.
+        error: what the agent raised, and where; "" without an error.
     """
 
     reward: Score | None = None
@@ -117,7 +117,7 @@ class AnsweredTurn:
 
 @dataclass(frozen=True)
 class Answer:
-    """The turns that answer a request, `TurnRequest.n` of them, and the numbers of tokens."""
+    """The `TurnRequest.n` turns that answer a request, and numbers of tokens."""
 
     turns: Sequence[AnsweredTurn]
     prompt_tokens: int

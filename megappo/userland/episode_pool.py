@@ -3,10 +3,9 @@
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from concurrent.futures import Future, wait
-from contextlib import asynccontextmanager, suppress
-from functools import partial
+from contextlib import asynccontextmanager, nullcontext, suppress
 from typing import Any
 
 from megappo.errors import ActionableError
@@ -38,6 +37,7 @@ class EpisodePool(WorkerPool):
         arguments: see `WorkerPool`.
     Attributes:
         session_type: the type of `session`.
+        beginning: limits the episodes that begin at once.
     Raises:
         EnvironmentFault: the code cannot be loaded.
     """
@@ -49,7 +49,7 @@ class EpisodePool(WorkerPool):
         super().__init__(*arguments, **limits)
         self._numbers = itertools.count()
         self._replacing = asyncio.Lock()
-        self._beginning = asyncio.Semaphore(MOST_BEGINNING * self.num_workers)
+        self.beginning = asyncio.Semaphore(MOST_BEGINNING * self.num_workers)
         self._closing: set[Future] = set()
         self._num_episodes: Counter[WorkerProcess] = Counter()
 
@@ -58,14 +58,9 @@ class EpisodePool(WorkerPool):
         event loop."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
 
-    async def first_call(self, call: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        """Return the result of the first call of an episode, which waits for its turn."""
-        async with self._beginning:
-            return await call()
-
     @asynccontextmanager
     async def session(self) -> AsyncIterator[Any]:
-        """Open the session of a new episode, in the worker with the fewest."""
+        """Open the session of a new episode, in the worker with the fewest episodes."""
         worker = await self.in_thread(self._free_worker())
         number = next(self._numbers)
         try:
@@ -94,7 +89,7 @@ class EpisodePool(WorkerPool):
             await worker.call("close", {"number": number}, self.timeout_seconds)
 
     def __exit__(self, *error: object) -> None:
-        """End all, once the episodes that were left are closed, or their time for it is over."""
+        """End all workers, after episodes in progress are closed or the time for that is over."""
         try:
             with heartbeat.waiting():
                 wait(list(self._closing), self.timeout_seconds if error[0] is None else FAILED_SECONDS)
@@ -117,11 +112,14 @@ class Session:
             EpisodeLost: it takes too long, or its process ended.
             EnvironmentFault: it raised.
         """
-        given = {"number": self._number, **arguments}
-        call = partial(self._worker.call, method, given, self.pool.timeout_seconds)
         try:
-            return await self.pool.in_thread(self.pool.first_call(call) if method in FIRST_CALLS else call())
+            return await self.pool.in_thread(self._call(method, {"number": self._number, **arguments}))
         except CallError as error:
             if error.is_late or not self._worker.is_up:
                 raise EpisodeLost(f"{method} {error}") from error
             raise self.pool.fault(f"{method} {error}") from error
+
+    async def _call(self, method: str, arguments: JsonObject) -> Any:
+        """Call a method in the pool's thread. The first call of an episode waits for its turn."""
+        async with self.pool.beginning if method in FIRST_CALLS else nullcontext():
+            return await self._worker.call(method, arguments, self.pool.timeout_seconds)

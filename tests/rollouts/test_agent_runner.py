@@ -11,11 +11,11 @@ from transformers import PreTrainedTokenizerFast
 
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
-from megappo.engines.generations import Generation
+from megappo.engines.generations import EngineFault, Generation
 from megappo.rollouts.agent_runner import AgentRunner
 from megappo.rollouts.responses import agent_metrics
 from megappo.rollouts.sample_rows import Sample
-from megappo.userland.agent_sessions import Cancelled, Finished, Refusal, TurnRequest, load_agent
+from megappo.userland.agent_sessions import Cancelled, Finished, Refusal, TurnRequest, TurnReward, load_agent
 from megappo.userland.episode_pool import EnvironmentFault
 from megappo.userland.signatures import PROMPTS, InputSpec
 
@@ -296,7 +296,7 @@ def test_helpers_and_choices_are_segments_of_the_same_episode(agents):
 def test_parallel_conversations_with_equal_texts_are_a_segment_each(agents):
     sample, _ = play(agents, "twins")
     assert shown(sample) == ["[user]a<|eot_id|>[assistant]ok<|eot_id|>[user]b<|eot_id|>[assistant]ok<|eot_id|>"] * 3
-    assert sample.agent.num_turns == 6
+    assert sample.num_turns == 6
 
 
 @pytest.mark.parametrize(
@@ -305,7 +305,7 @@ def test_parallel_conversations_with_equal_texts_are_a_segment_each(agents):
 def test_a_turn_that_nobody_read_is_not_trained(agents, case, num_turns, num_superseded):
     sample, _ = play(agents, case)
     facts = sample.agent
-    assert (facts.num_turns, facts.num_superseded) == (num_turns, num_superseded)
+    assert (sample.num_turns, facts.num_superseded) == (num_turns, num_superseded)
     assert len(sample.segments) == 1 and sample.num_policy_tokens == 3 and sum(sample.segments[0].rewards) == 1.0
     assert dataclasses.asdict(facts)["num_requests"] == 2
 
@@ -329,7 +329,8 @@ class ScriptedAgents:
     async def next_events(self):
         for _ in range(50):  # requests so far are answered
             await asyncio.sleep(0)
-        return [next(self.events)]
+        event = next(self.events)
+        return event if isinstance(event, list) else [event]
 
     async def answer(self, request, answer):
         self.answers[request] = answer
@@ -349,9 +350,10 @@ def refused(pool: ScriptedAgents) -> list[int]:
 
 def test_cancelled_requests_and_refused_ones_leave_room_for_others():
     cancelled = [event for number in range(10) for event in (request(number), Cancelled(number))]
-    pool = ScriptedAgents(*cancelled, request(10, n=7), *map(request, range(11, 18)), Finished(1.0))
+    while_sampling = [request(10, "slow", n=MAX_TURNS), [Cancelled(10), request(11)]]
+    pool = ScriptedAgents(*cancelled, *while_sampling, request(12, n=6), *map(request, range(13, 19)), Finished(1.0))
     sample, _ = play(pool, "")
-    assert refused(pool) == [10, 17] and sample.ending == "done"
+    assert refused(pool) == [12, 18] and sample.ending == "done"
     assert [sorted(set(one.turns)) for one in sample.segments] == [[number] for number in range(1, 7)]
     assert sample.num_turns == MAX_TURNS
 
@@ -360,12 +362,41 @@ def test_a_retry_replaces_all_turns_of_its_request_and_a_cancelled_one_is_droppe
     repeated = request(2, n=2, is_retry=True)
     pool = ScriptedAgents(request(1, n=2), repeated, Cancelled(1), Cancelled(1), Cancelled(9), Finished(1.0))
     sample, _ = play(pool, "")
-    assert (sample.agent.num_turns, sample.agent.num_superseded) == (2, 2)
+    assert (sample.num_turns, sample.agent.num_superseded) == (2, 2)
 
 
 def test_cancelled_requests_are_named_where_no_turn_is_left():
-    with pytest.raises(EnvironmentFault, match="1 were cancelled: its client needs a longer timeout, or none"):
+    with pytest.raises(EnvironmentFault, match="cancelled requests: 1; give its client a longer timeout, or none"):
         play(ScriptedAgents(request(1), Cancelled(1), Finished(0.0)), "")
+
+
+def test_a_command_that_fails_after_a_refusal_is_truncated():
+    requests = [request(1), request(2, n=MAX_TURNS)]
+    for exit_code, ending in ((0.0, "done"), (1.0, "turns")):
+        sample, _ = play(ScriptedAgents(*requests, Finished(0.0, {"exit_code": exit_code})), "")
+        assert (sample.ending, sample.lost) == (ending, "")
+
+
+def test_rewards_whose_sum_is_not_finite_are_a_fault():
+    with pytest.raises(EnvironmentFault, match="sum exceeds a float32"):
+        play(ScriptedAgents(request(1), TurnReward(1, 3e38), TurnReward(1, 3e38), Finished(1.0)), "")
+
+
+def test_a_choice_that_fails_ends_the_others_of_its_request():
+    ends = []
+
+    async def generate(context, max_tokens):
+        if not ends:
+            ends.append("fails")
+            raise EngineFault("the engine is gone")
+        try:
+            await asyncio.sleep(100)
+        finally:
+            ends.append("cancelled")
+
+    with pytest.raises(ExceptionGroup):
+        play(ScriptedAgents(request(1, n=2), Finished(1.0)), "", generate=generate)
+    assert ends == ["fails", "cancelled"]
 
 
 def test_the_search_for_stop_strings_does_not_grow_with_the_square_of_the_tokens(monkeypatch):
