@@ -315,6 +315,10 @@ class Architecture:
         """Outputs of a value head."""
         return self.support.size if self.support else 1
 
+    def takes_head(self, num_outputs: int) -> bool:
+        """Return whether the folder's value head, of so many outputs, has the meaning of this architecture's."""
+        return num_outputs == self.num_values and self.stored_support == self.support
+
     @property
     def pad_token(self) -> int | None:
         """The token behind a text that a reward model does not read; None if there is none."""

@@ -68,6 +68,7 @@ LINEAR_SIZES = {
     "kernel": "linear_conv_kernel_dim",
 }
 """Further keys of a model with linear attention, by the names of `LinearAttention`."""
+_SUPPORTS = TypeAdapter(dict[str, ValueSupport | None])
 
 
 def read_architecture(folder: str | Path, head: HeadKind = "policy") -> Architecture:
@@ -150,7 +151,7 @@ def parse(raw: RawValues, file: Path, head: HeadKind = "policy") -> Architecture
         num_further_layers=values.get("num_nextn_predict_layers") or values.get("num_mtp_layers") or 0,
         raw_config=raw,
         head=head,
-        stored_support=TypeAdapter(ValueSupport | None).validate_python(raw.get(SUPPORT_KEY)),
+        stored_support=_SUPPORTS.validate_python({SUPPORT_KEY: raw.get(SUPPORT_KEY)})[SUPPORT_KEY],
     )
     conflicts += _contradictions(architecture)
     errors = [f"{file}: {conflict}: correct it, or download it again" for conflict in conflicts]

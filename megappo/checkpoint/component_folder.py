@@ -67,14 +67,15 @@ def load_initial(
     own_head = {"value": OUTPUT_LAYER, "policy_value": SECOND_HEAD}.get(architecture.head, "")
     if head_of(info) == "policy":
         drawn = own_head
-    elif head_of(info) == architecture.head and stored_support(folder) != architecture.support:
-        drawn = own_head
-        if dist.get_rank() == groups.layout.ranks[0]:
-            print(f"{folder}: a new value head, {in_words(architecture.support)}, as its own has others", flush=True)
     elif head_of(info) != architecture.head:
         raise CheckpointError(
             f"{folder} holds a {head_of(info)} model, but a {architecture.head} model is trained: name a language model"
         )
+    elif (support := stored_support(folder, architecture.stored_support)) != architecture.support:
+        drawn = own_head
+        if dist.get_rank() == groups.layout.ranks[0]:
+            found = f"the head in {folder} has {support or 'one output'}"
+            print(f"a new value head, {in_words(architecture.support)}, as {found}", flush=True)
     if drawn:
         kept = {name: tensor for name, tensor in info.tensors.items() if not name.startswith(drawn)}
         info = replace(info, tensors=kept)

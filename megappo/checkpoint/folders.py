@@ -143,12 +143,12 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     return state
 
 
-def stored_support(component: Path, otherwise: ValueSupport | None = None) -> ValueSupport | None:
+def stored_support(component: Path, otherwise: ValueSupport | None) -> ValueSupport | None:
     """Return the meaning of the outputs of a component's value head; None for one output.
 
     Args:
         component: a component's folder in a checkpoint, or a converted model.
-        otherwise: returned if no file of the checkpoint, or of the model, records it.
+        otherwise: returned for a folder without a file that records it: a copy of a component alone.
     Raises:
         CheckpointError, ConfigError: state.json, or config.json, is damaged.
     """

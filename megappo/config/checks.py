@@ -70,12 +70,14 @@ def config_warnings(config: Config) -> Iterator[str]:
         )
     algorithm = config.algorithm
     compares = algorithm.rollout_correction.is_on or algorithm.old_log_probs == "engine"
-    if config.rollout.top_p < 1 and compares:
-        yield (
-            f"rollout.top_p {config.rollout.top_p} is unusual with the engine's log-probs "
-            "(algorithm.rollout_correction, algorithm.old_log_probs engine): they are of the whole distribution, but "
-            "tokens are drawn from a part of it, so that ratios of trainer and engine are off; set it to 1"
-        )
+    for name, whole in {"top_p": 1.0, "top_k": -1}.items():
+        value = getattr(config.rollout, name)
+        if value != whole and compares:
+            yield (
+                f"rollout.{name} {value} is unusual with the engine's log-probs (algorithm.rollout_correction, "
+                "algorithm.old_log_probs engine): they are of the whole distribution, but tokens are drawn from a part "
+                f"of it, so that ratios of trainer and engine are off; set it to {whole:g}"
+            )
     if config.actor.use_kl_loss and config.algorithm.use_kl_in_reward:
         yield (
             "actor.use_kl_loss true is unusual: the KL to the reference is in the rewards already; set "

@@ -1,5 +1,7 @@
 """The outputs of a run's value head, and the values that its classes stand for."""
 
+from math import inf
+
 from megappo.config.config_error import Errors
 from megappo.config.methods import ValueSupport
 from megappo.config.schema import Config
@@ -9,6 +11,7 @@ Bounds = tuple[float, float]
 _GRADERS = ("exact_match", "regex_match", "multiple_choice", "gsm8k", "math", "think_answer", "code")
 SCORE_BOUNDS: dict[str, Bounds] = dict.fromkeys(_GRADERS, (0.0, 1.0)) | {"repetition": (-1.0, 0.0)}
 """Built-in reward function -> its lowest and highest score."""
+UNBOUNDED = (-inf, inf)
 
 
 def value_support(config: Config) -> ValueSupport | None:
@@ -42,13 +45,13 @@ def return_bounds(config: Config) -> Bounds | str:
     }
     if found := [key for key, leaves_open in open_keys.items() if leaves_open]:
         return " and ".join(found)
-    if reward.clip is not None:
-        return -reward.clip, reward.clip
-    low, high = 0.0, 0.0  # of a return that is far from the reward, with algorithm.gamma below 1
+    # 0 is a return, too: far from the reward, with algorithm.gamma below 1.
+    low, high = UNBOUNDED if config.has_reward_model else (0.0, 0.0)
     for name, weight in reward.weights.items():
-        bounds = [reward.scale * weight * bound for bound in SCORE_BOUNDS[name]]
+        bounds = [reward.scale * weight * bound for bound in SCORE_BOUNDS.get(name, UNBOUNDED)]
         low, high = low + min(bounds), high + max(bounds)
-    return low, high
+    limit = inf if reward.clip is None else reward.clip
+    return max(low, -limit), min(high, limit)
 
 
 def value_range_errors(config: Config) -> Errors:
@@ -59,6 +62,6 @@ def value_range_errors(config: Config) -> Errors:
     bounds = return_bounds(config)
     if isinstance(bounds, str):
         yield (
-            f"critic.value_loss {critic.value_loss} needs the range of the returns, which {bounds} leaves open: set "
-            "critic.value_range, such as [-0.1, 1.1] for scores from 0 to 1"
+            f"critic.value_loss {critic.value_loss} needs the range of the returns, which is unknown with {bounds}: "
+            "set critic.value_range, such as [-0.1, 1.1] for scores from 0 to 1"
         )

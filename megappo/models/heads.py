@@ -64,33 +64,28 @@ def policy_head(
 def value_head(
     *,
     bootstrap: bool = False,
-    read: Callable[[Tensor], Tensor] | None = None,
+    read: Callable[[Tensor], Tensor] = lambda outputs: outputs[:, 0],
     errors: Callable[[Tensor, Tensor], Outputs] | None = None,
 ) -> Head:
     """Return a head with `values`: the estimate of the return before each response token, from output [1, T, K].
 
-    What follows the head reads values and does not depend on K.
-
     Args:
         bootstrap: adds `bootstrap_values` [b], the estimate after each row's last token: of what would have come had
             the response not been truncated there.
-        read: maps outputs [n, K] to the values [n] that they stand for; None = the only output is the value.
-        errors: adds its results. It maps outputs [N, K] of the tokens and their returns [N] to numbers for each token,
-            [N] each: the loss of a model with several outputs.
+        read: maps outputs [n, K] to the values [n] that they stand for; by default the first output is the value.
+        errors: maps outputs [N, K] and returns [N] of the tokens to further outputs of the head, [N] each: the loss of
+            a model with several outputs.
     """
-
-    def values_of(outputs: Tensor) -> Tensor:
-        return outputs[:, 0] if read is None else read(outputs)
 
     def head(output: Tensor, packed: PackedBatch) -> Outputs:
         every = output[0].float()
         own = every[packed.predictor_index]
-        outputs = {"values": values_of(own)}
-        if errors is not None and packed.returns is not None:
-            outputs |= errors(own, packed.returns)
-        result = {name: packed.responses(numbers) for name, numbers in outputs.items()}
+        numbers = {"values": read(own)}
+        if errors is not None:
+            numbers |= errors(own, packed.returns)
+        result = {name: packed.responses(of_tokens) for name, of_tokens in numbers.items()}
         if bootstrap:
-            result["bootstrap_values"] = packed.at_last_tokens(values_of(every[packed.last_token_index]))
+            result["bootstrap_values"] = packed.at_last_tokens(read(every[packed.last_token_index]))
         return result
 
     return head

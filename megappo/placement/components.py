@@ -399,12 +399,11 @@ def replaced_heads(specs: Specs) -> Iterator[str]:
         folder = Path(spec.folder.value)
         if spec.head == "policy" or spec.training is None or spec.megatron_folder or not folder.is_dir():
             continue
-        stored = read_architecture(folder, head="value").stored_support
+        model = replace(read_architecture(folder, head="value"), support=spec.support)
         num_outputs = num_head_outputs(folder)
-        support = spec.support
-        if num_outputs and (num_outputs, stored) != (support.size if support else 1, support):
-            found = stored or counted(num_outputs, "output")
-            yield f"{name}: a new value head, {in_words(support)}, as the head in {folder} has {found}"
+        if num_outputs and not model.takes_head(num_outputs):
+            found = model.stored_support or counted(num_outputs, "output")
+            yield f"{name}: a new value head, {in_words(spec.support)}, as the head in {folder} has {found}"
 
 
 def shared_vocabulary(config: Config) -> int:

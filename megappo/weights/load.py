@@ -273,7 +273,7 @@ def leave_out_other_head(source: HFFolder, architecture: Architecture) -> int:
     if VALUE_HEAD not in source.names():
         return 0
     num_outputs = source.shape(VALUE_HEAD)[0]
-    if num_outputs == architecture.num_values and architecture.stored_support == architecture.support:
+    if architecture.takes_head(num_outputs):
         return 0
     source.leave_out((VALUE_HEAD, VALUE_BIAS))
     return num_outputs

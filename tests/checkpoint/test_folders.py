@@ -19,13 +19,13 @@ def test_a_checkpoint_records_the_outputs_of_its_value_heads(tmp_path: Path) -> 
     assert stored_support(step / "critic", SUPPORT) == SUPPORT, "no file records it"
     state = {"step": 2, "value_supports": {"critic": asdict(SUPPORT), "shared": asdict(ValueSupport(5))}}
     (step / "state.json").write_text(json.dumps(state))
-    assert stored_support(step / "critic") == SUPPORT and stored_support(step / "shared") == ValueSupport(5)
+    assert stored_support(step / "critic", None) == SUPPORT and stored_support(step / "shared", None) == ValueSupport(5)
     assert stored_support(step / "other", SUPPORT) is None, "one output"
     (step / "state.json").write_text(json.dumps({"step": 2}))
     assert stored_support(step / "critic", SUPPORT) is None, "of a run before there were several outputs"
     (step / "state.json").write_text(json.dumps({"step": 2, "value_supports": {"critic": [3]}}))
     with pytest.raises(CheckpointError, match="value_supports"):
-        stored_support(step / "critic")
+        stored_support(step / "critic", None)
 
 
 def test_a_converted_model_has_them_in_its_config(tmp_path: Path) -> None:
@@ -33,4 +33,4 @@ def test_a_converted_model_has_them_in_its_config(tmp_path: Path) -> None:
     assert stored_support(folder, SUPPORT) is None
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"value_support": asdict(SUPPORT)}))
-    assert stored_support(folder) == SUPPORT
+    assert stored_support(folder, None) == SUPPORT

@@ -13,6 +13,8 @@ REWARDS = {
     "scaled": ({"function": "repetition", "scale": 4}, [-4.0, -2.0, 0.0]),
     "several": ({"function": {"gsm8k": 1, "think_answer": -0.5}}, [-0.5, 0.25, 1.0]),
     "clipped": ({"function": "http", "clip": 3}, [-3.0, 0.0, 3.0]),
+    "clipped on one side": ({"function": "gsm8k", "scale": 10, "clip": 4}, [0.0, 2.0, 4.0]),
+    "of a known and a clipped function": ({"function": {"math": 1, "http": -1}, "clip": 2}, [-2.0, 0.0, 2.0]),
 }
 
 
@@ -41,8 +43,8 @@ def test_the_range_of_the_classes_follows_from_the_rewards(name: str) -> None:
 def test_a_range_that_the_keys_leave_open_must_be_set(config: Config, why: str) -> None:
     (error,) = (error for error in config_errors(config) if "value_range" in error)
     assert error == (
-        f"critic.value_loss two_hot needs the range of the returns, which {why} leaves open: set critic.value_range, "
-        "such as [-0.1, 1.1] for scores from 0 to 1"
+        f"critic.value_loss two_hot needs the range of the returns, which is unknown with {why}: set "
+        "critic.value_range, such as [-0.1, 1.1] for scores from 0 to 1"
     )
     known = config.changed("critic.value_range", (-1.0, 3.0))
     assert value_support(known).centers == (-1.0, 1.0, 3.0)

@@ -292,6 +292,10 @@ def errors(settings: Mapping[str, Any]) -> Iterator[str]:
             {"rollout.top_p": 0.9, "algorithm.rollout_correction.level": "token"},
             "rollout.top_p 0.9 is unusual with the engine's log-probs",
         ),
+        (
+            {"rollout.top_k": 50, "algorithm.old_log_probs": "engine"},
+            "rollout.top_k 50 is unusual with the engine's log-probs",
+        ),
     ],
 )
 def test_a_config_that_trains_otherwise_than_it_reads_is_reported(settings: Mapping[str, Any], message: str) -> None:
