@@ -242,7 +242,7 @@ class Architecture:
         head: what reads the last hidden states.
         value_bias: a value head has a bias.
         support: meaning of a value head's outputs; None = one, the value.
-        stored_support: the same for the folder's own value head, which a run has written.
+        stored_support: meaning of the outputs of the folder's own value head, by its config.json.
         scores_rows: a value head scores a whole row, at its last token: it is exported as *ForSequenceClassification.
         lora: the adapters beside the matrices, which are trained instead of these.
         frozen: groups of parameters that are not trained.
@@ -316,7 +316,7 @@ class Architecture:
         return self.support.size if self.support else 1
 
     def takes_head(self, num_outputs: int) -> bool:
-        """Return whether the folder's value head, of so many outputs, has the meaning of this architecture's."""
+        """Return whether the folder's own value head, which has this number of outputs, fits this architecture."""
         return num_outputs == self.num_values and self.stored_support == self.support
 
     @property

@@ -1,5 +1,5 @@
 """Last layers and heads of models: a language model returns hidden states, from which its head computes log-probs,
-entropy and KL block by block; a critic has few outputs per token, beside the output layer or in its place."""
+entropy and KL block by block; a value head has its outputs beside the output layer, or takes its place."""
 
 from collections.abc import Callable
 

@@ -247,8 +247,8 @@ def clip_turn(inputs: PolicyInputs, config: PolicyConfig) -> Result:
     """PPO's clip of the turn's ratio: GSPO's, with the turns of an episode in place of sequences.
 
     Args and Returns: as `gspo`; the metric ratio is the mean over tokens of their turn's ratio.
-    Source: Li et al. 2025 (ST-PPO, arXiv 2511.20718), Turn-PPO: turn-level importance sampling; Li et al. 2025
-        (Turn-PPO, arXiv 2512.17008), whose action is a turn.
+    Source: Li et al. 2025 (ST-PPO, arXiv 2511.20718), turn-level importance sampling, which they call Turn-PPO. The
+        Turn-PPO of Li et al. 2025 (arXiv 2512.17008) also takes turns as actions: algorithm.gae_level=turn.
     """
     return _clip_means(inputs, inputs.turn_mean(inputs.log_ratios), config)
 
@@ -341,7 +341,8 @@ def dis(inputs: PolicyInputs, config: PolicyConfig) -> Result:
 
 
 def _clip_means(inputs: PolicyInputs, means: Tensor, config: PolicyConfig) -> Result:
-    """Take PPO's loss with the exponents of mean log-ratios as ratios; the gradient is each token's own."""
+    """Compute PPO's clipped loss with exp(means) as the ratios, [B, R]; the gradient goes through each token's own
+    log-prob."""
     own = inputs.log_probs - inputs.log_probs.detach()
     ratios = inputs.clamp(own + means.detach()).exp()
     loss, clipped = clipped_surrogate(inputs.advantages, ratios, config)

@@ -1,4 +1,4 @@
-"""Value losses: the error of a value head's outputs at each token to the token's return; and the value they stand for.
+"""Value losses: the error of a value head's outputs at each token; and the value that the outputs stand for.
 
 The outputs are the value itself, the logits of classes whose centers are evenly spaced values, or quantiles.
 `megappo.config.methods.VALUE_LOSSES` registers the losses, which take (`ValueInputs`, the critic section of the config)
@@ -30,7 +30,7 @@ class ValueInputs:
     Attributes:
         outputs: [..., K] of the value head; the only input that gets a gradient.
         returns: [...], targets.
-        centers: [K], values of the classes, evenly spaced; [0] if the outputs are no classes.
+        centers: [K], values of the classes, evenly spaced; empty for other outputs.
         conventions: value_loss_factor scales the squared error.
     """
 
@@ -46,7 +46,7 @@ class ValueInputs:
 
     @property
     def targets(self) -> Tensor:
-        """Returns, moved to the nearest class where they are beyond all classes."""
+        """Returns, clamped to the range of the centers."""
         return torch.clamp(self.returns, self.centers[0], self.centers[-1])
 
 

@@ -33,7 +33,7 @@ def over_ranks(exchange: Exchange, values: Unreduced) -> Reduced:
 
 
 def logs_histograms(step: int) -> bool:
-    """Return whether a step logs what takes many numbers: histograms, and the calibration of values."""
+    """Return whether a step logs metrics of many numbers: histograms, and the calibration of values."""
     return step == 1 or step % HISTOGRAM_INTERVAL == 0
 
 
