@@ -38,7 +38,7 @@ def evaluation_summary(config: Config) -> str:
         own = one.rollout
         numbers = [own.n, own.temperature, own.top_p, own.top_k, own.max_response_length]
         scorers = [*one.reward.weights, *(["reward_model"] if one.has_reward_model else [])]
-        played = [" + ".join(scorers), " ".join(show(getattr(own, name)) for name in own.players)]
+        played = [" + ".join(scorers), own.agent or own.agent_command or own.environment or ", ".join(own.tools)]
         rows.append((name, *(f"{number:,g}" for number in numbers), *(part or "none" for part in played)))
     return aligned(rows)
 
