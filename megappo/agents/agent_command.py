@@ -21,6 +21,8 @@ SHOWN_CHARACTERS = 2000
 """The end of a command's errors that a message shows."""
 READ_BYTES = 2**16
 LOGGER = logging.getLogger(__name__)
+UNREWARDED = itertools.count()
+"""Commands of this process without a reward in their output: the first one is logged."""
 FAILURES = itertools.count()
 """Counts commands with exit code 1. The first one is logged, as it may have crashed."""
 
@@ -66,8 +68,11 @@ async def run_command(
     if code == 1 and next(FAILURES) == 0:
         LOGGER.warning("the command ended with exit code 1; the end of its errors: %s", errors[-SHOWN_CHARACTERS:])
     result = _last_line(output) if code == 0 else None
-    if result is None:
-        result = {} if is_scored else {"reward": 1.0 - code}
+    if result is None and not is_scored:
+        result = {"reward": 1.0 - code}
+        if code == 0 and next(UNREWARDED) == 0:
+            LOGGER.warning("the last line of the command's output is no reward: exit code 0 counts as 1, 1 as 0")
+    result = result or {}
     return {**result, "exit_code": code}
 
 

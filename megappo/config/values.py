@@ -121,6 +121,7 @@ HealthRule = Literal[
     "return_drift",
     "log_prob_diff",
     "reward_failures",
+    "lost_episodes",
     "new_segments",
     "staleness",
     "expert_load",

@@ -86,14 +86,15 @@ class AgentRunner(EpisodeRunner):
             reason = "ended before a request was answered"
             if refused:
                 reason += f"; the last one was refused: {refused}"
-            elif episode.num_cancelled:
-                reason += f"; cancelled requests: {episode.num_cancelled}; give its client a longer timeout, or none"
-            raise self.pool.fault(f"{reason} {error}".rstrip())
+            if episode.num_cancelled:
+                remedy = "a longer timeout, or none (max_retries=0, timeout=None)"
+                reason += f"; its client gave up {episode.num_cancelled} requests: give it {remedy}"
+            raise self.pool.fault(f"{reason}; it {error}" if error else reason)
         if error and not refused:
             raise self.pool.fault(error)
         if refused and (error or finished.numbers.get("exit_code")):
             is_known = not error or refused in error
-            return ENDING_AFTER[refused], "" if is_known else f"after {refused}, the agent {error}"
+            return ENDING_AFTER[refused], "" if is_known else f"{error}, after {refused}"
         if self._needs_reward and not episode.has_reward:
             reason = "returned no reward, and reward.function is null: return a number, or name a function"
             raise self.pool.fault(reason)

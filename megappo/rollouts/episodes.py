@@ -148,7 +148,7 @@ class EpisodeRunner:
         raise self.pool.fault(f"{lost}, {MAX_RESETS} times before an episode began")
 
     def checked(self, episode: Sample) -> Sample:
-        """Return an episode.
+        """Return an episode whose warning names the code.
 
         Raises:
             EnvironmentFault: sums of its rewards may exceed a float32.
@@ -156,6 +156,8 @@ class EpisodeRunner:
         rewards = chain.from_iterable(segment.rewards for segment in episode.segments)
         if not fits_float32(sum(map(abs, rewards))):
             raise self.pool.fault("gave rewards whose sum exceeds a float32: scale them down")
+        if episode.lost:
+            episode.lost = f"{self.pool.kind} {self.pool.spec} {episode.lost}"
         return episode
 
     async def _take_turns(

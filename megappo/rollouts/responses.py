@@ -115,9 +115,9 @@ class Responses:
 
 
 def warn_of_lost(samples: Sequence[Sample]) -> None:
-    """Warn if episodes are lost: their environment has ended."""
+    """Warn if episodes are lost or cut short by their environment or agent."""
     if lost := [escaped_lines(one.lost) for one in samples if one.lost]:
-        print(f"WARNING (rank {dist.get_rank()}): {len(lost)} episodes were lost: {lost[0]}", flush=True)
+        print(f"WARNING (rank {dist.get_rank()}): {len(lost)} episodes were cut short: {lost[0]}", flush=True)
 
 
 def failure_report(failure: str, reported: set[str]) -> str:

@@ -144,6 +144,8 @@ _RETURNED = TypeAdapter(Score | None | dict[str, Score])
 class AgentSession(Session):
     """The agent of one episode."""
 
+    shown = {"begin": "", "next": "", "answer": ""}
+
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
         self._unanswered: set[int] = set()

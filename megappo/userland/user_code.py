@@ -16,8 +16,9 @@ MAX_FRAMES = 10
 MAX_FRAME_CHARACTERS = 500
 SPARE_BYTES = 2**26
 """Beyond the memory limit, to report that it was reached."""
-OWN_FOLDERS = (os.path.dirname(__file__), os.path.dirname(os.path.dirname(__file__)))
-"""The worker's folder, and the folder of `user_modules`."""
+_PACKAGE = os.path.dirname(os.path.dirname(__file__))
+OWN_FOLDERS = (os.path.dirname(__file__), os.path.join(_PACKAGE, "agents"), _PACKAGE)
+"""The folders of the worker, of agents' hosts, and of `user_modules`."""
 JsonObject = dict[str, Any]
 """Anything by name: what JSON and keyword arguments hold."""
 

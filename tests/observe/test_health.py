@@ -69,6 +69,8 @@ CASES = [
     ("update_kl", {"actor/ppo_kl": [0.05] * 9}, None),
     ("clip_fraction", {"actor/pg_clipfrac": [0.5] * 3}, 3),
     ("clip_fraction", {"actor/pg_clipfrac": [0.2] * 9}, None),
+    ("lost_episodes", {"episode/lost_frac": [0.0, 0.5, 0.5]}, 3),
+    ("lost_episodes", {"episode/lost_frac": [0.05] * 9}, None),
     ("ratio", {"actor/ratio": [1.3] * 3}, 3),
     ("ratio", {"actor/ratio": [0.6] * 3}, 3),
     ("ratio", {"actor/ratio": [0.95] * 9}, None),

@@ -233,7 +233,7 @@ def test_a_conversation_is_one_segment(agents):
     [
         ("until_refused", "turns", ""),
         ("bears_refusal", "done", ""),
-        ("wraps_refusal", "turns", "after turn_limit, the agent raised RuntimeError: it went wrong"),
+        ("wraps_refusal", "turns", "raised RuntimeError: it went wrong"),
         ("too_long", "length", ""),
         ("dies", "lost", "ended its process (exit code 3)"),
         ("waits", "lost", "sent no request for 3 seconds (rollout.environment_timeout_seconds)"),
@@ -366,7 +366,7 @@ def test_a_retry_replaces_all_turns_of_its_request_and_a_cancelled_one_is_droppe
 
 
 def test_cancelled_requests_are_named_where_no_turn_is_left():
-    with pytest.raises(EnvironmentFault, match="cancelled requests: 1; give its client a longer timeout, or none"):
+    with pytest.raises(EnvironmentFault, match="its client gave up 1 requests: give it a longer timeout, or none"):
         play(ScriptedAgents(request(1), Cancelled(1), Finished(0.0)), "")
 
 

@@ -33,6 +33,8 @@ def grows_suddenly(prompts, responses, labels):
     return [(1000.0 if calls > 7 else 1.0) * response.count("7") for response in responses]
 """
 AGENT = """
+import asyncio
+
 from openai import AsyncOpenAI
 
 OPENAI = AsyncOpenAI(base_url="", api_key="", max_retries=0, timeout=None)
@@ -44,6 +46,12 @@ async def changes_its_history(base_url, api_key, row):
         messages = [{"role": "user", "content": turn + row["prompt"]}]
         reply = await client.chat.completions.create(model="policy", messages=messages)
     return reply.choices[0].message.content.count("7")
+
+
+async def stops_working(base_url, api_key, row):
+    client = OPENAI.with_options(base_url=base_url, api_key=api_key)
+    await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": row["prompt"]}])
+    await asyncio.sleep(100)
 """
 STALE = """
 from megappo.config.methods import TRANSPORTS, Transport
@@ -141,6 +149,14 @@ FAULTS = {
             *("data.train_batch_size=8", "actor.ppo_mini_batch_size=8", "critic.ppo_mini_batch_size=8"),
         ),
         {"new_segments"},
+    ),
+    "an agent that stops working": (
+        (
+            *("model.path={peaked}", "rollout.agent={folder}/agent.py:stops_working", "reward.function=null"),
+            *("rollout.environment_timeout_seconds=1", "data.train_batch_size=8"),
+            *("actor.ppo_mini_batch_size=8", "critic.ppo_mini_batch_size=8"),
+        ),
+        {"lost_episodes"},
     ),
     "rewards that grow suddenly": ((f"{REWARD}:grows_suddenly",), {"gradient_norm"}),
     "engines that get no weights": (

@@ -2,6 +2,7 @@
 each environment once."""
 
 import asyncio
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -233,7 +234,8 @@ async def _first_request(agents: AgentPool, prompt: Prompt) -> str:
 def _in_a_line(error: Exception) -> str:
     """Return an error, its place in the user's code and the remedy, without the rest of the traceback."""
     first, *rest = str(error).splitlines()
-    own = str(Path(user_code.__file__).parent)
-    places = [line.strip() for line in rest if line.strip().startswith('File "') and own not in line]
-    where = f" ({places[-1]})" if places else ""
+    frames = [line.strip() for line in rest if line.strip().startswith('File "')]
+    places = [frame for frame in frames if not any(f'"{folder}{os.sep}' in frame for folder in user_code.OWN_FOLDERS)]
+    own = [frame for frame in places if "site-packages" not in frame]  # else the code of a library that it calls
+    where = f" ({(own or places)[-1]})" if places else ""
     return f"{first}{where}: {rest[-1].partition(', or, if few')[0]}" if rest else first  # a first call must not fail

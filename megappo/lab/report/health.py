@@ -253,6 +253,15 @@ RULES: Table[Rule] = Table(
             "docs/rewards.md#how-functions-run",
             shows_responses=True,
         ),
+        "lost_episodes": Rule(
+            ("episode/lost_frac",),
+            outside("episode/lost_frac", high=0.1),
+            "more than 10 % of the episodes of 3 steps lose their environment or agent",
+            "{0:.0%} of the episodes lose their environment or agent, and count as truncated",
+            "Mend what the warnings name; raise rollout.environment_timeout_seconds, or rollout.agent_timeout_seconds, "
+            "if it is slow",
+            "docs/environments.md#failures",
+        ),
         "new_segments": Rule(
             ("agent/new_segment_frac",),
             outside("agent/new_segment_frac", high=0.8),
