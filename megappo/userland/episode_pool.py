@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from concurrent.futures import Future, wait
 from contextlib import asynccontextmanager, nullcontext, suppress
 from typing import Any
