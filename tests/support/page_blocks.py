@@ -10,7 +10,7 @@ PAGES = {
     for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
 }
 BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$|^#+ ", re.MULTILINE | re.DOTALL)
-NEEDS = re.compile(r"# Needs [^\n]*\b(GPUs?|SLURM|network|nodes|Docker|Apptainer|downloads?)\b")
+NEEDS = re.compile(r"# Needs [^\n]*\b(GPUs?|SLURM|network|nodes|Docker|Apptainer|downloads?|minutes)\b")
 SERVES = "# Runs until Ctrl-C"
 FILE = re.compile(r"# ([\w.]+\.(?:py|yaml))\b")
 
