@@ -201,10 +201,10 @@ CONTRADICTIONS = {
     ),
     "rollout.max_turns=3": "rollout.max_turns 3 has no effect, as rollout.environment is null: drop it",
     "rollout.environment=json.decoder:JSONDecoder rollout.tools=json:loads rollout.tool_call_parser=qwen25": (
-        "rollout.environment and rollout.tools are both set: drop one"
+        "rollout.environment and rollout.tools are both set: keep one"
     ),
     "rollout.tools=json:loads": "rollout.tools needs rollout.tool_call_parser: name SGLang's for the model",
-    "rollout.tool_call_parser=qwen25": 'rollout.tool_call_parser "qwen25" has no effect, as rollout.tools is empty:',
+    "rollout.tool_call_parser=qwen25": 'rollout.tool_call_parser "qwen25" has no effect, as rollout.tools is empty',
     "rollout.environment=json.decoder:JSONDecoder data.too_long=truncate_left": (
         "data.too_long truncate_left would cut an episode's first messages: set it to skip"
     ),
@@ -222,7 +222,7 @@ CONTRADICTIONS = {
         "reward.normalize batch changes the sum of an episode's rewards, not the rewards of its turns"
     ),
     "reward.function=null": "reward.function and rollout.environment leave responses without a score: name a",
-    "actor.policy_loss=clip_turn": "actor.policy_loss clip_turn needs several turns: name a rollout.environment or",
+    "actor.policy_loss=clip_turn": "actor.policy_loss clip_turn needs several turns: name a rollout.environment",
     "algorithm.gae_level=turn": "algorithm.gae_level turn needs several turns: name a rollout.environment",
     "algorithm.mask_truncated=true algorithm.bootstrap_truncated=true": (
         "algorithm.mask_truncated and algorithm.bootstrap_truncated are both true: drop one"
@@ -326,7 +326,7 @@ CONTRADICTIONS = {
         "eval.datasets.a.label_key, or add it (data.on_bad_row=skip leaves such out); the file has: prompt, label"
     ),
     "eval.datasets={a: {files: val.jsonl, environment: json.decoder:JSONDecoder, tools: json:loads}} "
-    "rollout.tool_call_parser=qwen25": "eval.datasets.a.environment and eval.datasets.a.tools are both set: drop one",
+    "rollout.tool_call_parser=qwen25": "eval.datasets.a.environment and eval.datasets.a.tools are both set: keep one",
     "eval.datasets={a: {files: val.jsonl, tools: json:loads}}": (
         "eval.datasets.a.tools needs rollout.tool_call_parser: name SGLang's for the model, such as qwen25"
     ),
@@ -337,11 +337,11 @@ CONTRADICTIONS = {
         "eval.datasets.a.environment 'non': expected FILE.py:CLASS or package.module:CLASS"
     ),
     "eval.datasets={a: {files: val.jsonl, reward: none}}": (
-        "eval.datasets.a.reward and rollout.environment leave responses without a score: name a function, or an"
+        "eval.datasets.a.reward and rollout.environment leave responses without a score: name a function, an"
     ),
     "rollout.environment=json.decoder:JSONDecoder reward.function=null data.val_files=[] "
     "eval.datasets={a: {files: val.jsonl, environment: none}}": (
-        "reward.function and eval.datasets.a.environment leave responses without a score: name a function, or an"
+        "reward.function and eval.datasets.a.environment leave responses without a score: name a function, an"
     ),
     "eval.datasets={a: {files: val.jsonl, environment: json.decoder:JSONDecoder}} rollout.max_total_tokens=2050": (
         "rollout.max_total_tokens 2050 is below the 2054 tokens that an engine needs for prompts of 1024 "

@@ -60,7 +60,7 @@ KEYS_AND_VALUES = {
         'remax | opo | gpg | grpo_passk | gdpo | optimal_token_baseline, found "ppo"'
     ),
     "actor.policy_loss=ppo": (
-        "actor.policy_loss: expected clip | gspo | cispo | sapo | gpg | clip_cov | kl_cov | gmpo | "
+        "actor.policy_loss: expected clip | gspo | clip_turn | cispo | sapo | gpg | clip_cov | kl_cov | gmpo | "
         'dppo_tv | dppo_kl | dro | dis, found "ppo"'
     ),
     "actor.loss_agg_mode=mean": (

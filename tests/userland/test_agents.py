@@ -346,11 +346,11 @@ def test_a_request_whose_reply_is_not_written_at_the_end_is_cancelled():
     assert asyncio.run(end_with_an_answer())[1:] == [{"cancelled": {"request": 1}}]
 
 
-def test_an_agent_that_is_closed_while_it_begins_ends(tmp_path, monkeypatch):
+def test_an_agent_that_is_closed_while_it_begins_ends(monkeypatch):
     monkeypatch.setattr("threading.stack_size", lambda size: 0)
 
     async def close_at_once():
-        host = AgentHost(str(tmp_path), 5.0, False, None, None, code=(str(AGENTS), "run"))
+        host = AgentHost(5.0, False, None, None, code=(str(AGENTS), "run"))
         beginning = asyncio.create_task(host.begin(1, {"case": "hangs"}))
         await asyncio.sleep(0)
         await host.close(1)
