@@ -196,12 +196,12 @@ OF_SUPPORTS = ("one rank, small micro-batches", "tp2 sp", "pp2", "cp2", "cp2 pp2
 
 
 @pytest.mark.parametrize("name", slow_ones(OF_SUPPORTS, {"cp2 pp2, full recompute"}))
-@pytest.mark.parametrize("kind", ["hl_gauss", "quantile", "shared hl_gauss"])
+@pytest.mark.parametrize("kind", ["hl_gauss", pytest.param("quantile", marks=pytest.mark.slow), "shared hl_gauss"])
 def test_heads_of_several_outputs_train_as_hugging_faces_do(name: str, kind: str, tmp_path: Path) -> None:
     check(name, kind, with_score(hf_folder(tmp_path / "hf", "qwen2"), kind))
 
 
-@pytest.mark.parametrize("name", ["one rank, small micro-batches", "tp2 sp", "pp2", "cp2"])
+@pytest.mark.parametrize("name", slow_ones(OF_SUPPORTS, {"pp2", "cp2", "cp2 pp2, full recompute"}))
 def test_a_detached_value_head_leaves_the_policy_alone(name: str, tmp_path: Path) -> None:
     check(name, "shared detached", with_score(hf_folder(tmp_path / "hf", "qwen2")))
 

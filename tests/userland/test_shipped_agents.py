@@ -55,6 +55,7 @@ def test_functions_solve_a_product(agent: str, numbers_of_messages: list[int]):
     assert [len(request.messages) for request in requests] == numbers_of_messages
 
 
+@pytest.mark.slow  # that commands are run and compact is in test_agents and in the example of compaction
 def test_the_command_runs_programs_until_it_answers():
     async def script(request: TurnRequest) -> list[str]:
         return [coder(request)]
