@@ -5,13 +5,12 @@ import itertools
 import json
 import logging
 import os
-import signal
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from megappo.runtime.keeper import KILL_TIMEOUT_SECONDS, REMOVED, ask_to_end
+from megappo.runtime.keeper import KILL_TIMEOUT_SECONDS, REMOVED, ask_to_end, signal_of
 from megappo.runtime.machine import PACKAGE_ROOT, PYTHON, search_path
 from megappo.userland.user_code import JsonObject
 
@@ -64,7 +63,8 @@ async def run_command(
     finally:
         await _make_sure_it_ends(process)
     if code not in (0, 1):
-        raise CommandLost(f"ended with {_exit(code)}; the end of its errors: {errors[-SHOWN_CHARACTERS:] or 'none'}")
+        end = signal_of(code) or f"exit code {code}"
+        raise CommandLost(f"ended with {end}; the end of its errors: {errors[-SHOWN_CHARACTERS:] or 'none'}")
     if code == 1 and next(FAILURES) == 0:
         LOGGER.warning("the command ended with exit code 1; the end of its errors: %s", errors[-SHOWN_CHARACTERS:])
     result = _last_line(output) if code == 0 else None
@@ -119,9 +119,3 @@ def _last_line(output: str) -> JsonObject | None:
         found: Any = json.loads(line)
         return found if isinstance(found, dict) and "reward" in found else None
     return None
-
-
-def _exit(code: int) -> str:
-    with suppress(ValueError):  # not a signal, but the command's own exit code
-        return f"{signal.Signals(code - 128).name}"
-    return f"exit code {code}"

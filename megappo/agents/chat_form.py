@@ -7,9 +7,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from megappo.userland.user_code import JsonObject
+from megappo.userland.user_code import MAX_CHOICES, JsonObject
 
-MAX_CHOICES = 128
 BAD_REQUEST = 400
 CHANGES_SAMPLING = "the tokens would be sampled from another distribution than the one that is trained"
 REASONS = {

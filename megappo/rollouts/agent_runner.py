@@ -15,8 +15,8 @@ from operator import attrgetter
 from typing import Any
 
 from megappo.engines.generations import Generation
-from megappo.rollouts.conversation import Turn, TurnPlace, TurnTree
-from megappo.rollouts.episodes import MAX_RESETS, EpisodeRunner, Generate
+from megappo.rollouts.conversation import Turn, TurnTree
+from megappo.rollouts.episodes import EpisodeRunner, Generate
 from megappo.rollouts.sample_rows import AgentFacts, Ending, Sample
 from megappo.userland.agent_sessions import (
     AgentSession,
@@ -48,25 +48,18 @@ class AgentRunner(EpisodeRunner):
         needs_reward: nothing else scores an episode.
     """
 
+    beginning = "its first request was answered"
+
     def __init__(self, *arguments: Any, needs_reward: bool):
         super().__init__(*arguments)
         self._needs_reward = needs_reward
 
-    async def play(self, prompt_index: int, sample_index: int, generate: Generate) -> Sample:
-        """Play one episode from a prompt.
-
-        Raises:
-            EnvironmentFault: the agent's code failed.
-        """
+    async def _play_in(self, session: Any, prompt_index: int, sample_index: int, generate: Generate) -> Sample:
         prompt = self.prompts[prompt_index]
-        for _ in range(MAX_RESETS):
-            async with self.pool.session() as session:
-                episode = _Episode(self, session, generate)
-                lost = await episode.play(row_of(prompt.columns, prompt.label))
-            if episode.turns or not lost:
-                break
-        else:
-            raise self.pool.fault(f"{lost}, {MAX_RESETS} times before its first request was answered")
+        episode = _Episode(self, session, generate)
+        lost = await episode.play(row_of(prompt.columns, prompt.label))
+        if lost and not episode.turns:
+            raise EpisodeLost(lost)
         ending: Ending = "lost"
         parts: Mapping[str, float] = {}
         if finished := episode.finished:
@@ -75,8 +68,7 @@ class AgentRunner(EpisodeRunner):
             episode.turns[max(episode.turns)].reward += finished.reward or 0.0
         episode.renumber()
         segments = episode.tree.segments()
-        sample = Sample(prompt_index, sample_index, segments, ending, parts, lost, agent=episode.facts())
-        return self.checked(sample)
+        return Sample(prompt_index, sample_index, segments, ending, parts, lost, agent=episode.facts())
 
     def _ending(self, episode: "_Episode", finished: Finished) -> tuple[Ending, str]:
         """Return how an episode ended, and a warning. An agent that fails after a limit of the run refused a request is
@@ -206,13 +198,14 @@ class _Episode:
             reason = f"no room is left after {len(place.tokens)} tokens: at most {limits}"
             return await self._refuse(request, TOO_LONG, reason)
         numbers = [next(self._numbers) for _ in range(request.n)]
-        sample = partial(self._sample, place, min(room, request.max_tokens or room), request.stop)
+        prompt = place.tokens
+        sample = partial(self._sample, prompt, min(room, request.max_tokens or room), request.stop)
         self._sampling[request.number] = request.n
         async with asyncio.TaskGroup() as group:  # unlike gather, it cancels the others if one fails
             tasks = [group.create_task(sample()) for _ in numbers]
         sampled = [task.result() for task in tasks]
         del self._sampling[request.number]
-        superseded = self._superseded(request, place)
+        superseded = self._superseded(request, prompt)
         answered = []
         for number, (generation, end) in zip(numbers, sampled, strict=True):
             turn = self.tree.write(place, generation, number, _continued(request, known))
@@ -222,22 +215,21 @@ class _Episode:
             answered.append(AnsweredTurn(number, turn.content[:end], reason))
         self._num_superseded += sum(self._drop(turn) for turn in superseded)
         num_written = sum(len(generation.tokens) for generation, _ in sampled)
-        return await self._reply(request, Answer(answered, len(place.tokens), num_written))
+        return await self._reply(request, Answer(answered, len(prompt), num_written))
 
-    def _superseded(self, request: TurnRequest, place: TurnPlace) -> list[Turn]:
+    def _superseded(self, request: TurnRequest, prompt: list[int]) -> list[Turn]:
         """Return the turns that a retry replaces: the latest request's with the same prompt."""
         if not request.is_retry:
             return []
         for turns in reversed(self._requests.values()):
             live = [turn for turn in turns if turn.number in self.turns]
-            if live and live[0].place.tokens == place.tokens:
+            if live and live[0].place.tokens == prompt:
                 return live
         return []
 
-    async def _sample(self, place: TurnPlace, room: int, stop: Sequence[str]) -> tuple[Generation, int | None]:
+    async def _sample(self, prompt: list[int], room: int, stop: Sequence[str]) -> tuple[Generation, int | None]:
         """Return a turn, and the length of its text before the first of the stop strings; None if it has none. The
         turn ends with the token that completes the string."""
-        prompt = place.tokens
         if not stop:
             return await self._generate(prompt, room), None
         written = Generation([], [], "length")

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megappo.config.schema import Config
 from megappo.data.chat import Chat, PromptContent
@@ -104,7 +104,10 @@ class EpisodeRunner:
     Attributes:
         tokenizer: serves one thread at a time.
         limits: tokens that a segment may have after its prompt, and together with it.
+        beginning: when an episode has begun, for messages.
     """
+
+    beginning = "an episode began"
 
     def __init__(
         self,
@@ -126,28 +129,34 @@ class EpisodeRunner:
         """Play one episode from a prompt.
 
         Raises:
-            EnvironmentFault: the environment's code failed.
+            EnvironmentFault: the code of the environment or agent failed.
+        """
+        for _ in range(MAX_RESETS):
+            try:
+                async with self.pool.session() as session:
+                    return self._checked(await self._play_in(session, prompt_index, sample_index, generate))
+            except EpisodeLost as error:
+                lost = str(error)
+        raise self.pool.fault(f"{lost}, {MAX_RESETS} times before {self.beginning}")
+
+    async def _play_in(self, environment: Any, prompt_index: int, sample_index: int, generate: Generate) -> Sample:
+        """Play an episode in its session.
+
+        Raises:
+            EpisodeLost: it was lost before it had begun.
+            EnvironmentFault: as in `play`.
         """
         prompt = self.prompts[prompt_index]
-        for _ in range(MAX_RESETS):
-            async with self.pool.session() as environment:
-                transcript = Transcript(prompt, self.chat, self.tokenizer, self.limits)
-                try:
-                    observation = await environment.reset(row_of(prompt.columns, prompt.label))
-                except EpisodeLost as error:
-                    lost = str(error)
-                    continue
-                if not self._accepts(transcript, observation):
-                    length = f"{len(transcript.place.tokens)} tokens of {self.limits[1]}"
-                    raise self.pool.fault(
-                        f"leaves no room for a turn after reset ({length}): raise data.max_prompt_length"
-                    )
-                parts: Counter[str] = Counter()
-                ending, lost = await self._take_turns(transcript, environment, generate, parts)
-                return self.checked(Sample(prompt_index, sample_index, transcript.segments, ending, parts, lost))
-        raise self.pool.fault(f"{lost}, {MAX_RESETS} times before an episode began")
+        transcript = Transcript(prompt, self.chat, self.tokenizer, self.limits)
+        observation = await environment.reset(row_of(prompt.columns, prompt.label))
+        if not self._accepts(transcript, observation):
+            length = f"{len(transcript.place.tokens)} tokens of {self.limits[1]}"
+            raise self.pool.fault(f"leaves no room for a turn after reset ({length}): raise data.max_prompt_length")
+        parts: Counter[str] = Counter()
+        ending, lost = await self._take_turns(transcript, environment, generate, parts)
+        return Sample(prompt_index, sample_index, transcript.segments, ending, parts, lost)
 
-    def checked(self, episode: Sample) -> Sample:
+    def _checked(self, episode: Sample) -> Sample:
         """Return an episode whose warning names the code.
 
         Raises:

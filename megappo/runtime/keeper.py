@@ -71,6 +71,13 @@ def ask_to_end(process: subprocess.Popen) -> None:
     process.send_signal(signal.SIGCONT)
 
 
+def signal_of(code: int) -> str:
+    """Return the name of the signal that a keeper's exit code reports; "" for the command's own exit code."""
+    with suppress(ValueError):
+        return signal.Signals(code - 128).name
+    return ""
+
+
 def _run(command: Sequence[str], owners: Collection[int]) -> int:
     """Run the command until it ends, its owner is gone or SIGTERM arrives; return its exit code.
 

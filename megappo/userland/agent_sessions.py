@@ -15,15 +15,14 @@ from pydantic import Field, PlainValidator, TypeAdapter, ValidationError
 
 from megappo.config.schema import Reward
 from megappo.config.sections import Rollout
-from megappo.userland.episode_pool import EpisodeLost, EpisodePool, Session
+from megappo.userland.episode_pool import EpisodeLost, EpisodePool, Session, episode_limits
 from megappo.userland.grades import MAX_NAME_CHARACTERS, fits_float32
 from megappo.userland.signatures import is_message
 from megappo.userland.spec import parse_spec
-from megappo.userland.user_code import JsonObject, cut
+from megappo.userland.user_code import MAX_CHOICES, JsonObject, cut
 
 POLL_SECONDS = 20.0
 """Longest time without a reply from a worker whose agent sends nothing."""
-MAX_CHOICES = 128
 Count = Annotated[int, Field(ge=0)]
 
 
@@ -305,8 +304,5 @@ def load_agent(rollout: Rollout, reward: Reward) -> AgentPool:
         rollout.agent or rollout.agent_command,
         hosted,
         episode_seconds=rollout.agent_timeout_seconds,
-        num_workers=rollout.num_environment_workers,
-        timeout_seconds=rollout.environment_timeout_seconds,
-        memory_limit_gib=reward.memory_limit_gib,
-        pass_env=reward.pass_env,
+        **episode_limits(rollout, reward),
     )

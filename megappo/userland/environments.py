@@ -14,7 +14,7 @@ from megappo.config.eval_sets import Task
 from megappo.config.schema import Reward
 from megappo.config.sections import PLAYERS, Rollout
 from megappo.userland.agent_sessions import AgentPool, load_agent
-from megappo.userland.episode_pool import EpisodePool, Session
+from megappo.userland.episode_pool import EpisodePool, Session, episode_limits
 from megappo.userland.grades import MAX_NAME_CHARACTERS, fits_float32
 from megappo.userland.rewards import RewardPool
 from megappo.userland.signatures import NO_INPUT, PROMPTS, InputSpec, is_message
@@ -145,14 +145,7 @@ def load_environments(rollout: Rollout, reward: Reward) -> EnvironmentPool:
         functions = [(tool.source, tool.name) for tool in tools]
         spec = f"of tools {', '.join(rollout.tools)}"
         code = ["megappo.engines.tool_calls", "tool_environment", functions, rollout.tool_call_parser]
-    return EnvironmentPool(
-        spec,
-        code,
-        num_workers=rollout.num_environment_workers,
-        timeout_seconds=rollout.environment_timeout_seconds,
-        memory_limit_gib=reward.memory_limit_gib,
-        pass_env=reward.pass_env,
-    )
+    return EnvironmentPool(spec, code, **episode_limits(rollout, reward))
 
 
 @dataclass(frozen=True)

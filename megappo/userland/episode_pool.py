@@ -8,6 +8,8 @@ from concurrent.futures import Future, wait
 from contextlib import asynccontextmanager, nullcontext, suppress
 from typing import Any
 
+from megappo.config.schema import Reward
+from megappo.config.sections import Rollout
 from megappo.errors import ActionableError
 from megappo.runtime.heartbeat import heartbeat
 from megappo.userland.user_code import JsonObject
@@ -95,6 +97,16 @@ class EpisodePool(WorkerPool):
                 wait(list(self._closing), self.timeout_seconds if error[0] is None else FAILED_SECONDS)
         finally:
             self.close()
+
+
+def episode_limits(rollout: Rollout, reward: Reward) -> dict[str, Any]:
+    """Return the number and limits of the workers of episodes: `WorkerPool`'s arguments. Some are reward functions'."""
+    return {
+        "num_workers": rollout.num_environment_workers,
+        "timeout_seconds": rollout.environment_timeout_seconds,
+        "memory_limit_gib": reward.memory_limit_gib,
+        "pass_env": reward.pass_env,
+    }
 
 
 class Session:

@@ -19,6 +19,8 @@ SPARE_BYTES = 2**26
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 OWN_FOLDERS = (os.path.dirname(__file__), os.path.join(_PACKAGE, "agents"), _PACKAGE)
 """The folders of the worker, of agents' hosts, and of `user_modules`."""
+MAX_CHOICES = 128
+"""Turns that one request of an agent may ask for."""
 JsonObject = dict[str, Any]
 """Anything by name: what JSON and keyword arguments hold."""
 

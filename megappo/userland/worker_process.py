@@ -5,7 +5,6 @@ import itertools
 import json
 import os
 import re
-import signal
 import socket
 import subprocess
 from collections.abc import Callable, Collection, Coroutine, Mapping
@@ -18,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from megappo.errors import ActionableError
 from megappo.runtime.heartbeat import heartbeat
-from megappo.runtime.keeper import KILL_TIMEOUT_SECONDS, ask_to_end
+from megappo.runtime.keeper import KILL_TIMEOUT_SECONDS, ask_to_end, signal_of
 from megappo.runtime.machine import PYTHON, for_python, unbound
 from megappo.userland.signatures import CallMode, InputSpec
 from megappo.userland.user_code import JsonObject
@@ -191,9 +190,8 @@ class WorkerProcess:
             code = self._process.wait(EXIT_SECONDS)
         except subprocess.TimeoutExpired:
             return "closed its connection"
-        with suppress(ValueError):  # not a signal, but the code's own exit code
-            return f"killed by {signal.Signals(code - 128).name}"
-        return f"exit code {code}"
+        found = signal_of(code)
+        return f"killed by {found}" if found else f"exit code {code}"
 
 
 def end_keeper(process: subprocess.Popen, timeout_seconds: float) -> None:
