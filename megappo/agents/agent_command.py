@@ -49,19 +49,11 @@ async def run_command(
     """
     with tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".json", delete=False) as file:
         json.dump(row, file)
-    process = await asyncio.create_subprocess_exec(
-        *(*PYTHON, "-m", "megappo.runtime.keeper", str(os.getpid())),
-        *("env", f"PATH={search_path()}", f"PYTHONPATH={_python_path()}", *command),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, **_endpoint_variables(base_url, api_key), "MEGAPPO_ROW": file.name, REMOVED: file.name},
-        start_new_session=True,
-    )
     try:
-        output, errors, code = await asyncio.gather(_end(process.stdout), _end(process.stderr), process.wait())
+        output, errors, code = await _finished(command, base_url, api_key, file.name)
     finally:
-        await _make_sure_it_ends(process)
+        with suppress(FileNotFoundError):  # the keeper has removed it, if it was started
+            os.unlink(file.name)
     if code not in (0, 1):
         end = signal_of(code) or f"exit code {code}"
         raise CommandLost(f"ended with {end}; the end of its errors: {errors[-SHOWN_CHARACTERS:] or 'none'}")
@@ -74,6 +66,23 @@ async def run_command(
             LOGGER.warning("the last line of the command's output is no reward: exit code 0 counts as 1, 1 as 0")
     result = result or {}
     return {**result, "exit_code": code}
+
+
+async def _finished(command: Sequence[str], base_url: str, api_key: str, row_file: str) -> tuple[str, str, int]:
+    """Run a command under a keeper; return the ends of its output and errors, and the keeper's exit code."""
+    process = await asyncio.create_subprocess_exec(
+        *(*PYTHON, "-m", "megappo.runtime.keeper", str(os.getpid())),
+        *("env", f"PATH={search_path()}", f"PYTHONPATH={_python_path()}", *command),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, **_endpoint_variables(base_url, api_key), "MEGAPPO_ROW": row_file, REMOVED: row_file},
+        start_new_session=True,
+    )
+    try:
+        return await asyncio.gather(_end(process.stdout), _end(process.stderr), process.wait())
+    finally:
+        await _make_sure_it_ends(process)
 
 
 def _python_path() -> str:
