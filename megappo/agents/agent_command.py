@@ -64,8 +64,7 @@ async def run_command(
         result = {"reward": 1.0 - code}
         if code == 0 and next(UNREWARDED) == 0:
             LOGGER.warning("the last line of the command's output is no reward: exit code 0 counts as 1, 1 as 0")
-    result = result or {}
-    return {**result, "exit_code": code}
+    return {**(result or {}), "exit_code": code}
 
 
 async def _finished(command: Sequence[str], base_url: str, api_key: str, row_file: str) -> tuple[str, str, int]:

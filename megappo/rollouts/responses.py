@@ -181,16 +181,14 @@ def episode_metrics(samples: Sequence[Sample]) -> dict[str, Metric]:
 def agent_metrics(samples: Sequence[Sample]) -> dict[str, Metric]:
     """Return this rank's part of the metrics of agents' episodes; empty without any."""
     played = [one for one in samples if one.agent]
-    facts = [one.agent for one in samples if one.agent]
+    facts = [one.agent for one in played]
     if not played:
         return {}
     num_turns = sum(one.num_turns for one in played)
     num_superseded = sum(one.num_superseded for one in facts)
     num_new = sum(len(one.segments) - 1 for one in played)
     num_later = num_turns - len(facts)
-    found = {
-        "agent/requests": Metric((sum(one.num_requests for one in facts), len(facts)), "mean"),
-        "agent/waiting_seconds": Metric((sum(one.waited_seconds for one in facts), len(facts)), "mean"),
-        "agent/superseded_frac": Metric((num_superseded, num_turns + num_superseded), "mean"),
-    }
+    records = [{"agent/requests": one.num_requests, "agent/waiting_seconds": one.waited_seconds} for one in facts]
+    found = named_metrics(records)
+    found["agent/superseded_frac"] = Metric((num_superseded, num_turns + num_superseded), "mean")
     return found | ({"agent/new_segment_frac": Metric((num_new, num_later), "mean")} if num_later else {})

@@ -143,7 +143,7 @@ _RETURNED = TypeAdapter(Score | None | dict[str, Score])
 class AgentSession(Session):
     """The agent of one episode."""
 
-    shown = {"begin": "", "next": "", "answer": ""}
+    names_method = False
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
@@ -251,7 +251,7 @@ class AgentPool(EpisodePool):
         spec: the agent's name, for messages.
         hosted: arguments of `AgentHost`.
         episode_seconds: time limit of a whole episode.
-        timeout_seconds: time limit between an agent's requests.
+        limits: further arguments of `WorkerPool`; timeout_seconds also limits the time between an agent's requests.
     Raises:
         EnvironmentFault: the file cannot be imported, or defines no such function; there is no such program.
     """
@@ -265,13 +265,11 @@ class AgentPool(EpisodePool):
         hosted: JsonObject,
         *,
         episode_seconds: float,
-        timeout_seconds: float,
         **limits: Any,
     ):
         self.episode_seconds = episode_seconds
         self._ignored: set[str] = set()
-        hosted = {**hosted, "seconds": timeout_seconds}
-        super().__init__(spec, "agents", hosted, timeout_seconds=timeout_seconds, **limits)
+        super().__init__(spec, "agents", hosted, **limits)
 
     def warn_ignored(self, names: Sequence[str]) -> None:
         """Warn once of each field of requests that has no effect."""
@@ -291,6 +289,7 @@ def load_agent(rollout: Rollout, reward: Reward) -> AgentPool:
         EnvironmentFault: see `AgentPool`.
     """
     hosted: JsonObject = {
+        "seconds": rollout.environment_timeout_seconds,
         "tool_call_parser": rollout.tool_call_parser,
         "reasoning_parser": rollout.reasoning_parser,
         "is_scored": bool(reward.weights),

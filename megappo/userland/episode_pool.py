@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Coroutine
 from concurrent.futures import Future, wait
 from contextlib import asynccontextmanager, nullcontext, suppress
 from typing import Any
@@ -113,10 +113,10 @@ class Session:
     """The environment or agent of one episode, in its worker.
 
     Attributes:
-        shown: method -> what messages call it.
+        names_method: losses name the method that was called.
     """
 
-    shown: Mapping[str, str] = {}
+    names_method = True
 
     def __init__(self, pool: Any, worker: WorkerProcess, number: int):
         self.pool = pool
@@ -134,7 +134,7 @@ class Session:
             return await self.pool.in_thread(self._call(method, {"number": self._number, **arguments}))
         except CallError as error:
             if error.is_late or not self._worker.is_up:
-                raise EpisodeLost(f"{self.shown.get(method, method)} {error}".lstrip()) from error
+                raise EpisodeLost(f"{method} {error}" if self.names_method else str(error)) from error
             raise self.pool.fault(f"{method} {error}") from error
 
     async def _call(self, method: str, arguments: JsonObject) -> Any:
