@@ -3,15 +3,17 @@
 .venv/bin/python tools/show_rollouts.py FOLDER                summary of each step
 .venv/bin/python tools/show_rollouts.py FOLDER --step 12      prompts, responses and scores of a step
 .venv/bin/python tools/show_rollouts.py FILE --tokens --num 1 token by token
+.venv/bin/python tools/show_rollouts.py FOLDER --jsonl        every response as a line of JSON, for trainer.kind=critic
 """
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -52,11 +54,19 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--order", choices=["prompt", "best", "worst"], default="prompt", help="which come first")
     parser.add_argument("--prompt", type=int, help="responses to this prompt only, by its number in the step, from 0")
     parser.add_argument("--tokens", action="store_true", help="show each token of a response with its log-prob")
+    parser.add_argument(
+        "--jsonl",
+        action="store_true",
+        help="write all responses, or the ones of --step and --prompt, as trajectories with tokens, texts and scores",
+    )
     parser.add_argument("--tokenizer", help="folder of the tokenizer (default: the recorded run's model.path)")
     return parser.parse_args()
 
 
 def _lines(args: argparse.Namespace) -> Iterator[str]:
+    if args.jsonl:
+        yield from _trajectories(args)
+        return
     if args.path.is_dir() and args.step is None:
         yield from _overview(args.path)
         return
@@ -68,6 +78,64 @@ def _lines(args: argparse.Namespace) -> Iterator[str]:
         yield ", ".join(f"{key} {value}" for key, value in file.facts.get("sampling", {}).items())
         for row in _chosen(file, args):
             yield from _response(file.rows(row, row + 1), file, tokenizer, args.tokens)
+
+
+def _trajectories(args: argparse.Namespace) -> Iterator[str]:
+    """Yield the responses of a record as lines of JSON, step after step."""
+    files = [args.path]
+    if args.path.is_dir():
+        files = [rows_file(args.path, step) for step in recorded_steps(args.path) if args.step in (None, step)]
+    num_masked = 0
+    for path in files:
+        with RowsFile(path) as file:
+            tokenizer = load_tokenizer(args.tokenizer or file.facts["model"])
+            for row in range(len(file.table)):
+                one = file.rows(row, row + 1)
+                if args.prompt not in (None, int(one.prompt_ids)):
+                    continue
+                if not one.response_mask.any():
+                    num_masked += 1
+                    continue
+                facts = {"step": file.facts["step"], "label": _label(file, int(one.prompt_ids))}
+                yield json.dumps(facts | _trajectory(one, path, tokenizer), ensure_ascii=False)
+    if num_masked:
+        print(f"left out: {num_masked} responses without a token to train on", file=sys.stderr)
+
+
+def _label(file: RowsFile, prompt: int) -> Any:
+    return file.facts["labels"][prompt] if "labels" in file.facts else None
+
+
+def _trajectory(row: Rows, path: Path, tokenizer: "PreTrainedTokenizerBase") -> dict[str, Any]:
+    """Return a response as trainer.kind=critic reads it: its tokens, and its score without the rewards of its steps.
+
+    Raises:
+        ActionableError: a line cannot express it.
+    """
+    segments = row.fields.get("segments")
+    weights = row.fields.get("loss_weights")
+    if (segments is not None and segments.any()) or (weights is not None and (weights != 1).any()):
+        what = "an episode of several segments" if weights is None or (weights == 1).all() else "a loss_weight"
+        raise ActionableError(f"{path} has {what}, which a line cannot express: set trainer.replay_rollouts instead")
+    size = int(row.response_lengths)
+    prompt, response = row.input_ids[:-size].tolist(), row.input_ids[-size:].tolist()
+    mask = [int(number) for number in row.response_mask[0, :size]]
+    rewards = row.fields["turn_rewards"][0, :size].tolist() if "turn_rewards" in row.fields else []
+    steps = [[end, reward] for end, reward in enumerate(rewards, 1) if reward]
+    found = {
+        "prompt": tokenizer.decode(prompt),
+        "response": tokenizer.decode(response, skip_special_tokens=True),
+        "score": float(row.fields["scores"]) - sum(rewards),
+        "prompt_tokens": prompt,
+        "response_tokens": response,
+    }
+    if steps:
+        found["steps"] = steps
+    if not all(mask):
+        found["response_mask"] = mask
+    if row.fields["truncated"].any():
+        found["truncated"] = True
+    return found
 
 
 def _overview(folder: Path) -> Iterator[str]:

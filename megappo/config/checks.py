@@ -5,13 +5,12 @@ Contradictions within one section stand beside its keys, as do the conditions un
 
 import re
 from collections.abc import Iterator
-from functools import partial
 from operator import attrgetter
 
 from megappo.config.config_error import Errors, shorten, show
 from megappo.config.eval_sets import TRAINING, Task, context_errors, eval_sets, tasks, training_task
 from megappo.config.kind_checks import example_errors, hang_errors, offload_errors, size_errors
-from megappo.config.model_checks import model_errors
+from megappo.config.model_checks import critic_errors, model_errors
 from megappo.config.recipes import RECIPES
 from megappo.config.schema import Config
 from megappo.config.score_checks import reward_model_errors, shapings
@@ -39,7 +38,7 @@ def config_errors(config: Config) -> list[str]:
     errors = [*_section_errors(config), *unread, *hang_errors(config), *size_errors(config)]
     errors += [*offload_errors(config), *_name_errors(config)]
     if not config.recipe.has_rollouts:
-        return [*errors, *example_errors(config)]
+        return [*errors, *example_errors(config), *critic_errors(config)]
     errors += [
         *_group_errors(config),
         *model_errors(config),
@@ -118,8 +117,9 @@ def _unread(
         if isinstance(value, Section) and (field.default is not None or value.model_fields_set):
             yield from _unread(config, value, f"{key}.", conditions, is_optional or field.default is None)
         elif is_set:
-            of_recipe = ReadIf("trainer.kind", partial(_is_named, key))
-            unmet = next((one for one in (of_recipe, *conditions) if _is_unread(config, key, one)), None)
+            if not _is_named(key, config):
+                conditions = (ReadIf("trainer.kind", lambda _: False),)
+            unmet = next((one for one in conditions if _is_unread(config, key, one)), None)
             if unmet is not None:
                 switch = unmet.switch
                 reason = unmet.reason.format(switch, show(attrgetter(switch)(config)).strip('"'))

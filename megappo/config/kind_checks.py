@@ -13,6 +13,8 @@ def example_errors(config: Config) -> Errors:
     if data.too_long == "truncate_left":
         yield "data.too_long truncate_left would cut the prompt that a response answers: set it to skip"
     named = set(data.columns)
+    if config.recipe.trains == "critic":
+        named -= {"score", "steps"}
     if config.recipe.has_pairs:
         forms = [{"chosen", "rejected"}]
         expected = "chosen and rejected"

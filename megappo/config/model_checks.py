@@ -10,7 +10,7 @@ def model_errors(config: Config) -> Errors:
     """Yield the contradictions, a line each, with the keys, their values and the remedy."""
     yield from _old_log_probs_errors(config)
     yield from _kl_errors(config)
-    yield from _critic_errors(config)
+    yield from critic_errors(config)
     yield from value_range_errors(config)
     yield from _adapter_errors(config)
 
@@ -57,7 +57,7 @@ def _kl_errors(config: Config) -> Errors:
             )
 
 
-def _critic_errors(config: Config) -> Errors:
+def critic_errors(config: Config) -> Errors:
     """Yield what a run that trains a critic alone lacks."""
     if config.recipe.trains != "critic":
         return
@@ -65,8 +65,9 @@ def _critic_errors(config: Config) -> Errors:
     algorithm = config.algorithm
     if not config.has_critic:
         yield (
-            f"trainer.train [critic]: this run has no critic (algorithm.adv_estimator {algorithm.adv_estimator}, "
-            f"algorithm.shared_backbone {show(algorithm.shared_backbone)}): set them to gae and false"
+            f"algorithm.adv_estimator {algorithm.adv_estimator} and algorithm.shared_backbone "
+            f"{show(algorithm.shared_backbone)} leave this run, which trains a critic alone, without one: set them to "
+            "gae and false"
         )
     if trainer.replay_held_out is not None and not config.replays:
         yield "trainer.replay_held_out needs trainer.replay_rollouts, as engines sample held-out prompts: drop it"
@@ -75,6 +76,14 @@ def _critic_errors(config: Config) -> Errors:
         yield (
             "critic.gate is checked on held-out rollouts: name data.val_files (with trainer.replay_rollouts: "
             "trainer.replay_held_out), and set trainer.eval_interval above 0"
+        )
+    if config.recipe.has_rollouts:
+        return
+    yield from value_range_errors(config)
+    if config.reward.normalize == "group":
+        yield (
+            "reward.normalize group compares the responses to a prompt, but each trajectory of data.train_files is "
+            "taken alone: set it to running, batch or none"
         )
 
 

@@ -48,6 +48,14 @@ PPO_KEYS = (
 )
 """Keys of PPO, and of the recipes in its place."""
 EXAMPLE_KEYS = ("data.max_length", "data.columns")
+RETURN_KEYS = (
+    *(f"algorithm.{key}" for key in ("preset", "adv_estimator", "gamma", "lam", "critic_lam", "gae_level")),
+    "algorithm.bootstrap_truncated",
+    *(f"reward.{key}" for key in ("scale", "clip", "normalize", "length_penalty", "length_penalty_factor")),
+    "reward.overlong_buffer",
+    "rollout.max_response_length",
+)
+"""Keys of what the returns of scored trajectories depend on."""
 REWARD_MODEL_KEYS = (
     "placement.reward_model",
     "reward_model.center_coef",
@@ -107,6 +115,14 @@ RECIPES = Table(
             trains="reward_model",
             has_rollouts=False,
             has_pairs=True,
+        ),
+        "critic": Recipe(
+            "megappo.recipes.critic:build",
+            "megappo.recipes.ppo:loop",
+            "megappo.placement.components:of_trajectories",
+            (*EXAMPLE_KEYS, "data.train_on", *RETURN_KEYS, "critic", "placement.critic", "trainer.keep_rollouts"),
+            trains="critic",
+            has_rollouts=False,
         ),
     },
 )

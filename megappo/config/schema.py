@@ -269,7 +269,7 @@ class Config(Section):
     @property
     def rows_per_prompt(self) -> int:
         """Rows of a step for each of data.train_batch_size."""
-        return self.rollout.n * self.rows_together
+        return self.rollout.n if self.recipe.has_rollouts else self.rows_together
 
     @property
     def has_values(self) -> bool:
@@ -328,7 +328,7 @@ class Config(Section):
     @property
     def replays(self) -> bool:
         """True if the run trains on recorded rollouts."""
-        return self.trainer.replay_rollouts is not None and self.recipe.has_steps
+        return self.trainer.replay_rollouts is not None and self.recipe.has_steps and self.recipe.has_rollouts
 
     @property
     def samples(self) -> bool:
@@ -342,8 +342,8 @@ class Config(Section):
 
     @property
     def trains_actor(self) -> bool:
-        """True if trainer.train names the actor."""
-        return "actor" in self.trainer.train
+        """True if trainer.kind is of the actor, and trainer.train names it."""
+        return RECIPES[self.trainer.kind].trains == "actor" and "actor" in self.trainer.train
 
     @property
     def hang_timeout_seconds(self) -> float:
@@ -358,8 +358,9 @@ class Config(Section):
             return ()
         lines = []
         if self.recipe.trains == "critic":
-            is_absent = "none" if self.replays else "not trained"
-            lines.append(f"actor: {is_absent} (trainer.train{', trainer.replay_rollouts' if self.replays else ''})")
+            is_absent = "not trained" if self.samples else "none"
+            keys = "trainer.train" if self.recipe.has_rollouts else "trainer.kind"
+            lines.append(f"actor: {is_absent} ({keys}{', trainer.replay_rollouts' if self.replays else ''})")
         if self.recipe.names("critic") and not self.has_critic:
             lines.append(f"critic: none (algorithm.adv_estimator {self.algorithm.adv_estimator})")
         if not self.evaluates:

@@ -80,9 +80,10 @@ SUMS_SCORES = ReadIf(
 )
 BUILDS_MODELS = ReadIf("trainer.rollout_only", lambda config: not config.trainer.rollout_only, "{} true samples with the weights of model.path")
 BUILDS_ACTOR = ReadIf(
-    "trainer.replay_rollouts",
-    lambda config: not (config.replays and config.recipe.trains == "critic" and config.critic.has_own_weights),
-    "only a critic with weights of its own is trained on {}",
+    "critic.model_path",
+    lambda config: config.samples or config.recipe.trains != "critic" or not config.critic.has_own_weights,
+    "only a critic with weights of its own is built",
+    others=("critic.dist_checkpointing_path", "trainer.replay_rollouts"),
 )
 OWN_ENGINES = ReadIf("rollout.engines", lambda config: not config.rollout.engines, "{} are already running")
 PARSES_CALLS = ReadIf("rollout.tools", lambda config: config.offers_tools or config.runs_agents, "{} is empty, and no agent is named")
@@ -150,7 +151,7 @@ class Data(Section):
     chat_template_kwargs: dict[str, str | int | float | StrictBool] = key({}, "variables of the chat template, such as {enable_thinking: false}")
     max_prompt_length: Positive = key(1024, "tokens of a prompt; too_long decides about a longer one")
     max_length: Positive = key(2048, "tokens of an example, or of each of a pair, prompts and responses together; too_long decides about a longer one")
-    columns: dict[Literal["messages", "prompt", "response", "chosen", "rejected", "margin"], str] = key({}, "fields of an example, such as {prompt: input, response: target} or {messages: dialogue}; {} = the first that a file has: messages; conversations; prompt and response; prompt and completion; question and answer; instruction and output. Preferences have chosen and rejected, with prompt and margin if a file has them")
+    columns: dict[Literal["messages", "prompt", "response", "chosen", "rejected", "margin", "score", "steps"], str] = key({}, "fields of an example, such as {prompt: input, response: target} or {messages: dialogue}; {} = the first that a file has: messages; conversations; prompt and response; prompt and completion; question and answer; instruction and output. Preferences have chosen and rejected, with prompt and margin if a file has them; trajectories have score, and steps if a file has them")
     train_on: Literal["all", "last"] = key("all", "messages of the assistant with a loss: all, or the last one of an example")
     too_long: TooLong = key("error", "a prompt longer than max_prompt_length, or an example longer than max_length: error = an error that names its line; skip = leave it out; truncate_left = keep its last tokens, without the tokens that the template puts first (prompts only). The start of the run reports how many were left out or cut")
     on_bad_row: Literal["error", "skip"] = key("error", "a malformed record, or one without a required field: error = an error that names its line; skip = leave it out and count it")

@@ -44,7 +44,7 @@ class Profile(Section):
 
 class Trainer(Section):
     output_dir: FilePath = key(..., "folder for config.yaml, metrics.jsonl, tensorboard/, checkpoints/, rollouts/")
-    kind: Annotated[str, OneOf(RECIPES)] = key("ppo", "ppo; sft = supervised fine-tuning of the actor on the responses of examples (megappo sft); reward_model = a reward model, trained on preferences (megappo reward-model)")
+    kind: Annotated[str, OneOf(RECIPES)] = key("ppo", "ppo; sft = supervised fine-tuning of the actor on the responses of examples (megappo sft); reward_model = a reward model, trained on preferences (megappo reward-model); critic = a critic alone, trained on trajectories with scores")
     total_steps: Positive = key(100, "steps of PPO; of other kinds: optimizer steps")
     train: Annotated[tuple[Literal["actor", "critic"], ...], MinLen(1), LISTED] = key(("actor", "critic"), "models that are trained, if the run has them; [critic] = a critic alone, on rollouts of the actor as it is in model.path, or on the rollouts of replay_rollouts")
     seed: NonNegative = key(0, "seeds data order, value head and sampling")

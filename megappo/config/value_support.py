@@ -34,8 +34,10 @@ def value_support(config: Config) -> ValueSupport | None:
 def return_bounds(config: Config) -> Bounds | str:
     """Return the lowest and the highest return of a response, or the keys that leave them open."""
     reward = config.reward
-    unknown = [name for name in reward.weights if name not in SCORE_BOUNDS]
+    are_given = not config.recipe.has_rollouts
+    unknown = [name for name in reward.weights if name not in SCORE_BOUNDS and not are_given]
     open_keys = {
+        "scores that files give": are_given and reward.clip is None,
         "algorithm.use_kl_in_reward true": config.penalizes_kl,
         "an environment or agent": config.rollout.has_episodes,
         f"reward.normalize {reward.normalize}": reward.normalize != "none",
@@ -46,7 +48,7 @@ def return_bounds(config: Config) -> Bounds | str:
     if found := [key for key, leaves_open in open_keys.items() if leaves_open]:
         return " and ".join(found)
     # 0 is a return, too: far from the reward, with algorithm.gamma below 1.
-    low, high = UNBOUNDED if config.has_reward_model else (0.0, 0.0)
+    low, high = UNBOUNDED if are_given or config.has_reward_model else (0.0, 0.0)
     for name, weight in reward.weights.items():
         bounds = [reward.scale * weight * bound for bound in SCORE_BOUNDS.get(name, UNBOUNDED)]
         low, high = low + min(bounds), high + max(bounds)

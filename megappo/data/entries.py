@@ -10,6 +10,7 @@ from typing import Any
 from megappo.config.schema import Reward
 from megappo.data.chat import Chat, PromptContent
 from megappo.data.tokenizer import RenderedText
+from megappo.userland.grades import fits_float32
 from megappo.userland.signatures import PROMPTS, InputSpec
 from megappo.userland.spec import check_label
 
@@ -194,6 +195,17 @@ def _columns(record: Mapping[str, Any], fields: RecordFields) -> tuple[dict[str,
                 raise
             left_out.append(f"{error}, or do without: it is left out")
     return columns, left_out
+
+
+def finite_number(value: Any, name: str) -> float:
+    """Return a number of a record.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if isinstance(value, bool) or not fits_float32(value):
+        raise ValueError(f"expected a number as {name}, found {value!r:.80}")
+    return float(value)
 
 
 def check_value(name: str, value: Any) -> None:

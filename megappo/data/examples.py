@@ -4,7 +4,7 @@ import json
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from os.path import commonprefix
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
@@ -41,14 +41,13 @@ class Example:
         index: position in the dataset (files in order, lines in order), from 0.
         tokens: tokens up to the last one with a loss.
         mask: for each token, 1 if it has a loss, else 0. The first one has none.
+        fields: fields of its row beside its mask: a number, or a list with a number for each token.
     """
 
     index: int
     tokens: list[int]
     mask: list[int]
-
-    fields: ClassVar[Mapping[str, float]] = {}
-    """Fields of its rows beside their mask."""
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def rows(self) -> Sequence["Example"]:
@@ -71,10 +70,14 @@ class ExampleText(NamedTuple):
     Attributes:
         parts: parts of the text, alternately without and with a loss.
         content: the text or messages that it was made from.
+        ends: for each part with a loss, the number of the record's messages up to its end.
+        outcome: what the record holds besides, see `scored_examples.Outcome`; or the margin of a pair.
     """
 
     parts: Sequence[str]
     content: PromptContent
+    ends: Sequence[int] = ()
+    outcome: Any = None
 
     @property
     def rendered(self) -> RenderedText:
@@ -89,12 +92,14 @@ class ConversationDataset(RecordDataset[E]):
         ends: tokens that end a response.
     Attributes:
         forms: known forms of files; hint: a value of data.columns.
+        fields: fields of the rows beside their mask.
     Raises:
         ConfigError: a file has no known form; the chat template does not read its arguments.
     """
 
     forms: ClassVar[Sequence[Mapping[str, str]]]
     hint: ClassVar[str]
+    fields: ClassVar[Sequence[str]] = ()
 
     def __init__(
         self,
@@ -136,10 +141,9 @@ class ConversationDataset(RecordDataset[E]):
             records.append(self._record(index))
             file, _ = self._located(index)
             files.append(file)
-        texts = map(self._texts_of, records, files)
-        encoded = map(list, self._encoded(list(texts)))
-        forms = [self._forms[file.path] for file in files]
-        return list(map(self._entry, indices, encoded, records, forms))
+        texts = list(map(self._texts_of, records, files))
+        encoded = map(list, self._encoded(texts))
+        return list(map(self._entry, indices, texts, encoded))
 
     def _texts_of(self, record: Any, file: Records) -> list[ExampleText]:
         """Return the conversations of a record.
@@ -182,14 +186,12 @@ class ConversationDataset(RecordDataset[E]):
         """
 
     @abstractmethod
-    def _entry(
-        self,
-        index: int,
-        encoded: Sequence[Encoded],
-        record: Any,
-        form: Mapping[str, str],
-    ) -> E:
-        """Return the entry of a record, of whose conversations these are the tokens."""
+    def _entry(self, index: int, texts: Sequence[ExampleText], encoded: Sequence[Encoded]) -> E:
+        """Return the entry of a record, of whose conversations these are the texts and the tokens.
+
+        Raises:
+            ValueError: it has none.
+        """
 
     @abstractmethod
     def _to_encode(self, text: ExampleText) -> list[RenderedText]:
@@ -226,6 +228,7 @@ class ConversationDataset(RecordDataset[E]):
         for (number, texts), of_record in zip(entries.items(), every, strict=True):
             try:
                 encoded = list(of_record)
+                self._entry(number, texts, encoded)
             except ValueError as error:
                 self._note_bad_row(check, number, error.args)
                 continue
@@ -249,10 +252,10 @@ class ConversationDataset(RecordDataset[E]):
         elif mask[0]:
             self._note_bad_row(check, number, ["the prompt is empty: it has no token"])
         elif len(tokens) > limit:
-            text = f"the example has more tokens than data.max_length {limit}"
+            fault = f"the {self.singular} has more tokens than data.max_length {limit}"
             remedy = f" ({len(tokens)}): raise it, drop this, or set data.too_long=skip"
             is_skipped = self.config.too_long == "skip"
-            check.note(number, "skip" if is_skipped else "error", [text + ("" if is_skipped else remedy)])
+            check.note(number, "skip" if is_skipped else "error", [fault + ("" if is_skipped else remedy)])
         else:
             check.note(number, "error", self._unknown_tokens(tokens, vocab_size))
             inner = {token for token, this, after in zip(tokens, mask, mask[1:], strict=False) if this and after}
@@ -271,7 +274,8 @@ class ConversationDataset(RecordDataset[E]):
             raise ValueError("the response is empty")
         if not isinstance(content, str):
             answer = [{"role": "assistant", "content": response}] if isinstance(response, str) else response
-            return self._chat_text(chat, [*content, *read_messages(answer)], len(content))
+            text = self._chat_text(chat, [*content, *read_messages(answer)], len(content))
+            return text._replace(ends=[end - len(content) for end in text.ends])
         if not isinstance(response, str):
             raise ValueError(f"expected a text, as the prompt is one, found the response {repr(response)[:80]}")
         return ExampleText([content, self._ended(response)], content)
@@ -295,7 +299,8 @@ class ConversationDataset(RecordDataset[E]):
                 write it.
         """
         whole = chat.with_system(messages)
-        start += len(whole) - len(messages)
+        num_added = len(whole) - len(messages)
+        start += num_added
         answers = [i for i in range(start, len(whole)) if whole[i]["role"] == "assistant" and is_learned(whole[i])]
         if not answers:
             raise ValueError("no message of the assistant, which could be learned: add one")
@@ -305,12 +310,13 @@ class ConversationDataset(RecordDataset[E]):
         text = chat.whole_text(whole)
         done = 0
         parts: list[str] = []
-        for i in answers if self.config.train_on == "all" else answers[-1:]:
+        learned = answers if self.config.train_on == "all" else answers[-1:]
+        for i in learned:
             before = chat.text_of(whole[:i], continues=False)
             end = self._end(text, before, chat.whole_text(whole[: i + 1]), whole[i])
             parts += [text[done : len(before)], text[len(before) : end]]
             done = end
-        return ExampleText(parts, whole)
+        return ExampleText(parts, whole, [i + 1 - num_added for i in learned])
 
     def _end(self, text: str, before: str, after: str, answer: Mapping[str, Any]) -> int:
         """Return where an answer ends in the text of a conversation: behind the end token that follows it, if any.
@@ -369,6 +375,7 @@ class ExampleDataset(ConversationDataset[Example]):
     def warnings(self, parts: Sequence[Sequence[Check]]) -> list[str]:
         """Return the warnings of several ranks' `check`, and of the chat template."""
         uses_chat = self.config.apply_chat_template or any("messages" in form for form in self._forms.values())
+        uses_chat &= not self.fields  # else no policy learns from them to end
         ending = chat_end_warnings(self._tokenizer, self._ends, is_learned=True) if uses_chat else []
         return super().warnings(parts) + [f"{self._key}: {line}" for line in ending]
 
@@ -394,12 +401,6 @@ class ExampleDataset(ConversationDataset[Example]):
             mask += [int(number % 4 == 1)] * len(added)  # two texts a part, and every other part has a loss
         return joined, mask
 
-    def _entry(
-        self,
-        index: int,
-        encoded: Sequence[Encoded],
-        record: Any,
-        form: Mapping[str, str],
-    ) -> Example:
+    def _entry(self, index: int, texts: Sequence[ExampleText], encoded: Sequence[Encoded]) -> Example:
         [(tokens, mask)] = encoded
         return Example(index, tokens, mask)

@@ -1,6 +1,5 @@
 """Pairs of responses, of which one was preferred: what a reward model learns from. Opens the examples of a run."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -8,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from megappo.architecture.parsing import read_architecture
 from megappo.config.schema import Config
+from megappo.config.score_checks import shapings
 from megappo.data.chat import Chat, read_messages
-from megappo.data.entries import look_up
+from megappo.data.entries import finite_number
 from megappo.data.examples import ConversationDataset, Encoded, Example, ExampleDataset, ExampleText, is_learned
 from megappo.data.records import Records, Unpack
+from megappo.data.scored_examples import ScoredDataset
 from megappo.data.tokenizer import RenderedText, padding_token
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ class PreferenceDataset(ConversationDataset[Pair]):
     """
 
     noun = "pairs"
+    fields = ("margins",)
     forms = (
         {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"},
         {"prompt": "question", "chosen": "chosen", "rejected": "rejected"},
@@ -73,9 +75,9 @@ class PreferenceDataset(ConversationDataset[Pair]):
         return super()._texts_of(record, file)
 
     def _texts(self, chat: Chat, parts: Mapping[str, Any]) -> list[ExampleText]:
-        if MARGIN in parts:
-            _margin(parts[MARGIN])
-        return [self._whole_text(chat, parts.get("prompt"), parts[side]) for side in SIDES]
+        margin = finite_number(parts.get(MARGIN, 0.0), "the margin")
+        texts = [self._whole_text(chat, parts.get("prompt"), parts[side]) for side in SIDES]
+        return [text._replace(outcome=margin) for text in texts]
 
     def _whole_text(self, chat: Chat, prompt: Any, response: Any) -> ExampleText:
         """Return the text of a whole conversation: of `response` alone where that holds the prompt, too."""
@@ -110,16 +112,9 @@ class PreferenceDataset(ConversationDataset[Pair]):
             whole.pop()
         return whole, [int(place == len(whole) - 1) for place in range(len(whole))]
 
-    def _entry(
-        self,
-        index: int,
-        encoded: Sequence[Encoded],
-        record: Any,
-        form: Mapping[str, str],
-    ) -> Pair:
+    def _entry(self, index: int, texts: Sequence[ExampleText], encoded: Sequence[Encoded]) -> Pair:
         chosen, rejected = (Example(index, tokens, mask) for tokens, mask in encoded)
-        margin = _margin(look_up(record, form[MARGIN])) if MARGIN in form else 0.0
-        return Pair(index, (chosen, rejected), margin)
+        return Pair(index, (chosen, rejected), texts[0].outcome)
 
 
 def open_examples(
@@ -132,6 +127,8 @@ def open_examples(
     `ConversationDataset`."""
     data = config.data
     opened: Any = partial(ExampleDataset, config=data)
+    if config.recipe.trains == "critic":
+        opened = partial(ScoredDataset, config=data, shapings=list(shapings(config)))
     if config.recipe.has_pairs:
         padding = padding_token(read_architecture(config.model.path, head="value"), tokenizer)
         opened = partial(PreferenceDataset, config=data.model_copy(update={"train_on": "last"}), padding=padding)
@@ -147,17 +144,6 @@ def open_examples(
     for name, file in zip(data.val_names, data.val_files, strict=True):
         val[name] = opened((file,), key="data.val_files")
     return train, val
-
-
-def _margin(value: Any) -> float:
-    """Return a margin.
-
-    Raises:
-        ValueError: it is no number.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"expected a number as the margin, found {repr(value)[:80]}")
-    return float(value)
 
 
 def _is_within(prompt: Any, messages: Sequence[Mapping[str, Any]]) -> bool:

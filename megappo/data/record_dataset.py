@@ -85,6 +85,11 @@ class RecordDataset(ABC, Generic[E]):
     def __len__(self) -> int:
         return len(self.kept)
 
+    @property
+    def singular(self) -> str:
+        """One of `noun`."""
+        return self.noun.replace("ies", "ys")[:-1]
+
     def batch(self, num_drawn: int, rank: int = 0, world_size: int = 1) -> list[E]:
         """Return this rank's share of the entries drawn next after `num_drawn`: a pure function of seed and num_drawn.
 
@@ -167,21 +172,21 @@ class RecordDataset(ABC, Generic[E]):
         Args:
             is_cut: tokens may follow, which are not read.
         """
-        if number >= COMPARED or not tokens:
+        if number >= COMPARED or not (tokens and rendered.text):  # else its tokens are given
             return
         by_file = ids_by_file(rendered.text, self._tokenizer, special=not rendered.is_chat) or tokens
         expected = one_bos(by_file, self._tokenizer)
         if tokens != (expected[: len(tokens)] if is_cut else expected):
-            check.note(number, "error", [OTHER_TOKENS.format(self.noun[:-1])])
+            check.note(number, "error", [OTHER_TOKENS.format(self.singular)])
         check.note(number, "warn", message_warnings(content, self._specials))
         if not self._keeps_bytes and loses_text(rendered.text, tokens, self._tokenizer):
-            check.note(number, "warn", [LOST_TEXT.format(self.noun[:-1])])
+            check.note(number, "warn", [LOST_TEXT.format(self.singular)])
 
     def _unknown_tokens(self, tokens: Sequence[int], vocab_size: int) -> Iterator[str]:
         """Yield the fault of tokens that a model does not know: the tokenizer is another model's."""
         if max(tokens) >= vocab_size:
             yield (
-                f"the {self.noun[:-1]} has token {max(tokens)}, for which a model has no embedding (the smallest "
+                f"the {self.singular} has token {max(tokens)}, for which a model has no embedding (the smallest "
                 f"vocab_size in config.json is {vocab_size}): drop it, or use the tokenizer that belongs to the model"
             )
 
@@ -209,7 +214,7 @@ class RecordDataset(ABC, Generic[E]):
         num_checked = sum(check.num_checked for check in checks)
         if sum(len(check.left_out) for check in checks) == num_checked:
             whole = (
-                f"{self._key}: no {self.noun[:-1]} remains: all {num_checked:,} records that were checked are left out"
+                f"{self._key}: no {self.singular} remains: all {num_checked:,} records that were checked are left out"
             )
             return [whole, *self._lines(checks, "skip")]
         return self._lines(checks, "error")

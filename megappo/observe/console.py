@@ -57,18 +57,18 @@ COLUMNS = {
     "step_s": Column("timing_s/step", ".1f"),
 }
 """Title -> column. Any other title of trainer.console_fields is a metric's name."""
-HELD_OUT_LOSS, HELD_OUT_ACCURACY = HELD_OUT_OF_EXAMPLES = "val_loss", "val_accuracy"
+HELD_OUT_LOSS, HELD_OUT_ACCURACY, HELD_OUT_EXPLAINED = "val_loss", "val_accuracy", "val_critic/vf_explained_var"
+HELD_OUT_OF_EXAMPLES = (HELD_OUT_LOSS, HELD_OUT_ACCURACY, HELD_OUT_EXPLAINED)
 
 
 def _of_examples(component: str, loss: str, **columns: Column) -> dict[str, Column]:
     """Return the columns of a run on examples.
 
     Args:
-        columns: further ones, behind the losses.
+        columns: further ones, behind the loss.
     """
     return {
         "loss": Column(f"{component}/{loss}", ".4f"),
-        "val_loss": Column(HELD_OUT_LOSS, ".4f"),
         **columns,
         "grad_norm": Column(f"{component}/grad_norm", ".3f"),
         "lr": Column(f"{component}/lr", ".2g"),
@@ -79,10 +79,12 @@ def _of_examples(component: str, loss: str, **columns: Column) -> dict[str, Colu
 
 
 OF_KINDS = {
-    "sft": _of_examples("actor", "nll_loss"),
+    "sft": _of_examples("actor", "nll_loss", val_loss=Column(HELD_OUT_LOSS, ".4f")),
+    "critic": _of_examples("critic", "vf_loss", vf_ev=COLUMNS["vf_ev"], val_vf_ev=Column(HELD_OUT_EXPLAINED, ".3f")),
     "reward_model": _of_examples(
         "reward_model",
         "bt_loss",
+        val_loss=Column(HELD_OUT_LOSS, ".4f"),
         accuracy=Column("reward_model/accuracy", ".3f"),
         val_acc=Column(HELD_OUT_ACCURACY, ".3f"),
     ),

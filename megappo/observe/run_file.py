@@ -99,7 +99,7 @@ def exported_model(folder: Path) -> Path | None:
     """
     values = dict(leaves(config_of(folder)))
     name = HF_ACTOR if "actor" in str(values.get("trainer.train", "actor")) else HF_CRITIC
-    model = folder / (HF_REWARD_MODEL if values.get("trainer.kind") == "reward_model" else name)
+    model = folder / {"reward_model": HF_REWARD_MODEL, "critic": HF_CRITIC}.get(str(values.get("trainer.kind")), name)
     return model if model.is_dir() and values.get("trainer.export_hf", True) else None
 
 

@@ -333,6 +333,12 @@ def of_critic(config: Config) -> Specs:
     return _with_bases(found)
 
 
+def of_trajectories(config: Config) -> Specs:
+    """Return the critic, the only model of a run on trajectories; nothing if the config has none."""
+    critic = COMPONENTS["critic"](config)
+    return {} if critic is None else {"critic": critic}
+
+
 def of_evaluation(config: Config) -> Specs:
     """Return the actor, which sends weights and compares log-probs with the engines', and models that score."""
     found = _of_table(config)

@@ -1,4 +1,5 @@
-"""trainer.train [critic]: train a critic alone, for the policy of model.path or the policy of recorded rollouts.
+"""trainer.train [critic]: train a critic alone, for the policy of model.path or the policy of recorded rollouts;
+trainer.kind critic: on scored trajectories of files.
 
 Parts and steps are PPO's (`megappo/recipes/ppo.py`), without an actor to train. The run ends when the critic passes its
 gate. An evaluation compares the critic's values of held-out rollouts with their returns. The policy does not change, so
@@ -34,6 +35,31 @@ def build(builder: RunBuilder) -> Run:
     return ppo.build(builder, evaluation=CriticEvaluation(gate), gate=gate)
 
 
+def _held_out_rollouts(run: Run) -> Iterator[tuple[str, Batch]]:
+    """Yield the name of each held-out data set and its scored rollouts."""
+    config = run.config
+    vocab_size = run.datasets.vocab_size
+    if not config.recipe.has_rollouts:
+        for name in run.datasets.val:
+            yield name, run.batches.held_out(name, run.datasets)
+        return
+    if config.trainer.replay_held_out is not None:
+        folder = Path(config.trainer.replay_held_out)
+        replay = Replay(folder, config, vocab_size, run.exchange, "trainer.replay_held_out")
+        batch, _ = replay.score(1, None, run.phase)
+        yield HELD_OUT, _with_model_scores(run, batch, None)
+        return
+    all_responses = {}
+    for name in config.data.val_names:
+        prompts = run.datasets.held_out(name, run.exchange)
+        sampled = run.rollouts.sample(prompts, config.rollout.n, run.rollouts.training, task=name)
+        all_responses[name] = StepResponses(prompts, sampled.samples, [sampled], sampled.usage)
+    run.engines.sleep()
+    for name, responses in all_responses.items():
+        batch, _ = RowBuilder(config, vocab_size, run.rollouts.tokenizer, run.exchange).build(responses)
+        yield name, _with_model_scores(run, batch, responses, run.datasets.val[name])
+
+
 class CriticEvaluation:
     """Compares a critic with the returns of held-out rollouts. All ranks call it together.
 
@@ -66,27 +92,6 @@ class CriticEvaluation:
         return metrics
 
 
-def _held_out_rollouts(run: Run) -> Iterator[tuple[str, Batch]]:
-    """Yield the name of each held-out data set and its scored rollouts."""
-    config = run.config
-    vocab_size = run.datasets.vocab_size
-    if config.trainer.replay_held_out is not None:
-        folder = Path(config.trainer.replay_held_out)
-        replay = Replay(folder, config, vocab_size, run.exchange, "trainer.replay_held_out")
-        batch, _ = replay.score(1, None, run.phase)
-        yield HELD_OUT, _with_model_scores(run, batch, None)
-        return
-    all_responses = {}
-    for name in config.data.val_names:
-        prompts = run.datasets.held_out(name, run.exchange)
-        sampled = run.rollouts.sample(prompts, config.rollout.n, run.rollouts.training, task=name)
-        all_responses[name] = StepResponses(prompts, sampled.samples, [sampled], sampled.usage)
-    run.engines.sleep()
-    for name, responses in all_responses.items():
-        batch, _ = RowBuilder(config, vocab_size, run.rollouts.tokenizer, run.exchange).build(responses)
-        yield name, _with_model_scores(run, batch, responses, run.datasets.val[name])
-
-
 def _with_model_scores(
     run: Run,
     batch: Batch,
@@ -113,7 +118,7 @@ def _with_values(run: Run, dataset: str, batch: Batch) -> Any:
         if len(batch.table) < component.layout.data:
             raise ConfigError(
                 f"data.val_files: {dataset} has {len(batch.table)} rollouts for the {component.layout.data} "
-                f"data-parallel shards of the {name}: add prompts, or raise rollout.n"
+                f"data-parallel shards of the {name}: add records to it, or raise rollout.n"
             )
         with run.phase(forward.phase):
             shard = component.scatter(batch)

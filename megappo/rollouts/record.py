@@ -137,9 +137,6 @@ class Replay(Batches):
         self._vocab_size = vocab_size
         self._exchange = exchange
 
-    def sample(self, step: int, phase: Callable[[str], AbstractContextManager[None]]) -> None:
-        """Do nothing: the record has the step's responses with their scores."""
-
     def score(
         self,
         step: int,

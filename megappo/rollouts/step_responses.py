@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from megappo.data.prompts import Prompt
 from megappo.observe.metrics import Metric, merge_metrics
@@ -70,6 +70,9 @@ class Batches:
 
     num_drawn = 0
     pending: Sequence[int] = ()
+
+    def sample(self, step: int, phase: Any) -> Any:
+        """Return nothing: a record, or a file, has a step's responses with their scores."""
 
     def prepare_save(self) -> None:
         """Prepare for a checkpoint. Only a run that samples ahead of training has responses in progress."""

@@ -6,14 +6,16 @@ from dataclasses import dataclass
 import torch
 
 from megappo.batch.exchange import Batch, Exchange
+from megappo.batch.fields import field_of
 from megappo.batch.rows import Rows, padded
 from megappo.config.config_error import ConfigError
-from megappo.data.examples import Example
+from megappo.data.examples import ConversationDataset, Example
 from megappo.data.preferences import Pair
-from megappo.data.record_dataset import RecordDataset, share
+from megappo.data.record_dataset import share
 from megappo.models.megatron_engine import Outputs
 from megappo.observe.metrics import Metric, Reduced, merge_metrics, reduce_ranks
 from megappo.ppo.reductions import Unreduced
+from megappo.rollouts.datasets import Datasets
 from megappo.rollouts.step_responses import Batches
 from megappo.runtime.heartbeat import heartbeat
 from megappo.trainer.models import Phases
@@ -27,15 +29,15 @@ Measure = Callable[[Outputs, Rows], Unreduced]
 class ExampleBatches(Batches):
     """Examples in place of rollouts."""
 
-    dataset: RecordDataset[Example] | RecordDataset[Pair]
+    dataset: ConversationDataset[Example] | ConversationDataset[Pair]
     exchange: Exchange
     num_drawn: int
 
-    def read(self, phase: Phases) -> tuple[Batch, Reduced]:
+    def score(self, step: int, responses: None, phase: Phases) -> tuple[Batch, Reduced]:
         """Return a step's rows, of which each rank tokenizes its share, and metrics."""
         with phase("read"):
             mine = self.dataset.batch(self.num_drawn, self.exchange.rank, self.exchange.world_size)
-            batch = as_batch(mine, self.exchange)
+            batch = as_batch(mine, self.exchange, self.dataset.fields)
         self.num_drawn += self.dataset.config.train_batch_size
         table = batch.table
         metrics = {
@@ -47,12 +49,21 @@ class ExampleBatches(Batches):
         }
         return batch, metrics
 
+    def held_out(self, name: str, datasets: Datasets) -> Batch:
+        """Return the rows of a held-out data set; all ranks together."""
+        examples = datasets.held_out(name, self.exchange)
+        mine = share(examples, self.exchange.rank, self.exchange.world_size)
+        return as_batch(mine, self.exchange, self.dataset.fields)
 
-def as_batch(examples: Sequence[Example | Pair], exchange: Exchange) -> Batch:
+
+def as_batch(examples: Sequence[Example | Pair], exchange: Exchange, names: Sequence[str] = ()) -> Batch:
     """Return the rows of all ranks' examples, in their order, at the ranks that have them.
 
     A row's response begins with the first token that has a loss. The rows of a pair, the chosen one first, have the
     same prompt_id.
+
+    Args:
+        names: fields of the examples that become fields of their rows.
     """
     rows = [row for example in examples for row in example.rows]
     prompt_lengths = [row.prompt_length for row in rows]
@@ -69,17 +80,18 @@ def as_batch(examples: Sequence[Example | Pair], exchange: Exchange) -> Batch:
             prompt_ids.append(prompt_id)
             ids.append(number)
 
-    masks = []
-    tokens = []
-    for row, length in zip(rows, prompt_lengths, strict=True):
-        masks += row.mask[length:]
-        tokens += row.tokens
-
     response_lengths = torch.tensor(lengths, dtype=torch.int64)
-    mask = padded(torch.tensor(masks, dtype=torch.float32), response_lengths, width)
-    fields = {"response_mask": mask}
-    for name in examples[0].fields if examples else ():
-        fields[name] = torch.tensor([one.fields[name] for one in examples for _ in one.rows])
+
+    def of_responses(of_rows: Sequence[Sequence[float]]) -> torch.Tensor:
+        """Return the numbers of each row's tokens without its prompt."""
+        numbers = [number for one, length in zip(of_rows, prompt_lengths, strict=True) for number in one[length:]]
+        return padded(torch.tensor(numbers, dtype=torch.float32), response_lengths, width)
+
+    fields = {"response_mask": of_responses([row.mask for row in rows])}
+    for name in names:
+        values = [one.fields[name] for one in examples for _ in one.rows]
+        fields[name] = of_responses(values) if field_of(name).per_token else torch.tensor(values, dtype=torch.float32)
+    tokens = [token for row in rows for token in row.tokens]
     found = Rows(
         torch.tensor(ids, dtype=torch.int64),
         torch.tensor(prompt_ids, dtype=torch.int64),
@@ -117,7 +129,8 @@ def evaluate_examples(measure: Measure, run: Run, step: int) -> Reduced:
         parts = []
         for number in range(num_batches):
             part = share(share(examples, number, num_batches), exchange.rank, exchange.world_size)
-            [shard] = run.models.scatter(as_batch(part, exchange)).values()
+            batch = as_batch(part, exchange, run.datasets.val[name].fields)
+            [shard] = run.models.scatter(batch).values()
             outputs = shard.forward()
             engine = shard.component.engine
             is_counted = engine is not None and engine.is_output

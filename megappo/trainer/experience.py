@@ -158,7 +158,7 @@ def _estimate(
     mask = rows.response_mask
     inputs = {  # `estimate` passes on what the estimator has as parameters
         **rows.fields,  # the critic's `values` for gae
-        "old_log_probs": None if config.old_log_probs == "update" else rows.old_log_probs,
+        "old_log_probs": rows.old_log_probs if algorithm.method.needs_old_log_probs else None,
         **{key: getattr(algorithm, key) for key in algorithm.method.reads},
         "token_level_rewards": rewards,
         "response_mask": mask,

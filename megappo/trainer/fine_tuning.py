@@ -6,7 +6,7 @@ from functools import partial
 from megappo.config.schema import Config
 from megappo.models.train_engine import LossFn
 from megappo.observe.metrics import Reduced
-from megappo.trainer.example_batches import ExampleBatches, Measure, evaluate_examples
+from megappo.trainer.example_batches import Measure, evaluate_examples
 from megappo.trainer.progress import Experience
 from megappo.trainer.run import Run
 from megappo.trainer.run_builder import RunBuilder
@@ -24,16 +24,13 @@ def build_examples(builder: RunBuilder, measure: Measure) -> Run:
     """
     builder.build_models()
     builder.connect()
-    batches = ExampleBatches(builder.datasets.train, builder.exchange, builder.progress.num_drawn)
-    return builder.run(batches, evaluation=partial(evaluate_examples, measure))
+    return builder.run(builder.rollout_batches(), evaluation=partial(evaluate_examples, measure))
 
 
 def example_step(run: Run, step: int, loss_of: LossOf) -> Reduced:
     """Run one step on examples and return its metrics, the same on every rank."""
-    [name] = run.models.training
-    batch, metrics = run.batches.read(run.phase)  # phase "read"
+    batch, metrics = run.batches.score(step, None, run.phase)  # phase "read"
     metrics = learn(run, Experience(step, batch, metrics), loss_of)
-    metrics["data/tokens_per_second"] = metrics["data/num_tokens"] / run.phase.seconds(f"update_{name}")
     if run.is_due(step, run.config.eval_interval):
         metrics |= run.evaluate(step)  # phase "evaluate"
     return metrics

@@ -172,6 +172,8 @@ class Run:
             experience.add(name, max(counts), merge_optimizer_steps(steps, name))
             is_interrupted |= max(counts) < self.models.training[name].epochs * len(shards[name].split)
             metrics |= training_metrics(experience.optimizer_steps[name], name)
+            if "data/num_tokens" in metrics:
+                metrics["data/tokens_per_second"] = metrics["data/num_tokens"] / max(seconds)
             metrics[f"{name}/mfu"] = self.utilisation.mfu(shards[name], max(map(len, steps)), max(seconds))
         if is_interrupted:
             self.check_interrupted()

@@ -27,6 +27,7 @@ from megappo.runtime import platform
 from megappo.runtime.durable_files import write_durably
 from megappo.runtime.status import STATUS
 from megappo.trainer.batches import make_batches
+from megappo.trainer.example_batches import ExampleBatches
 from megappo.trainer.inference import InferenceEngines, NoEngines
 from megappo.trainer.models import Models, Phases, build_models
 from megappo.trainer.progress import Progress
@@ -102,8 +103,10 @@ class RunBuilder:
         self.engines.connect(self.models, self.rollouts, self.datasets, self.phase)
 
     def rollout_batches(self) -> Any:
-        """Return the source of each step's scored rows: a record, or engines."""
+        """Return the source of each step's scored rows: files, a record, or engines."""
         config = self.config
+        if not config.recipe.has_rollouts:
+            return ExampleBatches(self.datasets.train, self.exchange, self.progress.num_drawn)
         if config.replays:
             folder = Path(config.trainer.replay_rollouts)
             return Replay(folder, config, self.datasets.vocab_size, self.exchange)

@@ -19,6 +19,8 @@ NUM_PARTS = 4
 """Parts of a response, of equally many tokens, with metrics of their own."""
 NUM_TENTHS = 10
 """Parts of the range of the values in which values and returns are compared."""
+NUM_TURNS = 8
+"""Turns of episodes with metrics of their own; later turns count as the last one of these."""
 
 
 def value_metrics(rows: Rows) -> Unreduced:
@@ -30,6 +32,7 @@ def value_metrics(rows: Rows) -> Unreduced:
         vf_slope: rise of R with V: 1 if calibrated, less where high and low values exaggerate.
         vf_separation: rise of V with S; of scores 0 and 1: mean V of good responses - mean V of bad ones.
         vf_part/<i>/{vf_explained_var,vf_bias,vf_separation}: the same in each of NUM_PARTS parts of the responses.
+        vf_turn/<i>/{vf_explained_var,vf_bias,vf_separation}: the same in each turn of the episodes that there is.
     """
     if not {"values", "returns"} <= rows.fields.keys():
         return {}
@@ -39,9 +42,10 @@ def value_metrics(rows: Rows) -> Unreduced:
     metrics = _of_tokens(values, returns, scores)
     metrics["vf_slope"] = (torch.stack([values, returns]), "slope")
     parts = response_parts(rows.response_mask)[mask]
-    for part in range(NUM_PARTS):
-        of_part = _of_tokens(*(numbers[parts == part] for numbers in (values, returns, scores)))
-        metrics |= {f"vf_part/{part}/{name}": numbers for name, numbers in of_part.items()}
+    places = {f"vf_part/{part}": parts == part for part in range(NUM_PARTS)}
+    for place, is_in in (places | _turns(rows, mask)).items():
+        of_place = _of_tokens(*(numbers[is_in] for numbers in (values, returns, scores)))
+        metrics |= {f"{place}/{name}": numbers for name, numbers in of_place.items()}
     return metrics
 
 
@@ -49,7 +53,8 @@ def calibration(exchange: Exchange, rows: Rows) -> Unreduced:
     """Return this rank's parts of `vf_tenth/<i>/{predicted,observed}`, by name; {} for rows without values and returns.
 
     They are the mean value and the mean return of the tokens with mask 1 whose value is in the i-th of NUM_TENTHS equal
-    parts of the range of all values. All ranks call it together.
+    parts of the range of all values; `vf_turn/<i>/{predicted,observed}` are the same of the tokens of a turn. All ranks
+    call it together.
     """
     if not {"values", "returns"} <= rows.fields.keys():
         return {}
@@ -59,10 +64,19 @@ def calibration(exchange: Exchange, rows: Rows) -> Unreduced:
     width = (bounds["high"] - bounds["low"]) or 1.0
     tenths = ((values - bounds["low"]) / width * NUM_TENTHS).long().clamp(max=NUM_TENTHS - 1)
     metrics: Unreduced = {}
-    for tenth in range(NUM_TENTHS):
-        metrics[f"vf_tenth/{tenth}/predicted"] = (values[tenths == tenth], "mean")
-        metrics[f"vf_tenth/{tenth}/observed"] = (returns[tenths == tenth], "mean")
+    places = {f"vf_tenth/{tenth}": tenths == tenth for tenth in range(NUM_TENTHS)}
+    for place, is_in in (places | _turns(rows, mask)).items():
+        metrics[f"{place}/predicted"] = (values[is_in], "mean")
+        metrics[f"{place}/observed"] = (returns[is_in], "mean")
     return metrics
+
+
+def _turns(rows: Rows, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return which tokens with mask 1 are in each turn of this rank's episodes; turns after NUM_TURNS count as that."""
+    if "turns" not in rows.fields:
+        return {}
+    turns = rows.fields["turns"][mask].long().clamp(max=NUM_TURNS)
+    return {f"vf_turn/{turn}": turns == turn for turn in turns.unique().tolist()}
 
 
 def _of_tokens(values: torch.Tensor, returns: torch.Tensor, scores: torch.Tensor) -> Unreduced:

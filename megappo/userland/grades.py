@@ -90,7 +90,7 @@ def _grade(value: Any, num_characters: int, weight: float) -> Grade:
     loss_weight = _number(fields[LOSS_WEIGHT], LOSS_WEIGHT) if LOSS_WEIGHT in fields else None
     if loss_weight is not None and loss_weight < 0:
         raise ValueError(f"expected a {LOSS_WEIGHT} of 0 or more, found {loss_weight}")
-    steps = [_steps(fields[STEP_SCORES], num_characters, weight)] if STEP_SCORES in fields else ()
+    steps = [read_steps(fields[STEP_SCORES], num_characters, weight)] if STEP_SCORES in fields else ()
     if steps and len(scores) > 1:
         raise ValueError(f"expected one score beside {STEP_SCORES}, found {len(scores)}")
     grade = Grade(scores, _parts(fields), _answer(fields.get(ANSWER)), False, loss_weight, steps, value == NO_SCORE)
@@ -132,17 +132,28 @@ def _answer(answer: Any) -> str | None:
     return str(answer)[:MAX_ANSWER_CHARACTERS].encode(errors="replace").decode()  # UTF-8 has no lone surrogate
 
 
-def _steps(steps: Any, num_characters: int, weight: float) -> list[Step]:
-    expected = f"expected a list of [end, score] as {STEP_SCORES}, with ascending ends from 1 to {num_characters}, "
-    expected += "the characters of the response"
+def read_steps(
+    steps: Any,
+    size: int,
+    weight: float = 1.0,
+    name: str = STEP_SCORES,
+) -> list[Step]:
+    """Return the scores of steps.
+
+    Args:
+        size: the length of the response, the largest end.
+    Raises:
+        ValueError: they are none.
+    """
+    expected = f"expected a list of [end, score] as {name}, with ascending ends from 1 to {size}, its length"
     if not isinstance(steps, list):
         raise ValueError(f"{expected}, found {steps!r:.80}")
     checked: list[Step] = []
     last = 0
     for step in steps:
         match step:
-            case [int(end), score] if last < end <= num_characters:
-                checked.append((end, _number(score, STEP_SCORES, weight)))
+            case [int(end), score] if last < end <= size:
+                checked.append((end, _number(score, name, weight)))
                 last = end
             case _:
                 raise ValueError(f"{expected}, found {step!r:.80}")

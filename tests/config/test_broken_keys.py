@@ -131,10 +131,10 @@ CONTRADICTIONS = {
     "trainer.train=[critic] actor.clip_ratio=0.3": "actor.clip_ratio 0.3 has no effect, as trainer.train leaves",
     "trainer.train=[critic] ref.parallel={tensor: 2}": "ref.parallel.tensor 2 has no effect, as trainer.train leaves",
     "trainer.train=[critic] algorithm.adv_estimator=grpo rollout.n=2": (
-        "trainer.train [critic]: this run has no critic (algorithm.adv_estimator grpo, algorithm.shared_backbone false)"
+        "algorithm.adv_estimator grpo and algorithm.shared_backbone false leave this run, which trains a critic alone,"
     ),
     "trainer.train=[critic] algorithm.shared_backbone=true": (
-        "trainer.train [critic]: this run has no critic (algorithm.adv_estimator gae, algorithm.shared_backbone true)"
+        "algorithm.adv_estimator gae and algorithm.shared_backbone true leave this run, which trains a critic alone,"
     ),
     "critic.gate={explained_variance: 0.5}": "critic.gate.explained_variance 0.5 has no effect, as trainer.train",
     "trainer.train=[critic] critic.gate={explained_variance: 0.5} trainer.eval_interval=0": (

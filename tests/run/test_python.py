@@ -14,7 +14,7 @@ from transformers import AutoModelForTokenClassification, AutoTokenizer
 from megappo.config.loading import load_config
 
 PAGE = (REPOSITORY / "docs" / "python.md").read_text("utf-8")
-BY_HAND, RECORD_TEXTS, CRITIC_BY_HAND = (block.split("```")[0] for block in PAGE.split("```python\n")[1:])
+BY_HAND, CRITIC_BY_HAND = (block.split("```")[0] for block in PAGE.split("```python\n")[1:])
 REFUSED = """
 import sys
 import megappo
@@ -90,14 +90,10 @@ def probabilities(folder: Path, texts: list[dict]) -> torch.Tensor:
 @pytest.mark.slow
 def test_a_critic_by_hand_learns_the_scores_of_texts(config, folder):
     texts = scored_texts(folder / "texts.jsonl")
-    (folder / "record_texts.py").write_text(RECORD_TEXTS)
     (folder / "my_critic.py").write_text(CRITIC_BY_HAND)
-    command = [sys.executable, folder / "record_texts.py", config, folder / "texts.jsonl", folder / "texts"]
-    command.append(f"trainer.output_dir={folder / 'out'}")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert done.stdout == "8 steps of 32 texts; the last 0 are left out\n", done.stderr
-    words = [config, "trainer.train=[critic]", f"trainer.replay_rollouts={folder / 'texts'}", "trainer.total_steps=8"]
-    words += ["trainer.eval_interval=0", f"trainer.output_dir={folder / 'out'}"]
+    files = (f"data.train_files={folder / 'texts.jsonl'}", "data.val_files=[]", "data.max_length=12")
+    words = [config, "trainer.kind=critic", *files, "data.train_batch_size=32", "data.shuffle=false"]
+    words += ["trainer.total_steps=8", "trainer.eval_interval=0", f"trainer.output_dir={folder / 'out'}"]
     command = (sys.executable, *LAUNCHER, folder / "my_critic.py")
     with Program(folder / "program", *words, command=command) as program:
         assert program.wait() == 0, program.output

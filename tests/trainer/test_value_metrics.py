@@ -15,6 +15,8 @@ from megappo.trainer.statistics import over_ranks
 from megappo.trainer.value_metrics import GateProgress, calibration, response_parts, value_metrics
 
 MASKS = ("1111111", "1", "11011", "1111", "111")
+TURNS = ("1112228", "1", "11022", "1299", "111")
+"""Turn of each token; 9 counts as 8, the last one with metrics of its own."""
 PARTS = {7: [0, 0, 1, 2, 2, 3, 3], 1: [0], 4: [0, 1, 2, 3], 3: [0, 2, 3]}
 """Tokens of a response -> the part that each of them is in."""
 
@@ -24,18 +26,20 @@ def make_rows() -> Rows:
     mask = torch.tensor([[float(token) for token in written.ljust(7, "0")] for written in MASKS])
     fields = {name: torch.randn(5, 7, generator=generator) + 50 * (1 - mask) for name in ("values", "returns")}
     fields |= {"response_mask": mask, "scores": torch.randn(5, generator=generator)}
+    fields["turns"] = torch.tensor([[int(turn) for turn in turns.ljust(7, "0")] for turns in TURNS]).float()
     ids, lengths = torch.arange(5), torch.tensor(list(map(len, MASKS)))
     return Rows(ids, ids, torch.ones_like(ids), lengths, NO_TOKENS, fields)
 
 
-def tokens_of(rows: Rows) -> list[tuple[int, float, float, float]]:
-    """Return part, value, return and score of each token with mask 1."""
+def tokens_of(rows: Rows) -> list[tuple[int, float, float, float, int]]:
+    """Return part, value, return, score and turn of each token with mask 1."""
     found = []
     for row, written in enumerate(MASKS):
         places = [place for place, token in enumerate(written) if token == "1"]
         for part, place in zip(PARTS[len(places)], places, strict=True):
             numbers = (float(rows.fields[name][row, place]) for name in ("values", "returns"))
-            found.append((part, *numbers, float(rows.fields["scores"][row])))
+            turn = min(int(TURNS[row][place]), 8)
+            found.append((part, *numbers, float(rows.fields["scores"][row]), turn))
     return found
 
 
@@ -43,8 +47,8 @@ def slope(x: list[float], y: list[float]) -> float:
     return statistics.covariance(x, y) / statistics.variance(x)
 
 
-def plain(tokens: list[tuple[int, float, float, float]]) -> dict[str, float]:
-    _, values, returns, scores = map(list, zip(*tokens, strict=True))
+def plain(tokens: list[tuple[int, float, float, float, int]]) -> dict[str, float]:
+    _, values, returns, scores, _ = map(list, zip(*tokens, strict=True))
     errors = [value - target for value, target in zip(values, returns, strict=True)]
     return {
         "vf_explained_var": 1 - statistics.variance(errors) / (statistics.variance(returns) + 1e-5),
@@ -61,12 +65,15 @@ def check(rank: int, world_size: int) -> None:
     for part in range(4):
         of_part = plain([token for token in tokens if token[0] == part])
         expected |= {f"vf_part/{part}/{name}": number for name, number in of_part.items()}
+    turns = {turn: [token for token in tokens if token[4] == turn] for turn in (1, 2, 8)}
+    for turn, of_turn in turns.items():
+        expected |= {f"vf_turn/{turn}/{name}": number for name, number in plain(of_turn).items()}
     exchange = Exchange(dist.group.WORLD)
     found = over_ranks(exchange, value_metrics(rows.select([[0, 1, 2, 3], [4]][rank])))
     assert found == pytest.approx(expected, rel=1e-6)
     low, high = min(token[1] for token in tokens), max(token[1] for token in tokens)
     tenths: dict[int, list[tuple[float, float]]] = {}
-    for _, value, target, _ in tokens:
+    for _, value, target, _, _ in tokens:
         tenth = min(int(10 * (value - low) / (high - low)), 9)
         tenths.setdefault(tenth, []).append((value, target))
     of_tenths = over_ranks(exchange, calibration(exchange, rows.select([[0, 1, 2, 3], [4]][rank])))
@@ -77,6 +84,10 @@ def check(rank: int, world_size: int) -> None:
             continue
         means = map(statistics.fmean, zip(*tenths[tenth], strict=True))
         assert [of_tenths[name] for name in names] == pytest.approx(list(means))
+    for turn, of_turn in turns.items():
+        names = [f"vf_turn/{turn}/{kind}" for kind in ("predicted", "observed")]
+        means = [statistics.fmean(token[column] for token in of_turn) for column in (1, 2)]
+        assert [of_tenths[name] for name in names] == pytest.approx(means)
     constant = make_rows()
     constant.fields["values"].fill_(3.0)
     flat = over_ranks(exchange, value_metrics(constant.select([[0, 1, 2, 3], [4]][rank])))

@@ -205,9 +205,8 @@ class MemoryEstimate:
         for name, spec in plan.components.items():
             shape = cluster.shapes.of(spec)
             self.models[name] = PlacedModel(spec, plan.layouts[name], shape, plan.batch_splits[name], dtype)
-        policy = cluster.shapes.at(
-            plan.config.model.path, "value" if plan.config.recipe.trains == "reward_model" else "policy"
-        )
+        is_policy = "actor" in plan.components
+        policy = cluster.shapes.at(plan.config.model.path, "policy" if is_policy else "value")
         free_bytes = cluster.gpu_bytes - CONTEXT_BYTES - ENGINE_CONTEXT_BYTES
         self.engine = engine_memory(plan.config, policy.architecture, policy.size, free_bytes)
         self._engine_pinned = engine_pinned(plan.config, self.engine, policy.architecture)

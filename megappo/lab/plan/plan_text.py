@@ -73,7 +73,7 @@ def batch_summary(plan: RunPlan) -> str:
 def _example_totals(config: Config) -> Iterator[str]:
     """Yield the size of a step's examples."""
     size, row = config.data.train_batch_size, longest_row(config)
-    unit = "pairs of examples" if config.recipe.has_pairs else "examples"
+    unit = {"critic": "trajectories", "reward_model": "pairs of examples"}.get(config.recipe.trains, "examples")
     worst = size * config.rows_together * row
     yield f"  {size:,} {unit} of at most {row:,} tokens each: {worst:,} tokens at worst"
 

@@ -132,23 +132,25 @@ function seedsTable() {
   return el("div.box", {}, el("h3", {}, "Runs that differ by their seed alone: mean and standard deviation of the last values"), table(["", "runs", ...metrics.values()], rows));
 }
 
-/** Values of the critic beside the returns, by tenth of the range of the values: of the rollouts, and of held-out ones. */
+/** Values of the critic beside the returns, by tenth of the range of the values, and by turn of episodes: of the rollouts, and of held-out ones. */
 function calibrationSection() {
   const tables = [];
   for (const run of RUNS) {
     const heldOut = matches(run, "*", "val/*/critic/vf_tenth/0/predicted").map(([name]) => [name, `val/${name}/`]);
     for (const [name, prefix] of [["rollouts", ""], ...heldOut]) {
-      const last = (tenth, kind) => run.ends[`${prefix}critic/vf_tenth/${tenth}/${kind}`]?.at(-1);
-      const tenths = [...Array(10).keys()].filter((tenth) => last(tenth, "predicted"));
-      if (!tenths.length) continue;
-      const newest = Math.max(...tenths.map((tenth) => last(tenth, "predicted")[0]));
-      const rows = tenths.filter((tenth) => last(tenth, "predicted")[0] === newest).map((tenth) => [String(tenth + 1), ...["predicted", "observed"].map((kind) => score(last(tenth, kind)[1]))]);
-      const title = `${RUNS.length > 1 ? `${run.name}, ` : ""}${name}, step ${whole(newest)}`;
-      tables.push(el("div.box", {}, el("h3", {}, title), table(["tenth", "predicted", "observed"], rows)));
+      for (const [kind, first] of [["tenth", 0], ["turn", 1]]) {
+        const last = (part, of) => run.ends[`${prefix}critic/vf_${kind}/${part}/${of}`]?.at(-1);
+        const parts = [...Array(10).keys()].filter((part) => last(part, "predicted"));
+        if (!parts.length) continue;
+        const newest = Math.max(...parts.map((part) => last(part, "predicted")[0]));
+        const rows = parts.filter((part) => last(part, "predicted")[0] === newest).map((part) => [String(part + 1 - first), ...["predicted", "observed"].map((of) => score(last(part, of)[1]))]);
+        const title = `${RUNS.length > 1 ? `${run.name}, ` : ""}${name}, step ${whole(newest)}`;
+        tables.push(el("div.box", {}, el("h3", {}, title), table([kind, "predicted", "observed"], rows)));
+      }
     }
   }
   if (!tables.length) return null;
-  return section("Calibration of values", el("p.soft", {}, "Mean value and mean return of the tokens, by tenth of the range of the values; equal if calibrated."), tables);
+  return section("Calibration of values", el("p.soft", {}, "Mean value and mean return of the tokens, by tenth of the range of the values, and by turn of episodes (turn 8: and later); equal if calibrated."), tables);
 }
 
 function configSection() {
