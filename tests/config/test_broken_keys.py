@@ -141,6 +141,17 @@ CONTRADICTIONS = {
         "critic.gate is checked on held-out rollouts: name data.val_files"
     ),
     "trainer.train=[critic] trainer.replay_held_out=held": "trainer.replay_held_out needs trainer.replay_rollouts",
+    "trainer.kind=critic algorithm.shared_backbone=true": (
+        "algorithm.adv_estimator gae and algorithm.shared_backbone true leave this run, which trains a critic alone,"
+    ),
+    "trainer.kind=critic critic.warmup_steps=2": "critic.warmup_steps 2 has no effect, as trainer.train",
+    "trainer.kind=critic reward.normalize=group": "reward.normalize group compares the responses to a prompt, but each",
+    "trainer.kind=critic critic.value_loss=two_hot": (
+        "critic.value_loss two_hot needs the range of the returns, which is unknown with scores that files give: set"
+    ),
+    "trainer.kind=critic data.columns={score: reward}": (
+        "data.columns names score: name messages alone, or prompt and response, each with the field"
+    ),
     "critic.warmup_steps=1 algorithm.shared_backbone=true": (
         "critic.warmup_steps 1 has no effect, as this run builds no critic: drop it"
     ),

@@ -13,7 +13,7 @@ from megappo.runtime.gpus import GPUS
 MODEL = str(SHAPES / "qwen2.5-7b")
 
 
-@pytest.mark.parametrize(("kind", "name"), [("sft", "actor"), ("reward_model", "reward_model")])
+@pytest.mark.parametrize(("kind", "name"), [("sft", "actor"), ("reward_model", "reward_model"), ("critic", "critic")])
 def test_an_update_is_all_that_a_step_takes(kind: str, name: str):
     values = {
         "model": {"path": MODEL},
@@ -21,10 +21,15 @@ def test_an_update_is_all_that_a_step_takes(kind: str, name: str):
         "data": {"train_files": "train.jsonl", "train_batch_size": 64, "max_length": 2048},
         "trainer": {"kind": kind, "output_dir": "out"},
     }
+    of_ppo = Config.model_validate(values | {"rollout": {"n": 4}})  # as a base for PPO may have it
+    assert of_ppo.rows_per_prompt == 1 + (kind == "reward_model")
+    if kind == "critic":
+        values[name]["ppo_mini_batch_size"] = 64
     plan, gpu = plan_run(Config.model_validate(values), 8), GPUS["h100"]
     cluster = Cluster(gpu.memory)
     memory = MemoryEstimate(plan, cluster)
-    assert list(TimeEstimate(memory, gpu).seconds) == [f"update_{name}"]
+    values_before = ["values"] if kind == "critic" else []
+    assert list(TimeEstimate(memory, gpu).seconds) == [*values_before, f"update_{name}"]
     assert memory.fullest.peak[1] == f"update_{name}"
     rows = 2 if kind == "reward_model" else 1
     assert plan.batch_splits[name].trajectories == 64 * rows

@@ -1,5 +1,6 @@
 """A critic that is trained alone, on recorded rollouts and on rollouts of a policy that stays as it is; PPO from it."""
 
+import json
 import shutil
 import statistics
 from pathlib import Path
@@ -94,6 +95,28 @@ def test_a_critic_of_classes_is_kept_and_a_scalar_one_gets_a_new_head(config, ru
     assert logged(folder / "classes" / "run")[0]["values/mean"] == pytest.approx(statistics.fmean(values), abs=1e-5)
     output = train(folder / "scalar", config, *ppo)
     assert f"critic: a new value head, with one output, as the head in {critic} has 11 classes from 0 to 1" in output
+
+
+@pytest.mark.slow  # tests/trainer/test_scored_files.py has its steps
+def test_a_critic_on_files_resumes_to_the_bit(config, folder):
+    lines = []
+    for a in range(10, 26):
+        for answer, score in ((str(2 * a), 1), ("7", 0)):
+            lines.append({"prompt": f"{a}+{a}=", "response": answer, "score": score, "steps": [[1, 0.5]]})
+    data = folder / "scored.jsonl"
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    files = (f"data.train_files={data}", f"data.val_files={data}", "data.max_length=12", "data.train_batch_size=8")
+    kind = ("trainer.kind=critic", "trainer.eval_interval=2", "critic.ppo_mini_batch_size=4", *files)
+    train(folder / "whole", config, *kind, "trainer.total_steps=4")
+    output = train(folder / "parts", config, *kind, "trainer.total_steps=2")
+    assert "actor: none (trainer.kind)" in output and "finished; to start PPO from it: critic.model_path=" in output
+    train(folder / "parts", config, *kind, "trainer.total_steps=4")
+    whole, parts = (logged(folder / name / "run") for name in ("whole", "parts"))
+    assert [one["step"] for one in parts] == [0, 1, 2, 3, 4]
+    for name in ("critic/vf_loss", "critic/grad_norm", "returns/mean", "data/epochs"):
+        assert [one.get(name) for one in whole] == [one.get(name) for one in parts]
+    assert whole[-1]["val/scored/critic/vf_explained_var"] == parts[-1]["val/scored/critic/vf_explained_var"]
+    assert (folder / "parts" / "run" / "hf_critic").is_dir() and not (folder / "parts" / "run" / "hf_actor").exists()
 
 
 @pytest.mark.slow  # the run on recorded rollouts shows all but the engines
