@@ -51,6 +51,7 @@ EXAMPLE_KEYS = ("data.max_length", "data.columns")
 RETURN_KEYS = (
     *(f"algorithm.{key}" for key in ("preset", "adv_estimator", "gamma", "lam", "critic_lam", "gae_level")),
     "algorithm.bootstrap_truncated",
+    "algorithm.shared_backbone",
     *(f"reward.{key}" for key in ("scale", "clip", "normalize", "length_penalty", "length_penalty_factor")),
     "reward.overlong_buffer",
     "rollout.max_response_length",

@@ -12,7 +12,7 @@ from megappo.data.records import Records
 from megappo.data.tokenizer import token_texts
 from megappo.userland.grades import Step, read_steps
 
-FIELDS = ("score", "steps", "truncated", "response_mask")
+OUTCOME_FIELDS = ("score", "steps", "truncated", "response_mask")
 """Fields beside the conversation; a record may lack all but the first."""
 
 
@@ -48,15 +48,15 @@ class ScoredDataset(ExampleDataset):
         self._shapings = shapings
 
     def _form(self, file: Records) -> Mapping[str, str]:
-        return {name: name for name in FIELDS} | dict(super()._form(file))
+        return {name: name for name in OUTCOME_FIELDS} | dict(super()._form(file))
 
     def _texts_of(self, record: Any, file: Records) -> list[ExampleText]:
         if isinstance(record, dict):
-            record = dict.fromkeys(FIELDS[1:]) | record
+            record = dict.fromkeys(OUTCOME_FIELDS[1:]) | record
         return super()._texts_of(record, file)
 
     def _texts(self, chat: Chat, parts: Mapping[str, Any]) -> list[ExampleText]:
-        score, steps, truncated, mask = (parts[name] for name in FIELDS)
+        score, steps, truncated, mask = (parts[name] for name in OUTCOME_FIELDS)
         prompt = parts.get("prompt")
         response = parts.get("messages") or parts["response"]
         encoded = None

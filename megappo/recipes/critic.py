@@ -35,31 +35,6 @@ def build(builder: RunBuilder) -> Run:
     return ppo.build(builder, evaluation=CriticEvaluation(gate), gate=gate)
 
 
-def _held_out_rollouts(run: Run) -> Iterator[tuple[str, Batch]]:
-    """Yield the name of each held-out data set and its scored rollouts."""
-    config = run.config
-    vocab_size = run.datasets.vocab_size
-    if not config.recipe.has_rollouts:
-        for name in run.datasets.val:
-            yield name, run.batches.held_out(name, run.datasets)
-        return
-    if config.trainer.replay_held_out is not None:
-        folder = Path(config.trainer.replay_held_out)
-        replay = Replay(folder, config, vocab_size, run.exchange, "trainer.replay_held_out")
-        batch, _ = replay.score(1, None, run.phase)
-        yield HELD_OUT, _with_model_scores(run, batch, None)
-        return
-    all_responses = {}
-    for name in config.data.val_names:
-        prompts = run.datasets.held_out(name, run.exchange)
-        sampled = run.rollouts.sample(prompts, config.rollout.n, run.rollouts.training, task=name)
-        all_responses[name] = StepResponses(prompts, sampled.samples, [sampled], sampled.usage)
-    run.engines.sleep()
-    for name, responses in all_responses.items():
-        batch, _ = RowBuilder(config, vocab_size, run.rollouts.tokenizer, run.exchange).build(responses)
-        yield name, _with_model_scores(run, batch, responses, run.datasets.val[name])
-
-
 class CriticEvaluation:
     """Compares a critic with the returns of held-out rollouts. All ranks call it together.
 
@@ -90,6 +65,31 @@ class CriticEvaluation:
         with run.phase("sync"):
             run.engines.wake()
         return metrics
+
+
+def _held_out_rollouts(run: Run) -> Iterator[tuple[str, Batch]]:
+    """Yield the name of each held-out data set and its scored rollouts."""
+    config = run.config
+    vocab_size = run.datasets.vocab_size
+    if not config.recipe.has_rollouts:
+        for name in run.datasets.val:
+            yield name, run.batches.held_out(name, run.datasets)
+        return
+    if config.trainer.replay_held_out is not None:
+        folder = Path(config.trainer.replay_held_out)
+        replay = Replay(folder, config, vocab_size, run.exchange, "trainer.replay_held_out")
+        batch, _ = replay.score(1, None, run.phase)
+        yield HELD_OUT, _with_model_scores(run, batch, None)
+        return
+    all_responses = {}
+    for name in config.data.val_names:
+        prompts = run.datasets.held_out(name, run.exchange)
+        sampled = run.rollouts.sample(prompts, config.rollout.n, run.rollouts.training, task=name)
+        all_responses[name] = StepResponses(prompts, sampled.samples, [sampled], sampled.usage)
+    run.engines.sleep()
+    for name, responses in all_responses.items():
+        batch, _ = RowBuilder(config, vocab_size, run.rollouts.tokenizer, run.exchange).build(responses)
+        yield name, _with_model_scores(run, batch, responses, run.datasets.val[name])
 
 
 def _with_model_scores(
