@@ -143,9 +143,12 @@ function calibrationSection() {
         const parts = [...Array(10).keys()].filter((part) => last(part, "predicted"));
         if (!parts.length) continue;
         const newest = Math.max(...parts.map((part) => last(part, "predicted")[0]));
-        const rows = parts.filter((part) => last(part, "predicted")[0] === newest).map((part) => [String(part + 1 - first), ...["predicted", "observed"].map((of) => score(last(part, of)[1]))]);
+        const columns = { predicted: "predicted", observed: "observed" };
+        if (parts.some((part) => last(part, "vf_explained_var")?.[0] === newest)) columns.vf_explained_var = "explained variance";
+        const cell = (part, of) => (last(part, of)?.[0] === newest ? score(last(part, of)[1]) : "-");
+        const rows = parts.filter((part) => last(part, "predicted")[0] === newest).map((part) => [String(part + 1 - first), ...Object.keys(columns).map((of) => cell(part, of))]);
         const title = `${RUNS.length > 1 ? `${run.name}, ` : ""}${name}, step ${whole(newest)}`;
-        tables.push(el("div.box", {}, el("h3", {}, title), table([kind, "predicted", "observed"], rows)));
+        tables.push(el("div.box", {}, el("h3", {}, title), table([kind, ...Object.values(columns)], rows)));
       }
     }
   }
