@@ -17,7 +17,7 @@ OUTCOME_FIELDS = ("score", "steps", "truncated", "response_mask")
 
 
 class Outcome(NamedTuple):
-    """What a record holds beside the text of its conversation.
+    """Score of a record, and further facts that the text of its conversation lacks.
 
     Attributes:
         steps: rewards of parts of `response`, which is a text, messages or tokens.

@@ -11,8 +11,8 @@ from megappo.config.schema import Data
 from megappo.data.examples import Example
 from megappo.data.scored_examples import ScoredDataset
 
-ASKED = "[user]2+2?~\n[assistant]"
-TALKED = f"{ASKED}4~\n[user]+1?~\n[assistant]5.~"
+QUESTION = "[user]2+2?~\n[assistant]"
+TALKED = f"{QUESTION}4~\n[user]+1?~\n[assistant]5.~"
 SEVEN = {"prompt_tokens": [5, 6], "response_tokens": [7, 8, 9, 10, 11], "score": 1}
 
 
@@ -42,17 +42,17 @@ def credited(tokenizer: PreTrainedTokenizerFast, example: Example) -> dict[str, 
         ({"prompt": "2+2=", "response": "=4 .", "steps": [[2, 0.5], [4, -1]]}, {}, 0.5,
          {"2+2==4": 0.5, "2+2==4 .": -1}),
         ({"prompt": "2+2=", "response": " 4", "steps": [[2, 2]]}, {}, 3, {"2+2= 4": 2}),
-        ({"prompt": TALK[:1], "response": "4.", "steps": [[1, 2]]}, {}, 3, {f"{ASKED}4": 2}),
+        ({"prompt": TALK[:1], "response": "4.", "steps": [[1, 2]]}, {}, 3, {f"{QUESTION}4": 2}),
         ({"q": "2+2=", "a": "4", "reward": 2, "process": [[1, 1]]},
          {"columns": {"prompt": "q", "response": "a", "score": "reward", "steps": "process"}}, 3, {"2+2=4": 1}),
         ({"messages": TALK, "steps": None}, {}, 1, {}),
-        ({"messages": TALK, "steps": [[2, 0.5], [4, 0.25]]}, {}, 1.75, {f"{ASKED}4~": 0.5, TALKED: 0.25}),
+        ({"messages": TALK, "steps": [[2, 0.5], [4, 0.25]]}, {}, 1.75, {f"{QUESTION}4~": 0.5, TALKED: 0.25}),
         ({"messages": TALK, "steps": [[3, 0.5]]}, {"system_prompt": "Add."}, 1.5,
-         {f"[system]Add.~\n{ASKED}4~": 0.5}),  # a reward that comes with the user's answer is the turn's before it
+         {f"[system]Add.~\n{QUESTION}4~": 0.5}),  # a reward that comes with the user's answer is the turn's before it
         ({"messages": TALK, "steps": [[2, 0.5], [4, 0.25]]}, {"train_on": "last"}, 1.25, {TALKED: 0.25}),
         ({"messages": [TALK[0], TALK[1] | {"weight": 0}, *TALK[2:]], "steps": [[1, 9], [2, 9]]}, {}, 1, {}),
         ({"prompt": TALK[:1], "response": TALK[1:], "steps": [[1, 0.5], [3, 0.25]]}, {}, 1.75,
-         {f"{ASKED}4~": 0.5, TALKED: 0.25}),
+         {f"{QUESTION}4~": 0.5, TALKED: 0.25}),
     ],
 )  # fmt: skip
 def test_a_step_is_rewarded_at_the_token_that_ends_it(tmp_path, tokenizer, record, keys, score, rewards):
