@@ -29,6 +29,8 @@ import torch
 from grid_environment import SIZE, STEPS, shown
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+from voyage_environment import DAYS, GOODS, HARBOURS, IDLE, REFUSED, SEA, SOLD, START, STORM, STORMS, WANTED, trade
+from voyage_environment import shown as seen
 
 from megappo.runtime.status import STATUS
 
@@ -59,6 +61,7 @@ class Example:
         prefix: text before every dialogue.
         num_steps: steps of the warm start.
         held_out: share of the records that is held out.
+        learns_all: the warm start learns the other side's turns, too, as a language model learns all of its texts.
     """
 
     tokens: tuple[str, ...]
@@ -67,6 +70,7 @@ class Example:
     prefix: str = ""
     num_steps: int = 800
     held_out: float = HELD_OUT
+    learns_all: bool = False
 
 
 # --- the grid game ---
@@ -145,6 +149,42 @@ def _remember(record: dict[str, Any], rng: random.Random) -> Turns:
     return [("user", asked), ("assistant", call), ("tool", answer), ("user", NOTE), ("assistant", note)]
 
 
+# --- voyages ---
+
+NUM_VOYAGES = 1200
+RIGHT, MISTAKEN = 0.3, 0.4
+
+
+def voyage() -> Example:
+    """Return the voyage's example: routes with some harbours and storms, drawn at random."""
+    rng = random.Random(0)
+    records = []
+    for _ in range(NUM_VOYAGES):
+        quiet = [SEA] * (DAYS - HARBOURS - STORMS)
+        route = [*quiet, *[STORM] * STORMS, *rng.choices(list(WANTED), k=HARBOURS)]
+        rng.shuffle(route)
+        records.append({"prompt": _user(seen(route[0], START)), "label": None, "route": route})
+    purses = [f"{purse:02}" for purse in range(2 * START + 1)]
+    tokens = (SEA, STORM, *WANTED, *GOODS, SOLD, REFUSED, IDLE, *purses)
+    return Example(tokens, records, _offer, num_steps=600, held_out=0.04, learns_all=True)
+
+
+def _offer(record: dict[str, Any], rng: random.Random) -> Turns:
+    """Return the turns of a trader who offers a certain wrong good most often."""
+    turns = []
+    purse, news = START, IDLE
+    for place in record["route"]:
+        offered = rng.choice(GOODS)
+        if place in WANTED:
+            wanted = GOODS.index(WANTED[place])
+            right, mistaken, *others = GOODS[wanted:] + GOODS[:wanted]
+            offered = rng.choices([right, mistaken, *others], [RIGHT, MISTAKEN, *[(1 - RIGHT - MISTAKEN) / 2] * 2])[0]
+        turns += [("user", seen(place, purse, news)), ("assistant", offered)]
+        gain, news = trade(place, offered)
+        purse += gain
+    return turns
+
+
 # --- for all ---
 
 
@@ -180,10 +220,10 @@ def _escaped(token: str) -> str:
 
 
 def warm_start(model: Qwen2ForCausalLM, tokenizer: Tokenizer, example: Example, dialogues: Iterator[Turns]) -> None:
-    """Train on the dialogues; the loss covers the player's turns only."""
+    """Train on the dialogues; the loss covers the player's turns only, or all turns."""
 
     def batch(*_: int) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = [_labelled(tokenizer, example.prefix, turns) for turns in itertools.islice(dialogues, BATCH_SIZE)]
+        rows = [_labelled(tokenizer, example, turns) for turns in itertools.islice(dialogues, BATCH_SIZE)]
         tokens, labels = (torch.nn.utils.rnn.pad_sequence(part, batch_first=True) for part in zip(*rows, strict=True))
         return tokens, labels.masked_fill(labels == 0, quickstart.IGNORED)
 
@@ -192,14 +232,14 @@ def warm_start(model: Qwen2ForCausalLM, tokenizer: Tokenizer, example: Example, 
     quickstart.supervise(model, batches, num_steps, lambda step: quickstart.lr_factor(step + 1, num_steps))
 
 
-def _labelled(tokenizer: Tokenizer, prefix: str, turns: Turns) -> tuple[torch.Tensor, torch.Tensor]:
+def _labelled(tokenizer: Tokenizer, example: Example, turns: Turns) -> tuple[torch.Tensor, torch.Tensor]:
     """Return tokens and labels; the labels are 0 where there is no loss."""
-    tokens = tokenizer.encode(prefix).ids
+    tokens = tokenizer.encode(example.prefix).ids
     labels = [0] * len(tokens)
     for role, content in turns:
         ids = tokenizer.encode(f"{ROLES[role]}{content}{EOS}").ids
         tokens += ids
-        labels += [0, *ids[1:]] if role == "assistant" else [0] * len(ids)
+        labels += [0, *ids[1:]] if role == "assistant" or example.learns_all else [0] * len(ids)
     return torch.tensor(tokens), torch.tensor(labels)
 
 
@@ -228,6 +268,7 @@ EXAMPLES: dict[str, Callable[[Path, int], None]] = {
     "grid": lambda folder, seed: build(folder, grid(), seed),
     "calculator": lambda folder, seed: build(folder, calculator(), seed),
     "compaction": lambda folder, seed: build(folder, compaction(), seed),
+    "voyage": lambda folder, seed: build(folder, voyage(), seed),
     "smollm2": smollm2.build,
 }
 """Name -> writes all files of the example into a folder, by a seed."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 WIDTH, HEIGHT, MARGIN = 560, 320, 48
-COLOURS = ("#4269d0", "#ef8e3b", "#3ca951", "#a463f2")
+COLOURS = ("#4269d0", "#ef8e3b", "#3ca951", "#a463f2", "#9c6b4e", "#ff725c")
 STYLE = """<style>
   .ground { fill: #f6f8fa } text:not([fill]) { fill: #1f2328 }
   @media (prefers-color-scheme: dark) { .ground { fill: #161b22 } text:not([fill]) { fill: #e6edf3 } }
