@@ -141,9 +141,6 @@ CONTRADICTIONS = {
         "critic.gate is checked on held-out rollouts: name data.val_files"
     ),
     "trainer.train=[critic] trainer.replay_held_out=held": "trainer.replay_held_out needs trainer.replay_rollouts",
-    "trainer.kind=critic algorithm.shared_backbone=true": (
-        "algorithm.adv_estimator gae and algorithm.shared_backbone true leave this run, which trains a critic alone,"
-    ),
     "trainer.kind=critic critic.warmup_steps=2": "critic.warmup_steps 2 has no effect, as trainer.train",
     "trainer.kind=critic reward.normalize=group": "reward.normalize group compares the responses to a prompt, but each",
     "trainer.kind=critic critic.value_loss=two_hot": (
