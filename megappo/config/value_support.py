@@ -37,6 +37,7 @@ def return_bounds(config: Config) -> Bounds | str:
     unknown = [name for name in reward.weights if name not in SCORE_BOUNDS]
     open_keys = {
         "algorithm.use_kl_in_reward true": config.penalizes_kl,
+        "distillation.signal reward": config.distilled_at == "reward",
         "an environment or agent": config.rollout.has_episodes,
         f"reward.normalize {reward.normalize}": reward.normalize != "none",
         f"reward.length_penalty {reward.length_penalty}": reward.length_penalty != "none",

@@ -16,6 +16,9 @@ from pydantic import (
     Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
 )
 from pydantic_core import CoreSchema, PydanticCustomError
 from pydantic_core.core_schema import no_info_after_validator_function
@@ -54,8 +57,8 @@ def as_number(value: object) -> object:
 
 
 def as_list(value: object) -> object:
-    """Treat a single string as a list of one."""
-    return (value,) if isinstance(value, str) else value
+    """Treat a single string or number as a list of one."""
+    return (value,) if isinstance(value, str | int | float) else value
 
 
 NUMBER = BeforeValidator(as_number)
@@ -87,6 +90,10 @@ ModelPath = Annotated[str, AfterValidator(as_path), AfterValidator(cached_model)
 FilePaths = Annotated[tuple[FilePath, ...], LISTED]
 SomeFilePaths = Annotated[tuple[FilePath, ...], MinLen(1), LISTED]
 Texts = Annotated[tuple[str, ...], LISTED]
+TABLE_NAME = re.compile(r"[A-Za-z0-9_-]+")
+"""Name that a user gives in eval.datasets or teachers: a part of keys and of metrics."""
+FieldValues = Annotated[tuple[StrictBool | StrictInt | StrictFloat | str, ...], MinLen(1), LISTED]
+"""Values of a field of a data record."""
 
 Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 AdaptedModule = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
