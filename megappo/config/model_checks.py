@@ -1,10 +1,9 @@
 """Keys of a run's models that contradict each other: log-probs, layouts, adapters, and which of them are trained."""
 
-from megappo.config.config_error import Errors, shorten, show
+from megappo.config.config_error import Errors, show
 from megappo.config.methods import TRANSPORTS
 from megappo.config.schema import Config
 from megappo.config.value_support import value_range_errors
-from megappo.config.values import TABLE_NAME
 
 
 def model_errors(config: Config) -> Errors:
@@ -70,8 +69,6 @@ def _teacher_errors(config: Config) -> Errors:
             yield f"{section}.adapter and {section}.dist_checkpointing_path are both set: drop one"
     names = list(config.teachers)
     for name in names:
-        if not TABLE_NAME.fullmatch(name):
-            yield f"teachers: {shorten(repr(name))} is not a valid name: choose one of letters, digits, _ and - alone"
         if not config.teachers[name].when and name != names[-1]:
             yield f"teachers.{name} has no `when`, so that teachers after it have no row: put it last"
     if not names:

@@ -41,6 +41,7 @@ from megappo.config.values import (
     Ranks,
     ReadIf,
     Section,
+    TableName,
     key,
 )
 
@@ -189,7 +190,7 @@ class Config(Section):
     actor: Actor = key(Actor(), "the policy", read_if=TRAINS_ACTOR)
     critic: Critic = key(Critic(), "the value model", read_if=(HAS_CRITIC, HAS_VALUES))
     ref: Ref = key(Ref(), "the frozen reference policy of the KL penalty, by default the initial actor", read_if=(REFERENCE_DIFFERS, HAS_REFERENCE))
-    teachers: dict[str, Teacher] = key({}, "frozen models that train the actor by their log-probs of its responses: name -> model, layout, rows")
+    teachers: dict[TableName, Teacher] = key({}, "frozen models that train the actor by their log-probs of its responses: name -> model, layout, rows")
     reward_model: RewardModel = key(RewardModel(), "a reward model that the run loads, or trains", read_if=HAS_REWARD_MODEL)
     rollout: Rollout = key(Rollout(), "sampling and the SGLang engines")
     data: Data = key(..., "prompts, or examples")

@@ -27,6 +27,8 @@ from megappo.config.config_error import Errors
 from megappo.config.hub import cached_model
 from megappo.config.methods import Method
 
+TABLE_NAME = re.compile(r"[A-Za-z0-9_-]+")
+"""Name that a user gives in eval.datasets or teachers: a part of keys and of metrics."""
 EXPLAINED = "explained"
 """Type of a validation error whose text is printed after the expected values."""
 
@@ -42,6 +44,17 @@ def as_path(text: str) -> str:
         reason = "empty paths, variables and unknown home folders are not read: write the whole path"
         raise PydanticCustomError(EXPLAINED, reason)
     return path
+
+
+def table_name(name: str) -> str:
+    """Return a name that a user gives in a table.
+
+    Raises:
+        PydanticCustomError: it cannot be a part of keys and of metrics.
+    """
+    if not TABLE_NAME.fullmatch(name):
+        raise PydanticCustomError(EXPLAINED, "a name of letters, digits, _ and - alone")
+    return name
 
 
 def as_number(value: object) -> object:
@@ -85,13 +98,12 @@ Ranks = Annotated[str, Field(coerce_numbers_to_str=True)]  # YAML reads a rank a
 
 FilePath = Annotated[str, AfterValidator(as_path)]
 """A path, or a name that may begin with one, such as FILE.py:FUNCTION."""
+TableName = Annotated[str, AfterValidator(table_name)]
 ModelPath = Annotated[str, AfterValidator(as_path), AfterValidator(cached_model)]
 """A folder, or the id of a model on the Hugging Face hub; resolved where the model is in the local cache."""
 FilePaths = Annotated[tuple[FilePath, ...], LISTED]
 SomeFilePaths = Annotated[tuple[FilePath, ...], MinLen(1), LISTED]
 Texts = Annotated[tuple[str, ...], LISTED]
-TABLE_NAME = re.compile(r"[A-Za-z0-9_-]+")
-"""Name that a user gives in eval.datasets or teachers: a part of keys and of metrics."""
 FieldValues = Annotated[tuple[StrictBool | StrictInt | StrictFloat | str, ...], MinLen(1), LISTED]
 """Values of a field of a data record."""
 

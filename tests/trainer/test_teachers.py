@@ -1,10 +1,10 @@
 """Teachers in a step of real models: their log-probs in any layout, their rows, and what is left of them afterwards."""
 
+import json
 import shutil
 from pathlib import Path
 from types import ModuleType
 
-import pytest
 import torch
 import torch.distributed as dist
 from recorder import recorder_in
@@ -44,10 +44,31 @@ def write_other(folder: Path) -> None:
     save_file(weights, file, {"format": "pt"})
 
 
+def write_adapted(folder: Path) -> None:
+    """Write adapters of queries, and a copy of the model with the adapters added to its weights."""
+    weights, tensors = load_file(folder / "model.safetensors"), {}
+    generator = torch.Generator().manual_seed(2)
+    for name in [name for name in weights if name.endswith("q_proj.weight")]:
+        rows, columns = weights[name].shape
+        a, b = (torch.randn(size, generator=generator) / 4 for size in ((2, columns), (rows, 2)))
+        weights[name] = weights[name] + 2 * b @ a
+        prefix = f"base_model.model.{name.removesuffix('.weight')}"
+        tensors |= {f"{prefix}.lora_A.weight": a, f"{prefix}.lora_B.weight": b}
+    settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(folder)}
+    settings |= {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
+    (folder / "adapter").mkdir()
+    (folder / "adapter" / "adapter_config.json").write_text(json.dumps(settings))
+    save_file(tensors, folder / "adapter" / "adapter_model.safetensors")
+    (folder / "merged").mkdir()
+    shutil.copy(folder / "config.json", folder / "merged")
+    save_file(weights, folder / "merged" / "model.safetensors", {"format": "pt"})
+
+
 def check(rank: int, world_size: int, folder: Path) -> None:
     bench = recorder_in(folder)
     if rank == 0:
         write_other(folder)
+        write_adapted(folder)
     dist.barrier()
     other = str(folder / "other")
 
@@ -70,6 +91,12 @@ def check(rank: int, world_size: int, folder: Path) -> None:
     ppo_step(run, 1)
     assert run.phase.timers.lap().keys() >= {"timing_s/teacher_other", "timing_s/teacher_same"}
     assert run.models.trained.keys() == {"actor", "critic"}, "checkpoints have nothing of teachers"
+
+    ours = config_of(bench, folder, {"adapted": {"adapter": str(folder / "adapter"), **ELSEWHERE}})
+    merged = config_of(bench, folder, {"merged": {"model_path": str(folder / "merged")}})
+    found, expected = (rows_of(bench, config)[1].fields["teacher_log_probs"] for config in (ours, merged))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    assert (found - rows.fields["old_log_probs"]).abs().max() > 1e-2
 
     once = {"actor": {"ppo_epochs": 1, "ppo_mini_batch_size": bench.PROMPTS}}
     for kind in ("k1+", "full"):
