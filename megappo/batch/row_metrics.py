@@ -47,11 +47,6 @@ def of_tokens(field: str) -> RowValues:
     return lambda rows: rows.fields[field][rows.response_mask.bool()] if field in rows.fields else None
 
 
-def is_taught(rows: Any) -> Any:
-    """Return 1 for each row that has a teacher, else 0, [n]; None in a run without teachers."""
-    return (rows.fields["teacher"] > 0).float() if "teacher" in rows.fields else None
-
-
 def taught_kl(rows: Any) -> Any:
     """Return the KL to its teacher of each token that the policy wrote in a row that has one; None without any."""
     if "distillation_kl" not in rows.fields:
@@ -148,7 +143,6 @@ ROW_METRICS = Table(
         "reward/baseline": RowMetric(of_rows("baselines")),
         "reward/kl_penalty": RowMetric(of_tokens("kl_penalty")),
         "distillation/kl": RowMetric(taught_kl, (*SPREAD, HISTOGRAM)),
-        "distillation/taught_frac": RowMetric(is_taught, "mean"),
         "rollout/response_length": RowMetric(lambda rows: rows.response_lengths.float(), (*SPREAD, HISTOGRAM)),
         "rollout/truncated_frac": RowMetric(of_rows("truncated"), "mean"),
         "rollout/repetition_frac": RowMetric(repeats, "mean"),

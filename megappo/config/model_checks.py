@@ -68,8 +68,8 @@ def _teacher_errors(config: Config) -> Errors:
         if one.adapter and one.dist_checkpointing_path:
             yield f"{section}.adapter and {section}.dist_checkpointing_path are both set: drop one"
     names = list(config.teachers)
-    for name in names:
-        if not config.teachers[name].when and name != names[-1]:
+    for name in names[:-1]:
+        if not config.teachers[name].when:
             yield f"teachers.{name} has no `when`, so that teachers after it have no row: put it last"
     if not names:
         return

@@ -1,4 +1,4 @@
-"""Keys of teachers and of another reference: what excludes what, which teacher a record has, and whose tokens differ."""
+"""Keys of teachers and of another reference: what excludes what, which teacher a record has, whose tokens differ."""
 
 from pathlib import Path
 

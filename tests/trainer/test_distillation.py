@@ -115,7 +115,6 @@ def check(rank: int, world_size: int) -> None:
             found = rows.fields["advantages"][i][rows.response_mask[i] == 1].tolist()
             expected = plain_advantages(every, row, config)
             assert found == pytest.approx(expected, abs=1e-5), (signal, kind, estimator, task_reward, row)
-        assert metrics["distillation/taught_frac"] == pytest.approx(6 / 8)
         for number, name in ((1, "a"), (2, "b")):
             kl = [x for row, own in enumerate(TEACHERS) if own == number for x in plain_kl(every, row, kind)]
             assert metrics[f"distillation/kl/{name}"] == pytest.approx(sum(kl) / len(kl), rel=1e-4)
