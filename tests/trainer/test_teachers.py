@@ -1,4 +1,4 @@
-"""Teachers in a step of real models: their log-probs in any layout, their rows, and what is left of them afterwards."""
+"""Teachers in a step of real models: their log-probs in any layout, their rows, adapters, and models that are equal."""
 
 import json
 import shutil
