@@ -5,7 +5,7 @@ Placement, checks, plan, building, checkpoints and the loop iterate over it; `pl
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 from megappo.architecture.adapter_folder import read_lora
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.families import HeadKind
-from megappo.architecture.model_folder import newest_iteration, num_head_outputs
+from megappo.architecture.model_folder import newest_iteration
 from megappo.architecture.parsing import read_architecture
-from megappo.config.config_error import counted
-from megappo.config.methods import ValueSupport, in_words
+from megappo.config.methods import ValueSupport
 from megappo.config.model_sections import Learner, Lora, Trained
 from megappo.config.schema import Config
 from megappo.config.value_support import value_support
@@ -425,34 +424,6 @@ def build_order(specs: Specs) -> list[str]:
     return sorted(specs, key=lambda name: (specs[name].base is not None, specs[name].reference is not None))
 
 
-def models_in_words(config: Config) -> dict[str, str]:
-    """Describe the models in a run's checkpoints, for an evaluation the actor: no others can be loaded from them."""
-    models = {}
-    for name, spec in components_of(config).items():
-        if spec.training is not None or not (config.recipe.has_steps or spec.own_rows):
-            model = read_architecture(spec.folder.value, head="value")
-            head = " with a value head" if spec.head == "policy_value" else ""
-            head += f" of {spec.support}" if spec.support else ""
-            adapters = f" with adapters of rank {spec.lora.rank}" if spec.lora else ""
-            frozen = f" with frozen {' and '.join(sorted(spec.frozen))}" if spec.frozen else ""
-            size = f"{model.num_layers} layers of {model.hidden_size}, vocabulary {model.vocab_size}"
-            models[name] = f"{name}{head}{adapters}{frozen} ({model.name}, {size})"
-    return models
-
-
-def replaced_heads(specs: Specs) -> Iterator[str]:
-    """Yield a line for each trained model that gets a new value head, because its folder's has other outputs."""
-    for name, spec in specs.items():
-        folder = Path(spec.folder.value)
-        if spec.head == "policy" or spec.training is None or spec.megatron_folder or not folder.is_dir():
-            continue
-        model = replace(read_architecture(folder, head="value"), support=spec.support)
-        num_outputs = num_head_outputs(folder)
-        if num_outputs and not model.takes_head(num_outputs):
-            found = model.stored_support or counted(num_outputs, "output")
-            yield f"{name}: a new value head, {in_words(spec.support)}, as the head in {folder} has {found}"
-
-
 def shared_vocabulary(config: Config) -> int:
     """Return the size of the smallest vocabulary: every model that reads a step's rows knows the token ids below it."""
     folders = {spec.folder.value for spec in components_of(config).values() if not spec.own_rows}
@@ -461,11 +432,8 @@ def shared_vocabulary(config: Config) -> int:
 
 def policy_folders(config: Config) -> dict[str, str]:
     """Return key -> folder of the language models, other than model.path, that read the actor's tokens."""
-    found = {}
-    for spec in components_of(config).values():
-        if spec.head == "policy" and spec.folder.key != "model.path":
-            found[spec.folder.key] = spec.folder.value
-    return found
+    folders = [spec.folder for spec in components_of(config).values() if spec.head == "policy"]
+    return {key: folder for key, folder in folders if key != "model.path"}
 
 
 def replayed_policy(config: Config) -> Architecture | None:
