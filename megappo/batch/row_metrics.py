@@ -47,6 +47,13 @@ def of_tokens(field: str) -> RowValues:
     return lambda rows: rows.fields[field][rows.response_mask.bool()] if field in rows.fields else None
 
 
+def taught_kl(rows: Any) -> Any:
+    """Return the KL to its teacher of each token that the policy wrote in a row that has one; None without any."""
+    if "distillation_kl" not in rows.fields:
+        return None
+    return rows.fields["distillation_kl"][rows.response_mask.bool() & (rows.fields["teacher"] > 0)[:, None]]
+
+
 def log_prob_diff(rows: Any) -> Any:
     """Return |old_log_probs - rollout_log_probs| of each token that the policy wrote; None without a trainer or
     any token to compare.
@@ -135,6 +142,7 @@ ROW_METRICS = Table(
         "reward/shaped": RowMetric(of_rows("shaped_scores")),
         "reward/baseline": RowMetric(of_rows("baselines")),
         "reward/kl_penalty": RowMetric(of_tokens("kl_penalty")),
+        "distillation/kl": RowMetric(taught_kl, (*SPREAD, HISTOGRAM)),
         "rollout/response_length": RowMetric(lambda rows: rows.response_lengths.float(), (*SPREAD, HISTOGRAM)),
         "rollout/truncated_frac": RowMetric(of_rows("truncated"), "mean"),
         "rollout/repetition_frac": RowMetric(repeats, "mean"),

@@ -33,7 +33,7 @@ from megappo.lab.plan.plan_text import batch_summary, config_summary, evaluation
 from megappo.lab.plan.rehearsal import Findings, rehearse
 from megappo.lab.plan.run_checks import check_run, known_names, output_errors
 from megappo.observe.console import escape_unprintable
-from megappo.placement.components import replaced_heads
+from megappo.placement.model_lines import replaced_heads
 from megappo.placement.placing import leaves_world_open, smallest_world
 from megappo.placement.run_plan import RunPlan
 from megappo.preflight.folder_lock import in_use

@@ -14,11 +14,9 @@ from megappo.config.model_checks import critic_errors, model_errors
 from megappo.config.recipes import RECIPES
 from megappo.config.schema import Config
 from megappo.config.score_checks import reward_model_errors, shapings
-from megappo.config.values import LARGEST_PORT, ReadIf, Section
+from megappo.config.values import LARGEST_PORT, TABLE_NAME, ReadIf, Section
 
 ADDRESS = re.compile(r"https?://(?:[\w.-]+|\[[\da-fA-F:.]+\]):\d{1,5}", re.ASCII)
-DATASET_NAME = re.compile(r"[A-Za-z0-9_-]+")
-"""Name in eval.datasets: a part of keys and of metrics."""
 USUAL = {
     "actor.optim.lr": (0, 0.01, "Adam takes 1e-7 to 1e-4 for a language model"),
     "critic.optim.lr": (0, 0.01, "Adam takes 1e-7 to 1e-4 for a language model"),
@@ -240,7 +238,7 @@ def _name_errors(config: Config) -> Errors:
     if len(set(names)) < len(names):
         yield f"data.val_files: each is reported under its own name, so rename or merge equal ones: {', '.join(names)}"
     for name in config.eval.datasets:
-        if not DATASET_NAME.fullmatch(name) or name in names:
+        if not TABLE_NAME.fullmatch(name) or name in names:
             yield (
                 f"eval.datasets: {shorten(repr(name))} is not a valid name, or is taken by one of data.val_files: "
                 "choose another, of letters, digits, _ and - alone"
@@ -277,7 +275,7 @@ def _task_errors(task: Task) -> Errors:
     if rollout.has_episodes and data.too_long == "truncate_left":
         yield "data.too_long truncate_left would cut an episode's first messages: set it to skip"
     gives_rewards = rollout.environment is not None or rollout.has_agent
-    if reward.function is None and not gives_rewards and not task.has_reward_model:
+    if reward.function is None and not (gives_rewards or task.has_reward_model or task.has_teachers):
         keys = f"{task.reward_key} and {task.environment_key}"
         yield f"{keys} leave responses without a score: name a function, an environment or an agent"
     if reward.function is not None and not reward.weights:

@@ -72,7 +72,7 @@ def _section_in(annotation: object) -> type[Section] | None:
 
 def declared(path: str) -> str:
     """Return a key as the schema has it: with NAME for a name that the user has given."""
-    return re.sub(r"^eval\.datasets\.[^.]+", "eval.datasets.NAME", path)
+    return re.sub(r"^(eval\.datasets|teachers)\.[^.]+", r"\1.NAME", path)
 
 
 def nearest_key(path: str) -> str:

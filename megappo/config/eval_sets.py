@@ -1,7 +1,7 @@
 """Tasks of a run: training, and each held-out data set of data.val_files and eval.datasets, with the defaults filled
 in: how prompts are read, how responses are sampled, played and scored, and how long they may be."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from megappo.config.config_error import Errors
@@ -42,6 +42,7 @@ class Task:
         reward: reward section with the task's own function.
         environment_key, reward_key: the keys that name environment, tools or agent, and the function.
         has_reward_model: the reward model scores it, too: it has neither an environment nor a function of its own.
+        has_teachers: teachers train on it, so that it needs no scores.
     """
 
     section: str
@@ -53,6 +54,7 @@ class Task:
     environment_key: str
     reward_key: str
     has_reward_model: bool = False
+    has_teachers: bool = False
 
     @property
     def has_labels(self) -> bool:
@@ -62,7 +64,8 @@ class Task:
 
 def training_task(config: Config) -> Task:
     """Return the task of training."""
-    return _task(config, EvalDataset.model_construct(files=config.data.files), "data", "data.train_files")
+    task = _task(config, EvalDataset.model_construct(files=config.data.files), "data", "data.train_files")
+    return replace(task, has_teachers=bool(config.teachers))
 
 
 def eval_sets(config: Config) -> dict[str, Task]:

@@ -26,6 +26,8 @@ MISSPELT = 0.95
 """Similarity above which a key is taken for a misspelt one of ours, not for another system's."""
 FOREIGN = 5
 """Keys of another system from which a script was probably copied."""
+EXAMPLES = {"eval.datasets": "{files: val.jsonl}", "teachers": "{model_path: FOLDER}"}
+"""Table of sections that users name -> an example of one."""
 REQUIRED_SECTIONS = tuple(name for name, field in Config.model_fields.items() if field.is_required())
 
 
@@ -162,9 +164,9 @@ def _schema_errors(error: ValidationError, sources: Sources) -> list[str]:
         while declared(path) not in known:  # pydantic's path leads into list items and union members
             path = path.rpartition(".")[0]
         values = known[declared(path)].values
-        if path == "eval.datasets" and path != inner:
+        if path in EXAMPLES and path != inner:
+            values = f"section such as {EXAMPLES[path]}"
             path = inner
-            values = "section such as {files: val.jsonl}"
         reason = f" ({problem['msg']})" if kind == EXPLAINED else value_advice(path, problem["input"])
         if path not in lines or reason:
             written = shorten(show(problem["input"]))

@@ -10,6 +10,7 @@ def model_errors(config: Config) -> Errors:
     """Yield the contradictions, a line each, with the keys, their values and the remedy."""
     yield from _old_log_probs_errors(config)
     yield from _kl_errors(config)
+    yield from _teacher_errors(config)
     yield from critic_errors(config)
     yield from value_range_errors(config)
     yield from _adapter_errors(config)
@@ -27,7 +28,7 @@ def _old_log_probs_errors(config: Config) -> Errors:
             )
         return
     needing = (
-        ("algorithm.kl_penalty full", algorithm.use_kl_in_reward and algorithm.kl_penalty == "full", "choose k3"),
+        ("KL kind full (algorithm.kl_penalty or distillation.kl_type)", config.has_full_kl, "choose k3"),
         ("algorithm.shared_backbone true", algorithm.shared_backbone, "set it to false"),
         ("rollout.sync.probe_interval 0", not config.rollout.sync.probe_interval and not config.replays, "set it to 1"),
     )
@@ -42,19 +43,63 @@ def _old_log_probs_errors(config: Config) -> Errors:
 def _kl_errors(config: Config) -> Errors:
     """Yield KL estimates that exclude each other, or the layout."""
     actor = config.actor
-    ref = config.ref
     if actor.use_kl_loss and actor.kl_loss_unbiased and config.algorithm.preset == "nemo_rl":
         yield "actor.kl_loss_unbiased true and algorithm.preset nemo_rl both correct the KL's gradient: drop one"
-    if "full" in config.kl_kinds:
-        same_layout = ref.parallel in (None, actor.parallel) and actor.parallel.pipeline == 1
-        same_batches = ref.max_tokens_per_micro_batch in (None, actor.max_tokens_per_micro_batch)
-        same_ranks = config.placement.ref in (None, config.placement.actor)
-        if not (same_layout and same_batches and same_ranks):
-            yield (
-                "KL kind full (algorithm.kl_penalty or actor.kl_loss_type) needs the reference's logits where the "
-                "actor's are: set actor.parallel.pipeline to 1, and drop placement.ref, ref.parallel and "
-                "ref.max_tokens_per_micro_batch, or choose k3"
-            )
+    section = config.full_kl_model
+    if section is None:
+        return
+    other = config.value_at(section)
+    ranks = "placement.ref" if section == "ref" else f"{section}.placement"
+    kinds = "algorithm.kl_penalty or actor.kl_loss_type" if section == "ref" else "distillation.kl_type"
+    same_layout = other.parallel in (None, actor.parallel) and actor.parallel.pipeline == 1
+    same_batches = other.max_tokens_per_micro_batch in (None, actor.max_tokens_per_micro_batch)
+    same_ranks = config.value_at(ranks) in (None, config.placement.actor)
+    if not (same_layout and same_batches and same_ranks):
+        yield (
+            f"KL kind full ({kinds}) needs the logits of {section} where the actor's are: set actor.parallel.pipeline "
+            f"to 1, and drop {ranks}, {section}.parallel and {section}.max_tokens_per_micro_batch, or choose k3"
+        )
+
+
+def _teacher_errors(config: Config) -> Errors:
+    """Yield what a reference or teachers lack, or do not go together with."""
+    frozen = {f"teachers.{name}": one for name, one in config.teachers.items()}
+    for section, one in ({"ref": config.ref} | frozen).items():
+        if one.adapter and one.dist_checkpointing_path:
+            yield f"{section}.adapter and {section}.dist_checkpointing_path are both set: drop one"
+    names = list(config.teachers)
+    for name in names[:-1]:
+        if not config.teachers[name].when:
+            yield f"teachers.{name} has no `when`, so that teachers after it have no row: put it last"
+    if not names:
+        return
+    settings = config.distillation
+    method = config.algorithm.method
+    if settings.kl_kind == "full" and (len(names) > 1 or "full" in config.kl_kinds):
+        yield (
+            "distillation.kl_type full compares the actor's logits with one model's: keep one of teachers, and choose "
+            "other kinds than full for algorithm.kl_penalty and actor.kl_loss_type, or set it to k3"
+        )
+    if settings.signal != "reward" and config.recipe.trains == "critic":
+        yield (
+            f"distillation.signal {settings.signal} teaches the actor, which trainer.train [critic] leaves as it is: "
+            "set it to reward"
+        )
+    takes_scores = method.needs_score_components and (settings.signal == "reward" or not settings.task_reward)
+    if takes_scores or (method.needs_greedy_baseline and not settings.task_reward):
+        yield (
+            f"algorithm.adv_estimator {config.algorithm.adv_estimator} takes scores of the reward section, not rewards "
+            "of tokens: set distillation.signal to advantage or loss and distillation.task_reward to true, or choose "
+            "gae or reinforce_plus_plus"
+        )
+    has_scores = config.reward.function is not None or config.rollout.has_episodes or config.has_reward_model
+    needing = {
+        "distillation.without_teacher reward": settings.without_teacher == "reward",
+        "algorithm.filter_groups.enable true": config.algorithm.filter_groups.enable,
+    }
+    for key, needs_scores in needing.items():
+        if needs_scores and not has_scores:
+            yield f"{key} needs scores, but reward.function is null: name a function, or drop it"
 
 
 def critic_errors(config: Config) -> Errors:

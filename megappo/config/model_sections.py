@@ -15,6 +15,8 @@ from megappo.config.values import (
     Aggregation,
     BetweenZeroAndOne,
     Decay,
+    FieldValues,
+    FilePath,
     Float,
     Fraction,
     ModelPath,
@@ -22,6 +24,7 @@ from megappo.config.values import (
     NonNegativeFloat,
     Positive,
     PositiveFloat,
+    Ranks,
     Section,
     TensorKind,
     key,
@@ -104,10 +107,29 @@ class Trained(Learner):
         return self.ppo_epochs * self.num_mini_batches(num_prompts)
 
 
-class Ref(Section):
-    parallel: Parallel | None = key(None, "layout of the frozen reference; null = the actor's")
+class FrozenPolicy(Section):
+    """Keys of a frozen language model that reads the tokens of the actor's rows: the reference, or a teacher."""
+
+    model_path: ModelPath | None = key(None, "Hugging Face folder, or id on the hub, of a model with the actor's vocabulary; null = model.path")
+    adapter: ModelPath | None = key(None, "folder of LoRA adapters in PEFT's format beside that model's weights, such as a run's hf_actor/adapter; null = none")
+    dist_checkpointing_path: FilePath | None = key(None, "folder of the weights, as model.dist_checkpointing_path, such as RUN/checkpoints/step_00000100/actor; null = the safetensors of model_path, or the actor's initial weights")
+    parallel: Parallel | None = key(None, "its layout; null = the actor's")
     offload: Literal["auto"] | Annotated[tuple[Literal["weights"], ...], LISTED] = key((), "weights: keep them in host memory while no phase needs them on the device; auto = if they do not fit otherwise")
     max_tokens_per_micro_batch: Positive | None = key(None, "tokens per forward micro-batch; null = the actor's")
+
+    @property
+    def is_initial_actor(self) -> bool:
+        """True if it has the actor's initial weights, without adapters."""
+        return not (self.model_path or self.adapter or self.dist_checkpointing_path)
+
+
+class Ref(FrozenPolicy):
+    pass
+
+
+class Teacher(FrozenPolicy):
+    placement: Ranks | None = key(None, "its ranks; null = the actor's")
+    when: dict[str, FieldValues] = key({}, "fields of a row of data.train_files, whose names may be dotted, with their values, or lists of them: {data_source: gsm8k}. It teaches the rows that have all of them and that no teacher before it teaches; {} = all remaining rows")
 
 
 class RewardModel(Learner):

@@ -34,6 +34,8 @@ PPO_KEYS = (
     "actor",
     "critic",
     "ref",
+    "teachers",
+    "distillation",
     "algorithm",
     "placement.actor",
     "placement.critic",

@@ -1,21 +1,21 @@
 """Every key that a run's YAML may hold, with its type, default and meaning. Immutable once loaded."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from operator import attrgetter
 from typing import Annotated, Any, Self
 
 from pydantic import Field, PrivateAttr, StrictBool, model_validator
 
 from megappo.config.config_error import ConfigError, Errors, printable
 from megappo.config.methods import POLICY_LOSSES, VALUE_LOSSES, PolicyLoss, ValueLoss
-from megappo.config.model_sections import Lora, Ref, RewardModel, Trained
+from megappo.config.model_sections import Lora, Ref, RewardModel, Teacher, Trained
 from megappo.config.recipes import OF_PPO, RECIPES, Recipe
 from megappo.config.sections import (
     HAS_VALUES,
     NONE,
     Algorithm,
     Data,
+    Distillation,
     Eval,
     Model,
     Reward,
@@ -41,6 +41,7 @@ from megappo.config.values import (
     Ranks,
     ReadIf,
     Section,
+    TableName,
     key,
 )
 
@@ -63,6 +64,7 @@ HAS_REFERENCE = ReadIf(
 REFERENCE_DIFFERS = ReadIf(
     "trainer.train", lambda config: config.trains_actor or config.kl_kinds, "{} leaves the actor as the reference is"
 )
+HAS_TEACHERS = ReadIf("teachers", lambda config: config.teachers, "{} names none")
 HAS_REWARD_MODEL = ReadIf(
     "reward_model.model_path",
     lambda config: config.has_reward_model or config.recipe.trains == "reward_model",
@@ -187,11 +189,13 @@ class Config(Section):
     placement: Placement = key(Placement(), "which component lives on which ranks (torchrun's global ranks, one per GPU)")
     actor: Actor = key(Actor(), "the policy", read_if=TRAINS_ACTOR)
     critic: Critic = key(Critic(), "the value model", read_if=(HAS_CRITIC, HAS_VALUES))
-    ref: Ref = key(Ref(), "the frozen reference policy of the KL penalty", read_if=(REFERENCE_DIFFERS, HAS_REFERENCE))
+    ref: Ref = key(Ref(), "the frozen reference policy of the KL penalty, by default the initial actor", read_if=(REFERENCE_DIFFERS, HAS_REFERENCE))
+    teachers: dict[TableName, Teacher] = key({}, "frozen models that train the actor by their log-probs of its responses: name -> model, layout, rows")
     reward_model: RewardModel = key(RewardModel(), "a reward model that the run loads, or trains", read_if=HAS_REWARD_MODEL)
     rollout: Rollout = key(Rollout(), "sampling and the SGLang engines")
     data: Data = key(..., "prompts, or examples")
     reward: Reward = key(Reward(), "scoring of responses")
+    distillation: Distillation = key(Distillation(), "what teachers' log-probs do", read_if=HAS_TEACHERS)
     algorithm: Algorithm = key(Algorithm(), "advantages and KL")
     eval: Eval = key(Eval(), "evaluations")
     trainer: Trainer = key(..., "the run")
@@ -238,11 +242,22 @@ class Config(Section):
         """
         section, _, name = key.rpartition(".")
         try:
-            owner = attrgetter(section)(self) if section else self
-        except AttributeError:
+            owner = self.value_at(section)
+        except (AttributeError, KeyError):
             return self
-        changed = owner.model_copy(update={name: value})
+        changed: Any = {**owner, name: value} if isinstance(owner, Mapping) else owner.model_copy(update={name: value})
         return self.changed(section, changed) if section else changed
+
+    def value_at(self, key: str) -> Any:
+        """Return the value of a dotted key, or of a section; "" is the whole config.
+
+        Raises:
+            AttributeError, KeyError: there is no such key.
+        """
+        value: Any = self
+        for name in key.split(".") if key else ():
+            value = value[name] if isinstance(value, Mapping) else getattr(value, name)
+        return value
 
     @property
     def recipe(self) -> Recipe:
@@ -380,7 +395,7 @@ class Config(Section):
         log-probs are the engines'.
         """
         is_reference = not self.trains_actor and not (self.replays and self.algorithm.old_log_probs == "engine")
-        if is_reference:
+        if is_reference and self.ref.is_initial_actor:
             return ()
         penalty = (self.algorithm.kl_penalty,) if self.algorithm.use_kl_in_reward else ()
         return penalty + ((self.actor.kl_loss_type,) if self.actor.use_kl_loss and self.trains_actor else ())
@@ -389,6 +404,25 @@ class Config(Section):
     def penalizes_kl(self) -> bool:
         """True if the rewards have a KL penalty."""
         return self.algorithm.use_kl_in_reward and bool(self.kl_kinds)
+
+    @property
+    def distilled_at(self) -> str:
+        """distillation.signal, if the run has teachers; "" if it has none."""
+        return self.distillation.signal if self.teachers else ""
+
+    @property
+    def full_kl_model(self) -> str | None:
+        """The key of the model whose logits the actor's head compares with its own, for a KL of kind full."""
+        if "full" in self.kl_kinds:
+            return "ref"
+        of_teachers = self.teachers and self.distillation.kl_kind == "full"
+        return f"teachers.{next(iter(self.teachers))}" if of_teachers else None
+
+    @property
+    def has_full_kl(self) -> bool:
+        """True if rows need a KL of kind full before the update."""
+        of_penalty = self.penalizes_kl and self.algorithm.kl_penalty == "full"
+        return of_penalty or (self.distilled_at in ("reward", "advantage") and self.distillation.kl_kind == "full")
 
     @property
     def old_log_probs(self) -> str:
@@ -401,6 +435,7 @@ class Config(Section):
         has_one_update = updates_by_ppo and self.actor.num_updates(self.data.train_batch_size) == 1
         needs_pass = (
             self.penalizes_kl
+            or self.distilled_at in ("reward", "advantage")
             or algorithm.method.needs_old_log_probs
             or algorithm.rollout_correction.is_on
             or algorithm.shared_backbone  # the pass has the values, too

@@ -385,6 +385,26 @@ class FilterGroups(Section):
     max_num_gen_batches: Positive = key(10, "batches of prompts that a step may draw; then the first groups without a difference fill the batch", read_if=FILTERS)
 
 
+class Distillation(Section):
+    signal: Literal["reward", "advantage", "loss"] = key("reward", "what the KL(policy, teacher) of each token does: reward = it is subtracted from the token's reward, so that the estimator, and a critic, credit the tokens before it; advantage = from the token's own advantage, after whitening; loss = it is a term of the actor's loss")
+    coef: PositiveFloat = key(1.0, "weight of the KL: in score per nat, in advantage per nat, or in the loss")
+    kl_type: KLKind | None = key(None, "KL estimator; full = over the whole vocabulary, for one teacher with the actor's ranks and layout; null = k1, and k1+ for the loss, as k1's own gradient does not depend on the teacher")
+    task_reward: StrictBool = key(True, "train the rows of a teacher by the reward section, too; false = their scores are only logged")
+    without_teacher: Literal["error", "reward"] = key("error", "a row that no teacher's `when` names: error = an error that names its line; reward = train it by the reward section alone")
+
+    @property
+    def kl_kind(self) -> str:
+        """The KL estimator."""
+        return self.kl_type or ("k1+" if self.signal == "loss" else "k1")
+
+    def contradictions(self) -> Errors:
+        if self.signal == "loss" and self.kl_kind in ("k1", "kl"):
+            yield (
+                f"distillation.kl_type {self.kl_kind} as a loss has a gradient that does not depend on the teacher: "
+                "choose k1+, which has the KL's value and gradient, or full"
+            )
+
+
 class Algorithm(Section):
     method_key = "adv_estimator"
     methods = ESTIMATORS

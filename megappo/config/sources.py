@@ -193,7 +193,7 @@ class Sources:
         """Return the error after the place of the key to correct, else of the first written key, else the file."""
         named = _KEYS.findall(error)
         for key in sorted(named, key=lambda key: f"correct {key}" not in error):
-            of_table = key.rpartition(".")[0] if key.startswith("eval.datasets.") else ""
+            of_table = key.rpartition(".")[0] if key.startswith(("eval.datasets.", "teachers.")) else ""
             for name in (key, of_table):  # for eval.datasets.NAME.n the place of NAME
                 if name in self.places:
                     return f"{self.places[name].text}: {error}"

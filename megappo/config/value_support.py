@@ -39,6 +39,7 @@ def return_bounds(config: Config) -> Bounds | str:
     open_keys = {
         "scores that files give": are_given and reward.clip is None,
         "algorithm.use_kl_in_reward true": config.penalizes_kl,
+        "distillation.signal reward": config.distilled_at == "reward",
         "an environment or agent": config.rollout.has_episodes,
         f"reward.normalize {reward.normalize}": reward.normalize != "none",
         f"reward.length_penalty {reward.length_penalty}": reward.length_penalty != "none",

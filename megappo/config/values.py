@@ -16,6 +16,9 @@ from pydantic import (
     Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
 )
 from pydantic_core import CoreSchema, PydanticCustomError
 from pydantic_core.core_schema import no_info_after_validator_function
@@ -24,6 +27,8 @@ from megappo.config.config_error import Errors
 from megappo.config.hub import cached_model
 from megappo.config.methods import Method
 
+TABLE_NAME = re.compile(r"[A-Za-z0-9_-]+")
+"""Name that a user gives in eval.datasets or teachers: a part of keys and of metrics."""
 EXPLAINED = "explained"
 """Type of a validation error whose text is printed after the expected values."""
 
@@ -41,6 +46,17 @@ def as_path(text: str) -> str:
     return path
 
 
+def table_name(name: str) -> str:
+    """Return a name that a user gives in a table.
+
+    Raises:
+        PydanticCustomError: it cannot be a part of keys and of metrics.
+    """
+    if not TABLE_NAME.fullmatch(name):
+        raise PydanticCustomError(EXPLAINED, "a name of letters, digits, _ and - alone")
+    return name
+
+
 def as_number(value: object) -> object:
     """Read text such as 1e-6, which YAML does not take for a number; refuse true and false, which pydantic reads, and
     integers of more than 64 bits."""
@@ -54,8 +70,8 @@ def as_number(value: object) -> object:
 
 
 def as_list(value: object) -> object:
-    """Treat a single string as a list of one."""
-    return (value,) if isinstance(value, str) else value
+    """Treat a single string or number as a list of one."""
+    return (value,) if isinstance(value, str | int | float) else value
 
 
 NUMBER = BeforeValidator(as_number)
@@ -82,11 +98,14 @@ Ranks = Annotated[str, Field(coerce_numbers_to_str=True)]  # YAML reads a rank a
 
 FilePath = Annotated[str, AfterValidator(as_path)]
 """A path, or a name that may begin with one, such as FILE.py:FUNCTION."""
+TableName = Annotated[str, AfterValidator(table_name)]
 ModelPath = Annotated[str, AfterValidator(as_path), AfterValidator(cached_model)]
 """A folder, or the id of a model on the Hugging Face hub; resolved where the model is in the local cache."""
 FilePaths = Annotated[tuple[FilePath, ...], LISTED]
 SomeFilePaths = Annotated[tuple[FilePath, ...], MinLen(1), LISTED]
 Texts = Annotated[tuple[str, ...], LISTED]
+FieldValues = Annotated[tuple[StrictBool | StrictInt | StrictFloat | str, ...], MinLen(1), LISTED]
+"""Values of a field of a data record."""
 
 Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 AdaptedModule = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

@@ -3,10 +3,14 @@
 import json
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
+from megappo.config.config_error import shorten
+from megappo.config.model_sections import Teacher
 from megappo.config.schema import Reward
 from megappo.data.chat import Chat, PromptContent
 from megappo.data.tokenizer import RenderedText
@@ -35,6 +39,8 @@ class RecordFields:
         order_by: see data.order_by.
         reward: the section with the functions that get the label.
         needs_label: records must have one; else it is None.
+        teachers: teachers by name, of which a record has one at most.
+        without_teacher: see distillation.without_teacher.
     """
 
     prompt_key: str
@@ -44,6 +50,8 @@ class RecordFields:
     order_by: str | None = None
     reward: Reward = NO_REWARD
     needs_label: bool = True
+    teachers: Mapping[str, Teacher] = field(default_factory=dict)
+    without_teacher: str = "reward"
 
     @cached_property
     def required(self) -> dict[str, str]:
@@ -63,7 +71,8 @@ class RecordFields:
         """All fields that may be read; None: any."""
         if self.takes.optional is None:
             return None
-        return [*self.required, *self.takes.optional, *MEDIA, *UNREAD]
+        routing = chain.from_iterable(one.when for one in self.teachers.values())
+        return [*self.required, *self.takes.optional, *routing, *MEDIA, *UNREAD]
 
     @cached_property
     def taken(self) -> Collection[str]:
@@ -84,6 +93,25 @@ class RecordFields:
             raise ValueError(f"expected a number for data.order_by, found {repr(value)[:80]}")
         return -float(value) if self.order_by.startswith("-") else float(value)
 
+    def teacher_of(self, record: Mapping[str, Any]) -> int:
+        """Return the number of a record's teacher, from 1; 0 if it has none.
+
+        Raises:
+            ValueError: it has none, and needs one.
+        """
+        names = dict.fromkeys(chain.from_iterable(one.when for one in self.teachers.values()))
+        values = {name: _value_of(record, name) for name in names}
+        for number, one in enumerate(self.teachers.values(), 1):
+            if all(values[name] in wanted for name, wanted in one.when.items()):
+                return number
+        if self.teachers and self.without_teacher == "error":
+            found = ", ".join(f"{name} {shorten(repr(value))}" for name, value in values.items())
+            raise ValueError(
+                f"no teacher has this row ({found}): correct the `when` of teachers, add a teacher, or set "
+                "distillation.without_teacher to reward"
+            )
+        return 0
+
 
 @dataclass(frozen=True)
 class PromptEntry:
@@ -93,6 +121,7 @@ class PromptEntry:
         content: the text or messages that the text was made from.
         columns: further fields for the reward function.
         rank: number by which it is ordered.
+        teacher: see `RecordFields.teacher_of`.
         warnings: fields that are not read, and why.
     """
 
@@ -101,6 +130,7 @@ class PromptEntry:
     label: Any
     columns: dict[str, Any]
     rank: float
+    teacher: int
     warnings: list[str]
 
 
@@ -127,7 +157,7 @@ def entry_of(record: Any, fields: RecordFields, chat: Chat) -> PromptEntry:
         columns[PROMPTS] = content
     rendered = RenderedText(chat.text_of(content), not isinstance(content, str))
     warnings += chat.unread_fields(content)
-    return PromptEntry(rendered, content, label, columns, rank, warnings)
+    return PromptEntry(rendered, content, label, columns, rank, fields.teacher_of(record), warnings)
 
 
 def refuse_fields(record: Mapping[str, Any], remedies: Mapping[str, str], taken: Collection[str]) -> None:
@@ -173,6 +203,13 @@ def look_up(fields: Any, name: str) -> Any:
         return fields[name]
     first, _, rest = name.partition(".")
     return look_up(fields[first], rest)
+
+
+def _value_of(record: Mapping[str, Any], name: str) -> Any:
+    """Return the value of a field, see `look_up`; None if there is none."""
+    with suppress(KeyError):
+        return look_up(record, name)
+    return None
 
 
 def _columns(record: Mapping[str, Any], fields: RecordFields) -> tuple[dict[str, Any], list[str]]:

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from megappo.config.eval_sets import TRAINING, eval_sets, training_task
+from megappo.config.model_sections import Teacher
 from megappo.config.schema import Config, Data, Reward
 from megappo.data.chat import Chat, PromptContent
 from megappo.data.entries import NO_REWARD, PromptEntry, RecordFields, entry_of
@@ -33,6 +34,7 @@ class Prompt:
         label: label for the reward function, as the file has it.
         columns: further fields for it, by name.
         place: file and line, for messages.
+        teacher: number of its teacher, from 1; 0 = none.
     """
 
     index: int
@@ -41,6 +43,7 @@ class Prompt:
     label: Any
     columns: dict[str, Any] = field(default_factory=dict)
     place: str = ""
+    teacher: int = 0
 
 
 class PromptDataset(RecordDataset[Prompt]):
@@ -56,7 +59,7 @@ class PromptDataset(RecordDataset[Prompt]):
         weights: weights of the files, each of which then has its own epochs; none: they are one.
         order_by: see data.order_by; prompts are ordered once all have been checked.
         reward: the section with the functions that score responses.
-        needs_label: see `RecordFields`.
+        needs_label, teachers, without_teacher: see `RecordFields`.
 
     Attributes:
         kept: positions in the dataset of the prompts that a run uses: all, until some are left out.
@@ -78,10 +81,15 @@ class PromptDataset(RecordDataset[Prompt]):
         order_by: str | None = None,
         reward: Reward = NO_REWARD,
         needs_label: bool = True,
+        teachers: Mapping[str, Teacher] = MappingProxyType({}),
+        without_teacher: str = "reward",
     ):
         self._chat = Chat(tokenizer, config, takes.tools)
         section = key.rpartition(".")[0]
-        self._fields = RecordFields(config.prompt_key, config.label_key, takes, section, order_by, reward, needs_label)
+        self._fields = RecordFields(
+            *(config.prompt_key, config.label_key, takes, section, order_by, reward, needs_label),
+            *(teachers, without_teacher),
+        )
         names = self._fields.names
         is_ordered = order_by is not None
         self._max_token = max(tokenizer.get_vocab().values())
@@ -158,7 +166,7 @@ class PromptDataset(RecordDataset[Prompt]):
         if len(tokens) > limit and self.config.too_long == "truncate_left":
             tokens = tokens[-limit:]
             text = self._tokenizer.decode(tokens)
-        return Prompt(index, tokens, text, entry.label, entry.columns, self._place(index))
+        return Prompt(index, tokens, text, entry.label, entry.columns, self._place(index), entry.teacher)
 
     def _entry(self, index: int) -> PromptEntry:
         return entry_of(self._record(index), self._fields, self._chat)
@@ -187,6 +195,7 @@ def open_datasets(
         tokenizer=tokenizer,
         seed=config.trainer.seed,
         unpack=unpack,
+        teachers=config.teachers,
     )
     if config.recipe.has_steps:
         task = training_task(config)
@@ -198,6 +207,7 @@ def open_datasets(
             order_by=data.order_by,
             reward=config.reward,
             needs_label=task.has_labels,
+            without_teacher=config.distillation.without_teacher,
         )
     for name, one in eval_sets(config).items():
         taken = takes.get(name, NO_INPUT)

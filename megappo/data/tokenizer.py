@@ -4,7 +4,7 @@ import copy
 import json
 import os
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import accumulate, groupby
 from operator import attrgetter
@@ -72,6 +72,32 @@ def load_tokenizer(folder: str, key: str = "model.path") -> "PreTrainedTokenizer
     except Exception as error:  # transformers raises whatever its parsers do
         reason = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
         raise ConfigError(f"{key}: cannot load the tokenizer in {folder} ({reason}): complete the download") from error
+
+
+def check_vocabularies(tokenizer: "PreTrainedTokenizerBase", folders: Mapping[str, str]) -> None:
+    """Check that models that read the actor's tokens take each of them for the same text.
+
+    Args:
+        tokenizer: the actor's.
+        folders: key -> folder of such a model.
+    Raises:
+        ConfigError: names the key, and tokens that differ.
+    """
+    own = tokenizer.get_vocab()
+    errors = []
+    for key, folder in folders.items():
+        others = {number: text for text, number in load_tokenizer(folder, key).get_vocab().items()}
+        differing = sorted((number, text) for text, number in own.items() if others.get(number) != text)
+        if differing:
+            number, text = differing[0]
+            found = f"{others[number]!r}" if number in others else "no token"
+            errors.append(
+                f"{key}: {len(differing):,} of the actor's {len(own):,} tokens differ in {folder}, the first is "
+                f"{number}: {text!r} of the actor, {found} there. Their log-probs would be of other texts: choose a "
+                "model with the actor's vocabulary"
+            )
+    if errors:
+        raise ConfigError(*errors)
 
 
 def tokenizer_fault(folder: Path) -> str:

@@ -9,7 +9,16 @@ from pyarrow import parquet
 from megappo.config.config_error import ConfigError
 from megappo.config.text_files import open_file
 
-PER_TOKEN = ("rollout_log_probs", "staleness", "old_log_probs", "ref_log_probs", "values", "advantages", "returns")
+PER_TOKEN = (
+    "rollout_log_probs",
+    "staleness",
+    "old_log_probs",
+    "ref_log_probs",
+    "teacher_log_probs",
+    "values",
+    "advantages",
+    "returns",
+)
 """Fields with a number per response token that are kept, where the run has them."""
 TURN = {
     "turn": pyarrow.int64(),

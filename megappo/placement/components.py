@@ -5,20 +5,18 @@ Placement, checks, plan, building, checkpoints and the loop iterate over it; `pl
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megappo.architecture.adapter_folder import read_lora
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.families import HeadKind
-from megappo.architecture.model_folder import newest_iteration, num_head_outputs
+from megappo.architecture.model_folder import newest_iteration
 from megappo.architecture.parsing import read_architecture
-from megappo.config.config_error import counted
-from megappo.config.methods import ValueSupport, in_words
+from megappo.config.methods import ValueSupport
 from megappo.config.model_sections import Learner, Lora, Trained
 from megappo.config.schema import Config
 from megappo.config.value_support import value_support
@@ -56,7 +54,7 @@ NO_WEIGHTS = Setting(WEIGHTS_KEY, None)
 
 def setting(config: Config, *keys: str) -> Setting:
     """Return the first of some keys that is not null."""
-    found = (Setting(key, attrgetter(key)(config)) for key in keys)
+    found = (Setting(key, config.value_at(key)) for key in keys)
     return next(one for one in found if one.value is not None)
 
 
@@ -131,7 +129,7 @@ class ComponentSpec:
         support: meaning of a value head's outputs; None = one, the value.
         forward: its forward pass in each step; None if it has none of its own.
         training: None for a frozen model.
-        lora: its adapters, trained instead of its weights, or loaded with a value head from the folder `adapter`.
+        lora: its adapters, trained instead of its weights, or loaded from the folder `adapter`.
         frozen: groups of its parameters that are not trained.
         reference: the component whose logits its head compares with its own.
         base: the component whose frozen weights it uses; only adapters and a value head are its own.
@@ -141,6 +139,7 @@ class ComponentSpec:
         own_rows: it reads rows of its own, possibly of another tokenizer, not the step's.
         scores_pairs: its value head scores rows at their last tokens, and the two rows of a pair stay together.
         reads: fields of the rows that every pass reads; with `expert_choices` its routers take these.
+        teacher: the number in the field `teacher` of the rows that it reads; None = all rows.
     """
 
     ranks: Setting
@@ -162,6 +161,7 @@ class ComponentSpec:
     own_rows: bool = False
     scores_pairs: bool = False
     reads: tuple[str, ...] = READS
+    teacher: int | None = None
 
     @cached_property
     def megatron_folder(self) -> Path | None:
@@ -180,11 +180,16 @@ Specs = dict[str, ComponentSpec]
 """Models of a run by name."""
 
 
-def _settings(config: Config, name: str) -> dict[str, Any]:
-    """Return the settings that every component has; a setting that is null, and the starting point, are the actor's."""
+def _settings(config: Config, name: str, ranks: str = "") -> dict[str, Any]:
+    """Return the settings that every component has; a setting that is null, and the starting point, are the actor's.
+
+    Args:
+        name: key of its section.
+        ranks: key of its ranks, if this is not placement.NAME.
+    """
     max_tokens = "max_tokens_per_micro_batch"
     return {
-        "ranks": setting(config, f"placement.{name}", "placement.actor"),
+        "ranks": setting(config, ranks or f"placement.{name}", "placement.actor"),
         "parallel": setting(config, f"{name}.parallel", "actor.parallel"),
         "max_tokens": setting(config, f"{name}.{max_tokens}", f"actor.{max_tokens}"),
         "offload": setting(config, f"{name}.offload"),
@@ -197,7 +202,7 @@ def _actor(config: Config) -> ComponentSpec:
     actor = config.actor
     algorithm = config.algorithm
     fields = {"log_probs": "old_log_probs"}
-    if algorithm.use_kl_in_reward and algorithm.kl_penalty == "full":
+    if config.has_full_kl:
         fields["full_kl"] = "full_kl"
     fields |= _values(config) if algorithm.shared_backbone else {}
     return ComponentSpec(
@@ -209,13 +214,18 @@ def _actor(config: Config) -> ComponentSpec:
             "actor",
             actor,
             _actor_fields(config),
-            full_kl=actor.use_kl_loss and actor.kl_loss_type == "full",
+            full_kl=_has_full_kl_loss(config),
             warmup_steps=config.critic.warmup_steps,
         ),
         lora=actor.lora,
-        reference="ref" if "full" in config.kl_kinds else None,
+        reference=None if config.full_kl_model is None else component_name(config.full_kl_model),
         reads=(*READS, "expert_choices") if config.rollout.routing_replay else READS,
     )
+
+
+def _has_full_kl_loss(config: Config) -> bool:
+    of_reference = config.actor.use_kl_loss and config.actor.kl_loss_type == "full"
+    return of_reference or (config.distilled_at == "loss" and config.distillation.kl_kind == "full")
 
 
 def _actor_fields(config: Config) -> tuple[str, ...]:
@@ -224,6 +234,8 @@ def _actor_fields(config: Config) -> tuple[str, ...]:
     fields = [*old[config.old_log_probs], "advantages"]
     if config.actor.use_kl_loss and config.actor.kl_loss_type != "full":
         fields.append("ref_log_probs")
+    if config.distilled_at == "loss":
+        fields += ["teacher"] if config.distillation.kl_kind == "full" else ["teacher", "teacher_log_probs"]
     if config.algorithm.rollout_correction.is_on:
         fields.append("rollout_is_weights")
     if config.actor.positive_nll_coef:
@@ -260,12 +272,46 @@ def _values(config: Config) -> dict[str, str]:
 def _ref(config: Config) -> ComponentSpec | None:
     if not config.kl_kinds:
         return None
-    forward = ForwardPass("ref_log_probs", {"log_probs": "ref_log_probs"})
+    is_full = set(config.kl_kinds) == {"full"}
+    return _frozen_policy(config, "ref", _settings(config, "ref"), None if is_full else "ref_log_probs")
+
+
+def _frozen_policy(config: Config, key: str, settings: dict[str, Any], field: str | None) -> ComponentSpec:
+    """Return a frozen policy that reads the actor's rows.
+
+    Args:
+        key: key of its section.
+        settings: see `_settings`.
+        field: field of its log-probs; None if the actor's head alone reads it, for a KL of kind full.
+    """
+    own = config.value_at(key)
+    if not own.is_initial_actor:
+        settings["folder"] = setting(config, f"{key}.model_path", "model.path")
+        settings["weights"] = Setting(f"{key}.dist_checkpointing_path", own.dist_checkpointing_path)
+    phase = component_name(key) if key != "ref" else "ref_log_probs"
     return ComponentSpec(
-        **_settings(config, "ref"),
+        **settings,
         head="policy",
-        forward=forward if set(config.kl_kinds) != {"full"} else None,  # the actor's head computes a full KL by itself
+        forward=None if field is None else ForwardPass(phase, {"log_probs": field}),
+        lora=read_lora(own.adapter, settings["folder"], f"{key}.adapter") if own.adapter else None,
+        adapter=own.adapter,
     )
+
+
+def component_name(key: str) -> str:
+    """Return the name of the component with the section of this key: teacher_NAME for teachers.NAME."""
+    return key.replace("teachers.", "teacher_")
+
+
+def _teachers(config: Config) -> Specs:
+    """Return the teachers of a run, which read their own rows. A first teacher without `when` reads all rows."""
+    field = None if config.distillation.kl_kind == "full" else "teacher_log_probs"
+    found = {}
+    for number, (name, own) in enumerate(config.teachers.items(), 1):
+        key = f"teachers.{name}"
+        spec = _frozen_policy(config, key, _settings(config, key, f"{key}.placement"), field)
+        found[component_name(key)] = replace(spec, teacher=number if own.when or number > 1 else None)
+    return found
 
 
 def _reward_model(config: Config) -> ComponentSpec | None:
@@ -275,7 +321,7 @@ def _reward_model(config: Config) -> ComponentSpec | None:
     adapter = config.reward_model.adapter
     return ComponentSpec(
         **_settings(config, "reward_model") | {"folder": folder, "weights": NO_WEIGHTS, "adapter": adapter},
-        lora=read_lora(adapter, folder.value) if adapter else None,
+        lora=read_lora(adapter, folder) if adapter else None,
         head="value",
         forward=ForwardPass("reward_model", {"values": "reward_model_token_scores"}),
         own_rows=True,
@@ -355,7 +401,7 @@ def of_evaluation(config: Config) -> Specs:
 
 def _of_table(config: Config) -> Specs:
     specs = {name: entry(config) for name, entry in COMPONENTS.items()}
-    return {name: spec for name, spec in specs.items() if spec is not None}
+    return {name: spec for name, spec in specs.items() if spec is not None} | _teachers(config)
 
 
 def _with_bases(specs: Specs) -> Specs:
@@ -384,38 +430,16 @@ def build_order(specs: Specs) -> list[str]:
     return sorted(specs, key=lambda name: (specs[name].base is not None, specs[name].reference is not None))
 
 
-def models_in_words(config: Config) -> dict[str, str]:
-    """Describe the models in a run's checkpoints, for an evaluation the actor: no others can be loaded from them."""
-    models = {}
-    for name, spec in components_of(config).items():
-        if spec.training is not None or not (config.recipe.has_steps or spec.own_rows):
-            model = read_architecture(spec.folder.value, head="value")
-            head = " with a value head" if spec.head == "policy_value" else ""
-            head += f" of {spec.support}" if spec.support else ""
-            adapters = f" with adapters of rank {spec.lora.rank}" if spec.lora else ""
-            frozen = f" with frozen {' and '.join(sorted(spec.frozen))}" if spec.frozen else ""
-            size = f"{model.num_layers} layers of {model.hidden_size}, vocabulary {model.vocab_size}"
-            models[name] = f"{name}{head}{adapters}{frozen} ({model.name}, {size})"
-    return models
-
-
-def replaced_heads(specs: Specs) -> Iterator[str]:
-    """Yield a line for each trained model that gets a new value head, because its folder's has other outputs."""
-    for name, spec in specs.items():
-        folder = Path(spec.folder.value)
-        if spec.head == "policy" or spec.training is None or spec.megatron_folder or not folder.is_dir():
-            continue
-        model = replace(read_architecture(folder, head="value"), support=spec.support)
-        num_outputs = num_head_outputs(folder)
-        if num_outputs and not model.takes_head(num_outputs):
-            found = model.stored_support or counted(num_outputs, "output")
-            yield f"{name}: a new value head, {in_words(spec.support)}, as the head in {folder} has {found}"
-
-
 def shared_vocabulary(config: Config) -> int:
     """Return the size of the smallest vocabulary: every model that reads a step's rows knows the token ids below it."""
     folders = {spec.folder.value for spec in components_of(config).values() if not spec.own_rows}
     return min(read_architecture(folder, head="value").vocab_size for folder in folders)
+
+
+def policy_folders(config: Config) -> dict[str, str]:
+    """Return key -> folder of the language models, other than model.path, that read the actor's tokens."""
+    folders = [spec.folder for spec in components_of(config).values() if spec.head == "policy"]
+    return {key: folder for key, folder in folders if key != "model.path"}
 
 
 def replayed_policy(config: Config) -> Architecture | None:

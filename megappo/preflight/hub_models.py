@@ -22,7 +22,9 @@ def download_models(config: Config) -> bool:
         True if a model was downloaded. Then read the config again, which finds the model's folder.
     """
     reward = config.reward_model
-    paths = (config.model.path, config.critic.model_path, reward.model_path, reward.adapter)
+    paths = [config.model.path, config.critic.model_path, reward.model_path, reward.adapter]
+    for one in (config.ref, *config.teachers.values()):
+        paths += [one.model_path, one.adapter]
     missing = [name for path in dict.fromkeys(filter(None, paths)) if (name := missing_id(path))]
     are_downloaded = [download_model(name) for name in missing]
     return any(are_downloaded)

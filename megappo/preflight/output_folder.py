@@ -21,7 +21,7 @@ from megappo.config.schema import Config
 from megappo.config.text_files import read_record
 from megappo.observe.files import CHECKPOINTS, EVALUATION_FILE, EVALUATIONS, recorded_steps
 from megappo.observe.run_file import exported_model, has_finished
-from megappo.placement.components import models_in_words
+from megappo.placement.model_lines import models_in_words
 
 
 class EvaluationFacts(BaseModel):

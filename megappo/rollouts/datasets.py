@@ -16,8 +16,8 @@ from megappo.data.preferences import open_examples
 from megappo.data.prompts import open_datasets
 from megappo.data.record_dataset import share
 from megappo.data.records import Write, unpacked
-from megappo.data.tokenizer import load_tokenizer, stop_token_ids
-from megappo.placement.components import shared_vocabulary
+from megappo.data.tokenizer import check_vocabularies, load_tokenizer, stop_token_ids
+from megappo.placement.components import policy_folders, shared_vocabulary
 from megappo.userland.environments import TaskWorkers
 
 
@@ -80,6 +80,7 @@ def load_datasets(config: Config, workers: Mapping[str, TaskWorkers], exchange: 
     takes_by_rank = exchange.all_gather({name: one.takes for name, one in workers.items()})
     takes = next(filter(None, takes_by_rank), {})
     tokenizer = load_tokenizer(config.model.path)
+    check_vocabularies(tokenizer, policy_folders(config))
     ends = stop_token_ids(config.model.path, config.rollout.stop, tokenizer)
     unpack = partial(unpacked_once, exchange)
     datasets: tuple[Any, Mapping[str, Any]]

@@ -2,9 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from megappo.batch.exchange import Batch, Exchange
 from megappo.batch.rows_file import RowsFile, write_rows
@@ -72,6 +75,7 @@ class Record:
             "prompts_drawn": num_drawn,
             "num_tokens": num_tokens,
             "compared": config.compares_responses or not config.algorithm.mask_truncated,
+            "teachers": _routes(config),
         }
 
         def put() -> None:
@@ -155,6 +159,9 @@ class Replay(Batches):
             if errors := self._errors(file):
                 raise ConfigError(*(f"{self._key}: {path} {error}" for error in errors))
             batch = file.batch(self._exchange)
+            if self._config.teachers and not any(_routes(self._config).values()):
+                fields = batch.rows.fields | {"teacher": torch.ones(len(batch.rows))}
+                batch = replace(batch, rows=replace(batch.rows, fields=fields))
             highest = int(batch.rows.input_ids.max()) if len(batch.rows) else 0
             if highest >= self._vocab_size:
                 raise ConfigError(
@@ -186,6 +193,17 @@ class Replay(Batches):
             if getattr(config.algorithm.method, need) and field not in file.names:
                 needed = f"which algorithm.adv_estimator {config.algorithm.adv_estimator} needs"
                 errors.append(f"has no {field}, {needed}: record the rollouts of a run with that estimator")
+        if any(_routes(config).values()) and facts.get("teachers") != _routes(config):
+            recorded = show(facts.get("teachers") or "none")
+            errors.append(
+                f"was recorded with other teachers, by name and `when` ({recorded}), which decide which rows each has: "
+                "set teachers to the record's, or record the rollouts again"
+            )
         if config.rollout.routing_replay and "expert_choices" not in file.names:
             errors.append("has no expert_choices, which rollout.routing_replay needs: record a run with it")
         return errors
+
+
+def _routes(config: Config) -> dict[str, Any]:
+    """Return which rows each teacher has, by its name, as JSON has it."""
+    return {name: one.model_dump(mode="json")["when"] for name, one in config.teachers.items()}

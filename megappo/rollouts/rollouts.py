@@ -168,7 +168,7 @@ class Rollouts:
             return None
         arguments = prompts, workers.environments, self.config, self.tokenizer, *lengths
         if isinstance(workers.environments, AgentPool):
-            needs_reward = workers.rewards is None and not self.config.has_reward_model
+            needs_reward = workers.rewards is None and not (self.config.has_reward_model or self.config.teachers)
             return AgentRunner(*arguments, needs_reward=needs_reward)
         return EpisodeRunner(*arguments)
 

@@ -53,7 +53,7 @@ class RowBuilder:
             step: see `sample_rows`.
         Raises:
             RewardError: a function failed, and reward.on_error is raise; or see `scores`.
-            ConfigError: see `scores`; the critic does not know a token; or the estimator does not support step scores.
+            ConfigError: see `scores`; a model does not know a token; or the estimator does not support step scores.
             EngineError: responses are missing.
         """
         samples = responses.samples
@@ -80,6 +80,9 @@ class RowBuilder:
         counts_by_rank, has_weights_by_rank, has_steps_by_rank, nums_samples, nums_tokens, metrics_by_rank = by_rank
         scores = self.scores(samples, counts_by_rank)
         rows = with_scores(rows, samples, scores, has_weights=any(has_weights_by_rank))
+        if config.teachers:
+            teachers = floats(responses.prompts[prompt].teacher for prompt in rows.prompt_ids.tolist())
+            rows = replace(rows, fields=rows.fields | {"teacher": teachers})
         if any(has_steps_by_rank):
             if errors := step_scores_errors(config):
                 raise ConfigError(*errors)
@@ -126,7 +129,7 @@ def score_counts(samples: Sequence[Sample]) -> set[int]:
 
 
 def check_tokens(samples: Sequence[Sample], vocab_size: int) -> None:
-    """Refuse tokens for which the critic has no embedding: the actor samples from its whole vocabulary.
+    """Refuse tokens for which a model has no embedding: the actor samples from its whole vocabulary.
 
     Raises:
         ConfigError: names the token.
@@ -134,8 +137,9 @@ def check_tokens(samples: Sequence[Sample], vocab_size: int) -> None:
     highest = max(chain.from_iterable(one.tokens for one in samples), default=0)
     if highest >= vocab_size:
         raise ConfigError(
-            f"critic.model_path: the actor wrote token {highest}, for which the critic has no embedding (vocab_size is "
-            f"{vocab_size} in its config.json): choose a model with the actor's vocabulary"
+            f"critic.model_path, ref.model_path or teachers: the actor wrote token {highest}, for which one of them "
+            f"has no embedding (vocab_size is {vocab_size} in its config.json): choose a model with the actor's "
+            "vocabulary"
         )
 
 

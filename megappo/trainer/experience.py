@@ -34,8 +34,9 @@ def add_advantages(
     """Compute the advantages of scored rows; all ranks together.
 
     The rows get `shaped_scores`, `advantages` and, if the run has values, `returns`; with a KL penalty in the rewards
-    `kl_penalty`, with advantages_clip `clipped_advantages`, with a rollout correction `rollout_is_weights`. The metrics
-    compare the engines' log-probs with the actor's, where these are known.
+    `kl_penalty`, with teachers before the update `distillation_kl`, with advantages_clip `clipped_advantages`, with a
+    rollout correction `rollout_is_weights`. The metrics compare the engines' log-probs with the actor's, where these
+    are known.
 
     Args:
         progress: has the KL coefficient, and the moments of all scores before, to which these are added.
@@ -50,7 +51,8 @@ def add_advantages(
     rows, shaping_metrics = with_advantages(config, exchange, kl_coef, rows, progress.reward_moments)
     values_compared = value_metrics(rows) | (calibration(exchange, rows) if logs_histograms(step) else {})
     of_values = {f"critic/{name}": part for name, part in values_compared.items()}
-    metrics = metrics | row_metrics(exchange, rows, step, compared | shaping_metrics | of_values)
+    taught = _by_teacher(config, rows)
+    metrics = metrics | row_metrics(exchange, rows, step, compared | shaping_metrics | of_values | taught)
     # Statistics of the rows that the run itself reads.
     values: Unreduced = {"num_tokens": (rows.response_mask, "sum")}
     if config.penalizes_kl:
@@ -90,8 +92,7 @@ def with_advantages(
     Args:
         reward_moments: moments of all earlier scores; these scores are added.
     """
-    if config.penalizes_kl:
-        rows = replace(rows, fields=rows.fields | {"kl_penalty": _kl_penalty(config, rows)})
+    rows = replace(rows, fields=rows.fields | _kl_fields(config, rows))
     trajectories = Trajectories(rows)
     joined = trajectories.joined
     scores, shaping_metrics = shape_scores(
@@ -103,51 +104,93 @@ def with_advantages(
         max_response_length=config.rollout.max_response_length,
         process_group=exchange.group,
     )
+    if config.teachers and not config.distillation.task_reward:
+        joined, scores = _without_task_reward(joined, scores)
     advantages, returns = _advantages(config, exchange, kl_coef, joined, scores)
-    final = _whitened_and_clipped(config, exchange, advantages, joined.response_mask)
+    final = _whitened_and_clipped(config, exchange, advantages, joined)
     added = {"shaped_scores": scores, **final}
     if config.has_values:
         added["returns"] = returns
     return trajectories.spread(**added), shaping_metrics
 
 
-def _kl_penalty(config: Config, rows: Rows) -> torch.Tensor:
-    """Return the KL of each token to the reference, before its coefficient."""
-    kind = config.algorithm.kl_penalty
-    fields = rows.fields
-    if kind == "full":
-        return fields["full_kl"]
-    return kl_estimate(rows.old_log_probs, fields["ref_log_probs"], kind, conventions=conventions(config))
+def _kl_fields(config: Config, rows: Rows) -> dict[str, torch.Tensor]:
+    """Return `kl_penalty`, the KL of each token to the reference, and `distillation_kl`, the KL to its row's teacher,
+    before their coefficients, as far as the run has them before the update."""
+    kinds = {"kl_penalty": (config.algorithm.kl_penalty, "ref_log_probs")} if config.penalizes_kl else {}
+    if config.distilled_at in ("reward", "advantage"):
+        kinds["distillation_kl"] = config.distillation.kl_kind, "teacher_log_probs"
+    found = {}
+    for name, (kind, log_probs) in kinds.items():
+        if kind == "full":
+            found[name] = rows.fields["full_kl"]
+        else:
+            others = rows.fields[log_probs]
+            found[name] = kl_estimate(rows.old_log_probs, others, kind, conventions=conventions(config))
+    if "distillation_kl" in found:
+        found["distillation_kl"] = torch.where(rows.fields["teacher"][:, None] > 0, found["distillation_kl"], 0.0)
+    return found
+
+
+def _by_teacher(config: Config, rows: Rows) -> Unreduced:
+    """Return the mean KL to each teacher, over the tokens of its rows, if there are several."""
+    kl = rows.fields.get("distillation_kl")
+    if kl is None or len(config.teachers) == 1:
+        return {}
+    metrics: Unreduced = {}
+    for number, name in enumerate(config.teachers, 1):
+        is_own = rows.response_mask.bool() & (rows.fields["teacher"] == number)[:, None]
+        metrics[f"distillation/kl/{name}"] = kl[is_own], "mean"
+    return metrics
+
+
+def _without_task_reward(rows: Rows, scores: torch.Tensor) -> tuple[Rows, torch.Tensor]:
+    """Return rows, and their shaped scores, of which rows with a teacher have none."""
+    has_none = rows.fields["teacher"] > 0
+    fields = dict(rows.fields)
+    if "turn_rewards" in fields:
+        fields["turn_rewards"] = fields["turn_rewards"].masked_fill(has_none[:, None], 0.0)
+    return replace(rows, fields=fields), scores.masked_fill(has_none, 0.0)
 
 
 def _advantages(
     config: Config, exchange: Exchange, kl_coef: float, rows: Rows, scores: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return advantages and returns of the rows' rewards: the shaped scores on each response's last token, minus the KL
-    penalty of each token.
+    """Return advantages and returns of the rows' rewards: the shaped scores on each response's last token, minus the
+    penalty of each token: its KL to the reference, and to its row's teacher if distillation.signal is reward.
 
     Rewards of an environment and of steps are a part of the scores. They stay on their own tokens, scaled like the
-    scores; the remaining score (of the reward function, the length penalty) is on the last token. The KL penalty is a
+    scores; the remaining score (of the reward function, the length penalty) is on the last token. The penalty is a
     part of the rewards, or subtracted after the baseline: see `Conventions.token_kl_gamma`. With turns as actions, the
     advantage of each token has its own KL alone, and returns have none, as in AReaL.
     """
-    kl = rows.fields.get("kl_penalty")
+    penalties = _penalties(config, kl_coef, rows)
     by_turn = config.algorithm.gae_level == "turn"
     gamma = 0.0 if by_turn else conventions(config).token_kl_gamma
     compares = config.algorithm.method.compares_responses
-    after_baseline = kl is not None and gamma is not None and (compares or by_turn)
+    after_baseline = penalties and gamma is not None and (compares or by_turn)
     turn_rewards = rows.fields.get("turn_rewards")
     if turn_rewards is not None:
         turn_rewards = turn_rewards * config.reward.scale
         scores = scores - turn_rewards.sum(dim=1)
-    rewards = compute_token_level_rewards(scores, rows.response_mask, None if after_baseline else kl, kl_coef)
+    penalty = None if after_baseline or not penalties else sum(coef * kl for coef, kl in penalties)
+    rewards = compute_token_level_rewards(scores, rows.response_mask, penalty, 1.0)
     if turn_rewards is not None:
         rewards = rewards + turn_rewards
     advantages, returns = _estimate(config, exchange, rows, rewards)
     if after_baseline:
-        penalties, _ = reinforce_plus_plus(kl, rows.response_mask, gamma)
-        advantages = advantages - kl_coef * penalties
+        for coef, kl in penalties:
+            later, _ = reinforce_plus_plus(kl, rows.response_mask, gamma)
+            advantages = advantages - coef * later
     return advantages, returns
+
+
+def _penalties(config: Config, kl_coef: float, rows: Rows) -> list[tuple[float, torch.Tensor]]:
+    """Return the KLs that tokens' rewards are reduced by, [B, R] each, after their coefficients."""
+    coefs = {"kl_penalty": kl_coef}
+    if config.distilled_at == "reward":
+        coefs["distillation_kl"] = config.distillation.coef
+    return [(coef, rows.fields[name]) for name, coef in coefs.items() if name in rows.fields]
 
 
 def _estimate(
@@ -178,15 +221,19 @@ def _estimate(
 
 
 def _whitened_and_clipped(
-    config: Config, exchange: Exchange, advantages: torch.Tensor, mask: torch.Tensor
+    config: Config, exchange: Exchange, advantages: torch.Tensor, rows: Rows
 ) -> dict[str, torch.Tensor]:
-    """Return `advantages`, whitened over the tokens of all ranks (whiten_advantages, or the estimator's default) and
-    clipped; `clipped_advantages` is 1 where clipping changed them."""
+    """Return `advantages`, whitened over the tokens of all ranks (whiten_advantages, or the estimator's default), minus
+    the KL to teachers if distillation.signal is advantage, and clipped; `clipped_advantages` is 1 where clipping
+    changed them."""
+    mask = rows.response_mask
     algorithm = config.algorithm
     whitens = algorithm.method.whitens if algorithm.whiten_advantages is None else algorithm.whiten_advantages
     if whitens:
         whitening = conventions(config).whitening_of(algorithm.adv_estimator)
         advantages = whiten(advantages, mask, group=exchange.group, whitening=whitening)
+    if config.distilled_at == "advantage":
+        advantages = advantages - config.distillation.coef * rows.fields["distillation_kl"] * mask
     limit = algorithm.advantages_clip
     if limit is None:
         return {"advantages": advantages}

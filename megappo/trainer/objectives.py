@@ -15,6 +15,7 @@ from megappo.models.train_engine import LossFn
 from megappo.observe.metrics import OnDevice
 from megappo.ppo.conventions import DEFAULT, PRESETS, Conventions
 from megappo.ppo.losses import entropy_loss, kl_loss, policy_kl, policy_loss, value_loss
+from megappo.ppo.policy_losses import Result
 from megappo.ppo.reductions import Metrics, Normaliser, token_mean
 from megappo.ppo.supervised import nll_loss
 from megappo.ppo.value_losses import ERRORS, ValueInputs, token_errors, values_of
@@ -41,7 +42,8 @@ def positive_mask(rows: Rows) -> torch.Tensor:
 
 class ActorLoss:
     """Policy loss - entropy bonus + KL loss + positive_nll_coef x negative log-likelihood of the responses with a score
-    above 0; with a shared backbone also + value_coef x value loss. A `LossFn`.
+    above 0; with teachers, if distillation.signal is loss, also + coef x KL to the rows' teachers; with a shared
+    backbone also + value_coef x value loss. A `LossFn`.
 
     Args:
         num_tokens: tokens with mask 1 of the whole mini-batch.
@@ -106,6 +108,8 @@ class ActorLoss:
             full = outputs["full_kl"] if actor.kl_loss_type == "full" else None
             of_kl = kl_loss(log_probs, ref, mask, actor, old_log_probs=old, kl=full, **shared)
             terms.append(of_kl)
+        if config.distilled_at == "loss":
+            terms.append(self._distillation_loss(outputs, rows, shared))
         if actor.positive_nll_coef:
             nll, _ = nll_loss(log_probs, positive_mask(rows), self._positive, shared["loss_weights"])
             terms.append((actor.positive_nll_coef * nll, {"positive_nll_loss": nll.detach()}))
@@ -118,6 +122,20 @@ class ActorLoss:
             loss = loss + config.algorithm.value_coef * term
             metrics |= value_metrics
         return loss, metrics
+
+    def _distillation_loss(self, outputs: Outputs, rows: Rows, shared: dict[str, Any]) -> Result:
+        """Return the KL to the rows' teachers as a loss to add, averaged as the KL loss is."""
+        settings = self.config.distillation
+        kind = settings.kl_kind
+        actor = self.config.actor.model_copy(
+            update={"kl_loss_coef": settings.coef, "kl_loss_type": kind, "kl_loss_unbiased": False}
+        )
+        log_probs = outputs["log_probs"]
+        teachers = rows.fields.get("teacher_log_probs", log_probs)
+        taught = rows.response_mask * (rows.fields["teacher"] > 0)[:, None]
+        kl = outputs["full_kl"] if kind == "full" else None
+        loss, metrics = kl_loss(log_probs, teachers, taught, actor, kl=kl, **shared)
+        return loss, {"distillation_loss": metrics["kl_loss"]}
 
 
 def critic_loss(config: Config, num_tokens: int, num_sequences: int) -> LossFn:

@@ -19,7 +19,7 @@ from megappo.observe.files import CHECKPOINTS, CONFIG_FILE
 from megappo.observe.loggers import Histogram
 from megappo.observe.metrics import RankMetrics, Reduced, metrics_from_json
 from megappo.observe.metrics_file import METRICS_FILE
-from megappo.placement.components import models_in_words
+from megappo.placement.model_lines import models_in_words
 from megappo.ppo.kl import KLController
 from megappo.ppo.reward_shaping import RunningMoments
 from megappo.trainer.models import Models

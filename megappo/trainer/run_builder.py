@@ -18,7 +18,7 @@ from megappo.observe.observer import open_observer
 from megappo.observe.run_file import changed_data, git_commit, logged_step_of, run_id_of
 from megappo.observe.samples import drop_samples
 from megappo.observe.timeline import drop_phases
-from megappo.placement.components import replaced_heads
+from megappo.placement.model_lines import replaced_heads
 from megappo.placement.run_plan import RunPlan
 from megappo.rollouts.datasets import load_datasets
 from megappo.rollouts.record import Record, Replay

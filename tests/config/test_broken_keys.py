@@ -20,8 +20,8 @@ CONTRADICTIONS = {
         "trainer: set it to engine"
     ),
     "algorithm.old_log_probs=engine algorithm.kl_penalty=full": (
-        "algorithm.kl_penalty full needs the actor's forward pass over the rollouts, which algorithm.old_log_probs "
-        "engine leaves out: choose k3, or set algorithm.old_log_probs to trainer"
+        "KL kind full (algorithm.kl_penalty or distillation.kl_type) needs the actor's forward pass over the rollouts, "
+        "which algorithm.old_log_probs engine leaves out: choose k3, or set algorithm.old_log_probs to trainer"
     ),
     "algorithm.old_log_probs=engine algorithm.shared_backbone=true": "algorithm.shared_backbone true needs the actor's",
     "algorithm.old_log_probs=engine rollout.sync.probe_interval=0": "rollout.sync.probe_interval 0 needs the actor's",
@@ -154,10 +154,10 @@ CONTRADICTIONS = {
     ),
     "reward.normalize=group": "reward.normalize group compares the responses to a prompt: rollout.n must be at least 2",
     "algorithm.kl_penalty=full actor.parallel.pipeline=2": (
-        "KL kind full (algorithm.kl_penalty or actor.kl_loss_type) needs the reference's logits where the actor's are"
+        "KL kind full (algorithm.kl_penalty or actor.kl_loss_type) needs the logits of ref where the actor's are"
     ),
     "algorithm.use_kl_in_reward=false actor.use_kl_loss=true actor.kl_loss_type=full placement.ref=0-3": (
-        "KL kind full (algorithm.kl_penalty or actor.kl_loss_type) needs the reference's logits where the actor's are"
+        "KL kind full (algorithm.kl_penalty or actor.kl_loss_type) needs the logits of ref where the actor's are"
     ),
     "algorithm.rollout_correction={level: token, mode: mask, threshold: 1}": (
         "algorithm.rollout_correction.threshold_lower 1 must be below algorithm.rollout_correction.threshold 1.0"

@@ -8,7 +8,7 @@ import yaml
 from megappo.commands import plan
 from megappo.commands.arguments import plan_arguments, train_arguments
 from megappo.config.config_error import ConfigError
-from megappo.config.describe import keys
+from megappo.config.describe import declared, keys
 from megappo.config.elsewhere import BELOW, System, systems
 from megappo.config.loading import load_config
 from megappo.lab.plan.run_checks import check_run
@@ -26,6 +26,7 @@ NEEDS_FILES = (
     "model.dist_checkpointing_path: ",
     "critic.model_path: ",
     "reward_model.model_path: ",
+    "teachers.teacher.model_path: ",
     "data.",
     "reward.function",
     "trainer.loggers",
@@ -48,6 +49,13 @@ EXPECTED = {
         "algorithm.use_kl_in_reward": False,
         "trainer.output_dir": "outputs/gsm8k/ppo",
         "trainer.eval_interval": 5,
+    },
+    "verl/distillation.sh": {
+        "teachers.teacher.model_path": "teacher",
+        "distillation.signal": "advantage",
+        "distillation.kl_type": "k1",
+        "distillation.coef": 0.5,
+        "distillation.task_reward": False,
     },
     "verl/ppo_mixed.sh": {
         "data.train_files": ["~/data/gsm8k/train.parquet", "~/data/math/train.parquet"],
@@ -349,7 +357,7 @@ def test_the_table_names_keys_that_exist() -> None:
         named = [row.key for row in system.rows.values() if row.key]
         named += [key.replace(", critic, rollout", "") for key in system.formulas if key[0] != "_"]
         named += [key for defaults in system.defaults.values() for key in defaults]
-        assert [key for key in named if key not in known and not key.startswith("rollout.server_args.")] == []
+        assert [key for key in named if declared(key) not in known and not key.startswith("rollout.server_args.")] == []
         assert [name for name in system.aliases.values() if system.find(name)[1] is None] == []
         assert [name for name in system.rows if BELOW in name and not name.endswith(BELOW)] == []
 

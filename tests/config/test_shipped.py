@@ -29,9 +29,13 @@ def test_it_loads_and_plans(path, tmp_path, monkeypatch):
         "model.path: no folder ",
         "critic.model_path: no folder ",
         "reward_model.model_path: no folder ",
+        "teachers.qwen3_32b.model_path: no folder ",
+        "teachers.trained.model_path: no folder ",
         "data.train_files: no ",
         "data.val_files: no ",
         "eval.datasets.truth.files: no ",
+        "eval.datasets.val.files: no ",
+        "eval.datasets.gsm8k.files: no ",
     )
     errors = [error.split(": ", 1) for error in check_run(config, world_size)[1]]
     assert {Path(place.rpartition(":")[0]) for place, _ in errors} <= set(SHIPPED)

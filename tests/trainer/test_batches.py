@@ -39,7 +39,7 @@ def test_tokens_that_the_critic_does_not_know_are_refused():
     samples = [sample_of(0, 0, [3, 6], [-1.0, -1.0]), sample_of(1, 0, [8], [-1.0], "length")]
     check_tokens(samples, 9)
     check_tokens([], 9)
-    with pytest.raises(ConfigError, match="critic.model_path: the actor wrote token 8, .*vocab_size is 8 "):
+    with pytest.raises(ConfigError, match="or teachers: the actor wrote token 8, .*vocab_size is 8 "):
         check_tokens(samples, 8)
 
 

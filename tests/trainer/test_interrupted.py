@@ -28,6 +28,10 @@ METHODS = {
         "algorithm": {"use_kl_in_reward": True, "kl_ctrl": {"type": "adaptive", "kl_coef": 0.1}},
         "reward": {"normalize": "running"},
     },
+    "taught": {
+        "teachers": {"even": {"parallel": {"tensor": 2}, "offload": ["weights"], "when": {"n": 0}}, "odd": {}},
+        "distillation": {"task_reward": False},
+    },
     "running": {"reward": {"normalize": "running"}, "critic": {"ppo_epochs": 2}},
 }
 
@@ -114,6 +118,7 @@ slow = pytest.mark.slow
     [
         (LAYOUT, "kl", (5,)),
         pytest.param(LAYOUT, "kl", (0, 1, 2, 3, 4), marks=slow),
+        pytest.param(LAYOUT, "taught", (3,), marks=slow),
         pytest.param(LAYOUT, "running", tuple(range(8)), marks=slow),
         pytest.param(OTHER, "running", (0, 1, 2, 3), marks=slow),
     ],

@@ -170,7 +170,7 @@ class FixedPrompts:
     def _prompt(self, index: int, generator: torch.Generator) -> Prompt:
         length = 1 + index % LONGEST_PROMPT
         tokens = torch.randint(VOCABULARY, (length,), generator=generator).tolist()
-        return Prompt(index, tokens, "", None)
+        return Prompt(index, tokens, "", None, teacher=1 + index % 2)
 
 
 class FixedResponses(Responses):

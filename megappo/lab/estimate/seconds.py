@@ -1,8 +1,8 @@
 """Estimate the seconds of each phase of a step: work and bytes over the share of its data sheet that a GPU reaches.
 
 The estimate compares layouts, and shows where a step's time goes. It assumes that every row has the maximum length,
-that experts and data-parallel ranks have equal shares, and that nothing overlaps, except rollouts with training where
-engines on GPUs of their own run ahead (`rollout.max_staleness`).
+that experts, data-parallel ranks and teachers have equal shares, and that nothing overlaps, except rollouts with
+training where engines on GPUs of their own run ahead (`rollout.max_staleness`).
 """
 
 from collections.abc import Sequence
@@ -148,8 +148,9 @@ class TimeEstimate:
         self.mfu[phase] = work / (seconds * len(model.layout.ranks) * self._peak)
 
     def _work(self, model: PlacedModel) -> float:
-        """Return the operations of a forward pass over all rows of a step."""
-        return self._rows * model.shape.flops.forward([(self._row, longest_response(self.config))])
+        """Return the operations of a forward pass over all rows of a step, or a teacher's share of them."""
+        num_sharing = 1 if model.spec.teacher is None else len(self.config.teachers)
+        return self._rows / num_sharing * model.shape.flops.forward([(self._row, longest_response(self.config))])
 
     def _pass(self, model: PlacedModel) -> float:
         """Return the seconds of a forward pass over all rows of a step, including the exchanges of tensor-parallel

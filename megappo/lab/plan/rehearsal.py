@@ -18,8 +18,8 @@ from megappo.data.conversations import Conversations
 from megappo.data.preferences import open_examples
 from megappo.data.prompts import Prompt, open_datasets
 from megappo.data.record_dataset import RecordDataset
-from megappo.data.tokenizer import load_tokenizer, stop_token_ids
-from megappo.placement.components import shared_vocabulary
+from megappo.data.tokenizer import check_vocabularies, load_tokenizer, stop_token_ids
+from megappo.placement.components import policy_folders, shared_vocabulary
 from megappo.userland import user_code
 from megappo.userland.agent_sessions import AgentPool, Finished, TurnRequest
 from megappo.userland.environments import EnvironmentPool, row_of, start_workers
@@ -81,6 +81,10 @@ def rehearse(config: Config, *, everything: bool) -> Findings:
         with findings.noting():
             ends = stop_token_ids(config.model.path, config.rollout.stop, tokenizer)
             findings.warnings += chat_end_warnings(tokenizer, ends)
+        if folders := policy_folders(config):
+            with findings.noting():
+                check_vocabularies(tokenizer, folders)
+                findings.checked.append(f"the vocabularies of {', '.join(dict.fromkeys(folders.values()))}")
         if config.has_reward_model:
             with findings.noting():
                 folder = str(config.reward_model.model_path)

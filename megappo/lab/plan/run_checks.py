@@ -67,7 +67,8 @@ PARSERS = {
 }
 """Key of the rollout section -> the file of SGLang with the names of its parsers."""
 TOKENIZER_KEYS = ("model.path", REWARD_MODEL_KEY)
-"""Keys of folders whose tokenizer a run reads: critic and reference read the tokens of model.path."""
+"""Keys of folders whose tokenizer a run reads, as it does a reference's and teachers': a critic reads the tokens of
+model.path."""
 DIVIDING = ("ep_size", "dp_size", "attn_cp_size", "moe_dp_size")
 """ServerArgs with numbers of ranks into which SGLang divides an engine's (0.5.23, arg_groups/parallel_hook.py)."""
 REFUSAL = "a message containing <|channel|> tags"
@@ -297,7 +298,7 @@ def _model_folder(
         yield f"{key}: {folder} {kind}"
         return
     else:
-        yield from _model_files(key, folder)
+        yield from _model_files(key, folder, has_policy=any(spec.head == "policy" for spec in specs))
     for spec in specs:
         try:
             architecture = read_architecture(shape, head="value" if spec.head == "value" else "policy")
@@ -305,12 +306,17 @@ def _model_folder(
             yield from (f"{key}: {error}" for error in faulty.errors)
         else:
             yield from _fit_errors(config, capability, spec, architecture)
+            adapted = replace(architecture, lora=spec.lora)
             if key == REWARD_MODEL_KEY:
-                yield from _reward_model_errors(config, replace(architecture, lora=spec.lora))
+                yield from _reward_model_errors(config, adapted)
+            elif spec.adapter is not None:
+                yield from adapter_tensor_errors(
+                    spec.adapter, adapted, f"{spec.offload.key.removesuffix('offload')}adapter"
+                )
 
 
-def _model_files(key: str, folder: Path) -> Errors:
-    if key in TOKENIZER_KEYS and (fault := tokenizer_fault(folder)):
+def _model_files(key: str, folder: Path, *, has_policy: bool) -> Errors:
+    if (has_policy or key in TOKENIZER_KEYS) and (fault := tokenizer_fault(folder)):
         yield Missing(f"{key}: {fault}")
     for read in (check_tensors, check_companions, end_tokens):
         try:
@@ -342,6 +348,13 @@ def _fit_errors(config: Config, capability: int | None, spec: ComponentSpec, arc
     """Yield where the model does not fit layouts, engines and the length of rows."""
     key, (parallel_key, parallel), training = spec.folder.key, spec.parallel, spec.training
     yield from fit_errors(architecture, parallel, f"{parallel_key}.{{}}".format)
+    if key == f"{config.full_kl_model}.model_path":
+        vocab_size = read_architecture(shape_folder(Path(config.model.path))).vocab_size
+        if vocab_size != architecture.vocab_size:
+            yield (
+                f"{key}: {architecture.file} has vocab_size {architecture.vocab_size}, and the actor {vocab_size}: a "
+                "KL of kind full needs equal ones: choose another kind, such as k1 or k3"
+            )
     if spec.lora is not None:
         yield from adapter_errors(architecture, spec.lora, parallel, parallel_key.removesuffix(".parallel"))
         sends = config.samples and spec.lora is config.sent_lora

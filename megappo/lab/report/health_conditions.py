@@ -91,12 +91,17 @@ def scores_vary(history: History) -> bool:
 
 
 def all_scores_equal(history: History) -> Figures:
+    """Hold unless teachers train the policy: scores may then be 0 or without effect."""
+    if history.config.get("teachers"):
+        return ()
     lowest, highest = min(history.last("reward/score/min", 5)), max(history.last("reward/score/max", 5))
     return (highest,) if lowest == highest else ()
 
 
 def groups_equal(history: History) -> Figures:
-    """Hold unless all scores are equal, which is a rule of its own."""
+    """Hold unless all scores are equal, which is a rule of its own, or teachers train the policy."""
+    if history.config.get("teachers"):
+        return ()
     share = history.mean("reward/equal_groups_frac", 5)
     return (share,) if share > 0.9 and not all_scores_equal(history) else ()
 

@@ -16,7 +16,16 @@ LONGEST_RESPONSE = 1_000
 """Tokens of a response whose numbers are shown."""
 MOST_CHARACTERS = 2_500_000
 """Characters of JSON that the responses of a page may take."""
-NUMBERS = ("old_log_probs", "rollout_log_probs", "staleness", "ref_log_probs", "values", "advantages", "returns")
+NUMBERS = (
+    "old_log_probs",
+    "rollout_log_probs",
+    "staleness",
+    "ref_log_probs",
+    "teacher_log_probs",
+    "values",
+    "advantages",
+    "returns",
+)
 
 
 def report_samples(folder: Path, most_characters: int) -> list[dict[str, Any]]:
