@@ -1,4 +1,4 @@
-"""Tiny random Qwen2.5-VL and Qwen3-VL folders with a byte tokenizer and an image processor, and transformers as oracle."""
+"""Tiny random Qwen2.5-VL and Qwen3-VL folders with a byte tokenizer and an image processor; transformers as oracle."""
 
 import io
 import json
@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 SPECIAL = ("<|endoftext|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 PAD, END, VISION_START, VISION_END, IMAGE, VIDEO = range(256, 262)
@@ -53,8 +54,8 @@ TOKENS = {
 
 def write_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     """Write a tokenizer with a token for each byte."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    vocabulary = {letter: byte for byte, letter in bytes_to_unicode().items()}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(one, special=True, normalized=False) for one in SPECIAL])
@@ -78,6 +79,14 @@ def vision_folder(folder: Path, model_type: str) -> Path:
         torch.nn.init.normal_(parameter, 1.0 if "norm" in name and parameter.ndim == 1 else 0.0, 0.12)
     model.save_pretrained(folder)
     write_tokenizer(folder)
+    write_processor(folder, model_type)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": END, "pad_token_id": PAD}))
+    return folder
+
+
+def write_processor(folder: Path, model_type: str) -> None:
+    """Write the settings of the image processor, which makes 1 to 64 tokens of an image."""
+    tower = TOWER | TOWERS[model_type]
     edge = 2 * tower["patch_size"]
     settings = {
         "image_processor_type": "Qwen2VLImageProcessor",
@@ -90,8 +99,6 @@ def vision_folder(folder: Path, model_type: str) -> Path:
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
     video = settings | {"video_processor_type": f"Qwen{'3' if model_type == 'qwen3_vl' else '2'}VLVideoProcessor"}
     (folder / "video_preprocessor_config.json").write_text(json.dumps(video))
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": END, "pad_token_id": PAD}))
-    return folder
 
 
 def noise(height: int, width: int, seed: int = 0, file_format: str = "PNG") -> bytes:
