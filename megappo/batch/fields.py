@@ -27,6 +27,9 @@ class Field:
 FIELDS: Table[Field] = Table(
     "field of rows",
     {
+        "prompt_records": Field(
+            False, "the rollout", "number of the prompt's data set, and position there, for a model with vision", True
+        ),
         "response_mask": Field(True, "the rollout", "1 on tokens that the policy wrote, 0 on an environment's"),
         "rollout_log_probs": Field(True, "the rollout", "the engine's log-probs of the policy's tokens"),
         "staleness": Field(

@@ -17,8 +17,10 @@ from urllib.parse import unquote, urlsplit
 from PIL import Image, ImageOps
 from PIL.ExifTags import Base
 
+from megappo.architecture.parsing import read_architecture
 from megappo.architecture.vision import Vision, num_image_tokens
 from megappo.config.config_error import ConfigError
+from megappo.config.schema import Config
 from megappo.data.chat import PromptContent
 
 if TYPE_CHECKING:
@@ -241,6 +243,11 @@ class ImageReader:
                 f"{found}, but config.json has {expected}: take both from the same model"
             )
 
+    @property
+    def media_tokens(self) -> tuple[int, int]:
+        """Tokens that stand for images and videos; a response ends with one."""
+        return self._vision.image_token, self._vision.video_token
+
     def check_text(self, text: str, num_images: int) -> None:
         """Check that a rendered prompt has as many places as images.
 
@@ -313,6 +320,16 @@ class ImageReader:
         if tuple(found) != grid:
             raise RuntimeError(f"expected an image of {grid} patches, but the image processor makes {found}")
         return made["pixel_values"]
+
+
+def image_reader(config: Config, tokenizer: "PreTrainedTokenizerBase") -> ImageReader | None:
+    """Return the reader of a run's images; None for a model without vision.
+
+    Raises:
+        ConfigError: see `ImageReader`.
+    """
+    vision = read_architecture(config.model.path).vision
+    return None if vision is None else ImageReader(config.model.path, vision, tokenizer, config.data.max_image_pixels)
 
 
 def images_in(record: Mapping[str, Any], key: str) -> list[Any]:

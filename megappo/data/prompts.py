@@ -52,6 +52,11 @@ class Prompt:
     images: tuple[Image, ...] = ()
     image_digests: tuple[str, ...] = ()
 
+    @property
+    def record(self) -> tuple[int, int]:
+        """Number of its dataset, and its position there."""
+        return self.data_set, self.index
+
 
 class PromptDataset(RecordDataset[Prompt]):
     """Prompts of some files, parsed and tokenised on request; `check` finds their faults.
@@ -72,6 +77,7 @@ class PromptDataset(RecordDataset[Prompt]):
 
     Attributes:
         kept: positions in the dataset of the prompts that a run uses: all, until some are left out.
+        image_reader: see `images`.
 
     Raises:
         ConfigError: a file is missing, empty, or of another format; the chat template does not read its arguments.
@@ -100,7 +106,7 @@ class PromptDataset(RecordDataset[Prompt]):
             image_key=config.image_key,
             images=images,
         )
-        self._images = images
+        self.image_reader = images
         self._number = number
         names = self._fields.names
         is_ordered = order_by is not None
@@ -122,6 +128,10 @@ class PromptDataset(RecordDataset[Prompt]):
         """Return the files of the images of the prompt at a position in the dataset."""
         return self._entry(index).images
 
+    def images_at(self, index: int) -> Sequence[Image]:
+        """Return the images of the prompt at a position in the dataset."""
+        return self.at([index])[0].images if self.image_files(index) else ()
+
     @property
     def image_column(self) -> str | None:
         """Name under which reward functions get the paths of a prompt's images; None if no function takes them."""
@@ -130,9 +140,9 @@ class PromptDataset(RecordDataset[Prompt]):
 
     def _read(self, record: Any, file: Records) -> tuple[PromptEntry, Sequence[str]]:
         entry = entry_of(record, self._fields, self._chat, file.path)
-        if self._images is not None:
-            grids = [self._images.measure(image, whole=True)[0] for image in entry.images]
-            entry = replace(entry, num_image_tokens=sum(map(self._images.num_tokens, grids)))
+        if self.image_reader is not None:
+            grids = [self.image_reader.measure(image, whole=True)[0] for image in entry.images]
+            entry = replace(entry, num_image_tokens=sum(map(self.image_reader.num_tokens, grids)))
         return entry, entry.warnings
 
     def _check_entries(
@@ -196,8 +206,8 @@ class PromptDataset(RecordDataset[Prompt]):
         images: list[Image] = []
         digests: Sequence[str] = ()
         if entry.images:
-            grids, digests = zip(*map(self._images.measure, entry.images), strict=True)
-            tokens, places = self._images.expanded(tokens, grids)
+            grids, digests = zip(*map(self.image_reader.measure, entry.images), strict=True)
+            tokens, places = self.image_reader.expanded(tokens, grids)
             for number, (place, grid) in enumerate(zip(places, grids, strict=True)):
                 images.append(Image(place, grid, (self._number, index, number)))
         if len(tokens) > limit and self.config.too_long == "truncate_left":

@@ -125,7 +125,8 @@ class ResponseScorer:
     def grade(self, responses: Responses, dataset: PromptDataset, phase: Phases) -> None:
         """Add the model's scores to the grades of held-out responses."""
         responses.fill_grades()
-        batch = self._exchange.number(sample_rows(responses.samples))
+        prompts = None if dataset.image_reader is None else responses.prompts
+        batch = self._exchange.number(sample_rows(responses.samples, prompts=prompts))
         scattered = self.scatter(batch, responses, dataset)
         scores = self._token_scores(batch.rows, scattered, self.forward(scattered, phase)).sum(dim=1)
         for sample, score in zip(responses.samples, scores.tolist(), strict=True):
@@ -178,12 +179,14 @@ def _rows(rows: Rows, conversations: Sequence[Conversation]) -> Rows:
         lengths.append(len(read) - first_scored)
         tokens += [*read, 0]
     response_lengths = integers(lengths)
-    mask = is_within(response_lengths, max(lengths, default=0)).float()
+    fields = {"response_mask": is_within(response_lengths, max(lengths, default=0)).float()}
+    if "prompt_records" in rows.fields:
+        fields["prompt_records"] = rows.fields["prompt_records"]
     return Rows(
         rows.ids,
         rows.prompt_ids,
         integers(starts),
         response_lengths,
         integers(tokens),
-        {"response_mask": mask},
+        fields,
     )

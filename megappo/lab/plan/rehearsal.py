@@ -15,6 +15,7 @@ from megappo.config.schema import Config
 from megappo.config.score_checks import late_scores_errors, metric_errors, num_scores_errors, step_scores_errors
 from megappo.data.chat import chat_end_warnings
 from megappo.data.conversations import Conversations
+from megappo.data.image_files import image_reader
 from megappo.data.preferences import open_examples
 from megappo.data.prompts import Prompt, open_datasets
 from megappo.data.record_dataset import RecordDataset
@@ -97,7 +98,9 @@ def rehearse(config: Config, *, everything: bool) -> Findings:
         rewards = workers[TRAINING].rewards if TRAINING in workers else None
         waits_for_all = rewards is not None and rewards.waits_for_all
         findings.errors += late_scores_errors(config, waits_for_all=waits_for_all)
-        train, val = open_datasets(config, tokenizer, {name: of_task.takes for name, of_task in workers.items()})
+        taken = {name: of_task.takes for name, of_task in workers.items()}
+        reader = image_reader(config, tokenizer)
+        train, val = open_datasets(config, tokenizer, taken, images=reader)
         datasets = val if train is None else {TRAINING: train} | val
         for dataset in datasets.values():
             _check_records(dataset, shared_vocabulary(config), findings, everything=everything)
