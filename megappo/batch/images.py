@@ -17,20 +17,20 @@ class Image:
     Attributes:
         place: index of its first token in the row's tokens (prompt, then response).
         grid: (frames, rows, columns) in patches, before merging.
-        key: (data set, position in it, number in the prompt). It finds the image again on any rank; equal keys are
-            equal pixels.
+        key: (number of the data set, position in it, number in the prompt). It finds the image again on any rank; equal
+            keys are equal pixels.
     """
 
     place: int
     grid: tuple[int, int, int]
-    key: tuple[str, int, int]
+    key: tuple[int, int, int]
 
 
 class ImageSource(Protocol):
     """Images of the rows of a step, on any rank."""
 
-    def images(self, prompt_id: int) -> Sequence[Image]:
-        """Return the images of the rows with this number in `Rows.prompt_ids`, by place; () without images."""
+    def images(self, record: tuple[int, int]) -> Sequence[Image]:
+        """Return the images of the rows with these `prompt_records`, by place; () without images."""
 
     def pixels(self, image: Image) -> Tensor:
         """Return the patches of an image, [frames x rows x columns, channels x temporal patch x patch x patch] float32,
