@@ -38,6 +38,14 @@ def fit_errors(architecture: Architecture, parallel: Parallel, key_of: KeyOf = "
             f"{key_of('context')} {parallel.context}: {file} has layers with linear attention, whose state "
             "passes through all tokens of a row in order: set it to 1"
         )
+    first_layers = (parallel.pipeline_split or (architecture.num_layers // parallel.num_chunks,))[0]
+    deepstack = architecture.vision.deepstack_layers if architecture.vision else ()
+    if len(deepstack) > first_layers:
+        yield (
+            f"{key_of('pipeline')} {parallel.pipeline}: the first {len(deepstack)} layers of {file} get features of "
+            f"images (deepstack), but the first chunk of the first stage has {first_layers}: set "
+            f"{key_of('pipeline_split')} with {len(deepstack)} layers or more at its beginning"
+        )
     if architecture.experts and parallel.tensor > 1 and not parallel.sequence:
         yield (
             f"{key_of('sequence')} must be true with {key_of('tensor')} {parallel.tensor}, as {file} is of a "
@@ -114,6 +122,8 @@ def adapter_errors(
 ) -> Errors:
     """Yield the errors of adapters that the model has no place for: latent attention takes none, nor do experts that
     are cut."""
+    if architecture.vision:
+        yield f"{component}.lora: {architecture.file} has a vision tower, beside which no adapters can stand: drop lora"
     if parallel.expert_tensor > 1 and adapts_experts(architecture.with_lora(lora)):
         yield (
             f"{component}.parallel.expert_tensor {parallel.expert_tensor} cuts the experts of {architecture.file}, "

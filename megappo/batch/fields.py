@@ -27,9 +27,6 @@ class Field:
 FIELDS: Table[Field] = Table(
     "field of rows",
     {
-        "prompt_records": Field(
-            False, "the rollout", "number of the prompt's data set, and position there, for a model with vision", True
-        ),
         "response_mask": Field(True, "the rollout", "1 on tokens that the policy wrote, 0 on an environment's"),
         "rollout_log_probs": Field(True, "the rollout", "the engine's log-probs of the policy's tokens"),
         "staleness": Field(
@@ -40,6 +37,9 @@ FIELDS: Table[Field] = Table(
             "the rollout",
             "the experts that each token went to, numbered from 1; all 0 if unknown",
             has_bytes=True,
+        ),
+        "prompt_records": Field(
+            False, "the rollout", "number of the data set of the row's prompt, and the prompt's position in it", True
         ),
         "scores": Field(False, "the rollout", "the reward function's score of the response"),
         "score_components": Field(

@@ -1,5 +1,6 @@
 """Attention of the torch-only layers: causal within each sequence of a packed batch."""
 
+from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -17,6 +18,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from megappo.architecture.switches import FLASH_HEAD_SIZE
+from megappo.batch.images import Image, ImageSource
 from megappo.batch.packing import chunk_numbers, held_positions
 from megappo.models.cut_parameters import CutParameters
 
@@ -29,7 +31,19 @@ class Pack(PackedSeqParams):
         lengths: lengths of the whole sequences.
         positions: [T] int64, of the tokens held here in their sequences.
         token_rows, expert_choices: as of `PackedBatch`, of the tokens that a router here gets.
+    Attributes:
+        mrope_positions, images: as of `PackedBatch`. image_slots: of the tokens whose embeddings are here.
+        image_source: where the images' pixels come from.
+        angles, image_places, deepstack: see `models.vision`.
     """
+
+    mrope_positions: Tensor
+    image_slots: Tensor
+    images: tuple[Image, ...] = ()
+    image_source: ImageSource
+    angles: Tensor
+    image_places: Tensor
+    deepstack: Sequence[Tensor]
 
     def __init__(
         self,
@@ -64,6 +78,30 @@ class SelfAttention(attention.SelfAttention):
         rotary_pos_emb = None if is_unrotated else rotary_pos_emb
         # Megatron hands attention_bias on to core attention as it is.
         return super().forward(*args, **options | {"attention_bias": rotary_pos_emb})
+
+
+class MropeAttention(attention.SelfAttention):
+    """Self-attention that rotates queries and keys by the pack's angles, with either library's layers.
+
+    Neither Megatron nor TransformerEngine does: the former cuts angles for context parallelism as those of one
+    sequence, the latter's kernel counts positions up from 0 (megatron-core 0.16.1, rope_utils.py).
+    """
+
+    _angles: Tensor
+
+    def forward(
+        self, *args: Any, rotary_pos_emb: Tensor | None = None, packed_seq_params: Pack, **options: Any
+    ) -> tuple:
+        self._angles = packed_seq_params.angles
+        return super().forward(*args, packed_seq_params=packed_seq_params, **options)
+
+    def get_query_key_value_tensors(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+        """Return queries, keys and values, [T, 1, heads, D] each."""
+        query, key, value = super().get_query_key_value_tensors(*args, **options)
+        angles = self._angles[:, None]
+        cosine = angles.cos().to(query.dtype)
+        sine = angles.sin().to(query.dtype)
+        return _rotated(query, cosine, sine, False), _rotated(key, cosine, sine, False), value
 
 
 class NormedValueAttention(SelfAttention):
