@@ -9,7 +9,6 @@ from megappo.architecture.architecture import Architecture
 from megappo.config.config_error import ConfigError, shorten
 from megappo.config.schema import Config
 from megappo.data.chat import PromptContent
-from megappo.data.image_files import image_reader
 from megappo.data.tokenizer import completing_tokens, load_tokenizer, one_bos, padding_token
 from megappo.placement.components import REWARD_MODEL_KEY
 
@@ -64,11 +63,6 @@ class Conversations:
             raise self._error("the tokenizer has other tokens than the actor's: drop reward_model.retokenize false")
         if not self.are_rendered:
             return
-        if image_reader(config, tokenizer) is not None:
-            raise self._error(
-                "conversations are rendered again, which does not place images: name a reward model with the actor's "
-                "tokens and chat template, or set reward_model.retokenize to false"
-            )
         if config.replays:
             raise self._error(
                 "conversations are rendered again, but trainer.replay_rollouts has tokens only: set "
@@ -81,6 +75,18 @@ class Conversations:
             )
         if template:
             self._rendered("A question", "An answer")
+
+    def check_images(self, *, are_read: bool) -> None:
+        """Refuse prompts with images, if they are read, where conversations are rendered again.
+
+        Raises:
+            ConfigError: always then.
+        """
+        if are_read and self.are_rendered:
+            raise self._error(
+                "conversations are rendered again, which does not place images: name a reward model with the actor's "
+                "tokens and chat template, or set reward_model.retokenize to false"
+            )
 
     def of(
         self,

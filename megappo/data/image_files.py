@@ -24,7 +24,6 @@ from megappo.config.schema import Config
 from megappo.data.chat import PromptContent
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
 MARK = "<image>"
@@ -309,8 +308,8 @@ class ImageReader:
             raise ValueError(f"the image {file.path} cannot be used ({error}): replace it") from None
         return grid, sha256(content).hexdigest()[:32]
 
-    def pixels(self, content: bytes, grid: Grid) -> "Tensor":
-        """Return the patches of an image, [patches, numbers of a patch] float32.
+    def pixels(self, content: bytes, grid: Grid) -> Any:
+        """Return the patches of an image, a tensor [patches, numbers of a patch] float32.
 
         Raises:
             RuntimeError: the processor makes another grid of it.

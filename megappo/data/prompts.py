@@ -205,9 +205,9 @@ class PromptDataset(RecordDataset[Prompt]):
         text = entry.rendered.text
         images: list[Image] = []
         digests: Sequence[str] = ()
-        if entry.images:
-            grids, digests = zip(*map(self.image_reader.measure, entry.images), strict=True)
-            tokens, places = self.image_reader.expanded(tokens, grids)
+        if (reader := self.image_reader) is not None and entry.images:
+            grids, digests = zip(*map(reader.measure, entry.images), strict=True)
+            tokens, places = reader.expanded(tokens, grids)
             for number, (place, grid) in enumerate(zip(places, grids, strict=True)):
                 images.append(Image(place, grid, (self._number, index, number)))
         if len(tokens) > limit and self.config.too_long == "truncate_left":

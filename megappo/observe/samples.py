@@ -19,7 +19,19 @@ from megappo.table import resolved
 
 TRAINING = "training"
 """The data set of kept rollouts, as held-out data sets have their names."""
-COLUMNS = ["step", "dataset", "prompt", "images", "response", "label", "score", "parts", "passed", "finish_reason", "turns"]
+COLUMNS = [
+    "step",
+    "dataset",
+    "prompt",
+    "images",
+    "response",
+    "label",
+    "score",
+    "parts",
+    "passed",
+    "finish_reason",
+    "turns",
+]
 """Columns of kept rollouts that are shown."""
 VERDICTS = {-1.0, 0.0, 1.0}
 """Scores of a reward that is 1 for a right response."""

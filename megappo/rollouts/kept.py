@@ -40,7 +40,14 @@ def keep_rollouts(
     """
     exchange = rollouts.exchange
     kept = range(min(KEPT_ROWS, len(batch.table)))
-    names = {*PER_TOKEN, "response_mask", "scores", "truncated", "episodes", "prompt_records"} & batch.rows.fields.keys()
+    names = {
+        *PER_TOKEN,
+        "response_mask",
+        "scores",
+        "truncated",
+        "episodes",
+        "prompt_records",
+    } & batch.rows.fields.keys()
     rows = exchange.move(batch, (tuple(kept), *[()] * (exchange.world_size - 1)), sorted(names)).rows
     facts = exchange.merge(_facts(responses, set(batch.table.prompt_ids[kept].tolist()), rollouts))
     if exchange.rank:

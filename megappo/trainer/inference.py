@@ -67,9 +67,7 @@ class Probe:
         while self.restarts.restart_failed(fault):
             generations, fault = self._generate()
         has_images = self.images is not None
-        batch = probe_batch(
-            *(generations, self.prompts, number, exchange, self.params.replayed), has_images=has_images
-        )
+        batch = probe_batch(*(generations, self.prompts, number, exchange, self.params.replayed), has_images=has_images)
         shard = self.actor.scatter(batch)
         batch = shard.gather(shard.forward(), {"log_probs": "old_log_probs"}, batch)
         return check_probe(batch.rows, number, self.config, exchange, self.restarts.warn)
