@@ -174,6 +174,10 @@ def engine_fit_errors(architecture: Architecture, num_ranks: int) -> Errors:
                 f"{setting} neither divides {key} {shared} of {architecture.file} nor is a multiple of it: choose one "
                 "that does"
             )
+    if architecture.vision:
+        tower = architecture.vision.config.get("num_heads", 16)
+        if tower % num_ranks:
+            yield _indivisible(setting, f"vision_config.num_heads {tower} of {architecture.file}", tower, num_ranks)
     raw = architecture.raw_config
     if raw.get("topk_method") == "greedy" and (raw.get("topk_group") or 1) < (raw.get("n_group") or 1):
         yield (

@@ -11,6 +11,8 @@ from megappo.architecture.families import RawValues
 
 TokenId = Annotated[int, Field(ge=0)]
 Size = Annotated[int, Field(ge=1)]
+KEPT_BYTES = 2**32
+"""Bytes of features of images that a rank keeps in host memory, for each tower."""
 TOWER = "visual."
 """Begins the names of a tower's parameters."""
 TEXT, VISION = "text_config", "vision_config"
@@ -83,6 +85,11 @@ class Vision:
                 stop = 3 * self.mrope_section[axis]
                 axes[axis:stop:3] = [axis] * len(range(size)[axis:stop:3])
         return axes
+
+    @property
+    def reading(self) -> tuple[int, ...]:
+        """Numbers that models must share to read the same images in the same rows."""
+        return self.image_token, self.patch_size, self.merge_size, self.temporal_patch_size
 
     @property
     def sizes(self) -> dict[str, int]:

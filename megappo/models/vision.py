@@ -15,7 +15,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from megappo.architecture.architecture import Architecture
-from megappo.architecture.vision import TOWER
+from megappo.architecture.vision import KEPT_BYTES, TOWER
 from megappo.batch.images import Image, ImageSource
 from megappo.models.packed_attention import Pack
 from megappo.runtime import platform
@@ -23,8 +23,6 @@ from megappo.runtime.heartbeat import heartbeat
 from megappo.weights.safetensors_io import HFFolder
 
 PREFIX = TOWER.removesuffix(".")
-KEPT_BYTES = 2**32
-"""Bytes of features that a tower keeps in host memory. A token of an 8B model with deepstack takes 32 KiB."""
 _TOWERS: "WeakValueDictionary[tuple[Path, torch.dtype], VisionTower]" = WeakValueDictionary()
 """Towers of this process: models of one folder share one."""
 

@@ -17,7 +17,7 @@ from megappo.rollouts.responses import Responses
 from megappo.rollouts.sample_rows import integers, sample_rows
 from megappo.rollouts.step_responses import StepResponses
 from megappo.runtime.heartbeat import heartbeat
-from megappo.trainer.component_batch import Component, ComponentBatch
+from megappo.trainer.component_batch import OF_IMAGES, Component, ComponentBatch
 from megappo.trainer.models import Phases
 from megappo.weights.load import critic_architecture
 
@@ -180,14 +180,13 @@ def _rows(rows: Rows, conversations: Sequence[Conversation]) -> Rows:
         lengths.append(len(read) - first_scored)
         tokens += [*read, 0]
     response_lengths = integers(lengths)
-    fields = {"response_mask": is_within(response_lengths, max(lengths, default=0)).float()}
-    if "prompt_records" in rows.fields:
-        fields["prompt_records"] = rows.fields["prompt_records"]
+    mask = is_within(response_lengths, max(lengths, default=0)).float()
+    of_images = {name: rows.fields[name] for name in OF_IMAGES if name in rows.fields}
     return Rows(
         rows.ids,
         rows.prompt_ids,
         integers(starts),
         response_lengths,
         integers(tokens),
-        fields,
+        {"response_mask": mask, **of_images},
     )

@@ -9,8 +9,9 @@ from pathlib import Path
 from megappo.architecture import parameters
 from megappo.architecture.architecture import BY_SAFETENSORS, Architecture, dtype_name
 from megappo.architecture.families import HeadKind
-from megappo.architecture.model_folder import CONFIG_FILE, RELEASE, TRACKER
+from megappo.architecture.model_folder import CONFIG_FILE, INDEX, RELEASE, SINGLE, TRACKER
 from megappo.architecture.parsing import read_architecture
+from megappo.architecture.vision import TOWER
 from megappo.checkpoint.checksums import write_sums
 from megappo.checkpoint.component_folder import has_value_bias, head_of, load_model
 from megappo.checkpoint.folders import components_of, is_component, stored_support
@@ -38,7 +39,7 @@ def hf_to_megatron(args: argparse.Namespace, world: World) -> None:
         raise UsageError(
             f"--megatron-lm: Megatron-LM has other names for the linear attention of {args.input}: leave the option out"
         )
-    dtype = args.dtype or stored_dtype(args.input)
+    dtype = args.dtype or stored_dtype(args.input, architecture)
     chunks = load_from_hf(args.input, architecture, dtype, world)
     with world.staged(args.output) as output:
         folder = output / RELEASE if args.megatron_lm else output
@@ -48,7 +49,10 @@ def hf_to_megatron(args: argparse.Namespace, world: World) -> None:
             copy_config(args.input, folder)
             if args.megatron_lm:
                 (output / TRACKER).write_text(RELEASE)
-    world.log(f"wrote {args.output}: {described(parameters.hf_shapes(architecture), dtype)}")
+    shapes = parameters.hf_shapes(architecture)
+    world.log(f"wrote {args.output}: {described(without_tower(shapes), dtype)}")
+    if architecture.vision:
+        world.log(f"its vision tower is not converted: convert back with --hf-config {args.input}")
 
 
 def megatron_to_hf(args: argparse.Namespace, world: World) -> None:
@@ -59,6 +63,12 @@ def megatron_to_hf(args: argparse.Namespace, world: World) -> None:
         raise UsageError(f"--value-model: {args.input} has no value head")
     if head == "policy_value" and not args.value_model:
         world.log(f"{args.input} has a value head besides, which is left out: --value-model writes the critic instead")
+    has_weights = any((source.config_folder / name).is_file() for name in (SINGLE, INDEX))
+    if source.architecture.vision and not has_weights:
+        raise UsageError(
+            f"{args.input} lacks the vision tower, which training does not change: name the Hugging Face folder the "
+            "model started from with --hf-config"
+        )
     chunks = load_from_megatron(source, args.dtype or source.dtype, world)
     embedding, vocab_size = source.info.tensors[EMBEDDING], source.architecture.vocab_size
     if (padding := embedding.shape[0] - vocab_size) >= embedding.num_parts:  # more than this program pads
@@ -170,9 +180,14 @@ def load_from_megatron(source: MegatronFolder, dtype: str, world: World) -> Mode
     return chunks
 
 
-def stored_dtype(folder: Path) -> str:
+def without_tower(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Return the tensors that are not a vision tower's."""
+    return {name: shape for name, shape in shapes.items() if not name.startswith(TOWER)}
+
+
+def stored_dtype(folder: Path, architecture: Architecture) -> str:
     """Return the dtype of a Hugging Face folder's embedding."""
-    with HFFolder(folder) as source:
+    with HFFolder(folder, architecture) as source:
         if parameters.EMBEDDING not in source.names():
             raise UsageError(f"{folder} has no {parameters.EMBEDDING}: it is no language model of this program")
         found = source.dtype(parameters.EMBEDDING)

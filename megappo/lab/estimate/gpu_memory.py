@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from megappo.architecture.architecture import DTYPES, Architecture
 from megappo.architecture.fit import fit_errors
+from megappo.architecture.vision import KEPT_BYTES
 from megappo.config.config_error import ConfigError
 from megappo.config.eval_sets import longest_response, longest_row
 from megappo.config.methods import GPU_BUCKET_BYTES
@@ -290,6 +291,7 @@ class MemoryEstimate:
                 node["processes"] += PROCESS_BYTES + kind.has_engine * ENGINE_PROCESS_BYTES
                 node["offloaded states"] += asleep
                 node["optimizer states"] += on_host
+                node["vision towers"] += self._towers(kind.stages)
                 node["pinned by engines"] += kind.has_engine * self._engine_pinned
                 if "actor" in kind.stages:
                     node["expert choices"] += choices / self.models["actor"].layout.data
@@ -305,6 +307,17 @@ class MemoryEstimate:
             node["checkpoint copies"] = combined([saved.get(number, 0.0) for saved in saves])
         fullest = max(nodes, key=lambda number: sum(nodes[number].values()))
         return dict(nodes[fullest])
+
+    def _towers(self, stages: Mapping[str, int]) -> float:
+        """Return the host memory of a rank's vision towers, one for each folder, with the features that they keep."""
+        prompts = self.config.data.train_batch_size * self.config.data.max_prompt_length
+        found = {}
+        for name, stage in stages.items():
+            model = self.models[name]
+            if stage == 0 and model.shape.tower:
+                features = prompts / model.layout.data * model.shape.feature_bytes(model.nbytes)
+                found[model.spec.folder.value] = model.nbytes * model.shape.tower + min(KEPT_BYTES, features)
+        return sum(found.values())
 
     def _ledger(self, stages: Mapping[str, int], has_engine: bool, phase: str) -> Ledger:
         ledger = self._building(stages) if phase == START else self._model_entries(stages, phase)
@@ -353,6 +366,8 @@ class MemoryEstimate:
             if name in self.passes.get(phase, ()):
                 trains = "gradients" in use
                 ledger[f"{name} activations"] = model.activations(stage, trains=trains)
+                if stage == 0 and model.shape.tower:
+                    ledger[f"{name} images"] = model.images(self.config.data.max_prompt_length)
                 if stage == model.layout.pipeline - 1 and model.spec.head != "value":
                     ledger[f"{name} head"] = model.head(response_share, trains=trains)
         return ledger

@@ -21,6 +21,7 @@ from megappo.architecture.parameters import (
     padded_vocab_size,
     stage_of_layers,
     stage_sizes,
+    tower_size,
 )
 from megappo.architecture.parsing import read_architecture
 from megappo.config.methods import ValueSupport
@@ -37,6 +38,9 @@ INNER_COPIES = {"silu": 3, "gelu_pytorch_tanh": 4, "quick_gelu": 8}
 """Memory that an MLP keeps for its backward pass, in inner sizes, by its activation: gate, up and their product; GELU
 of the gate; with quick GELU both cut off, its sigmoid, the offset, and the product as weighted by the router."""
 
+TOWER_COPIES = 8
+"""Assumed: hidden states that a block of a vision tower holds at a time: input, norm, queries, keys and values as they
+come and rotated, output."""
 KEY_COPIES, VALUE_COPIES, CHUNK_SQUARES = 8, 6, 5
 """Copies in fp32 that linear attention in torch keeps of all heads' keys (queries, keys, with their scales), of their
 values, and of the squares of a chunk's tokens."""
@@ -56,7 +60,12 @@ class Shape:
     @property
     def size(self) -> int:
         """Parameters of the whole model."""
-        return sum(self.stages(Parallel())[0])
+        return sum(self.stages(Parallel())[0]) + self.tower
+
+    @cached_property
+    def tower(self) -> int:
+        """Parameters of its vision tower, 0 without one."""
+        return tower_size(self.architecture)
 
     @cached_property
     def largest_tensor(self) -> int:
@@ -68,6 +77,11 @@ class Shape:
     def expert_share(self) -> float:
         """Share of the parameters that experts have."""
         return self.stages(Parallel())[0].experts / self.size
+
+    def feature_bytes(self, nbytes: int) -> int:
+        """Return the bytes of a token's features of an image, in numbers of `nbytes`; 0 without a tower."""
+        vision = self.architecture.vision
+        return (1 + len(vision.deepstack_layers)) * self.architecture.hidden_size * nbytes if vision else 0
 
 
 def read_shape(
@@ -168,6 +182,20 @@ class PlacedModel:
             layer_input = self.tokens * self.nbytes * architecture.hidden_size / self._sharing
             return in_flight * len(layers) * layer_input + largest
         return max(in_flight * sum(layers), largest)
+
+    def images(self, prompt_length: int) -> float:
+        """Return the bytes that a pass takes for images on a rank of the first stage: the tower's weights, a block's
+        activations for one image that fills a prompt, with its pixels, and features of a micro-batch of images alone.
+        """
+        vision = self.shape.architecture.vision
+        if vision is None:
+            return 0.0
+        sizes = vision.sizes
+        pixels = sizes["channels"] * sizes["frames"] * sizes["patch"] ** 2
+        numbers = pixels + TOWER_COPIES * sizes["tower"] + INNER_COPIES["silu"] * sizes["tower_ffn"]
+        patches = prompt_length * vision.merge_size**2
+        features = self.tokens * self.shape.feature_bytes(self.nbytes)
+        return self.nbytes * (self.shape.tower + patches * numbers) + features
 
     def expert_activations(self, stage: int) -> float:
         """Return the part of an update's `activations` that grows with the tokens that a rank's experts get: 0 if each

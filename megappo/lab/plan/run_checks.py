@@ -305,6 +305,7 @@ def _model_folder(
             yield from (f"{key}: {error}" for error in faulty.errors)
         else:
             yield from _fit_errors(config, capability, spec, architecture)
+            yield from _tower_errors(config, key, architecture)
             if key == REWARD_MODEL_KEY:
                 yield from _reward_model_errors(config, replace(architecture, lora=spec.lora))
 
@@ -380,6 +381,23 @@ def _fit_errors(config: Config, capability: int | None, spec: ComponentSpec, arc
         yield (
             f"{key}: {file}'s sliding_window {window} is below {longest.lengths}: lower these, as neither trainer "
             "nor engine limits attention to a window"
+        )
+
+
+def _tower_errors(config: Config, key: str, architecture: Architecture) -> Errors:
+    """Yield why a model cannot read the images of the actor's rows."""
+    try:
+        actor = read_architecture(shape_folder(config.model.path))
+    except ConfigError:  # reported with model.path
+        return
+    if not config.recipe.has_rollouts or actor.vision is None:
+        return
+    needed, found = (one.vision and (one.family.vision, one.vision.reading) for one in (actor, architecture))
+    if found != needed:
+        has = "another vision tower than" if found else "no vision tower, unlike"
+        yield (
+            f"{key}: {architecture.file} has {has} the actor's {actor.file}, whose tokens of images it would misread: "
+            f"choose a model of {actor.name} with the same image tokens and patches"
         )
 
 
