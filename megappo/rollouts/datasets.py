@@ -14,12 +14,12 @@ from megappo.config.config_error import ConfigError
 from megappo.config.schema import Config
 from megappo.data.image_files import image_reader
 from megappo.data.preferences import open_examples
+from megappo.data.prompt_images import PromptImages
 from megappo.data.prompts import open_datasets
 from megappo.data.record_dataset import share
 from megappo.data.records import Write, unpacked
 from megappo.data.tokenizer import load_tokenizer, stop_token_ids
 from megappo.placement.components import shared_vocabulary
-from megappo.rollouts.prompt_images import PromptImages
 from megappo.userland.environments import TaskWorkers
 
 

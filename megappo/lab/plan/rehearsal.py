@@ -5,7 +5,7 @@ import asyncio
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from megappo.architecture.parsing import read_architecture
@@ -17,6 +17,7 @@ from megappo.data.chat import chat_end_warnings
 from megappo.data.conversations import Conversations
 from megappo.data.image_files import image_reader
 from megappo.data.preferences import open_examples
+from megappo.data.prompt_images import PromptImages
 from megappo.data.prompts import Prompt, open_datasets
 from megappo.data.record_dataset import RecordDataset
 from megappo.data.tokenizer import load_tokenizer, stop_token_ids
@@ -111,6 +112,9 @@ def rehearse(config: Config, *, everything: bool) -> Findings:
         for name, task in tasks.items():
             try:
                 [prompt] = datasets[name].at(datasets[name].kept[:1])
+                if reader is not None:
+                    images = PromptImages(reader, [train, *val.values()])
+                    prompt = replace(prompt, columns=images.columns(prompt))
             except ValueError:  # it is among the errors, or was not checked
                 continue
             rewards, environments = workers[name].rewards, workers[name].environments

@@ -5,8 +5,7 @@ import tempfile
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
-
-from torch import Tensor
+from typing import Any
 
 from megappo.batch.images import Image
 from megappo.config.config_error import ConfigError
@@ -27,17 +26,17 @@ class PromptImages:
     """An `ImageSource` that reads images from the data files whenever they are needed.
 
     Args:
-        datasets: the run's, by their numbers.
+        datasets: the run's, by their numbers; None for the training prompts of a run that only evaluates.
     Raises:
         ConfigError: a data set has too many records.
     """
 
-    def __init__(self, reader: ImageReader, datasets: Sequence[PromptDataset]):
+    def __init__(self, reader: ImageReader, datasets: Sequence[PromptDataset | None]):
         self._reader = reader
         self._datasets = datasets
         self._url = lru_cache(KEPT_URLS)(lambda key: data_url(self._content(key)))
         self._places = lru_cache(KEPT_PLACES)(lambda data_set, index: self._datasets[data_set].images_at(index))
-        for dataset in datasets:
+        for dataset in filter(None, datasets):
             if len(dataset) > MOST_RECORDS:
                 raise ConfigError(f"data: more than {MOST_RECORDS:,} prompts for a model with vision: name fewer files")
 
@@ -45,7 +44,7 @@ class PromptImages:
         """Return the images of a prompt, by its number of the data set and its position there."""
         return self._places(*record)
 
-    def pixels(self, image: Image) -> Tensor:
+    def pixels(self, image: Image) -> Any:
         """Return the patches of an image, see `ImageReader.pixels`."""
         return self._reader.pixels(self._content(image.key), image.grid)
 
