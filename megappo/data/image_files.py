@@ -8,7 +8,9 @@ white: SGLang would ignore the first two.
 import base64
 import binascii
 import io
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,10 +19,12 @@ from urllib.parse import unquote, urlsplit
 from PIL import Image, ImageOps
 from PIL.ExifTags import Base
 
+from megappo.architecture.model_folder import read_json_file
 from megappo.architecture.parsing import read_architecture
 from megappo.architecture.vision import Vision, num_image_tokens
 from megappo.config.config_error import ConfigError
 from megappo.config.schema import Config
+from megappo.config.text_files import TextFileError
 from megappo.data.chat import PromptContent
 
 if TYPE_CHECKING:
@@ -34,6 +38,11 @@ SOURCES = ("image", "image_url", "url", "bytes", "path")
 FORMS = "a path, a file or data URL, or {'bytes': ..., 'path': ...}"
 THUMBNAIL = (192, 192)
 """Most columns and rows of an image that is shown."""
+PROCESSORS = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast")
+PATCHES = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
+"""Settings of the processor that are the tower's, too, and their defaults."""
+DEFAULT_SIZE = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
+MOST_RATIO = 200
 Grid = tuple[int, int, int]
 
 
@@ -200,6 +209,47 @@ def _encoded(image: Image.Image, form: str) -> bytes:
     return file.getvalue()
 
 
+def _processor_settings(folder: str) -> dict[str, Any]:
+    """Return the settings of a folder's image processor.
+
+    Raises:
+        ConfigError: there are none, or of another one than Qwen's.
+    """
+    try:
+        files = [Path(folder, name) for name in ("processor_config.json", "preprocessor_config.json")]
+        whole, own = [read_json_file(file) if file.is_file() else {} for file in files]
+    except TextFileError as error:
+        raise ConfigError(f"model.path: {error}") from error
+    settings = whole.get("image_processor") or own
+    found = settings.get("image_processor_type")
+    if found not in PROCESSORS:
+        raise ConfigError(
+            f"model.path: expected settings of the image processor {PROCESSORS[0]} in {folder}, found {found}: add "
+            "preprocessor_config.json from the model's repository"
+        )
+    return settings
+
+
+def resized(height: int, width: int, unit: int, least: int, most: int) -> tuple[int, int]:
+    """Return the size that an image gets: multiples of `unit`, with `least` to `most` pixels.
+
+    Raises:
+        ValueError: it is too narrow.
+    Source: transformers 5.19, smart_resize of models/qwen2_vl/image_processing_qwen2_vl.py.
+    """
+    edges = height, width
+    if max(edges) > MOST_RATIO * min(edges):
+        raise ValueError(f"{height} x {width} pixels, one edge more than {MOST_RATIO} times as long as the other")
+    rows, columns = (round(edge / unit) * unit for edge in edges)
+    if rows * columns > most:
+        scale = math.sqrt(height * width / most)
+        rows, columns = (max(unit, math.floor(edge / scale / unit) * unit) for edge in edges)
+    elif rows * columns < least:
+        scale = math.sqrt(least / (height * width))
+        rows, columns = (math.ceil(edge * scale / unit) * unit for edge in edges)
+    return rows, columns
+
+
 class ImageReader:
     """Reads images as the image processor of a model's folder does.
 
@@ -220,26 +270,17 @@ class ImageReader:
         start, self.mark, end = tokenizer.convert_ids_to_tokens(tokens)
         self.placeholder = start + self.mark + end
         self._video_mark = tokenizer.convert_ids_to_tokens(vision.video_token)
-        try:
-            # Not above: the import takes seconds.
-            from transformers import AutoImageProcessor
-            from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
-
-            own = {} if max_pixels is None else {"max_pixels": max_pixels}
-            self._processor = AutoImageProcessor.from_pretrained(folder, local_files_only=True, **own)
-            self._resized = smart_resize
-            found = self._processor.patch_size, self._processor.merge_size, self._processor.temporal_patch_size
-        except Exception as error:  # transformers raises whatever its parsers do
-            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-            raise ConfigError(
-                f"model.path: cannot load the image processor in {folder} ({reason}): add preprocessor_config.json "
-                "from the model's repository"
-            ) from error
-        expected = vision.patch_size, vision.merge_size, vision.temporal_patch_size
+        self._folder = folder
+        settings = _processor_settings(folder)
+        size = settings.get("size") or DEFAULT_SIZE
+        self._least = settings.get("min_pixels") or size["shortest_edge"]
+        self._most = max_pixels or settings.get("max_pixels") or size["longest_edge"]
+        found = tuple(settings.get(name, default) for name, default in PATCHES.items())
+        expected = tuple(getattr(vision, name) for name in PATCHES)
         if found != expected:
             raise ConfigError(
-                f"model.path: preprocessor_config.json in {folder} has patch_size, merge_size and temporal_patch_size "
-                f"{found}, but config.json has {expected}: take both from the same model"
+                f"model.path: the image processor in {folder} has {', '.join(PATCHES)} {found}, but config.json has "
+                f"{expected}: take both from the same model"
             )
 
     @property
@@ -268,9 +309,7 @@ class ImageReader:
         """
         width, height = reversed(image.size) if _is_turned(image) >= 5 else image.size
         edge = self._vision.patch_size
-        size = self._processor.size
-        limits = {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]}
-        rows, columns = self._resized(height, width, factor=edge * self._vision.merge_size, **limits)
+        rows, columns = resized(height, width, edge * self._vision.merge_size, self._least, self._most)
         return 1, rows // edge, columns // edge
 
     def expanded(self, tokens: Sequence[int], grids: Sequence[Grid]) -> tuple[list[int], list[int]]:
@@ -307,6 +346,14 @@ class ImageReader:
         except (OSError, SyntaxError, ValueError) as error:
             raise ValueError(f"the image {file.path} cannot be used ({error}): replace it") from None
         return grid, sha256(content).hexdigest()[:32]
+
+    @cached_property
+    def _processor(self) -> Any:
+        # Not above: it imports torch.
+        from transformers import AutoImageProcessor
+
+        size = {"shortest_edge": self._least, "longest_edge": self._most}
+        return AutoImageProcessor.from_pretrained(self._folder, local_files_only=True, size=size)
 
     def pixels(self, content: bytes, grid: Grid) -> Any:
         """Return the patches of an image, a tensor [patches, numbers of a patch] float32.

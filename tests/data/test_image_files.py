@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ import tiny_vision
 from PIL import Image
 from tiny_vision import IMAGE, PLACEHOLDER, noise
 from transformers import AutoImageProcessor
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from megappo.architecture.vision import Vision
 from megappo.config.config_error import ConfigError
 from megappo.config.schema import Data
-from megappo.data.image_files import ImageReader, data_url, opened, upright
+from megappo.data.image_files import ImageReader, data_url, opened, resized, upright
 from megappo.data.prompts import Prompt, PromptDataset
 from megappo.data.tokenizer import load_tokenizer
 from megappo.userland.signatures import NO_INPUT, InputSpec
@@ -146,7 +148,7 @@ FAULTS = {
     "too few": ({"images": []}, "1 places for images (<image> in a text, or parts of type image that name none), but"),
     "too many": ({"images": ["a.png", "a.png"]}, "but the record has 2 images: write one for each"),
     "no column": ({"images": None}, "the record has 0 images"),
-    "narrow": ({"images": ["narrow.png"]}, "narrow.png cannot be used (absolute aspect ratio must be smaller than 200"),
+    "narrow": ({"images": ["narrow.png"]}, "narrow.png cannot be used (1 x 201 pixels, one edge more than 200 times"),
     "on the web": ({"images": ["https://a.b/c.png"]}, "is not on this machine: download it"),
     "number": ({"images": [5]}, "an image is 5: expected a path"),
     "another field": ({"images": ["a.png"], "image": "a.png"}, "the field 'image' is not read"),
@@ -214,9 +216,18 @@ def test_engine_and_trainer_read_the_same_image(folder, name):
         assert min(upright(opened(content, "")).getpixel((3, 0))) > 250
 
 
+def test_sizes_are_transformers():
+    rng = random.Random(0)
+    for _ in range(500):
+        height, width = rng.randint(1, 3000), rng.randint(15, 3000)
+        limits = rng.randint(1, 5000), rng.randint(5000, 10**6)
+        if max(height, width) <= 200 * min(height, width):
+            assert resized(height, width, 28, *limits) == smart_resize(height, width, 28, *limits)
+
+
 def test_another_processor_is_refused(tmp_path, folder):
     tokenizer = load_tokenizer(str(folder))
     with pytest.raises(ConfigError, match=r"\(16, 2, 2\), but config.json has \(14, 2, 2\): take both from the same"):
         ImageReader(str(folder), vision(patch_size=14), tokenizer)
-    with pytest.raises(ConfigError, match=r"cannot load the image processor in .* add preprocessor_config.json"):
+    with pytest.raises(ConfigError, match=r"expected settings of .* found None: add preprocessor_config.json"):
         ImageReader(str(tmp_path), vision(), tokenizer)
