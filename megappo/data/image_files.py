@@ -9,7 +9,7 @@ import base64
 import binascii
 import io
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
@@ -380,6 +380,5 @@ def image_reader(config: Config, tokenizer: "PreTrainedTokenizerBase") -> ImageR
 
 def images_in(record: Mapping[str, Any], key: str) -> list[Any]:
     """Return the images of a record's field: a list, one, or none."""
-    value = record.get(key)
-    values: Iterator[Any] = iter(value) if isinstance(value, list | tuple) else iter([value])
-    return [one for one in values if one]
+    value = record.get(key) or []
+    return value if isinstance(value, list) else [value]
