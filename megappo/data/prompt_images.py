@@ -1,9 +1,10 @@
 """Images of a run's prompts, on any rank: for the engines, the models, reward functions and people."""
 
+import os
 import re
-import tempfile
-from collections.abc import Sequence
-from functools import cached_property, lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ from megappo.data.image_files import ImageReader, data_url, thumbnail
 from megappo.data.prompts import Prompt, PromptDataset
 from megappo.engines.generations import SentImage
 from megappo.observe.files import ROLLOUTS_FOLDER
-from megappo.runtime.durable_files import put_whole
 from megappo.userland.user_code import JsonObject
 
 MOST_RECORDS = 2**24
 """Records of a data set that a float32 numbers."""
+THUMBNAILS, ORIGINALS = f"{ROLLOUTS_FOLDER}/images", f"{ROLLOUTS_FOLDER}/originals"
+"""Folders in the run's folder with small copies for people, and with images out of data files for reward functions."""
 KEPT_PLACES, KEPT_URLS = 2**16, 64
 """Prompts whose images' places, and images whose content for requests, are kept in memory."""
 
@@ -27,11 +29,13 @@ class PromptImages:
 
     Args:
         datasets: the run's, by their numbers; None for the training prompts of a run that only evaluates.
+        output_dir: the run's folder.
     Raises:
         ConfigError: a data set has too many records.
     """
 
-    def __init__(self, reader: ImageReader, datasets: Sequence[PromptDataset | None]):
+    def __init__(self, reader: ImageReader, datasets: Sequence[PromptDataset | None], output_dir: str):
+        self._output_dir = Path(output_dir)
         self._reader = reader
         self._datasets = datasets
         self._url = lru_cache(KEPT_URLS)(lambda key: data_url(self._content(key)))
@@ -65,35 +69,35 @@ class PromptImages:
         mark = self._reader.mark
         return re.sub(f"(?:{re.escape(mark)})+", lambda _: mark, text)
 
-    def thumbnails(self, record: tuple[int, int], output_dir: str | Path) -> list[str]:
-        """Write small copies of a prompt's images into a run's folder; return their paths there."""
-        data_set, index = record
-        paths = []
+    def thumbnails(self, record: Sequence[float]) -> list[str]:
+        """Write small copies of a prompt's images; return their paths in the run's folder."""
+        data_set, index = map(int, record)
+        names = []
         for file in self._datasets[data_set].image_files(index):
-            _, digest = self._reader.measure(file)
-            name = f"{ROLLOUTS_FOLDER}/images/{digest}.jpg"
-            path = Path(output_dir, name)
-            if not path.exists():
-                path.parent.mkdir(parents=True, exist_ok=True)
-                content = thumbnail(file.read())
-                put_whole(path, lambda partial, content=content: partial.write_bytes(content))
-            paths.append(name)
-        return paths
+            content = file.read()
+            names.append(self._written(content, THUMBNAILS, ".jpg", partial(thumbnail, content)))
+        return names
 
     def _content(self, key: tuple[int, int, int]) -> bytes:
         data_set, index, number = key
         return self._datasets[data_set].image_files(index)[number].read()
 
     def _path(self, image: Image) -> str:
-        """Return the path of an image. One that lies in a data file is written into a temporary folder of this rank."""
+        """Return the path of an image. One that lies in a data file is written into the run's folder."""
         data_set, index, number = image.key
         file = self._datasets[data_set].image_files(index)[number]
         if file.content is None:
             return file.path
-        path = Path(self._folder.name, "_".join(map(str, image.key)) + Path(file.path).suffix)
-        path.write_bytes(file.content)
-        return str(path)
+        name = self._written(file.content, ORIGINALS, Path(file.path).suffix, lambda: file.content)
+        return str((self._output_dir / name).absolute())
 
-    @cached_property
-    def _folder(self) -> "tempfile.TemporaryDirectory[str]":
-        return tempfile.TemporaryDirectory(prefix="megappo-images-")
+    def _written(self, content: bytes, folder: str, suffix: str, make: Callable[[], bytes]) -> str:
+        """Write what is made of an image, once; return its path in the run's folder. Several ranks may write the same."""
+        name = f"{folder}/{sha256(content).hexdigest()[:32]}{suffix}"
+        path = self._output_dir / name
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            own = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+            own.write_bytes(make())
+            own.replace(path)
+        return name

@@ -90,7 +90,7 @@ def _records(
         record = {
             "step": step,
             "prompt": rollouts.prompt_text(prompt_tokens),
-            "images": rollouts.thumbnails(fields["prompt_records"][row].tolist()) if rollouts.images else None,
+            "images": rollouts.images.thumbnails(fields["prompt_records"][row].tolist()) if rollouts.images else None,
             "response": tokenizer.decode(tokens, skip_special_tokens=True),
             "label": str(labels[prompt]) if labels else None,
             "score": scores[row],

@@ -154,11 +154,6 @@ class Rollouts:
         """Return what gives the engines the images of the prompt with an index."""
         return lambda index: () if self.images is None else self.images.sent(prompts[index])
 
-    def thumbnails(self, record: Sequence[float]) -> list[str]:
-        """Write small copies of a prompt's images into the run's folder; return their paths there."""
-        data_set, index = map(int, record)
-        return self.images.thumbnails((data_set, index), self.config.trainer.output_dir)
-
     def prompt_text(self, tokens: Sequence[int]) -> str:
         """Return a prompt for people."""
         text = self.tokenizer.decode(tokens)

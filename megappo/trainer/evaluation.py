@@ -63,7 +63,7 @@ def evaluate(
         in_order = sorted(chain(*shown_by_rank), key=lambda shown: shown[0])
         if rollouts.images is not None and rollouts.exchange.rank == 0:
             for index, sample in in_order:
-                sample["images"] = rollouts.thumbnails(responses.prompts[index].record)
+                sample["images"] = rollouts.images.thumbnails(responses.prompts[index].record)
         observer.samples(step, [sample for _, sample in in_order])
     return metrics
 

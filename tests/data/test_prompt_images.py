@@ -48,7 +48,7 @@ def datasets(home: Path, beside: bytes = B) -> tuple[PromptImages, list[Prompt]]
         opened.append(
             PromptDataset([str(file)], tokenizer, data, 0, takes=takes, images=reader, number=number, needs_label=False)
         )
-    return PromptImages(reader, opened), [*opened[0].at([0, 1]), *opened[1].at([0])]
+    return PromptImages(reader, opened, str(home / "run")), [*opened[0].at([0, 1]), *opened[1].at([0])]
 
 
 @pytest.fixture(scope="module")
@@ -85,11 +85,11 @@ def test_functions_get_paths_if_they_take_them(opened):
     assert [Path(path).read_bytes() for path in images.columns(two)["images"]] == [A, B]
 
 
-def test_people_see_thumbnails_and_one_placeholder(opened, tmp_path):
+def test_people_see_thumbnails_and_one_placeholder(opened):
     images, (_, one, two) = opened
-    names = images.thumbnails(two.record, tmp_path)
-    assert [Image.open(tmp_path / name).format for name in names] == ["JPEG", "JPEG"]
-    assert images.thumbnails(one.record, tmp_path) == names[1:], "a file for each image"
+    names = images.thumbnails(two.record)
+    assert [Image.open(images._output_dir / name).format for name in names] == ["JPEG", "JPEG"]
+    assert images.thumbnails(one.record) == names[1:], "a file for each image"
     assert images.one_each("a<|image_pad|><|image_pad|>b<|image_pad|>") == "a<|image_pad|>b<|image_pad|>"
 
 

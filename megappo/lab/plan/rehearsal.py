@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from megappo.architecture.parsing import read_architecture
@@ -113,7 +114,8 @@ def rehearse(config: Config, *, everything: bool) -> Findings:
             try:
                 [prompt] = datasets[name].at(datasets[name].kept[:1])
                 if reader is not None:
-                    images = PromptImages(reader, [train, *val.values()])
+                    scratch = cleanup.enter_context(TemporaryDirectory())
+                    images = PromptImages(reader, [train, *val.values()], scratch)
                     prompt = replace(prompt, columns=images.columns(prompt))
             except ValueError:  # it is among the errors, or was not checked
                 continue
