@@ -92,7 +92,7 @@ class PromptImages:
         return str((self._output_dir / name).absolute())
 
     def _written(self, content: bytes, folder: str, suffix: str, make: Callable[[], bytes]) -> str:
-        """Write what is made of an image, once; return its path in the run's folder. Several ranks may write the same."""
+        """Write what is made of an image, unless a rank has; return its path in the run's folder."""
         name = f"{folder}/{sha256(content).hexdigest()[:32]}{suffix}"
         path = self._output_dir / name
         if not path.exists():
