@@ -189,6 +189,8 @@ class Replay(Batches):
             if getattr(config.algorithm.method, need) and field not in file.names:
                 needed = f"which algorithm.adv_estimator {config.algorithm.adv_estimator} needs"
                 errors.append(f"has no {field}, {needed}: record the rollouts of a run with that estimator")
+        if "prompt_records" in file.names:
+            errors.append("is of a model with vision, whose images a record does not hold: sample instead")
         if config.rollout.routing_replay and "expert_choices" not in file.names:
             errors.append("has no expert_choices, which rollout.routing_replay needs: record a run with it")
         return errors

@@ -81,6 +81,7 @@ class ResponseScorer:
         """
         rows = batch.rows
         dataset = dataset or self._dataset
+        self._conversations.check_images(are_read="prompt_records" in rows.fields)
         starts = rows.prompt_lengths.tolist()
         prompt_ids = rows.prompt_ids.tolist()
         are_truncated = rows.fields["truncated"].bool().tolist()
@@ -125,7 +126,8 @@ class ResponseScorer:
     def grade(self, responses: Responses, dataset: PromptDataset, phase: Phases) -> None:
         """Add the model's scores to the grades of held-out responses."""
         responses.fill_grades()
-        batch = self._exchange.number(sample_rows(responses.samples))
+        prompts = None if dataset.image_reader is None else responses.prompts
+        batch = self._exchange.number(sample_rows(responses.samples, prompts=prompts))
         scattered = self.scatter(batch, responses, dataset)
         scores = self._token_scores(batch.rows, scattered, self.forward(scattered, phase)).sum(dim=1)
         for sample, score in zip(responses.samples, scores.tolist(), strict=True):

@@ -75,7 +75,8 @@ REFUSAL = "a message containing <|channel|> tags"
 CACHES = "HOME or XDG_CACHE_HOME"
 MAKE = ".venv/bin/python tools/make_example.py {} --output outputs/{}"
 EXAMPLES = {"outputs/quickstart": "bash launch/quickstart.sh", "outputs/rlhf": "bash launch/rlhf.sh"}
-EXAMPLES |= {f"outputs/{name}": MAKE.format(name, name) for name in ("grid", "calculator", "compaction", "smollm2")}
+MADE = ("grid", "calculator", "compaction", "smollm2", "squares")
+EXAMPLES |= {f"outputs/{name}": MAKE.format(name, name) for name in MADE}
 """Folder of models and data that shipped configs name -> the command that makes it."""
 FIELDS = "srt/arg_groups/fields"
 """SGLang's folder with the classes that declare the fields of ServerArgs."""
