@@ -296,6 +296,14 @@ class Architecture:
         return text_values(self.raw_config) if self.vision else self.raw_config
 
     @property
+    def reads_images_as(self) -> tuple[Any, ...]:
+        """What models must share to read the same images in the same rows; () for a model without a vision tower."""
+        vision = self.vision
+        if vision is None:
+            return ()
+        return self.family.vision, vision.image_token, vision.patch_size, vision.merge_size, vision.temporal_patch_size
+
+    @property
     def choice_bytes(self) -> int:
         """Bytes in which rows hold the experts that a token goes to in all layers."""
         experts = self.experts

@@ -38,13 +38,12 @@ def fit_errors(architecture: Architecture, parallel: Parallel, key_of: KeyOf = "
             f"{key_of('context')} {parallel.context}: {file} has layers with linear attention, whose state "
             "passes through all tokens of a row in order: set it to 1"
         )
-    first_layers = (parallel.pipeline_split or (architecture.num_layers // parallel.num_chunks,))[0]
-    deepstack = architecture.vision.deepstack_layers if architecture.vision else ()
-    if len(deepstack) > first_layers:
+    first, *_ = parallel.pipeline_split or (architecture.num_layers // parallel.num_chunks,)
+    deepstack = len(architecture.vision.deepstack_layers) if architecture.vision else 0
+    if deepstack > first:
         yield (
-            f"{key_of('pipeline')} {parallel.pipeline}: the first {len(deepstack)} layers of {file} get features of "
-            f"images (deepstack), but the first chunk of the first stage has {first_layers}: set "
-            f"{key_of('pipeline_split')} with {len(deepstack)} layers or more at its beginning"
+            f"{key_of('pipeline_split')}: the first {deepstack} layers of {file} get features of images (deepstack), "
+            f"but the first chunk has {first} layers: begin it with {deepstack} or more"
         )
     if architecture.experts and parallel.tensor > 1 and not parallel.sequence:
         yield (

@@ -38,7 +38,7 @@ from megappo.architecture.families import (
 from megappo.architecture.layer_kinds import irregular_layers, layers_of, unrotated, windows_and_heads
 from megappo.architecture.model_folder import CONFIG_FILE, first_architecture, other_kind, read_json_file
 from megappo.architecture.rope import read_rope, rope_section, split_rope, unsupported_rope
-from megappo.architecture.vision import missing_vision, read_vision, text_values, vision_contradictions
+from megappo.architecture.vision import read_vision, text_values
 from megappo.config.config_error import ConfigError, shorten
 from megappo.config.methods import ValueSupport
 from megappo.config.text_files import TextFileError
@@ -126,12 +126,10 @@ def parse(raw: RawValues, file: Path, head: HeadKind = "policy") -> Architecture
     values = {key: value for key, value in {**family.defaults, **own}.items() if value is not None}
     if family.experts and not family.experts.dense_layers:  # no layer has another MLP
         values.setdefault(SIZES["ffn_size"], values.get(family.experts.ffn))
-    missing = list(_missing(own, values, family))
+    if missing := ", ".join(_missing(own, values, family)):
+        raise ConfigError(f"{file} lacks {missing}: download it again")
     values, local_rope = split_rope(values, family)
     rope, conflicts = rope_section(values, family)
-    missing += missing_vision(raw, rope, family.vision) if family.vision else ()
-    if missing:
-        raise ConfigError(f"{file} lacks {', '.join(missing)}: download it again")
     architecture = Architecture(
         name=name,
         named=named,
@@ -152,7 +150,7 @@ def parse(raw: RawValues, file: Path, head: HeadKind = "policy") -> Architecture
         unrotated=unrotated(values, family),
         local_rope_base=local_rope.get("rope_theta", values.get(LOCAL_ROPE, family.local_rope_theta)),
         logit_cap=values.get(LOGIT_CAP),
-        vision=read_vision(raw, rope) if family.vision else None,
+        vision=read_vision(raw, rope, family.vision) if family.vision else None,
         num_further_layers=values.get("num_nextn_predict_layers") or values.get("num_mtp_layers") or 0,
         raw_config=raw,
         head=head,
@@ -218,8 +216,10 @@ def _contradictions(model: Architecture) -> Iterator[str]:
     written = model.text_config.get(ROTARY_SIZE)
     if written and model.family.rotary_part and written != rotated:
         yield f"{ROTARY_SIZE} is {written}, {ROTARY_PART} {model.rope.part:g} x head_dim {size} is another number"
-    if model.vision:
-        yield from vision_contradictions(model.vision, model.hidden_size, int(rotated // 2))
+    if model.vision and sum(model.vision.mrope_section) != rotated // 2:
+        yield f"mrope_section {model.vision.mrope_section} has not {rotated // 2:g} numbers together, half of {name}"
+    if model.vision and model.vision.sizes["tower_out"] != model.hidden_size:
+        yield f"out_hidden_size of vision_config is not hidden_size {model.hidden_size}"
     layers = model.linear.layers if model.linear else model.windows
     for key, kinds in (("layer_types", layers), (ROTATED, model.unrotated)):
         if kinds and len(kinds) != model.num_layers:

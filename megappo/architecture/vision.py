@@ -1,6 +1,7 @@
 """Vision tower of an architecture, and the tokens that stand for images in its texts."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Annotated, Any
 
@@ -17,31 +18,9 @@ TOWER = "visual."
 """Begins the names of a tower's parameters."""
 TEXT, VISION = "text_config", "vision_config"
 """Sections of config.json."""
-NESTED = {"model.language_model.": "model.", "model.visual.": TOWER}
-"""Beginnings of names in files of a text model that is, or was, part of one with a tower -> beginnings of its names."""
+DEEPSTACK = "deepstack_visual_indexes"
 AT_TOP = ("architectures", "tie_word_embeddings", "pad_token_id")
 """Keys that count at the top of config.json if they are there and in `text_config`."""
-TOKENS = {
-    "image_token": "image_token_id",
-    "video_token": "video_token_id",
-    "start_token": "vision_start_token_id",
-    "end_token": "vision_end_token_id",
-}
-PATCHES = {
-    "patch_size": "patch_size",
-    "merge_size": "spatial_merge_size",
-    "temporal_patch_size": "temporal_patch_size",
-}
-"""Keys of config.json, and of its `vision_config`, by the names of `Vision`."""
-SIZES = {
-    "depth": "depth",
-    "tower": "hidden_size",
-    "tower_ffn": "intermediate_size",
-    "tower_out": "out_hidden_size",
-}
-"""Further keys of `vision_config`, by the names of `Vision.sizes`."""
-DEEPSTACK, PLACES = "deepstack_visual_indexes", "num_position_embeddings"
-"""Keys of `vision_config` of a tower with deepstack."""
 
 
 @dataclass(frozen=True, config=ConfigDict(strict=True))
@@ -87,18 +66,17 @@ class Vision:
         return axes
 
     @property
-    def reading(self) -> tuple[int, ...]:
-        """Numbers that models must share to read the same images in the same rows."""
-        return self.image_token, self.patch_size, self.merge_size, self.temporal_patch_size
-
-    @property
     def sizes(self) -> dict[str, int]:
         """Sizes of the tower by their names in `parameter_tables.TOWERS`, and its `depth`."""
-        sizes = {name: self.config[key] for name, key in SIZES.items()}
-        return sizes | {
-            "tower_qkv": 3 * sizes["tower"],
-            "merged": sizes["tower"] * self.merge_size**2,
-            "places": self.config.get(PLACES, 0),
+        hidden = self.config["hidden_size"]
+        return {
+            "depth": self.config["depth"],
+            "tower": hidden,
+            "tower_qkv": 3 * hidden,
+            "tower_ffn": self.config["intermediate_size"],
+            "tower_out": self.config["out_hidden_size"],
+            "merged": hidden * self.merge_size**2,
+            "places": self.config.get("num_position_embeddings", 0),
             "channels": self.config.get("in_channels", 3),
             "frames": self.temporal_patch_size,
             "patch": self.patch_size,
@@ -117,50 +95,40 @@ def text_values(raw: RawValues) -> RawValues:
 
 
 def unnested_name(tensor: str) -> str:
-    """Return a tensor's name from its name in the files of a model with a tower, where it may be nested."""
-    for nested, own in NESTED.items():
-        if tensor.startswith(nested):
-            return own + tensor.removeprefix(nested)
-    return tensor
+    """Return a tensor's name from its name in files, where it may be nested."""
+    return tensor.replace("model.language_model.", "model.", 1).replace("model.visual.", TOWER, 1)
 
 
 def name_in_files(tensor: str, kind: str | None) -> str:
     """Return a tensor's name as transformers writes it for models with a kind of tower; None = without one."""
-    for nested, own in NESTED.items() if kind == "qwen3_vl" else ():
-        if tensor.startswith(own):
-            return nested + tensor.removeprefix(own)
+    if kind == "qwen3_vl":
+        tensor = re.sub("^model", "model.language_model", tensor)
+        tensor = re.sub("^visual", "model.visual", tensor)
     return tensor
 
 
-def missing_vision(raw: RawValues, rope: RawValues, kind: str) -> Iterator[str]:
-    """Yield the keys without which a tower of a kind, see `Family.vision`, is not described."""
-    yield from (key for key in TOKENS.values() if key not in raw)
-    tower = raw.get(VISION) or {}
-    needed = [*PATCHES.values(), *SIZES.values(), *((DEEPSTACK, PLACES) if kind == "qwen3_vl" else ())]
-    yield from (f"{VISION}.{key}" for key in needed if key not in tower)
-    if "mrope_section" not in rope:
-        yield "mrope_section"
+def read_vision(raw: RawValues, rope: RawValues, kind: str) -> Vision:
+    """Return the tower of a config.json.
 
-
-def vision_contradictions(vision: Vision, hidden_size: int, num_frequencies: int) -> Iterator[str]:
-    """Yield sizes that a tower and its language model cannot have together."""
-    sizes = vision.sizes
-    if sum(vision.mrope_section) != num_frequencies:
-        yield f"mrope_section {vision.mrope_section} has not {num_frequencies} numbers together, half of a head's"
-    if sizes["tower_out"] != hidden_size:
-        yield f"{VISION}.{SIZES['tower_out']} {sizes['tower_out']} is another number than hidden_size {hidden_size}"
-    if any(layer >= sizes["depth"] for layer in vision.deepstack_layers):
-        yield f"{VISION}.{DEEPSTACK} {list(vision.deepstack_layers)} names layers beyond its depth {sizes['depth']}"
-
-
-def read_vision(raw: RawValues, rope: RawValues) -> Vision:
-    """Return the tower of a config.json that lacks nothing."""
-    tower = raw[VISION]
-    return Vision(
-        **{name: raw[key] for name, key in TOKENS.items()},
-        **{name: tower[key] for name, key in PATCHES.items()},
-        mrope_section=tuple(rope["mrope_section"]),
-        is_interleaved=rope.get("mrope_interleaved", False),
-        deepstack_layers=tuple(tower.get(DEEPSTACK, ())),
-        config=tower,
-    )
+    Args:
+        kind: see `Family.vision`.
+    Raises:
+        TypeError: a key is missing.
+    """
+    try:
+        tower = raw[VISION]
+        return Vision(
+            image_token=raw["image_token_id"],
+            video_token=raw["video_token_id"],
+            start_token=raw["vision_start_token_id"],
+            end_token=raw["vision_end_token_id"],
+            patch_size=tower["patch_size"],
+            merge_size=tower["spatial_merge_size"],
+            temporal_patch_size=tower["temporal_patch_size"],
+            mrope_section=tuple(rope["mrope_section"]),
+            is_interleaved=rope.get("mrope_interleaved", False),
+            deepstack_layers=tuple(tower[DEEPSTACK]) if kind == "qwen3_vl" else (),
+            config=tower,
+        )
+    except KeyError as key:
+        raise TypeError(f"it lacks {key}") from key

@@ -31,27 +31,23 @@ def lay_out_images(
     length = int(starts[-1])
     positions = torch.zeros(3, length, dtype=torch.int64)
     slots = torch.full((length,), -1)
-    first_slots: dict[tuple, int] = {}
-    images: list[Image] = []
+    first_slots: dict[Image, int] = {}
     num_slots = 0
     for start, tokens, of_row in zip(starts.tolist(), rows.sequences, images_of(rows, source), strict=False):
         positions[:, start : start + len(tokens)] = mrope_positions(len(tokens), of_row, vision.merge_size)
         for image in of_row:
             count = num_image_tokens(image.grid, vision.merge_size)
-            found = tokens[image.place : image.place + count]
-            if len(found) < count or (found != vision.image_token).any():
+            if tokens[image.place : image.place + count].tolist() != [vision.image_token] * count:
                 raise ValueError(
-                    f"image {image.key} (data set, prompt, number): expected {count} tokens {vision.image_token} from "
-                    f"token {image.place} of the row on, found {found.tolist()[:8]}...: the row has another prompt, or "
-                    "was cut"
+                    f"image {image.key} (data set, prompt, number): its row has other tokens than its {count} of "
+                    f"{vision.image_token} from token {image.place} on: the row has another prompt, or was cut"
                 )
-            if image.key not in first_slots:
-                first_slots[image.key] = num_slots
-                images.append(image)
+            if image not in first_slots:
+                first_slots[image] = num_slots
                 num_slots += count
             place = start + image.place
-            slots[place : place + count] = first_slots[image.key] + torch.arange(count)
-    return positions, slots, tuple(images)
+            slots[place : place + count] = first_slots[image] + torch.arange(count)
+    return positions, slots, tuple(first_slots)
 
 
 def images_of(rows: Rows, source: ImageSource | None) -> list[Sequence[Image]]:

@@ -29,7 +29,7 @@ from megappo.models.layer_specs import (
 )
 from megappo.models.lora import add_adapters
 from megappo.models.megatron_config import gpt_arguments, transformer_config
-from megappo.models.vision import add_vision
+from megappo.models.vision_tower import add_vision
 from megappo.placement.groups import ComponentGroups
 from megappo.runtime import platform
 

@@ -19,7 +19,7 @@ from megappo.batch.rows import Rows
 from megappo.models.gpt import ModelChunks, router_bias_kept
 from megappo.models.heads import Head, Outputs, output_weight
 from megappo.models.packed_attention import Pack
-from megappo.models.vision import towers
+from megappo.models.vision_tower import towers
 from megappo.models.vocab_parallel import LogitFactors
 from megappo.placement.groups import ComponentGroups
 from megappo.runtime import platform
@@ -221,11 +221,8 @@ class MegatronEngine:
         if self.transformer_config.sequence_parallel:  # routers and embeddings have a part of the tokens
             tensor = self.groups.collection.tp
             routed = [None if one is None else one.chunk(tensor.size())[tensor.rank()] for one in routed]
-        *routed, image_slots = routed
         pack = Pack(packed.cu_seqlens, packed.lengths, packed.position_ids[0], *routed)
-        pack.mrope_positions = packed.mrope_positions
-        pack.images = packed.images
-        pack.image_slots = image_slots
+        pack.packed = packed
         pack.image_source = self.image_source
         # The heads cast to fp32 what they need.
         keep_dtype = {"fp32_output": False} if self.transformer_config.bf16 else {}

@@ -18,8 +18,8 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from megappo.architecture.switches import FLASH_HEAD_SIZE
-from megappo.batch.images import Image, ImageSource
-from megappo.batch.packing import chunk_numbers, held_positions
+from megappo.batch.images import ImageSource
+from megappo.batch.packing import PackedBatch, chunk_numbers, held_positions
 from megappo.models.cut_parameters import CutParameters
 
 
@@ -31,15 +31,13 @@ class Pack(PackedSeqParams):
         lengths: lengths of the whole sequences.
         positions: [T] int64, of the tokens held here in their sequences.
         token_rows, expert_choices: as of `PackedBatch`, of the tokens that a router here gets.
+        image_slots: as of `PackedBatch`, of the tokens whose embeddings are here.
     Attributes:
-        mrope_positions, images: as of `PackedBatch`. image_slots: of the tokens whose embeddings are here.
-        image_source: where the images' pixels come from.
-        angles, image_places, deepstack: see `models.vision`.
+        packed, image_source: the batch, and the source of its images.
+        angles, image_places, deepstack: see `models.vision_tower`.
     """
 
-    mrope_positions: Tensor
-    image_slots: Tensor
-    images: tuple[Image, ...] = ()
+    packed: PackedBatch
     image_source: ImageSource
     angles: Tensor
     image_places: Tensor
@@ -52,6 +50,7 @@ class Pack(PackedSeqParams):
         positions: Tensor,
         token_rows: Tensor | None = None,
         expert_choices: Tensor | None = None,
+        image_slots: Tensor | None = None,
     ):
         longest = max(lengths)
         super().__init__(
@@ -65,6 +64,7 @@ class Pack(PackedSeqParams):
         self.positions = positions
         self.token_rows = token_rows
         self.expert_choices = expert_choices
+        self.image_slots = image_slots
 
 
 class SelfAttention(attention.SelfAttention):

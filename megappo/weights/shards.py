@@ -9,7 +9,7 @@ from megatron.core.models.gpt import GPTModel
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.parameters import ROUTER_BIAS, HFTensor, Parameter, by_name, list_parameters
 from megappo.models.gpt import ModelChunks
-from megappo.models.vision import towers
+from megappo.models.vision_tower import towers
 from megappo.placement.groups import ComponentGroups
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")

@@ -1,16 +1,20 @@
 """Models with vision towers: outputs, gradients and updates against transformers, in layouts of every kind."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from hf_training import assert_outputs, hf_train, shard_of
-from ppo_engines import Case, exported, make_engine, make_loss, with_score
+from ppo_engines import Case, exported, hf_outputs, make_engine, make_loss, with_score
 from spawn import run_ranks
+from transformer_engine_stub import call
 from vision_rows import VISION, Pictures, Seeing, vision_folder, vision_rows
 
 from megappo.architecture.parsing import read_architecture
 from megappo.architecture.vision import unnested_name
+from megappo.batch.image_layout import lay_out_images
+from megappo.models.packed_attention import PackedAttention
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
 
@@ -68,3 +72,41 @@ def test_models_with_images_train_as_transformers_does(family: str, name: str, t
         with_score(folder)
     expected = hf_train(folder, kind, None, 2, (), model=Seeing(folder), rows=vision_rows())
     run_ranks(len(CASES[name].layout.ranks), _matches, folder, name, kind, expected)
+
+
+def check_layers_of_transformer_engine(root: str) -> None:
+    from transformer_engine_computed import compute
+
+    compute()
+    groups = build_groups({"actor": Layout((0,))}, seed=0)["actor"]
+    rows = vision_rows()
+    for family in VISION:
+        engine = make_engine(Path(root, family), Case(Layout((0,)), max_tokens=36), groups, "actor")
+        assert not isinstance(engine.chunks[0].decoder.layers[0].self_attention.core_attention, PackedAttention)
+        engine.image_source = Pictures()
+        found = engine.forward(rows)["log_probs"]
+        with torch.no_grad():
+            expected = hf_outputs(Seeing(Path(root, family)), None, rows)
+        for row, (log_probs, _) in enumerate(expected):
+            torch.testing.assert_close(found[row, : len(log_probs)], log_probs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.xdist_group("transformer_engine")
+def test_layers_of_transformer_engines_rotate_by_the_positions_of_images(tmp_path: Path) -> None:
+    for family in VISION:
+        vision_folder(tmp_path / family, family)
+    call(check_layers_of_transformer_engine, tmp_path)
+
+
+def test_rows_that_are_not_of_their_images_are_refused(tmp_path: Path) -> None:
+    rows = vision_rows()
+    vision = read_architecture(vision_folder(tmp_path / "hf", "qwen3_vl")).vision
+    starts = torch.cat((torch.zeros(1), rows.lengths.cumsum(0))).long()
+    moved = replace(rows, fields=rows.fields | {"prompt_records": torch.tensor([[0.0, 1.0]] * len(rows))})
+    with pytest.raises(
+        ValueError, match=r"image \(0, 1, 0\) .* has other tokens than its 4 of 87 from token 0"
+    ):
+        lay_out_images(moved, starts, vision, Pictures())
+    positions, slots, images = lay_out_images(replace(rows, fields={}), starts, vision, Pictures())
+    assert images == () and (slots == -1).all()
+    assert (positions == positions[0]).all() and positions.max() == rows.lengths.max() - 1

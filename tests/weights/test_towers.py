@@ -20,10 +20,10 @@ from megappo.architecture.vision import unnested_name
 from megappo.config.schema import Model
 from megappo.errors import ActionableError
 from megappo.lab.estimate.seconds import num_exported
-from megappo.models import vision
+from megappo.models import vision_tower
 from megappo.models.gpt import ModelChunks, build_model
 from megappo.models.sharding import sharded_chunks
-from megappo.models.vision import VisionTower, tower_of
+from megappo.models.vision_tower import VisionTower, tower_of
 from megappo.placement.groups import ComponentGroups, build_groups
 from megappo.placement.layout import Layout
 from megappo.weights.export import Export
@@ -156,7 +156,7 @@ def test_models_of_a_folder_share_a_tower_that_keeps_features(tmp_path: Path, mo
     assert both.shape == (8, 3 * 32), "embeddings, and deepstack's features of two layers"
     assert torch.equal(torch.cat([tower.features([one], source) for one in (first, second)]), both)
     assert source.made == [first.key, second.key]
-    monkeypatch.setattr(vision, "KEPT_BYTES", both[:5].nbytes)  # room for one
+    monkeypatch.setattr(vision_tower, "KEPT_BYTES", both[:5].nbytes)  # room for one
     third = replace(first, key=(0, 1, 9))
     tower.features([third, first], source)
     tower.features([first], source)

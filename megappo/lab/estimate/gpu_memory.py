@@ -310,13 +310,13 @@ class MemoryEstimate:
 
     def _towers(self, stages: Mapping[str, int]) -> float:
         """Return the host memory of a rank's vision towers, one for each folder, with the features that they keep."""
-        prompts = self.config.data.train_batch_size * self.config.data.max_prompt_length
+        tokens = self.config.data.train_batch_size * self.config.data.max_prompt_length
         found = {}
         for name, stage in stages.items():
             model = self.models[name]
-            if stage == 0 and model.shape.tower:
-                features = prompts / model.layout.data * model.shape.feature_bytes(model.nbytes)
-                found[model.spec.folder.value] = model.nbytes * model.shape.tower + min(KEPT_BYTES, features)
+            if tower := model.tower(stage):
+                kept = min(KEPT_BYTES, tokens / model.layout.data * model.feature_bytes)
+                found[model.spec.folder.value] = tower + kept
         return sum(found.values())
 
     def _ledger(self, stages: Mapping[str, int], has_engine: bool, phase: str) -> Ledger:
@@ -366,8 +366,8 @@ class MemoryEstimate:
             if name in self.passes.get(phase, ()):
                 trains = "gradients" in use
                 ledger[f"{name} activations"] = model.activations(stage, trains=trains)
-                if stage == 0 and model.shape.tower:
-                    ledger[f"{name} images"] = model.images(self.config.data.max_prompt_length)
+                if images := model.images(stage, self.config.data.max_prompt_length):
+                    ledger[f"{name} images"] = images
                 if stage == model.layout.pipeline - 1 and model.spec.head != "value":
                     ledger[f"{name} head"] = model.head(response_share, trains=trains)
         return ledger

@@ -38,9 +38,8 @@ INNER_COPIES = {"silu": 3, "gelu_pytorch_tanh": 4, "quick_gelu": 8}
 """Memory that an MLP keeps for its backward pass, in inner sizes, by its activation: gate, up and their product; GELU
 of the gate; with quick GELU both cut off, its sigmoid, the offset, and the product as weighted by the router."""
 
-TOWER_COPIES = 8
-"""Assumed: hidden states that a block of a vision tower holds at a time: input, norm, queries, keys and values as they
-come and rotated, output."""
+TOWER_COPIES = 16
+"""Assumed: tensors as wide as hidden states that a block of a vision tower holds at a time, its MLP's and pixels."""
 KEY_COPIES, VALUE_COPIES, CHUNK_SQUARES = 8, 6, 5
 """Copies in fp32 that linear attention in torch keeps of all heads' keys (queries, keys, with their scales), of their
 values, and of the squares of a chunk's tokens."""
@@ -77,11 +76,6 @@ class Shape:
     def expert_share(self) -> float:
         """Share of the parameters that experts have."""
         return self.stages(Parallel())[0].experts / self.size
-
-    def feature_bytes(self, nbytes: int) -> int:
-        """Return the bytes of a token's features of an image, in numbers of `nbytes`; 0 without a tower."""
-        vision = self.architecture.vision
-        return (1 + len(vision.deepstack_layers)) * self.architecture.hidden_size * nbytes if vision else 0
 
 
 def read_shape(
@@ -183,19 +177,24 @@ class PlacedModel:
             return in_flight * len(layers) * layer_input + largest
         return max(in_flight * sum(layers), largest)
 
-    def images(self, prompt_length: int) -> float:
-        """Return the bytes that a pass takes for images on a rank of the first stage: the tower's weights, a block's
-        activations for one image that fills a prompt, with its pixels, and features of a micro-batch of images alone.
-        """
+    def tower(self, stage: int) -> float:
+        """Return the bytes of a vision tower's weights on a rank of the first stage; 0 on others."""
+        return 0 if stage else self.nbytes * self.shape.tower
+
+    @property
+    def feature_bytes(self) -> float:
+        """Bytes of the features of an image's token."""
         vision = self.shape.architecture.vision
-        if vision is None:
+        return (1 + len(vision.deepstack_layers)) * self.shape.architecture.hidden_size * self.nbytes if vision else 0
+
+    def images(self, stage: int, prompt_length: int) -> float:
+        """Return the bytes that a pass takes for images: the tower, its activations for an image that fills a prompt,
+        and features of a micro-batch of images alone."""
+        vision = self.shape.architecture.vision
+        if vision is None or stage:
             return 0.0
-        sizes = vision.sizes
-        pixels = sizes["channels"] * sizes["frames"] * sizes["patch"] ** 2
-        numbers = pixels + TOWER_COPIES * sizes["tower"] + INNER_COPIES["silu"] * sizes["tower_ffn"]
-        patches = prompt_length * vision.merge_size**2
-        features = self.tokens * self.shape.feature_bytes(self.nbytes)
-        return self.nbytes * (self.shape.tower + patches * numbers) + features
+        block = TOWER_COPIES * self.nbytes * prompt_length * vision.sizes["merged"]
+        return self.tower(stage) + block + self.tokens * self.feature_bytes
 
     def expert_activations(self, stage: int) -> float:
         """Return the part of an update's `activations` that grows with the tokens that a rank's experts get: 0 if each

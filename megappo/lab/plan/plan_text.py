@@ -10,7 +10,7 @@ from megappo.config.loading import leaves
 from megappo.config.schema import Config
 from megappo.config.sections import Parallel
 from megappo.lab.estimate.gpu_memory import queue_bytes
-from megappo.lab.estimate.placed_model import Shape, Shapes
+from megappo.lab.estimate.placed_model import Shapes
 from megappo.lab.plan.picture import aligned
 from megappo.placement.run_plan import RunPlan
 from megappo.runtime.gpus import GIB
@@ -109,17 +109,6 @@ def weights_summary(plan: RunPlan) -> str:
         trained = sum(shape.stages(Parallel(), trained=True)[0]) if spec.training else 0
         named = f"{name}, with the weights of the {spec.base}" if spec.base else name
         rows.append([named, f"{shape.size:,}", f"{trained:,}", f"{most * DTYPES[plan.config.model.dtype].nbytes:,}"])
-    lines = dict.fromkeys(_tower_line(shapes.of(spec)) for spec in plan.components.values())
-    return "\n".join([aligned(rows), *filter(None, lines)])
-
-
-def _tower_line(shape: Shape) -> str:
-    """Return a line about a model's vision tower; "" without one."""
-    vision = shape.architecture.vision
-    if vision is None:
-        return ""
-    edge = vision.patch_size * vision.merge_size
-    return (
-        f"  of these, a frozen vision tower has {shape.tower:,}, in host memory of each rank of the first stage; "
-        f"a token of an image stands for {edge} x {edge} pixels"
-    )
+        if shape.tower:
+            rows.append([f"{name}'s vision tower, of these", f"{shape.tower:,}", "0", "in host memory"])
+    return aligned(rows)

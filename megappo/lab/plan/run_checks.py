@@ -386,20 +386,14 @@ def _fit_errors(config: Config, capability: int | None, spec: ComponentSpec, arc
 
 
 def _tower_errors(config: Config, key: str, architecture: Architecture) -> Errors:
-    """Yield why a model cannot read the images of the actor's rows."""
-    try:
+    """Yield the error of a model that cannot read the images of the actor's rows."""
+    with suppress(ConfigError):  # reported with model.path
         actor = read_architecture(shape_folder(config.model.path))
-    except ConfigError:  # reported with model.path
-        return
-    if not config.recipe.has_rollouts or actor.vision is None:
-        return
-    needed, found = (one.vision and (one.family.vision, one.vision.reading) for one in (actor, architecture))
-    if found != needed:
-        has = "another vision tower than" if found else "no vision tower, unlike"
-        yield (
-            f"{key}: {architecture.file} has {has} the actor's {actor.file}, whose tokens of images it would misread: "
-            f"choose a model of {actor.name} with the same image tokens and patches"
-        )
+        if actor.vision and config.recipe.has_rollouts and architecture.reads_images_as != actor.reads_images_as:
+            yield (
+                f"{key}: {architecture.file} has not the actor's kind of vision tower, with its image token and sizes "
+                f"of patches ({actor.file}), and would misread images: choose a model of {actor.name}"
+            )
 
 
 def _reward_model_errors(config: Config, architecture: Architecture) -> Errors:

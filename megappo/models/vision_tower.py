@@ -5,7 +5,7 @@ computes features that are not kept.
 """
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -29,11 +29,7 @@ _TOWERS: "WeakValueDictionary[tuple[Path, torch.dtype], VisionTower]" = WeakValu
 
 def tower_of(architecture: Architecture, dtype: torch.dtype) -> "VisionTower":
     """Return the tower of the folder that an architecture was read from."""
-    key = architecture.file.parent.resolve(), dtype
-    tower = _TOWERS.get(key)
-    if tower is None:
-        tower = _TOWERS[key] = VisionTower(architecture, dtype)
-    return tower
+    return _TOWERS.setdefault((architecture.file.parent.resolve(), dtype), VisionTower(architecture, dtype))
 
 
 class VisionTower:
@@ -45,9 +41,8 @@ class VisionTower:
     def __init__(self, architecture: Architecture, dtype: torch.dtype):
         self._architecture = architecture
         self._dtype = dtype
-        self._host_weights: list[Tensor] = []  # of a tower on the device
+        self._is_on_device = False
         self._kept: dict[tuple, Tensor] = {}  # in the order of their last use
-        self._kept_bytes = 0
 
     @cached_property
     def module(self) -> torch.nn.Module:
@@ -70,8 +65,6 @@ class VisionTower:
             for name, parameter in module.named_parameters(prefix=PREFIX):
                 heartbeat.beat()
                 parameter.copy_(source.read_finite(name))
-        for buffer in module.buffers():  # in fp32, whatever the weights are in
-            buffer.data = buffer.data.to(platform.device())
         return module
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
@@ -90,38 +83,28 @@ class VisionTower:
         found = []
         for image in images:
             features = self._kept.pop(image.key, None)
-            if features is None:
-                features = self._compute(image, source).cpu()
-                self._kept_bytes += features.nbytes
-            self._kept[image.key] = features
-            found.append(features.to(platform.device(), non_blocking=True))
-        while self._kept_bytes > KEPT_BYTES:
-            self._kept_bytes -= self._kept.pop(next(iter(self._kept))).nbytes
-        return torch.cat(found)
+            self._kept[image.key] = self._compute(image, source) if features is None else features
+            found.append(self._kept[image.key])
+        while sum(one.nbytes for one in self._kept.values()) > KEPT_BYTES:
+            del self._kept[next(iter(self._kept))]
+        return torch.cat(found).to(platform.device())
 
     def rest(self) -> None:
         """Take the weights off the device."""
-        if self._host_weights:
-            for parameter, weights in zip(self.module.parameters(), self._host_weights, strict=True):
-                parameter.data = weights
-            self._host_weights = []
-
-    def _wake(self) -> None:
-        """Bring the weights to the device."""
-        if platform.has_cuda() and not self._host_weights:
-            parameters = list(self.module.parameters())
-            self._host_weights = [parameter.data for parameter in parameters]
-            for parameter in parameters:
-                parameter.data = parameter.data.to(platform.device())
+        if self._is_on_device:
+            self.module.to("cpu")
+            self._is_on_device = False
 
     @torch.no_grad()
     def _compute(self, image: Image, source: ImageSource) -> Tensor:
         heartbeat.beat()
-        self._wake()
         device = platform.device()
+        if not self._is_on_device:
+            self.module.to(device)
+            self._is_on_device = True
         pixels = source.pixels(image).to(device, self._dtype)
         output = self.module(pixels, grid_thw=torch.tensor([image.grid], device=device))
-        return torch.cat([output.pooler_output, *(getattr(output, "deepstack_features", None) or ())], dim=-1)
+        return torch.cat([output.pooler_output, *output.get("deepstack_features", ())], dim=-1).cpu()
 
 
 def add_vision(gpt: GPTModel, architecture: Architecture) -> None:
@@ -133,8 +116,8 @@ def add_vision(gpt: GPTModel, architecture: Architecture) -> None:
     gpt.register_forward_pre_hook(_prepare, with_kwargs=True)
     if gpt.pre_process:
         gpt.tower = tower_of(architecture, gpt.config.params_dtype)
-        for number, layer in enumerate(gpt.decoder.layers[: len(vision.deepstack_layers)], start=1):
-            layer.register_forward_hook(partial(_add_features, number), with_kwargs=True)
+        for layer in gpt.decoder.layers[: len(vision.deepstack_layers)]:
+            layer.register_forward_hook(_add_features, with_kwargs=True)
 
 
 def towers(chunks: Sequence[GPTModel]) -> list[VisionTower]:
@@ -148,24 +131,24 @@ def _prepare(gpt: GPTModel, args: tuple, options: dict[str, Any]) -> tuple[tuple
     They are in the pack, not in the chunk: layers of an older micro-batch that are computed again find their own.
     """
     pack = options["packed_seq_params"]
-    pack.angles = rotary_angles(pack.mrope_positions, gpt.rotary_pos_emb.inv_freq, gpt.rotary_axes)
-    if not gpt.pre_process or not pack.images:
+    pack.angles = rotary_angles(pack.packed.mrope_positions, gpt.rotary_pos_emb.inv_freq, gpt.rotary_axes)
+    if not gpt.pre_process or not pack.packed.images:
         return args, options
     places = (pack.image_slots >= 0).nonzero()[:, 0]
-    features = gpt.tower.features(pack.images, pack.image_source)[pack.image_slots[places]]
+    features = gpt.tower.features(pack.packed.images, pack.image_source)[pack.image_slots[places]]
     pack.image_places = places
     embeddings, *pack.deepstack = features.split(gpt.config.hidden_size, dim=-1)
     embedded = gpt.embedding(input_ids=options["input_ids"], position_ids=options["position_ids"])
     return args, options | {"decoder_input": _at_places(embedded, pack, embeddings, adds=False)}
 
 
-def _add_features(number: int, layer: torch.nn.Module, args: tuple, options: dict[str, Any], output: tuple) -> tuple:
-    """Add the features of a layer's number, from 1, to its output."""
+def _add_features(layer: torch.nn.Module, args: tuple, options: dict[str, Any], output: tuple) -> tuple:
+    """Add the features of a layer to its output."""
     pack = options["packed_seq_params"]
-    if not pack.images:
+    if not pack.packed.images:
         return output
     hidden, *others = output
-    return _at_places(hidden, pack, pack.deepstack[number - 1], adds=True), *others
+    return _at_places(hidden, pack, pack.deepstack[layer.layer_number - 1], adds=True), *others
 
 
 def _at_places(hidden: Tensor, pack: Pack, features: Tensor, *, adds: bool) -> Tensor:
