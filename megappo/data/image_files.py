@@ -165,7 +165,7 @@ def opened(content: bytes, name: str) -> Image.Image:
         raise ValueError(f"the image {name} is damaged, or no image ({error}): replace it") from None
 
 
-def _is_turned(image: Image.Image) -> int:
+def _orientation(image: Image.Image) -> int:
     """Return EXIF's orientation, by the header; 1 for an upright image."""
     exif = Image.Exif()
     exif.load(image.info.get("exif", b""))
@@ -178,7 +178,7 @@ def upright(image: Image.Image) -> Image.Image:
     Raises:
         OSError, SyntaxError, ValueError: it is damaged.
     """
-    turned = _is_turned(image) != 1
+    turned = _orientation(image) != 1
     image.load()
     if turned:
         image = ImageOps.exif_transpose(image)
@@ -191,7 +191,7 @@ def upright(image: Image.Image) -> Image.Image:
 def data_url(content: bytes) -> str:
     """Return an image as engines get it: its file, or a PNG of what training reads, where SGLang would read another."""
     image = opened(content, "")
-    if image.mode != "RGB" or image.has_transparency_data or _is_turned(image) != 1:
+    if image.mode != "RGB" or image.has_transparency_data or _orientation(image) != 1:
         content = _encoded(upright(image), "PNG")
     return "data:image;base64," + base64.b64encode(content).decode()
 
@@ -307,7 +307,7 @@ class ImageReader:
         Raises:
             ValueError: it is too narrow.
         """
-        width, height = reversed(image.size) if _is_turned(image) >= 5 else image.size
+        width, height = reversed(image.size) if _orientation(image) >= 5 else image.size
         edge = self._vision.patch_size
         rows, columns = resized(height, width, edge * self._vision.merge_size, self._least, self._most)
         return 1, rows // edge, columns // edge

@@ -2,8 +2,8 @@
 
 import os
 import re
-from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from collections.abc import Sequence
+from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -37,10 +37,10 @@ class PromptImages:
     def __init__(self, reader: ImageReader, datasets: Sequence[PromptDataset | None], output_dir: str):
         self._output_dir = Path(output_dir)
         self._reader = reader
-        self._datasets = datasets
+        self._datasets = {number: dataset for number, dataset in enumerate(datasets) if dataset is not None}
         self._url = lru_cache(KEPT_URLS)(lambda key: data_url(self._content(key)))
         self._places = lru_cache(KEPT_PLACES)(lambda data_set, index: self._datasets[data_set].images_at(index))
-        for dataset in filter(None, datasets):
+        for dataset in self._datasets.values():
             if len(dataset) > MOST_RECORDS:
                 raise ConfigError(f"data: more than {MOST_RECORDS:,} prompts for a model with vision: name fewer files")
 
@@ -75,7 +75,7 @@ class PromptImages:
         names = []
         for file in self._datasets[data_set].image_files(index):
             content = file.read()
-            names.append(self._written(content, THUMBNAILS, ".jpg", partial(thumbnail, content)))
+            names.append(self._written(content, THUMBNAILS, ".jpg", thumbnail(content)))
         return names
 
     def _content(self, key: tuple[int, int, int]) -> bytes:
@@ -88,16 +88,16 @@ class PromptImages:
         file = self._datasets[data_set].image_files(index)[number]
         if file.content is None:
             return file.path
-        name = self._written(file.content, ORIGINALS, Path(file.path).suffix, lambda: file.content)
+        name = self._written(file.content, ORIGINALS, Path(file.path).suffix, file.content)
         return str((self._output_dir / name).absolute())
 
-    def _written(self, content: bytes, folder: str, suffix: str, make: Callable[[], bytes]) -> str:
-        """Write what is made of an image, unless a rank has; return its path in the run's folder."""
+    def _written(self, content: bytes, folder: str, suffix: str, made: bytes) -> str:
+        """Write what was made of an image, unless a rank has; return its path in the run's folder."""
         name = f"{folder}/{sha256(content).hexdigest()[:32]}{suffix}"
         path = self._output_dir / name
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             own = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-            own.write_bytes(make())
+            own.write_bytes(made)
             own.replace(path)
         return name
