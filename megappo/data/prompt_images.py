@@ -60,7 +60,7 @@ class PromptImages:
         return found
 
     def columns(self, prompt: Prompt) -> JsonObject:
-        """Return the fields of a prompt for reward functions, with the paths of its images for those that take them."""
+        """Return the fields of a prompt for reward functions, with the paths of its images if they take these."""
         name = self._datasets[prompt.data_set].image_column
         return prompt.columns if name is None else prompt.columns | {name: [self._path(one) for one in prompt.images]}
 

@@ -161,7 +161,7 @@ def with_placeholders(tokens: list[int], images: SentImages) -> list[int]:
     """Return a prompt with one token for each image, which SGLang replaces by as many as the image has.
 
     SGLang 0.5.23 does not count: it drops an image without a token, and hangs or crashes by a token without an image.
-    A prompt with all tokens of its images is read as if each were an image, or encoded anew from its text
+    A prompt with all tokens of its images is read as if each were an image, or its text is encoded again
     (multimodal/processors/base_processor.py).
 
     Raises:
