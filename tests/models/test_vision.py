@@ -103,9 +103,7 @@ def test_rows_that_are_not_of_their_images_are_refused(tmp_path: Path) -> None:
     vision = read_architecture(vision_folder(tmp_path / "hf", "qwen3_vl")).vision
     starts = torch.cat((torch.zeros(1), rows.lengths.cumsum(0))).long()
     moved = replace(rows, fields=rows.fields | {"prompt_records": torch.tensor([[0.0, 1.0]] * len(rows))})
-    with pytest.raises(
-        ValueError, match=r"image \(0, 1, 0\) .* has other tokens than its 4 of 87 from token 0"
-    ):
+    with pytest.raises(ValueError, match=r"image \(0, 1, 0\) .* has other tokens than its 4 of 87 from token 0"):
         lay_out_images(moved, starts, vision, Pictures())
     positions, slots, images = lay_out_images(replace(rows, fields={}), starts, vision, Pictures())
     assert images == () and (slots == -1).all()
