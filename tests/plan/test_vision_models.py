@@ -1,17 +1,22 @@
 """Vision towers in config.json, in layouts and in plans: what is read, what is refused by name, what is counted."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
-from planning import REPOSITORY, errors_of, plan_here, write_run
+from planning import REPOSITORY, plan_here, write_run
 from published_configs import PUBLISHED, QWEN_3_VL, QWEN_25_VL, Config
 
 from megappo.architecture.fit import adapter_errors, engine_fit_errors, fit_errors
 from megappo.architecture.parsing import parse
 from megappo.config.config_error import ConfigError
+from megappo.config.loading import load_config
 from megappo.config.model_sections import Lora
 from megappo.config.sections import Parallel
+from megappo.lab.plan.plan_text import weights_summary
+from megappo.lab.plan.run_checks import file_errors
+from megappo.placement.run_plan import plan_run
 
 FILE = Path("model/config.json")
 
@@ -80,23 +85,25 @@ def test_adapters_and_engines_that_cut_a_tower_unevenly_are_refused() -> None:
     ("name", "is_refused"),
     [("Qwen/Qwen2.5-0.5B-Instruct", True), ("Qwen/Qwen2.5-VL-3B-Instruct", False), ("Qwen/Qwen3-VL-2B-Instruct", True)],
 )
-def test_a_critic_needs_the_actors_kind_of_tower(tmp_path: Path, name: str, is_refused: bool) -> None:
+def test_a_critic_needs_the_actors_kind_of_tower(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, is_refused: bool
+) -> None:
     folder = write_run(tmp_path)
+    monkeypatch.chdir(folder)
     (folder / "model" / "config.json").write_text(json.dumps(QWEN_25_VL))
-    (folder / "critic").mkdir()
+    shutil.copytree("model", "critic")
     (folder / "critic" / "config.json").write_text(json.dumps(PUBLISHED[name][0]))
-    (folder / "critic" / "model.safetensors").write_bytes((folder / "model" / "model.safetensors").read_bytes())
-    errors = errors_of(plan_here(folder, "run.yaml", "critic.model_path=critic"))
-    named = [error for error in errors if "vision tower" in error]
-    assert bool(named) == is_refused, errors
-    start = "error: critic.model_path: critic/config.json lacks a vision tower of the actor's kind, with the"
+    config = load_config("run.yaml", ["critic.model_path=critic", "model.dtype=bf16"])
+    named = [error for error in file_errors(config, None) if "vision tower" in error]
+    assert bool(named) == is_refused
+    start = "critic.model_path: critic/config.json lacks a vision tower of the actor's kind, with the"
     assert all(error.startswith(start) for error in named)
+    [tower] = [line.split() for line in weights_summary(plan_run(config, 4)).splitlines() if "actor's vision" in line]
+    assert "676,550,144" in tower
 
 
 def test_a_plan_counts_towers_and_images(tmp_path: Path) -> None:
     done = plan_here(tmp_path, str(REPOSITORY / "configs" / "qwen2.5_vl_7b_geo3k_8gpu.yaml"), "--gpu", "h100")
-    [tower] = [line.split() for line in done.stdout.splitlines() if line.startswith("  actor's vision tower, of these")]
-    assert "676,550,144" in tower
     images = [line.split() for line in done.stdout.splitlines() if line.startswith("  actor images")]
     assert len(images[0]) == 4, "in the actor's two phases alone"
     assert "vision towers" in done.stdout and "  it fits: " in done.stdout
