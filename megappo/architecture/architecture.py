@@ -297,7 +297,7 @@ class Architecture:
 
     @property
     def reads_images_as(self) -> tuple[Any, ...]:
-        """What models must share to read the same images in the same rows; () for a model without a vision tower."""
+        """Properties that models share if they read images in the same rows alike; () without a vision tower."""
         vision = self.vision
         if vision is None:
             return ()

@@ -83,8 +83,8 @@ class SelfAttention(attention.SelfAttention):
 class MropeAttention(attention.SelfAttention):
     """Self-attention that rotates queries and keys by the pack's angles, with either library's layers.
 
-    Neither Megatron nor TransformerEngine does: the former cuts angles for context parallelism as those of one
-    sequence, the latter's kernel counts positions up from 0 (megatron-core 0.16.1, rope_utils.py).
+    Neither Megatron nor TransformerEngine does: Megatron cuts angles for context parallelism as if a pack were one
+    sequence, and TransformerEngine's kernel counts positions up from 0 (megatron-core 0.16.1, rope_utils.py).
     """
 
     _angles: Tensor

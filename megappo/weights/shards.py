@@ -20,7 +20,7 @@ _EXPERT = re.compile(
 
 
 def global_parameters(chunks: ModelChunks) -> dict[str, torch.Tensor]:
-    """Return this rank's parameters, those of a vision tower, and routers' biases, which are buffers, by their names in
+    """Return this rank's parameters, a vision tower's too, and routers' biases, which are buffers, by their names in
     the whole model.
 
     Layers and experts are numbered over the whole model instead of this rank's part.

@@ -1108,7 +1108,7 @@ or a rounded number of the authors, who also count routers' biases, and no layer
 BY_FAMILY = {config["architectures"][0]: name for name, (config, _) in reversed(PUBLISHED.items())}
 """The first public model of each architecture."""
 OF_TEXT = [name for name, (config, _) in PUBLISHED.items() if "vision_config" not in config]
-"""Those without a vision tower."""
+"""Names of the models without a vision tower."""
 TEXT_FAMILIES = [family for family, name in BY_FAMILY.items() if name in OF_TEXT]
 REFUSED: dict[str, tuple[Config, str]] = {
     "deepseek-ai/DeepSeek-V3": (DEEPSEEK_V3_FP8, "quantization_config"),

@@ -63,12 +63,6 @@ def megatron_to_hf(args: argparse.Namespace, world: World) -> None:
         raise UsageError(f"--value-model: {args.input} has no value head")
     if head == "policy_value" and not args.value_model:
         world.log(f"{args.input} has a value head besides, which is left out: --value-model writes the critic instead")
-    has_weights = any((source.config_folder / name).is_file() for name in (SINGLE, INDEX))
-    if source.architecture.vision and not has_weights:
-        raise UsageError(
-            f"{args.input} lacks the vision tower, which training does not change: name the Hugging Face folder the "
-            "model started from with --hf-config"
-        )
     chunks = load_from_megatron(source, args.dtype or source.dtype, world)
     embedding, vocab_size = source.info.tensors[EMBEDDING], source.architecture.vocab_size
     if (padding := embedding.shape[0] - vocab_size) >= embedding.num_parts:  # more than this program pads
@@ -173,7 +167,17 @@ def load_from_hf(folder: Path, architecture: Architecture, dtype: str, world: Wo
 
 
 def load_from_megatron(source: MegatronFolder, dtype: str, world: World) -> ModelChunks:
-    """Build the model and load the component's weights, cast to `dtype`."""
+    """Build the model and load the component's weights, cast to `dtype`.
+
+    Raises:
+        UsageError: the model has a vision tower, and no folder with it is named.
+    """
+    has_weights = any((source.config_folder / name).is_file() for name in (SINGLE, INDEX))
+    if source.architecture.vision and not has_weights:
+        raise UsageError(
+            f"{source.folder} lacks the vision tower, which training does not change: name the Hugging Face folder the "
+            "model started from with --hf-config"
+        )
     chunks = world.build(source.architecture, dtype)
     vocab_size = source.architecture.vocab_size
     world.together(lambda: load_model(chunks, world.groups, source.folder, source.info, vocab_size))

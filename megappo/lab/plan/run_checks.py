@@ -391,8 +391,8 @@ def _tower_errors(config: Config, key: str, architecture: Architecture) -> Error
         actor = read_architecture(shape_folder(config.model.path))
         if actor.vision and config.recipe.has_rollouts and architecture.reads_images_as != actor.reads_images_as:
             yield (
-                f"{key}: {architecture.file} has not the actor's kind of vision tower, with its image token and sizes "
-                f"of patches ({actor.file}), and would misread images: choose a model of {actor.name}"
+                f"{key}: {architecture.file} lacks a vision tower of the actor's kind, with the image token and sizes "
+                f"of patches of {actor.file}, and would misread images: choose a model of {actor.name}"
             )
 
 
