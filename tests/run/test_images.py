@@ -18,7 +18,10 @@ def bright(prompts, responses, labels, images):
     return [sum(Image.open(path).convert("RGB").getpixel((0, 0))[0] for path in paths) / 255 for paths in images]
 """
 LAYOUTS = {
-    "qwen2_5_vl": {"actor": {"parallel": {"context": 2}}, "critic": {"parallel": {"pipeline": 2, "pipeline_split": [2, 1]}}},
+    "qwen2_5_vl": {
+        "actor": {"parallel": {"context": 2}},
+        "critic": {"parallel": {"pipeline": 2, "pipeline_split": [2, 1]}},
+    },
     "qwen3_vl": {"actor": {"parallel": {"tensor": 2, "sequence": True}}, "critic": {"parallel": {}}},
 }
 """Model type -> layouts of actor and critic over two ranks."""
