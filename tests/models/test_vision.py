@@ -91,6 +91,7 @@ def check_layers_of_transformer_engine(root: str) -> None:
             torch.testing.assert_close(found[row, : len(log_probs)], log_probs, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow  # starts a process with TransformerEngine's Python
 @pytest.mark.xdist_group("transformer_engine")
 def test_layers_of_transformer_engines_rotate_by_the_positions_of_images(tmp_path: Path) -> None:
     for family in VISION:
