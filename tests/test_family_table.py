@@ -36,11 +36,14 @@ def covered() -> dict[str, set[str]]:
         tables("models/test_train_engine"),
         tables("weights/test_round_trip"),
     )
+    towers = {name for name, family in FAMILIES.items() if family.vision}
+    assert len(towers) == len(tables("models/test_vision").VISION), "outputs, updates, layouts and critics are there"
     found = {
-        "logits": named(model_type for model_type, _ in (build.MODELS | build.MIXTURES).values()),
+        "logits": named(model_type for model_type, _ in (build.MODELS | build.MIXTURES).values()) | towers,
         "update": {*BY_FAMILY},
-        "layouts": named(("qwen2", *train.VARIANTS, *train.MIXTURES)),
-        "round trip": named((*chain(*trip.FAMILIES.values()), *trip.OTHER_FAMILIES, *trip.MIXTURES, trip.STACKED)),
+        "layouts": named(("qwen2", *train.VARIANTS, *train.MIXTURES)) | towers,
+        "round trip": named((*chain(*trip.FAMILIES.values()), *trip.OTHER_FAMILIES, *trip.MIXTURES, trip.STACKED))
+        | towers,
         "run on a CPU": named(tables("run/test_families").MODELS),
         "critic": {*BY_FAMILY},
         "adapters": {*tables("models/test_adapters").ADAPTED},

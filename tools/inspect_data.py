@@ -30,6 +30,7 @@ from megappo.config.eval_sets import TRAINING, eval_sets, training_task
 from megappo.config.loading import load_config
 from megappo.config.schema import Config
 from megappo.data.examples import Example
+from megappo.data.image_files import image_reader
 from megappo.data.preferences import Pair, open_examples
 from megappo.data.prompts import Prompt, PromptDataset
 from megappo.data.record_dataset import RecordDataset
@@ -101,6 +102,7 @@ def _inspect(config: Config, args: argparse.Namespace) -> int:
 def _prompts(config: Config, tokenizer: "PreTrainedTokenizerBase") -> Iterator[tuple[str, str, RecordDataset]]:
     """Yield the prompts of each file, with the key that names it."""
     taken, data = _taken(config), config.data
+    images = image_reader(config, tokenizer)
     files = [("data.train_files", file, data, data.order_by, taken[TRAINING], config.reward) for file in data.files]
     files += [
         (one.key, file, one.data, None, taken[name], one.reward)
@@ -109,7 +111,8 @@ def _prompts(config: Config, tokenizer: "PreTrainedTokenizerBase") -> Iterator[t
     ]
     for key, file, data, order_by, takes, reward in files:
         seed = config.trainer.seed
-        yield key, file, PromptDataset([file], tokenizer, data, seed, key, takes, order_by=order_by, reward=reward)
+        own = {"order_by": order_by, "reward": reward, "images": images}
+        yield key, file, PromptDataset([file], tokenizer, data, seed, key, takes, **own)
 
 
 def _examples(config: Config, tokenizer: "PreTrainedTokenizerBase") -> Iterator[tuple[str, str, RecordDataset]]:

@@ -2,7 +2,8 @@
 
 `grid` is a game, for configs/grid.yaml; `calculator` is multiplication by a tool, for configs/calculator.yaml;
 `compaction` is the same with notes, for configs/compaction.yaml; `smollm2` is a public model with sums, for
-configs/smollm2.yaml: see tools/smollm2.py.
+configs/smollm2.yaml: see tools/smollm2.py; `squares` is counting in pictures, for configs/squares.yaml: see
+tools/squares.py.
 
 For the first three, as in tools/make_quickstart.py, a small Qwen2 is warm-started by supervised steps on the dialogues
 of a careless player. The walker of the grid mistakes left for right with probability CONFUSE, so that the model
@@ -25,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import make_quickstart as quickstart
 import smollm2
+import squares
 import torch
 from grid_environment import SIZE, STEPS, shown
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -270,13 +272,14 @@ EXAMPLES: dict[str, Callable[[Path, int], None]] = {
     "compaction": lambda folder, seed: build(folder, compaction(), seed),
     "voyage": lambda folder, seed: build(folder, voyage(), seed),
     "smollm2": smollm2.build,
+    "squares": squares.build,
 }
 """Name -> writes all files of the example into a folder, by a seed."""
 
 
 def main() -> None:
     """Build the example named on the command line."""
-    parts = f"{', '.join(quickstart.PARTS)}, for smollm2 also critic"
+    parts = f"{', '.join(quickstart.PARTS)}, for smollm2 also critic, for squares images"
     args = quickstart.parse_args(__doc__, parts, example=EXAMPLES)
     STATUS.start("the model")
     with quickstart.building(args.output) as folder:

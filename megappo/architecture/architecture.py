@@ -16,10 +16,12 @@ from megappo.architecture.families import (
     LINEAR_BLOCK,
     ORIGINAL,
     REWARD_MODELS,
+    WITH_VISION,
     Family,
     HeadKind,
     RawValues,
 )
+from megappo.architecture.vision import Vision, text_values
 from megappo.config.methods import ValueSupport
 from megappo.config.model_sections import Lora
 from megappo.config.values import ParameterGroup
@@ -238,6 +240,7 @@ class Architecture:
         local_rope_base: rotary base of the layers with a window; None = as in all layers.
         full_heads: heads of the layers without a window; None = as in all layers.
         logit_cap: cap * tanh(x / cap) replaces each logit x; None = no cap.
+        vision: vision tower before the layers; None = text only.
         num_further_layers: layers after the last one, which predict further tokens and are not loaded.
         head: what reads the last hidden states.
         value_bias: a value head has a bias.
@@ -276,6 +279,7 @@ class Architecture:
     local_rope_base: Positive | None
     full_heads: Heads | None
     logit_cap: Positive | None
+    vision: Vision | None
     num_further_layers: Count
     raw_config: RawValues = field(repr=False)
     head: HeadKind = "policy"
@@ -285,6 +289,19 @@ class Architecture:
     scores_rows: bool = False
     lora: Lora | None = None
     frozen: tuple[ParameterGroup, ...] = ()
+
+    @property
+    def text_config(self) -> RawValues:
+        """Keys of config.json about the language model, which may be nested."""
+        return text_values(self.raw_config) if self.vision else self.raw_config
+
+    @property
+    def reads_images_as(self) -> tuple[Any, ...]:
+        """Properties that models share if they read images in the same rows alike; () without a vision tower."""
+        vision = self.vision
+        if vision is None:
+            return ()
+        return self.family.vision, vision.image_token, vision.patch_size, vision.merge_size, vision.temporal_patch_size
 
     @property
     def choice_bytes(self) -> int:
@@ -322,7 +339,7 @@ class Architecture:
     @property
     def pad_token(self) -> int | None:
         """The token behind a text that a reward model does not read; None if there is none."""
-        return self.raw_config.get("pad_token_id")
+        return self.text_config.get("pad_token_id")
 
     @property
     def head_size(self) -> int:
@@ -414,6 +431,7 @@ class Architecture:
         kept = {key: value for key, value in self.raw_config.items() if key not in dropped}
         if self.head == "policy":
             return {**kept, "architectures": [self.name]}
+        named = self.name.removesuffix(LANGUAGE_MODEL).removesuffix(WITH_VISION)
         ending = REWARD_MODELS[1 if self.scores_rows else 0]
-        kept |= {"architectures": [self.name.removesuffix(LANGUAGE_MODEL) + ending], "num_labels": self.num_values}
+        kept |= {"architectures": [named + ending], "num_labels": self.num_values}
         return kept | ({SUPPORT_KEY: asdict(self.support)} if self.support else {})

@@ -12,7 +12,8 @@ HeadKind = Literal["policy", "value", "policy_value"]
 """Heads on a model's last hidden states: the language model's output layer, a critic's value head in its place, or
 both side by side (a shared backbone)."""
 REWARD_MODELS = ("ForTokenClassification", "ForSequenceClassification")
-LANGUAGE_MODEL = "ForCausalLM"
+LANGUAGE_MODEL, WITH_VISION = "ForCausalLM", "ForConditionalGeneration"
+"""Ends of names of language models, and of language models with a vision tower."""
 ROTARY_PART = "partial_rotary_factor"
 ROTARY_SIZE = "rotary_dim"
 LINEAR_BLOCK = "linear_attn"
@@ -130,6 +131,8 @@ class Family:
             (multi-head latent attention, DeepSeek-V2's report, section 2.1).
         linear_attention: most layers have linear attention (gated delta nets), the others an output gate. Format of
             its inputs, a key of `parameter_tables.LINEAR_INPUTS`; None = all layers have attention.
+        vision: the model has a vision tower, and rotary positions of three numbers. Kind of the tower, a key of
+            `parameter_tables.TOWERS`; None = text only.
         only: further keys of config.json with the values that are supported (see `config_keys.ONLY`); an absent key
             means one of them.
         defaults: values that absent keys have in transformers, where other families have others. null is not absent.
@@ -165,14 +168,16 @@ class Family:
     fused: Mapping[tuple[str, str], tuple[str, ...]] = field(default_factory=dict)
     latent_attention: bool = False
     linear_attention: Literal["by head", "apart"] | None = None
+    vision: Literal["qwen2_5_vl", "qwen3_vl"] | None = None
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     defaults: RawValues = field(default_factory=dict)
     ignores: tuple[str, ...] = ()
 
     @property
     def rope_keys(self) -> tuple[str, ...]:
-        """Further keys of rotary positions that are read. Sections are for images: text has one position a token."""
-        sections = ("mrope_section", "mrope_interleaved") if self.linear_attention else ()
+        """Further keys of rotary positions that are read. Without images they make no difference: text has one position
+        a token."""
+        sections = ("mrope_section", "mrope_interleaved") if self.linear_attention or self.vision else ()
         return sections if self.rotary_part is None else (ROTARY_PART, *sections)
 
 
@@ -284,6 +289,12 @@ FAMILIES = Table(
         "MistralForCausalLM": Family(sliding_window=True, defaults=_WINDOW),
         "Qwen2ForCausalLM": Family(qkv_bias=True, defaults=_WINDOW),
         "Qwen3ForCausalLM": Family(qk_layernorm=True, defaults=_WINDOW),
+        "Qwen2_5_VLForConditionalGeneration": Family(
+            qkv_bias=True, rope_theta=1e6, rope_scalings=PLAIN_ROPE, defaults=_WINDOW, vision="qwen2_5_vl"
+        ),
+        "Qwen3VLForConditionalGeneration": Family(
+            qk_layernorm=True, rope_theta=500000.0, rope_scalings=PLAIN_ROPE, vision="qwen3_vl"
+        ),
         "SeedOssForCausalLM": Family(qkv_bias=True, only={"attention_bias": (True,)}),
         "SmolLM3ForCausalLM": Family(
             unrotated_pattern=4, rope_theta=2e6, defaults=_TIED, ignores=(ROTATED, ROTATED_PATTERN)
@@ -402,12 +413,16 @@ FAMILIES = Table(
 
 _SPARSE = " (attention to the tokens that an indexer picks is not supported)"
 _CHUNKED = " (attention in chunks, and scaled by position, is not supported)"
+_TOWER = " (its vision tower is not supported)"
 LEFT_OUT = {
     "DeepseekV32ForCausalLM": _SPARSE,
     "GlmMoeDsaForCausalLM": _SPARSE,
     "Glm5NextForConditionalGeneration": _SPARSE,
     "Llama4ForCausalLM": _CHUNKED,
     "Llama4ForConditionalGeneration": _CHUNKED,
+    "Gemma3ForConditionalGeneration": " (image tokens that attend to each other in both directions are not supported)",
+    "Qwen2VLForConditionalGeneration": _TOWER,
+    "Qwen3VLMoeForConditionalGeneration": " (a vision tower before a mixture of experts is not supported)",
 }
 """Architectures that users may expect -> what of them is not supported; docs/models.md has the reasons."""
 
@@ -416,5 +431,8 @@ def language_model(architecture: str) -> str:
     """Return the architecture with a language model's head; a critic's or reward model's differs in its head only."""
     for ending in REWARD_MODELS:
         if architecture.endswith(ending):
-            return architecture.removesuffix(ending).removesuffix("Text") + LANGUAGE_MODEL  # Gemma 3's has it
+            name = architecture.removesuffix(ending)
+            if name + WITH_VISION in FAMILIES:
+                return name + WITH_VISION
+            return name.removesuffix("Text") + LANGUAGE_MODEL  # Gemma 3's has it
     return architecture

@@ -38,6 +38,13 @@ def fit_errors(architecture: Architecture, parallel: Parallel, key_of: KeyOf = "
             f"{key_of('context')} {parallel.context}: {file} has layers with linear attention, whose state "
             "passes through all tokens of a row in order: set it to 1"
         )
+    first, *_ = parallel.pipeline_split or (architecture.num_layers // parallel.num_chunks,)
+    deepstack = len(architecture.vision.deepstack_layers) if architecture.vision else 0
+    if deepstack > first:
+        yield (
+            f"{key_of('pipeline_split')}: the first {deepstack} layers of {file} get features of images (deepstack), "
+            f"but the first chunk has {first} layers: begin it with {deepstack} or more"
+        )
     if architecture.experts and parallel.tensor > 1 and not parallel.sequence:
         yield (
             f"{key_of('sequence')} must be true with {key_of('tensor')} {parallel.tensor}, as {file} is of a "
@@ -114,6 +121,8 @@ def adapter_errors(
 ) -> Errors:
     """Yield the errors of adapters that the model has no place for: latent attention takes none, nor do experts that
     are cut."""
+    if architecture.vision:
+        yield f"{component}.lora: {architecture.file} has a vision tower, beside which no adapters can stand: drop lora"
     if parallel.expert_tensor > 1 and adapts_experts(architecture.with_lora(lora)):
         yield (
             f"{component}.parallel.expert_tensor {parallel.expert_tensor} cuts the experts of {architecture.file}, "
@@ -164,6 +173,10 @@ def engine_fit_errors(architecture: Architecture, num_ranks: int) -> Errors:
                 f"{setting} neither divides {key} {shared} of {architecture.file} nor is a multiple of it: choose one "
                 "that does"
             )
+    if architecture.vision:
+        tower = architecture.vision.config.get("num_heads", 16)
+        if tower % num_ranks:
+            yield _indivisible(setting, f"vision_config.num_heads {tower} of {architecture.file}", tower, num_ranks)
     raw = architecture.raw_config
     if raw.get("topk_method") == "greedy" and (raw.get("topk_group") or 1) < (raw.get("n_group") or 1):
         yield (

@@ -9,6 +9,7 @@ from safetensors import SafetensorError, safe_open
 
 from megappo.architecture.architecture import DTYPES, Architecture
 from megappo.architecture.families import RawValues
+from megappo.architecture.vision import TEXT, VISION
 from megappo.config.config_error import looked_in, shorten
 from megappo.config.hub import HUB_ID
 from megappo.config.text_files import MissingFileError, TextFileError, read_json
@@ -163,7 +164,11 @@ def write_model_config(architecture: Architecture, folder: Path, dtype: str | No
     """
     written = architecture.hf_config()
     if dtype is not None:
-        written |= dict.fromkeys(("torch_dtype", "dtype"), DTYPES[dtype].torch)
+        names = dict.fromkeys(("torch_dtype", "dtype"), DTYPES[dtype].torch)
+        for section in (TEXT, VISION):
+            if section in written:
+                written[section] = written[section] | names
+        written |= names
     (folder / CONFIG_FILE).write_text(json.dumps(written, indent=2) + "\n")
 
 

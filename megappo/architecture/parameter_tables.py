@@ -141,3 +141,63 @@ mlp.experts.local_experts.{expert}.linear_fc1.bias | mlp.experts.linear_fc1.bias
 mlp.experts.local_experts.{expert}.linear_fc2.bias | mlp.experts.linear_fc2.bias{expert} <-
     {block}.experts.{expert}.{down}.bias (hidden)
 """
+TOWERS = {
+    "qwen2_5_vl": """
+patch_embed.proj.weight (tower channels frames patch patch)
+merger.ln_q.weight (tower)
+merger.mlp.0.weight (merged merged)
+merger.mlp.0.bias (merged)
+merger.mlp.2.weight (tower_out merged)
+merger.mlp.2.bias (tower_out)
+""",
+    "qwen3_vl": """
+patch_embed.proj.weight (tower channels frames patch patch)
+patch_embed.proj.bias (tower)
+pos_embed.weight (places tower)
+merger.norm.weight (tower)
+merger.norm.bias (tower)
+merger.linear_fc1.weight (merged merged)
+merger.linear_fc1.bias (merged)
+merger.linear_fc2.weight (tower_out merged)
+merger.linear_fc2.bias (tower_out)
+""",
+}
+"""Kind of a vision tower -> its tensors outside its blocks, under the names that they have in Hugging Face's files.
+Names of a tower's tensors lack its prefix."""
+DEEPSTACK_MERGER = """
+deepstack_merger_list.{index}.norm.weight (merged)
+deepstack_merger_list.{index}.norm.bias (merged)
+deepstack_merger_list.{index}.linear_fc1.weight (merged merged)
+deepstack_merger_list.{index}.linear_fc1.bias (merged)
+deepstack_merger_list.{index}.linear_fc2.weight (tower_out merged)
+deepstack_merger_list.{index}.linear_fc2.bias (tower_out)
+"""
+TOWER_ATTENTION = """
+blocks.{index}.norm1.weight (tower)
+blocks.{index}.norm2.weight (tower)
+blocks.{index}.attn.qkv.weight (tower_qkv tower)
+blocks.{index}.attn.qkv.bias (tower_qkv)
+blocks.{index}.attn.proj.weight (tower tower)
+blocks.{index}.attn.proj.bias (tower)
+"""
+TOWER_BLOCKS = {
+    "qwen2_5_vl": TOWER_ATTENTION
+    + """
+blocks.{index}.mlp.gate_proj.weight (tower_ffn tower)
+blocks.{index}.mlp.gate_proj.bias (tower_ffn)
+blocks.{index}.mlp.up_proj.weight (tower_ffn tower)
+blocks.{index}.mlp.up_proj.bias (tower_ffn)
+blocks.{index}.mlp.down_proj.weight (tower tower_ffn)
+blocks.{index}.mlp.down_proj.bias (tower)
+""",
+    "qwen3_vl": TOWER_ATTENTION
+    + """
+blocks.{index}.norm1.bias (tower)
+blocks.{index}.norm2.bias (tower)
+blocks.{index}.mlp.linear_fc1.weight (tower_ffn tower)
+blocks.{index}.mlp.linear_fc1.bias (tower_ffn)
+blocks.{index}.mlp.linear_fc2.weight (tower tower_ffn)
+blocks.{index}.mlp.linear_fc2.bias (tower)
+""",
+}
+"""Kind of a vision tower -> the tensors of a block."""

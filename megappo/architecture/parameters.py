@@ -11,6 +11,7 @@ from typing import NamedTuple
 from megappo.architecture import parameter_tables as tables
 from megappo.architecture.architecture import Architecture, Heads
 from megappo.architecture.families import LINEAR_BLOCK, ExpertFormat
+from megappo.architecture.vision import TOWER
 from megappo.config.model_sections import Lora
 from megappo.config.sections import Parallel
 from megappo.config.values import ADAPTED_MODULES, ParameterGroup
@@ -102,7 +103,9 @@ def list_parameters(
         num_experts: take only this number of experts of each layer, the first; None = all.
     """
     num_experts = architecture.num_experts if num_experts is None else num_experts
-    found: list[tuple[int | None, str]] = [(None, tables.MODEL + _output_table(architecture))]
+    found: list[tuple[int | None, str]] = [
+        (None, tables.MODEL + _output_table(architecture) + _tower_table(architecture))
+    ]
     found += enumerate(_layer_tables(architecture, num_experts))
     num_ranks = {"": 1, "tp": tensor, "etp": expert_tensor}
     joined = {f"{part}.weight" for parts in architecture.stacks.values() for part in parts[:-1]}
@@ -131,9 +134,9 @@ def adapts_experts(architecture: Architecture) -> bool:
 
 
 def is_trained(name: str, architecture: Architecture) -> bool:
-    """Return whether a Megatron parameter is trained where its model is: all are but frozen groups and factors of
-    layers, or with adapters only these and a value head."""
-    if name.endswith(LAYER_SCALAR):
+    """Return whether a Megatron parameter is trained where its model is: all are but frozen groups, factors of layers
+    and vision towers, or with adapters only these and a value head."""
+    if name.endswith(LAYER_SCALAR) or name.startswith(TOWER):
         return False
     if architecture.lora is None:
         is_frozen = any(FREEZABLE[group] in name for group in architecture.frozen)
@@ -218,7 +221,7 @@ def stage_sizes(
     trained: bool = False,
     beside_base: bool = False,
 ) -> list[StageSize]:
-    """Return the sizes of each pipeline stage; the model fits the layout.
+    """Return the sizes of each pipeline stage, without a vision tower; the model fits the layout.
 
     Args:
         trained: count trained parameters only (see `is_trained`).
@@ -234,7 +237,7 @@ def stage_sizes(
         hf = parameter.hf_tensors[0]
         is_embedding = name.startswith("embedding.")
         is_tied = hf.name == EMBEDDING and not is_embedding
-        if parameter.is_buffer or (is_tied and parallel.pipeline == 1):
+        if parameter.is_buffer or name.startswith(TOWER) or (is_tied and parallel.pipeline == 1):
             continue
         if (trained and not is_trained(name, architecture)) or (beside_base and not is_beside_base(name, architecture)):
             continue
@@ -247,6 +250,11 @@ def stage_sizes(
     return [StageSize(*sizes) for sizes in zip(dense, experts, strict=True)]
 
 
+def tower_size(architecture: Architecture) -> int:
+    """Return the number of parameters of a vision tower, 0 without one."""
+    return sum(prod(one.shard_shape) for one in list_parameters(architecture) if one.names[0].startswith(TOWER))
+
+
 def stage_of_layers(architecture: Architecture, parallel: Parallel) -> list[int]:
     """Return the pipeline stage of each layer; the model fits the layout."""
     chunks = parallel.num_chunks
@@ -257,6 +265,17 @@ def stage_of_layers(architecture: Architecture, parallel: Parallel) -> list[int]
 def padded_vocab_size(vocab_size: int, tensor: int) -> int:
     """Return the next multiple of `tensor`; rows from vocab_size on are padding."""
     return -(-vocab_size // tensor) * tensor
+
+
+def _tower_table(architecture: Architecture) -> str:
+    """Return the table of a vision tower, whose parameters have the names of their tensors; "" without one."""
+    vision, kind = architecture.vision, architecture.family.vision
+    if vision is None or kind is None:
+        return ""
+    table = tables.TOWERS[kind]
+    table += "".join(tables.TOWER_BLOCKS[kind].format(index=index) for index in range(vision.sizes["depth"]))
+    table += "".join(tables.DEEPSTACK_MERGER.format(index=index) for index in range(len(vision.deepstack_layers)))
+    return re.sub(r"^(\S+)", rf"{TOWER}\1 <- {TOWER}\1", table, flags=re.M)
 
 
 def _layer_tables(architecture: Architecture, num_experts: int) -> list[str]:
@@ -392,6 +411,8 @@ def _sizes(architecture: Architecture, own: Heads) -> dict[str, int]:
         sizes |= {"linear_k": linear.keys, "linear_v": linear.values, "linear_v_head": linear.value_size}
         sizes |= {"linear_qkvz": 2 * (linear.keys + linear.values), "linear_ba": 2 * linear.value_heads}
         sizes |= {"linear_k_heads": linear.key_heads}
+    if architecture.vision:
+        sizes |= architecture.vision.sizes
     if experts:
         sizes |= {"experts": experts.count, "expert_ffn": experts.ffn_size, "shared_ffn": experts.shared_ffn_size or 0}
     return sizes

@@ -38,6 +38,7 @@ from megappo.architecture.families import (
 from megappo.architecture.layer_kinds import irregular_layers, layers_of, unrotated, windows_and_heads
 from megappo.architecture.model_folder import CONFIG_FILE, first_architecture, other_kind, read_json_file
 from megappo.architecture.rope import read_rope, rope_section, split_rope, unsupported_rope
+from megappo.architecture.vision import read_vision, text_values
 from megappo.config.config_error import ConfigError, shorten
 from megappo.config.methods import ValueSupport
 from megappo.config.text_files import TextFileError
@@ -121,10 +122,11 @@ def parse(raw: RawValues, file: Path, head: HeadKind = "policy") -> Architecture
         found = f"{file} is of architecture {shorten(named)}{LEFT_OUT.get(name, '')}"
         raise ConfigError(f"{found}; this version trains {', '.join(FAMILIES)}: choose one of these")
     family = FAMILIES[name]
-    values = {key: value for key, value in {**family.defaults, **raw}.items() if value is not None}
+    own = text_values(raw) if family.vision else raw
+    values = {key: value for key, value in {**family.defaults, **own}.items() if value is not None}
     if family.experts and not family.experts.dense_layers:  # no layer has another MLP
         values.setdefault(SIZES["ffn_size"], values.get(family.experts.ffn))
-    if missing := ", ".join(_missing(raw, values, family)):
+    if missing := ", ".join(_missing(own, values, family)):
         raise ConfigError(f"{file} lacks {missing}: download it again")
     values, local_rope = split_rope(values, family)
     rope, conflicts = rope_section(values, family)
@@ -148,6 +150,7 @@ def parse(raw: RawValues, file: Path, head: HeadKind = "policy") -> Architecture
         unrotated=unrotated(values, family),
         local_rope_base=local_rope.get("rope_theta", values.get(LOCAL_ROPE, family.local_rope_theta)),
         logit_cap=values.get(LOGIT_CAP),
+        vision=read_vision(raw, rope, family.vision) if family.vision else None,
         num_further_layers=values.get("num_nextn_predict_layers") or values.get("num_mtp_layers") or 0,
         raw_config=raw,
         head=head,
@@ -171,7 +174,7 @@ def _errors(
     file = architecture.file
     family = architecture.family
     for key in _unsupported(values, architecture):
-        value = shorten(repr(architecture.raw_config.get(key)))
+        value = shorten(repr(architecture.text_config.get(key)))
         remedy = REMEDIES.get(key, "choose another model, or remove the key if the model computes the same without it")
         yield f"{file} of this {architecture.named} has {key} = {value}, which is not supported: {remedy}"
     plain = {"rope_type": "default"} | local_rope
@@ -210,9 +213,13 @@ def _contradictions(model: Architecture) -> Iterator[str]:
         yield f"{part}{name} is {rotated:g}, but rotary positions need an even one"
     elif divisors and divisors != rotated // 2:
         yield f"short_factor has {divisors} numbers, but rotary positions need {rotated // 2:g}"
-    written = model.raw_config.get(ROTARY_SIZE)
+    written = model.text_config.get(ROTARY_SIZE)
     if written and model.family.rotary_part and written != rotated:
         yield f"{ROTARY_SIZE} is {written}, {ROTARY_PART} {model.rope.part:g} x head_dim {size} is another number"
+    if model.vision and sum(model.vision.mrope_section) != rotated // 2:
+        yield f"mrope_section {model.vision.mrope_section} has not {rotated // 2:g} numbers together, half of {name}"
+    if model.vision and model.vision.sizes["tower_out"] != model.hidden_size:
+        yield f"out_hidden_size of vision_config is not hidden_size {model.hidden_size}"
     layers = model.linear.layers if model.linear else model.windows
     for key, kinds in (("layer_types", layers), (ROTATED, model.unrotated)):
         if kinds and len(kinds) != model.num_layers:
@@ -288,7 +295,7 @@ def _experts(values: RawValues, experts: ExpertFormat) -> Experts:
 def _unsupported(values: RawValues, architecture: Architecture) -> Iterator[str]:
     """Yield the keys of config.json whose values are not supported."""
     family = architecture.family
-    raw = architecture.raw_config
+    raw = architecture.text_config
     only = {**ONLY, "qkv_bias": (architecture.qkv_bias,), "use_qk_norm": (architecture.qk_layernorm,)}
     only |= {"hidden_act": (family.activation, None)}
     only |= {switch: (False, True) for switch in (family.qkv_bias, family.qk_layernorm) if isinstance(switch, str)}

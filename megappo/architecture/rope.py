@@ -39,6 +39,7 @@ def rope_section(values: RawValues, family: Family) -> tuple[dict[str, Any], lis
         if not section:
             continue
         kind = section.get("rope_type") or section.get("type") or "default"
+        kind = "default" if kind == "mrope" and family.vision else kind  # an older name, with sections
         for key, value in {**section, "rope_type": kind, "type": None}.items():
             if (value is not None or WITHOUT_IT.get(key)) and rope.setdefault(key, value) != value:
                 conflicts.append(f"several values of {key} ({rope[key]}, {value})")

@@ -138,6 +138,8 @@ def _of_layers(context: SwitchContext) -> Reasons:
     unrotated = "latent attention's kernel rotates by YaRN alone" if family.latent_attention else ""
     if family.rope_interleaved:  # megatron-core 0.16.1, rope_utils.py: it takes no `interleaved`
         unrotated = "the kernel for packs rotates halves of a head, not neighbours"
+    elif context.architecture.vision:
+        unrotated = "the kernel for packs knows no positions of images"
     elif context.architecture.rope.scales_part:
         unrotated = "the kernel for packs scales no cosines and sines"
     are_cut = "not known to be right where experts are cut" if context.parallel.expert_tensor > 1 else ""

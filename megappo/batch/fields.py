@@ -38,6 +38,9 @@ FIELDS: Table[Field] = Table(
             "the experts that each token went to, numbered from 1; all 0 if unknown",
             has_bytes=True,
         ),
+        "prompt_records": Field(
+            False, "the rollout", "number of the data set of the row's prompt, and the prompt's position in it", True
+        ),
         "scores": Field(False, "the rollout", "the reward function's score of the response"),
         "score_components": Field(
             False, "the rollout", "the terms of the scores, where the reward function returns several", True

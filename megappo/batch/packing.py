@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from megappo.architecture.vision import Vision
+from megappo.batch.image_layout import lay_out_images
+from megappo.batch.images import Image, ImageSource
 from megappo.batch.rows import Rows, positions_in
 
 
@@ -34,6 +37,9 @@ class PackedBatch:
         last_row_index: [n] int64 into b: the rows of these last tokens.
         token_rows: [T] int64: 1 + the row of each token held here, 0 for padding.
         expert_choices: [T, K] uint8, of the tokens held here, as in the rows, 0 for padding; None if they have none.
+        mrope_positions: [3, T] int64: frame, row and column of the tokens held here, for a model with a vision tower.
+        image_slots: [T] int64: numbers of the tokens held here among the tokens of `images`, -1 for text.
+        images: the images in the rows, each once.
         returns: [N], targets of the values at `predictor_index`; None if the rows have none.
     """
 
@@ -49,6 +55,9 @@ class PackedBatch:
     last_row_index: Tensor
     token_rows: Tensor
     expert_choices: Tensor | None = None
+    mrope_positions: Tensor | None = None
+    image_slots: Tensor | None = None
+    images: tuple[Image, ...] = ()
     returns: Tensor | None = None
 
     def responses(self, flat: Tensor) -> Tensor:
@@ -85,6 +94,8 @@ def pack(
     context: int = 1,
     context_rank: int = 0,
     is_pinned: bool = False,
+    vision: Vision | None = None,
+    source: ImageSource | None = None,
 ) -> PackedBatch:
     """Pack rows, or a rank's share of them.
 
@@ -93,6 +104,8 @@ def pack(
         context: number of ranks that share each row's tokens; above 1 every row is padded to divide among them.
         context_rank: the rank whose share to pack.
         is_pinned: see `copied`.
+        vision: vision tower of the model; None = text only.
+        source: source of the rows' images, if they may have any.
     """
     # b rows of R response columns, padded to W tokens in all, of which this rank holds T; M tokens have mask 1.
     lengths = _padded(rows.lengths, granularity(context), multiple)  # [b], or [b + 1] with padding at the end
@@ -126,8 +139,12 @@ def pack(
         tensors["expert_choices"] = whole[held]
     if (returns := rows.fields.get("returns")) is not None:
         tensors["returns"] = returns[is_written][is_held]
+    images: tuple[Image, ...] = ()
+    if vision is not None:
+        positions, slots, images = lay_out_images(rows, starts, vision, source)
+        tensors |= {"mrope_positions": positions[:, held], "image_slots": slots[held]}
     on_device = {name: copied(tensor, device, is_pinned) for name, tensor in tensors.items()}
-    return PackedBatch(rows=rows, lengths=lengths.tolist(), **on_device)
+    return PackedBatch(rows=rows, lengths=lengths.tolist(), images=images, **on_device)
 
 
 def _padded(lengths: Tensor, unit: int, multiple: int) -> Tensor:

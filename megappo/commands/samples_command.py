@@ -73,6 +73,7 @@ def sample_lines(sample: Mapping[str, Any]) -> Iterator[str]:
     texts = [(name, sample[name]) for name in TEXTS]
     if turns := sample.get("turns"):
         texts[1:2] = [(_writer(turn), turn["text"]) for turn in turns]
+    texts[1:1] = [("image", path) for path in sample.get("images") or ()]
     width = max(NAME_CHARACTERS, *(len(name) for name, _ in texts))
     for name, text in texts:
         for number, line in enumerate(str(text).splitlines() or [""]):

@@ -17,6 +17,8 @@ ROLLOUT_KEYS = (
     "placement.rollout",
     "data.gen_batch_size",
     "data.prompt_key",
+    "data.image_key",
+    "data.max_image_pixels",
     "data.label_key",
     "data.max_prompt_length",
     "data.order_by",

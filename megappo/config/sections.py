@@ -146,6 +146,8 @@ class Data(Section):
     gen_batch_size: Positive | None = key(None, "prompts drawn at a time, at least train_batch_size. A step's rollout ends as soon as train_batch_size of them have all their responses (with algorithm.filter_groups: as soon as enough of them have scores that differ), and the unfinished responses are dropped; null = train_batch_size, and wait for all", read_if=SAMPLES)
     prompt_key: str = key("prompt", "field with the prompt: a string, or chat messages for the tokenizer's template; a dotted name is a path into objects")
     label_key: str = key("label", "field passed to the reward function as the right answer; may be dotted, as reward_model.ground_truth")
+    image_key: str = key("images", "field with the images of a prompt, for a model with vision: a list, or one, of paths, file or data URLs, or {bytes: ..., path: ...}; each takes the place of an <image> in a text, or of a part {type: image} of a message")
+    max_image_pixels: Positive | None = key(None, "most pixels of an image: larger ones are made smaller; null = as preprocessor_config.json of the model has it")
     apply_chat_template: StrictBool = key(False, "treat a prompt that is a string as a user's message and apply the chat template; false = pass it to the model as it is")
     system_prompt: str | None = key(None, "system message for chat messages that have none; null = none")
     chat_template_kwargs: dict[str, str | int | float | StrictBool] = key({}, "variables of the chat template, such as {enable_thinking: false}")

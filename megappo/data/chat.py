@@ -31,11 +31,15 @@ class Chat:
     Args:
         config: apply_chat_template, system_prompt, chat_template_kwargs.
         tools: JSON schemas of the functions that the template lists.
+        reads_images: messages may have parts of text and images.
     Raises:
         ConfigError: the template does not read one of these.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", config: Data, tools: Tools = ()):
+    def __init__(
+        self, tokenizer: "PreTrainedTokenizerBase", config: Data, tools: Tools = (), *, reads_images: bool = False
+    ):
+        self._reads_images = reads_images
         self._tokenizer = tokenizer
         self._config = config
         self._tools = list(tools) or None
@@ -73,7 +77,7 @@ class Chat:
                     "data.apply_chat_template=true, or drop them"
                 )
             return prompt
-        return self.with_system(read_messages(prompt, "a string or "))
+        return self.with_system(read_messages(prompt, "a string or ", reads_images=self._reads_images))
 
     def text_of(self, content: PromptContent, tools: Tools | None = None, *, continues: bool = True) -> str:
         """Render a prompt as the model sees it, up to where its answer begins.
@@ -147,7 +151,7 @@ class Chat:
         return text
 
 
-def read_messages(value: Any, alternative: str = "") -> list[dict[str, Any]]:
+def read_messages(value: Any, alternative: str = "", *, reads_images: bool = False) -> list[dict[str, Any]]:
     """Return a conversation as messages for a template.
 
     As SGLang passes them, null content is empty and arguments of tool calls are objects. Other null fields, which
@@ -155,6 +159,7 @@ def read_messages(value: Any, alternative: str = "") -> list[dict[str, Any]]:
 
     Args:
         alternative: what else is expected, for messages.
+        reads_images: content may be a list of parts.
     Raises:
         ValueError: it is none.
     """
@@ -165,8 +170,9 @@ def read_messages(value: Any, alternative: str = "") -> list[dict[str, Any]]:
     for number, one in enumerate(value, 1):
         if isinstance(one, dict) and (role := SHAREGPT_ROLES.get(str(one.get("from")))):
             one = {**one, "role": role, "content": one.get("value"), "from": None, "value": None}
-        if not is_message(one):
-            remedy = "content may be null beside tool_calls, and images are not read"
+        has_parts = reads_images and _has_parts(one)
+        if not is_message({**one, "content": ""} if has_parts else one):
+            remedy = "content may be null beside tool_calls" + ("" if reads_images else ", and images are not read")
             raise ValueError(f"{expected} {one!r:.80} as message {number} of {len(value)}: {remedy}")
         messages.append(
             {name: part for name, part in one.items() if part is not None} | {"content": one["content"] or ""}
@@ -174,6 +180,11 @@ def read_messages(value: Any, alternative: str = "") -> list[dict[str, Any]]:
         if calls := one.get("tool_calls"):
             messages[-1]["tool_calls"] = list(map(_with_object, calls))
     return messages
+
+
+def _has_parts(message: Any) -> bool:
+    content = message.get("content") if isinstance(message, dict) else None
+    return isinstance(content, list) and all(isinstance(part, dict) for part in content)
 
 
 def _with_object(call: Any) -> Any:

@@ -76,6 +76,18 @@ class Conversations:
         if template:
             self._rendered("A question", "An answer")
 
+    def check_images(self, *, are_read: bool) -> None:
+        """Refuse prompts with images, if they are read, where conversations are rendered again.
+
+        Raises:
+            ConfigError: always then.
+        """
+        if are_read and self.are_rendered:
+            raise self._error(
+                "conversations are rendered again, which does not place images: name a reward model with the actor's "
+                "tokens and chat template, or set reward_model.retokenize to false"
+            )
+
     def of(
         self,
         tokens: list[int],

@@ -13,6 +13,7 @@ from megappo.config.config_error import shorten
 from megappo.config.model_sections import Teacher
 from megappo.config.schema import Reward
 from megappo.data.chat import Chat, PromptContent
+from megappo.data.image_files import ImageFile, ImageReader, image_file, images_in, place_images
 from megappo.data.tokenizer import RenderedText
 from megappo.userland.grades import fits_float32
 from megappo.userland.signatures import PROMPTS, InputSpec
@@ -20,7 +21,14 @@ from megappo.userland.spec import check_label
 
 NO_REWARD = Reward(function=None)
 ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
-MEDIA = dict.fromkeys(("images", "image", "videos", "audios"), "models get text only; choose other data, or drop it")
+MEDIA = {
+    **dict.fromkeys(
+        ("images", "image"),
+        "only prompts of a model with vision may have images, where it writes single responses (no environment, tools "
+        "or agent); choose other data, or drop it",
+    ),
+    **dict.fromkeys(("videos", "audios"), "models read texts and images only; choose other data, or drop it"),
+}
 """Fields with what is no text -> what to do about them."""
 HISTORY = {"history": "put the earlier turns into messages, or drop it"}
 UNREAD = {"system": "write it as the first message", "tools": "name the functions in rollout.tools"}
@@ -41,6 +49,8 @@ class RecordFields:
         needs_label: records must have one; else it is None.
         teachers: teachers by name, of which a record has one at most.
         without_teacher: see distillation.without_teacher.
+        image_key: field with the images of a prompt.
+        images: reads these; None: prompts may have none.
     """
 
     prompt_key: str
@@ -52,6 +62,8 @@ class RecordFields:
     needs_label: bool = True
     teachers: Mapping[str, Teacher] = field(default_factory=dict)
     without_teacher: str = "reward"
+    image_key: str = "images"
+    images: ImageReader | None = None
 
     @cached_property
     def required(self) -> dict[str, str]:
@@ -72,12 +84,12 @@ class RecordFields:
         if self.takes.optional is None:
             return None
         routing = chain.from_iterable(one.when for one in self.teachers.values())
-        return [*self.required, *self.takes.optional, *routing, *MEDIA, *UNREAD]
+        return [*self.required, *self.takes.optional, *routing, *MEDIA, self.image_key, *UNREAD]
 
     @cached_property
     def taken(self) -> Collection[str]:
         """Fields that are read by name."""
-        return {*self.required, *(self.takes.optional or ())}
+        return {*self.required, *(self.takes.optional or ()), *([self.image_key] if self.images else [])}
 
     def rank_of(self, values: Mapping[str, Any]) -> float:
         """Return the number by which a record with these values is ordered, ascending.
@@ -123,6 +135,8 @@ class PromptEntry:
         rank: number by which it is ordered.
         teacher: see `RecordFields.teacher_of`.
         warnings: fields that are not read, and why.
+        images: its images, in their order.
+        num_image_tokens: tokens of all of them, once they have been measured.
     """
 
     rendered: RenderedText
@@ -132,11 +146,15 @@ class PromptEntry:
     rank: float
     teacher: int
     warnings: list[str]
+    images: Sequence[ImageFile] = ()
+    num_image_tokens: int = 0
 
 
-def entry_of(record: Any, fields: RecordFields, chat: Chat) -> PromptEntry:
+def entry_of(record: Any, fields: RecordFields, chat: Chat, data_file: str) -> PromptEntry:
     """Return the entry of a record.
 
+    Args:
+        data_file: path of its file.
     Raises:
         ValueError: it has none; each argument is a fault.
     """
@@ -144,7 +162,8 @@ def entry_of(record: Any, fields: RecordFields, chat: Chat) -> PromptEntry:
     prompt = values[fields.prompt_key]
     label = values[fields.label_key] if fields.needs_label else None
     rank = fields.rank_of(values)
-    check_value("prompt", prompt)
+    if fields.images is None:
+        check_value("prompt", prompt)
     check_value("label", label)
     check_label(label, fields.reward.weights)
     columns, warnings = _columns(record, fields)
@@ -153,11 +172,18 @@ def entry_of(record: Any, fields: RecordFields, chat: Chat) -> PromptEntry:
         if record.get(name) and name not in fields.taken and fields.takes.optional is not None:
             warnings.append(f"the field {name!r} is not read: {remedy}, or drop it")
     content = chat.content_of(prompt)
+    images: list[Any] = []
+    if fields.images is not None:
+        content, images = place_images(content, images_in(record, fields.image_key), fields.images.placeholder)
+        check_value("prompt", content)
     if fields.takes.raw_prompts:
         columns[PROMPTS] = content
     rendered = RenderedText(chat.text_of(content), not isinstance(content, str))
+    if fields.images is not None:
+        fields.images.check_text(rendered.text, len(images))
     warnings += chat.unread_fields(content)
-    return PromptEntry(rendered, content, label, columns, rank, fields.teacher_of(record), warnings)
+    files = [image_file(image, data_file) for image in images]
+    return PromptEntry(rendered, content, label, columns, rank, fields.teacher_of(record), warnings, files)
 
 
 def refuse_fields(record: Mapping[str, Any], remedies: Mapping[str, str], taken: Collection[str]) -> None:
@@ -221,6 +247,8 @@ def _columns(record: Mapping[str, Any], fields: RecordFields) -> tuple[dict[str,
     named = (*fields.takes.needed, *(fields.takes.optional or ()))
     takes_any = fields.takes.optional is None
     names = [name for name in record if name in named or (takes_any and name != fields.prompt_key)]
+    if fields.images is not None and fields.image_key in names:
+        names.remove(fields.image_key)  # functions get paths, see `PromptImages`
     columns = {}
     left_out = []
     for name in names:

@@ -3,16 +3,18 @@
 import math
 import unicodedata
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from megappo.batch.images import Image
 from megappo.config.eval_sets import TRAINING, eval_sets, training_task
 from megappo.config.model_sections import Teacher
 from megappo.config.schema import Config, Data, Reward
 from megappo.data.chat import Chat, PromptContent
 from megappo.data.entries import NO_REWARD, PromptEntry, RecordFields, entry_of
+from megappo.data.image_files import ImageFile, ImageReader
 from megappo.data.prompt_checks import COMPARED, MOST_LENGTHS, Check, end_warnings, hidden_token_warnings
 from megappo.data.record_dataset import RecordDataset
 from megappo.data.records import Records, Unpack
@@ -21,6 +23,8 @@ from megappo.userland.signatures import NO_INPUT, InputSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+NO_CUT = "set data.too_long=skip, or lower data.max_image_pixels"
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,9 @@ class Prompt:
         columns: further fields for it, by name.
         place: file and line, for messages.
         teacher: number of its teacher, from 1; 0 = none.
+        data_set: number of the dataset in `open_datasets`.
+        images: its images, by their places in `tokens`.
+        image_digests: checksums of their files.
     """
 
     index: int
@@ -44,6 +51,14 @@ class Prompt:
     columns: dict[str, Any] = field(default_factory=dict)
     place: str = ""
     teacher: int = 0
+    data_set: int = 0
+    images: tuple[Image, ...] = ()
+    image_digests: tuple[str, ...] = ()
+
+    @property
+    def record(self) -> tuple[int, int]:
+        """Number of its dataset, and its position there."""
+        return self.data_set, self.index
 
 
 class PromptDataset(RecordDataset[Prompt]):
@@ -60,9 +75,12 @@ class PromptDataset(RecordDataset[Prompt]):
         order_by: see data.order_by; prompts are ordered once all have been checked.
         reward: the section with the functions that score responses.
         needs_label, teachers, without_teacher: see `RecordFields`.
+        images: reads the images of prompts; None: they may have none.
+        number: number of the dataset in `open_datasets`.
 
     Attributes:
         kept: positions in the dataset of the prompts that a run uses: all, until some are left out.
+        image_reader: see `images`.
 
     Raises:
         ConfigError: a file is missing, empty, or of another format; the chat template does not read its arguments.
@@ -83,13 +101,20 @@ class PromptDataset(RecordDataset[Prompt]):
         needs_label: bool = True,
         teachers: Mapping[str, Teacher] = MappingProxyType({}),
         without_teacher: str = "reward",
+        images: ImageReader | None = None,
+        number: int = 0,
     ):
-        self._chat = Chat(tokenizer, config, takes.tools)
+        self._chat = Chat(tokenizer, config, takes.tools, reads_images=images is not None)
         section = key.rpartition(".")[0]
         self._fields = RecordFields(
             *(config.prompt_key, config.label_key, takes, section, order_by, reward, needs_label),
-            *(teachers, without_teacher),
+            teachers=teachers,
+            without_teacher=without_teacher,
+            image_key=config.image_key,
+            images=images,
         )
+        self.image_reader = images
+        self._number = number
         names = self._fields.names
         is_ordered = order_by is not None
         self._max_token = max(tokenizer.get_vocab().values())
@@ -106,8 +131,25 @@ class PromptDataset(RecordDataset[Prompt]):
         """Return the text or the messages, with the system prompt, of the prompt at a position in the dataset."""
         return self._entry(index).content
 
+    def image_files(self, index: int) -> Sequence[ImageFile]:
+        """Return the files of the images of the prompt at a position in the dataset."""
+        return self._entry(index).images
+
+    def images_at(self, index: int) -> Sequence[Image]:
+        """Return the images of the prompt at a position in the dataset."""
+        return self.at([index])[0].images if self.image_files(index) else ()
+
+    @property
+    def image_column(self) -> str | None:
+        """Name under which reward functions get the paths of a prompt's images; None if no function takes them."""
+        taken = (*self._fields.takes.needed, *(self._fields.takes.optional or ()))
+        return self._fields.image_key if self._fields.image_key in taken else None
+
     def _read(self, record: Any, file: Records) -> tuple[PromptEntry, Sequence[str]]:
-        entry = entry_of(record, self._fields, self._chat)
+        entry = entry_of(record, self._fields, self._chat, file.path)
+        if self.image_reader is not None:
+            grids = [self.image_reader.measure(image, whole=True)[0] for image in entry.images]
+            entry = replace(entry, num_image_tokens=sum(map(self.image_reader.num_tokens, grids)))
         return entry, entry.warnings
 
     def _check_entries(
@@ -124,18 +166,23 @@ class PromptDataset(RecordDataset[Prompt]):
         too_long = self.config.too_long
         unsure = {}
         for number, entry in entries.items():
-            if number < COMPARED or not self._is_short(entry.rendered.text, vocab_size):
+            if number < COMPARED or entry.images or not self._is_short(entry.rendered.text, vocab_size):
                 unsure[number] = entry
         tokenised = encode([entry.rendered for entry in unsure.values()], self._tokenizer)
-        lengths = {len(tokens) for tokens in tokenised if len(tokens) > limit}
-        longest = f" (the longest has {max(lengths)})" if len(lengths) > MOST_LENGTHS else ""
-        for (number, entry), tokens in zip(unsure.items(), tokenised, strict=True):
+        lengths = []
+        for entry, tokens in zip(unsure.values(), tokenised, strict=True):
+            lengths.append(len(tokens) - len(entry.images) + entry.num_image_tokens)
+        excessive = {length for length in lengths if length > limit}
+        longest = f" (the longest has {max(excessive)})" if len(excessive) > MOST_LENGTHS else ""
+        for (number, entry), tokens, length in zip(unsure.items(), tokenised, lengths, strict=True):
             if not tokens:
                 self._note_bad_row(check, number, ["the prompt is empty: it has no token"])
                 continue
-            if len(tokens) > limit:
-                check.note(number, too_long, [self._too_long(len(tokens), longest)])
-            if len(tokens) <= limit or too_long == "truncate_left":
+            if length > limit and entry.images and too_long == "truncate_left":
+                check.note(number, "error", [f"{self._too_long(length, longest)}, and images cannot be cut: {NO_CUT}"])
+            elif length > limit:
+                check.note(number, too_long, [self._too_long(length, longest)])
+            if length <= limit or too_long == "truncate_left":
                 check.note(number, "error", self._unknown_tokens(tokens[-limit:], vocab_size))
             self._check_text(check, number, entry.rendered, entry.content, tokens)
             if number < COMPARED:
@@ -163,13 +210,23 @@ class PromptDataset(RecordDataset[Prompt]):
     def _prompt(self, index: int, tokens: list[int], entry: PromptEntry) -> Prompt:
         limit = self.config.max_prompt_length
         text = entry.rendered.text
+        images: list[Image] = []
+        digests: Sequence[str] = ()
+        if (reader := self.image_reader) is not None and entry.images:
+            grids, digests = zip(*map(reader.measure, entry.images), strict=True)
+            tokens, places = reader.expanded(tokens, grids)
+            for number, (place, grid) in enumerate(zip(places, grids, strict=True)):
+                images.append(Image(place, grid, (self._number, index, number)))
         if len(tokens) > limit and self.config.too_long == "truncate_left":
             tokens = tokens[-limit:]
             text = self._tokenizer.decode(tokens)
-        return Prompt(index, tokens, text, entry.label, entry.columns, self._place(index), entry.teacher)
+        facts = entry.label, entry.columns, self._place(index), entry.teacher, self._number
+        return Prompt(index, tokens, text, *facts, tuple(images), tuple(digests))
 
     def _entry(self, index: int) -> PromptEntry:
-        return entry_of(self._record(index), self._fields, self._chat)
+        file, number = self._located(index)
+        [record] = file.at([number])
+        return entry_of(record, self._fields, self._chat, file.path)
 
 
 def open_datasets(
@@ -177,6 +234,7 @@ def open_datasets(
     tokenizer: "PreTrainedTokenizerBase",
     takes: Mapping[str, InputSpec] = MappingProxyType({}),
     unpack: Unpack | None = None,
+    images: ImageReader | None = None,
 ) -> tuple[PromptDataset | None, dict[str, PromptDataset]]:
     """Open the training prompts (None where there are only evaluations), and the prompts of each of `eval_sets`, by
     name.
@@ -184,6 +242,7 @@ def open_datasets(
     Args:
         takes: fields for reward function and environment of each of `played_tasks`, besides prompt and label.
         unpack: see `open_records`.
+        images: reads the images of prompts that get single responses.
     Raises:
         ConfigError: a file is missing, empty, or of another format.
     """
@@ -208,10 +267,17 @@ def open_datasets(
             reward=config.reward,
             needs_label=task.has_labels,
             without_teacher=config.distillation.without_teacher,
+            images=None if task.rollout.has_episodes else images,
         )
-    for name, one in eval_sets(config).items():
-        taken = takes.get(name, NO_INPUT)
+    for number, (name, one) in enumerate(eval_sets(config).items(), start=1):
         val[name] = opened(
-            one.files, config=one.data, key=one.key, takes=taken, reward=one.reward, needs_label=one.has_labels
+            one.files,
+            config=one.data,
+            key=one.key,
+            takes=takes.get(name, NO_INPUT),
+            reward=one.reward,
+            needs_label=one.has_labels,
+            images=None if one.rollout.has_episodes else images,
+            number=number,
         )
     return train, val

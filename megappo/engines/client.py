@@ -18,7 +18,9 @@ from megappo.engines.generations import (
     EngineFault,
     Generation,
     SamplingParams,
+    SentImages,
     WeightVersion,
+    check_prompt_length,
     checked,
     expecting_response,
     generate_body,
@@ -35,8 +37,9 @@ IDLE_SECONDS = 60.0
 """Limit for an engine to become idle."""
 HANG_KEY = "watchdog_timeout in rollout.server_args, or --watchdog-timeout of a server of yours"
 TIMEOUT_KEY = "rollout.request_timeout_seconds"
-UNCHECKED = {"skip_tensor_list": [".v_norm.weight"]}
-"""Tensors to leave out of checks: in SGLang 0.5.23 Gemma 4's norms without weights have buffers of ones."""
+UNCHECKED = {"skip_tensor_list": [".v_norm.weight", ".axis_map"]}
+"""Tensors to leave out of checks, which no sync sends. In SGLang 0.5.23 Gemma 4's norms without weights have buffers of
+ones, and Qwen3-VL's rotary positions have a table."""
 HANG_SECONDS = 300.0
 """Limit for a busy engine to show that it works; SGLang's own watchdog_timeout."""
 WATCH_SECONDS = 5.0
@@ -124,12 +127,24 @@ class EngineClient:
         usage = server_info["internal_states"][0]["memory_usage"]
         return (usage["weight"] + usage["kvcache"]) * 2**30
 
-    def generate(self, prompts: Sequence[list[int]], params: SamplingParams) -> list[Generation]:
-        """Return one response to each prompt (token ids), in order, from one request."""
+    def generate(
+        self,
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
+        images: Sequence[SentImages] = (),
+    ) -> list[Generation]:
+        """Return one response to each prompt (token ids), in order, from one request.
+
+        Args:
+            images: see `generate_body`.
+        """
         version = self.version
-        replies = self.post("/generate", generate_body(prompts, params, self.adapter, version))
+        replies = self.post("/generate", generate_body(prompts, params, self.adapter, version, images))
         if not isinstance(replies, list) or len(replies) != len(prompts):
             raise EngineFault(f"expected {len(prompts)} responses from the engine, got {str(replies)[:500]}")
+        if any(images):
+            for prompt, reply in zip(prompts, replies, strict=True):
+                check_prompt_length(reply, len(prompt))
         return [checked(reply, version=version, replayed=params.replayed) for reply in replies]
 
     def sleep(self) -> None:
@@ -209,14 +224,20 @@ class EngineClient:
         connections: Connections,
         prompts: Sequence[list[int]],
         params: SamplingParams,
+        images: Sequence[SentImages] = (),
     ) -> AsyncIterator[tuple[int, Generation]]:
         """Yield each prompt's position and its response as soon as that is finished; a caller that does not want all of
-        them closes the iterator. Many requests may run at a time over the connections."""
+        them closes the iterator. Many requests may run at a time over the connections.
+
+        Args:
+            images: see `generate_body`.
+        """
         path = "/generate"
         version = self.version
         missing = set(range(len(prompts)))
+        lengths = list(map(len, prompts)) if any(images) else []
         try:
-            body = generate_body(prompts, params, self.adapter, version) | {"stream": True}
+            body = generate_body(prompts, params, self.adapter, version, images) | {"stream": True}
             # The stream has only the first tokens, and whole responses.
             body["sampling_params"]["stream_interval"] = params.max_response_length + 1
             async with connections.free() as http, http.stream("POST", path, json=body) as response:
@@ -224,7 +245,7 @@ class EngineClient:
                     await response.aread()
                     self._checked(path, response)
                 async for data in events(response):
-                    if finished := self._finished(path, data, missing, version, params.replayed):
+                    if finished := self._finished(path, data, missing, version, params.replayed, lengths):
                         yield finished
         except httpx.TransportError as error:
             raise await asyncio.to_thread(self._unreachable, path, error) from error
@@ -238,8 +259,13 @@ class EngineClient:
         missing: set[int],
         version: WeightVersion | None,
         replayed: Architecture | None,
+        lengths: Sequence[int],
     ) -> tuple[int, Generation] | None:
-        """Return the position and the response of an event; None where the sequence has only begun."""
+        """Return the position and the response of an event; None where the sequence has only begun.
+
+        Args:
+            lengths: tokens of each prompt, if some have images.
+        """
         event = self._parsed(path, data)
         with expecting_response(event):
             if "error" in event:  # found after the status had been sent
@@ -253,6 +279,8 @@ class EngineClient:
                 replayed=replayed,
             )
             missing.remove(event["index"])
+            if lengths:
+                check_prompt_length(event, lengths[event["index"]])
         return event["index"], generation
 
     async def abort_all(self, connections: Connections, is_idle: Callable[[], bool]) -> None:

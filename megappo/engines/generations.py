@@ -5,7 +5,7 @@ import math
 from base64 import b64decode
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -103,17 +103,39 @@ class Generation:
         return self.first(len(self.tokens) - 1, 1)
 
 
+class SentImage(NamedTuple):
+    """An image of a prompt.
+
+    Attributes:
+        place: index of the first of the tokens that stand for it in the prompt, which are all equal.
+        num_tokens: how many there are.
+        url: the image file, as a data URL.
+    """
+
+    place: int
+    num_tokens: int
+    url: str
+
+
+SentImages = Sequence[SentImage]
+"""Images of one prompt, by place."""
+
+
 def generate_body(
     prompts: Sequence[list[int]],
     params: SamplingParams,
     adapter: str | None = None,
     version: WeightVersion | None = None,
+    images: Sequence[SentImages] = (),
 ) -> JsonObject:
     """Return the body of a request for one response to each prompt, in SGLang's spelling.
 
     Args:
         adapter: name of the adapter that is added to the engine's model.
         version: version of the engine's weights.
+        images: images of each prompt; empty if no prompt has any.
+    Raises:
+        EngineError: see `with_placeholders`.
     """
     sampling = {
         "max_new_tokens": params.max_response_length,
@@ -123,6 +145,9 @@ def generate_body(
         "stop_token_ids": list(params.stop_token_ids),
     }
     body = {"input_ids": list(prompts), "sampling_params": sampling, "return_logprob": True}
+    if any(images):
+        body["input_ids"] = list(map(with_placeholders, prompts, images))
+        body["image_data"] = [[image.url for image in of_prompt] for of_prompt in images]
     if params.replayed:
         body["return_routed_experts"] = True
     if adapter:
@@ -130,6 +155,48 @@ def generate_body(
     if version is not None and version.keeps_cache:
         body["extra_key"] = str(version.number)  # SGLang finds cached keys and values by it, besides the tokens
     return body
+
+
+def with_placeholders(tokens: list[int], images: SentImages) -> list[int]:
+    """Return a prompt with one token for each image, which SGLang replaces by as many as the image has.
+
+    SGLang 0.5.23 does not count: it drops an image without a token, and hangs or crashes by a token without an image.
+    A prompt with all tokens of its images is read as if each were an image, or its text is encoded again
+    (multimodal/processors/base_processor.py).
+
+    Raises:
+        EngineError: the prompt has other tokens where an image lies, or such tokens where none lies.
+    """
+    kept: list[int] = []
+    done = 0
+    for place, num_tokens, _ in images:
+        stop = place + num_tokens
+        if place < done or num_tokens < 1 or tokens[place:stop] != tokens[place : place + 1] * num_tokens:
+            raise EngineError(
+                f"expected {num_tokens} equal tokens of an image from {place} on, got {tokens[done:stop]}"
+            )
+        kept += tokens[done : place + 1]
+        done = stop
+    kept += tokens[done:]
+    num_placeholders = sum(map(kept.count, {tokens[image.place] for image in images}))
+    if num_placeholders != len(images):
+        raise EngineError(f"a prompt has {num_placeholders} places for images, but {len(images)} images: {kept}")
+    return kept
+
+
+def check_prompt_length(reply: Any, num_tokens: int) -> None:
+    """Check that the engine has made as many tokens of a prompt with images as training does.
+
+    Raises:
+        EngineError: it has other settings of images.
+    """
+    found = reply["meta_info"]["prompt_tokens"]
+    if found != num_tokens:
+        raise EngineError(
+            f"the engine made {found} tokens of a prompt with images that has {num_tokens} in training: both must read "
+            "the same preprocessor_config.json. Start a server of rollout.engines from model.path, with the version of "
+            "transformers that this run has, and with --mm-process-config if data.max_image_pixels is set"
+        )
 
 
 def checked(

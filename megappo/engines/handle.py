@@ -86,10 +86,12 @@ def start_engine(plan: RunPlan, rank: int, store: Store, cleanup: ExitStack) -> 
         external = ExternalEngine(config.rollout.engines[number], config.rollout)
         return EngineHandle(number, external, start_workers(played_tasks(config), cleanup))
     node = starting.index(rank)
-    arguments = {}
+    arguments: JsonObject = {}
     if len(starting) > 1:
         address = _meeting_address(store, number, node, cleanup)
         arguments = {"nnodes": len(starting), "node_rank": node, "dist_init_addr": address}
+    if config.data.max_image_pixels is not None:
+        arguments["mm_process_config"] = {"image": {"max_pixels": config.data.max_image_pixels}}
     engine = _engine(config, layout, number, ranks_by_node[node], node, arguments)
     cleanup.callback(engine.stop)
     engine.start()

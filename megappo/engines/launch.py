@@ -34,6 +34,11 @@ GPU_ARGUMENTS = {
     "enable_memory_saver": True,  # sleep() frees the memory for the trainer
     "cuda_graph_backend_prefill": "disabled",  # SGLang's default there refuses graphs that sleep
 }
+CPU_VARIABLES = {
+    "OMP_NUM_THREADS": "1",
+    # SGLang compiles the rotation in vision towers (layers/rotary_embedding/utils.py): minutes on a CPU.
+    "TORCHDYNAMO_DISABLE": "1",
+}
 GPU_VARIABLES = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "true"}  # CUDA graphs sleep, too
 TORCHRUN_PREFIXES = ("MASTER_", "TORCHELASTIC_", "RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_SIZE")
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -202,7 +207,7 @@ def _with_cpu_threads(
 
     SGLang wants the cores named when it has more ranks than the machine has NUMA nodes.
     """
-    variables = {"OMP_NUM_THREADS": "1"} | variables
+    variables = CPU_VARIABLES | variables
     if num_threads:
         variables["OMP_NUM_THREADS"] = str(num_threads)
     if "OMP_WAIT_POLICY" not in variables:

@@ -35,6 +35,14 @@ KERNEL_NAMES = (
     "verify_tree_greedy_cpu",
 )
 """Names that SGLang's CPU mode imports from sgl_kernel at module level. Without AMX instructions it calls none."""
+OPERATORS = (
+    "fused_qk_gemma_rmsnorm_cpu",
+    "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+    "fused_sigmoid_mul_cpu",
+)
+"""Operators of sgl_kernel whose names SGLang's CPU mode looks up at module level (sglang/srt/models/qwen3_5.py), which
+the processor of Qwen's models with vision imports. Models that megappo serves call none."""
 MAX_SAMPLES = 1024
 """Most responses of one request to a prompt."""
 KEYS = ("api_key", "admin_api_key", "ssl_keyfile_password")
@@ -55,6 +63,9 @@ def prepare_import() -> None:
         module = types.ModuleType("sgl_kernel", "Names that SGLang's CPU mode imports; calling one is an error.")
         for name in KERNEL_NAMES:
             setattr(module, name, _absent_kernel(name))
+        module.declared = torch.library.Library("sgl_kernel", "FRAGMENT")  # its declarations end with it
+        for name in OPERATORS:
+            module.declared.define(f"{name}() -> ()")
         sys.modules["sgl_kernel"] = module
 
 
@@ -120,6 +131,7 @@ def install_hooks(*, of_run: bool = False) -> None:
         "sglang.srt.server_args.PortArgs.init_new": (name_shared_memory, HookType.AFTER),
         "sglang.srt.mem_cache.pool_host.common._cuda_host_register": (register_with_cuda, HookType.AROUND),
         "sglang.srt.configs.update_config.get_moe_padding_size": (keep_sizes, HookType.AROUND),
+        "sglang.srt.utils.common.is_jpeg_with_cuda": (decode_on_cpu, HookType.AROUND),
     }
     if of_run:
         handle_output = "sglang.srt.managers.tokenizer_manager.TokenizerManager._handle_batch_output"
@@ -205,6 +217,14 @@ def keep_sizes(original: Any, weight_block_size: list[int] | None) -> int:
     size: their engine would end at the first sync. No argument turns it off (sglang/srt/configs/update_config.py).
     """
     return 1 if weight_block_size is None else original(weight_block_size)
+
+
+def decode_on_cpu(original: Any, *args: Any, **kwargs: Any) -> bool:
+    """Decode JPEG on the CPU, as training does: nvJPEG, which SGLang takes for Qwen's models, computes other colours.
+
+    No argument turns it off (sglang/srt/utils/common.py).
+    """
+    return False
 
 
 def refuse_empty_prompt(manager: Any, request: Any, input_ids: list[int] | None) -> None:

@@ -29,6 +29,7 @@ from megappo.models.layer_specs import (
 )
 from megappo.models.lora import add_adapters
 from megappo.models.megatron_config import gpt_arguments, transformer_config
+from megappo.models.vision_tower import add_vision
 from megappo.placement.groups import ComponentGroups
 from megappo.runtime import platform
 
@@ -177,6 +178,7 @@ def _chunk(
     if gpt.pre_process and config.recompute_granularity == "full" and not is_trained(EMBEDDING_WEIGHT, architecture):
         # A layer that is computed again has gradients only where its input requires one.
         gpt.embedding.register_forward_hook(lambda embedding, inputs, output: output.requires_grad_())
+    add_vision(gpt, architecture)
     return gpt
 
 

@@ -32,7 +32,7 @@ from megappo.architecture.switches import te_refusal
 from megappo.config.config_error import ConfigError
 from megappo.models.cut_parameters import CutParameters
 from megappo.models.linear_attention import AttentionOfLayer, GatedAttention, PackedGatedAttention
-from megappo.models.packed_attention import NormedValueAttention, PackedAttention, SelfAttention
+from megappo.models.packed_attention import MropeAttention, NormedValueAttention, PackedAttention, SelfAttention
 from megappo.runtime import platform
 
 
@@ -88,6 +88,8 @@ def layer_spec(
             _use_torch_modules(layer.submodules, config)
         if family.norms[0] is None:
             _leave_out_input_norms(layer.submodules, has_te)
+        if family.vision:
+            layer.submodules.self_attention.module = MropeAttention
         if family.value_norms:
             layer.submodules.self_attention.module = NormedValueAttention
         if config.linear_attention_freq:

@@ -119,6 +119,7 @@ def transformer_config(
     )
     config.switches = switches
     config.logit_cap = architecture.logit_cap
+    config.vision = architecture.vision
     return _with_magnitude(config, architecture.rope)
 
 

@@ -13,11 +13,13 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from megappo.batch.balance import micro_batches, partition_groups
+from megappo.batch.images import ImageSource
 from megappo.batch.packing import PackedBatch, num_held, pack
 from megappo.batch.rows import Rows
 from megappo.models.gpt import ModelChunks, router_bias_kept
 from megappo.models.heads import Head, Outputs, output_weight
 from megappo.models.packed_attention import Pack
+from megappo.models.vision_tower import towers
 from megappo.models.vocab_parallel import LogitFactors
 from megappo.placement.groups import ComponentGroups
 from megappo.runtime import platform
@@ -37,7 +39,11 @@ class MegatronEngine:
         head: see `Head`.
         max_tokens: tokens packed into one micro-batch at most.
         keeps_prompts: all rows of a prompt are packed into the same micro-batch.
+    Attributes:
+        image_source: source of the images of the rows' prompts; None = they have none.
     """
+
+    image_source: ImageSource | None = None
 
     def __init__(
         self,
@@ -155,6 +161,8 @@ class MegatronEngine:
                 pg_collection=self.groups.collection,
                 p2p_communicator=self._p2p,
             )
+        for tower in towers(self.chunks):
+            tower.rest()
         return results[: len(bins)]
 
     def _num_idle(self, num_bins: int) -> int:
@@ -196,6 +204,7 @@ class MegatronEngine:
         """Yield every micro-batch with the function for its output. Routers count the last `num_idle` as padding."""
         context = self.groups.collection.cp
         share = {"context": context.size(), "context_rank": context.rank(), "is_pinned": self._is_pinned}
+        share |= {"vision": self.transformer_config.vision, "source": self.image_source}
         for i, (part, on_output) in enumerate(parts):
             heartbeat.count(i, len(parts), "micro-batches")
             packed = pack(rows.select(part), self._multiple, platform.device(), **share)
@@ -208,17 +217,20 @@ class MegatronEngine:
         return self._output(packed, model), on_output
 
     def _output(self, packed: PackedBatch, model: torch.nn.Module) -> Tensor:
-        routed = [packed.token_rows, packed.expert_choices]
-        if self.transformer_config.sequence_parallel:  # a router gets a part of the tokens
+        routed = [packed.token_rows, packed.expert_choices, packed.image_slots]
+        if self.transformer_config.sequence_parallel:  # routers and embeddings have a part of the tokens
             tensor = self.groups.collection.tp
             routed = [None if one is None else one.chunk(tensor.size())[tensor.rank()] for one in routed]
+        pack = Pack(packed.cu_seqlens, packed.lengths, packed.position_ids[0], *routed)
+        pack.packed = packed
+        pack.image_source = self.image_source
         # The heads cast to fp32 what they need.
         keep_dtype = {"fp32_output": False} if self.transformer_config.bf16 else {}
         return model(
             input_ids=packed.input_ids,
             position_ids=packed.position_ids,
             attention_mask=None,
-            packed_seq_params=Pack(packed.cu_seqlens, packed.lengths, packed.position_ids[0], *routed),
+            packed_seq_params=pack,
             **keep_dtype,
         )
 

@@ -1,5 +1,6 @@
 """Attention of the torch-only layers: causal within each sequence of a packed batch."""
 
+from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -17,7 +18,8 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from megappo.architecture.switches import FLASH_HEAD_SIZE
-from megappo.batch.packing import chunk_numbers, held_positions
+from megappo.batch.images import ImageSource
+from megappo.batch.packing import PackedBatch, chunk_numbers, held_positions
 from megappo.models.cut_parameters import CutParameters
 
 
@@ -29,7 +31,17 @@ class Pack(PackedSeqParams):
         lengths: lengths of the whole sequences.
         positions: [T] int64, of the tokens held here in their sequences.
         token_rows, expert_choices: as of `PackedBatch`, of the tokens that a router here gets.
+        image_slots: as of `PackedBatch`, of the tokens whose embeddings are here.
+    Attributes:
+        packed, image_source: the batch, and the source of its images.
+        angles, image_places, deepstack: see `models.vision_tower`.
     """
+
+    packed: PackedBatch
+    image_source: ImageSource
+    angles: Tensor
+    image_places: Tensor
+    deepstack: Sequence[Tensor]
 
     def __init__(
         self,
@@ -38,6 +50,7 @@ class Pack(PackedSeqParams):
         positions: Tensor,
         token_rows: Tensor | None = None,
         expert_choices: Tensor | None = None,
+        image_slots: Tensor | None = None,
     ):
         longest = max(lengths)
         super().__init__(
@@ -51,6 +64,7 @@ class Pack(PackedSeqParams):
         self.positions = positions
         self.token_rows = token_rows
         self.expert_choices = expert_choices
+        self.image_slots = image_slots
 
 
 class SelfAttention(attention.SelfAttention):
@@ -64,6 +78,30 @@ class SelfAttention(attention.SelfAttention):
         rotary_pos_emb = None if is_unrotated else rotary_pos_emb
         # Megatron hands attention_bias on to core attention as it is.
         return super().forward(*args, **options | {"attention_bias": rotary_pos_emb})
+
+
+class MropeAttention(attention.SelfAttention):
+    """Self-attention that rotates queries and keys by the pack's angles, with either library's layers.
+
+    Neither Megatron nor TransformerEngine does: Megatron cuts angles for context parallelism as if a pack were one
+    sequence, and TransformerEngine's kernel counts positions up from 0 (megatron-core 0.16.1, rope_utils.py).
+    """
+
+    _angles: Tensor
+
+    def forward(
+        self, *args: Any, rotary_pos_emb: Tensor | None = None, packed_seq_params: Pack, **options: Any
+    ) -> tuple:
+        self._angles = packed_seq_params.angles
+        return super().forward(*args, packed_seq_params=packed_seq_params, **options)
+
+    def get_query_key_value_tensors(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+        """Return queries, keys and values, [T, 1, heads, D] each."""
+        query, key, value = super().get_query_key_value_tensors(*args, **options)
+        angles = self._angles[:, None]
+        cosine = angles.cos().to(query.dtype)
+        sine = angles.sin().to(query.dtype)
+        return _rotated(query, cosine, sine, False), _rotated(key, cosine, sine, False), value
 
 
 class NormedValueAttention(SelfAttention):

@@ -32,6 +32,7 @@ SCHEMA = pyarrow.schema(
     {
         "step": pyarrow.int64(),
         **dict.fromkeys(("dataset", "prompt", "response", "label"), pyarrow.string()),
+        "images": pyarrow.list_(pyarrow.string()),
         "score": pyarrow.float64(),
         "turns": pyarrow.list_(pyarrow.struct(TURN)),
         "parts": pyarrow.map_(pyarrow.string(), pyarrow.float64()),

@@ -19,7 +19,19 @@ from megappo.table import resolved
 
 TRAINING = "training"
 """The data set of kept rollouts, as held-out data sets have their names."""
-COLUMNS = ["step", "dataset", "prompt", "response", "label", "score", "parts", "passed", "finish_reason", "turns"]
+COLUMNS = [
+    "step",
+    "dataset",
+    "prompt",
+    "images",
+    "response",
+    "label",
+    "score",
+    "parts",
+    "passed",
+    "finish_reason",
+    "turns",
+]
 """Columns of kept rollouts that are shown."""
 VERDICTS = {-1.0, 0.0, 1.0}
 """Scores of a reward that is 1 for a right response."""
@@ -45,6 +57,7 @@ class StoredSample(BaseModel, strict=True, allow_inf_nan=False):
 
     step: int = Field(ge=0)
     dataset: str = ""
+    images: list[str] | None = None
     score: float = 0.0
     passed: bool | None = None
     finish_reason: str = ""

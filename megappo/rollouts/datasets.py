@@ -12,7 +12,9 @@ from transformers import PreTrainedTokenizerBase
 from megappo.batch.exchange import Exchange
 from megappo.config.config_error import ConfigError
 from megappo.config.schema import Config
+from megappo.data.image_files import image_reader
 from megappo.data.preferences import open_examples
+from megappo.data.prompt_images import PromptImages
 from megappo.data.prompts import open_datasets
 from megappo.data.record_dataset import share
 from megappo.data.records import Write, unpacked
@@ -30,6 +32,7 @@ class Datasets:
         vocab_size: tokens below it are known to every model.
         train: a `RecordDataset` of prompts, or of examples; None in a run that only evaluates.
         val: held-out ones by the name of their data set.
+        images: images of the prompts; None for a model without vision.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -38,6 +41,7 @@ class Datasets:
     train: Any
     val: Mapping[str, Any]
     _held_out: dict[str, list[Any]] = field(default_factory=dict)
+    images: PromptImages | None = None
 
     def check(self, exchange: Exchange) -> list[str]:
         """Check all prompts, each rank its share; all ranks together. Return warnings, and one line for each reason for
@@ -83,12 +87,16 @@ def load_datasets(config: Config, workers: Mapping[str, TaskWorkers], exchange: 
     check_vocabularies(tokenizer, policy_folders(config))
     ends = stop_token_ids(config.model.path, config.rollout.stop, tokenizer)
     unpack = partial(unpacked_once, exchange)
-    datasets: tuple[Any, Mapping[str, Any]]
-    if config.recipe.has_rollouts:
-        datasets = open_datasets(config, tokenizer, takes, unpack)
-    else:
-        datasets = open_examples(config, tokenizer, ends, unpack)
-    return Datasets(tokenizer, ends, shared_vocabulary(config), *datasets)
+    vocab_size = shared_vocabulary(config)
+    if not config.recipe.has_rollouts:
+        return Datasets(tokenizer, ends, vocab_size, *open_examples(config, tokenizer, ends, unpack))
+    reader = image_reader(config, tokenizer)
+    train, val = open_datasets(config, tokenizer, takes, unpack, reader)
+    images = None
+    if reader is not None:
+        images = PromptImages(reader, [train, *val.values()], config.trainer.output_dir)
+        ends += reader.media_tokens  # the next request would have a place without an image
+    return Datasets(tokenizer, ends, vocab_size, train, val, images=images)
 
 
 def unpacked_once(exchange: Exchange, write: Write) -> BinaryIO:

@@ -69,8 +69,8 @@ def changed_settings(found: Mapping[str, Any], settings: Mapping[str, Any]) -> l
 
 
 def prompt_digest(prompt: Prompt) -> str:
-    """Return the checksum of a prompt, its label and further fields, whatever its place in the data files."""
-    content = prompt.text, prompt.tokens, prompt.label, prompt.columns
+    """Return the checksum of a prompt, its images, label and further fields, whatever its place in the data files."""
+    content = prompt.text, prompt.tokens, prompt.label, prompt.columns, *prompt.image_digests
     return sha256(show(content).encode()).hexdigest()[:32]
 
 

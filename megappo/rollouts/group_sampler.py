@@ -256,6 +256,7 @@ class GroupSampler:
             usage=self.usage,
             on_sample=lambda sample: self._score_if_complete(self._groups.add_sample(sample), tasks),
             runner=rollouts.episode_runner(self._prompts, rollouts.training),
+            images=rollouts.sent_images(self._prompts),
         )
 
     async def _watch(self) -> None:

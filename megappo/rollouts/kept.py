@@ -40,7 +40,14 @@ def keep_rollouts(
     """
     exchange = rollouts.exchange
     kept = range(min(KEPT_ROWS, len(batch.table)))
-    names = {*PER_TOKEN, "response_mask", "scores", "truncated", "episodes"} & batch.rows.fields.keys()
+    names = {
+        *PER_TOKEN,
+        "response_mask",
+        "scores",
+        "truncated",
+        "episodes",
+        "prompt_records",
+    } & batch.rows.fields.keys()
     rows = exchange.move(batch, (tuple(kept), *[()] * (exchange.world_size - 1)), sorted(names)).rows
     facts = exchange.merge(_facts(responses, set(batch.table.prompt_ids[kept].tolist()), rollouts))
     if exchange.rank:
@@ -82,7 +89,8 @@ def _records(
         per_token = {name: fields[name][row, : len(tokens)].numpy() for name in PER_TOKEN if name in fields}
         record = {
             "step": step,
-            "prompt": tokenizer.decode(prompt_tokens),
+            "prompt": rollouts.prompt_text(prompt_tokens),
+            "images": rollouts.images.thumbnails(fields["prompt_records"][row].tolist()) if rollouts.images else None,
             "response": tokenizer.decode(tokens, skip_special_tokens=True),
             "label": str(labels[prompt]) if labels else None,
             "score": scores[row],

@@ -2,8 +2,9 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
+from operator import attrgetter
 
 import torch
 import torch.distributed as dist
@@ -12,13 +13,13 @@ from transformers import PreTrainedTokenizerBase
 from megappo.data.prompts import Prompt
 from megappo.errors import escaped_lines
 from megappo.observe.metrics import Metric
-from megappo.rollouts.sample_rows import UNSCORED, Sample
+from megappo.rollouts.sample_rows import UNSCORED, Prompts, Sample
 from megappo.rollouts.sampler import EngineUsage
 from megappo.userland.grades import Grade
 from megappo.userland.rewards import RewardPool
 from megappo.userland.signatures import Row
+from megappo.userland.user_code import JsonObject
 
-Prompts = Sequence[Prompt] | Mapping[int, Prompt]
 EPISODE_ENDINGS = ("done", "turns", "length", "lost")
 
 
@@ -28,6 +29,7 @@ class Responses:
     Args:
         rewards: workers of the reward function; None where there is none, or on ranks without responses.
         tokenizer: no other thread may use it.
+        columns: returns the fields of a prompt for reward functions.
     Attributes:
         samples: samples so far; `prompt_index` is an index into `prompts`.
         usage: work of this rank's engine while it sampled them.
@@ -38,8 +40,10 @@ class Responses:
         prompts: Prompts,
         rewards: RewardPool | None,
         tokenizer: PreTrainedTokenizerBase,
+        columns: Callable[[Prompt], JsonObject] = attrgetter("columns"),
     ):
         self.prompts = prompts
+        self._columns = columns
         self.samples: list[Sample] = []
         self.usage = EngineUsage()
         self._rewards = rewards
@@ -57,7 +61,7 @@ class Responses:
         rows = []
         for sample, text in zip(samples, texts, strict=True):
             prompt = self.prompts[sample.prompt_index]
-            rows.append(Row(prompt.text, text, prompt.label, prompt.columns, prompt.place))
+            rows.append(Row(prompt.text, text, prompt.label, self._columns(prompt), prompt.place))
         self._scoring.add(rows)
         return positions
 

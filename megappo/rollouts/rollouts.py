@@ -13,6 +13,7 @@ from megappo.config.score_checks import late_scores_errors
 from megappo.data.prompts import Prompt
 from megappo.data.tokenizer import showing_special
 from megappo.engines.client import EngineClient, SamplingParams
+from megappo.engines.generations import SentImages
 from megappo.engines.handle import EngineHandle
 from megappo.engines.restarts import EngineRestarts
 from megappo.observe.observer import NullObserver, Observer
@@ -21,8 +22,8 @@ from megappo.placement.run_plan import RunPlan
 from megappo.rollouts.agent_runner import AgentRunner
 from megappo.rollouts.datasets import Datasets
 from megappo.rollouts.episodes import EpisodeRunner
-from megappo.rollouts.responses import Prompts, Responses, warn_of_lost
-from megappo.rollouts.sample_rows import Sample
+from megappo.rollouts.responses import Responses, warn_of_lost
+from megappo.rollouts.sample_rows import Prompts, Sample
 from megappo.rollouts.sampler import RolloutSession, SharedPrompts, grouped, store_counter
 from megappo.runtime.heartbeat import heartbeat
 from megappo.runtime.interruption import INTERRUPTION, Interrupted
@@ -42,6 +43,7 @@ class Rollouts:
         workers: this rank's reward functions and environments of each task; none on ranks without an engine.
         num_engines: engines of all ranks.
     Attributes:
+        images: images of the prompts; None for a model without vision.
         tokenizer: decodes responses; a copy of its own, as a tokenizer serves one thread at a time.
         hold: while `sample` runs, nothing else sends the engines requests.
         training, greedy: how responses for training, and for greedy baselines, are sampled.
@@ -61,6 +63,7 @@ class Rollouts:
         self.exchange = exchange
         self.restarts = restarts
         self.num_engines = num_engines
+        self.images = datasets.images
         self._workers = workers
         tokenizer = datasets.tokenizer
         self.tokenizer = copy.deepcopy(tokenizer if config.reward.skip_special_tokens else showing_special(tokenizer))
@@ -115,6 +118,7 @@ class Rollouts:
                         usage=responses.usage,
                         on_sample=grouped(n, on_group),
                         runner=self.episode_runner(prompts, params, task, longest),
+                        images=self.sent_images(prompts),
                     )
                     fault = session.run(self.is_interrupted)
                 raise_if_interrupted(self.exchange)
@@ -143,7 +147,17 @@ class Rollouts:
 
     def new_responses(self, prompts: Prompts, task: str = TRAINING) -> Responses:
         """Return an empty collection of responses, scored by the task's reward function."""
-        return Responses(prompts, self._workers_of(task).rewards, self.tokenizer)
+        own = () if self.images is None else (self.images.columns,)
+        return Responses(prompts, self._workers_of(task).rewards, self.tokenizer, *own)
+
+    def sent_images(self, prompts: Prompts) -> Callable[[int], SentImages]:
+        """Return what gives the engines the images of the prompt with an index."""
+        return lambda index: () if self.images is None else self.images.sent(prompts[index])
+
+    def prompt_text(self, tokens: Sequence[int]) -> str:
+        """Return a prompt for people."""
+        text = self.tokenizer.decode(tokens)
+        return text if self.images is None else self.images.one_each(text)
 
     def new_counter(self) -> Callable[[int], int]:
         """Return a `store_counter` that is the same on all ranks, if all ranks call this together."""

@@ -14,12 +14,15 @@ from transformers import PreTrainedTokenizerBase
 
 from megappo.architecture.architecture import Architecture
 from megappo.batch.rows import Rows, padded
+from megappo.data.prompts import Prompt
 from megappo.engines.generations import Generation
 from megappo.userland.grades import Grade
 
 Ending = Literal["stop", "done", "turns", "length", "lost"]
 """Ended by a stop token; an episode by its environment or by rollout.max_turns; without room for another token or turn;
 by the loss of the environment."""
+Prompts = Sequence[Prompt] | Mapping[int, Prompt]
+"""Prompts by the `prompt_index` of samples."""
 UNSCORED = Grade([], {})
 """The grade of a sample without a reward function."""
 
@@ -237,10 +240,12 @@ def sample_rows(
     episodes: bool = False,
     step: int | None = None,
     replayed: Architecture | None = None,
+    prompts: Prompts | None = None,
 ) -> Rows:
     """Return a row for each segment, without scores.
 
     Args:
+        prompts: prompts of the samples, if the models see their images.
         episodes: the run has an environment; the same on ranks without samples.
         step: trains on the rows; None where the engines do not sample ahead of training.
         replayed: the policy if its routing is replayed.
@@ -272,6 +277,9 @@ def sample_rows(
         versions = chain.from_iterable(segment.versions for segment in segments)
         ages = floats(0 if version is None else step - 1 - version for version in versions)
         fields["staleness"] = as_rows(ages, lengths)
+    if prompts is not None:
+        records = [prompts[one.prompt_index].record for one in sample_of_row]
+        fields["prompt_records"] = torch.tensor(records, dtype=torch.float32).view(-1, 2)
     if replayed:
         fields["expert_choices"] = _expert_choices(segments, replayed.choice_bytes)
     max_segments = max(numbers, default=0) + 1

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import torch.distributed as dist
 
 from megappo.engines.client import EngineClient
-from megappo.engines.generations import EngineFault, Generation, SamplingParams
+from megappo.engines.generations import EngineFault, Generation, SamplingParams, SentImages
 from megappo.observe.metrics import Metric
 from megappo.rollouts.episodes import EpisodeRunner
 from megappo.rollouts.sample_rows import Sample, response_sample
@@ -166,6 +166,7 @@ class RolloutSession:
         usage: this session's work is added to it.
         on_sample: receives each sample as soon as it is finished.
         runner: plays episodes instead of sampling single responses. It may raise errors of the environment.
+        images: returns the images of the prompt with an index.
     """
 
     source: PromptSource
@@ -178,6 +179,7 @@ class RolloutSession:
     usage: EngineUsage
     on_sample: Callable[[Sample], object]
     runner: EpisodeRunner | None = None
+    images: Callable[[int], SentImages] = lambda prompt_index: ()
 
     def __post_init__(self) -> None:
         limit = self.max_running_requests * (1 if self.runner is None else EPISODES_PER_SLOT)
@@ -263,8 +265,10 @@ class RolloutSession:
         if (written := requests[0].written) is not None:
             params = replace(params, max_response_length=params.max_response_length - len(written.tokens))
             contexts = [requests[0].prompt + written.tokens]
+        images = [self.images(request.prompt_index) for request in requests]
         self._add_running(len(requests))
-        async with contextlib.aclosing(self.client.generate_async(self._connections, contexts, params)) as responses:
+        answers = self.client.generate_async(self._connections, contexts, params, images)
+        async with contextlib.aclosing(answers) as responses:
             async for position, response in responses:
                 request = requests[position]
                 if self._is_complete(response, contexts[position]):

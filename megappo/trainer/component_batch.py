@@ -20,6 +20,8 @@ from megappo.models.train_engine import OptimizerStep
 from megappo.placement.components import ComponentSpec
 from megappo.placement.layout import Layout
 
+OF_IMAGES = ("prompt_records",)
+"""Fields by which every pass finds the images of rows that may have any."""
 MiniBatches = tuple[RankRows, ...]
 """A step's rows as a component splits them: `[i][shard]` are the row numbers of mini-batch i."""
 
@@ -89,7 +91,8 @@ class Component:
         for other in others:
             if other.batch.owners == destinations:
                 return ComponentBatch(self, mini_batches, other.batch, own)
-        moved = self.exchange.move(batch, destinations, self.spec.reads)
+        reads = [*self.spec.reads, *(name for name in OF_IMAGES if name in batch.rows.fields)]
+        moved = self.exchange.move(batch, destinations, reads)
         return ComponentBatch(self, mini_batches, moved, own)
 
     def _taught_rows(self, batch: Batch) -> frozenset[int]:

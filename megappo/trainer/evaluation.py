@@ -61,6 +61,9 @@ def evaluate(
             if any(have_answers) or not metric.startswith("maj@"):  # without answers there is no majority
                 metrics[f"val/{name}/{metric}"] = value
         in_order = sorted(chain(*shown_by_rank), key=lambda shown: shown[0])
+        if rollouts.images is not None and rollouts.exchange.rank == 0:
+            for index, sample in in_order:
+                sample["images"] = rollouts.images.thumbnails(responses.prompts[index].record)
         observer.samples(step, [sample for _, sample in in_order])
     return metrics
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.parsing import read_architecture
 from megappo.batch.exchange import Batch, Exchange
+from megappo.batch.images import ImageSource
 from megappo.batch.packing import PackedBatch
 from megappo.checkpoint.checksums import refuse_damaged
 from megappo.checkpoint.component_folder import has_value_bias, load_initial
@@ -196,10 +197,13 @@ class Models:
                 write_hf_folder(engine.chunks, architecture, engine.groups, source, target)
 
 
-def build_models(plan: RunPlan, exchange: Exchange) -> Models:
+def build_models(plan: RunPlan, exchange: Exchange, images: ImageSource | None = None) -> Models:
     """Build the run's models with their initial weights; all ranks together.
 
     They are built one after another: the offloaded tensors of a model leave the device before the next model is built.
+
+    Args:
+        images: source of the images of rows' prompts; None = they have none.
     """
     config = plan.config
     specs = plan.components
@@ -219,6 +223,7 @@ def build_models(plan: RunPlan, exchange: Exchange) -> Models:
                 replays = "expert_choices" in spec.reads
                 settings = spec.training.settings
                 engine.routing = ModelRouting(engine.chunks, groups[name], name, settings.router, replays=replays)
+            engine.image_source = images
             components[name].engine = engine
             components[name].offload = Offload(engine, spec.offload.value, base)
             components[name].offload.rest(NOTHING)

@@ -17,7 +17,7 @@ from megappo.rollouts.responses import Responses
 from megappo.rollouts.sample_rows import integers, sample_rows
 from megappo.rollouts.step_responses import StepResponses
 from megappo.runtime.heartbeat import heartbeat
-from megappo.trainer.component_batch import Component, ComponentBatch
+from megappo.trainer.component_batch import OF_IMAGES, Component, ComponentBatch
 from megappo.trainer.models import Phases
 from megappo.weights.load import critic_architecture
 
@@ -81,6 +81,7 @@ class ResponseScorer:
         """
         rows = batch.rows
         dataset = dataset or self._dataset
+        self._conversations.check_images(are_read="prompt_records" in rows.fields)
         starts = rows.prompt_lengths.tolist()
         prompt_ids = rows.prompt_ids.tolist()
         are_truncated = rows.fields["truncated"].bool().tolist()
@@ -125,7 +126,8 @@ class ResponseScorer:
     def grade(self, responses: Responses, dataset: PromptDataset, phase: Phases) -> None:
         """Add the model's scores to the grades of held-out responses."""
         responses.fill_grades()
-        batch = self._exchange.number(sample_rows(responses.samples))
+        prompts = None if dataset.image_reader is None else responses.prompts
+        batch = self._exchange.number(sample_rows(responses.samples, prompts=prompts))
         scattered = self.scatter(batch, responses, dataset)
         scores = self._token_scores(batch.rows, scattered, self.forward(scattered, phase)).sum(dim=1)
         for sample, score in zip(responses.samples, scores.tolist(), strict=True):
@@ -179,11 +181,12 @@ def _rows(rows: Rows, conversations: Sequence[Conversation]) -> Rows:
         tokens += [*read, 0]
     response_lengths = integers(lengths)
     mask = is_within(response_lengths, max(lengths, default=0)).float()
+    of_images = {name: rows.fields[name] for name in OF_IMAGES if name in rows.fields}
     return Rows(
         rows.ids,
         rows.prompt_ids,
         integers(starts),
         response_lengths,
         integers(tokens),
-        {"response_mask": mask},
+        {"response_mask": mask, **of_images},
     )

@@ -203,7 +203,7 @@ class Run:
             lengths = self.shown.prompt_lengths.tolist()
             scores = self.shown.fields["scores"].tolist()
             for tokens, length, score in zip(self.shown.sequences, lengths, scores, strict=True):
-                prompt = decode(tokens[:length])
+                prompt = self.rollouts.prompt_text(tokens[:length])
                 response = decode(tokens[length:])
                 records.append({"prompt": prompt, "response": response, "score": score})
         return records

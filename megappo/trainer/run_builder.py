@@ -77,7 +77,7 @@ class RunBuilder:
             self.engines = InferenceEngines(self.plan, self._engine_handle, self.exchange, is_new=self.progress.is_new)
             self.engines.start()
         with STATUS.step("models"):
-            self.models = build_models(self.plan, self.exchange)
+            self.models = build_models(self.plan, self.exchange, self.datasets.images)
         with STATUS.step("checkpoint"):
             self.progress.restore(self.models)
 

@@ -23,6 +23,7 @@ from megappo.architecture.parameters import (
     VALUE_HEAD,
     hf_shapes,
 )
+from megappo.architecture.vision import name_in_files
 from megappo.batch.rows_file import write_tensors
 from megappo.config.model_sections import Lora
 from megappo.models.gpt import ModelChunks
@@ -109,14 +110,15 @@ def write_hf_files(
 
 
 def fuse_bucket(architecture: Architecture, bucket: NamedTensors) -> NamedTensors:
-    """Return a bucket in which matrices that the family's files stack are one tensor."""
+    """Return a bucket in which matrices that the family's files stack are one tensor, by the names in the files."""
     stack_of = {}
     for stack, parts in architecture.stacks.items():
         for part in parts:
             stack_of[f"{part}.weight"] = f"{stack}.weight"
     found: dict[str, list[torch.Tensor]] = {}
     for name, tensor in bucket:
-        found.setdefault(stack_of.get(name, name), []).append(tensor)
+        in_files = name_in_files(stack_of.get(name, name), architecture.family.vision)
+        found.setdefault(in_files, []).append(tensor)
     return [(name, torch.cat(tensors) if len(tensors) > 1 else tensors[0]) for name, tensors in found.items()]
 
 

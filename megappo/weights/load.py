@@ -27,13 +27,13 @@ from megappo.architecture.parameters import (
     linear_stacks,
 )
 from megappo.architecture.parsing import read_architecture
+from megappo.architecture.vision import TOWER
 from megappo.config.config_error import listed
 from megappo.config.methods import ValueSupport
 from megappo.errors import ActionableError
 from megappo.models.gpt import ModelChunks
 from megappo.placement.groups import ComponentGroups
 from megappo.runtime.heartbeat import heartbeat
-from megappo.weights.buckets import all_finite
 from megappo.weights.safetensors_io import HFFolder
 from megappo.weights.shards import check_parameters, decompose, global_parameters, shard_group, table_of
 
@@ -102,17 +102,17 @@ def load_hf(
         FileNotFoundError: the folder, or a file of it, is missing.
     """
     table = table_of(architecture, groups)
-    parameters = global_parameters(chunks)
-    check_parameters(parameters, table)
     loaded = {id(parameter) for chunk in base or () for parameter in chunk.parameters()}
     with HFFolder(folder, architecture) as source:
         if adapter:
             source.add_adapters(adapter)
         _check_source(source, architecture, table, has_adapters=adapter is not None)
+        parameters = global_parameters(chunks)
+        check_parameters(parameters, table)
         for name, parameter in parameters.items():
             heartbeat.beat()
             progress(name)
-            if id(parameter) in loaded:
+            if id(parameter) in loaded or name.startswith(TOWER):  # a tower reads its own weights
                 continue
             shards = decompose(parameter, table[name])
             for hf in table[name].hf_tensors:
@@ -185,12 +185,7 @@ def _fill(
         whole = hf.shape[dim]
         start = min(rank * size, whole)
         stop = min((rank + 1) * size, whole)
-    read = source.read(hf.name, dim, start, stop)
-    if not read.is_floating_point() or read.itemsize == 1 or not all_finite(read):
-        raise ActionableError(
-            f"{hf.name} in {source.folder} holds values that are not finite numbers of 16 bits or more ({read.dtype}): "
-            "the model is corrupt or quantised, or its file damaged; take an earlier one, or copy it again"
-        )
+    read = source.read_finite(hf.name, dim, start, stop)
     if read.shape == hf.shard_shape:
         shard.copy_(read.unflatten(0, shard.shape[:2]))
         return

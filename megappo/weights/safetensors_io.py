@@ -12,11 +12,11 @@ from safetensors import safe_open
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.model_folder import ADAPTERS, INDEX, PEFT_PREFIX, SINGLE, tensor_files
 from megappo.architecture.parameters import ExpertStack, expert_stacks, hf_shapes
+from megappo.architecture.vision import unnested_name
 from megappo.batch.rows_file import write_tensors
 from megappo.errors import ActionableError
+from megappo.weights.buckets import all_finite
 
-WITH_VISION = "model.language_model."
-"""Begins names of a text model that was part of one with vision, as transformers keeps them."""
 FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 """Positive numbers of the format E2M1, by their bits; a fourth bit is the sign."""
 
@@ -61,8 +61,8 @@ class HFFolder(AbstractContextManager):
         self._files = {file: safe_open(self.folder / file, framework="pt") for file in sorted(set(files.values()))}
         if architecture is None:
             return
-        if architecture.linear:
-            self.rename({name: name.replace(WITH_VISION, "model.") for name in self.names() if WITH_VISION in name})
+        if architecture.linear or architecture.vision:
+            self.rename({name: unnested_name(name) for name in self.names()})
         for name, stack in expert_stacks(architecture).items():
             self._split_stack(name, stack)
         for layer in range(architecture.num_layers):
@@ -124,6 +124,26 @@ class HFFolder(AbstractContextManager):
             return self._slice(name)[*expert, stored.rows, start:stop]
         first = stored.rows.start or 0
         return self._slice(name)[*expert, first + start : first + stop]
+
+    def read_finite(
+        self,
+        name: str,
+        dim: int = 0,
+        start: int = 0,
+        stop: int | None = None,
+    ) -> torch.Tensor:
+        """Read weights as `read` does.
+
+        Raises:
+            ActionableError: they are not finite, or quantised.
+        """
+        read = self.read(name, dim, start, stop)
+        if not read.is_floating_point() or read.itemsize == 1 or not all_finite(read):
+            raise ActionableError(
+                f"{name} in {self.folder} holds values that are not finite numbers of 16 bits or more ({read.dtype}): "
+                "the model is corrupt or quantised, or its file damaged; take an earlier one, or copy it again"
+            )
+        return read
 
     def _slice(self, name: str) -> Any:
         return self._slice_of(self._stored[name])

@@ -9,6 +9,7 @@ from megatron.core.models.gpt import GPTModel
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.parameters import ROUTER_BIAS, HFTensor, Parameter, by_name, list_parameters
 from megappo.models.gpt import ModelChunks
+from megappo.models.vision_tower import towers
 from megappo.placement.groups import ComponentGroups
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
@@ -19,7 +20,8 @@ _EXPERT = re.compile(
 
 
 def global_parameters(chunks: ModelChunks) -> dict[str, torch.Tensor]:
-    """Return this rank's parameters, and routers' biases, which are buffers, by their names in the whole model.
+    """Return this rank's parameters, a vision tower's too, and routers' biases, which are buffers, by their names in
+    the whole model.
 
     Layers and experts are numbered over the whole model instead of this rank's part.
     """
@@ -28,6 +30,8 @@ def global_parameters(chunks: ModelChunks) -> dict[str, torch.Tensor]:
         biases = [(name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(ROUTER_BIAS)]
         for name, tensor in (*chunk.named_parameters(), *biases):
             found[_global_name(chunk, name)] = tensor
+    for tower in towers(chunks):
+        found |= tower.named_parameters()
     return found
 
 

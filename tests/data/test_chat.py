@@ -133,7 +133,7 @@ def test_fields_that_prompts_do_not_read_are_refused_or_counted(folder, tokenize
     data = opened(folder, tokenizer)
     parts = [data.check(1000)]
     [error] = data.errors(parts)
-    assert "line 3: the field 'images' is not read: models get text only; choose other data" in error
+    assert "line 3: the field 'images' is not read: only prompts of a model with vision may have images" in error
     warnings = data.warnings(parts)
     assert [
         name

@@ -17,7 +17,7 @@ from ppo_engines import (
     make_rows,
     with_score,
 )
-from published_configs import BY_FAMILY, PUBLISHED
+from published_configs import BY_FAMILY, PUBLISHED, TEXT_FAMILIES
 from safetensors.torch import load_file
 from saved import save_checkpoint
 from shrunk_models import shrunk_folder
@@ -150,7 +150,7 @@ def test_adapters_of_experts_train_as_hugging_faces_do(name: str, tmp_path: Path
     check(f"mixture, {name}", "actor", hf_folder(tmp_path / "hf", family, **CHANGES[family]))
 
 
-ADAPTED = dict.fromkeys(BY_FAMILY, LORA.target_modules) | {
+ADAPTED = dict.fromkeys(TEXT_FAMILIES, LORA.target_modules) | {
     "Glm4ForCausalLM": ("q_proj", "k_proj", "v_proj", "o_proj", "down_proj"),
     "Phi3ForCausalLM": ("o_proj", "down_proj"),
     "DeepseekV2ForCausalLM": ("gate_proj", "up_proj", "down_proj"),

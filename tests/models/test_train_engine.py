@@ -10,7 +10,7 @@ import torch.distributed as dist
 from hf_training import Lengths, assert_outputs, hf_train, shard_of
 from megatron.core.distributed import DistributedDataParallelConfig
 from ppo_engines import LENGTHS, OPTIM, Case, exported, make_engine, make_loss, make_reference, make_rows, with_score
-from published_configs import BY_FAMILY, PUBLISHED
+from published_configs import BY_FAMILY, OF_TEXT, PUBLISHED, TEXT_FAMILIES
 from safetensors.torch import load_file
 from saved import save_checkpoint
 from shrunk_models import shrunk_folder
@@ -313,13 +313,13 @@ def test_mixture_of_experts_trains_on_the_full_kl(tmp_path: Path) -> None:
 OF_PUBLISHED = ("meta-llama/Llama-3.2-1B-Instruct", "mistralai/Mixtral-8x7B-v0.1", "google/gemma-3-270m")
 
 
-@pytest.mark.parametrize("name", slow_ones(PUBLISHED, PUBLISHED.keys() - set(OF_PUBLISHED)))
+@pytest.mark.parametrize("name", slow_ones(OF_TEXT, set(OF_TEXT) - set(OF_PUBLISHED)))
 def test_public_models_with_tiny_sizes_train_as_hugging_faces_do(name: str, tmp_path: Path) -> None:
     check("one rank", "actor", shrunk_folder(tmp_path / "hf", PUBLISHED[name][0]))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", BY_FAMILY)
+@pytest.mark.parametrize("family", TEXT_FAMILIES)
 def test_critics_of_every_family_train_as_hugging_faces_do(family: str, tmp_path: Path) -> None:
     check("one rank", "critic", with_score(shrunk_folder(tmp_path / "hf", PUBLISHED[BY_FAMILY[family]][0])))
 

@@ -17,6 +17,7 @@ from saved import save_checkpoint
 from tiny_models import build, hf_folder
 from tiny_shapes import GEMMA4, GPT_OSS, MIXTURES, TWO_LAYERS, VARIANTS
 from transformer_engine_stub import call
+from vision_rows import VISION, vision_folder
 
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.families import HeadKind
@@ -41,7 +42,7 @@ from megappo.weights.export import Export
 from megappo.weights.hf_folder import fuse_bucket
 from megappo.weights.load import load_hf
 
-MODELS = dict.fromkeys(("llama", "qwen2", "qwen3"), TWO_LAYERS) | VARIANTS | MIXTURES
+MODELS = dict.fromkeys(("llama", "qwen2", "qwen3", *VISION), TWO_LAYERS) | VARIANTS | MIXTURES
 HEADS: tuple[HeadKind, ...] = ("policy", "value", "policy_value")
 
 pytestmark = pytest.mark.xdist_group("transformer_engine")  # they share its process
@@ -51,6 +52,7 @@ def on_gpu(architecture: Architecture, switches: frozenset[str]) -> set[str]:
     """The layers' switches that are on with TransformerEngine; `switches` has them."""
     found = {"bias_activation_fusion"} if architecture.family.activation == "silu" else set()
     is_own = architecture.latent or architecture.family.rope_interleaved or architecture.rope.scales_part
+    is_own = is_own or architecture.vision
     found |= set() if is_own else {"apply_rope_fusion"}
     found |= {"moe_grouped_gemm", "moe_permute_fusion"} if architecture.experts else set()
     assert found <= switches
@@ -62,7 +64,8 @@ def check_weights(folder: str) -> None:
 
     groups = build_groups({"actor": Layout((0,))}, seed=0)["actor"]
     for model_type, changes in MODELS.items():
-        of_model = hf_folder(Path(folder) / model_type, model_type, **changes)
+        make = vision_folder if model_type in VISION else hf_folder
+        of_model = make(Path(folder) / model_type, model_type, **changes)
         for head in HEADS:
             if head == "value":
                 with_score(of_model)

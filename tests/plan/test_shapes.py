@@ -21,6 +21,7 @@ PARAMETERS = {
     "qwen2.5-72b": 72_706_203_648,
     "qwen2.5-32b": 32_763_876_352,
     "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-vl-7b": 8_292_166_656,
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-4b": 4_022_468_096,
     "qwen3-8b": 8_190_735_360,
@@ -37,7 +38,7 @@ def test_shapes_have_the_published_sizes():
 def test_every_recipe_is_estimated_without_its_model(plan, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)  # without models/
     recipes = [path for ending in ("gpu", "node") for path in (REPOSITORY / "configs").glob(f"*{ending}.yaml")]
-    assert len(recipes) == 9
+    assert len(recipes) == 10
     for recipe in recipes:
         done = plan(tmp_path, str(recipe), "--gpu", "h100")
         assert "which ships with megappo" in done.stdout and "  it fits: " in done.stdout, (recipe, done.stderr)

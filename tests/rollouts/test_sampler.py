@@ -172,7 +172,7 @@ def test_an_engine_has_as_many_sequences_as_it_decodes_at_once_and_not_more_than
     counts, before, at_once = [], [], []
 
     class Counting(EngineClient):
-        async def generate_async(self, http, prompts, params):
+        async def generate_async(self, http, prompts, params, images=()):
             before.append(sum(counts))
             counts.append(len(prompts))
             at_once.append(sum(counts))
@@ -214,7 +214,7 @@ def test_others_have_the_place_of_an_episode_that_waits_for_its_environment():
     at_once, most = 0, 0
 
     class Counting(EngineClient):
-        async def generate_async(self, http, prompts, params):
+        async def generate_async(self, http, prompts, params, images=()):
             nonlocal at_once, most
             at_once += 1
             most = max(most, at_once)

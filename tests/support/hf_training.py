@@ -239,13 +239,16 @@ def hf_train(
     weighted: bool = False,
     lora: Lora | None = None,
     frozen: Sequence[str] = (),
+    model: torch.nn.Module | None = None,
+    rows: Rows | None = None,
     choose: Callable[[torch.nn.Module, Rows], Callable[[], torch.Tensor] | None] = lambda model, rows: None,
 ) -> dict:
     """Return the outputs before some Adam steps, and the gradient norms and parameters after them: with adapters the
     trained parameters; else all, of which parameters with a part of `frozen` in their names are not trained. `choose`
-    changes the model first, and may return a loss that is added after each pass."""
+    changes the model first, and may return a loss that is added after each pass. `model` and `rows` take the place of
+    the folder's model and of rows of `lengths`."""
     oracle = Oracle(
-        hf_model(folder),
+        model or hf_model(folder),
         hf_value_head(folder) if HEADS[kind] != "policy" else None,
         hf_model(reference) if reference else None,
         is_policy=HEADS[kind] != "value",
@@ -254,7 +257,7 @@ def hf_train(
     )
     if kind == "shared detached":
         oracle.head.register_forward_pre_hook(lambda head, inputs: (inputs[0].detach(),))
-    rows = make_rows(oracle.model.config.vocab_size, lengths, weighted=weighted)
+    rows = rows or make_rows(oracle.model.config.vocab_size, lengths, weighted=weighted)
     added_loss = choose(oracle.model, rows)
     named = oracle.parameters()
     if lora is not None:

@@ -734,6 +734,95 @@ GEMMA_4 = _sized(
     vocab_size_per_layer_input=262144,
 )
 """Only the sizes are as published: the other keys have not been compared with the file on the hub."""
+VISION_TOKENS = {"vision_start_token_id": 151652, "vision_end_token_id": 151653}
+VISION_TOKENS |= {"image_token_id": 151655, "video_token_id": 151656}
+QWEN_25_VL = _sized(
+    QWEN_2,
+    *(28, 3584, 18944, 28, 4),
+    **VISION_TOKENS,
+    architectures=["Qwen2_5_VLForConditionalGeneration"],
+    max_position_embeddings=128000,
+    max_window_layers=28,
+    model_type="qwen2_5_vl",
+    rope_scaling={"type": "mrope", "mrope_section": [16, 24, 24]},
+    sliding_window=32768,
+    transformers_version="4.41.2",
+    vision_token_id=151654,
+    vision_config={
+        "depth": 32,
+        "fullatt_block_indexes": [7, 15, 23, 31],
+        "hidden_act": "silu",
+        "hidden_size": 1280,
+        "in_chans": 3,
+        "intermediate_size": 3420,
+        "num_heads": 16,
+        "out_hidden_size": 3584,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "spatial_patch_size": 14,
+        "temporal_patch_size": 2,
+        "tokens_per_second": 2,
+        "window_size": 112,
+    },
+    vocab_size=152064,
+)
+QWEN_3_VL: Config = {
+    **VISION_TOKENS,
+    "architectures": ["Qwen3VLForConditionalGeneration"],
+    "model_type": "qwen3_vl",
+    "text_config": {
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 151643,
+        "dtype": "bfloat16",
+        "eos_token_id": 151645,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "initializer_range": 0.02,
+        "intermediate_size": 12288,
+        "max_position_embeddings": 262144,
+        "model_type": "qwen3_vl_text",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 36,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+        "rope_theta": 5000000,
+        "use_cache": True,
+        "vocab_size": 151936,
+    },
+    "tie_word_embeddings": False,
+    "transformers_version": "4.57.0.dev0",
+    "vision_config": {
+        "deepstack_visual_indexes": [8, 16, 24],
+        "depth": 27,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_size": 1152,
+        "in_channels": 3,
+        "initializer_range": 0.02,
+        "intermediate_size": 4304,
+        "model_type": "qwen3_vl",
+        "num_heads": 16,
+        "num_position_embeddings": 2304,
+        "out_hidden_size": 4096,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    },
+}
+
+
+def _small_qwen_3_vl(**text: Any) -> Config:
+    """Return a Qwen3-VL with these sizes and the smaller tower."""
+    tower = {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "out_hidden_size": text["hidden_size"]}
+    return QWEN_3_VL | {
+        "text_config": QWEN_3_VL["text_config"] | {"tie_word_embeddings": True} | text,
+        "tie_word_embeddings": True,
+        "vision_config": QWEN_3_VL["vision_config"] | {"deepstack_visual_indexes": [5, 11, 17]} | tower,
+    }
+
+
 PUBLISHED: dict[str, tuple[Config, int]] = {
     "meta-llama/Llama-2-7b-hf": (LLAMA_2, 6_738_415_616),
     "meta-llama/Llama-2-70b-hf": (_sized(LLAMA_2, 80, 8192, 28672, 64, 8), 68_976_648_192),
@@ -923,6 +1012,23 @@ PUBLISHED: dict[str, tuple[Config, int]] = {
     "Qwen/Qwen3-Next-80B-A3B-Instruct": (QWEN_3_NEXT, 80 * 10**9),
     "Qwen/Qwen3.5-9B, its text model": (QWEN_3_5, 9 * 10**9),
     "Qwen/Qwen3.5-35B-A3B, its text model": (QWEN_3_5_MOE, 35 * 10**9),
+    "Qwen/Qwen2.5-VL-7B-Instruct": (QWEN_25_VL, 8_292_166_656),
+    "Qwen/Qwen2.5-VL-3B-Instruct": (
+        _sized(
+            *(QWEN_25_VL, 36, 2048, 11008, 16, 2),
+            max_window_layers=70,
+            tie_word_embeddings=True,
+            vision_config=QWEN_25_VL["vision_config"] | {"out_hidden_size": 2048},
+            vocab_size=151936,
+        ),
+        3_754_622_976,
+    ),
+    "Qwen/Qwen3-VL-8B-Instruct": (QWEN_3_VL, 8_767_123_696),
+    "Qwen/Qwen3-VL-4B-Instruct": (_small_qwen_3_vl(hidden_size=2560, intermediate_size=9728), 4_437_815_808),
+    "Qwen/Qwen3-VL-2B-Instruct": (
+        _small_qwen_3_vl(hidden_size=2048, intermediate_size=6144, num_hidden_layers=28, num_attention_heads=16),
+        2_127_532_032,
+    ),
     "deepseek-ai/DeepSeek-V2-Lite": (DEEPSEEK_V2_LITE, 15_706_484_224),
     "deepseek-ai/DeepSeek-V3, in bf16": (DEEPSEEK_V3, 671 * 10**9),
     "deepseek-ai/DeepSeek-R1, in bf16": (_model(DEEPSEEK_V3, transformers_version="4.46.3"), 671 * 10**9),
@@ -1001,6 +1107,9 @@ PUBLISHED: dict[str, tuple[Config, int]] = {
 or a rounded number of the authors, who also count routers' biases, and no layers that predict further tokens."""
 BY_FAMILY = {config["architectures"][0]: name for name, (config, _) in reversed(PUBLISHED.items())}
 """The first public model of each architecture."""
+OF_TEXT = [name for name, (config, _) in PUBLISHED.items() if "vision_config" not in config]
+"""Names of the models without a vision tower."""
+TEXT_FAMILIES = [family for family, name in BY_FAMILY.items() if name in OF_TEXT]
 REFUSED: dict[str, tuple[Config, str]] = {
     "deepseek-ai/DeepSeek-V3": (DEEPSEEK_V3_FP8, "quantization_config"),
     "MiniMaxAI/MiniMax-M2": (MINIMAX_M2_FP8, "quantization_config"),
@@ -1016,6 +1125,18 @@ REFUSED: dict[str, tuple[Config, str]] = {
             topk_method="group_limited_greedy",
         ),
         "topk_group",
+    ),
+    "Qwen/Qwen2.5-VL-7B-Instruct, with YaRN": (
+        _model(
+            QWEN_25_VL,
+            rope_scaling={
+                "type": "yarn",
+                "mrope_section": [16, 24, 24],
+                "factor": 4,
+                "original_max_position_embeddings": 32768,
+            },
+        ),
+        "rope",
     ),
     "Qwen/Qwen2.5-7B-Instruct-1M": (
         _model(

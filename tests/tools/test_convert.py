@@ -11,6 +11,7 @@ from commands import CONVERT, Result, assert_equal, contents, convert, run, tens
 from safetensors.torch import save_file
 from tiny_models import hf_folder, sequences
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+from vision_rows import VISION, vision_folder
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +53,20 @@ def test_round_trip_is_bit_equal(tmp_path: Path, family: str, dtype: torch.dtype
     assert again.dtype == dtype
     tokens = sequences()[0][None]
     assert torch.equal(again.eval()(tokens).logits, model(tokens).logits)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", VISION)
+def test_a_vision_tower_is_taken_from_the_initial_folder(tmp_path: Path, family: str) -> None:
+    source, middle, back = (tmp_path / name for name in ("source", "megatron", "back"))
+    vision_folder(source, family)
+    printed = convert("hf-to-megatron", source, middle)
+    assert f"its vision tower is not converted: convert back with --hf-config {source}\n" in printed
+    done = run(CONVERT, "megatron-to-hf", "--input", middle, "--output", back)
+    assert done.returncode == 2 and f"{middle} lacks the vision tower, which training does not change" in done.stderr
+    convert("megatron-to-hf", middle, back, "--hf-config", source)
+    assert_equal(tensors_of(back), tensors_of(source))
+    assert "equal to the bit: " in convert("verify", middle, back, "--hf-config", source)
 
 
 def test_any_layout_reads_what_any_other_wrote(qwen2: Path, tmp_path: Path) -> None:

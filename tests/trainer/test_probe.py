@@ -31,7 +31,7 @@ class Client:
     def __init__(self, engine: int):
         self.engine = engine
 
-    def generate(self, prompts: list[list[int]], params: object) -> list[Generation]:
+    def generate(self, prompts: list[list[int]], params: object, images: object) -> list[Generation]:
         length = self.engine + 1
         return [Generation([7] * length, [-1.0] * length, "stop") for _ in prompts]
 

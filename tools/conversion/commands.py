@@ -9,8 +9,9 @@ from pathlib import Path
 from megappo.architecture import parameters
 from megappo.architecture.architecture import BY_SAFETENSORS, Architecture, dtype_name
 from megappo.architecture.families import HeadKind
-from megappo.architecture.model_folder import CONFIG_FILE, RELEASE, TRACKER
+from megappo.architecture.model_folder import CONFIG_FILE, INDEX, RELEASE, SINGLE, TRACKER
 from megappo.architecture.parsing import read_architecture
+from megappo.architecture.vision import TOWER
 from megappo.checkpoint.checksums import write_sums
 from megappo.checkpoint.component_folder import has_value_bias, head_of, load_model
 from megappo.checkpoint.folders import components_of, is_component, stored_support
@@ -38,7 +39,7 @@ def hf_to_megatron(args: argparse.Namespace, world: World) -> None:
         raise UsageError(
             f"--megatron-lm: Megatron-LM has other names for the linear attention of {args.input}: leave the option out"
         )
-    dtype = args.dtype or stored_dtype(args.input)
+    dtype = args.dtype or stored_dtype(args.input, architecture)
     chunks = load_from_hf(args.input, architecture, dtype, world)
     with world.staged(args.output) as output:
         folder = output / RELEASE if args.megatron_lm else output
@@ -48,7 +49,10 @@ def hf_to_megatron(args: argparse.Namespace, world: World) -> None:
             copy_config(args.input, folder)
             if args.megatron_lm:
                 (output / TRACKER).write_text(RELEASE)
-    world.log(f"wrote {args.output}: {described(parameters.hf_shapes(architecture), dtype)}")
+    shapes = parameters.hf_shapes(architecture)
+    world.log(f"wrote {args.output}: {described(without_tower(shapes), dtype)}")
+    if architecture.vision:
+        world.log(f"its vision tower is not converted: convert back with --hf-config {args.input}")
 
 
 def megatron_to_hf(args: argparse.Namespace, world: World) -> None:
@@ -163,16 +167,31 @@ def load_from_hf(folder: Path, architecture: Architecture, dtype: str, world: Wo
 
 
 def load_from_megatron(source: MegatronFolder, dtype: str, world: World) -> ModelChunks:
-    """Build the model and load the component's weights, cast to `dtype`."""
+    """Build the model and load the component's weights, cast to `dtype`.
+
+    Raises:
+        UsageError: the model has a vision tower, and no folder with it is named.
+    """
+    has_weights = any((source.config_folder / name).is_file() for name in (SINGLE, INDEX))
+    if source.architecture.vision and not has_weights:
+        raise UsageError(
+            f"{source.folder} lacks the vision tower, which training does not change: name the Hugging Face folder the "
+            "model started from with --hf-config"
+        )
     chunks = world.build(source.architecture, dtype)
     vocab_size = source.architecture.vocab_size
     world.together(lambda: load_model(chunks, world.groups, source.folder, source.info, vocab_size))
     return chunks
 
 
-def stored_dtype(folder: Path) -> str:
+def without_tower(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Return the tensors that are not a vision tower's."""
+    return {name: shape for name, shape in shapes.items() if not name.startswith(TOWER)}
+
+
+def stored_dtype(folder: Path, architecture: Architecture) -> str:
     """Return the dtype of a Hugging Face folder's embedding."""
-    with HFFolder(folder) as source:
+    with HFFolder(folder, architecture) as source:
         if parameters.EMBEDDING not in source.names():
             raise UsageError(f"{folder} has no {parameters.EMBEDDING}: it is no language model of this program")
         found = source.dtype(parameters.EMBEDDING)

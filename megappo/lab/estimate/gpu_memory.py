@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from megappo.architecture.architecture import DTYPES, Architecture
 from megappo.architecture.fit import fit_errors
+from megappo.architecture.vision import KEPT_BYTES
 from megappo.config.config_error import ConfigError
 from megappo.config.eval_sets import longest_response, longest_row
 from megappo.config.methods import GPU_BUCKET_BYTES
@@ -289,6 +290,7 @@ class MemoryEstimate:
                 node["processes"] += PROCESS_BYTES + kind.has_engine * ENGINE_PROCESS_BYTES
                 node["offloaded states"] += asleep
                 node["optimizer states"] += on_host
+                node["vision towers"] += self._towers(kind.stages)
                 node["pinned by engines"] += kind.has_engine * self._engine_pinned
                 if "actor" in kind.stages:
                     node["expert choices"] += choices / self.models["actor"].layout.data
@@ -304,6 +306,17 @@ class MemoryEstimate:
             node["checkpoint copies"] = combined([saved.get(number, 0.0) for saved in saves])
         fullest = max(nodes, key=lambda number: sum(nodes[number].values()))
         return dict(nodes[fullest])
+
+    def _towers(self, stages: Mapping[str, int]) -> float:
+        """Return the host memory of a rank's vision towers, one for each folder, with the features that they keep."""
+        tokens = self.config.data.train_batch_size * self.config.data.max_prompt_length
+        found = {}
+        for name, stage in stages.items():
+            model = self.models[name]
+            if tower := model.tower(stage):
+                kept = min(KEPT_BYTES, tokens / model.layout.data * model.feature_bytes)
+                found[model.spec.folder.value] = tower + kept
+        return sum(found.values())
 
     def _ledger(self, stages: Mapping[str, int], has_engine: bool, phase: str) -> Ledger:
         ledger = self._building(stages) if phase == START else self._model_entries(stages, phase)
@@ -352,6 +365,8 @@ class MemoryEstimate:
             if name in self.passes.get(phase, ()):
                 trains = "gradients" in use
                 ledger[f"{name} activations"] = model.activations(stage, trains=trains)
+                if images := model.images(stage, self.config.data.max_prompt_length):
+                    ledger[f"{name} images"] = images
                 if stage == model.layout.pipeline - 1 and model.spec.head != "value":
                     ledger[f"{name} head"] = model.head(response_share, trains=trains)
         return ledger

@@ -21,6 +21,7 @@ from megappo.architecture.parameters import (
     padded_vocab_size,
     stage_of_layers,
     stage_sizes,
+    tower_size,
 )
 from megappo.architecture.parsing import read_architecture
 from megappo.config.methods import ValueSupport
@@ -37,6 +38,8 @@ INNER_COPIES = {"silu": 3, "gelu_pytorch_tanh": 4, "quick_gelu": 8}
 """Memory that an MLP keeps for its backward pass, in inner sizes, by its activation: gate, up and their product; GELU
 of the gate; with quick GELU both cut off, its sigmoid, the offset, and the product as weighted by the router."""
 
+TOWER_COPIES = 16
+"""Assumed: tensors as wide as hidden states that a block of a vision tower holds at a time, its MLP's and pixels."""
 KEY_COPIES, VALUE_COPIES, CHUNK_SQUARES = 8, 6, 5
 """Copies in fp32 that linear attention in torch keeps of all heads' keys (queries, keys, with their scales), of their
 values, and of the squares of a chunk's tokens."""
@@ -56,7 +59,12 @@ class Shape:
     @property
     def size(self) -> int:
         """Parameters of the whole model."""
-        return sum(self.stages(Parallel())[0])
+        return sum(self.stages(Parallel())[0]) + self.tower
+
+    @cached_property
+    def tower(self) -> int:
+        """Parameters of its vision tower, 0 without one."""
+        return tower_size(self.architecture)
 
     @cached_property
     def largest_tensor(self) -> int:
@@ -168,6 +176,25 @@ class PlacedModel:
             layer_input = self.tokens * self.nbytes * architecture.hidden_size / self._sharing
             return in_flight * len(layers) * layer_input + largest
         return max(in_flight * sum(layers), largest)
+
+    def tower(self, stage: int) -> float:
+        """Return the bytes of a vision tower's weights on a rank of the first stage; 0 on others."""
+        return 0 if stage else self.nbytes * self.shape.tower
+
+    @property
+    def feature_bytes(self) -> float:
+        """Bytes of the features of an image's token."""
+        vision = self.shape.architecture.vision
+        return (1 + len(vision.deepstack_layers)) * self.shape.architecture.hidden_size * self.nbytes if vision else 0
+
+    def images(self, stage: int, prompt_length: int) -> float:
+        """Return the bytes that a pass takes for images: the tower, its activations for an image that fills a prompt,
+        and features of a micro-batch of images alone."""
+        vision = self.shape.architecture.vision
+        if vision is None or stage:
+            return 0.0
+        block = TOWER_COPIES * self.nbytes * prompt_length * vision.sizes["merged"]
+        return self.tower(stage) + block + self.tokens * self.feature_bytes
 
     def expert_activations(self, stage: int) -> float:
         """Return the part of an update's `activations` that grows with the tokens that a rank's experts get: 0 if each

@@ -109,4 +109,6 @@ def weights_summary(plan: RunPlan) -> str:
         trained = sum(shape.stages(Parallel(), trained=True)[0]) if spec.training else 0
         named = f"{name}, with the weights of the {spec.base}" if spec.base else name
         rows.append([named, f"{shape.size:,}", f"{trained:,}", f"{most * DTYPES[plan.config.model.dtype].nbytes:,}"])
+        if shape.tower:
+            rows.append([f"{name}'s vision tower, of these", f"{shape.tower:,}", "0", "in host memory"])
     return aligned(rows)

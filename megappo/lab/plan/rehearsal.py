@@ -5,7 +5,8 @@ import asyncio
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from megappo.architecture.parsing import read_architecture
@@ -15,7 +16,9 @@ from megappo.config.schema import Config
 from megappo.config.score_checks import late_scores_errors, metric_errors, num_scores_errors, step_scores_errors
 from megappo.data.chat import chat_end_warnings
 from megappo.data.conversations import Conversations
+from megappo.data.image_files import image_reader
 from megappo.data.preferences import open_examples
+from megappo.data.prompt_images import PromptImages
 from megappo.data.prompts import Prompt, open_datasets
 from megappo.data.record_dataset import RecordDataset
 from megappo.data.tokenizer import check_vocabularies, load_tokenizer, stop_token_ids
@@ -88,7 +91,8 @@ def rehearse(config: Config, *, everything: bool) -> Findings:
         if config.has_reward_model:
             with findings.noting():
                 folder = str(config.reward_model.model_path)
-                Conversations(config, read_architecture(folder, head="value"), tokenizer)
+                conversations = Conversations(config, read_architecture(folder, head="value"), tokenizer)
+                conversations.check_images(are_read=read_architecture(config.model.path).vision is not None)
                 findings.checked.append(f"tokenizer and chat template of {folder}")
         single = config.changed("reward.num_workers", 1).changed("rollout.num_environment_workers", 1)
         tasks = played_tasks(single.changed("reward.on_error", "raise"))
@@ -101,7 +105,9 @@ def rehearse(config: Config, *, everything: bool) -> Findings:
         rewards = workers[TRAINING].rewards if TRAINING in workers else None
         waits_for_all = rewards is not None and rewards.waits_for_all
         findings.errors += late_scores_errors(config, waits_for_all=waits_for_all)
-        train, val = open_datasets(config, tokenizer, {name: of_task.takes for name, of_task in workers.items()})
+        taken = {name: of_task.takes for name, of_task in workers.items()}
+        reader = image_reader(config, tokenizer)
+        train, val = open_datasets(config, tokenizer, taken, images=reader)
         datasets = val if train is None else {TRAINING: train} | val
         for dataset in datasets.values():
             _check_records(dataset, shared_vocabulary(config), findings, everything=everything)
@@ -111,6 +117,10 @@ def rehearse(config: Config, *, everything: bool) -> Findings:
         for name, task in tasks.items():
             try:
                 [prompt] = datasets[name].at(datasets[name].kept[:1])
+                if reader is not None:
+                    scratch = cleanup.enter_context(TemporaryDirectory())
+                    images = PromptImages(reader, [train, *val.values()], scratch)
+                    prompt = replace(prompt, columns=images.columns(prompt))
             except ValueError:  # it is among the errors, or was not checked
                 continue
             rewards, environments = workers[name].rewards, workers[name].environments

@@ -76,9 +76,8 @@ REFUSAL = "a message containing <|channel|> tags"
 CACHES = "HOME or XDG_CACHE_HOME"
 MAKE = ".venv/bin/python tools/make_example.py {} --output outputs/{}"
 EXAMPLES = {"outputs/quickstart": "bash launch/quickstart.sh", "outputs/rlhf": "bash launch/rlhf.sh"}
-EXAMPLES |= {
-    f"outputs/{name}": MAKE.format(name, name) for name in ("grid", "calculator", "compaction", "voyage", "smollm2")
-}
+MADE = ("grid", "calculator", "compaction", "voyage", "smollm2", "squares")
+EXAMPLES |= {f"outputs/{name}": MAKE.format(name, name) for name in MADE}
 """Folder of models and data that shipped configs name -> the command that makes it."""
 FIELDS = "srt/arg_groups/fields"
 """SGLang's folder with the classes that declare the fields of ServerArgs."""
@@ -308,6 +307,7 @@ def _model_folder(
             yield from (f"{key}: {error}" for error in faulty.errors)
         else:
             yield from _fit_errors(config, capability, spec, architecture)
+            yield from _tower_errors(config, key, architecture)
             adapted = replace(architecture, lora=spec.lora)
             if key == REWARD_MODEL_KEY:
                 yield from _reward_model_errors(config, adapted)
@@ -396,6 +396,17 @@ def _fit_errors(config: Config, capability: int | None, spec: ComponentSpec, arc
             f"{key}: {file}'s sliding_window {window} is below {longest.lengths}: lower these, as neither trainer "
             "nor engine limits attention to a window"
         )
+
+
+def _tower_errors(config: Config, key: str, architecture: Architecture) -> Errors:
+    """Yield the error of a model that cannot read the images of the actor's rows."""
+    with suppress(ConfigError):  # reported with model.path
+        actor = read_architecture(shape_folder(config.model.path))
+        if actor.vision and config.recipe.has_rollouts and architecture.reads_images_as != actor.reads_images_as:
+            yield (
+                f"{key}: {architecture.file} lacks a vision tower of the actor's kind, with the image token and sizes "
+                f"of patches of {actor.file}, and would misread images: choose a model of {actor.name}"
+            )
 
 
 def _reward_model_errors(config: Config, architecture: Architecture) -> Errors:

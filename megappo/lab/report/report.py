@@ -107,7 +107,7 @@ def page(title: str, runs: Sequence[dict[str, Any]], summary: str) -> bytes:
     scripts = f"script-src {_checksum(library)} {_checksum(script)}"
     data = {"title": title, "written": time.time(), "reload": REPORT_SECONDS, "charts": charts(), "runs": runs}
     text = Template(_asset("page.html")).substitute(
-        policy=f"default-src 'none'; {scripts}; style-src {_checksum(style)}",
+        policy=f"default-src 'none'; img-src data:; {scripts}; style-src {_checksum(style)}",
         title=html.escape(title),
         style=style,
         summary=html.escape(summary),

@@ -1,6 +1,7 @@
 """Responses for the report's browser: responses of evaluations, and kept rollouts with the numbers of their tokens."""
 
 import json
+from base64 import b64encode
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,8 @@ def report_samples(folder: Path, most_characters: int) -> list[dict[str, Any]]:
         if remaining < 0:
             break
         for sample in _kept(path) if path.suffix == ".parquet" else _held_out(path):
+            if sample.get("images"):
+                sample["images"] = [_image_url(folder / name) for name in sample["images"] if (folder / name).is_file()]
             text = json.dumps(sample)
             remaining -= len(text)
             if remaining < 0:
@@ -45,6 +48,10 @@ def report_samples(folder: Path, most_characters: int) -> list[dict[str, Any]]:
             shown.append(json.loads(text, parse_constant=str))  # NaN, which JSON lacks, becomes text
     mark_passed(shown, folder)
     return sorted(shown, key=lambda sample: sample["step"])
+
+
+def _image_url(path: Path) -> str:
+    return "data:image/jpeg;base64," + b64encode(path.read_bytes()).decode()
 
 
 def _held_out(path: Path) -> Iterator[dict[str, Any]]:

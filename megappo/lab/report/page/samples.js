@@ -182,7 +182,7 @@ function detail(sample, choose) {
   );
   return [
     el("div", {}, mark(sample), " ", facts.concat(parts).filter(Boolean).join(" · ")),
-    el("h3", {}, "Prompt"), el("pre", {}, sample.prompt),
+    el("h3", {}, "Prompt"), ...(sample.images ?? []).map((src) => el("img", { src, alt: "an image of the prompt" })), el("pre", {}, sample.prompt),
     ...responseParts(sample, info),
     ...(sample.label == null ? [] : [el("h3", {}, "Label"), el("pre", {}, sample.label)]),
     ...more.flatMap((name) => [el("h3", {}, name === "scores" ? "Scores of all responses" : "Answers of all responses"), el("pre", {}, JSON.stringify(sample[name]))]),

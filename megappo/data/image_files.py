@@ -1,0 +1,384 @@
+"""Images of prompts: the parts of messages that stand for them, the files that records name, and what a vision tower
+reads of these.
+
+An image that is turned by its EXIF data, transparent or no RGB is read, and sent to engines, as an upright RGB image on
+white: SGLang would ignore the first two.
+"""
+
+import base64
+import binascii
+import io
+import math
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import unquote, urlsplit
+
+from PIL import Image, ImageOps
+from PIL.ExifTags import Base
+
+from megappo.architecture.model_folder import read_json_file
+from megappo.architecture.parsing import read_architecture
+from megappo.architecture.vision import Vision, num_image_tokens
+from megappo.config.config_error import ConfigError
+from megappo.config.schema import Config
+from megappo.config.text_files import TextFileError
+from megappo.data.chat import PromptContent
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MARK = "<image>"
+"""Stands for an image in a text, as in verl's files."""
+IMAGE_PART = {"type": "image"}
+SOURCES = ("image", "image_url", "url", "bytes", "path")
+"""Fields of a part, or of an image in a record, that may hold it; the first that does."""
+FORMS = "a path, a file or data URL, or {'bytes': ..., 'path': ...}"
+THUMBNAIL = (192, 192)
+"""Most columns and rows of an image that is shown."""
+PROCESSORS = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast")
+PATCHES = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
+"""Settings of the processor that are the tower's, too, and their defaults."""
+DEFAULT_SIZE = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
+MOST_RATIO = 200
+Grid = tuple[int, int, int]
+
+
+class ImageFile(NamedTuple):
+    """An image as a record names it.
+
+    Attributes:
+        content: content of its file; None: it is read from `path`.
+        path: path of its file, or a name for messages.
+    """
+
+    content: bytes | None
+    path: str
+
+    def read(self) -> bytes:
+        """Return the content of the file.
+
+        Raises:
+            ValueError: it cannot be read.
+        """
+        try:
+            return Path(self.path).read_bytes() if self.content is None else self.content
+        except OSError as error:
+            raise ValueError(f"the image {self.path} cannot be read ({error.strerror}): correct its path") from None
+
+
+def place_images(content: PromptContent, given: Sequence[Any], placeholder: str) -> tuple[PromptContent, list[Any]]:
+    """Return a prompt with the places of its images, and the images in the order of their places.
+
+    Args:
+        content: a text, or messages; MARK in a text, and a part of a message that names no image, take the next one of
+            `given`.
+        given: the images of the record.
+        placeholder: text that stands for an image where no template is applied.
+    Raises:
+        ValueError: there are fewer or more images than places, or a part is no text and no image.
+    """
+    if isinstance(content, str):
+        _check_count(content.count(MARK) + content.count(placeholder), given)
+        return content.replace(MARK, placeholder), list(given)
+    placed = []
+    images: list[Any] = []
+    for message in content:
+        parts = _parts(message["content"])
+        images += [_source(part) for part in parts if part["type"] != "text"]
+        own = [IMAGE_PART if part["type"] != "text" else part for part in parts]
+        text = "".join(part.get("text", "") for part in own)
+        placed.append(message | {"content": own if IMAGE_PART in own else text})
+    _check_count(images.count(None), given)
+    waiting = iter(given)
+    return placed, [next(waiting) if image is None else image for image in images]
+
+
+def _check_count(num_places: int, given: Sequence[Any]) -> None:
+    if num_places != len(given):
+        raise ValueError(
+            f"the prompt has {num_places} places for images ({MARK} in a text, or parts of type image that name none), "
+            f"but the record has {len(given)} images: write one for each"
+        )
+
+
+def _parts(content: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the parts of a message without the null fields that parquet adds."""
+    if isinstance(content, str):
+        texts = content.split(MARK)
+        parts = [part for text in texts for part in (IMAGE_PART, {"type": "text", "text": text})][1:]
+        return [part for part in parts if part.get("text") != ""]
+    found = []
+    for part in content:
+        known = {name: value for name, value in part.items() if value is not None}
+        if known.get("type") not in ("text", "image", "image_url") or not isinstance(known.get("text", ""), str):
+            raise ValueError(f"a part of a message is {part!r:.80}: expected {{'type': 'text' or 'image'}}")
+        found.append(known)
+    return found
+
+
+def _source(part: Mapping[str, Any]) -> Any:
+    return next((part[name] for name in SOURCES if part.get(name)), None)
+
+
+def image_file(value: Any, data_file: str) -> ImageFile:
+    """Return the file of an image in a record.
+
+    Args:
+        data_file: path of the record's file, beside which relative paths are looked up before the working folder.
+    Raises:
+        ValueError: it has none of the FORMS.
+    """
+    name = ""
+    if isinstance(value, Mapping):
+        name = str(value.get("path") or "")
+        value = value.get("bytes") or _source(value)
+    if isinstance(value, Mapping):
+        value = _source(value)
+    if isinstance(value, bytes):
+        return ImageFile(value, name or f"of {len(value):,} bytes")
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"an image is {value!r:.80}: expected {FORMS}")
+    if value.startswith("data:"):
+        try:
+            return ImageFile(base64.b64decode(value.partition(",")[2], validate=True), f"{value:.40}...")
+        except binascii.Error as error:
+            raise ValueError(f"the image {value:.40}... is not base64 ({error}): write it again") from None
+    if value.startswith(("http://", "https://")):
+        raise ValueError(f"the image {value:.80} is not on this machine: download it, and name its path")
+    path = Path(unquote(urlsplit(value).path) if value.startswith("file://") else value)
+    beside = Path(data_file).parent / path
+    return ImageFile(None, str((beside if beside.exists() else path).absolute()))
+
+
+def opened(content: bytes, name: str) -> Image.Image:
+    """Return an image whose header has been read.
+
+    Raises:
+        ValueError: it is damaged, or no image.
+    """
+    try:
+        return Image.open(io.BytesIO(content))
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise ValueError(f"the image {name} is damaged, or no image ({error}): replace it") from None
+
+
+def _orientation(image: Image.Image) -> int:
+    """Return EXIF's orientation, by the header; 1 for an upright image."""
+    exif = Image.Exif()
+    exif.load(image.info.get("exif", b""))
+    return int(exif.get(Base.Orientation, 1))
+
+
+def upright(image: Image.Image) -> Image.Image:
+    """Return an image in RGB, upright, on white.
+
+    Raises:
+        OSError, SyntaxError, ValueError: it is damaged.
+    """
+    turned = _orientation(image) != 1
+    image.load()
+    if turned:
+        image = ImageOps.exif_transpose(image)
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image.convert("RGB")
+
+
+def data_url(content: bytes) -> str:
+    """Return an image as engines get it: its file, or a PNG of what training reads, where SGLang would read another."""
+    image = opened(content, "")
+    if image.mode != "RGB" or image.has_transparency_data or _orientation(image) != 1:
+        content = _encoded(upright(image), "PNG")
+    return "data:image;base64," + base64.b64encode(content).decode()
+
+
+def thumbnail(content: bytes) -> bytes:
+    """Return an image as a small JPEG."""
+    image = upright(opened(content, ""))
+    image.thumbnail(THUMBNAIL)
+    return _encoded(image, "JPEG")
+
+
+def _encoded(image: Image.Image, form: str) -> bytes:
+    file = io.BytesIO()
+    image.save(file, form)
+    return file.getvalue()
+
+
+def _processor_settings(folder: str) -> dict[str, Any]:
+    """Return the settings of a folder's image processor.
+
+    Raises:
+        ConfigError: there are none, or of another one than Qwen's.
+    """
+    try:
+        files = [Path(folder, name) for name in ("processor_config.json", "preprocessor_config.json")]
+        whole, own = [read_json_file(file) if file.is_file() else {} for file in files]
+    except TextFileError as error:
+        raise ConfigError(f"model.path: {error}") from error
+    settings = whole.get("image_processor") or own
+    found = settings.get("image_processor_type")
+    if found not in PROCESSORS:
+        raise ConfigError(
+            f"model.path: expected settings of the image processor {PROCESSORS[0]} in {folder}, found {found}: add "
+            "preprocessor_config.json from the model's repository"
+        )
+    return settings
+
+
+def resized(height: int, width: int, unit: int, least: int, most: int) -> tuple[int, int]:
+    """Return the size that an image gets: multiples of `unit`, with `least` to `most` pixels.
+
+    Raises:
+        ValueError: it is too narrow.
+    Source: transformers 5.19, smart_resize of models/qwen2_vl/image_processing_qwen2_vl.py.
+    """
+    edges = height, width
+    if max(edges) > MOST_RATIO * min(edges):
+        raise ValueError(f"{height} x {width} pixels, one edge more than {MOST_RATIO} times as long as the other")
+    rows, columns = (round(edge / unit) * unit for edge in edges)
+    if rows * columns > most:
+        scale = math.sqrt(height * width / most)
+        rows, columns = (max(unit, math.floor(edge / scale / unit) * unit) for edge in edges)
+    elif rows * columns < least:
+        scale = math.sqrt(least / (height * width))
+        rows, columns = (math.ceil(edge * scale / unit) * unit for edge in edges)
+    return rows, columns
+
+
+class ImageReader:
+    """Reads images as the image processor of a model's folder does.
+
+    Args:
+        max_pixels: most pixels of an image, which is made smaller above that; None: the processor's.
+    Attributes:
+        placeholder: text that stands for an image.
+        mark: the token in it that stands for the image's patches.
+    Raises:
+        ConfigError: the folder has no such processor.
+    """
+
+    def __init__(
+        self, folder: str, vision: Vision, tokenizer: "PreTrainedTokenizerBase", max_pixels: int | None = None
+    ):
+        self._vision = vision
+        tokens = [vision.start_token, vision.image_token, vision.end_token]
+        start, self.mark, end = tokenizer.convert_ids_to_tokens(tokens)
+        self.placeholder = start + self.mark + end
+        self._video_mark = tokenizer.convert_ids_to_tokens(vision.video_token)
+        self._folder = folder
+        settings = _processor_settings(folder)
+        size = settings.get("size") or DEFAULT_SIZE
+        self._least = settings.get("min_pixels") or size["shortest_edge"]
+        self._most = max_pixels or settings.get("max_pixels") or size["longest_edge"]
+        found = tuple(settings.get(name, default) for name, default in PATCHES.items())
+        expected = tuple(getattr(vision, name) for name in PATCHES)
+        if found != expected:
+            raise ConfigError(
+                f"model.path: the image processor in {folder} has {', '.join(PATCHES)} {found}, but config.json has "
+                f"{expected}: take both from the same model"
+            )
+
+    @property
+    def media_tokens(self) -> tuple[int, int]:
+        """Tokens that stand for images and videos; a response ends with one."""
+        return self._vision.image_token, self._vision.video_token
+
+    def check_text(self, text: str, num_images: int) -> None:
+        """Check that a rendered prompt has as many places as images.
+
+        Raises:
+            ValueError: it has not.
+        """
+        if text.count(self.mark) != num_images or self._video_mark in text:
+            raise ValueError(
+                f"the prompt has {text.count(self.mark)} {self.mark} and {text.count(self._video_mark)} "
+                f"{self._video_mark} as the model sees it, but {num_images} images: texts may hold neither, videos are "
+                "not read, and the chat template must render parts of type image"
+            )
+
+    def _grid(self, image: Image.Image) -> Grid:
+        """Return the patches of an image, by its header: frames, rows and columns.
+
+        Raises:
+            ValueError: it is too narrow.
+        """
+        width, height = reversed(image.size) if _orientation(image) >= 5 else image.size
+        edge = self._vision.patch_size
+        rows, columns = resized(height, width, edge * self._vision.merge_size, self._least, self._most)
+        return 1, rows // edge, columns // edge
+
+    def expanded(self, tokens: Sequence[int], grids: Sequence[Grid]) -> tuple[list[int], list[int]]:
+        """Return tokens with one image token for each merged patch, and the place of the first one of each image."""
+        waiting = iter(grids)
+        places = []
+        whole: list[int] = []
+        for token in tokens:
+            count = 1
+            if token == self._vision.image_token:
+                places.append(len(whole))
+                count = self.num_tokens(next(waiting))
+            whole += [token] * count
+        return whole, places
+
+    def num_tokens(self, grid: Grid) -> int:
+        """Return the tokens of an image."""
+        return num_image_tokens(grid, self._vision.merge_size)
+
+    def measure(self, file: ImageFile, *, whole: bool = False) -> tuple[Grid, str]:
+        """Return the patches of an image, and the checksum of its file.
+
+        Args:
+            whole: check that all of the image can be read, not its header alone.
+        Raises:
+            ValueError: it is missing, damaged or too narrow.
+        """
+        content = file.read()
+        image = opened(content, file.path)
+        try:
+            grid = self._grid(image)
+            if whole:
+                image.load()
+        except (OSError, SyntaxError, ValueError) as error:
+            raise ValueError(f"the image {file.path} cannot be used ({error}): replace it") from None
+        return grid, sha256(content).hexdigest()[:32]
+
+    @cached_property
+    def _processor(self) -> Any:
+        # Not above: it imports torch.
+        from transformers import AutoImageProcessor
+
+        size = {"shortest_edge": self._least, "longest_edge": self._most}
+        return AutoImageProcessor.from_pretrained(self._folder, local_files_only=True, size=size)
+
+    def pixels(self, content: bytes, grid: Grid) -> Any:
+        """Return the patches of an image, a tensor [patches, numbers of a patch] float32.
+
+        Raises:
+            RuntimeError: the processor makes another grid of it.
+        """
+        made = self._processor(images=[upright(opened(content, ""))], return_tensors="pt")
+        [found] = made["image_grid_thw"].tolist()
+        if tuple(found) != grid:
+            raise RuntimeError(f"expected an image of {grid} patches, but the image processor makes {found}")
+        return made["pixel_values"]
+
+
+def image_reader(config: Config, tokenizer: "PreTrainedTokenizerBase") -> ImageReader | None:
+    """Return the reader of a run's images; None for a model without vision.
+
+    Raises:
+        ConfigError: see `ImageReader`.
+    """
+    vision = read_architecture(config.model.path).vision
+    return None if vision is None else ImageReader(config.model.path, vision, tokenizer, config.data.max_image_pixels)
+
+
+def images_in(record: Mapping[str, Any], key: str) -> list[Any]:
+    """Return the images of a record's field: a list, one, or none."""
+    value = record.get(key) or []
+    return value if isinstance(value, list) else [value]

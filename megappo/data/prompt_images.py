@@ -1,0 +1,103 @@
+"""Images of a run's prompts, on any rank: for the engines, the models, reward functions and people."""
+
+import os
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from megappo.batch.images import Image
+from megappo.config.config_error import ConfigError
+from megappo.data.image_files import ImageReader, data_url, thumbnail
+from megappo.data.prompts import Prompt, PromptDataset
+from megappo.engines.generations import SentImage
+from megappo.observe.files import ROLLOUTS_FOLDER
+from megappo.userland.user_code import JsonObject
+
+MOST_RECORDS = 2**24
+"""Records of a data set that a float32 numbers."""
+THUMBNAILS, ORIGINALS = f"{ROLLOUTS_FOLDER}/images", f"{ROLLOUTS_FOLDER}/originals"
+"""Folders in the run's folder with small copies for people, and with images out of data files for reward functions."""
+KEPT_PLACES, KEPT_URLS = 2**16, 64
+"""Prompts whose images' places, and images whose content for requests, are kept in memory."""
+
+
+class PromptImages:
+    """An `ImageSource` that reads images from the data files whenever they are needed.
+
+    Args:
+        datasets: the run's, by their numbers; None for the training prompts of a run that only evaluates.
+        output_dir: the run's folder.
+    Raises:
+        ConfigError: a data set has too many records.
+    """
+
+    def __init__(self, reader: ImageReader, datasets: Sequence[PromptDataset | None], output_dir: str):
+        self._output_dir = Path(output_dir)
+        self._reader = reader
+        self._datasets = {number: dataset for number, dataset in enumerate(datasets) if dataset is not None}
+        self._url = lru_cache(KEPT_URLS)(lambda key: data_url(self._content(key)))
+        self._places = lru_cache(KEPT_PLACES)(lambda data_set, index: self._datasets[data_set].images_at(index))
+        for dataset in self._datasets.values():
+            if len(dataset) > MOST_RECORDS:
+                raise ConfigError(f"data: more than {MOST_RECORDS:,} prompts for a model with vision: name fewer files")
+
+    def images(self, record: tuple[int, int]) -> Sequence[Image]:
+        """Return the images of a prompt, by its number of the data set and its position there."""
+        return self._places(*record)
+
+    def pixels(self, image: Image) -> Any:
+        """Return the patches of an image, see `ImageReader.pixels`."""
+        return self._reader.pixels(self._content(image.key), image.grid)
+
+    def sent(self, prompt: Prompt) -> list[SentImage]:
+        """Return the images of a prompt as engines get them."""
+        found = []
+        for image in prompt.images:
+            found.append(SentImage(image.place, self._reader.num_tokens(image.grid), self._url(image.key)))
+        return found
+
+    def columns(self, prompt: Prompt) -> JsonObject:
+        """Return the fields of a prompt for reward functions, with the paths of its images if they take these."""
+        name = self._datasets[prompt.data_set].image_column
+        return prompt.columns if name is None else prompt.columns | {name: [self._path(one) for one in prompt.images]}
+
+    def one_each(self, text: str) -> str:
+        """Return a decoded prompt with one placeholder for each image."""
+        mark = self._reader.mark
+        return re.sub(f"(?:{re.escape(mark)})+", lambda _: mark, text)
+
+    def thumbnails(self, record: Sequence[float]) -> list[str]:
+        """Write small copies of a prompt's images; return their paths in the run's folder."""
+        data_set, index = map(int, record)
+        names = []
+        for file in self._datasets[data_set].image_files(index):
+            content = file.read()
+            names.append(self._written(content, THUMBNAILS, ".jpg", thumbnail(content)))
+        return names
+
+    def _content(self, key: tuple[int, int, int]) -> bytes:
+        data_set, index, number = key
+        return self._datasets[data_set].image_files(index)[number].read()
+
+    def _path(self, image: Image) -> str:
+        """Return the path of an image. One that lies in a data file is written into the run's folder."""
+        data_set, index, number = image.key
+        file = self._datasets[data_set].image_files(index)[number]
+        if file.content is None:
+            return file.path
+        name = self._written(file.content, ORIGINALS, Path(file.path).suffix, file.content)
+        return str((self._output_dir / name).absolute())
+
+    def _written(self, content: bytes, folder: str, suffix: str, made: bytes) -> str:
+        """Write what was made of an image, unless a rank has; return its path in the run's folder."""
+        name = f"{folder}/{sha256(content).hexdigest()[:32]}{suffix}"
+        path = self._output_dir / name
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            own = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+            own.write_bytes(made)
+            own.replace(path)
+        return name
