@@ -17,6 +17,7 @@ from torch import Tensor
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.vision import KEPT_BYTES, TOWER
 from megappo.batch.images import Image, ImageSource
+from megappo.errors import ActionableError
 from megappo.models.packed_attention import Pack
 from megappo.runtime import platform
 from megappo.runtime.heartbeat import heartbeat
@@ -64,6 +65,8 @@ class VisionTower:
         with HFFolder(folder, self._architecture) as source:
             for name, parameter in module.named_parameters(prefix=PREFIX):
                 heartbeat.beat()
+                if name not in source.names():
+                    raise ActionableError(f"{folder} lacks {name} of its vision tower: copy the folder again")
                 parameter.copy_(source.read_finite(name))
         return module
 

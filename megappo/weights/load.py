@@ -102,13 +102,13 @@ def load_hf(
         FileNotFoundError: the folder, or a file of it, is missing.
     """
     table = table_of(architecture, groups)
+    parameters = global_parameters(chunks)
+    check_parameters(parameters, table)
     loaded = {id(parameter) for chunk in base or () for parameter in chunk.parameters()}
     with HFFolder(folder, architecture) as source:
         if adapter:
             source.add_adapters(adapter)
         _check_source(source, architecture, table, has_adapters=adapter is not None)
-        parameters = global_parameters(chunks)
-        check_parameters(parameters, table)
         for name, parameter in parameters.items():
             heartbeat.beat()
             progress(name)
