@@ -114,6 +114,8 @@ def _trajectory(row: Rows, path: Path, tokenizer: "PreTrainedTokenizerBase") -> 
     """
     segments = row.fields.get("segments")
     weights = row.fields.get("loss_weights")
+    if "prompt_records" in row.fields:
+        raise ActionableError(f"{path} is of prompts with images, which a record does not hold: sample instead")
     if (segments is not None and segments.any()) or (weights is not None and (weights != 1).any()):
         what = "an episode of several segments" if weights is None or (weights == 1).all() else "a loss_weight"
         raise ActionableError(f"{path} has {what}, which a line cannot express: set trainer.replay_rollouts instead")

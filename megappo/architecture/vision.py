@@ -56,14 +56,10 @@ class Vision:
     @property
     def frequency_axes(self) -> list[int]:
         """For each rotary frequency of a head, the number that it takes of a position: 0 frame, 1 row, 2 column."""
-        size = sum(self.mrope_section)
-        axes = [axis for axis, count in enumerate(self.mrope_section) for _ in range(count)]
+        section = self.mrope_section
         if self.is_interleaved:
-            axes = [0] * size
-            for axis in (1, 2):
-                stop = 3 * self.mrope_section[axis]
-                axes[axis:stop:3] = [axis] * len(range(size)[axis:stop:3])
-        return axes
+            return [i % 3 if i < 3 * section[i % 3] else 0 for i in range(sum(section))]
+        return [axis for axis, count in enumerate(section) for _ in range(count)]
 
     @property
     def sizes(self) -> dict[str, int]:

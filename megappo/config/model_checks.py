@@ -85,6 +85,13 @@ def _teacher_errors(config: Config) -> Errors:
             f"distillation.signal {settings.signal} teaches the actor, which trainer.train [critic] leaves as it is: "
             "set it to reward"
         )
+    if settings.signal == "reward" and config.algorithm.gae_level == "turn" and method.needs_values:
+        yield (
+            "distillation.signal reward is a reward of each token, but with algorithm.gae_level turn a turn has one "
+            "reward: set algorithm.gae_level to token, or distillation.signal to advantage"
+        )
+    if not settings.task_reward:
+        yield from _uses_of_scores(config)
     takes_scores = method.needs_score_components and (settings.signal == "reward" or not settings.task_reward)
     if takes_scores or (method.needs_greedy_baseline and not settings.task_reward):
         yield (
@@ -102,10 +109,30 @@ def _teacher_errors(config: Config) -> Errors:
             yield f"{key} needs scores, but reward.function is null: name a function, or drop it"
 
 
+def _uses_of_scores(config: Config) -> Errors:
+    """Yield the keys by which scores matter that distillation.task_reward false only logs."""
+    uses = {
+        "algorithm.filter_groups.enable true": config.algorithm.filter_groups.enable,
+        f"actor.positive_nll_coef {config.actor.positive_nll_coef}": config.actor.positive_nll_coef,
+        f"reward.normalize {config.reward.normalize}": config.reward.normalize in ("running", "batch"),
+    }
+    for key, is_used in uses.items():
+        if is_used:
+            yield (
+                f"{key} uses the scores of all rows, which distillation.task_reward false only logs: drop it, or set "
+                "distillation.task_reward to true"
+            )
+
+
 def critic_errors(config: Config) -> Errors:
     """Yield what a run that trains a critic alone lacks."""
     if config.recipe.trains != "critic":
         return
+    if config.has_full_kl:
+        yield (
+            "a KL of kind full (algorithm.kl_penalty or distillation.kl_type) needs the actor's forward pass, which a "
+            "run that trains a critic alone leaves out: choose k1 or k3"
+        )
     trainer = config.trainer
     algorithm = config.algorithm
     if not config.has_critic:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from megappo.architecture.architecture import Architecture
+from megappo.architecture.parsing import read_architecture
 from megappo.config.config_error import ConfigError, shorten
 from megappo.config.schema import Config
 from megappo.data.chat import PromptContent
@@ -68,6 +69,11 @@ class Conversations:
                 "conversations are rendered again, but trainer.replay_rollouts has tokens only: set "
                 "reward_model.retokenize to false, or sample"
             )
+        if read_architecture(config.model.path).vision is not None:
+            raise self._error(
+                "conversations are rendered again, which does not place images: name a reward model with the actor's "
+                "tokens and chat template, or set reward_model.retokenize to false"
+            )
         if max(vocabulary.values()) >= architecture.vocab_size:
             raise self._error(
                 f"the tokenizer has token {max(vocabulary.values())}, but vocab_size is {architecture.vocab_size} in "
@@ -75,18 +81,6 @@ class Conversations:
             )
         if template:
             self._rendered("A question", "An answer")
-
-    def check_images(self, *, are_read: bool) -> None:
-        """Refuse prompts with images, if they are read, where conversations are rendered again.
-
-        Raises:
-            ConfigError: always then.
-        """
-        if are_read and self.are_rendered:
-            raise self._error(
-                "conversations are rendered again, which does not place images: name a reward model with the actor's "
-                "tokens and chat template, or set reward_model.retokenize to false"
-            )
 
     def of(
         self,

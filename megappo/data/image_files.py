@@ -9,6 +9,7 @@ import base64
 import binascii
 import io
 import math
+import struct
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from hashlib import sha256
@@ -150,7 +151,10 @@ def image_file(value: Any, data_file: str) -> ImageFile:
         raise ValueError(f"the image {value:.80} is not on this machine: download it, and name its path")
     path = Path(unquote(urlsplit(value).path) if value.startswith("file://") else value)
     beside = Path(data_file).parent / path
-    return ImageFile(None, str((beside if beside.exists() else path).absolute()))
+    try:
+        return ImageFile(None, str((beside if beside.exists() else path).absolute()))
+    except OSError as error:
+        raise ValueError(f"an image is {value!r:.80} ({error.strerror}): expected {FORMS}") from None
 
 
 def opened(content: bytes, name: str) -> Image.Image:
@@ -166,10 +170,13 @@ def opened(content: bytes, name: str) -> Image.Image:
 
 
 def _orientation(image: Image.Image) -> int:
-    """Return EXIF's orientation, by the header; 1 for an upright image."""
+    """Return EXIF's orientation, by the header; 1 for an upright image, and where EXIF's data are damaged."""
     exif = Image.Exif()
-    exif.load(image.info.get("exif", b""))
-    return int(exif.get(Base.Orientation, 1))
+    try:
+        exif.load(image.info.get("exif", b""))
+        return int(exif.get(Base.Orientation, 1))
+    except (struct.error, SyntaxError, ValueError, TypeError):
+        return 1
 
 
 def upright(image: Image.Image) -> Image.Image:
@@ -335,11 +342,13 @@ class ImageReader:
         Args:
             whole: check that all of the image can be read, not its header alone.
         Raises:
-            ValueError: it is missing, damaged or too narrow.
+            ValueError: it is missing, damaged, too narrow, or grey with more than 8 bits.
         """
         content = file.read()
         image = opened(content, file.path)
         try:
+            if image.mode.startswith(("I", "F")):
+                raise ValueError("its grey values have more than 8 bits")
             grid = self._grid(image)
             if whole:
                 image.load()
@@ -352,8 +361,9 @@ class ImageReader:
         # Not above: it imports torch.
         from transformers import AutoImageProcessor
 
-        size = {"shortest_edge": self._least, "longest_edge": self._most}
-        return AutoImageProcessor.from_pretrained(self._folder, local_files_only=True, size=size)
+        # A size would yield to the file's min_pixels and max_pixels, where it has these.
+        limits = {"min_pixels": self._least, "max_pixels": self._most}
+        return AutoImageProcessor.from_pretrained(self._folder, local_files_only=True, **limits)
 
     def pixels(self, content: bytes, grid: Grid) -> Any:
         """Return the patches of an image, a tensor [patches, numbers of a patch] float32.

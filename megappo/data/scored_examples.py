@@ -58,14 +58,17 @@ class ScoredDataset(ExampleDataset):
     def _texts(self, chat: Chat, parts: Mapping[str, Any]) -> list[ExampleText]:
         score, steps, truncated, mask = (parts[name] for name in OUTCOME_FIELDS)
         prompt = parts.get("prompt")
-        response = parts.get("messages") or parts["response"]
+        response = parts["messages"] if "messages" in parts else parts["response"]
+        if truncated not in (None, False, True):  # 0 and 1 are equal to these
+            raise ValueError(f"expected true or false as truncated, found {truncated!r:.40}")
         encoded = None
-        if _are_tokens(prompt) or _are_tokens(response):
+        if _are_tokens(prompt) or _are_tokens(response) or mask is not None:
             encoded = _masked(prompt, response, mask)
             text = ExampleText([""], "")
         else:
             [text] = super()._texts(chat, parts)
-        if truncated and not encoded:  # without an end token
+        num_messages = len(response) if isinstance(response, list) else 1
+        if truncated and not encoded and (not text.ends or text.ends[-1] == num_messages):  # without an end token
             *others, last = text.parts
             for ending in self._endings:
                 last = last.removesuffix(ending)

@@ -140,6 +140,7 @@ class Replay(Batches):
         self._key = key
         self._vocab_size = vocab_size
         self._exchange = exchange
+        self._are_routed = any(one.when for one in config.teachers.values())
 
     def score(
         self,
@@ -159,7 +160,7 @@ class Replay(Batches):
             if errors := self._errors(file):
                 raise ConfigError(*(f"{self._key}: {path} {error}" for error in errors))
             batch = file.batch(self._exchange)
-            if self._config.teachers and not any(_routes(self._config).values()):
+            if self._config.teachers and not self._are_routed:
                 fields = batch.rows.fields | {"teacher": torch.ones(len(batch.rows))}
                 batch = replace(batch, rows=replace(batch.rows, fields=fields))
             highest = int(batch.rows.input_ids.max()) if len(batch.rows) else 0
@@ -193,11 +194,11 @@ class Replay(Batches):
             if getattr(config.algorithm.method, need) and field not in file.names:
                 needed = f"which algorithm.adv_estimator {config.algorithm.adv_estimator} needs"
                 errors.append(f"has no {field}, {needed}: record the rollouts of a run with that estimator")
-        if any(_routes(config).values()) and facts.get("teachers") != _routes(config):
+        if self._are_routed and facts.get("teachers") != _routes(config):
             recorded = show(facts.get("teachers") or "none")
             errors.append(
-                f"was recorded with other teachers, by name and `when` ({recorded}), which decide which rows each has: "
-                "set teachers to the record's, or record the rollouts again"
+                f"was recorded with other teachers, `when`, order or distillation.without_teacher ({recorded}), "
+                "which decide which rows each has: set these to the record's, or record the rollouts again"
             )
         if "prompt_records" in file.names:
             errors.append("is of a model with vision, whose images a record does not hold: sample instead")
@@ -206,6 +207,8 @@ class Replay(Batches):
         return errors
 
 
-def _routes(config: Config) -> dict[str, Any]:
-    """Return which rows each teacher has, by its name, as JSON has it."""
-    return {name: one.model_dump(mode="json")["when"] for name, one in config.teachers.items()}
+def _routes(config: Config) -> list[Any]:
+    """Return the name of each teacher with the fields of its rows, in the order of their numbers in rows, and, if there
+    are any, what rows without a teacher are; as JSON has it."""
+    routes = [[name, one.model_dump(mode="json")["when"]] for name, one in config.teachers.items()]
+    return [*routes, config.distillation.without_teacher] if routes else []

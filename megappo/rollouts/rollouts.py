@@ -182,7 +182,10 @@ class Rollouts:
             return None
         arguments = prompts, workers.environments, self.config, self.tokenizer, *lengths
         if isinstance(workers.environments, AgentPool):
-            needs_reward = workers.rewards is None and not (self.config.has_reward_model or self.config.teachers)
+            is_taught = (
+                task == TRAINING and self.config.teachers and self.config.distillation.without_teacher == "error"
+            )
+            needs_reward = workers.rewards is None and not (self.config.has_reward_model or is_taught)
             return AgentRunner(*arguments, needs_reward=needs_reward)
         return EpisodeRunner(*arguments)
 

@@ -140,12 +140,12 @@ def _by_teacher(config: Config, rows: Rows) -> Unreduced:
     metrics: Unreduced = {}
     for number, name in enumerate(config.teachers, 1):
         is_own = rows.response_mask.bool() & (rows.fields["teacher"] == number)[:, None]
-        metrics[f"distillation/kl/{name}"] = kl[is_own], "mean"
+        metrics[f"distillation/kl/teacher/{name}"] = kl[is_own], "mean"
     return metrics
 
 
 def _without_task_reward(rows: Rows, scores: torch.Tensor) -> tuple[Rows, torch.Tensor]:
-    """Return rows, and their shaped scores, of which rows with a teacher have none."""
+    """Return rows and shaped scores in which a row with a teacher has score 0."""
     has_none = rows.fields["teacher"] > 0
     fields = dict(rows.fields)
     if "turn_rewards" in fields:

@@ -81,7 +81,6 @@ class ResponseScorer:
         """
         rows = batch.rows
         dataset = dataset or self._dataset
-        self._conversations.check_images(are_read="prompt_records" in rows.fields)
         starts = rows.prompt_lengths.tolist()
         prompt_ids = rows.prompt_ids.tolist()
         are_truncated = rows.fields["truncated"].bool().tolist()

@@ -49,6 +49,25 @@ REFUSED = {
         "reward": {"function": None},
         "distillation": {"without_teacher": "reward"},
     },
+    "distillation.signal reward is a reward of each token": {"algorithm": {"gae_level": "turn"}},
+    "algorithm.filter_groups.enable true uses the scores of all rows": {
+        "algorithm": {"filter_groups": {"enable": True}, "adv_estimator": "grpo", "use_kl_in_reward": False},
+        "rollout": {"n": 2},
+        "distillation": {"task_reward": False},
+    },
+    "reward.normalize batch uses the scores of all rows": {
+        "reward": {"normalize": "batch"},
+        "distillation": {"task_reward": False},
+    },
+    "actor.positive_nll_coef 0.1 uses the scores of all rows": {
+        "actor": {"positive_nll_coef": 0.1},
+        "distillation": {"task_reward": False},
+    },
+    "a KL of kind full (algorithm.kl_penalty or distillation.kl_type) needs the actor's forward pass": {
+        "teachers": {"a": {}},
+        "distillation": {"kl_type": "full"},
+        "trainer": {"output_dir": "o", "train": ["critic"]},
+    },
     "algorithm.adv_estimator gdpo takes scores of the reward section": {
         "algorithm": {"adv_estimator": "gdpo", "use_kl_in_reward": False},
         "rollout": {"n": 2},

@@ -150,6 +150,8 @@ FAULTS = {
     "no column": ({"images": None}, "the record has 0 images"),
     "narrow": ({"images": ["narrow.png"]}, "narrow.png cannot be used (1 x 201 pixels, one edge more than 200 times"),
     "on the web": ({"images": ["https://a.b/c.png"]}, "is not on this machine: download it"),
+    "deep grey": ({"images": ["deep.png"]}, "deep.png cannot be used (its grey values have more than 8 bits): replace"),
+    "raw base64": ({"images": ["iVBOR" * 100]}, "(File name too long): expected a path, a file or data URL, or"),
     "number": ({"images": [5]}, "an image is 5: expected a path"),
     "another field": ({"images": ["a.png"], "image": "a.png"}, "the field 'image' is not read"),
     "its token": ({"images": ["a.png"], "prompt": user("<|image_pad|><image>")}, "the prompt has 2 <|image_pad|>"),
@@ -162,6 +164,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_named_by_file_and_line(tmp_path, folder, fault):
     files = {"a.png": A, "text.png": b"no image", "cut.jpg": B[:-300], "narrow.png": noise(1, 201)}
+    Image.new("I;16", (60, 60), 30000).save(tmp_path / "deep.png")
     for name, content in (files | {"big.png": noise(256, 256)}).items():
         (tmp_path / name).write_bytes(content)
     change, message = FAULTS[fault]
@@ -191,6 +194,8 @@ def odd(name: str) -> bytes:
         exif = Image.Exif()
         exif[0x0112] = 6
         image.save(file, "JPEG", exif=exif)
+    elif name == "odd exif":
+        image.convert("L").save(file, "PNG", exif=b"Exif\0\0MM\0*\0")
     elif name == "transparent":
         image.putalpha(Image.linear_gradient("L").resize(image.size))
         image.save(file, "PNG")
@@ -199,7 +204,7 @@ def odd(name: str) -> bytes:
     return file.getvalue()
 
 
-@pytest.mark.parametrize("name", ["turned", "transparent", "gray", "palette", "plain"])
+@pytest.mark.parametrize("name", ["turned", "odd exif", "transparent", "gray", "palette", "plain"])
 def test_engine_and_trainer_read_the_same_image(folder, name):
     """An engine decodes what it is sent, converts it to RGB, and calls the same processor."""
     content = A if name == "plain" else odd(name)
@@ -223,6 +228,19 @@ def test_sizes_are_transformers():
         limits = rng.randint(1, 5000), rng.randint(5000, 10**6)
         if max(height, width) <= 200 * min(height, width):
             assert resized(height, width, 28, *limits) == smart_resize(height, width, 28, *limits)
+
+
+def test_the_most_pixels_hold_where_the_folder_names_limits(tmp_path, folder):
+    """Files of Qwen2.5-VL have min_pixels and max_pixels, which would override a size."""
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    settings = json.loads((tmp_path / "preprocessor_config.json").read_text())
+    settings.pop("size", None)
+    limits = {"min_pixels": 56 * 56, "max_pixels": 512 * 512}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings | limits))
+    reader = ImageReader(str(tmp_path), vision(), load_tokenizer(str(folder)), 128 * 128)
+    content = noise(256, 256)
+    assert len(reader.pixels(content, reader._grid(opened(content, "")))) == 64
 
 
 def test_another_processor_is_refused(tmp_path, folder):

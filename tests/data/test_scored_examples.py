@@ -106,6 +106,10 @@ def test_a_response_that_was_cut_off_has_no_end_token(tmp_path, tokenizer, recor
         (SEVEN | {"response_mask": [0] * 5}, "the response is empty: it has no token"),
         (SEVEN | {"response_tokens": [700]}, "the trajectory has token 700, for which a model has no embedding"),
         (SEVEN | {"response_tokens": [7] * 60}, "the trajectory has more tokens than data.max_length 60 (62)"),
+        ({"prompt": "1", "response": "2", "score": 1, "response_mask": [1]}, "expected tokens as prompt and"),
+        ({"messages": [], "score": 1}, "expected a list of {'role': str,"),
+        ({"messages": None, "score": 1}, "expected a list of {'role': str,"),
+        ({"prompt": "1", "response": "2", "score": 1, "truncated": "no"}, "expected true or false as truncated"),
         (SEVEN | {"response_tokens": "ab"}, "expected tokens as prompt and response, and 0 or 1 for"),
     ],
 )  # fmt: skip

@@ -117,7 +117,7 @@ def check(rank: int, world_size: int) -> None:
             assert found == pytest.approx(expected, abs=1e-5), (signal, kind, estimator, task_reward, row)
         for number, name in ((1, "a"), (2, "b")):
             kl = [x for row, own in enumerate(TEACHERS) if own == number for x in plain_kl(every, row, kind)]
-            assert metrics[f"distillation/kl/{name}"] == pytest.approx(sum(kl) / len(kl), rel=1e-4)
+            assert metrics[f"distillation/kl/teacher/{name}"] == pytest.approx(sum(kl) / len(kl), rel=1e-4)
 
 
 def test_rewards_and_advantages_are_what_loops_give() -> None:

@@ -87,7 +87,7 @@ def check(rank: int, world_size: int, folder: Path) -> None:
     for own, expected in ((is_first, alone), (~is_first, rows)):
         found, wanted = (one.fields["teacher_log_probs"][own] for one in (both, expected))
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
-    assert abs(metrics["distillation/kl/other"]) > 1e-2 > 1e-4 > abs(metrics["distillation/kl/same"])
+    assert abs(metrics["distillation/kl/teacher/other"]) > 1e-2 > 1e-4 > abs(metrics["distillation/kl/teacher/same"])
     ppo_step(run, 1)
     assert run.phase.timers.lap().keys() >= {"timing_s/teacher_other", "timing_s/teacher_same"}
     assert run.models.trained.keys() == {"actor", "critic"}, "checkpoints have nothing of teachers"

@@ -91,8 +91,7 @@ def rehearse(config: Config, *, everything: bool) -> Findings:
         if config.has_reward_model:
             with findings.noting():
                 folder = str(config.reward_model.model_path)
-                conversations = Conversations(config, read_architecture(folder, head="value"), tokenizer)
-                conversations.check_images(are_read=read_architecture(config.model.path).vision is not None)
+                Conversations(config, read_architecture(folder, head="value"), tokenizer)
                 findings.checked.append(f"tokenizer and chat template of {folder}")
         single = config.changed("reward.num_workers", 1).changed("rollout.num_environment_workers", 1)
         tasks = played_tasks(single.changed("reward.on_error", "raise"))
