@@ -279,7 +279,7 @@ class EngineClient:
                 replayed=replayed,
             )
             missing.remove(event["index"])
-            if lengths and generation.finish_reason != "abort":  # one that waited has no length
+            if lengths:
                 check_prompt_length(event, lengths[event["index"]])
         return event["index"], generation
 

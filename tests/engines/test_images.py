@@ -10,7 +10,7 @@ from tiny_vision import IMAGE, PLACEHOLDER, VIDEO, Oracle, noise
 
 from megappo.config.schema import Rollout
 from megappo.engines.client import EngineClient, EngineError
-from megappo.engines.generations import SamplingParams, SentImage, generate_body, with_placeholders
+from megappo.engines.generations import SamplingParams, SentImage, check_prompt_length, generate_body, with_placeholders
 from megappo.engines.process import Engine
 
 A, B = noise(84, 112, 1), noise(60, 150, 2, "JPEG")
@@ -61,6 +61,14 @@ def sent(oracle: Oracle, prompt: list[int], images: list[bytes]) -> list[SentIma
     places = [place for place, token in enumerate(prompt) if token == IMAGE and prompt[place - 1] != IMAGE]
     counts = [int(grid.prod()) // 4 for grid in oracle.inputs(images).get("image_grid_thw", ())]
     return [SentImage(*one) for one in zip(places, counts, map(url, images), strict=True)]
+
+
+def test_a_request_that_was_aborted_while_it_waited_has_no_prompt_length_yet():
+    """The reply of SGLang 0.5.23, TokenizerManager._handle_abort_req, for a request in its queue."""
+    check_prompt_length({"output_ids": [], "meta_info": {"finish_reason": {"type": "abort"}}}, 9)
+    answered = {"finish_reason": {"type": "stop"}, "prompt_tokens": 8}
+    with pytest.raises(EngineError, match="made 8 tokens of a prompt with images that has 9 in training"):
+        check_prompt_length({"output_ids": [1], "meta_info": answered}, 9)
 
 
 @pytest.mark.slow
