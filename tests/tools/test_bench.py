@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from xml.etree import ElementTree
 
 import psutil
@@ -36,10 +37,16 @@ def test_a_benchmark_reports_its_rows(name: str, tmp_path: Path) -> None:
     assert rows and all(row["ratio"] > 0 and f"| {row['name']} |" in result.stdout for row in rows)
 
 
+def loaded(name: str) -> ModuleType:
+    """Return a benchmark's module."""
+    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def test_learning_is_compared_in_a_table_and_a_plot() -> None:
-    spec = importlib.util.spec_from_file_location("learning", BENCHMARKS / "learning.py")
-    learning = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(learning)
+    learning = loaded("learning")
     scores = {("clip", 0): [90.0, 94.0], ("clip", 4): [70.0, 70.0], ("dis", 0): [91.0, 91.0], ("dis", 4): [88.0, 90.0]}
     rows = learning.table(scores, ["clip", "dis"], [0, 4]).splitlines()
     assert rows[2:] == ["| 0 | 92.0 +- 2.0 | 91.0 +- 0.0 |", "| 4 | 70.0 +- 0.0 | 89.0 +- 1.0 |"]
@@ -47,6 +54,23 @@ def test_learning_is_compared_in_a_table_and_a_plot() -> None:
     names = [element.tag.rpartition("}")[2] for element in drawn]
     assert names.count("circle") == 8 and names.count("polyline") == 2
     assert learning.held_out({"val/sums/score/mean": 0.5, "val/sums/score/max": 1.0, "reward/score/mean": 0.1}) == [0.5]
+
+
+def test_credit_is_compared_after_all_steps_and_after_equal_seconds() -> None:
+    credit = loaded("credit")
+
+    def run(seconds: float, *right: float) -> list[dict[str, float]]:
+        return [{"episode/part/right": one, "timing_s/step": seconds} for one in right]
+
+    slow, fast = run(2.0, *[0.0] * 5, *[3.0] * 5), run(1.0, *[1.5] * 10)
+    rows = credit.table({"slow": [slow, slow], "fast": [fast, run(1.0, *[0.75] * 10)]}).splitlines()
+    assert rows[0] == "| method | after all steps | after 10 s | seconds of a step |"
+    assert rows[2:] == ["| slow | 100 +- 0 | 0 +- 0 | 2.0 |", "| fast | 38 +- 12 | 38 +- 12 | 1.0 |"]
+    drawn = ElementTree.fromstring(credit.plot({"slow": [slow], "fast": [fast]}))
+    lines = [one.attrib["points"].split() for one in drawn if one.tag.endswith("polyline")]
+    assert [len(line) for line in lines] == [6, 6]
+    heights = [float(point.partition(",")[2]) for point in lines[0]]
+    assert heights == sorted(heights, reverse=True) and heights[0] > heights[-1]
 
 
 START = f"""

@@ -2,12 +2,12 @@
 
     .venv/bin/python tools/make_example.py voyage --output outputs/voyage
     .venv/bin/python tools/bench/credit.py --output outputs/credit [--doubtful] [--seeds 0 1 2] [--methods NAME ...]
-        [--critic-steps 20] [key=value ...]
+        [--steps 50] [--critic-steps 20] [key=value ...]
 
-All methods sample as many episodes a step. The critic that is trained beforehand is trained alone, on further episodes,
-by the policy as it is before training. With --doubtful one reward in five is wrong. A run that is finished is not
-repeated. Writes a table and a plot to the output folder, credit.md and credit.svg: the share of right choices among the
-sampled ones of the last TAIL steps, after all steps and after the seconds that the fastest method takes for them.
+All methods sample as many episodes. A critic that is trained beforehand is trained alone in the first steps, on
+episodes of the policy as it is before training. With --doubtful one reward in five is wrong. A run that is finished is
+not repeated. Writes a table and a plot to the output folder, credit.md and credit.svg: the share of right choices among
+the sampled ones of the last TAIL steps, after all steps and after the seconds that the fastest method takes for them.
 """
 
 import argparse
@@ -37,6 +37,7 @@ METHODS = {
     "GRPO": (*IN_GROUPS, "algorithm.adv_estimator=grpo"),
 }
 """Method -> its keys."""
+NO_EXTRAS = ("trainer.eval_interval=0", "trainer.num_samples=0")
 DOUBTFUL = "rollout.environment=configs/voyage_environment.py:DoubtfulVoyage"
 
 Lines = list[dict[str, float]]
@@ -48,7 +49,8 @@ def main() -> None:
     parser.add_argument("--doubtful", action="store_true", help="one reward in five is wrong")
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS, metavar="NAME")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--critic-steps", type=int, default=20, help="steps of the critic that is trained beforehand")
+    parser.add_argument("--steps", type=int, default=50, help="steps of each method")
+    parser.add_argument("--critic-steps", type=int, default=20, help="steps that train a critic beforehand")
     parser.add_argument("--output", type=Path, required=True)
     args, keys = parser.parse_known_args()
     if args.doubtful:
@@ -58,13 +60,16 @@ def main() -> None:
         for number, method in enumerate(METHODS):
             if method not in args.methods:
                 continue
-            chosen = [*METHODS[method], f"trainer.seed={seed}", *keys]
+            chosen = [*METHODS[method], *NO_EXTRAS, f"trainer.seed={seed}", *keys]
+            before: Lines = []
             if method == BEFOREHAND:
                 critic = args.output / f"critic_{seed}"
-                alone = ("trainer.train=[critic]", f"trainer.total_steps={args.critic_steps}")
-                train("voyage", critic, [*chosen, *alone, "trainer.eval_interval=0", "trainer.export_hf=true"])
+                alone = ("trainer.train=[critic]", "trainer.export_hf=true", f"trainer.total_steps={args.critic_steps}")
+                before = train("voyage", critic, [*chosen, *alone])
                 chosen.append(f"critic.model_path={critic / 'hf_critic'}")
-            found = [one for one in train("voyage", args.output / f"{number}_{seed}", chosen) if one["step"] > 0]
+            num_steps = args.steps - len(before)
+            found = train("voyage", args.output / f"{number}_{seed}", [*chosen, f"trainer.total_steps={num_steps}"])
+            found = [*before, *found]
             runs.setdefault(method, []).append(found)
             print(f"{method}, seed {seed}: {100 * right(found[-TAIL:]):.1f}", flush=True)
     text = table(runs)
