@@ -73,7 +73,7 @@ def test_shape_scores_equals_the_loop(batch, config, earlier):
     shaped, metrics = shape_scores(scores, lengths, groups, config, running, max_response_length=MAX_LENGTH)
 
     scaled = (scores * config.scale).tolist()
-    limit = config.clip or math.inf
+    limit = torch.tensor(config.clip or math.inf).item()  # in the precision of the scores
     clipped = [min(max(score, -limit), limit) for score in scaled]
     expected = clipped
     if config.normalize == "batch":

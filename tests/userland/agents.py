@@ -177,7 +177,7 @@ async def retries(client, row):
 
 async def cancels(client, row):
     waiting = asyncio.create_task(chat(client, stream=row["stream"]))
-    await asyncio.sleep(0.3)
+    await asyncio.sleep(2)  # a busy machine takes a second for a client's first request
     waiting.cancel()
     await asyncio.wait([waiting])
     await chat(client)
