@@ -124,6 +124,8 @@ def config_of(folder: Path, kind: str = "whole", **settings: object) -> Config:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("rewards")
     write_tokenizer(folder / "actor", ACTORS)
+    shape = SHAPE | {"vocab_size": len(ACTORS)}
+    AutoConfig.for_model("qwen2", **shape, architectures=["Qwen2ForCausalLM"]).save_pretrained(folder / "actor")
     prompts = [{"prompt": prompt} for prompt, _ in CASES]
     (folder / "train.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
     return folder
