@@ -29,7 +29,7 @@ import smollm2
 import squares
 import torch
 from grid_environment import SIZE, STEPS, shown
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 from voyage_environment import DAYS, GOODS, HARBOURS, IDLE, REFUSED, SEA, SOLD, START, STORM, STORMS, WANTED, trade
 from voyage_environment import shown as seen
@@ -198,22 +198,9 @@ def write_tokenizer(folder: Path, tokens: tuple[str, ...]) -> list[str]:
     """Write a tokenizer with one token for each text; return all tokens, indexed by id."""
     special = [PAD, EOS, UNKNOWN, TOOLS, *ROLES.values()]
     vocabulary = [*special, *tokens]
-    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token=UNKNOWN))
     longest_first = "|".join(_escaped(token) for token in sorted(tokens, key=len, reverse=True))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(f"{longest_first}|."), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "pad_token": PAD,
-        "eos_token": EOS,
-        "unk_token": UNKNOWN,
-        "additional_special_tokens": [TOOLS, *ROLES.values()],
-        "clean_up_tokenization_spaces": False,
-        "chat_template": TEMPLATE,
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    settings = {"additional_special_tokens": [TOOLS, *ROLES.values()], "chat_template": TEMPLATE}
+    quickstart.save_tokenizer(folder, vocabulary, special, f"{longest_first}|.", **settings)
     return vocabulary
 
 
@@ -224,10 +211,10 @@ def _escaped(token: str) -> str:
 def warm_start(model: Qwen2ForCausalLM, tokenizer: Tokenizer, example: Example, dialogues: Iterator[Turns]) -> None:
     """Train on the dialogues; the loss covers the player's turns only, or all turns."""
 
-    def batch(*_: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def batch(*_: int) -> dict[str, torch.Tensor]:
         rows = [_labelled(tokenizer, example, turns) for turns in itertools.islice(dialogues, BATCH_SIZE)]
         tokens, labels = (torch.nn.utils.rnn.pad_sequence(part, batch_first=True) for part in zip(*rows, strict=True))
-        return tokens, labels.masked_fill(labels == 0, quickstart.IGNORED)
+        return {"input_ids": tokens, "labels": labels.masked_fill(labels == 0, quickstart.IGNORED)}
 
     num_steps = example.num_steps
     batches = map(batch, itertools.count())

@@ -16,7 +16,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ if __name__ == "__main__":
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
@@ -105,10 +105,23 @@ def write_questions(path: Path, questions: list[tuple[int, int]]) -> None:
 
 def write_tokenizer(folder: Path) -> None:
     """Write a tokenizer with one token per character, which adds nothing to a text."""
-    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}, unk_token=UNKNOWN))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    save_tokenizer(folder, VOCABULARY, (PAD, EOS, UNKNOWN), ".")
+
+
+def save_tokenizer(
+    folder: Path, vocabulary: Sequence[str], special: Sequence[str], pattern: str, **settings: Any
+) -> None:
+    """Write a tokenizer with one token for each text of a vocabulary, by its place there.
+
+    Args:
+        special: special ones of these texts.
+        pattern: regular expression of the parts of a text that are tokens.
+        settings: further settings of tokenizer_config.json.
+    """
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in (PAD, EOS, UNKNOWN)])
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -116,6 +129,7 @@ def write_tokenizer(folder: Path) -> None:
         "eos_token": EOS,
         "unk_token": UNKNOWN,
         "clean_up_tokenization_spaces": False,
+        **settings,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
@@ -132,25 +146,28 @@ def warm_start(model: Qwen2ForCausalLM, questions: list[tuple[int, int]], rng: r
 
 
 def supervise(
-    model: Qwen2ForCausalLM,
-    batches: Iterator[tuple[torch.Tensor, torch.Tensor]],
+    model: PreTrainedModel,
+    batches: Iterator[Mapping[str, torch.Tensor]],
     num_steps: int,
     factor: Callable[[int], float],
+    name: str = "training",
 ) -> None:
-    """Train with supervised steps of Adam.
+    """Train the parameters that need gradients with supervised steps of Adam.
 
     Args:
-        batches: tokens and labels [batch, tokens].
+        batches: arguments of the model, such as input_ids and labels [batch, tokens].
         factor: factor of the learning rate, by the number of steps done.
+        name: name of the training, for messages.
     """
-    optimizer = torch.optim.Adam(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.99))
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.Adam(parameters, lr=PEAK_LR, betas=(0.9, 0.99))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-    heartbeat.enter("supervised training")
-    for step, (tokens, labels) in enumerate(itertools.islice(batches, num_steps), start=1):
-        loss = model(input_ids=tokens, labels=labels, use_cache=False).loss
+    heartbeat.enter(f"supervised {name}")
+    for step, batch in enumerate(itertools.islice(batches, num_steps), start=1):
+        loss = model(**batch, use_cache=False).loss
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         schedule.step()
         heartbeat.count(step, num_steps, f"steps, loss {loss.item():.3f}")
@@ -161,15 +178,15 @@ def lr_factor(step: int, num_steps: int = STEPS) -> float:
     return min((step + 1) / WARMUP_STEPS, 0.5 + 0.5 * math.cos(math.pi * step / num_steps))
 
 
-def _supervised_batch(questions: list[tuple[int, int]], rng: random.Random) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return tokens and labels [batch, 10]; the loss covers the answer and its <eos> only."""
+def _supervised_batch(questions: list[tuple[int, int]], rng: random.Random) -> dict[str, torch.Tensor]:
+    """Return tokens and labels, [batch, 10] each; the loss covers the answer and its <eos> only."""
     prompts = [list(question(a, b)) for a, b in questions]
     answers = [[*careless_sum(a, b, FORGET, rng), EOS] for a, b in questions]
     rows = [p + a + [PAD] * (MAX_ANSWER_TOKENS - len(a)) for p, a in zip(prompts, answers, strict=True)]
     tokens = torch.tensor([[VOCABULARY.index(token) for token in row] for row in rows])
     labels = tokens.masked_fill(tokens == VOCABULARY.index(PAD), IGNORED)
     labels[:, : len(prompts[0])] = IGNORED
-    return tokens, labels
+    return {"input_ids": tokens, "labels": labels}
 
 
 def accuracy(folder: Path, val_file: Path, *, sample: bool) -> float:

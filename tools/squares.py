@@ -15,10 +15,7 @@ from typing import Any, NamedTuple
 import make_quickstart as quickstart
 import torch
 from PIL import Image, ImageDraw
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoImageProcessor, GenerationConfig, Qwen3VLConfig, Qwen3VLForConditionalGeneration
-
-from megappo.runtime.heartbeat import heartbeat
 
 PAD, EOS = quickstart.PAD, quickstart.EOS
 VISION = ("<vision>", "<image_patch>", "</vision>", "<video_patch>")
@@ -118,21 +115,8 @@ def write_pictures(folder: Path, name: str, size: int, rng: random.Random, proce
 
 def write_files(folder: Path) -> None:
     """Write the tokenizer, with one token for each text, and the settings of the image processor."""
-    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}, quickstart.UNKNOWN))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"squares\?|."), "isolated")
-    tokenizer.decoder = decoders.Fuse()
     special = VOCABULARY[: VOCABULARY.index(QUESTION)]
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "pad_token": PAD,
-        "eos_token": EOS,
-        "unk_token": quickstart.UNKNOWN,
-        "clean_up_tokenization_spaces": False,
-        "chat_template": TEMPLATE,
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    quickstart.save_tokenizer(folder, VOCABULARY, special, r"squares\?|.", chat_template=TEMPLATE)
     video = PROCESSOR | {"video_processor_type": "Qwen3VLVideoProcessor"}
     for name, settings in (("preprocessor_config", PROCESSOR), ("video_preprocessor_config", video)):
         (folder / f"{name}.json").write_text(json.dumps(settings, indent=2) + "\n")
@@ -179,16 +163,9 @@ def batches(tasks: Sequence[Task], rng: random.Random) -> Iterator[dict[str, tor
 def train(
     model: Qwen3VLForConditionalGeneration, tasks: Sequence[Task], num_steps: int, rng: random.Random, name: str
 ) -> None:
-    """Train with supervised steps of Adam."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.Adam(parameters, lr=quickstart.PEAK_LR / 2, betas=(0.9, 0.99))
-    heartbeat.enter(f"supervised {name}")
-    for step, batch in enumerate(itertools.islice(batches(tasks, rng), num_steps), start=1):
-        for group in optimizer.param_groups:
-            group["lr"] = quickstart.PEAK_LR / 2 * quickstart.lr_factor(step, num_steps)
-        loss = model(**batch, use_cache=False).loss
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        heartbeat.count(step, num_steps, f"steps, loss {loss.item():.3f}")
+    """Train with supervised steps."""
+
+    def factor(step: int) -> float:
+        return quickstart.lr_factor(step + 1, num_steps) / 2
+
+    quickstart.supervise(model, batches(tasks, rng), num_steps, factor, name)
