@@ -123,10 +123,6 @@ class FrozenPolicy(Section):
         return not (self.model_path or self.adapter or self.dist_checkpointing_path)
 
 
-class Ref(FrozenPolicy):
-    pass
-
-
 class Teacher(FrozenPolicy):
     placement: Ranks | None = key(None, "its ranks; null = the actor's")
     when: dict[str, FieldValues] = key({}, "fields of a row of data.train_files, whose names may be dotted, with their values, or lists of them: {data_source: gsm8k}. It teaches the rows that have all of them and that no teacher before it teaches; {} = all remaining rows")

@@ -8,7 +8,7 @@ from pydantic import Field, PrivateAttr, StrictBool, model_validator
 
 from megappo.config.config_error import ConfigError, Errors, printable
 from megappo.config.methods import POLICY_LOSSES, VALUE_LOSSES, PolicyLoss, ValueLoss
-from megappo.config.model_sections import Lora, Ref, RewardModel, Teacher, Trained
+from megappo.config.model_sections import FrozenPolicy, Lora, RewardModel, Teacher, Trained
 from megappo.config.recipes import OF_PPO, RECIPES, Recipe
 from megappo.config.sections import (
     HAS_VALUES,
@@ -189,7 +189,7 @@ class Config(Section):
     placement: Placement = key(Placement(), "which component lives on which ranks (torchrun's global ranks, one per GPU)")
     actor: Actor = key(Actor(), "the policy", read_if=TRAINS_ACTOR)
     critic: Critic = key(Critic(), "the value model", read_if=(HAS_CRITIC, HAS_VALUES))
-    ref: Ref = key(Ref(), "the frozen reference policy of the KL penalty, by default the initial actor", read_if=(REFERENCE_DIFFERS, HAS_REFERENCE))
+    ref: FrozenPolicy = key(FrozenPolicy(), "the frozen reference policy of the KL penalty, by default the initial actor", read_if=(REFERENCE_DIFFERS, HAS_REFERENCE))
     teachers: dict[TableName, Teacher] = key({}, "frozen models that train the actor by their log-probs of its responses: name -> model, layout, rows")
     reward_model: RewardModel = key(RewardModel(), "a reward model that the run loads, or trains", read_if=HAS_REWARD_MODEL)
     rollout: Rollout = key(Rollout(), "sampling and the SGLang engines")

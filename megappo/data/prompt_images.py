@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
@@ -74,8 +74,7 @@ class PromptImages:
         data_set, index = map(int, record)
         names = []
         for file in self._datasets[data_set].image_files(index):
-            content = file.read()
-            names.append(self._written(content, THUMBNAILS, ".jpg", thumbnail(content)))
+            names.append(self._written(file.read(), THUMBNAILS, ".jpg", thumbnail))
         return names
 
     def _content(self, key: tuple[int, int, int]) -> bytes:
@@ -88,16 +87,16 @@ class PromptImages:
         file = self._datasets[data_set].image_files(index)[number]
         if file.content is None:
             return file.path
-        name = self._written(file.content, ORIGINALS, Path(file.path).suffix, file.content)
+        name = self._written(file.content, ORIGINALS, Path(file.path).suffix, bytes)
         return str((self._output_dir / name).absolute())
 
-    def _written(self, content: bytes, folder: str, suffix: str, made: bytes) -> str:
-        """Write what was made of an image, unless a rank has; return its path in the run's folder."""
+    def _written(self, content: bytes, folder: str, suffix: str, make: Callable[[bytes], bytes]) -> str:
+        """Write what `make` makes of an image, unless a rank has; return its path in the run's folder."""
         name = f"{folder}/{sha256(content).hexdigest()[:32]}{suffix}"
         path = self._output_dir / name
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             own = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-            own.write_bytes(made)
+            own.write_bytes(make(content))
             own.replace(path)
         return name

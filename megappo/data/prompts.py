@@ -137,7 +137,7 @@ class PromptDataset(RecordDataset[Prompt]):
 
     def images_at(self, index: int) -> Sequence[Image]:
         """Return the images of the prompt at a position in the dataset."""
-        return self.at([index])[0].images if self.image_files(index) else ()
+        return self.at([index])[0].images
 
     @property
     def image_column(self) -> str | None:

@@ -65,6 +65,12 @@ class ActorLoss:
         self.config = config
         self._positive = Normaliser(num_positive_tokens, 0, 0)
         self._shared = _shared(config, num_tokens, num_sequences)
+        of_teachers = {
+            "kl_loss_coef": config.distillation.coef,
+            "kl_loss_type": config.distillation.kl_kind,
+            "kl_loss_unbiased": False,
+        }
+        self._distilled_actor = config.actor.model_copy(update=of_teachers)
         self._policy_kl = []
         self.old_log_probs = {}
 
@@ -125,16 +131,11 @@ class ActorLoss:
 
     def _distillation_loss(self, outputs: Outputs, rows: Rows, shared: dict[str, Any]) -> Result:
         """Return the KL to the rows' teachers as a loss to add, averaged as the KL loss is."""
-        settings = self.config.distillation
-        kind = settings.kl_kind
-        actor = self.config.actor.model_copy(
-            update={"kl_loss_coef": settings.coef, "kl_loss_type": kind, "kl_loss_unbiased": False}
-        )
         log_probs = outputs["log_probs"]
         teachers = rows.fields.get("teacher_log_probs", log_probs)
         taught = rows.response_mask * (rows.fields["teacher"] > 0)[:, None]
-        kl = outputs["full_kl"] if kind == "full" else None
-        loss, metrics = kl_loss(log_probs, teachers, taught, actor, kl=kl, **shared)
+        kl = outputs["full_kl"] if self.config.distillation.kl_kind == "full" else None
+        loss, metrics = kl_loss(log_probs, teachers, taught, self._distilled_actor, kl=kl, **shared)
         return loss, {"distillation_loss": metrics["kl_loss"]}
 
 

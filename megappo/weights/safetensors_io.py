@@ -125,19 +125,15 @@ class HFFolder(AbstractContextManager):
         first = stored.rows.start or 0
         return self._slice(name)[*expert, first + start : first + stop]
 
-    def read_finite(
-        self,
-        name: str,
-        dim: int = 0,
-        start: int = 0,
-        stop: int | None = None,
-    ) -> torch.Tensor:
-        """Read weights as `read` does.
+    def read_finite(self, name: str, *part: int) -> torch.Tensor:
+        """Read weights.
 
+        Args:
+            part: dim, start and stop of `read`.
         Raises:
             ActionableError: they are not finite, or quantised.
         """
-        read = self.read(name, dim, start, stop)
+        read = self.read(name, *part)
         if not read.is_floating_point() or read.itemsize == 1 or not all_finite(read):
             raise ActionableError(
                 f"{name} in {self.folder} holds values that are not finite numbers of 16 bits or more ({read.dtype}): "
