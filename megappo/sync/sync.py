@@ -102,7 +102,9 @@ class WeightSync:
                     if self.senders:
                         check_finite(bucket, flat)
                 wait_for(pending)
-                pending = [threads.submit(sender.send, bucket, flat) for sender in self.senders if flat is not None]
+                pending = []
+                if flat is not None:
+                    pending += [threads.submit(send, sender, bucket, [flat]) for sender in self.senders]
                 pending += [threads.submit(receiver.send, bucket) for receiver in self.receivers]
                 del flat
             wait_for(pending)
@@ -122,6 +124,11 @@ class WeightSync:
             if memory is not None:
                 return memory[: num_bytes(bucket)]
         return None
+
+
+def send(sender: Sender, bucket: Bucket, held: list[torch.Tensor]) -> None:
+    """Send the bucket held, and let go of it: the pool keeps a call's arguments a moment longer than the call."""
+    sender.send(bucket, held.pop())
 
 
 def wait_for(futures: Sequence[Future]) -> None:

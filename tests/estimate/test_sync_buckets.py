@@ -2,6 +2,7 @@
 
 import time
 import weakref
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,15 @@ class Slow(Sender):
         time.sleep(0.1)
 
 
+class Lingering(ThreadPoolExecutor):
+    """Its threads stay in a call for a while after its result is known, as on a busy machine."""
+
+    def submit(self, *call: Any, **kwargs: Any) -> Future:
+        future = super().submit(*call, **kwargs)
+        future.add_done_callback(lambda _: time.sleep(0.1))
+        return future
+
+
 def check_counted(rank: int, world_size: int, folder: Path, bucket_bytes: int) -> None:
     architecture = read_architecture(folder)
     groups = build_groups({"actor": Layout((0,))}, seed=0)["actor"]
@@ -79,7 +89,8 @@ def check_counted(rank: int, world_size: int, folder: Path, bucket_bytes: int) -
         barrier=lambda: None,
         engines_keep=False,
     )
-    with Counting() as counting:
+    with pytest.MonkeyPatch.context() as patch, Counting() as counting:
+        patch.setattr("megappo.sync.sync.ThreadPoolExecutor", Lingering)
         sync()
     own = {
         "rollout": {"sync": {"bucket_bytes": bucket_bytes}},
