@@ -60,18 +60,22 @@ def _arguments() -> argparse.Namespace:
         help="write all responses, or the ones of --step and --prompt, as trajectories with tokens, texts and scores",
     )
     parser.add_argument("--tokenizer", help="folder of the tokenizer (default: the recorded run's model.path)")
-    return parser.parse_args()
+    args = parser.parse_args()
+    for name in ("num", "order", "tokens"):
+        if args.jsonl and getattr(args, name) != parser.get_default(name):
+            parser.error(f"--{name} is of responses to show, and --jsonl writes all of a step or prompt: drop one")
+    return args
 
 
 def _lines(args: argparse.Namespace) -> Iterator[str]:
+    if args.path.is_dir() and args.step is not None and args.step not in (steps := recorded_steps(args.path)):
+        raise ActionableError(f"{args.path} has no step {args.step}: it has {', '.join(map(str, steps)) or 'none'}")
     if args.jsonl:
         yield from _trajectories(args)
         return
     if args.path.is_dir() and args.step is None:
         yield from _overview(args.path)
         return
-    if args.path.is_dir() and args.step not in (steps := recorded_steps(args.path)):
-        raise ActionableError(f"{args.path} has no step {args.step}: it has {', '.join(map(str, steps)) or 'none'}")
     with RowsFile(rows_file(args.path, args.step) if args.path.is_dir() else args.path) as file:
         tokenizer = load_tokenizer(args.tokenizer or file.facts["model"])
         yield f"step {file.facts['step']}, by the weights after step {file.facts['weights_step']}"

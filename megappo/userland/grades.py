@@ -152,9 +152,9 @@ def read_steps(
     last = 0
     for step in steps:
         match step:
-            case [int(end), score] if last < end <= size:
-                checked.append((end, _number(score, name, weight)))
-                last = end
+            case [int() | float() as end, score] if last < end <= size and end == int(end):  # parquet: floats alone
+                last = int(end)
+                checked.append((last, _number(score, name, weight)))
             case _:
                 raise ValueError(f"{expected}, found {step!r:.80}")
     return checked

@@ -93,6 +93,12 @@ def test_a_record_and_its_lines_train_alike(tmp_path: Path, config: Path) -> Non
         record(tmp_path / name, step, Config.model_validate(of_record))
     done = commands.run(EXPORT, tmp_path / "record", "--jsonl")
     assert done.returncode == 0 and not done.stderr, done.stderr
+    for others, status, why in (
+        (("--step", "9"), 1, "has no step 9: it has 1, 2"),
+        (("--num", "3"), 2, "--num is of responses to show"),
+    ):
+        refused = commands.run(EXPORT, tmp_path / "record", "--jsonl", *others)
+        assert refused.returncode == status and why in refused.stderr
     (tmp_path / "record.jsonl").write_text(done.stdout)
     (tmp_path / "held_out.jsonl").write_text("".join(done.stdout.splitlines(keepends=True)[:SIZE]))
     for name, values in (("record", of_record), ("lines", of_lines)):
