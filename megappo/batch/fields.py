@@ -63,7 +63,7 @@ FIELDS: Table[Field] = Table(
         "old_log_probs": Field(True, "the actor's forward pass", "log-probs before the step's updates"),
         "full_kl": Field(True, "the actor's forward pass", "KL to reference or teacher, over the whole vocabulary"),
         "ref_log_probs": Field(True, "the reference's forward pass", "log-probs of the frozen reference"),
-        "teacher_log_probs": Field(True, "its teacher's forward pass", "log-probs of the row's teacher"),
+        "teacher_log_probs": Field(True, "its teacher's forward pass, or server", "log-probs of the row's teacher"),
         "values": Field(True, "the critic's forward pass", "the return expected before the token"),
         "bootstrap_values": Field(False, "the critic's forward pass", "the return expected after the last token"),
         "reward_model_scores": Field(False, "the reward model's forward pass", "its score of the response"),

@@ -51,7 +51,7 @@ def taught_kl(rows: Any) -> Any:
     """Return the KL to its teacher of each token that the policy wrote in a row that has one; None without any."""
     if "distillation_kl" not in rows.fields:
         return None
-    return rows.fields["distillation_kl"][rows.response_mask.bool() & (rows.fields["teacher"] > 0)[:, None]]
+    return rows.fields["distillation_kl"][rows.response_mask * rows.fields["teacher"][:, None] > 0]
 
 
 def log_prob_diff(rows: Any) -> Any:

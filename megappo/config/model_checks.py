@@ -68,9 +68,20 @@ def _teacher_errors(config: Config) -> Errors:
         if one.adapter and one.dist_checkpointing_path:
             yield f"{section}.adapter and {section}.dist_checkpointing_path are both set: drop one"
     names = list(config.teachers)
-    for name in names[:-1]:
-        if not config.teachers[name].when:
+    for name, teacher in config.teachers.items():
+        if not teacher.when and name != names[-1]:
             yield f"teachers.{name} has no `when`, so that teachers after it have no row: put it last"
+        if not teacher.url:
+            continue
+        if keys := teacher.model_dump(exclude_defaults=True).keys() - {"url", "when"}:
+            yield f"teachers.{name}.url: the model is its server's: drop {' and '.join(sorted(keys))}"
+        if config.rollout.temperature != 1:  # SGLang 0.5.23 divides the logits of sampled tokens alone
+            yield f"teachers.{name}.url: servers return log-probs at temperature 1: set rollout.temperature to 1"
+        if config.distillation.kl_kind == "full":
+            yield (
+                f"teachers.{name}.url: servers return log-probs of given tokens alone, but distillation.kl_type full "
+                "compares the whole vocabulary: set it to k1 (for the loss k1+) or k3, or model_path in place of url"
+            )
     if not names:
         return
     settings = config.distillation

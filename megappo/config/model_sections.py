@@ -27,6 +27,7 @@ from megappo.config.values import (
     Ranks,
     Section,
     TensorKind,
+    Texts,
     key,
 )
 
@@ -125,6 +126,7 @@ class FrozenPolicy(Section):
 
 class Teacher(FrozenPolicy):
     placement: Ranks | None = key(None, "its ranks; null = the actor's")
+    url: Texts = key((), "addresses, http://host:port, of SGLang servers that you start, which serve the teacher in place of a model of the run; their key is in the environment variable MEGAPPO_TEACHER_API_KEY")
     when: dict[str, FieldValues] = key({}, "fields of a row of data.train_files, whose names may be dotted, with their values, or lists of them: {data_source: gsm8k}. It teaches the rows that have all of them and that no teacher before it teaches; {} = all remaining rows")
 
 

@@ -112,9 +112,9 @@ class RecordFields:
         Raises:
             ValueError: it has none, and needs one.
         """
-        names = dict.fromkeys(chain.from_iterable(one.when for one in self.teachers.values()))
-        values = {name: _value_of(record, name) for name in names}
+        values: dict[str, Any] = {}
         for number, one in enumerate(self.teachers.values(), 1):
+            values |= {name: _value_of(record, name) for name in one.when}
             if all(values[name] in wanted for name, wanted in one.when.items()):
                 return number
         if self.teachers and self.without_teacher == "error":

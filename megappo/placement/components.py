@@ -304,10 +304,13 @@ def component_name(key: str) -> str:
 
 
 def _teachers(config: Config) -> Specs:
-    """Return the teachers of a run, which read their own rows. A first teacher without `when` reads all rows."""
+    """Return the teachers that are models of the run, which read their own rows. A first one without `when` reads all
+    rows."""
     field = None if config.distillation.kl_kind == "full" else "teacher_log_probs"
     found = {}
     for number, (name, own) in enumerate(config.teachers.items(), 1):
+        if own.url:
+            continue
         key = f"teachers.{name}"
         spec = _frozen_policy(config, key, _settings(config, key, f"{key}.placement"), field)
         found[component_name(key)] = replace(spec, teacher=number if own.when or number > 1 else None)

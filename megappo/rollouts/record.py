@@ -26,6 +26,7 @@ from megappo.rollouts.fingerprint import (
     prompt_digest,
     rollout_settings,
 )
+from megappo.rollouts.served_teachers import with_served_log_probs
 from megappo.rollouts.step_responses import Batches
 from megappo.runtime.durable_files import put_durably
 
@@ -163,6 +164,7 @@ class Replay(Batches):
             if self._config.teachers and not self._are_routed:
                 fields = batch.rows.fields | {"teacher": torch.ones(len(batch.rows))}
                 batch = replace(batch, rows=replace(batch.rows, fields=fields))
+            batch = replace(batch, rows=with_served_log_probs(self._config, batch.rows))
             highest = int(batch.rows.input_ids.max()) if len(batch.rows) else 0
             if highest >= self._vocab_size:
                 raise ConfigError(

@@ -19,6 +19,7 @@ from megappo.observe.metrics import reduce_ranks
 from megappo.placement.components import replayed_policy
 from megappo.rollouts.responses import episode_metrics, extra_metrics
 from megappo.rollouts.sample_rows import Sample, as_rows, floats, integers, mask_truncated, sample_rows
+from megappo.rollouts.served_teachers import with_served_log_probs
 from megappo.rollouts.step_responses import StepResponses
 from megappo.runtime.heartbeat import heartbeat
 from megappo.userland.rewards import RewardError
@@ -87,7 +88,7 @@ class RowBuilder:
         rows = with_scores(rows, samples, scores, has_weights=any(has_weights_by_rank))
         if config.teachers:
             teachers = floats(responses.prompts[prompt].teacher for prompt in rows.prompt_ids.tolist())
-            rows = replace(rows, fields=rows.fields | {"teacher": teachers})
+            rows = with_served_log_probs(config, replace(rows, fields=rows.fields | {"teacher": teachers}))
         if any(has_steps_by_rank):
             if errors := step_scores_errors(config):
                 raise ConfigError(*errors)

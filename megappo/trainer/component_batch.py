@@ -4,10 +4,9 @@ All ranks exchange rows together. Forward passes and updates wait for no rank of
 different ranks compute at the same time.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
 
 import torch
 
@@ -32,19 +31,16 @@ def split(
     num_mini_batches: int,
     *,
     keeps_prompts: bool = False,
-    chosen: Collection[int] | None = None,
 ) -> MiniBatches:
     """Return mini-batches of consecutive prompts, whose order is random, each balanced over the shards by tokens.
 
     Args:
         keeps_prompts: all rows of a prompt go to the same shard.
-        chosen: numbers of the rows to split; None = all.
     """
     lengths = table.lengths.tolist()
     keys = (table.prompt_ids if keeps_prompts else torch.arange(len(table))).tolist()
     mini_batches = []
-    for every_row in table.split(num_mini_batches):
-        rows = every_row if chosen is None else [row for row in every_row if row in chosen]
+    for rows in table.split(num_mini_batches):
         shares = partial(balanced_partitions, k=layout.data)
         parts = partition_groups([lengths[row] for row in rows], [keys[row] for row in rows], shares)
         mini_batches.append(tuple(tuple(rows[i] for i in part) for part in parts))
@@ -80,31 +76,25 @@ class Component:
     ) -> "ComponentBatch":
         """Bring a step's tokens, and what the component reads with them, to its shards; `others` may have the same rows
         already. A teacher gets its own rows, in one mini-batch."""
-        own, chosen = None, None
+        taught = None
         if self.spec.teacher is not None:
-            own = self._taught_rows(batch)
-            chosen = self._with_fillers(own, len(batch.table))
+            taught = batch = self._taught(batch.rows)
             num_mini_batches = 1
-        keeps_prompts = self.spec.scores_pairs
-        mini_batches = split(batch.table, self.layout, num_mini_batches, keeps_prompts=keeps_prompts, chosen=chosen)
+        mini_batches = split(batch.table, self.layout, num_mini_batches, keeps_prompts=self.spec.scores_pairs)
         destinations = shard_destinations(self.layout, shards_of(mini_batches), self.exchange.world_size)
         for other in others:
-            if other.batch.owners == destinations:
-                return ComponentBatch(self, mini_batches, other.batch, own)
+            if other.taught is taught is None and other.batch.owners == destinations:
+                return ComponentBatch(self, mini_batches, other.batch)
         reads = [*self.spec.reads, *(name for name in OF_IMAGES if name in batch.rows.fields)]
-        moved = self.exchange.move(batch, destinations, reads)
-        return ComponentBatch(self, mini_batches, moved, own)
+        return ComponentBatch(self, mini_batches, self.exchange.move(batch, destinations, reads), taught)
 
-    def _taught_rows(self, batch: Batch) -> frozenset[int]:
-        """Return the numbers of the rows that the component teaches, on all ranks."""
-        rows = batch.rows
-        own = rows.ids[rows.field("teacher") == self.spec.teacher].tolist()
-        return frozenset(chain.from_iterable(self.exchange.all_gather(own)))
-
-    def _with_fillers(self, own: Collection[int], num_rows: int) -> Collection[int]:
-        """Return some rows, and as many others as each shard needs to have one: all shards make a pass together."""
-        fillers = [row for row in range(num_rows) if row not in own]
-        return {*own, *fillers[: max(self.layout.data - len(own), 0)]}
+    def _taught(self, rows: Rows) -> Batch:
+        """Return the rows here that the component teaches, and as many others as each shard needs to have one: all
+        shards make a pass together."""
+        is_chosen = rows.field("teacher") == self.spec.teacher
+        num_taught = sum(self.exchange.all_gather(int(is_chosen.sum())))
+        is_chosen[: max(0, self.layout.data - num_taught)] = True
+        return self.exchange.number(rows.select(is_chosen.nonzero().flatten()))
 
 
 @dataclass
@@ -113,7 +103,7 @@ class ComponentBatch:
 
     Attributes:
         batch: the rows at the component's ranks.
-        own: numbers of the rows whose outputs count; None = all.
+        taught: the rows at their owners, numbered by themselves, if a teacher reads them alone.
         step: PPO step; 0 until there are fields to train on.
         num_updates: mini-batches of all epochs that the component has been trained on.
         optimizer_steps: steps of this process, on the component's output ranks.
@@ -123,7 +113,7 @@ class ComponentBatch:
     component: Component
     split: MiniBatches
     batch: Batch
-    own: Collection[int] | None = None
+    taught: Batch | None = None
     step: int = 0
     num_updates: int = 0
     optimizer_steps: list[OptimizerStep] = field(default_factory=list)
@@ -160,12 +150,16 @@ class ComponentBatch:
         if component.engine is not None and component.engine.is_output:
             rows = replace(self.batch.rows, fields={field: outputs[output] for output, field in fields.items()})
         outputs_here, names = Batch(rows, table, sources), list(fields.values())
-        if self.own is None:
+        if self.taught is None:
             return component.exchange.move_fields(outputs_here, names, owned)
-        wanted = tuple(tuple(row for row in held if row in self.own) for held in owned.owners)
-        into = Batch(empty_rows(wanted[component.exchange.rank], table), table, wanted)
+        is_own, is_counted = (one.rows.field("teacher") == component.spec.teacher for one in (owned, self.taught))
+        into = replace(self.taught, rows=replace(self.taught.rows, fields={}))  # others are as wide as the step's rows
         moved = component.exchange.move_fields(outputs_here, names, into).rows
-        return replace(owned, rows=_with_some(owned.rows, moved, table.max_response_length))
+        merged = dict(owned.rows.fields)
+        for name in names:
+            merged[name] = merged.get(name, torch.zeros(len(is_own), owned.table.max_response_length)).clone()
+            merged[name][is_own, : table.max_response_length] = moved.fields[name][is_counted]
+        return replace(owned, rows=replace(owned.rows, fields=merged))
 
     def scatter_fields(self, owned: Batch, names: Sequence[str]) -> None:
         """Bring fields of the owned rows to these rows."""
@@ -187,13 +181,3 @@ class ComponentBatch:
             parts.append((self.batch.rows.select(range(start, start + size)), int(lengths.sum()), num_rows))
             start += size
         return parts
-
-
-def _with_some(rows: Rows, some: Rows, width: int) -> Rows:
-    """Return the rows with the fields of some of them, per token, and 0 where they have none yet."""
-    is_one = torch.isin(rows.ids, some.ids)
-    fields = dict(rows.fields)
-    for name, values in some.fields.items():
-        fields[name] = fields.get(name, torch.zeros(len(rows), width)).clone()
-        fields[name][is_one] = values
-    return replace(rows, fields=fields)

@@ -117,18 +117,18 @@ def with_advantages(
 def _kl_fields(config: Config, rows: Rows) -> dict[str, torch.Tensor]:
     """Return `kl_penalty`, the KL of each token to the reference, and `distillation_kl`, the KL to its row's teacher,
     before their coefficients, as far as the run has them before the update."""
-    kinds = {"kl_penalty": (config.algorithm.kl_penalty, "ref_log_probs")} if config.penalizes_kl else {}
-    if config.distilled_at in ("reward", "advantage"):
-        kinds["distillation_kl"] = config.distillation.kl_kind, "teacher_log_probs"
-    found = {}
-    for name, (kind, log_probs) in kinds.items():
+
+    def kl_to(others: str, kind: str) -> torch.Tensor:
         if kind == "full":
-            found[name] = rows.fields["full_kl"]
-        else:
-            others = rows.fields[log_probs]
-            found[name] = kl_estimate(rows.old_log_probs, others, kind, conventions=conventions(config))
-    if "distillation_kl" in found:
-        found["distillation_kl"] = torch.where(rows.fields["teacher"][:, None] > 0, found["distillation_kl"], 0.0)
+            return rows.fields["full_kl"]
+        return kl_estimate(rows.old_log_probs, rows.fields[others], kind, conventions=conventions(config))
+
+    found = {}
+    if config.penalizes_kl:
+        found["kl_penalty"] = kl_to("ref_log_probs", config.algorithm.kl_penalty)
+    if config.distilled_at in ("reward", "advantage"):
+        kl = kl_to("teacher_log_probs", config.distillation.kl_kind)
+        found["distillation_kl"] = torch.where(rows.fields["teacher"][:, None] > 0, kl, 0.0)
     return found
 
 
@@ -138,9 +138,9 @@ def _by_teacher(config: Config, rows: Rows) -> Unreduced:
     if kl is None or len(config.teachers) == 1:
         return {}
     metrics: Unreduced = {}
+    teachers = rows.response_mask * rows.fields["teacher"][:, None]
     for number, name in enumerate(config.teachers, 1):
-        is_own = rows.response_mask.bool() & (rows.fields["teacher"] == number)[:, None]
-        metrics[f"distillation/kl/teacher/{name}"] = kl[is_own], "mean"
+        metrics[f"distillation/kl/teacher/{name}"] = kl[teachers == number], "mean"
     return metrics
 
 

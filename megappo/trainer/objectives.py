@@ -9,7 +9,7 @@ import torch
 
 from megappo.batch.rows import Rows
 from megappo.config.methods import ValueSupport
-from megappo.config.schema import Config
+from megappo.config.schema import Actor, Config
 from megappo.models.megatron_engine import Outputs
 from megappo.models.train_engine import LossFn
 from megappo.observe.metrics import OnDevice
@@ -109,13 +109,19 @@ class ActorLoss:
         # Without a bonus the entropy is only a metric: keep it out of the backward pass.
         entropy = outputs["entropy"] if actor.entropy_coeff else outputs["entropy"].detach()
         terms = [entropy_loss(entropy, mask, actor, **shared)]
+
+        def kl_term(others: str, mask: torch.Tensor, settings: Actor) -> Result:
+            """Return the KL to a model as a loss to add; `others` names its log-probs, unless the kind is full."""
+            kl = outputs["full_kl"] if settings.kl_loss_type == "full" else None
+            ref = fields.get(others, log_probs)
+            return kl_loss(log_probs, ref, mask, settings, old_log_probs=old, kl=kl, **shared)
+
         if actor.use_kl_loss:
-            ref = fields.get("ref_log_probs", log_probs)
-            full = outputs["full_kl"] if actor.kl_loss_type == "full" else None
-            of_kl = kl_loss(log_probs, ref, mask, actor, old_log_probs=old, kl=full, **shared)
-            terms.append(of_kl)
+            terms.append(kl_term("ref_log_probs", mask, actor))
         if config.distilled_at == "loss":
-            terms.append(self._distillation_loss(outputs, rows, shared))
+            taught = mask * (fields["teacher"] > 0)[:, None]
+            distilled, of_teachers = kl_term("teacher_log_probs", taught, self._distilled_actor)
+            terms.append((distilled, {"distillation_loss": of_teachers["kl_loss"]}))
         if actor.positive_nll_coef:
             nll, _ = nll_loss(log_probs, positive_mask(rows), self._positive, shared["loss_weights"])
             terms.append((actor.positive_nll_coef * nll, {"positive_nll_loss": nll.detach()}))
@@ -128,15 +134,6 @@ class ActorLoss:
             loss = loss + config.algorithm.value_coef * term
             metrics |= value_metrics
         return loss, metrics
-
-    def _distillation_loss(self, outputs: Outputs, rows: Rows, shared: dict[str, Any]) -> Result:
-        """Return the KL to the rows' teachers as a loss to add, averaged as the KL loss is."""
-        log_probs = outputs["log_probs"]
-        teachers = rows.fields.get("teacher_log_probs", log_probs)
-        taught = rows.response_mask * (rows.fields["teacher"] > 0)[:, None]
-        kl = outputs["full_kl"] if self.config.distillation.kl_kind == "full" else None
-        loss, metrics = kl_loss(log_probs, teachers, taught, self._distilled_actor, kl=kl, **shared)
-        return loss, {"distillation_loss": metrics["kl_loss"]}
 
 
 def critic_loss(config: Config, num_tokens: int, num_sequences: int) -> LossFn:

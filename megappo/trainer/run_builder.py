@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from megappo.placement.run_plan import RunPlan
 from megappo.rollouts.datasets import load_datasets
 from megappo.rollouts.record import Record, Replay
 from megappo.rollouts.rollouts import make_rollouts
+from megappo.rollouts.served_teachers import check_servers
 from megappo.runtime import platform
 from megappo.runtime.durable_files import write_durably
 from megappo.runtime.status import STATUS
@@ -59,6 +61,8 @@ class RunBuilder:
         with STATUS.step("prompts"):
             self.datasets = load_datasets(self.config, engine_handle.workers, self.exchange)
             self.left_out = self.datasets.check(self.exchange)
+        with STATUS.step("teachers"):
+            self.exchange.on_rank_0(partial(check_servers, self.config, self.datasets))
         folder = self.config.trainer.record_rollouts
         self.record = None if folder is None else Record(Path(folder), self.config, self.exchange)
         self.engines: InferenceEngines | NoEngines = NoEngines()

@@ -20,6 +20,7 @@ TWO = {
     "math": {"model_path": "big", "when": {"source": ["gsm8k", "math"], "extra.level": 2}},
     "rest": {"adapter": None},
 }
+URL = "http://10.0.0.7:30000"
 
 
 def tokenizer_of(tokens: str) -> PreTrainedTokenizerFast:
@@ -73,6 +74,17 @@ REFUSED = {
         "rollout": {"n": 2},
     },
     "distillation.coef 2.0 has no effect, as teachers names none": {"teachers": {}, "distillation": {"coef": 2}},
+    "teachers.a.url: the model is its server's: drop parallel and placement": {
+        "teachers": {"a": {"url": URL, "placement": "0", "parallel": {"tensor": 2}}}
+    },
+    "teachers.a.url: servers return log-probs at temperature 1": {
+        "teachers": {"a": {"url": URL}},
+        "rollout": {"temperature": 0.7},
+    },
+    "teachers.a.url: servers return log-probs of given tokens alone": {
+        "teachers": {"a": {"url": URL}},
+        "distillation": {"kl_type": "full"},
+    },
 }
 
 
@@ -109,6 +121,14 @@ def test_teachers_are_placed_and_used_in_their_own_phase_alone() -> None:
     assert plan_run(config, 4).layouts["teacher_a"].ranks == (2, 3)
     assert [phase for phase, use in uses.items() if "teacher_a" in use] == ["teacher_a"]
     assert specs["teacher_a"].training is None and specs["teacher_b"].parallel.key == "actor.parallel"
+
+
+def test_a_served_teacher_is_no_model_of_the_run() -> None:
+    config = config_of(teachers={"a": {"url": URL, "when": {"x": 1}}, "b": {"placement": "2-3"}})
+    assert config.teachers["a"].url == (URL,) and config.distilled_at == "reward"
+    plan = plan_run(config, 4)
+    assert "teacher_a" not in plan.components and plan.layouts["teacher_b"].ranks == (2, 3)
+    assert components_of(config)["teacher_b"].teacher == 2 and policy_folders(config) == {}
 
 
 def test_a_reference_of_its_own_is_built_for_a_critic_alone_too() -> None:

@@ -88,6 +88,10 @@ def check(rank: int, world_size: int, folder: Path) -> None:
         found, wanted = (one.fields["teacher_log_probs"][own] for one in (both, expected))
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
     assert abs(metrics["distillation/kl/teacher/other"]) > 1e-2 > 1e-4 > abs(metrics["distillation/kl/teacher/same"])
+    teachers["none"] = {"placement": "0-1", "when": {"n": 9}}
+    _, more, _ = rows_of(bench, config_of(bench, folder, teachers, without_teacher="reward"))
+    found, wanted = (one.fields["teacher_log_probs"] for one in (more, both))
+    assert torch.equal(found, wanted), "rows that only fill the shards of a teacher keep none of its outputs"
     ppo_step(run, 1)
     assert run.phase.timers.lap().keys() >= {"timing_s/teacher_other", "timing_s/teacher_same"}
     assert run.models.trained.keys() == {"actor", "critic"}, "checkpoints have nothing of teachers"
