@@ -6,7 +6,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
-from itertools import chain
+from itertools import chain, count
 from operator import ne
 
 from torch import Tensor
@@ -43,7 +43,9 @@ def check_servers(config: Config, datasets: Datasets) -> None:
         for client in clients:
             _log_probs(key, client, tokens[0] + tokens[-1], 1)
             reply = client.post("/detokenize", {"tokens": tokens, "skip_special_tokens": False})
-            if num_other := sum(map(ne, texts, reply["text"])):
+            with expecting_response(reply):
+                num_other = sum(map(ne, texts, reply["text"]))
+            if num_other:
                 raise ConfigError(
                     f"{key}: {client.url} takes {num_other:,} of the actor's {len(texts):,} tokens for other texts: "
                     "serve a model with the actor's vocabulary"
@@ -59,12 +61,13 @@ def with_served_log_probs(config: Config, rows: Rows) -> Rows:
     servers = _servers(config)
     if not servers:
         return rows
+    turns = count()
 
     def of_row(tokens: Tensor, start: int, teacher: float) -> list[float]:
         if teacher not in servers:
             return [0.0] * (len(tokens) - start)
         key, clients = servers[teacher]
-        return _log_probs(key, clients[len(tokens) % len(clients)], tokens.tolist(), start)
+        return _log_probs(key, clients[next(turns) % len(clients)], tokens.tolist(), start)
 
     columns = rows.sequences, rows.prompt_lengths.tolist(), rows.field("teacher").tolist()
     with ThreadPoolExecutor(CONCURRENCY) as threads:  # the clients note that they wait
