@@ -80,26 +80,32 @@ class Component:
     ) -> "ComponentBatch":
         """Bring a step's tokens, and what the component reads with them, to its shards; `others` may have the same rows
         already. A teacher gets its own rows, in one mini-batch."""
-        own, chosen = None, None
+        own, chosen, rest = None, None, set()
         if self.spec.teacher is not None:
-            own = self._taught_rows(batch)
+            own = self._own_rows(batch, batch.rows.field("teacher") == self.spec.teacher)
             chosen = self._with_fillers(own, len(batch.table))
             num_mini_batches = 1
-        keeps_prompts = self.spec.scores_pairs
-        mini_batches = split(batch.table, self.layout, num_mini_batches, keeps_prompts=keeps_prompts, chosen=chosen)
+        elif self.spec.members > 1:
+            chosen = self._own_rows(batch, _response_numbers(batch) % self.spec.members == self.spec.member)
+            rest = {*range(len(batch.table))} - chosen
+        divide = partial(split, batch.table, self.layout, num_mini_batches, keeps_prompts=self.spec.scores_pairs)
+        trained = divide(chosen=chosen)
+        mini_batches = tuple(map(_joined, trained, divide(chosen=rest)))
         destinations = shard_destinations(self.layout, shards_of(mini_batches), self.exchange.world_size)
         for other in others:
             if other.batch.owners == destinations:
-                return ComponentBatch(self, mini_batches, other.batch, own)
+                return ComponentBatch(self, mini_batches, trained, other.batch, own)
         reads = [*self.spec.reads, *(name for name in OF_IMAGES if name in batch.rows.fields)]
         moved = self.exchange.move(batch, destinations, reads)
-        return ComponentBatch(self, mini_batches, moved, own)
+        return ComponentBatch(self, mini_batches, trained, moved, own)
 
-    def _taught_rows(self, batch: Batch) -> frozenset[int]:
-        """Return the numbers of the rows that the component teaches, on all ranks."""
-        rows = batch.rows
-        own = rows.ids[rows.field("teacher") == self.spec.teacher].tolist()
-        return frozenset(chain.from_iterable(self.exchange.all_gather(own)))
+    def _own_rows(self, batch: Batch, is_own: torch.Tensor) -> frozenset[int]:
+        """Return the numbers of the rows that the component teaches or trains on, on all ranks.
+
+        Args:
+            is_own: [B] bool, true for these among the rows here.
+        """
+        return frozenset(chain.from_iterable(self.exchange.all_gather(batch.rows.ids[is_own].tolist())))
 
     def _with_fillers(self, own: Collection[int], num_rows: int) -> Collection[int]:
         """Return some rows, and as many others as each shard needs to have one: all shards make a pass together."""
@@ -112,6 +118,7 @@ class ComponentBatch:
     """A step's rows at a component's shards. Every rank calls every method, in the same order.
 
     Attributes:
+        trained: rows of `split` that the component trains on: the first of each mini-batch's at each shard.
         batch: the rows at the component's ranks.
         own: numbers of the rows whose outputs count; None = all.
         step: PPO step; 0 until there are fields to train on.
@@ -122,6 +129,7 @@ class ComponentBatch:
 
     component: Component
     split: MiniBatches
+    trained: MiniBatches
     batch: Batch
     own: Collection[int] | None = None
     step: int = 0
@@ -180,13 +188,29 @@ class ComponentBatch:
         shard = self.component.layout.shard_of(self.component.exchange.rank)
         parts = []
         start = 0
-        for shards in self.split:
-            lengths = self.batch.table.policy_lengths[[row for part in shards for row in part]]
-            size = len(shards[shard]) if shard is not None else 0
+        for shards, trained in zip(self.split, self.trained, strict=True):
+            lengths = self.batch.table.policy_lengths[[row for part in trained for row in part]]
+            size, held = (0 if shard is None else len(parts[shard]) for parts in (trained, shards))
             num_rows = len(lengths) if counts_empty_rows else int((lengths > 0).sum())
             parts.append((self.batch.rows.select(range(start, start + size)), int(lengths.sum()), num_rows))
-            start += size
+            start += held
         return parts
+
+
+def _response_numbers(batch: Batch) -> torch.Tensor:
+    """Return the number of each row's response, [B] int64, counted over all prompts in the order of their rows. The
+    rows of an episode are one response."""
+    rows = batch.rows
+    if "episodes" not in rows.fields or not len(rows):
+        return rows.ids
+    _, prompts = batch.table.prompt_ids.unique(return_inverse=True)
+    episodes = rows.fields["episodes"].long()
+    return episodes + prompts[rows.ids] * (episodes.max() + 1)
+
+
+def _joined(first: RankRows, then: RankRows) -> RankRows:
+    """Join the rows of a mini-batch at each shard. Shards with the fewest of one get the most of the other."""
+    return tuple(part + other for part, other in zip(first, reversed(then), strict=True))
 
 
 def _with_some(rows: Rows, some: Rows, width: int) -> Rows:
