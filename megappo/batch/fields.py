@@ -1,7 +1,8 @@
 """Fields that rows carry beside their tokens. Torch-free."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from megappo.config.values import MOST_CRITICS
 from megappo.table import Table
 
 
@@ -24,6 +25,8 @@ class Field:
     has_bytes: bool = False
 
 
+_OF_MEMBER = Field(True, "the forward pass of a critic of an ensemble", "the return that this critic expects")
+_OF_MEMBER_AT_END = replace(_OF_MEMBER, per_token=False)
 FIELDS: Table[Field] = Table(
     "field of rows",
     {
@@ -66,6 +69,8 @@ FIELDS: Table[Field] = Table(
         "teacher_log_probs": Field(True, "its teacher's forward pass, or server", "log-probs of the row's teacher"),
         "values": Field(True, "the critic's forward pass", "the return expected before the token"),
         "bootstrap_values": Field(False, "the critic's forward pass", "the return expected after the last token"),
+        **{f"values_{number}": _OF_MEMBER for number in range(1, MOST_CRITICS + 1)},
+        **{f"bootstrap_values_{number}": _OF_MEMBER_AT_END for number in range(1, MOST_CRITICS + 1)},
         "reward_model_scores": Field(False, "the reward model's forward pass", "its score of the response"),
         "reward_model_token_scores": Field(True, "the reward model's forward pass", "its score before the token"),
         "shaped_scores": Field(False, "the advantages", "the scores after scale, clip, normalising and length penalty"),
@@ -74,6 +79,9 @@ FIELDS: Table[Field] = Table(
         "advantages": Field(True, "the advantages", "how much better than expected, whitened where the method does"),
         "clipped_advantages": Field(True, "the advantages", "1 where algorithm.advantages_clip made a difference"),
         "returns": Field(True, "the advantages", "targets of the values"),
+        "value_std": Field(True, "the advantages", "standard deviation of the values between critics of an ensemble"),
+        "agreed": Field(True, "the advantages", "1 where algorithm.mask_agreed sets the advantage to 0"),
+        "disputed": Field(True, "the advantages", "1 where algorithm.mask_disputed leaves out the entropy bonus"),
         "rollout_is_weights": Field(True, "the advantages", "importance weights of the trainer against the engine"),
         "selected": Field(True, "the actor's update", "1 on tokens that the policy loss treats apart"),
     },

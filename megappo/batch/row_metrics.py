@@ -155,6 +155,9 @@ ROW_METRICS = Table(
         "returns": RowMetric(of_tokens("returns"), (*SPREAD, HISTOGRAM)),
         "values": RowMetric(of_tokens("values"), (*SPREAD, HISTOGRAM)),
         "critic/vf_error": RowMetric(value_errors, (HISTOGRAM,)),
+        "critic/ensemble_std": RowMetric(of_tokens("value_std"), (*SPREAD, HISTOGRAM)),
+        "critic/agreed_frac": RowMetric(of_tokens("agreed"), "mean"),
+        "critic/disputed_frac": RowMetric(of_tokens("disputed"), "mean"),
     },
 )
 """Name -> metric of a step's rows with their advantages."""

@@ -182,6 +182,12 @@ def _run_errors(config: Config) -> Errors:
             f"actor.target_kl {actor.target_kl} has nothing to skip: a step has one optimizer step only; drop it, or "
             "raise actor.ppo_epochs or lower actor.ppo_mini_batch_size"
         )
+    ensemble = config.critic.ensemble
+    if config.has_critic and ensemble > config.rollout.n:
+        yield (
+            f"critic.ensemble {ensemble} critics divide the responses to each prompt, of which there are "
+            f"{config.rollout.n}: raise rollout.n to {ensemble} or more, or lower critic.ensemble"
+        )
     buffer = config.reward.overlong_buffer
     length = config.rollout.max_response_length
     if config.reward.length_penalty == "overlong" and buffer > length:

@@ -25,6 +25,7 @@ from megappo.config.sources import Sources
 from megappo.config.trainer_section import EVAL_INTERVAL, TRAINS_CRITIC_ALONE, Trainer
 from megappo.config.values import (
     LISTED,
+    MOST_CRITICS,
     NUMBER,
     AboveOne,
     FilePath,
@@ -63,6 +64,9 @@ HAS_REFERENCE = ReadIf(
 )
 REFERENCE_DIFFERS = ReadIf(
     "trainer.train", lambda config: config.trains_actor or config.kl_kinds, "{} leaves the actor as the reference is"
+)
+TRAINS_CRITIC = ReadIf(
+    "trainer.train", lambda config: "critic" in config.trainer.train, "{} leaves the critic as it is"
 )
 HAS_TEACHERS = ReadIf("teachers", lambda config: config.teachers, "{} names none")
 HAS_REWARD_MODEL = ReadIf(
@@ -145,6 +149,7 @@ class Critic(Trained):
     value_bins: Annotated[int, Field(ge=2, le=2**16), NUMBER] = key(101, "hl_gauss, two_hot: classes; quantile: quantiles")
     value_range: tuple[Float, Float] | None = key(None, "hl_gauss, two_hot: values of the first and the last class, between which the others are spaced evenly; returns beyond count as these. null = the bounds of the shaped scores, if the run knows them and has no KL in the rewards")
     hl_gauss_width: PositiveFloat = key(0.75, "hl_gauss: standard deviation of the Gaussian around a return, in distances between classes")
+    ensemble: Annotated[int, Field(ge=1, le=MOST_CRITICS), NUMBER] = key(1, "critics that divide the responses to each prompt among themselves to train on; the value is their mean (AsyPPO)", read_if=TRAINS_CRITIC)
     warmup_steps: NonNegative = key(0, "first PPO steps, in which only the critic trains", read_if=TRAINS_ACTOR)
     gate: Gate | None = key(None, "trainer.train [critic]: end the run as soon as an evaluation reaches this; null = train to trainer.total_steps", read_if=TRAINS_CRITIC_ALONE)
     freeze: Annotated[tuple[ParameterGroup, ...], LISTED] = key((), "parameters that stay as they were loaded: embedding, attention, mlp (with experts and their router); they have no gradients and no optimizer state. The norms before them and the value head are always trained")

@@ -29,6 +29,8 @@ from megappo.config.methods import Method
 
 TABLE_NAME = re.compile(r"[A-Za-z0-9_-]+")
 """Name that a user gives in eval.datasets or teachers: a part of keys and of metrics."""
+MOST_CRITICS = 8
+"""The largest critic.ensemble: each critic has fields of rows of its own."""
 EXPLAINED = "explained"
 """Type of a validation error whose text is printed after the expected values."""
 

@@ -20,7 +20,7 @@ from megappo.config.methods import ValueSupport
 from megappo.config.model_sections import Learner, Lora, Trained
 from megappo.config.schema import Config
 from megappo.config.value_support import value_support
-from megappo.config.values import ParameterGroup, TensorKind
+from megappo.config.values import MOST_CRITICS, ParameterGroup, TensorKind
 from megappo.table import Table, resolved
 
 AUTO = "auto"
@@ -29,6 +29,8 @@ REWARD_MODEL_KEY = "reward_model.model_path"
 WEIGHTS_KEY = "model.dist_checkpointing_path"
 VALUE_FIELDS = ("values", "returns")
 """Fields of the rows that a value loss reads."""
+CRITICS = ("critic", *(f"critic_{number}" for number in range(2, MOST_CRITICS + 1)))
+"""Names of the critics of the largest ensemble."""
 DeviceUse = Mapping[TensorKind, bool]
 """Kinds of tensors of a model that must be on the device -> whether they change there."""
 READ_WEIGHTS: DeviceUse = {"weights": False}
@@ -140,6 +142,7 @@ class ComponentSpec:
         scores_pairs: its value head scores rows at their last tokens, and the two rows of a pair stay together.
         reads: fields of the rows that every pass reads; with `expert_choices` its routers take these.
         teacher: the number in the field `teacher` of the rows that it reads; None = all rows.
+        member, members: it trains on every `members`-th response of a step, from number `member` on.
     """
 
     ranks: Setting
@@ -162,6 +165,8 @@ class ComponentSpec:
     scores_pairs: bool = False
     reads: tuple[str, ...] = READS
     teacher: int | None = None
+    member: int = 0
+    members: int = 1
 
     @cached_property
     def megatron_folder(self) -> Path | None:
@@ -240,6 +245,8 @@ def _actor_fields(config: Config) -> tuple[str, ...]:
         fields.append("rollout_is_weights")
     if config.actor.positive_nll_coef:
         fields.append("scores")
+    if config.algorithm.mask_disputed:
+        fields.append("disputed")
     if config.actor.method.needs_turns:
         fields.append("turns")
     return (*fields, *(VALUE_FIELDS if config.algorithm.shared_backbone else ()))
@@ -261,6 +268,20 @@ def _critic(config: Config) -> ComponentSpec | None:
         lora=config.critic.lora,
         frozen=config.critic.freeze,
     )
+
+
+def _critics(config: Config) -> Specs:
+    """Return the critics: one, or as many as critic.ensemble, equal except for the responses that they train on."""
+    spec, size = COMPONENTS["critic"](config), config.critic.ensemble
+    if spec is None or spec.forward is None or spec.training is None or size == 1:
+        return {} if spec is None else {"critic": spec}
+    found = {}
+    for member, name in enumerate(CRITICS[:size]):
+        fields = {output: f"{field}_{member + 1}" for output, field in spec.forward.fields.items()}
+        forward = ForwardPass(name.replace("critic", "values"), fields)
+        training = replace(spec.training, fields=(fields["values"], "returns"))
+        found[name] = replace(spec, forward=forward, training=training, member=member, members=size)
+    return found
 
 
 def _values(config: Config) -> dict[str, str]:
@@ -383,9 +404,8 @@ def of_critic(config: Config) -> Specs:
 
 
 def of_trajectories(config: Config) -> Specs:
-    """Return the critic, the only model of a run on trajectories; nothing if the config has none."""
-    critic = COMPONENTS["critic"](config)
-    return {} if critic is None else {"critic": critic}
+    """Return the critics, the only models of a run on trajectories; nothing if the config has none."""
+    return _with_bases(_critics(config))
 
 
 def of_evaluation(config: Config) -> Specs:
@@ -404,7 +424,7 @@ def of_evaluation(config: Config) -> Specs:
 
 def _of_table(config: Config) -> Specs:
     specs = {name: entry(config) for name, entry in COMPONENTS.items()}
-    return {name: spec for name, spec in specs.items() if spec is not None} | _teachers(config)
+    return {name: spec for name, spec in specs.items() if spec is not None} | _critics(config) | _teachers(config)
 
 
 def _with_bases(specs: Specs) -> Specs:
@@ -476,6 +496,6 @@ def uses_of(specs: Specs) -> dict[str, dict[str, DeviceUse]]:
 def exported(specs: Specs) -> tuple[str, ...]:
     """Return the models that a run writes as Hugging Face folders at its end: the trained ones; the first one if none
     is trained."""
-    names = [name for name in ("actor", "critic", "reward_model") if name in specs]
+    names = [name for name in ("actor", *CRITICS, "reward_model") if name in specs]
     trained = [name for name in names if specs[name].training is not None]
     return tuple(trained or names[:1])

@@ -129,12 +129,15 @@ def _batch_errors(config: Config, components: Specs, layouts: Layouts) -> Errors
             continue
         key, prompts = components[name].mini_batch_prompts(config)
         rows = prompts * config.rollout.n
+        members = components[name].members
         shards = layout.data
         what = f"{rows} examples"
         if config.recipe.has_rollouts:
             what = f"{prompts} x rollout.n {config.rollout.n} = {rows} trajectories"
-        if rows < shards:
+        if members > 1:
+            what += f" / critic.ensemble {members} = {rows // members}"
+        if rows // members < shards:
             yield (
                 f"{key} {what} are fewer than the {name}'s {shards} data-parallel shards on ranks "
-                f"{format_ranks(layout.ranks)}: raise {key} to {-(-shards // config.rollout.n)} or more"
+                f"{format_ranks(layout.ranks)}: raise {key} to {-(-shards * members // config.rollout.n)} or more"
             )

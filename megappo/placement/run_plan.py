@@ -26,7 +26,7 @@ class BatchSplit:
     Attributes:
         mini_batches: mini-batches per epoch; 1 for a component that only computes log-probs.
         epochs: passes over the trajectories; 0 for a component that is not trained.
-        trajectories: trajectories of one mini-batch, over all shards.
+        trajectories: trajectories of one mini-batch that it trains on, over all shards.
         shard_trajectories: fewest and most trajectories of one mini-batch per data-parallel shard. Shards are balanced
             by tokens, so these are approximate.
         micro_batches: micro-batches of one mini-batch per shard: if all rows are shortest, and longest.
@@ -84,7 +84,7 @@ class RunPlan:
             mini_batch = spec.mini_batch_prompts(config).value
             layout = self.layouts[name]
             max_tokens = spec.max_tokens
-            trajectories = mini_batch * config.rows_per_prompt
+            trajectories = mini_batch * config.rows_per_prompt // spec.members
             group = layout.micro_batch_group
             fewest = trajectories // layout.data
             most = _ceil(trajectories, layout.data)
@@ -127,10 +127,10 @@ class RunPlan:
         """Yield the value that each `auto` has become, a line each."""
         if self.requested.rollout.sleep == AUTO:
             yield f"rollout.sleep auto: {self.config.rollout.sleep}"
-        for name, spec in components_of(self.requested).items():
-            if spec.offload.value == AUTO:
+        for (key, value), name in {spec.offload: name for name, spec in components_of(self.requested).items()}.items():
+            if value == AUTO:
                 kinds = self.components[name].offload.value
-                yield f"{spec.offload.key} auto: {', '.join(kinds) or 'nothing'}"
+                yield f"{key} auto: {', '.join(kinds) or 'nothing'}"
 
 
 def plan_run(config: Config, world_size: int, ranks_per_node: int | None = None) -> RunPlan:

@@ -13,7 +13,13 @@ from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
 
 from megappo.ppo.conventions import DEFAULT, Whitening
-from megappo.ppo.reductions import add_to_last_token, check_finite, check_has_tokens, moments_over_ranks
+from megappo.ppo.reductions import (
+    add_to_last_token,
+    check_finite,
+    check_has_tokens,
+    gather_over_ranks,
+    moments_over_ranks,
+)
 
 Estimates = tuple[Tensor, Tensor]
 BLOCK = 16
@@ -228,6 +234,22 @@ def length_adaptive_lam(response_mask: Tensor, alpha: float) -> Tensor:
     """
     lengths = response_mask.bool().sum(dim=1).double()
     return (1 - 1 / (alpha * lengths)).clamp(0.0, 1.0).float()
+
+
+def lowest_share(x: Tensor, mask: Tensor, share: float, *, group: ProcessGroup | None = None) -> Tensor:
+    """Return [B, R] bool: the tokens with mask 1 whose x is among the lowest, floor(share x tokens) of them at most.
+
+    Tokens that are equal to the first one beyond are left out, so that none is chosen where all are equal.
+
+    Args:
+        x, mask: [B, R].
+        group: as of `whiten`.
+    """
+    valid = mask.bool()
+    counts = gather_over_ranks(valid.sum(), group)
+    own = pad(x[valid], (0, int(counts.max()) + 1 - int(valid.sum())), value=math.inf)
+    ordered, _ = gather_over_ranks(own, group).flatten().sort()
+    return valid & (x < ordered[int(share * int(counts.sum()))])
 
 
 def whiten(

@@ -120,8 +120,8 @@ def _wrong_models(config: Config, checkpoint: Path) -> Errors:
     holds, has = (", ".join(map(str, models.values())) for models in (saved, wanted))
     yield (
         f"{checkpoint} holds {holds}, but this run has {has}: set model.path, critic.model_path, trainer.train, "
-        "algorithm.adv_estimator, algorithm.shared_backbone, actor.lora, critic.lora, critic.freeze and the keys of "
-        "critic.value_loss as they were, or choose another trainer.output_dir"
+        "algorithm.adv_estimator, algorithm.shared_backbone, actor.lora, critic.lora, critic.freeze, critic.ensemble "
+        "and the keys of critic.value_loss as they were, or choose another trainer.output_dir"
     )
 
 

@@ -4,9 +4,10 @@ All ranks exchange rows together. Forward passes and updates wait for no rank of
 different ranks compute at the same time.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 
 import torch
 
@@ -31,16 +32,19 @@ def split(
     num_mini_batches: int,
     *,
     keeps_prompts: bool = False,
+    chosen: Collection[int] | None = None,
 ) -> MiniBatches:
     """Return mini-batches of consecutive prompts, whose order is random, each balanced over the shards by tokens.
 
     Args:
         keeps_prompts: all rows of a prompt go to the same shard.
+        chosen: numbers of the rows to split; None = all.
     """
     lengths = table.lengths.tolist()
     keys = (table.prompt_ids if keeps_prompts else torch.arange(len(table))).tolist()
     mini_batches = []
-    for rows in table.split(num_mini_batches):
+    for every_row in table.split(num_mini_batches):
+        rows = every_row if chosen is None else [row for row in every_row if row in chosen]
         shares = partial(balanced_partitions, k=layout.data)
         parts = partition_groups([lengths[row] for row in rows], [keys[row] for row in rows], shares)
         mini_batches.append(tuple(tuple(rows[i] for i in part) for part in parts))
@@ -80,13 +84,18 @@ class Component:
         if self.spec.teacher is not None:
             taught = batch = self._taught(batch.rows)
             num_mini_batches = 1
-        mini_batches = split(batch.table, self.layout, num_mini_batches, keeps_prompts=self.spec.scores_pairs)
+        divide = partial(split, batch.table, self.layout, num_mini_batches, keeps_prompts=self.spec.scores_pairs)
+        mini_batches = trained = divide()
+        if self.spec.members > 1:
+            own = self._trained(batch)
+            trained = divide(chosen=own)
+            mini_batches = tuple(map(_joined, trained, divide(chosen={*range(len(batch.table))} - own)))
         destinations = shard_destinations(self.layout, shards_of(mini_batches), self.exchange.world_size)
         for other in others:
             if other.taught is taught is None and other.batch.owners == destinations:
-                return ComponentBatch(self, mini_batches, other.batch)
+                return ComponentBatch(self, mini_batches, trained, other.batch)
         reads = [*self.spec.reads, *(name for name in OF_IMAGES if name in batch.rows.fields)]
-        return ComponentBatch(self, mini_batches, self.exchange.move(batch, destinations, reads), taught)
+        return ComponentBatch(self, mini_batches, trained, self.exchange.move(batch, destinations, reads), taught)
 
     def _taught(self, rows: Rows) -> Batch:
         """Return the rows here that the component teaches, and as many others as each shard needs to have one: all
@@ -96,12 +105,18 @@ class Component:
         is_chosen[: max(0, self.layout.data - num_taught)] = True
         return self.exchange.number(rows.select(is_chosen.nonzero().flatten()))
 
+    def _trained(self, batch: Batch) -> frozenset[int]:
+        """Return the numbers of the rows on all ranks that the critic of an ensemble trains on."""
+        is_own = _response_numbers(batch) % self.spec.members == self.spec.member
+        return frozenset(chain.from_iterable(self.exchange.all_gather(batch.rows.ids[is_own].tolist())))
+
 
 @dataclass
 class ComponentBatch:
     """A step's rows at a component's shards. Every rank calls every method, in the same order.
 
     Attributes:
+        trained: rows of `split` that the component trains on: the first of each mini-batch's at each shard.
         batch: the rows at the component's ranks.
         taught: the rows at their owners, numbered by themselves, if a teacher reads them alone.
         step: PPO step; 0 until there are fields to train on.
@@ -112,6 +127,7 @@ class ComponentBatch:
 
     component: Component
     split: MiniBatches
+    trained: MiniBatches
     batch: Batch
     taught: Batch | None = None
     step: int = 0
@@ -174,10 +190,25 @@ class ComponentBatch:
         shard = self.component.layout.shard_of(self.component.exchange.rank)
         parts = []
         start = 0
-        for shards in self.split:
-            lengths = self.batch.table.policy_lengths[[row for part in shards for row in part]]
-            size = len(shards[shard]) if shard is not None else 0
+        for shards, trained in zip(self.split, self.trained, strict=True):
+            lengths = self.batch.table.policy_lengths[[row for part in trained for row in part]]
+            size, held = (0 if shard is None else len(parts[shard]) for parts in (trained, shards))
             num_rows = len(lengths) if counts_empty_rows else int((lengths > 0).sum())
             parts.append((self.batch.rows.select(range(start, start + size)), int(lengths.sum()), num_rows))
-            start += size
+            start += held
         return parts
+
+
+def _response_numbers(batch: Batch) -> torch.Tensor:
+    """Return numbers of the rows' responses, [B] int64: consecutive ones for the responses to a prompt. The rows of an
+    episode are one response."""
+    rows = batch.rows
+    if "episodes" not in rows.fields:
+        return rows.ids
+    _, prompts = batch.table.prompt_ids.unique(return_inverse=True)
+    return rows.fields["episodes"].long() + prompts[rows.ids]
+
+
+def _joined(first: RankRows, then: RankRows) -> RankRows:
+    """Join the rows of a mini-batch at each shard. Shards with the fewest of one get the most of the other."""
+    return tuple(part + other for part, other in zip(first, reversed(then), strict=True))

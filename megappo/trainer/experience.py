@@ -15,6 +15,7 @@ from megappo.ppo.advantages import (
     estimate,
     gae_over_turns,
     length_adaptive_lam,
+    lowest_share,
     whiten,
 )
 from megappo.ppo.corrections import rollout_is_weights
@@ -92,7 +93,7 @@ def with_advantages(
     Args:
         reward_moments: moments of all earlier scores; these scores are added.
     """
-    rows = replace(rows, fields=rows.fields | _kl_fields(config, rows))
+    rows = replace(rows, fields=rows.fields | _kl_fields(config, rows) | _ensemble_fields(config, exchange, rows))
     trajectories = Trajectories(rows)
     joined = trajectories.joined
     scores, shaping_metrics = shape_scores(
@@ -130,6 +131,31 @@ def _kl_fields(config: Config, rows: Rows) -> dict[str, torch.Tensor]:
         kl = kl_to("teacher_log_probs", config.distillation.kl_kind)
         found["distillation_kl"] = torch.where(rows.fields["teacher"][:, None] > 0, kl, 0.0)
     return found
+
+
+def _ensemble_fields(config: Config, exchange: Exchange, rows: Rows) -> dict[str, torch.Tensor]:
+    """Return the means of the critics' values, the standard deviation between them, and where they agree or disagree
+    most (mask_agreed, mask_disputed), if there are several; all ranks together.
+
+    Source: Liu et al. 2025 (AsyPPO, arXiv 2510.01656).
+    """
+    algorithm = config.algorithm
+    if config.critic.ensemble == 1:
+        return {}
+    values = _of_critics(config, rows, "values")
+    stds = values.std(dim=0, correction=0)
+    found = {"values": values.mean(dim=0), "value_std": stds}
+    if algorithm.bootstrap_truncated:
+        found["bootstrap_values"] = _of_critics(config, rows, "bootstrap_values").mean(dim=0)
+    for name, share, by in (("agreed", algorithm.mask_agreed, stds), ("disputed", algorithm.mask_disputed, -stds)):
+        if share:
+            found[name] = lowest_share(by, rows.response_mask, share, group=exchange.group).float()
+    return found
+
+
+def _of_critics(config: Config, rows: Rows, name: str) -> torch.Tensor:
+    """Return a field of each critic, one after the other."""
+    return torch.stack([rows.fields[f"{name}_{number}"] for number in range(1, config.critic.ensemble + 1)])
 
 
 def _by_teacher(config: Config, rows: Rows) -> Unreduced:
@@ -224,8 +250,8 @@ def _whitened_and_clipped(
     config: Config, exchange: Exchange, advantages: torch.Tensor, rows: Rows
 ) -> dict[str, torch.Tensor]:
     """Return `advantages`, whitened over the tokens of all ranks (whiten_advantages, or the estimator's default), minus
-    the KL to teachers if distillation.signal is advantage, and clipped; `clipped_advantages` is 1 where clipping
-    changed them."""
+    the KL to teachers if distillation.signal is advantage, 0 where critics agree, and clipped; `clipped_advantages` is
+    1 where clipping changed them."""
     mask = rows.response_mask
     algorithm = config.algorithm
     whitens = algorithm.method.whitens if algorithm.whiten_advantages is None else algorithm.whiten_advantages
@@ -234,6 +260,8 @@ def _whitened_and_clipped(
         advantages = whiten(advantages, mask, group=exchange.group, whitening=whitening)
     if config.distilled_at == "advantage":
         advantages = advantages - config.distillation.coef * rows.fields["distillation_kl"] * mask
+    if "agreed" in rows.fields:
+        advantages = advantages.masked_fill(rows.fields["agreed"].bool(), 0.0)
     limit = algorithm.advantages_clip
     if limit is None:
         return {"advantages": advantages}

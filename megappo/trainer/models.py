@@ -280,8 +280,9 @@ def build_engine(
     chunks = build_model(
         architecture, config.model, spec.parallel.value, groups, recompute=recompute, trained=trained, base=lent
     )
+    seed = config.trainer.seed + spec.member
     if start := spec.megatron_folder:
-        load_initial(chunks, groups, start, _read_once(start), architecture, config.trainer.seed)
+        load_initial(chunks, groups, start, _read_once(start), architecture, seed)
     else:
         folder = spec.folder.value
         adapter = spec.adapter
@@ -290,7 +291,7 @@ def build_engine(
             folder,
             architecture,
             groups,
-            seed=config.trainer.seed,
+            seed=seed,
             base=lent,
             adapter=adapter,
         )

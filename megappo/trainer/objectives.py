@@ -108,6 +108,8 @@ class ActorLoss:
         loss_metrics = {"pg_loss": loss, **loss_metrics, "log_ratio/histogram": (log_ratios, "histogram")}
         # Without a bonus the entropy is only a metric: keep it out of the backward pass.
         entropy = outputs["entropy"] if actor.entropy_coeff else outputs["entropy"].detach()
+        if "disputed" in fields:
+            entropy = torch.where(fields["disputed"].bool(), entropy.detach(), entropy)
         terms = [entropy_loss(entropy, mask, actor, **shared)]
 
         def kl_term(others: str, mask: torch.Tensor, settings: Actor) -> Result:
@@ -136,12 +138,20 @@ class ActorLoss:
         return loss, metrics
 
 
-def critic_loss(config: Config, num_tokens: int, num_sequences: int) -> LossFn:
-    """Return the critic's value loss; arguments as in `ActorLoss`."""
+def critic_loss(
+    config: Config, num_tokens: int, num_sequences: int, *, name: str = "critic", old: str = "values"
+) -> LossFn:
+    """Return a critic's value loss; arguments as in `ActorLoss`.
+
+    Args:
+        name: the critic's.
+        old: field of its values before the update.
+    """
     shared = _shared(config, num_tokens, num_sequences)
 
     def loss_fn(outputs: Outputs, rows: Rows) -> LossPart:
-        return _value_loss(config, outputs, rows, shared | {"loss_weights": rows.fields.get(LOSS_WEIGHTS)})
+        weights = {"loss_weights": rows.fields.get(LOSS_WEIGHTS)}
+        return _value_loss(config, outputs, rows, shared | weights, name, old)
 
     return loss_fn
 
@@ -174,16 +184,19 @@ def _value_loss(
     outputs: Outputs,
     rows: Rows,
     shared: dict[str, Any],
+    name: str = "critic",
+    old: str = "values",
 ) -> LossPart:
     values = outputs["values"]
-    old = rows.fields["values"]
     returns = rows.fields["returns"]
     mask = rows.response_mask
-    loss, metrics = value_loss(values, old, returns, mask, config.critic, errors=outputs.get(ERRORS), **shared)
-    for name, numbers in outputs.items():
-        if name.startswith("vf_"):
-            metrics[name] = token_mean(numbers, mask, shared["normaliser"])
-    return loss, prefixed("critic", {"vf_loss": loss, **metrics})
+    loss, metrics = value_loss(
+        values, rows.fields[old], returns, mask, config.critic, errors=outputs.get(ERRORS), **shared
+    )
+    for metric, numbers in outputs.items():
+        if metric.startswith("vf_"):
+            metrics[metric] = token_mean(numbers, mask, shared["normaliser"])
+    return loss, prefixed(name, {"vf_loss": loss, **metrics})
 
 
 def prefixed(component: str, metrics: Metrics) -> dict[str, OnDevice]:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 
@@ -16,7 +17,7 @@ from megappo.observe.metrics import Metric, RankMetrics, Reduced, merge_metrics,
 from megappo.ppo.reductions import Unreduced
 from megappo.runtime import platform
 from megappo.runtime.gpus import find_gpu
-from megappo.trainer.component_batch import ComponentBatch
+from megappo.trainer.component_batch import ComponentBatch, shards_of
 from megappo.trainer.models import Models, architecture_of
 
 MEASURED_SIDE, NUM_MEASUREMENTS = 512, 10
@@ -128,7 +129,8 @@ class Utilisation:
         """
         name = shard.component.name
         table = shard.batch.table
-        lengths = list(zip(table.lengths.tolist(), table.response_lengths.tolist(), strict=True))
+        trained = sorted(chain.from_iterable(shards_of(shard.trained)))
+        lengths = list(zip(table.lengths[trained].tolist(), table.response_lengths[trained].tolist(), strict=True))
         flops = self._flops[name]
         num_epochs = num_steps / len(shard.split)
         return num_epochs * flops.training * flops.forward(lengths) / (self.peaks[name] * seconds)

@@ -44,8 +44,10 @@ def update_actor(batch: ComponentBatch, config: Config) -> None:
 
 
 def update_critic(batch: ComponentBatch, config: Config) -> None:
-    """Train the critic."""
-    update(batch, config, config.critic.ppo_epochs, partial(critic_loss, config))
+    """Train a critic."""
+    forward = batch.component.spec.forward
+    old = forward.fields["values"] if forward else "values"
+    update(batch, config, config.critic.ppo_epochs, partial(critic_loss, config, name=batch.component.name, old=old))
 
 
 def update(

@@ -132,6 +132,16 @@ def test_sampled_log_probs_save_a_phase_and_its_seconds() -> None:
     assert more.pop("old_log_probs") > 1 and more == fewer
 
 
+def test_critics_of_an_ensemble_take_the_memory_of_one_each_and_divide_its_update() -> None:
+    one, two = (estimate_of(load_config(BOTH_7B, ["rollout.n=4", f"critic.ensemble={size}"]), 8) for size in (1, 2))
+    states = [one.models["critic"].states(0), *(two.models[name].states(0) for name in ("critic", "critic_2"))]
+    assert states[0] == states[1] == states[2]
+    alone, both = (TimeEstimate(memory, GPUS["h100"]).seconds for memory in (one, two))
+    assert alone["values"] == pytest.approx(both["values"], rel=0.05) and both["values"] == both["values_2"]
+    update = both["update_critic"] + both["update_critic_2"]
+    assert alone["update_critic"] < update < 1.2 * alone["update_critic"], "each exchanges gradients of its own"
+
+
 def test_a_critic_alone_needs_weights_of_the_actor_and_on_recorded_rollouts_nothing_else() -> None:
     alone = "trainer.train=[critic]"
     both, live, replayed = (

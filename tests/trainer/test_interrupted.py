@@ -32,6 +32,7 @@ METHODS = {
         "teachers": {"even": {"parallel": {"tensor": 2}, "offload": ["weights"], "when": {"n": 0}}, "odd": {}},
         "distillation": {"task_reward": False},
     },
+    "ensemble": {"critic": {"ensemble": 2}, "algorithm": {"mask_agreed": 0.2, "bootstrap_truncated": True}},
     "running": {"reward": {"normalize": "running"}, "critic": {"ppo_epochs": 2}},
 }
 
@@ -119,6 +120,7 @@ slow = pytest.mark.slow
         (LAYOUT, "kl", (5,)),
         pytest.param(LAYOUT, "kl", (0, 1, 2, 3, 4), marks=slow),
         pytest.param(LAYOUT, "taught", (3,), marks=slow),
+        pytest.param(LAYOUT, "ensemble", (1, 7), marks=slow),
         pytest.param(LAYOUT, "running", tuple(range(8)), marks=slow),
         pytest.param(OTHER, "running", (0, 1, 2, 3), marks=slow),
     ],

@@ -142,8 +142,9 @@ class TimeEstimate:
             seconds += backward * self._pass(model) + self._head(model)
             if settings.recompute == "full":
                 seconds += self._pass(model)
-            work *= model.split.epochs
-            seconds = model.split.epochs * seconds + self._optimizer_steps(model)
+            passes = model.split.epochs / model.spec.members
+            work *= passes
+            seconds = passes * seconds + self._optimizer_steps(model)
         self.seconds[phase] = seconds
         self.mfu[phase] = work / (seconds * len(model.layout.ranks) * self._peak)
 
