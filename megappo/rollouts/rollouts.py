@@ -1,7 +1,8 @@
 """Sample responses with the engines of all ranks, and have them scored."""
 
+import asyncio
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -150,9 +151,11 @@ class Rollouts:
         own = () if self.images is None else (self.images.columns,)
         return Responses(prompts, self._workers_of(task).rewards, self.tokenizer, *own)
 
-    def sent_images(self, prompts: Prompts) -> Callable[[int], SentImages]:
-        """Return what gives the engines the images of the prompt with an index."""
-        return lambda index: () if self.images is None else self.images.sent(prompts[index])
+    def sent_images(self, prompts: Prompts) -> Callable[[int], Awaitable[SentImages]] | None:
+        """Return what reads the images of the prompt with an index, in a thread; None for a model without vision."""
+        if (images := self.images) is None:
+            return None
+        return lambda index: asyncio.to_thread(images.sent, prompts[index])
 
     def prompt_text(self, tokens: Sequence[int]) -> str:
         """Return a prompt for people."""

@@ -65,6 +65,19 @@ def test_engines_get_one_token_and_the_file_of_each_image(opened):
     assert sent == [A, B]
 
 
+def test_files_are_read_once_for_all_responses_to_a_prompt(opened, monkeypatch):
+    images, (text, _, two) = opened
+    read = []
+    image_files = PromptDataset.image_files
+    monkeypatch.setattr(PromptDataset, "image_files", lambda self, index: read.append(index) or image_files(self, index))
+    images._paths.cache_clear()
+    images.sent(text)
+    assert read == []
+    images.sent(two)
+    assert read == [0, 0], "for the engine, and for the function that takes paths"
+    assert images.columns(two) == images.columns(two) and read == [0, 0]
+
+
 def test_rows_lead_back_to_their_images(opened):
     images, prompts = opened
     samples = [sample_of(index, 0, [5, 6], [-1.0, -1.0], prompt=prompts[index].tokens) for index in (2, 0, 1, 2)]
