@@ -137,7 +137,7 @@ class PromptEntry:
         teacher: see `RecordFields.teacher_of`.
         warnings: fields that are not read, and why.
         images: its images, in their order.
-        num_image_tokens: tokens of all of them, once they have been measured.
+        image_tokens: tokens of each, in place of `images` once they have been measured.
     """
 
     rendered: RenderedText
@@ -148,7 +148,7 @@ class PromptEntry:
     teacher: int
     warnings: list[str]
     images: Sequence[ImageFile] = ()
-    num_image_tokens: int = 0
+    image_tokens: Sequence[int] = ()
 
 
 def entry_of(record: Any, fields: RecordFields, chat: Chat, data_file: str) -> PromptEntry:

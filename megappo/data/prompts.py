@@ -149,7 +149,7 @@ class PromptDataset(RecordDataset[Prompt]):
         entry = entry_of(record, self._fields, self._chat, file.path)
         if self.image_reader is not None:
             grids = [self.image_reader.measure(image, whole=True)[0] for image in entry.images]
-            entry = replace(entry, num_image_tokens=sum(map(self.image_reader.num_tokens, grids)))
+            entry = replace(entry, images=(), image_tokens=list(map(self.image_reader.num_tokens, grids)))
         return entry, entry.warnings
 
     def _check_entries(
@@ -166,19 +166,19 @@ class PromptDataset(RecordDataset[Prompt]):
         too_long = self.config.too_long
         unsure = {}
         for number, entry in entries.items():
-            if number < COMPARED or entry.images or not self._is_short(entry.rendered.text, vocab_size):
+            if number < COMPARED or entry.image_tokens or not self._is_short(entry.rendered.text, vocab_size):
                 unsure[number] = entry
         tokenised = encode([entry.rendered for entry in unsure.values()], self._tokenizer)
         lengths = []
         for entry, tokens in zip(unsure.values(), tokenised, strict=True):
-            lengths.append(len(tokens) - len(entry.images) + entry.num_image_tokens)
+            lengths.append(len(tokens) - len(entry.image_tokens) + sum(entry.image_tokens))
         excessive = {length for length in lengths if length > limit}
         longest = f" (the longest has {max(excessive)})" if len(excessive) > MOST_LENGTHS else ""
         for (number, entry), tokens, length in zip(unsure.items(), tokenised, lengths, strict=True):
             if not tokens:
                 self._note_bad_row(check, number, ["the prompt is empty: it has no token"])
                 continue
-            if length > limit and entry.images and too_long == "truncate_left":
+            if length > limit and entry.image_tokens and too_long == "truncate_left":
                 check.note(number, "error", [f"{self._too_long(length, longest)}, and images cannot be cut: {NO_CUT}"])
             elif length > limit:
                 check.note(number, too_long, [self._too_long(length, longest)])

@@ -15,6 +15,7 @@ from megappo.data.prompt_checks import (
     COMPARED,
     LOST_TEXT,
     OTHER_TOKENS,
+    READ_AT_ONCE,
     RECORDS_AT_ONCE,
     Action,
     Check,
@@ -139,10 +140,9 @@ class RecordDataset(ABC, Generic[E]):
     def _check_file(self, file: Records, numbers: Sequence[int], vocab_size: int) -> Check:
         check = Check(len(numbers))
         for start in range(0, len(numbers), RECORDS_AT_ONCE):
-            heartbeat.beat()
             part = numbers[start : start + RECORDS_AT_ONCE]
             entries = {}
-            for number, record in zip(part, file.at(part), strict=True):
+            for number, record in _numbered(file, part):
                 try:
                     entries[number], warnings = self._read(record, file)
                     check.note(number, "warn", warnings)
@@ -283,6 +283,14 @@ class RecordDataset(ABC, Generic[E]):
         """Return the file of a prompt, and the number of its record there, from 0."""
         file = bisect.bisect_right(self._starts, index) - 1
         return self.files[file], index - self._starts[file]
+
+
+def _numbered(file: Records, numbers: Sequence[int]) -> Iterator[tuple[int, Any]]:
+    """Yield the records of these numbers, of which a few are held at once."""
+    for start in range(0, len(numbers), READ_AT_ONCE):
+        heartbeat.beat()
+        part = numbers[start : start + READ_AT_ONCE]
+        yield from zip(part, file.at(part), strict=True)
 
 
 def share(items: Sequence[T], rank: int, world_size: int) -> Sequence[T]:
