@@ -54,6 +54,11 @@ class Vision:
     config: Mapping[str, Any]
 
     @property
+    def media_tokens(self) -> tuple[int, int]:
+        """Tokens that stand for images and videos; a response ends with one."""
+        return self.image_token, self.video_token
+
+    @property
     def frequency_axes(self) -> list[int]:
         """For each rotary frequency of a head, the number that it takes of a position: 0 frame, 1 row, 2 column."""
         section = self.mrope_section

@@ -265,6 +265,7 @@ class ImageReader:
     Attributes:
         placeholder: text that stands for an image.
         mark: the token in it that stands for the image's patches.
+        vision: the tower of the model.
     Raises:
         ConfigError: the folder has no such processor.
     """
@@ -272,7 +273,7 @@ class ImageReader:
     def __init__(
         self, folder: str, vision: Vision, tokenizer: "PreTrainedTokenizerBase", max_pixels: int | None = None
     ):
-        self._vision = vision
+        self.vision = vision
         tokens = [vision.start_token, vision.image_token, vision.end_token]
         start, self.mark, end = tokenizer.convert_ids_to_tokens(tokens)
         self.placeholder = start + self.mark + end
@@ -289,11 +290,6 @@ class ImageReader:
                 f"model.path: the image processor in {folder} has {', '.join(PATCHES)} {found}, but config.json has "
                 f"{expected}: take both from the same model"
             )
-
-    @property
-    def media_tokens(self) -> tuple[int, int]:
-        """Tokens that stand for images and videos; a response ends with one."""
-        return self._vision.image_token, self._vision.video_token
 
     def check_text(self, text: str, num_images: int) -> None:
         """Check that a rendered prompt has as many places as images.
@@ -315,8 +311,8 @@ class ImageReader:
             ValueError: it is too narrow.
         """
         width, height = reversed(image.size) if _orientation(image) >= 5 else image.size
-        edge = self._vision.patch_size
-        rows, columns = resized(height, width, edge * self._vision.merge_size, self._least, self._most)
+        edge = self.vision.patch_size
+        rows, columns = resized(height, width, edge * self.vision.merge_size, self._least, self._most)
         return 1, rows // edge, columns // edge
 
     def expanded(self, tokens: Sequence[int], grids: Sequence[Grid]) -> tuple[list[int], list[int]]:
@@ -326,7 +322,7 @@ class ImageReader:
         whole: list[int] = []
         for token in tokens:
             count = 1
-            if token == self._vision.image_token:
+            if token == self.vision.image_token:
                 places.append(len(whole))
                 count = self.num_tokens(next(waiting))
             whole += [token] * count
@@ -334,7 +330,7 @@ class ImageReader:
 
     def num_tokens(self, grid: Grid) -> int:
         """Return the tokens of an image."""
-        return num_image_tokens(grid, self._vision.merge_size)
+        return num_image_tokens(grid, self.vision.merge_size)
 
     def measure(self, file: ImageFile, *, whole: bool = False) -> tuple[Grid, str]:
         """Return the patches of an image, and the checksum of its file.

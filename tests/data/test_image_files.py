@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import random
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from megappo.architecture.vision import Vision
 from megappo.config.config_error import ConfigError
-from megappo.config.schema import Data
+from megappo.config.schema import Config, Data
 from megappo.data.image_files import ImageReader, data_url, opened, resized, upright
+from megappo.data.preferences import open_examples
 from megappo.data.prompts import Prompt, PromptDataset
 from megappo.data.tokenizer import load_tokenizer
 from megappo.userland.signatures import NO_INPUT, InputSpec
@@ -184,6 +186,48 @@ def test_a_prompt_with_images_is_not_cut(tmp_path, folder):
     assert "images cannot be cut: set data.too_long=skip, or lower data.max_image_pixels" in error
     [prompt] = dataset(folder, file, max_prompt_length=60, max_image_pixels=128 * 128).at([0])
     assert prompt.images[0].grid == (1, 8, 8)
+
+
+def test_a_check_holds_few_images_at_once(tmp_path, folder, monkeypatch):
+    monkeypatch.setattr("megappo.data.records.BYTES_AT_ONCE", 2**20)
+    content = noise(200, 200)
+    rows = [{"prompt": user("<image>"), "images": [{"bytes": content + b"%d" % i, "path": None}]} for i in range(200)]
+    data = dataset(folder, write(tmp_path, *rows, ending="parquet"))
+    assert data.files[0]._table.column(0).num_chunks >= 200 * len(content) // 2**20
+    tracemalloc.start()
+    assert errors_of(data) == []
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 0.25 * 200 * len(content)
+
+
+EXAMPLES = {
+    "sft": {"prompt": "x", "response": "<|image_pad|>"},
+    "critic": {"prompt_tokens": [5, IMAGE], "response_tokens": [7], "score": 1},
+    "reward_model": {"prompt": "x", "chosen": "<|video_pad|>", "rejected": "b"},
+}
+
+
+@pytest.mark.parametrize("kind", EXAMPLES)
+def test_examples_with_tokens_of_images_are_refused_by_line(tmp_path, folder, kind):
+    settings = json.loads(Path("megappo/architecture/shapes/qwen2.5-vl-7b/config.json").read_text())
+    settings |= {"image_token_id": IMAGE, "video_token_id": tiny_vision.VIDEO}
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    file = write(tmp_path, EXAMPLES[kind])
+    config = Config.model_validate(
+        {
+            "model": {"path": str(tmp_path)},
+            "placement": {"critic" if kind == "critic" else "actor": "0"},
+            "data": {"train_files": str(file), "train_batch_size": 1},
+            "trainer": {"kind": kind, "output_dir": "o", "total_steps": 1},
+        }
+    )
+    train, _ = open_examples(config, load_tokenizer(str(tmp_path)), [tiny_vision.END])
+    [error] = train.errors([train.check(1000)])[:1]
+    token = tiny_vision.VIDEO if kind == "reward_model" else IMAGE
+    assert f"{file} line 1: " in error and f"has token {token}, which stands for an image or a video" in error
 
 
 def odd(name: str) -> bytes:
