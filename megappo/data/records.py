@@ -194,6 +194,7 @@ class ParquetRows:
             if len(set(columns)) < len(columns):
                 raise RecordsError(f"has several columns of one name among {', '.join(columns)}: rename all but one")
             with unpack(lambda target: _write_arrow(path, columns, target)) as file:
+                pyarrow.default_memory_pool().release_unused()
                 content = pyarrow.py_buffer(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
             with pyarrow.ipc.open_stream(content) as stream:
                 self._table = stream.read_all()  # of views into the map
@@ -231,7 +232,6 @@ def _write_arrow(path: str, columns: Sequence[str], target: BinaryIO) -> None:
                 for batch in table.iter_batches(max(1, min(ROWS_AT_ONCE, fitting)), [group], columns):
                     stream.write_batch(batch)
                     heartbeat.beat()
-    pyarrow.default_memory_pool().release_unused()
 
 
 def _as_python(rows: "pyarrow.Table") -> list[Any]:
