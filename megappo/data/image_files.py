@@ -101,7 +101,8 @@ def _check_count(num_places: int, given: Sequence[Any]) -> None:
     if num_places != len(given):
         raise ValueError(
             f"the prompt has {num_places} places for images ({MARK} in a text, or parts of type image that name none), "
-            f"but the record has {len(given)} images: write one for each"
+            f"but the record has {len(given)} images: write one for each. For {MARK} as plain text, write the message's "
+            "content as parts, [{'type': 'text', 'text': ...}]"
         )
 
 
@@ -384,7 +385,6 @@ def image_reader(config: Config, tokenizer: "PreTrainedTokenizerBase") -> ImageR
     return None if vision is None else ImageReader(config.model.path, vision, tokenizer, config.data.max_image_pixels)
 
 
-def images_in(record: Mapping[str, Any], key: str) -> list[Any]:
+def images_in(value: Any) -> list[Any]:
     """Return the images of a record's field: a list, one, or none."""
-    value = record.get(key) or []
-    return value if isinstance(value, list) else [value]
+    return value if isinstance(value, list) else [value] if value else []

@@ -109,6 +109,7 @@ FORMS = {
     "a data URL": {"prompt": user("<image>x"), "images": [f"data:image/png;base64,{base64.b64encode(A).decode()}"]},
     "one image": {"prompt": user("<image>x"), "images": "a.png"},
     "ShareGPT's messages": {"prompt": [{"from": "human", "value": "<image>x"}], "images": ["a.png"]},
+    "a dotted field": {"prompt": user("<image>x"), "extra": {"pictures": ["a.png"]}},
     "a file URL": {"prompt": user("<image>x"), "images": ["file://HOME/a.png"]},
 }
 
@@ -117,7 +118,8 @@ FORMS = {
 def test_forms_of_images(tmp_path, folder, form):
     (tmp_path / "a.png").write_bytes(A)
     record = json.loads(json.dumps(FORMS[form]).replace("HOME", str(tmp_path)))
-    data = dataset(folder, write(tmp_path, record))
+    keys = {"image_key": "extra.pictures"} if form == "a dotted field" else {}
+    data = dataset(folder, write(tmp_path, record), **keys)
     assert errors_of(data) == []
     check(data.at([0])[0], folder, [*USER, *PLACEHOLDER, *b"x", *AFTER], A)
 
@@ -133,6 +135,13 @@ def test_a_text_without_template(tmp_path, folder):
         check(prompt, folder, [*b"see ", *PLACEHOLDER, *b"."], A)
     data = dataset(folder, write(tmp_path, given), apply_chat_template=True)
     check(data.at([0])[0], folder, [*USER, *b"see ", *PLACEHOLDER, *b".", *AFTER], A)
+
+
+def test_the_mark_is_plain_text_in_a_part_of_text(tmp_path, folder):
+    [error] = errors_of(dataset(folder, write(tmp_path, {"prompt": user("a <image> tag")})))
+    assert "but the record has 0 images" in error and "[{'type': 'text', 'text': ...}]" in error
+    data = dataset(folder, write(tmp_path, {"prompt": user([{"type": "text", "text": "a <image> tag"}])}))
+    assert errors_of(data) == [] and data.at([0])[0].tokens == [*USER, *b"a <image> tag", *AFTER]
 
 
 def test_parts_of_text_alone_are_a_text(tmp_path, folder):
