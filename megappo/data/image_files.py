@@ -8,10 +8,8 @@ white: SGLang would ignore the first two.
 import base64
 import binascii
 import io
-import math
 import struct
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,12 +18,10 @@ from urllib.parse import unquote, urlsplit
 from PIL import Image, ImageOps
 from PIL.ExifTags import Base
 
-from megappo.architecture.model_folder import read_json_file
 from megappo.architecture.parsing import read_architecture
 from megappo.architecture.vision import Vision, num_image_tokens
-from megappo.config.config_error import ConfigError
+from megappo.config.config_error import ConfigError, shorten
 from megappo.config.schema import Config
-from megappo.config.text_files import TextFileError
 from megappo.data.chat import PromptContent
 
 if TYPE_CHECKING:
@@ -39,11 +35,8 @@ SOURCES = ("image", "image_url", "url", "bytes", "path")
 FORMS = "a path, a file or data URL, or {'bytes': ..., 'path': ...}"
 THUMBNAIL = (192, 192)
 """Most columns and rows of an image that is shown."""
-PROCESSORS = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast")
-PATCHES = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
-"""Settings of the processor that are the tower's, too, and their defaults."""
-DEFAULT_SIZE = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
-MOST_RATIO = 200
+PATCHES = ("patch_size", "merge_size", "temporal_patch_size")
+"""Settings of the processor that are the tower's, too."""
 Grid = tuple[int, int, int]
 
 
@@ -217,45 +210,27 @@ def _encoded(image: Image.Image, form: str) -> bytes:
     return file.getvalue()
 
 
-def _processor_settings(folder: str) -> dict[str, Any]:
-    """Return the settings of a folder's image processor.
+def _processor(folder: str, vision: Vision, max_pixels: int | None) -> Any:
+    """Return the image processor of a model's folder.
 
     Raises:
-        ConfigError: there are none, or of another one than Qwen's.
+        ConfigError: there is none, another one than Qwen's, or one of another model.
     """
+    from transformers import AutoImageProcessor  # not above: it imports torch
+
+    limits = {} if max_pixels is None else {"max_pixels": max_pixels}
     try:
-        files = [Path(folder, name) for name in ("processor_config.json", "preprocessor_config.json")]
-        whole, own = [read_json_file(file) if file.is_file() else {} for file in files]
-    except TextFileError as error:
-        raise ConfigError(f"model.path: {error}") from error
-    settings = whole.get("image_processor") or own
-    found = settings.get("image_processor_type")
-    if found not in PROCESSORS:
+        processor = AutoImageProcessor.from_pretrained(folder, local_files_only=True, **limits)
+        found = type(processor).__name__, *(getattr(processor, name, None) for name in PATCHES)
+    except (OSError, ValueError) as error:
+        found = (shorten(str(error)),)
+    expected = "Qwen2VLImageProcessor", *(getattr(vision, name) for name in PATCHES)
+    if found != expected:
         raise ConfigError(
-            f"model.path: expected settings of the image processor {PROCESSORS[0]} in {folder}, found {found}: add "
+            f"model.path: expected an image processor, {', '.join(PATCHES)} {expected} in {folder}, found {found}: add "
             "preprocessor_config.json from the model's repository"
         )
-    return settings
-
-
-def resized(height: int, width: int, unit: int, least: int, most: int) -> tuple[int, int]:
-    """Return the size that an image gets: multiples of `unit`, with `least` to `most` pixels.
-
-    Raises:
-        ValueError: it is too narrow.
-    Source: transformers 5.19, smart_resize of models/qwen2_vl/image_processing_qwen2_vl.py.
-    """
-    edges = height, width
-    if max(edges) > MOST_RATIO * min(edges):
-        raise ValueError(f"{height} x {width} pixels, one edge more than {MOST_RATIO} times as long as the other")
-    rows, columns = (round(edge / unit) * unit for edge in edges)
-    if rows * columns > most:
-        scale = math.sqrt(height * width / most)
-        rows, columns = (max(unit, math.floor(edge / scale / unit) * unit) for edge in edges)
-    elif rows * columns < least:
-        scale = math.sqrt(least / (height * width))
-        rows, columns = (math.ceil(edge * scale / unit) * unit for edge in edges)
-    return rows, columns
+    return processor
 
 
 class ImageReader:
@@ -279,18 +254,7 @@ class ImageReader:
         start, self.mark, end = tokenizer.convert_ids_to_tokens(tokens)
         self.placeholder = start + self.mark + end
         self._video_mark = tokenizer.convert_ids_to_tokens(vision.video_token)
-        self._folder = folder
-        settings = _processor_settings(folder)
-        size = settings.get("size") or DEFAULT_SIZE
-        self._least = settings.get("min_pixels") or size["shortest_edge"]
-        self._most = max_pixels or settings.get("max_pixels") or size["longest_edge"]
-        found = tuple(settings.get(name, default) for name, default in PATCHES.items())
-        expected = tuple(getattr(vision, name) for name in PATCHES)
-        if found != expected:
-            raise ConfigError(
-                f"model.path: the image processor in {folder} has {', '.join(PATCHES)} {found}, but config.json has "
-                f"{expected}: take both from the same model"
-            )
+        self._processor = _processor(folder, vision, max_pixels)
 
     def check_text(self, text: str, num_images: int) -> None:
         """Check that a rendered prompt has as many places as images.
@@ -312,8 +276,12 @@ class ImageReader:
             ValueError: it is too narrow.
         """
         width, height = reversed(image.size) if _orientation(image) >= 5 else image.size
+        from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize  # not above: it imports torch
+
+        limits = self._processor.size
         edge = self.vision.patch_size
-        rows, columns = resized(height, width, edge * self.vision.merge_size, self._least, self._most)
+        unit = edge * self.vision.merge_size
+        rows, columns = smart_resize(height, width, unit, limits["shortest_edge"], limits["longest_edge"])
         return 1, rows // edge, columns // edge
 
     def expanded(self, tokens: Sequence[int], grids: Sequence[Grid]) -> tuple[list[int], list[int]]:
@@ -352,15 +320,6 @@ class ImageReader:
         except (OSError, SyntaxError, ValueError) as error:
             raise ValueError(f"the image {file.path} cannot be used ({error}): replace it") from None
         return grid, sha256(content).hexdigest()[:32]
-
-    @cached_property
-    def _processor(self) -> Any:
-        # Not above: it imports torch.
-        from transformers import AutoImageProcessor
-
-        # A size would yield to the file's min_pixels and max_pixels, where it has these.
-        limits = {"min_pixels": self._least, "max_pixels": self._most}
-        return AutoImageProcessor.from_pretrained(self._folder, local_files_only=True, **limits)
 
     def pixels(self, content: bytes, grid: Grid) -> Any:
         """Return the patches of an image, a tensor [patches, numbers of a patch] float32.
