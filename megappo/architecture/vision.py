@@ -68,20 +68,10 @@ class Vision:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Sizes of the tower by their names in `parameter_tables.TOWERS`, and its `depth`."""
+        """Sizes of the tower by their names in `parameter_tables.TOWERS`: the keys of its config, and two others."""
         hidden = self.config["hidden_size"]
-        return {
-            "depth": self.config["depth"],
-            "tower": hidden,
-            "tower_qkv": 3 * hidden,
-            "tower_ffn": self.config["intermediate_size"],
-            "tower_out": self.config["out_hidden_size"],
-            "merged": hidden * self.merge_size**2,
-            "places": self.config.get("num_position_embeddings", 0),
-            "channels": self.config.get("in_channels", 3),
-            "frames": self.temporal_patch_size,
-            "patch": self.patch_size,
-        }
+        joined = {"qkv_size": 3 * hidden, "merged_size": hidden * self.merge_size**2}
+        return {"in_channels": 3, **self.config, **joined}
 
 
 def num_image_tokens(grid: Sequence[int], merge_size: int) -> int:

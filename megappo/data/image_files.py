@@ -10,6 +10,7 @@ import binascii
 import io
 import struct
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 MARK = "<image>"
 """Stands for an image in a text, as in verl's files."""
 IMAGE_PART = {"type": "image"}
-SOURCES = ("image", "image_url", "url", "bytes", "path")
+SOURCES = ("bytes", "image", "image_url", "url", "path")
 """Fields of a part, or of an image in a record, that may hold it; the first that does."""
 FORMS = "a path, a file or data URL, or {'bytes': ..., 'path': ...}"
 THUMBNAIL = (192, 192)
@@ -52,15 +53,8 @@ class ImageFile(NamedTuple):
     path: str
 
     def read(self) -> bytes:
-        """Return the content of the file.
-
-        Raises:
-            ValueError: it cannot be read.
-        """
-        try:
-            return Path(self.path).read_bytes() if self.content is None else self.content
-        except OSError as error:
-            raise ValueError(f"the image {self.path} cannot be read ({error.strerror}): correct its path") from None
+        """Return the content of the file."""
+        return Path(self.path).read_bytes() if self.content is None else self.content
 
 
 def place_images(content: PromptContent, given: Sequence[Any], placeholder: str) -> tuple[PromptContent, list[Any]]:
@@ -127,50 +121,37 @@ def image_file(value: Any, data_file: str) -> ImageFile:
         ValueError: it has none of the FORMS.
     """
     name = ""
-    if isinstance(value, Mapping):
+    while isinstance(value, Mapping):
         name = str(value.get("path") or "")
-        value = value.get("bytes") or _source(value)
-    if isinstance(value, Mapping):
         value = _source(value)
     if isinstance(value, bytes):
         return ImageFile(value, name or f"of {len(value):,} bytes")
     if not isinstance(value, str) or not value:
         raise ValueError(f"an image is {value!r:.80}: expected {FORMS}")
-    if value.startswith("data:"):
-        try:
-            return ImageFile(base64.b64decode(value.partition(",")[2], validate=True), f"{value:.40}...")
-        except binascii.Error as error:
-            raise ValueError(f"the image {value:.40}... is not base64 ({error}): write it again") from None
     if value.startswith(("http://", "https://")):
         raise ValueError(f"the image {value:.80} is not on this machine: download it, and name its path")
-    path = Path(unquote(urlsplit(value).path) if value.startswith("file://") else value)
-    beside = Path(data_file).parent / path
     try:
+        if value.startswith("data:"):
+            return ImageFile(base64.b64decode(value.partition(",")[2], validate=True), f"{value:.40}...")
+        path = Path(unquote(urlsplit(value).path) if value.startswith("file://") else value)
+        beside = Path(data_file).parent / path
         return ImageFile(None, str((beside if beside.exists() else path).absolute()))
-    except OSError as error:
-        raise ValueError(f"an image is {value!r:.80} ({error.strerror}): expected {FORMS}") from None
+    except (OSError, binascii.Error) as error:
+        raise ValueError(f"an image is {value!r:.80} ({error.args[-1]}): expected {FORMS}") from None
 
 
-def opened(content: bytes, name: str) -> Image.Image:
-    """Return an image whose header has been read.
-
-    Raises:
-        ValueError: it is damaged, or no image.
-    """
-    try:
-        return Image.open(io.BytesIO(content))
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise ValueError(f"the image {name} is damaged, or no image ({error}): replace it") from None
+def opened(content: bytes) -> Image.Image:
+    """Return an image whose header has been read. It may be damaged, see `ImageReader.measure`."""
+    return Image.open(io.BytesIO(content))
 
 
 def _orientation(image: Image.Image) -> int:
     """Return EXIF's orientation, by the header; 1 for an upright image, and where EXIF's data are damaged."""
     exif = Image.Exif()
-    try:
+    with suppress(struct.error, SyntaxError, ValueError, TypeError):
         exif.load(image.info.get("exif", b""))
         return int(exif.get(Base.Orientation, 1))
-    except (struct.error, SyntaxError, ValueError, TypeError):
-        return 1
+    return 1
 
 
 def upright(image: Image.Image) -> Image.Image:
@@ -191,7 +172,7 @@ def upright(image: Image.Image) -> Image.Image:
 
 def data_url(content: bytes) -> str:
     """Return an image as engines get it: its file, or a PNG of what training reads, where SGLang would read another."""
-    image = opened(content, "")
+    image = opened(content)
     if image.mode != "RGB" or image.has_transparency_data or _orientation(image) != 1:
         content = _encoded(upright(image), "PNG")
     return "data:image;base64," + base64.b64encode(content).decode()
@@ -199,7 +180,7 @@ def data_url(content: bytes) -> str:
 
 def thumbnail(content: bytes) -> bytes:
     """Return an image as a small JPEG."""
-    image = upright(opened(content, ""))
+    image = upright(opened(content))
     image.thumbnail(THUMBNAIL)
     return _encoded(image, "JPEG")
 
@@ -284,19 +265,6 @@ class ImageReader:
         rows, columns = smart_resize(height, width, unit, limits["shortest_edge"], limits["longest_edge"])
         return 1, rows // edge, columns // edge
 
-    def expanded(self, tokens: Sequence[int], grids: Sequence[Grid]) -> tuple[list[int], list[int]]:
-        """Return tokens with one image token for each merged patch, and the place of the first one of each image."""
-        waiting = iter(grids)
-        places = []
-        whole: list[int] = []
-        for token in tokens:
-            count = 1
-            if token == self.vision.image_token:
-                places.append(len(whole))
-                count = self.num_tokens(next(waiting))
-            whole += [token] * count
-        return whole, places
-
     def num_tokens(self, grid: Grid) -> int:
         """Return the tokens of an image."""
         return num_image_tokens(grid, self.vision.merge_size)
@@ -309,16 +277,16 @@ class ImageReader:
         Raises:
             ValueError: it is missing, damaged, too narrow, or grey with more than 8 bits.
         """
-        content = file.read()
-        image = opened(content, file.path)
         try:
+            content = file.read()
+            image = opened(content)
             if image.mode.startswith(("I", "F")):
                 raise ValueError("its grey values have more than 8 bits")
             grid = self._grid(image)
             if whole:
                 image.load()
-        except (OSError, SyntaxError, ValueError) as error:
-            raise ValueError(f"the image {file.path} cannot be used ({error}): replace it") from None
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+            raise ValueError(f"the image {file.path} cannot be used ({error}): correct its path, or replace it") from None
         return grid, sha256(content).hexdigest()[:32]
 
     def pixels(self, content: bytes, grid: Grid) -> Any:
@@ -327,7 +295,7 @@ class ImageReader:
         Raises:
             RuntimeError: the processor makes another grid of it.
         """
-        made = self._processor(images=[upright(opened(content, ""))], return_tensors="pt")
+        made = self._processor(images=[upright(opened(content))], return_tensors="pt")
         [found] = made["image_grid_thw"].tolist()
         if tuple(found) != grid:
             raise RuntimeError(f"expected an image of {grid} patches, but the image processor makes {found}")

@@ -1,7 +1,6 @@
 """Images of a run's prompts, on any rank: for the engines, the models, reward functions and people."""
 
 import os
-import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from hashlib import sha256
@@ -13,7 +12,7 @@ from megappo.batch.images import Image
 from megappo.config.config_error import ConfigError
 from megappo.data.image_files import ImageFile, ImageReader, data_url, thumbnail
 from megappo.data.prompts import Prompt, PromptDataset
-from megappo.engines.generations import SentImage
+from megappo.engines.generations import SentImages
 from megappo.observe.files import ROLLOUTS_FOLDER
 from megappo.userland.user_code import JsonObject
 
@@ -54,23 +53,19 @@ class PromptImages:
         *record, number = image.key
         return self._reader.pixels(self._files(record)[number].read(), image.grid)
 
-    def sent(self, prompt: Prompt) -> list[SentImage]:
+    def sent(self, prompt: Prompt) -> SentImages:
         """Return the images of a prompt as engines get them, which reads all their files."""
-        found = []
-        for image, file in zip(prompt.images, self._files(prompt.record) if prompt.images else (), strict=True):
-            found.append(SentImage(image.place, self._reader.num_tokens(image.grid), data_url(file.read())))
+        tokens = list(prompt.tokens)
+        for image in reversed(prompt.images):
+            del tokens[image.place + 1 : image.place + self._reader.num_tokens(image.grid)]
+        urls = [data_url(file.read()) for file in self._files(prompt.record)] if prompt.images else []
         self.columns(prompt)  # writes files here, not where it is called again, between responses
-        return found
+        return SentImages(len(prompt.tokens), tokens, urls)
 
     def columns(self, prompt: Prompt) -> JsonObject:
         """Return the fields of a prompt for reward functions, with the paths of its images if they take these."""
-        name = self._datasets[prompt.data_set].image_column
+        name = self._datasets[prompt.record[0]].image_column
         return prompt.columns if name is None else prompt.columns | {name: self._paths(prompt.record)}
-
-    def one_each(self, text: str) -> str:
-        """Return a decoded prompt with one placeholder for each image."""
-        mark = self._reader.mark
-        return re.sub(f"(?:{re.escape(mark)})+", lambda _: mark, text)
 
     def thumbnails(self, record: Sequence[float]) -> list[str]:
         """Write small copies of a prompt's images; return their paths in the run's folder."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -33,6 +34,8 @@ from megappo.userland.agent_sessions import AgentPool
 from megappo.userland.environments import TaskWorkers
 
 NO_WORKERS = TaskWorkers()
+IMAGE_TOKENS = re.compile(r"(<\|image_pad\|>)+")
+"""Tokens of an image, as the models with vision have them."""
 
 
 class Rollouts:
@@ -158,9 +161,8 @@ class Rollouts:
         return lambda index: asyncio.to_thread(images.sent, prompts[index])
 
     def prompt_text(self, tokens: Sequence[int]) -> str:
-        """Return a prompt for people."""
-        text = self.tokenizer.decode(tokens)
-        return text if self.images is None else self.images.one_each(text)
+        """Return a prompt for people, with one token for each image."""
+        return IMAGE_TOKENS.sub(r"\1", self.tokenizer.decode(tokens))
 
     def new_counter(self) -> Callable[[int], int]:
         """Return a `store_counter` that is the same on all ranks, if all ranks call this together."""

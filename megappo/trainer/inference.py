@@ -26,7 +26,7 @@ from megappo.trainer.models import Models, Phases
 
 NUM_PROBE_PROMPTS = 4  # each engine continues all of them
 PROBE_CHOICE = 64
-"""First prompts of the data, of which a probe of a model with vision takes the ones with images first."""
+"""First prompts of the data, of which a probe takes the ones with images first."""
 PROBE_TOKENS = 4
 
 
@@ -46,8 +46,7 @@ class Probe:
         # Every data-parallel shard of the actor needs a row.
         count = max(NUM_PROBE_PROMPTS, -(-actor.layout.data // rollouts.num_engines))
         self.images = rollouts.images
-        first = prompts.kept[: count if self.images is None else max(count, PROBE_CHOICE)]
-        chosen = sorted(prompts.at(first), key=lambda prompt: not prompt.images)
+        chosen = sorted(prompts.at(prompts.kept[: max(count, PROBE_CHOICE)]), key=lambda prompt: not prompt.images)
         self.prompts = [chosen[i % len(chosen)] for i in range(count)]
         self._calls = 0
 

@@ -107,5 +107,5 @@ def test_rows_that_are_not_of_their_images_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"image \(0, 1, 0\) .* has other tokens than its 4 of 87 from token 0"):
         lay_out_images(moved, starts, vision, Pictures())
     positions, slots, images = lay_out_images(replace(rows, fields={}), starts, vision, Pictures())
-    assert images == () and (slots == -1).all()
+    assert images == [] and (slots == -1).all()
     assert (positions == positions[0]).all() and positions.max() == rows.lengths.max() - 1
