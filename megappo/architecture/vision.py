@@ -81,8 +81,8 @@ def num_image_tokens(grid: Sequence[int], merge_size: int) -> int:
 
 def text_values(raw: RawValues) -> RawValues:
     """Return the keys of a language model with a tower: those at the top of config.json, and the nested ones."""
-    top = {key: value for key, value in raw.items() if key not in (TEXT, VISION)}
-    return {**top, **(raw.get(TEXT) or {}), **{key: top[key] for key in AT_TOP if key in top}}
+    at_top = {key: raw[key] for key in AT_TOP if key in raw}
+    return {**raw, TEXT: None, VISION: None, **(raw.get(TEXT) or {}), **at_top}
 
 
 def unnested_name(tensor: str) -> str:

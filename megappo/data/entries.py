@@ -171,7 +171,9 @@ def entry_of(record: Any, fields: RecordFields, chat: Chat, data_file: str) -> P
     content = chat.content_of(prompt)
     images: list[Any] = []
     if fields.images is not None:
-        content, images = place_images(content, images_in(_value_of(record, fields.image_key)), fields.images.placeholder)
+        content, images = place_images(
+            content, images_in(_value_of(record, fields.image_key)), fields.images.placeholder
+        )
         check_value("prompt", content)
     if fields.takes.raw_prompts:
         columns[PROMPTS] = content

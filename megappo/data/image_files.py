@@ -8,6 +8,7 @@ white: SGLang would ignore the first two.
 import base64
 import binascii
 import io
+import re
 import struct
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -88,20 +89,19 @@ def _check_count(num_places: int, given: Sequence[Any]) -> None:
     if num_places != len(given):
         raise ValueError(
             f"the prompt has {num_places} places for images ({MARK} in a text, or parts of type image that name none), "
-            f"but the record has {len(given)} images: write one for each. For {MARK} as plain text, write the message's "
-            "content as parts, [{'type': 'text', 'text': ...}]"
+            f"but the record has {len(given)} images: write one for each. For {MARK} as plain text, write the content "
+            "of the message as parts, [{'type': 'text', 'text': ...}]"
         )
 
 
 def _parts(content: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the parts of a message without the null fields that parquet adds."""
     if isinstance(content, str):
-        texts = content.split(MARK)
-        parts = [part for text in texts for part in (IMAGE_PART, {"type": "text", "text": text})][1:]
-        return [part for part in parts if part.get("text") != ""]
+        texts = filter(None, re.split(f"({MARK})", content))
+        return [IMAGE_PART if text == MARK else {"type": "text", "text": text} for text in texts]
     found = []
     for part in content:
-        known = {name: value for name, value in part.items() if value is not None}
+        known = {name: value for name, value in part.items() if value is not None} if isinstance(part, dict) else {}
         if known.get("type") not in ("text", "image", "image_url") or not isinstance(known.get("text", ""), str):
             raise ValueError(f"a part of a message is {part!r:.80}: expected {{'type': 'text' or 'image'}}")
         found.append(known)
@@ -245,9 +245,9 @@ class ImageReader:
         """
         if text.count(self.mark) != num_images or self._video_mark in text:
             raise ValueError(
-                f"the prompt has {text.count(self.mark)} {self.mark} and {text.count(self._video_mark)} "
-                f"{self._video_mark} as the model sees it, but {num_images} images: texts may hold neither, videos are "
-                "not read, and the chat template must render parts of type image"
+                f"the prompt has {text.count(self.mark)} {self.mark} for {num_images} images, or {self._video_mark}, "
+                "as the model sees it: texts may hold neither, videos are not read, and the chat template must render "
+                "parts of type image"
             )
 
     def _grid(self, image: Image.Image) -> Grid:
@@ -286,7 +286,9 @@ class ImageReader:
             if whole:
                 image.load()
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            raise ValueError(f"the image {file.path} cannot be used ({error}): correct its path, or replace it") from None
+            raise ValueError(
+                f"the image {file.path} cannot be used ({error}): correct its path, or replace it"
+            ) from None
         return grid, sha256(content).hexdigest()[:32]
 
     def pixels(self, content: bytes, grid: Grid) -> Any:

@@ -142,7 +142,9 @@ class RecordDataset(ABC, Generic[E]):
         for start in range(0, len(numbers), RECORDS_AT_ONCE):
             part = numbers[start : start + RECORDS_AT_ONCE]
             entries = {}
-            for number, record in _numbered(file, part):
+            some = [part[first : first + READ_AT_ONCE] for first in range(0, len(part), READ_AT_ONCE)]
+            for number, record in zip(part, itertools.chain.from_iterable(map(file.at, some)), strict=True):
+                heartbeat.beat()
                 try:
                     entries[number], warnings = self._read(record, file)
                     check.note(number, "warn", warnings)
@@ -283,14 +285,6 @@ class RecordDataset(ABC, Generic[E]):
         """Return the file of a prompt, and the number of its record there, from 0."""
         file = bisect.bisect_right(self._starts, index) - 1
         return self.files[file], index - self._starts[file]
-
-
-def _numbered(file: Records, numbers: Sequence[int]) -> Iterator[tuple[int, Any]]:
-    """Yield the records of these numbers, of which a few are held at once."""
-    for start in range(0, len(numbers), READ_AT_ONCE):
-        heartbeat.beat()
-        part = numbers[start : start + READ_AT_ONCE]
-        yield from zip(part, file.at(part), strict=True)
 
 
 def share(items: Sequence[T], rank: int, world_size: int) -> Sequence[T]:

@@ -88,8 +88,7 @@ def _held_out_rollouts(run: Run) -> Iterator[tuple[str, Batch]]:
         all_responses[name] = StepResponses(prompts, sampled.samples, [sampled], sampled.usage)
     run.engines.sleep()
     for name, responses in all_responses.items():
-        parts = config, vocab_size, run.rollouts.tokenizer, run.exchange
-        batch, _ = RowBuilder(*parts, has_images=run.datasets.images is not None).build(responses)
+        batch, _ = RowBuilder(config, vocab_size, run.rollouts.tokenizer, run.exchange).build(responses)
         yield name, _with_model_scores(run, batch, responses, run.datasets.val[name])
 
 

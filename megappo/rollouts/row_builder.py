@@ -30,7 +30,6 @@ class RowBuilder:
     Args:
         vocab_size: tokens below it are known to every model.
         tokenizer: serves one thread at a time.
-        has_images: the models see the prompts' images.
     """
 
     def __init__(
@@ -39,10 +38,7 @@ class RowBuilder:
         vocab_size: int,
         tokenizer: PreTrainedTokenizerBase,
         exchange: Exchange,
-        *,
-        has_images: bool = False,
     ):
-        self._has_images = has_images
         self._config = config
         self._vocab_size = vocab_size
         self._replayed = replayed_policy(config)
@@ -71,7 +67,7 @@ class RowBuilder:
             episodes=config.rollout.has_episodes,
             step=step,
             replayed=self._replayed,
-            prompts=responses.prompts if self._has_images else None,
+            prompts=responses.prompts,
         )
         greedy = [] if responses.greedy is None else responses.greedy.samples
         num_tokens = sum(one.num_policy_tokens for one in [*samples, *greedy])

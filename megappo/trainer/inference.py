@@ -65,8 +65,7 @@ class Probe:
         generations, fault = self._generate()
         while self.restarts.restart_failed(fault):
             generations, fault = self._generate()
-        has_images = self.images is not None
-        batch = probe_batch(*(generations, self.prompts, number, exchange, self.params.replayed), has_images=has_images)
+        batch = probe_batch(generations, self.prompts, number, exchange, self.params.replayed)
         shard = self.actor.scatter(batch)
         batch = shard.gather(shard.forward(), {"log_probs": "old_log_probs"}, batch)
         return check_probe(batch.rows, number, self.config, exchange, self.restarts.warn)
@@ -89,14 +88,12 @@ def probe_batch(
     engine_number: int | None,
     exchange: Exchange,
     replayed: Architecture | None = None,
-    *,
-    has_images: bool = False,
 ) -> Batch:
     """Return each engine's responses as rows at the rank that owns the engine; all ranks together."""
     samples = []
     for i, (prompt, generation) in enumerate(zip(prompts, generations, strict=False)):
         samples.append(response_sample(i, engine_number, prompt.tokens, generation))
-    batch = exchange.number(sample_rows(samples, replayed=replayed, prompts=prompts if has_images else None))
+    batch = exchange.number(sample_rows(samples, replayed=replayed, prompts=prompts))
     # Pads the fields, also on ranks without an engine, to the longest response of all ranks.
     return exchange.move(batch, batch.owners, list(batch.rows.fields))
 

@@ -159,12 +159,18 @@ FAULTS = {
     "no column": ({"images": None}, "the record has 0 images"),
     "narrow": ({"images": ["narrow.png"]}, "narrow.png cannot be used (absolute aspect ratio must be smaller than 200"),
     "on the web": ({"images": ["https://a.b/c.png"]}, "is not on this machine: download it"),
-    "deep grey": ({"images": ["deep.png"]}, "deep.png cannot be used (its grey values have more than 8 bits): correct its path, or replace"),
+    "deep grey": (
+        {"images": ["deep.png"]},
+        "deep.png cannot be used (its grey values have more than 8 bits): correct its path, or replace",
+    ),
     "raw base64": ({"images": ["iVBOR" * 100]}, "(File name too long): expected a path, a file or data URL, or"),
     "number": ({"images": [5]}, "an image is 5: expected a path"),
     "another field": ({"images": ["a.png"], "image": "a.png"}, "the field 'image' is not read"),
     "its token": ({"images": ["a.png"], "prompt": user("<|image_pad|><image>")}, "the prompt has 2 <|image_pad|>"),
-    "a video": ({"images": ["a.png"], "prompt": user("<image><|video_pad|>")}, "1 <|video_pad|> as the model sees it"),
+    "a video": (
+        {"images": ["a.png"], "prompt": user("<image><|video_pad|>")},
+        "1 <|image_pad|> for 1 images, or <|video_pad|>, as the model sees it",
+    ),
     "a part": ({"prompt": user({"type": "video"}, TEXT)}, "a part of a message is {'type': 'video'}"),
     "too long": ({"images": ["big.png"]}, "the prompt has 83 tokens, more than data.max_prompt_length 60"),
 }
@@ -287,7 +293,9 @@ def test_the_most_pixels_hold_where_the_folder_names_limits(tmp_path, folder):
 
 def test_another_processor_is_refused(tmp_path, folder):
     tokenizer = load_tokenizer(str(folder))
-    with pytest.raises(ConfigError, match=r"expected .*, 14, 2, 2\) in .*, found .*, 16, 2, 2\): add preprocessor_conf"):
+    with pytest.raises(
+        ConfigError, match=r"expected .*, 14, 2, 2\) in .*, found .*, 16, 2, 2\): add preprocessor_conf"
+    ):
         ImageReader(str(folder), vision(patch_size=14), tokenizer)
     with pytest.raises(ConfigError, match="found .\"Can't load image processor .* add preprocessor_config.json"):
         ImageReader(str(tmp_path), vision(), tokenizer)

@@ -67,7 +67,9 @@ def test_files_are_read_once_for_all_responses_to_a_prompt(opened, monkeypatch):
     images, (text, _, two) = opened
     read = []
     image_files = PromptDataset.image_files
-    monkeypatch.setattr(PromptDataset, "image_files", lambda self, index: read.append(index) or image_files(self, index))
+    monkeypatch.setattr(
+        PromptDataset, "image_files", lambda self, index: read.append(index) or image_files(self, index)
+    )
     images._paths.cache_clear()
     images.sent(text)
     assert read == []
