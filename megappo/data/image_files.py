@@ -147,10 +147,9 @@ def opened(content: bytes) -> Image.Image:
 
 def _orientation(image: Image.Image) -> int:
     """Return EXIF's orientation, by the header; 1 for an upright image, and where EXIF's data are damaged."""
-    exif = Image.Exif()
     with suppress(struct.error, SyntaxError, ValueError, TypeError):
-        exif.load(image.info.get("exif", b""))
-        return int(exif.get(Base.Orientation, 1))
+        if "exif" in image.info:
+            return int(image.getexif().get(Base.Orientation, 1))
     return 1
 
 
