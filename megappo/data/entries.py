@@ -159,8 +159,6 @@ def entry_of(record: Any, fields: RecordFields, chat: Chat, data_file: str) -> P
     prompt = values[fields.prompt_key]
     label = values[fields.label_key] if fields.needs_label else None
     rank = fields.rank_of(values)
-    if fields.images is None:
-        check_value("prompt", prompt)
     check_value("label", label)
     check_label(label, fields.reward.weights)
     columns, warnings = _columns(record, fields)
@@ -174,7 +172,7 @@ def entry_of(record: Any, fields: RecordFields, chat: Chat, data_file: str) -> P
         content, images = place_images(
             content, images_in(_value_of(record, fields.image_key)), fields.images.placeholder
         )
-        check_value("prompt", content)
+    check_value("prompt", content)
     if fields.takes.raw_prompts:
         columns[PROMPTS] = content
     rendered = RenderedText(chat.text_of(content), not isinstance(content, str))

@@ -254,8 +254,8 @@ class ConversationDataset(RecordDataset[E]):
         elif mask[0]:
             self._note_bad_row(check, number, ["the prompt is empty: it has no token"])
         elif media := {*self.media_tokens}.intersection(tokens):
-            fault = f"the {self.singular} has token {min(media)}, which stands for an image or a video"
-            self._note_bad_row(check, number, [f"{fault}: these are not read here, drop it"])
+            fault = f"the {self.singular} has token {min(media)}, which stands for an image or a video: drop it"
+            self._note_bad_row(check, number, [fault])
         elif len(tokens) > limit:
             fault = f"the {self.singular} has more tokens than data.max_length {limit}"
             remedy = f" ({len(tokens)}): raise it, drop this, or set data.too_long=skip"

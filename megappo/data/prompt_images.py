@@ -37,10 +37,10 @@ class PromptImages:
     def __init__(self, reader: ImageReader, datasets: Sequence[PromptDataset | None], output_dir: str):
         self._output_dir = Path(output_dir)
         self._reader = reader
-        self._datasets = datasets
+        self._datasets = {number: dataset for number, dataset in enumerate(datasets) if dataset is not None}
         self._places = lru_cache(KEPT_PLACES)(lambda data_set, index: self._datasets[data_set].images_at(index))
         self._paths = lru_cache(KEPT_PLACES)(lambda record: list(map(self._path, self._files(record))))
-        if max(len(dataset or ()) for dataset in datasets) > MOST_RECORDS:
+        if max(map(len, self._datasets.values())) > MOST_RECORDS:
             raise ConfigError(f"data: more than {MOST_RECORDS:,} prompts for a model with vision: name fewer files")
 
     def images(self, record: tuple[int, int]) -> Sequence[Image]:

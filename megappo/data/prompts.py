@@ -216,14 +216,15 @@ class PromptDataset(RecordDataset[Prompt]):
     ) -> tuple[list[int], list[Image]]:
         """Return tokens with one image token for each merged patch, and the images."""
         images: list[Image] = []
-        if not files:
+        reader = self.image_reader
+        if reader is None or not files:
             return tokens, images
         whole: list[int] = []
         for token in tokens:
             count = 1
-            if token == self.image_reader.vision.image_token:
-                grid, digest = self.image_reader.measure(files[len(images)])
-                count = self.image_reader.num_tokens(grid)
+            if token == reader.vision.image_token:
+                grid, digest = reader.measure(files[len(images)])
+                count = reader.num_tokens(grid)
                 images.append(Image(len(whole), grid, (*record, len(images)), digest))
             whole += [token] * count
         return whole, images

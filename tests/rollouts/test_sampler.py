@@ -200,12 +200,13 @@ def test_images_are_read_once_for_each_prompt_and_beside_the_event_loop():
     class Images:
         def sent(self, prompt):
             read[prompt, threading.current_thread() is threading.main_thread()] += 1
-            return ()
+            return "sent"
 
     class Listing(EngineClient):
         async def generate_async(self, http, prompts, params, images=()):
             requests.append(len({tuple(prompt) for prompt in prompts}))
-            async with contextlib.aclosing(super().generate_async(http, prompts, params, images)) as responses:
+            assert list(images) == ["sent"] * len(prompts)
+            async with contextlib.aclosing(super().generate_async(http, prompts, params)) as responses:
                 async for one in responses:
                     yield one
 

@@ -184,8 +184,8 @@ class PlacedModel:
     @property
     def feature_bytes(self) -> float:
         """Bytes of the features of an image's token."""
-        architecture = self.shape.architecture
-        return (1 + len(architecture.vision.deepstack_layers)) * architecture.hidden_size * self.nbytes
+        vision = self.shape.architecture.vision
+        return (1 + len(vision.deepstack_layers)) * self.shape.architecture.hidden_size * self.nbytes if vision else 0
 
     def images(self, stage: int, prompt_length: int) -> float:
         """Return the bytes that a pass takes for images: the tower, its activations for an image that fills a prompt,
